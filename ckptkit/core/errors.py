@@ -1,0 +1,165 @@
+"""The exception tree: one class per kind of failure, each with a stable code and an exit status.
+
+Codes are part of the contract: they are only ever added to. The text of an error says where,
+what was found against what was expected, and, as a hint, what to do next.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class CkptkitError(Exception):
+    """The base of every error that ckptkit raises on purpose.
+
+    Attributes:
+        code: Stable, kebab-case name of the kind of failure.
+        exit_status: What the command line exits with.
+        where: The file, tensor or option concerned, as the user knows it; may be empty.
+        message: What was found against what was expected, one sentence without a full stop.
+        hint: What to do next; may be empty.
+    """
+
+    code: ClassVar[str] = "error"
+    exit_status: ClassVar[int] = 3
+
+    def __init__(self, message: str, *, where: str = "", hint: str = "") -> None:
+        super().__init__(f"{where}: {message}" if where else message)
+        self.message = message
+        self.where = where
+        self.hint = hint
+
+    def located(self, where: str) -> CkptkitError:
+        """Returns the same error with `where` put in front of what is known already."""
+        inner = f"{where}: {self.where}" if self.where else where
+        return type(self)(self.message, where=inner, hint=self.hint)
+
+
+class UsageError(CkptkitError, ValueError):
+    """An option or argument does not have the form that it needs."""
+
+    code = "bad-option"
+    exit_status = 2
+
+
+class InputError(CkptkitError):
+    """The input is unreadable, damaged or incomplete."""
+
+    code = "unreadable-input"
+
+
+class NotACheckpointError(InputError):
+    """No known checkpoint lies at or under the path."""
+
+    code = "not-a-checkpoint"
+
+
+class FormatError(InputError, ValueError):
+    """Bytes do not follow the format that they claim."""
+
+    code = "bad-format"
+
+
+class TruncatedFileError(FormatError):
+    """A file ends before what its header or index promises."""
+
+    code = "truncated-file"
+
+
+class MissingFileError(InputError):
+    """A file that the checkpoint names is not there."""
+
+    code = "missing-file"
+
+
+class IncompleteCheckpointError(InputError):
+    """Some elements of a tensor lie in no file, or in two."""
+
+    code = "incomplete-checkpoint"
+
+
+class ChecksumError(InputError):
+    """Bytes do not have the checksum that was stored for them."""
+
+    code = "checksum-mismatch"
+
+
+class UnsafePickleError(InputError):
+    """A pickle names something outside the allow-list, or misuses something inside it."""
+
+    code = "unsafe-pickle"
+
+
+class UnsafePathError(InputError):
+    """A file name inside a checkpoint leads out of it."""
+
+    code = "unsafe-path"
+
+
+class SourceChangedError(InputError):
+    """A source file changed while it was being read."""
+
+    code = "source-changed"
+
+
+class LimitError(InputError):
+    """The input asks for more than any real checkpoint of its size would."""
+
+    code = "too-large"
+
+
+class UnsupportedError(InputError):
+    """The input is understood but not modelled, so it is refused by name."""
+
+    code = "unsupported"
+
+
+class RefusedError(CkptkitError):
+    """The request is understood, and cannot or should not be done."""
+
+    code = "refused"
+    exit_status = 4
+
+
+class AmbiguousSourceError(RefusedError):
+    """Several checkpoints lie under the path, and none was selected."""
+
+    code = "ambiguous-source"
+
+
+class CannotPlanError(RefusedError):
+    """No plan satisfies the request."""
+
+    code = "cannot-plan"
+
+
+class OverflowRefusedError(RefusedError):
+    """A cast would turn finite numbers into infinities."""
+
+    code = "cast-overflow"
+
+
+class NoSpaceError(RefusedError):
+    """The disk or the memory allowed is too small for the request."""
+
+    code = "no-space"
+
+
+class OutputError(RefusedError):
+    """The output cannot be written where it was asked for."""
+
+    code = "unwritable-output"
+
+
+class OutputExistsError(CkptkitError):
+    """The output directory is there already and holds something."""
+
+    code = "output-exists"
+    exit_status = 5
+
+
+class VerificationError(CkptkitError):
+    """A check of finished bytes failed."""
+
+    code = "verification-failed"
+    exit_status = 6

@@ -1,0 +1,265 @@
+"""Row-major arithmetic: places in a tensor, what they cover, and the byte runs behind them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptkit.core.errors import LimitError
+from ckptkit.core.index import Box, ChunkTable, Ints, Shape, Span
+
+_GRID_CELLS = 1 << 22  # beyond this a coverage grid is swept slab by slab instead
+_SWEEP_STEPS = 1 << 22  # no real split of a tensor is as irregular as this
+
+
+def row_major_strides(shape: Shape) -> Shape:
+    """Returns the strides, in elements, of a dense row-major tensor.
+
+    >>> row_major_strides((2, 3, 4))
+    (12, 4, 1)
+    """
+    strides = [1] * len(shape)
+    for axis in range(len(shape) - 2, -1, -1):
+        strides[axis] = strides[axis + 1] * shape[axis + 1]
+    return tuple(strides)
+
+
+def is_row_major(shape: Shape, strides: Shape) -> bool:
+    """Tells whether the elements lie densely and in row-major order.
+
+    Strides of dimensions that hold a single element do not matter.
+    """
+    expected = row_major_strides(shape)
+    return 0 in shape or all(
+        size == 1 or stride == want
+        for size, stride, want in zip(shape, strides, expected, strict=True)
+    )
+
+
+def slabs(span: Span, shape: Shape) -> list[Box]:
+    """Cuts a range of row-major elements into the fewest boxes that hold it, in order.
+
+    Each box fixes its leading dimensions to one index, takes a range of the next one, and is
+    full in the rest, so it is contiguous; `n` dimensions give at most `2n - 1` boxes.
+
+    >>> slabs(Span(1, 7), (3, 3))
+    [Box(offsets=(0, 1), sizes=(1, 2)), Box(offsets=(1, 0), sizes=(1, 3)), \
+Box(offsets=(2, 0), sizes=(1, 1))]
+    """
+    if not shape:
+        return [Box((), ())] if span.stop > span.start else []
+    strides = row_major_strides(shape)
+    boxes, at = [], span.start
+    while at < span.stop:
+        left = span.stop - at
+        axis = len(shape) - 1
+        while axis > 0 and at % strides[axis - 1] == 0 and left >= strides[axis - 1]:
+            axis -= 1
+        room = shape[axis] - (at // strides[axis]) % shape[axis]
+        count = min(room, left // strides[axis])
+        boxes.append(_slab(at, axis, count, shape, strides))
+        at += count * strides[axis]
+    return boxes
+
+
+def _slab(at: int, axis: int, count: int, shape: Shape, strides: Shape) -> Box:
+    offsets = tuple((at // stride) % size for stride, size in zip(strides, shape, strict=True))
+    sizes = (1,) * axis + (count,) + shape[axis + 1 :]
+    return Box(offsets, sizes)
+
+
+def intersect(first: Box, second: Box) -> Box | None:
+    """Returns what two boxes share, or None when that is empty."""
+    offsets, sizes = [], []
+    for a, m, b, n in zip(first.offsets, first.sizes, second.offsets, second.sizes, strict=True):
+        low, high = max(a, b), min(a + m, b + n)
+        if low >= high:
+            return None
+        offsets.append(low)
+        sizes.append(high - low)
+    return Box(tuple(offsets), tuple(sizes))
+
+
+def flat_offset(offsets: Shape, strides: Shape) -> int:
+    """Returns the position of an element, given its coordinates and the strides."""
+    return sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
+
+
+def is_contiguous_in(sizes: Shape, outer: Shape) -> bool:
+    """Tells whether a box of `sizes` is one run of elements of a row-major `outer` block."""
+    axis = 0
+    while axis < len(sizes) and sizes[axis] == 1:
+        axis += 1
+    return all(s == o for s, o in zip(sizes[axis + 1 :], outer[axis + 1 :], strict=True))
+
+
+def flat_hulls(table: ChunkTable, shape: Shape) -> tuple[Ints, Ints]:
+    """Returns for each chunk the range of row-major elements from its first to its last.
+
+    Returns:
+        Two int64 arrays, start and stop, half-open; equal where the chunk is empty.
+    """
+    if table.flat:
+        start = table.offsets[:, 0]
+        return start, start + table.sizes[:, 0]
+    strides = np.array(row_major_strides(shape), np.int64)
+    first = table.offsets @ strides if shape else np.zeros(len(table), np.int64)
+    last = (table.offsets + table.sizes - 1) @ strides if shape else first
+    return first, np.where(table.elements() > 0, last + 1, first)
+
+
+@dataclass(frozen=True, slots=True)
+class Defect:
+    """A part of a tensor that is not stored exactly once.
+
+    Attributes:
+        place: The elements concerned.
+        copies: How often they are stored: 0 when they are missing.
+    """
+
+    place: Box | Span
+    copies: int
+
+
+def without_replicas(table: ChunkTable) -> ChunkTable:
+    """Drops empty chunks, and all but the first of chunks that hold the same place."""
+    rows = np.flatnonzero(table.elements() > 0)
+    if len(rows) > 1:
+        places = np.hstack([table.offsets[rows], table.sizes[rows]])
+        _, first = np.unique(places, axis=0, return_index=True)
+        rows = rows[np.sort(first)]
+    return table if len(rows) == len(table) else table.take(rows)
+
+
+def find_defect(table: ChunkTable, shape: Shape) -> Defect | None:
+    """Proves that non-empty, distinct chunks hold every element of a tensor exactly once.
+
+    Args:
+        table: The chunks, each inside the tensor.
+        shape: The tensor's shape, in elements.
+
+    Returns:
+        The first defect found, or None when the chunks tile the tensor.
+
+    Raises:
+        LimitError: If the chunks are cut more irregularly than any real split.
+    """
+    if 0 in shape:
+        return None
+    start, stop = flat_hulls(table, shape)
+    if bool(np.all(stop - start == table.elements())):
+        return _defect_in_runs(start, stop, math.prod(shape), shape, flat=table.flat)
+    return _defect_in_boxes(table, shape)
+
+
+def _defect_in_runs(
+    start: Ints, stop: Ints, total: int, shape: Shape, *, flat: bool
+) -> Defect | None:
+    """The common case: every chunk is one run of elements, so sorting them is enough."""
+    found = _first_gap_or_overlap(start, stop, total)
+    if found is None:
+        return None
+    (low, high), copies = found
+    span = Span(low, high)
+    return Defect(span if flat or not shape else slabs(span, shape)[0], copies)
+
+
+def _first_gap_or_overlap(
+    start: Ints, stop: Ints, total: int
+) -> tuple[tuple[int, int], int] | None:
+    """Finds where intervals fail to tile `[0, total)`, and how often that part is held."""
+    order = np.argsort(start, kind="stable")
+    ends = np.concatenate([np.zeros(1, np.int64), stop[order]])
+    starts = np.concatenate([start[order], np.array([total], np.int64)])
+    wrong = np.flatnonzero(ends != starts)
+    if not len(wrong):
+        return None
+    at = int(wrong[0])
+    end, begin = int(ends[at]), int(starts[at])
+    if begin > end:
+        return (end, begin), 0
+    return (begin, min(end, int(stop[order[at]]))), 2
+
+
+def _defect_in_boxes(table: ChunkTable, shape: Shape) -> Defect | None:
+    whole = np.array(shape, np.int64)
+    split = [
+        axis for axis in range(len(shape)) if bool(np.any(table.sizes[:, axis] != whole[axis]))
+    ]
+    lower, upper = table.offsets[:, split], (table.offsets + table.sizes)[:, split]
+    edges = [
+        np.unique(np.concatenate([lower[:, i], upper[:, i], [0, shape[axis]]]))
+        for i, axis in enumerate(split)
+    ]
+    cells = math.prod(len(edge) - 1 for edge in edges)
+    if len(split) <= 4 and cells <= _GRID_CELLS:
+        found = _defect_in_grid(lower, upper, edges)
+    else:
+        found = _Sweep(lower, upper, edges).find(np.arange(len(lower)), 0)
+    if found is None:
+        return None
+    intervals, copies = found
+    offsets, sizes = [0] * len(shape), list(shape)
+    for (low, high), axis in zip(intervals, split, strict=False):
+        offsets[axis], sizes[axis] = low, high - low
+    return Defect(Box(tuple(offsets), tuple(sizes)), copies)
+
+
+_Found = tuple[list[tuple[int, int]], int]
+
+
+def _defect_in_grid(lower: Ints, upper: Ints, edges: list[Ints]) -> _Found | None:
+    """Counts the copies of every cell of the grid that all edges span, by difference arrays."""
+    shape = tuple(len(edge) for edge in edges)
+    counts = np.zeros(shape, np.int32)
+    low = [np.searchsorted(edge, lower[:, i]) for i, edge in enumerate(edges)]
+    high = [np.searchsorted(edge, upper[:, i]) for i, edge in enumerate(edges)]
+    for corner in itertools.product((0, 1), repeat=len(edges)):
+        where = tuple(high[i] if top else low[i] for i, top in enumerate(corner))
+        np.add.at(counts, where, -1 if sum(corner) % 2 else 1)
+    for axis in range(len(edges)):
+        np.cumsum(counts, axis=axis, out=counts)
+    inner: NDArray[np.int32] = counts[tuple(slice(0, size - 1) for size in shape)]
+    wrong = np.argwhere(inner != 1)
+    if not len(wrong):
+        return None
+    cell = wrong[0].tolist()
+    intervals = [(int(edges[i][at]), int(edges[i][at + 1])) for i, at in enumerate(cell)]
+    return intervals, int(inner[tuple(cell)])
+
+
+class _Sweep:
+    """Coverage of an irregular split, one elementary interval of one dimension at a time."""
+
+    def __init__(self, lower: Ints, upper: Ints, edges: list[Ints]) -> None:
+        self.lower, self.upper, self.edges = lower, upper, edges
+        self.steps = 0
+
+    def find(self, rows: Ints, axis: int) -> _Found | None:
+        """Finds a defect among the boxes `rows`, looking at dimensions from `axis` on."""
+        low, high = self.lower[rows, axis], self.upper[rows, axis]
+        edges = self.edges[axis]
+        if axis == self.lower.shape[1] - 1:
+            return self._find_in_line(low, high, int(edges[-1]))
+        local = np.unique(np.concatenate([low, high, edges[:1], edges[-1:]]))
+        for start, stop in itertools.pairwise(local.tolist()):
+            self._count(len(rows))
+            inside = rows[(low <= start) & (high >= stop)]
+            found = self.find(inside, axis + 1)
+            if found is not None:
+                return [(start, stop), *found[0]], found[1]
+        return None
+
+    def _find_in_line(self, low: Ints, high: Ints, total: int) -> _Found | None:
+        self._count(len(low))
+        found = _first_gap_or_overlap(low, high, total)
+        return None if found is None else ([found[0]], found[1])
+
+    def _count(self, rows: int) -> None:
+        self.steps += 1 + rows // 1024
+        if self.steps > _SWEEP_STEPS:
+            raise LimitError("the chunks are cut more irregularly than any real split")

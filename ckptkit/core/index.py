@@ -1,0 +1,373 @@
+"""What a reader finds in a checkpoint: tensors, their chunks, and where the bytes lie.
+
+A `TensorIndex` is made from headers alone. Everything that there can be millions of (chunks
+and records) is held in numpy columns and handed out as small frozen values on demand.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NewType, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptkit.core.dtypes import DType
+
+Shape = tuple[int, ...]
+Ints = NDArray[np.int64]
+Key = NewType("Key", str)  # unique within one index; the flat key of the format
+Fqn = NewType("Fqn", str)  # the model's own fully qualified name
+KeyPath = tuple[str | int, ...]
+Part = Literal["model", "optimizer", "other"]
+Container = Literal["raw", "torch_zip", "safetensors"]
+CONTAINERS: tuple[Container, ...] = ("raw", "torch_zip", "safetensors")
+UNKNOWN = -1
+
+
+@dataclass(frozen=True, slots=True)
+class FileRef:
+    """A source file.
+
+    Attributes:
+        path: Relative to the checkpoint's root, with `/` between segments.
+        size_bytes: Its size when the index was made; -1 when it is named but not there.
+        identity: Changes when the file is replaced or rewritten (inode and mtime, or ETag).
+    """
+
+    path: str
+    size_bytes: int
+    identity: str
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A byte range of a file that holds the data of one or more chunks.
+
+    Attributes:
+        file: Position in `TensorIndex.files`.
+        start: First byte, from the start of the file.
+        stop: First byte after it.
+        container: `raw` when the range is the data itself; otherwise what the range has to be
+            parsed as to find the data inside.
+        crc32: Checksum of a raw record's bytes, or None where none was stored or where it has
+            to be read from the container first.
+    """
+
+    file: int
+    start: int
+    stop: int
+    container: Container = "raw"
+    crc32: int | None = None
+
+
+class RecordTable(Sequence[Record]):
+    """Records in columns, 29 bytes each."""
+
+    __slots__ = ("container", "crc32", "file", "start", "stop")
+
+    def __init__(
+        self, file: Ints, start: Ints, stop: Ints, container: Ints | int = 0, crc32: Ints | int = -1
+    ) -> None:
+        count = len(file)
+        self.file = np.asarray(file, np.int32)
+        self.start = np.asarray(start, np.int64)
+        self.stop = np.asarray(stop, np.int64)
+        self.container = np.broadcast_to(np.asarray(container, np.int8), count)
+        self.crc32 = np.broadcast_to(np.asarray(crc32, np.int64), count)
+
+    @classmethod
+    def of(cls, records: Sequence[Record]) -> RecordTable:
+        """Builds the columns from single records."""
+        return cls(
+            np.array([r.file for r in records], np.int64),
+            np.array([r.start for r in records], np.int64),
+            np.array([r.stop for r in records], np.int64),
+            np.array([CONTAINERS.index(r.container) for r in records], np.int64),
+            np.array([UNKNOWN if r.crc32 is None else r.crc32 for r in records], np.int64),
+        )
+
+    def __len__(self) -> int:
+        return len(self.file)
+
+    @overload
+    def __getitem__(self, index: int) -> Record: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Record]: ...
+    def __getitem__(self, index: int | slice) -> Record | Sequence[Record]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        crc32 = int(self.crc32[index])
+        return Record(
+            file=int(self.file[index]),
+            start=int(self.start[index]),
+            stop=int(self.stop[index]),
+            container=CONTAINERS[int(self.container[index])],
+            crc32=None if crc32 == UNKNOWN else crc32,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A block of a tensor: the elements from `offsets`, `sizes` of them in each dimension."""
+
+    offsets: Shape
+    sizes: Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A half-open range of a tensor's elements in row-major order."""
+
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A stored piece of a tensor.
+
+    Attributes:
+        place: Where in the full tensor it belongs, in elements.
+        record: Position in `TensorIndex.records`.
+        byte_offset: First byte of the chunk inside the record's data, or None where that is
+            known only once the record's container is read.
+        strides: In elements; None for row-major, and where only the container knows.
+        rank: The rank that wrote it, or None.
+    """
+
+    place: Box | Span
+    record: int
+    byte_offset: int | None = None
+    strides: Shape | None = None
+    rank: int | None = None
+
+
+class ChunkTable(Sequence[Chunk]):
+    """The chunks of one tensor in columns, about 20 + 16 bytes per dimension each.
+
+    Attributes:
+        flat: True when the places are spans; then the columns `offsets` and `sizes` have one
+            dimension, and hold the start and the length in elements.
+        offsets: int64 of shape [chunks, dimensions].
+        sizes: int64 of the same shape.
+        record: Position of each chunk's record.
+        byte_offset: Bytes into the record's data, or -1.
+        rank: The writing rank, or -1.
+        strides: The few chunks that are known not to be row-major.
+    """
+
+    __slots__ = ("byte_offset", "flat", "offsets", "rank", "record", "sizes", "strides")
+
+    def __init__(
+        self,
+        offsets: Ints,
+        sizes: Ints,
+        record: Ints,
+        *,
+        flat: bool = False,
+        byte_offset: Ints | int = UNKNOWN,
+        rank: Ints | int = UNKNOWN,
+        strides: Mapping[int, Shape] | None = None,
+    ) -> None:
+        count = len(record)
+        self.flat = flat
+        self.offsets = np.asarray(offsets, np.int64)
+        self.sizes = np.asarray(sizes, np.int64)
+        self.record = np.asarray(record, np.int64)
+        self.byte_offset = np.broadcast_to(np.asarray(byte_offset, np.int64), count)
+        self.rank = np.broadcast_to(np.asarray(rank, np.int32), count)
+        self.strides: Mapping[int, Shape] = strides or {}
+
+    @classmethod
+    def of(cls, chunks: Sequence[Chunk], dimensions: int) -> ChunkTable:
+        """Builds the columns from single chunks, whose places are all boxes or all spans."""
+        flat = bool(chunks) and isinstance(chunks[0].place, Span)
+        rows = [_row(chunk.place) for chunk in chunks]
+        width = 1 if flat else dimensions
+        return cls(
+            np.array([row[0] for row in rows], np.int64).reshape(len(rows), width),
+            np.array([row[1] for row in rows], np.int64).reshape(len(rows), width),
+            np.array([c.record for c in chunks], np.int64),
+            flat=flat,
+            byte_offset=np.array([_or_unknown(c.byte_offset) for c in chunks], np.int64),
+            rank=np.array([_or_unknown(c.rank) for c in chunks], np.int64),
+            strides={i: c.strides for i, c in enumerate(chunks) if c.strides is not None},
+        )
+
+    def take(self, rows: Ints) -> ChunkTable:
+        """Returns the table of the given rows, in the given order."""
+        new = {int(row): i for i, row in enumerate(rows)} if self.strides else {}
+        return ChunkTable(
+            self.offsets[rows],
+            self.sizes[rows],
+            self.record[rows],
+            flat=self.flat,
+            byte_offset=self.byte_offset[rows],
+            rank=self.rank[rows],
+            strides={new[i]: s for i, s in self.strides.items() if i in new},
+        )
+
+    def shifted(self, records: int) -> ChunkTable:
+        """Returns the same chunks after `records` more records were put before theirs."""
+        return ChunkTable(
+            self.offsets,
+            self.sizes,
+            self.record + records,
+            flat=self.flat,
+            byte_offset=self.byte_offset,
+            rank=self.rank,
+            strides=self.strides,
+        )
+
+    def elements(self) -> Ints:
+        """Returns how many elements each chunk holds."""
+        return np.prod(self.sizes, axis=1, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self.record)
+
+    @overload
+    def __getitem__(self, index: int) -> Chunk: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Chunk]: ...
+    def __getitem__(self, index: int | slice) -> Chunk | Sequence[Chunk]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        if index < 0:
+            index += len(self)
+        offsets, sizes = self.offsets[index].tolist(), self.sizes[index].tolist()
+        byte_offset, rank = int(self.byte_offset[index]), int(self.rank[index])
+        return Chunk(
+            place=Span(offsets[0], offsets[0] + sizes[0])
+            if self.flat
+            else Box(tuple(offsets), tuple(sizes)),
+            record=int(self.record[index]),
+            byte_offset=None if byte_offset == UNKNOWN else byte_offset,
+            strides=self.strides.get(index),
+            rank=None if rank == UNKNOWN else rank,
+        )
+
+
+def _row(place: Box | Span) -> tuple[Shape, Shape]:
+    if isinstance(place, Span):
+        return (place.start,), (place.stop - place.start,)
+    return place.offsets, place.sizes
+
+
+def _or_unknown(value: int | None) -> int:
+    return UNKNOWN if value is None else value
+
+
+@dataclass(frozen=True, slots=True)
+class Quantized:
+    """How a packed tensor stands for another one.
+
+    Attributes:
+        scheme: The packing, such as `bitsandbytes__nf4`.
+        logical_dtype: The element type of what it stands for.
+        logical_shape: Its shape.
+        companions: The tensors needed to unpack it, by role.
+    """
+
+    scheme: str
+    logical_dtype: DType
+    logical_shape: Shape
+    companions: Mapping[str, Key]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One tensor of a checkpoint.
+
+    Attributes:
+        key: Unique in the index; the flat key of the format.
+        key_path: The path of dictionary keys and list positions that led to it.
+        name: Its own name: `key_path` without the container, without wrapper segments.
+        tree: Which state dict it belongs to, as `--select` names it; empty for the only one.
+        part: Whether that state dict is a model's, an optimizer's, or neither.
+        dtype: Element type as stored.
+        shape: The full, unsharded shape.
+        chunks: Where its elements lie.
+        quantized: How to unpack it, where it is packed.
+    """
+
+    key: Key
+    key_path: KeyPath
+    name: Fqn
+    tree: str
+    part: Part
+    dtype: DType
+    shape: Shape
+    chunks: ChunkTable
+    quantized: Quantized | None = None
+
+    @property
+    def elements(self) -> int:
+        """How many elements the full tensor has."""
+        return math.prod(self.shape)
+
+    @property
+    def size_bytes(self) -> int:
+        """How many bytes the full tensor takes in its stored dtype."""
+        return self.elements * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Something wrong with a checkpoint that does not keep it from being listed."""
+
+    code: str
+    where: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.message}" if self.where else self.message
+
+
+@dataclass(frozen=True, slots=True)
+class RunFacts:
+    """What is known of the run that wrote a checkpoint.
+
+    Attributes:
+        world_size: Number of ranks, or None.
+        step: Training step, or None.
+        writer: Who wrote it, in words.
+        notes: Further facts for `inspect`, such as what was ignored.
+    """
+
+    world_size: int | None = None
+    step: int | None = None
+    writer: str = ""
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TensorIndex:
+    """Everything that the headers of a checkpoint tell.
+
+    Attributes:
+        format: Short name of the on-disk format, such as `dcp`.
+        files: The files that hold tensor data, and those that were read to find it.
+        records: The byte ranges in them.
+        tensors: Every tensor, by key.
+        values: What is not a tensor, inert, by path.
+        aliases: Groups of keys that share one storage.
+        run: What is known of the run.
+        problems: What is wrong; empty when nothing was found wrong.
+    """
+
+    format: str
+    files: Sequence[FileRef]
+    records: RecordTable
+    tensors: Mapping[Key, TensorEntry]
+    values: Mapping[KeyPath, Any] = field(default_factory=dict)
+    aliases: Sequence[frozenset[Key]] = ()
+    run: RunFacts = RunFacts()
+    problems: tuple[Problem, ...] = ()
+
+    def of_part(self, part: Part) -> Iterator[TensorEntry]:
+        """Yields the tensors of one part, in the order of the index."""
+        return (entry for entry in self.tensors.values() if entry.part == part)

@@ -1,0 +1,3 @@
+"""The version of ckptkit."""
+
+VERSION = "0.1.0"
