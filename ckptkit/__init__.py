@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckptkit.api import consolidate, diff, inspect, open, verify  # noqa: A004
-from ckptkit.version import VERSION as __version__
+from ckptkit.api import consolidate, convert, diff, inspect, open, verify  # noqa: A004
+from ckptkit.version import __version__
 
-__all__ = ["__version__", "consolidate", "diff", "inspect", "open", "verify"]
+__all__ = ["__version__", "consolidate", "convert", "diff", "inspect", "open", "verify"]

@@ -1,0 +1,1 @@
+"""Values and arithmetic; nothing here touches a file."""

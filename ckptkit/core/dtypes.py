@@ -63,6 +63,9 @@ BY_STORAGE = {dtype.storage: dtype for dtype in _TABLE if dtype.storage}
 def dtype_named(name: str, *, where: str = "") -> DType:
     """Finds an element type by torch's name for it, with or without `torch.`.
 
+    Returns:
+        The type.
+
     Raises:
         UnsupportedError: If the table has no such type.
     """

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from ckptkit.core.errors import LimitError
 from ckptkit.core.index import Box, ChunkTable, Ints, Shape, Span
 
+_GRID_DIMENSIONS = 4
 _GRID_CELLS = 1 << 22  # beyond this a coverage grid is swept slab by slab instead
 _SWEEP_STEPS = 1 << 22  # no real split of a tensor is as irregular as this
 
@@ -32,6 +33,9 @@ def is_row_major(shape: Shape, strides: Shape) -> bool:
     """Tells whether the elements lie densely and in row-major order.
 
     Strides of dimensions that hold a single element do not matter.
+
+    Returns:
+        True also for a tensor without elements.
     """
     expected = row_major_strides(shape)
     return 0 in shape or all(
@@ -45,6 +49,9 @@ def slabs(span: Span, shape: Shape) -> list[Box]:
 
     Each box fixes its leading dimensions to one index, takes a range of the next one, and is
     full in the rest, so it is contiguous; `n` dimensions give at most `2n - 1` boxes.
+
+    Returns:
+        Boxes that hold the elements of `span`, in order.
 
     >>> slabs(Span(1, 7), (3, 3))
     [Box(offsets=(0, 1), sizes=(1, 2)), Box(offsets=(1, 0), sizes=(1, 3)), \
@@ -196,7 +203,7 @@ def _defect_in_boxes(table: ChunkTable, shape: Shape) -> Defect | None:
         for i, axis in enumerate(split)
     ]
     cells = math.prod(len(edge) - 1 for edge in edges)
-    if len(split) <= 4 and cells <= _GRID_CELLS:
+    if len(split) <= _GRID_DIMENSIONS and cells <= _GRID_CELLS:
         found = _defect_in_grid(lower, upper, edges)
     else:
         found = _Sweep(lower, upper, edges).find(np.arange(len(lower)), 0)

@@ -161,7 +161,7 @@ class ChunkTable(Sequence[Chunk]):
 
     __slots__ = ("byte_offset", "flat", "offsets", "rank", "record", "sizes", "strides")
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  one argument per column
         self,
         offsets: Ints,
         sizes: Ints,
@@ -169,7 +169,7 @@ class ChunkTable(Sequence[Chunk]):
         *,
         flat: bool = False,
         byte_offset: Ints | int = UNKNOWN,
-        rank: Ints | int = UNKNOWN,
+        rank: NDArray[Any] | int = UNKNOWN,
         strides: Mapping[int, Shape] | None = None,
     ) -> None:
         count = len(record)
@@ -224,7 +224,8 @@ class ChunkTable(Sequence[Chunk]):
 
     def elements(self) -> Ints:
         """Returns how many elements each chunk holds."""
-        return np.prod(self.sizes, axis=1, dtype=np.int64)
+        counts: Ints = np.prod(self.sizes, axis=1, dtype=np.int64)
+        return counts
 
     def __len__(self) -> int:
         return len(self.record)

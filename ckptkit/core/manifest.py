@@ -96,6 +96,9 @@ class Manifest:
 def parse_manifest(data: bytes, *, where: str) -> Manifest:
     """Reads a manifest back.
 
+    Returns:
+        The manifest.
+
     Raises:
         FormatError: If the bytes are not a manifest of a version that is known.
     """
@@ -104,17 +107,16 @@ def parse_manifest(data: bytes, *, where: str) -> Manifest:
     try:
         document = json.loads(data)
         version = document["ckptkit_manifest"]
-        if version != MANIFEST_VERSION:
-            raise FormatError(
-                f"manifest version {version!r} found against {MANIFEST_VERSION}",
-                where=where,
-                hint="it was written by another ckptkit; use that version to verify it",
-            )
-        return _from_document(document)
-    except FormatError:
-        raise
+        manifest = _from_document(document)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise FormatError(f"not a ckptkit manifest: {error!r}", where=where) from error
+    if version != MANIFEST_VERSION:
+        raise FormatError(
+            f"manifest version {version!r} found against {MANIFEST_VERSION}",
+            where=where,
+            hint="it was written by another ckptkit; use that version to verify it",
+        )
+    return manifest
 
 
 def _from_document(document: Mapping[str, Any]) -> Manifest:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -70,7 +71,9 @@ def test_strides_are_those_of_numpy(shape: Shape) -> None:
 
 
 @given(st.data(), solid_shapes)
-def test_slabs_hold_exactly_the_span_in_order_and_are_few(data: st.DataObject, shape: Shape) -> None:
+def test_slabs_hold_exactly_the_span_in_order_and_are_few(
+    data: st.DataObject, shape: Shape
+) -> None:
     total = math.prod(shape)
     start = data.draw(st.integers(0, total))
     stop = data.draw(st.integers(start, total))
@@ -151,7 +154,7 @@ def test_what_is_missing_or_doubled_is_found_and_named(
 @given(st.lists(st.integers(0, 30), max_size=8))
 def test_spans_are_covered_when_they_follow_each_other(cuts: list[int]) -> None:
     edges = [0, *sorted(cuts), 31]
-    spans = [Chunk(Span(a, b), 0) for a, b in zip(edges, edges[1:], strict=False)]
+    spans = [Chunk(Span(a, b), 0) for a, b in itertools.pairwise(edges)]
     assert find_defect(without_replicas(ChunkTable.of(spans[::-1], 1)), (31,)) is None
     whole = [chunk for chunk in spans if chunk.place != Span(edges[0], edges[1])]
     if edges[1] > 0:
