@@ -1,0 +1,172 @@
+"""Directories in memory, for tests: the same contract as on disk, without the disk."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from hashlib import blake2b
+
+from ckptkit.core.errors import (
+    MissingFileError,
+    NoSpaceError,
+    OutputError,
+    OutputExistsError,
+    TruncatedFileError,
+)
+from ckptkit.core.index import FileRef
+from ckptkit.storage.local import check_relative
+
+
+class MemorySource:
+    """A directory whose files are given as bytes."""
+
+    def __init__(self, files: Mapping[str, bytes], location: str = "memory") -> None:
+        self._files = files
+        self._location = location
+
+    @property
+    def location(self) -> str:
+        """The name it was given, for messages."""
+        return self._location
+
+    def walk(self, depth: int) -> Iterator[str]:
+        """Yields the paths of files down to `depth` folders below, sorted."""
+        yield from sorted(path for path in self._files if path.count("/") <= depth)
+
+    def stat(self, path: str) -> FileRef:
+        """Returns size and identity of a file, the latter a digest of its bytes.
+
+        Raises:
+            MissingFileError: If it is not there.
+            UnsafePathError: If it leads out of the directory.
+        """
+        data = self._data(path)
+        return FileRef(path, len(data), blake2b(data, digest_size=16).hexdigest())
+
+    def read(self, path: str, start: int, stop: int) -> bytes:
+        """Returns exactly the bytes `[start, stop)`.
+
+        Raises:
+            TruncatedFileError: If the file ends before `stop`.
+            MissingFileError: If it is not there.
+            UnsafePathError: If it leads out of the directory.
+        """
+        data = self._data(path)
+        if stop > len(data):
+            raise TruncatedFileError(
+                f"the file ends at byte {len(data):,} but bytes [{start:,}, {stop:,}) were "
+                f"expected ({stop - len(data):,} missing)",
+                where=self._where(path),
+                hint="the copy was cut short; compare its size with the source's",
+            )
+        return data[start:stop]
+
+    def read_into(self, path: str, start: int, target: memoryview) -> None:
+        """Fills `target` from byte `start` on.
+
+        Raises:
+            TruncatedFileError: If the file ends before `target` is full.
+            MissingFileError: If it is not there.
+            UnsafePathError: If it leads out of the directory.
+        """
+        if target.nbytes:
+            target.cast("B")[:] = self.read(path, start, start + target.nbytes)
+
+    def _data(self, path: str) -> bytes:
+        check_relative(path, self._location)
+        if path not in self._files:
+            raise MissingFileError("nothing was found there", where=self._where(path))
+        return self._files[path]
+
+    def _where(self, path: str) -> str:
+        return f"{self._location}/{path}"
+
+
+class MemoryTarget:
+    """A directory whose files appear in a mapping when it is committed.
+
+    Attributes:
+        files: What has been committed, empty before.
+    """
+
+    def __init__(
+        self,
+        files: dict[str, bytes] | None = None,
+        *,
+        overwrite: bool = False,
+        room_bytes: int | None = None,
+    ) -> None:
+        """Prepares the place.
+
+        Args:
+            files: The destination, which several targets may share.
+            overwrite: Whether a destination that holds something is replaced by the commit.
+            room_bytes: How much may be created in all; no limit when left out.
+
+        Raises:
+            OutputExistsError: If the destination holds something, not to be overwritten.
+        """
+        self.files: dict[str, bytes] = {} if files is None else files
+        self._overwrite = overwrite
+        self._room_bytes = room_bytes
+        self._staged: dict[str, bytearray] = {}
+        self._lock = threading.Lock()
+        self._refuse_filled()
+
+    def create(self, path: str, size_bytes: int) -> None:
+        """Makes a file of that size.
+
+        Raises:
+            NoSpaceError: If the place has no room for it.
+            OutputError: If it exists already.
+            UnsafePathError: If it would lie outside the output.
+        """
+        check_relative(path, "memory")
+        with self._lock:
+            if path in self._staged:
+                raise OutputError(f"the file {path!r} is there already", where="memory")
+            used = sum(map(len, self._staged.values()))
+            if self._room_bytes is not None and used + size_bytes > self._room_bytes:
+                raise NoSpaceError(
+                    f"needs {size_bytes:,} bytes more, but {self._room_bytes - used:,} are free",
+                    where="memory",
+                )
+            self._staged[path] = bytearray(size_bytes)
+
+    def write(self, path: str, start: int, data: memoryview) -> None:
+        """Writes `data` at byte `start` of a created file; thread-safe for disjoint ranges.
+
+        Raises:
+            ValueError: If the range is not inside a file that was created.
+        """
+        file = self._staged.get(path)
+        if file is None or start < 0 or start + data.nbytes > len(file):
+            raise ValueError(f"bytes [{start}, {start + data.nbytes}) are not in file {path!r}")
+        if data.nbytes:
+            file[start : start + data.nbytes] = data.cast("B")
+
+    def commit(self, last: str) -> None:
+        """Makes everything visible at once, the file `last` after all others.
+
+        Raises:
+            OutputExistsError: If the destination was filled by somebody else meanwhile.
+            ValueError: If `last` was not created.
+        """
+        if last not in self._staged:
+            raise ValueError(f"file {last!r} was not created")
+        self._refuse_filled()
+        self.files.clear()
+        ordered = sorted(self._staged, key=lambda path: (path == last, path))
+        self.files.update((path, bytes(self._staged[path])) for path in ordered)
+        self._staged.clear()
+
+    def abandon(self) -> None:
+        """Removes what was written; does nothing after a commit."""
+        self._staged.clear()
+
+    def _refuse_filled(self) -> None:
+        if self.files and not self._overwrite:
+            raise OutputExistsError(
+                f"{len(self.files):,} files were found where an empty place was expected",
+                where="memory",
+            )

@@ -1,0 +1,166 @@
+"""The hidden folder in which one output is staged, and the removal of those left by a kill.
+
+Beside OUT (or, where OUT cannot be renamed over, inside it) lies
+
+    .OUT.ckptkit-0123456789abcdef/
+        .lock     locked while the process that works there is alive
+        files/    the output as it will be
+        last      the file that is put in place after all others, where they go one by one
+        old/      the previous output, where the two cannot be exchanged in one step
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from ckptkit.storage.local import WORK_INFIX, is_work_folder
+from ckptkit.storage.syscalls import Capabilities, OpenFile, is_refused, open_locked
+
+_NONCE_BYTES = 8
+_ATTEMPTS = 16
+
+
+class WorkFolder:
+    """A folder that belongs to this process, or to nobody alive.
+
+    Attributes:
+        path: The folder itself.
+        files: Where the output grows.
+        last: Where the last file waits.
+        old: Where the previous output waits.
+    """
+
+    __slots__ = ("_lock", "files", "last", "old", "path")
+
+    def __init__(self, path: Path, lock: OpenFile | None) -> None:
+        self.path = path
+        self.files = path / "files"
+        self.last = path / "last"
+        self.old = path / "old"
+        self._lock = lock
+
+    def remove(self) -> None:
+        """Deletes the folder as far as it can be, and gives the lock back."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        if self._lock is not None:
+            self._lock.close()
+
+
+def claim_work_folder(parent: Path, name: str, capabilities: Capabilities) -> WorkFolder:
+    """Makes a new work folder for the output `name`.
+
+    Returns:
+        The folder, locked, with an empty `files` in it.
+
+    Raises:
+        OSError: If nothing can be made in `parent`.
+        FileNotFoundError: If somebody keeps removing what is made there.
+    """
+    for _ in range(_ATTEMPTS):
+        path = parent / f".{name}{WORK_INFIX}{secrets.token_hex(_NONCE_BYTES)}"
+        path.mkdir()
+        try:
+            work = _lock_work_folder(path, capabilities)
+        except FileNotFoundError:  # swept away between its making and its locking
+            continue
+        except OSError:
+            shutil.rmtree(path, ignore_errors=True)
+            raise
+        if work is not None:
+            work.files.mkdir()
+            return work
+    raise FileNotFoundError(f"{_ATTEMPTS} new folders disappeared from {str(parent)!r}")
+
+
+def _lock_work_folder(path: Path, capabilities: Capabilities) -> WorkFolder | None:
+    if not capabilities.locks:
+        return WorkFolder(path, None)
+    try:
+        lock = open_locked(path / ".lock", capabilities)
+    except OSError as error:
+        if is_refused(error):  # then nobody else can lock it either, so nobody sweeps it away
+            return WorkFolder(path, None)
+        raise
+    return None if lock is None else WorkFolder(path, lock)
+
+
+def sweep_work_folders(parent: Path, out: Path, capabilities: Capabilities) -> None:
+    """Removes the work folders for `out` whose process is gone, after undoing half a commit.
+
+    Where there are no locks, nobody knows who is alive, and nothing is removed.
+    """
+    if not capabilities.locks:
+        return
+    pattern = re.compile(re.escape(f".{out.name}{WORK_INFIX}") + f"[0-9a-f]{{{2 * _NONCE_BYTES}}}")
+    with suppress(OSError):  # a folder that may be written to but not listed
+        for path in list(parent.iterdir()):
+            if pattern.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
+                _sweep(path, out, capabilities)
+        if parent == out and not is_empty(out):
+            _sweep_publish_lock(out, capabilities)
+
+
+def publish_lock(out: Path) -> Path:
+    """Returns the file that is locked while `out` is filled one file at a time."""
+    return out / f".{out.name}{WORK_INFIX}publish"
+
+
+def _sweep_publish_lock(out: Path, capabilities: Capabilities) -> None:
+    """Removes it from a full directory, where whoever waits for it would be refused anyway."""
+    path = publish_lock(out)
+    if path.exists():
+        lock = open_locked(path, capabilities)
+        if lock is not None:
+            path.unlink()
+            lock.close()
+
+
+def _sweep(path: Path, out: Path, capabilities: Capabilities) -> None:
+    with suppress(OSError):  # somebody else was faster, or it belongs to another user
+        lock = open_locked(path / ".lock", capabilities)
+        if lock is None:
+            return
+        work = WorkFolder(path, lock)
+        try:
+            _recover(work, out)
+        finally:
+            work.remove()
+
+
+def _recover(work: WorkFolder, out: Path) -> None:
+    if work.path.parent == out:
+        if work.last.exists():
+            take_back(work, out)
+    elif work.old.is_dir() and not out.exists():
+        work.old.rename(out)
+
+
+def take_back(work: WorkFolder, out: Path) -> None:
+    """Removes from `out` what was put there by link from the work folder, and nothing else."""
+    folders: list[Path] = []
+    for path in work.files.rglob("*"):
+        placed = out / path.relative_to(work.files)
+        if path.is_dir():
+            folders.append(placed)
+        elif placed.exists() and placed.samefile(path):
+            placed.unlink()
+    for folder in sorted(folders, reverse=True):
+        with suppress(OSError):  # somebody else's, or never made
+            folder.rmdir()
+
+
+def entries(out: Path) -> Iterator[Path]:
+    """Yields what a directory holds besides work folders and what `mkfs` leaves there."""
+    for path in out.iterdir():
+        if not is_work_folder(path.name) and path.name != "lost+found":
+            yield path
+
+
+def is_empty(out: Path) -> bool:
+    """Says whether a directory holds nothing of anybody's."""
+    return next(entries(out), None) is None

@@ -1,0 +1,261 @@
+"""A process is killed before every step of staging and committing; what is left must be sound.
+
+Run as a script, this file is the experiment: children are forked from it, and each is killed
+just before its n-th system call that changes something, until one gets through.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+
+import pytest
+
+from ckptkit.core.errors import OutputExistsError
+from ckptkit.storage.staging import LocalTarget
+from ckptkit.storage.syscalls import Capabilities, detect_capabilities
+
+KINDS = {
+    "native": detect_capabilities(),
+    "no_exchange": replace(detect_capabilities(), exchange=False),
+    "portable": Capabilities.none(),
+}
+OLD = {"old.bin": b"old" * 100, "manifest.json": b"old manifest"}
+NEW = {"model.bin": b"new" * 50_000, "folder/vocabulary": b"words", "manifest.json": b"manifest"}
+SYSTEM = frozenset({"posix", "fcntl"})
+ONLY_LOOKS = frozenset({"fspath", "stat", "lstat", "fstat", "scandir", "listdir", "readlink"})
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="the experiment forks")
+
+
+def stage_and_commit(out: Path, capabilities: Capabilities, *, overwrite: bool) -> None:
+    target = LocalTarget(out, overwrite=overwrite, capabilities=capabilities)
+    try:
+        for path, data in NEW.items():
+            target.create(path, len(data))
+            target.write(path, 0, memoryview(data))
+        target.commit("manifest.json")
+    finally:
+        target.abandon()
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    found = (path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in found}
+
+
+def visible(out: Path) -> dict[str, bytes]:
+    return {path: data for path, data in contents(out).items() if not path.startswith(".")}
+
+
+def changes_something(call: object) -> bool:
+    if getattr(call, "__qualname__", "") in {"FileIO.write", "FileIO.close"}:
+        return True
+    name = getattr(call, "__name__", "")
+    return getattr(call, "__module__", "") in SYSTEM and name not in ONLY_LOOKS
+
+
+def kill_before(step: int) -> None:
+    """Arranges that this process dies just before its `step`-th relevant call."""
+    count = 0
+    lock = threading.Lock()
+
+    def watch(_: FrameType, event: str, argument: object) -> None:
+        nonlocal count
+        if event == "c_call" and changes_something(argument):
+            with lock:
+                count += 1
+                if count == step:
+                    os.kill(os.getpid(), 9)
+
+    threading.setprofile(watch)
+    sys.setprofile(watch)
+
+
+def survives(step: int, out: Path, kind: str, *, overwrite: bool) -> bool:
+    """Says whether a child that is to be killed before `step` was through earlier."""
+    child = os.fork()
+    if not child:
+        status = 1
+        try:
+            kill_before(step)
+            stage_and_commit(out, KINDS[kind], overwrite=overwrite)
+            status = 0
+        finally:
+            os._exit(status)
+    _, ended = os.waitpid(child, 0)
+    code = os.waitstatus_to_exitcode(ended)
+    if code not in {0, -9}:
+        raise RuntimeError(f"step {step} ended with {code}")
+    return code == 0
+
+
+def experiment(scene: str, folder: Path, kind: str) -> dict[str, int]:
+    """Kills at every step, checks what is left, and runs once more; returns what was seen."""
+    seen = {"absent": 0, "old": 0, "partial": 0, "new": 0}
+    out = folder / "parent" / "out"
+    step, through = 0, False
+    while not through:
+        step += 1
+        prepare(scene, out)
+        through = survives(step, out, kind, overwrite=scene == "overwrite")
+        state = judge(visible(out) if out.exists() else {})
+        seen[state] += 1
+        run_again(scene, out, kind, state)
+    return seen | {"steps": step}
+
+
+def prepare(scene: str, out: Path) -> None:
+    if scene == "inside":
+        for path in out.iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        return
+    shutil.rmtree(out.parent, ignore_errors=True)
+    if scene == "overwrite":
+        out.mkdir(parents=True)
+        for path, data in OLD.items():
+            (out / path).write_bytes(data)
+
+
+def judge(found: dict[str, bytes]) -> str:
+    if not found:
+        return "absent"
+    if found == OLD:
+        return "old"
+    return "new" if found == NEW else "partial"
+
+
+def run_again(scene: str, out: Path, kind: str, state: str) -> None:
+    capabilities = KINDS[kind]
+    restored = judge_after_sweep(out, capabilities) if scene == "overwrite" else state
+    if scene == "overwrite" and capabilities.locks and restored not in {"old", "new"}:
+        raise AssertionError(f"the previous output was lost, {restored} is left")
+    try:
+        stage_and_commit(out, capabilities, overwrite=scene == "overwrite")
+    except OutputExistsError:
+        if state != "new":
+            raise
+    if visible(out) != NEW:
+        raise AssertionError(f"the second run left {sorted(visible(out))}")
+    if capabilities.locks:
+        left = {path.name for path in (*out.parent.iterdir(), *out.iterdir())}
+        if any(name.startswith(".") for name in left):
+            raise AssertionError(f"leftovers were not removed: {sorted(left)}")
+
+
+def judge_after_sweep(out: Path, capabilities: Capabilities) -> str:
+    """Opens the place once more, which undoes what a kill left half done."""
+    LocalTarget(out, overwrite=True, capabilities=capabilities).abandon()
+    return judge(visible(out) if out.exists() else {})
+
+
+def run(scene: str, folder: Path, kind: str) -> dict[str, int]:
+    command = [sys.executable, __file__, scene, str(folder), kind]
+    path = os.pathsep.join(sys.path)
+    done = subprocess.run(
+        command, capture_output=True, check=False, timeout=240, env={"PYTHONPATH": path}
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    seen: dict[str, int] = json.loads(done.stdout)
+    return seen
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_kill_leaves_no_output_or_a_whole_one(tmp_path: Path, kind: str) -> None:
+    seen = run("fresh", tmp_path, kind)
+    assert seen["partial"] == seen["old"] == 0
+    assert seen["absent"] > 30
+    assert seen["new"] > 1
+
+
+def test_a_kill_while_overwriting_leaves_the_old_output_or_the_new(tmp_path: Path) -> None:
+    seen = run("overwrite", tmp_path, "native")
+    assert seen["partial"] == seen["absent"] == 0
+    assert seen["old"] > 30
+    assert seen["new"] > 1
+
+
+@pytest.mark.parametrize("kind", ["no_exchange", "portable"])
+def test_a_kill_while_overwriting_in_two_steps_never_leaves_a_mixture(
+    tmp_path: Path, kind: str
+) -> None:
+    seen = run("overwrite", tmp_path, kind)
+    assert seen["partial"] == 0
+    assert 1 <= seen["absent"] < 10  # between the two renames
+    assert seen["old"] > 30
+    assert seen["new"] > 1
+
+
+def test_a_kill_while_a_mount_point_is_filled_is_undone_by_the_next_run(tmp_path: Path) -> None:
+    out = tmp_path / "parent" / "out"
+    out.mkdir(parents=True)
+    mount, umount = shutil.which("mount"), shutil.which("umount")
+    if mount is None or umount is None or os.geteuid() != 0:
+        pytest.skip("only root may mount a file system")
+    made = [mount, "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(out)]
+    done = subprocess.run(made, capture_output=True, check=False)
+    if done.returncode:
+        pytest.skip(f"mount was refused: {done.stderr.decode().strip()}")
+    try:
+        seen = run("inside", tmp_path, "native")
+    finally:
+        subprocess.run([umount, str(out)], check=True)
+    assert 1 <= seen["partial"] < 40  # visible, but without its manifest, and swept away later
+    assert seen["absent"] > 30
+    assert seen["new"] > 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_of_two_processes_that_commit_at_once_exactly_one_wins(tmp_path: Path, kind: str) -> None:
+    command = [sys.executable, __file__, "race", str(tmp_path), kind]
+    search = os.pathsep.join(sys.path)
+    for turn in range(3):
+        folder = tmp_path / str(turn)
+        folder.mkdir()
+        command[3] = str(folder)
+        racers = [
+            subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={"PYTHONPATH": search}
+            )
+            for _ in range(2)
+        ]
+        for racer in racers:
+            assert racer.stdout is not None
+            assert racer.stdout.readline() == b"ready\n"
+        for racer in racers:
+            assert racer.stdin is not None
+            racer.stdin.write(b"go\n")
+            racer.stdin.flush()
+        results = sorted(racer.communicate(timeout=60)[0].decode().strip() for racer in racers)
+        assert results == ["exists", "won"]
+        assert contents(folder) == {f"out/{name}": data for name, data in NEW.items()}
+
+
+def race(folder: Path, kind: str) -> str:
+    """Stages everything, waits for the word, and commits."""
+    target = LocalTarget(folder / "out", capabilities=KINDS[kind])
+    for path, data in NEW.items():
+        target.create(path, len(data))
+        target.write(path, 0, memoryview(data))
+    sys.stdout.write("ready\n")
+    sys.stdout.flush()
+    sys.stdin.readline()
+    try:
+        target.commit("manifest.json")
+    except OutputExistsError:
+        target.abandon()
+        return "exists"
+    return "won"
+
+
+if __name__ == "__main__":
+    what, where, how = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
+    answer = race(where, how) if what == "race" else json.dumps(experiment(what, where, how))
+    sys.stdout.write(answer + "\n")

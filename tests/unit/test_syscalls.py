@@ -1,0 +1,246 @@
+"""The system calls, each also with its fallback forced."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from ckptkit.storage.syscalls import (
+    BLOCK_BYTES,
+    PAGE_BYTES,
+    Capabilities,
+    OpenFile,
+    address_of,
+    aligned_buffer,
+    create_file,
+    detect_capabilities,
+    exchange,
+    is_out_of_space,
+    is_refused,
+    open_direct,
+    open_for_reading,
+    open_for_writing,
+    open_locked,
+    sync_directory,
+)
+
+NATIVE = detect_capabilities()
+PORTABLE = Capabilities.none()
+BOTH = pytest.mark.parametrize("capabilities", [NATIVE, PORTABLE], ids=["native", "portable"])
+ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="a system call of Linux")
+
+
+class Stuttering(OpenFile):
+    """A file that moves three bytes a call at most, as the kernel may."""
+
+    def _read_some(self, start: int, target: memoryview) -> int:
+        return super()._read_some(start, target[:3])
+
+    def _read_new(self, start: int, count: int) -> bytes:
+        return super()._read_new(start, min(count, 3))
+
+    def _write_some(self, start: int, data: memoryview) -> int:
+        return super()._write_some(start, data[:3])
+
+
+@BOTH
+def test_partial_reads_and_writes_are_continued(tmp_path: Path, capabilities: Capabilities) -> None:
+    path = tmp_path / "x"
+    path.write_bytes(bytes(20))
+    file = Stuttering(path, os.O_WRONLY, capabilities)
+    file.write_at(5, memoryview(b"0123456789"))
+    file.close()
+    assert path.read_bytes() == bytes(5) + b"0123456789" + bytes(5)
+    file = Stuttering(path, os.O_RDONLY, capabilities)
+    target = bytearray(100)
+    assert file.read_at(5, memoryview(target)) == 15
+    assert target[:15] == b"0123456789" + bytes(5)
+    assert file.read_bytes(5, 10) == b"0123456789"
+    assert file.read_bytes(12, 100) == b"789" + bytes(5)
+    file.close()
+
+
+@BOTH
+def test_threads_that_share_a_file_do_not_disturb_each_other(
+    tmp_path: Path, capabilities: Capabilities
+) -> None:
+    path = tmp_path / "x"
+    create_file(path, 80_000, capabilities)
+    file = open_for_writing(path, capabilities)
+
+    def write(thread: int) -> None:
+        for turn in range(100):
+            file.write_at(thread * 10_000 + turn * 100, memoryview(bytes([thread]) * 100))
+
+    threads = [threading.Thread(target=write, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    file.close()
+    assert path.read_bytes() == b"".join(bytes([i]) * 10_000 for i in range(8))
+
+
+@BOTH
+@pytest.mark.parametrize("size_bytes", [0, 1, 12_345])
+def test_a_new_file_has_its_size_and_is_never_an_old_one(
+    tmp_path: Path, capabilities: Capabilities, size_bytes: int
+) -> None:
+    create_file(tmp_path / "x", size_bytes, capabilities)
+    assert (tmp_path / "x").stat().st_size == size_bytes
+    with pytest.raises(FileExistsError):
+        create_file(tmp_path / "x", size_bytes, capabilities)
+
+
+@ON_LINUX
+def test_preallocation_reserves_the_blocks(tmp_path: Path) -> None:
+    create_file(tmp_path / "x", 1 << 20, NATIVE)
+    create_file(tmp_path / "y", 1 << 20, replace(NATIVE, preallocation=False))
+    assert (tmp_path / "x").stat().st_blocks * 512 >= 1 << 20
+    assert (tmp_path / "y").stat().st_blocks == 0
+
+
+@BOTH
+def test_more_than_is_free_is_refused_before_anything_is_reserved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capabilities: Capabilities
+) -> None:
+    usage = SimpleNamespace(free=1000)  # told, not true: a real attempt would fill the disk
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    create_file(tmp_path / "fits", 1000, capabilities)
+    with pytest.raises(OSError, match="No space left") as caught:
+        create_file(tmp_path / "large", 1001, capabilities)
+    assert is_out_of_space(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["fits"]
+
+
+@ON_LINUX
+def test_a_reservation_that_fails_half_way_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(file: OpenFile, size_bytes: int) -> None:
+        file.truncate(size_bytes // 2)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(OpenFile, "preallocate", fail)
+    with pytest.raises(OSError, match="No space left"):
+        create_file(tmp_path / "x", 4096, NATIVE)
+    assert list(tmp_path.iterdir()) == []
+
+
+@ON_LINUX
+def test_a_file_system_that_reserves_nothing_still_gets_the_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(file: OpenFile, size_bytes: int) -> None:
+        raise OSError(errno.EOPNOTSUPP, f"{file} does not reserve {size_bytes}")
+
+    monkeypatch.setattr(OpenFile, "preallocate", refuse)
+    create_file(tmp_path / "x", 4096, NATIVE)
+    assert (tmp_path / "x").stat().st_size == 4096
+
+
+@BOTH
+def test_a_directory_is_not_opened_as_a_file(tmp_path: Path, capabilities: Capabilities) -> None:
+    with pytest.raises(OSError, match="directory"):
+        open_for_reading(tmp_path, capabilities)
+
+
+@ON_LINUX
+def test_a_link_is_not_followed_when_a_file_is_opened(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(b"x")
+    (tmp_path / "link").symlink_to("x")
+    with pytest.raises(OSError, match="symbolic links"):
+        open_for_reading(tmp_path / "link", NATIVE)
+    with pytest.raises(OSError, match="symbolic links"):
+        open_locked(tmp_path / "link", NATIVE)
+
+
+def test_direct_io_is_off_where_it_is_not_offered(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(b"x")
+    assert open_direct(tmp_path / "x", PORTABLE) is None
+
+
+@ON_LINUX
+def test_direct_io_is_off_where_the_file_system_refuses_it() -> None:
+    assert open_direct(Path("/proc/self/comm"), NATIVE) is None
+
+
+@BOTH
+def test_a_directory_is_synced_or_left_alone(tmp_path: Path, capabilities: Capabilities) -> None:
+    sync_directory(tmp_path, capabilities)
+    if capabilities.directory_sync:
+        with pytest.raises(FileNotFoundError):
+            sync_directory(tmp_path / "none", capabilities)
+
+
+@ON_LINUX
+def test_two_directories_change_places(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"in_{name}").touch()
+    assert exchange(tmp_path / "a", tmp_path / "b", NATIVE)
+    assert (tmp_path / "a" / "in_b").exists()
+    assert (tmp_path / "b" / "in_a").exists()
+    with pytest.raises(FileNotFoundError):
+        exchange(tmp_path / "a", tmp_path / "none", NATIVE)
+    assert not exchange(tmp_path / "a", tmp_path / "b", PORTABLE)
+    assert (tmp_path / "a" / "in_b").exists()
+
+
+@pytest.mark.skipif(not NATIVE.locks, reason="this platform has no such locks")
+def test_a_lock_is_held_until_closed_or_until_the_process_ends(tmp_path: Path) -> None:
+    path = tmp_path / ".lock"
+    first = open_locked(path, NATIVE)
+    assert first is not None
+    assert open_locked(path, NATIVE) is None
+    first.close()
+    code = (
+        "import os, sys; from pathlib import Path; from ckptkit.storage.syscalls import *\n"
+        f"assert open_locked(Path({str(path)!r}), detect_capabilities())\n"
+        "os.kill(os.getpid(), 9)"
+    )
+    subprocess.run(
+        [sys.executable, "-c", code], check=False, env={"PYTHONPATH": os.pathsep.join(sys.path)}
+    )
+    second = open_locked(path, NATIVE)
+    assert second is not None
+    second.close()
+
+
+@pytest.mark.skipif(not NATIVE.locks, reason="this platform has no such locks")
+def test_a_lock_on_a_removed_file_is_worth_nothing(tmp_path: Path) -> None:
+    path = tmp_path / ".lock"
+
+    class Unlucky(OpenFile):
+        def lock(self) -> bool:
+            path.unlink()
+            return super().lock()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ckptkit.storage.syscalls.OpenFile", Unlucky)
+        assert open_locked(path, NATIVE) is None
+
+
+def test_buffers_are_aligned_zeroed_and_writable() -> None:
+    buffer = aligned_buffer(3 * BLOCK_BYTES)
+    assert address_of(buffer) % PAGE_BYTES == 0
+    assert bytes(buffer) == bytes(3 * BLOCK_BYTES)
+    assert address_of(buffer[100:]) == address_of(buffer) + 100
+    buffer[5] = 7
+    assert address_of(buffer.toreadonly()) == address_of(buffer)
+
+
+def test_refusals_and_full_disks_are_told_apart() -> None:
+    assert is_refused(OSError(errno.EINVAL, ""))
+    assert is_out_of_space(OSError(errno.EDQUOT, ""))
+    assert not is_refused(OSError(errno.ENOSPC, ""))
+    assert not is_out_of_space(OSError(errno.EIO, ""))
