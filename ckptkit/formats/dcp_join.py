@@ -1,0 +1,234 @@
+"""Proves that chunks and stored items of `.metadata` belong together one to one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptkit.core.errors import FormatError
+from ckptkit.formats.dcp_columns import MAX_OFFSET, NO_OFFSET, Entries, Ints, TensorRows
+from ckptkit.formats.dcp_shortcuts import flat
+
+Columns = tuple[Ints, Ints, NDArray[np.int32], Ints, Ints]  # as in DcpTensor, `offsets` to `length`
+Place = tuple[int, int, int]  # file, start, length
+_Mask = NDArray[np.bool_]
+_BLOCK_CELLS = 1 << 20
+_NO_RANK = -1
+
+
+class Join:
+    """Finds the stored bytes of every chunk.
+
+    The tables are given as numbers of keys and positions of values; work is done in blocks of
+    tensors with equally many dimensions, so that temporary arrays stay small.
+    """
+
+    def __init__(self, rows: TensorRows, entries: Entries, keys: list[str]) -> None:
+        self.keys = keys
+        self.where = rows.where
+        self.numbers = np.array(rows.numbers, np.int64)
+        self.shapes = rows.shapes
+        self.itemsizes = np.array(rows.itemsizes, np.int64)
+        self.counts = np.array(rows.counts, np.int64)
+        self.stops = np.cumsum(self.counts)
+        self.chunk_offset = np.frombuffer(rows.offset, np.int32)
+        self.chunk_size = np.frombuffer(rows.size, np.int32)
+        self.values, self.first, self.ranks = flat([*rows.values.sizes, ()])
+        self.key = np.frombuffer(entries.key, np.int32)
+        self.offset = np.frombuffer(entries.offset, np.int32)
+        self.file = np.frombuffer(entries.file, np.int32)
+        self.start = np.frombuffer(entries.start, np.int64)
+        self.length = np.frombuffer(entries.length, np.int64)
+        self.transformed = np.array(entries.transformed, np.int64)
+        self.rank_of_key = np.full(len(keys), _NO_RANK, np.int64)
+        self.rank_of_key[self.numbers] = [len(shape) for shape in rows.shapes]
+        self.by_key = np.argsort(self.key, kind="stable")
+        self.bounds = np.searchsorted(self.key[self.by_key], np.arange(len(keys) + 1))
+
+    def result(self) -> tuple[dict[str, Columns], dict[str, Place]]:
+        """Returns the columns of each tensor, and the place of each python object.
+
+        Raises:
+            FormatError: If chunks and stored items do not belong together one to one, if a chunk
+                leaves its tensor, or if two share bytes.
+        """
+        self._check_entries()
+        objects = self._objects()
+        used = [objects]
+        tensors: dict[str, Columns] = {}
+        for block in self._blocks():
+            columns, entries = self._block(block)
+            tensors.update(columns)
+            used.append(entries)
+        self._check_overlaps(np.concatenate(used))
+        places = {self.keys[self.key[row]]: self._place(row) for row in objects.tolist()}
+        return tensors, places
+
+    def _place(self, row: int) -> Place:
+        return int(self.file[row]), int(self.start[row]), int(self.length[row])
+
+    def _fail(self, number: int | np.integer[Any], message: str) -> FormatError:
+        return self.where.tensor(self.keys[number]).error(message)
+
+    def _check_entries(self) -> None:
+        """Checks what can be said of each stored item alone."""
+        ranks = np.where(self.offset == NO_OFFSET, _NO_RANK, self.ranks[self.offset])
+        for bad, message in (
+            (
+                (self.start < 0) | (self.length < 0) | (self.start > MAX_OFFSET - self.length),
+                "its stored bytes have a negative start or length, or end beyond 2**63",
+            ),
+            (
+                ranks != self.rank_of_key[self.key],
+                "offset of a stored item does not have the dimensions that the tensor has",
+            ),
+        ):
+            if bad.any():
+                raise self._fail(self.key[np.argmax(bad)], message)
+
+    def _objects(self) -> Ints:
+        """Returns the rows of python objects, one for each."""
+        rows = np.flatnonzero(self.rank_of_key[self.key] == _NO_RANK)
+        times = np.bincount(self.key[rows], minlength=len(self.keys))
+        bad = (times != 1) & (self.rank_of_key == _NO_RANK)
+        if bad.any():
+            number = np.argmax(bad)
+            raise self._fail(number, f"it is an object stored {times[number]:,} times, not once")
+        return rows
+
+    def _blocks(self) -> Iterator[list[int]]:
+        """Yields positions of tensors with equally many dimensions, a bounded number of rows."""
+        by_rank: dict[int, list[int]] = {}
+        for tensor, shape in enumerate(self.shapes):
+            by_rank.setdefault(len(shape), []).append(tensor)
+        for rank, tensors in by_rank.items():
+            block: list[int] = []
+            cells = 0
+            for tensor in tensors:
+                block.append(tensor)
+                cells += int(self.counts[tensor]) * (rank + 1)
+                if cells >= _BLOCK_CELLS:
+                    yield block
+                    block, cells = [], 0
+            if block:
+                yield block
+
+    def _block(self, block: list[int]) -> tuple[dict[str, Columns], Ints]:
+        """Returns the columns of some tensors, and the stored items that they use."""
+        counts = self.counts[block]
+        owner = np.repeat(np.arange(len(block)), counts)
+        number = self.numbers[block][owner]
+        rows = _ranges(self.stops[block] - counts, counts)
+        rank = len(self.shapes[block[0]])
+        offsets = self._boxes(self.chunk_offset[rows], number, rank)
+        sizes = self._boxes(self.chunk_size[rows], number, rank)
+        shapes = np.array([self.shapes[tensor] for tensor in block], np.int64)[owner]
+        bad = (offsets < 0) | (sizes < 0) | (offsets > shapes) | (sizes > shapes - offsets)
+        self._refuse(_rows(np.any, bad), number, "a chunk lies partly outside of its tensor")
+        full = _rows(np.all, sizes > 0)
+        entry = self._match(number, offsets, full, self._stored(block))
+        offsets, sizes, number, owner = offsets[full], sizes[full], number[full], owner[full]
+        size_bytes = sizes.prod(axis=1) * self.itemsizes[block][owner]
+        short = (self.length[entry] < size_bytes) & ~np.isin(number, self.transformed)
+        self._refuse(short, number, "a chunk is stored in fewer bytes than its elements have")
+        columns = (offsets, sizes, self.file[entry], self.start[entry], self.length[entry])
+        stops = np.cumsum(np.bincount(owner, minlength=len(block))).tolist()
+        return {
+            self.keys[self.numbers[tensor]]: _slice(columns, start, stop)
+            for tensor, start, stop in zip(block, [0, *stops], stops, strict=False)
+        }, entry
+
+    def _boxes(self, positions: NDArray[np.int32], number: Ints, rank: int) -> Ints:
+        """Looks up tuples by position, as rows of a matrix."""
+        message = f"a chunk does not have the {rank} dimensions that the tensor has"
+        self._refuse(self.ranks[positions] != rank, number, message)
+        found: Ints = self.values[self.first[positions][:, None] + np.arange(rank)]
+        return found
+
+    def _refuse(self, bad: _Mask, number: Ints, message: str) -> None:
+        if bad.any():
+            raise self._fail(number[np.argmax(bad)], message)
+
+    def _stored(self, block: list[int]) -> Ints:
+        """Returns the rows of the stored items of some tensors."""
+        numbers = self.numbers[block]
+        starts = self.bounds[numbers]
+        return self.by_key[_ranges(starts, self.bounds[numbers + 1] - starts)]
+
+    def _match(self, number: Ints, offsets: Ints, full: _Mask, entries: Ints) -> Ints:
+        """Returns the stored item of each chunk that has elements.
+
+        Chunks without elements may have none, or share one: they all begin at the same place.
+        """
+        rank = offsets.shape[1]
+        stored_for = self.key[entries].astype(np.int64)
+        keys = np.concatenate([number, stored_for])
+        stored = self._boxes(self.offset[entries], stored_for, rank)
+        places = np.concatenate([offsets, stored])
+        group, examples = _groups(keys, places)
+        chunk_group, entry_group = group[: len(number)], group[len(number) :]
+        chunks, empty, items = (
+            np.bincount(some, minlength=len(examples))
+            for some in (chunk_group[full], chunk_group[~full], entry_group)
+        )
+        for bad, message in (
+            (chunks > 1, "two chunks begin at the same element"),
+            (items > 1, "one chunk is stored twice"),
+            (chunks > items, "a chunk is stored nowhere"),
+            (items > chunks + empty, "something is stored that is none of its chunks"),
+        ):
+            if bad.any():
+                example = examples[np.argmax(bad)]
+                raise self._fail(keys[example], f"{message}, at {places[example].tolist()}")
+        entry_of_group = np.zeros(len(examples), np.int64)
+        entry_of_group[entry_group] = entries
+        return entry_of_group[chunk_group[full]]
+
+    def _check_overlaps(self, rows: Ints) -> None:
+        rows = rows[self.length[rows] > 0]
+        order = rows[np.lexsort((self.start[rows], self.file[rows]))]
+        file, start = self.file[order], self.start[order]
+        stop = start + self.length[order]
+        bad = (file[1:] == file[:-1]) & (start[1:] < stop[:-1])
+        if bad.any():
+            at = int(np.argmax(bad))
+            other = self.keys[self.key[order[at]]]
+            raise self._fail(
+                self.key[order[at + 1]],
+                f"its bytes from {start[at + 1]:,} overlap those of {other[:200]!r}, which end at"
+                f" {stop[at]:,} of the same file",
+            )
+
+
+def _rows(test: Callable[..., Any], mask: _Mask) -> _Mask:
+    found: _Mask = test(mask, axis=1)
+    return found
+
+
+def _ranges(starts: Ints, counts: Ints) -> Ints:
+    """Returns start, start + 1, … of all ranges in one column."""
+    before = np.cumsum(counts) - counts
+    found: Ints = np.arange(int(counts.sum())) + np.repeat(starts - before, counts)
+    return found
+
+
+def _groups(keys: Ints, places: Ints) -> tuple[Ints, Ints]:
+    """Numbers equal rows equally; returns the number of each, and one row of each number."""
+    order = np.lexsort((*places.T[::-1], keys))
+    changes = np.zeros(len(order), np.bool_)
+    changes[:1] = True
+    for column in (keys, *places.T):
+        ordered = column[order]
+        changes[1:] |= ordered[1:] != ordered[:-1]
+    group = np.empty(len(order), np.int64)
+    group[order] = np.cumsum(changes) - 1
+    return group, order[changes]
+
+
+def _slice(columns: Columns, start: int, stop: int) -> Columns:
+    offsets, sizes, file, begin, length = columns
+    part = slice(start, stop)
+    return offsets[part], sizes[part], file[part], begin[part], length[part]

@@ -1,0 +1,144 @@
+"""Any bytes give a value or one of our errors, and shortcuts never change the outcome."""
+
+from __future__ import annotations
+
+import pickle
+import tracemalloc
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from ckptkit.core.errors import CkptkitError
+from ckptkit.formats.dcp_metadata import ALLOWED, DcpMetadata, parse_metadata
+from ckptkit.formats.pickles import parse_pickle
+
+OPCODES = [bytes([code]) for code in b"(.012NIJKMLFGVXTUBCtl]ae}sudpqrghjcRbQ\x80\x81\x85\x86\x87"]
+OPCODES += [bytes([code]) for code in range(0x88, 0x99)]
+FRAGMENTS = st.sampled_from(
+    [
+        *OPCODES,
+        b"\x8c\x05torch\x94\x8c\x04Size\x94\x93\x94",
+        b"ctorch.distributed.checkpoint.metadata\nMetadata\n)\x81",
+        b"K\x01",
+        b"\x8c\x01a\x94",
+        b"h\x00",
+        b"j\x01\x00\x00\x00",
+        b"}\x94(",
+        b")\x85\x94R\x94",
+    ]
+)
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+VALUES = st.recursive(
+    SCALARS | st.binary(),
+    lambda inner: (
+        st.lists(inner) | st.lists(inner).map(tuple) | st.dictionaries(st.text() | st.none(), inner)
+    ),
+)
+
+
+def assert_bounded(data: bytes) -> None:
+    tracemalloc.start()
+    try:
+        parse_metadata(data, where="")
+    except CkptkitError:
+        pass
+    finally:
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert peak < 300 * len(data) + 500_000
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.binary(max_size=300))
+def test_arbitrary_bytes_give_our_errors(data: bytes) -> None:
+    assert_bounded(data)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(FRAGMENTS, max_size=60).map(b"".join))
+def test_arbitrary_opcodes_give_values_or_our_errors(data: bytes) -> None:
+    assert_bounded(data + b".")
+    try:
+        parse_pickle(data + b".", ALLOWED, where="")
+    except CkptkitError:
+        pass
+
+
+@settings(max_examples=100, deadline=None)
+@given(VALUES, st.sampled_from([3, 4, 5]))
+def test_pickled_values_come_back_equal(value: Any, protocol: int) -> None:
+    assert parse_pickle(pickle.dumps(value, protocol), {}, where="") == value
+
+
+@st.composite
+def checkpoints(draw: st.DrawFn) -> Metadata:
+    """Draws consistent metadata whose objects are shared in some of the possible ways."""
+    ranks = draw(st.integers(1, 60))
+    index: dict[str, Any] = {}
+    stored: dict[Any, Any] = {}
+    end = draw(st.sampled_from([0, 200, 65_000, 2**31 - 5000, 2**40]))
+    fresh = draw(st.booleans())
+    for number, rank in enumerate(draw(st.lists(st.integers(0, 5), min_size=1, max_size=6))):
+        key = f"m.{number}.w" + draw(st.sampled_from(["", "é", "\x94", "x" * 260]))
+        rows = draw(st.sampled_from([1, 3, 300, 70_000]))
+        rest = torch.Size([draw(st.integers(1, 3)) for _ in range(rank - 1)])
+        count = ranks if rank else 1
+        size = torch.Size([rows, *rest]) if rank else torch.Size([])
+        chunks = []
+        for i in range(count):
+            offset = torch.Size([rows * i, *[0] * (rank - 1)]) if rank else torch.Size([])
+            chunks.append(ChunkStorageMetadata(offset, torch.Size(list(size)) if fresh else size))
+        shape = torch.Size([rows * count, *rest]) if rank else size
+        index[key] = TensorStorageMetadata(TensorProperties(torch.int8), shape, chunks)
+    for i in range(ranks):
+        for key, entry in index.items():
+            if i < len(entry.chunks):
+                offset = entry.chunks[i].offsets
+                at = MetadataIndex((key + " ")[:-1] if fresh else key, offset, i or None)
+                if draw(st.booleans()):
+                    object.__setattr__(at, "offset", offset)
+                length = entry.chunks[i].sizes.numel() + 1000
+                stored[at] = _StorageInfo(f"__{i}_0.distcp", end, length)
+                end += length
+    if draw(st.booleans()):
+        index["object"] = BytesStorageMetadata()
+        stored[MetadataIndex("object")] = _StorageInfo("__0_0.distcp", end, 9)
+    return Metadata(index, None, stored, draw(st.sampled_from([None, StorageMeta("x")])))
+
+
+def same(one: DcpMetadata, other: DcpMetadata) -> bool:
+    columns = ("offsets", "sizes", "file", "start", "length")
+    return (
+        (one.blobs, one.paths, one.planner_data, one.writer, list(one.tensors))
+        == (other.blobs, other.paths, other.planner_data, other.writer, list(other.tensors))
+    ) and all(
+        (a.dtype, a.shape, a.transforms) == (b.dtype, b.shape, b.transforms)
+        and all(np.array_equal(getattr(a, name), getattr(b, name)) for name in columns)
+        for a, b in zip(one.tensors.values(), other.tensors.values(), strict=True)
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(checkpoints(), st.sampled_from([2, 4, 5]))
+def test_shortcuts_do_not_change_the_outcome(metadata: Metadata, protocol: int) -> None:
+    data = pickle.dumps(metadata, protocol)
+    fast = parse_metadata(data, where="")
+    assert same(fast, parse_metadata(data, where="", shortcuts=False))
+    for key, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            infos = [metadata.storage_data[MetadataIndex(key, c.offsets)] for c in entry.chunks]
+            assert fast.tensors[key].start.tolist() == [info.offset for info in infos]
+            assert fast.tensors[key].offsets.tolist() == [list(c.offsets) for c in entry.chunks]

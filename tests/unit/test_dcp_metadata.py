@@ -1,0 +1,458 @@
+"""`.metadata` files made with torch's own classes are read right, and damaged ones refused."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import os
+import pathlib
+import pickle
+import random
+import struct
+import time
+import tracemalloc
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed._shard.sharded_tensor import metadata as sharded
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from ckptkit.core.dtypes import BY_NAME
+from ckptkit.core.errors import (
+    CkptkitError,
+    FormatError,
+    UnsafePathError,
+    UnsafePickleError,
+    UnsupportedError,
+)
+from ckptkit.formats import dcp_metadata
+from ckptkit.formats.dcp_metadata import DcpBlob, DcpMetadata, parse_metadata
+from ckptkit.formats.dcp_shortcuts import FastMachine, ShortcutError
+
+Edit = Callable[[Metadata], None]
+
+
+def parse(value: Metadata | bytes, protocol: int = 4, *, shortcuts: bool = True) -> DcpMetadata:
+    data = value if isinstance(value, bytes) else pickle.dumps(value, protocol)
+    return parse_metadata(data, where=".metadata", shortcuts=shortcuts)
+
+
+def tensor(shape: tuple[int, ...], ranks: int, dtype: torch.dtype = torch.float32) -> Any:
+    rows = -(-shape[0] // ranks) if shape else 0
+    if not shape:
+        boxes: list[tuple[tuple[int, ...], tuple[int, ...]]] = [((), ())]
+    else:
+        starts = range(0, shape[0], rows)
+        boxes = [
+            ((start, *[0] * (len(shape) - 1)), (min(rows, shape[0] - start), *shape[1:]))
+            for start in starts
+        ]
+    chunks = [ChunkStorageMetadata(torch.Size(o), torch.Size(s)) for o, s in boxes]
+    return TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), chunks)
+
+
+def sample(ranks: int = 4, tensors: int = 6) -> Metadata:
+    """Makes what `dcp.save` of a nested state writes."""
+    index: dict[str, Any] = {"model.scale": tensor((), 1), "step": BytesStorageMetadata()}
+    for i in range(tensors):
+        shape = (ranks * (i + 1), 3, *[2] * (i % 5))
+        index[f"model.layers.{i}.weight"] = tensor(shape, ranks, torch.bfloat16)
+    planner = {key: tuple(key.split(".", 1)) for key in index}
+    stored: dict[Any, Any] = {}
+    ends: dict[str, int] = {}
+    for rank in range(ranks):
+        path = f"__{rank}_0.distcp"
+        for key, entry in index.items():
+            chunks = getattr(entry, "chunks", [None])
+            if rank < len(chunks):
+                offsets = chunks[rank] and chunks[rank].offsets
+                # As after the gather, names are equal strings and not the same one.
+                name = (key + " ")[:-1]
+                start = ends.get(path, 0)
+                length = 1500 + rank + 8 * 2**16 * (rank > 2)
+                stored[MetadataIndex(name, offsets, rank)] = _StorageInfo(path, start, length)
+                ends[path] = start + length
+    meta = StorageMeta(pathlib.PurePosixPath("/runs/a"), "save", None, [])
+    return Metadata(index, planner, stored, meta, "1.0.0")
+
+
+def expected_rows(metadata: Metadata, key: str) -> list[tuple[Any, ...]]:
+    rows = []
+    for chunk in metadata.state_dict_metadata[key].chunks:
+        info = metadata.storage_data[MetadataIndex(key, chunk.offsets)]
+        place = (info.relative_path, info.offset, info.length)
+        rows.append((tuple(chunk.offsets), tuple(chunk.sizes), *place))
+    return rows
+
+
+def found_rows(parsed: DcpMetadata, key: str) -> list[tuple[Any, ...]]:
+    found = parsed.tensors[key]
+    columns = (found.offsets, found.sizes, found.file, found.start, found.length)
+    return [
+        (tuple(offsets), tuple(sizes), parsed.paths[file], start, length)
+        for offsets, sizes, file, start, length in zip(
+            *(column.tolist() for column in columns), strict=True
+        )
+    ]
+
+
+@pytest.mark.parametrize("shortcuts", [True, False])
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+@pytest.mark.parametrize("ranks", [1, 2, 4, 700])
+def test_every_chunk_is_found_where_it_is_stored(
+    *, shortcuts: bool, protocol: int, ranks: int
+) -> None:
+    metadata = sample(ranks)
+    parsed = parse(metadata, protocol, shortcuts=shortcuts)
+    tensors = [key for key in metadata.state_dict_metadata if key != "step"]
+    assert list(parsed.tensors) == tensors
+    for key in tensors:
+        source = metadata.state_dict_metadata[key]
+        assert parsed.tensors[key].shape == tuple(source.size)
+        assert parsed.tensors[key].dtype == BY_NAME[str(source.properties.dtype)[6:]]
+        assert found_rows(parsed, key) == expected_rows(metadata, key)
+        assert parsed.tensors[key].file.dtype == np.int32
+        assert parsed.tensors[key].offsets.dtype == np.int64
+    step = metadata.storage_data[MetadataIndex("step")]
+    assert parsed.blobs == {"step": DcpBlob("step", 0, step.offset, step.length)}
+    assert parsed.planner_data == metadata.planner_data
+    assert parsed.version == "1.0.0"
+
+
+def machine_for(data: bytes) -> FastMachine:
+    return FastMachine(data, dcp_metadata.ALLOWED, where="")
+
+
+def test_shortcuts_take_nearly_everything() -> None:
+    data = pickle.dumps(sample(700), 4)
+    machine = machine_for(data)
+    machine.run()
+    assert sum(machine.run_stops) - sum(machine.run_starts) > 0.9 * machine.next_slot()
+
+
+def test_objects_shared_between_the_tables_are_resolved() -> None:
+    metadata = sample(300)
+    for index in metadata.storage_data:
+        entry = metadata.state_dict_metadata[index.fqn]
+        if index.offset is not None:
+            chunk = next(c for c in entry.chunks if c.offsets == index.offset)
+            object.__setattr__(index, "offset", chunk.offsets)
+            chunk.sizes = entry.chunks[0].sizes if chunk is not entry.chunks[-1] else chunk.sizes
+    parsed = parse(metadata)
+    for key in parsed.tensors:
+        assert found_rows(parsed, key) == expected_rows(metadata, key)
+
+
+def test_a_reference_to_an_object_inside_a_run_is_left_to_the_ordinary_machine() -> None:
+    metadata = sample(50)
+    # A chunk object listed twice is referred to by its slot in the memo.
+    chunks = metadata.state_dict_metadata["model.layers.0.weight"].chunks
+    metadata.state_dict_metadata["model.layers.1.weight"].chunks[7] = chunks[7]
+    data = pickle.dumps(metadata, 4)
+    with pytest.raises(ShortcutError):
+        machine_for(data).run()
+    with pytest.raises(FormatError) as fast:
+        parse(data)
+    with pytest.raises(FormatError) as slow:
+        parse(data, shortcuts=False)
+    assert str(fast.value) == str(slow.value)
+
+
+def test_names_that_are_not_ascii_are_read() -> None:
+    metadata = sample(40, tensors=0)
+    key = "modèle.poids \x94✓"
+    metadata.state_dict_metadata = {key: tensor((40, 2), 40)}
+    metadata.planner_data = None
+    metadata.storage_data = {
+        MetadataIndex((key + " ")[:-1], (i, 0), i): _StorageInfo("é.distcp", 99 * i, 99)
+        for i in range(40)
+    }
+    parsed = parse(metadata)
+    assert found_rows(parsed, key) == expected_rows(metadata, key)
+    assert parsed.paths == ("é.distcp",)
+
+
+def test_files_by_older_versions_of_torch_are_told_apart() -> None:
+    metadata = sample()
+    for entry in metadata.state_dict_metadata.values():
+        entry.__dict__.pop("stride", None)
+    assert parse(metadata).writer == "torch 2.9 or later"
+    metadata.version = None
+    assert parse(metadata).writer == "torch 2.4 to 2.8"
+    metadata.storage_meta = None
+    assert parse(metadata).writer == "torch 2.3"
+    for entry in metadata.state_dict_metadata.values():
+        if isinstance(entry, TensorStorageMetadata):
+            entry.properties = sharded.TensorProperties(dtype=entry.properties.dtype)
+    assert parse(metadata).writer == "torch 2.1 or 2.2"
+
+
+def test_absent_fields_are_as_good_as_none() -> None:
+    metadata = sample()
+    for name in ("storage_meta", "version", "planner_data"):
+        delattr(metadata, name)
+    parsed = parse(metadata)
+    assert (parsed.planner_data, parsed.version) == (None, None)
+    assert len(parsed.tensors) == 7
+
+
+def test_the_stride_that_newer_torch_appends_to_properties_is_accepted() -> None:
+    one = sample(1, tensors=0)
+    del one.state_dict_metadata["step"], one.planner_data["step"]
+    del one.storage_data[MetadataIndex("step")]
+    data = pickle.dumps(one, 4).replace(b"\x89t\x94b", b"\x89Nt\x94b", 1)
+    assert list(parse(data).tensors) == ["model.scale"]
+
+
+def test_an_empty_checkpoint_has_nothing() -> None:
+    parsed = parse(Metadata({}, {}, {}, StorageMeta()))
+    assert (parsed.tensors, parsed.blobs, parsed.paths) == ({}, {}, ())
+
+
+def empty_chunk(metadata: Metadata) -> ChunkStorageMetadata:
+    entry = metadata.state_dict_metadata["model.layers.0.weight"]
+    chunk = ChunkStorageMetadata(torch.Size((4, 0)), torch.Size((0, 3)))
+    entry.chunks += [chunk, copy.deepcopy(chunk)]
+    return chunk
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_chunks_without_elements_may_share_a_place_or_have_none(*, stored: bool) -> None:
+    metadata = sample()
+    plain = found_rows(parse(metadata), "model.layers.0.weight")
+    chunk = empty_chunk(metadata)
+    if stored:
+        index = MetadataIndex("model.layers.0.weight", chunk.offsets, 4)
+        metadata.storage_data[index] = _StorageInfo("__1_0.distcp", 10**9, 1500)
+    assert found_rows(parse(metadata), "model.layers.0.weight") == plain
+
+
+def test_transforms_are_listed() -> None:
+    metadata = sample()
+    for index, info in metadata.storage_data.items():
+        if index.fqn == "model.layers.1.weight":
+            info.transform_descriptors = ["ZStandard"]
+            info.length = 3
+    found = parse(metadata).tensors
+    assert found["model.layers.1.weight"].transforms == (("ZStandard",),)
+    assert found["model.layers.0.weight"].transforms == ()
+
+
+FIRST = "model.layers.0.weight"
+
+
+def entry_of(metadata: Metadata, rank: int = 0) -> Any:
+    return metadata.storage_data[MetadataIndex(FIRST, (rank, 0))]
+
+
+def in_index(name: str, value: Any) -> Edit:
+    return lambda metadata: setattr(metadata.state_dict_metadata[FIRST], name, value)
+
+
+def in_chunk(name: str, value: Any) -> Edit:
+    return lambda m: setattr(m.state_dict_metadata[FIRST].chunks[1], name, value)
+
+
+def in_entry(name: str, value: Any) -> Edit:
+    return lambda metadata: setattr(entry_of(metadata, 1), name, value)
+
+
+def in_properties(**changes: Any) -> Edit:
+    def edit(metadata: Metadata) -> None:
+        entry = metadata.state_dict_metadata[FIRST]
+        entry.properties = dataclasses.replace(entry.properties, **changes)
+
+    return edit
+
+
+def stored_twice(metadata: Metadata) -> None:
+    entry = metadata.state_dict_metadata[FIRST]
+    entry.chunks.append(copy.deepcopy(entry.chunks[0]))
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (
+            lambda m: m.storage_data.pop(MetadataIndex(FIRST, (1, 0))),
+            r"stored nowhere, at \[1, 0\]",
+        ),
+        (lambda m: m.state_dict_metadata[FIRST].chunks.pop(1), "none of its chunks"),
+        (lambda m: m.state_dict_metadata.pop(FIRST), "it is stored, but the index does not"),
+        (lambda m: m.state_dict_metadata.pop("step"), "it is stored, but the index does not"),
+        (lambda m: m.storage_data.pop(MetadataIndex("step")), "stored 0 times, not once"),
+        (lambda m: m.planner_data.pop(FIRST), "missing from 'planner_data'"),
+        (lambda m: m.planner_data.update(other=("other",)), "'planner_data' names 'other'"),
+        (lambda m: m.planner_data.update({FIRST: ("model", "layers")}), "does not spell"),
+        (lambda m: m.planner_data.update({FIRST: ("m" * 10**6,) * 10**6}), "does not spell"),
+        (stored_twice, r"two chunks begin at the same element, at \[0, 0\]"),
+        (in_chunk("offsets", torch.Size((2, 0))), "two chunks begin at the same element"),
+        (in_chunk("offsets", torch.Size((1,))), "does not have the 2 dimensions"),
+        (in_chunk("sizes", torch.Size((1, 3, 1))), "does not have the 2 dimensions"),
+        (in_chunk("sizes", torch.Size((1, 4))), "partly outside"),
+        (in_chunk("sizes", torch.Size((1, -3))), "partly outside"),
+        (in_chunk("sizes", torch.Size((2**62, 3))), "partly outside"),
+        (in_chunk("offsets", (2**63, 0)), "not a short tuple of integers"),
+        (in_chunk("offsets", (True, 0)), "not a short tuple of integers"),
+        (in_chunk("offsets", None), "not a short tuple of integers"),
+        (in_index("size", torch.Size((4, -3))), "negative"),
+        (in_index("size", (2**40, 2**40)), "overflows"),
+        (in_index("size", (0, 2**40, 2**40)), "overflows"),
+        (in_index("size", (1,) * 65), "65 dimensions, more than 64"),
+        (in_index("size", (1,) * 10**6), "1,000,000 dimensions"),
+        (in_index("size", None), "not a tuple of integers"),
+        (in_index("chunks", None), "not a list"),
+        (in_index("chunks", [None]), "in the place of a ChunkStorageMetadata"),
+        (in_index("properties", None), "properties are not"),
+        (in_entry("offset", -1), "negative start"),
+        (in_entry("length", -1), "negative start"),
+        (in_entry("offset", 2**63 - 1), "end beyond"),
+        (in_entry("offset", 2**64), "not an integer below"),
+        (in_entry("offset", 1.5), "not an integer below"),
+        (in_entry("length", 5), "fewer bytes than its elements have"),
+        (in_entry("relative_path", None), "not a string"),
+        (in_entry("relative_path", "__0_0.distcp"), "overlap those of"),
+        (lambda m: setattr(entry_of(m), "length", 10**6), "overlap those of"),
+        (in_entry("transform_descriptors", [1]), "descriptor is not a string"),
+        (in_entry("transform_descriptors", ["x"] * 17), "not a short list"),
+        (lambda m: setattr(m, "storage_data", None), "no table 'storage_data'"),
+        (lambda m: setattr(m, "planner_data", [1]), "not a dictionary"),
+    ],
+)
+@pytest.mark.parametrize("ranks", [4, 60])
+def test_tables_that_contradict_each_other_are_refused(
+    edit: Edit, message: str, ranks: int
+) -> None:
+    metadata = sample(ranks)
+    edit(metadata)
+    data = pickle.dumps(metadata, 4)
+    for shortcuts in (True, False):
+        with pytest.raises(FormatError, match=message) as caught:
+            parse(data, shortcuts=shortcuts)
+        assert caught.value.where.startswith(".metadata")
+        assert caught.value.hint
+
+
+def test_a_chunk_list_shared_by_two_tensors_is_refused() -> None:
+    metadata = sample()
+    first = metadata.state_dict_metadata[FIRST]
+    metadata.state_dict_metadata["model.layers.1.weight"].chunks = first.chunks
+    with pytest.raises(FormatError, match="not a list of its own"):
+        parse(metadata)
+
+
+@pytest.mark.parametrize(
+    "path", ["", "/etc/passwd", "../x", "a/../../x", "..", "a\\..\\b", "\\x", "C:\\x", "a\0b"]
+)
+def test_data_files_outside_the_folder_are_refused(path: str) -> None:
+    metadata = sample()
+    entry_of(metadata, 1).relative_path = path
+    for shortcuts in (True, False):
+        with pytest.raises(UnsafePathError):
+            parse(metadata, shortcuts=shortcuts)
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (in_properties(layout=torch.sparse_coo), "layout is 'torch.sparse_coo'"),
+        (in_properties(dtype=torch.qint8), "dtype 'qint8' is not modelled"),
+        (in_properties(dtype=torch.complex32), "dtype 'complex32' is not modelled"),
+    ],
+)
+def test_what_is_not_modelled_is_refused_by_name(edit: Edit, message: str) -> None:
+    metadata = sample()
+    edit(metadata)
+    with pytest.raises(UnsupportedError, match=message):
+        parse(metadata)
+
+
+class _Runs:
+    def __init__(self, function: Any, args: tuple[Any, ...]) -> None:
+        self.call = (function, args)
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "name"),
+    [
+        (os.system, ("true",), "system'"),
+        (eval, ("1",), "builtins.eval'"),
+        (torch.load, ("x",), "load'"),
+        (torch.Size, ([1],), "torch.Size is not made from a tuple"),
+        (pathlib.PurePosixPath, ("a", "b"), None),
+        (ChunkStorageMetadata, ((0,), (1,)), "is made from 2 arguments"),
+    ],
+)
+def test_hostile_calls_are_refused(function: Any, args: Any, name: str | None) -> None:
+    metadata = sample()
+    metadata.extra = _Runs(function, args)  # type: ignore[attr-defined]
+    if name is None:
+        parse(metadata)
+        return
+    with pytest.raises(UnsafePickleError, match=name):
+        parse(metadata)
+
+
+def test_metadata_cut_anywhere_is_refused() -> None:
+    data = pickle.dumps(sample(2, tensors=1), 4)
+    for length in range(len(data)):
+        with pytest.raises(CkptkitError):
+            parse(data[:length])
+
+
+def rows_of_all(parsed: DcpMetadata) -> dict[str, Any]:
+    return {
+        key: (found.dtype, found.shape, found_rows(parsed, key))
+        for key, found in parsed.tensors.items()
+    }
+
+
+@pytest.mark.parametrize("ranks", [2, 40])
+def test_flipped_bits_give_one_of_our_errors_or_the_same_from_both_paths(ranks: int) -> None:
+    data = bytearray(pickle.dumps(sample(ranks, tensors=2), 4))
+    chosen = random.Random(0)
+    for _ in range(1000):
+        bit = chosen.randrange(8 * len(data))
+        data[bit // 8] ^= 1 << bit % 8
+        outcomes = []
+        for shortcuts in (True, False):
+            try:
+                parsed = parse(bytes(data), shortcuts=shortcuts)
+                outcomes.append((rows_of_all(parsed), parsed.blobs, parsed.planner_data))
+            except CkptkitError:
+                outcomes.append(None)  # type: ignore[arg-type]
+        assert outcomes[0] == outcomes[1]
+        data[bit // 8] ^= 1 << bit % 8
+
+
+def test_a_hostile_template_takes_bounded_time_and_memory() -> None:
+    data = pickle.dumps(sample(600, tensors=1), 4)
+    chunk = data.index(b"ChunkStorageMetadata")
+    start = data.index(b")\x81\x94}\x94(", data.index(b"ub", chunk))
+    opening = data[start - 2 : start + 7]
+    hostile = data[: start - 2] + opening * 30_000
+    forged = data[: start - 2] + (opening + b"\x8c\x20" + b" " * 200) * 3000
+    for bytes_ in (hostile, forged, hostile + struct.pack("<Q", 0)):
+        tracemalloc.start()
+        began = time.perf_counter()
+        with pytest.raises(CkptkitError):
+            parse(bytes_)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < 100 * len(bytes_) + 2_000_000
+        assert time.perf_counter() - began < 20
