@@ -1,0 +1,1 @@
+"""Readers: one module per on-disk format, headers to a TensorIndex."""

@@ -1,0 +1,48 @@
+"""What a reader of one on-disk format offers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from ckptkit.core.index import TensorIndex
+from ckptkit.storage.base import Source
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A checkpoint that a reader recognised by file names alone.
+
+    Attributes:
+        format: The reader's name.
+        folder: Where it lies, relative to the source's root; empty for the root itself.
+        files: The files that make it up, relative to the source's root, sorted.
+        reason: Why it was taken for one, such as "'.metadata' beside 4 '.distcp' files".
+    """
+
+    format: str
+    folder: str
+    files: tuple[str, ...]
+    reason: str
+
+
+class CheckpointReader(Protocol):
+    """Reads one on-disk format: headers only, never tensor data."""
+
+    @property
+    def name(self) -> str:
+        """Short name of the format, such as `dcp`."""
+        ...
+
+    def find(self, paths: Sequence[str]) -> list[Candidate]:
+        """Recognises checkpoints among the paths of all files in a source; reads nothing."""
+        ...
+
+    def read_index(self, source: Source, candidate: Candidate) -> TensorIndex:
+        """Parses headers into an index whose file paths are relative to the source's root.
+
+        Raises:
+            InputError: If the headers are damaged, hostile or not modelled.
+        """
+        ...

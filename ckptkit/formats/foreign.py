@@ -1,0 +1,61 @@
+"""Formats that are recognised so that they can be refused by name, and not misread as others.
+
+Some of them are ordinary `.pt` or `.safetensors` files one by one, each with a part of the model.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from collections.abc import Sequence
+
+from ckptkit.core.errors import UnsupportedError
+from ckptkit.core.index import TensorIndex
+from ckptkit.formats.base import Candidate
+from ckptkit.storage.base import Source
+
+_FORMATS = {
+    "DeepSpeed ZeRO": re.compile(
+        r"((bf16_)?zero_pp_rank_\d+_)?mp_rank_\d+_(optim|model)_states\.pt"
+        r"|layer_\d+_expert_\d+_.*\.pt|expp_rank_.*\.pt"
+    ),
+    "per-rank DTensor files": re.compile(r"(model|optim|extra_state)_world_size_\d+_rank_\d+\.pt"),
+    "per-rank files of accelerate": re.compile(
+        r"(pytorch_model_fsdp|optimizer)(_\d+)?_rank\d+\.bin"
+    ),
+    "safetensors shards of torch.distributed.checkpoint": re.compile(
+        r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors"
+    ),
+}
+
+
+class ForeignReader:
+    """Recognises what this version does not read."""
+
+    name = "foreign"
+
+    def find(self, paths: Sequence[str]) -> list[Candidate]:
+        """Groups such files by folder and format."""
+        groups: dict[tuple[str, str], list[str]] = {}
+        for path in paths:
+            name = posixpath.basename(path)
+            kind = next((k for k, pattern in _FORMATS.items() if pattern.fullmatch(name)), None)
+            if kind is not None:
+                groups.setdefault((posixpath.dirname(path), kind), []).append(path)
+        return [
+            Candidate(self.name, folder, tuple(sorted(files)), kind)
+            for (folder, kind), files in sorted(groups.items())
+        ]
+
+    def read_index(self, source: Source, candidate: Candidate) -> TensorIndex:
+        """Refuses.
+
+        Raises:
+            UnsupportedError: Always, with the name of the format.
+        """
+        raise UnsupportedError(
+            f"holds {candidate.reason}, which this version does not read",
+            where=posixpath.join(source.location, candidate.folder),
+            hint="read are torch.distributed.checkpoint ('.metadata' and '.distcp'), '.safetensors'"
+            " and whole '.bin' or '.pt' files",
+        )
