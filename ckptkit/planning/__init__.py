@@ -1,0 +1,1 @@
+"""From an index and a request to a plan; pure."""

@@ -1,0 +1,110 @@
+"""Proof, before a byte is written, that every element of a tensor is stored exactly once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+from ckptkit.core.errors import (
+    IncompleteCheckpointError,
+    InputError,
+    MissingFileError,
+    TruncatedFileError,
+    UnsupportedError,
+)
+from ckptkit.core.geometry import Defect, find_defect, without_replicas
+from ckptkit.core.index import Box, Problem, Span, TensorEntry, TensorIndex
+
+_ERRORS: dict[str, type[InputError]] = {
+    error.code: error
+    for error in (
+        MissingFileError,
+        TruncatedFileError,
+        IncompleteCheckpointError,
+        UnsupportedError,
+    )
+}
+_LABELS = ("rows", "columns")
+_HINTS = {
+    MissingFileError.code: "copy the file back, or take an earlier checkpoint",
+    TruncatedFileError.code: "the copy or the save was cut short; compare its size with the origin",
+    IncompleteCheckpointError.code: "give the directory that holds the files of every rank",
+}
+
+
+def find_problems(index: TensorIndex, entries: Iterable[TensorEntry]) -> Iterator[Problem]:
+    """Yields what keeps tensors from being read whole: at most one problem for each tensor."""
+    named = {problem.where: problem for problem in index.problems}
+    sizes = np.array([file.size_bytes for file in index.files], np.int64)
+    for entry in entries:
+        problem = (
+            named.get(entry.key)
+            or _file_problem(index, entry, sizes)
+            or _coverage_problem(index, entry)
+        )
+        if problem is not None:
+            yield problem
+
+
+def error_of(problem: Problem, location: str) -> InputError:
+    """Returns the error to raise for a problem of the checkpoint at `location`."""
+    kind = _ERRORS.get(problem.code, InputError)
+    return kind(
+        f"{problem.where}: {problem.message}" if problem.where else problem.message,
+        where=location,
+        hint=_HINTS.get(problem.code, ""),
+    )
+
+
+def _file_problem(index: TensorIndex, entry: TensorEntry, sizes: np.ndarray) -> Problem | None:
+    records = index.records
+    rows = entry.chunks.record
+    files = records.file[rows]
+    short = np.flatnonzero((records.stop[rows] > sizes[files]) & (entry.chunks.elements() > 0))
+    if not len(short):
+        return None
+    row = int(short[0])
+    file = index.files[int(files[row])]
+    held = f"{describe(entry.chunks[row].place)} of {entry.key!r}"
+    if file.size_bytes < 0:
+        return Problem(MissingFileError.code, file.path, f"is not there; it holds {held}")
+    return Problem(
+        TruncatedFileError.code,
+        file.path,
+        f"{held} end at byte {int(records.stop[rows[row]]):,} but the file ends at byte"
+        f" {file.size_bytes:,}",
+    )
+
+
+def _coverage_problem(index: TensorIndex, entry: TensorEntry) -> Problem | None:
+    defect = find_defect(without_replicas(entry.chunks), entry.shape)
+    if defect is None:
+        return None
+    return Problem(
+        IncompleteCheckpointError.code, f"tensor {entry.key!r}", _sentence(index, entry, defect)
+    )
+
+
+def _sentence(index: TensorIndex, entry: TensorEntry, defect: Defect) -> str:
+    place = f"{describe(defect.place)} of shape {list(entry.shape)}"
+    if defect.copies == 0:
+        return f"{place} lie in no file"
+    rows = np.flatnonzero(entry.chunks.elements() > 0)
+    touched = {
+        index.files[int(index.records.file[int(entry.chunks.record[row])])].path
+        for row in rows[:64]
+    }
+    return f"{place} are stored {defect.copies} times, in {', '.join(sorted(touched)[:4])}"
+
+
+def describe(place: Box | Span) -> str:
+    """Returns a place in words, such as `rows [0, 8), columns [2, 4)`."""
+    if isinstance(place, Span):
+        return f"elements [{place.start:,}, {place.stop:,})"
+    labels = _LABELS if len(place.offsets) <= len(_LABELS) else ()
+    parts = [
+        f"{labels[axis] if axis < len(labels) else f'dimension {axis}'} [{low}, {low + size})"
+        for axis, (low, size) in enumerate(zip(place.offsets, place.sizes, strict=True))
+    ]
+    return ", ".join(parts) or "the value"

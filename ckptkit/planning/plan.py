@@ -1,0 +1,229 @@
+"""The plan: which bytes of which file come from where. Pure values, printable, picklable."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from numpy.typing import NDArray
+
+from ckptkit.core.dtypes import DType
+from ckptkit.core.index import Fqn, Key, Shape, Span
+from ckptkit.core.manifest import LEAF_BYTES
+
+TASK_BYTES = LEAF_BYTES
+SOURCE = "source"  # the origin that a conversion reads; others are named by whoever adds them
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A tensor as it will be written, dense and row-major."""
+
+    name: Fqn
+    dtype: DType
+    shape: Shape
+
+    @property
+    def elements(self) -> int:
+        """How many elements it has."""
+        return math.prod(self.shape)
+
+    @property
+    def size_bytes(self) -> int:
+        """How many bytes it takes."""
+        return self.elements * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """A part of a source tensor that a kernel reads for one block."""
+
+    origin: str
+    key: Key
+    place: Span
+
+
+class Kernel(Protocol):
+    """Computes blocks of an output tensor from parts of source tensors."""
+
+    def grain_elements(self, out: TensorSpec) -> int:
+        """Returns how many elements a block must be a multiple of, tail excepted."""
+        ...
+
+    def demands(self, out: TensorSpec, block: Span) -> tuple[Demand, ...]:
+        """Returns what the block is computed from."""
+        ...
+
+    def workspace_bytes(self, out: TensorSpec, block: Span) -> int:
+        """Returns the memory that `run` takes beyond its inputs and its output."""
+        ...
+
+    def run(
+        self, out: TensorSpec, block: Span, inputs: Sequence[NDArray[Any]], target: NDArray[Any]
+    ) -> None:
+        """Fills `target`, the block's elements in row-major order."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Literal:
+    """Bytes known when planning: headers, indexes, configurations."""
+
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A source tensor, assembled from its chunks without change."""
+
+    origin: str
+    key: Key
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """A tensor that a kernel makes; `reads` are the source tensors it looks at."""
+
+    kernel: Kernel
+    reads: tuple[tuple[str, Key], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RawCopy:
+    """A byte range of a side file, from `start` on, taken as it is."""
+
+    origin: str
+    path: str
+    start: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ServerCopy:
+    """A tensor whose bytes the store itself copies from one object range to another."""
+
+    origin: str
+    key: Key
+
+
+@dataclass(frozen=True, slots=True)
+class Trailer:
+    """Bytes that depend on checksums of the segments before it, such as a zip's directory."""
+
+    template: bytes
+    fields: tuple[tuple[int, int], ...]
+    """Where the little-endian CRC-32 of which segment goes: `(position, segment)`."""
+
+
+Body = Literal | Copy | Compute | RawCopy | ServerCopy | Trailer
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """An output tensor and how it comes to be."""
+
+    spec: TensorSpec
+    body: Copy | Compute
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A byte range `[start, stop)` of an output file; `spec` is set for tensors."""
+
+    start: int
+    stop: int
+    body: Body
+    spec: TensorSpec | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OutputFile:
+    """A file to write: contiguous segments from byte 0 to `size_bytes`."""
+
+    path: str
+    size_bytes: int
+    segments: Sequence[Segment]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The piece `[start, stop)` of a segment, in bytes from the segment's first.
+
+    `number` is the segment's position in its file.
+    """
+
+    number: int
+    segment: Segment
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A byte range of one output file that is filled, digested and written as one.
+
+    No leaf of a tensor's digest is split between two tasks, so tasks are independent.
+    """
+
+    file: int
+    start: int
+    stop: int
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything that an execution does.
+
+    Attributes:
+        files: The output files; all are written in full.
+        dropped: Tied names that are not written, with the name that stands for each.
+        notes: What the user should know before it runs.
+    """
+
+    files: tuple[OutputFile, ...]
+    dropped: Mapping[Fqn, Fqn]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def bytes_written(self) -> int:
+        """Size of all output files together."""
+        return sum(file.size_bytes for file in self.files)
+
+    def specs(self) -> Iterator[tuple[OutputFile, Segment, TensorSpec]]:
+        """Yields every tensor to be written, with its place."""
+        for file in self.files:
+            for segment in file.segments:
+                if segment.spec is not None:
+                    yield file, segment, segment.spec
+
+    def tasks(self) -> Iterator[Task]:
+        """Cuts the files into byte ranges of at most `TASK_BYTES`, lazily and in order."""
+        for number, file in enumerate(self.files):
+            yield from _tasks_of(number, file)
+
+
+def _tasks_of(number: int, file: OutputFile) -> Iterator[Task]:
+    parts: list[Part] = []
+    start = size = 0
+    for position, segment in enumerate(file.segments):
+        length = segment.stop - segment.start
+        for low in range(0, length, LEAF_BYTES):
+            high = min(low + LEAF_BYTES, length)
+            if parts and size + high - low > TASK_BYTES:
+                yield Task(number, start, start + size, tuple(parts))
+                start, size, parts = start + size, 0, []
+            parts.append(Part(position, segment, low, high))
+            size += high - low
+    if parts:
+        yield Task(number, start, start + size, tuple(parts))
+
+
+def contiguous(path: str, bodies: Sequence[tuple[int, Body, TensorSpec | None]]) -> OutputFile:
+    """Lays out `(size_bytes, body, spec)` one after the other into a file."""
+    segments, at = [], 0
+    for size_bytes, body, spec in bodies:
+        segments.append(Segment(at, at + size_bytes, body, spec))
+        at += size_bytes
+    return OutputFile(path, at, tuple(segments))

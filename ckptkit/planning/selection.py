@@ -1,0 +1,140 @@
+"""From an index and a request to the tensors that will be written."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ckptkit.core.dtypes import DType, dtype_named
+from ckptkit.core.errors import (
+    AmbiguousSourceError,
+    CannotPlanError,
+    IncompleteCheckpointError,
+    RefusedError,
+)
+from ckptkit.core.index import Fqn, Key, TensorEntry, TensorIndex
+from ckptkit.planning.plan import SOURCE, Compute, Copy, Kernel, Product, TensorSpec
+from ckptkit.planning.requests import ConsolidateRequest, matches
+
+CastFactory = Callable[[str, Key, DType, DType], Kernel]
+"""Makes the kernel that casts a tensor of an origin from one element type to another."""
+
+_PEFT = re.compile(
+    r"(^|\.)(lora_(A|B|embedding_A|embedding_B|magnitude_vector)|modules_to_save|base_layer"
+    r"|token_adapter|original_module)(\.|$)"
+)
+_PACKED = re.compile(r"\.(quant_state\.bitsandbytes__\w+|absmax|quant_map|SCB)$")
+
+
+def model_trees(index: TensorIndex) -> list[str]:
+    """Returns the names of the model state dicts in an index, in order."""
+    return list(dict.fromkeys(entry.tree for entry in index.of_part("model")))
+
+
+def select_model(
+    index: TensorIndex, request: ConsolidateRequest, *, location: str
+) -> list[TensorEntry]:
+    """Returns the tensors of the one model state dict that is meant, patterns applied.
+
+    Raises:
+        AmbiguousSourceError: If there are several and none was selected.
+        CannotPlanError: If the selection or the patterns leave nothing.
+        IncompleteCheckpointError: If the checkpoint holds no model tensor at all.
+    """
+    trees = model_trees(index)
+    if not trees:
+        raise IncompleteCheckpointError(
+            f"holds no model tensor among {len(index.tensors):,} tensors",
+            where=location,
+            hint="the run saved nothing but other state here; see `ckptkit inspect`",
+        )
+    tree = _chosen(trees, request.select, location)
+    whole = [entry for entry in index.of_part("model") if entry.tree == tree]
+    taken = [entry for entry in whole if request.wants(entry.name)]
+    if not taken:
+        raise CannotPlanError(
+            f"--include and --exclude leave none of {len(whole):,} tensors",
+            where=location,
+            hint="patterns must fit whole names, such as 'model.layers.*'",
+        )
+    return taken
+
+
+def _chosen(trees: Sequence[str], select: str | None, location: str) -> str:
+    if select is None and len(trees) == 1:
+        return trees[0]
+    names = ", ".join(repr(tree) for tree in trees)
+    if select is None:
+        raise AmbiguousSourceError(
+            f"holds {len(trees)} models: {names}",
+            where=location,
+            hint=f"choose one with --select {trees[0]}",
+        )
+    if select not in trees:
+        raise CannotPlanError(
+            f"holds no model {select!r}; found {names}",
+            where=location,
+            hint=f"pass --select {trees[0]}",
+        )
+    return select
+
+
+def refuse_what_would_load_as_random(entries: Iterable[TensorEntry], *, location: str) -> None:
+    """Refuses adapters and packed weights, which load as another model without an error.
+
+    Raises:
+        RefusedError: Naming the first tensor that gives the source away.
+    """
+    for entry in entries:
+        what = (
+            "an adapter of PEFT"
+            if _PEFT.search(entry.name)
+            else "a packed 4-bit or 8-bit weight"
+            if _PACKED.search(entry.name)
+            else ""
+        )
+        if what:
+            raise RefusedError(
+                f"tensor {entry.name!r} belongs to {what}; under these names Transformers would"
+                " load a model with random weights",
+                where=location,
+                hint="pass --names live to write the raw state dict all the same",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class DTypePolicy:
+    """Which element type each tensor is written in."""
+
+    choice: str
+    keep: tuple[str, ...]
+
+    def target(self, entry: TensorEntry) -> DType:
+        """Returns the type to write; only floating tensors are ever cast."""
+        fixed = self.choice == "keep" or entry.dtype.kind != "float"
+        if fixed or matches(entry.name, self.keep):
+            return entry.dtype
+        return dtype_named(self.choice)
+
+
+def make_products(
+    entries: Sequence[TensorEntry],
+    request: ConsolidateRequest,
+    dropped: Mapping[Fqn, Fqn],
+    cast: CastFactory,
+) -> list[Product]:
+    """Says for every tensor to be written what it looks like and how it comes to be."""
+    policy = DTypePolicy(request.dtype, request.keep_dtype)
+    products = []
+    for entry in entries:
+        if entry.name in dropped:
+            continue
+        dtype = policy.target(entry)
+        spec = TensorSpec(entry.name, dtype, entry.shape)
+        body: Copy | Compute = Copy(SOURCE, entry.key)
+        if dtype != entry.dtype:
+            kernel = cast(SOURCE, entry.key, entry.dtype, dtype)
+            body = Compute(kernel, ((SOURCE, entry.key),))
+        products.append(Product(spec, body))
+    return products

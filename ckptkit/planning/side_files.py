@@ -1,0 +1,141 @@
+"""Which files beside the weights belong to a model folder, and what is changed in them."""
+
+from __future__ import annotations
+
+import json
+import posixpath
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from ckptkit.core.dtypes import DType
+from ckptkit.core.errors import FormatError
+
+CONFIG = "config.json"
+# What `from_pretrained` of models, tokenizers and processors reads, and nothing else: a run's
+# folder also holds optimizer state, random states and `training_args.bin`, which has the token.
+_ALLOWED = (
+    CONFIG,
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "tokenizer.model.v*",
+    "tekken.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates/*.jinja",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+    "image_processor_config.json",
+    "feature_extractor_config.json",
+)
+_CODE = "*.py"
+_AUTO_MAP = "auto_map"
+MAX_JSON_BYTES = 16 << 20  # larger ones (tokenizer.json) are copied without a look
+
+
+@dataclass(frozen=True, slots=True)
+class SideFile:
+    """A file to put beside the weights, and the folder that it comes from."""
+
+    name: str
+    origin: str
+    path: str
+    size_bytes: int
+
+
+def choose_side_files(
+    folders: Sequence[tuple[str, str, Mapping[str, int]]], *, allow_code: bool
+) -> tuple[list[SideFile], list[str]]:
+    """Takes each allowed file from the first folder that has it.
+
+    Args:
+        folders: `(origin, folder, {name: size_bytes})`, nearest to the weights first.
+        allow_code: Whether python files are taken too.
+
+    Returns:
+        The files, sorted by name, and the names of python files that were left out.
+    """
+    chosen: dict[str, SideFile] = {}
+    code: set[str] = set()
+    for origin, folder, names in folders:
+        for name, size_bytes in names.items():
+            is_code = fnmatchcase(name, _CODE)
+            if is_code and not allow_code:
+                code.add(name)
+            elif is_code or any(fnmatchcase(name, pattern) for pattern in _ALLOWED):
+                path = posixpath.join(folder, name)
+                chosen.setdefault(name, SideFile(name, origin, path, size_bytes))
+    return [chosen[name] for name in sorted(chosen)], sorted(code)
+
+
+def parse_json_object(data: bytes, *, where: str) -> dict[str, Any]:
+    """Parses a configuration file.
+
+    Returns:
+        The object.
+
+    Raises:
+        FormatError: If it is not a JSON object.
+    """
+    try:
+        document = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"is not JSON: {error}", where=where) from error
+    if not isinstance(document, dict):
+        raise FormatError(f"is a JSON {type(document).__name__} against an object", where=where)
+    return document
+
+
+def config_as_written(
+    config: Mapping[str, Any], dtypes: Mapping[DType, int], *, allow_code: bool
+) -> dict[str, Any]:
+    """Returns a model's configuration with the dtype of the weights beside it.
+
+    Args:
+        config: As found at the source.
+        dtypes: Bytes written per element type; the floating one with most of them counts.
+        allow_code: Whether `auto_map`, which names python files, stays.
+    """
+    changed = dict(config)
+    floating = {dtype: size for dtype, size in dtypes.items() if dtype.kind == "float"}
+    if floating:
+        main = max(floating, key=lambda dtype: floating[dtype]).name
+        if "torch_dtype" in changed:  # the key of Transformers 4, still read by 5
+            changed["torch_dtype"] = main
+        if "dtype" in changed or "torch_dtype" not in changed:
+            changed["dtype"] = main
+    return changed if allow_code else without_auto_map(changed)
+
+
+def without_auto_map(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a configuration that names no python file."""
+    return {key: value for key, value in document.items() if key != _AUTO_MAP}
+
+
+def has_auto_map(document: Mapping[str, Any]) -> bool:
+    """Tells whether a configuration names python files that loading would run."""
+    return _AUTO_MAP in document
+
+
+def to_json(document: Mapping[str, Any]) -> bytes:
+    """Returns a configuration as Transformers writes it: indented, keys in order."""
+    return (json.dumps(document, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def bytes_by_dtype(sizes: Iterable[tuple[DType, int]]) -> dict[DType, int]:
+    """Sums sizes in bytes per element type."""
+    total: dict[DType, int] = {}
+    for dtype, size_bytes in sizes:
+        total[dtype] = total.get(dtype, 0) + size_bytes
+    return total
