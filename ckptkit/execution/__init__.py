@@ -1,0 +1,1 @@
+"""Running a plan: reading, checking, transforming, writing."""

@@ -1,0 +1,58 @@
+"""How many workers fit into the memory that was allowed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ckptkit.core.errors import NoSpaceError
+from ckptkit.execution.tensors import GATHER_BYTES
+from ckptkit.planning.plan import TASK_BYTES
+
+WORKER_BYTES = TASK_BYTES + GATHER_BYTES + (1 << 20)  # output block, gather scratch, cast scratch
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutionSettings:
+    """How an execution may use the machine.
+
+    Attributes:
+        workers: Threads that read, check and write.
+        direct_io: Whether to try writes that bypass the page cache.
+    """
+
+    workers: int
+    direct_io: bool = True
+
+
+def settle_workers(
+    wanted: int | None, *, cores: int, budget_bytes: int, limit_bytes: int | None, used_bytes: int
+) -> int:
+    """Chooses the number of workers.
+
+    Args:
+        wanted: The user's number, or None: one more than cores, since a worker that waits for
+            the disk needs no core, and at most eight.
+        cores: Cores of this machine that the process may use.
+        budget_bytes: What buffers may take together.
+        limit_bytes: What the whole process may take, or None.
+        used_bytes: What the process takes already, the plan included.
+
+    Returns:
+        At least 1.
+
+    Raises:
+        NoSpaceError: If not even one worker fits.
+    """
+    room = budget_bytes
+    if limit_bytes is not None:
+        room = min(room, limit_bytes - used_bytes)
+    if room < WORKER_BYTES:
+        raise NoSpaceError(
+            f"{room:,} bytes are left for buffers and one worker needs {WORKER_BYTES:,};"
+            f" {used_bytes:,} are in use with the plan",
+            where="--memory-limit" if limit_bytes is not None else "--memory-budget",
+            hint=f"allow at least {used_bytes + WORKER_BYTES:,} bytes"
+            if limit_bytes is not None
+            else f"pass --memory-budget {WORKER_BYTES}B or more",
+        )
+    return max(1, min(wanted or min(cores + 1, 8), room // WORKER_BYTES))

@@ -1,0 +1,35 @@
+"""What an execution tells whoever listens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """Work begins on that many output bytes."""
+
+    total_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class BytesWritten:
+    """That many more output bytes are written, or checked."""
+
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """The output is durable and visible."""
+
+    path: str
+
+
+Event = Started | BytesWritten | Committed
+Listener = Callable[[Event], None]
+
+
+def ignore(_event: Event) -> None:
+    """Listens to nothing."""

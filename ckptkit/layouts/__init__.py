@@ -1,0 +1,1 @@
+"""What each kind of output looks like, as segments of files."""

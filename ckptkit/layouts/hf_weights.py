@@ -1,0 +1,97 @@
+"""The weights of a Hugging Face folder: safetensors files and their index.
+
+Sources: the safetensors format description; huggingface_hub `split_torch_state_dict_into_shards`
+for file names and the index.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from ckptkit.core.errors import CannotPlanError
+from ckptkit.planning.files import numbered, split_by_size
+from ckptkit.planning.plan import (
+    Body,
+    Literal,
+    OutputFile,
+    Product,
+    TensorSpec,
+    contiguous,
+)
+
+INDEX_NAME = "model.safetensors.index.json"
+DATA_ALIGNMENT = 4096
+_MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
+_METADATA = {"format": "pt"}
+
+
+def layout_hf_weights(products: Sequence[Product], max_file_bytes: int) -> list[OutputFile]:
+    """Lays tensors out as `model.safetensors`, or as several files with an index.
+
+    Returns:
+        The weight files, and their index where there are several.
+
+    Raises:
+        CannotPlanError: If a tensor's element type has no name in safetensors, or if the
+            header of a file would be larger than the library reads.
+    """
+    groups = split_by_size(products, max_file_bytes)
+    names = numbered("model", "safetensors", len(groups))
+    files = [_weights_file(*pair) for pair in zip(names, groups, strict=True)]
+    if len(files) > 1:
+        files.append(_index_file(names, groups))
+    return files
+
+
+def _weights_file(path: str, products: Sequence[Product]) -> OutputFile:
+    # Larger item sizes first keeps every tensor aligned without holes, which the format forbids.
+    ordered = sorted(products, key=lambda p: (-p.spec.dtype.itemsize, p.spec.name))
+    header = _header(path, [product.spec for product in ordered])
+    bodies: list[tuple[int, Body, TensorSpec | None]] = [(len(header), Literal(header), None)]
+    bodies += [(product.spec.size_bytes, product.body, product.spec) for product in ordered]
+    return contiguous(path, bodies)
+
+
+def _header(path: str, specs: Sequence[TensorSpec]) -> bytes:
+    document: dict[str, object] = {"__metadata__": _METADATA}
+    at = 0
+    for spec in specs:
+        if spec.dtype.safetensors is None:
+            raise CannotPlanError(
+                f"dtype {spec.dtype.name} has no name in safetensors",
+                where=f"tensor {spec.name!r}",
+                hint="leave the tensor out with --exclude",
+            )
+        document[spec.name] = {
+            "dtype": spec.dtype.safetensors,
+            "shape": list(spec.shape),
+            "data_offsets": [at, at + spec.size_bytes],
+        }
+        at += spec.size_bytes
+    text = json.dumps(document, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-(len(text) + 8) % DATA_ALIGNMENT)
+    if len(text) > _MAX_HEADER_BYTES:
+        raise CannotPlanError(
+            f"a header of {len(text):,} bytes is over the limit of {_MAX_HEADER_BYTES:,}",
+            where=path,
+            hint="write more, smaller files with --max-shard-size",
+        )
+    return len(text).to_bytes(8, "little") + text
+
+
+def _index_file(names: Sequence[str], groups: Sequence[Sequence[Product]]) -> OutputFile:
+    specs = [product.spec for group in groups for product in group]
+    document = {
+        "metadata": {
+            "total_parameters": sum(spec.elements for spec in specs),
+            "total_size": sum(spec.size_bytes for spec in specs),
+        },
+        "weight_map": {
+            product.spec.name: name
+            for name, group in zip(names, groups, strict=True)
+            for product in group
+        },
+    }
+    data = (json.dumps(document, indent=2, sort_keys=True) + "\n").encode()
+    return contiguous(INDEX_NAME, [(len(data), Literal(data), None)])

@@ -1,0 +1,1 @@
+"""The stages wired together: open, inspect, consolidate, convert, verify, diff."""

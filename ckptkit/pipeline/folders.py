@@ -1,0 +1,94 @@
+"""Where a checkpoint's configuration and tokenizer may lie, and reading them."""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from ckptkit.core.errors import NotACheckpointError
+from ckptkit.formats.discovery import step_of
+from ckptkit.pipeline.opening import Opened
+from ckptkit.planning.side_files import (
+    CONFIG,
+    MAX_JSON_BYTES,
+    SideFile,
+    choose_side_files,
+    parse_json_object,
+)
+from ckptkit.storage.local import LocalSource
+
+_UNIT = re.compile(r"(pytorch_model_fsdp|optimizer|model)_\d+|model|actor|critic|state\.ckpt")
+_NESTED = ("ckptkit", "huggingface")  # where the training hooks, and verl, put them
+_CLIMB = 2  # from checkpoint-500/pytorch_model_fsdp_0 up to the run
+
+
+class SideFolders:
+    """The folders that may hold side files, nearest to the weights first."""
+
+    def __init__(self, stack: ExitStack, checkpoint: Opened, base: str | None) -> None:
+        self.sources: dict[str, LocalSource] = {}
+        for path in _candidates(checkpoint, base):
+            if path.is_dir():
+                source = stack.enter_context(LocalSource(path))
+                self.sources[str(path)] = source
+        self._base = base
+
+    def choose(self, *, allow_code: bool) -> tuple[list[SideFile], list[str]]:
+        """Returns the files to put beside the weights, and python files left out."""
+        listed = [
+            (origin, "", _listing(source, depth=1)) for origin, source in self.sources.items()
+        ]
+        return choose_side_files(listed, allow_code=allow_code)
+
+    def read(self, file: SideFile) -> bytes:
+        """Returns a whole side file."""
+        return self.sources[file.origin].read(file.path, 0, file.size_bytes)
+
+    def config(self, files: Sequence[SideFile]) -> dict[str, Any] | None:
+        """Returns the model's configuration, or None where there is none.
+
+        Raises:
+            FormatError: If it is not a JSON object.
+        """
+        file = next((file for file in files if file.name == CONFIG), None)
+        if file is None or file.size_bytes > MAX_JSON_BYTES:
+            return None
+        where = posixpath.join(self.sources[file.origin].location, file.path)
+        return parse_json_object(self.read(file), where=where)
+
+
+def _candidates(checkpoint: Opened, base: str | None) -> Iterator[Path]:
+    if base is not None and not Path(base).is_dir():
+        raise NotACheckpointError("no such directory", where=f"--base {base}")
+    root = Path(checkpoint.location)
+    root = root.parent if root.is_file() else root
+    step = root / checkpoint.folder
+    units = [root / unit.candidate.folder for unit in checkpoint.units if not unit.is_optimizer]
+    homes = [*(unit for unit in units if unit != step), step, *_above(step)]
+    paths = [path for home in homes for path in (*(home / name for name in _NESTED), home)]
+    yield from dict.fromkeys(paths)
+    if base is not None:
+        yield Path(base)
+
+
+def _above(step: Path) -> Iterator[Path]:
+    """Climbs from a unit to its step, and from a step to its run."""
+    path = step.absolute()
+    for _ in range(_CLIMB):
+        if not (_UNIT.fullmatch(path.name) or step_of(path.name) is not None):
+            return
+        path = path.parent
+        yield path
+
+
+def _listing(source: LocalSource, *, depth: int) -> Mapping[str, int]:
+    paths = [path for path in source.walk(depth) if path.count("/") <= depth]
+    return {path: source.stat(path).size_bytes for path in paths if _could_be_side(path)}
+
+
+def _could_be_side(path: str) -> bool:
+    return not path.endswith((".distcp", ".safetensors", ".bin", ".pt", ".pth", ".metadata"))

@@ -1,0 +1,264 @@
+"""`ckptkit.inspect`: what lies at a path, told from headers alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from ckptkit.core.errors import CkptkitError
+from ckptkit.core.index import Fqn, Part, Problem, Shape, TensorEntry, TensorIndex
+from ckptkit.execution.locate import Locator
+from ckptkit.pipeline.folders import SideFolders
+from ckptkit.pipeline.opening import Opened, PathLike, opened
+from ckptkit.planning.coverage import find_problems
+from ckptkit.planning.ties import tie_candidates
+
+_TIE_CHUNKS = 4096  # looking at more blobs than this would make inspect slow
+_ASSUME_TIED = {"tie_word_embeddings": True}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorLine:
+    """A tensor in a report; sizes are of the full tensor, in its stored dtype."""
+
+    name: str
+    tree: str
+    part: Part
+    dtype: str
+    shape: Shape
+    chunks: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TreeLine:
+    """A state dict in a report.
+
+    Attributes:
+        name: What `--select` calls it.
+        part: Its kind.
+        tensors: How many tensors it has.
+        size_bytes: Of all of them.
+        dtypes: Bytes per element type, largest first.
+        split: Tensors per way of being split, in words, most frequent first.
+    """
+
+    name: str
+    part: Part
+    tensors: int
+    size_bytes: int
+    dtypes: Mapping[str, int]
+    split: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class TieLine:
+    """Names that hold the same weights, or are declared to.
+
+    Attributes:
+        names: The name that stays first, then those tied to it.
+        equal: Whether the stored checksums agree; None where there are none to compare.
+        declared: Whether the configuration says that they are tied.
+    """
+
+    names: tuple[str, ...]
+    equal: bool | None
+    declared: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """Everything that `ckptkit inspect` shows."""
+
+    path: str
+    format: str
+    reasons: tuple[str, ...]
+    writer: str
+    world_size: int | None
+    step: int | None
+    files: int
+    size_bytes: int
+    bytes_per_rank: tuple[int, ...]
+    model_type: str | None
+    architectures: tuple[str, ...]
+    trees: tuple[TreeLine, ...]
+    tensors: tuple[TensorLine, ...]
+    objects: tuple[str, ...]
+    tied: tuple[TieLine, ...]
+    problems: tuple[Problem, ...]
+    notes: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the report as the contract of `inspect --json` has it."""
+        document = {name: value for name, value in asdict(self).items() if name != "tensors"}
+        document["tensors"] = [
+            {
+                "name": line.name,
+                "tree": line.tree,
+                "part": line.part,
+                "dtype": line.dtype,
+                "shape": list(line.shape),
+                "chunks": line.chunks,
+                "bytes": line.size_bytes,
+            }
+            for line in self.tensors
+        ]
+        return document
+
+
+def run_inspection(path: PathLike, *, select: str | None = None) -> Inspection:
+    """Describes the checkpoint at or under a path; reads headers, never tensor data.
+
+    Returns:
+        What was found.
+
+    Raises:
+        InputError: If there is none, or if it cannot be parsed.
+        AmbiguousSourceError: If several runs lie there and nothing was selected.
+    """
+    with ExitStack() as stack:
+        checkpoint = stack.enter_context(opened(path, select=select))
+        folders = SideFolders(stack, checkpoint, None)
+        config = _config(folders)
+        return _report(checkpoint, config or {}, _ties(checkpoint, config))
+
+
+def _config(folders: SideFolders) -> Mapping[str, Any] | None:
+    try:
+        return folders.config(folders.choose(allow_code=False)[0])
+    except CkptkitError:
+        return None  # a broken configuration is no reason not to show the tensors
+
+
+def _report(checkpoint: Opened, config: Mapping[str, Any], tied: tuple[TieLine, ...]) -> Inspection:
+    index = checkpoint.index
+    entries = list(index.tensors.values())
+    if checkpoint.select is not None:
+        entries = [entry for entry in entries if entry.tree == checkpoint.select]
+    return Inspection(
+        path=checkpoint.path,
+        format=index.format,
+        reasons=tuple(unit.candidate.reason for unit in checkpoint.units),
+        writer=index.run.writer,
+        world_size=index.run.world_size,
+        step=index.run.step,
+        files=len({file.path for file in index.files}),
+        size_bytes=sum(max(file.size_bytes, 0) for file in index.files),
+        bytes_per_rank=_bytes_per_rank(entries),
+        model_type=config.get("model_type"),
+        architectures=tuple(config.get("architectures") or ()),
+        trees=tuple(_trees(entries)),
+        tensors=tuple(_line(entry) for entry in entries),
+        objects=tuple(".".join(map(str, path)) for path in index.values),
+        tied=tied,
+        problems=tuple(_problems(index, entries)),
+        notes=(*checkpoint.notes, *index.run.notes),
+    )
+
+
+def _problems(index: TensorIndex, entries: Sequence[TensorEntry]) -> Iterator[Problem]:
+    yield from find_problems(index, entries)
+    keys = {entry.key for entry in entries}
+    yield from (problem for problem in index.problems if problem.where not in keys)
+
+
+def _line(entry: TensorEntry) -> TensorLine:
+    return TensorLine(
+        name=entry.name,
+        tree=entry.tree,
+        part=entry.part,
+        dtype=entry.dtype.name,
+        shape=entry.shape,
+        chunks=len(entry.chunks),
+        size_bytes=entry.size_bytes,
+    )
+
+
+def _trees(entries: Sequence[TensorEntry]) -> Iterator[TreeLine]:
+    groups: dict[tuple[str, Part], list[TensorEntry]] = {}
+    for entry in entries:
+        groups.setdefault((entry.tree, entry.part), []).append(entry)
+    for (name, part), group in groups.items():
+        dtypes: Counter[str] = Counter()
+        for entry in group:
+            dtypes[entry.dtype.name] += entry.size_bytes
+        yield TreeLine(
+            name=name,
+            part=part,
+            tensors=len(group),
+            size_bytes=sum(entry.size_bytes for entry in group),
+            dtypes=dict(dtypes.most_common()),
+            split=dict(Counter(_split(entry) for entry in group).most_common()),
+        )
+
+
+def _split(entry: TensorEntry) -> str:
+    """Says how a tensor is split, such as `dimension 0 over 4`."""
+    full = entry.chunks.elements() > 0
+    count = int(np.count_nonzero(full))
+    if count <= 1:
+        return "whole"
+    if entry.chunks.flat:
+        return f"flat over {count}"
+    sizes = entry.chunks.sizes[full]
+    ways = []
+    for axis, size in enumerate(entry.shape):
+        if bool(np.any(sizes[:, axis] != size)):
+            parts = len(np.unique(entry.chunks.offsets[full][:, axis]))
+            ways.append(f"dimension {axis} over {parts}")
+    return " and ".join(ways) or "whole"
+
+
+def _bytes_per_rank(entries: Sequence[TensorEntry]) -> tuple[int, ...]:
+    totals: Counter[int] = Counter()
+    for entry in entries:
+        sizes = entry.chunks.elements() * entry.dtype.itemsize
+        for rank in np.unique(entry.chunks.rank).tolist():
+            totals[rank] += int(sizes[entry.chunks.rank == rank].sum())
+    known = [rank for rank in totals if rank >= 0]
+    return tuple(totals[rank] for rank in range(max(known) + 1)) if known else ()
+
+
+def _ties(checkpoint: Opened, config: Mapping[str, Any] | None) -> tuple[TieLine, ...]:
+    index = checkpoint.index
+    lines = []
+    locator = Locator(checkpoint.source, index)
+    for tree in dict.fromkeys(entry.tree for entry in index.of_part("model")):
+        entries = {entry.name: entry for entry in index.of_part("model") if entry.tree == tree}
+        extents = {name: (entry.dtype, entry.shape) for name, entry in entries.items()}
+        declared = tie_candidates(config, extents)
+        pairs = declared or tie_candidates(_ASSUME_TIED, extents)
+        sources: dict[Fqn, list[Fqn]] = {}
+        for target, source in pairs.items():
+            sources.setdefault(source, []).append(target)
+        for source, targets in sources.items():
+            group = [entries[name] for name in entries if name in (source, *targets)]
+            equal = _equal_checksums(locator, group)
+            if declared or equal:
+                lines.append(TieLine((source, *targets), equal, bool(declared)))
+    return tuple(lines)
+
+
+def _equal_checksums(locator: Locator, entries: Sequence[TensorEntry]) -> bool | None:
+    if any(len(entry.chunks) > _TIE_CHUNKS for entry in entries):
+        return None
+    try:
+        found = [_checksums(locator, entry) for entry in entries]
+    except CkptkitError:
+        return None  # reported as a problem already, or found when it is read
+    if any(crc is None for checksums in found for crc in checksums.values()):
+        return None
+    return all(checksums == found[0] for checksums in found)
+
+
+def _checksums(locator: Locator, entry: TensorEntry) -> dict[bytes, int | None]:
+    places = np.hstack([entry.chunks.offsets, entry.chunks.sizes])
+    return {
+        places[row].tobytes(): locator.locate(entry, entry.chunks, row).crc32
+        for row in np.flatnonzero(entry.chunks.elements() > 0).tolist()
+    }

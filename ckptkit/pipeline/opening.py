@@ -1,0 +1,234 @@
+"""From a path as the user typed it to an index of what lies there."""
+
+from __future__ import annotations
+
+import os
+import posixpath
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from ckptkit.core.errors import (
+    CkptkitError,
+    NoSpaceError,
+    NotACheckpointError,
+    RefusedError,
+)
+from ckptkit.core.index import (
+    FileRef,
+    Key,
+    Problem,
+    RecordTable,
+    RunFacts,
+    TensorEntry,
+    TensorIndex,
+)
+from ckptkit.formats.base import Candidate
+from ckptkit.formats.discovery import Found, Unit, resolve, step_of
+from ckptkit.formats.registry import find_candidates, parsing_bytes, read_index
+from ckptkit.storage.local import LocalSource
+from ckptkit.storage.machine import memory_in_use_bytes
+
+PathLike = str | os.PathLike[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A checkpoint that was found and parsed.
+
+    Attributes:
+        location: The path as the user typed it.
+        source: The place that holds the files.
+        folder: The chosen step's folder, relative to the source's root; empty for the root.
+        units: What the index was made from.
+        index: Everything the headers tell, over all units.
+        select: What is left of the user's selection: a state dict within the index, or None.
+        notes: What was passed over or left alone, and why.
+    """
+
+    location: str
+    source: LocalSource
+    folder: str
+    units: tuple[Unit, ...]
+    index: TensorIndex
+    select: str | None
+    notes: tuple[str, ...]
+
+    @property
+    def path(self) -> str:
+        """The chosen step, named under the user's path."""
+        return posixpath.join(self.location, self.folder) if self.folder else self.location
+
+
+@contextmanager
+def opened(
+    path: PathLike, *, select: str | None = None, limit_bytes: int | None = None
+) -> Iterator[Opened]:
+    """Opens whatever checkpoint lies at, or under, a path.
+
+    Args:
+        path: Any path in or above a checkpoint.
+        select: Which of several to take.
+        limit_bytes: Memory that the process may use, or None.
+
+    Yields:
+        The checkpoint, its files open.
+
+    Raises:
+        NotACheckpointError: If there is none.
+        AmbiguousSourceError: If there are several and nothing was selected.
+        InputError: If what is there cannot be parsed.
+        NoSpaceError: If parsing it would take more memory than allowed.
+    """
+    location = os.fspath(path)
+    root, only = _root_of(location)
+    with LocalSource(root) as source:
+        yield _Search(source, location, only, limit_bytes).run(select)
+
+
+def _root_of(location: str) -> tuple[Path, str | None]:
+    """Returns the folder to search and, when the path is a file, that file's name."""
+    if "://" in location:
+        raise RefusedError(
+            "URLs are not read by this version", where=location, hint="copy it to a local disk"
+        )
+    path = Path(location)
+    if path.is_dir():
+        return path, None
+    if path.is_file():
+        return path.parent, path.name
+    raise NotACheckpointError("no such file or directory", where=location)
+
+
+class _Search:
+    """Finds, chooses and parses; parsed indexes are kept, since choosing may need them."""
+
+    def __init__(
+        self, source: LocalSource, location: str, only: str | None, limit_bytes: int | None
+    ) -> None:
+        self._source = source
+        self._location = location
+        self._only = only
+        self._limit_bytes = limit_bytes
+        self._indexes: dict[tuple[str, str, tuple[str, ...]], TensorIndex] = {}
+
+    def run(self, select: str | None) -> Opened:
+        candidates = find_candidates(self._source)
+        if self._only is not None:
+            candidates = [c for c in candidates if self._only in c.files]
+        found = resolve(candidates, location=self._location, select=select, lacks=self._lacks)
+        units, rest = _selected(found, select)
+        indexes = [self._index(unit.candidate) for unit in units]
+        index = _merge(units, indexes)
+        step = step_of(found.folder or str(Path(self._location).absolute()))
+        return Opened(
+            location=self._location,
+            source=self._source,
+            folder=found.folder,
+            units=tuple(units),
+            index=replace(index, run=replace(index.run, step=index.run.step or step)),
+            select=rest,
+            notes=found.notes,
+        )
+
+    def _index(self, candidate: Candidate) -> TensorIndex:
+        key = (candidate.format, candidate.folder, candidate.files)
+        if key not in self._indexes:
+            self._check_memory(candidate)
+            self._indexes[key] = read_index(self._source, candidate)
+        return self._indexes[key]
+
+    def _check_memory(self, candidate: Candidate) -> None:
+        needed = memory_in_use_bytes() + parsing_bytes(self._source, candidate)
+        if self._limit_bytes is not None and needed > self._limit_bytes:
+            raise NoSpaceError(
+                f"parsing the index takes about {needed:,} bytes against {self._limit_bytes:,}",
+                where="--memory-limit",
+                hint=f"allow at least {needed:,} bytes",
+            )
+
+    def _lacks(self, candidate: Candidate) -> str:
+        try:
+            index = self._index(candidate)
+        except CkptkitError as error:
+            return str(error.message)
+        absent = next((file for file in index.files if file.size_bytes < 0), None)
+        if absent is not None:
+            return f"{absent.path!r} is missing"
+        short = _short_file(index)
+        return f"{short.path!r} is cut short" if short is not None else ""
+
+
+def _short_file(index: TensorIndex) -> FileRef | None:
+    sizes = np.array([file.size_bytes for file in index.files], np.int64)
+    over = np.flatnonzero(index.records.stop > sizes[index.records.file])
+    return index.files[int(index.records.file[over[0]])] if len(over) else None
+
+
+def _selected(found: Found, select: str | None) -> tuple[Sequence[Unit], str | None]:
+    """Narrows the units to a selected one; returns what is left to select inside it."""
+    if select is None or select == found.folder:
+        return found.units, None
+    for unit in found.units:
+        if select == unit.label:
+            return [unit], None
+        if select.startswith(f"{unit.label}/"):
+            return [unit], select[len(unit.label) + 1 :]
+    return found.units, select
+
+
+def _merge(units: Sequence[Unit], indexes: Sequence[TensorIndex]) -> TensorIndex:
+    """Joins the indexes of units; trees are named by unit as soon as several hold models."""
+    if len(indexes) == 1:
+        return indexes[0]
+    several = sum(1 for unit in units if not unit.is_optimizer) > 1
+    tensors: dict[Key, TensorEntry] = {}
+    first_record = 0
+    for unit, index in zip(units, indexes, strict=True):
+        trees = {entry.tree for entry in index.of_part("model")}
+        for entry in index.tensors.values():
+            label = entry.tree
+            if several:
+                label = f"{unit.label}/{entry.tree}" if len(trees) > 1 else unit.label
+            key = Key(f"{unit.label}/{entry.key}") if entry.key in tensors else entry.key
+            tensors[key] = replace(
+                entry, key=key, tree=label, chunks=entry.chunks.shifted(first_record)
+            )
+        first_record += len(index.records)
+    values = {path: value for index in indexes for path, value in index.values.items()}
+    problems: tuple[Problem, ...] = sum((index.problems for index in indexes), ())
+    return TensorIndex(
+        format=" + ".join(dict.fromkeys(index.format for index in indexes)),
+        files=tuple(file for index in indexes for file in index.files),
+        records=_merged_records(indexes),
+        tensors=tensors,
+        values=values,
+        aliases=tuple(group for index in indexes for group in index.aliases),
+        run=_merged_run([index.run for index in indexes]),
+        problems=problems,
+    )
+
+
+def _merged_records(indexes: Sequence[TensorIndex]) -> RecordTable:
+    first_file = np.cumsum([0, *(len(index.files) for index in indexes)])
+    tables = [index.records for index in indexes]
+    return RecordTable(
+        np.concatenate([t.file + first for t, first in zip(tables, first_file, strict=False)]),
+        np.concatenate([t.start for t in tables]),
+        np.concatenate([t.stop for t in tables]),
+        np.concatenate([t.container for t in tables]),
+        np.concatenate([t.crc32 for t in tables]),
+    )
+
+
+def _merged_run(runs: Sequence[RunFacts]) -> RunFacts:
+    sizes = [run.world_size for run in runs if run.world_size is not None]
+    return RunFacts(
+        world_size=max(sizes, default=None),
+        step=next((run.step for run in runs if run.step is not None), None),
+        writer=next((run.writer for run in runs if run.writer), ""),
+        notes=tuple(dict.fromkeys(note for run in runs for note in run.notes)),
+    )

@@ -1,0 +1,61 @@
+"""Tied weights: what the configuration declares is believed only when the bytes agree."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ckptkit.core.index import Fqn, Span, TensorEntry
+from ckptkit.execution.tensors import RUN_BYTES, Origin, TensorReader
+from ckptkit.planning.ties import tie_candidates, tie_conflicts, ties_to_drop
+
+
+@dataclass(frozen=True, slots=True)
+class Ties:
+    """Names that are tied, and names that are declared so but are not.
+
+    Attributes:
+        dropped: Targets with the bytes of their source, by target.
+        broken: Targets with other bytes than the source that they are declared tied to.
+    """
+
+    dropped: Mapping[Fqn, Fqn]
+    broken: Mapping[Fqn, Fqn]
+
+
+def find_ties(
+    config: Mapping[str, Any] | None, entries: Sequence[TensorEntry], origin: Origin
+) -> Ties:
+    """Compares the bytes of every pair that the configuration declares tied.
+
+    Returns:
+        The ties that hold, and those that do not.
+
+    Raises:
+        InputError: If the source cannot be read.
+    """
+    by_name = {entry.name: entry for entry in entries}
+    extents = {name: (entry.dtype, entry.shape) for name, entry in by_name.items()}
+    pairs = tie_candidates(config, extents)
+    reader = TensorReader(origin)
+    same: dict[Fqn, Fqn] = {}
+    broken = dict(tie_conflicts(config, extents))
+    for target, source in pairs.items():
+        equal = _same_bytes(reader, by_name[target], by_name[source])
+        (same if equal else broken)[target] = source
+    return Ties(ties_to_drop(config, same, broken), broken)
+
+
+def _same_bytes(reader: TensorReader, first: TensorEntry, second: TensorEntry) -> bool:
+    itemsize = first.dtype.itemsize
+    step = RUN_BYTES // itemsize
+    buffers = [memoryview(bytearray(RUN_BYTES)) for _ in range(2)]
+    for start in range(0, first.elements, step):
+        span = Span(start, min(start + step, first.elements))
+        views = [buffer[: (span.stop - span.start) * itemsize] for buffer in buffers]
+        reader.fill(first.key, span, views[0])
+        reader.fill(second.key, span, views[1])
+        if views[0] != views[1]:
+            return False
+    return True

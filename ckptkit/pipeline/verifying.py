@@ -1,0 +1,234 @@
+"""`ckptkit.verify`: checksums, coverage and completeness, of a source or of our output."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ckptkit.core.errors import (
+    CkptkitError,
+    MissingFileError,
+    NotACheckpointError,
+    TruncatedFileError,
+)
+from ckptkit.core.index import Problem, TensorEntry, TensorIndex
+from ckptkit.core.manifest import LEAF_BYTES, MANIFEST_NAME, Manifest, parse_manifest
+from ckptkit.execution.events import Listener, ignore
+from ckptkit.execution.tensors import Origin
+from ckptkit.formats.registry import read_index, recognise
+from ckptkit.kernels.checksums import leaf_digest, tree_digest
+from ckptkit.pipeline.opening import PathLike, opened
+from ckptkit.pipeline.scanning import scan
+from ckptkit.planning.coverage import find_problems
+from ckptkit.planning.plan import SOURCE
+from ckptkit.storage.local import LocalSource
+from ckptkit.storage.machine import usable_cores
+
+_MISMATCH = "digest-mismatch"
+_FORMATS = {"model": "safetensors", "torch": "torch", "dcp": "dcp"}  # by kind of output
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What `ckptkit verify` found.
+
+    Attributes:
+        path: The directory that was verified.
+        kind: `output` for what ckptkit wrote, else `source`.
+        problems: What is wrong; empty when all is well.
+        tensors: How many tensors were read.
+        size_bytes: How many bytes of them.
+        unverified: Names of tensors for which no checksum was stored.
+    """
+
+    path: str
+    kind: str
+    problems: tuple[Problem, ...]
+    tensors: int
+    size_bytes: int
+    unverified: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing was found wrong."""
+        return not self.problems
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the report as plain values."""
+        return asdict(self) | {"ok": self.ok}
+
+
+def run_verification(
+    path: PathLike, *, select: str | None = None, listener: Listener | None = None
+) -> Verification:
+    """Reads everything at a path and checks it against what was stored for it.
+
+    A directory with our manifest is checked against the manifest's digests, anything else
+    against the checksums of its own format.
+
+    Returns:
+        What was checked, and what is wrong.
+
+    Raises:
+        InputError: If what is there cannot be parsed at all.
+        AmbiguousSourceError: If several checkpoints lie there and none was selected.
+    """
+    listener = listener or ignore
+    folder = Path(path)
+    manifest = _manifest_in(folder)
+    if manifest is not None and manifest.tensors:
+        with LocalSource(folder) as source:
+            return _Output(source, manifest, os.fspath(path)).verify(listener)
+    return _verify_source(path, select, listener)
+
+
+def _manifest_in(folder: Path) -> Manifest | None:
+    file = folder / MANIFEST_NAME
+    if not file.is_file():
+        return None
+    return parse_manifest(file.read_bytes(), where=str(file))
+
+
+def _verify_source(path: PathLike, select: str | None, listener: Listener) -> Verification:
+    with opened(path, select=select) as checkpoint:
+        index = checkpoint.index
+        entries = list(index.tensors.values())
+        if checkpoint.select is not None:
+            entries = [entry for entry in entries if entry.tree == checkpoint.select]
+        problems = dict(_problems_by_key(index, entries))
+        whole = [entry for entry in entries if entry.key not in problems]
+        origin = Origin(SOURCE, checkpoint.source, index)
+        found = scan(origin, whole, lambda *_: None, workers=usable_cores() + 1, listener=listener)
+        failed = [_problem_of(error, key) for key, error in found.failures.items()]
+        return Verification(
+            path=checkpoint.path,
+            kind="source",
+            problems=(*problems.values(), *failed),
+            tensors=len(whole),
+            size_bytes=found.size_bytes,
+            unverified=tuple(e.name for e in whole if e.key in origin.unverified),
+        )
+
+
+def _problems_by_key(
+    index: TensorIndex, entries: list[TensorEntry]
+) -> Iterator[tuple[str, Problem]]:
+    for entry in entries:
+        for problem in find_problems(index, [entry]):
+            yield entry.key, problem
+
+
+def _problem_of(error: CkptkitError, where: str) -> Problem:
+    place = error.where or where
+    return Problem(error.code, place, error.message)
+
+
+class _Output:
+    """Checks one output of ours against its manifest."""
+
+    def __init__(self, source: LocalSource, manifest: Manifest, path: str) -> None:
+        self._source = source
+        self._manifest = manifest
+        self._path = path
+
+    def verify(self, listener: Listener) -> Verification:
+        problems = [*self._file_problems(), *self._stray_files()]
+        read = 0
+        missing = any(problem.code != _MISMATCH for problem in problems)
+        if not missing:
+            found, read = self._tensor_problems(listener)
+            problems += found
+        tensors = self._manifest.tensors
+        return Verification(
+            path=self._path,
+            kind="output",
+            problems=tuple(problems),
+            tensors=0 if missing else len(tensors),
+            size_bytes=read,
+            unverified=tuple(name for name, t in tensors.items() if t.proof == "unverified"),
+        )
+
+    def _file_problems(self) -> Iterator[Problem]:
+        for path, record in self._manifest.files.items():
+            try:
+                size = self._source.stat(path).size_bytes
+            except MissingFileError:
+                yield Problem(MissingFileError.code, path, "is not there")
+                continue
+            if size != record.size_bytes:
+                yield Problem(
+                    TruncatedFileError.code,
+                    path,
+                    f"has {size:,} bytes against {record.size_bytes:,} in the manifest",
+                )
+            elif record.digest and self._digest_of_file(path, size) != record.digest:
+                yield Problem(_MISMATCH, path, "has another digest than the manifest")
+
+    def _digest_of_file(self, path: str, size: int) -> str:
+        leaves = [
+            leaf_digest(memoryview(self._source.read(path, start, min(start + LEAF_BYTES, size))))
+            for start in range(0, size, LEAF_BYTES)
+        ]
+        return tree_digest(leaves)
+
+    def _stray_files(self) -> Iterator[Problem]:
+        for path in self._source.walk(0):
+            if path.endswith(".safetensors") and path not in self._manifest.files:
+                yield Problem("stray-file", path, "is not in the manifest; loaders may read it")
+
+    def _tensor_problems(self, listener: Listener) -> tuple[list[Problem], int]:
+        try:
+            index = self._index()
+        except CkptkitError as error:
+            return [_problem_of(error, "")], 0
+        problems = list(self._differences(index))
+        expected = self._manifest.tensors
+        entries = [entry for entry in index.tensors.values() if entry.name in expected]
+        leaves: dict[str, dict[int, bytes]] = defaultdict(dict)
+
+        def visit(entry: TensorEntry, leaf: int, view: memoryview) -> None:
+            leaves[entry.name][leaf] = leaf_digest(view)
+
+        origin = Origin(SOURCE, self._source, index)
+        found = scan(origin, entries, visit, workers=usable_cores() + 1, listener=listener)
+        problems += [_problem_of(error, key) for key, error in found.failures.items()]
+        problems += [
+            Problem(_MISMATCH, f"tensor {entry.name!r}", "has another digest than the manifest")
+            for entry in entries
+            if entry.key not in found.failures
+            and _digest(leaves.get(entry.name, {})) != expected[entry.name].digest
+        ]
+        return problems, found.size_bytes
+
+    def _index(self) -> TensorIndex:
+        wanted = _FORMATS.get(self._manifest.kind)
+        for candidate in recognise(sorted(self._manifest.files)):
+            if candidate.format == wanted:
+                return read_index(self._source, candidate)
+        raise NotACheckpointError(f"the manifest names no {wanted} file", where=self._path)
+
+    def _differences(self, index: TensorIndex) -> Iterator[Problem]:
+        expected = self._manifest.tensors
+        by_name = {str(entry.name): entry for entry in index.tensors.values()}
+        for name in sorted(expected.keys() | by_name.keys()):
+            where = f"tensor {name!r}"
+            if name not in by_name:
+                yield Problem("missing-tensor", where, "is in the manifest and in no file")
+            elif name not in expected:
+                yield Problem("stray-tensor", where, "is in a file and not in the manifest")
+            else:
+                entry, record = by_name[name], expected[name]
+                found = f"{entry.dtype.name} {list(entry.shape)}"
+                wanted = f"{record.dtype} {list(record.shape)}"
+                if found != wanted:
+                    yield Problem(
+                        "other-tensor", where, f"is {found} against {wanted} in the manifest"
+                    )
+
+
+def _digest(leaves: Mapping[int, bytes]) -> str:
+    return tree_digest([leaves[number] for number in sorted(leaves)])
