@@ -1,0 +1,87 @@
+# Everything a newcomer or a contributor runs. Needs Python 3.11+, pip and make, nothing else:
+# each target builds the virtual environment .venv first, at the versions in constraints.txt.
+
+SHELL := /bin/sh
+.DEFAULT_GOAL := help
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+# On Linux the torch on PyPI brings CUDA along. To have the small CPU build instead:
+#   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make demo
+TORCH := torch==2.13.0
+PYTEST_ARGS ?= -n 2
+
+# The first interpreter that is new enough; `make PYTHON=/path/to/python demo` overrides it.
+PYTHON ?= $(or $(shell for python in python3 python3.13 python3.12 python3.11; do \
+	if $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; \
+	then echo $$python; break; fi; done),$(error Python 3.11 or newer is needed, none was found))
+
+export OMP_NUM_THREADS = 1
+
+.PHONY: help
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+.PHONY: demo
+demo: $(VENV)/.demo ## Train a tiny Llama with FSDP2, consolidate it, load it with Transformers
+	@$(BIN)/python examples/demo/demo.py
+
+.PHONY: test
+test: $(VENV)/.dev ## Run every test (PYTEST_ARGS="-n 2" by default)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+.PHONY: lint
+lint: $(VENV)/.dev ## Check style and formatting
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+.PHONY: types
+types: $(VENV)/.dev ## Check types
+	$(BIN)/mypy
+
+.PHONY: imports
+imports: $(VENV)/.dev ## Check that imports follow the layers
+	$(BIN)/lint-imports
+
+.PHONY: check
+check: lint types imports test ## All of the checks above
+
+.PHONY: coverage
+coverage: $(VENV)/.dev ## Run every test and report branch coverage
+	$(BIN)/python -m pytest $(PYTEST_ARGS) --cov --cov-report=term
+
+.PHONY: bench
+bench: $(VENV)/.dev ## Measure against cp, accelerate and torch
+	$(BIN)/python benchmarks/run.py
+
+.PHONY: clean
+clean: ## Remove the environment, caches and what the demo wrote
+	rm -rf $(VENV) runs/demo runs/demo-model build dist .mypy_cache .pytest_cache .ruff_cache \
+		.hypothesis .import_linter_cache .coverage .coverage.*
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The second form serves systems whose Python comes without ensurepip.
+$(VENV)/.created:
+	@echo "building the virtual environment in $(VENV) (once)"
+	@$(PYTHON) -m venv --clear $(VENV) 2>/dev/null || { \
+		$(PYTHON) -m venv --clear --without-pip $(VENV) && \
+		$(PYTHON) -m pip --python $(BIN)/python install --quiet pip; }
+	@touch $@
+
+# torch goes first and alone, so that what depends on it finds this release and keeps it.
+$(VENV)/.torch: $(VENV)/.created constraints.txt
+	@echo "installing $(TORCH)"
+	@$(PIP) '$(TORCH)'
+	@touch $@
+
+$(VENV)/.demo: $(VENV)/.torch pyproject.toml
+	@echo "installing ckptkit and what the demo needs"
+	@$(PIP) hatchling editables
+	@$(PIP) --no-build-isolation --editable '.[demo]'
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.demo
+	@echo "installing the tools for tests and checks"
+	@$(PIP) --no-build-isolation --editable '.[dev]'
+	@touch $@
