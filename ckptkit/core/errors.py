@@ -22,12 +22,14 @@ class CkptkitError(Exception):
 
     code: ClassVar[str] = "error"
     exit_status: ClassVar[int] = 3
+    usual_hint: ClassVar[str] = ""
+    """What to do next where whoever raises it knows nothing better."""
 
     def __init__(self, message: str, *, where: str = "", hint: str = "") -> None:
         super().__init__(f"{where}: {message}" if where else message)
         self.message = message
         self.where = where
-        self.hint = hint
+        self.hint = hint or self.usual_hint
 
     def located(self, where: str) -> CkptkitError:
         """Returns the same error with `where` put in front of what is known already."""
@@ -58,18 +60,21 @@ class FormatError(InputError, ValueError):
     """Bytes do not follow the format that they claim."""
 
     code = "bad-format"
+    usual_hint = "the file is damaged, or not what its name says; take another copy of it"
 
 
 class TruncatedFileError(FormatError):
     """A file ends before what its header or index promises."""
 
     code = "truncated-file"
+    usual_hint = "the copy was cut short; compare its size with the origin's"
 
 
 class MissingFileError(InputError):
     """A file that the checkpoint names is not there."""
 
     code = "missing-file"
+    usual_hint = "copy the file back, or take an earlier checkpoint"
 
 
 class IncompleteCheckpointError(InputError):
@@ -82,18 +87,21 @@ class ChecksumError(InputError):
     """Bytes do not have the checksum that was stored for them."""
 
     code = "checksum-mismatch"
+    usual_hint = "the file was damaged after it was written; take another copy of it"
 
 
 class UnsafePickleError(InputError):
     """A pickle names something outside the allow-list, or misuses something inside it."""
 
     code = "unsafe-pickle"
+    usual_hint = "ckptkit runs no code from a checkpoint; do not load the file elsewhere either"
 
 
 class UnsafePathError(InputError):
     """A file name inside a checkpoint leads out of it."""
 
     code = "unsafe-path"
+    usual_hint = "the checkpoint is damaged, or was tampered with; take another copy of it"
 
 
 class SourceChangedError(InputError):
@@ -106,12 +114,14 @@ class LimitError(InputError):
     """The input asks for more than any real checkpoint of its size would."""
 
     code = "too-large"
+    usual_hint = "the file is damaged, or made to exhaust memory; take another copy of it"
 
 
 class UnsupportedError(InputError):
     """The input is understood but not modelled, so it is refused by name."""
 
     code = "unsupported"
+    usual_hint = "save it again in a form that is modelled, or leave the tensor out with --exclude"
 
 
 class RefusedError(CkptkitError):

@@ -163,10 +163,9 @@ class _Assembly:
 
     def _run(self) -> RunFacts:
         ranks = self.ranks[self.ranks >= 0]
-        version = self.metadata.version
         return RunFacts(
             world_size=int(ranks.max()) + 1 if len(ranks) else None,
-            writer="torch.distributed.checkpoint" + (f", format {version}" if version else ""),
+            writer=f"torch.distributed.checkpoint of {self.metadata.writer}",
         )
 
 

@@ -128,6 +128,7 @@ class Join:
         shapes = np.array([self.shapes[tensor] for tensor in block], np.int64)[owner]
         bad = (offsets < 0) | (sizes < 0) | (offsets > shapes) | (sizes > shapes - offsets)
         self._refuse(_rows(np.any, bad), number, "a chunk lies partly outside of its tensor")
+        self._check_empty(block, owner, offsets + sizes)
         full = _rows(np.all, sizes > 0)
         entry = self._match(number, offsets, full, self._stored(block))
         offsets, sizes, number, owner = offsets[full], sizes[full], number[full], owner[full]
@@ -140,6 +141,16 @@ class Join:
             self.keys[self.numbers[tensor]]: _slice(columns, start, stop)
             for tensor, start, stop in zip(block, [0, *stops], stops, strict=False)
         }, entry
+
+    def _check_empty(self, block: list[int], owner: Ints, stops: Ints) -> None:
+        """Compares shapes without elements with their chunks; no stored bytes vouch for them."""
+        for at, tensor in enumerate(block):
+            if 0 in self.shapes[tensor] and self.counts[tensor]:
+                reach = tuple(stops[owner == at].max(axis=0).tolist())
+                if reach != self.shapes[tensor]:
+                    shape = list(self.shapes[tensor])
+                    message = f"its chunks reach to {list(reach)}, its shape is {shape}"
+                    raise self._fail(self.numbers[tensor], message)
 
     def _boxes(self, positions: NDArray[np.int32], number: Ints, rank: int) -> Ints:
         """Looks up tuples by position, as rows of a matrix."""

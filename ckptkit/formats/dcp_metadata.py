@@ -33,6 +33,7 @@ _CHECKPOINT = "torch.distributed.checkpoint.metadata"
 _SHARDED = "torch.distributed._shard.sharded_tensor.metadata"
 _STRIDED = Global("torch", "strided")
 _MAX_BYTES = 2**63 - 1
+_FIELDS = {"state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"}
 # dtype, layout, requires_grad, memory_format, pin_memory; since torch 2.15 also stride. The
 # stride is that of the tensor in memory; how a chunk is stored is said where it is stored.
 _PROPERTIES = range(5, 7)
@@ -221,10 +222,9 @@ class _Reader:
         return dtype
 
     def _planner_data(self) -> Mapping[str, tuple[str | int, ...]] | None:
-        if "planner_data" not in self.fields:  # names would silently keep their containers
-            raise self.where.error("metadata has no table 'planner_data'")
-        table = self.fields["planner_data"]
+        table = self.fields.get("planner_data")
         if not table:
+            self._refuse_misspelling()
             return None
         if not isinstance(table, dict):
             raise self.where.error("'planner_data' is not a dictionary")
@@ -239,6 +239,14 @@ class _Reader:
             if key not in table:
                 raise self.where.tensor(key).error("it is missing from 'planner_data'")
         return table
+
+    def _refuse_misspelling(self) -> None:
+        """Without 'planner_data' names keep their containers, so a damaged one must be seen."""
+        unknown = self.fields.keys() - _FIELDS
+        if unknown and "planner_data" not in self.fields:
+            raise self.where.error(
+                f"metadata has no 'planner_data' but a field {_named(min(unknown, key=str))}"
+            )
 
     def _version(self) -> str | None:
         version = self.fields.get("version")

@@ -258,9 +258,8 @@ class FastMachine(Machine):
         return pattern
 
     def _fits(self, container: type) -> bool:
-        """Says whether only values for a container are above the last mark."""
-        even = container is list or (len(self.stack) - self.fence) % 2 == 0
-        return even and self.fence > 0 and type(self.stack[self.fence - 1]) is container
+        """Says whether the values above the last mark are for a container."""
+        return self.fence > 0 and type(self.stack[self.fence - 1]) is container
 
     def _advance(self, widths: Ints) -> Ints:
         """Reserves memo slots for a run, and returns the first one of each row."""

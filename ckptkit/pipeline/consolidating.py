@@ -58,14 +58,15 @@ def run_consolidation(  # noqa: PLR0913  what the command takes, sorted by stage
 
 def _refuse_nesting(src: PathLike, out: PathLike, *, overwrite: bool) -> None:
     source, target = Path(src).resolve(), Path(out).resolve()
+    # A file may well be converted into a folder beside it.
     folder = source if source.is_dir() else source.parent
-    if target == folder or folder in target.parents:
+    if source.is_dir() and (target == folder or folder in target.parents):
         raise RefusedError(
             "the output would lie inside the source",
             where=os.fspath(out),
             hint="choose a directory beside the checkpoint",
         )
-    if overwrite and target in folder.parents:
+    if overwrite and (target == folder or target in folder.parents):
         raise RefusedError(
             "the source lies inside the output, which is to be replaced",
             where=os.fspath(out),

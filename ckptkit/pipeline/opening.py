@@ -33,6 +33,8 @@ from ckptkit.storage.local import LocalSource
 from ckptkit.storage.machine import memory_in_use_bytes
 
 PathLike = str | os.PathLike[str]
+_MARKS = {"trainer_state.json": "the Transformers Trainer", "meta.pt": "Lightning"}
+_ACCELERATE = "pytorch_model_fsdp_"
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,15 +126,35 @@ class _Search:
         indexes = [self._index(unit.candidate) for unit in units]
         index = _merge(units, indexes)
         step = step_of(found.folder or str(Path(self._location).absolute()))
+        writer = " through ".join(filter(None, [*self._frameworks(found), index.run.writer]))
+        run = replace(index.run, step=index.run.step or step, writer=writer)
         return Opened(
             location=self._location,
             source=self._source,
             folder=found.folder,
             units=tuple(units),
-            index=replace(index, run=replace(index.run, step=index.run.step or step)),
+            index=replace(index, run=run),
             select=rest,
             notes=found.notes,
         )
+
+    def _frameworks(self, found: Found) -> Iterator[str]:
+        """Yields the frameworks whose marks lie beside the weights, outermost first."""
+        folders = {found.folder, *(unit.candidate.folder for unit in found.units)}
+        folders |= {posixpath.dirname(folder) for folder in folders}
+        for file, framework in _MARKS.items():
+            if any(self._has(posixpath.join(folder, file)) for folder in folders):
+                yield framework
+        names = [unit.candidate.folder or self._location for unit in found.units]
+        if any(_ACCELERATE in name for name in names):
+            yield "accelerate"
+
+    def _has(self, path: str) -> bool:
+        try:
+            self._source.stat(path)
+        except CkptkitError:
+            return False
+        return True
 
     def _index(self, candidate: Candidate) -> TensorIndex:
         key = (candidate.format, candidate.folder, candidate.files)
@@ -153,7 +175,7 @@ class _Search:
     def _lacks(self, candidate: Candidate) -> str:
         try:
             index = self._index(candidate)
-        except CkptkitError as error:
+        except InputError as error:
             return str(error.message)
         absent = next((file for file in index.files if file.size_bytes < 0), None)
         if absent is not None:

@@ -170,12 +170,14 @@ class _Preparation:
     def _untied(self, config: dict[str, Any], ties: Ties) -> dict[str, Any]:
         if not ties.broken:
             return config
+        untied = dict(untied_config(config))
+        consequence = ", and tie_word_embeddings is set to false" if untied != config else ""
         for target, source in ties.broken.items():
             self._notes.append(
-                f"the configuration ties {target!r} to {source!r}, but their bytes differ: both"
-                " are written, and tie_word_embeddings is set to false"
+                f"the configuration ties {target!r} to {source!r}, but they differ: both are"
+                f" written{consequence}"
             )
-        return dict(untied_config(config))
+        return untied
 
     def _side_file(self, file: SideFile, config: Mapping[str, Any] | None) -> OutputFile:
         body: Body = RawCopy(file.origin, file.path)
