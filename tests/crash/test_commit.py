@@ -120,8 +120,8 @@ def prepare(scene: str, out: Path) -> None:
     shutil.rmtree(out.parent, ignore_errors=True)
     if scene == "overwrite":
         out.mkdir(parents=True)
-        for path, data in OLD.items():
-            (out / path).write_bytes(data)
+        for name, data in OLD.items():
+            (out / name).write_bytes(data)
 
 
 def judge(found: dict[str, bytes]) -> str:

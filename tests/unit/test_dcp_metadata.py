@@ -7,10 +7,6 @@ import dataclasses
 import os
 import pathlib
 import pickle
-import random
-import struct
-import time
-import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
@@ -31,17 +27,15 @@ from torch.distributed.checkpoint.metadata import (
 
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import (
-    CkptkitError,
     FormatError,
     UnsafePathError,
     UnsafePickleError,
     UnsupportedError,
 )
-from ckptkit.formats import dcp_metadata
 from ckptkit.formats.dcp_metadata import DcpBlob, DcpMetadata, parse_metadata
-from ckptkit.formats.dcp_shortcuts import FastMachine, ShortcutError
 
 Edit = Callable[[Metadata], None]
+FIRST = "model.layers.0.weight"
 
 
 def parse(value: Metadata | bytes, protocol: int = 4, *, shortcuts: bool = True) -> DcpMetadata:
@@ -74,8 +68,8 @@ def sample(ranks: int = 4, tensors: int = 6) -> Metadata:
     ends: dict[str, int] = {}
     for rank in range(ranks):
         path = f"__{rank}_0.distcp"
-        for key, entry in index.items():
-            chunks = getattr(entry, "chunks", [None])
+        for key, described in index.items():
+            chunks = getattr(described, "chunks", [None])
             if rank < len(chunks):
                 offsets = chunks[rank] and chunks[rank].offsets
                 # As after the gather, names are equal strings and not the same one.
@@ -88,9 +82,13 @@ def sample(ranks: int = 4, tensors: int = 6) -> Metadata:
     return Metadata(index, planner, stored, meta, "1.0.0")
 
 
+def entry(metadata: Metadata, key: str) -> Any:
+    return metadata.state_dict_metadata[key]
+
+
 def expected_rows(metadata: Metadata, key: str) -> list[tuple[Any, ...]]:
     rows = []
-    for chunk in metadata.state_dict_metadata[key].chunks:
+    for chunk in entry(metadata, key).chunks:
         info = metadata.storage_data[MetadataIndex(key, chunk.offsets)]
         place = (info.relative_path, info.offset, info.length)
         rows.append((tuple(chunk.offsets), tuple(chunk.sizes), *place))
@@ -119,7 +117,7 @@ def test_every_chunk_is_found_where_it_is_stored(
     tensors = [key for key in metadata.state_dict_metadata if key != "step"]
     assert list(parsed.tensors) == tensors
     for key in tensors:
-        source = metadata.state_dict_metadata[key]
+        source = entry(metadata, key)
         assert parsed.tensors[key].shape == tuple(source.size)
         assert parsed.tensors[key].dtype == BY_NAME[str(source.properties.dtype)[6:]]
         assert found_rows(parsed, key) == expected_rows(metadata, key)
@@ -129,45 +127,6 @@ def test_every_chunk_is_found_where_it_is_stored(
     assert parsed.blobs == {"step": DcpBlob("step", 0, step.offset, step.length)}
     assert parsed.planner_data == metadata.planner_data
     assert parsed.version == "1.0.0"
-
-
-def machine_for(data: bytes) -> FastMachine:
-    return FastMachine(data, dcp_metadata.ALLOWED, where="")
-
-
-def test_shortcuts_take_nearly_everything() -> None:
-    data = pickle.dumps(sample(700), 4)
-    machine = machine_for(data)
-    machine.run()
-    assert sum(machine.run_stops) - sum(machine.run_starts) > 0.9 * machine.next_slot()
-
-
-def test_objects_shared_between_the_tables_are_resolved() -> None:
-    metadata = sample(300)
-    for index in metadata.storage_data:
-        entry = metadata.state_dict_metadata[index.fqn]
-        if index.offset is not None:
-            chunk = next(c for c in entry.chunks if c.offsets == index.offset)
-            object.__setattr__(index, "offset", chunk.offsets)
-            chunk.sizes = entry.chunks[0].sizes if chunk is not entry.chunks[-1] else chunk.sizes
-    parsed = parse(metadata)
-    for key in parsed.tensors:
-        assert found_rows(parsed, key) == expected_rows(metadata, key)
-
-
-def test_a_reference_to_an_object_inside_a_run_is_left_to_the_ordinary_machine() -> None:
-    metadata = sample(50)
-    # A chunk object listed twice is referred to by its slot in the memo.
-    chunks = metadata.state_dict_metadata["model.layers.0.weight"].chunks
-    metadata.state_dict_metadata["model.layers.1.weight"].chunks[7] = chunks[7]
-    data = pickle.dumps(metadata, 4)
-    with pytest.raises(ShortcutError):
-        machine_for(data).run()
-    with pytest.raises(FormatError) as fast:
-        parse(data)
-    with pytest.raises(FormatError) as slow:
-        parse(data, shortcuts=False)
-    assert str(fast.value) == str(slow.value)
 
 
 def test_names_that_are_not_ascii_are_read() -> None:
@@ -186,16 +145,14 @@ def test_names_that_are_not_ascii_are_read() -> None:
 
 def test_files_by_older_versions_of_torch_are_told_apart() -> None:
     metadata = sample()
-    for entry in metadata.state_dict_metadata.values():
-        entry.__dict__.pop("stride", None)
     assert parse(metadata).writer == "torch 2.9 or later"
     metadata.version = None
     assert parse(metadata).writer == "torch 2.4 to 2.8"
     metadata.storage_meta = None
     assert parse(metadata).writer == "torch 2.3"
-    for entry in metadata.state_dict_metadata.values():
-        if isinstance(entry, TensorStorageMetadata):
-            entry.properties = sharded.TensorProperties(dtype=entry.properties.dtype)
+    for key in parse(metadata).tensors:
+        dtype = entry(metadata, key).properties.dtype
+        entry(metadata, key).properties = sharded.TensorProperties(dtype=dtype)
     assert parse(metadata).writer == "torch 2.1 or 2.2"
 
 
@@ -222,21 +179,20 @@ def test_an_empty_checkpoint_has_nothing() -> None:
 
 
 def empty_chunk(metadata: Metadata) -> ChunkStorageMetadata:
-    entry = metadata.state_dict_metadata["model.layers.0.weight"]
     chunk = ChunkStorageMetadata(torch.Size((4, 0)), torch.Size((0, 3)))
-    entry.chunks += [chunk, copy.deepcopy(chunk)]
+    entry(metadata, FIRST).chunks += [chunk, copy.deepcopy(chunk)]
     return chunk
 
 
 @pytest.mark.parametrize("stored", [True, False])
 def test_chunks_without_elements_may_share_a_place_or_have_none(*, stored: bool) -> None:
     metadata = sample()
-    plain = found_rows(parse(metadata), "model.layers.0.weight")
+    plain = found_rows(parse(metadata), FIRST)
     chunk = empty_chunk(metadata)
     if stored:
-        index = MetadataIndex("model.layers.0.weight", chunk.offsets, 4)
+        index = MetadataIndex(FIRST, chunk.offsets, 4)
         metadata.storage_data[index] = _StorageInfo("__1_0.distcp", 10**9, 1500)
-    assert found_rows(parse(metadata), "model.layers.0.weight") == plain
+    assert found_rows(parse(metadata), FIRST) == plain
 
 
 def test_transforms_are_listed() -> None:
@@ -247,10 +203,7 @@ def test_transforms_are_listed() -> None:
             info.length = 3
     found = parse(metadata).tensors
     assert found["model.layers.1.weight"].transforms == (("ZStandard",),)
-    assert found["model.layers.0.weight"].transforms == ()
-
-
-FIRST = "model.layers.0.weight"
+    assert found[FIRST].transforms == ()
 
 
 def entry_of(metadata: Metadata, rank: int = 0) -> Any:
@@ -258,11 +211,11 @@ def entry_of(metadata: Metadata, rank: int = 0) -> Any:
 
 
 def in_index(name: str, value: Any) -> Edit:
-    return lambda metadata: setattr(metadata.state_dict_metadata[FIRST], name, value)
+    return lambda metadata: setattr(entry(metadata, FIRST), name, value)
 
 
 def in_chunk(name: str, value: Any) -> Edit:
-    return lambda m: setattr(m.state_dict_metadata[FIRST].chunks[1], name, value)
+    return lambda m: setattr(entry(m, FIRST).chunks[1], name, value)
 
 
 def in_entry(name: str, value: Any) -> Edit:
@@ -271,15 +224,15 @@ def in_entry(name: str, value: Any) -> Edit:
 
 def in_properties(**changes: Any) -> Edit:
     def edit(metadata: Metadata) -> None:
-        entry = metadata.state_dict_metadata[FIRST]
-        entry.properties = dataclasses.replace(entry.properties, **changes)
+        found = entry(metadata, FIRST)
+        found.properties = dataclasses.replace(found.properties, **changes)
 
     return edit
 
 
-def stored_twice(metadata: Metadata) -> None:
-    entry = metadata.state_dict_metadata[FIRST]
-    entry.chunks.append(copy.deepcopy(entry.chunks[0]))
+def chunk_listed_twice(metadata: Metadata) -> None:
+    chunks = entry(metadata, FIRST).chunks
+    chunks.append(copy.deepcopy(chunks[0]))
 
 
 @pytest.mark.parametrize(
@@ -289,7 +242,7 @@ def stored_twice(metadata: Metadata) -> None:
             lambda m: m.storage_data.pop(MetadataIndex(FIRST, (1, 0))),
             r"stored nowhere, at \[1, 0\]",
         ),
-        (lambda m: m.state_dict_metadata[FIRST].chunks.pop(1), "none of its chunks"),
+        (lambda m: entry(m, FIRST).chunks.pop(1), "none of its chunks"),
         (lambda m: m.state_dict_metadata.pop(FIRST), "it is stored, but the index does not"),
         (lambda m: m.state_dict_metadata.pop("step"), "it is stored, but the index does not"),
         (lambda m: m.storage_data.pop(MetadataIndex("step")), "stored 0 times, not once"),
@@ -297,7 +250,7 @@ def stored_twice(metadata: Metadata) -> None:
         (lambda m: m.planner_data.update(other=("other",)), "'planner_data' names 'other'"),
         (lambda m: m.planner_data.update({FIRST: ("model", "layers")}), "does not spell"),
         (lambda m: m.planner_data.update({FIRST: ("m" * 10**6,) * 10**6}), "does not spell"),
-        (stored_twice, r"two chunks begin at the same element, at \[0, 0\]"),
+        (chunk_listed_twice, r"two chunks begin at the same element, at \[0, 0\]"),
         (in_chunk("offsets", torch.Size((2, 0))), "two chunks begin at the same element"),
         (in_chunk("offsets", torch.Size((1,))), "does not have the 2 dimensions"),
         (in_chunk("sizes", torch.Size((1, 3, 1))), "does not have the 2 dimensions"),
@@ -345,10 +298,18 @@ def test_tables_that_contradict_each_other_are_refused(
         assert caught.value.hint
 
 
+def test_a_chunk_that_is_stored_twice_is_refused() -> None:
+    metadata = sample()
+    metadata.storage_data[MetadataIndex(FIRST, (9, 9))] = _StorageInfo("x", 0, 9)
+    data = pickle.dumps(metadata, 4).replace(b"K\x09K\x09\x86", b"K\x00K\x00\x86")
+    for shortcuts in (True, False):
+        with pytest.raises(FormatError, match=r"one chunk is stored twice, at \[0, 0\]"):
+            parse(data, shortcuts=shortcuts)
+
+
 def test_a_chunk_list_shared_by_two_tensors_is_refused() -> None:
     metadata = sample()
-    first = metadata.state_dict_metadata[FIRST]
-    metadata.state_dict_metadata["model.layers.1.weight"].chunks = first.chunks
+    entry(metadata, "model.layers.1.weight").chunks = entry(metadata, FIRST).chunks
     with pytest.raises(FormatError, match="not a list of its own"):
         parse(metadata)
 
@@ -391,8 +352,8 @@ class _Runs:
     ("function", "args", "name"),
     [
         (os.system, ("true",), "system'"),
-        (eval, ("1",), "builtins.eval'"),
-        (torch.load, ("x",), "load'"),
+        (eval, ("1",), "builtins.eval'"),  # noqa: S307
+        (torch.load, ("x",), "load'"),  # noqa: TID251
         (torch.Size, ([1],), "torch.Size is not made from a tuple"),
         (pathlib.PurePosixPath, ("a", "b"), None),
         (ChunkStorageMetadata, ((0,), (1,)), "is made from 2 arguments"),
@@ -406,53 +367,3 @@ def test_hostile_calls_are_refused(function: Any, args: Any, name: str | None) -
         return
     with pytest.raises(UnsafePickleError, match=name):
         parse(metadata)
-
-
-def test_metadata_cut_anywhere_is_refused() -> None:
-    data = pickle.dumps(sample(2, tensors=1), 4)
-    for length in range(len(data)):
-        with pytest.raises(CkptkitError):
-            parse(data[:length])
-
-
-def rows_of_all(parsed: DcpMetadata) -> dict[str, Any]:
-    return {
-        key: (found.dtype, found.shape, found_rows(parsed, key))
-        for key, found in parsed.tensors.items()
-    }
-
-
-@pytest.mark.parametrize("ranks", [2, 40])
-def test_flipped_bits_give_one_of_our_errors_or_the_same_from_both_paths(ranks: int) -> None:
-    data = bytearray(pickle.dumps(sample(ranks, tensors=2), 4))
-    chosen = random.Random(0)
-    for _ in range(1000):
-        bit = chosen.randrange(8 * len(data))
-        data[bit // 8] ^= 1 << bit % 8
-        outcomes = []
-        for shortcuts in (True, False):
-            try:
-                parsed = parse(bytes(data), shortcuts=shortcuts)
-                outcomes.append((rows_of_all(parsed), parsed.blobs, parsed.planner_data))
-            except CkptkitError:
-                outcomes.append(None)  # type: ignore[arg-type]
-        assert outcomes[0] == outcomes[1]
-        data[bit // 8] ^= 1 << bit % 8
-
-
-def test_a_hostile_template_takes_bounded_time_and_memory() -> None:
-    data = pickle.dumps(sample(600, tensors=1), 4)
-    chunk = data.index(b"ChunkStorageMetadata")
-    start = data.index(b")\x81\x94}\x94(", data.index(b"ub", chunk))
-    opening = data[start - 2 : start + 7]
-    hostile = data[: start - 2] + opening * 30_000
-    forged = data[: start - 2] + (opening + b"\x8c\x20" + b" " * 200) * 3000
-    for bytes_ in (hostile, forged, hostile + struct.pack("<Q", 0)):
-        tracemalloc.start()
-        began = time.perf_counter()
-        with pytest.raises(CkptkitError):
-            parse(bytes_)
-        peak = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
-        assert peak < 100 * len(bytes_) + 2_000_000
-        assert time.perf_counter() - began < 20

@@ -1,0 +1,115 @@
+"""Ten thousand single flipped bits: each is refused, or changes nothing in the output."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import safetensors.numpy
+
+from ckptkit.core.errors import CkptkitError
+from ckptkit.execution.budget import ExecutionSettings
+from ckptkit.execution.events import ignore
+from ckptkit.execution.executor import Executor, Inputs
+from ckptkit.execution.tensors import Origin
+from ckptkit.formats.registry import find_candidates, read_index
+from ckptkit.kernels.cast_kernel import CastKernel
+from ckptkit.layouts.hf_weights import layout_hf_weights
+from ckptkit.planning.coverage import error_of, find_problems
+from ckptkit.planning.plan import SOURCE, Plan
+from ckptkit.planning.requests import ConsolidateRequest
+from ckptkit.planning.selection import make_products, select_model
+from ckptkit.storage.memory import MemorySource, MemoryTarget
+
+FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
+WEIGHTS = "model.safetensors"
+SLOWEST_SECONDS = 20  # one takes milliseconds; the rest is for busy machines
+# Of each checkpoint, how many flips anywhere in it, and how many in its `.metadata` alone.
+CASES = {
+    "fsdp2_hsdp": (2_000, 2_000),  # 4 ranks, 2 replicas; 0-d, int64 and bool buffers
+    "dcp_dtypes_and_layouts": (1_000, 1_000),  # every dtype, strided and empty tensors
+    "dtensor_column_split": (1_000, 1_000),  # 4 ranks, columns and blocks
+    "fsdp1_full_shard_flat": (1_000, 1_000),
+}
+Files = Mapping[str, bytes]
+
+
+def files_of(name: str) -> dict[str, bytes]:
+    folder = FIXTURES / name / "checkpoint"
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def consolidated(files: Files) -> bytes:
+    """Runs the stages of `ckptkit.consolidate` in memory: header and bytes of all tensors."""
+    source, request = MemorySource(files), ConsolidateRequest()
+    (candidate,) = find_candidates(source)
+    index = read_index(source, candidate)
+    entries = select_model(index, request, location=source.location)
+    for problem in find_problems(index, entries):
+        raise error_of(problem, source.location)
+    products = make_products(entries, request, {}, CastKernel)
+    plan = Plan(tuple(layout_hf_weights(products, request.max_file_bytes)), {})
+    inputs = Inputs({SOURCE: Origin(SOURCE, source, index)}, {})
+    target = MemoryTarget()
+    Executor(plan, inputs, target, ExecutionSettings(workers=1), ignore).run()
+    target.commit(WEIGHTS)
+    return target.files[WEIGHTS]
+
+
+def flipped(files: Files, name: str, bit: int) -> dict[str, bytes]:
+    data = bytearray(files[name])
+    data[bit // 8] ^= 1 << bit % 8
+    return {**files, name: bytes(data)}
+
+
+def outcome(files: Files, truth: bytes) -> str:
+    started = time.monotonic()
+    try:
+        found = "equal" if consolidated(files) == truth else "DIFFERENT"
+    except CkptkitError as error:
+        found = error.code
+    took = time.monotonic() - started
+    return found if took < SLOWEST_SECONDS else f"SLOW: {took:.0f} seconds"
+
+
+def bits_of(files: Files, name: str) -> list[tuple[str, int]]:
+    return [(name, bit) for bit in range(8 * len(files[name]))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["anywhere", "metadata"])
+@pytest.mark.parametrize("case", CASES)
+def test_a_flipped_bit_is_refused_or_changes_nothing(case: str, part: str) -> None:
+    files = files_of(case)
+    truth = consolidated(files)
+    names = sorted(files) if part == "anywhere" else [".metadata"]
+    count = CASES[case][part == "metadata"]
+    everywhere = [spot for name in names for spot in bits_of(files, name)]
+    outcomes: Counter[str] = Counter()
+    wrong = []
+    for name, bit in random.Random(f"{case} {part}").sample(everywhere, count):  # noqa: S311
+        found = outcome(flipped(files, name, bit), truth)
+        outcomes[found] += 1
+        if found[0].isupper():
+            wrong.append(f"{name}, byte {bit // 8}, bit {bit % 8}: {found}")
+    assert not wrong, wrong
+    assert outcomes["equal"] < count
+    assert len(outcomes) > 4  # flips reached different checks
+
+
+def test_ten_thousand_flips_are_tried() -> None:
+    assert sum(anywhere + metadata for anywhere, metadata in CASES.values()) == 10_000
+
+
+def test_every_bit_of_a_row_of_weights_is_under_its_checksum() -> None:
+    files = files_of("fsdp2_hsdp")
+    truth = consolidated(files)
+    row = safetensors.numpy.load(truth)["up.weight"][0].tobytes()
+    (name,) = (name for name, data in files.items() if row in data)
+    first = 8 * files[name].index(row)
+    for bit in range(first, first + 8 * len(row), 3):
+        assert outcome(flipped(files, name, bit), truth) == "checksum-mismatch"
