@@ -6,7 +6,7 @@ SHELL := /bin/sh
 
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq --constraint constraints.txt
 # On Linux the torch on PyPI brings CUDA along. To have the small CPU build instead:
 #   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make demo
 TORCH := torch==2.13.0
@@ -71,7 +71,7 @@ $(VENV)/.created:
 
 # torch goes first and alone, so that what depends on it finds this release and keeps it.
 $(VENV)/.torch: $(VENV)/.created constraints.txt
-	@echo "installing $(TORCH)"
+	@echo "installing $(TORCH) (the first time this takes a while)"
 	@$(PIP) '$(TORCH)'
 	@touch $@
 

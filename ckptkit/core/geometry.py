@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 from ckptkit.core.errors import LimitError
 from ckptkit.core.index import Box, ChunkTable, Ints, Shape, Span
 
+Integer = TypeVar("Integer", bound=np.integer[Any])
 _GRID_DIMENSIONS = 4
 _GRID_CELLS = 1 << 22  # beyond this a coverage grid is swept slab by slab instead
 _SWEEP_STEPS = 1 << 22  # no real split of a tensor is as irregular as this
@@ -91,6 +93,14 @@ def intersect(first: Box, second: Box) -> Box | None:
     return Box(tuple(offsets), tuple(sizes))
 
 
+def distinct(values: NDArray[Integer]) -> NDArray[Integer]:
+    """Returns the different values, sorted; `np.unique` would import masked arrays for that."""
+    ordered = np.sort(values)
+    new = np.ones(len(ordered), bool)
+    new[1:] = ordered[1:] != ordered[:-1]
+    return ordered[new]
+
+
 def flat_offset(offsets: Shape, strides: Shape) -> int:
     """Returns the position of an element, given its coordinates and the strides."""
     return sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
@@ -137,8 +147,10 @@ def without_replicas(table: ChunkTable) -> ChunkTable:
     rows = np.flatnonzero(table.elements() > 0)
     if len(rows) > 1:
         places = np.hstack([table.offsets[rows], table.sizes[rows]])
-        _, first = np.unique(places, axis=0, return_index=True)
-        rows = rows[np.sort(first)]
+        order = np.lexsort(places.T[::-1]) if places.shape[1] else np.zeros(len(rows), np.intp)
+        new = np.ones(len(rows), bool)
+        new[1:] = np.any(places[order[1:]] != places[order[:-1]], axis=1)
+        rows = rows[np.sort(order[new])]
     return table if len(rows) == len(table) else table.take(rows)
 
 
@@ -199,7 +211,7 @@ def _defect_in_boxes(table: ChunkTable, shape: Shape) -> Defect | None:
     ]
     lower, upper = table.offsets[:, split], (table.offsets + table.sizes)[:, split]
     edges = [
-        np.unique(np.concatenate([lower[:, i], upper[:, i], [0, shape[axis]]]))
+        distinct(np.concatenate([lower[:, i], upper[:, i], [0, shape[axis]]]))
         for i, axis in enumerate(split)
     ]
     cells = math.prod(len(edge) - 1 for edge in edges)
@@ -252,7 +264,7 @@ class _Sweep:
         edges = self.edges[axis]
         if axis == self.lower.shape[1] - 1:
             return self._find_in_line(low, high, int(edges[-1]))
-        local = np.unique(np.concatenate([low, high, edges[:1], edges[-1:]]))
+        local = distinct(np.concatenate([low, high, edges[:1], edges[-1:]]))
         for start, stop in itertools.pairwise(local.tolist()):
             self._count(len(rows))
             inside = rows[(low <= start) & (high >= stop)]

@@ -25,6 +25,7 @@ class _Crew(Generic[Item]):
         self._items, self._work = items, work
         self._stop = threading.Event()
         self._lock = threading.Lock()
+        self._ended = threading.Semaphore(0)
         self._errors: list[BaseException] = []
         self._threads = [
             threading.Thread(target=self._run_one, name=f"ckptkit-{i}", daemon=True)
@@ -32,15 +33,20 @@ class _Crew(Generic[Item]):
         ]
 
     def run(self) -> None:
-        for thread in self._threads:
-            thread.start()
+        running = 0
         try:
             for thread in self._threads:
-                thread.join()
-        finally:  # also when a signal ends the wait
+                thread.start()
+                running += 1
+            while running:
+                self._ended.acquire()
+                running -= 1
+        finally:
+            # A signal may have ended the wait. Joining is no way to wait on: an interrupted
+            # join takes a running thread for a finished one.
             self._stop.set()
-            for thread in self._threads:
-                thread.join()
+            for _ in range(running):
+                self._ended.acquire()
         if self._errors:
             raise self._errors[0]
 
@@ -50,6 +56,8 @@ class _Crew(Generic[Item]):
         except BaseException as error:  # noqa: BLE001  handed on to the caller's thread
             self._errors.append(error)
             self._stop.set()
+        finally:
+            self._ended.release()
 
     def _shared(self) -> Iterator[Item]:
         while not self._stop.is_set():

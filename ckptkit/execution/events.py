@@ -7,6 +7,13 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
+class Planned:
+    """The plan stands; `notes` are what the user should know before it runs."""
+
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Started:
     """Work begins on that many output bytes."""
 
@@ -27,7 +34,7 @@ class Committed:
     path: str
 
 
-Event = Started | BytesWritten | Committed
+Event = Planned | Started | BytesWritten | Committed
 Listener = Callable[[Event], None]
 
 

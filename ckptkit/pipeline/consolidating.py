@@ -8,10 +8,11 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from ckptkit.core.errors import NoSpaceError, RefusedError, SourceChangedError
+from ckptkit.core.errors import NoSpaceError, SourceChangedError
 from ckptkit.core.manifest import MANIFEST_NAME, FileRecord, Manifest, TensorRecord
-from ckptkit.execution.events import Committed, Listener, ignore
+from ckptkit.execution.events import Committed, Listener, Planned, ignore
 from ckptkit.execution.executor import Digests, Executor
+from ckptkit.pipeline.destination import check_destination
 from ckptkit.pipeline.opening import PathLike
 from ckptkit.pipeline.planning import Prepared, prepared
 from ckptkit.planning.plan import SOURCE, Compute, Copy, Segment
@@ -43,10 +44,11 @@ def run_consolidation(  # noqa: PLR0913  what the command takes, sorted by stage
         OutputExistsError: If `out` is there and not empty, and `overwrite` is false.
     """
     listener = listener or ignore
-    _refuse_nesting(src, out, overwrite=overwrite)
+    check_destination(src, out, overwrite=overwrite)
     target = LocalTarget(Path(out), overwrite=overwrite)
     try:
         with prepared(src, out, request, base=base, resources=resources or Resources()) as plan:
+            listener(Planned(plan.plan.notes))
             _refuse_full_disk(plan, target, out)
             manifest = _execute(plan, request, target, listener)
             _commit(manifest, target)
@@ -54,24 +56,6 @@ def run_consolidation(  # noqa: PLR0913  what the command takes, sorted by stage
         target.abandon()
     listener(Committed(os.fspath(out)))
     return manifest
-
-
-def _refuse_nesting(src: PathLike, out: PathLike, *, overwrite: bool) -> None:
-    source, target = Path(src).resolve(), Path(out).resolve()
-    # A file may well be converted into a folder beside it.
-    folder = source if source.is_dir() else source.parent
-    if source.is_dir() and (target == folder or folder in target.parents):
-        raise RefusedError(
-            "the output would lie inside the source",
-            where=os.fspath(out),
-            hint="choose a directory beside the checkpoint",
-        )
-    if overwrite and (target == folder or target in folder.parents):
-        raise RefusedError(
-            "the source lies inside the output, which is to be replaced",
-            where=os.fspath(out),
-            hint="choose another output directory",
-        )
 
 
 def _refuse_full_disk(plan: Prepared, target: LocalTarget, out: PathLike) -> None:

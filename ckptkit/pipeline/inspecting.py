@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from ckptkit.core.errors import CkptkitError
+from ckptkit.core.geometry import distinct
 from ckptkit.core.index import Fqn, Part, Problem, Shape, TensorEntry, TensorIndex
 from ckptkit.execution.locate import Locator
 from ckptkit.pipeline.folders import SideFolders
@@ -209,7 +210,7 @@ def _split(entry: TensorEntry) -> str:
     ways = []
     for axis, size in enumerate(entry.shape):
         if bool(np.any(sizes[:, axis] != size)):
-            parts = len(np.unique(entry.chunks.offsets[full][:, axis]))
+            parts = len(distinct(entry.chunks.offsets[full][:, axis]))
             ways.append(f"dimension {axis} over {parts}")
     return " and ".join(ways) or "whole"
 
@@ -218,7 +219,7 @@ def _bytes_per_rank(entries: Sequence[TensorEntry]) -> tuple[int, ...]:
     totals: Counter[int] = Counter()
     for entry in entries:
         sizes = entry.chunks.elements() * entry.dtype.itemsize
-        for rank in np.unique(entry.chunks.rank).tolist():
+        for rank in distinct(entry.chunks.rank).tolist():
             totals[rank] += int(sizes[entry.chunks.rank == rank].sum())
     known = [rank for rank in totals if rank >= 0]
     return tuple(totals[rank] for rank in range(max(known) + 1)) if known else ()

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from ckptkit.core.errors import (
-    CkptkitError,
+    InputError,
     NoSpaceError,
     NotACheckpointError,
     RefusedError,
@@ -152,7 +152,7 @@ class _Search:
     def _has(self, path: str) -> bool:
         try:
             self._source.stat(path)
-        except CkptkitError:
+        except InputError:
             return False
         return True
 

@@ -42,6 +42,15 @@ MIN_DIRECT_BYTES = 128 * 1024
 """Shorter writes go through the page cache: waiting for the device would cost more."""
 
 
+def output_exists(out: Path) -> OutputExistsError:
+    """Returns the error for a destination that holds something already."""
+    return OutputExistsError(
+        "the directory holds files where an empty or absent one was expected",
+        where=str(out),
+        hint="name another directory, or pass --overwrite to replace this one",
+    )
+
+
 class LocalTarget:
     """A directory that comes into being, complete and durable, when it is committed.
 
@@ -190,11 +199,7 @@ class LocalTarget:
         return publish(work, out, overwrite=self._overwrite, capabilities=capabilities)
 
     def _filled(self) -> OutputExistsError:
-        return OutputExistsError(
-            "the directory holds files where an empty or absent one was expected",
-            where=str(self._named),
-            hint="name another directory, or pass --overwrite to replace this one",
-        )
+        return output_exists(self._named)
 
     def _sync(self) -> None:
         with ThreadPoolExecutor(SYNC_THREADS) as threads:

@@ -2,17 +2,53 @@
 
 from __future__ import annotations
 
+import io
+import pickle
 import shutil
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.checkpoint.metadata import Metadata
 
 import ckptkit
 from ckptkit.core.errors import CkptkitError
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
+
+
+def _archives(data: bytes) -> list[tuple[int, int]]:
+    """Where the archives of a `.distcp` file that hold elements begin and end."""
+    ends = [at + 22 for at in range(len(data)) if data.startswith(b"PK\5\6", at)]
+    found = zip([0, *ends], ends, strict=False)
+    return [(start, stop) for start, stop in found if _has_elements(data[start:stop])]
+
+
+def _has_elements(archive: bytes) -> bool:
+    with zipfile.ZipFile(io.BytesIO(archive)) as opened:
+        return opened.getinfo("archive/data/0").file_size > 0
+
+
+def _change_metadata(checkpoint: Path, change: Callable[[Metadata], None]) -> None:
+    """Rewrites `.metadata` with torch's own classes; the file is one of our fixtures."""
+    path = checkpoint / ".metadata"
+    metadata = pickle.loads(path.read_bytes())  # noqa: S301, TID251
+    change(metadata)
+    path.write_bytes(pickle.dumps(metadata))
+
+
+@pytest.fixture
+def blobs() -> Callable[[bytes], list[tuple[int, int]]]:
+    """Finds the archives of a `.distcp` file."""
+    return _archives
+
+
+@pytest.fixture
+def change_metadata() -> Callable[[Path, Callable[[Metadata], None]], None]:
+    """Changes the objects of a `.metadata` file."""
+    return _change_metadata
 
 
 @pytest.fixture

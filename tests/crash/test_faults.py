@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
 import threading
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,19 +17,16 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.numpy import save_file
-from safetensors.torch import load_file
 
 import ckptkit
 from ckptkit.core.errors import (
-    ChecksumError,
     CkptkitError,
     InputError,
     NoSpaceError,
     OutputExistsError,
     SourceChangedError,
-    UsageError,
 )
-from ckptkit.execution.events import BytesWritten, Committed, Event
+from ckptkit.execution.events import BytesWritten, Event
 from ckptkit.execution.executor import Executor
 
 TENSOR = 12 << 20  # bytes: more than one leaf, so that several tasks make one tensor
@@ -98,7 +93,7 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
     if mounted.returncode != 0:
         pytest.skip(f"no tmpfs can be mounted: {mounted.stderr.strip()}")
     yield place
-    subprocess.run(["umount", "-l", str(place)], check=True)
+    subprocess.run(["umount", "-l", str(place)], check=True)  # noqa: S607
 
 
 def test_an_output_that_cannot_fit_is_refused_before_anything_is_written(
@@ -313,93 +308,4 @@ def test_a_side_file_that_changes_size_is_noticed(source: Path, out: Path) -> No
         ckptkit.consolidate(
             source, out, workers=1, listener=AtEvent(lambda: os.truncate(tokenizer, 10))
         )
-    assert list(out.parent.iterdir()) == []
-
-
-# Resources
-
-
-def outputs(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
-@pytest.mark.parametrize("dtype", ["keep", "bfloat16"])
-def test_any_number_of_workers_writes_the_same_bytes(dtype: str, source: Path, out: Path) -> None:
-    for workers in (1, 4):
-        ckptkit.consolidate(
-            source,
-            out.with_name(f"out{workers}"),
-            dtype=dtype,  # type: ignore[arg-type]
-            workers=workers,
-            memory_budget="1GB",
-        )
-    assert outputs(out.with_name("out1")) == outputs(out.with_name("out4"))
-
-
-def test_a_memory_limit_that_leaves_no_room_is_refused(source: Path, out: Path) -> None:
-    with pytest.raises(NoSpaceError, match="1,000,000") as caught:
-        ckptkit.consolidate(source, out, memory_limit="1MB")
-    assert (caught.value.exit_status, caught.value.where) == (4, "--memory-limit")
-    assert "allow at least" in caught.value.hint
-    assert list(out.parent.iterdir()) == []
-
-
-def test_a_memory_budget_that_leaves_no_room_is_refused(source: Path, out: Path) -> None:
-    with pytest.raises(NoSpaceError) as caught:
-        ckptkit.consolidate(source, out, memory_budget="1MB")
-    assert caught.value.where == "--memory-budget"
-    ckptkit.consolidate(source, out, memory_budget=caught.value.hint.split()[2])
-
-
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [("max_shard_size", "5 parsecs"), ("max_shard_size", 0), ("workers", 0), ("dtype", "int8")],
-)
-def test_an_option_without_a_valid_value_is_a_usage_error(
-    option: str, value: object, source: Path, out: Path
-) -> None:
-    with pytest.raises(UsageError) as caught:
-        ckptkit.consolidate(source, out, **{option: value})  # type: ignore[arg-type]
-    assert caught.value.exit_status == 2
-    assert caught.value.hint
-    assert list(out.parent.iterdir()) == []
-
-
-def test_progress_adds_up_and_ends_with_the_commit(source: Path, out: Path) -> None:
-    events: list[Event] = []
-    lock = threading.Lock()
-
-    def listen(event: Event) -> None:
-        with lock:
-            events.append(event)
-
-    ckptkit.consolidate(source, out, listener=listen)
-    written = sum(event.size_bytes for event in events if isinstance(event, BytesWritten))
-    assert written == events[0].total_bytes  # type: ignore[union-attr]
-    assert events[-1] == Committed(str(out))
-    manifest = json.loads((out / "ckptkit.json").read_text(encoding="utf-8"))
-    assert written == sum(file["size_bytes"] for file in manifest["files"].values())
-
-
-def test_an_output_of_several_files_is_split_at_the_size_that_was_asked_for(
-    source: Path, out: Path
-) -> None:
-    ckptkit.consolidate(source, out, max_shard_size=2 * TENSOR)
-    files = sorted(out.glob("*.safetensors"))
-    assert [file.name for file in files] == [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
-    assert [len(load_file(file)) for file in files] == [2, 1]
-
-
-def test_a_flipped_bit_deep_in_a_large_chunk_is_found_by_any_number_of_workers(
-    source: Path, out: Path
-) -> None:
-    file = data_file(source)
-    data = bytearray(file.read_bytes())
-    data[-TENSOR // 2] ^= 1
-    file.write_bytes(data)
-    started = time.monotonic()
-    for workers in (1, 4):
-        with pytest.raises(ChecksumError, match=r"CRC-32"):
-            ckptkit.consolidate(source, out, workers=workers, memory_budget="1GB")
-    assert time.monotonic() - started < 60
     assert list(out.parent.iterdir()) == []

@@ -1,0 +1,119 @@
+"""What `ckptkit consolidate` says when it is done."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ckptkit.core.manifest import MANIFEST_NAME, Manifest
+from ckptkit_cli._output import Output
+from ckptkit_cli._text import counted, escaped, first_of, human_bytes, wrapped
+
+_CAUSAL = ("ForCausalLM", "LMHeadModel")
+_HEAD = "lm_head.weight"  # for configurations that name no architecture
+_LISTED_TIES = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Consolidated:
+    """A finished consolidation.
+
+    Attributes:
+        out: The directory as the user typed it.
+        manifest: What was written there.
+        seconds: How long it took, planning and syncing included.
+        notes: What the user should know.
+    """
+
+    out: str
+    manifest: Manifest
+    seconds: float
+    notes: tuple[str, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of all files but the manifest."""
+        return sum(file.size_bytes for file in self.manifest.files.values())
+
+    @property
+    def unverified(self) -> list[str]:
+        """Names of tensors whose source stored no checksum."""
+        return [n for n, t in self.manifest.tensors.items() if t.proof == "unverified"]
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the summary as plain values; all details are in the manifest."""
+        unverified = self.unverified
+        return {
+            "out": self.out,
+            "manifest": str(Path(self.out) / MANIFEST_NAME),
+            "kind": self.manifest.kind,
+            "source": dict(self.manifest.source),
+            "options": dict(self.manifest.options),
+            "tensors": len(self.manifest.tensors),
+            "files": [
+                {"path": path, "bytes": file.size_bytes}
+                for path, file in self.manifest.files.items()
+            ],
+            "bytes": self.size_bytes,
+            "seconds": round(self.seconds, 6),
+            "bytes_per_second": round(self.size_bytes / self.seconds),
+            "proven": len(self.manifest.tensors) - len(unverified),
+            "unverified": unverified,
+            "tied": dict(self.manifest.tied),
+            "notes": list(self.notes),
+        }
+
+
+def consolidation_page(output: Output, done: Consolidated) -> Iterator[str]:
+    """Yields the lines for people."""
+    manifest = done.manifest
+    speed = human_bytes(round(done.size_bytes / done.seconds))
+    yield output.styled(escaped(done.out), "bold")
+    yield (
+        f"  wrote      {counted(len(manifest.tensors), 'tensor')} in"
+        f" {counted(len(manifest.files), 'file')}, {human_bytes(done.size_bytes)}, in"
+        f" {done.seconds:.2f} s ({speed}/s)"
+    )
+    yield from _proof(output, done)
+    ties = [f"{name} = {source}" for name, source in manifest.tied.items()]
+    for position, tie in enumerate(first_of(ties, _LISTED_TIES)):
+        label = "" if position else "tied"
+        yield from wrapped(escaped(tie), width=output.width, first=f"  {label:<10} ", rest=" " * 13)
+    yield f"  load it    {output.styled(escaped(loading_line(done)), 'cyan')}"
+
+
+def _proof(output: Output, done: Consolidated) -> Iterator[str]:
+    unverified = len(done.unverified)
+    proven = len(done.manifest.tensors) - unverified
+    if proven:
+        text = f"  checked    {counted(proven, 'tensor')} proven by CRC-32"
+        yield output.styled(text, "green")
+    if unverified:
+        text = f"  unchecked  {counted(unverified, 'tensor')} whose source stored no checksum"
+        yield output.styled(text, "yellow")
+
+
+def loading_line(done: Consolidated) -> str:
+    """Returns the line of Python that opens the output."""
+    path = repr(done.out)
+    if "config.json" in done.manifest.files:
+        return f"transformers.{_model_class(done)}.from_pretrained({path})"
+    weights = [name for name in done.manifest.files if name.endswith(".safetensors")]
+    if len(weights) == 1:
+        return f"safetensors.torch.load_file({str(Path(done.out) / weights[0])!r})"
+    return f"ckptkit.open({path})"
+
+
+def _model_class(done: Consolidated) -> str:
+    manifest = done.manifest
+    try:
+        config = json.loads((Path(done.out) / "config.json").read_bytes())
+        name = str(config["architectures"][0])
+    except (OSError, ValueError, LookupError, TypeError):
+        name = _CAUSAL[0] if _HEAD in manifest.tensors or _HEAD in manifest.tied else "AutoModel"
+    if name.endswith(_CAUSAL):
+        return "AutoModelForCausalLM"
+    return name if name.isidentifier() and name.isascii() else "AutoModel"

@@ -1,0 +1,114 @@
+"""What `consolidate` and `convert` share: the options, the run, and the plan that is shown."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ckptkit.core.errors import UsageError
+from ckptkit.execution.events import Event, Planned
+from ckptkit.planning.requests import (
+    ConsolidateRequest,
+    Layout,
+    Resources,
+    make_resources,
+    parse_size,
+)
+from ckptkit_cli._failures import told
+from ckptkit_cli._output import Output
+from ckptkit_cli._progress import Progress
+
+
+def run_command(title: str, layout: Layout, given: Mapping[str, Any]) -> None:
+    """Runs one of the two commands.
+
+    Args:
+        title: Its name.
+        layout: What the output looks like; the request refuses an unknown one.
+        given: The options, by the names that they have in `consolidate`.
+    """
+    output = Output(as_json=given["as_json"], quiet=given["quiet"])
+    with told(output):
+        request = ConsolidateRequest(
+            dtype=given["dtype"],
+            keep_dtype=tuple(given["keep_dtype"] or ()),
+            include=tuple(given["include"] or ()),
+            exclude=tuple(given["exclude"] or ()),
+            select=given["select"],
+            max_file_bytes=parse_size(given["max_shard_size"], option="--max-shard-size"),
+            names=given["names"],
+            allow_code=given["allow_code"],
+            layout=layout,
+        )
+        resources = make_resources(
+            _count(given["workers"]), given["memory_budget"], given["memory_limit"]
+        )
+        job = _Job(
+            title, given["src"], given["out"], request, resources, given["base"], given["overwrite"]
+        )
+        (job.show_plan if given["dry_run"] else job.run)(output)
+
+
+def _count(workers: str | None) -> int | None:
+    if workers is None:
+        return None
+    try:
+        return int(workers)
+    except ValueError as error:
+        raise UsageError(
+            f"{workers!r} is no whole number", where="--workers", hint="leave it out, or pass 4"
+        ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    title: str
+    src: str
+    out: str
+    request: ConsolidateRequest
+    resources: Resources
+    base: str | None
+    overwrite: bool
+
+    def run(self, output: Output) -> None:
+        from ckptkit.pipeline.consolidating import run_consolidation
+        from ckptkit_cli._consolidation_page import Consolidated, consolidation_page
+
+        notes: list[str] = []
+        began = time.perf_counter()
+        with Progress(output, self.title) as progress:
+
+            def listen(event: Event) -> None:
+                if isinstance(event, Planned):
+                    notes.extend(event.notes)
+                progress.listen(event)
+
+            manifest = run_consolidation(
+                self.src,
+                self.out,
+                self.request,
+                base=self.base,
+                overwrite=self.overwrite,
+                resources=self.resources,
+                listener=listen,
+            )
+        done = Consolidated(self.out, manifest, time.perf_counter() - began, tuple(notes))
+        for note in notes:
+            output.warn(note)
+        output.document(done.to_json())
+        output.lines(consolidation_page(output, done))
+
+    def show_plan(self, output: Output) -> None:
+        """Shows what a run would do, and fails where it would fail before its first byte."""
+        from ckptkit.pipeline.destination import check_destination
+        from ckptkit.pipeline.planning import prepared
+        from ckptkit_cli._plan_page import plan_json, plan_page
+
+        check_destination(self.src, self.out, overwrite=self.overwrite)
+        with prepared(
+            self.src, self.out, self.request, base=self.base, resources=self.resources
+        ) as plan:
+            output.document(plan_json(plan, self.out))
+            output.lines(plan_page(output, plan, self.out))

@@ -1,0 +1,91 @@
+"""What the user reads, and the shell gets, when a command does not succeed."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import typer
+
+from ckptkit.core.errors import CkptkitError, OutputError, VerificationError
+from ckptkit.version import __version__
+from ckptkit_cli._output import Output
+from ckptkit_cli._signals import Stopped
+from ckptkit_cli._streams import discard
+from ckptkit_cli._text import escaped
+
+_BUG_STATUS = 1
+
+
+@contextmanager
+def told(output: Output) -> Iterator[None]:
+    """Turns whatever a command raises into a message and an exit status.
+
+    With `--json`, the one document on stdout says what went wrong as well.
+
+    Raises:
+        typer.Exit: With the status, for every error.
+    """
+    try:
+        yield
+    except typer.Exit:
+        raise
+    except CkptkitError as error:
+        raise typer.Exit(_show_error(output, error)) from error
+    except Stopped as stop:
+        raise typer.Exit(show_stop(output, stop)) from stop
+    except OSError as error:
+        raise typer.Exit(_show_system_error(output, error)) from error
+    except Exception as error:
+        raise typer.Exit(show_bug(output, error)) from error
+
+
+def exit_unless(passed: bool) -> None:
+    """Ends a command that did its work with the status for "something is wrong"."""
+    if not passed:
+        raise typer.Exit(VerificationError.exit_status)
+
+
+def show_stop(output: Output, stop: Stopped) -> int:
+    """Tells that a signal ended the command; returns the exit status."""
+    code = "interrupted" if stop.signal.name == "SIGINT" else "terminated"
+    message = f"stopped by {stop.signal.name}"
+    _show_document(output, code, "", message, "")
+    output.fail(code, message)
+    return stop.exit_status
+
+
+def show_bug(output: Output, error: Exception) -> int:
+    """Shows the traceback of what must not happen; returns the exit status."""
+    lines = "".join(traceback.format_exception(error)).splitlines()
+    sys.stderr.write("".join(f"{escaped(line)}\n" for line in lines))
+    _show_document(output, "internal-error", "", f"{type(error).__name__}: {error}", "")
+    output.fail(
+        "error[internal-error]",
+        f"this is a bug of ckptkit {__version__}",
+        "please report it, with the lines above and the command that you ran",
+    )
+    return _BUG_STATUS
+
+
+def _show_error(output: Output, error: CkptkitError) -> int:
+    _show_document(output, error.code, error.where, error.message, error.hint)
+    output.fail(f"error[{error.code}]", str(error), error.hint)
+    return error.exit_status
+
+
+def _show_system_error(output: Output, error: OSError) -> int:
+    """Tells of a stdout that takes nothing more; any other system error here is our bug."""
+    try:
+        sys.stdout.flush()
+    except OSError as failure:
+        discard(sys.stdout)
+        reason = failure.strerror or str(failure)
+        return _show_error(Output(), OutputError(reason, where="standard output"))
+    return show_bug(output, error)
+
+
+def _show_document(output: Output, code: str, where: str, message: str, hint: str) -> None:
+    output.document({"error": {"code": code, "where": where, "message": message, "hint": hint}})

@@ -1,0 +1,264 @@
+"""The page that `ckptkit inspect` shows to people."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from statistics import median
+
+from ckptkit.core.index import Part, Problem
+from ckptkit.pipeline.inspecting import Inspection, TensorLine, TieLine, TreeLine
+from ckptkit.planning.requests import matches
+from ckptkit_cli._next_command import next_step
+from ckptkit_cli._output import Output
+from ckptkit_cli._text import counted, escaped, first_of, human_bytes, table, wrapped
+
+_LARGEST = 5
+_PROBLEMS = 10
+_NAMED_OBJECTS = 4
+_LISTED_RANKS = 8
+_LISTED_TIES = 5
+_LABEL = 11
+_TENSOR_HEADER = ("SIZE", "DTYPE", "SHAPE", "CHUNKS", "NAME")
+_TENSOR_RIGHT = (0, 3)
+_PARTS: tuple[Part, ...] = ("model", "optimizer", "other")
+
+
+def matching(inspection: Inspection, pattern: str) -> Inspection:
+    """Returns the report with only the tensors whose names match a pattern."""
+    kept = tuple(line for line in inspection.tensors if matches(line.name, (pattern,)))
+    return replace(inspection, tensors=kept)
+
+
+def inspection_page(
+    output: Output,
+    inspection: Inspection,
+    *,
+    source: str,
+    select: str | None,
+    pattern: str | None,
+) -> Iterator[str]:
+    """Yields the lines of the page.
+
+    Args:
+        output: Knows the width and the colours.
+        inspection: What was found, narrowed to `pattern` if there is one.
+        source: The path as the user typed it.
+        select: What the user selected.
+        pattern: Which tensors the user asked to see.
+    """
+    page = _Page(output, inspection)
+    yield output.styled(escaped(inspection.path), "bold")
+    yield from page.facts()
+    if pattern is not None:
+        yield from page.matches(pattern)
+        return
+    yield from page.trees()
+    yield from page.splits()
+    yield from page.ties()
+    yield from page.problems()
+    yield from page.notes()
+    yield from page.largest()
+    yield from page.heading("Next")
+    step = next_step(inspection, source=source, select=select)
+    if step.command:
+        yield f"  {output.styled(step.command, 'cyan')}"
+    yield from page.prose([step.remark] if step.remark else [])
+
+
+class _Page:
+    """The sections, each with its heading, absent where it has nothing to say."""
+
+    def __init__(self, output: Output, found: Inspection) -> None:
+        self._output = output
+        self._found = found
+        self._width = output.width
+        self._trees = sorted(found.trees, key=lambda tree: _PARTS.index(tree.part))
+
+    def heading(self, text: str) -> Iterator[str]:
+        yield ""
+        yield self._output.styled(text, "bold")
+
+    def facts(self) -> Iterator[str]:
+        found = self._found
+        size = f"{counted(found.files, 'file')}, {human_bytes(found.size_bytes)}"
+        model = escaped(found.model_type or "")
+        if found.architectures:
+            names = escaped(", ".join(map(str, found.architectures)))
+            model = f"{model} ({names})" if model else names
+        yield from self._fact("format", escaped(found.format))
+        yield from self._fact("written by", escaped(found.writer))
+        yield from self._fact("step", "" if found.step is None else f"{found.step:,}")
+        yield from self._fact("ranks", "" if found.world_size is None else f"{found.world_size:,}")
+        yield from self._fact("model", model)
+        yield from self._fact("on disk", size)
+        yield from self._fact("also", self._objects())
+        if found.problems:
+            text = counted(len(found.problems), "problem")
+            yield from self._fact("state", self._output.styled(text, "red"))
+
+    def _fact(self, label: str, text: str) -> list[str]:
+        if not text:
+            return []
+        indent = " " * (_LABEL + 3)
+        first = f"  {self._output.styled(f'{label:<{_LABEL}}', 'dim')} "
+        lines = wrapped(text, width=self._width, first=indent, rest=indent)
+        return [first + lines[0][len(indent) :], *lines[1:]]
+
+    def _objects(self) -> str:
+        objects = self._found.objects
+        if not objects:
+            return ""
+        tops = Counter(name.split(".", 1)[0] for name in objects)
+        named = ", ".join(name for name, _ in tops.most_common(_NAMED_OBJECTS))
+        more = ", ..." if len(tops) > _NAMED_OBJECTS else ""
+        return f"{counted(len(objects), 'value')} beside the tensors ({escaped(named)}{more})"
+
+    def trees(self) -> Iterator[str]:
+        rows = [("NAME", "PART", "TENSORS", "SIZE", "DTYPES")]
+        rows.extend(map(_tree_row, self._trees))
+        yield from self.heading("State dicts")
+        if len(rows) == 1:
+            yield "  none"
+            return
+        yield from self._table(rows, right=(2, 3))
+
+    def splits(self) -> Iterator[str]:
+        found = self._found
+        lines = [
+            f"{self._title(tree)}: {_ways(tree)}"
+            for tree in self._trees
+            if set(tree.split) - {"whole"}
+        ]
+        if len(found.bytes_per_rank) > 1:
+            lines.append(_ranks(found.bytes_per_rank))
+        if not lines:
+            return
+        yield from self.heading("Split")
+        yield from self.prose(lines)
+
+    def _title(self, tree: TreeLine) -> str:
+        name = escaped(tree.name) or tree.part
+        shared = sum(other.name == tree.name for other in self._trees) > 1
+        return f"{name} ({tree.part})" if shared else name
+
+    def ties(self) -> Iterator[str]:
+        ties = self._found.tied
+        if not ties:
+            return
+        yield from self.heading("Tied weights")
+        yield from self.prose(first_of([_tie(tie) for tie in ties], _LISTED_TIES))
+
+    def problems(self) -> Iterator[str]:
+        problems = self._found.problems
+        if not problems:
+            return
+        kinds = Counter(problem.code for problem in problems)
+        counts = ", ".join(f"{count:,} {escaped(code)}" for code, count in kinds.most_common())
+        yield ""
+        title = f"{'Problem' if len(problems) == 1 else 'Problems'}: {counts}"
+        yield self._output.styled(title, "red")
+        yield from self.prose(first_of(list(map(_problem, problems)), _PROBLEMS))
+
+    def notes(self) -> Iterator[str]:
+        if self._found.notes:
+            yield from self.heading("Notes")
+            yield from self.prose([escaped(note) for note in self._found.notes])
+
+    def largest(self) -> Iterator[str]:
+        lines = self._found.tensors
+        part = next((part for part in _PARTS if any(line.part == part for line in lines)), None)
+        if part is None:
+            return
+        candidates = [line for line in lines if line.part == part]
+        chosen = sorted(candidates, key=lambda line: -line.size_bytes)[:_LARGEST]
+        yield from self.heading(f"Largest of {counted(len(candidates), f'{part} tensor')}")
+        yield from self._largest(chosen)
+        if len(lines) > len(chosen):
+            yield self._output.styled("  --tensors '*' lists all of them", "dim")
+
+    def matches(self, pattern: str) -> Iterator[str]:
+        """Lists tensors with their whole names, however wide that is."""
+        if not self._found.tensors:
+            yield from self.heading(f"No tensor matches {escaped(repr(pattern))}")
+        for tree in self._trees:
+            lines = [
+                line
+                for line in self._found.tensors
+                if (line.tree, line.part) == (tree.name, tree.part)
+            ]
+            if lines:
+                count = f"{len(lines):,} of {counted(tree.tensors, 'tensor')}"
+                size = human_bytes(sum(line.size_bytes for line in lines))
+                yield from self.heading(f"{self._title(tree)}: {count}, {size}")
+                rows = [_TENSOR_HEADER, *map(_tensor_row, lines)]
+                yield from self._table(rows, right=_TENSOR_RIGHT, elastic=())
+
+    def _largest(self, lines: Sequence[TensorLine]) -> list[str]:
+        rows = [_TENSOR_HEADER, *map(_tensor_row, lines)]
+        last = len(_TENSOR_HEADER) - 1
+        if len({line.tree for line in lines}) == 1:
+            return self._table(rows, right=_TENSOR_RIGHT, elastic=(last,))
+        homes = ["STATE DICT", *(escaped(line.tree) or "-" for line in lines)]
+        wide = [(*row[:-1], home, row[-1]) for row, home in zip(rows, homes, strict=True)]
+        return self._table(wide, right=_TENSOR_RIGHT, elastic=(last, last + 1))
+
+    def _table(
+        self,
+        rows: Sequence[Sequence[str]],
+        right: Sequence[int],
+        elastic: Sequence[int] = (0,),
+    ) -> list[str]:
+        lines = table(rows, width=self._width, right=right, elastic=elastic)
+        return [self._output.styled(lines[0], "dim"), *lines[1:]]
+
+    def prose(self, texts: Sequence[str]) -> Iterator[str]:
+        for text in texts:
+            yield from wrapped(text, width=self._width, rest="    ")
+
+
+def _tree_row(tree: TreeLine) -> tuple[str, str, str, str, str]:
+    name, size = escaped(tree.name) or "-", human_bytes(tree.size_bytes)
+    return name, tree.part, f"{tree.tensors:,}", size, _dtypes(tree)
+
+
+def _tensor_row(line: TensorLine) -> tuple[str, ...]:
+    size = human_bytes(line.size_bytes)
+    return size, line.dtype, str(list(line.shape)), f"{line.chunks:,}", escaped(line.name)
+
+
+def _dtypes(tree: TreeLine) -> str:
+    if len(tree.dtypes) == 1:
+        return next(iter(tree.dtypes))
+    return ", ".join(f"{name} {human_bytes(size)}" for name, size in tree.dtypes.items())
+
+
+def _ways(tree: TreeLine) -> str:
+    """Returns, for example, `9 tensors by dimension 0 over 4, 2 whole`."""
+    ways = [
+        f"{count:,} {'by ' if way.startswith('dimension') else ''}{way}"
+        for way, count in tree.split.items()
+    ]
+    return ", ".join(ways)
+
+
+def _ranks(sizes: Sequence[int]) -> str:
+    if len(set(sizes)) == 1:
+        return f"each of {len(sizes):,} ranks wrote {human_bytes(sizes[0])}"
+    if len(sizes) <= _LISTED_RANKS:
+        each = ", ".join(f"{rank}: {human_bytes(size)}" for rank, size in enumerate(sizes))
+        return f"written per rank: {each}"
+    low, middle, high = (human_bytes(int(f(sizes))) for f in (min, median, max))
+    return f"{len(sizes):,} ranks wrote {low} to {high} each, half of them at most {middle}"
+
+
+def _tie(tie: TieLine) -> str:
+    names = " = ".join(map(escaped, tie.names))
+    said = "tied by the configuration" if tie.declared else "not declared by a configuration"
+    proof = {True: "same bytes", False: "but the bytes differ", None: "bytes not compared"}
+    return f"{names}  ({said}, {proof[tie.equal]})"
+
+
+def _problem(problem: Problem) -> str:
+    return f"[{escaped(problem.code)}] {escaped(str(problem))}"

@@ -1,0 +1,78 @@
+"""What to do after an inspection, as a command to copy."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import cast
+
+from ckptkit.core.errors import RefusedError
+from ckptkit.core.index import TensorEntry
+from ckptkit.pipeline.inspecting import Inspection
+from ckptkit.planning.selection import refuse_what_would_load_as_random
+from ckptkit_cli._text import escaped
+
+
+@dataclass(frozen=True, slots=True)
+class NextStep:
+    """A command, or none, and a remark on it; both are safe to print."""
+
+    command: str
+    remark: str = ""
+
+
+def next_step(inspection: Inspection, *, source: str, select: str | None) -> NextStep:
+    """Chooses what a user would want to run next.
+
+    Args:
+        inspection: What was found.
+        source: The path as the user typed it.
+        select: What the user selected there.
+    """
+    path = inspection.path if select is None else source
+    models = list(dict.fromkeys(tree.name for tree in inspection.trees if tree.part == "model"))
+    if inspection.problems:
+        return NextStep(
+            _command("verify", path, select=select),
+            "reads all data and lists what is damaged; consolidate refuses what is not whole",
+        )
+    if not models:
+        return NextStep("", "nothing to consolidate: there is no model here")
+    if len(models) > 1:
+        return NextStep(
+            _command("consolidate", path, "OUT", select=models[0]),
+            f"or another of the {len(models)} models: {', '.join(map(escaped, models[1:]))}",
+        )
+    if inspection.format == "safetensors" and inspection.model_type:
+        return NextStep(
+            _command("verify", path, select=select),
+            "reads it all; these weights load as they are",
+        )
+    return _consolidation(inspection, path, select)
+
+
+def _consolidation(inspection: Inspection, path: str, select: str | None) -> NextStep:
+    refusal = _refusal(inspection)
+    if refusal is None:
+        return NextStep(_command("consolidate", path, "OUT", select=select))
+    return NextStep(
+        _command("consolidate", path, "OUT", "--names", "live", select=select),
+        f"writes the raw state dict, since {escaped(refusal.message)}",
+    )
+
+
+def _refusal(inspection: Inspection) -> RefusedError | None:
+    lines = [line for line in inspection.tensors if line.part == "model"]
+    try:
+        refuse_what_would_load_as_random(  # it looks at names alone, and lines have them too
+            cast(Iterable[TensorEntry], lines), location=inspection.path
+        )
+    except RefusedError as refusal:
+        return refusal
+    return None
+
+
+def _command(name: str, *arguments: str, select: str | None) -> str:
+    chosen = [] if select is None else ["--select", select]
+    return escaped(shlex.join(["ckptkit", name, *arguments, *chosen]))

@@ -1,0 +1,66 @@
+"""A bar in bytes, for whoever watches."""
+
+from __future__ import annotations
+
+import threading
+from types import TracebackType
+from typing import Any, Self
+
+from ckptkit.execution.events import BytesWritten, Event, Started
+from ckptkit_cli._output import Output
+
+
+class Progress:
+    """Listens to an execution and draws a bar on stderr; draws nothing where nobody watches.
+
+    Events come from several threads at once.
+    """
+
+    def __init__(self, output: Output, label: str) -> None:
+        """Prepares a bar.
+
+        Args:
+            output: Knows whether somebody watches.
+            label: What stands before the bar.
+        """
+        self._shown = output.shows_progress
+        self._label = label
+        self._lock = threading.Lock()
+        self._bar: Any = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        with self._lock:
+            self._shown = False  # a thread that is still at work must not draw the bar again
+            if self._bar is not None:
+                self._bar.close()
+
+    def listen(self, event: Event) -> None:
+        """Takes notice of an event."""
+        with self._lock:
+            if not self._shown:
+                return
+            if isinstance(event, Started):
+                self._start(event.total_bytes)
+            elif isinstance(event, BytesWritten) and self._bar is not None:
+                self._bar.update(event.size_bytes)
+
+    def _start(self, total_bytes: int) -> None:
+        from tqdm import tqdm
+
+        tqdm.monitor_interval = 0  # its watching thread would outlive the bar
+        self._bar = tqdm(
+            total=total_bytes,
+            desc=self._label,
+            unit="B",
+            unit_scale=True,
+            dynamic_ncols=True,
+            leave=False,
+        )

@@ -1,0 +1,34 @@
+"""`ckptkit consolidate`: from shards to a folder that loads."""
+
+from __future__ import annotations
+
+from ckptkit_cli import _options as options
+from ckptkit_cli._conversion import run_command
+
+
+def consolidate(
+    src: options.Source,
+    out: options.Destination,
+    select: options.Selection = None,
+    dtype: options.DType = "keep",
+    keep_dtype: options.KeepDType = None,
+    names: options.Names = "auto",
+    base: options.Base = None,
+    max_shard_size: options.MaxShardSize = "5GB",
+    include: options.Include = None,
+    exclude: options.Exclude = None,
+    allow_code: options.AllowCode = False,
+    dry_run: options.DryRun = False,
+    overwrite: options.Overwrite = False,
+    memory_budget: options.MemoryBudget = "64MB",
+    memory_limit: options.MemoryLimit = None,
+    workers: options.Workers = None,
+    as_json: options.AsJson = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Merge shards into a model folder that loads.
+
+    Every source byte is checked against its stored checksum on the way. OUT appears when it is
+    complete and durable, or not at all.
+    """
+    run_command("consolidate", "hf", locals())

@@ -1,0 +1,38 @@
+"""`ckptkit convert`: a model in another layout."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from ckptkit.planning.requests import Layout
+from ckptkit_cli import _options as options
+from ckptkit_cli._conversion import run_command
+
+
+def convert(
+    src: options.Source,
+    out: options.Destination,
+    to: options.To,
+    select: options.Selection = None,
+    dtype: options.DType = "keep",
+    keep_dtype: options.KeepDType = None,
+    names: options.Names = "auto",
+    base: options.Base = None,
+    max_shard_size: options.MaxShardSize = "5GB",
+    include: options.Include = None,
+    exclude: options.Exclude = None,
+    allow_code: options.AllowCode = False,
+    dry_run: options.DryRun = False,
+    overwrite: options.Overwrite = False,
+    memory_budget: options.MemoryBudget = "64MB",
+    memory_limit: options.MemoryLimit = None,
+    workers: options.Workers = None,
+    as_json: options.AsJson = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Write a model in another layout.
+
+    'hf' is a folder that Transformers loads, 'torch' a pytorch_model.bin, and 'dcp' a sharded
+    checkpoint that FSDP training starts from. Checks and options are those of consolidate.
+    """
+    run_command("convert", cast(Layout, to), locals())

@@ -1,0 +1,95 @@
+"""The entry point: commands, streams, signals and exit statuses."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from ckptkit.version import __version__
+from ckptkit_cli._failures import show_bug, show_stop
+from ckptkit_cli._output import Output
+from ckptkit_cli._plain_command import PlainCommand, PlainGroup
+from ckptkit_cli._signals import Stopped, raise_on_signals
+from ckptkit_cli._streams import flush_streams, prepare_streams
+from ckptkit_cli.consolidate import consolidate
+from ckptkit_cli.convert import convert
+from ckptkit_cli.diff import diff
+from ckptkit_cli.inspect import inspect
+from ckptkit_cli.verify import verify
+
+_EPILOG = (
+    "Exit statuses: 0 done, 1 a bug of ckptkit, 2 wrong usage, 3 unreadable, damaged or incomplete"
+    " input, 4 impossible or refused request, 5 the output exists, 6 verification failed or a"
+    " difference found, 130 interrupted, 143 terminated."
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"ckptkit {__version__}")
+        raise typer.Exit
+
+
+def _options(
+    _version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            help="Show the version and exit.",
+            is_eager=True,
+            callback=_show_version,
+            show_default=False,
+        ),
+    ] = False,
+) -> None:
+    """Turns sharded training checkpoints into model folders that load, with proof of every byte."""
+
+
+def _application() -> typer.Typer:
+    application = typer.Typer(
+        name="ckptkit",
+        cls=PlainGroup,
+        add_completion=False,
+        no_args_is_help=True,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+        epilog=_EPILOG,
+    )
+    application.callback()(_options)
+    for command in (inspect, consolidate, convert, verify, diff):
+        application.command(cls=PlainCommand)(command)
+    return application
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line.
+
+    Args:
+        arguments: What follows the program's name; taken from the process when left out.
+
+    Returns:
+        The exit status.
+    """
+    prepare_streams()
+    raise_on_signals()
+    try:
+        status = _run(arguments)
+    except Stopped as stop:
+        status = show_stop(Output(), stop)
+    except Exception as error:  # noqa: BLE001  whatever escapes to here is a bug, and told as one
+        status = show_bug(Output(), error)
+    flush_streams()
+    return status
+
+
+def _run(arguments: Sequence[str] | None) -> int:
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    try:
+        _application()(args=words, prog_name="ckptkit")
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else 0
+    return 0

@@ -1,0 +1,64 @@
+"""`ckptkit verify`: every stored checksum of a source, or of an output of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ckptkit_cli._failures import exit_unless, told
+from ckptkit_cli._options import AsJson, Selection
+from ckptkit_cli._output import Output
+from ckptkit_cli._progress import Progress
+from ckptkit_cli._text import counted, escaped, first_of, human_bytes, wrapped
+
+if TYPE_CHECKING:
+    from ckptkit.pipeline.verifying import Verification
+
+_LISTED = 20
+
+
+def verify(
+    path: Annotated[
+        str,
+        typer.Argument(
+            metavar="PATH",
+            help="A path in or above a checkpoint, or an output of ckptkit.",
+            show_default=False,
+        ),
+    ],
+    select: Selection = None,
+    as_json: AsJson = False,
+) -> None:
+    """Check all data against its checksums.
+
+    Of an output of ckptkit every digest is checked, of anything else the checksums that its
+    format stores, and that no part of a tensor is missing. Exits 6 when something is wrong.
+    """
+    output = Output(as_json=as_json)
+    with told(output):
+        from ckptkit.pipeline.verifying import run_verification
+
+        with Progress(output, "verify") as progress:
+            report = run_verification(path, select=select, listener=progress.listen)
+        output.document(report.to_json())
+        output.lines(_page(output, report))
+        exit_unless(report.ok)
+
+
+def _page(output: Output, report: Verification) -> Iterator[str]:
+    verdict = output.styled("ok", "green") if report.ok else output.styled("damaged", "red")
+    what = "an output of ckptkit" if report.kind == "output" else "a checkpoint"
+    read = f"{counted(report.tensors, 'tensor')} read, {human_bytes(report.size_bytes)}"
+    yield f"{verdict}: {escaped(report.path)}, {what}: {read}"
+    if report.unverified:
+        count = counted(len(report.unverified), "tensor")
+        yield f"  {count} read whole, but no checksum was stored to compare with"
+    problems = [f"[{escaped(p.code)}] {escaped(str(p))}" for p in report.problems]
+    if problems:
+        yield output.styled(f"  {counted(len(problems), 'problem')}:", "red")
+    for line in first_of(problems, _LISTED):
+        yield from wrapped(line, width=output.width, first="    ", rest="      ")
+    if len(problems) > _LISTED:
+        yield "    --json lists all of them"

@@ -1,0 +1,82 @@
+"""The whole way in a minute: train with FSDP2, consolidate with ckptkit, load with Transformers.
+
+Every stage is a command that could be typed by hand, and is printed before it runs.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+RUN = Path("runs/demo")
+OUT = Path("runs/demo-model")
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",  # nothing is downloaded, so nothing should try
+    "OMP_NUM_THREADS": "1",  # two ranks share the machine; and sums keep their order
+    "TRANSFORMERS_VERBOSITY": "error",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+}
+
+
+def stage(title: str, shown: str, command: Sequence[str | Path]) -> None:
+    """Announces and runs one command; ends the demo where it fails.
+
+    Args:
+        title: What happens, in words.
+        shown: The command as a person would type it.
+        command: The command as it is run, by the interpreter of this process.
+
+    Raises:
+        SystemExit: If the command fails, with its status.
+    """
+    bold, dim, plain = ("\033[1m", "\033[2m", "\033[0m") if sys.stdout.isatty() else ("", "", "")
+    print(f"\n{bold}{title}{plain}\n{dim}   $ {shown}{plain}", flush=True)
+    begun = time.perf_counter()
+    done = subprocess.run(command, env={**os.environ, **ENVIRONMENT}, check=False)
+    if done.returncode:
+        print(
+            f"\nthe demo stopped: this command ended with status {done.returncode}", file=sys.stderr
+        )
+        raise SystemExit(done.returncode)
+    print(f"{dim}   {time.perf_counter() - begun:.1f} s{plain}", flush=True)
+
+
+def main() -> None:
+    """Runs the four stages in the repository's folder."""
+    os.chdir(HERE.parent.parent)
+    for folder in (RUN, OUT):
+        shutil.rmtree(folder, ignore_errors=True)
+    ckptkit = shutil.which("ckptkit", path=str(Path(sys.executable).parent)) or "ckptkit"
+
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    stage(
+        "1  Train a tiny Llama with FSDP2 on two processes, and save it sharded",
+        f"torchrun --standalone --nproc-per-node=2 examples/demo/train.py {RUN}",
+        [sys.executable, *torchrun, HERE / "train.py", RUN],
+    )
+    stage(
+        "2  Look at what the run left behind", f"ckptkit inspect {RUN}", [ckptkit, "inspect", RUN]
+    )
+    stage(
+        "3  Make it a folder that Transformers loads",
+        f"ckptkit consolidate {RUN} {OUT}",
+        [ckptkit, "consolidate", RUN, OUT],
+    )
+    stage(
+        "4  Load it with Transformers, and compare it with the model that was trained",
+        f"python examples/demo/load.py {OUT} {RUN / 'live_logits.npy'}",
+        [sys.executable, HERE / "load.py", OUT, RUN / "live_logits.npy"],
+    )
+    print(f"\nThe sharded checkpoint is in {RUN}, the model folder in {OUT}:")
+    for file in sorted(OUT.iterdir()):
+        print(f"   {file.stat().st_size:>11,} bytes  {file.name}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,376 @@
+"""The commands as a shell sees them: statuses, streams, documents, signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FIXTURES = ROOT / "fixtures"
+LLAMA = FIXTURES / "accelerate_fsdp2_tied_with_config" / "checkpoint"
+PLAIN = FIXTURES / "fsdp2_plain" / "checkpoint"
+TWO_MODELS = FIXTURES / "accelerate_fsdp2_two_models" / "checkpoint"
+UNCHECKED = FIXTURES / "fsdp2_without_checksums" / "checkpoint"
+
+Result = subprocess.CompletedProcess[str]
+
+
+def environment(**more: str) -> Mapping[str, str]:
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "cli"), os.environ.get("PYTHONPATH", "")])
+    return os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"} | more
+
+
+def run(*arguments: str | Path, code: str = "") -> Result:
+    start = ["-c", code] if code else ["-m", "ckptkit_cli"]
+    return subprocess.run(
+        [sys.executable, *start, *map(str, arguments)],
+        env=environment(),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def document(result: Result) -> Any:
+    assert result.stdout.isascii()
+    return json.loads(result.stdout)
+
+
+@pytest.fixture
+def damaged(tmp_path: Path) -> Path:
+    folder = tmp_path / "damaged"
+    shutil.copytree(PLAIN, folder)
+    (folder / "__1_0.distcp").unlink()
+    return folder
+
+
+@pytest.fixture
+def flipped(tmp_path: Path) -> Path:
+    """A checkpoint with one wrong bit in the data of a model tensor."""
+    folder = tmp_path / "flipped"
+    shutil.copytree(LLAMA, folder)
+    shard = folder / "pytorch_model_fsdp_0" / "__0_0.distcp"
+    data = bytearray(shard.read_bytes())
+    data[data.index(b"PK\x05\x06") // 2] ^= 1
+    shard.write_bytes(data)
+    return folder
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["-h"], ["inspect", "--help"], ["--version"]])
+def test_help_and_version_go_to_stdout_and_succeed(arguments: Sequence[str]) -> None:
+    result = run(*arguments)
+    assert result.returncode == 0
+    assert result.stdout
+    assert not result.stderr
+
+
+def test_help_names_exactly_the_commands_that_exist() -> None:
+    lines = run("--help").stdout.split("Commands:\n")[1].split("\n\n")[0].splitlines()
+    assert [line.split()[0] for line in lines] == ["inspect", "consolidate", "verify", "diff"]
+    assert not any(line.endswith("...") for line in lines)
+
+
+def test_consolidate_offers_exactly_the_options_that_are_built() -> None:
+    words = run("consolidate", "--help").stdout.split()
+    options = {word.rstrip(",") for word in words if word.startswith("--")}
+    assert options - {"--help", "--dtype"} == {
+        *("--select", "--keep-dtype", "--names", "--base", "--max-shard-size", "--include"),
+        *("--exclude", "--allow-code", "--dry-run", "--overwrite", "--memory-budget"),
+        *("--memory-limit", "--workers", "--json", "--quiet"),
+    }
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["bogus"],
+        ["inspect"],
+        ["inspect", "a", "b"],
+        ["inspect", "a", "--bogus"],
+        ["consolidate", "a"],
+        ["consolidate", LLAMA, "o", "--dtype", "int3"],
+        ["consolidate", LLAMA, "o", "--names", "hub"],
+        ["consolidate", LLAMA, "o", "--max-shard-size", "5XB"],
+        ["consolidate", LLAMA, "o", "--memory-budget", "much"],
+        ["consolidate", LLAMA, "o", "--workers", "many"],
+        ["consolidate", LLAMA, "o", "--workers", "0"],
+    ],
+)
+def test_wrong_usage_exits_2_and_tells_on_stderr(arguments: Sequence[str | Path]) -> None:
+    result = run(*arguments)
+    assert result.returncode == 2
+    assert not result.stdout
+    assert result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_an_error_names_code_place_and_hint() -> None:
+    result = run("consolidate", LLAMA, "o", "--max-shard-size", "5XB")
+    assert result.stderr == (
+        "error[bad-option]: --max-shard-size 5XB: 'XB' is no unit; found against B, KB, MB, GB,"
+        " TB (powers of 1,000)\n  hint: pass --max-shard-size 5GB\n"
+    )
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+def test_an_empty_directory_is_no_checkpoint(command: str, tmp_path: Path) -> None:
+    result = run(command, tmp_path)
+    assert result.returncode == 3
+    assert not result.stdout
+    assert result.stderr.startswith(f"error[not-a-checkpoint]: {tmp_path}: ")
+    assert "\n  hint: " in result.stderr
+
+
+def test_with_json_an_error_is_the_one_document() -> None:
+    result = run("inspect", "/no/such/place", "--json")
+    assert result.returncode == 3
+    error = document(result)["error"]
+    assert set(error) == {"code", "where", "message", "hint"}
+    assert error["code"] == "not-a-checkpoint"
+    assert result.stderr.startswith("error[not-a-checkpoint]: /no/such/place: ")
+
+
+def test_two_checkpoints_are_named_with_the_way_to_choose(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        shutil.copytree(PLAIN, tmp_path / name / "checkpoint-1")
+    result = run("consolidate", tmp_path, tmp_path.with_name("out"))
+    assert result.returncode == 4
+    assert "'a', 'b'" in result.stderr
+    assert "--select a" in result.stderr
+    chosen = run("inspect", tmp_path, "--select", "a", "--json")
+    assert document(chosen)["path"] == str(tmp_path / "a" / "checkpoint-1")
+
+
+def test_an_unknown_selection_is_refused_with_the_known_ones(tmp_path: Path) -> None:
+    result = run("consolidate", TWO_MODELS, tmp_path / "out", "--select", "third")
+    assert result.returncode == 4
+    assert "'third'" in result.stderr
+    assert "pytorch_model_fsdp_1" in result.stderr
+
+
+def test_inspect_json_has_what_the_contract_promises() -> None:
+    found = document(run("inspect", PLAIN, "--json"))
+    assert {"format", "path", "world_size", "step", "problems", "tensors"} <= set(found)
+    assert (found["format"], found["world_size"], found["problems"]) == ("dcp", 2, [])
+    embed = next(t for t in found["tensors"] if t["name"] == "embed.weight")
+    assert embed == {
+        "name": "embed.weight",
+        "tree": "model",
+        "part": "model",
+        "dtype": "float32",
+        "shape": [41, 7],
+        "chunks": 2,
+        "bytes": 41 * 7 * 4,
+    }
+
+
+def test_a_pattern_narrows_the_page_and_the_document() -> None:
+    page = run("inspect", PLAIN, "--tensors", "embed*").stdout
+    assert "model: 1 of 15 tensors, 1.15 KB" in page
+    assert "[41, 7]" in page
+    found = document(run("inspect", PLAIN, "--tensors", "embed*", "--json"))
+    assert [tensor["name"] for tensor in found["tensors"]] == ["embed.weight"]
+    assert "No tensor matches 'x*'" in run("inspect", PLAIN, "--tensors", "x*").stdout
+
+
+def test_inspect_of_a_damaged_checkpoint_shows_the_problems_and_succeeds(damaged: Path) -> None:
+    result = run("inspect", damaged)
+    assert result.returncode == 0
+    assert "Problems: " in result.stdout
+    assert "__1_0.distcp" in result.stdout
+    assert f"ckptkit verify {damaged}" in result.stdout
+    assert "ckptkit consolidate" not in result.stdout
+    assert document(run("inspect", damaged, "--json"))["problems"]
+
+
+def test_consolidate_tells_what_it_wrote_and_how_to_load_it(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    result = run("consolidate", LLAMA, out)
+    assert result.returncode == 0
+    assert not result.stderr
+    assert result.stdout.startswith(f"{out}\n  wrote      11 tensors in ")
+    assert "11 tensors proven by CRC-32" in result.stdout
+    assert f"transformers.AutoModelForCausalLM.from_pretrained('{out}')" in result.stdout
+    assert run("verify", out).stdout.startswith(f"ok: {out}, an output of ckptkit: 11 tensors")
+
+
+def test_consolidate_json_sums_up_the_manifest(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    found = document(run("consolidate", LLAMA, out, "--dtype", "bfloat16", "--json"))
+    assert (found["out"], found["tensors"], found["proven"]) == (str(out), 11, 11)
+    assert found["options"] == {"dtype": "bfloat16"}
+    assert found["unverified"] == []
+    for file in found["files"]:
+        assert (out / file["path"]).stat().st_size == file["bytes"]
+
+
+def test_quiet_prints_nothing_but_errors(tmp_path: Path) -> None:
+    done = run("consolidate", LLAMA, tmp_path / "out", "--quiet")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    again = run("consolidate", LLAMA, tmp_path / "out", "--quiet")
+    assert (again.returncode, again.stdout) == (5, "")
+    assert again.stderr.startswith("error[output-exists]: ")
+
+
+def test_overwrite_replaces_an_output(tmp_path: Path) -> None:
+    run("consolidate", LLAMA, tmp_path / "out")
+    (tmp_path / "out" / "stray").touch()
+    assert run("consolidate", LLAMA, tmp_path / "out", "--overwrite").returncode == 0
+    assert not (tmp_path / "out" / "stray").exists()
+
+
+def test_patterns_may_be_repeated(tmp_path: Path) -> None:
+    arguments = ["--include", "lm_head*", "--include", "model.norm*", "--workers", "1"]
+    found = document(run("consolidate", LLAMA, tmp_path / "out", "--json", *arguments))
+    assert found["tensors"] == 2
+
+
+def test_a_source_without_checksums_is_said_to_be_unverified(tmp_path: Path) -> None:
+    found = document(run("consolidate", UNCHECKED, tmp_path / "out", "--json"))
+    assert found["proven"] == 0
+    assert len(found["unverified"]) == found["tensors"]
+    assert "no checksum was stored" in run("verify", UNCHECKED).stdout
+
+
+def test_a_dry_run_prints_the_plan_and_writes_nothing(tmp_path: Path) -> None:
+    out = tmp_path / "deep" / "out"
+    found = document(run("consolidate", LLAMA, out, "--dry-run", "--json"))
+    assert list(tmp_path.iterdir()) == []
+    page = run("consolidate", LLAMA, out, "--dry-run")
+    assert page.returncode == 0
+    assert list(tmp_path.iterdir()) == []
+    assert "model.safetensors" in page.stdout
+    done = document(run("consolidate", LLAMA, out, "--json"))
+    assert [(f["path"], f["bytes"]) for f in found["files"]] == [
+        (f["path"], f["bytes"]) for f in done["files"]
+    ]
+    assert found["bytes_written"] == done["bytes"]
+    again = run("consolidate", LLAMA, out, "--dry-run")
+    assert (again.returncode, again.stdout) == (5, "")
+
+
+def test_verify_exits_6_and_lists_what_is_wrong(flipped: Path) -> None:
+    result = run("verify", flipped)
+    assert result.returncode == 6
+    assert result.stdout.startswith(f"damaged: {flipped}")
+    assert not result.stderr
+    report = document(run("verify", flipped, "--json"))
+    assert not report["ok"]
+    assert report["problems"]
+
+
+def test_a_damaged_source_leaves_no_output(flipped: Path, tmp_path: Path) -> None:
+    result = run("consolidate", flipped, tmp_path / "new" / "out")
+    assert result.returncode == 3
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["flipped"]
+
+
+def test_diff_exits_0_on_equal_and_6_on_different_checkpoints(tmp_path: Path) -> None:
+    run("consolidate", LLAMA, tmp_path / "same")
+    run("consolidate", LLAMA, tmp_path / "cast", "--dtype", "bfloat16")
+    same = run("diff", LLAMA, tmp_path / "same")
+    assert (same.returncode, same.stderr) == (0, "")
+    assert same.stdout.startswith("same: ")
+    other = run("diff", LLAMA, tmp_path / "cast")
+    assert other.returncode == 6
+    assert "model.norm.weight: float32 [16] against bfloat16 [16]" in other.stdout
+    report = document(run("diff", LLAMA, tmp_path / "cast", "--json"))
+    assert (report["same"], report["equal"]) == (False, 0)
+
+
+def test_a_reader_that_leaves_is_no_error() -> None:
+    command = f"{sys.executable} -m ckptkit_cli inspect {PLAIN} --tensors '*' --json | true"
+    result = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {command}"],  # noqa: S607
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_a_bug_exits_1_with_a_traceback_and_asks_for_a_report() -> None:
+    code = (
+        "import sys, ckptkit.pipeline.inspecting as inspecting\n"
+        "def broken(*_, **__): raise RuntimeError('no \\x1b[31m idea')\n"
+        "inspecting.run_inspection = broken\n"
+        "from ckptkit_cli.main import main\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+    result = run("inspect", PLAIN, "--json", code=code)
+    assert result.returncode == 1
+    assert "Traceback" in result.stderr
+    assert "please report it" in result.stderr
+    assert "\x1b" not in result.stderr
+    assert document(result)["error"]["code"] == "internal-error"
+
+
+def test_inspect_imports_nothing_that_is_slow_to_import() -> None:
+    code = (
+        "import sys\n"
+        "from ckptkit_cli.main import main\n"
+        "status = main(sys.argv[1:])\n"
+        "slow = {'torch', 'rich', 'pydantic', 'huggingface_hub', 'fsspec', 'safetensors', 'tqdm'}\n"
+        "print(sorted(slow & set(sys.modules)), file=sys.__stderr__)\n"
+        "sys.exit(status)\n"
+    )
+    result = run("inspect", PLAIN, code=code)
+    assert (result.returncode, result.stderr) == (0, "[]\n")
+
+
+SLOW = r"""
+import os, sys, time
+from ckptkit.storage.staging import LocalTarget
+from ckptkit_cli.main import main
+
+write = LocalTarget.write
+
+def slow(self, *arguments):
+    os.write(2, b"writing\n")  # in one piece: several threads come here
+    time.sleep(0.7)
+    return write(self, *arguments)
+
+LocalTarget.write = slow
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("signals", "status"),
+    [
+        ([signal.SIGINT], 130),
+        ([signal.SIGTERM], 143),
+        ([signal.SIGINT, signal.SIGINT, signal.SIGTERM], 130),
+        ([signal.SIGTERM, signal.SIGTERM], 143),
+    ],
+)
+def test_a_signal_leaves_nothing_behind(
+    signals: Sequence[signal.Signals], status: int, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-c", SLOW, "consolidate", str(LLAMA), str(tmp_path / "a" / "out")]
+    with subprocess.Popen(
+        command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline() == "writing\n"
+        for number in signals:
+            process.send_signal(number)
+        stdout, stderr = process.communicate(timeout=30)
+    assert process.returncode == status
+    assert list(tmp_path.iterdir()) == []
+    assert stdout == ""
+    assert f"stopped by {signals[0].name}" in stderr
+    assert "Traceback" not in stderr

@@ -1,0 +1,190 @@
+"""What people see: escaped, aligned, within the terminal, in colour only where it is wanted."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptkit_cli._text import cells, escaped, first_of, human_bytes, shortened, table, wrapped
+
+ROOT = Path(__file__).parents[2]
+LLAMA = ROOT / "fixtures" / "accelerate_fsdp2_tied_with_config" / "checkpoint"
+TWO_MODELS = ROOT / "fixtures" / "accelerate_fsdp2_two_models" / "checkpoint"
+HOSTILE = "evil\x1b[2J\x1b]0;owned\x07\u202egnp.\u2066\r\nerror[x]: \x9b31m"
+FORBIDDEN = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+PTY = """
+import fcntl, os, pty, struct, sys, termios
+columns, *command = sys.argv[1:]
+pid, terminal = pty.fork()
+if pid == 0:
+    fcntl.ioctl(0, termios.TIOCSWINSZ, struct.pack("HHHH", 40, int(columns), 0, 0))
+    os.execv(command[0], command)
+while True:
+    try:
+        data = os.read(terminal, 65536)
+    except OSError:
+        break
+    os.write(1, data)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+
+
+def run(*words: str | Path, **variables: str) -> str:
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "cli"), os.environ.get("PYTHONPATH", "")])
+    inherited = {k: v for k, v in os.environ.items() if k not in {"NO_COLOR", "COLUMNS"}}
+    given_here = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "TERM": "xterm"} | variables
+    return subprocess.run(
+        [sys.executable, *map(str, words)],
+        env=inherited | given_here,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        timeout=60,
+        check=True,
+    ).stdout.decode()
+
+
+def on_terminal(columns: int, *arguments: str | Path, **variables: str) -> str:
+    command = [sys.executable, "-m", "ckptkit_cli", *map(str, arguments)]
+    return run("-c", PTY, str(columns), *command, **variables).replace("\r\n", "\n")
+
+
+def without_colour(text: str) -> str:
+    return re.sub(r"\x1b\[\d*m", "", text)
+
+
+@pytest.fixture
+def hostile(tmp_path: Path) -> Path:
+    """A safetensors file with names, metadata and a path that attack the terminal."""
+    tensor = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
+    header = json.dumps({"__metadata__": {"format": "pt"}, HOSTILE: tensor}).encode()
+    folder = tmp_path / "run\x1b[31m\u202e"
+    folder.mkdir()
+    file = folder / "model.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    config = {"model_type": HOSTILE, "architectures": [HOSTILE]}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@given(st.text())
+def test_escaped_text_is_printable_and_printable_text_is_unchanged(text: str) -> None:
+    assert escaped(text).isprintable()
+    assert escaped(escaped(text)) == escaped(text)
+    if text.isprintable():
+        assert escaped(text) == text
+
+
+def test_hostile_text_is_shown_as_what_it_is() -> None:
+    assert escaped("a\x1b[31m\u202e\n\x9b\udcff") == r"a\x1b[31m\u202e\n\x9b\udcff"
+
+
+@pytest.mark.parametrize("arguments", [[], ["--tensors", "*"]])
+def test_no_control_character_of_a_checkpoint_reaches_a_terminal(
+    hostile: Path, arguments: list[str]
+) -> None:
+    shown = on_terminal(100, "inspect", hostile, *arguments)
+    assert not FORBIDDEN.search(without_colour(shown))
+    assert r"evil\x1b[2J" in shown
+    assert "\nerror[x]" not in shown
+
+
+def test_other_commands_escape_too(hostile: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out\x07"
+    for arguments in (
+        ("verify", hostile),
+        ("diff", hostile, hostile),
+        ("consolidate", hostile, out, "--dry-run"),
+        ("consolidate", hostile, out),
+    ):
+        shown = run("-m", "ckptkit_cli", *arguments)
+        assert not FORBIDDEN.search(shown), arguments
+        assert r"\x1b[31m\u202e" in shown or r"out\x07" in shown, arguments
+
+
+def test_json_is_ascii_and_keeps_the_name(hostile: Path) -> None:
+    text = run("-m", "ckptkit_cli", "inspect", hostile, "--json")
+    assert text.isascii()
+    assert not FORBIDDEN.search(text)
+    assert json.loads(text)["tensors"][0]["name"] == HOSTILE
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+@pytest.mark.parametrize("source", [LLAMA, TWO_MODELS])
+def test_a_page_keeps_to_the_terminal(source: Path, columns: int) -> None:
+    lines = without_colour(on_terminal(columns, "inspect", source)).splitlines()
+    own = [line for line in lines if str(source) not in line]  # commands and paths stay whole
+    assert len(own) > 10
+    assert max(map(len, own)) <= columns
+
+
+def test_colours_are_for_terminals_that_want_them() -> None:
+    assert "\x1b[1m" in on_terminal(80, "inspect", LLAMA)
+    assert "\x1b" not in on_terminal(80, "inspect", LLAMA, NO_COLOR="1")
+    assert "\x1b" not in on_terminal(80, "inspect", LLAMA, TERM="dumb")
+    assert "\x1b" not in run("-m", "ckptkit_cli", "inspect", LLAMA)
+
+
+def test_a_pipe_gets_whole_names_and_one_line_for_each_fact() -> None:
+    text = run("-m", "ckptkit_cli", "inspect", TWO_MODELS)
+    assert "..." not in text
+    assert "checkpoint: " not in text
+    assert "  pytorch_model_fsdp_1  model " in text
+
+
+def test_progress_is_drawn_on_a_terminal_and_wiped_off(tmp_path: Path) -> None:
+    shown = on_terminal(100, "consolidate", LLAMA, tmp_path / "out")
+    assert "consolidate: " in shown
+    assert "B/s" in shown
+    silent = on_terminal(100, "consolidate", LLAMA, tmp_path / "quiet", "--quiet")
+    assert silent == ""
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1.00 KB"),
+        (12_345, "12.3 KB"),
+        (999_499, "999 KB"),
+        (999_500, "1.00 MB"),
+        (5_000_000_000, "5.00 GB"),
+        (10**18, "1,000 PB"),
+    ],
+)
+def test_sizes_have_three_digits_and_powers_of_1000(count: int, text: str) -> None:
+    assert human_bytes(count) == text
+
+
+@given(st.text(), st.integers(5, 60))
+def test_shortened_text_fits(text: str, width: int) -> None:
+    shown = shortened(escaped(text), width)
+    assert cells(shown) <= width
+    if cells(escaped(text)) <= width:
+        assert shown == escaped(text)
+
+
+def test_columns_are_aligned_by_the_cells_they_take() -> None:
+    rows = [("NAME", "SIZE"), ("重み", "1 B"), ("w", "12 B")]
+    assert table(rows, width=None, right=(1,)) == [
+        "  NAME  SIZE",
+        "  重み   1 B",
+        "  w     12 B",
+    ]
+
+
+def test_a_text_without_end_is_cut_off() -> None:
+    assert wrapped("x" * 5000, width=None)[0].endswith("xxx... (5,000 characters)")
+
+
+def test_a_long_list_says_how_much_it_leaves_out() -> None:
+    assert first_of(["a", "b"], 2) == ["a", "b"]
+    assert first_of(["a", "b", "c"], 1) == ["a", "... and 2 more"]

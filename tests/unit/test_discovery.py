@@ -1,0 +1,163 @@
+"""Of many candidates the one that is meant."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckptkit.core.errors import AmbiguousSourceError, CannotPlanError, NotACheckpointError
+from ckptkit.formats.base import Candidate
+from ckptkit.formats.discovery import Found, resolve, step_of
+from ckptkit.formats.registry import recognise
+
+
+def dcp(folder: str) -> Candidate:
+    path = f"{folder}/.metadata" if folder else ".metadata"
+    return Candidate("dcp", folder, (path,), "'.metadata'")
+
+
+def found(*folders: str, select: str | None = None, broken: tuple[str, ...] = ()) -> Found:
+    return resolve(
+        [dcp(folder) for folder in folders],
+        location="here",
+        select=select,
+        lacks=lambda candidate: "a file" if candidate.folder in broken else "",
+    )
+
+
+def labels(found: Found) -> list[str]:
+    return [unit.label for unit in found.units]
+
+
+@pytest.mark.parametrize(
+    ("folder", "step"),
+    [
+        ("checkpoint-500", 500),
+        ("runs/a/checkpoint-500", 500),
+        ("checkpoint-500/pytorch_model_fsdp_0", 500),
+        ("step_00012", 12),
+        ("global_step7", 7),
+        ("iter_0000100", 100),
+        ("epoch=3", 3),
+        ("42", 42),
+        ("ckpt-1", 1),
+        ("pytorch_model_fsdp_0", None),
+        ("model", None),
+        ("checkpoint-best", None),
+        ("checkpoint-" + "9" * 30, None),
+        ("", None),
+    ],
+)
+def test_a_folders_name_tells_its_step(folder: str, step: int | None) -> None:
+    assert step_of(folder) == step
+
+
+def test_steps_are_compared_as_numbers() -> None:
+    assert found("checkpoint-9", "checkpoint-10", "checkpoint-100").folder == "checkpoint-100"
+
+
+def test_what_lies_in_one_step_belongs_together() -> None:
+    chosen = found("checkpoint-5/pytorch_model_fsdp_0", "checkpoint-5/optimizer_0")
+    assert chosen.folder == "checkpoint-5"
+    assert labels(chosen) == ["pytorch_model_fsdp_0", "optimizer_0"]
+    assert [unit.is_optimizer for unit in chosen.units] == [False, True]
+
+
+def test_an_incomplete_newest_step_is_passed_over_with_a_note() -> None:
+    chosen = found("checkpoint-1", "checkpoint-2", "checkpoint-3", broken=("checkpoint-3",))
+    assert chosen.folder == "checkpoint-2"
+    assert chosen.notes == ("checkpoint-3 was passed over: a file", "1 older step left alone")
+
+
+def test_the_only_step_is_taken_though_incomplete_so_that_its_reader_can_say_why() -> None:
+    assert found("checkpoint-1", broken=("checkpoint-1",)).folder == "checkpoint-1"
+
+
+def test_a_run_of_incomplete_steps_is_refused() -> None:
+    with pytest.raises(NotACheckpointError, match="none of 2 steps is complete"):
+        found("checkpoint-1", "checkpoint-2", broken=("checkpoint-1", "checkpoint-2"))
+
+
+def test_an_older_step_can_be_selected() -> None:
+    assert found("checkpoint-1", "checkpoint-2", select="checkpoint-1").folder == "checkpoint-1"
+
+
+def test_a_selected_step_is_taken_even_where_it_is_incomplete() -> None:
+    chosen = found("checkpoint-1", "checkpoint-2", select="checkpoint-2", broken=("checkpoint-2",))
+    assert chosen.folder == "checkpoint-2"
+
+
+def test_two_runs_are_ambiguous_until_one_is_selected() -> None:
+    folders = ("a/checkpoint-1", "a/checkpoint-2", "b/checkpoint-3")
+    with pytest.raises(AmbiguousSourceError, match="'a', 'b'") as caught:
+        found(*folders)
+    assert caught.value.hint == "choose one with --select a"
+    assert found(*folders, select="a").folder == "a/checkpoint-2"
+
+
+def test_a_model_beside_a_run_is_ambiguous_until_one_is_selected() -> None:
+    folders = ("final", "run/checkpoint-1")
+    with pytest.raises(AmbiguousSourceError, match="'final', 'run'"):
+        found(*folders)
+    assert labels(found(*folders, select="final")) == ["final"]
+    assert found(*folders, select="run").folder == "run/checkpoint-1"
+
+
+def test_a_selection_that_names_nothing_is_refused_with_the_names() -> None:
+    with pytest.raises(CannotPlanError, match="holds no 'c'; found 'a', 'b'"):
+        found("a/checkpoint-1", "b/checkpoint-3", select="c")
+
+
+def test_nothing_at_all_is_refused_with_what_was_looked_for() -> None:
+    with pytest.raises(NotACheckpointError) as caught:
+        found()
+    assert (caught.value.where, ".safetensors" in caught.value.hint) == ("here", True)
+
+
+def test_the_bin_form_of_a_model_is_left_out_beside_its_safetensors_form() -> None:
+    chosen = resolve(
+        recognise(["model.safetensors", "pytorch_model.bin"]),
+        location="here",
+        select=None,
+        lacks=lambda _: "",
+    )
+    assert [unit.candidate.format for unit in chosen.units] == ["safetensors"]
+
+
+def test_loose_torch_files_beside_shards_are_left_out() -> None:
+    paths = ["pytorch_model_fsdp_0/.metadata", "pytorch_model_fsdp_0/__0_0.distcp", "extra.pt"]
+    chosen = resolve(recognise(paths), location="here", select=None, lacks=lambda _: "")
+    assert labels(chosen) == ["pytorch_model_fsdp_0"]
+
+
+FOLDERS = st.sampled_from(
+    ["", "a", "b", "a/checkpoint-1", "a/checkpoint-2", "checkpoint-1", "checkpoint-10/model", "7"]
+)
+
+
+@settings(max_examples=150)
+@given(
+    st.lists(FOLDERS, unique=True, max_size=5),
+    st.none() | FOLDERS,
+    st.sets(FOLDERS),
+)
+def test_whatever_lies_there_one_step_is_found_or_the_refusal_says_how_to_choose(
+    folders: list[str], select: str | None, broken: set[str]
+) -> None:
+    try:
+        chosen = found(*folders, select=select, broken=tuple(broken))
+    except (AmbiguousSourceError, CannotPlanError, NotACheckpointError) as refused:
+        told = refused.where, bool(refused.hint)
+    else:
+        told = _told(chosen, folders)
+    assert told == ("here", True)
+
+
+def _told(chosen: Found, folders: list[str]) -> tuple[str, bool]:
+    """Checks what was found, and answers as a good refusal would."""
+    taken = {unit.candidate.folder for unit in chosen.units}
+    assert set() < taken <= set(folders)
+    assert all(folder.startswith(chosen.folder) for folder in taken)
+    assert len({unit.label for unit in chosen.units}) == len(chosen.units)
+    return "here", True

@@ -1,0 +1,163 @@
+"""Checksums of records, whatever the order and the pieces in which they are read."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+import zlib
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckptkit.core.errors import ChecksumError
+from ckptkit.execution.ledger import READ_BYTES, Account, ChecksumLedger, Piece
+
+DATA = random.Random(0).randbytes(5_000)  # noqa: S311
+START = 1_000  # of the record in its file
+
+
+class Reads:
+    """A file whose reads are counted."""
+
+    def __init__(self, record: bytes = DATA) -> None:
+        self.file = bytes(START) + record
+        self.size_bytes = 0
+
+    def __call__(self, position: int, target: memoryview) -> None:
+        target[:] = self.file[position : position + len(target)]
+        self.size_bytes += len(target)
+
+
+def account(reads: Reads, expected: int | None = None) -> Account:
+    crc = zlib.crc32(reads.file[START:]) if expected is None else expected
+    return Account(START, len(reads.file), crc, "a file, tensor 'w'", reads)
+
+
+def piece(start: int, stop: int, data: bytes = DATA) -> Piece:
+    return start, stop - start, zlib.crc32(data[start:stop])
+
+
+def settled(pieces: list[Piece], reads: Reads, expected: int | None = None) -> None:
+    ledger = ChecksumLedger(1)
+    ledger.expect(0, account(reads, expected))
+    for one in pieces:
+        ledger.add(0, one)
+    ledger.finish()
+
+
+SPANS = st.tuples(st.integers(0, len(DATA)), st.integers(0, len(DATA))).map(sorted)
+
+
+@settings(max_examples=150)
+@given(st.lists(SPANS, max_size=12), st.booleans())
+def test_any_pieces_prove_a_record_that_is_whole_and_expose_one_that_is_not(
+    spans: list[list[int]], damaged: bool
+) -> None:
+    pieces = [piece(start, stop) for start, stop in spans]
+    if not damaged:
+        settled(pieces, Reads())
+        return
+    with pytest.raises(ChecksumError, match="stored") as caught:
+        settled(pieces, Reads(), expected=zlib.crc32(DATA) ^ 1)
+    assert caught.value.where == "a file, tensor 'w'"
+
+
+@settings(max_examples=80)
+@given(st.lists(st.integers(1, len(DATA) - 1), max_size=10, unique=True), st.randoms())
+def test_pieces_that_tile_a_record_need_no_reading_in_any_order(
+    cuts: list[int], order: random.Random
+) -> None:
+    edges = [0, *sorted(cuts), len(DATA)]
+    pieces = [piece(*pair) for pair in itertools.pairwise(edges)]
+    order.shuffle(pieces)
+    reads = Reads()
+    settled(pieces, reads)
+    assert reads.size_bytes == 0
+
+
+@settings(max_examples=80)
+@given(SPANS, st.integers(0, len(DATA) - 1))
+def test_a_damaged_byte_is_found_wherever_it_was_read(span: list[int], position: int) -> None:
+    damaged = bytearray(DATA)
+    damaged[position] ^= 4
+    reads = Reads(bytes(damaged))
+    with pytest.raises(ChecksumError):
+        settled([piece(span[0], span[1], bytes(damaged))], reads, expected=zlib.crc32(DATA))
+
+
+def test_only_what_is_missing_is_read_at_the_end() -> None:
+    reads = Reads()
+    settled([piece(0, 1_000), piece(3_000, 5_000)], reads)
+    assert reads.size_bytes == 2_000
+
+
+def test_a_record_of_which_nothing_was_read_is_read_whole() -> None:
+    reads = Reads()
+    settled([], reads)
+    assert reads.size_bytes == len(DATA)
+
+
+def test_a_long_record_is_read_in_bounded_steps() -> None:
+    record = bytes(2 * READ_BYTES + 5)
+    largest = 0
+    reads = Reads(record)
+
+    def read(position: int, target: memoryview) -> None:
+        nonlocal largest
+        largest = max(largest, len(target))
+        reads(position, target)
+
+    ledger = ChecksumLedger(1)
+    ledger.expect(0, Account(START, START + len(record), zlib.crc32(record), "here", read))
+    ledger.finish()
+    assert (largest, reads.size_bytes) == (READ_BYTES, len(record))
+
+
+def test_an_empty_record_is_settled_against_the_checksum_of_nothing() -> None:
+    settled([], Reads(b""))
+    with pytest.raises(ChecksumError):
+        settled([], Reads(b""), expected=1)
+
+
+def test_a_settled_record_is_not_opened_again() -> None:
+    ledger, reads = ChecksumLedger(1), Reads()
+    ledger.expect(0, account(reads))
+    ledger.add(0, piece(0, len(DATA)))
+    ledger.expect(0, account(reads, expected=7))
+    ledger.add(0, piece(0, 10))
+    ledger.finish()
+    assert reads.size_bytes == 0
+
+
+def test_a_piece_of_a_record_without_checksum_is_ignored() -> None:
+    ChecksumLedger(2).add(1, piece(0, 10))
+
+
+def test_a_failing_record_does_not_hide_the_others() -> None:
+    ledger = ChecksumLedger(3)
+    for record, expected in enumerate((None, 1, 2)):
+        ledger.expect(record, account(Reads(), expected))
+    for _ in range(2):
+        with pytest.raises(ChecksumError):
+            ledger.finish()
+    ledger.finish()
+
+
+def test_threads_may_add_pieces_at_once() -> None:
+    ledger, reads = ChecksumLedger(1), Reads()
+    ledger.expect(0, account(reads))
+    steps = range(0, len(DATA), 10)
+
+    def add(starts: range) -> None:
+        for start in starts:
+            ledger.add(0, piece(start, start + 10))
+
+    threads = [threading.Thread(target=add, args=(part,)) for part in (steps[::2], steps[1::2])]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    ledger.finish()
+    assert reads.size_bytes == 0

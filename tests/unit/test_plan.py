@@ -1,0 +1,138 @@
+"""Segments, files and tasks of a plan."""
+
+from __future__ import annotations
+
+import json
+import pickle
+
+import numpy as np
+import pytest
+import safetensors
+
+from ckptkit.core.dtypes import dtype_named
+from ckptkit.core.errors import CannotPlanError
+from ckptkit.core.index import Fqn, Key, Shape
+from ckptkit.core.manifest import LEAF_BYTES
+from ckptkit.layouts.hf_weights import DATA_ALIGNMENT, INDEX_NAME, layout_hf_weights
+from ckptkit.planning.files import numbered, split_by_size
+from ckptkit.planning.plan import (
+    SOURCE,
+    TASK_BYTES,
+    Copy,
+    Literal,
+    OutputFile,
+    Plan,
+    Product,
+    TensorSpec,
+    contiguous,
+)
+
+
+def product(name: str, shape: Shape, dtype: str = "float32") -> Product:
+    return Product(TensorSpec(Fqn(name), dtype_named(dtype), shape), Copy(SOURCE, Key(name)))
+
+
+def header_of(file: OutputFile) -> bytes:
+    body = file.segments[0].body
+    assert isinstance(body, Literal)
+    return body.data
+
+
+def names_of(file: OutputFile) -> list[str]:
+    return [segment.spec.name for segment in file.segments if segment.spec is not None]
+
+
+def test_segments_lie_one_after_the_other() -> None:
+    file = contiguous(
+        "f", [(3, Literal(b"abc"), None), (0, Literal(b""), None), (2, Literal(b"de"), None)]
+    )
+    assert [(s.start, s.stop) for s in file.segments] == [(0, 3), (3, 3), (3, 5)]
+    assert file.size_bytes == 5
+
+
+def test_tensor_data_begins_on_a_page_and_larger_items_come_first() -> None:
+    products = [product("b", (3,), "int8"), product("a", (2,), "float64"), product("c", (5,))]
+    (file,) = layout_hf_weights(products, 10**9)
+    assert file.path == "model.safetensors"
+    assert names_of(file) == ["a", "c", "b"]
+    assert file.segments[1].start % DATA_ALIGNMENT == 0
+    for segment in file.segments[1:]:
+        assert segment.spec is not None
+        assert segment.start % segment.spec.dtype.itemsize == 0
+
+
+def test_the_header_is_one_that_the_safetensors_library_takes() -> None:
+    products = [product("größe", (2, 3), "bfloat16"), product("s", ()), product("e", (0, 4))]
+    (file,) = layout_hf_weights(products, 10**9)
+    image = header_of(file) + bytes(file.size_bytes - len(header_of(file)))
+    content = dict(safetensors.deserialize(image))  # type: ignore[no-untyped-call]
+    found = {name: (info["dtype"], info["shape"]) for name, info in content.items()}
+    assert found == {"größe": ("BF16", [2, 3]), "s": ("F32", []), "e": ("F32", [0, 4])}
+
+
+def test_files_are_filled_in_order_and_the_index_tells_where() -> None:
+    products = [product(name, (100,)) for name in "abcde"]
+    *files, index = layout_hf_weights(products, 800)
+    assert [file.path for file in files] == [
+        f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)
+    ]
+    assert [names_of(file) for file in files] == [["a", "b"], ["c", "d"], ["e"]]
+    assert index.path == INDEX_NAME
+    document = json.loads(header_of(index))
+    assert document["weight_map"] == {name: f.path for f in files for name in names_of(f)}
+    assert document["metadata"] == {"total_parameters": 500, "total_size": 2_000}
+
+
+def test_a_tensor_larger_than_the_limit_has_a_file_of_its_own() -> None:
+    groups = split_by_size(
+        [product(n, (size,)) for n, size in zip("abc", (1, 100, 1), strict=True)], 8
+    )
+    assert [[p.spec.name for p in group] for group in groups] == [["a"], ["b"], ["c"]]
+
+
+def test_nothing_at_all_is_still_one_file() -> None:
+    assert split_by_size([], 8) == [[]]
+
+
+def test_a_single_file_has_no_number() -> None:
+    assert numbered("model", "safetensors", 1) == ["model.safetensors"]
+    assert numbered("m", "bin", 12)[-1] == "m-00012-of-00012.bin"
+
+
+def test_a_dtype_that_safetensors_lacks_cannot_be_planned() -> None:
+    with pytest.raises(CannotPlanError, match="complex128") as caught:
+        layout_hf_weights([product("w", (2,), "complex128")], 10**9)
+    assert "--exclude" in caught.value.hint
+    assert "'w'" in caught.value.where
+
+
+def test_a_header_over_the_librarys_limit_cannot_be_planned() -> None:
+    products = [product("x" * 10_000_000 + str(i), ()) for i in range(11)]
+    with pytest.raises(CannotPlanError, match="header") as caught:
+        layout_hf_weights(products, 10**9)
+    assert "--max-shard-size" in caught.value.hint
+
+
+def test_tasks_are_leaves_or_several_small_tensors() -> None:
+    elements = 2 * LEAF_BYTES + 4
+    (file,) = layout_hf_weights(
+        [product("big", (elements,), "int8"), product("small", (7,), "int8")], 10**9
+    )
+    tasks = list(Plan((file,), {}).tasks())
+    assert tasks[0].start == 0
+    assert [task.stop for task in tasks][-1] == file.size_bytes
+    assert all(task.stop - task.start <= TASK_BYTES for task in tasks)
+    leaves = [(p.start, p.stop) for t in tasks for p in t.parts if p.number == 1]
+    assert leaves == [(0, LEAF_BYTES), (LEAF_BYTES, 2 * LEAF_BYTES), (2 * LEAF_BYTES, elements)]
+
+
+def test_a_plan_can_be_sent_to_another_process() -> None:
+    plan = Plan(tuple(layout_hf_weights([product("a", (2,))], 10**9)), {Fqn("b"): Fqn("a")}, ("x",))
+    assert pickle.loads(pickle.dumps(plan)) == plan  # noqa: S301, TID251 - made right here
+
+
+def test_a_plan_knows_its_size() -> None:
+    plan = Plan(tuple(layout_hf_weights([product("a", (3,)), product("b", (3,))], 12)), {})
+    assert plan.bytes_written == sum(file.size_bytes for file in plan.files)
+    assert [spec.name for _, _, spec in plan.specs()] == ["a", "b"]
+    assert np.prod(next(plan.specs())[2].shape) == 3
