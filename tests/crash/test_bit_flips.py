@@ -30,10 +30,10 @@ WEIGHTS = "model.safetensors"
 SLOWEST_SECONDS = 20  # one takes milliseconds; the rest is for busy machines
 # Of each checkpoint, how many flips anywhere in it, and how many in its `.metadata` alone.
 CASES = {
-    "fsdp2_hsdp": (2_000, 2_000),  # 4 ranks, 2 replicas; 0-d, int64 and bool buffers
-    "dcp_dtypes_and_layouts": (1_000, 1_000),  # every dtype, strided and empty tensors
-    "dtensor_column_split": (1_000, 1_000),  # 4 ranks, columns and blocks
-    "fsdp1_full_shard_flat": (1_000, 1_000),
+    "fsdp2_hsdp": (1_000, 2_500),  # 4 ranks, 2 replicas; 0-d, int64 and bool buffers
+    "dcp_dtypes_and_layouts": (700, 1_000),  # every dtype, strided and empty tensors
+    "dtensor_column_split": (1_300, 1_000),  # 4 ranks, columns and blocks
+    "fsdp1_full_shard_flat": (1_500, 1_000),
 }
 Files = Mapping[str, bytes]
 
@@ -113,3 +113,20 @@ def test_every_bit_of_a_row_of_weights_is_under_its_checksum() -> None:
     first = 8 * files[name].index(row)
     for bit in range(first, first + 8 * len(row), 3):
         assert outcome(flipped(files, name, bit), truth) == "checksum-mismatch"
+
+
+@pytest.mark.parametrize("word", [b"planner_data", b"storage_data", b"state_dict_metadata"])
+def test_every_bit_in_the_name_of_a_table_matters(word: bytes) -> None:
+    files = files_of("fsdp2_hsdp")
+    truth = consolidated(files)
+    first = 8 * files[".metadata"].index(word)
+    for bit in range(first, first + 8 * len(word)):
+        assert outcome(flipped(files, ".metadata", bit), truth) not in {"equal", "DIFFERENT"}
+
+
+def test_the_shape_of_a_tensor_without_elements_matters_too() -> None:
+    files = files_of("dcp_dtypes_and_layouts")
+    truth = consolidated(files)
+    shape = files[".metadata"].index(b"K\x00K\x05\x86")  # (0, 5), that of the tensor itself
+    for bit in range(8 * (shape + 3), 8 * (shape + 4)):
+        assert outcome(flipped(files, ".metadata", bit), truth) == "bad-format"

@@ -130,7 +130,7 @@ def test_a_disk_that_fills_up_meanwhile_leaves_nothing(
 # Signals
 
 SCRIPT = """
-import os, sys, time
+import os, signal, sys, time
 import ckptkit
 from ckptkit.execution.events import BytesWritten
 from ckptkit_cli._signals import Stopped, raise_on_signals
@@ -140,6 +140,7 @@ def listener(event):
         print("written", flush=True)
         time.sleep(0.2)
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests may ignore it
 raise_on_signals()
 try:
     ckptkit.consolidate(sys.argv[1], sys.argv[2], listener=listener)

@@ -1,0 +1,219 @@
+"""Which tensors are written, and in which element type."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import ckptkit
+from ckptkit.core.dtypes import DType, dtype_named
+from ckptkit.core.errors import (
+    AmbiguousSourceError,
+    CannotPlanError,
+    IncompleteCheckpointError,
+    OverflowRefusedError,
+    RefusedError,
+)
+from ckptkit.core.index import (
+    ChunkTable,
+    Fqn,
+    Key,
+    Part,
+    RecordTable,
+    TensorEntry,
+    TensorIndex,
+)
+from ckptkit.kernels.cast_kernel import CastKernel
+from ckptkit.planning.plan import SOURCE, Compute, Copy
+from ckptkit.planning.requests import ConsolidateRequest
+from ckptkit.planning.selection import (
+    DTypePolicy,
+    make_products,
+    model_trees,
+    refuse_what_would_load_as_random,
+    select_model,
+)
+
+EMPTY = np.zeros(0, np.int64)
+
+
+def entry(
+    name: str, *, tree: str = "", part: Part = "model", dtype: str = "float32"
+) -> TensorEntry:
+    key = Key(f"{tree}.{name}" if tree else name)
+    chunks = ChunkTable(EMPTY.reshape(0, 1), EMPTY.reshape(0, 1), EMPTY)
+    return TensorEntry(key, (key,), Fqn(name), tree, part, dtype_named(dtype), (2,), chunks)
+
+
+def index_of(*entries: TensorEntry) -> TensorIndex:
+    records = RecordTable(EMPTY, EMPTY, EMPTY)
+    return TensorIndex("test", [], records, {entry.key: entry for entry in entries})
+
+
+def selected(index: TensorIndex, **options: Any) -> list[str]:
+    return [e.name for e in select_model(index, ConsolidateRequest(**options), location="here")]
+
+
+def test_optimizers_and_other_trees_are_left_out() -> None:
+    index = index_of(
+        entry("a"), entry("b", tree="optim", part="optimizer"), entry("c", tree="rng", part="other")
+    )
+    assert model_trees(index) == [""]
+    assert selected(index) == ["a"]
+
+
+def test_several_models_need_a_selection() -> None:
+    index = index_of(entry("a", tree="actor"), entry("b", tree="critic"))
+    with pytest.raises(AmbiguousSourceError, match="'actor', 'critic'") as caught:
+        selected(index)
+    assert caught.value.hint == "choose one with --select actor"
+    assert selected(index, select="critic") == ["b"]
+    with pytest.raises(CannotPlanError, match="holds no model 'x'; found 'actor', 'critic'"):
+        selected(index, select="x")
+
+
+def test_a_checkpoint_without_model_is_incomplete() -> None:
+    with pytest.raises(IncompleteCheckpointError, match="no model tensor among 1 tensors"):
+        selected(index_of(entry("a", tree="optim", part="optimizer")))
+
+
+@pytest.mark.parametrize("options", [{"include": ("x*",)}, {"exclude": ("*",)}])
+def test_patterns_that_leave_nothing_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(CannotPlanError, match="leave none of 2 tensors") as caught:
+        selected(index_of(entry("a"), entry("b")), **options)
+    assert caught.value.exit_status == 4
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "base_model.model.q_proj.lora_A.default.weight",
+        "q_proj.lora_B.weight",
+        "q_proj.base_layer.weight",
+        "embed.lora_embedding_A.default",
+        "q_proj.lora_magnitude_vector.default.weight",
+        "score.modules_to_save.default.weight",
+        "up.weight.quant_state.bitsandbytes__nf4",
+        "up.weight.absmax",
+        "up.SCB",
+    ],
+)
+def test_what_would_load_as_random_is_refused_by_name(name: str) -> None:
+    with pytest.raises(RefusedError, match="random weights") as caught:
+        refuse_what_would_load_as_random([entry("up.weight"), entry(name)], location="here")
+    assert repr(name) in caught.value.message
+    assert "--names live" in caught.value.hint
+
+
+@pytest.mark.parametrize("name", ["explora_A.weight", "base_layers.0.weight", "SCB", "colora.bias"])
+def test_names_that_only_resemble_adapters_are_taken(name: str) -> None:
+    refuse_what_would_load_as_random([entry(name)], location="here")
+
+
+@pytest.mark.parametrize(
+    ("stored", "choice", "written"),
+    [
+        ("float32", "keep", "float32"),
+        ("float32", "bfloat16", "bfloat16"),
+        ("bfloat16", "float32", "float32"),
+        ("float64", "float16", "float16"),
+        ("float8_e4m3fn", "bfloat16", "bfloat16"),
+        ("int64", "bfloat16", "int64"),
+        ("bool", "float32", "bool"),
+        ("uint8", "float16", "uint8"),
+        ("complex64", "float32", "complex64"),
+    ],
+)
+def test_only_floating_tensors_are_cast(stored: str, choice: str, written: str) -> None:
+    assert DTypePolicy(choice, ()).target(entry("a", dtype=stored)).name == written
+
+
+def test_a_kept_name_keeps_its_type_whatever_the_rest_becomes() -> None:
+    policy = DTypePolicy("bfloat16", ("*.running_*", "head"))
+    written = {name: policy.target(entry(name)).name for name in ("bn.running_mean", "head", "up")}
+    assert written == {"bn.running_mean": "float32", "head": "float32", "up": "bfloat16"}
+
+
+def test_products_copy_what_stays_compute_what_changes_and_leave_out_what_is_tied() -> None:
+    entries = [entry("a"), entry("b", dtype="int64"), entry("c", dtype="bfloat16"), entry("d")]
+    request = ConsolidateRequest(dtype="bfloat16")
+    casts: list[tuple[str, str, str]] = []
+
+    def cast(origin: str, key: Key, before: DType, after: DType) -> CastKernel:
+        casts.append((key, before.name, after.name))
+        return CastKernel(origin, key, before, after)
+
+    products = make_products(entries, request, {Fqn("d"): Fqn("a")}, cast)
+    assert [product.spec.name for product in products] == ["a", "b", "c"]
+    assert [type(product.body) for product in products] == [Compute, Copy, Copy]
+    assert products[1].body == Copy(SOURCE, Key("b"))
+    assert casts == [("a", "float32", "bfloat16")]
+
+
+# The same through the whole pipeline
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    folder = tmp_path / "source"
+    folder.mkdir()
+    values = torch.tensor([1.0, -0.0, 1e-40, 65_504.0, 3.14159265, float("inf"), float("nan")])
+    values[6:] = torch.tensor([-0x00300000], dtype=torch.int32).view(torch.float32)  # a NaN's bits
+    tensors = {
+        "up.weight": values,
+        "bn.running_mean": torch.rand(5, generator=torch.Generator().manual_seed(1)),
+        "steps": torch.tensor(2**62 + 1),
+        "mask": torch.tensor([True, False]),
+    }
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def bits(tensor: torch.Tensor) -> list[int]:
+    kinds = {2: torch.int16, 4: torch.int32, 8: torch.int64, 1: torch.uint8}
+    found: list[int] = tensor.view(kinds[tensor.element_size()]).flatten().tolist()
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_floats_become_what_torch_makes_of_them_and_nan_one_quiet_nan(
+    dtype: Any, source: Path, tmp_path: Path
+) -> None:
+    ckptkit.consolidate(source, tmp_path / "out", dtype=dtype, keep_dtype=["bn.*"])
+    before = load_file(source / "model.safetensors")
+    after = load_file(tmp_path / "out" / "model.safetensors")
+    wanted = before["up.weight"].to(getattr(torch, dtype))
+    assert after["up.weight"].dtype == wanted.dtype
+    assert bits(after["up.weight"])[:6] == bits(wanted)[:6]
+    assert torch.isnan(after["up.weight"][6])
+    for name in ("bn.running_mean", "steps", "mask"):
+        assert (after[name].dtype, bits(after[name])) == (before[name].dtype, bits(before[name]))
+
+
+def test_every_nan_becomes_the_same_quiet_nan(tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    patterns = [0x7F800001, 0x7FFFFFFF, -1, -0x007FFFFF, 0x7FC00000]
+    nans = torch.tensor(patterns, dtype=torch.int32).view(torch.float32)
+    save_file({"w": nans}, tmp_path / "source" / "model.safetensors")
+    for dtype in ("bfloat16", "float16"):
+        ckptkit.consolidate(tmp_path / "source", tmp_path / dtype, dtype=dtype)
+        written = load_file(tmp_path / dtype / "model.safetensors")["w"]
+        assert torch.isnan(written).all()
+        assert len(set(bits(written))) == 1
+
+
+def test_a_finite_number_that_float16_cannot_hold_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    out = tmp_path / "outbox" / "out"
+    save_file({"w": torch.tensor([1.0, 70_000.0])}, tmp_path / "source" / "model.safetensors")
+    with pytest.raises(OverflowRefusedError) as caught:
+        ckptkit.consolidate(tmp_path / "source", out, dtype="float16")
+    assert caught.value.exit_status == 4
+    assert "'w'" in str(caught.value)
+    assert caught.value.hint
+    assert not out.parent.exists()  # it was made for the run, and removed again

@@ -1,0 +1,239 @@
+"""Configurations and tokenizers beside the weights; ties, which a configuration declares."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+import ckptkit
+from ckptkit.core.dtypes import dtype_named
+from ckptkit.core.errors import FormatError, NotACheckpointError
+from ckptkit.planning.side_files import (
+    bytes_by_dtype,
+    choose_side_files,
+    config_as_written,
+    has_auto_map,
+    parse_json_object,
+    to_json,
+    without_auto_map,
+)
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+F32, BF16, I64 = (dtype_named(name) for name in ("float32", "bfloat16", "int64"))
+
+
+def chosen(*folders: Mapping[str, int], allow_code: bool = False) -> tuple[list[str], list[str]]:
+    listed = [(f"origin{i}", "", names) for i, names in enumerate(folders)]
+    files, code = choose_side_files(listed, allow_code=allow_code)
+    return [f"{file.origin}:{file.path}" for file in files], code
+
+
+def test_each_file_comes_from_the_nearest_folder_that_has_it() -> None:
+    near, far = {"config.json": 2}, {"config.json": 9, "tokenizer.json": 9}
+    assert chosen(near, far)[0] == ["origin0:config.json", "origin1:tokenizer.json"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "training_args.bin",
+        "optimizer.pt",
+        "rng_state_0.pth",
+        "trainer_state.json",
+        "random_states_0.pkl",
+        "README.md",
+        ".env",
+        "config.json.bak",
+        "wandb/config.json",
+        "additional_chat_templates/a/b.txt",
+        "MODEL.safetensors",
+    ],
+)
+def test_what_is_not_on_the_list_is_left_alone(name: str) -> None:
+    assert chosen({name: 1}, allow_code=True) == ([], [])
+
+
+def test_python_files_are_named_and_left_out_unless_allowed() -> None:
+    names = {"modeling_x.py": 3, "config.json": 2}
+    assert chosen(names) == (["origin0:config.json"], ["modeling_x.py"])
+    assert chosen(names, allow_code=True)[0] == ["origin0:config.json", "origin0:modeling_x.py"]
+
+
+@pytest.mark.parametrize("data", [b"", b"[1]", b"nonsense", b"\xff", b"[" * 100_000, b"1"])
+def test_a_configuration_that_is_no_object_is_refused(data: bytes) -> None:
+    with pytest.raises(FormatError) as caught:
+        parse_json_object(data, where="config.json")
+    assert caught.value.where == "config.json"
+
+
+@settings(max_examples=60)
+@given(st.binary(max_size=60))
+def test_any_bytes_are_an_object_or_refused(data: bytes) -> None:
+    try:
+        assert isinstance(parse_json_object(data, where="x"), dict)
+    except FormatError:
+        return
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({"a": 1}, {"a": 1, "dtype": "bfloat16"}),
+        ({"dtype": "float32"}, {"dtype": "bfloat16"}),
+        ({"torch_dtype": "float32"}, {"torch_dtype": "bfloat16"}),
+        ({"torch_dtype": 1, "dtype": 2}, {"torch_dtype": "bfloat16", "dtype": "bfloat16"}),
+    ],
+)
+def test_the_dtype_of_most_bytes_is_written_under_the_key_that_is_there(
+    before: dict[str, Any], after: dict[str, Any]
+) -> None:
+    sizes = bytes_by_dtype([(F32, 10), (BF16, 8), (BF16, 8), (I64, 1_000)])
+    assert config_as_written(before, sizes, allow_code=False) == after
+
+
+def test_a_model_of_integers_alone_leaves_the_dtype_as_it_was() -> None:
+    assert config_as_written({"dtype": "x"}, {I64: 5}, allow_code=False) == {"dtype": "x"}
+
+
+def test_auto_map_goes_unless_code_is_allowed() -> None:
+    config = {"auto_map": {"AutoModel": "modeling_x.X"}, "a": 1}
+    assert has_auto_map(config)
+    assert without_auto_map(config) == {"a": 1}
+    assert "auto_map" not in config_as_written(config, {}, allow_code=False)
+    assert "auto_map" in config_as_written(config, {}, allow_code=True)
+
+
+def test_configurations_keep_their_order_and_their_letters() -> None:
+    assert to_json({"b": "é", "a": 1}) == '{\n  "b": "é",\n  "a": 1\n}\n'.encode()
+
+
+# The same through the whole pipeline
+
+
+def make_source(folder: Path, files: Mapping[str, Any], *, head: float = 1.0) -> Path:
+    folder.mkdir()
+    embedding = torch.ones(4, 2)
+    save_file({EMBEDDING: embedding, HEAD: embedding * head}, folder / "model.safetensors")
+    for name, content in files.items():
+        data = content if isinstance(content, str) else json.dumps(content)
+        (folder / name).write_text(data, encoding="utf-8")
+    return folder
+
+
+def names_in(out: Path) -> set[str]:
+    return set(load_file(out / "model.safetensors"))
+
+
+def config_in(out: Path) -> Any:
+    return json.loads((out / "config.json").read_text(encoding="utf-8"))
+
+
+def test_weights_that_are_equal_and_declared_tied_are_written_once(tmp_path: Path) -> None:
+    source = make_source(tmp_path / "s", {"config.json": LLAMA | {"tie_word_embeddings": True}})
+    manifest = ckptkit.consolidate(source, tmp_path / "out")
+    assert names_in(tmp_path / "out") == {EMBEDDING}
+    assert dict(manifest.tied) == {HEAD: EMBEDDING}
+    assert config_in(tmp_path / "out")["tie_word_embeddings"] is True
+
+
+@pytest.mark.parametrize(
+    "files",
+    [{"config.json": LLAMA | {"tie_word_embeddings": False}}, {}],
+    ids=["not_declared", "no_config"],
+)
+def test_weights_that_are_equal_by_accident_are_both_written(
+    files: dict[str, Any], tmp_path: Path
+) -> None:
+    manifest = ckptkit.consolidate(make_source(tmp_path / "s", files), tmp_path / "out")
+    assert names_in(tmp_path / "out") == {EMBEDDING, HEAD}
+    assert not manifest.tied
+
+
+def test_weights_that_are_declared_tied_but_differ_are_both_written_and_untied(
+    tmp_path: Path,
+) -> None:
+    config = LLAMA | {"tie_word_embeddings": True}
+    source = make_source(tmp_path / "s", {"config.json": config}, head=2.0)
+    manifest = ckptkit.consolidate(source, tmp_path / "out")
+    assert names_in(tmp_path / "out") == {EMBEDDING, HEAD}
+    assert not manifest.tied
+    assert config_in(tmp_path / "out")["tie_word_embeddings"] is False
+
+
+def test_a_sharded_output_for_training_keeps_every_tied_name(tmp_path: Path) -> None:
+    source = make_source(tmp_path / "s", {"config.json": LLAMA | {"tie_word_embeddings": True}})
+    manifest = ckptkit.convert(source, tmp_path / "out", to="dcp")
+    assert set(manifest.tensors) == {EMBEDDING, HEAD}
+
+
+CODE = {
+    "config.json": LLAMA | {"auto_map": {"AutoModel": "modeling_x.X"}},
+    "tokenizer_config.json": {"auto_map": {"AutoTokenizer": ["tok.T", None]}, "pad": "x"},
+    "modeling_x.py": "raise SystemExit",
+    "training_args.bin": "secret",
+    "generation_config.json": {"max_length": 3},
+}
+
+
+def test_code_is_left_behind_with_everything_that_would_run_it(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    ckptkit.consolidate(make_source(tmp_path / "s", CODE), out)
+    assert {path.name for path in out.iterdir()} == {
+        "ckptkit.json",
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer_config.json",
+    }
+    assert "auto_map" not in config_in(out)
+    assert json.loads((out / "tokenizer_config.json").read_text()) == {"pad": "x"}
+    assert json.loads((out / "generation_config.json").read_text()) == {"max_length": 3}
+
+
+def test_code_comes_along_where_it_is_allowed(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    ckptkit.consolidate(make_source(tmp_path / "s", CODE), out, allow_code=True)
+    assert (out / "modeling_x.py").read_text() == "raise SystemExit"
+    assert "auto_map" in config_in(out)
+    assert "auto_map" in json.loads((out / "tokenizer_config.json").read_text())
+    assert not (out / "training_args.bin").exists()
+
+
+def test_the_dtype_in_the_configuration_is_that_of_the_weights(tmp_path: Path) -> None:
+    source = make_source(tmp_path / "s", {"config.json": LLAMA | {"dtype": "float32"}})
+    ckptkit.consolidate(source, tmp_path / "out", dtype="bfloat16")
+    assert config_in(tmp_path / "out")["dtype"] == "bfloat16"
+
+
+def test_what_the_source_lacks_comes_from_the_base_and_the_rest_stays(tmp_path: Path) -> None:
+    base = make_source(tmp_path / "base", {"config.json": LLAMA | {"a": 1}, "tokenizer.json": "{}"})
+    source = make_source(tmp_path / "s", {"config.json": LLAMA | {"a": 2}}, head=3.0)
+    ckptkit.consolidate(source, tmp_path / "out", base=base)
+    assert config_in(tmp_path / "out")["a"] == 2
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
+    assert load_file(tmp_path / "out" / "model.safetensors")[HEAD][0, 0] == 3.0
+
+
+def test_a_base_that_is_no_directory_is_refused_by_its_option(tmp_path: Path) -> None:
+    source = make_source(tmp_path / "s", {})
+    with pytest.raises(NotACheckpointError) as caught:
+        ckptkit.consolidate(source, tmp_path / "out", base=tmp_path / "nowhere")
+    assert caught.value.where.startswith("--base")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_damaged_configuration_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
+    source = make_source(tmp_path / "s", {"config.json": '{"a": '})
+    with pytest.raises(FormatError) as caught:
+        ckptkit.consolidate(source, tmp_path / "out")
+    assert "config.json" in caught.value.where
+    assert not (tmp_path / "out").exists()
