@@ -17,8 +17,9 @@ _NEITHER = re.compile(
     r"extra.*|.*rng.*|random_states?|(lr_)?schedulers?|data_?loaders?|train_state|(grad_)?scaler"
     r"|sampler|meta(data)?|client_state|args|config"
 )
-_WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
+_WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"})
 _DDP_PREFIX = "module."
+_EMA_COUNT = "n_averaged"  # torch.optim.swa_utils.AveragedModel keeps it beside `module.`
 _PARAMETER_ENDINGS = (".weight", ".bias", "_proj", ".running_mean")
 EXTRA_STATE = "_extra_state"
 
@@ -91,13 +92,17 @@ def _joined(path: KeyPath) -> str:
 def _without_wrappers(found: Iterable[Membership]) -> list[Membership]:
     cleaned = []
     for one in found:
-        name = str(one.name)
+        segments = one.name.split(".")
         if one.part == "model":
-            for wrapper in _WRAPPERS:
-                name = name.replace(wrapper, "")
-        is_state = EXTRA_STATE in name.split(".")
+            segments = [segment for segment in segments if segment not in _WRAPPERS]
+        name = ".".join(segments)
+        is_state = EXTRA_STATE in segments
         cleaned.append(Membership(one.tree, "other" if is_state else one.part, Fqn(name)))
-    plain = {m.tree for m in cleaned if m.part == "model" and not m.name.startswith(_DDP_PREFIX)}
+    plain = {
+        m.tree
+        for m in cleaned
+        if m.part == "model" and not m.name.startswith(_DDP_PREFIX) and m.name != _EMA_COUNT
+    }
     return [
         m
         if m.part != "model" or m.tree in plain
@@ -110,7 +115,7 @@ def _checked(found: list[Membership], paths: Sequence[KeyPath], where: str) -> l
     seen: dict[tuple[str, str], KeyPath] = {}
     for one, path in zip(found, paths, strict=True):
         before = seen.setdefault((one.tree, one.name), path)
-        if before is not path:
+        if before is not path and one.part == "model":
             raise FormatError(
                 f"{_joined(before)!r} and {_joined(path)!r} are both named {one.name!r}",
                 where=where,

@@ -6,7 +6,8 @@ import os
 from pathlib import Path
 
 from ckptkit.core.errors import RefusedError
-from ckptkit.pipeline.opening import PathLike
+from ckptkit.formats.dcp import METADATA
+from ckptkit.pipeline.opening import PathLike, check_path
 from ckptkit.storage.staging import output_exists
 from ckptkit.storage.workfolder import is_empty
 
@@ -15,13 +16,18 @@ def check_destination(src: PathLike, out: PathLike, *, overwrite: bool) -> None:
     """Refuses destinations that could not be written, before any work is done.
 
     Raises:
-        RefusedError: If source and output lie inside one another.
+        UsageError: If one of them is no usable path.
+        RefusedError: If source and output lie inside one another, or if the current directory
+            would be replaced.
         OutputExistsError: If the output holds something and is not to be overwritten.
     """  # noqa: DOC501  `output_exists` makes it
+    check_path(os.fspath(src), "SRC")
+    check_path(os.fspath(out), "OUT")
     source, target = Path(src).resolve(), Path(out).resolve()
-    # A file may well be converted into a folder beside it.
+    # A file may well be converted into a folder beside it, unless it is a part of many.
     folder = source if source.is_dir() else source.parent
-    if source.is_dir() and (target == folder or folder in target.parents):
+    is_part = source.suffix == ".distcp" or source.name == METADATA
+    if (source.is_dir() or is_part) and (target == folder or folder in target.parents):
         raise RefusedError(
             "the output would lie inside the source",
             where=os.fspath(out),
@@ -32,6 +38,13 @@ def check_destination(src: PathLike, out: PathLike, *, overwrite: bool) -> None:
             "the source lies inside the output, which is to be replaced",
             where=os.fspath(out),
             hint="choose another output directory",
+        )
+    here = Path.cwd()
+    if overwrite and (target == here or target in here.parents) and not is_empty(target):
+        raise RefusedError(
+            "the output would replace the directory that this command runs in",
+            where=os.fspath(out),
+            hint="name a directory below it",
         )
     if not overwrite and target.is_dir() and not is_empty(target):
         raise output_exists(Path(out))

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import posixpath
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from ckptkit.core.errors import NotACheckpointError
-from ckptkit.formats.discovery import step_of
+from ckptkit.core.errors import InputError, NotACheckpointError
+from ckptkit.formats.discovery import is_unit_folder, step_of
 from ckptkit.pipeline.opening import Opened
 from ckptkit.planning.side_files import (
     CONFIG,
     MAX_JSON_BYTES,
     SideFile,
     choose_side_files,
+    is_side_file,
     parse_json_object,
 )
 from ckptkit.storage.local import LocalSource
 
-_UNIT = re.compile(r"(pytorch_model_fsdp|optimizer|model)_\d+|model|actor|critic|state\.ckpt")
 _NESTED = ("ckptkit", "huggingface")  # where the training hooks, and verl, put them
 _CLIMB = 2  # from checkpoint-500/pytorch_model_fsdp_0 up to the run
 
@@ -39,9 +38,7 @@ class SideFolders:
 
     def choose(self, *, allow_code: bool) -> tuple[list[SideFile], list[str]]:
         """Returns the files to put beside the weights, and python files left out."""
-        listed = [
-            (origin, "", _listing(source, depth=1)) for origin, source in self.sources.items()
-        ]
+        listed = [(origin, _listing(source)) for origin, source in self.sources.items()]
         return choose_side_files(listed, allow_code=allow_code)
 
     def read(self, file: SideFile) -> bytes:
@@ -79,16 +76,19 @@ def _above(step: Path) -> Iterator[Path]:
     """Climbs from a unit to its step, and from a step to its run."""
     path = step.absolute()
     for _ in range(_CLIMB):
-        if not (_UNIT.fullmatch(path.name) or step_of(path.name) is not None):
+        if not (is_unit_folder(path.name) or step_of(path.name) is not None):
             return
         path = path.parent
         yield path
 
 
-def _listing(source: LocalSource, *, depth: int) -> Mapping[str, int]:
-    paths = [path for path in source.walk(depth) if path.count("/") <= depth]
-    return {path: source.stat(path).size_bytes for path in paths if _could_be_side(path)}
-
-
-def _could_be_side(path: str) -> bool:
-    return not path.endswith((".distcp", ".safetensors", ".bin", ".pt", ".pth", ".metadata"))
+def _listing(source: LocalSource) -> Mapping[str, int]:
+    """Returns the side files of a folder; what cannot be read is nobody's configuration."""
+    sizes = {}
+    for path in source.walk(1):
+        if is_side_file(path):
+            try:
+                sizes[path] = source.stat(path).size_bytes
+            except InputError:
+                continue
+    return sizes

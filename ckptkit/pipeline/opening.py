@@ -16,6 +16,7 @@ from ckptkit.core.errors import (
     NoSpaceError,
     NotACheckpointError,
     RefusedError,
+    UsageError,
 )
 from ckptkit.core.index import (
     FileRef,
@@ -86,9 +87,26 @@ def opened(
         NoSpaceError: If parsing it would take more memory than allowed.
     """
     location = os.fspath(path)
+    check_path(location, "SRC")
     root, only = _root_of(location)
     with LocalSource(root) as source:
         yield _Search(source, location, only, limit_bytes).run(select)
+
+
+def check_path(text: str, what: str) -> None:
+    """Refuses paths that no system call would take, before one fails on them.
+
+    Raises:
+        UsageError: If the path is empty, too long, or a loop of links.
+    """
+    if not text:
+        raise UsageError("is empty, where a path was expected", where=what)
+    try:
+        Path(text).resolve()
+        Path(text).is_dir()
+    except (OSError, RuntimeError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise UsageError(f"is no usable path: {reason}", where=f"{what} {text[:80]!r}") from error
 
 
 def _root_of(location: str) -> tuple[Path, str | None]:
@@ -121,10 +139,14 @@ class _Search:
         candidates = find_candidates(self._source)
         if self._only is not None:
             candidates = [c for c in candidates if self._only in c.files]
-        found = resolve(candidates, location=self._location, select=select, lacks=self._lacks)
-        units, rest = _selected(found, select)
-        indexes = [self._index(unit.candidate) for unit in units]
-        index = _merge(units, indexes)
+        found = resolve(
+            candidates,
+            location=self._location,
+            select=select,
+            lacks=self._lacks,
+            links=self._source.linked_folders() if self._only is None else (),
+        )
+        index = _merge(found.units, [self._index(unit.candidate) for unit in found.units])
         step = step_of(found.folder or str(Path(self._location).absolute()))
         writer = " through ".join(filter(None, [*self._frameworks(found), index.run.writer]))
         run = replace(index.run, step=index.run.step or step, writer=writer)
@@ -132,9 +154,9 @@ class _Search:
             location=self._location,
             source=self._source,
             folder=found.folder,
-            units=tuple(units),
+            units=found.units,
             index=replace(index, run=run),
-            select=rest,
+            select=found.select,
             notes=found.notes,
         )
 
@@ -190,47 +212,41 @@ def _short_file(index: TensorIndex) -> FileRef | None:
     return index.files[int(index.records.file[over[0]])] if len(over) else None
 
 
-def _selected(found: Found, select: str | None) -> tuple[Sequence[Unit], str | None]:
-    """Narrows the units to a selected one; returns what is left to select inside it."""
-    if select is None or select == found.folder:
-        return found.units, None
-    for unit in found.units:
-        if select == unit.label:
-            return [unit], None
-        if select.startswith(f"{unit.label}/"):
-            return [unit], select[len(unit.label) + 1 :]
-    return found.units, select
-
-
 def _merge(units: Sequence[Unit], indexes: Sequence[TensorIndex]) -> TensorIndex:
     """Joins the indexes of units; trees are named by unit as soon as several hold models."""
     if len(indexes) == 1:
         return indexes[0]
     several = sum(1 for unit in units if not unit.is_optimizer) > 1
     tensors: dict[Key, TensorEntry] = {}
+    problems: list[Problem] = []
+    aliases: list[frozenset[Key]] = []
     first_record = 0
     for unit, index in zip(units, indexes, strict=True):
         trees = {entry.tree for entry in index.of_part("model")}
-        for entry in index.tensors.values():
+        taken = tensors.keys() & index.tensors.keys()
+        keys = {key: Key(f"{unit.label}/{key}") if taken else key for key in index.tensors}
+        for key, entry in index.tensors.items():
             label = entry.tree
             if several:
                 label = f"{unit.label}/{entry.tree}" if len(trees) > 1 else unit.label
-            key = Key(f"{unit.label}/{entry.key}") if entry.key in tensors else entry.key
-            tensors[key] = replace(
-                entry, key=key, tree=label, chunks=entry.chunks.shifted(first_record)
-            )
+            chunks = entry.chunks.shifted(first_record)
+            tensors[keys[key]] = replace(entry, key=keys[key], tree=label, chunks=chunks)
         first_record += len(index.records)
+        problems += [
+            replace(problem, where=keys.get(Key(problem.where), problem.where))
+            for problem in index.problems
+        ]
+        aliases += [frozenset(keys[key] for key in group) for group in index.aliases]
     values = {path: value for index in indexes for path, value in index.values.items()}
-    problems: tuple[Problem, ...] = sum((index.problems for index in indexes), ())
     return TensorIndex(
         format=" + ".join(dict.fromkeys(index.format for index in indexes)),
         files=tuple(file for index in indexes for file in index.files),
         records=_merged_records(indexes),
         tensors=tensors,
         values=values,
-        aliases=tuple(group for index in indexes for group in index.aliases),
+        aliases=tuple(aliases),
         run=_merged_run([index.run for index in indexes]),
-        problems=problems,
+        problems=tuple(problems),
     )
 
 

@@ -25,6 +25,7 @@ from ckptkit.planning.plan import SOURCE, Body, Literal, OutputFile, Plan, RawCo
 from ckptkit.planning.requests import ConsolidateRequest, Resources
 from ckptkit.planning.selection import (
     make_products,
+    refuse_casting_quantized,
     refuse_what_would_load_as_random,
     select_model,
 )
@@ -118,6 +119,7 @@ class _Preparation:
         entries = self._entries()
         side, code = self._folders.choose(allow_code=self._request.allow_code)
         config = self._folders.config(side)
+        refuse_casting_quantized(entries, self._request, config, location=checkpoint.path)
         ties = self._ties(config, entries)
         products = make_products(entries, self._request, ties.dropped, CastKernel)
         weights = _LAYOUTS[self._request.layout](products, self._request.max_file_bytes)

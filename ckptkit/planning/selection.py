@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ckptkit.core.dtypes import DType, dtype_named
 from ckptkit.core.errors import (
@@ -24,6 +25,9 @@ _PEFT = re.compile(
     r"(^|\.)(lora_(A|B|embedding_A|embedding_B|magnitude_vector)|modules_to_save|base_layer"
     r"|token_adapter|original_module)(\.|$)"
 )
+# What stands beside `x.weight` in fp8 and compressed tensors, and `x.qweight` in GPTQ and AWQ.
+_SCALE_ENDINGS = ("_scale", "_scale_inv", "_scale_2", "_scales")
+_SCALE = re.compile(r"(.*)(?:_scale|_scale_inv|_scale_2|_scales|\.scales)")
 _PACKED = re.compile(r"\.(quant_state\.bitsandbytes__\w+|absmax|quant_map|SCB)$")
 
 
@@ -101,6 +105,44 @@ def refuse_what_would_load_as_random(entries: Iterable[TensorEntry], *, location
                 where=location,
                 hint="pass --names live to write the raw state dict all the same",
             )
+
+
+def refuse_casting_quantized(
+    entries: Sequence[TensorEntry],
+    request: ConsolidateRequest,
+    config: Mapping[str, Any] | None,
+    *,
+    location: str,
+) -> None:
+    """Refuses to cast packed numbers as if they were weights.
+
+    Raises:
+        RefusedError: If a tensor that would be cast has a scale beside it, or if the
+            configuration says that the weights are quantized.
+    """
+    policy = DTypePolicy(request.dtype, request.keep_dtype)
+    cast = [entry for entry in entries if policy.target(entry) != entry.dtype]
+    if request.names == "live" or not cast:
+        return
+    names = {entry.name: entry.dtype for entry in entries}
+    packed = next((e.name for e in cast if _is_quantized(e.name, names)), None)
+    what = f"tensor {packed!r} is quantized, or a scale of one that is" if packed else ""
+    if (config or {}).get("quantization_config"):
+        what = "the configuration has a 'quantization_config'"
+    if what:
+        raise RefusedError(
+            f"{what}; --dtype {request.dtype} would change its numbers without unpacking them",
+            where=location,
+            hint="leave --dtype out, or keep those tensors with --keep-dtype GLOB and --names live",
+        )
+
+
+def _is_quantized(name: Fqn, names: Mapping[Fqn, DType]) -> bool:
+    scale = _SCALE.fullmatch(name)
+    if scale is not None:
+        base = names.get(Fqn(scale[1]), names.get(Fqn(f"{scale[1]}.qweight")))
+        return base is not None and (base.itemsize == 1 or base.kind == "int")
+    return names[name].itemsize == 1 and any(Fqn(name + end) in names for end in _SCALE_ENDINGS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import posixpath
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -15,24 +14,27 @@ from ckptkit.core.errors import FormatError
 CONFIG = "config.json"
 # What `from_pretrained` of models, tokenizers and processors reads, and nothing else: a run's
 # folder also holds optimizer state, random states and `training_args.bin`, which has the token.
-_ALLOWED = (
-    CONFIG,
-    "generation_config.json",
+_MODEL = (CONFIG, "generation_config.json")
+_TOKENIZER = (  # the files without which the others of the group say nothing
     "tokenizer.json",
     "tokenizer_config.json",
     "tokenizer.model",
     "tokenizer.model.v*",
     "tekken.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
     "vocab.json",
     "vocab.txt",
-    "merges.txt",
     "spiece.model",
     "sentencepiece.bpe.model",
+)
+_BESIDE_TOKENIZER = (
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "merges.txt",
     "chat_template.jinja",
     "chat_template.json",
     "additional_chat_templates/*.jinja",
+)
+_PROCESSOR = (
     "preprocessor_config.json",
     "processor_config.json",
     "video_preprocessor_config.json",
@@ -54,29 +56,50 @@ class SideFile:
     size_bytes: int
 
 
+def is_side_file(name: str) -> bool:
+    """Tells whether a file of that name can belong beside the weights."""
+    return _fits(name, (*_MODEL, *_TOKENIZER, *_BESIDE_TOKENIZER, *_PROCESSOR, _CODE))
+
+
 def choose_side_files(
-    folders: Sequence[tuple[str, str, Mapping[str, int]]], *, allow_code: bool
+    folders: Sequence[tuple[str, Mapping[str, int]]], *, allow_code: bool
 ) -> tuple[list[SideFile], list[str]]:
-    """Takes each allowed file from the first folder that has it.
+    """Takes each kind of file from the first folder that has it.
+
+    Files that only make sense together come from one folder: those of a tokenizer, those of a
+    processor, and python files, which belong to the configuration that names them.
 
     Args:
-        folders: `(origin, folder, {name: size_bytes})`, nearest to the weights first.
+        folders: `(origin, {name: size_bytes})`, nearest to the weights first.
         allow_code: Whether python files are taken too.
 
     Returns:
         The files, sorted by name, and the names of python files that were left out.
     """
     chosen: dict[str, SideFile] = {}
-    code: set[str] = set()
-    for origin, folder, names in folders:
-        for name, size_bytes in names.items():
-            is_code = fnmatchcase(name, _CODE)
-            if is_code and not allow_code:
-                code.add(name)
-            elif is_code or any(fnmatchcase(name, pattern) for pattern in _ALLOWED):
-                path = posixpath.join(folder, name)
-                chosen.setdefault(name, SideFile(name, origin, path, size_bytes))
-    return [chosen[name] for name in sorted(chosen)], sorted(code)
+
+    def take(wanted: tuple[str, ...], *, leading: tuple[str, ...]) -> None:
+        for origin, names in folders:
+            if any(_fits(name, leading) for name in names):
+                for name, size_bytes in names.items():
+                    if _fits(name, wanted):
+                        chosen[name] = SideFile(name, origin, name, size_bytes)
+                return
+
+    for name in _MODEL:
+        take((name,), leading=(name,))
+    tokenizer = (*_TOKENIZER, *_BESIDE_TOKENIZER)
+    has_tokenizer = any(_fits(name, _TOKENIZER) for _, names in folders for name in names)
+    take(tokenizer, leading=_TOKENIZER if has_tokenizer else tokenizer)
+    take(_PROCESSOR, leading=_PROCESSOR)
+    if allow_code:
+        take((_CODE,), leading=(CONFIG,))
+    code = {name for _, names in folders for name in names if _fits(name, (_CODE,))}
+    return [chosen[name] for name in sorted(chosen)], sorted(code - chosen.keys())
+
+
+def _fits(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def parse_json_object(data: bytes, *, where: str) -> dict[str, Any]:
@@ -129,8 +152,11 @@ def has_auto_map(document: Mapping[str, Any]) -> bool:
 
 
 def to_json(document: Mapping[str, Any]) -> bytes:
-    """Returns a configuration as Transformers writes it: indented, keys in order."""
-    return (json.dumps(document, indent=2, ensure_ascii=False) + "\n").encode()
+    """Returns a configuration as Transformers writes it: indented, keys as they come."""
+    try:
+        return (json.dumps(document, indent=2, ensure_ascii=False) + "\n").encode()
+    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can escape and UTF-8 not hold
+        return (json.dumps(document, indent=2) + "\n").encode()
 
 
 def bytes_by_dtype(sizes: Iterable[tuple[DType, int]]) -> dict[DType, int]:

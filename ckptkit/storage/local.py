@@ -110,10 +110,10 @@ class LocalSource:
         """Yields the paths of files down to `depth` folders below, sorted.
 
         Folders that are links are not entered, since they may lead round in circles; nor are
-        folders in which an output is being staged.
+        folders in which an output is being staged, or that may not be looked into.
 
         Raises:
-            InputError: If a folder cannot be listed.
+            InputError: If the root cannot be listed.
         """
         yield from self._walk("", depth)
 
@@ -192,7 +192,14 @@ class LocalSource:
     ) -> None:
         self.close()
 
+    def linked_folders(self) -> list[str]:
+        """Returns the names of folders right below that are links, which `walk` does not enter."""
+        with self._translated(""), os.scandir(self._resolved) as entries:
+            return sorted(e.name for e in entries if e.is_symlink() and _is_folder(e))
+
     def _walk(self, folder: str, depth: int) -> Iterator[str]:
+        if folder and not os.access(self._resolved / folder, os.R_OK | os.X_OK):
+            return  # such as lost+found: nobody's checkpoint, and no reason to fail
         with self._translated(folder), os.scandir(self._resolved / folder) as entries:
             found = sorted(
                 (f"{folder}{entry.name}{'/' if _is_folder(entry) else ''}", entry.is_symlink())

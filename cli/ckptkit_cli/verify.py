@@ -54,7 +54,10 @@ def _page(output: Output, report: Verification) -> Iterator[str]:
     yield f"{verdict}: {escaped(report.path)}, {what}: {read}"
     if report.unverified:
         count = counted(len(report.unverified), "tensor")
-        yield f"  {count} read whole, but no checksum was stored to compare with"
+        if report.kind == "output":
+            yield f"  the source had no checksum for {count}; the digests are of what was written"
+        else:
+            yield f"  {count} read whole, but no checksum was stored to compare with"
     problems = [f"[{escaped(p.code)}] {escaped(str(p))}" for p in report.problems]
     if problems:
         yield output.styled(f"  {counted(len(problems), 'problem')}:", "red")

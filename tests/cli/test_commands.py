@@ -77,7 +77,13 @@ def test_help_and_version_go_to_stdout_and_succeed(arguments: Sequence[str]) -> 
 
 def test_help_names_exactly_the_commands_that_exist() -> None:
     lines = run("--help").stdout.split("Commands:\n")[1].split("\n\n")[0].splitlines()
-    assert [line.split()[0] for line in lines] == ["inspect", "consolidate", "convert", "verify", "diff"]
+    assert [line.split()[0] for line in lines] == [
+        "inspect",
+        "consolidate",
+        "convert",
+        "verify",
+        "diff",
+    ]
     assert not any(line.endswith("...") for line in lines)
 
 

@@ -114,7 +114,7 @@ def test_overwritten_archives_end_in_our_own_errors(
 @given(st.binary(max_size=200), st.booleans())
 def test_arbitrary_pickles_in_whole_archives_end_in_our_own_errors(
     pickle: bytes,
-    prefixed: bool,  # noqa: FBT001
+    prefixed: bool,
 ) -> None:
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:

@@ -92,7 +92,7 @@ def test_two_runs_are_ambiguous_until_one_is_selected() -> None:
     folders = ("a/checkpoint-1", "a/checkpoint-2", "b/checkpoint-3")
     with pytest.raises(AmbiguousSourceError, match="'a', 'b'") as caught:
         found(*folders)
-    assert caught.value.hint == "choose one with --select a"
+    assert caught.value.hint == "choose one with --select a, or give its path"
     assert found(*folders, select="a").folder == "a/checkpoint-2"
 
 
@@ -161,3 +161,64 @@ def _told(chosen: Found, folders: list[str]) -> tuple[str, bool]:
     assert all(folder.startswith(chosen.folder) for folder in taken)
     assert len({unit.label for unit in chosen.units}) == len(chosen.units)
     return "here", True
+
+
+def test_a_run_is_selected_by_its_folder_and_searched_for_its_newest_step() -> None:
+    chosen = found("a/checkpoint-1", "a/checkpoint-2", "b/checkpoint-3", select="a")
+    assert (chosen.folder, chosen.select) == ("a/checkpoint-2", None)
+
+
+def test_the_run_in_the_root_itself_is_selected_by_a_dot() -> None:
+    candidates = [dcp("checkpoint-1"), dcp("best")]
+    with pytest.raises(AmbiguousSourceError, match=r"'best', '\.'"):
+        resolve(candidates, location="here", select=None, lacks=lambda _: "")
+    chosen = resolve(candidates, location="here", select=".", lacks=lambda _: "")
+    assert chosen.folder == "checkpoint-1"
+
+
+def test_steps_within_epochs_are_followed_down() -> None:
+    chosen = found("epoch_1/step_300", "epoch_2/step_100", "epoch_2/step_200")
+    assert chosen.folder == "epoch_2/step_200"
+
+
+def test_lightning_names_its_steps_in_the_middle() -> None:
+    assert found("epoch=0-step=5.ckpt", "epoch=1-step=10.ckpt").folder == "epoch=1-step=10.ckpt"
+
+
+def test_a_step_and_a_part_of_it_are_selected_together() -> None:
+    folders = ("global_step_1/actor", "global_step_1/critic", "global_step_2/actor")
+    chosen = found(*folders, select="global_step_1/critic")
+    assert (chosen.folder, labels(chosen)) == ("global_step_1", ["critic"])
+
+
+@pytest.mark.parametrize("name", ["data.pt", "train_meta.pt"])
+def test_files_that_nobody_asked_for_do_not_make_a_step_incomplete(name: str) -> None:
+    stray = Candidate("torch", "checkpoint-2", (f"checkpoint-2/{name}",), name)
+    candidates = [dcp("checkpoint-1/pytorch_model_fsdp_0"), dcp("checkpoint-2/x"), stray]
+    chosen = resolve(
+        candidates,
+        location="here",
+        select=None,
+        lacks=lambda candidate: "its class" if candidate is stray else "",
+    )
+    assert chosen.folder == "checkpoint-2"
+    assert f"left alone beside the model: checkpoint-2/{name}" in chosen.notes
+
+
+def test_a_full_model_beside_shards_that_are_not_read_is_taken() -> None:
+    shard = "checkpoint-5/global_step5/mp_rank_00_model_states.pt"
+    paths = ["checkpoint-5/model.safetensors", shard]
+    chosen = resolve(recognise(paths), location="here", select=None, lacks=lambda _: "")
+    assert labels(chosen) == ["model.safetensors"]
+
+
+def test_a_newer_step_that_is_a_link_is_not_passed_over_silently() -> None:
+    with pytest.raises(AmbiguousSourceError, match="'checkpoint-9' is newer") as caught:
+        resolve(
+            [dcp("checkpoint-5")],
+            location="here",
+            select=None,
+            lacks=lambda _: "",
+            links=["checkpoint-4", "checkpoint-9"],
+        )
+    assert caught.value.hint == "give its own path: here/checkpoint-9"

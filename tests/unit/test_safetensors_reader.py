@@ -115,7 +115,7 @@ A, B = {"a": torch.zeros(2)}, {"b": torch.ones(3, dtype=torch.int8)}
 
 
 @pytest.mark.parametrize("index", [True, False])
-def test_a_numbered_set_is_one_model_with_or_without_its_index(index: bool) -> None:  # noqa: FBT001
+def test_a_numbered_set_is_one_model_with_or_without_its_index(index: bool) -> None:
     files = numbered(A, B, index=index)
     found = read_files(files)
     assert sorted(found.tensors) == ["a", "b"]

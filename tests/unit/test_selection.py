@@ -35,6 +35,7 @@ from ckptkit.planning.selection import (
     DTypePolicy,
     make_products,
     model_trees,
+    refuse_casting_quantized,
     refuse_what_would_load_as_random,
     select_model,
 )
@@ -217,3 +218,35 @@ def test_a_finite_number_that_float16_cannot_hold_is_refused(tmp_path: Path) -> 
     assert "'w'" in str(caught.value)
     assert caught.value.hint
     assert not out.parent.exists()  # it was made for the run, and removed again
+
+
+@pytest.mark.parametrize(
+    ("names", "refused"),
+    [
+        ({"l.weight": "float8_e4m3fn", "l.weight_scale_inv": "float32"}, True),
+        ({"l.qweight": "int32", "l.scales": "float16"}, True),
+        ({"l.weight": "float8_e4m3fn"}, False),
+        ({"logit_scale": "float32", "l.weight": "float32"}, False),
+    ],
+    ids=["fp8", "gptq", "bare fp8", "clip"],
+)
+def test_what_has_a_scale_beside_it_is_not_cast(names: dict[str, str], refused: bool) -> None:
+    entries = [entry(name, dtype=dtype) for name, dtype in names.items()]
+    request = ConsolidateRequest(dtype="bfloat16")
+    if refused:
+        with pytest.raises(RefusedError, match="is quantized") as caught:
+            refuse_casting_quantized(entries, request, None, location="here")
+        assert caught.value.exit_status == 4
+    else:
+        refuse_casting_quantized(entries, request, None, location="here")
+    refuse_casting_quantized(entries, ConsolidateRequest(), None, location="here")
+    live = ConsolidateRequest(dtype="bfloat16", names="live")
+    refuse_casting_quantized(entries, live, None, location="here")
+
+
+def test_a_quantized_configuration_forbids_a_cast() -> None:
+    config = {"quantization_config": {"quant_method": "fp8"}}
+    with pytest.raises(RefusedError, match="quantization_config"):
+        refuse_casting_quantized(
+            [entry("l.weight")], ConsolidateRequest(dtype="float16"), config, location="here"
+        )

@@ -32,7 +32,7 @@ F32, BF16, I64 = (dtype_named(name) for name in ("float32", "bfloat16", "int64")
 
 
 def chosen(*folders: Mapping[str, int], allow_code: bool = False) -> tuple[list[str], list[str]]:
-    listed = [(f"origin{i}", "", names) for i, names in enumerate(folders)]
+    listed = [(f"origin{i}", names) for i, names in enumerate(folders)]
     files, code = choose_side_files(listed, allow_code=allow_code)
     return [f"{file.origin}:{file.path}" for file in files], code
 
@@ -40,6 +40,22 @@ def chosen(*folders: Mapping[str, int], allow_code: bool = False) -> tuple[list[
 def test_each_file_comes_from_the_nearest_folder_that_has_it() -> None:
     near, far = {"config.json": 2}, {"config.json": 9, "tokenizer.json": 9}
     assert chosen(near, far)[0] == ["origin0:config.json", "origin1:tokenizer.json"]
+
+
+def test_a_tokenizer_is_never_put_together_from_two_folders() -> None:
+    near = {"tokenizer.json": 1, "tokenizer_config.json": 1}
+    far = {"special_tokens_map.json": 9, "added_tokens.json": 9, "chat_template.jinja": 9}
+    far |= {"generation_config.json": 9, "preprocessor_config.json": 9}
+    assert chosen(near, far)[0] == [
+        "origin1:generation_config.json",
+        "origin1:preprocessor_config.json",
+        "origin0:tokenizer.json",
+        "origin0:tokenizer_config.json",
+    ]
+
+
+def test_a_template_alone_is_taken_where_no_tokenizer_is() -> None:
+    assert chosen({"chat_template.jinja": 1})[0] == ["origin0:chat_template.jinja"]
 
 
 @pytest.mark.parametrize(

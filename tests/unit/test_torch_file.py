@@ -30,7 +30,7 @@ from ckptkit.formats.torch_file import TorchFileReader, walk
 from ckptkit.storage.memory import MemorySource
 
 
-def saved(value: object, **options: Any) -> bytes:  # noqa: ANN401, torch's own options
+def saved(value: object, **options: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save(value, buffer, **options)
     return buffer.getvalue()
