@@ -11,8 +11,8 @@ Beside OUT (or, where OUT cannot be renamed over, inside it) lies
 
 from __future__ import annotations
 
+import os
 import re
-import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import suppress
@@ -62,7 +62,7 @@ def claim_work_folder(parent: Path, name: str, capabilities: Capabilities) -> Wo
         FileNotFoundError: If somebody keeps removing what is made there.
     """
     for _ in range(_ATTEMPTS):
-        path = parent / f".{name}{WORK_INFIX}{secrets.token_hex(_NONCE_BYTES)}"
+        path = parent / f".{name}{WORK_INFIX}{os.urandom(_NONCE_BYTES).hex()}"
         path.mkdir()
         try:
             work = _lock_work_folder(path, capabilities)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import shutil
 import subprocess
@@ -16,6 +17,7 @@ import pytest
 
 from ckptkit.storage.syscalls import (
     BLOCK_BYTES,
+    HUGE_PAGE_BYTES,
     PAGE_BYTES,
     Capabilities,
     OpenFile,
@@ -244,3 +246,10 @@ def test_refusals_and_full_disks_are_told_apart() -> None:
     assert is_out_of_space(OSError(errno.EDQUOT, ""))
     assert not is_refused(OSError(errno.ENOSPC, ""))
     assert not is_out_of_space(OSError(errno.EIO, ""))
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="no huge pages here")
+def test_large_buffers_begin_at_a_huge_page_and_have_the_size_asked_for() -> None:
+    buffer = aligned_buffer(HUGE_PAGE_BYTES + 1)
+    assert address_of(buffer) % HUGE_PAGE_BYTES == 0
+    assert len(buffer) == HUGE_PAGE_BYTES + 1

@@ -1,0 +1,91 @@
+"""Makes the input of the benchmarks: a Llama of random weights, sharded with FSDP2, saved by DCP.
+
+    python benchmarks/make_checkpoint.py OUT --gigabytes 2 --ranks 4
+
+What lies in OUT afterwards is what accelerate leaves: `pytorch_model_fsdp_0/` with keys
+`model.…`, and the model's `config.json` beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+import torch.multiprocessing
+from torch import distributed
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import LlamaConfig, LlamaForCausalLM
+
+_HIDDEN, _INTERMEDIATE, _VOCABULARY = 2048, 5632, 32000
+
+
+def _config(gigabytes: float) -> LlamaConfig:
+    """Returns a configuration with about that many bytes of float32 weights."""
+    per_layer = 4 * (4 * _HIDDEN * _HIDDEN + 3 * _HIDDEN * _INTERMEDIATE)
+    vocabulary = _VOCABULARY if gigabytes >= 1 else _VOCABULARY // 8
+    outside = 2 * 4 * vocabulary * _HIDDEN
+    layers = max(1, round((gigabytes * 1e9 - outside) / per_layer))
+    return LlamaConfig(
+        hidden_size=_HIDDEN,
+        intermediate_size=_INTERMEDIATE,
+        num_hidden_layers=layers,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        vocab_size=vocabulary,
+        tie_word_embeddings=False,
+    )
+
+
+def _save(rank: int, ranks: int, gigabytes: float, out: str, port: str) -> None:
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK=str(rank), WORLD_SIZE=str(ranks)
+    )
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (ranks,))
+    config = _config(gigabytes)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    model.to_empty(device="cpu")
+    torch.manual_seed(rank)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.to_local().normal_(0.0, 0.02)
+    state = {"model": get_model_state_dict(model)}
+    dcp.save(state, checkpoint_id=Path(out) / "pytorch_model_fsdp_0")
+    if rank == 0:
+        config.architectures = ["LlamaForCausalLM"]
+        config.save_pretrained(out)
+    distributed.barrier()  # the store ends with rank 0
+    distributed.destroy_process_group()
+
+
+def make_checkpoint(out: Path, gigabytes: float, ranks: int) -> None:
+    """Writes a checkpoint, replacing what is there."""
+    shutil.rmtree(out, ignore_errors=True)
+    torch.multiprocessing.start_processes(
+        _save, args=(ranks, gigabytes, str(out), "29611"), nprocs=ranks, start_method="spawn"
+    )
+
+
+def main() -> None:
+    """Parses the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--gigabytes", type=float, default=2.0)
+    parser.add_argument("--ranks", type=int, default=4)
+    options = parser.parse_args()
+    make_checkpoint(options.out, options.gigabytes, options.ranks)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,28 @@
+"""All benchmarks in a small setting, in about two minutes: what `make bench` runs."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+
+import consolidate
+import inspect_start
+import memory
+import plan_scale
+from measuring import WORK
+
+
+def main() -> None:
+    """Parses the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--full", action="store_true", help="the setting of RESULTS.md instead")
+    full = parser.parse_args().full
+    shutil.rmtree(WORK / "out", ignore_errors=True)
+    inspect_start.main([])
+    plan_scale.main([] if full else ["--sizes", "64x300,256x900"])
+    consolidate.main(["--cold"] if full else ["--gigabytes", "0.5", "--repeats", "3"])
+    memory.main([] if full else ["--gigabytes", "0.1,0.5"])
+
+
+if __name__ == "__main__":
+    main()
