@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -16,7 +17,7 @@ from ckptkit.core.index import Box, ChunkTable, Ints, Shape, Span
 Integer = TypeVar("Integer", bound=np.integer[Any])
 _GRID_DIMENSIONS = 4
 _GRID_CELLS = 1 << 22  # beyond this a coverage grid is swept slab by slab instead
-_SWEEP_STEPS = 1 << 22  # no real split of a tensor is as irregular as this
+_SWEEP_STEPS = 1 << 17  # about a second; no real split of a tensor is as irregular as this
 
 
 def row_major_strides(shape: Shape) -> Shape:
@@ -91,6 +92,13 @@ def intersect(first: Box, second: Box) -> Box | None:
         offsets.append(low)
         sizes.append(high - low)
     return Box(tuple(offsets), tuple(sizes))
+
+
+def hull(boxes: Sequence[Box]) -> Box:
+    """Returns the smallest box that holds all of them; there is at least one, none empty."""
+    low = np.min([box.offsets for box in boxes], axis=0)
+    high = np.max([np.add(box.offsets, box.sizes) for box in boxes], axis=0)
+    return Box(tuple(low.tolist()), tuple((high - low).tolist()))
 
 
 def distinct(values: NDArray[Integer]) -> NDArray[Integer]:

@@ -263,23 +263,6 @@ def _or_unknown(value: int | None) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Quantized:
-    """How a packed tensor stands for another one.
-
-    Attributes:
-        scheme: The packing, such as `bitsandbytes__nf4`.
-        logical_dtype: The element type of what it stands for.
-        logical_shape: Its shape.
-        companions: The tensors needed to unpack it, by role.
-    """
-
-    scheme: str
-    logical_dtype: DType
-    logical_shape: Shape
-    companions: Mapping[str, Key]
-
-
-@dataclass(frozen=True, slots=True)
 class TensorEntry:
     """One tensor of a checkpoint.
 
@@ -292,7 +275,6 @@ class TensorEntry:
         dtype: Element type as stored.
         shape: The full, unsharded shape.
         chunks: Where its elements lie.
-        quantized: How to unpack it, where it is packed.
     """
 
     key: Key
@@ -303,7 +285,6 @@ class TensorEntry:
     dtype: DType
     shape: Shape
     chunks: ChunkTable
-    quantized: Quantized | None = None
 
     @property
     def elements(self) -> int:

@@ -93,6 +93,20 @@ class Manifest:
         return (json.dumps(document, indent=1, sort_keys=True) + "\n").encode()
 
 
+def check_manifest_size(size_bytes: int, *, where: str) -> None:
+    """Refuses a file that is too large to be read as a manifest.
+
+    Raises:
+        FormatError: If it is larger than any manifest.
+    """
+    if size_bytes > _MAX_MANIFEST_BYTES:
+        raise FormatError(
+            f"{size_bytes:,} bytes were found against at most {_MAX_MANIFEST_BYTES:,} in a"
+            " ckptkit manifest",
+            where=where,
+        )
+
+
 def parse_manifest(data: bytes, *, where: str) -> Manifest:
     """Reads a manifest back.
 
@@ -102,15 +116,16 @@ def parse_manifest(data: bytes, *, where: str) -> Manifest:
     Raises:
         FormatError: If the bytes are not a manifest of a version that is known.
     """
-    if len(data) > _MAX_MANIFEST_BYTES:
-        raise FormatError(f"manifest of {len(data):,} bytes is no manifest", where=where)
+    check_manifest_size(len(data), where=where)
     try:
-        document = json.loads(data)
+        document = _table(json.loads(data), "the file")
         version = document["ckptkit_manifest"]
-        manifest = _from_document(document)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise FormatError(f"not a ckptkit manifest: {error!r}", where=where) from error
-    if version != MANIFEST_VERSION:
+        manifest = _from_document(document) if version == MANIFEST_VERSION else None
+    except KeyError as error:
+        raise FormatError(f"not a ckptkit manifest: it lacks {error}", where=where) from error
+    except (ValueError, TypeError, ArithmeticError, RecursionError) as error:
+        raise FormatError(f"not a ckptkit manifest: {error}", where=where) from error
+    if manifest is None:
         raise FormatError(
             f"manifest version {version!r} found against {MANIFEST_VERSION}",
             where=where,
@@ -120,24 +135,40 @@ def parse_manifest(data: bytes, *, where: str) -> Manifest:
 
 
 def _from_document(document: Mapping[str, Any]) -> Manifest:
+    files = _table(document["files"], "'files'")
+    tensors = _table(document["tensors"], "'tensors'")
     return Manifest(
         kind=str(document["kind"]),
-        source=dict(document["source"]),
-        options=dict(document["options"]),
-        versions=dict(document["versions"]),
-        tied={str(k): str(v) for k, v in document["tied"].items()},
-        files={
-            str(path): FileRecord(int(f["size_bytes"]), str(f.get("digest", "")))
-            for path, f in document["files"].items()
-        },
-        tensors={
-            str(name): TensorRecord(
-                dtype=str(t["dtype"]),
-                shape=tuple(int(n) for n in t["shape"]),
-                file=str(t["file"]),
-                digest=str(t["digest"]),
-                proof=str(t["proof"]),
-            )
-            for name, t in document["tensors"].items()
-        },
+        source=_table(document["source"], "'source'"),
+        options=_table(document["options"], "'options'"),
+        versions=_table(document["versions"], "'versions'"),
+        tied={name: str(other) for name, other in _table(document["tied"], "'tied'").items()},
+        files={path: _file(_table(record, repr(path))) for path, record in files.items()},
+        tensors={name: _tensor(_table(record, repr(name))) for name, record in tensors.items()},
     )
+
+
+def _file(record: Mapping[str, Any]) -> FileRecord:
+    return FileRecord(_count(record["size_bytes"]), str(record.get("digest", "")))
+
+
+def _tensor(record: Mapping[str, Any]) -> TensorRecord:
+    return TensorRecord(
+        dtype=str(record["dtype"]),
+        shape=tuple(_count(size) for size in record["shape"]),
+        file=str(record["file"]),
+        digest=str(record["digest"]),
+        proof=str(record["proof"]),
+    )
+
+
+def _table(value: object, what: str) -> dict[str, Any]:
+    if isinstance(value, dict):
+        return value
+    raise ValueError(f"{what} is a {type(value).__name__} where an object was expected")
+
+
+def _count(value: object) -> int:
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    raise ValueError(f"{value!r:.100} was found where a number of things was expected")

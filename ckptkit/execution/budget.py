@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ckptkit.core.errors import NoSpaceError
-from ckptkit.execution.tensors import GATHER_BYTES
+from ckptkit.execution.tensors import RUN_BYTES
 from ckptkit.planning.plan import TASK_BYTES
 
-WORKER_BYTES = TASK_BYTES + GATHER_BYTES + (1 << 20)  # output block, gather scratch, cast scratch
+WORKER_BYTES = TASK_BYTES + RUN_BYTES + (4 << 20)  # output block, gather scratch, cast scratch
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +44,19 @@ def settle_workers(
         NoSpaceError: If not even one worker fits.
     """
     room = budget_bytes
-    if limit_bytes is not None:
-        room = min(room, limit_bytes - used_bytes)
+    if limit_bytes is not None and limit_bytes - used_bytes < budget_bytes:
+        room = max(0, limit_bytes - used_bytes)
+        if room < WORKER_BYTES:
+            raise NoSpaceError(
+                f"{limit_bytes:,} bytes leave {room:,} for buffers and one worker needs"
+                f" {WORKER_BYTES:,}; {used_bytes:,} are in use with the plan",
+                where="--memory-limit",
+                hint=f"allow at least {used_bytes + WORKER_BYTES:,} bytes",
+            )
     if room < WORKER_BYTES:
         raise NoSpaceError(
-            f"{room:,} bytes are left for buffers and one worker needs {WORKER_BYTES:,};"
-            f" {used_bytes:,} are in use with the plan",
-            where="--memory-limit" if limit_bytes is not None else "--memory-budget",
-            hint=f"allow at least {used_bytes + WORKER_BYTES:,} bytes"
-            if limit_bytes is not None
-            else f"pass --memory-budget {WORKER_BYTES}B or more",
+            f"{room:,} bytes are allowed for buffers and one worker needs {WORKER_BYTES:,}",
+            where="--memory-budget",
+            hint=f"pass --memory-budget {WORKER_BYTES}B or more",
         )
     return max(1, min(wanted or min(cores + 1, 8), room // WORKER_BYTES))

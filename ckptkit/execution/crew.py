@@ -25,39 +25,44 @@ class _Crew(Generic[Item]):
         self._items, self._work = items, work
         self._stop = threading.Event()
         self._lock = threading.Lock()
-        self._ended = threading.Semaphore(0)
         self._errors: list[BaseException] = []
+        self._ended = [threading.Event() for _ in range(workers)]
         self._threads = [
-            threading.Thread(target=self._run_one, name=f"ckptkit-{i}", daemon=True)
-            for i in range(workers)
+            threading.Thread(target=self._run_one, args=(ended,), name=f"ckptkit-{i}", daemon=True)
+            for i, ended in enumerate(self._ended)
         ]
 
     def run(self) -> None:
-        running = 0
         try:
             for thread in self._threads:
                 thread.start()
-                running += 1
-            while running:
-                self._ended.acquire()
-                running -= 1
+            self._wait()
         finally:
-            # A signal may have ended the wait. Joining is no way to wait on: an interrupted
-            # join takes a running thread for a finished one.
+            # A signal may have ended the start or the wait at any point.
             self._stop.set()
-            for _ in range(running):
-                self._ended.acquire()
+            self._wait()
         if self._errors:
             raise self._errors[0]
 
-    def _run_one(self) -> None:
+    def _wait(self) -> None:
+        """Waits for every thread that runs; may be interrupted, and called again.
+
+        Joining is no way to do so: an interrupted join takes a running thread for a finished one.
+        A thread without an identity was not started, or has not begun: if it begins after the
+        crew was stopped, it finds nothing to do.
+        """
+        for thread, ended in zip(self._threads, self._ended, strict=True):
+            if thread.ident is not None:
+                ended.wait()
+
+    def _run_one(self, ended: threading.Event) -> None:
         try:
             self._work(self._shared())
         except BaseException as error:  # noqa: BLE001  handed on to the caller's thread
             self._errors.append(error)
             self._stop.set()
         finally:
-            self._ended.release()
+            ended.set()
 
     def _shared(self) -> Iterator[Item]:
         while not self._stop.is_set():

@@ -19,7 +19,7 @@ from ckptkit.execution.crew import run_crew
 from ckptkit.execution.events import BytesWritten, Listener, Started
 from ckptkit.execution.tensors import Origin, TensorReader
 from ckptkit.kernels.arrays import numpy_dtype
-from ckptkit.kernels.checksums import RangeChecksum, leaf_digest, tree_digest
+from ckptkit.kernels.checksums import RangeChecksum, join_leaves, leaf_digest
 from ckptkit.planning.plan import (
     TASK_BYTES,
     Compute,
@@ -38,6 +38,7 @@ from ckptkit.storage.base import Source, Target
 from ckptkit.storage.syscalls import PAGE_BYTES, aligned_buffer
 
 COMPUTE_ELEMENTS = 1 << 18  # a block of fp32 is then 1 MiB
+SCATTERED_ELEMENTS = 1 << 20  # where a block makes the reader pass over all of a chunk
 
 
 @dataclass(slots=True)
@@ -49,15 +50,11 @@ class Digests:
 
     def of_tensor(self, name: str) -> str:
         """Returns the digest of a tensor's bytes; an empty tensor has no leaves."""
-        return _digest(self.tensors.get(name, {}))
+        return join_leaves(self.tensors.get(name, {}))
 
     def of_file(self, path: str) -> str:
         """Returns the digest of a side file's bytes."""
-        return _digest(self.files.get(path, {}))
-
-
-def _digest(leaves: Mapping[int, bytes]) -> str:
-    return tree_digest([leaves[number] for number in sorted(leaves)])
+        return join_leaves(self.files.get(path, {}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +187,7 @@ class _Desk:
     def _compute(self, body: Compute, spec: TensorSpec, span: Span, view: memoryview) -> None:
         target = np.frombuffer(view, numpy_dtype(spec.dtype))
         grain = body.kernel.grain_elements(spec)
-        step = max(grain, COMPUTE_ELEMENTS // grain * grain)
+        step = max(grain, self._block_elements(body, spec, span) // grain * grain)
         for start in range(span.start, span.stop, step):
             block = Span(start, min(start + step, span.stop))
             inputs = [
@@ -199,6 +196,12 @@ class _Desk:
             ]
             low, high = block.start - span.start, block.stop - span.start
             body.kernel.run(spec, block, inputs, target[low:high])
+
+    def _block_elements(self, body: Compute, spec: TensorSpec, span: Span) -> int:
+        demands = body.kernel.demands(spec, span)
+        if any(self._readers[d.origin].is_scattered(d.key, d.place) for d in demands):
+            return SCATTERED_ELEMENTS
+        return COMPUTE_ELEMENTS
 
     def _input(self, slot: int, demand: Demand) -> NDArray[Any]:
         entry = self._inputs.origins[demand.origin].index.tensors[demand.key]

@@ -57,7 +57,6 @@ class ChunkLookup:
         self.entry = entry
         self.chunks = without_replicas(entry.chunks)
         self._start, self._stop = flat_hulls(self.chunks, entry.shape)
-        self.in_runs = bool(np.all(self._stop - self._start == self.chunks.elements()))
 
     def pieces(self, span: Span) -> Iterator[Piece]:
         """Yields the pieces of a range of elements; with proven coverage they fill it.

@@ -5,19 +5,23 @@ from __future__ import annotations
 import posixpath
 import zlib
 from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptkit.core.index import Key, Shape, Span, TensorIndex
+from ckptkit.core.geometry import flat_offset, hull, intersect
+from ckptkit.core.index import Box, Key, Span, TensorIndex
 from ckptkit.execution.ledger import Account, ChecksumLedger
 from ckptkit.execution.locate import Located, Locator
 from ckptkit.execution.pieces import ChunkLookup, Piece
 from ckptkit.storage.base import Source
 
-RUN_BYTES = 1 << 20  # small enough that a checksum finds the bytes still in the cache
-GATHER_BYTES = 4 << 20  # large enough that pieces of many column chunks stay worth a read
+# Large enough that Python's share of a read is small, and that pieces of many column chunks stay
+# worth one; small enough that a checksum finds the bytes still in a cache.
+RUN_BYTES = 4 << 20
+_Place = tuple[Box, NDArray[Any]]  # a box of a chunk, and where its elements go
 _LOOKUPS = 16
 _LOCATED = 4096
 
@@ -56,22 +60,52 @@ class TensorReader:
         """
         lookup = self._lookup(key)
         itemsize = lookup.entry.dtype.itemsize
-        step = max(1, (RUN_BYTES if lookup.in_runs else GATHER_BYTES) // itemsize)
+        step = max(1, RUN_BYTES // itemsize)
+        scattered = False
         for start in range(span.start, span.stop, step):
             part = Span(start, min(start + step, span.stop))
             low = (start - span.start) * itemsize
             view = target[low : low + (part.stop - part.start) * itemsize]
             for piece in lookup.pieces(part):
-                self._fill_piece(lookup, piece, view)
+                located = self._locate(lookup, piece.row)
+                if located.strides is None:
+                    self._fill_piece(lookup, located, piece, view)
+                else:
+                    scattered = True
+        if scattered:
+            self._fill_scattered(lookup, span, target)
 
-    def _fill_piece(self, lookup: ChunkLookup, piece: Piece, view: memoryview) -> None:
-        located = self._locate(lookup, piece.row)
+    def is_scattered(self, key: Key, span: Span) -> bool:
+        """Tells whether some of the elements are stored in another order than row-major.
+
+        To read them means to read the elements between them too, so that many at once cost
+        little more than a few.
+
+        Raises:
+            InputError: If the source is damaged.
+        """
+        lookup = self._lookup(key)
+        return any(
+            self._locate(lookup, piece.row).strides is not None for piece in lookup.pieces(span)
+        )
+
+    def _fill_scattered(self, lookup: ChunkLookup, span: Span, target: memoryview) -> None:
+        """Fills in what is not stored row-major: over the whole range, however long, at once."""
+        places: dict[int, list[_Place]] = {}
+        for piece in lookup.pieces(span):
+            if self._locate(lookup, piece.row).strides is not None:
+                array = _target_array(target, piece, lookup.entry.dtype.itemsize)
+                places.setdefault(piece.row, []).append((piece.place, array))
+        for row, wanted in places.items():
+            self._gather(self._locate(lookup, row), wanted)
+
+    def _fill_piece(
+        self, lookup: ChunkLookup, located: Located, piece: Piece, view: memoryview
+    ) -> None:
         itemsize = lookup.entry.dtype.itemsize
-        low = piece.target_start * itemsize
-        run = view[low : low + piece.elements * itemsize]
-        if located.strides is not None:
-            self._gather(located, located.strides, piece, view, itemsize)
-        elif piece.placement is None:
+        if piece.placement is None:
+            low = piece.target_start * itemsize
+            run = view[low : low + piece.elements * itemsize]
             self._read_run(lookup, located, piece, run)
         else:
             scratch = self._scratch_of(piece.elements * itemsize)
@@ -89,36 +123,35 @@ class TensorReader:
             booked = (start - located.start, len(target), zlib.crc32(target))
             self._origin.ledger.add(int(lookup.chunks.record[piece.row]), booked)
 
-    def _gather(
-        self, located: Located, strides: Shape, piece: Piece, view: memoryview, itemsize: int
-    ) -> None:
-        """Collects a box of a chunk that is not stored row-major; `finish` checks its CRC."""
-        start = located.origin + itemsize * sum(
-            o * s for o, s in zip(piece.place.offsets, strides, strict=True)
-        )
-        self._gather_box(located.path, start, strides, _target_array(view, piece, itemsize))
+    def _gather(self, located: Located, wanted: Sequence[_Place]) -> None:
+        """Collects boxes of a chunk that is not stored row-major; `finish` checks its CRC.
 
-    def _gather_box(self, path: str, start: int, strides: Shape, target: NDArray[Any]) -> None:
-        itemsize = target.itemsize
-        reach = [(n - 1) * s for n, s in zip(target.shape, strides, strict=True)]
+        What lies between the elements of one box are those of the next, so all are collected
+        from the same reads.
+        """
+        strides = located.strides or ()
+        itemsize = wanted[0][1].itemsize
+        box = hull([place for place, _ in wanted])
+        reach = [(n - 1) * s for n, s in zip(box.sizes, strides, strict=True)]
         extent = (sum(reach) + 1) * itemsize
-        if extent <= GATHER_BYTES:
+        if extent <= RUN_BYTES:
             scratch = self._scratch_of(extent)
-            self._origin.source.read_into(path, start, scratch)
-            target[...] = np.lib.stride_tricks.as_strided(
-                _elements(scratch, itemsize),
-                target.shape,
-                [s * itemsize for s in strides],
-                writeable=False,
-            )
+            start = located.origin + flat_offset(box.offsets, strides) * itemsize
+            self._origin.source.read_into(located.path, start, scratch)
+            steps = [s * itemsize for s in strides]
+            whole = _elements(scratch, itemsize)
+            found = np.lib.stride_tricks.as_strided(whole, box.sizes, steps, writeable=False)
+            for place, target in wanted:
+                target[...] = _part_of(found, box, place)
             return
         axis = max(range(len(reach)), key=lambda i: reach[i])
         rest = extent - reach[axis] * itemsize
-        count = max(1, (GATHER_BYTES - rest) // (strides[axis] * itemsize) + 1)
-        for low in range(0, target.shape[axis], min(count, max(1, target.shape[axis] - 1))):
-            part = (slice(None),) * axis + (slice(low, low + count),)
-            at = start + low * strides[axis] * itemsize
-            self._gather_box(path, at, strides, target[part])
+        count = max(1, (RUN_BYTES - rest) // (strides[axis] * itemsize) + 1)
+        for part in _cut(box, axis, min(count, max(1, box.sizes[axis] - 1))):
+            inside = [(intersect(part, place), place, target) for place, target in wanted]
+            parts = [(i, _part_of(target, place, i)) for i, place, target in inside if i]
+            if parts:
+                self._gather(located, parts)
 
     def _lookup(self, key: Key) -> ChunkLookup:
         found = self._lookups.get(key)
@@ -164,6 +197,25 @@ class TensorReader:
 
 def _elements(data: memoryview, itemsize: int) -> NDArray[Any]:
     return np.frombuffer(data, f"V{itemsize}")
+
+
+def _part_of(array: NDArray[Any], box: Box, part: Box) -> NDArray[Any]:
+    """Returns what an array that holds `box` holds of `part`."""
+    return array[
+        tuple(
+            slice(p - b, p - b + n)
+            for b, p, n in zip(box.offsets, part.offsets, part.sizes, strict=True)
+        )
+    ]
+
+
+def _cut(box: Box, axis: int, count: int) -> Iterator[Box]:
+    """Cuts a box across `axis` into boxes of `count` indexes, the last one thinner."""
+    for low in range(0, box.sizes[axis], count):
+        offsets, sizes = list(box.offsets), list(box.sizes)
+        offsets[axis] += low
+        sizes[axis] = min(count, sizes[axis] - low)
+        yield Box(tuple(offsets), tuple(sizes))
 
 
 def _target_array(view: memoryview, piece: Piece, itemsize: int) -> NDArray[Any]:

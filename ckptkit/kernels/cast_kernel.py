@@ -38,10 +38,6 @@ class CastKernel:
         """Reads the same elements of the source tensor."""
         return (Demand(self.origin, self.key, block),)
 
-    def workspace_bytes(self, _out: TensorSpec, _block: Span) -> int:
-        """Returns the scratch memory of one call."""
-        return Caster(self.source, self.target).scratch_bytes
-
     def run(
         self, out: TensorSpec, block: Span, inputs: Sequence[NDArray[Any]], target: NDArray[Any]
     ) -> None:

@@ -6,7 +6,7 @@ holds. Both can be computed from pieces, in any order and by any number of threa
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 
 import xxhash
@@ -171,6 +171,18 @@ def tree_digest(leaves: Sequence[bytes]) -> str:
         https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md
     """
     return f"{DIGEST_SCHEME}:{xxhash.xxh3_128_hexdigest(b''.join(leaves))}"
+
+
+def join_leaves(leaves: Mapping[int, bytes]) -> str:
+    """Joins leaves that were digested in any order to the digest of the tensor.
+
+    Args:
+        leaves: What `leaf_digest` gave for each, by the number of the leaf.
+
+    Returns:
+        The same as `tree_digest` over them in order.
+    """
+    return tree_digest([leaves[number] for number in sorted(leaves)])
 
 
 def digest_of(data: memoryview) -> str:

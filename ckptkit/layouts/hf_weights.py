@@ -10,6 +10,7 @@ import json
 from collections.abc import Sequence
 
 from ckptkit.core.errors import CannotPlanError
+from ckptkit.layouts.weight_index import index_file
 from ckptkit.planning.files import numbered, split_by_size
 from ckptkit.planning.plan import (
     Body,
@@ -23,6 +24,7 @@ from ckptkit.planning.plan import (
 INDEX_NAME = "model.safetensors.index.json"
 DATA_ALIGNMENT = 4096
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
+_METADATA_KEY = "__metadata__"  # what a header calls its own facts; no tensor may be named so
 _METADATA = {"format": "pt"}
 
 
@@ -33,14 +35,14 @@ def layout_hf_weights(products: Sequence[Product], max_file_bytes: int) -> list[
         The weight files, and their index where there are several.
 
     Raises:
-        CannotPlanError: If a tensor's element type has no name in safetensors, or if the
-            header of a file would be larger than the library reads.
+        CannotPlanError: If safetensors has no name for a tensor's element type, or another use
+            for the tensor's name, or if a header would be larger than the library reads.
     """
     groups = split_by_size(products, max_file_bytes)
     names = numbered("model", "safetensors", len(groups))
     files = [_weights_file(*pair) for pair in zip(names, groups, strict=True)]
     if len(files) > 1:
-        files.append(_index_file(names, groups))
+        files.append(index_file(INDEX_NAME, names, groups))
     return files
 
 
@@ -54,12 +56,17 @@ def _weights_file(path: str, products: Sequence[Product]) -> OutputFile:
 
 
 def _header(path: str, specs: Sequence[TensorSpec]) -> bytes:
-    document: dict[str, object] = {"__metadata__": _METADATA}
+    document: dict[str, object] = {_METADATA_KEY: _METADATA}
     at = 0
     for spec in specs:
+        refusal = ""
         if spec.dtype.safetensors is None:
+            refusal = f"dtype {spec.dtype.name} has no name in safetensors"
+        elif spec.name == _METADATA_KEY:
+            refusal = "safetensors keeps this name for the metadata of a file"
+        if refusal:
             raise CannotPlanError(
-                f"dtype {spec.dtype.name} has no name in safetensors",
+                refusal,
                 where=f"tensor {spec.name!r}",
                 hint="leave the tensor out with --exclude",
             )
@@ -78,20 +85,3 @@ def _header(path: str, specs: Sequence[TensorSpec]) -> bytes:
             hint="write more, smaller files with --max-shard-size",
         )
     return len(text).to_bytes(8, "little") + text
-
-
-def _index_file(names: Sequence[str], groups: Sequence[Sequence[Product]]) -> OutputFile:
-    specs = [product.spec for group in groups for product in group]
-    document = {
-        "metadata": {
-            "total_parameters": sum(spec.elements for spec in specs),
-            "total_size": sum(spec.size_bytes for spec in specs),
-        },
-        "weight_map": {
-            product.spec.name: name
-            for name, group in zip(names, groups, strict=True)
-            for product in group
-        },
-    }
-    data = (json.dumps(document, indent=2, sort_keys=True) + "\n").encode()
-    return contiguous(INDEX_NAME, [(len(data), Literal(data), None)])

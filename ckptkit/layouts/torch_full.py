@@ -5,13 +5,13 @@ Source: torch.save of 2.13 for the records; Transformers for the names of sharde
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 
 from ckptkit.layouts.torch_pickles import state_dict_pickle, tensor_pickle
+from ckptkit.layouts.weight_index import index_file
 from ckptkit.layouts.zip_parts import ZipParts
 from ckptkit.planning.files import numbered, split_by_size
-from ckptkit.planning.plan import Literal, OutputFile, Product, contiguous
+from ckptkit.planning.plan import OutputFile, Product, contiguous
 
 INDEX_NAME = "pytorch_model.bin.index.json"
 
@@ -31,7 +31,7 @@ def layout_torch_full(products: Sequence[Product], max_file_bytes: int) -> list[
         for name, group in zip(names, groups, strict=True)
     ]
     if len(files) > 1:
-        files.append(_index_file(names, groups))
+        files.append(index_file(INDEX_NAME, names, groups))
     return files
 
 
@@ -57,18 +57,3 @@ def _add_all(parts: ZipParts, products: Sequence[Product]) -> None:
         parts.add_tensor(f"data/{number}", product.spec, product.body)
     parts.add_bytes("version", b"3\n")
     parts.finish()
-
-
-def _index_file(names: Sequence[str], groups: Sequence[Sequence[Product]]) -> OutputFile:
-    document = {
-        "metadata": {
-            "total_size": sum(p.spec.size_bytes for group in groups for p in group),
-        },
-        "weight_map": {
-            product.spec.name: name
-            for name, group in zip(names, groups, strict=True)
-            for product in group
-        },
-    }
-    data = (json.dumps(document, indent=2, sort_keys=True) + "\n").encode()
-    return contiguous(INDEX_NAME, [(len(data), Literal(data), None)])

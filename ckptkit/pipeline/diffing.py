@@ -17,7 +17,7 @@ from ckptkit.execution.tensors import Origin, TensorReader
 from ckptkit.kernels.arrays import numpy_dtype
 from ckptkit.pipeline.folders import SideFolders
 from ckptkit.pipeline.opening import PathLike, opened
-from ckptkit.pipeline.scanning import leaf_span, scan
+from ckptkit.pipeline.scanning import leaf_span, same_bytes, scan
 from ckptkit.planning.coverage import error_of, find_problems
 from ckptkit.planning.requests import ConsolidateRequest
 from ckptkit.planning.selection import select_model
@@ -174,7 +174,7 @@ class _Comparison:
 
     def _visit(self, entry: TensorEntry, leaf: int, view: memoryview) -> None:
         other = self._read(self._second[entry.name], leaf, len(view))
-        if view == other:
+        if same_bytes(view, other):
             return
         elements, largest = _count(entry, view, other)
         with self._lock:

@@ -63,7 +63,8 @@ class TieLine:
 
     Attributes:
         names: The name that stays first, then those tied to it.
-        equal: Whether the stored checksums agree; None where there are none to compare.
+        equal: Whether the stored checksums, and the parts of the checksummed bytes that the
+            names stand for, agree; None where there are none to compare.
         declared: Whether the configuration says that they are tied.
     """
 
@@ -151,8 +152,8 @@ def _report(checkpoint: Opened, config: Mapping[str, Any], tied: tuple[TieLine, 
         files=len({file.path for file in index.files}),
         size_bytes=sum(max(file.size_bytes, 0) for file in index.files),
         bytes_per_rank=_bytes_per_rank(entries),
-        model_type=config.get("model_type"),
-        architectures=tuple(config.get("architectures") or ()),
+        model_type=_text(config.get("model_type")),
+        architectures=_texts(config.get("architectures")),
         trees=tuple(_trees(entries)),
         tensors=tuple(_line(entry) for entry in entries),
         objects=tuple(".".join(map(str, path)) for path in index.values),
@@ -160,6 +161,17 @@ def _report(checkpoint: Opened, config: Mapping[str, Any], tied: tuple[TieLine, 
         problems=tuple(_problems(index, entries)),
         notes=(*checkpoint.notes, *index.run.notes),
     )
+
+
+def _text(value: object) -> str | None:
+    """Returns a value of the configuration, which may hold anything, if it is a text."""
+    return value if isinstance(value, str) else None
+
+
+def _texts(value: object) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        return ()
+    return tuple(value)
 
 
 def _problems(index: TensorIndex, entries: Sequence[TensorEntry]) -> Iterator[Problem]:
@@ -249,17 +261,34 @@ def _equal_checksums(locator: Locator, entries: Sequence[TensorEntry]) -> bool |
     if any(len(entry.chunks) > _TIE_CHUNKS for entry in entries):
         return None
     try:
-        found = [_checksums(locator, entry) for entry in entries]
+        found = [_contents(locator, entry) for entry in entries]
     except CkptkitError:
         return None  # reported as a problem already, or found when it is read
-    if any(crc is None for checksums in found for crc in checksums.values()):
+    if any(content.crc32 is None for contents in found for content in contents.values()):
         return None
-    return all(checksums == found[0] for checksums in found)
+    return all(contents == found[0] for contents in found)
 
 
-def _checksums(locator: Locator, entry: TensorEntry) -> dict[bytes, int | None]:
+@dataclass(frozen=True, slots=True)
+class _Content:
+    """What is known of a chunk's elements without reading them.
+
+    Attributes:
+        crc32: Of the whole record that the chunk is a view of.
+        origin: Byte of the record's data at which the chunk begins.
+        strides: How it goes on from there.
+    """
+
+    crc32: int | None
+    origin: int
+    strides: Shape | None
+
+
+def _contents(locator: Locator, entry: TensorEntry) -> dict[bytes, _Content]:
     places = np.hstack([entry.chunks.offsets, entry.chunks.sizes])
-    return {
-        places[row].tobytes(): locator.locate(entry, entry.chunks, row).crc32
-        for row in np.flatnonzero(entry.chunks.elements() > 0).tolist()
-    }
+    found = {}
+    for row in np.flatnonzero(entry.chunks.elements() > 0).tolist():
+        at = locator.locate(entry, entry.chunks, row)
+        content = _Content(at.crc32, at.origin - at.start, at.strides)
+        found[places[row].tobytes()] = content
+    return found

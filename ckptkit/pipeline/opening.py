@@ -34,7 +34,7 @@ from ckptkit.storage.local import LocalSource
 from ckptkit.storage.machine import memory_in_use_bytes
 
 PathLike = str | os.PathLike[str]
-_MARKS = {"trainer_state.json": "the Transformers Trainer", "meta.pt": "Lightning"}
+_MARKS = {"trainer_state.json": "Transformers Trainer", "meta.pt": "Lightning"}
 _ACCELERATE = "pytorch_model_fsdp_"
 
 
@@ -148,7 +148,7 @@ class _Search:
         )
         index = _merge(found.units, [self._index(unit.candidate) for unit in found.units])
         step = step_of(found.folder or str(Path(self._location).absolute()))
-        writer = " through ".join(filter(None, [*self._frameworks(found), index.run.writer]))
+        writer = ", ".join(filter(None, [*self._frameworks(found), index.run.writer]))
         run = replace(index.run, step=index.run.step or step, writer=writer)
         return Opened(
             location=self._location,

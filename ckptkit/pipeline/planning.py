@@ -28,6 +28,7 @@ from ckptkit.planning.selection import (
     refuse_casting_quantized,
     refuse_what_would_load_as_random,
     select_model,
+    under_tied_names,
 )
 from ckptkit.planning.side_files import (
     CONFIG,
@@ -40,7 +41,7 @@ from ckptkit.planning.side_files import (
     to_json,
     without_auto_map,
 )
-from ckptkit.planning.ties import untied_config
+from ckptkit.planning.ties import tied_names_absent, untied_config
 from ckptkit.storage.machine import memory_in_use_bytes, usable_cores
 
 _LAYOUTS = {"hf": layout_hf_weights, "torch": layout_torch_full, "dcp": layout_dcp}
@@ -121,6 +122,9 @@ class _Preparation:
         config = self._folders.config(side)
         refuse_casting_quantized(entries, self._request, config, location=checkpoint.path)
         ties = self._ties(config, entries)
+        if self._request.layout == "dcp":
+            absent = tied_names_absent(config, {entry.name for entry in entries})
+            entries = under_tied_names(entries, absent)
         products = make_products(entries, self._request, ties.dropped, CastKernel)
         weights = _LAYOUTS[self._request.layout](products, self._request.max_file_bytes)
         written = bytes_by_dtype((p.spec.dtype, p.spec.size_bytes) for p in products)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from ckptkit.core.errors import InputError
 from ckptkit.core.index import Key, Span, TensorEntry
 from ckptkit.core.manifest import LEAF_BYTES
@@ -32,6 +34,13 @@ def leaf_span(entry: TensorEntry, leaf: int) -> Span:
     """Returns the elements of one leaf of a tensor's digest."""
     step = LEAF_BYTES // entry.dtype.itemsize
     return Span(leaf * step, min((leaf + 1) * step, entry.elements))
+
+
+def same_bytes(first: memoryview, second: memoryview) -> bool:
+    """Compares two buffers of one length; `memoryview` itself compares byte by byte."""
+    whole = len(first) // 8 * 8
+    one, other = (np.frombuffer(side[:whole], np.uint64) for side in (first, second))
+    return np.array_equal(one, other) and first[whole:] == second[whole:]
 
 
 def scan(

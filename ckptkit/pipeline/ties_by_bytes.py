@@ -8,6 +8,7 @@ from typing import Any
 
 from ckptkit.core.index import Fqn, Span, TensorEntry
 from ckptkit.execution.tensors import RUN_BYTES, Origin, TensorReader
+from ckptkit.pipeline.scanning import same_bytes
 from ckptkit.planning.ties import tie_candidates, tie_conflicts, ties_to_drop
 
 
@@ -42,12 +43,12 @@ def find_ties(
     same: dict[Fqn, Fqn] = {}
     broken = dict(tie_conflicts(config, extents))
     for target, source in pairs.items():
-        equal = _same_bytes(reader, by_name[target], by_name[source])
+        equal = _same_values(reader, by_name[target], by_name[source])
         (same if equal else broken)[target] = source
     return Ties(ties_to_drop(config, same, broken), broken)
 
 
-def _same_bytes(reader: TensorReader, first: TensorEntry, second: TensorEntry) -> bool:
+def _same_values(reader: TensorReader, first: TensorEntry, second: TensorEntry) -> bool:
     itemsize = first.dtype.itemsize
     step = RUN_BYTES // itemsize
     buffers = [memoryview(bytearray(RUN_BYTES)) for _ in range(2)]
@@ -56,6 +57,6 @@ def _same_bytes(reader: TensorReader, first: TensorEntry, second: TensorEntry) -
         views = [buffer[: (span.stop - span.start) * itemsize] for buffer in buffers]
         reader.fill(first.key, span, views[0])
         reader.fill(second.key, span, views[1])
-        if views[0] != views[1]:
+        if not same_bytes(*views):
             return False
     return True

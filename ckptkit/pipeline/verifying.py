@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,14 +16,19 @@ from ckptkit.core.errors import (
     TruncatedFileError,
 )
 from ckptkit.core.index import Problem, TensorEntry, TensorIndex
-from ckptkit.core.manifest import LEAF_BYTES, MANIFEST_NAME, Manifest, parse_manifest
+from ckptkit.core.manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    check_manifest_size,
+    parse_manifest,
+)
 from ckptkit.execution.events import Listener, ignore
 from ckptkit.execution.tensors import Origin
 from ckptkit.formats.registry import read_index, recognise
-from ckptkit.kernels.checksums import leaf_digest, tree_digest
+from ckptkit.kernels.checksums import join_leaves, leaf_digest, leaf_ranges, tree_digest
 from ckptkit.pipeline.opening import PathLike, opened
 from ckptkit.pipeline.scanning import scan
-from ckptkit.planning.coverage import find_problems
+from ckptkit.planning.coverage import find_problems_by_key
 from ckptkit.planning.plan import SOURCE
 from ckptkit.storage.local import LocalSource
 from ckptkit.storage.machine import usable_cores
@@ -42,7 +47,8 @@ class Verification:
         problems: What is wrong; empty when all is well.
         tensors: How many tensors were read.
         size_bytes: How many bytes of them.
-        unverified: Names of tensors for which no checksum was stored.
+        unverified: Names of tensors for which no checksum was stored; of an output, those for
+            which its source had none: their digests are compared all the same.
     """
 
     path: str
@@ -90,7 +96,11 @@ def _manifest_in(folder: Path) -> Manifest | None:
     file = folder / MANIFEST_NAME
     if not file.is_file():
         return None
-    return parse_manifest(file.read_bytes(), where=str(file))
+    where = str(file)
+    with LocalSource(folder) as source:
+        size = source.stat(MANIFEST_NAME).size_bytes
+        check_manifest_size(size, where=where)
+        return parse_manifest(source.read(MANIFEST_NAME, 0, size), where=where)
 
 
 def _verify_source(path: PathLike, select: str | None, listener: Listener) -> Verification:
@@ -99,7 +109,7 @@ def _verify_source(path: PathLike, select: str | None, listener: Listener) -> Ve
         entries = list(index.tensors.values())
         if checkpoint.select is not None:
             entries = [entry for entry in entries if entry.tree == checkpoint.select]
-        problems = dict(_problems_by_key(index, entries))
+        problems = dict(find_problems_by_key(index, entries))
         whole = [entry for entry in entries if entry.key not in problems]
         origin = Origin(SOURCE, checkpoint.source, index)
         found = scan(origin, whole, lambda *_: None, workers=usable_cores() + 1, listener=listener)
@@ -112,14 +122,6 @@ def _verify_source(path: PathLike, select: str | None, listener: Listener) -> Ve
             size_bytes=found.size_bytes,
             unverified=tuple(e.name for e in whole if e.key in origin.unverified),
         )
-
-
-def _problems_by_key(
-    index: TensorIndex, entries: list[TensorEntry]
-) -> Iterator[tuple[str, Problem]]:
-    for entry in entries:
-        for problem in find_problems(index, [entry]):
-            yield entry.key, problem
 
 
 def _problem_of(error: CkptkitError, where: str) -> Problem:
@@ -169,11 +171,8 @@ class _Output:
                 yield Problem(_MISMATCH, path, "has another digest than the manifest")
 
     def _digest_of_file(self, path: str, size: int) -> str:
-        leaves = [
-            leaf_digest(memoryview(self._source.read(path, start, min(start + LEAF_BYTES, size))))
-            for start in range(0, size, LEAF_BYTES)
-        ]
-        return tree_digest(leaves)
+        pieces = (self._source.read(path, start, stop) for start, stop in leaf_ranges(size))
+        return tree_digest([leaf_digest(memoryview(piece)) for piece in pieces])
 
     def _stray_files(self) -> Iterator[Problem]:
         for path in self._source.walk(0):
@@ -200,7 +199,7 @@ class _Output:
             Problem(_MISMATCH, f"tensor {entry.name!r}", "has another digest than the manifest")
             for entry in entries
             if entry.key not in found.failures
-            and _digest(leaves.get(entry.name, {})) != expected[entry.name].digest
+            and join_leaves(leaves.get(entry.name, {})) != expected[entry.name].digest
         ]
         return problems, found.size_bytes
 
@@ -228,7 +227,3 @@ class _Output:
                     yield Problem(
                         "other-tensor", where, f"is {found} against {wanted} in the manifest"
                     )
-
-
-def _digest(leaves: Mapping[int, bytes]) -> str:
-    return tree_digest([leaves[number] for number in sorted(leaves)])

@@ -9,12 +9,13 @@ import numpy as np
 from ckptkit.core.errors import (
     IncompleteCheckpointError,
     InputError,
+    LimitError,
     MissingFileError,
     TruncatedFileError,
     UnsupportedError,
 )
 from ckptkit.core.geometry import Defect, find_defect, without_replicas
-from ckptkit.core.index import Box, Problem, Span, TensorEntry, TensorIndex
+from ckptkit.core.index import Box, Key, Problem, Span, TensorEntry, TensorIndex
 
 _ERRORS: dict[str, type[InputError]] = {
     error.code: error
@@ -23,6 +24,7 @@ _ERRORS: dict[str, type[InputError]] = {
         TruncatedFileError,
         IncompleteCheckpointError,
         UnsupportedError,
+        LimitError,
     )
 }
 _LABELS = ("rows", "columns")
@@ -35,6 +37,13 @@ _HINTS = {
 
 def find_problems(index: TensorIndex, entries: Iterable[TensorEntry]) -> Iterator[Problem]:
     """Yields what keeps tensors from being read whole: at most one problem for each tensor."""
+    return (problem for _, problem in find_problems_by_key(index, entries))
+
+
+def find_problems_by_key(
+    index: TensorIndex, entries: Iterable[TensorEntry]
+) -> Iterator[tuple[Key, Problem]]:
+    """Yields the same problems as `find_problems`, each with the key of its tensor."""
     named = {problem.where: problem for problem in index.problems}
     sizes = np.array([file.size_bytes for file in index.files], np.int64)
     for entry in entries:
@@ -44,7 +53,7 @@ def find_problems(index: TensorIndex, entries: Iterable[TensorEntry]) -> Iterato
             or _coverage_problem(index, entry)
         )
         if problem is not None:
-            yield problem
+            yield entry.key, problem
 
 
 def error_of(problem: Problem, location: str) -> InputError:
@@ -78,12 +87,14 @@ def _file_problem(index: TensorIndex, entry: TensorEntry, sizes: np.ndarray) -> 
 
 
 def _coverage_problem(index: TensorIndex, entry: TensorEntry) -> Problem | None:
-    defect = find_defect(without_replicas(entry.chunks), entry.shape)
+    where = f"tensor {entry.key!r}"
+    try:
+        defect = find_defect(without_replicas(entry.chunks), entry.shape)
+    except LimitError as error:
+        return Problem(error.code, where, error.message)
     if defect is None:
         return None
-    return Problem(
-        IncompleteCheckpointError.code, f"tensor {entry.key!r}", _sentence(index, entry, defect)
-    )
+    return Problem(IncompleteCheckpointError.code, where, _sentence(index, entry, defect))
 
 
 def _sentence(index: TensorIndex, entry: TensorEntry, defect: Defect) -> str:

@@ -56,10 +56,6 @@ class Kernel(Protocol):
         """Returns what the block is computed from."""
         ...
 
-    def workspace_bytes(self, out: TensorSpec, block: Span) -> int:
-        """Returns the memory that `run` takes beyond its inputs and its output."""
-        ...
-
     def run(
         self, out: TensorSpec, block: Span, inputs: Sequence[NDArray[Any]], target: NDArray[Any]
     ) -> None:
@@ -100,14 +96,6 @@ class RawCopy:
 
 
 @dataclass(frozen=True, slots=True)
-class ServerCopy:
-    """A tensor whose bytes the store itself copies from one object range to another."""
-
-    origin: str
-    key: Key
-
-
-@dataclass(frozen=True, slots=True)
 class Trailer:
     """Bytes that depend on checksums of the segments before it, such as a zip's directory."""
 
@@ -116,7 +104,7 @@ class Trailer:
     """Where the little-endian CRC-32 of which segment goes: `(position, segment)`."""
 
 
-Body = Literal | Copy | Compute | RawCopy | ServerCopy | Trailer
+Body = Literal | Copy | Compute | RawCopy | Trailer
 
 
 @dataclass(frozen=True, slots=True)

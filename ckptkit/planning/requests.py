@@ -65,7 +65,6 @@ class ConsolidateRequest:
         exclude: Patterns of names to leave out, after `include`.
         select: The state dict to take where a checkpoint holds several.
         max_file_bytes: Bytes of tensor data after which a new weight file is begun.
-        optimizer: Whether optimizer state is written too.
         layout: The kind of output.
         names: `live` writes what training holds, whatever it is; `auto` refuses what no
             library would load under these names.
@@ -78,7 +77,6 @@ class ConsolidateRequest:
     exclude: tuple[str, ...] = ()
     select: str | None = None
     max_file_bytes: int = DEFAULT_MAX_FILE_BYTES
-    optimizer: bool = False
     layout: Layout = "hf"
     names: NameChoice = "auto"
     allow_code: bool = False

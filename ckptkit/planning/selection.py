@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptkit.core.dtypes import DType, dtype_named
@@ -158,6 +158,15 @@ class DTypePolicy:
         if fixed or matches(entry.name, self.keep):
             return entry.dtype
         return dtype_named(self.choice)
+
+
+def under_tied_names(
+    entries: Sequence[TensorEntry], absent: Mapping[Fqn, Fqn]
+) -> list[TensorEntry]:
+    """Adds the names that a live model has besides, each standing for the tensor of another."""
+    by_name = {entry.name: entry for entry in entries}
+    added = [replace(by_name[source], name=target) for target, source in absent.items()]
+    return [*entries, *added]
 
 
 def make_products(

@@ -31,6 +31,7 @@ from ckptkit.planning.tied_names import (
 Specs = Mapping[Fqn, tuple[DType, Shape]]
 _FLAG = "tie_word_embeddings"
 _OLD_FLAG = "tie_embedding"  # LFM2's first name for it, which still overrides the other
+_HEADED = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 _NESTING = 4  # real configurations nest twice
 _ROOT_PAIRS = {name: pairs for names, pairs in BY_ROOT.items() for name in names.split()}
 _NESTED_PAIRS = {
@@ -78,6 +79,28 @@ def ties_to_drop(
     if broken and untied_config(config or {}) != config:
         return {}
     return same
+
+
+def tied_names_absent(
+    config: Mapping[str, Any] | None, names: Collection[Fqn]
+) -> Mapping[Fqn, Fqn]:
+    """Finds the names that a live model has and that were left out where it was saved.
+
+    Only classes that are known to have a head are considered.
+
+    Returns:
+        From each absent name to the one in `names` that holds its bytes.
+    """
+    architecture = _architecture(config or {})
+    if config is None or not (architecture in _ROOT_PAIRS or architecture.endswith(_HEADED)):
+        return {}
+    absent: dict[Fqn, Fqn] = {}
+    for flag_path, rules in _rules(config):
+        for target, pattern in rules.items():
+            sources = _matching(pattern, names)
+            if Fqn(target) not in names and len(sources) == 1 and _is_tied(config, flag_path):
+                absent[Fqn(target)] = sources[0]
+    return absent
 
 
 def untied_config(config: Mapping[str, Any]) -> dict[str, Any]:

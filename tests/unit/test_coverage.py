@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+import time
+
 import numpy as np
 import pytest
 
@@ -9,6 +12,7 @@ from ckptkit.core.dtypes import dtype_named
 from ckptkit.core.errors import (
     IncompleteCheckpointError,
     InputError,
+    LimitError,
     MissingFileError,
     TruncatedFileError,
 )
@@ -27,7 +31,12 @@ from ckptkit.core.index import (
     TensorEntry,
     TensorIndex,
 )
-from ckptkit.planning.coverage import describe, error_of, find_problems
+from ckptkit.planning.coverage import (
+    describe,
+    error_of,
+    find_problems,
+    find_problems_by_key,
+)
 
 Place = Box | Span
 
@@ -136,6 +145,7 @@ def test_what_the_reader_found_comes_first() -> None:
         ("missing-file", MissingFileError),
         ("truncated-file", TruncatedFileError),
         ("incomplete-checkpoint", IncompleteCheckpointError),
+        ("too-large", LimitError),
         ("something-new", InputError),
     ],
 )
@@ -158,6 +168,38 @@ def test_thousands_of_chunks_are_proven_at_once() -> None:
         {entry.key: entry},
     )
     assert problems_of(index) == []
+
+
+def shattered(count: int, dimensions: int, size: int) -> list[Box]:
+    """Boxes that tile a cube, from cuts through single boxes at random places."""
+    chance = random.Random(0)  # noqa: S311
+    boxes = [Box((0,) * dimensions, (size,) * dimensions)]
+    while len(boxes) < count:
+        box = boxes.pop(chance.randrange(len(boxes)))
+        axis = chance.randrange(dimensions)
+        cut = chance.randrange(box.sizes[axis])
+        offsets, low, high = list(box.offsets), list(box.sizes), list(box.sizes)
+        offsets[axis] += cut
+        low[axis], high[axis] = cut, box.sizes[axis] - cut
+        boxes.append(Box(tuple(offsets), tuple(high)))
+        if cut:
+            boxes.append(Box(box.offsets, tuple(low)))
+    return boxes
+
+
+def test_a_tensor_that_is_shattered_is_a_problem_with_its_name_and_soon_found() -> None:
+    index = index_of((4_096,) * 5, *shattered(500, 5, 4_096))
+    before = time.process_time()
+    (problem,) = problems_of(index)
+    assert time.process_time() - before < 5
+    assert (problem.code, problem.where) == ("too-large", "tensor 'model.w'")
+    assert "irregular" in problem.message
+
+
+def test_problems_come_with_the_key_of_their_tensor() -> None:
+    index = index_of((8, 4), rows(0, 3))
+    entries = index.tensors.values()
+    assert list(find_problems_by_key(index, entries)) == [(Key("model.w"), problems_of(index)[0])]
 
 
 def test_places_are_described_as_people_say_them() -> None:

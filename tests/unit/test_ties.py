@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 
 from ckptkit.core.dtypes import DType, dtype_named
 from ckptkit.core.index import Fqn, Shape
-from ckptkit.planning.ties import tie_candidates, tie_conflicts, ties_to_drop, untied_config
+from ckptkit.planning.ties import (
+    tie_candidates,
+    tie_conflicts,
+    tied_names_absent,
+    ties_to_drop,
+    untied_config,
+)
 
 F32, BF16 = dtype_named("float32"), dtype_named("bfloat16")
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -207,3 +213,13 @@ def test_any_json_for_a_config_gives_an_answer(config: dict[str, Any]) -> None:
     assert found.keys() | set(found.values()) <= names.keys()
     assert not found.keys() & set(found.values()), "a source that is a target would be dropped too"
     assert set(untied_config(config)) <= config.keys() | {"tie_word_embeddings"}
+
+
+def test_names_that_training_has_besides_are_found_for_models_with_a_head() -> None:
+    embedding = Fqn("model.embed_tokens.weight")
+    llama = {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True}
+    assert tied_names_absent(llama, {embedding}) == {"lm_head.weight": embedding}
+    assert tied_names_absent(llama | {"tie_word_embeddings": False}, {embedding}) == {}
+    assert tied_names_absent(llama | {"architectures": ["LlamaModel"]}, {embedding}) == {}
+    assert tied_names_absent(llama, {embedding, Fqn("lm_head.weight")}) == {}
+    assert tied_names_absent(None, {embedding}) == {}
