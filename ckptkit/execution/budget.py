@@ -17,11 +17,9 @@ class ExecutionSettings:
 
     Attributes:
         workers: Threads that read, check and write.
-        direct_io: Whether to try writes that bypass the page cache.
     """
 
     workers: int
-    direct_io: bool = True
 
 
 def settle_workers(

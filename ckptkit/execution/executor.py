@@ -37,8 +37,9 @@ from ckptkit.planning.plan import (
 from ckptkit.storage.base import Source, Target
 from ckptkit.storage.syscalls import PAGE_BYTES, aligned_buffer
 
-COMPUTE_ELEMENTS = 1 << 18  # a block of fp32 is then 1 MiB
-SCATTERED_ELEMENTS = 1 << 20  # where a block makes the reader pass over all of a chunk
+# A block of fp32 is then as large as one read. Smaller ones cost more calls than they save in
+# the processor's cache, and much more where a chunk has to be passed over for each block.
+COMPUTE_ELEMENTS = 1 << 20
 
 
 @dataclass(slots=True)
@@ -187,7 +188,7 @@ class _Desk:
     def _compute(self, body: Compute, spec: TensorSpec, span: Span, view: memoryview) -> None:
         target = np.frombuffer(view, numpy_dtype(spec.dtype))
         grain = body.kernel.grain_elements(spec)
-        step = max(grain, self._block_elements(body, spec, span) // grain * grain)
+        step = max(grain, COMPUTE_ELEMENTS // grain * grain)
         for start in range(span.start, span.stop, step):
             block = Span(start, min(start + step, span.stop))
             inputs = [
@@ -196,12 +197,6 @@ class _Desk:
             ]
             low, high = block.start - span.start, block.stop - span.start
             body.kernel.run(spec, block, inputs, target[low:high])
-
-    def _block_elements(self, body: Compute, spec: TensorSpec, span: Span) -> int:
-        demands = body.kernel.demands(spec, span)
-        if any(self._readers[d.origin].is_scattered(d.key, d.place) for d in demands):
-            return SCATTERED_ELEMENTS
-        return COMPUTE_ELEMENTS
 
     def _input(self, slot: int, demand: Demand) -> NDArray[Any]:
         entry = self._inputs.origins[demand.origin].index.tensors[demand.key]

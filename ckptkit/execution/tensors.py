@@ -75,20 +75,6 @@ class TensorReader:
         if scattered:
             self._fill_scattered(lookup, span, target)
 
-    def is_scattered(self, key: Key, span: Span) -> bool:
-        """Tells whether some of the elements are stored in another order than row-major.
-
-        To read them means to read the elements between them too, so that many at once cost
-        little more than a few.
-
-        Raises:
-            InputError: If the source is damaged.
-        """
-        lookup = self._lookup(key)
-        return any(
-            self._locate(lookup, piece.row).strides is not None for piece in lookup.pieces(span)
-        )
-
     def _fill_scattered(self, lookup: ChunkLookup, span: Span, target: memoryview) -> None:
         """Fills in what is not stored row-major: over the whole range, however long, at once."""
         places: dict[int, list[_Place]] = {}

@@ -22,7 +22,7 @@ from ckptkit.core.index import (
 )
 from ckptkit.execution.budget import ExecutionSettings
 from ckptkit.execution.events import ignore
-from ckptkit.execution.executor import SCATTERED_ELEMENTS, Executor, Inputs
+from ckptkit.execution.executor import COMPUTE_ELEMENTS, Executor, Inputs
 from ckptkit.execution.tensors import RUN_BYTES, Origin, TensorReader
 from ckptkit.kernels.cast_kernel import CastKernel
 from ckptkit.layouts.hf_weights import layout_hf_weights
@@ -96,5 +96,5 @@ def test_a_cast_passes_over_a_transposed_chunk_once_for_each_large_block() -> No
     Executor(plan, Inputs({SOURCE: origin}, {}), target, ExecutionSettings(1), ignore).run()
     target.commit(plan.files[-1].path)
     assert target.files["model.safetensors"].endswith(TRUTH.astype(np.float16).tobytes())
-    passes = -(-TRUTH.size // SCATTERED_ELEMENTS)
+    passes = -(-TRUTH.size // COMPUTE_ELEMENTS)
     assert sum(source.lengths) < 1.1 * passes * TRUTH.nbytes
