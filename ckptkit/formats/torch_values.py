@@ -13,6 +13,7 @@ from typing import Any, TypeGuard
 
 from ckptkit.core.dtypes import BY_NAME, BY_STORAGE, DType, dtype_named
 from ckptkit.core.errors import FormatError, UnsupportedError
+from ckptkit.core.geometry import is_row_major
 from ckptkit.core.index import Shape
 from ckptkit.formats.pickles import (
     Builder,
@@ -88,12 +89,7 @@ class TensorRef:
     @property
     def row_major(self) -> bool:
         """Whether its elements lie one after another in row-major order."""
-        expected = 1
-        for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
-            if size != 1 and stride != expected:
-                return 0 in self.shape
-            expected *= size
-        return True
+        return is_row_major(self.shape, self.strides)
 
 
 def storage_ref(identity: object) -> StorageRef:

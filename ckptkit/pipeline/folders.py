@@ -34,7 +34,6 @@ class SideFolders:
             if path.is_dir():
                 source = stack.enter_context(LocalSource(path))
                 self.sources[str(path)] = source
-        self._base = base
 
     def choose(self, *, allow_code: bool) -> tuple[list[SideFile], list[str]]:
         """Returns the files to put beside the weights, and python files left out."""

@@ -58,18 +58,6 @@ def check_relative(path: str, where: str) -> None:
         )
 
 
-def open_folder(path: Path) -> LocalSource:
-    """Opens a directory for reading.
-
-    Returns:
-        The source of `path`, or, where that is a file, of the directory that holds it.
-
-    Raises:
-        MissingFileError: If there is nothing at `path`.
-    """
-    return LocalSource(path.parent if path.is_file() else path)
-
-
 class LocalSource:
     """A directory that is read and never changed, nor mapped into memory.
 

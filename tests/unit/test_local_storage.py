@@ -19,7 +19,7 @@ from ckptkit.core.errors import (
     UnsafePathError,
 )
 from ckptkit.storage import staging
-from ckptkit.storage.local import LocalSource, open_folder
+from ckptkit.storage.local import LocalSource
 from ckptkit.storage.staging import LocalTarget
 from ckptkit.storage.syscalls import (
     Capabilities,
@@ -144,8 +144,6 @@ def test_a_root_that_is_no_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"")
     with pytest.raises(MissingFileError, match="a file was found where a directory was"):
         LocalSource(tmp_path / "x")
-    with open_folder(tmp_path / "x") as source:
-        assert source.location == str(tmp_path)
 
 
 def test_a_name_longer_than_the_file_system_takes_is_an_error(tmp_path: Path) -> None:
