@@ -6,7 +6,8 @@ what was found against what was expected, and, as a hint, what to do next.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
 
 
 class CkptkitError(Exception):
@@ -35,6 +36,28 @@ class CkptkitError(Exception):
         """Returns the same error with `where` put in front of what is known already."""
         inner = f"{where}: {self.where}" if self.where else where
         return type(self)(self.message, where=inner, hint=self.hint)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the error as plain values, from which `error_from_json` makes it again."""
+        return {
+            "code": self.code,
+            "message": self.message,
+            "where": self.where,
+            "hint": self.hint,
+        }
+
+
+def error_from_json(document: Mapping[str, Any]) -> CkptkitError:
+    """Returns the error that another process turned into plain values."""
+    kinds = {kind.code: kind for kind in _kinds(CkptkitError)}
+    kind = kinds.get(document["code"], CkptkitError)
+    return kind(document["message"], where=document["where"], hint=document["hint"])
+
+
+def _kinds(kind: type[CkptkitError]) -> Iterator[type[CkptkitError]]:
+    yield kind
+    for further in kind.__subclasses__():
+        yield from _kinds(further)
 
 
 class UsageError(CkptkitError, ValueError):
@@ -173,3 +196,32 @@ class VerificationError(CkptkitError):
 
     code = "verification-failed"
     exit_status = 6
+
+
+class SaveError(CkptkitError):
+    """A save failed; training goes on, and the next save is not affected."""
+
+    code = "save-failed"
+
+
+class WriterError(SaveError):
+    """The process that writes a rank's files died, or hangs."""
+
+    code = "writer-died"
+    usual_hint = "it is started again for the next save; see the system's log if this repeats"
+
+
+class PeerError(SaveError):
+    """Another rank did not answer in time."""
+
+    code = "rank-missing"
+    usual_hint = (
+        "look for the first error in the log of that rank; where it is only slow, raise"
+        " timeout_seconds"
+    )
+
+
+class ResumeError(InputError):
+    """A checkpoint does not fit what is to be resumed from it."""
+
+    code = "cannot-resume"

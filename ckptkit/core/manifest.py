@@ -5,13 +5,20 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckptkit.core.errors import FormatError
-from ckptkit.core.index import Shape
+
+if TYPE_CHECKING:  # the writer process reads manifests without numpy
+    from ckptkit.core.index import Shape
 
 MANIFEST_NAME = "ckptkit.json"
 MANIFEST_VERSION = 1
+TRAINING = "training"
+"""The kind of a manifest that proves a step of a training run."""
+SIDE_FOLDER = "ckptkit"
+"""The folder of a step in which lies what describes the run."""
+RUN_FACTS = f"{SIDE_FOLDER}/run.json"
 LEAF_BYTES = 8 << 20  # digests are trees over leaves of this many bytes of a tensor
 _MAX_MANIFEST_BYTES = 256 << 20
 
@@ -49,7 +56,7 @@ class Manifest:
     """What was written, from what, and how it was asked for.
 
     Attributes:
-        kind: `model`, `torch` or `dcp`.
+        kind: `model`, `torch` or `dcp`, or `training` for a step of a run.
         source: Where it came from: path, format, step, world size.
         options: The options that differ from their defaults.
         versions: Of ckptkit and what shaped the bytes.

@@ -35,7 +35,8 @@ from ckptkit.planning.plan import (
     Trailer,
 )
 from ckptkit.storage.base import Source, Target
-from ckptkit.storage.syscalls import PAGE_BYTES, aligned_buffer
+from ckptkit.storage.buffers import aligned_buffer
+from ckptkit.storage.syscalls import PAGE_BYTES
 
 # A block of fp32 is then as large as one read. Smaller ones cost more calls than they save in
 # the processor's cache, and much more where a chunk has to be passed over for each block.

@@ -6,7 +6,7 @@ import os
 import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path, PurePath
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -19,6 +19,7 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.index import FileRef
 from ckptkit.storage.descriptors import DescriptorPool
+from ckptkit.storage.names import check_relative, is_work_folder
 from ckptkit.storage.syscalls import (
     Capabilities,
     OpenFile,
@@ -27,8 +28,6 @@ from ckptkit.storage.syscalls import (
 )
 
 OPEN_FILES = 128
-WORK_INFIX = ".ckptkit-"
-"""In the names of the hidden folders in which outputs are staged."""
 
 _KINDS = (
     (stat.S_ISDIR, "a directory"),
@@ -37,25 +36,6 @@ _KINDS = (
     (stat.S_ISCHR, "a device"),
     (stat.S_ISBLK, "a device"),
 )
-
-
-def is_work_folder(name: str) -> bool:
-    """Says whether a folder of that name belongs to an output that is being written."""
-    return name.startswith(".") and WORK_INFIX in name
-
-
-def check_relative(path: str, where: str) -> None:
-    """Refuses a path that would lead out of the folder it is relative to.
-
-    Raises:
-        UnsafePathError: If it is absolute, climbs with `..`, is empty or holds a NUL.
-    """
-    pure = PurePath(path)
-    if pure.anchor or ".." in pure.parts or not pure.parts or "\0" in path:
-        raise UnsafePathError(
-            f"the file name {path!r} was found where a path inside the folder was expected",
-            where=where,
-        )
 
 
 class LocalSource:

@@ -11,14 +11,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ckptkit.core.errors import NoSpaceError, OutputError, OutputExistsError
+from ckptkit.storage.buffers import address_of
 from ckptkit.storage.descriptors import DescriptorPool
-from ckptkit.storage.local import check_relative
+from ckptkit.storage.names import check_relative
 from ckptkit.storage.publish import can_be_replaced, publish, publish_inside
 from ckptkit.storage.syscalls import (
     BLOCK_BYTES,
     PAGE_BYTES,
     Capabilities,
-    address_of,
     create_file,
     detect_capabilities,
     is_out_of_space,

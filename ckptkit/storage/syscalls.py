@@ -13,20 +13,14 @@ import os
 import shutil
 import sys
 import threading
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-
-import numpy as np
 
 BLOCK_BYTES = 4096
 """Direct I/O wants addresses, offsets and lengths in multiples of this."""
 
 PAGE_BYTES = max(BLOCK_BYTES, mmap.PAGESIZE)
 """The unit that the page cache writes back as one, so direct and buffered bytes never share it."""
-
-HUGE_PAGE_BYTES = 2 << 20
-"""What most processors map as one; on others a buffer is merely aligned to more than it needs."""
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
@@ -304,28 +298,3 @@ def exchange(first: Path, second: Path, capabilities: Capabilities) -> bool:
     if is_refused(error):
         return False
     raise error
-
-
-def aligned_buffer(size_bytes: int) -> memoryview:
-    """Returns writable zeroed memory that begins at a page, given back when nobody holds it.
-
-    A large buffer begins at a huge page, and lies in huge pages where the kernel has some: direct
-    I/O then hands the device a few long runs of memory instead of thousands of single pages.
-    """
-    if not hasattr(mmap, "MAP_PRIVATE"):
-        return memoryview(mmap.mmap(-1, size_bytes))
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    if size_bytes < HUGE_PAGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return memoryview(mmap.mmap(-1, size_bytes, flags=flags))
-    # Not every kernel puts a mapping at a huge page; pages that are never touched cost nothing.
-    memory = mmap.mmap(-1, size_bytes + HUGE_PAGE_BYTES, flags=flags)
-    with suppress(OSError):  # a kernel built without huge pages
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    start = -address_of(memoryview(memory)) % HUGE_PAGE_BYTES
-    return memoryview(memory)[start : start + size_bytes]
-
-
-def address_of(data: memoryview) -> int:
-    """Returns where in memory the first byte lies."""
-    address, _ = np.frombuffer(data, np.uint8).__array_interface__["data"]
-    return int(address)

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from ckptkit.storage.local import WORK_INFIX, is_work_folder
+from ckptkit.storage.names import WORK_INFIX, is_work_folder
 from ckptkit.storage.syscalls import Capabilities, OpenFile, is_refused, open_locked
 
 _NONCE_BYTES = 8

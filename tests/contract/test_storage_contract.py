@@ -19,10 +19,11 @@ from ckptkit.core.errors import (
     UnsafePathError,
 )
 from ckptkit.storage.base import Source, Target
+from ckptkit.storage.buffers import aligned_buffer
 from ckptkit.storage.local import LocalSource
 from ckptkit.storage.memory import MemorySource, MemoryTarget
 from ckptkit.storage.staging import LocalTarget
-from ckptkit.storage.syscalls import Capabilities, aligned_buffer, detect_capabilities
+from ckptkit.storage.syscalls import Capabilities, detect_capabilities
 
 CAPABILITIES = {"native": detect_capabilities(), "portable": Capabilities.none()}
 FILES = {

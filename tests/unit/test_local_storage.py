@@ -19,12 +19,12 @@ from ckptkit.core.errors import (
     UnsafePathError,
 )
 from ckptkit.storage import staging
+from ckptkit.storage.buffers import aligned_buffer
 from ckptkit.storage.local import LocalSource
 from ckptkit.storage.staging import LocalTarget
 from ckptkit.storage.syscalls import (
     Capabilities,
     OpenFile,
-    aligned_buffer,
     detect_capabilities,
 )
 

@@ -15,14 +15,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from ckptkit.storage.buffers import HUGE_PAGE_BYTES, address_of, aligned_buffer
 from ckptkit.storage.syscalls import (
     BLOCK_BYTES,
-    HUGE_PAGE_BYTES,
     PAGE_BYTES,
     Capabilities,
     OpenFile,
-    address_of,
-    aligned_buffer,
     create_file,
     detect_capabilities,
     exchange,

@@ -1,0 +1,29 @@
+"""Names of files and folders, judged without looking at the disk."""
+
+from __future__ import annotations
+
+from pathlib import PurePath
+
+from ckptkit.core.errors import UnsafePathError
+
+WORK_INFIX = ".ckptkit-"
+"""In the names of the hidden folders in which outputs are staged."""
+
+
+def is_work_folder(name: str) -> bool:
+    """Says whether a folder of that name belongs to an output that is being written."""
+    return name.startswith(".") and WORK_INFIX in name
+
+
+def check_relative(path: str, where: str) -> None:
+    """Refuses a path that would lead out of the folder it is relative to.
+
+    Raises:
+        UnsafePathError: If it is absolute, climbs with `..`, is empty or holds a NUL.
+    """
+    pure = PurePath(path)
+    if pure.anchor or ".." in pure.parts or not pure.parts or "\0" in path:
+        raise UnsafePathError(
+            f"the file name {path!r} was found where a path inside the folder was expected",
+            where=where,
+        )
