@@ -1,59 +1,25 @@
 """The pickles of `torch.save`, written opcode by opcode so that torch is not needed.
 
-Sources: pickletools for the opcodes; torch/_utils.py `_rebuild_tensor_v2`, `_rebuild_tensor_v3`
-and torch/serialization.py `persistent_id` for what they say.
+Sources: torch/_utils.py `_rebuild_tensor_v2`, `_rebuild_tensor_v3` and torch/serialization.py
+`persistent_id`.
 """
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from ckptkit.core.geometry import row_major_strides
-from ckptkit.core.index import Shape
+from ckptkit.layouts.opcodes import (
+    call,
+    global_name,
+    integer,
+    mapping,
+    numbers,
+    pickled,
+    sequence,
+    text,
+)
 from ckptkit.planning.plan import TensorSpec
-
-_PROTOCOL_2 = b"\x80\x02"
-_STOP = b"."
-
-
-def global_name(module: str, name: str) -> bytes:
-    """Pushes a global."""
-    return f"c{module}\n{name}\n".encode()
-
-
-def text(value: str) -> bytes:
-    """Pushes a string."""
-    data = value.encode()
-    return b"X" + struct.pack("<I", len(data)) + data
-
-
-def integer(value: int) -> bytes:
-    """Pushes an int that is not negative."""
-    if value < 1 << 31:
-        return b"J" + struct.pack("<i", value)
-    data = value.to_bytes(9, "little", signed=True)
-    return b"\x8a" + bytes([len(data)]) + data
-
-
-def numbers(values: Shape) -> bytes:
-    """Pushes a tuple of ints."""
-    return sequence(map(integer, values))
-
-
-def sequence(items: Iterable[bytes]) -> bytes:
-    """Pushes a tuple."""
-    return b"(" + b"".join(items) + b"t"
-
-
-def call(function: bytes, arguments: bytes) -> bytes:
-    """Pushes what a function returns for a tuple of arguments."""
-    return function + arguments + b"R"
-
-
-def mapping(items: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """Pushes a dictionary."""
-    return b"}(" + b"".join(key + value for key, value in items) + b"u"
 
 
 def tensor(spec: TensorSpec, storage: str) -> bytes:
@@ -77,11 +43,6 @@ def tensor(spec: TensorSpec, storage: str) -> bytes:
         return call(global_name("torch._utils", "_rebuild_tensor_v2"), sequence(arguments))
     arguments.append(global_name("torch", dtype.name))
     return call(global_name("torch._utils", "_rebuild_tensor_v3"), sequence(arguments))
-
-
-def pickled(value: bytes) -> bytes:
-    """Wraps pushed opcodes into a whole pickle."""
-    return _PROTOCOL_2 + value + _STOP
 
 
 def state_dict_pickle(specs: Sequence[TensorSpec]) -> bytes:

@@ -1,0 +1,60 @@
+"""Pickles written opcode by opcode, with nothing but the standard library.
+
+Source: CPython's Lib/pickletools.py, which specifies every opcode.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Sequence
+
+_PROTOCOL_2 = b"\x80\x02"
+_STOP = b"."
+
+
+def global_name(module: str, name: str) -> bytes:
+    """Pushes a global."""
+    return f"c{module}\n{name}\n".encode()
+
+
+def text(value: str) -> bytes:
+    """Pushes a string."""
+    data = value.encode()
+    return b"X" + struct.pack("<I", len(data)) + data
+
+
+def integer(value: int) -> bytes:
+    """Pushes an int that is not negative, in as few bytes as python's pickler."""
+    if value < 1 << 8:
+        return b"K%c" % value
+    if value < 1 << 16:
+        return b"M" + value.to_bytes(2, "little")
+    if value < 1 << 31:
+        return b"J" + value.to_bytes(4, "little")
+    width = value.bit_length() // 8 + 1
+    return b"\x8a%c" % width + value.to_bytes(width, "little", signed=True)
+
+
+def numbers(values: Sequence[int]) -> bytes:
+    """Pushes a tuple of ints."""
+    return sequence(map(integer, values))
+
+
+def sequence(items: Iterable[bytes]) -> bytes:
+    """Pushes a tuple."""
+    return b"(" + b"".join(items) + b"t"
+
+
+def call(function: bytes, arguments: bytes) -> bytes:
+    """Pushes what a function returns for a tuple of arguments."""
+    return function + arguments + b"R"
+
+
+def mapping(items: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """Pushes a dictionary."""
+    return b"}(" + b"".join(key + value for key, value in items) + b"u"
+
+
+def pickled(value: bytes) -> bytes:
+    """Wraps pushed opcodes into a whole pickle."""
+    return _PROTOCOL_2 + value + _STOP
