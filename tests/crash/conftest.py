@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import pickle
 import shutil
+import sys
+import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +19,18 @@ from torch.distributed.checkpoint.metadata import Metadata
 import ckptkit
 from ckptkit.core.errors import CkptkitError
 
+
+def _load(name: str) -> None:
+    """Makes a module beside this file importable by the tests, whose folder is no package."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+
+
+_load("writing")
+_load("troubles")
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 
 
@@ -94,3 +109,16 @@ def refusal(out: Path) -> Callable[..., CkptkitError]:
         return error
 
     return refuse
+
+
+@pytest.fixture
+def wait_for() -> Callable[..., None]:
+    """Waits until something holds, and fails when it takes too long."""
+
+    def wait(holds: Callable[[], bool], *, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while not holds():
+            assert time.monotonic() < end, f"not within {seconds} s"
+            time.sleep(0.01)
+
+    return wait

@@ -1,0 +1,1 @@
+"""The process that persists saves: standard library only, never torch or numpy."""

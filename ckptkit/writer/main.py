@@ -1,0 +1,114 @@
+"""The program of the writer process: takes requests from a socket until the trainer is gone.
+
+Every rank has one that persists its files; rank 0 has a second one that commits. Which is which
+only shows in what they are asked.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+from contextlib import suppress
+
+from ckptkit.core.errors import CkptkitError, SaveError
+from ckptkit.storage.syscalls import Capabilities, detect_capabilities
+from ckptkit.writer.failures import as_failure
+from ckptkit.writer.messages import (
+    Answer,
+    Buffer,
+    Channel,
+    Commit,
+    Discard,
+    Failed,
+    Message,
+    Persist,
+    Written,
+)
+from ckptkit.writer.persist import Persister
+from ckptkit.writer.watching import Tally, attend
+
+
+def main() -> None:
+    """Serves the socket whose number is the first argument; the second is the niceness."""
+    # Ctrl-C and Slurm signal the whole process group; the trainer decides what becomes of it.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    with suppress(OSError):
+        os.nice(int(sys.argv[2]))
+    serve(socket.socket(fileno=int(sys.argv[1])), detect_capabilities())
+
+
+def serve(connection: socket.socket, capabilities: Capabilities) -> None:
+    """Does one request after the other until the other end is gone."""
+    channel = Channel(connection)
+    desk = Desk(capabilities)
+    with connection, suppress(OSError):  # while answering: the other end is gone
+        while True:
+            try:
+                message = channel.receive()
+            except (ValueError, TypeError, LookupError, AttributeError) as error:
+                channel.send(_failed("", error, "message"))
+                continue
+            if message is None:
+                return
+            if isinstance(message, Buffer):
+                desk.attach(message, channel)
+            else:
+                channel.send(_answered(connection, channel, desk, message))
+
+
+def _answered(connection: socket.socket, channel: Channel, desk: Desk, message: Message) -> Answer:
+    attempt = getattr(message, "attempt", "")
+    return attend(connection, channel, attempt, lambda tally: desk.do(message, tally))
+
+
+class Desk:
+    """Does requests, and answers every failure."""
+
+    def __init__(self, capabilities: Capabilities) -> None:
+        self._capabilities = capabilities
+        self._persister = Persister(capabilities)
+
+    def attach(self, message: Buffer, channel: Channel) -> None:
+        """Maps the buffer that the trainer shares; a failure shows in the next `Persist`."""
+        try:
+            self._persister.attach(channel.take_descriptor(), message.size_bytes)
+        except (OSError, ValueError, IndexError) as error:
+            self._persister.detach(f"the shared buffer could not be mapped: {error}")
+
+    def do(self, message: Message, tally: Tally) -> Answer:
+        """Does a request.
+
+        Returns:
+            Its answer, `Failed` where it could not be done.
+        """
+        attempt, folder = getattr(message, "attempt", ""), str(getattr(message, "folder", ""))
+        try:
+            return self._done(message, tally)
+        except Exception as error:  # noqa: BLE001  whatever it is, the trainer has to know
+            return _failed(attempt, error, folder)
+
+    def _done(self, message: Message, tally: Tally) -> Answer:
+        if isinstance(message, Persist):
+            return self._persister.persist(message, tally)
+        if isinstance(message, Commit):
+            from ckptkit.writer.commit import commit  # only rank 0's second process needs it
+
+            return commit(message, self._capabilities, tally)
+        if isinstance(message, Discard):
+            from ckptkit.writer.sweep import discard
+
+            self._persister.forget(message.attempt)
+            notes = discard(message.folder)
+            return Written(message.attempt, 0, 0.0, 0.0, None, notes)
+        raise SaveError(
+            f"a {type(message).__name__} was received where a request was expected",
+            hint="trainer and writer are of different versions; start the job again",
+        )
+
+
+def _failed(attempt: str, error: Exception, where: str) -> Failed:
+    failure: CkptkitError = as_failure(error, where)
+    return Failed(attempt, failure.to_json())

@@ -1,0 +1,314 @@
+"""The records of all ranks become one index: what lies where, and the proof that nothing lacks.
+
+A job of 512 ranks has a million chunks, so chunks are kept in columns, 40 bytes each, and their
+sizes, which are few, once.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from operator import add, index, le
+from typing import Any
+
+from ckptkit.core.dtypes import BY_NAME
+from ckptkit.core.errors import FormatError, IncompleteCheckpointError
+from ckptkit.layouts.dcp_metadata import Place, Sizes, StoredObject, StoredTensor, flat_key
+from ckptkit.storage.names import check_relative
+from ckptkit.writer.record import RankRecord
+from ckptkit.writer.tiling import is_tiling
+
+KeyPath = tuple[str | int, ...]
+_COLUMNS = 5  # offsets, sizes, file, start, length; the first three are positions in tables
+_HINT = "this is a fault of ckptkit or of two jobs in one directory; the next save is not affected"
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """What one DCP directory holds."""
+
+    tensors: tuple[StoredTensor, ...]
+    objects: tuple[StoredObject, ...]
+
+
+@contextmanager
+def few_collections() -> Iterator[None]:
+    """Keeps the garbage collector away from millions of objects that are no garbage."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+class Merger:
+    """Takes records one after another, and gives the units at the end."""
+
+    def __init__(self, world_size: int) -> None:
+        """Prepares for the records of that many ranks."""
+        self._world_size = world_size
+        self._units: dict[str, _UnitMerger] = {}
+
+    def add(self, record: RankRecord, *, where: str) -> None:
+        """Takes in a record.
+
+        Args:
+            record: Of a rank that was not taken in before.
+            where: Its file, for messages.
+
+        Raises:
+            FormatError: If it is garbled, or contradicts an earlier one.
+        """
+        if record.world_size != self._world_size:
+            raise FormatError(
+                f"a world of {record.world_size} ranks was found where {self._world_size} took"
+                " part",
+                where=where,
+                hint=_HINT,
+            )
+        sizes = {file.path: file.size_bytes for file in record.files}
+        for name, content in record.units.items():
+            unit = self._units.setdefault(name, _UnitMerger(name))
+            try:
+                unit.add(content, sizes, where)
+            except FormatError:
+                raise
+            except (
+                *(AttributeError, LookupError, OverflowError, TypeError, ValueError),
+                RecursionError,
+            ) as error:
+                message = f"garbled entry of unit {name!r}: {type(error).__name__}: {error}"
+                raise FormatError(message, where=where) from error
+
+    def units(self) -> Mapping[str, Unit]:
+        """Proves that everything was written once, and returns it by directory.
+
+        Raises:
+            IncompleteCheckpointError: If something is missing.
+            FormatError: If two things contradict each other.
+        """
+        return {name: unit.result() for name, unit in self._units.items()}
+
+
+class _Tensor:
+    """One tensor so far, under all its names; `rows` holds five numbers for each chunk."""
+
+    __slots__ = ("aliases", "dtype", "paths", "rows", "shape")
+
+    def __init__(self, path: KeyPath, dtype: str, shape: list[int]) -> None:
+        self.paths = [path]
+        self.dtype = dtype
+        self.shape = shape
+        self.aliases: list[Any] = []
+        self.rows = array("q")
+
+
+class _Places:
+    """The chunks of a tensor, made as they are asked for."""
+
+    __slots__ = ("_files", "_rows", "_sizes")
+
+    def __init__(self, rows: array[int], sizes: Sequence[Sizes], files: Sequence[str]) -> None:
+        self._rows = rows
+        self._sizes = sizes
+        self._files = files
+
+    def __len__(self) -> int:
+        return len(self._rows) // _COLUMNS
+
+    def __iter__(self) -> Iterator[Place]:
+        offsets, sizes, file, start, length = (self._rows[i::_COLUMNS] for i in range(_COLUMNS))
+        size_of, file_of = self._sizes.__getitem__, self._files.__getitem__
+        return zip(
+            map(size_of, offsets),
+            map(size_of, sizes),
+            map(file_of, file),
+            start,
+            length,
+            strict=True,
+        )
+
+    def __contains__(self, place: object) -> bool:
+        return place in list(self)
+
+
+class _UnitMerger:
+    """Merges what the ranks say of one directory."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._tensors: dict[KeyPath, _Tensor] = {}
+        self._objects: dict[str, StoredObject] = {}
+        self._expected: dict[KeyPath, str] = {}
+        self._sizes: dict[Sizes, int] = {}
+        self._files: dict[str, int] = {}
+
+    def add(self, content: Mapping[str, Any], file_sizes: Mapping[str, int], where: str) -> None:
+        tensors = [self._tensor(claim, where) for claim in content["tensors"]]
+        names = [_text(name) for name in content["data_files"]]
+        ends = [self._end_of(name, file_sizes, where) for name in names]
+        files = [self._files.setdefault(name, len(self._files)) for name in names]
+        numbers = self._sizes
+        for number, offsets, sizes, file, start, length in content["chunks"]:
+            first, second = tuple(offsets), tuple(sizes)
+            if not 0 <= start <= start + length <= ends[file]:
+                raise _outside(names[file], start, length, ends[file], where)
+            known = numbers.get(first, -1), numbers.get(second, -1)
+            if min(known) < 0:
+                known = self._number_of(first), self._number_of(second)
+            tensors[number].rows.extend((*known, files[file], start, length))
+        for path, file, start, length in content["objects"]:
+            if not 0 <= start <= start + length <= ends[file]:
+                raise _outside(names[file], start, length, ends[file], where)
+            stored = StoredObject(_key_path(path), names[file], index(start), index(length))
+            self._add_object(stored, where)
+        for path in content["expected"]:
+            self._expected.setdefault(_key_path(path), where)
+
+    def result(self) -> Unit:
+        sizes, files = list(self._sizes), list(self._files)
+        stored = []
+        keys = dict.fromkeys(self._objects)
+        for tensor in self._tensors.values():
+            places = _Places(tensor.rows, sizes, files)
+            shape = tuple(tensor.shape)
+            self._prove(tensor, shape, places)
+            for path in tensor.paths:
+                key = flat_key(path)
+                if key in keys:
+                    raise self._error(FormatError, key, "two values were found under one key")
+                keys[key] = None
+                stored.append(StoredTensor(path, tensor.dtype, shape, places))
+        for path, where in self._expected.items():
+            if flat_key(path) not in keys:
+                raise self._error(
+                    IncompleteCheckpointError,
+                    flat_key(path),
+                    f"no rank wrote it, though {where} says that another one has to",
+                )
+        return Unit(tuple(stored), tuple(self._objects.values()))
+
+    def _tensor(self, claim: Mapping[str, Any], where: str) -> _Tensor:
+        path, dtype, shape = tuple(claim["path"]), claim["dtype"], claim["shape"]
+        tensor = self._tensors.get(path)
+        if tensor is None:
+            _key_path(path)
+            if dtype not in BY_NAME:
+                raise ValueError(f"{dtype!r:.100} was found where a dtype was expected")
+            self._number_of(tuple(shape))
+            tensor = self._tensors[path] = _Tensor(path, dtype, shape)
+        elif tensor.dtype != dtype or tensor.shape != shape:
+            raise FormatError(
+                f"{dtype} of shape {shape} was found where another rank wrote {tensor.dtype} of"
+                f" shape {tensor.shape}",
+                where=f"{where}: {self._shown(flat_key(path))}",
+                hint="all ranks have to save the same model",
+            )
+        aliases = claim.get("aliases", ())
+        if aliases != tensor.aliases:
+            new = [alias for alias in aliases if alias not in tensor.aliases]
+            tensor.aliases += new
+            tensor.paths += map(_key_path, new)
+        return tensor
+
+    def _end_of(self, name: str, file_sizes: Mapping[str, int], where: str) -> int:
+        check_relative(name, where)
+        path = f"{self._name}/{name}" if self._name else name
+        if path not in file_sizes:
+            raise FormatError("a data file is not among the files", where=f"{where}: {path}")
+        return file_sizes[path]
+
+    def _add_object(self, stored: StoredObject, where: str) -> None:
+        if stored.key in self._objects:
+            other = self._objects[stored.key].file
+            raise FormatError(
+                f"it was written to {other} and to {stored.file}, and can only be stored once",
+                where=f"{where}: {self._shown(stored.key)}",
+                hint=_HINT,
+            )
+        self._objects[stored.key] = stored
+
+    def _number_of(self, sizes: Sizes) -> int:
+        """Returns the position of sizes in the table; each is looked at when it comes first."""
+        number = self._sizes.get(sizes)
+        if number is None:
+            if not all(type(size) is int and size >= 0 for size in sizes):
+                raise ValueError(f"{sizes!r:.100} was found where sizes were expected")
+            number = self._sizes[sizes] = len(self._sizes)
+        return number
+
+    def _prove(self, tensor: _Tensor, shape: Sizes, places: _Places) -> None:
+        """Proves that the chunks lie inside the tensor, apart, and have all of its elements."""
+        boxes: list[tuple[Sizes, Sizes]] = []
+        total = 0
+        for offsets, sizes, *_ in places:
+            if len(offsets) != len(shape) or len(sizes) != len(shape):
+                raise self._error(
+                    FormatError,
+                    flat_key(tensor.paths[0]),
+                    f"a chunk of {len(sizes)} dimensions was found in a tensor of {len(shape)}",
+                )
+            if not all(map(le, map(add, offsets, sizes), shape)):
+                raise self._error(
+                    FormatError,
+                    flat_key(tensor.paths[0]),
+                    f"the chunk at {list(offsets)} of sizes {list(sizes)} was found to leave the"
+                    f" shape {list(shape)}",
+                )
+            volume = math.prod(sizes)
+            if volume:
+                boxes.append((offsets, sizes))
+                total += volume
+        self._judge(tensor, total, shape, boxes)
+
+    def _judge(
+        self, tensor: _Tensor, total: int, shape: Sizes, boxes: Sequence[tuple[Sizes, Sizes]]
+    ) -> None:
+        key, elements = flat_key(tensor.paths[0]), math.prod(shape)
+        if total < elements:
+            raise self._error(
+                IncompleteCheckpointError, key, f"{total:,} of {elements:,} elements were written"
+            )
+        distinct = len({offsets for offsets, _ in boxes}) == len(boxes)
+        if total > elements or not distinct or not is_tiling(shape, boxes):
+            raise self._error(
+                FormatError,
+                key,
+                f"{total:,} elements were written of {elements:,}, some of them at the place of"
+                " another chunk",
+            )
+
+    def _error(
+        self, kind: type[FormatError | IncompleteCheckpointError], key: str, message: str
+    ) -> FormatError | IncompleteCheckpointError:
+        return kind(message, where=self._shown(key), hint=_HINT)
+
+    def _shown(self, key: str) -> str:
+        return f"{self._name or '.'}: {key}"
+
+
+def _key_path(path: Sequence[Any]) -> KeyPath:
+    if isinstance(path, str) or not path:
+        raise ValueError(f"{path!r:.100} was found where a path of keys was expected")
+    if not all(isinstance(part, str) or (type(part) is int and part >= 0) for part in path):
+        raise ValueError(f"{path!r:.100} was found where a path of keys was expected")
+    return tuple(path)
+
+
+def _text(value: object) -> str:
+    if isinstance(value, str):
+        return value
+    raise ValueError(f"{value!r:.100} was found where a name was expected")
+
+
+def _outside(name: str, start: int, length: int, end: int, where: str) -> FormatError:
+    return FormatError(
+        f"bytes [{start}, {start + length}) were found to be claimed of {name}, which has {end}",
+        where=where,
+    )

@@ -1,0 +1,286 @@
+"""What the training process and its writer say to each other: framed JSON over a socket.
+
+A frame is the length of its text in 4 little-endian bytes, then the text. Descriptors travel
+beside the frame that announces them.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import socket
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any
+
+_LENGTH = struct.Struct("<I")
+_MAX_DESCRIPTORS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """Announces the shared memory that later jobs refer to; its descriptor comes along."""
+
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Blob:
+    """The data of one archive inside an image.
+
+    Attributes:
+        start: First byte of the data in the shared buffer.
+        stop: First byte after it.
+        crc_at: Where in the buffer the four bytes of its CRC-32 belong.
+    """
+
+    start: int
+    stop: int
+    crc_at: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """A file whose bytes lie ready in the shared buffer but for the checksums.
+
+    Attributes:
+        path: Relative to the attempt's folder.
+        start: First byte in the buffer, a multiple of 4096.
+        size_bytes: Length of the file.
+        blobs: What is to be summed up, in order.
+    """
+
+    path: str
+    start: int
+    size_bytes: int
+    blobs: tuple[Blob, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Inline:
+    """A small file whose bytes travel in the message."""
+
+    path: str
+    data: bytes = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Persist:
+    """Asks for the files of one wave of an attempt to be written and made durable.
+
+    Attributes:
+        attempt: Names the attempt in answers.
+        folder: The attempt's working folder, absolute; made when it is not there.
+        images: Files to write from the buffer.
+        inline: Files to write from this message.
+        record: The rank's record (see `ckptkit.writer.record`) with the last wave, else None;
+            the writer adds what it knows of the files of all waves, and writes it last.
+        record_path: Where the record goes, relative to the folder.
+    """
+
+    attempt: str
+    folder: str
+    images: tuple[Image, ...]
+    inline: tuple[Inline, ...] = ()
+    record: Mapping[str, Any] | None = None
+    record_path: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """What a rank tells of its record, so that whoever reads it knows that it is whole."""
+
+    rank: int
+    path: str
+    size_bytes: int
+    crc32: int
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Asks for a finished attempt to be merged and made visible.
+
+    Attributes:
+        attempt: Names the attempt in answers.
+        folder: The working folder that all ranks wrote into.
+        final: The step's directory, absolute.
+        proofs: One per rank.
+        manifest: The manifest's document, to which the files are added.
+        beside: A folder, absolute, whose files are copied into the step; empty for none.
+        remove: Older steps, absolute, that go once the new one is durable.
+        visible_seconds: How long to wait for other ranks' files to become visible.
+    """
+
+    attempt: str
+    folder: str
+    final: str
+    proofs: tuple[Proof, ...]
+    manifest: Mapping[str, Any]
+    beside: str = ""
+    remove: tuple[str, ...] = ()
+    visible_seconds: float = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Discard:
+    """Asks for the working folder of a failed attempt to be removed, this rank's files or all."""
+
+    attempt: str
+    folder: str
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Says that the writer is alive and how many bytes of the attempt are written."""
+
+    attempt: str
+    written_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """Answers `Persist`: everything in it is durable.
+
+    Attributes:
+        attempt: That of the request.
+        size_bytes: Bytes written by this request.
+        seconds: Time it took.
+        cpu_seconds: Processor time it took.
+        proof: Of the record, where the request had one.
+        notes: What the user should know, such as that direct I/O was refused.
+    """
+
+    attempt: str
+    size_bytes: int
+    seconds: float
+    cpu_seconds: float
+    proof: Proof | None = None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """Answers `Commit`.
+
+    Attributes:
+        attempt: That of the request.
+        size_bytes: Bytes of all files of the step.
+        seconds: Time it took.
+        removed: The older steps that are gone.
+        notes: What the user should know.
+    """
+
+    attempt: str
+    size_bytes: int
+    seconds: float
+    removed: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Answers any request that could not be done; `error` is `CkptkitError.to_json()`."""
+
+    attempt: str
+    error: Mapping[str, Any]
+
+
+Request = Buffer | Persist | Commit | Discard
+Answer = Progress | Written | Committed | Failed
+Message = Request | Answer
+_NESTED: Mapping[str, Any] = {
+    "images": lambda items: tuple(Image(**_tupled(i, blobs=_blobs)) for i in items),
+    "inline": lambda items: tuple(Inline(i["path"], base64.b64decode(i["data"])) for i in items),
+    "proofs": lambda items: tuple(Proof(**i) for i in items),
+    "proof": lambda item: item and Proof(**item),
+    "remove": tuple,
+    "removed": tuple,
+    "notes": tuple,
+}
+_KINDS = {
+    kind.__name__: kind
+    for kind in (Buffer, Persist, Commit, Discard, Progress, Written, Committed, Failed)
+}
+
+
+class Channel:
+    """One end of the connection; a thread may send while another receives."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._descriptors: list[int] = []
+
+    def send(self, message: Message, descriptors: Sequence[int] = ()) -> None:
+        """Sends one message.
+
+        Raises:
+            OSError: If the other end is gone.
+        """
+        document = {"kind": type(message).__name__} | _fields(message)
+        text = json.dumps(document, separators=(",", ":"), default=_plain).encode()
+        frame = _LENGTH.pack(len(text)) + text
+        if descriptors:
+            sent = socket.send_fds(self._connection, [frame], list(descriptors))
+            frame = frame[sent:]
+        self._connection.sendall(frame)
+
+    def receive(self) -> Message | None:
+        """Returns the next message, or None when the other end is gone.
+
+        Raises:
+            TimeoutError: If the connection has a timeout and nothing came.
+        """
+        head = self._exactly(_LENGTH.size)
+        text = head and self._exactly(_LENGTH.unpack(head)[0])
+        if not text:
+            return None
+        document = json.loads(text)
+        kind = _KINDS[document.pop("kind")]
+        return kind(**_tupled(document, **_NESTED))
+
+    def take_descriptor(self) -> int:
+        """Returns a descriptor that came with a message received before."""
+        return self._descriptors.pop(0)
+
+    def close(self) -> None:
+        """Closes this end."""
+        self._connection.close()
+
+    def _exactly(self, count: int) -> bytes:
+        parts = bytearray()
+        while len(parts) < count:
+            try:
+                data, descriptors, _, _ = socket.recv_fds(
+                    self._connection, min(count - len(parts), 1 << 20), _MAX_DESCRIPTORS
+                )
+            except ConnectionError:
+                return b""
+            self._descriptors += descriptors
+            if not data:
+                return b""
+            parts += data
+        return bytes(parts)
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    """Returns the fields, not copied: a record may be large, and training goes on meanwhile."""
+    return {item.name: getattr(value, item.name) for item in fields(value)}
+
+
+def _plain(value: object) -> str | dict[str, Any]:
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    if is_dataclass(value):
+        return _fields(value)
+    raise TypeError(f"{type(value).__name__} does not travel in a message")
+
+
+def _tupled(document: Mapping[str, Any], **convert: Any) -> dict[str, Any]:
+    return {
+        key: convert[key](value) if key in convert else value for key, value in document.items()
+    }
+
+
+def _blobs(items: Sequence[Mapping[str, Any]]) -> tuple[Blob, ...]:
+    return tuple(Blob(i["start"], i["stop"], tuple(i["crc_at"])) for i in items)

@@ -1,0 +1,119 @@
+"""A rank's record: what it wrote, and the sign that all of it is durable.
+
+It is a JSON document, by convention at `.ranks/R.json` in the attempt's folder:
+
+    {"rank": R, "world_size": W, "attempt": "...", "step": N,
+     "units": {UNIT: {
+        "tensors": [{"path": [...], "dtype": "float32", "shape": [...], "aliases": [[...]]}],
+        "chunks": [[tensor, [offsets], [sizes], file, start, length], ...],
+        "objects": [[[path], file, start, length], ...],
+        "data_files": ["__R_0.distcp", ...],
+        "expected": [[path], ...]}},
+     "files": [{"path": "...", "size_bytes": n, "crc32": c}]}
+
+`tensor` is a position in `tensors` and `file` one in `data_files`; start and length are bytes of
+a blob's archive, offsets and sizes elements. `expected` names tensors that the rank holds and
+left to another one. `crc32` is null for data files, whose blobs carry their own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ckptkit.core.errors import FormatError
+from ckptkit.storage.names import check_relative
+
+FOLDER = ".ranks"
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenFile:
+    """A durable file of an attempt.
+
+    Attributes:
+        path: Relative to the attempt's folder.
+        size_bytes: Its length.
+        crc32: Of all its bytes, or None for a data file.
+    """
+
+    path: str
+    size_bytes: int
+    crc32: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class RankRecord:
+    """A record whose outer parts were checked.
+
+    Attributes:
+        rank: Of the rank that wrote it.
+        world_size: How many ranks there were.
+        attempt: The attempt that it belongs to.
+        units: By directory, what was stored there; checked when merged.
+        files: All files of the rank, without the record itself.
+    """
+
+    rank: int
+    world_size: int
+    attempt: str
+    units: Mapping[str, Mapping[str, Any]]
+    files: tuple[WrittenFile, ...]
+
+
+def record_bytes(record: Mapping[str, Any], files: Sequence[WrittenFile]) -> bytes:
+    """Returns the record as it is written, completed with the files."""
+    listed = [{"path": f.path, "size_bytes": f.size_bytes, "crc32": f.crc32} for f in files]
+    return json.dumps({**record, "files": listed}, separators=(",", ":")).encode()
+
+
+def parse_record(data: bytes, *, where: str) -> RankRecord:
+    """Reads a record back.
+
+    Raises:
+        FormatError: If the bytes are no record.
+        UnsafePathError: If it names a file outside of the folder.
+    """
+    try:
+        document = json.loads(data)
+        record = RankRecord(
+            rank=_count(document["rank"]),
+            world_size=_count(document["world_size"]),
+            attempt=str(document["attempt"]),
+            units={str(unit): _table(content) for unit, content in document["units"].items()},
+            files=tuple(_file(file, where) for file in document["files"]),
+        )
+    except FormatError:
+        raise
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        raise FormatError(f"not a rank's record: {_said(error)}", where=where) from error
+    for unit in filter(None, record.units):
+        check_relative(unit, where)
+    return record
+
+
+def _file(document: Mapping[str, Any], where: str) -> WrittenFile:
+    crc = document["crc32"]
+    found = WrittenFile(
+        str(document["path"]), _count(document["size_bytes"]), None if crc is None else _count(crc)
+    )
+    check_relative(found.path, where)
+    return found
+
+
+def _table(value: object) -> dict[str, Any]:
+    if isinstance(value, dict):
+        return value
+    raise ValueError(f"a {type(value).__name__} was found where an object was expected")
+
+
+def _count(value: object) -> int:
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    raise ValueError(f"{value!r:.100} was found where a number was expected")
+
+
+def _said(error: Exception) -> str:
+    return f"it lacks {error}" if isinstance(error, KeyError) else str(error)

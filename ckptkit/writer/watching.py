@@ -1,0 +1,69 @@
+"""Doing one request while telling the trainer that all is well, and leaving when it is gone."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from ckptkit.writer.messages import Answer, Channel, Progress
+
+_TICK_SECONDS = 0.5
+_GONE = getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR
+LEFT_STATUS = 3
+"""Exit status of a writer whose trainer is gone."""
+
+
+class Tally:
+    """How far a request is; written by the thread that does it, read by the one that tells."""
+
+    __slots__ = ("done_bytes",)
+
+    def __init__(self) -> None:
+        self.done_bytes = 0
+
+
+def attend(
+    connection: socket.socket, channel: Channel, attempt: str, work: Callable[[Tally], Answer]
+) -> Answer:
+    """Runs `work` in a thread of its own and sends `Progress` until it is done.
+
+    The process ends at once when the other end of the connection is closed, be it in the middle
+    of a write: nobody would learn of the outcome. What `work` raises is its own business.
+
+    Args:
+        connection: To the trainer.
+        channel: The same, for messages.
+        attempt: What to report progress of.
+        work: Does the request; is given a tally to keep, and catches everything.
+
+    Returns:
+        What `work` returned.
+    """
+    tally, answers = Tally(), []
+    wake_reader, wake_writer = os.pipe()
+
+    def run() -> None:
+        answers.append(work(tally))
+        os.write(wake_writer, b"\0")
+
+    thread = threading.Thread(target=run, name="ckptkit-request", daemon=True)
+    thread.start()
+    poll = select.poll()
+    poll.register(connection, _GONE)
+    poll.register(wake_reader, select.POLLIN)
+    told = time.monotonic()
+    while not answers:
+        ready = poll.poll(_TICK_SECONDS * 1000)
+        if any(descriptor != wake_reader for descriptor, _ in ready):
+            os._exit(LEFT_STATUS)
+        if not ready and time.monotonic() - told >= _TICK_SECONDS:
+            channel.send(Progress(attempt, tally.done_bytes))
+            told = time.monotonic()
+    thread.join()
+    os.close(wake_reader)
+    os.close(wake_writer)
+    return answers[0]

@@ -1,0 +1,108 @@
+"""However a tensor is cut among ranks, the merged index says so, and a lost piece is missed."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptkit.core.errors import FormatError, IncompleteCheckpointError
+from ckptkit.formats.dcp_metadata import parse_metadata
+from ckptkit.layouts.dcp_metadata import metadata_pickle
+from ckptkit.writer.merge import Merger
+from ckptkit.writer.record import RankRecord, WrittenFile
+from ckptkit.writer.tiling import is_tiling
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+BLOB_BYTES = 10_000
+
+
+@st.composite
+def cut_boxes(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
+    """Draws a shape, and boxes that tile it."""
+    shape = tuple(draw(st.lists(st.integers(1, 6), max_size=3)))
+    boxes: list[Box] = [((0,) * len(shape), shape)]
+    for _ in range(draw(st.integers(0, 5)) if shape else 0):
+        offsets, sizes = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
+        axis = draw(st.integers(0, len(shape) - 1))
+        at = draw(st.integers(0, sizes[axis]))
+        low = tuple(at if i == axis else s for i, s in enumerate(sizes))
+        high = tuple(s - at if i == axis else s for i, s in enumerate(sizes))
+        begin = tuple(o + at if i == axis else o for i, o in enumerate(offsets))
+        boxes += [box for box in ((offsets, low), (begin, high)) if math.prod(box[1])]
+    return shape, boxes
+
+
+def records(shape: tuple[int, ...], boxes: list[tuple[int, Box]], ranks: int) -> list[RankRecord]:
+    made = []
+    for rank in range(ranks):
+        own = [box for owner, box in boxes if owner == rank]
+        name = f"__{rank}_0.distcp"
+        claim: Any = {"path": ["w"], "dtype": "float64", "shape": list(shape), "aliases": []}
+        unit = {
+            "tensors": [claim] if own else [],
+            "chunks": [
+                [0, list(o), list(s), 0, i * BLOB_BYTES, BLOB_BYTES] for i, (o, s) in enumerate(own)
+            ],
+            "objects": [],
+            "data_files": [name],
+            "expected": [["w"]],
+        }
+        file = WrittenFile(name, len(own) * BLOB_BYTES, None)
+        made.append(RankRecord(rank, ranks, "a", {"": unit}, (file,)))
+    return made
+
+
+def merged(made: list[RankRecord]) -> Any:
+    merger = Merger(len(made))
+    for record in made:
+        merger.add(record, where=f"{record.rank}.json")
+    return merger.units()[""]
+
+
+@given(cut_boxes(), st.integers(1, 4), st.data())
+def test_every_tiling_is_merged_and_parsed_back(
+    cut: tuple[tuple[int, ...], list[Box]], ranks: int, data: st.DataObject
+) -> None:
+    shape, boxes = cut
+    owned = [(data.draw(st.integers(0, ranks - 1)), box) for box in boxes]
+    unit = merged(records(shape, owned, ranks))
+    parsed = parse_metadata(metadata_pickle(unit.tensors, unit.objects), where="").tensors["w"]
+    found = zip(parsed.offsets.tolist(), parsed.sizes.tolist(), parsed.file.tolist(), strict=True)
+    paths = {(tuple(o), tuple(s)) for o, s, _ in found}
+    assert paths == set(boxes)
+    assert parsed.shape == shape
+
+
+@given(cut_boxes(), st.integers(0, 100))
+def test_a_lost_piece_and_a_doubled_one_are_found(
+    cut: tuple[tuple[int, ...], list[Box]], number: int
+) -> None:
+    shape, boxes = cut
+    box = boxes[number % len(boxes)]
+    rest = [(0, other) for other in boxes if other != box]
+    with pytest.raises(IncompleteCheckpointError):
+        merged(records(shape, rest, 2))
+    with pytest.raises(FormatError):
+        merged(records(shape, [*rest, (0, box), (1, box)], 2))
+
+
+@given(cut_boxes(), st.integers(0, 100), st.integers(0, 100), st.integers(0, 2))
+def test_a_box_moved_over_another_one_is_found(
+    cut: tuple[tuple[int, ...], list[Box]], number: int, step: int, axis: int
+) -> None:
+    shape, boxes = cut
+    offsets, sizes = moved = boxes[number % len(boxes)]
+    if axis >= len(shape):
+        return
+    room = shape[axis] - sizes[axis] + 1
+    at = (offsets[axis] + step) % room
+    place = (*offsets[:axis], at, *offsets[axis + 1 :])
+    rest = [box for box in boxes if box != moved]
+    if place == offsets or any(box[0] == place for box in rest):
+        return
+    assert is_tiling(shape, boxes)
+    assert not is_tiling(shape, [*rest, (place, sizes)])
