@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ckptkit.core.errors import MissingFileError
+from ckptkit.core.errors import FormatError, MissingFileError
 from ckptkit.core.index import (
     CONTAINERS,
     ChunkTable,
@@ -26,6 +26,7 @@ from ckptkit.core.index import (
     TensorIndex,
 )
 from ckptkit.formats.base import Candidate
+from ckptkit.formats.dcp_join import LEAST_ARCHIVE_BYTES
 from ckptkit.formats.dcp_metadata import DcpMetadata, DcpTensor, parse_metadata
 from ckptkit.formats.trees import classify
 from ckptkit.storage.base import Source
@@ -100,6 +101,7 @@ class _Assembly:
         self.ranks = np.array([_rank_of(path) for path in metadata.paths], np.int64)
 
     def index(self) -> TensorIndex:
+        self._check_tied_files()
         tensors = list(self.metadata.tensors.values())
         places = classify([self._key_path(t.key) for t in tensors], where=self.where)
         entries, first = {}, 0
@@ -129,6 +131,17 @@ class _Assembly:
             run=self._run(),
             problems=tuple(self._problems()),
         )
+
+    def _check_tied_files(self) -> None:
+        """Refuses a file whose last bytes belong to nothing, while others belong to two."""
+        for number, end in self.metadata.tied_files.items():
+            file = self.files[number]
+            if file.size_bytes - end >= LEAST_ARCHIVE_BYTES:
+                raise FormatError(
+                    f"the last {file.size_bytes - end:,} bytes of {file.path!r} belong to nothing,"
+                    " while others belong to two tensors",
+                    where=self.where,
+                )
 
     def _key_path(self, key: str) -> KeyPath:
         planned = self.metadata.planner_data

@@ -9,12 +9,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptkit.core.errors import FormatError
+from ckptkit.core.geometry import distinct
 from ckptkit.formats.dcp_columns import MAX_OFFSET, NO_OFFSET, Entries, Ints, TensorRows
 from ckptkit.formats.dcp_shortcuts import flat
 
 Columns = tuple[Ints, Ints, NDArray[np.int32], Ints, Ints]  # as in DcpTensor, `offsets` to `length`
 Place = tuple[int, int, int]  # file, start, length
 _Mask = NDArray[np.bool_]
+LEAST_ARCHIVE_BYTES = 1_024
+"""No archive of `torch.save` is as short as this, and no padding between two as long."""
+
 _BLOCK_CELLS = 1 << 20
 _NO_RANK = -1
 
@@ -47,13 +51,14 @@ class Join:
         self.rank_of_key[self.numbers] = [len(shape) for shape in rows.shapes]
         self.by_key = np.argsort(self.key, kind="stable")
         self.bounds = np.searchsorted(self.key[self.by_key], np.arange(len(keys) + 1))
+        self.tied_files: dict[int, int] = {}  # where tensors share bytes: the end of the last one
 
     def result(self) -> tuple[dict[str, Columns], dict[str, Place]]:
         """Returns the columns of each tensor, and the place of each python object.
 
         Raises:
             FormatError: If chunks and stored items do not belong together one to one, if a chunk
-                leaves its tensor, or if two share bytes.
+                leaves its tensor, or if two share bytes without being the same.
         """
         self._check_entries()
         objects = self._objects()
@@ -63,7 +68,7 @@ class Join:
             columns, entries = self._block(block)
             tensors.update(columns)
             used.append(entries)
-        self._check_overlaps(np.concatenate(used))
+        self._check_overlaps(objects, np.concatenate(used))
         places = {self.keys[self.key[row]]: self._place(row) for row in objects.tolist()}
         return tensors, places
 
@@ -198,12 +203,20 @@ class Join:
         entry_of_group[entry_group] = entries
         return entry_of_group[chunk_group[full]]
 
-    def _check_overlaps(self, rows: Ints) -> None:
+    def _check_overlaps(self, objects: Ints, rows: Ints) -> None:
+        """Refuses what shares bytes, but for tied tensors that are stored once, as one.
+
+        That one of two equal tensors points at the other's bytes by mistake shows in its own
+        bytes, to which nothing points then.
+        """
         rows = rows[self.length[rows] > 0]
-        order = rows[np.lexsort((self.start[rows], self.file[rows]))]
+        order = rows[np.lexsort((self.length[rows], self.start[rows], self.file[rows]))]
         file, start = self.file[order], self.start[order]
         stop = start + self.length[order]
-        bad = (file[1:] == file[:-1]) & (start[1:] < stop[:-1])
+        alike = file[1:] == file[:-1]
+        tied = alike & (start[1:] == start[:-1]) & (stop[1:] == stop[:-1])
+        tied &= ~(np.isin(order[1:], objects) | np.isin(order[:-1], objects))
+        bad = alike & (start[1:] < stop[:-1]) & ~tied
         if bad.any():
             at = int(np.argmax(bad))
             other = self.keys[self.key[order[at]]]
@@ -211,6 +224,21 @@ class Join:
                 self.key[order[at + 1]],
                 f"its bytes from {start[at + 1]:,} overlap those of {other[:200]!r}, which end at"
                 f" {stop[at]:,} of the same file",
+            )
+        for number in distinct(file[1:][tied]).tolist():
+            inside = file == number
+            self._check_holes(order[inside], start[inside], stop[inside])
+            self.tied_files[number] = int(stop[inside][-1])
+
+    def _check_holes(self, order: Ints, start: Ints, stop: Ints) -> None:
+        before = np.concatenate([np.zeros(1, np.int64), stop[:-1]])
+        holes = np.flatnonzero(start - before >= LEAST_ARCHIVE_BYTES)
+        if len(holes):
+            at = int(holes[0])
+            raise self._fail(
+                self.key[order[at]],
+                f"the {start[at] - before[at]:,} bytes before it belong to nothing, while others"
+                " of the file belong to two tensors",
             )
 
 

@@ -97,6 +97,8 @@ class DcpMetadata:
             dictionary keys, integers for positions in lists. None where nothing was flattened.
         version: The format's version, which torch writes since 2.9.
         writer: The range of torch versions that write such a file, as far as it tells.
+        tied_files: The data files in which tensors share bytes, by position in `paths`, and
+            where the last bytes end that anything points to.
     """
 
     tensors: Mapping[str, DcpTensor]
@@ -105,13 +107,15 @@ class DcpMetadata:
     planner_data: Mapping[str, tuple[str | int, ...]] | None
     version: str | None
     writer: str
+    tied_files: Mapping[int, int]
 
 
 def parse_metadata(data: bytes, *, where: str, shortcuts: bool = True) -> DcpMetadata:
     """Parses a `.metadata` file, and proves that its three tables agree.
 
     Every chunk that has elements has exactly one place in a file, lies inside its tensor, and
-    shares no byte with another. Whether chunks cover their tensor is not checked.
+    shares no byte with another, unless both are the same. Whether chunks cover their tensor is
+    not checked.
 
     Args:
         data: The whole file.
@@ -164,7 +168,8 @@ class _Reader:
         self.states.clear()
         self.fields["storage_data"] = None
         planner_data = self._planner_data()
-        columns, blobs = Join(rows, entries, list(self.numbers)).result()
+        join = Join(rows, entries, list(self.numbers))
+        columns, blobs = join.result()
         return DcpMetadata(
             tensors={
                 key: _tensor(key, kind, columns[key], entries) for key, kind in described.items()
@@ -174,6 +179,7 @@ class _Reader:
             planner_data=planner_data,
             version=self._version(),
             writer=self._writer(),
+            tied_files=join.tied_files,
         )
 
     def _table(self, name: str) -> dict[Any, Any]:
