@@ -1,0 +1,196 @@
+"""Where the local part of a DTensor belongs in the full tensor, and who else holds it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ckptkit.core.errors import UnsupportedError
+from ckptkit.core.index import Box, Shape
+from ckptkit.training.pieces import Replicas
+from ckptkit.training.slots import Slot
+
+try:
+    from torch.distributed.tensor import DTensor
+except ImportError:  # torch 2.4
+    from torch.distributed._tensor import DTensor  # type: ignore[attr-defined]
+
+__all__ = ["Copies", "DTensor", "Meshes", "address", "local_part"]
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+class Copies(NamedTuple):
+    """How many ranks hold the same as this one, and which of them this one is."""
+
+    number: int = 1
+    own: int = 0
+
+    def times(self, number: int, own: int) -> Copies:
+        """Returns the copies when each of these exists `number` times."""
+        return Copies(self.number * number, self.own * number + own)
+
+
+class _Cut(NamedTuple):
+    places: tuple[Box, ...]
+    held: Shape
+    replicas: Replicas
+
+
+class Meshes:
+    """The device meshes of one model, and what follows from them, worked out once.
+
+    A model whose tensors lie on meshes of different sizes (FSDP x TP, where some modules are not
+    split by TP) holds the tensors of a smaller mesh once per coordinate of the largest one that
+    the smaller one lacks. Dimensions that no tensor of the model spans, such as those of pipeline
+    stages, do not count, since other parameters live there.
+    """
+
+    def __init__(self, around: Copies) -> None:
+        """Starts without a mesh.
+
+        Args:
+            around: How often the whole exists, as in a data parallel wrapper.
+        """
+        self._around = around
+        self._largest: DeviceMesh | None = None
+        self._cuts: dict[tuple[Any, ...], _Cut] = {}
+        self._replicas: dict[tuple[Any, ...], Replicas] = {}
+
+    @property
+    def largest(self) -> DeviceMesh | None:
+        """The mesh that spans the model, None if no tensor lies on any."""
+        return self._largest
+
+    def learn(self, tensors: Iterable[object]) -> None:
+        """Takes notice of the meshes of all DTensors among the values."""
+        for tensor in tensors:
+            if isinstance(tensor, DTensor):
+                mesh = tensor.device_mesh
+                if self._largest is None or mesh.size() > self._largest.size():
+                    self._largest = mesh
+                    self._cuts.clear()
+                    self._replicas.clear()
+
+    def extent(self) -> Copies | None:
+        """Returns how many ranks hold parts of the model, None if no tensor lies on a mesh."""
+        if self._largest is None:
+            return None
+        return self._around.times(*_place_among_ranks(self._largest))
+
+    def slot(self, fqn: str, tensor: DTensor, values: Replicas) -> Slot:
+        """Returns where a DTensor's elements belong.
+
+        Raises:
+            UnsupportedError: If its local part is no single block of the full tensor.
+        """
+        mesh, placements = tensor.device_mesh, tuple(tensor.placements)
+        shape = tuple(tensor.shape)
+        key = (id(mesh), placements, shape)
+        cut = self._cuts.get(key)
+        if cut is None:
+            cut = self._cuts[key] = self._cut(fqn, tensor)
+        return Slot(fqn, shape, cut.places, cut.held, cut.replicas, values)
+
+    def _cut(self, fqn: str, tensor: DTensor) -> _Cut:
+        held = tuple(local_part(tensor).shape)
+        _refuse_scattered(fqn, tensor)
+        replicas = self._replicas_of(tensor)
+        if tensor.device_mesh.get_coordinate() is None or 0 in held:
+            return _Cut((), held, replicas)
+        chunk = tensor.__create_chunk_list__()[0]  # type: ignore[no-untyped-call]
+        box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
+        if box.sizes != held:
+            raise UnsupportedError(
+                f"a local part of shape {held} was found where the placements "
+                f"{tensor.placements} give {box.sizes}",
+                where=fqn,
+            )
+        return _Cut((box,), held, replicas)
+
+    def _replicas_of(self, tensor: DTensor) -> Replicas:
+        mesh = tensor.device_mesh
+        repeated = tuple(dim for dim, kind in enumerate(tensor.placements) if kind.is_replicate())
+        key = (id(mesh), repeated)
+        if key not in self._replicas:
+            copies, at = self._around, mesh.get_coordinate()
+            if self._largest is not None and self._largest is not mesh:
+                copies = copies.times(*_copies_in(mesh, self._largest))
+            for dim in repeated:
+                copies = copies.times(mesh.size(dim), at[dim] if at else 0)
+            self._replicas[key] = Replicas(*copies, spread=True)
+        return self._replicas[key]
+
+
+def address(tensor: torch.Tensor) -> int:
+    """Returns where this rank's elements lie in memory."""
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # noqa: SLF001
+    return local.data_ptr()
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns this rank's own plain tensor, without copying and outside of autograd.
+
+    Raises:
+        UnsupportedError: If it is made of several tensors.
+    """
+    if isinstance(tensor, DTensor):
+        tensor = tensor._local_tensor  # noqa: SLF001 - to_local() would record an autograd node
+    if isinstance(tensor, AsyncCollectiveTensor):
+        tensor = tensor.wait()
+    composed: bool = type(tensor) not in _PLAIN and is_traceable_wrapper_subclass(tensor)
+    if composed:
+        raise UnsupportedError(
+            f"a {type(tensor).__name__} was found where a plain tensor was expected",
+            hint="give the optimizer or module state as plain tensors",
+        )
+    return tensor.detach() if tensor.requires_grad else tensor
+
+
+def _refuse_scattered(fqn: str, tensor: DTensor) -> None:
+    mesh, placements = tensor.device_mesh, tensor.placements
+    for dim, kind in enumerate(placements):
+        if kind.is_partial():
+            raise UnsupportedError("sums that are not reduced yet cannot be saved", where=fqn)
+        factor = getattr(kind, "split_factor", 1)
+        inner = [
+            mesh.size(later)
+            for later in range(dim + 1, mesh.ndim)
+            if getattr(placements[later], "dim", None) == getattr(kind, "dim", -1)
+        ]
+        if factor > 1 and factor != math.prod(inner):
+            raise UnsupportedError(
+                f"the placements {placements} scatter a rank's elements over the tensor",
+                where=fqn,
+                hint="shard contiguous blocks, as fully_shard and parallelize_module do",
+            )
+
+
+def _place_among_ranks(mesh: DeviceMesh) -> tuple[int, int]:
+    ranks = sorted(mesh.mesh.flatten().tolist())
+    mine = mesh.get_coordinate()
+    if mine is None:
+        return len(ranks) + 1, len(ranks)
+    return len(ranks), ranks.index(int(mesh.mesh[tuple(mine)]))
+
+
+def _copies_in(mesh: DeviceMesh, largest: DeviceMesh) -> tuple[int, int]:
+    """Returns how often tensors of `mesh` exist in the largest one, and which copy is here."""
+    ranks = set(mesh.mesh.flatten().tolist())
+    flat = [index for index, rank in enumerate(largest.mesh.flatten().tolist()) if rank in ranks]
+    mine = largest.get_coordinate()
+    if mine is None or len(flat) != len(ranks):
+        return 1, 0
+    coordinates = np.unravel_index(flat, tuple(largest.mesh.shape))
+    fixed = [dim for dim, values in enumerate(coordinates) if len(set(values.tolist())) == 1]
+    copies = Copies()
+    for dim in fixed:
+        copies = copies.times(largest.size(dim), mine[dim])
+    return copies if copies.number * len(ranks) == largest.size() else Copies()

@@ -1,0 +1,258 @@
+# ruff: noqa: SLF001 - see below
+"""What the flat parameters of FSDP1 hold, read from this rank's shard without an all-gather.
+
+FSDP1 has no public way to its shards that does not communicate, so this is the one place that
+reads its private attributes. They are the same from torch 2.2 to 2.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from ckptkit.core.errors import UnsupportedError
+from ckptkit.core.index import Shape, Span
+from ckptkit.training.dtensors import Copies
+from ckptkit.training.names import clean_fqn
+from ckptkit.training.pieces import Replicas
+from ckptkit.training.slots import Slot, span_places, whole_places
+
+
+@dataclass(frozen=True, slots=True)
+class FlatPart:
+    """One original parameter inside a flat one.
+
+    Attributes:
+        fqn: Its clean name.
+        aliases: Further names of the same parameter.
+        in_shard: Where it lies in the flat shard of this rank.
+        on_its_own: Where it lies in the original parameter (`use_orig_params=True`), whose
+            optimizer state is cut likewise; None without.
+        parameter: The original parameter that the optimizer has, None as before.
+        span: The elements on this rank, in the order of the flat parameter.
+    """
+
+    fqn: str
+    aliases: tuple[str, ...]
+    in_shard: Slot
+    on_its_own: Slot | None
+    parameter: nn.Parameter | None
+    span: Span
+
+
+@dataclass(frozen=True, slots=True)
+class FlatUnit:
+    """A flat parameter.
+
+    Attributes:
+        parameter: The flat parameter itself, which the optimizer has with
+            `use_orig_params=False`.
+        shard: This rank's part of it with its padding, in full precision.
+        parts: The original parameters, in their order.
+        sharing: How many ranks share the flat parameter's elements; 1 if each has them all.
+        extent: The number of ranks that hold some of it, and which of them this is.
+    """
+
+    parameter: nn.Parameter
+    shard: torch.Tensor
+    parts: tuple[FlatPart, ...]
+    sharing: int
+    extent: Copies
+
+
+def has_flat_parameters(model: nn.Module) -> bool:
+    """Tells whether some module is wrapped by FSDP1."""
+    return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
+
+
+def strategy_of(model: nn.Module) -> str:
+    """Returns the name of the outermost FSDP1 wrapper's sharding strategy."""
+    wrappers = (m for m in model.modules() if isinstance(m, FullyShardedDataParallel))
+    return str(next(wrappers).sharding_strategy.name)
+
+
+def managed_parameters(units: Sequence[FlatUnit]) -> frozenset[int]:
+    """Returns the identities of all parameters whose elements are those of a flat one."""
+    flats = {id(unit.parameter) for unit in units}
+    parts = {
+        id(part.parameter) for unit in units for part in unit.parts if part.parameter is not None
+    }
+    return frozenset(flats | parts)
+
+
+def flat_units(model: nn.Module, parallel: Sequence[str] = ()) -> tuple[FlatUnit, ...]:
+    """Returns all flat parameters of a model, as they lie on this rank now.
+
+    Args:
+        model: With FSDP1 somewhere inside.
+        parallel: What `names.parallel_prefixes` returned for it.
+    """
+    named: dict[int, tuple[Any, list[str]]] = {}
+    for raw, module in model.named_modules(remove_duplicate=False):
+        handle = module._handle if isinstance(module, FullyShardedDataParallel) else None
+        if handle is not None:
+            named.setdefault(id(handle), (module, []))[1].append(clean_fqn(raw, parallel))
+    shared: dict[tuple[Any, ...], Replicas] = {}
+    return tuple(_unit(module, prefixes, shared) for module, prefixes in named.values())
+
+
+def layout_facts(units: Sequence[FlatUnit]) -> list[dict[str, Any]]:
+    """Returns the layout of the flat parameters as plain values."""
+    return [
+        {
+            "names": [part.fqn for part in unit.parts],
+            "shapes": [list(part.in_shard.shape) for part in unit.parts],
+            "elements": [_numel(part.in_shard.shape) for part in unit.parts],
+            "aliases": {part.fqn: list(part.aliases) for part in unit.parts if part.aliases},
+            "sharing": unit.sharing,
+        }
+        for unit in units
+    ]
+
+
+def flat_shards(model: nn.Module) -> list[torch.Tensor]:
+    """Returns this rank's parts of all flat parameters."""
+    wrappers = (m for m in model.modules() if isinstance(m, FullyShardedDataParallel))
+    return [_shard(m._handle.flat_param) for m in wrappers if m._handle is not None]
+
+
+def _shard(flat: Any) -> torch.Tensor:
+    """Returns the shard, the same object each time; before a forward pass, flat holds it itself."""
+    shard: torch.Tensor = getattr(flat, "_local_shard", flat)
+    return shard
+
+
+def _numel(shape: Shape) -> int:
+    return int(torch.Size(shape).numel())
+
+
+def _unit(
+    module: Any, prefixes: Sequence[str], interned: dict[tuple[Any, ...], Replicas]
+) -> FlatUnit:
+    handle = module._handle
+    flat = handle.flat_param
+    sharded, inter = bool(handle.uses_sharded_strategy), getattr(module, "_inter_node_pg", None)
+    copies = Copies()
+    if not sharded:
+        copies = Copies(handle.world_size, handle.rank)
+    elif inter is not None and module.sharding_strategy.name.lstrip("_").startswith("HYBRID"):
+        copies = Copies(dist.get_world_size(inter), dist.get_rank(inter))
+    sharing = handle.world_size if sharded else 1
+    rank = handle.rank if sharded else 0
+    group = _Group(copies, sharing, rank, (id(inter), id(handle.process_group)), interned)
+    shard = _shard(flat)
+    names = _names(flat, prefixes)
+    return FlatUnit(flat, shard, tuple(_parts(flat, shard, names, group)), sharing, group.extent)
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    copies: Copies
+    sharing: int
+    rank: int
+    identity: tuple[int, int]
+    interned: dict[tuple[Any, ...], Replicas]
+
+    @property
+    def extent(self) -> Copies:
+        return self.copies.times(self.sharing, self.rank)
+
+    def replicas(self) -> Replicas:
+        return self._same(Replicas(*self.copies, spread=True))
+
+    def values(self, first_rank: int) -> Replicas:
+        """The rank with a parameter's first element comes first."""
+        own = (self.rank - first_rank) % self.sharing
+        return self._same(Replicas(*self.copies.times(self.sharing, own), spread=False))
+
+    def _same(self, replicas: Replicas) -> Replicas:
+        key = (*self.identity, replicas)
+        return self.interned.setdefault(key, replicas)
+
+
+def _names(flat: Any, prefixes: Sequence[str]) -> list[list[str]]:
+    """Returns the names of each original parameter, the one to save it under first."""
+    relative = [[fqn] for fqn in flat._fqns]
+    position = {(info.module, info.param_name): i for i, info in enumerate(flat._param_infos)}
+    for info in flat._shared_param_infos:
+        name = f"{info.module_name}.{info.param_name}" if info.module_name else info.param_name
+        relative[position[info.prim_module, info.prim_param_name]].append(name)
+    return [
+        list(
+            dict.fromkeys(
+                clean_fqn(f"{prefix}.{name}" if prefix else name)
+                for prefix in prefixes
+                for name in names
+            )
+        )
+        for names in relative
+    ]
+
+
+def _parts(
+    flat: Any, shard: torch.Tensor, names: Sequence[Sequence[str]], group: _Group
+) -> Iterator[FlatPart]:
+    starts = list(_starts(flat))
+    for index, info in enumerate(flat._shard_param_infos):
+        if flat._param_extensions[index] is not None:
+            raise UnsupportedError(
+                "FSDP1 over tensor parallelism is not modelled",
+                where=names[index][0],
+                hint="use fully_shard (FSDP2) for two dimensions of parallelism",
+            )
+        shape = tuple(flat._shapes[index])
+        axes = _axes(flat, index)
+        start, stop = _interval(info)
+        slot = Slot(
+            names[index][0],
+            shape,
+            span_places(Span(start, stop), shape, axes),
+            tuple(shard.shape),
+            group.replicas(),
+            group.values(starts[index] // max(shard.numel(), 1) if group.sharing > 1 else 0),
+            info.offset_in_shard or 0,
+            axes,
+        )
+        parameter = flat._params[index] if flat._params is not None else None
+        own = None if parameter is None else _on_its_own(slot, group.sharing)
+        yield FlatPart(slot.fqn, tuple(names[index][1:]), slot, own, parameter, Span(start, stop))
+
+
+def _on_its_own(slot: Slot, sharing: int) -> Slot:
+    """Returns where the elements lie in the original parameter.
+
+    That is a range of one dimension, unless each rank has the whole flat parameter.
+    """
+    if sharing > 1:
+        return replace(slot, held=(slot.elements,), start=None)
+    return replace(slot, places=whole_places(slot.shape), held=slot.shape, start=None, axes=())
+
+
+def _interval(info: Any) -> tuple[int, int]:
+    if not info.in_shard:
+        return 0, 0
+    return info.intra_param_start_idx, info.intra_param_end_idx + 1
+
+
+def _starts(flat: Any) -> Iterator[int]:
+    """Yields where the original parameters begin in the unsharded flat parameter."""
+    at = 0
+    for numel, is_padding in zip(flat._numels_with_padding, flat._is_padding_mask, strict=True):
+        if not is_padding:
+            yield at
+        at += numel
+
+
+def _axes(flat: Any, index: int) -> tuple[int, ...]:
+    """Returns the order of dimensions in which a parameter that is not row-major was flattened."""
+    contiguities: Sequence[bool] | Mapping[int, bool] = getattr(flat, "_contiguities", ())
+    if not contiguities or contiguities[index]:
+        return ()
+    strides = flat._strides[index]
+    return tuple(sorted(range(len(strides)), key=lambda axis: -strides[axis]))

@@ -1,0 +1,319 @@
+"""From the mapping that the user gives to what this rank holds of it."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ckptkit.core.errors import UsageError
+from ckptkit.core.index import KeyPath
+from ckptkit.training import names, rng
+from ckptkit.training.dtensors import Copies, DTensor, Meshes, local_part
+from ckptkit.training.flatten import flatten, out_of_reach
+from ckptkit.training.kinds import Kind, Layout, entries_of, kind_of
+from ckptkit.training.modules import ModelView, ModelWalk
+from ckptkit.training.optimizers import OptimizerWalk
+from ckptkit.training.pieces import Holdings, ObjectValue, Piece, Replicas, SmallFile
+from ckptkit.training.slots import whole_slot
+
+__all__ = ["BoundModel", "BoundObject", "BoundOptimizer", "BoundState", "Layout", "bind"]
+
+_PER_RANK = frozenset({"dataloader"})
+
+
+@dataclass(frozen=True, slots=True)
+class BoundModel:
+    """A model in the mapping.
+
+    Attributes:
+        key: Its key in the mapping.
+        position: In the list under that key; None without a list.
+        module: The model.
+        unit: The DCP directory of its tensors.
+        path: What comes before a tensor's name in its key path.
+    """
+
+    key: str
+    position: int | None
+    module: nn.Module
+    unit: str
+    path: KeyPath
+
+
+@dataclass(frozen=True, slots=True)
+class BoundOptimizer:
+    """An optimizer in the mapping; the attributes are those of a model."""
+
+    key: str
+    position: int | None
+    optimizer: Optimizer
+    unit: str
+    path: KeyPath
+
+
+@dataclass(frozen=True, slots=True)
+class BoundObject:
+    """Anything else in the mapping.
+
+    Attributes:
+        key: Its key in the mapping.
+        position: In the list under that key; None without a list.
+        target: The object, or the plain dict or list.
+        kind: What it is.
+        unit: The DCP directory of its values: always with the layout `dcp`, otherwise where it
+            holds DTensors.
+        path: What comes before the names in its state dict.
+        file: The file of its state, relative to the step; empty with the layout `dcp`.
+    """
+
+    key: str
+    position: int | None
+    target: Any
+    kind: Kind
+    unit: str
+    path: KeyPath
+    file: str
+
+    def state(self) -> Any:
+        """Returns its state, which may still be shared with it."""
+        return self.target if self.kind == "plain" else self.target.state_dict()
+
+
+@dataclass(frozen=True, slots=True)
+class BoundState:
+    """The user's state, checked and with a place on disk for everything.
+
+    Gradients are no part of it: a save between two micro-batches keeps the parameters and the
+    optimizer as the last `optimizer.step()` left them, and a resume starts the accumulation
+    anew. Save after a step to lose no work.
+
+    Attributes:
+        layout: What the step's directory looks like.
+        rank: Of this process.
+        world_size: How many processes train.
+        models: All models in the mapping.
+        optimizers: All optimizers in the mapping.
+        others: All other entries of the mapping.
+    """
+
+    layout: Layout
+    rank: int
+    world_size: int
+    models: tuple[BoundModel, ...]
+    optimizers: tuple[BoundOptimizer, ...]
+    others: tuple[BoundObject, ...]
+    _walks: tuple[ModelWalk, ...] = field(repr=False)
+    _optimizer_walks: tuple[OptimizerWalk, ...] = field(repr=False)
+
+    def holdings(self, step: int) -> Holdings:
+        """Returns all that this rank holds, without any communication.
+
+        The pieces are the very objects of the call before where nothing moved in memory. Their
+        tensors are those of training and have to be copied before it goes on; objects and files
+        are copies already.
+
+        Args:
+            step: The number of the step that is saved.
+
+        Raises:
+            UsageError: If an optimizer's parameter belongs to no model in the mapping.
+            UnsupportedError: If the place of some elements cannot be told.
+        """
+        pieces, objects = self.tensors(keep=True)
+        files: list[SmallFile] = []
+        for other in self.others:
+            more, values, file = self._other(other)
+            pieces, objects, files = pieces + more, objects + values, files + file
+        states = {"step": step, **rng.capture()}
+        if self.layout == "dcp":
+            objects.append(ObjectValue("", ("rng", str(self.rank)), states))
+        else:
+            files.append(SmallFile(names.random_states_file(self.rank), _serialised(states)))
+        return Holdings(tuple(pieces), tuple(objects), tuple(files))
+
+    def pieces(self) -> tuple[Piece, ...]:
+        """Returns the tensors on this rank only: what a resume writes into."""
+        pieces, _ = self.tensors()
+        for other in self.others:
+            if other.kind not in _PER_RANK:
+                leaves = list(flatten(other.state(), other.path))
+                if self._in_dcp(leaves):
+                    pieces += self._leaf_pieces(other, leaves)
+        return tuple(pieces)
+
+    def facts(self) -> dict[str, Any]:
+        """Returns what a reader of the checkpoint wants to know of the run, as plain values."""
+        models = {
+            ".".join(map(str, (model.key, *_listed(model.position)))): walk.facts()
+            for model, walk in zip(self.models, self._walks, strict=True)
+        }
+        return {
+            "torch_version": str(torch.__version__),
+            "world_size": self.world_size,
+            "layout": self.layout,
+            "models": models,
+        }
+
+    def _in_dcp(self, leaves: list[tuple[KeyPath, object]]) -> bool:
+        return self.layout == "dcp" or any(isinstance(leaf, DTensor) for _, leaf in leaves)
+
+    def tensors(self, *, keep: bool = False) -> tuple[list[Piece], list[ObjectValue]]:
+        """Returns what this rank holds of the models and optimizers.
+
+        Args:
+            keep: Whether to hold on to the tensors, so that the next time is faster.
+        """
+        views: list[ModelView] = [walk.look(keep=keep) for walk in self._walks]
+        pieces = [piece for view in views for piece in view.pieces]
+        objects = [value for view in views for value in view.objects]
+        for walk in self._optimizer_walks:
+            more, values = walk.look(views, keep=keep)
+            pieces += more
+            objects += values
+        return pieces, objects
+
+    def _other(self, bound: BoundObject) -> tuple[list[Piece], list[ObjectValue], list[SmallFile]]:
+        if bound.kind in _PER_RANK:
+            return self._of_each_rank(bound)
+        state = bound.state()
+        leaves = list(flatten(state, bound.path))
+        if self._in_dcp(leaves):
+            return [*self._leaf_pieces(bound, leaves)], [*self._leaf_objects(bound, leaves)], []
+        if self.rank:
+            return [], [], []
+        return [], [], [SmallFile(bound.file, _serialised(state))]
+
+    def _of_each_rank(
+        self, bound: BoundObject
+    ) -> tuple[list[Piece], list[ObjectValue], list[SmallFile]]:
+        state = bound.state()
+        if self.layout == "dcp":
+            path = (*bound.path, str(self.rank))
+            return [], [ObjectValue(bound.unit, path, out_of_reach(state))], []
+        return [], [], [SmallFile(bound.file, _serialised(state))]
+
+    def _leaf_pieces(
+        self, bound: BoundObject, leaves: list[tuple[KeyPath, object]]
+    ) -> Iterator[Piece]:
+        meshes = Meshes(Copies())
+        meshes.learn(leaf for _, leaf in leaves)
+        values = Replicas(self.world_size, self.rank, spread=False)
+        for path, leaf in leaves:
+            if isinstance(leaf, torch.Tensor):
+                name = ".".join(map(str, path))
+                slot = (
+                    meshes.slot(name, leaf, values)
+                    if isinstance(leaf, DTensor)
+                    else whole_slot(name, leaf, values, values)
+                )
+                yield from slot.pieces(bound.unit, path, local_part(leaf))
+
+    def _leaf_objects(
+        self, bound: BoundObject, leaves: list[tuple[KeyPath, object]]
+    ) -> Iterator[ObjectValue]:
+        for path, leaf in leaves:
+            if self.rank == 0 and not isinstance(leaf, torch.Tensor):
+                yield ObjectValue(bound.unit, path, out_of_reach(leaf))
+
+
+def bind(state: Mapping[str, object], *, layout: Layout, rank: int, world_size: int) -> BoundState:
+    """Checks the user's mapping, and gives everything in it a place on disk.
+
+    Args:
+        state: Models, optimizers, learning rate schedulers, gradient scalers, dataloaders, other
+            objects with `state_dict` and `load_state_dict`, plain dicts and lists, or lists of
+            these. Models are wrapped already.
+        layout: What the step's directory looks like.
+        rank: Of this process.
+        world_size: How many processes train.
+
+    Raises:
+        UsageError: If a value is none of these, something is there twice, or an optimizer's
+            parameters belong to no model in the mapping.
+    """
+    world = Copies(world_size, rank)
+    naming = _Naming(layout, rank)
+    for key, position, value in entries_of(state, layout):
+        naming.take(key, position, value)
+    walks = tuple(
+        ModelWalk(model.module, model.unit, model.path, world=world) for model in naming.models
+    )
+    bound = BoundState(
+        layout,
+        rank,
+        world_size,
+        tuple(naming.models),
+        tuple(naming.optimizers),
+        tuple(naming.others),
+        walks,
+        tuple(OptimizerWalk(one.optimizer, one.unit, one.path) for one in naming.optimizers),
+    )
+    _check_optimizers(bound)
+    return bound
+
+
+class _Naming:
+    """Gives each entry its place, counting those of a kind."""
+
+    def __init__(self, layout: Layout, rank: int) -> None:
+        self.models: list[BoundModel] = []
+        self.optimizers: list[BoundOptimizer] = []
+        self.others: list[BoundObject] = []
+        self._plain = layout == "dcp"
+        self._rank = rank
+        self._counts: dict[str, int] = {}
+
+    def take(self, key: str, position: int | None, value: Any) -> None:
+        kind = kind_of(key, value)
+        path: KeyPath = (key, *_listed(position))
+        if kind == "model":
+            unit = "" if self._plain else names.model_unit(len(self.models))
+            start = path if self._plain else ("model",)
+            self.models.append(BoundModel(key, position, value, unit, start))
+        elif kind == "optimizer":
+            unit = "" if self._plain else names.optimizer_unit(len(self.optimizers))
+            start = path if self._plain else ("optimizer",)
+            self.optimizers.append(BoundOptimizer(key, position, value, unit, start))
+        else:
+            unit = "" if self._plain else f"{key}_{position or 0}"
+            start = path if self._plain else (key,)
+            file = "" if self._plain else self._file(kind)
+            self.others.append(BoundObject(key, position, value, kind, unit, start, file))
+
+    def _file(self, kind: Kind) -> str:
+        counted = "custom" if kind in {"stateful", "plain"} else kind
+        index = self._counts.get(counted, 0)
+        self._counts[counted] = index + 1
+        if counted == "scheduler":
+            return names.scheduler_file(index)
+        if counted == "scaler":
+            return names.scaler_file(index)
+        if counted == "dataloader":
+            return names.dataloader_file(index, self._rank)
+        return names.custom_file(index)
+
+
+def _check_optimizers(bound: BoundState) -> None:
+    if bound.optimizers and not bound.models:
+        raise UsageError(
+            "an optimizer was found but no model",
+            where=bound.optimizers[0].key,
+            hint="put the model into the mapping too: the optimizer's state is saved by its names",
+        )
+    bound.tensors()
+
+
+def _listed(position: int | None) -> tuple[int, ...]:
+    return () if position is None else (position,)
+
+
+def _serialised(state: object) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return buffer.getvalue()

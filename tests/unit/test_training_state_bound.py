@@ -1,0 +1,289 @@
+"""The user's mapping: what is taken, what is refused, and what becomes of it."""
+
+from __future__ import annotations
+
+import io
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.utils.data import DataLoader
+
+from ckptkit.core.errors import UsageError
+from ckptkit.training import rng
+from ckptkit.training.kinds import kind_of
+from ckptkit.training.pieces import Holdings
+from ckptkit.training.state import Layout, bind
+
+
+class Loader:
+    def __init__(self) -> None:
+        self.at = {"seen": [3]}
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(())
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.at
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state
+
+
+class Average:
+    def __init__(self, shadow: dict[str, Any]) -> None:
+        self.shadow = shadow
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.shadow
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.shadow = state
+
+
+class WithExtras(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.register_buffer("scratch", torch.ones(2), persistent=False)
+        self.seen = 0
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"seen": self.seen, "table": torch.full((2,), self.seen)}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.seen = state["seen"]
+
+
+def whole_state() -> dict[str, Any]:
+    first, second = nn.Linear(3, 2), nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(first.parameters(), lr=0.1)
+    first(torch.ones(3)).sum().backward()
+    optimizer.step()
+    return {
+        "model": [first, second],
+        "optimizer": optimizer,
+        "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2),
+        "scaler": torch.amp.GradScaler("cpu", init_scale=8.0),
+        "dataloader": Loader(),
+        "progress": {"epoch": 4, "losses": [1.0, 2.0]},
+    }
+
+
+def holdings(state: dict[str, Any], layout: Layout = "accelerate", rank: int = 0) -> Holdings:
+    return bind(state, layout=layout, rank=rank, world_size=2).holdings(5)
+
+
+def opened(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), weights_only=False)  # noqa: TID251 - our own bytes
+
+
+def test_the_layout_of_accelerate_has_a_place_for_everything() -> None:
+    found = holdings(whole_state())
+    assert {piece.unit for piece in found.pieces} == {
+        "pytorch_model_fsdp_0",
+        "pytorch_model_fsdp_1",
+        "optimizer_0",
+    }
+    files = {file.path: opened(file.data) for file in found.files}
+    assert sorted(files) == [
+        "ckptkit/dataloader_0_rank_0.bin",
+        "custom_checkpoint_0.pkl",
+        "random_states_0.pkl",
+        "scaler.pt",
+        "scheduler.bin",
+    ]
+    assert files["custom_checkpoint_0.pkl"] == {"epoch": 4, "losses": [1.0, 2.0]}
+    assert files["scaler.pt"]["scale"] == 8.0
+    assert files["random_states_0.pkl"]["step"] == 5
+
+
+def test_other_ranks_write_only_what_is_theirs() -> None:
+    found = holdings(whole_state(), rank=1)
+    assert [file.path for file in found.files] == [
+        "ckptkit/dataloader_0_rank_1.bin",
+        "random_states_1.pkl",
+    ]
+    assert not found.objects
+
+
+def test_the_layout_of_dcp_has_the_keys_of_the_mapping() -> None:
+    state = whole_state()
+    found = holdings(state, "dcp")
+    nested = {
+        "model": [module.state_dict() for module in state["model"]],
+        "scheduler": state["scheduler"].state_dict(),
+        "scaler": state["scaler"].state_dict(),
+        "progress": state["progress"],
+    }
+    expected = set(flatten_state_dict(nested)[1].values()) | {("dataloader", "0"), ("rng", "0")}
+    keys = {piece.key_path for piece in found.pieces} | {one.key_path for one in found.objects}
+    assert {path for path in keys if path[0] != "optimizer"} == expected
+    assert ("optimizer", "state", "weight", "exp_avg") in keys
+    assert ("optimizer", "param_groups", 0, "lr") in keys
+    assert not found.files
+    assert {piece.unit for piece in found.pieces} == {""}
+
+
+@pytest.mark.parametrize("layout", ["accelerate", "dcp"])
+def test_later_changes_do_not_reach_objects_and_files(layout: Layout) -> None:
+    state = whole_state()
+    found = holdings(state, layout)
+    state["progress"]["losses"].append(777.0)
+    state["dataloader"].at["seen"].append(777)
+    values = [value.value for value in found.objects] + [opened(f.data) for f in found.files]
+    assert "777" not in str([value for value in values if "random_state" not in str(value)])
+
+
+def test_a_walk_that_finds_all_tensors_in_place_gives_the_same_pieces() -> None:
+    state = whole_state()
+    bound = bind(state, layout="accelerate", rank=0, world_size=1)
+    first, second = bound.holdings(1), bound.holdings(2)
+    assert all(one is two for one, two in zip(first.pieces, second.pieces, strict=True))
+
+
+def test_a_tensor_that_moved_is_found_where_it_is_now() -> None:
+    state = whole_state()
+    bound = bind(state, layout="accelerate", rank=0, world_size=1)
+    bound.holdings(1)
+    weight = state["model"][0].weight
+    moved = weight.data.clone()
+    weight.data = moved
+    average = torch.zeros(2, 3)
+    state["optimizer"].state[weight]["exp_avg"] = average
+    found = {(piece.unit, piece.key): piece.local for piece in bound.holdings(2).pieces}
+    assert found["pytorch_model_fsdp_0", "model.weight"].data_ptr() == moved.data_ptr()
+    assert found["optimizer_0", "optimizer.state.weight.exp_avg"] is average
+
+
+def test_values_of_modules_are_read_anew_for_each_save() -> None:
+    model = WithExtras()
+    bound = bind({"model": model}, layout="dcp", rank=0, world_size=1)
+    bound.holdings(1)
+    model.seen = 7
+    found = bound.holdings(2)
+    assert [value.value for value in found.objects if value.key_path[0] == "model"] == [7]
+    tensors = {piece.key: piece.local.tolist() for piece in found.pieces}
+    assert tensors == {"model.weight": [1.0] * 3, "model._extra_state.table": [7, 7]}
+
+
+def test_ties_are_one_piece_with_both_names() -> None:
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    model[1].weight = model[0].weight
+    bound = bind({"model": model}, layout="accelerate", rank=0, world_size=1)
+    (piece,) = bound.pieces()
+    assert piece.aliases == (("model", "1.weight"),)
+    assert bound.facts()["models"]["model"]["tied"] == [["0.weight", "1.weight"]]
+
+
+def test_an_average_on_a_mesh_gets_a_directory_of_its_own() -> None:
+    stores: Any = dist  # its stubs name no store
+    dist.init_process_group("gloo", store=stores.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        shadow = {"weight": distribute_tensor(torch.ones(3), mesh, [Shard(0)]), "decay": 0.9}
+        found = bind({"ema": Average(shadow)}, layout="accelerate", rank=0, world_size=1).holdings(
+            1
+        )
+    finally:
+        dist.destroy_process_group()
+    assert [(piece.unit, piece.key) for piece in found.pieces] == [("ema_0", "ema.weight")]
+    assert [(value.unit, value.value) for value in found.objects] == [("ema_0", 0.9)]
+    assert [file.path for file in found.files] == ["random_states_0.pkl"]
+
+
+def test_an_optimizer_that_never_stepped_has_no_state_and_is_not_stepped() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    found = bind(
+        {"model": model, "optimizer": optimizer}, layout="accelerate", rank=0, world_size=1
+    ).holdings(0)
+    assert all(piece.unit.startswith("pytorch_model") for piece in found.pieces)
+    assert not optimizer.state
+    params = [value.value for value in found.objects if value.key_path[-1] == "params"]
+    assert params == [["weight", "bias"]]
+
+
+@pytest.mark.parametrize(
+    ("state", "where", "words"),
+    [
+        ({"step": 5}, "step", "state_dict"),
+        ({"loader": DataLoader(torch.utils.data.TensorDataset())}, "loader", "state_dict"),
+        ({"a/b": {}}, "", "a/b"),
+        ({"optimizer": torch.optim.SGD(nn.Linear(1, 1).parameters())}, "optimizer", "no model"),
+        (
+            {
+                "model": nn.Linear(1, 1),
+                "optimizer": torch.optim.SGD(nn.Linear(1, 1).parameters()),
+            },
+            "optimizer",
+            "belongs to no",
+        ),
+    ],
+)
+def test_what_cannot_be_saved_is_refused_with_its_name_and_a_hint(
+    state: dict[str, Any], where: str, words: str
+) -> None:
+    with pytest.raises(UsageError, match=words) as caught:
+        bind(state, layout="accelerate", rank=0, world_size=1)
+    assert caught.value.where == where
+    assert caught.value.hint
+
+
+def test_the_same_model_twice_is_refused() -> None:
+    model = nn.Linear(1, 1)
+    with pytest.raises(UsageError, match="'model'"):
+        bind({"model": model, "ema": [model]}, layout="accelerate", rank=0, world_size=1)
+
+
+def test_two_parameters_of_one_name_in_one_optimizer_are_refused() -> None:
+    first, second = nn.Linear(1, 1), nn.Linear(1, 1)
+    optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()])
+    with pytest.raises(UsageError, match="weight"):
+        bind(
+            {"model": [first, second], "optimizer": optimizer},
+            layout="accelerate",
+            rank=0,
+            world_size=1,
+        )
+
+
+def test_the_key_of_the_random_states_is_taken_in_the_layout_of_dcp() -> None:
+    with pytest.raises(UsageError, match="taken"):
+        bind({"rng": {"a": 1}}, layout="dcp", rank=0, world_size=1)
+
+
+def test_a_wrapper_of_a_scheduler_is_a_scheduler() -> None:
+    class Wrapper:
+        def get_last_lr(self) -> list[float]:
+            return [0.1]
+
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            pass
+
+    assert kind_of("x", Wrapper()) == "scheduler"
+    assert kind_of("x", torch.amp.GradScaler("cpu")) == "scaler"
+
+
+def test_random_numbers_go_on_where_they_were() -> None:
+    captured = opened(_saved(rng.capture()))
+    draw = (random.random(), np.random.rand(), torch.rand(1).item())  # noqa: S311
+    rng.restore(captured)
+    assert draw == (random.random(), np.random.rand(), torch.rand(1).item())  # noqa: S311
+
+
+def _saved(value: object) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()

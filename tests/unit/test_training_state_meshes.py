@@ -1,0 +1,126 @@
+"""Meshes of more dimensions than a test machine has cores, one rank after the other."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from ckptkit.core.errors import UnsupportedError
+from ckptkit.training.ownership import owned
+from ckptkit.training.pieces import Piece
+from ckptkit.training.state import bind
+
+NAMES = ("rep", "shard", "tp")
+
+
+@contextmanager
+def as_rank(rank: int, world_size: int) -> Iterator[None]:
+    """Makes this process one rank of a world whose collectives do nothing."""
+    debug = importlib.import_module("torch.distributed.tensor.debug")
+    debug._clear_sharding_prop_cache()  # it keeps meshes, with the coordinates of a rank before
+    fake = importlib.import_module("torch.testing._internal.distributed.fake_pg")
+    dist.init_process_group("fake", store=fake.FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def network() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(10, 12), nn.Linear(12, 5), nn.LayerNorm(5), nn.Linear(5, 1), nn.Linear(1, 9)
+    )
+
+
+def in_three_dimensions() -> nn.Module:
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=NAMES)
+    module = network()
+    plan: dict[str, Any] = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+    parallelize_module(module, mesh["tp"], plan)
+    for layer in module.children():
+        fully_shard(layer, mesh=mesh["rep", "shard"])
+    return module
+
+
+class Stage(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def in_stages() -> nn.Module:
+    """Each coordinate of the first dimension has parameters of its own."""
+    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("stage", "shard"))
+    stage = mesh.get_local_rank("stage")
+    module = Stage()
+    module.add_module(f"stage{stage}", network())
+    fully_shard(module, mesh=mesh["shard"])
+    return module
+
+
+def owned_by_all(build: Callable[[], nn.Module], world_size: int) -> list[list[Piece]]:
+    found = []
+    for rank in range(world_size):
+        with as_rank(rank, world_size):
+            module = build()
+            optimizer = torch.optim.AdamW(module.parameters())
+            for parameter in module.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+            optimizer.step()
+            state = {"model": module, "optimizer": optimizer}
+            bound = bind(state, layout="accelerate", rank=rank, world_size=world_size)
+            pieces = bound.holdings(1).pieces
+            found.append([one for one, mine in zip(pieces, owned(pieces), strict=True) if mine])
+    return found
+
+
+@pytest.mark.parametrize("build", [in_three_dimensions, in_stages])
+def test_each_element_has_one_owner(build: Callable[[], nn.Module]) -> None:
+    counts: dict[str, torch.Tensor] = {}
+    for pieces in owned_by_all(build, 8):
+        for piece in pieces:
+            count = counts.setdefault(piece.key, torch.zeros(piece.shape, dtype=torch.int))
+            for place in piece.places:
+                assert tuple(piece.local.shape) == place.sizes
+                ranges = zip(place.offsets, place.sizes, strict=True)
+                count[tuple(slice(start, start + size) for start, size in ranges)] += 1
+    parameters = 10 if build is in_three_dimensions else 20
+    assert len(counts) == parameters * 4
+    assert all(bool((count == 1).all()) for count in counts.values())
+
+
+def test_a_part_that_is_no_block_is_refused() -> None:
+    strided = importlib.import_module("torch.distributed.tensor.placement_types")
+    with as_rank(1, 4):
+        mesh = init_device_mesh("cpu", (4,))
+        placement = strided._StridedShard(0, split_factor=2)
+        weight = distribute_tensor(torch.ones(8, 2), mesh, [placement])
+        module = nn.Linear(2, 8, bias=False)
+        module.weight = nn.Parameter(weight)
+        with pytest.raises(UnsupportedError, match="scatter"):
+            bind({"model": module}, layout="dcp", rank=1, world_size=4).pieces()
+
+
+def test_a_state_without_a_place_in_the_tensor_is_refused() -> None:
+    with as_rank(1, 2):
+        module = nn.Linear(4, 6, bias=False)
+        fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
+        optimizer = torch.optim.SGD(module.parameters())
+        optimizer.state[module.weight]["scales"] = torch.ones(7)
+        state = {"model": module, "optimizer": optimizer}
+        with pytest.raises(UnsupportedError, match="place is not known"):
+            bind(state, layout="accelerate", rank=1, world_size=2)
