@@ -1,0 +1,369 @@
+"""Lays a rank's part of the state out as the files of torch.distributed.checkpoint.
+
+Every file is an image in one buffer: archives of single tensors one after another, whose headers
+are known beforehand and whose data is copied to its place. What depends on the data, the CRC-32
+of each archive, is filled in by whoever writes the image.
+
+Source: torch/distributed/checkpoint/filesystem.py of 2.13 for names and what a file consists of;
+readers take each archive's place from the metadata, so they allow bytes between archives.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from ckptkit.core.dtypes import DType, dtype_named
+from ckptkit.core.errors import UnsupportedError, UsageError
+from ckptkit.core.geometry import slabs
+from ckptkit.core.index import Box, KeyPath, Shape, Span
+from ckptkit.training.pieces import Piece
+from ckptkit.training.tensor_archives import archive_of_tensor
+from ckptkit.writer.messages import Blob, Image
+
+IMAGE_ALIGNMENT = 4096
+"""Images begin at multiples of this, as direct I/O wants it."""
+
+MIN_LIMIT_BYTES = 1 << 20
+_ARCHIVE_ROOM_BYTES = 16 << 10  # more than the headers of any one archive
+Signature = tuple[object, ...]
+_SAVE_HINT = "hold it in the state as a dense tensor, or leave it out of the state"
+
+
+@dataclass(frozen=True, slots=True)
+class CopyStep:
+    """One copy from a piece to its place in the buffer.
+
+    Attributes:
+        piece: Position among the pieces that were planned.
+        first: First element, in the row-major order of the piece's `local`.
+        stop: First element after it.
+        start: First byte in the buffer; the elements lie there in row-major order.
+        dtype: Of the elements.
+        shape: Of the elements, as a part of `local`.
+        whole: Whether these are all elements of `local`.
+        prompt: Whether training may change them at any time, as a forward pass changes buffers,
+            and not only in an optimizer step.
+    """
+
+    piece: int
+    first: int
+    stop: int
+    start: int
+    dtype: torch.dtype
+    shape: Shape
+    whole: bool
+    prompt: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SavePlan:
+    """Where a rank's bytes go; stays good for as long as `signature_of` the pieces is equal.
+
+    A state that does not fit into the memory allowed is written in waves, one after another
+    from the start of the same buffer; otherwise there is one wave.
+
+    Attributes:
+        images: The files of each wave.
+        literals: What each wave holds besides tensor data: position in the buffer, and bytes.
+        copies: Where the tensor data of each wave comes from.
+        buffer_bytes: Size of the buffer that is needed, a multiple of 4096.
+        data_bytes: Bytes of tensor data that this rank copies and writes.
+        record_units: The `units` of the rank's record, without objects.
+        devices: Where the tensors to be copied lie, each once.
+        signature: Of the pieces.
+    """
+
+    images: tuple[tuple[Image, ...], ...]
+    literals: tuple[tuple[tuple[int, bytes], ...], ...]
+    copies: tuple[tuple[CopyStep, ...], ...]
+    buffer_bytes: int
+    data_bytes: int
+    record_units: Mapping[str, Mapping[str, Any]]
+    devices: tuple[torch.device, ...]
+    signature: Signature
+
+
+def signature_of(pieces: Sequence[Piece], owned: Sequence[bool]) -> Signature:
+    """Returns everything about the pieces that a plan depends on, to be compared with `==`."""
+    return tuple(
+        (
+            piece.unit,
+            piece.key_path,
+            piece.shape,
+            piece.places,
+            piece.aliases,
+            piece.replicas.spread,
+            own,
+            (local := piece.local).dtype,
+            local.device,
+            local.shape,
+            local.stride() if local.layout is torch.strided else local.layout,
+        )
+        for piece, own in zip(pieces, owned, strict=True)
+    )
+
+
+def plan_save(
+    pieces: Sequence[Piece],
+    owned: Sequence[bool],
+    *,
+    rank: int,
+    limit_bytes: int | None = None,
+) -> SavePlan:
+    """Lays out the pieces that this rank writes.
+
+    Args:
+        pieces: All pieces that lie on this rank.
+        owned: For each whether this rank writes it, rather than another one that has it too.
+        rank: Names the files.
+        limit_bytes: How large the buffer may be; a larger state is cut into waves.
+
+    Returns:
+        The plan.
+
+    Raises:
+        UnsupportedError: If a tensor is sparse, quantized or has no data, naming its key.
+        UsageError: If the limit is too small to work with.
+    """
+    if limit_bytes is not None and limit_bytes < MIN_LIMIT_BYTES:
+        raise UsageError(
+            f"is {limit_bytes:,} bytes, where at least {MIN_LIMIT_BYTES:,} are needed",
+            where="staging_limit",
+        )
+    waves = _Waves(limit_bytes)
+    units: dict[str, _Unit] = {}
+    for number in sorted(range(len(pieces)), key=_first_seen(pieces)):
+        piece = pieces[number]
+        unit = units.get(piece.unit)
+        if unit is None:
+            unit = units[piece.unit] = _Unit(piece.unit, rank, waves)
+        unit.add(piece, number, own=owned[number])
+    return waves.plan(units, pieces, signature_of(pieces, owned))
+
+
+def _first_seen(pieces: Sequence[Piece]) -> Any:
+    """Orders pieces by unit, so that each file of a unit is one image."""
+    order: dict[str, int] = {}
+    for piece in pieces:
+        order.setdefault(piece.unit, len(order))
+    return lambda number: order[pieces[number].unit]
+
+
+@dataclass(slots=True)
+class _OpenImage:
+    """An image that grows."""
+
+    path: str
+    start: int
+    stop: int
+    blobs: list[Blob]
+
+    def closed(self) -> Image:
+        return Image(self.path, self.start, self.stop - self.start, tuple(self.blobs))
+
+
+class _Waves:
+    """Hands out places in the buffer, and collects what goes there."""
+
+    def __init__(self, limit_bytes: int | None) -> None:
+        self.limit_bytes = limit_bytes
+        self.images: list[list[_OpenImage]] = [[]]
+        self.literals: list[list[tuple[int, bytes]]] = [[]]
+        self.copies: list[list[CopyStep]] = [[]]
+        self.data_bytes = 0
+        self._end = 0
+        self._largest = 0
+
+    def reserve(self, size_bytes: int, image: _OpenImage | None) -> tuple[int, bool]:
+        """Takes the next bytes of the buffer.
+
+        Returns:
+            The first of them, and whether they have to begin a new image.
+        """
+        start = _up(self._end, IMAGE_ALIGNMENT) if image is None else self._end
+        full = self.limit_bytes is not None and _up(start + size_bytes, IMAGE_ALIGNMENT) > (
+            self.limit_bytes // IMAGE_ALIGNMENT * IMAGE_ALIGNMENT
+        )
+        if full and self._end:
+            start = 0
+            self.images.append([])
+            self.literals.append([])
+            self.copies.append([])
+        self._end = start + size_bytes
+        self._largest = max(self._largest, self._end)
+        return start, image is None or (full and start == 0)
+
+    def plan(
+        self, units: Mapping[str, _Unit], pieces: Sequence[Piece], signature: Signature
+    ) -> SavePlan:
+        """Returns all of it."""
+        steps = [step for wave in self.copies for step in wave]
+        return SavePlan(
+            images=tuple(tuple(image.closed() for image in wave) for wave in self.images),
+            literals=tuple(map(tuple, self.literals)),
+            copies=tuple(map(tuple, self.copies)),
+            buffer_bytes=_up(self._largest, IMAGE_ALIGNMENT),
+            data_bytes=self.data_bytes,
+            record_units={name: unit.record() for name, unit in units.items()},
+            devices=tuple(dict.fromkeys(pieces[step.piece].local.device for step in steps)),
+            signature=signature,
+        )
+
+
+class _Unit:
+    """The part of the plan that belongs to one DCP directory."""
+
+    def __init__(self, name: str, rank: int, waves: _Waves) -> None:
+        self._folder = f"{name}/" if name else ""
+        self._rank = rank
+        self._waves = waves
+        self._image: _OpenImage | None = None
+        self._numbers: dict[KeyPath, int] = {}
+        self._tensors: list[dict[str, Any]] = []
+        self._chunks: list[list[Any]] = []
+        self._files: list[str] = []
+        self._left_to_others: dict[KeyPath, None] = {}
+
+    def add(self, piece: Piece, number: int, *, own: bool) -> None:
+        """Lays one piece out, or notes that another rank has to."""
+        dtype = _checked_dtype(piece)
+        # A tensor of no elements lies nowhere, so nobody may own it; it has to be named all the
+        # same, and that several ranks do so does not matter.
+        nothing = 0 in piece.shape
+        own = own or (nothing and piece.replicas.own == 0)
+        if not own or not (piece.elements or nothing):
+            self._left_to_others[piece.key_path] = None
+            return
+        tensor = self._tensor(piece, dtype)
+        if nothing:
+            self._add_archive(tensor, Box((0,) * len(piece.shape), piece.shape), dtype)
+            return
+        first = 0
+        total = piece.elements
+        for place in piece.places:
+            for span, box in self._cut(place, dtype):
+                start = self._add_archive(tensor, box, dtype)
+                step = CopyStep(
+                    piece=number,
+                    first=first + span.start,
+                    stop=first + span.stop,
+                    start=start,
+                    dtype=piece.local.dtype,
+                    shape=box.sizes if len(piece.places) == 1 else (span.stop - span.start,),
+                    whole=span.stop - span.start == total,
+                    prompt=not piece.replicas.spread,
+                )
+                self._waves.copies[-1].append(step)
+            first += math.prod(place.sizes)
+
+    def record(self) -> dict[str, Any]:
+        """Returns what the rank's record says of the directory."""
+        expected = [list(path) for path in self._left_to_others if path not in self._numbers]
+        return {
+            "tensors": self._tensors,
+            "chunks": self._chunks,
+            "objects": [],
+            "data_files": self._files,
+            "expected": expected,
+        }
+
+    def _tensor(self, piece: Piece, dtype: DType) -> int:
+        number = self._numbers.setdefault(piece.key_path, len(self._tensors))
+        if number == len(self._tensors):
+            self._tensors.append(
+                {
+                    "path": list(piece.key_path),
+                    "dtype": dtype.name,
+                    "shape": list(piece.shape),
+                    "aliases": [list(alias) for alias in piece.aliases],
+                }
+            )
+        return number
+
+    def _cut(self, place: Box, dtype: DType) -> Iterator[tuple[Span, Box]]:
+        """Yields the parts of a box that each fit into a wave, with their elements in the box."""
+        elements, limit = math.prod(place.sizes), self._waves.limit_bytes
+        most = elements
+        if limit is not None:
+            most = (limit - _ARCHIVE_ROOM_BYTES) // dtype.itemsize
+        if elements <= most:
+            if elements:
+                yield Span(0, elements), place
+            return
+        for span in _slab_spans(place.sizes, most):
+            (slab,) = slabs(span, place.sizes)
+            offsets = tuple(a + b for a, b in zip(place.offsets, slab.offsets, strict=True))
+            yield span, Box(offsets, slab.sizes)
+
+    def _add_archive(self, tensor: int, box: Box, dtype: DType) -> int:
+        """Puts an archive at the end of the directory's file, and returns where its data goes."""
+        archive = archive_of_tensor(dtype, box.sizes)
+        start, anew = self._waves.reserve(archive.padded_bytes, self._image)
+        image = self._open_image(start) if anew else self._image
+        assert image is not None  # noqa: S101  not anew only where there is one
+        data = start + len(archive.head)
+        stop = data + archive.data_bytes
+        if archive.data_bytes:  # of no bytes the checksum is 0, as the literals have it
+            image.blobs.append(Blob(data, stop, tuple(start + at for at in archive.crc_at)))
+        image.stop = start + archive.padded_bytes
+        self._waves.literals[-1] += [(start, archive.head), (stop, archive.tail)]
+        self._waves.data_bytes += archive.data_bytes
+        place = [list(box.offsets), list(box.sizes)]
+        extent = [len(self._files) - 1, start - image.start, archive.size_bytes]
+        self._chunks.append([tensor, *place, *extent])
+        return data
+
+    def _open_image(self, start: int) -> _OpenImage:
+        name = f"__{self._rank}_{len(self._files)}.distcp"
+        self._image = image = _OpenImage(self._folder + name, start, start, [])
+        self._files.append(name)
+        self._waves.images[-1].append(image)
+        return image
+
+
+def _slab_spans(sizes: Shape, most: int) -> Iterator[Span]:
+    """Cuts a row-major box into slabs of at most `most` elements each, outer dimensions first."""
+    axis, inner = 0, math.prod(sizes[1:])
+    while inner > most:
+        axis += 1
+        inner //= sizes[axis]
+    block = sizes[axis] * inner
+    step = most // inner * inner
+    for outer in range(0, math.prod(sizes), block):
+        for start in range(outer, outer + block, step):
+            yield Span(start, min(start + step, outer + block))
+
+
+def _checked_dtype(piece: Piece) -> DType:
+    local = piece.local
+    if local.layout is not torch.strided or local.is_quantized or local.is_meta:
+        kind = "a quantized" if local.is_quantized else f"a {local.layout}"
+        raise UnsupportedError(
+            f"{'a tensor without data' if local.is_meta else kind + ' tensor'} was found where a"
+            " dense one was expected",
+            where=piece.key,
+            hint=_SAVE_HINT,
+        )
+    return _dtype(local.dtype, piece)
+
+
+def _dtype(dtype: torch.dtype, piece: Piece) -> DType:
+    try:
+        return _known_dtype(dtype)
+    except UnsupportedError as error:
+        raise UnsupportedError(error.message, where=piece.key, hint=_SAVE_HINT) from error
+
+
+@lru_cache
+def _known_dtype(dtype: torch.dtype) -> DType:
+    return dtype_named(str(dtype))
+
+
+def _up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
