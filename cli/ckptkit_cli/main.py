@@ -18,6 +18,7 @@ from ckptkit_cli.consolidate import consolidate
 from ckptkit_cli.convert import convert
 from ckptkit_cli.diff import diff
 from ckptkit_cli.inspect import inspect
+from ckptkit_cli.save_now import save_now
 from ckptkit_cli.verify import verify
 
 _EPILOG = (
@@ -60,7 +61,7 @@ def _application() -> typer.Typer:
         epilog=_EPILOG,
     )
     application.callback()(_options)
-    for command in (inspect, consolidate, convert, verify, diff):
+    for command in (inspect, consolidate, convert, verify, diff, save_now):
         application.command(cls=PlainCommand)(command)
     return application
 

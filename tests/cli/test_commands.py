@@ -83,6 +83,7 @@ def test_help_names_exactly_the_commands_that_exist() -> None:
         "convert",
         "verify",
         "diff",
+        "save-now",
     ]
     assert not any(line.endswith("...") for line in lines)
 

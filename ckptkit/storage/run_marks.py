@@ -1,0 +1,201 @@
+"""The small files by which a running job and other processes find each other.
+
+RUN/.ckptkit/lock       locked while a job writes to RUN; says which host and process
+RUN/.ckptkit/save-now   asks the job for a save
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import time
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ckptkit.core.errors import RefusedError
+from ckptkit.core.manifest import MANIFEST_NAME
+from ckptkit.storage.syscalls import (
+    Capabilities,
+    OpenFile,
+    detect_capabilities,
+    is_refused,
+    open_locked,
+)
+
+MARKS_FOLDER = ".ckptkit"
+_LOCK = "lock"
+_REQUEST = "save-now"
+_STEP_FOLDER = re.compile(r"checkpoint-(\d{1,18})")
+_MOST_BYTES = 4096
+_TRIES = 5
+_TRY_SECONDS = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """A process that left a mark; `host` is empty where the mark does not say."""
+
+    host: str = ""
+    pid: int = 0
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}" if self.host else "an unknown process"
+
+
+class RunLock:
+    """The lock of a run, held until it is closed or the process ends."""
+
+    def __init__(self, file: OpenFile) -> None:
+        self._file = file
+        if hasattr(os, "register_at_fork"):
+            # A forked child, such as a worker of a DataLoader, shares the lock for as long as it
+            # has the descriptor, and may live on when this process was killed.
+            os.register_at_fork(after_in_child=partial(_close, weakref.ref(self)))
+
+    def close(self) -> None:
+        """Gives the lock back; a second call does nothing."""
+        self._file.close()
+
+
+def _close(lock: weakref.ref[RunLock]) -> None:
+    alive = lock()
+    if alive is not None:
+        alive.close()
+
+
+def take_run_lock(run: Path, capabilities: Capabilities | None = None) -> RunLock | None:
+    """Takes the lock of a run for this process.
+
+    Returns:
+        The lock, or None where the file system knows no locks.
+
+    Raises:
+        RefusedError: If another process has it.
+        OSError: If the file cannot be made.
+    """
+    able = capabilities or detect_capabilities()
+    path = run / MARKS_FOLDER / _LOCK
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = _locked(path, able) if able.locks else None
+    if file is None:
+        return None
+    text = json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode()
+    file.truncate(0)
+    file.write_at(0, memoryview(text))
+    return RunLock(file)
+
+
+def _locked(path: Path, capabilities: Capabilities) -> OpenFile | None:
+    """Tries more than once: who only looks whether the lock is taken has it for a moment."""
+    for attempt in range(_TRIES):
+        if attempt:
+            time.sleep(_TRY_SECONDS)
+        try:
+            file = open_locked(path, capabilities)
+        except OSError as error:
+            if is_refused(error):
+                return None
+            raise
+        if file is not None:
+            return file
+    raise RefusedError(
+        f"another job is writing to the run: {_owner(path)}",
+        where=str(path.parent.parent),
+        hint="give every job a directory of its own, or wait until that one has ended",
+    )
+
+
+def run_is_live(run: Path, capabilities: Capabilities | None = None) -> bool | None:
+    """Tells whether a job holds the lock of a run; None where the file system has no locks.
+
+    Raises:
+        OSError: If the lock exists and cannot be opened.
+    """
+    able = capabilities or detect_capabilities()
+    path = run / MARKS_FOLDER / _LOCK
+    if not able.locks:
+        return None
+    if not path.exists():
+        return False
+    try:
+        file = open_locked(path, able)
+    except OSError as error:
+        if is_refused(error):
+            return None
+        raise
+    if file is None:
+        return True
+    file.close()
+    return False
+
+
+def ask_for_save(run: Path) -> None:
+    """Leaves a request that the job takes up within about a second.
+
+    Raises:
+        OSError: If it cannot be written.
+    """
+    folder = run / MARKS_FOLDER
+    folder.mkdir(exist_ok=True)
+    host, pid = socket.gethostname(), os.getpid()
+    draft = folder / f".{_REQUEST}-{host}-{pid}"
+    draft.write_text(json.dumps({"host": host, "pid": pid}), encoding="utf-8")
+    draft.replace(folder / _REQUEST)
+
+
+def take_request(run: Path) -> Owner | None:
+    """Removes a request to save, and returns whose it was; None if there is none.
+
+    Raises:
+        OSError: If there is one, and it cannot be removed.
+    """
+    path = run / MARKS_FOLDER / _REQUEST
+    if not path.exists():
+        return None
+    owner = _owner(path)
+    path.unlink(missing_ok=True)
+    return owner
+
+
+def step_folders(run: Path) -> dict[int, Path]:
+    """Returns the folders of a run's steps, whole or not, by number, oldest first.
+
+    Raises:
+        OSError: If the run cannot be listed.
+    """
+    found = {
+        int(match[1]): path
+        for path in run.iterdir()
+        if (match := _STEP_FOLDER.fullmatch(path.name)) and path.is_dir()
+    }
+    return dict(sorted(found.items()))
+
+
+def committed_steps(run: Path) -> dict[int, tuple[Path, int]]:
+    """Returns the steps that have a manifest, with a number that changes with each commit.
+
+    Raises:
+        OSError: If the run cannot be listed.
+    """
+    found = {}
+    for step, path in step_folders(run).items():
+        try:
+            found[step] = path, (path / MANIFEST_NAME).stat().st_mtime_ns
+        except FileNotFoundError:
+            continue
+    return found
+
+
+def _owner(path: Path) -> Owner:
+    try:
+        with path.open("rb") as file:
+            document: Mapping[str, Any] = json.loads(file.read(_MOST_BYTES))
+        return Owner(str(document["host"])[:100], int(document["pid"]))
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return Owner()

@@ -1,0 +1,23 @@
+"""What the launcher of the job tells in environment variables; nothing else here reads them."""
+
+from __future__ import annotations
+
+import math
+import os
+
+
+def slurm_end_time() -> float | None:
+    """Returns when Slurm ends this job, in seconds since the epoch; None where it does not tell.
+
+    Slurm sets it when the job starts: a time limit that is changed later is not seen.
+
+    Source:
+        `SLURM_JOB_END_TIME` in https://slurm.schedmd.com/sbatch.html, "Output environment
+        variables".
+    """
+    text = os.environ.get("SLURM_JOB_END_TIME", "")
+    try:
+        end = float(text)
+    except ValueError:
+        return None
+    return end if math.isfinite(end) and end > 0 else None

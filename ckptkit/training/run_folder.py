@@ -1,0 +1,188 @@
+"""The directory of a run: the names in it, what was saved there, and who may write."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ckptkit.core.errors import CkptkitError, FormatError, OutputError, UsageError
+from ckptkit.core.manifest import MANIFEST_NAME, Manifest, check_manifest_size, parse_manifest
+from ckptkit.planning.retention import StepFacts
+from ckptkit.storage.run_marks import (
+    MARKS_FOLDER,
+    Owner,
+    RunLock,
+    step_folders,
+    take_request,
+    take_run_lock,
+)
+
+__all__ = ["RunFolder", "RunLock", "SavedStep"]
+
+logger = logging.getLogger(__name__)
+
+_URL = re.compile(r"(?:^|/)[A-Za-z][A-Za-z0-9+.-]+:/")  # in a path made absolute as well
+_KIND = "training"
+
+
+@dataclass(frozen=True, slots=True)
+class SavedStep(StepFacts):
+    """A step that lies in a run.
+
+    Attributes:
+        path: Its directory.
+        problem: Why it is not complete; empty where it is.
+    """
+
+    path: Path = Path()
+    problem: str = ""
+
+
+class RunFolder:
+    """A run's directory on a local or shared file system."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        """Makes the directory and its parents, where they are not there.
+
+        Raises:
+            UsageError: If the path is a URL.
+            OutputError: If it is no directory, or nothing can be written there.
+        """
+        named = os.fspath(path)
+        if _URL.search(named):
+            raise UsageError(
+                "a URL was found where a directory was expected",
+                where=named,
+                hint="save to a local or shared file system, and copy from there",
+            )
+        self.path = Path(named).absolute()
+        with _translated(self.path):
+            _make_writable(self.path)
+
+    def step_folder(self, step: int) -> Path:
+        """Returns where a committed step lies."""
+        return self.path / f"checkpoint-{step}"
+
+    def working_folder(self, step: int, nonce: str, attempt: int) -> Path:
+        """Returns where an attempt at a step is written; no tool takes it for a checkpoint."""
+        return self.path / f".checkpoint-{step}.ckptkit-{nonce}-{attempt}"
+
+    def steps(self) -> tuple[SavedStep, ...]:
+        """Returns what lies there, oldest first; a step is complete if its manifest is true.
+
+        That is, it can be read, belongs to this step, and every file in it has its size.
+
+        Raises:
+            OutputError: If the run cannot be listed.
+        """
+        with _translated(self.path):
+            folders = step_folders(self.path)
+        return tuple(_saved_step(step, path) for step, path in folders.items())
+
+    def lock(self) -> RunLock | None:
+        """Keeps other jobs from writing here, until the lock is closed or this process ends.
+
+        A file system that knows no locks gets a warning.
+
+        Returns:
+            The lock, or None where there are no locks.
+
+        Raises:
+            RefusedError: If another job is writing here.
+            OutputError: If the lock cannot be written.
+        """
+        with _translated(self.path):
+            lock = take_run_lock(self.path)
+        if lock is None:
+            logger.warning(
+                "%s: the file system has no locks; see to it that no second job writes there",
+                self.path,
+            )
+        return lock
+
+    def take_request(self) -> Owner | None:
+        """Takes up a request left by `ckptkit save-now`.
+
+        Returns:
+            Whose it was, or None if there is none.
+
+        Raises:
+            OSError: If there is one, and it cannot be removed.
+        """
+        return take_request(self.path)
+
+
+def _make_writable(path: Path) -> None:
+    (path / MARKS_FOLDER).mkdir(parents=True, exist_ok=True)
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+
+@contextmanager
+def _translated(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (FileExistsError, NotADirectoryError) as error:
+        raise OutputError(
+            "a file was found where the directory of a run was expected", where=str(path)
+        ) from error
+    except OSError as error:
+        raise OutputError(
+            f"the directory of the run cannot be used: {error.strerror or error}",
+            where=str(path),
+        ) from error
+
+
+def _saved_step(step: int, path: Path) -> SavedStep:
+    try:
+        manifest = _read_manifest(path / MANIFEST_NAME)
+        _check(step, path, manifest)
+    except FileNotFoundError:
+        return SavedStep(step, complete=False, path=path, problem=f"it has no {MANIFEST_NAME}")
+    except OSError as error:
+        return SavedStep(step, complete=False, path=path, problem=error.strerror or str(error))
+    except CkptkitError as error:
+        return SavedStep(step, complete=False, path=path, problem=str(error))
+    metrics = _numbers(manifest.source.get("metrics"))
+    return SavedStep(step, complete=True, metrics=metrics, path=path)
+
+
+def _read_manifest(path: Path) -> Manifest:
+    check_manifest_size(path.stat().st_size, where=str(path))
+    return parse_manifest(path.read_bytes(), where=str(path))
+
+
+def _check(step: int, path: Path, manifest: Manifest) -> None:
+    if manifest.kind != _KIND or manifest.source.get("step") != step:
+        raise FormatError(
+            f"a manifest of kind {manifest.kind!r} and step {manifest.source.get('step')!r} was"
+            f" found against {_KIND!r} and {step}"
+        )
+    for name, record in manifest.files.items():
+        try:
+            size = (path / name).stat().st_size
+        except FileNotFoundError:
+            raise FormatError(f"file {name!r} is missing") from None
+        if size != record.size_bytes:
+            raise FormatError(
+                f"file {name!r} has {size:,} bytes against {record.size_bytes:,} in the manifest"
+            )
+
+
+def _numbers(metrics: object) -> Mapping[str, float]:
+    if not isinstance(metrics, dict):
+        return {}
+    table: dict[str, Any] = metrics
+    return {
+        name: float(value)
+        for name, value in table.items()
+        if isinstance(value, (int, float)) and not math.isnan(value)
+    }

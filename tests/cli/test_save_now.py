@@ -1,0 +1,150 @@
+"""`ckptkit save-now` as a shell sees it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from ckptkit.core.manifest import MANIFEST_NAME
+from ckptkit.storage.run_marks import RunLock, take_request, take_run_lock
+
+ROOT = Path(__file__).parents[2]
+Result = subprocess.CompletedProcess[str]
+
+
+def save_now(*arguments: str | Path) -> Result:
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "cli"), os.environ.get("PYTHONPATH", "")])
+    return subprocess.run(
+        [sys.executable, "-m", "ckptkit_cli", "save-now", *map(str, arguments)],
+        env=os.environ | {"PYTHONPATH": paths},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def taken_lock(run: Path) -> RunLock:
+    lock = take_run_lock(run)
+    assert lock is not None
+    return lock
+
+
+def commit(run: Path, step: int) -> Path:
+    folder = run / f"checkpoint-{step}"
+    folder.mkdir(exist_ok=True)
+    (folder / MANIFEST_NAME).write_text("{}", encoding="utf-8")
+    return folder
+
+
+def serve(run: Path, step: int) -> threading.Thread:
+    """Plays the job: takes the request up, and saves."""
+
+    def work() -> None:
+        deadline = time.monotonic() + 30
+        while take_request(run) is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        (run / f".checkpoint-{step}.ckptkit-abcd-1").mkdir()
+        commit(run, step)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    return thread
+
+
+def test_a_request_is_left_for_the_job_that_holds_the_lock(tmp_path: Path) -> None:
+    lock = taken_lock(tmp_path)
+    result = save_now(tmp_path)
+    assert result.returncode == 0
+    expected = f"asked {tmp_path} for a save; the run takes it at its next step\n"
+    assert (result.stdout, result.stderr) == (expected, "")
+    owner = take_request(tmp_path)
+    assert owner is not None
+    assert owner.pid > 0
+    assert sorted(path.name for path in (tmp_path / ".ckptkit").iterdir()) == ["lock"]
+    lock.close()
+
+
+def test_with_wait_the_new_step_is_printed(tmp_path: Path) -> None:
+    lock = taken_lock(tmp_path)
+    commit(tmp_path, 900)
+    job = serve(tmp_path, 1000)
+    result = save_now(tmp_path, "--wait", "30", "--json")
+    job.join()
+    assert result.returncode == 0
+    assert json.loads(result.stdout) == {
+        "run": str(tmp_path),
+        "asked": True,
+        "saved": str(tmp_path / "checkpoint-1000"),
+    }
+    lock.close()
+
+
+def test_a_step_that_is_saved_again_counts_as_new(tmp_path: Path) -> None:
+    lock = taken_lock(tmp_path)
+    commit(tmp_path, 1000)
+    job = serve(tmp_path, 1000)
+    result = save_now(tmp_path, "--wait", "30")
+    job.join()
+    assert result.stdout == f"saved {tmp_path / 'checkpoint-1000'}\n"
+    lock.close()
+
+
+def test_a_save_that_does_not_come_in_time_is_refused(tmp_path: Path) -> None:
+    lock = taken_lock(tmp_path)
+    result = save_now(tmp_path, "--wait", "0.2", "--json")
+    assert result.returncode == 4
+    error = json.loads(result.stdout)["error"]
+    assert error["message"] == "no new step was complete within 0.2 s of the request"
+    assert error["hint"]
+    lock.close()
+
+
+def test_without_a_job_nothing_is_left_behind(tmp_path: Path) -> None:
+    taken_lock(tmp_path).close()
+    result = save_now(tmp_path)
+    assert result.returncode == 4
+    assert "error[refused]: " in result.stderr
+    assert "no job is writing to the run" in result.stderr
+    assert "hint: start the training first" in result.stderr
+    assert take_request(tmp_path) is None
+
+
+@pytest.mark.parametrize("name", ["missing", "file"])
+def test_what_is_no_directory_is_told(name: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    result = save_now(tmp_path / name)
+    assert result.returncode == 3
+    assert "no directory was found where that of a run was expected" in result.stderr
+    assert "hint: " in result.stderr
+
+
+@pytest.mark.parametrize("seconds", ["soon", "0", "-1", "nan", "inf"])
+def test_a_wait_that_is_no_time_is_wrong_usage(seconds: str, tmp_path: Path) -> None:
+    result = save_now(tmp_path, f"--wait={seconds}")
+    assert result.returncode == 2
+    assert "--wait: " in result.stderr
+
+
+def test_the_command_never_loads_torch() -> None:
+    code = (
+        "import sys; from ckptkit_cli.main import main; main(['save-now', '/missing']);"
+        "print('torch' in sys.modules, 'ckptkit.training' in sys.modules)"
+    )
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "cli")])
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout == "False False\n"

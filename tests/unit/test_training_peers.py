@@ -1,0 +1,264 @@
+"""What ranks tell each other: boards, rounds of agreement, and what happens without an answer."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from torch._C import _distributed_c10d as distributed_c10d
+
+from ckptkit.core.errors import CkptkitError, NoSpaceError, PeerError
+from ckptkit.training import boards
+from ckptkit.training.boards import MAX_VALUE_BYTES, Board, LocalBoard, StoreBoard
+from ckptkit.training.peers import Peers, name_ranks, open_peers, poll_until
+
+SHORT = 0.3
+
+
+def tcp_store() -> Any:
+    return distributed_c10d.TCPStore("127.0.0.1", 0, 1, True, timeout=timedelta(seconds=20))
+
+
+@pytest.fixture(params=["local", "tcp", "hash"])
+def board(request: pytest.FixtureRequest) -> Iterator[Board]:
+    if request.param == "local":
+        yield LocalBoard()
+        return
+    store = tcp_store() if request.param == "tcp" else distributed_c10d.HashStore()
+    made = StoreBoard(store, "test")
+    yield made
+    made.close()
+
+
+def test_a_board_tells_what_was_set_and_never_waits(board: Board) -> None:
+    began = time.monotonic()
+    assert board.get("key") is None
+    assert board.get_all(["key", "other"]) is None
+    board.set("key", b"\x00\xff value")
+    assert board.get("key") == b"\x00\xff value"
+    assert board.get_all(["key", "other"]) is None
+    board.set("other", b"2")
+    assert board.get_all(["other", "key"]) == [b"2", b"\x00\xff value"]
+    board.delete("key")
+    board.delete("never there")
+    assert board.get("key") is None
+    assert time.monotonic() - began < 2
+
+
+def test_the_first_to_compare_and_set_wins(board: Board) -> None:
+    assert board.compare_set("key", b"", b"first") == b"first"
+    assert board.compare_set("key", b"", b"second") == b"first"
+    assert board.compare_set("key", b"first", b"third") == b"third"
+    assert board.compare_set("missing", b"something", b"else") == b"something"
+    assert board.get("missing") is None
+    assert board.get("key") == b"third"
+
+
+def test_a_value_of_a_megabyte_travels_and_one_that_would_cut_the_line_is_refused() -> None:
+    board = StoreBoard(tcp_store(), "test")
+    value = bytes(range(256)) * 4096
+    board.set("big", value)
+    assert board.get("big") == value
+    with pytest.raises(ValueError, match="against 4,194,304"):
+        board.set("bigger", bytes(MAX_VALUE_BYTES + 1))
+    board.close()
+
+
+def test_a_board_keeps_to_its_prefix_and_shares_the_connection_below_it() -> None:
+    store = distributed_c10d.HashStore()
+    board = StoreBoard(store, "a")
+    below = board.under("b")
+    below.set("key", b"1")
+    assert board.get("b/key") == b"1"
+    assert store.get("a/b/key") == b"1"
+    board.close()
+    with pytest.raises(PeerError, match="closed"):
+        below.get("key")
+
+
+def test_a_store_that_is_gone_is_an_error_with_a_hint() -> None:
+    store = tcp_store()
+    board = StoreBoard(store.clone(), "test")
+    board.set("key", b"1")
+    del store
+    with pytest.raises(PeerError, match="the store failed") as caught:
+        poll_until(lambda: board.get("another"), 5)
+    assert "store" in caught.value.hint
+    board.close()
+
+
+def test_a_store_that_hangs_holds_nobody_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(boards, "_OPERATION_SECONDS", 0.1)
+    board = StoreBoard(distributed_c10d.HashStore(), "test")
+    release = threading.Event()
+    with pytest.raises(PeerError, match="did not answer"):
+        board._courier.run(release.wait)
+    with pytest.raises(PeerError, match="did not answer"):
+        board.get("key")
+    release.set()
+    monkeypatch.setattr(boards, "_OPERATION_SECONDS", 5.0)
+    assert board.get("key") is None
+    board.close()
+
+
+def on_ranks(world_size: int, work: Callable[[Peers], Any]) -> list[Any]:
+    """Runs `work` for all ranks in threads; returns what each returned or raised."""
+    board = LocalBoard()
+    peers = [Peers(rank, world_size, board, "nonce") for rank in range(world_size)]
+
+    def run(one: Peers) -> Any:
+        try:
+            return work(one)
+        except CkptkitError as error:
+            return error
+
+    with ThreadPoolExecutor(world_size) as pool:
+        return list(pool.map(run, peers))
+
+
+def test_all_ranks_get_what_rank_0_decided_on_the_values_of_all() -> None:
+    def work(peers: Peers) -> Any:
+        return [
+            peers.agree("topic", [peers.rank, number], list, timeout_seconds=10)
+            for number in range(5)
+        ]
+
+    expected = [[[rank, number] for rank in range(4)] for number in range(5)]
+    assert on_ranks(4, work) == [expected] * 4
+
+
+def test_one_rank_agrees_with_itself_in_the_same_form() -> None:
+    peers = open_peers("run", timeout_seconds=1)
+    assert (peers.rank, peers.world_size) == (0, 1)
+    assert peers.agree("topic", (1, 2), lambda values: {"all": values}, timeout_seconds=1) == {
+        "all": [[1, 2]]
+    }
+    assert open_peers("run", timeout_seconds=1).nonce != peers.nonce
+
+
+def test_ranks_that_do_not_answer_are_named_to_all_others() -> None:
+    def work(peers: Peers) -> Any:
+        if peers.rank in {1, 3}:
+            return None
+        return peers.agree("topic", 1, sum, timeout_seconds=SHORT)
+
+    zero, _, two, _ = on_ranks(4, work)
+    assert str(zero) == "ranks 1, 3 did not answer within 0.3 s about 'topic'"
+    assert str(two) == str(zero)
+    assert isinstance(zero, PeerError)
+
+
+def test_without_rank_0_the_others_end_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckptkit.training.peers._GRACE_SECONDS", 0.1)
+    began = time.monotonic()
+    results = on_ranks(
+        2, lambda peers: peers.rank and peers.agree("topic", 1, sum, timeout_seconds=SHORT)
+    )
+    assert "rank 0 did not decide" in str(results[1])
+    assert time.monotonic() - began < 2
+
+
+def test_an_error_of_the_decision_reaches_all_ranks() -> None:
+    def full(_values: list[Any]) -> Any:
+        raise NoSpaceError("the disk is full", where="/data", hint="make room")
+
+    def work(peers: Peers) -> Any:
+        return peers.agree("topic", 1, full, timeout_seconds=5)
+
+    for error in on_ranks(3, work):
+        assert isinstance(error, NoSpaceError)
+        assert (str(error), error.hint) == ("/data: the disk is full", "make room")
+
+
+def test_a_bug_in_the_decision_is_told_to_the_others() -> None:
+    def work(peers: Peers) -> Any:
+        if peers.rank:
+            return peers.agree("topic", 1, sum, timeout_seconds=5)
+        with pytest.raises(ZeroDivisionError):
+            peers.agree("topic", 1, lambda values: values[0] / 0, timeout_seconds=5)
+        return None
+
+    assert "ZeroDivisionError" in str(on_ranks(2, work)[1])
+
+
+def test_a_decision_that_is_too_large_to_send_is_told_to_the_others() -> None:
+    def work(peers: Peers) -> Any:
+        if peers.rank:
+            return peers.agree("topic", 1, sum, timeout_seconds=5)
+        with pytest.raises(ValueError, match="at most"):
+            peers.agree("topic", 1, lambda _: "x" * MAX_VALUE_BYTES, timeout_seconds=5)
+        return None
+
+    assert "at most 4,194,304" in str(on_ranks(2, work)[1])
+
+
+def test_a_store_that_torch_cannot_copy_is_used_itself() -> None:
+    class Old:
+        def check(self, keys: list[str]) -> bool:
+            return keys == ["test/key"]
+
+        def get(self, key: str) -> bytes:
+            return key.encode()
+
+        def has_extended_api(self) -> bool:
+            return False
+
+    board = StoreBoard(Old(), "test")  # type: ignore[arg-type]
+    assert board.get("key") == b"test/key"
+    assert board.get("other") is None
+    board.close()
+
+
+def test_two_threads_of_a_rank_agree_on_different_topics_at_once() -> None:
+    def work(peers: Peers) -> Any:
+        def talk(topic: str) -> list[int]:
+            return [peers.agree(topic, number, max, timeout_seconds=10) for number in range(20)]
+
+        with ThreadPoolExecutor(2) as pool:
+            return list(pool.map(talk, ["a", "b"]))
+
+    assert on_ranks(3, work) == [[list(range(20))] * 2] * 3
+
+
+def test_keys_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckptkit.training.peers._GRACE_SECONDS", 0.0)
+
+    def work(peers: Peers) -> Any:
+        for number in range(40):
+            peers.agree(f"topic {number}", 1, sum, timeout_seconds=0.5)
+        time.sleep(0.6)
+        peers.agree("last", 1, sum, timeout_seconds=0.5)
+        peers._sweep()
+        assert isinstance(peers.board, LocalBoard)
+        return len(peers.board._values)
+
+    assert max(on_ranks(3, work)) <= 6
+
+
+def test_polling_ends_with_the_first_answer_or_the_time() -> None:
+    answers = iter([None, None, 5])
+    assert poll_until(lambda: next(answers), 5) == 5
+    began = time.monotonic()
+    assert poll_until(lambda: None, 0.1) is None
+    assert 0.09 < time.monotonic() - began < 1
+
+
+def test_of_many_ranks_only_some_are_named() -> None:
+    assert name_ranks([3]) == "rank 3"
+    assert name_ranks(range(2_000)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 1,992 more"
+
+
+def test_4096_ranks_are_collected_in_one_answer_and_within_seconds() -> None:
+    board = StoreBoard(tcp_store(), "test")
+    peers = Peers(0, 4096, board, "nonce")
+    for rank in range(1, 4096):
+        board.set(f"agree/topic/1/{rank}", b"1")
+    began = time.perf_counter()
+    assert peers.agree("topic", 1, sum, timeout_seconds=30) == 4096
+    assert time.perf_counter() - began < 3
+    board.close()

@@ -1,0 +1,215 @@
+"""The directory of a run: names, what lies in it, and its lock."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptkit.core.errors import OutputError, RefusedError, UsageError
+from ckptkit.core.manifest import MANIFEST_NAME, FileRecord, Manifest
+from ckptkit.planning.retention import Retention, steps_to_remove
+from ckptkit.storage.run_marks import ask_for_save, run_is_live, take_run_lock
+from ckptkit.storage.syscalls import detect_capabilities
+from ckptkit.training.run_folder import RunFolder
+
+
+def commit(run: RunFolder, step: int, /, **changes: Any) -> Path:
+    folder = run.step_folder(step)
+    folder.mkdir()
+    (folder / "data").write_bytes(b"12345")
+    source: dict[str, Any] = {"step": step, "metrics": {"loss": 1.5, "note": "text"}} | changes
+    manifest = Manifest(
+        kind=source.pop("kind", "training"),
+        source=source,
+        options={},
+        versions={},
+        tensors={},
+        files={"data": FileRecord(5)},
+    )
+    (folder / MANIFEST_NAME).write_bytes(manifest.to_json())
+    return folder
+
+
+def test_the_directory_and_its_parents_are_made(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "a" / "b")
+    assert run.path.is_dir()
+    assert run.steps() == ()
+    assert RunFolder(str(run.path)).path == run.path
+
+
+def test_names_of_attempts_are_not_those_of_checkpoints(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    assert run.step_folder(500) == tmp_path / "checkpoint-500"
+    working = run.working_folder(500, "abcd", 3)
+    assert working == tmp_path / ".checkpoint-500.ckptkit-abcd-3"
+    working.mkdir()
+    assert run.steps() == ()
+
+
+def test_complete_steps_are_told_with_their_metrics_in_order(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    for step in (1000, 200, 30):
+        commit(run, step)
+    found = run.steps()
+    assert [facts.step for facts in found] == [30, 200, 1000]
+    assert all(facts.complete and not facts.problem for facts in found)
+    assert found[0].metrics == {"loss": 1.5}
+    assert found[0].path == tmp_path / "checkpoint-30"
+    assert steps_to_remove(found, Retention(keep_last=2)) == (30,)
+
+
+def test_what_is_damaged_is_marked_and_says_why(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    (commit(run, 1) / MANIFEST_NAME).unlink()
+    (commit(run, 2) / MANIFEST_NAME).write_bytes(b"{")
+    (commit(run, 3) / "data").unlink()
+    (commit(run, 4) / "data").write_bytes(b"1234")
+    commit(run, 5, step=6)
+    commit(run, 7, kind="model")
+    folder = commit(run, 8)
+    (folder / MANIFEST_NAME).unlink()
+    (folder / MANIFEST_NAME).mkdir()
+    commit(run, 9, metrics=[1])
+    problems = {facts.step: facts.problem for facts in run.steps()}
+    expected = {
+        1: "no ckptkit.json",
+        2: "not a ckptkit manifest",
+        3: "'data' is missing",
+        4: "4 bytes against 5",
+        5: "step 6",
+        7: "kind 'model'",
+        8: "Is a directory",
+    }
+    assert all(text in problems[step] for step, text in expected.items())
+    assert problems[9] == ""
+    assert steps_to_remove(run.steps(), Retention(keep_last=1)) == ()
+
+
+def test_files_and_other_names_are_no_steps(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    (tmp_path / "checkpoint-1").touch()
+    for name in ("checkpoint-1-old", "checkpoint-", "Checkpoint-2", "checkpoint-x", "tmp"):
+        (tmp_path / name).mkdir()
+    assert run.steps() == ()
+
+
+def test_a_path_that_cannot_be_a_run_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for path in ("file", "file/run"):
+        with pytest.raises(OutputError, match="a file was found"):
+            RunFolder(tmp_path / path)
+    for url in (
+        "s3://bucket/run",
+        "hf://a/b",
+        "file:///tmp/run",
+        str(Path("s3://bucket/run").absolute()),
+    ):
+        with pytest.raises(UsageError, match="a URL was found"):
+            RunFolder(url)
+    with pytest.raises(OutputError, match="cannot be used"):
+        RunFolder("/proc/run")
+
+
+def test_a_second_job_is_refused_and_told_who_has_the_run(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    assert run_is_live(tmp_path) is False
+    lock = run.lock()
+    assert lock is not None
+    assert run_is_live(tmp_path) is True
+    with pytest.raises(RefusedError, match="another job is writing") as caught:
+        RunFolder(tmp_path).lock()
+    assert f"process {os.getpid()} on " in str(caught.value)
+    lock.close()
+    lock.close()
+    assert run_is_live(tmp_path) is False
+    again = RunFolder(tmp_path).lock()
+    assert again is not None
+    again.close()
+
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from ckptkit.storage.run_marks import take_run_lock
+lock = take_run_lock(Path(sys.argv[1]))
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+def test_the_lock_of_a_killed_job_is_free(tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    ) as job:
+        assert job.stdout is not None
+        job.stdout.readline()
+        assert run_is_live(tmp_path) is True
+        job.kill()
+        job.wait()
+    again = RunFolder(tmp_path).lock()
+    assert again is not None
+    again.close()
+
+
+def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
+    lock = RunFolder(tmp_path).lock()
+    assert lock is not None
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(30,))
+    child.start()
+    try:
+        time.sleep(0.2)
+        assert run_is_live(tmp_path) is True
+        lock.close()
+        assert run_is_live(tmp_path) is False
+    finally:
+        child.kill()
+        child.join()
+
+
+def test_a_file_system_without_locks_gets_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import errno
+    import fcntl
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOTSUP, "Operation not supported")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    assert RunFolder(tmp_path).lock() is None
+    assert RunFolder(tmp_path).lock() is None
+    assert "has no locks" in caplog.text
+    assert run_is_live(tmp_path) is None
+
+
+def test_a_platform_without_locks_has_none(tmp_path: Path) -> None:
+    import dataclasses
+
+    able = dataclasses.replace(detect_capabilities(), locks=False)
+    assert take_run_lock(tmp_path, able) is None
+    assert run_is_live(tmp_path, able) is None
+
+
+def test_a_request_is_taken_once_and_says_whose_it_is(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    assert run.take_request() is None
+    ask_for_save(tmp_path)
+    ask_for_save(tmp_path)
+    assert str(run.take_request()).startswith(f"process {os.getpid()} on ")
+    assert run.take_request() is None
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", json.dumps({"host": "a"}), "\0" * 10_000])
+def test_a_request_made_by_hand_counts_as_well(text: str, tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    (tmp_path / ".ckptkit" / "save-now").write_text(text, encoding="utf-8")
+    assert str(run.take_request()) == "an unknown process"
+    assert run.take_request() is None
