@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -75,7 +75,10 @@ class TieLine:
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """Everything that `ckptkit inspect` shows."""
+    """Everything that `ckptkit inspect` shows.
+
+    The last three are told by the manifest of a step that ckptkit saved.
+    """
 
     path: str
     format: str
@@ -94,6 +97,9 @@ class Inspection:
     tied: tuple[TieLine, ...]
     problems: tuple[Problem, ...]
     notes: tuple[str, ...]
+    layout: str | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    saved_at: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Returns the report as the contract of `inspect --json` has it."""
@@ -139,6 +145,7 @@ def _config(folders: SideFolders) -> Mapping[str, Any] | None:
 
 def _report(checkpoint: Opened, config: Mapping[str, Any], tied: tuple[TieLine, ...]) -> Inspection:
     index = checkpoint.index
+    saved = checkpoint.manifest.source if checkpoint.manifest is not None else {}
     entries = list(index.tensors.values())
     if checkpoint.select is not None:
         entries = [entry for entry in entries if entry.tree == checkpoint.select]
@@ -160,12 +167,20 @@ def _report(checkpoint: Opened, config: Mapping[str, Any], tied: tuple[TieLine, 
         tied=tied,
         problems=tuple(_problems(index, entries)),
         notes=(*checkpoint.notes, *index.run.notes),
+        layout=_text(saved.get("layout")),
+        metrics=_numbers(saved.get("metrics")),
+        saved_at=_text(saved.get("saved_at")),
     )
 
 
 def _text(value: object) -> str | None:
-    """Returns a value of the configuration, which may hold anything, if it is a text."""
+    """Returns a value of a JSON file, which may hold anything, if it is a text."""
     return value if isinstance(value, str) else None
+
+
+def _numbers(value: object) -> Mapping[str, float]:
+    items = value.items() if isinstance(value, Mapping) else ()
+    return {str(name): x for name, x in items if isinstance(x, (int, float))}
 
 
 def _texts(value: object) -> tuple[str, ...]:

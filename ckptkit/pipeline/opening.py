@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -21,15 +22,18 @@ from ckptkit.core.errors import (
 from ckptkit.core.index import (
     FileRef,
     Key,
+    KeyPath,
     Problem,
     RecordTable,
     RunFacts,
     TensorEntry,
     TensorIndex,
 )
+from ckptkit.core.manifest import Manifest
 from ckptkit.formats.base import Candidate
 from ckptkit.formats.discovery import Found, Unit, resolve, step_of
 from ckptkit.formats.registry import find_candidates, parsing_bytes, read_index
+from ckptkit.pipeline.steps import SavedSteps, step_folder
 from ckptkit.storage.local import LocalSource
 from ckptkit.storage.machine import memory_in_use_bytes
 
@@ -50,6 +54,7 @@ class Opened:
         index: Everything the headers tell, over all units.
         select: What is left of the user's selection: a state dict within the index, or None.
         notes: What was passed over or left alone, and why.
+        manifest: Of a step that ckptkit saved, else None.
     """
 
     location: str
@@ -59,6 +64,7 @@ class Opened:
     index: TensorIndex
     select: str | None
     notes: tuple[str, ...]
+    manifest: Manifest | None = None
 
     @property
     def path(self) -> str:
@@ -133,14 +139,16 @@ class _Search:
         self._location = location
         self._only = only
         self._limit_bytes = limit_bytes
+        self._steps = SavedSteps(source, ())
         self._indexes: dict[tuple[str, str, tuple[str, ...]], TensorIndex] = {}
 
     def run(self, select: str | None) -> Opened:
         candidates = find_candidates(self._source)
         if self._only is not None:
             candidates = [c for c in candidates if self._only in c.files]
+        self._steps = SavedSteps(self._source, candidates)
         found = resolve(
-            candidates,
+            self._steps.apart(candidates),
             location=self._location,
             select=select,
             lacks=self._lacks,
@@ -150,14 +158,17 @@ class _Search:
         step = step_of(found.folder or str(Path(self._location).absolute()))
         writer = ", ".join(filter(None, [*self._frameworks(found), index.run.writer]))
         run = replace(index.run, step=index.run.step or step, writer=writer)
+        saved = step_folder(found.units[0].candidate.folder)
+        problems = (*index.problems, *self._steps.problems(saved))
         return Opened(
             location=self._location,
             source=self._source,
             folder=found.folder,
             units=found.units,
-            index=replace(index, run=run),
+            index=replace(index, run=self._steps.facts(saved, run), problems=problems),
             select=found.select,
             notes=found.notes,
+            manifest=self._steps.manifest(saved),
         )
 
     def _frameworks(self, found: Found) -> Iterator[str]:
@@ -195,6 +206,9 @@ class _Search:
             )
 
     def _lacks(self, candidate: Candidate) -> str:
+        unfinished = self._steps.lacks(candidate)
+        if unfinished:
+            return unfinished
         try:
             index = self._index(candidate)
         except InputError as error:
@@ -237,7 +251,10 @@ def _merge(units: Sequence[Unit], indexes: Sequence[TensorIndex]) -> TensorIndex
             for problem in index.problems
         ]
         aliases += [frozenset(keys[key] for key in group) for group in index.aliases]
-    values = {path: value for index in indexes for path, value in index.values.items()}
+    values: dict[KeyPath, Any] = {}
+    for unit, index in zip(units, indexes, strict=True):  # two optimizers have equal keys
+        for path, value in index.values.items():
+            values[path if path not in values else (unit.label, *path)] = value
     return TensorIndex(
         format=" + ".join(dict.fromkeys(index.format for index in indexes)),
         files=tuple(file for index in indexes for file in index.files),

@@ -11,9 +11,7 @@ from typing import Any
 
 from ckptkit.core.errors import (
     CkptkitError,
-    MissingFileError,
     NotACheckpointError,
-    TruncatedFileError,
 )
 from ckptkit.core.index import Problem, TensorEntry, TensorIndex
 from ckptkit.core.manifest import (
@@ -26,8 +24,10 @@ from ckptkit.execution.events import Listener, ignore
 from ckptkit.execution.tensors import Origin
 from ckptkit.formats.registry import read_index, recognise
 from ckptkit.kernels.checksums import join_leaves, leaf_digest, leaf_ranges, tree_digest
-from ckptkit.pipeline.opening import PathLike, opened
+from ckptkit.pipeline.object_blobs import CheckedObjects, check_objects
+from ckptkit.pipeline.opening import Opened, PathLike, opened
 from ckptkit.pipeline.scanning import scan
+from ckptkit.pipeline.steps import digest_problems, file_problems, step_folder
 from ckptkit.planning.coverage import find_problems_by_key
 from ckptkit.planning.plan import SOURCE
 from ckptkit.storage.local import LocalSource
@@ -49,6 +49,7 @@ class Verification:
         size_bytes: How many bytes of them.
         unverified: Names of tensors for which no checksum was stored; of an output, those for
             which its source had none: their digests are compared all the same.
+        proven: What was checked beside the tensors, in words.
     """
 
     path: str
@@ -57,6 +58,7 @@ class Verification:
     tensors: int
     size_bytes: int
     unverified: tuple[str, ...]
+    proven: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -114,14 +116,46 @@ def _verify_source(path: PathLike, select: str | None, listener: Listener) -> Ve
         origin = Origin(SOURCE, checkpoint.source, index)
         found = scan(origin, whole, lambda *_: None, workers=usable_cores() + 1, listener=listener)
         failed = [_problem_of(error, key) for key, error in found.failures.items()]
+        files = _FilesBeside(checkpoint)
+        objects = check_objects(checkpoint.source, index)
         return Verification(
             path=checkpoint.path,
             kind="source",
-            problems=(*problems.values(), *failed),
+            problems=(*problems.values(), *failed, *objects.problems, *files.problems),
             tensors=len(whole),
             size_bytes=found.size_bytes,
             unverified=tuple(e.name for e in whole if e.key in origin.unverified),
+            proven=(*_told_of(objects), *files.proven),
         )
+
+
+def _told_of(objects: CheckedObjects) -> Iterator[str]:
+    if objects.proven:
+        yield f"objects beside the tensors that have their CRC-32: {objects.proven:,}"
+    if objects.unverified:
+        yield f"objects for which no checksum was stored: {objects.unverified:,}"
+
+
+class _FilesBeside:
+    """Checks the files of a step that ckptkit saved; of other checkpoints there are none."""
+
+    def __init__(self, checkpoint: Opened) -> None:
+        self.problems: tuple[Problem, ...] = ()
+        self.proven: tuple[str, ...] = ()
+        keys = checkpoint.index.tensors.keys()
+        of_step = [p for p in checkpoint.index.problems if p.where not in keys]
+        if checkpoint.manifest is None:
+            self.problems = tuple(of_step)
+            return
+        folder = step_folder(checkpoint.units[0].candidate.folder)
+        wrong = {problem.where for problem in of_step}
+        other = digest_problems(checkpoint.source, folder, checkpoint.manifest, leaving_out=wrong)
+        self.problems = (*of_step, *other)
+        if not self.problems:
+            records = checkpoint.manifest.files.values()
+            summed = sum(1 for record in records if record.digest)
+            there = f"files of the manifest that are there with their sizes: {len(records):,}"
+            self.proven = (f"{there}, of which with their CRC-32: {summed:,}",)
 
 
 def _problem_of(error: CkptkitError, where: str) -> Problem:
@@ -155,19 +189,14 @@ class _Output:
         )
 
     def _file_problems(self) -> Iterator[Problem]:
+        wrong = []
+        for problem in file_problems(self._source, "", self._manifest):
+            wrong.append(problem.where)
+            yield problem
         for path, record in self._manifest.files.items():
-            try:
-                size = self._source.stat(path).size_bytes
-            except MissingFileError:
-                yield Problem(MissingFileError.code, path, "is not there")
+            if not record.digest or path in wrong:
                 continue
-            if size != record.size_bytes:
-                yield Problem(
-                    TruncatedFileError.code,
-                    path,
-                    f"has {size:,} bytes against {record.size_bytes:,} in the manifest",
-                )
-            elif record.digest and self._digest_of_file(path, size) != record.digest:
+            if self._digest_of_file(path, record.size_bytes) != record.digest:
                 yield Problem(_MISMATCH, path, "has another digest than the manifest")
 
     def _digest_of_file(self, path: str, size: int) -> str:

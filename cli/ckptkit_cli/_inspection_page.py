@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import starmap
 from statistics import median
 
 from ckptkit.core.index import Part, Problem
@@ -88,8 +89,11 @@ class _Page:
             names = escaped(", ".join(map(str, found.architectures)))
             model = f"{model} ({names})" if model else names
         yield from self._fact("format", escaped(found.format))
-        yield from self._fact("written by", escaped(found.writer))
+        layout = f", layout {found.layout}" if found.layout else ""
+        yield from self._fact("written by", escaped(f"{found.writer}{layout}"))
         yield from self._fact("step", "" if found.step is None else f"{found.step:,}")
+        yield from self._fact("saved at", escaped(found.saved_at or ""))
+        yield from self._fact("metrics", ", ".join(starmap(_metric, found.metrics.items())))
         yield from self._fact("ranks", "" if found.world_size is None else f"{found.world_size:,}")
         yield from self._fact("model", model)
         yield from self._fact("on disk", size)
@@ -216,6 +220,10 @@ class _Page:
     def prose(self, texts: Sequence[str]) -> Iterator[str]:
         for text in texts:
             yield from wrapped(text, width=self._width, rest="    ")
+
+
+def _metric(name: str, value: float) -> str:
+    return f"{escaped(name)} {value:.6g}"
 
 
 def _tree_row(tree: TreeLine) -> tuple[str, str, str, str, str]:

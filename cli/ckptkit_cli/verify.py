@@ -52,6 +52,8 @@ def _page(output: Output, report: Verification) -> Iterator[str]:
     what = "an output of ckptkit" if report.kind == "output" else "a checkpoint"
     read = f"{counted(report.tensors, 'tensor')} read, {human_bytes(report.size_bytes)}"
     yield f"{verdict}: {escaped(report.path)}, {what}: {read}"
+    for line in report.proven:
+        yield f"  {line}"
     if report.unverified:
         count = counted(len(report.unverified), "tensor")
         if report.kind == "output":

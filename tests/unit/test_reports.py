@@ -90,7 +90,7 @@ def test_views_of_one_storage_are_tied_only_where_they_are_the_same_view(
             "11 tensors read whole, but no checksum was stored to compare with",
             "the source had no checksum for 11 tensors; the digests are of what was written",
         ),
-        ("fsdp2_plain", "", ""),
+        ("fsdp2_plain", "objects beside the tensors that have their CRC-32: 28", ""),
     ],
 )
 def test_verify_tells_whose_checksums_were_missing(

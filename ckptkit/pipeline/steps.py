@@ -1,0 +1,188 @@
+"""Steps of a training run that were saved by ckptkit, and what their manifests prove."""
+
+from __future__ import annotations
+
+import posixpath
+import zlib
+from collections.abc import Collection, Iterator, Sequence
+
+from ckptkit.core.errors import ChecksumError, InputError, MissingFileError, TruncatedFileError
+from ckptkit.core.index import Problem, RunFacts
+from ckptkit.core.manifest import (
+    MANIFEST_NAME,
+    RUN_FACTS,
+    SIDE_FOLDER,
+    TRAINING,
+    Manifest,
+    check_manifest_size,
+    parse_manifest,
+)
+from ckptkit.formats.base import Candidate
+from ckptkit.formats.discovery import is_unit_folder
+from ckptkit.storage.local import LocalSource
+
+_WRITER = "ckptkit"
+_READ_BYTES = 1 << 20
+
+
+class SavedSteps:
+    """The steps among candidates that ckptkit saved; a step is whole if it has its manifest."""
+
+    def __init__(self, source: LocalSource, candidates: Sequence[Candidate]) -> None:
+        self._source = source
+        self._manifests: dict[str, Manifest | Problem] = {}
+        for candidate in candidates:
+            self._look(step_folder(candidate.folder))
+
+    def manifest(self, folder: str) -> Manifest | None:
+        """Returns the manifest of a step, or None where it is absent, damaged or not ours."""
+        found = self._manifests.get(folder)
+        return found if isinstance(found, Manifest) else None
+
+    def apart(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """Leaves out what lies in the folder that describes a step: it is no model of its own."""
+        beside = [posixpath.join(folder, SIDE_FOLDER) for folder in self._manifests]
+        return [
+            candidate
+            for candidate in candidates
+            if not any(f"{candidate.folder}/".startswith(f"{folder}/") for folder in beside)
+        ]
+
+    def lacks(self, candidate: Candidate) -> str:
+        """Tells whether a candidate's step was never finished; empty for what others saved.
+
+        In a run that ckptkit saves, every step without a manifest counts as unfinished.
+        """
+        folder = step_folder(candidate.folder)
+        found = self._manifests.get(folder)
+        if isinstance(found, Problem):
+            return f"{posixpath.basename(found.where)!r} {found.message}"
+        run = posixpath.dirname(folder)
+        ours = any(
+            isinstance(other, Manifest) and posixpath.dirname(step) == run
+            for step, other in self._manifests.items()
+        )
+        return _UNFINISHED if found is None and ours else ""
+
+    def facts(self, folder: str, known: RunFacts) -> RunFacts:
+        """Returns what is known of the run, the manifest's word before that of file names."""
+        manifest = self.manifest(folder)
+        if manifest is None:
+            return known
+        return RunFacts(
+            world_size=_number(manifest.source.get("world_size"), known.world_size),
+            step=_number(manifest.source.get("step"), known.step),
+            writer=_WRITER,
+            notes=known.notes,
+        )
+
+    def problems(self, folder: str) -> Iterator[Problem]:
+        """Yields what is wrong with a step beside its tensors: no manifest, or missing files."""
+        found = self._manifests.get(folder)
+        if isinstance(found, Problem):
+            yield found
+        elif found is not None:
+            yield from file_problems(self._source, folder, found)
+
+    def _look(self, folder: str) -> None:
+        if folder in self._manifests:
+            return
+        path = posixpath.join(folder, MANIFEST_NAME)
+        try:
+            found = _read_manifest(self._source, path)
+        except MissingFileError:
+            if _is_there(self._source, posixpath.join(folder, RUN_FACTS)):
+                self._manifests[folder] = Problem(MissingFileError.code, path, _ABSENT)
+            return
+        except InputError as error:
+            self._manifests[folder] = Problem(error.code, path, error.message)
+            return
+        if found.kind == TRAINING:
+            self._manifests[folder] = found
+
+
+_ABSENT = "is not there, and it is written last: the save was not finished"
+_UNFINISHED = f"{MANIFEST_NAME!r} {_ABSENT}"
+
+
+def step_folder(folder: str) -> str:
+    """Returns the folder of the step that a part of it lies in.
+
+    >>> step_folder("runs/checkpoint-5/pytorch_model_fsdp_0"), step_folder("optimizer_0")
+    ('runs/checkpoint-5', '')
+    """
+    while folder and is_unit_folder(posixpath.basename(folder)):
+        folder = posixpath.dirname(folder)
+    return folder
+
+
+def file_problems(source: LocalSource, folder: str, manifest: Manifest) -> Iterator[Problem]:
+    """Yields the files of a manifest that are not there, or not as long as they were."""
+    for name, record in manifest.files.items():
+        path = posixpath.join(folder, name)
+        try:
+            size = source.stat(path).size_bytes
+        except InputError as error:
+            missing = isinstance(error, MissingFileError)
+            yield Problem(error.code, path, "is not there" if missing else error.message)
+            continue
+        if size != record.size_bytes:
+            yield Problem(
+                TruncatedFileError.code,
+                path,
+                f"has {size:,} bytes against {record.size_bytes:,} in the manifest",
+            )
+
+
+def digest_problems(
+    source: LocalSource, folder: str, manifest: Manifest, *, leaving_out: Collection[str]
+) -> Iterator[Problem]:
+    """Reads the files of which a step's manifest has the CRC-32.
+
+    Args:
+        source: The place that holds the step.
+        folder: The step's.
+        manifest: Its manifest.
+        leaving_out: Paths of which something else is known to be wrong already.
+
+    Yields:
+        Those that have another one, or cannot be read.
+    """
+    for name, record in manifest.files.items():
+        path = posixpath.join(folder, name)
+        if not record.digest or path in leaving_out:
+            continue
+        try:
+            found = _crc32(source, path, record.size_bytes)
+        except InputError as error:
+            yield Problem(error.code, path, error.message)
+            continue
+        if record.digest != f"crc32:{found:08x}":
+            yield Problem(ChecksumError.code, path, "has another CRC-32 than the manifest")
+
+
+def _crc32(source: LocalSource, path: str, size_bytes: int) -> int:
+    crc = 0
+    for start in range(0, size_bytes, _READ_BYTES):
+        crc = zlib.crc32(source.read(path, start, min(start + _READ_BYTES, size_bytes)), crc)
+    return crc
+
+
+def _read_manifest(source: LocalSource, path: str) -> Manifest:
+    where = posixpath.join(source.location, path)
+    size = source.stat(path).size_bytes
+    check_manifest_size(size, where=where)
+    return parse_manifest(source.read(path, 0, size), where=where)
+
+
+def _is_there(source: LocalSource, path: str) -> bool:
+    try:
+        source.stat(path)
+    except InputError:
+        return False
+    return True
+
+
+def _number(value: object, otherwise: int | None) -> int | None:
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    return value if is_number else otherwise  # type: ignore[return-value]

@@ -1,0 +1,207 @@
+"""What a converter needs beside the shards: configurations, tokenizer, facts of the run.
+
+Collected once, on rank 0, and written into every step, so that a step says by itself what model
+its tensors are. Nothing that could hold a secret is taken, such as `training_args.bin`.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any, Protocol, cast, runtime_checkable
+
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from ckptkit.core.errors import UsageError
+from ckptkit.core.manifest import RUN_FACTS, SIDE_FOLDER
+from ckptkit.training.pieces import SmallFile
+
+_CONFIG = "config.json"
+_GENERATION_CONFIG = "generation_config.json"
+_ADAPTER_CONFIG = "adapter_config.json"
+_DEFAULT_ADAPTER = "default"  # PEFT's name for the one that lies at the top
+_FSDP2_PREFIX = "FSDP"  # what `fully_shard` puts before the name of a module's class
+_COMPILED = "_orig_mod"  # under which `torch.compile` keeps the module
+_SECRET = frozenset({"training_args.bin"})  # the Trainer's, with the token for the Hub
+_MAX_BYTES = 128 << 20  # tokenizers have up to some 40 MB; more is a folder of weights
+_WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel, FullyShardedDataParallel)
+_Files = dict[str, bytes]
+
+
+@runtime_checkable
+class _Pretrained(Protocol):
+    def save_pretrained(self, save_directory: str) -> object: ...
+
+
+def collect_sidecar(
+    models: Sequence[nn.Module], sidecar: Mapping[str, object]
+) -> tuple[SmallFile, ...]:
+    """Gathers the files that make a step describe itself.
+
+    Of the first model that has a Transformers configuration come `config.json` and
+    `generation_config.json`, and the configuration of every PEFT adapter: the default one at the
+    top, others in `adapters/NAME`. A model without one adds nothing.
+
+    Args:
+        models: The models of the state, wrapped or not.
+        sidecar: What the user adds, by name: an object with `save_pretrained` (a tokenizer or
+            processor), the path of a file or folder, whose names are kept, or bytes, which are
+            stored under the name.
+
+    Returns:
+        Files below `ckptkit/`, sorted by path.
+
+    Raises:
+        UsageError: If a value is of another kind, two of them give one file different contents,
+            or all together are larger than any tokenizer.
+    """
+    files: _Files = {}
+    for name, data in _described(models):
+        files[name] = data
+    for key, value in sidecar.items():
+        for name, data in _given(key, value):
+            _add(files, name, data, key)
+    size = sum(map(len, files.values()))
+    if size > _MAX_BYTES:
+        raise UsageError(
+            f"holds {size:,} bytes against at most {_MAX_BYTES:,}, and would be written into"
+            " every step",
+            where="sidecar",
+            hint="give the files of a tokenizer or processor, not a folder with weights",
+        )
+    return tuple(SmallFile(f"{SIDE_FOLDER}/{name}", files[name]) for name in sorted(files))
+
+
+def run_facts(facts: Mapping[str, object]) -> SmallFile:
+    """Returns the file that tells how the run was laid out.
+
+    Args:
+        facts: JSON values that stay the same for a session: versions, world size, mesh,
+            strategy, tied names, wrappers, FSDP1's flat parameters.
+    """
+    return SmallFile(RUN_FACTS, (json.dumps(facts, indent=1, sort_keys=True) + "\n").encode())
+
+
+def _described(models: Sequence[nn.Module]) -> Iterator[tuple[str, bytes]]:
+    for wrapped in models:
+        model = _unwrapped(wrapped)
+        found = dict(_configurations(model))
+        if found:
+            yield from found.items()
+            return
+
+
+def _configurations(model: nn.Module) -> Iterator[tuple[str, bytes]]:
+    adapters = getattr(model, "peft_config", None)
+    base = _base_of(model) if isinstance(adapters, dict) else model
+    config = getattr(base, "config", None)
+    if config is not None and hasattr(config, "to_json_string"):
+        yield _CONFIG, _model_config(base, config)
+        generation = getattr(base, "generation_config", None)
+        if generation is not None and hasattr(generation, "to_json_string"):
+            yield _GENERATION_CONFIG, generation.to_json_string().encode()
+    for name, adapter in adapters.items() if isinstance(adapters, dict) else ():
+        folder = "" if name == _DEFAULT_ADAPTER else f"adapters/{name}/"
+        yield f"{folder}{_ADAPTER_CONFIG}", _adapter_config(adapter, base)
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """Returns the model inside whatever runs it."""
+    while True:
+        is_wrapped = isinstance(model, _WRAPPERS)
+        inner = model.module if is_wrapped else dict(model.named_children()).get(_COMPILED)
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner
+
+
+def _base_of(model: nn.Module) -> nn.Module:
+    """Returns the model that PEFT wrapped, or put its layers into."""
+    get = getattr(model, "get_base_model", None)
+    return _unwrapped(cast(Callable[[], nn.Module], get)()) if get is not None else model
+
+
+def _model_config(model: nn.Module, config: Any) -> bytes:
+    """Returns `config.json` as `save_pretrained` of the model would write it."""
+    config = copy.deepcopy(config)
+    config.architectures = [type(model).__name__.removeprefix(_FSDP2_PREFIX)]
+    return str(config.to_json_string()).encode()
+
+
+def _adapter_config(adapter: Any, base: nn.Module) -> bytes:
+    """Returns `adapter_config.json` as PEFT writes it beside an adapter.
+
+    Source: peft 0.21, `PeftModel.save_pretrained`.
+    """
+    adapter = copy.deepcopy(adapter)
+    if adapter.base_model_name_or_path is None:
+        adapter.base_model_name_or_path = getattr(base, "name_or_path", None) or None
+    adapter.inference_mode = True
+    mapping = None
+    if adapter.task_type is None:  # then this is how PEFT finds the class of the base again
+        name = type(base).__name__.removeprefix(_FSDP2_PREFIX)
+        mapping = {"base_model_class": name, "parent_library": type(base).__module__}
+    with tempfile.TemporaryDirectory() as folder:
+        adapter.save_pretrained(folder, auto_mapping_dict=mapping)
+        return (Path(folder) / _ADAPTER_CONFIG).read_bytes()
+
+
+def _given(key: str, value: object) -> Iterator[tuple[str, bytes]]:
+    """Yields the files that one value of the user's stands for."""
+    if isinstance(value, bytes):
+        yield key, value
+    elif isinstance(value, (str, Path)):
+        yield from _copied(Path(value), key)
+    elif isinstance(value, _Pretrained) and not isinstance(value, nn.Module):
+        with tempfile.TemporaryDirectory() as folder:
+            value.save_pretrained(folder)
+            yield from _below(Path(folder))
+    else:
+        raise UsageError(
+            f"a {type(value).__name__} was found where a tokenizer or processor, a path or bytes"
+            " were expected",
+            where=f"sidecar[{key!r}]",
+        )
+
+
+def _copied(path: Path, key: str) -> Iterator[tuple[str, bytes]]:
+    if path.is_dir():
+        yield from _below(path)
+    elif path.is_file():
+        yield path.name, path.read_bytes()
+    else:
+        raise UsageError("no such file or folder", where=f"sidecar[{key!r}] {str(path)!r}")
+
+
+def _below(folder: Path) -> Iterator[tuple[str, bytes]]:
+    """Yields the files of a folder but for hidden and secret ones."""
+    total = 0
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder)
+        hidden = any(part.startswith(".") for part in name.parts)
+        if hidden or name.name in _SECRET or not path.is_file():
+            continue
+        total += path.stat().st_size
+        if total > _MAX_BYTES:  # said before gigabytes of weights are in memory
+            raise UsageError(
+                f"holds more than {_MAX_BYTES:,} bytes", where=f"sidecar folder {str(folder)!r}"
+            )
+        yield name.as_posix(), path.read_bytes()
+
+
+def _add(files: _Files, name: str, data: bytes, key: str) -> None:
+    where = f"sidecar[{key!r}]"
+    pure = PurePosixPath(name)
+    if pure.is_absolute() or ".." in pure.parts or not pure.parts or pure.name in _SECRET:
+        raise UsageError(f"{name!r} was found where the name of a file was expected", where=where)
+    if f"{SIDE_FOLDER}/{pure}" == RUN_FACTS or files.get(str(pure), data) != data:
+        raise UsageError(
+            f"gives another {str(pure)!r} than what is there already",
+            where=where,
+            hint="leave it out of the sidecar, or rename it",
+        )
+    files[str(pure)] = data
