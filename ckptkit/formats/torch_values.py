@@ -217,10 +217,47 @@ def _encoded(*args: object) -> bytes:
     raise FormatError("bytes are not encoded as 'latin1'")
 
 
-def _default_dict(*args: object) -> InertDict:
+def _no_bytes(*args: object) -> bytes:
+    # How python writes b"" below protocol 3.
+    if args:
+        raise FormatError("'bytes' is made from something")
+    return b""
+
+
+class InertDefaultDict(InertDict):
+    """What stands for a `defaultdict`; `factory` is the name of what makes its new values."""
+
+    __slots__ = ("factory",)
+
+    def __init__(self, factory: object) -> None:
+        super().__init__()
+        self.factory = factory
+
+
+def _default_dict(*args: object) -> InertDefaultDict:
     if len(args) > 1:
         raise FormatError(f"'defaultdict' is made from {len(args)} arguments, not from one")
-    return InertDict()
+    return InertDefaultDict(args[0] if args else None)
+
+
+class InertDeque(list[Any]):
+    """What stands for a `deque`, whose items come afterwards; `longest` is its limit, or None."""
+
+    __slots__ = ("longest",)
+
+    def __init__(self, longest: int | None) -> None:
+        super().__init__()
+        self.longest = longest
+
+
+def _deque(*args: object) -> InertDeque:
+    match args:
+        case () | ([] | (),):
+            return InertDeque(None)
+        case ([] | (), longest):
+            if longest is None or _is_count(longest):
+                return InertDeque(longest)
+    raise FormatError("'deque' is made from something that is not its limit")
 
 
 def _kept(module: str, name: str) -> Builder:
@@ -240,7 +277,7 @@ _KEPT = (
     *(("builtins", n) for n in ("set", "frozenset", "bytearray", "complex", "slice", "range")),
     *(("builtins", n) for n in ("list", "dict", "tuple", "int", "float", "str")),
     ("argparse", "Namespace"),
-    ("collections", "deque"),
+    ("collections", "Counter"),
     *(("datetime", n) for n in ("date", "datetime", "timedelta")),
     *(("pathlib", n) for n in ("Path", "PosixPath", "WindowsPath", "PurePosixPath")),
     *(("pathlib._local", n) for n in ("Path", "PosixPath", "WindowsPath", "PurePosixPath")),
@@ -268,8 +305,11 @@ ALLOWED: Mapping[tuple[str, str], object] = {
     **_TENSOR_GLOBALS,
     **{name: _kept(*name) for name in _KEPT},
     ("collections", "defaultdict"): _default_dict,
+    ("collections", "deque"): _deque,
     ("torch", "Size"): _size,
     ("_codecs", "encode"): _encoded,
+    ("__builtin__", "bytes"): _no_bytes,
+    ("builtins", "bytes"): _no_bytes,
 }
 
 

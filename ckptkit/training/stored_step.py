@@ -1,0 +1,128 @@
+"""One step on disk, opened for resuming: its manifest, its DCP directories, its small files."""
+
+from __future__ import annotations
+
+import posixpath
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from ckptkit.core.errors import ChecksumError, MissingFileError, ResumeError
+from ckptkit.core.index import KeyPath, TensorIndex
+from ckptkit.core.manifest import Manifest
+from ckptkit.formats.base import Candidate
+from ckptkit.formats.dcp import METADATA, DcpReader
+from ckptkit.pipeline.steps import digest_problems
+from ckptkit.storage.local import LocalSource
+from ckptkit.training.objects_on_disk import read_object, read_torch_file
+
+
+class StoredStep:
+    """A step's directory; also one that accelerate or `dcp.save` wrote, without a manifest.
+
+    Attributes:
+        path: The directory.
+        manifest: Its manifest, None where it has none.
+        source: Its files, open.
+    """
+
+    def __init__(self, path: Path, manifest: Manifest | None = None) -> None:
+        self.path = path
+        self.manifest = manifest
+        self.source = LocalSource(path)
+        self._indexes: dict[str, TensorIndex] = {}
+
+    @property
+    def world_size(self) -> int | None:
+        """How many ranks saved it, None where that is not known."""
+        found = self.manifest.source.get("world_size") if self.manifest else None
+        return found if isinstance(found, int) else None
+
+    @property
+    def attempt(self) -> str:
+        """Names the save that wrote it; empty where that is not known."""
+        return str(self.manifest.source.get("attempt", "")) if self.manifest else ""
+
+    def index(self, unit: str) -> TensorIndex:
+        """Returns the index of a DCP directory.
+
+        Raises:
+            ResumeError: If nothing was saved there.
+            InputError: If it is damaged.
+        """
+        if unit not in self._indexes:
+            path = posixpath.join(unit, METADATA)
+            self._require(path)
+            candidate = Candidate(DcpReader.name, unit, (path,), "")
+            self._indexes[unit] = DcpReader().read_index(self.source, candidate)
+        return self._indexes[unit]
+
+    def has_value(self, unit: str, path: KeyPath) -> bool:
+        """Tells whether there is a value that is no tensor under a key."""
+        return path in self.index(unit).values
+
+    def values(self, unit: str, start: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
+        """Yields the values below a key path, each with the rest of its path.
+
+        Raises:
+            ResumeError: If one holds more than plain values.
+            InputError: If one is damaged.
+        """
+        for path in self.index(unit).values:
+            if path[: len(start)] == start:
+                yield path[len(start) :], self.value(unit, path)
+
+    def value(self, unit: str, path: KeyPath) -> Any:
+        """Returns the value under a key; see `values`."""
+        blob = self.index(unit).values[path]
+        return read_object(self.source, blob, where=repr(".".join(map(str, path))))
+
+    def file(self, path: str) -> Any:
+        """Returns the value in a small file; see `values`."""
+        self._require(path)
+        return read_torch_file(self.source, path)
+
+    def has_file(self, path: str) -> bool:
+        """Tells whether the step was saved with a file."""
+        if self.manifest is not None:
+            return path in self.manifest.files
+        try:
+            self.source.stat(path)
+        except MissingFileError:
+            return False
+        return True
+
+    def check_digests(self) -> None:
+        """Reads all small files of which the manifest has a checksum, and compares them.
+
+        Raises:
+            ChecksumError: If one was changed, or cannot be read.
+        """
+        if self.manifest is not None:
+            for problem in digest_problems(self.source, "", self.manifest, leaving_out=()):
+                where = posixpath.join(self.source.location, problem.where)
+                raise ChecksumError(problem.message, where=where)
+
+    def close(self) -> None:
+        """Closes its files."""
+        self.source.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _require(self, path: str) -> None:
+        if not self.has_file(path):
+            raise ResumeError(
+                f"{path!r} was not saved with this step",
+                where=self.source.location,
+                hint="resume with the models, optimizers and objects that were saved",
+            )

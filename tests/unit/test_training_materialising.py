@@ -1,0 +1,157 @@
+"""Giving memory to models on the meta device, and state to optimizers that never stepped."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, AdamW, Optimizer
+
+from ckptkit.core.dtypes import dtype_named
+from ckptkit.core.errors import ResumeError
+from ckptkit.core.index import Box, Chunk, ChunkTable, Key, RecordTable, TensorEntry, TensorIndex
+from ckptkit.training.dtensors import Copies
+from ckptkit.training.materialising import allocate_state, materialise
+from ckptkit.training.modules import ModelWalk
+
+
+class Table(nn.Module):
+    """Owns nothing but a buffer that no checkpoint holds."""
+
+    angles: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("angles", torch.arange(3.0), persistent=False)
+
+
+class OwnTable(Table):
+    def reset_parameters(self) -> None:
+        self.get_buffer("angles").copy_(torch.arange(3.0))
+
+
+def on_meta(table: type[Table] | None = None) -> nn.Sequential:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        model[1].weight = model[0].weight
+        if table is not None:
+            model.append(table())
+    return model
+
+
+def test_meta_parameters_get_memory_and_stay_tied_and_optimized() -> None:
+    model = on_meta()
+    optimizer = AdamW(model.parameters())
+    materialise([model], [optimizer])
+    assert not any(p.is_meta for p in model.parameters())
+    assert model[0].weight is model[1].weight
+    ids = [id(p) for p in optimizer.param_groups[0]["params"]]
+    assert ids == [id(p) for p in model.parameters()]
+
+
+def test_what_is_there_is_not_touched() -> None:
+    model = nn.Linear(2, 2)
+    weight = model.weight
+    materialise([model], [])
+    assert model.weight is weight
+
+
+def test_unsaved_buffers_come_from_the_module_or_are_refused() -> None:
+    model = on_meta(OwnTable)
+    materialise([model], [])
+    assert dict(model.named_buffers())["2.angles"].tolist() == [0, 1, 2]
+    with pytest.raises(ResumeError, match=r"2\.angles"):
+        materialise([on_meta(Table)], [])
+
+
+def test_a_rotary_embedding_of_transformers_is_computed_again() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=11, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=2,
+    )  # fmt: skip
+    real = transformers.LlamaForCausalLM(config)
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config)
+    materialise([model], [])
+    for (name, found), (_, expected) in zip(
+        model.named_buffers(), real.named_buffers(), strict=True
+    ):
+        assert torch.equal(found, expected), name
+
+
+def index_of(states: dict[str, torch.Tensor]) -> TensorIndex:
+    """An index of the optimizer states of these names, without any bytes."""
+    tensors = {}
+    for name, tensor in states.items():
+        fqn, _, kind = name.rpartition("/")
+        shape = tuple(tensor.shape)
+        key = Key(f"optimizer.state.{fqn}.{kind}")
+        tensors[key] = TensorEntry(
+            key=key,
+            key_path=("optimizer", "state", fqn, kind),
+            name=key,  # type: ignore[arg-type]
+            tree="",
+            part="optimizer",
+            dtype=dtype_named(str(tensor.dtype)),
+            shape=shape,
+            chunks=ChunkTable.of([Chunk(Box((0,) * len(shape), shape), 0)], len(shape)),
+        )
+    return TensorIndex("dcp", (), RecordTable.of([]), tensors)
+
+
+def allocated(model: nn.Module, optimizer: Optimizer, states: dict[str, torch.Tensor]) -> None:
+    slots = ModelWalk(model, "", ("model",), world=Copies()).look().slots
+    allocate_state(optimizer, slots, index_of(states), ("optimizer",))
+
+
+def test_state_is_made_as_the_checkpoint_has_it() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = AdamW(model.parameters())
+    states = {
+        "weight/step": torch.tensor(0.0),
+        "weight/exp_avg": torch.empty(2, 3, dtype=torch.bfloat16),
+    }
+    allocated(model, optimizer, states)
+    state = optimizer.state[model.weight]
+    assert state.keys() == {"step", "exp_avg"}
+    assert (state["exp_avg"].dtype, state["exp_avg"].shape) == (torch.bfloat16, (2, 3))
+    assert model.bias not in optimizer.state
+
+
+def test_state_that_is_there_is_kept_and_that_of_others_removed() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = SGD(model.parameters(), lr=1.0, momentum=0.9)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    momentum = optimizer.state[model.weight]["momentum_buffer"]
+    allocated(model, optimizer, {"weight/momentum_buffer": torch.empty(2, 3)})
+    assert optimizer.state[model.weight]["momentum_buffer"] is momentum
+    assert model.bias not in optimizer.state
+
+
+class Rows(Optimizer):
+    """Keeps a number per row, whose place only the optimizer itself knows."""
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        assert closure is None
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                assert parameter.grad is not None
+                state = self.state[parameter]
+                state.setdefault("rows", torch.zeros(len(parameter)))
+                parameter.data -= group["lr"] * math.pi
+
+
+def test_state_of_another_shape_is_made_by_a_step_without_effect() -> None:
+    model = nn.Linear(3, 2)
+    before = model.weight.detach().clone()
+    optimizer = Rows(model.parameters(), {"lr": 0.5})
+    states = {"weight/rows": torch.empty(2), "bias/rows": torch.empty(2)}
+    allocated(model, optimizer, states)
+    assert optimizer.state[model.weight]["rows"].shape == (2,)
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    assert torch.equal(model.weight, before)
+    assert model.weight.grad is None

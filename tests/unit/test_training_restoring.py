@@ -1,0 +1,260 @@
+"""Hyperparameters, schedulers, objects, dataloaders and random numbers of a resume."""
+
+from __future__ import annotations
+
+import io
+import logging
+import random
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import StepLR
+
+from ckptkit.core.errors import ResumeError
+from ckptkit.core.manifest import FileRecord, Manifest
+from ckptkit.training import rng
+from ckptkit.training.boards import LocalBoard
+from ckptkit.training.peers import Peers
+from ckptkit.training.resuming import resume, resume_from
+from ckptkit.training.state import BoundState, bind
+
+
+class Loader:
+    """A dataloader with a state."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(self.position, 10)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+class Average:
+    """Keeps tensors and an empty mapping; its keys are numbers."""
+
+    def __init__(self) -> None:
+        self.state: dict[str, Any] = {"shadow": {0: torch.zeros(2, 2)}, "extra": {}, "n": 0}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**self.state, "shadow": {k: t.clone() for k, t in self.state["shadow"].items()}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+def state_of(*, swapped: bool = False, rate: float | torch.Tensor = 1.0) -> dict[str, Any]:
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+    groups = [
+        {"params": list(model[0].parameters()), "weight_decay": 0.1},
+        {"params": list(model[1].parameters()), "weight_decay": 0.2},
+    ]
+    optimizer = AdamW(groups[::-1] if swapped else groups, lr=rate)
+    scheduler = StepLR(optimizer, 2)
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": scheduler,
+        "loader": Loader(),
+        "average": Average(),
+        "counts": {"seen": 0},
+    }
+
+
+def serialised(value: object) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def trained() -> dict[str, Any]:
+    torch.manual_seed(3)
+    state = state_of()
+    for _ in range(3):
+        state["model"](torch.ones(1, 3)).sum().backward()
+        state["optimizer"].step()
+        state["scheduler"].step()
+    state["loader"].position = 4
+    state["average"].state = {"shadow": {0: torch.ones(2, 2)}, "extra": {}, "n": 5}
+    state["counts"] = {"seen": 9, "best": 0.5}
+    return state
+
+
+def save(folder: Path, state: dict[str, Any], *, world_size: int = 1) -> None:
+    """Writes a step in accelerate's layout, as `world_size` ranks would."""
+    model, optimizer = state["model"], state["optimizer"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of every save outside a process group
+        dcp.save({"model": model.state_dict()}, checkpoint_id=folder / "pytorch_model_fsdp_0")
+        dcp.save(
+            {"optimizer": get_optimizer_state_dict(model, optimizer)},
+            checkpoint_id=folder / "optimizer_0",
+        )
+    files = {
+        "scheduler.bin": state["scheduler"].state_dict(),
+        "custom_checkpoint_0.pkl": state["average"].state_dict(),
+        "custom_checkpoint_1.pkl": state["counts"],
+    }
+    (folder / "ckptkit").mkdir()
+    for rank in range(world_size):
+        files[f"random_states_{rank}.pkl"] = rng.capture()
+        files[f"ckptkit/dataloader_0_rank_{rank}.bin"] = state["loader"].state_dict()
+    for name, value in files.items():
+        (folder / name).write_bytes(serialised(value))
+    finish(folder, world_size)
+
+
+def finish(folder: Path, world_size: int) -> None:
+    records = {
+        str(path.relative_to(folder)): FileRecord(path.stat().st_size)
+        for path in folder.rglob("*")
+        if path.is_file() and path.name != "ckptkit.json"
+    }
+    source = {"step": 3, "layout": "accelerate", "world_size": world_size, "attempt": "abc-1"}
+    manifest = Manifest("training", source, {}, {}, {}, files=records)
+    (folder / "ckptkit.json").write_bytes(manifest.to_json())
+
+
+def alone() -> Peers:
+    return Peers(0, 1, LocalBoard(), "nonce")
+
+
+def bound(state: dict[str, Any]) -> BoundState:
+    return bind(state, layout="accelerate", rank=0, world_size=1)
+
+
+def load(run: Path, state: dict[str, Any]) -> None:
+    assert resume(bound(state), run, alone(), timeout_seconds=5) == 3
+
+
+def draws() -> tuple[float, float, float]:
+    return random.random(), np.random.random(), torch.rand(1).item()  # noqa: S311
+
+
+def test_everything_comes_back_into_fresh_objects_in_place(tmp_path: Path) -> None:
+    old, new = trained(), state_of(swapped=True)
+    save(tmp_path / "checkpoint-3", old)
+    expected, counts = draws(), new["counts"]
+    load(tmp_path, new)
+    assert draws() == expected
+    for mine, other in zip(new["model"].parameters(), old["model"].parameters(), strict=True):
+        assert torch.equal(mine, other)
+        for name, value in old["optimizer"].state[other].items():
+            assert torch.equal(new["optimizer"].state[mine][name], value)
+    assert [g["weight_decay"] for g in new["optimizer"].param_groups] == [0.2, 0.1]
+    assert {g["lr"] for g in new["optimizer"].param_groups} == {0.1}
+    assert new["scheduler"].state_dict() == old["scheduler"].state_dict()
+    assert new["loader"].position == 4
+    assert new["average"].state["shadow"][0].tolist() == [[1, 1], [1, 1]]
+    assert counts == {"seen": 9, "best": 0.5}
+
+
+def test_a_learning_rate_that_is_a_tensor_is_filled_in_place(tmp_path: Path) -> None:
+    rate = torch.tensor(7.0)
+    new = state_of(rate=rate)
+    save(tmp_path / "checkpoint-3", trained())
+    live = new["optimizer"].param_groups[0]["lr"]
+    load(tmp_path, new)
+    assert new["optimizer"].param_groups[0]["lr"] is live
+    assert live.item() == pytest.approx(0.1)
+
+
+def test_other_parameter_groups_are_refused_by_name(tmp_path: Path) -> None:
+    save(tmp_path / "checkpoint-3", trained())
+    new = state_of()
+    new["optimizer"] = AdamW(new["model"].parameters())
+    new["scheduler"] = StepLR(new["optimizer"], 2)
+    with pytest.raises(ResumeError, match=r"optimizer: no group of the checkpoint's 2 has the 4"):
+        load(tmp_path, new)
+
+
+def test_an_object_that_was_not_saved_is_refused_by_name(tmp_path: Path) -> None:
+    save(tmp_path / "checkpoint-3", trained())
+    with pytest.raises(ResumeError, match=r"custom_checkpoint_2|more_0"):
+        load(tmp_path, state_of() | {"more": {"a": 1}})
+
+
+def test_under_another_number_of_ranks_numbers_are_seeded_and_equal_loaders_restored(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(tmp_path / "checkpoint-3", trained(), world_size=2)
+    found = []
+    for _ in range(2):
+        new = state_of()
+        load(tmp_path, new)
+        assert new["loader"].position == 4
+        found.append(draws())
+    assert found[0] == found[1]
+    assert "random numbers are seeded anew" in caplog.text
+
+
+def test_loaders_at_different_places_start_afresh_and_the_log_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "checkpoint-3"
+    save(folder, trained(), world_size=2)
+    (folder / "ckptkit/dataloader_0_rank_1.bin").write_bytes(serialised({"position": 5}))
+    finish(folder, 2)
+    new = state_of()
+    load(tmp_path, new)
+    assert new["loader"].position == 0
+    assert "the dataloader starts afresh" in caplog.text
+
+
+def test_a_step_without_a_manifest_is_never_taken_but_can_be_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    folder, old, new = tmp_path / "checkpoint-3", trained(), state_of()
+    save(folder, old)
+    (folder / "ckptkit.json").unlink()
+    assert resume(bound(new), tmp_path, alone(), timeout_seconds=5) is None
+    resume_from(bound(new), folder, alone(), step=3, timeout_seconds=5)
+    assert torch.equal(new["model"][0].weight, old["model"][0].weight)
+
+
+def test_a_step_that_is_asked_for_has_to_be_there(tmp_path: Path) -> None:
+    with pytest.raises(ResumeError, match="step 8 was asked for"):
+        resume(bound(state_of()), tmp_path, alone(), timeout_seconds=5, step=8)
+
+
+@pytest.mark.parametrize("layout", ["accelerate", "dcp"])
+def test_dcp_keys_of_other_objects_are_put_together_again(tmp_path: Path, layout: str) -> None:
+    old, new = trained(), state_of()
+    folder = tmp_path / "checkpoint-3"
+    values = {
+        "model": old["model"].state_dict(),
+        "optimizer": get_optimizer_state_dict(old["model"], old["optimizer"]),
+        "scheduler": old["scheduler"].state_dict(),
+        "average": old["average"].state_dict(),
+        "counts": old["counts"],
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(values, checkpoint_id=folder)
+    finish(folder, 1)
+    path = folder / "ckptkit.json"
+    path.write_text(path.read_text().replace('"accelerate"', '"dcp"'))
+    del new["loader"]
+    state = bind(new, layout=layout, rank=0, world_size=1)  # type: ignore[arg-type]
+    assert resume(state, tmp_path, alone(), timeout_seconds=5) == 3
+    assert new["average"].state["shadow"][0].tolist() == [[1, 1], [1, 1]]
+    assert new["average"].state["extra"] == {}
+    assert new["average"].state["n"] == 5
+    assert new["counts"] == {"seen": 9, "best": 0.5}
+    assert new["scheduler"].state_dict() == old["scheduler"].state_dict()
+    assert torch.equal(new["model"][1].bias, old["model"][1].bias)
