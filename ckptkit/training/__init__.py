@@ -1,0 +1,9 @@
+"""Saving sharded training state without stopping, and resuming from it."""
+
+from __future__ import annotations
+
+from ckptkit.training.checkpointer import Checkpointer
+from ckptkit.training.handle import SaveHandle, SaveReport, SkippedError
+from ckptkit.training.settings import Options
+
+__all__ = ["Checkpointer", "Options", "SaveHandle", "SaveReport", "SkippedError"]

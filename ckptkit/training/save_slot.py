@@ -1,0 +1,168 @@
+"""One save's worth of resources: a buffer, the process that writes it, and the cached plan."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+from ckptkit.core.errors import CkptkitError, SaveError
+from ckptkit.training.forecast import expected_state_bytes
+from ckptkit.training.handle import SaveHandle
+from ckptkit.training.layout import SavePlan, plan_save, signature_of
+from ckptkit.training.ownership import owned
+from ckptkit.training.peers import Peers
+from ckptkit.training.pieces import Holdings, Piece
+from ckptkit.training.rank_record import record_of
+from ckptkit.training.saving import OURS, Committer, Save, Saver, Wave
+from ckptkit.training.settings import Settings
+from ckptkit.training.shared_memory import SharedBuffer
+from ckptkit.training.staging import Stager, measure_copy_limit
+from ckptkit.training.state import BoundState
+from ckptkit.training.writer_process import Patience, WriterProcess
+from ckptkit.writer.messages import Inline
+
+logger = logging.getLogger(__name__)
+
+
+class SaveSlot:
+    """Takes one save at a time; a second one has to wait until the first has ended."""
+
+    def __init__(self, peers: Peers, settings: Settings, committer: Committer | None) -> None:
+        """Starts a thread; memory and the writer come with `prepare`, or the first save."""
+        self._peers = peers
+        self._settings = settings
+        self._buffer = SharedBuffer()
+        self._writer = WriterProcess(
+            Patience(settings.stall_seconds, settings.timeout_seconds), self._buffer
+        )
+        self._stager = Stager(self._buffer)
+        self._saver = Saver(
+            self._writer,
+            peers,
+            committer,
+            timeout_seconds=settings.timeout_seconds,
+            listener=settings.listener,
+        )
+        self._plan: SavePlan | None = None
+        self._copy_limit = 0.0
+        self._told = ""
+        self._guarded: BoundState | None = None
+        self._unguard: Callable[[], None] = lambda: None
+        self._current: SaveHandle | None = None
+
+    @property
+    def idle(self) -> bool:
+        """Whether no save is under way here."""
+        return self._current is None or self._current.done()
+
+    def wait(self) -> None:
+        """Waits for the save under way to end, which it does within a bounded time."""
+        if self._current is not None:
+            self._current.wait()
+
+    def prepare(self, bound: BoundState) -> None:
+        """Makes memory ready for what a save will hold, and starts the writer.
+
+        Raises:
+            CkptkitError: If there is not enough memory, or the state cannot be stored.
+        """
+        pieces = bound.holdings(0).pieces  # looked at once, they are found faster in a save
+        owners = owned(pieces)
+        mine = [piece for piece, is_owner in zip(pieces, owners, strict=True) if is_owner]
+        fresh = [o.optimizer for o in bound.optimizers if not o.optimizer.state]
+        plan = self._plan_for(pieces, owners)
+        self._reserve(plan, expected_state_bytes(fresh, mine))
+        self._copy_limit = measure_copy_limit(self._buffer)
+        self._stager.load(plan)
+        self._writer.start()
+        self._guard(bound)
+
+    def take(self, save: Save, bound: BoundState) -> None:
+        """Copies this rank's part of the state, and leaves the rest to the background.
+
+        Whatever goes wrong is the outcome of the save, here and on the other ranks, which wait
+        to be told; that may have been before.
+        """
+        self._current = save.handle
+        try:
+            if save.error is None:
+                self._stage(save, bound)
+        except CkptkitError as error:
+            save.error = error
+        except Exception as error:  # a bug of ours must not end the training
+            logger.exception("staging step %d", save.attempt.step)
+            save.error = SaveError(f"{type(error).__name__}: {error}", hint=OURS)
+        finally:
+            self._tell_of_memory()
+            if not save.handle.blocked_seconds:
+                save.staged()
+            self._saver.finish(save)
+
+    def close(self) -> None:
+        """Waits for the save under way, and ends the thread and the writer."""
+        self._saver.close()
+        self._unguard()
+        self._stager.close()
+        self._buffer.close()
+
+    def _stage(self, save: Save, bound: BoundState) -> None:
+        holdings = bound.holdings(save.attempt.step)
+        plan = self._plan_for(holdings.pieces, owned(holdings.pieces))
+        self._guard(bound)
+        save.staged_bytes = plan.data_bytes
+        save.copy_limit = self._copy_limit
+        last = len(plan.images) - 1
+        for number, images in enumerate(plan.images):
+            staged = self._stager.stage(plan, holdings.pieces, number)
+            save.handle.staging(staged)
+            if number == last:
+                wave = Wave(images, staged, *self._last_words(save, plan, holdings))
+                save.staged()
+                self._saver.write(save, wave)
+            else:
+                self._saver.write(save, Wave(images, staged)).result()
+                if save.error is not None:
+                    return
+
+    def _last_words(
+        self, save: Save, plan: SavePlan, holdings: Holdings
+    ) -> tuple[tuple[Inline, ...], dict[str, object]]:
+        """Returns what goes with the last wave: small files, and this rank's record."""
+        record, inline = record_of(
+            plan,
+            holdings.objects,
+            rank=self._peers.rank,
+            world_size=self._peers.world_size,
+            attempt=save.attempt.name,
+            step=save.attempt.step,
+        )
+        return (*inline, *(Inline(file.path, file.data) for file in holdings.files)), record
+
+    def _plan_for(self, pieces: Sequence[Piece], owners: Sequence[bool]) -> SavePlan:
+        if self._plan is None or self._plan.signature != signature_of(pieces, owners):
+            limit = self._settings.staging_limit_bytes
+            self._plan = plan_save(pieces, owners, rank=self._peers.rank, limit_bytes=limit)
+        return self._plan
+
+    def _reserve(self, plan: SavePlan, further_bytes: int) -> None:
+        """Makes the buffer as large as it will have to be, so that it need not grow later."""
+        self._stager.close()
+        limit = self._settings.staging_limit_bytes
+        needed = plan.buffer_bytes + further_bytes
+        self._buffer.reserve(needed if limit is None else min(needed, limit))
+        self._tell_of_memory()
+
+    def _tell_of_memory(self) -> None:
+        """Says once what the user should know of the buffer."""
+        if self._buffer.note != self._told:
+            self._told = self._buffer.note
+            logger.warning("rank %d: %s", self._peers.rank, self._told)
+
+    def _guard(self, bound: BoundState) -> None:
+        """Has the optimizers of this state wait for copies that are still under way."""
+        if self._guarded is not bound:
+            self._guarded = bound
+            self._unguard()
+            self._unguard = self._stager.guard(
+                [o.optimizer for o in bound.optimizers], [m.module for m in bound.models]
+            )

@@ -1,0 +1,347 @@
+"""Runs under torchrun: saves through the Checkpointer and checks on every rank what came of it.
+
+Usage: saving_run.py FOLDER CASE... Each case works in FOLDER/CASE.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed import _functional_collectives, distributed_c10d
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ckptkit.core.errors import UsageError
+from ckptkit.training import Checkpointer
+
+FULL = StateDictOptions(full_state_dict=True)
+
+
+class Net(nn.Module):
+    """Sizes that divide by no number of ranks, tied weights, buffers, and a row too few."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(23, 6)
+        self.up = nn.Linear(6, 13)
+        self.norm = nn.LayerNorm(13)
+        self.down = nn.Linear(13, 1)
+        self.head = nn.Linear(6, 23, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("seen", torch.tensor(5))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(tokens).mean(1)
+        loss: torch.Tensor = self.down(self.norm(torch.relu(self.up(hidden)))).pow(2).mean()
+        loss += self.head(hidden).pow(2).mean()
+        return loss
+
+
+class Data:
+    """A dataloader that knows where it is."""
+
+    def __init__(self) -> None:
+        self.at = 10 * (dist.get_rank() + 1)
+
+    def __iter__(self) -> Iterator[int]:
+        yield self.at
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at, "epoch": 1}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.at = state["at"]
+
+
+def fsdp2(model: Net) -> nn.Module:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    fully_shard(model.up, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def hsdp(model: Net) -> nn.Module:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    fully_shard(model.up, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def fsdp1(model: Net, *, orig: bool) -> nn.Module:
+    settings: dict[str, Any] = {"use_orig_params": orig, "device_id": torch.device("cpu")}
+    model.register_module("up", FullyShardedDataParallel(model.up, **settings))
+    return FullyShardedDataParallel(model, **settings)
+
+
+WRAPPERS: dict[str, Callable[[Net], nn.Module]] = {
+    "fsdp2": fsdp2,
+    "hsdp": hsdp,
+    "fsdp1_flat": lambda model: fsdp1(model, orig=False),
+    "fsdp1_orig": lambda model: fsdp1(model, orig=True),
+    "ddp": DistributedDataParallel,
+}
+
+
+def make(kind: str, seed: int) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    model = WRAPPERS[kind](Net())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2),
+        "scaler": torch.amp.GradScaler("cpu", init_scale=seed + 8.0),
+        "dataloader": Data(),
+        "progress": {"tokens": seed},
+    }
+
+
+def train(state: dict[str, Any], steps: int) -> None:
+    for _ in range(steps):
+        state["model"](torch.randint(0, 23, (4, 5))).backward()
+        state["optimizer"].step()
+        state["scheduler"].step()
+        state["optimizer"].zero_grad()
+        state["dataloader"].at += 4
+
+
+def draw() -> list[float]:
+    return [random.random(), float(np.random.rand()), float(torch.rand(()))]  # noqa: S311
+
+
+def seed_ranks() -> None:
+    random.seed(100 + dist.get_rank())
+    np.random.seed(200 + dist.get_rank())
+    torch.manual_seed(300 + dist.get_rank())
+
+
+def gathered(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Returns model and optimizer by flat names, gathered by torch itself."""
+    weights, held = get_state_dict(state["model"], state["optimizer"], options=FULL)
+    found = {f"model.{k}": v.clone() for k, v in weights.items() if isinstance(v, torch.Tensor)}
+    states: Any = held["state"]
+    for name, values in states.items():
+        for key, value in values.items():
+            found[f"optimizer.{name}.{key}"] = torch.as_tensor(value).clone()
+    return found
+
+
+def same(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -> None:
+    assert first.keys() == second.keys(), first.keys() ^ second.keys()
+    for name, tensor in first.items():
+        assert torch.equal(tensor, second[name]), name
+
+
+class _NoTraffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "c10d" in func.namespace:
+            raise AssertionError(f"{func} communicates")
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def nobody_talks() -> Iterator[None]:
+    """Makes everything that communicates raise, on any group."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("a collective was issued")
+
+    words = ("gather", "reduce", "broadcast", "scatter", "barrier", "send", "recv", "all_to_all")
+    with _NoTraffic():  # type: ignore[no-untyped-call]
+        patches = [
+            mock.patch.object(module, name, refuse)
+            for module in (dist, distributed_c10d, _functional_collectives)
+            for name in dir(module)
+            if any(word in name for word in words)
+            and callable(getattr(module, name))
+            and not isinstance(getattr(module, name), type)
+        ]
+        for patch in patches:
+            patch.start()
+        try:
+            yield
+        finally:
+            for patch in reversed(patches):
+                patch.stop()
+
+
+def keep_truth(folder: Path, truth: Mapping[str, torch.Tensor]) -> None:
+    if dist.get_rank() == 0:
+        save_file({k: v.contiguous() for k, v in truth.items()}, folder / "truth.safetensors")
+
+
+def save_and_resume(folder: Path, kind: str) -> None:
+    """The first save ever, without prepare, with everything that communicates raising."""
+    state = make(kind, 1)
+    train(state, 3)
+    truth = gathered(state)
+    keep_truth(folder, truth)
+    with Checkpointer(folder / "run") as checkpointer:
+        assert checkpointer.resume(make(kind, 2)) is None
+        seed_ranks()
+        with nobody_talks():
+            handle = checkpointer.save(3, state, metrics={"loss": 0.5})
+            expected = draw()
+            spoil(state)
+            path = handle.result(120)
+        assert path == folder.absolute() / "run" / "checkpoint-3"
+        assert handle.blocked_seconds > 0
+        other = make(kind, 2)
+        random.seed(0)
+        assert checkpointer.resume(other) == 3
+        assert draw() == expected
+        same(gathered(other), truth)
+        assert other["dataloader"].at == 10 * (dist.get_rank() + 1) + 12
+        assert other["progress"] == {"tokens": 1}
+        assert other["scheduler"].last_epoch == 3
+        assert other["scaler"].state_dict()["scale"] == 9.0
+
+
+def spoil(state: dict[str, Any]) -> None:
+    """Changes everything that could have been saved."""
+    with torch.no_grad():
+        for tensor in [*state["model"].parameters(), *state["model"].buffers()]:
+            (tensor._local_tensor if hasattr(tensor, "_local_tensor") else tensor).fill_(7)
+        for held in state["optimizer"].state.values():
+            for value in held.values():
+                (value._local_tensor if hasattr(value, "_local_tensor") else value).fill_(7)
+    state["progress"]["tokens"] = -1
+    state["dataloader"].at = -1
+
+
+def stopped_rank(folder: Path, kind: str) -> None:
+    """One rank is stopped before its save; `save` returns on the others all the same."""
+    state = make(kind, 1)
+    train(state, 2)
+    truth = gathered(state)
+    with Checkpointer(folder / "run") as checkpointer:
+        checkpointer.prepare(state)
+        dist.barrier()
+        seconds = float(os.environ.get("STOPPED_SECONDS", "5"))
+        if dist.get_rank() == 1:
+            if os.fork() == 0:
+                time.sleep(seconds)
+                os.kill(os.getppid(), signal.SIGCONT)
+                os._exit(0)
+            os.kill(os.getpid(), signal.SIGSTOP)
+        began = time.monotonic()
+        handle = checkpointer.save(2, state)
+        took = time.monotonic() - began
+        if dist.get_rank() != 1:
+            assert took < seconds / 2, took
+            assert not handle.done()
+        handle.result(seconds + 60)
+        other = make(kind, 2)
+        assert checkpointer.resume(other) == 2
+        same(gathered(other), truth)
+
+
+def wide(seed: int) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    model: Any = fully_shard(nn.Linear(700, 1_500))
+    return {"model": model}
+
+
+def weights(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return {name: tensor.full_tensor() for name, tensor in state["model"].state_dict().items()}
+
+
+def waves(folder: Path, _: str) -> None:
+    """A buffer far smaller than the state, and the layout of plain DCP."""
+    state = wide(1)
+    truth = weights(state)
+    with Checkpointer(folder / "run", staging_limit="1MiB", layout="dcp") as checkpointer:
+        checkpointer.prepare(state)
+        with nobody_talks():
+            handle = checkpointer.save(1, state)
+            for tensor in state["model"].parameters():
+                tensor._local_tensor.data.fill_(0)
+            report = handle.report(120)
+        assert len(list(report.path.glob("__0_*.distcp"))) > 2
+        other = wide(2)
+        assert checkpointer.resume(other) == 1
+        same(weights(other), truth)
+
+
+def retention(folder: Path, kind: str) -> None:
+    """The newest and the best step stay; the same step may be saved twice."""
+    state = make(kind, 1)
+    run = folder / "run"
+    with Checkpointer(run, keep_last=1, keep_best="loss", every=2) as checkpointer:
+        for step in range(1, 9):
+            train(state, 1)
+            if checkpointer.should_save(step):
+                checkpointer.save(step, state, metrics={"loss": abs(step - 4.0)})
+        checkpointer.save(8, state, metrics={"loss": 4.0}).result(120)
+    dist.barrier()
+    steps = sorted(p.name for p in run.iterdir() if p.name.startswith("checkpoint"))
+    assert steps == ["checkpoint-4", "checkpoint-8"], steps
+    assert [p for p in run.iterdir() if "ckptkit-" in p.name] == []
+    with pytest.raises(UsageError, match="closed"):
+        checkpointer.save(1, state)
+
+
+def skipping(folder: Path, kind: str) -> None:
+    """All ranks skip the same saves, and the newest one that was not skipped is whole."""
+    state = make(kind, 1)
+    train(state, 1)
+    truth = gathered(state)
+    with Checkpointer(folder / "run", in_flight="skip") as checkpointer:
+        handles = [checkpointer.save(step, state) for step in range(10, 20)]
+        skipped = [handle.wait(120) and handle.skipped for handle in handles]
+        everywhere: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everywhere, skipped)
+        assert all(other == skipped for other in everywhere), everywhere
+        assert not skipped[0]
+        assert any(skipped)
+        other = make(kind, 3)
+        newest = max(h.step for h, left in zip(handles, skipped, strict=True) if not left)
+        assert checkpointer.resume(other) == newest
+        same(gathered(other), truth)
+
+
+CASES: dict[str, Callable[[Path, str], None]] = {
+    "save": save_and_resume,
+    "stopped": stopped_rank,
+    "waves": waves,
+    "retention": retention,
+    "skipping": skipping,
+}
+
+
+def main() -> None:
+    folder, *cases = sys.argv[1:]
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    for case in cases:
+        name, _, kind = case.partition(":")
+        place = Path(folder) / case.replace(":", "_")
+        place.mkdir(parents=True, exist_ok=True)
+        dist.barrier()
+        CASES[name](place, kind or "fsdp2")
+        dist.barrier()
+    # The teardown of gloo's threads now and then aborts a process that is done.
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

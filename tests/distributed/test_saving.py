@@ -1,0 +1,52 @@
+"""Saves and resumes of real training over several processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import ckptkit
+
+SCRIPT = Path(__file__).with_name("saving_run.py")
+BY_TWO = ("fsdp2", "fsdp1_flat", "fsdp1_orig", "ddp")
+
+
+@pytest.fixture(scope="module")
+def saved_by_two(run_ranks: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder: Path = tmp_path_factory.mktemp("two")
+    cases = [f"save:{kind}" for kind in BY_TWO]
+    run_ranks(SCRIPT, 2, folder, *cases, "stopped", "waves", "retention", "skipping")
+    return folder
+
+
+def same_as_live(run: Path, truth: Path, out: Path) -> None:
+    assert ckptkit.verify(run).ok
+    ckptkit.consolidate(run, out)
+    written = load_file(out / "model.safetensors")
+    live = {k.removeprefix("model."): v for k, v in load_file(truth).items() if k[0] == "m"}
+    assert written.keys() == live.keys()
+    for name, tensor in live.items():
+        assert torch.equal(written[name], tensor), name
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("kind", BY_TWO)
+def test_a_save_without_any_collective_consolidates_to_the_live_model(
+    kind: str, saved_by_two: Path, tmp_path: Path
+) -> None:
+    case = saved_by_two / f"save_{kind}"
+    same_as_live(case / "run", case / "truth.safetensors", tmp_path / "out")
+
+
+@pytest.mark.distributed
+def test_a_save_on_a_grid_of_ranks_consolidates_to_the_live_model(
+    run_ranks: Callable[..., Any], tmp_path: Path
+) -> None:
+    run_ranks(SCRIPT, 4, tmp_path, "save:hsdp")
+    case = tmp_path / "save_hsdp"
+    same_as_live(case / "run", case / "truth.safetensors", tmp_path / "out")
