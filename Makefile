@@ -10,6 +10,9 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq --constraint
 # On Linux the torch on PyPI brings CUDA along. To have the small CPU build instead:
 #   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make demo
 TORCH := torch==2.13.0
+# A second environment, in which an older torch reads what the Checkpointer saved.
+OLD_TORCH := .venv-old-torch
+OLD_TORCH_PINS := tests/roundtrip/stock_readers/requirements.txt
 PYTEST_ARGS ?= -n 2
 
 # The first interpreter that is new enough; `make PYTHON=/path/to/python demo` overrides it.
@@ -30,6 +33,9 @@ demo: $(VENV)/.demo ## Train a tiny Llama with FSDP2, consolidate it, load it wi
 .PHONY: test
 test: $(VENV)/.dev ## Run every test (PYTEST_ARGS="-n 2" by default)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+.PHONY: old-torch
+old-torch: $(OLD_TORCH)/.ready ## Install torch 2.6, with which the tests then read saves too
 
 .PHONY: lint
 lint: $(VENV)/.dev ## Check style and formatting
@@ -57,7 +63,7 @@ bench: $(VENV)/.dev ## Measure against cp, accelerate and torch
 
 .PHONY: clean
 clean: ## Remove the environment, caches and what the demo wrote
-	rm -rf $(VENV) runs/demo runs/demo-model build dist .mypy_cache .pytest_cache .ruff_cache \
+	rm -rf $(VENV) $(OLD_TORCH) runs/demo runs/demo-model build dist .mypy_cache .pytest_cache .ruff_cache \
 		.hypothesis .import_linter_cache .coverage .coverage.*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -67,6 +73,14 @@ $(VENV)/.created:
 	@$(PYTHON) -m venv --clear $(VENV) 2>/dev/null || { \
 		$(PYTHON) -m venv --clear --without-pip $(VENV) && \
 		$(PYTHON) -m pip --python $(BIN)/python install --quiet pip; }
+	@touch $@
+
+# Compiling torch's files would take longer than the tests that use them.
+$(OLD_TORCH)/.ready: $(VENV)/.created $(OLD_TORCH_PINS)
+	@echo "building $(OLD_TORCH) with $$(grep torch== $(OLD_TORCH_PINS)) (once)"
+	@$(PYTHON) -m venv --clear --without-pip $(OLD_TORCH)
+	@$(BIN)/python -m pip --disable-pip-version-check --python $(OLD_TORCH)/bin/python \
+		install -qq --no-compile --requirement $(OLD_TORCH_PINS)
 	@touch $@
 
 # torch goes first and alone, so that what depends on it finds this release and keeps it.
