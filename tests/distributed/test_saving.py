@@ -20,7 +20,7 @@ BY_TWO = ("fsdp2", "fsdp1_flat", "fsdp1_orig", "ddp")
 def saved_by_two(run_ranks: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder: Path = tmp_path_factory.mktemp("two")
     cases = [f"save:{kind}" for kind in BY_TWO]
-    run_ranks(SCRIPT, 2, folder, *cases, "stopped", "waves", "retention", "skipping")
+    run_ranks(SCRIPT, 2, folder, *cases, "waves", "retention", "skipping")
     return folder
 
 
@@ -41,6 +41,16 @@ def test_a_save_without_any_collective_consolidates_to_the_live_model(
 ) -> None:
     case = saved_by_two / f"save_{kind}"
     same_as_live(case / "run", case / "truth.safetensors", tmp_path / "out")
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_a_save_returns_while_another_rank_is_stopped_for_a_minute(
+    run_ranks: Callable[..., Any], tmp_path: Path
+) -> None:
+    run_ranks(SCRIPT, 2, tmp_path, "stopped:0", "stopped:1")
+    for rank in "01":
+        assert ckptkit.verify(tmp_path / f"stopped_{rank}" / "run").ok
 
 
 @pytest.mark.distributed
