@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import shutil
 
+import commit_scale
 import consolidate
 import inspect_start
 import memory
@@ -23,6 +24,7 @@ def main() -> None:
     plan_scale.main([] if full else ["--sizes", "64x300,256x900"])
     consolidate.main(["--cold"] if full else ["--gigabytes", "0.5", "--repeats", "3"])
     memory.main([] if full else ["--gigabytes", "0.1,0.5"])
+    commit_scale.main([] if full else ["--sizes", "64x900"])
     saving.main([] if full else ["--blocks", "7", "--rounds", "2", "--steps", "60"])
 
 

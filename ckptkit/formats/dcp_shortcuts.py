@@ -39,6 +39,8 @@ MAX_DIMENSIONS = 64  # what torch can hold
 _CLASSES = {cls.name: cls for cls in (CHUNK, INDEX, INFO, SIZE)}
 _PARTS = frozenset(_CLASSES.get(part, part) for part in (*CHUNK_PARTS, *ENTRY_PARTS))
 _WINDOW_BYTES = 1 << 15  # pickles are cut into frames of 64 KiB, so runs are never longer
+# The columns of a run cost as much as this many objects cost the ordinary machine.
+_LEAST_ROWS = 8
 _CACHED_INTEGERS = 1 << 16
 _BINGET_MAX = 255
 _INT64 = range(-(2**63), 2**63)
@@ -175,7 +177,7 @@ class FastMachine(Machine):
     """
 
     __slots__ = (
-        *("integers", "known", "patterns", "run_skipped", "run_starts", "run_stops"),
+        *("declined", "integers", "known", "patterns", "run_skipped", "run_starts", "run_stops"),
         *("size_hole", "size_slots", "text_hole", "text_slots", "values"),
     )
 
@@ -190,6 +192,7 @@ class FastMachine(Machine):
         self.run_starts = array("q")
         self.run_stops = array("q")
         self.run_skipped = array("q")
+        self.declined = 0  # where the last run ends that was too short
         self.integers = _Integers()
         self.size_hole = _Hole(self.values.sizes, self._decode_size)
         self.text_hole = _Hole(self.values.texts, _decode_text)
@@ -231,14 +234,15 @@ class FastMachine(Machine):
     def skip(self, cls: Global) -> bool:
         """Replaces the run that begins at the current opcode, if one does."""
         pattern = self.patterns.get(cls) or self._prepare(cls)
-        if pattern is None or not self._fits(list if cls == CHUNK else dict):
+        if pattern is None or self.at < self.declined or not self._fits(list if cls == CHUNK else dict):
             return False
         stop = min(self.at + _WINDOW_BYTES, len(self.data))
         rows = pattern.findall(self.data, self.at, stop)
         *_, rest = rows[-1]
         if rest:
             rows.pop()
-        if not rows:
+        if len(rows) < _LEAST_ROWS:
+            self.declined = stop - len(rest)
             return False
         try:
             columns = tuple(zip(*rows, strict=True))

@@ -191,7 +191,8 @@ def create_file(path: Path, size_bytes: int, capabilities: Capabilities) -> None
         OSError: If there is no room for it, or it cannot be made.
     """
     # Asked before reserving: a reservation that fails half-way has filled the disk meanwhile.
-    if size_bytes > shutil.disk_usage(path.parent).free:
+    room = shutil.disk_usage(path.parent)
+    if room.total and size_bytes > room.free:  # some file systems do not count, and say 0
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
     file = OpenFile(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, capabilities)
     try:

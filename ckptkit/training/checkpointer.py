@@ -77,6 +77,7 @@ class Checkpointer:
         self._described: BoundState | None = None
         self._bound_to: tuple[object, ...] = ()
         self._last: SaveHandle | None = None
+        self._taken: SaveHandle | None = None  # the last one that was not skipped
         self._number = 0
         self._busy = threading.Lock()
         self._closed = False
@@ -122,7 +123,7 @@ class Checkpointer:
         with self._calling("save"):
             bound = self._bind(state)
             attempt = self._session.attempt(step, metrics or {})
-            save = Save(attempt, SaveHandle(step), began)
+            save = Save(attempt, SaveHandle(step), began, after=self._taken)
             self._last = save.handle
             try:
                 slot = self._slot(attempt)
@@ -134,6 +135,7 @@ class Checkpointer:
                 self._describe(bound)
             except CkptkitError as error:
                 save.error = error
+            self._taken = save.handle
             slot.take(save, bound)
             return save.handle
 

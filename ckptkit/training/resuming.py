@@ -33,7 +33,7 @@ from ckptkit.training.restoring import (
     random_changes,
     tensor_pieces,
 )
-from ckptkit.training.run_folder import RunFolder
+from ckptkit.training.run_folder import saved_steps
 from ckptkit.training.slots import Slot
 from ckptkit.training.state import BoundState, Layout, bind
 from ckptkit.training.stored_step import StoredStep
@@ -129,7 +129,7 @@ def _candidates(run: Path, step: int | None) -> dict[str, list[Any]]:
     """Lists complete steps, newest first, and those that have a manifest that is not true."""
     complete: list[tuple[int, str]] = []
     damaged: list[int] = []
-    for saved in reversed(RunFolder(run).steps()):
+    for saved in reversed(saved_steps(run)):
         if step not in {None, saved.step}:
             continue
         if saved.complete:

@@ -25,7 +25,7 @@ from ckptkit.storage.run_marks import (
     take_run_lock,
 )
 
-__all__ = ["RunFolder", "RunLock", "SavedStep"]
+__all__ = ["RunFolder", "RunLock", "SavedStep", "saved_steps"]
 
 logger = logging.getLogger(__name__)
 
@@ -76,16 +76,12 @@ class RunFolder:
         return self.path / f".checkpoint-{step}.ckptkit-{nonce}-{attempt}"
 
     def steps(self) -> tuple[SavedStep, ...]:
-        """Returns what lies there, oldest first; a step is complete if its manifest is true.
-
-        That is, it can be read, belongs to this step, and every file in it has its size.
+        """Returns what lies there; see `saved_steps`.
 
         Raises:
             OutputError: If the run cannot be listed.
         """
-        with _translated(self.path):
-            folders = step_folders(self.path)
-        return tuple(_saved_step(step, path) for step, path in folders.items())
+        return saved_steps(self.path)
 
     def lock(self) -> RunLock | None:
         """Keeps other jobs from writing here, until the lock is closed or this process ends.
@@ -120,10 +116,26 @@ class RunFolder:
         return take_request(self.path)
 
 
+def saved_steps(run: Path) -> tuple[SavedStep, ...]:
+    """Returns what lies in a run, oldest first; a step is complete if its manifest is true.
+
+    That is, it can be read, belongs to this step, and every file in it has its size.
+
+    Raises:
+        OutputError: If the run cannot be listed.
+    """
+    with _translated(run):
+        folders = step_folders(run)
+    return tuple(_saved_step(step, path) for step, path in folders.items())
+
+
 def _make_writable(path: Path) -> None:
     (path / MARKS_FOLDER).mkdir(parents=True, exist_ok=True)
-    if not os.access(path, os.W_OK | os.X_OK):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    if os.access(path, os.W_OK | os.X_OK):
+        return
+    frozen = hasattr(os, "statvfs") and os.statvfs(path).f_flag & os.ST_RDONLY
+    number = errno.EROFS if frozen else errno.EACCES
+    raise OSError(number, os.strerror(number))
 
 
 @contextmanager
@@ -132,12 +144,15 @@ def _translated(path: Path) -> Iterator[None]:
         yield
     except (FileExistsError, NotADirectoryError) as error:
         raise OutputError(
-            "a file was found where the directory of a run was expected", where=str(path)
+            "a file was found where the directory of a run was expected",
+            where=str(path),
+            hint="name another directory, or move the file away",
         ) from error
     except OSError as error:
         raise OutputError(
             f"the directory of the run cannot be used: {error.strerror or error}",
             where=str(path),
+            hint="see whether it is there, whose it is, and whether it was mounted read-only",
         ) from error
 
 

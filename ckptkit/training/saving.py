@@ -81,6 +81,7 @@ class Save:
         attempt: What is being tried.
         handle: What the caller holds.
         began: `time.perf_counter` at the call of `save`.
+        after: The save before, which ends first: of two saves of a step the later one stays.
         staged_bytes: Tensor bytes that this rank copies.
         copy_limit: Bytes per second of a plain warm copy; 0 where unknown.
     """
@@ -88,6 +89,7 @@ class Save:
     attempt: Attempt
     handle: SaveHandle
     began: float
+    after: SaveHandle | None = None
     staged_bytes: int = 0
     copy_limit: float = 0.0
     answers: list[Written] = field(default_factory=list)
@@ -130,24 +132,29 @@ class Committer:
         Returns:
             `{"committed": …}` or `{"error": …}`, for every rank.
         """  # noqa: DOC501  raised to be told to all ranks
-        for earlier in self._failed:
-            self._discard(earlier)
         errors = [(rank, v["error"]) for rank, v in enumerate(values) if "error" in v]
+        outcome: dict[str, Any]
         try:
             if errors:
                 raise _of_ranks(errors)
-            return {"committed": self._commit(attempt, [Proof(**v["proof"]) for v in values])}
+            proofs = [Proof(**value["proof"]) for value in values]
+            outcome = {"committed": self._commit(attempt, proofs)}
         except CkptkitError as error:
-            self.clear(attempt)
-            return {"error": error.to_json()}
+            outcome = {"error": error.to_json()}
+            self._failed.append(attempt)
+        self._clear()
+        return outcome
 
-    def clear(self, attempt: Attempt) -> None:
-        """Removes the working folder of an attempt that failed.
+    def give_up(self, attempt: Attempt) -> None:
+        """Clears away an attempt that not all ranks have answered."""
+        self._failed.append(attempt)
+        self._clear()
 
-        That is done again before later commits, since a rank that was late may write there still.
-        """
-        self._failed = [*self._failed, attempt][-_MOST_FAILED:]
-        self._discard(attempt)
+    def _clear(self) -> None:
+        """Removes what failed attempts left, again and again: late ranks may write there still."""
+        self._failed = self._failed[-_MOST_FAILED:]
+        for attempt in self._failed:
+            self._discard(attempt)
 
     def _commit(self, attempt: Attempt, proofs: Sequence[Proof]) -> dict[str, Any]:
         metrics = attempt.manifest["source"].get("metrics", {})
@@ -263,6 +270,8 @@ class Saver:
 
     def _finish(self, save: Save) -> None:
         durable = time.perf_counter()
+        if save.after is not None:
+            save.after.wait()
         try:
             report = self._report(save, durable, self._agree(save))
         except CkptkitError as error:
@@ -306,7 +315,7 @@ class Saver:
             )
         except CkptkitError:
             if committer is not None:  # nobody will commit it any more
-                committer.clear(save.attempt)
+                committer.give_up(save.attempt)
             raise
         if "error" in agreed:
             raise error_from_json(agreed["error"])

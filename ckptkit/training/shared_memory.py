@@ -17,6 +17,7 @@ from ckptkit.storage.syscalls import is_out_of_space, is_refused
 
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux 5.14, which Python does not name
 _HINT = "set staging_limit, so that the state is staged in waves through a smaller buffer"
+_PLACE_HINT = f"{_HINT}, or have TMPDIR name a folder with room"
 _NO_MEMORY = frozenset({errno.ENOMEM, errno.EFBIG})
 
 
@@ -190,14 +191,14 @@ def _file_in(folder: Path, size_bytes: int) -> int:
     try:
         status = os.statvfs(folder)
         free = status.f_bavail * status.f_frsize
-        if free >= size_bytes:
+        if free >= size_bytes or not status.f_blocks:  # some file systems do not count
             return _filled(_nameless(folder), size_bytes, place)
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
-        raise NoSpaceError(f"{place} cannot be used ({reason})", hint=_HINT) from error
+        raise NoSpaceError(f"{place} cannot be used ({reason})", hint=_PLACE_HINT) from error
     raise NoSpaceError(
         f"{place} has {_megabytes(free)} free, where {_megabytes(size_bytes)} are needed",
-        hint=_HINT,
+        hint=_PLACE_HINT,
     )
 
 
