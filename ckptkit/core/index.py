@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Literal, NewType, overload
 
 import numpy as np
@@ -75,8 +76,8 @@ class RecordTable(Sequence[Record]):
         self.file = np.asarray(file, np.int32)
         self.start = np.asarray(start, np.int64)
         self.stop = np.asarray(stop, np.int64)
-        self.container = np.broadcast_to(np.asarray(container, np.int8), count)
-        self.crc32 = np.broadcast_to(np.asarray(crc32, np.int64), count)
+        self.container = _column(container, "int8", count)
+        self.crc32 = _column(crc32, "int64", count)
 
     @classmethod
     def of(cls, records: Sequence[Record]) -> RecordTable:
@@ -177,8 +178,8 @@ class ChunkTable(Sequence[Chunk]):
         self.offsets = np.asarray(offsets, np.int64)
         self.sizes = np.asarray(sizes, np.int64)
         self.record = np.asarray(record, np.int64)
-        self.byte_offset = np.broadcast_to(np.asarray(byte_offset, np.int64), count)
-        self.rank = np.broadcast_to(np.asarray(rank, np.int32), count)
+        self.byte_offset = _column(byte_offset, "int64", count)
+        self.rank = _column(rank, "int32", count)
         self.strides: Mapping[int, Shape] = strides or {}
 
     @classmethod
@@ -256,6 +257,18 @@ def _row(place: Box | Span) -> tuple[Shape, Shape]:
     if isinstance(place, Span):
         return (place.start,), (place.stop - place.start,)
     return place.offsets, place.sizes
+
+
+def _column(values: NDArray[Any] | int, dtype: str, count: int) -> NDArray[Any]:
+    """Returns a column; a single number takes no memory, however often it stands in it."""
+    if isinstance(values, np.ndarray) and values.shape == (count,):
+        return values.astype(dtype, copy=False)
+    return _repeated(int(values), dtype, count)
+
+
+@lru_cache(256)
+def _repeated(value: int, dtype: str, count: int) -> NDArray[Any]:
+    return np.broadcast_to(np.array(value, dtype), count)
 
 
 def _or_unknown(value: int | None) -> int:

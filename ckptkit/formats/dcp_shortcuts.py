@@ -39,8 +39,7 @@ MAX_DIMENSIONS = 64  # what torch can hold
 _CLASSES = {cls.name: cls for cls in (CHUNK, INDEX, INFO, SIZE)}
 _PARTS = frozenset(_CLASSES.get(part, part) for part in (*CHUNK_PARTS, *ENTRY_PARTS))
 _WINDOW_BYTES = 1 << 15  # pickles are cut into frames of 64 KiB, so runs are never longer
-# The columns of a run cost as much as this many objects cost the ordinary machine.
-_LEAST_ROWS = 8
+_LEAST_ROWS = 8  # the ordinary machine makes fewer objects faster than numpy makes columns
 _CACHED_INTEGERS = 1 << 16
 _BINGET_MAX = 255
 _INT64 = range(-(2**63), 2**63)
@@ -201,7 +200,11 @@ class FastMachine(Machine):
 
     def memoize(self) -> None:
         """Stores the topmost value, and notes where the fixed parts of templates are."""
-        super().memoize()
+        if self.filled == len(self.memo) and len(self.stack) > self.fence:
+            self.memo.append(self.stack[-1])  # what the ordinary machine does, in one call
+            self.filled += 1
+        else:
+            super().memoize()
         value = self.stack[-1]
         if type(value) in {str, Global} and value in _PARTS:
             name = value.name if isinstance(value, Global) else value
@@ -220,9 +223,9 @@ class FastMachine(Machine):
 
     def fetch(self, slot: int) -> object:
         """Returns the value in a slot, be it inside a run."""
-        run = bisect_right(self.run_starts, slot) - 1
-        if run < 0:
+        if not self.run_starts or slot < self.run_starts[0]:
             return super().fetch(slot)
+        run = bisect_right(self.run_starts, slot) - 1
         if slot >= self.run_stops[run]:
             return super().fetch(slot - self.run_skipped[run])
         for slots in (self.size_slots, self.text_slots):
@@ -234,7 +237,11 @@ class FastMachine(Machine):
     def skip(self, cls: Global) -> bool:
         """Replaces the run that begins at the current opcode, if one does."""
         pattern = self.patterns.get(cls) or self._prepare(cls)
-        if pattern is None or self.at < self.declined or not self._fits(list if cls == CHUNK else dict):
+        if (
+            pattern is None
+            or self.at < self.declined
+            or not self._fits(list if cls == CHUNK else dict)
+        ):
             return False
         stop = min(self.at + _WINDOW_BYTES, len(self.data))
         rows = pattern.findall(self.data, self.at, stop)
@@ -257,9 +264,8 @@ class FastMachine(Machine):
     def _prepare(self, cls: Global) -> re.Pattern[bytes] | None:
         if cls not in self.patterns:
             return None
-        pattern = (chunk_pattern if cls == CHUNK else entry_pattern)(self.known)
-        self.patterns[cls] = pattern
-        return pattern
+        self.patterns[cls] = (chunk_pattern if cls == CHUNK else entry_pattern)(self.known)
+        return self.patterns[cls]
 
     def _fits(self, container: type) -> bool:
         """Says whether the values above the last mark are for a container."""
@@ -379,7 +385,11 @@ def _decode_text(raw: bytes) -> tuple[str, int]:
 
 def _get(width: int) -> Callable[[Any], None]:
     def handler(machine: FastMachine) -> None:
-        value = machine.fetch(machine.number(width))
+        raw = machine.data[machine.pos : machine.pos + width]
+        machine.pos += width
+        if len(raw) < width:
+            raise machine.cut_short()
+        value = machine.fetch(int.from_bytes(raw, "little"))
         if type(value) is not Global or not machine.skip(value):
             machine.stack.append(value)
 

@@ -22,6 +22,7 @@ from ckptkit.core.errors import (
 )
 
 Read = Callable[[int, int], bytes]
+_Row = tuple[str, int, int, int, int, int]  # name, header start, size, CRC, flags, place of the CRC
 
 # A record's entry takes 46 bytes, its name and, above 4 GiB, 28 more; torch's names are short.
 MAX_NAME_BYTES = 1_024
@@ -29,6 +30,7 @@ MAX_ENTRY_BYTES = 2 * MAX_NAME_BYTES
 LOCAL_SIGNATURE = b"PK\3\4"
 _LOCAL = struct.Struct("<4s2xHH4xIIIHH")
 _CENTRAL = struct.Struct("<4s4xHH4xIIIHHHH6xI")
+_CENTRAL_CRC = 16  # position in an entry
 _END = struct.Struct("<4sHHHHIIH")
 _END64 = struct.Struct("<4sQ4xIIQQQQ")
 _LOCATOR = struct.Struct("<4sIQI")
@@ -55,6 +57,7 @@ class ZipEntry:
         crc32: Checksum of the data, or None where the writer had checksums switched off.
         limit: First byte after the record, its descriptor included.
         flags: General purpose bits, which the local header has to repeat.
+        crc_at: Where the directory has the checksum, from the archive's start.
     """
 
     name: str
@@ -63,6 +66,12 @@ class ZipEntry:
     crc32: int | None
     limit: int
     flags: int
+    crc_at: int
+
+    @property
+    def has_descriptor(self) -> bool:
+        """Whether the checksum comes after the data, and not before."""
+        return bool(self.flags & _DESCRIPTOR_FLAG)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +107,7 @@ def read_directory(read: Read, size_bytes: int, *, where: str) -> Mapping[str, Z
     limits.append(end.start)
     entries: dict[str, ZipEntry] = {}
     expected = 0
-    for (name, start, size, crc32, flags), limit in zip(rows, limits, strict=True):
+    for (name, start, size, crc32, flags, crc_at), limit in zip(rows, limits, strict=True):
         if start < expected or expected == 0 < start:
             raise FormatError(
                 f"record {name!r} starts at byte {start:,} but {expected:,} is the first free one",
@@ -108,7 +117,7 @@ def read_directory(read: Read, size_bytes: int, *, where: str) -> Mapping[str, Z
         if name in entries:
             raise FormatError(f"two records are called {name!r}", where=where)
         known = None if crc32 == 0 < size else crc32
-        entries[name] = ZipEntry(name, start, size, known, limit, flags)
+        entries[name] = ZipEntry(name, start, size, known, limit, flags, crc_at)
     if expected > end.start:
         raise FormatError(
             f"records reach byte {expected:,} but the directory starts at {end.start:,}",
@@ -145,7 +154,7 @@ def data_start(read: Read, entry: ZipEntry, *, where: str) -> int:
         raise FormatError(f"local header of {entry.name!r} contradicts the directory", where=where)
     start: int = stop + extra_bytes
     gap = entry.limit - start - entry.size_bytes
-    if flags & _DESCRIPTOR_FLAG:
+    if entry.has_descriptor:
         agrees = gap in _DESCRIPTOR_SIZES
     else:
         agrees = gap == 0 and packed == size and size in {entry.size_bytes, _IN_EXTRA}
@@ -159,7 +168,7 @@ def data_start(read: Read, entry: ZipEntry, *, where: str) -> int:
     return start
 
 
-def _header_start(row: tuple[str, int, int, int, int]) -> int:
+def _header_start(row: _Row) -> int:
     return row[1]
 
 
@@ -237,11 +246,12 @@ def _check_end(count: int, length: int, start: int, stop: int, where: str) -> No
         )
 
 
-def _read_rows(data: bytes, end: _End, where: str) -> list[tuple[str, int, int, int, int]]:
-    """Reads name, header start, size, CRC and flags of every entry."""
+def _read_rows(data: bytes, end: _End, where: str) -> list[_Row]:
+    """Reads every entry."""
     rows = []
     position = 0
     for number in range(end.count):
+        crc_at = end.start + position + _CENTRAL_CRC
         if position + _CENTRAL.size > len(data):
             raise FormatError(f"directory ends inside entry {number:,}", where=where)
         fields = _CENTRAL.unpack_from(data, position)
@@ -262,7 +272,7 @@ def _read_rows(data: bytes, end: _End, where: str) -> list[tuple[str, int, int, 
                 f"{method}, flags {flags:#06x})",
                 where=where,
             )
-        rows.append((name, start, size, crc32, flags))
+        rows.append((name, start, size, crc32, flags, crc_at))
     if position != len(data):
         raise FormatError(
             f"{len(data) - position:,} bytes follow the last of {end.count:,} entries",

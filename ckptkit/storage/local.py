@@ -212,16 +212,17 @@ class LocalSource:
 
     @contextmanager
     def _translated(self, path: str) -> Iterator[None]:
-        where = self._where(path)
         try:
             yield
         except (FileNotFoundError, NotADirectoryError) as error:
+            where = self._where(path)
             raise MissingFileError("nothing was found there", where=where) from error
         except RuntimeError as error:  # how pathlib reports links in a circle before 3.13
+            where = self._where(path)
             raise InputError("cannot be read: links lead round in a circle", where=where) from error
         except OSError as error:
             reason = (error.strerror or str(error)).lower()
-            raise InputError(f"cannot be read: {reason}", where=where) from error
+            raise InputError(f"cannot be read: {reason}", where=self._where(path)) from error
 
     def _truncated(self, path: str, start: int, stop: int, end: int) -> TruncatedFileError:
         return TruncatedFileError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import posixpath
 import zlib
 from collections.abc import Sequence
@@ -13,12 +14,7 @@ from ckptkit.core.errors import ChecksumError, FormatError
 from ckptkit.core.geometry import flat_offset, intersect, row_major_strides
 from ckptkit.core.index import Box, Key, Record, TensorEntry, TensorIndex
 from ckptkit.execution.boxes import Overlap, contiguous_parts, relative, widened
-from ckptkit.formats.torch_zip import (
-    MAX_TENSOR_PICKLE_BYTES,
-    Payload,
-    TensorCache,
-    open_archive,
-)
+from ckptkit.formats.torch_zip import WINDOW_BYTES, Payload, TensorCache, locate_tensor
 from ckptkit.storage.base import Source
 from ckptkit.training.target_memory import TargetMemory, byte_type, slices_of
 
@@ -26,9 +22,6 @@ from ckptkit.training.target_memory import TargetMemory, byte_type, slices_of
 RUN_BYTES = 4 << 20
 # Where a column of a matrix is wanted, runs below a page are read with what lies between.
 _SHORT_RUN_BYTES = 4 << 10
-# Archives of one tensor have everything but the storage within their first 800 and last 900
-# bytes; what lies elsewhere is read when it is asked for.
-_WINDOW_BYTES = 1 << 10
 _MOST_PARTS = 256  # of one blob; matrices split by columns have thousands, and stay unproven
 _CACHED = 1 << 10
 
@@ -58,8 +51,8 @@ class Blob:
     @property
     def wanted_bytes(self) -> int:
         """Of its elements, as far as they are asked for."""
-        elements = sum(np.prod(w.overlap.source.sizes, dtype=np.int64) for w in self.wishes)
-        return int(elements) * self.entry.dtype.itemsize
+        elements = sum(math.prod(wish.overlap.source.sizes) for wish in self.wishes)
+        return elements * self.entry.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +85,7 @@ class BlobReader:
 
     def __init__(self, source: Source, index: TensorIndex) -> None:
         self._source = source
+        self._location = source.location
         self._files = index.files
         self._cache = TensorCache(_CACHED)
         self._scratch = memoryview(bytearray(RUN_BYTES))
@@ -107,7 +101,7 @@ class BlobReader:
         """
         file = self._files[group[0].record.file].path
         view = _View(self, file)
-        if len(group) > 1 or group[0].size_bytes <= 2 * _WINDOW_BYTES:
+        if len(group) > 1 or group[0].size_bytes <= 2 * WINDOW_BYTES:
             view.keep(group[0].record.start, group[-1].record.stop)
         for blob in group:
             self._read_blob(view, blob)
@@ -118,7 +112,7 @@ class BlobReader:
         self.bytes_read += len(target)
 
     def _read_blob(self, view: _View, blob: Blob) -> None:
-        where = f"{posixpath.join(self._source.location, view.path)}, tensor {blob.entry.key!r}"
+        where = f"{posixpath.join(self._location, view.path)}, tensor {blob.entry.key!r}"
         payload = self._locate(view, blob, where)
         parts = _Parts(payload)
         kept = view.kept(blob.record.start + payload.start, blob.record.start + payload.stop)
@@ -142,32 +136,17 @@ class BlobReader:
 
     def _locate(self, view: _View, blob: Blob, where: str) -> Payload:
         """Finds the data of a blob in its archive, and checks that it is what was promised."""
-        record, size_bytes = blob.record, blob.size_bytes
-        if view.kept(record.start, record.stop) is None:
-            view.keep(record.start, record.start + _WINDOW_BYTES)
-            view.keep(record.stop - _WINDOW_BYTES, record.stop)
-        archive = open_archive(view.at(record.start).read, size_bytes, where=where)
-        pickle = archive.pickle(max_bytes=MAX_TENSOR_PICKLE_BYTES)
-        tensor, row_major = self._cache.tensor(pickle, where=where)
-        start, stop, crc32 = archive.extent(tensor.storage)
+        read = view.at(blob.record.start).read
+        payload = locate_tensor(read, blob.size_bytes, where=where, cache=self._cache)
         chunk = blob.wishes[0].overlap.chunk
-        if (tensor.dtype, tensor.shape) != (blob.entry.dtype, chunk):
+        if (payload.dtype, payload.shape) != (blob.entry.dtype, chunk):
             raise FormatError(
-                f"holds {tensor.dtype.name} {list(tensor.shape)} against"
+                f"holds {payload.dtype.name} {list(payload.shape)} against"
                 f" {blob.entry.dtype.name} {list(chunk)} in '.metadata'",
                 where=where,
                 hint="the file belongs to another save, or was damaged",
             )
-        return Payload(
-            start,
-            stop,
-            crc32,
-            tensor.dtype,
-            tensor.shape,
-            tensor.strides,
-            tensor.storage_offset,
-            row_major,
-        )
+        return payload
 
     def _read_wish(self, view: _Shifted, payload: Payload, wish: Wish, parts: _Parts) -> None:
         itemsize = payload.dtype.itemsize
@@ -177,7 +156,7 @@ class BlobReader:
         for part in contiguous_parts(wide, chunk, RUN_BYTES // itemsize):
             wanted = intersect(part, box)
             first = payload.storage_offset + flat_offset(part.offsets, strides)
-            length = int(np.prod(part.sizes, dtype=np.int64)) * itemsize
+            length = math.prod(part.sizes) * itemsize
             place = _moved(wanted, wish.overlap) if wanted is not None else None
             direct = wish.memory.direct(place) if place is not None and wanted == part else None
             run = self._scratch[:length] if direct is None else direct

@@ -19,7 +19,7 @@ from ckptkit.core.errors import (
     UnsupportedError,
 )
 from ckptkit.core.geometry import find_defect, without_replicas
-from ckptkit.core.index import ChunkTable, Key, Shape, TensorEntry, TensorIndex
+from ckptkit.core.index import Box, ChunkTable, Key, Shape, TensorEntry, TensorIndex
 from ckptkit.execution.boxes import Overlap, overlaps
 from ckptkit.execution.crew import run_crew
 from ckptkit.storage.base import Source
@@ -169,47 +169,66 @@ def _blobs(
     index: TensorIndex, pieces: Sequence[Piece], entries: Sequence[TensorEntry]
 ) -> Iterator[Blob]:
     """Yields every blob that something is wanted from, once."""
-    tables: dict[Key, ChunkTable] = {}
-    proven: set[tuple[Shape, bytes, bytes]] = set()  # tensors of one shape are cut alike
+    cuts, tables = _Cuts(), dict[Key, _Cut]()
     wishes: dict[tuple[Key, int], list[Wish]] = defaultdict(list)
     for piece, entry in zip(pieces, entries, strict=True):
         if piece.elements:
             if entry.key not in tables:
-                tables[entry.key] = _proven_chunks(entry, proven)
-            for overlap, memory in _wanted(piece, tables[entry.key]):
-                wishes[entry.key, overlap.row].append(Wish(overlap, memory))
+                tables[entry.key] = cuts.proven(entry)
+            for place, memory in zip(piece.places, _memories(piece), strict=True):
+                for overlap in cuts.overlaps(tables[entry.key], place):
+                    wishes[entry.key, overlap.row].append(Wish(overlap, memory))
     for (key, row), wanted in wishes.items():
-        number = int(tables[key].record[row])
+        number = int(tables[key].chunks.record[row])
         yield Blob(index.tensors[key], number, index.records[number], tuple(wanted))
 
 
-def _wanted(piece: Piece, table: ChunkTable) -> Iterator[tuple[Overlap, TargetMemory]]:
+def _memories(piece: Piece) -> list[TargetMemory]:
     try:
-        memories = memories_of(piece)
+        return memories_of(piece)
     except ResumeError as error:
         raise error.located(piece.key) from error
-    for place, memory in zip(piece.places, memories, strict=True):
-        for overlap in overlaps(table, place):
-            yield overlap, memory
 
 
-def _proven_chunks(entry: TensorEntry, proven: set[tuple[Shape, bytes, bytes]]) -> ChunkTable:
-    """Returns the chunks that hold a tensor, each element in exactly one of them."""
-    chunks = entry.chunks
-    if chunks.flat:
-        raise UnsupportedError("is stored in spans, not in boxes", where=entry.key)
-    layout = (entry.shape, chunks.offsets.tobytes(), chunks.sizes.tobytes())
-    if layout in proven:
-        return chunks
-    distinct = without_replicas(chunks)
-    defect = find_defect(distinct, entry.shape)
-    if defect is not None:
-        raise IncompleteCheckpointError(
-            f"elements {defect.place} are stored {defect.copies} times", where=entry.key
-        )
-    if distinct is chunks:
-        proven.add(layout)
-    return distinct
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """The chunks of one tensor, each element in exactly one of them, and what says where."""
+
+    chunks: ChunkTable
+    layout: tuple[Shape, bytes, bytes]
+
+
+class _Cuts:
+    """Ways to cut tensors into chunks; tensors of one shape are mostly cut alike."""
+
+    def __init__(self) -> None:
+        self._proven: set[tuple[Shape, bytes, bytes]] = set()
+        self._overlaps: dict[tuple[tuple[Shape, bytes, bytes], Box], tuple[Overlap, ...]] = {}
+
+    def proven(self, entry: TensorEntry) -> _Cut:
+        """Returns the chunks that hold a tensor."""
+        chunks = entry.chunks
+        if chunks.flat:
+            raise UnsupportedError("is stored in spans, not in boxes", where=entry.key)
+        layout = (entry.shape, chunks.offsets.tobytes(), chunks.sizes.tobytes())
+        if layout in self._proven:
+            return _Cut(chunks, layout)
+        distinct = without_replicas(chunks)
+        defect = find_defect(distinct, entry.shape)
+        if defect is not None:
+            raise IncompleteCheckpointError(
+                f"elements {defect.place} are stored {defect.copies} times", where=entry.key
+            )
+        if distinct is chunks:
+            self._proven.add(layout)
+        return _Cut(distinct, layout)
+
+    def overlaps(self, cut: _Cut, place: Box) -> tuple[Overlap, ...]:
+        """Returns what each chunk holds of a box."""
+        found = self._overlaps.get((cut.layout, place))
+        if found is None:
+            found = self._overlaps[cut.layout, place] = tuple(overlaps(cut.chunks, place))
+        return found
 
 
 def _groups(blobs: Iterable[Blob]) -> Iterator[Sequence[Blob]]:

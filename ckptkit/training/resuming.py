@@ -37,6 +37,7 @@ from ckptkit.training.run_folder import saved_steps
 from ckptkit.training.slots import Slot
 from ckptkit.training.state import BoundState, Layout, bind
 from ckptkit.training.stored_step import StoredStep
+from ckptkit.writer.merge import few_collections
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +81,7 @@ def resume(
         PeerError: If another rank does not answer in time.
     """
     candidates = peers.agree(
-        "resume/steps",
+        "the steps to resume from",
         None,
         lambda _: _candidates(run, step),
         timeout_seconds=timeout_seconds,
@@ -164,7 +165,7 @@ class _Attempt:
             PeerError: If a rank does not answer in time.
         """  # noqa: DOC501
         start = time.perf_counter()
-        with _Opening(folder, self._bound) as opening:
+        with few_collections(), _Opening(folder, self._bound) as opening:
             loaded, error = _Loaded(), None
             try:
                 loaded = opening.load(step)
@@ -188,7 +189,7 @@ class _Attempt:
             "partial": {unit: pack(r.partial) for unit, r in loaded.reports.items()},
         }
         answer: dict[str, Any] | None = self._peers.agree(
-            "resume/loaded",
+            "what was loaded of a step",
             value,
             lambda values: _verdict(values, opening),
             timeout_seconds=self._timeout_seconds,
@@ -204,7 +205,7 @@ class _Attempt:
             error = caught
             logger.exception("the values of the checkpoint could not be put in place")
         problem = self._peers.agree(
-            "resume/applied",
+            "putting the loaded values in place",
             None if error is None else _problem(error),
             lambda values: next(filter(None, values), None),
             timeout_seconds=self._timeout_seconds,
