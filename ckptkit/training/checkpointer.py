@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
@@ -14,13 +14,13 @@ from typing import Self, Unpack
 
 from ckptkit.core.errors import CkptkitError, SaveError, UsageError
 from ckptkit.training.handle import SaveHandle, SkippedError
-from ckptkit.training.peers import open_peers
+from ckptkit.training.peers import Peers, open_peers
 from ckptkit.training.preemption import SaveRequests
 from ckptkit.training.resuming import resume
 from ckptkit.training.save_slot import SaveSlot
 from ckptkit.training.saving import Attempt, Committer, Save
 from ckptkit.training.session import Session, open_session
-from ckptkit.training.settings import Options, check_options
+from ckptkit.training.settings import Options, Settings, check_options
 from ckptkit.training.state import BoundState, bind
 
 logger = logging.getLogger(__name__)
@@ -55,15 +55,12 @@ class Checkpointer:
         """
         self._settings = settings = check_options(options)
         self._peers = open_peers(str(run), timeout_seconds=settings.timeout_seconds)
-        self._session: Session = open_session(Path(run), self._peers, settings)
-        self._requests = SaveRequests(
-            self._peers,
-            self._session.run,
-            interval=settings.interval,
-            signals=settings.signals,
-            slurm_margin_seconds=settings.slurm_margin_seconds,
-            timeout_seconds=settings.timeout_seconds,
-        )
+        with ExitStack() as undo:
+            undo.callback(self._peers.close)
+            self._session: Session = open_session(Path(run), self._peers, settings)
+            undo.callback(self._session.close)
+            self._requests = _requests(self._peers, self._session, settings)
+            undo.pop_all()
         committer = Committer(
             self._session.committer,
             self._session.retired_by,
@@ -264,6 +261,17 @@ class Checkpointer:
             return
         with suppress(CkptkitError):  # what ended the loop says more
             self.close()
+
+
+def _requests(peers: Peers, session: Session, settings: Settings) -> SaveRequests:
+    return SaveRequests(
+        peers,
+        session.run,
+        interval=settings.interval,
+        signals=settings.signals,
+        slurm_margin_seconds=settings.slurm_margin_seconds,
+        timeout_seconds=settings.timeout_seconds,
+    )
 
 
 class _OneCall:

@@ -21,8 +21,9 @@ from ckptkit.training.boards import MAX_VALUE_BYTES, Board, LocalBoard, StoreBoa
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-_FIRST_PAUSE_SECONDS = 0.005
+_FIRST_PAUSE_SECONDS = 0.002
 _LONGEST_PAUSE_SECONDS = 0.2
+_PAUSE_GROWTH = 1.1  # so that an answer is heard at most a tenth later than it came
 _GRACE_SECONDS = 5.0  # by which the others outwait rank 0, so that it is rank 0 who says why
 _NAMED_RANKS = 8
 
@@ -42,7 +43,7 @@ def poll_until(fetch: Callable[[], T | None], timeout_seconds: float) -> T | Non
         if left <= 0:
             return None
         time.sleep(min(pause, left))
-        pause = min(1.5 * pause, _LONGEST_PAUSE_SECONDS)
+        pause = min(_PAUSE_GROWTH * pause, _LONGEST_PAUSE_SECONDS)
     return found
 
 
@@ -188,7 +189,10 @@ def open_peers(run: str, *, timeout_seconds: float) -> Peers:
     try:
         opening = Peers(rank, world_size, board.under(str(_count_opening(board, rank))), "")
         nonce = opening.agree(
-            "opening", _new_nonce(), lambda nonces: nonces[0], timeout_seconds=timeout_seconds
+            "opening the run",
+            _new_nonce(),
+            lambda nonces: nonces[0],
+            timeout_seconds=timeout_seconds,
         )
     except BaseException:
         board.close()

@@ -158,7 +158,7 @@ def open_session(path: Path, peers: Peers, settings: Settings) -> Session:
             for note in sweep(run.path):
                 logger.info("%s", note)
 
-    peers.agree("opening the run", None, take, timeout_seconds=settings.timeout_seconds)
+    peers.agree("the lock of the run", None, take, timeout_seconds=settings.timeout_seconds)
     run = _opened_by_all(path, peers, settings)
     return Session(run, peers, settings, held[0] if held else None)
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from ckptkit.core.errors import NoSpaceError
 from ckptkit.storage.syscalls import is_out_of_space, is_refused
+from ckptkit.training.memory_limits import available_bytes
 
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux 5.14, which Python does not name
 _HINT = "set staging_limit, so that the state is staged in waves through a smaller buffer"
@@ -136,7 +137,7 @@ class SharedBuffer:
     def _obtain(self, size_bytes: int) -> _Obtained:
         places = self._places
         short = ""
-        available = _available_bytes()
+        available = available_bytes()
         if available is not None and available < size_bytes:
             # A group of processes with a limit would be killed, and not told.
             raise NoSpaceError(
@@ -158,27 +159,6 @@ class SharedBuffer:
         reason = short or "shared memory is not to be used"
         note = f"{reason}: staging in a file under {str(folder)!r}, slower"
         return _Obtained(descriptor, "file", note)
-
-
-def _available_bytes() -> int | None:
-    """Returns how much memory can still be had, by the machine and by the group's limit.
-
-    Source: the kernel's Documentation/admin-guide/cgroup-v2.rst and proc.rst.
-    """
-    known = []
-    with suppress(OSError, KeyError, ValueError):
-        known.append(_numbers(Path("/proc/meminfo"))["MemAvailable:"] * 1024)
-    group = Path("/sys/fs/cgroup")
-    with suppress(OSError, KeyError, ValueError):  # no limit says "max"
-        room = int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())
-        cached = _numbers(group / "memory.stat")
-        known.append(room + cached["inactive_file"] + cached["active_file"])
-    return min(known, default=None)
-
-
-def _numbers(path: Path) -> dict[str, int]:
-    lines = path.read_text().splitlines()
-    return {name: int(rest[0]) for name, *rest in map(str.split, lines) if rest}
 
 
 def _file_in(folder: Path, size_bytes: int) -> int:

@@ -29,6 +29,7 @@ STRIDE_BYTES = 8 << 20
 """What is summed up and written at a time: large enough for any device, small beside a file."""
 
 _CRC_BYTES = 4
+_SYNC_BYTES = 1 << 30  # cached at most: a last sync of all of a large file would look like a hang
 
 
 class Behind:
@@ -81,6 +82,7 @@ class _Output:
             direct = open_direct(path, capabilities)
             self._file: OpenFile = direct or open_for_writing(path, capabilities)
         self.direct = direct is not None
+        self._cached_bytes = 0
 
     def write(self, at: int, data: memoryview) -> None:
         """Writes at a byte of the file; address, place and length are multiples of a block."""
@@ -94,6 +96,10 @@ class _Output:
                 self._file = open_for_writing(self._path, self._capabilities)
                 self.direct = False
                 self._file.write_at(at, data)
+            self._cached_bytes += len(data)
+            if not self.direct and self._cached_bytes >= _SYNC_BYTES:
+                self._file.sync()
+                self._cached_bytes = 0
 
     def end(self, size_bytes: int) -> None:
         """Cuts off the padding and makes the file durable."""

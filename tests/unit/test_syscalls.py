@@ -113,7 +113,8 @@ def test_preallocation_reserves_the_blocks(tmp_path: Path) -> None:
 def test_more_than_is_free_is_refused_before_anything_is_reserved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capabilities: Capabilities
 ) -> None:
-    usage = SimpleNamespace(total=9000, free=1000)  # told, not true: a real attempt would fill the disk
+    # Told, not true: a real attempt would fill the disk.
+    usage = SimpleNamespace(total=9000, free=1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     create_file(tmp_path / "fits", 1000, capabilities)
     with pytest.raises(OSError, match="No space left") as caught:
