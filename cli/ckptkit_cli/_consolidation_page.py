@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.core.manifest import MANIFEST_NAME, Manifest
+from ckptkit.core.texts import size_text
 from ckptkit_cli._output import Output
-from ckptkit_cli._text import counted, escaped, first_of, human_bytes, wrapped
+from ckptkit_cli._text import counted, escaped, first_of, wrapped
 
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
 _HEAD = "lm_head.weight"  # for configurations that name no architecture
@@ -70,11 +71,11 @@ class Consolidated:
 def consolidation_page(output: Output, done: Consolidated) -> Iterator[str]:
     """Yields the lines for people."""
     manifest = done.manifest
-    speed = human_bytes(round(done.size_bytes / done.seconds))
+    speed = size_text(round(done.size_bytes / done.seconds))
     yield output.styled(escaped(done.out), "bold")
     yield (
         f"  wrote      {counted(len(manifest.tensors), 'tensor')} in"
-        f" {counted(len(manifest.files), 'file')}, {human_bytes(done.size_bytes)}, in"
+        f" {counted(len(manifest.files), 'file')}, {size_text(done.size_bytes)}, in"
         f" {done.seconds:.2f} s ({speed}/s)"
     )
     yield from _proof(output, done)

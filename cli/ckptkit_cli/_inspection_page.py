@@ -9,11 +9,12 @@ from itertools import starmap
 from statistics import median
 
 from ckptkit.core.index import Part, Problem
+from ckptkit.core.texts import size_text
 from ckptkit.pipeline.inspecting import Inspection, TensorLine, TieLine, TreeLine
 from ckptkit.planning.requests import matches
 from ckptkit_cli._next_command import next_step
 from ckptkit_cli._output import Output
-from ckptkit_cli._text import counted, escaped, first_of, human_bytes, table, wrapped
+from ckptkit_cli._text import counted, escaped, first_of, table, wrapped
 
 _LARGEST = 5
 _PROBLEMS = 10
@@ -83,7 +84,7 @@ class _Page:
 
     def facts(self) -> Iterator[str]:
         found = self._found
-        size = f"{counted(found.files, 'file')}, {human_bytes(found.size_bytes)}"
+        size = f"{counted(found.files, 'file')}, {size_text(found.size_bytes)}"
         model = escaped(found.model_type or "")
         if found.architectures:
             names = escaped(", ".join(map(str, found.architectures)))
@@ -194,7 +195,7 @@ class _Page:
             ]
             if lines:
                 count = f"{len(lines):,} of {counted(tree.tensors, 'tensor')}"
-                size = human_bytes(sum(line.size_bytes for line in lines))
+                size = size_text(sum(line.size_bytes for line in lines))
                 yield from self.heading(f"{self._title(tree)}: {count}, {size}")
                 rows = [_TENSOR_HEADER, *map(_tensor_row, lines)]
                 yield from self._table(rows, right=_TENSOR_RIGHT, elastic=())
@@ -227,19 +228,19 @@ def _metric(name: str, value: float) -> str:
 
 
 def _tree_row(tree: TreeLine) -> tuple[str, str, str, str, str]:
-    name, size = escaped(tree.name) or "-", human_bytes(tree.size_bytes)
+    name, size = escaped(tree.name) or "-", size_text(tree.size_bytes)
     return name, tree.part, f"{tree.tensors:,}", size, _dtypes(tree)
 
 
 def _tensor_row(line: TensorLine) -> tuple[str, ...]:
-    size = human_bytes(line.size_bytes)
+    size = size_text(line.size_bytes)
     return size, line.dtype, str(list(line.shape)), f"{line.chunks:,}", escaped(line.name)
 
 
 def _dtypes(tree: TreeLine) -> str:
     if len(tree.dtypes) == 1:
         return next(iter(tree.dtypes))
-    return ", ".join(f"{name} {human_bytes(size)}" for name, size in tree.dtypes.items())
+    return ", ".join(f"{name} {size_text(size)}" for name, size in tree.dtypes.items())
 
 
 def _ways(tree: TreeLine) -> str:
@@ -253,11 +254,11 @@ def _ways(tree: TreeLine) -> str:
 
 def _ranks(sizes: Sequence[int]) -> str:
     if len(set(sizes)) == 1:
-        return f"each of {len(sizes):,} ranks wrote {human_bytes(sizes[0])}"
+        return f"each of {len(sizes):,} ranks wrote {size_text(sizes[0])}"
     if len(sizes) <= _LISTED_RANKS:
-        each = ", ".join(f"{rank}: {human_bytes(size)}" for rank, size in enumerate(sizes))
+        each = ", ".join(f"{rank}: {size_text(size)}" for rank, size in enumerate(sizes))
         return f"written per rank: {each}"
-    low, middle, high = (human_bytes(int(f(sizes))) for f in (min, median, max))
+    low, middle, high = (size_text(int(f(sizes))) for f in (min, median, max))
     return f"{len(sizes):,} ranks wrote {low} to {high} each, half of them at most {middle}"
 
 

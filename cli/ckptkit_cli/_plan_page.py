@@ -6,10 +6,11 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ckptkit.core.texts import size_text
 from ckptkit.pipeline.planning import Prepared
 from ckptkit.planning.plan import TASK_BYTES, Compute, OutputFile
 from ckptkit_cli._output import Output
-from ckptkit_cli._text import counted, escaped, first_of, human_bytes, table, wrapped
+from ckptkit_cli._text import counted, escaped, first_of, table, wrapped
 
 _LISTED_TIES = 5
 
@@ -73,19 +74,19 @@ def _facts(prepared: Prepared) -> Iterator[tuple[str, str]]:
     ties = [f"{name} = {source}" for name, source in plan.dropped.items()]
     for tie in first_of(ties, _LISTED_TIES):
         yield "tied", escaped(tie)
-    yield "reads", human_bytes(estimate.bytes_read)
+    yield "reads", size_text(estimate.bytes_read)
     yield (
         "writes",
         (
-            f"{human_bytes(estimate.bytes_written)} in {counted(len(plan.files), 'file')}, by"
-            f" {counted(tasks, 'task')} of at most {human_bytes(TASK_BYTES)}"
+            f"{size_text(estimate.bytes_written)} in {counted(len(plan.files), 'file')}, by"
+            f" {counted(tasks, 'task')} of at most {size_text(TASK_BYTES)}"
         ),
     )
     yield "disk", _room(prepared)
     yield (
         "memory",
         (
-            f"about {human_bytes(estimate.peak_bytes)} at its peak, with"
+            f"about {size_text(estimate.peak_bytes)} at its peak, with"
             f" {counted(prepared.settings.workers, 'thread')}"
         ),
     )
@@ -96,7 +97,7 @@ def _room(prepared: Prepared) -> str:
     if free is None:
         return "free space unknown"
     verdict = "" if needed <= free else ": too little"
-    return f"{human_bytes(free)} free{verdict}"
+    return f"{size_text(free)} free{verdict}"
 
 
 def _files(output: Output, files: tuple[OutputFile, ...]) -> Iterator[str]:
@@ -106,7 +107,7 @@ def _files(output: Output, files: tuple[OutputFile, ...]) -> Iterator[str]:
         rows.append(
             (
                 escaped(file.path),
-                human_bytes(file.size_bytes),
+                size_text(file.size_bytes),
                 f"{tensors:,}" if tensors else "-",
                 ", ".join(_dtypes_in(file)) or "-",
             )
@@ -130,4 +131,4 @@ def _dtypes_in(file: OutputFile) -> Counter[str]:
 
 
 def _in_words(dtypes: Mapping[str, int]) -> str:
-    return ", ".join(f"{name} {human_bytes(size)}" for name, size in dtypes.items()) or "none"
+    return ", ".join(f"{name} {size_text(size)}" for name, size in dtypes.items()) or "none"

@@ -6,9 +6,6 @@ import textwrap
 import unicodedata
 from collections.abc import Collection, Sequence
 
-_UNITS = ("KB", "MB", "GB", "TB", "PB")
-_KILO = 1000
-_ROUNDS_UP = 999.5  # from here on three digits would read 1,000
 _MIN_ELASTIC = 16
 _MAX_TEXT = 2000
 
@@ -22,23 +19,6 @@ def escaped(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
-
-
-def human_bytes(count: int) -> str:
-    """Returns a size in three digits and a unit, a power of 1,000.
-
-    >>> human_bytes(2_147_483_648), human_bytes(999_999), human_bytes(512)
-    ('2.15 GB', '1.00 MB', '512 B')
-    """
-    if count < _KILO:
-        return f"{count} B"
-    value = float(count)
-    unit = ""
-    for unit in _UNITS:
-        value /= _KILO
-        if value < _ROUNDS_UP:
-            return f"{value:#.3g}".rstrip(".") + f" {unit}"
-    return f"{value:,.0f} {unit}"
 
 
 def counted(count: int, noun: str) -> str:

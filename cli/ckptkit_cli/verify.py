@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ckptkit.core.texts import size_text
 from ckptkit_cli._failures import exit_unless, told
 from ckptkit_cli._options import AsJson, Selection
 from ckptkit_cli._output import Output
 from ckptkit_cli._progress import Progress
-from ckptkit_cli._text import counted, escaped, first_of, human_bytes, wrapped
+from ckptkit_cli._text import counted, escaped, first_of, wrapped
 
 if TYPE_CHECKING:
     from ckptkit.pipeline.verifying import Verification
@@ -50,7 +51,7 @@ def verify(
 def _page(output: Output, report: Verification) -> Iterator[str]:
     verdict = output.styled("ok", "green") if report.ok else output.styled("damaged", "red")
     what = "an output of ckptkit" if report.kind == "output" else "a checkpoint"
-    read = f"{counted(report.tensors, 'tensor')} read, {human_bytes(report.size_bytes)}"
+    read = f"{counted(report.tensors, 'tensor')} read, {size_text(report.size_bytes)}"
     yield f"{verdict}: {escaped(report.path)}, {what}: {read}"
     for line in report.proven:
         yield f"  {line}"

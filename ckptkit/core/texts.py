@@ -1,0 +1,36 @@
+"""Words for messages: sizes in a unit that suits them, and what kind of thing was found."""
+
+from __future__ import annotations
+
+_UNITS = ("KB", "MB", "GB", "TB", "PB")
+_KILO = 1000
+_ROUNDS_UP = 999.5  # from here on three digits would read 1,000
+
+
+def size_text(size_bytes: float) -> str:
+    """Returns a size in three digits and a unit, a power of 1,000.
+
+    >>> size_text(3_800), size_text(2_147_483_648), size_text(999_999), size_text(512)
+    ('3.80 KB', '2.15 GB', '1.00 MB', '512 B')
+    """
+    if size_bytes < _ROUNDS_UP:
+        return f"{size_bytes:.0f} B"
+    value = float(size_bytes)
+    unit = ""
+    for unit in _UNITS:
+        value /= _KILO
+        if value < _ROUNDS_UP:
+            return f"{value:#.3g}".rstrip(".") + f" {unit}"
+    return f"{value:,.0f} {unit}"
+
+
+def a_kind(value: object) -> str:
+    """Names the type of a value, with its article.
+
+    >>> a_kind(3), a_kind("x"), a_kind(None), a_kind(lambda: 0)
+    ('an int', 'a str', 'None', 'a function')
+    """
+    if value is None:
+        return "None"
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiouAEIO' else 'a'} {name}"
