@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ckptkit.core.errors import FormatError
+from ckptkit.core.errors import FormatError, UnsafePathError
+from ckptkit.core.texts import a_kind
 
 if TYPE_CHECKING:  # the writer process reads manifests without numpy
     from ckptkit.core.index import Shape
@@ -74,12 +76,15 @@ class Manifest:
     files: Mapping[str, FileRecord] = field(default_factory=dict)
 
     def to_json(self) -> bytes:
-        """Returns the file's bytes: sorted, indented JSON, the same for the same content."""
+        """Returns the file's bytes: sorted, indented JSON, the same for the same content.
+
+        JSON has no numbers that are not finite: in `source` and `options` they become null.
+        """
         document = {
             "ckptkit_manifest": MANIFEST_VERSION,
             "kind": self.kind,
-            "source": dict(self.source),
-            "options": dict(self.options),
+            "source": _finite(dict(self.source)),
+            "options": _finite(dict(self.options)),
             "versions": dict(self.versions),
             "tied": dict(self.tied),
             "files": {
@@ -97,7 +102,8 @@ class Manifest:
                 for name, t in self.tensors.items()
             },
         }
-        return (json.dumps(document, indent=1, sort_keys=True) + "\n").encode()
+        text = json.dumps(document, indent=1, sort_keys=True, allow_nan=False)
+        return f"{text}\n".encode()
 
 
 def check_manifest_size(size_bytes: int, *, where: str) -> None:
@@ -122,6 +128,7 @@ def parse_manifest(data: bytes, *, where: str) -> Manifest:
 
     Raises:
         FormatError: If the bytes are not a manifest of a version that is known.
+        UnsafePathError: If it names a file outside of its folder.
     """
     check_manifest_size(len(data), where=where)
     try:
@@ -138,7 +145,19 @@ def parse_manifest(data: bytes, *, where: str) -> Manifest:
             where=where,
             hint="it was written by another ckptkit; use that version to verify it",
         )
+    for path in manifest.files:
+        _check_inside(path, where)
     return manifest
+
+
+def _check_inside(path: str, where: str) -> None:
+    """Refuses what `check_relative` of the storage refuses, which lies above this layer."""
+    parts = [part for part in path.replace("\\", "/").split("/") if part not in {"", "."}]
+    if not parts or ".." in parts or path.startswith(("/", "\\")) or "\0" in path:
+        raise UnsafePathError(
+            f"the file name {path!r:.200} was found where a path inside the folder was expected",
+            where=where,
+        )
 
 
 def _from_document(document: Mapping[str, Any]) -> Manifest:
@@ -172,10 +191,21 @@ def _tensor(record: Mapping[str, Any]) -> TensorRecord:
 def _table(value: object, what: str) -> dict[str, Any]:
     if isinstance(value, dict):
         return value
-    raise ValueError(f"{what} is a {type(value).__name__} where an object was expected")
+    raise ValueError(f"{what} is {a_kind(value)} where an object was expected")
 
 
 def _count(value: object) -> int:
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
     raise ValueError(f"{value!r:.100} was found where a number of things was expected")
+
+
+def _finite(value: Any) -> Any:
+    """Returns JSON values with null for each number that is not finite."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(inner) for inner in value]
+    return value

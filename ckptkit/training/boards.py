@@ -6,6 +6,7 @@ training, on the device or off it. Nothing waits inside a store for a key to app
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -17,10 +18,13 @@ from ckptkit.core.errors import PeerError
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
+logger = logging.getLogger(__name__)
+
 MAX_VALUE_BYTES = 4 << 20
 """TCPStore drops a connection, and with it the training, that sends it more than 8 MiB."""
 
 _OPERATION_SECONDS = 30.0  # a store answers in less than a millisecond, unless its host is stopped
+_CONNECT_SECONDS = 10.0  # the training's own timeout, which else holds here, may be many minutes
 _KEYS_AT_ONCE = 256  # of 1 MiB each, an answer of 256 MiB
 _LOST = "the host of torch.distributed's store ended or is not reached; look at its log first"
 
@@ -97,23 +101,26 @@ class _Courier:
         self._thread = threading.Thread(target=self._run, name="ckptkit-store", daemon=True)
         self._thread.start()
 
-    def run(self, operation: Callable[[], T]) -> T:
+    def run(self, operation: Callable[[], T], seconds: float | None = None) -> T:
+        limit = _OPERATION_SECONDS if seconds is None else seconds
         if not self._thread.is_alive():
             raise PeerError("the connection to the other ranks was closed")
         job: Future[T] = Future()
         self._jobs.put((job, operation))
         try:
-            return job.result(_OPERATION_SECONDS)
+            return job.result(limit)
         except TimeoutError as error:
             job.cancel()
-            raise PeerError(
-                f"the store did not answer within {_OPERATION_SECONDS:.0f} s", hint=_LOST
-            ) from error
+            raise PeerError(f"the store did not answer within {limit:.0f} s", hint=_LOST) from error
         except RuntimeError as error:  # torch's DistError and its kinds are RuntimeErrors
             raise PeerError(f"the store failed: {first_line(error)}", hint=_LOST) from error
 
-    def close(self) -> None:
+    def leave(self) -> None:
+        """Has the thread end once it comes back from what it does."""
         self._jobs.put(None)
+
+    def close(self) -> None:
+        self.leave()
         self._thread.join(1.0)
 
     def _run(self) -> None:
@@ -129,15 +136,17 @@ class _Courier:
 class StoreBoard:
     """A part of a store of torch.distributed, seen through a connection of its own.
 
-    Where torch is too old to copy a store's connection ours is the training's, on which a call of
-    ours then takes its turn; none takes longer than one exchange with the host.
+    Where the store's connection cannot be copied, because torch is too old or the host takes no
+    further one, ours is the training's, on which a call of ours then takes its turn; none takes
+    longer than one exchange with the host.
     """
 
     def __init__(self, store: Store, prefix: str) -> None:
         self._given = store  # it may be the host of all connections, and end with its last user
-        self._store: Any = _own_connection(store)  # torch's stubs lack half of its methods
-        self._prefix = prefix
         self._courier = _Courier()
+        self._store: Any = store  # torch's stubs lack half of its methods
+        self._prefix = prefix
+        self._connect()
 
     def under(self, prefix: str) -> StoreBoard:
         """Returns a board for keys under a further prefix, on the same connection."""
@@ -198,6 +207,19 @@ class StoreBoard:
         """Ends the thread that speaks to the store, for all boards on this connection."""
         self._courier.close()
 
+    def _connect(self) -> None:
+        """Takes a connection of its own, if it gets one soon."""
+        clone = getattr(self._given, "clone", None)
+        if clone is None:
+            return
+        try:
+            self._store = self._courier.run(clone, _CONNECT_SECONDS)
+        except PeerError as error:
+            if isinstance(error.__cause__, TimeoutError):  # that courier still waits there
+                logger.warning("the connection of the training is used for saves too: %s", error)
+                self._courier.leave()
+                self._courier = _Courier()
+
     def _key(self, key: str) -> str:
         return f"{self._prefix}/{key}"
 
@@ -211,13 +233,6 @@ class StoreBoard:
         for start in range(0, len(keys), _KEYS_AT_ONCE):
             values += self._store.multi_get(keys[start : start + _KEYS_AT_ONCE])
         return values
-
-
-def _own_connection(store: Any) -> Any:
-    try:
-        return store.clone()
-    except (AttributeError, NotImplementedError, RuntimeError):
-        return store
 
 
 def first_line(error: Exception) -> str:

@@ -67,7 +67,7 @@ class SaveRequests:
         run: RunFolder,
         *,
         interval: Interval = Interval(),  # noqa: B008  a frozen value
-        signals: Sequence[str] | None = None,
+        signals: Sequence[str] = (),
         slurm_margin_seconds: float = 300.0,
         timeout_seconds: float = LONGEST_WAIT_SECONDS,
     ) -> None:

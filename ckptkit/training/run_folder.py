@@ -7,7 +7,7 @@ import logging
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,13 @@ from typing import Any
 
 from ckptkit.core.errors import CkptkitError, FormatError, OutputError, UsageError
 from ckptkit.core.manifest import MANIFEST_NAME, Manifest, check_manifest_size, parse_manifest
-from ckptkit.planning.retention import StepFacts
+from ckptkit.planning.retention import (
+    Retention,
+    StepFacts,
+    abandoned,
+    missing_metric,
+    steps_to_remove,
+)
 from ckptkit.storage.run_marks import (
     MARKS_FOLDER,
     Owner,
@@ -31,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 _URL = re.compile(r"(?:^|/)[A-Za-z][A-Za-z0-9+.-]+:/")  # in a path made absolute as well
 _KIND = "training"
+_Identity = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +71,8 @@ class RunFolder:
                 hint="save to a local or shared file system, and copy from there",
             )
         self.path = Path(named).absolute()
+        self._known: dict[Path, tuple[_Identity, SavedStep]] = {}
+        self._has_warned = False
         with _translated(self.path):
             _make_writable(self.path)
 
@@ -76,12 +85,52 @@ class RunFolder:
         return self.path / f".checkpoint-{step}.ckptkit-{nonce}-{attempt}"
 
     def steps(self) -> tuple[SavedStep, ...]:
-        """Returns what lies there; see `saved_steps`.
+        """Returns what lies there, as `saved_steps` does, but looks into no step twice.
+
+        A step that was found complete is looked into again once it was replaced: the directory
+        or its manifest is another one, or was changed.
 
         Raises:
             OutputError: If the run cannot be listed.
         """
-        return saved_steps(self.path)
+        with _translated(self.path):
+            folders = step_folders(self.path)
+        known, self._known = self._known, {}
+        return _in_order(self._step(step, path, known.get(path)) for step, path in folders.items())
+
+    def last_save_number(self) -> int:
+        """Returns the largest `save_number` of the complete steps, 0 where there is none.
+
+        Raises:
+            OutputError: If the run cannot be listed.
+        """
+        return max((step.save_number for step in self.steps()), default=0)
+
+    def retired_by(
+        self, step: int, metrics: Mapping[str, Any], retention: Retention
+    ) -> tuple[Path, ...]:
+        """Returns the steps that go once a new one is durable; nothing is read where all stay.
+
+        The first time that no step has the metric of `keep_best` a warning says so.
+
+        Args:
+            step: The new one, which counts as the one saved last.
+            metrics: Of the new one, as its manifest has them.
+            retention: The rules.
+
+        Raises:
+            OutputError: If the run cannot be listed.
+        """
+        if retention.keeps_all:
+            return ()
+        there = [saved for saved in self.steps() if saved.step != step]
+        number = 1 + max((saved.save_number for saved in there), default=0)
+        every = [*there, StepFacts(step, metrics=_numbers(metrics), save_number=number)]
+        problem = missing_metric(every, retention)
+        if problem and not self._has_warned:
+            self._has_warned = True
+            logger.warning("%s", problem)
+        return tuple(self.step_folder(old) for old in steps_to_remove(every, retention))
 
     def lock(self) -> RunLock | None:
         """Keeps other jobs from writing here, until the lock is closed or this process ends.
@@ -115,18 +164,38 @@ class RunFolder:
         """
         return take_request(self.path)
 
+    def _step(
+        self, number: int, path: Path, known: tuple[_Identity, SavedStep] | None
+    ) -> SavedStep:
+        before = _identity(path)
+        if known is not None and known[0] == before:
+            self._known[path] = known
+            return known[1]
+        saved = _saved_step(number, path)
+        if saved.complete and before is not None:
+            self._known[path] = before, saved
+        return saved
+
 
 def saved_steps(run: Path) -> tuple[SavedStep, ...]:
-    """Returns what lies in a run, oldest first; a step is complete if its manifest is true.
+    """Returns what lies in a run, the newest last; a step is complete if its manifest is true.
 
-    That is, it can be read, belongs to this step, and every file in it has its size.
+    That is, it can be read, belongs to this step, and every file in it has its size. Steps that
+    training went back from, see `abandoned`, come before all others: to go on from one of them
+    is the last resort.
 
     Raises:
         OutputError: If the run cannot be listed.
     """
     with _translated(run):
         folders = step_folders(run)
-    return tuple(_saved_step(step, path) for step, path in folders.items())
+    return _in_order(_saved_step(step, path) for step, path in folders.items())
+
+
+def _in_order(steps: Iterable[SavedStep]) -> tuple[SavedStep, ...]:
+    found = tuple(steps)
+    left = abandoned(found)
+    return tuple(sorted(found, key=lambda saved: (saved.step not in left, saved.step)))
 
 
 def _make_writable(path: Path) -> None:
@@ -156,6 +225,15 @@ def _translated(path: Path) -> Iterator[None]:
         ) from error
 
 
+def _identity(path: Path) -> _Identity | None:
+    """Returns numbers that change when a step is replaced; None where they cannot be told."""
+    try:
+        found = path.stat(), (path / MANIFEST_NAME).stat()
+    except OSError:
+        return None
+    return tuple(n for stat in found for n in (stat.st_dev, stat.st_ino, stat.st_mtime_ns))
+
+
 def _saved_step(step: int, path: Path) -> SavedStep:
     try:
         manifest = _read_manifest(path / MANIFEST_NAME)
@@ -167,7 +245,9 @@ def _saved_step(step: int, path: Path) -> SavedStep:
     except CkptkitError as error:
         return SavedStep(step, complete=False, path=path, problem=str(error))
     metrics = _numbers(manifest.source.get("metrics"))
-    return SavedStep(step, complete=True, metrics=metrics, path=path)
+    number = manifest.source.get("save_number")
+    number = number if isinstance(number, int) and number > 0 else 0
+    return SavedStep(step, metrics=metrics, save_number=number, path=path)
 
 
 def _read_manifest(path: Path) -> Manifest:
@@ -199,5 +279,12 @@ def _numbers(metrics: object) -> Mapping[str, float]:
     return {
         name: float(value)
         for name, value in table.items()
-        if isinstance(value, (int, float)) and not math.isnan(value)
+        if isinstance(value, (int, float)) and _is_finite(value)
     }
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer without bound, in a manifest that somebody else made
+        return False

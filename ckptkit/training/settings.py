@@ -4,16 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
+from signal import Signals
 from typing import Any, Literal, TypedDict, get_args
 
 from ckptkit.core.errors import UsageError
+from ckptkit.core.texts import a_kind
 from ckptkit.planning.requests import parse_size
 from ckptkit.planning.retention import BestMode, Retention
 from ckptkit.training.handle import SaveReport
+from ckptkit.training.layout import MIN_LIMIT_BYTES
+from ckptkit.training.peers import name_ranks
+from ckptkit.training.sidecar import check_sidecar
+from ckptkit.training.signals import signal_names
 from ckptkit.training.state import Layout
 from ckptkit.training.triggers import Interval
 
 InFlight = Literal["wait", "skip"]
+
+_MOST_SECONDS = 1e6  # 11 days: above some 24 of them no system call takes a timeout
+_SIZE_HINT = 'pass staging_limit="16GB"'
 
 
 class Options(TypedDict, total=False):
@@ -31,14 +41,15 @@ class Options(TypedDict, total=False):
             to end, or "skip".
         max_in_flight: How many saves may be under way; each has a copy of the local state.
         sidecar: What lies beside the shards: objects with `save_pretrained` (a tokenizer), paths.
-        signals: Names of signals after which `should_save` says yes and `stop_requested` is set;
-            none by default. Earlier handlers are called as well.
+        signals: Signals, by name, after which `should_save` says yes and `stop_requested` is
+            set; none by default. Earlier handlers are called as well.
         slurm_margin_seconds: How long before Slurm ends the job it is saved, and told to stop;
             0 to ignore Slurm.
         staging_limit: Memory for the copy, such as "16GB"; a larger state is staged in waves.
         timeout_seconds: How long other ranks are waited for, by anything that waits for them.
         stall_seconds: How long a writer may give no sign of life before it is killed.
-        listener: Is called with a `SaveReport` after each save, from a thread.
+        listener: Is called with a `SaveReport` once a save has ended well, from the thread that
+            writes; while it runs, the next save has to wait.
     """
 
     layout: Layout
@@ -50,7 +61,7 @@ class Options(TypedDict, total=False):
     in_flight: InFlight
     max_in_flight: int
     sidecar: Mapping[str, object] | None
-    signals: Sequence[str]
+    signals: str | Signals | Sequence[str | Signals | int] | None
     slurm_margin_seconds: float
     staging_limit: int | str | None
     timeout_seconds: float
@@ -75,6 +86,42 @@ class Settings:
     stall_seconds: float = 120.0
     listener: Callable[[SaveReport], None] | None = None
 
+    def shared(self) -> dict[str, Any]:
+        """Returns what has to be equal on all ranks, by the option's name, as JSON values."""
+        every = self.interval.seconds
+        return {
+            "layout": self.layout,
+            "every": self.interval.steps if every is None else f"{every:.15g}s",
+            "keep_last": self.retention.keep_last,
+            "keep_every": self.retention.keep_every,
+            "keep_best": self.retention.keep_best,
+            "best_mode": self.retention.best_mode,
+            "in_flight": self.in_flight,
+            "max_in_flight": self.max_in_flight,
+            "signals": sorted(self.signals),
+            "slurm_margin_seconds": self.slurm_margin_seconds,
+        }
+
+
+def check_shared(of_ranks: Sequence[Mapping[str, Any]]) -> None:
+    """Refuses options that differ between ranks.
+
+    Args:
+        of_ranks: `Settings.shared` of each rank.
+
+    Raises:
+        UsageError: If one does, naming it and the ranks.
+    """
+    for name, expected in of_ranks[0].items():
+        other = [rank for rank, options in enumerate(of_ranks) if options[name] != expected]
+        if other:
+            raise UsageError(
+                f"is {of_ranks[other[0]][name]!r} on {name_ranks(other)} and {expected!r} on"
+                " rank 0, where the same was expected on all ranks",
+                where=name,
+                hint="give the Checkpointer the same options on every rank",
+            )
+
 
 def check_options(options: Options) -> Settings:
     """Returns the options as settings.
@@ -82,20 +129,15 @@ def check_options(options: Options) -> Settings:
     Raises:
         UsageError: If one of them is unknown, or does not have the form that it needs.
     """
-    unknown = options.keys() - Options.__annotations__.keys()
-    if unknown:
-        raise UsageError(
-            f"unknown option {min(unknown)!r}; known are"
-            f" {', '.join(sorted(Options.__annotations__))}",
-            where="Checkpointer",
-        )
     given: dict[str, Any] = dict(options)
+    _check_known(given)
     _check_choice(given, "layout", get_args(Layout))
     _check_choice(given, "in_flight", get_args(InFlight))
-    for name in ("max_in_flight", "timeout_seconds", "stall_seconds"):
-        if given.get(name, 1) <= 0:
-            raise UsageError(f"is {given[name]!r}, where more than 0 was expected", where=name)
-    limit = given.pop("staging_limit", None)
+    _check_count(given, "max_in_flight")
+    _check_seconds(given, "timeout_seconds", may_be_0=False)
+    _check_seconds(given, "stall_seconds", may_be_0=False)
+    _check_seconds(given, "slurm_margin_seconds", may_be_0=True)
+    _check_listener(given.get("listener"))
     retention = {
         name: given.pop(name)
         for name in ("keep_last", "keep_every", "keep_best", "best_mode")
@@ -104,13 +146,75 @@ def check_options(options: Options) -> Settings:
     return Settings(
         interval=Interval.parse(given.pop("every", None)),
         retention=Retention(**retention),
-        sidecar=given.pop("sidecar", None) or {},
-        signals=tuple(given.pop("signals", ())),
-        staging_limit_bytes=None if limit is None else parse_size(limit, option="staging_limit"),
+        sidecar=check_sidecar(given.pop("sidecar", None)),
+        signals=signal_names(given.pop("signals", None)),
+        staging_limit_bytes=_limit_bytes(given.pop("staging_limit", None)),
         **given,
     )
 
 
+def _check_known(given: Mapping[str, Any]) -> None:
+    known = sorted(Options.__annotations__)
+    unknown = sorted(given.keys() - Options.__annotations__.keys())
+    if unknown:
+        near = get_close_matches(unknown[0], known, 1)
+        raise UsageError(
+            f"unknown option {unknown[0]!r}; known are {', '.join(known)}",
+            where="Checkpointer",
+            hint=f"pass {near[0]}={given[unknown[0]]!r:.40}" if near else "",
+        )
+
+
 def _check_choice(given: Mapping[str, Any], name: str, choices: Sequence[str]) -> None:
-    if given.get(name, choices[0]) not in choices:
-        raise UsageError(f"{given[name]!r} is not among {', '.join(choices)}", where=name)
+    value = given.get(name, choices[0])
+    if not isinstance(value, str) or value not in choices:
+        raise UsageError(f"{value!r} is not among {', '.join(choices)}", where=name)
+
+
+def _check_count(given: Mapping[str, Any], name: str) -> None:
+    value = given.get(name, 1)
+    if type(value) is not int or value < 1:
+        raise UsageError(f"is {value!r}, where a whole number above 0 was expected", where=name)
+
+
+def _check_seconds(given: Mapping[str, Any], name: str, *, may_be_0: bool) -> None:
+    value = given.get(name, 1.0)
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if is_number and 0 <= value <= _MOST_SECONDS and (value or may_be_0):  # NaN is not in between
+        return
+    least = "of at least 0" if may_be_0 else "above 0"
+    raise UsageError(
+        f"is {value!r}, where a number of seconds {least} was expected, and at most"
+        f" {_MOST_SECONDS:,.0f}",
+        where=name,
+    )
+
+
+def _check_listener(listener: object) -> None:
+    if listener is not None and not callable(listener):
+        raise UsageError(
+            f"{a_kind(listener)} was found where a function that takes a SaveReport was expected",
+            where="listener",
+        )
+
+
+def _limit_bytes(limit: object) -> int | None:
+    if limit is None:
+        return None
+    if isinstance(limit, bool) or not isinstance(limit, (int, str)):
+        raise UsageError(
+            f"{a_kind(limit)} was found where a size was expected",
+            where="staging_limit",
+            hint=_SIZE_HINT,
+        )
+    try:
+        size = parse_size(limit, option="staging_limit")
+    except UsageError as error:
+        raise UsageError(error.message, where=error.where, hint=_SIZE_HINT) from error
+    if size < MIN_LIMIT_BYTES:
+        raise UsageError(
+            f"is {size:,} bytes, where at least {MIN_LIMIT_BYTES:,} are needed",
+            where="staging_limit",
+            hint=_SIZE_HINT,
+        )
+    return size

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
@@ -18,6 +19,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from ckptkit.core.errors import UsageError
 from ckptkit.core.manifest import RUN_FACTS, SIDE_FOLDER
+from ckptkit.core.texts import a_kind
 from ckptkit.training.pieces import SmallFile
 
 _CONFIG = "config.json"
@@ -35,6 +37,45 @@ _Files = dict[str, bytes]
 @runtime_checkable
 class _Pretrained(Protocol):
     def save_pretrained(self, save_directory: str) -> object: ...
+
+
+def check_sidecar(sidecar: object) -> Mapping[str, object]:
+    """Returns what the user adds, by name, if it is all of a kind that can be stored.
+
+    Args:
+        sidecar: As for `collect_sidecar`; None for nothing.
+
+    Returns:
+        The same.
+
+    Raises:
+        UsageError: If it is no mapping, or a value is of another kind.
+    """
+    if sidecar is None:
+        return {}
+    if not isinstance(sidecar, Mapping):
+        raise UsageError(
+            f"{a_kind(sidecar)} was found where names and what to store were expected",
+            where="sidecar",
+            hint='pass a dict, such as sidecar={"processing_class": tokenizer}',
+        )
+    for key, value in sidecar.items():
+        if not isinstance(key, str):
+            raise UsageError(
+                f"{a_kind(key)} was found where a name was expected", where=f"sidecar[{key!r}]"
+            )
+        _check_kind(key, value)
+    return sidecar
+
+
+def _check_kind(key: str, value: object) -> None:
+    is_object = isinstance(value, _Pretrained) and not isinstance(value, (nn.Module, type))
+    if not is_object and not isinstance(value, (str, bytes, os.PathLike)):
+        raise UsageError(
+            f"{a_kind(value)} was found where a tokenizer or processor, a path or bytes were"
+            " expected",
+            where=f"sidecar[{key!r}]",
+        )
 
 
 def collect_sidecar(
@@ -76,14 +117,39 @@ def collect_sidecar(
     return tuple(SmallFile(f"{SIDE_FOLDER}/{name}", files[name]) for name in sorted(files))
 
 
-def run_facts(facts: Mapping[str, object]) -> SmallFile:
+def run_facts(facts: Mapping[str, object], models: Sequence[nn.Module] = ()) -> SmallFile:
     """Returns the file that tells how the run was laid out.
 
     Args:
         facts: JSON values that stay the same for a session: versions, world size, mesh,
             strategy, tied names, wrappers, FSDP1's flat parameters.
+        models: The models of the state. Of the first that has a configuration the file tells,
+            as `base_model`, the `id` under which it was loaded and the `commit_hash` on the
+            Hub, which `config.json` leaves out.
     """
-    return SmallFile(RUN_FACTS, (json.dumps(facts, indent=1, sort_keys=True) + "\n").encode())
+    document = {**facts} | _origin(models)
+    return SmallFile(RUN_FACTS, (json.dumps(document, indent=1, sort_keys=True) + "\n").encode())
+
+
+def _origin(models: Sequence[nn.Module]) -> dict[str, object]:
+    for model in map(_unwrapped, models):
+        base = _base_of(model)
+        if hasattr(getattr(base, "config", None), "to_json_string"):
+            known = {"id": _base_id(base), "commit_hash": _commit_hash(base)}
+            found = {name: text for name, text in known.items() if text}
+            return {"base_model": found} if found else {}
+    return {}
+
+
+def _base_id(base: nn.Module) -> str | None:
+    """Returns where a model was loaded from, such as its name on the Hub."""
+    return getattr(base, "name_or_path", None) or None
+
+
+def _commit_hash(base: nn.Module) -> str | None:
+    """Returns the Hub's commit of the model; Transformers has no public way to it."""
+    found = getattr(getattr(base, "config", None), "_commit_hash", None)
+    return found if isinstance(found, str) and found else None
 
 
 def _described(models: Sequence[nn.Module]) -> Iterator[tuple[str, bytes]]:
@@ -97,7 +163,7 @@ def _described(models: Sequence[nn.Module]) -> Iterator[tuple[str, bytes]]:
 
 def _configurations(model: nn.Module) -> Iterator[tuple[str, bytes]]:
     adapters = getattr(model, "peft_config", None)
-    base = _base_of(model) if isinstance(adapters, dict) else model
+    base = _base_of(model)
     config = getattr(base, "config", None)
     if config is not None and hasattr(config, "to_json_string"):
         yield _CONFIG, _model_config(base, config)
@@ -120,7 +186,9 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
 
 def _base_of(model: nn.Module) -> nn.Module:
-    """Returns the model that PEFT wrapped, or put its layers into."""
+    """Returns the model that PEFT wrapped, or put its layers into; else the model itself."""
+    if not isinstance(getattr(model, "peft_config", None), dict):
+        return model
     get = getattr(model, "get_base_model", None)
     return _unwrapped(cast(Callable[[], nn.Module], get)()) if get is not None else model
 
@@ -135,11 +203,15 @@ def _model_config(model: nn.Module, config: Any) -> bytes:
 def _adapter_config(adapter: Any, base: nn.Module) -> bytes:
     """Returns `adapter_config.json` as PEFT writes it beside an adapter.
 
+    A revision that is left open is the one that the base was loaded from.
+
     Source: peft 0.21, `PeftModel.save_pretrained`.
     """
     adapter = copy.deepcopy(adapter)
     if adapter.base_model_name_or_path is None:
-        adapter.base_model_name_or_path = getattr(base, "name_or_path", None) or None
+        adapter.base_model_name_or_path = _base_id(base)
+    if adapter.revision is None and adapter.base_model_name_or_path == _base_id(base):
+        adapter.revision = _commit_hash(base)
     adapter.inference_mode = True
     mapping = None
     if adapter.task_type is None:  # then this is how PEFT finds the class of the base again
@@ -152,20 +224,15 @@ def _adapter_config(adapter: Any, base: nn.Module) -> bytes:
 
 def _given(key: str, value: object) -> Iterator[tuple[str, bytes]]:
     """Yields the files that one value of the user's stands for."""
+    _check_kind(key, value)
     if isinstance(value, bytes):
         yield key, value
-    elif isinstance(value, (str, Path)):
+    elif isinstance(value, (str, os.PathLike)):
         yield from _copied(Path(value), key)
-    elif isinstance(value, _Pretrained) and not isinstance(value, nn.Module):
+    elif isinstance(value, _Pretrained):
         with tempfile.TemporaryDirectory() as folder:
             value.save_pretrained(folder)
             yield from _below(Path(folder))
-    else:
-        raise UsageError(
-            f"a {type(value).__name__} was found where a tokenizer or processor, a path or bytes"
-            " were expected",
-            where=f"sidecar[{key!r}]",
-        )
 
 
 def _copied(path: Path, key: str) -> Iterator[tuple[str, bytes]]:

@@ -2,20 +2,51 @@
 
 from __future__ import annotations
 
-import logging
+import os
 import signal
 import threading
+import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from difflib import get_close_matches
+from functools import partial
 from types import FrameType
 from typing import Any
 
 from ckptkit.core.errors import UsageError
+from ckptkit.core.texts import a_kind
 
-logger = logging.getLogger(__name__)
+_HINT = 'pass names such as signals=("SIGTERM", "SIGUSR2"), or () for none'
 
-DEFAULT_SIGNALS = ("SIGTERM", "SIGUSR2")
+
+def signal_names(given: object) -> tuple[str, ...]:
+    """Reads signals as users write them: names, numbers or members of `signal.Signals`.
+
+    Args:
+        given: One of them or several; None for none.
+
+    Returns:
+        The names, each once.
+
+    Raises:
+        UsageError: If one of them is no signal of this system.
+
+    >>> signal_names([signal.SIGTERM, 15, "SIGUSR2"]), signal_names("SIGTERM")
+    (('SIGTERM', 'SIGUSR2'), ('SIGTERM',))
+    """
+    if given is None:
+        return ()
+    several: Iterable[object] = (given,) if isinstance(given, (str, int)) else ()
+    if not several:
+        if not isinstance(given, Iterable) or isinstance(given, (bytes, bytearray)):
+            raise UsageError(
+                f"{a_kind(given)} was found where signals were expected",
+                where="signals",
+                hint=_HINT,
+            )
+        several = given
+    return tuple(dict.fromkeys(_signal(one).name for one in several))
 
 
 class SignalWatch:
@@ -24,14 +55,16 @@ class SignalWatch:
     A handler that was there is called after the signal is noted; the default action, which would
     end the process, is not. Python runs handlers in the main thread, between two of its
     instructions: a long call into C, a collective say, delays them.
+
+    A process that is forked from this one, such as a worker of a DataLoader, has the earlier
+    handlers: a signal to it is no business of the training, and has to be able to end it.
     """
 
-    def __init__(self, names: Sequence[str] | None = None) -> None:
+    def __init__(self, names: Sequence[str] = ()) -> None:
         """Installs the handlers.
 
         Args:
-            names: Of the signals. `DEFAULT_SIGNALS` when left out, and then a thread that may not
-                install handlers gets a warning instead of an error.
+            names: Of the signals.
 
         Raises:
             UsageError: If a name is unknown, a signal cannot be handled, or signals were named
@@ -40,22 +73,28 @@ class SignalWatch:
         self._arrived: deque[str] = deque()
         self._earlier: dict[int, Any] = {}
         self._closed = False
-        numbers = [_number(name) for name in (DEFAULT_SIGNALS if names is None else names)]
+        self._pid = os.getpid()
+        self._masks: dict[int, set[int]] = {}
+        numbers = [_signal(name) for name in signal_names(names)]
         if numbers and threading.current_thread() is not threading.main_thread():
-            if names is not None:
-                raise UsageError(
-                    "only the main thread can handle signals, and this is another",
-                    where="signals",
-                    hint="make the Checkpointer in the main thread, or pass signals=()",
-                )
-            logger.warning("signals are not handled: this is not the main thread")
-            return
+            raise UsageError(
+                "only the main thread can handle signals, and this is another",
+                where="signals",
+                hint="make the Checkpointer in the main thread, or pass signals=()",
+            )
         try:
             for number in numbers:
                 self._install(number)
         except BaseException:
             self.close()
             raise
+        if numbers and hasattr(os, "register_at_fork"):
+            alive = weakref.ref(self)
+            os.register_at_fork(
+                before=partial(_call, alive, SignalWatch._hold_back),
+                after_in_parent=partial(_call, alive, SignalWatch._let_through),
+                after_in_child=partial(_call, alive, SignalWatch._leave),
+            )
 
     def take(self) -> str | None:
         """Returns the name of a signal that arrived, each arrival once; None if there is none."""
@@ -74,6 +113,25 @@ class SignalWatch:
                 if earlier is not None and signal.getsignal(number) == self._handle:
                     signal.signal(number, earlier)
 
+    def _hold_back(self) -> None:
+        """Blocks the signals while this thread forks.
+
+        Python forgets what its handlers in C have noted when a child begins: a signal that came
+        before the earlier handlers are back would be lost, and who sent it would wait for ever.
+        """
+        if not self._closed:
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, self._earlier)
+            self._masks[threading.get_ident()] = {*before}
+
+    def _let_through(self) -> None:
+        before = self._masks.pop(threading.get_ident(), None)
+        if before is not None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def _leave(self) -> None:
+        self.close()
+        self._let_through()
+
     def _install(self, number: int) -> None:
         try:
             self._earlier[number] = signal.getsignal(number)
@@ -85,17 +143,32 @@ class SignalWatch:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         # No lock and no logging here: the thread that runs this may hold either.
+        earlier = self._earlier.get(number)
+        if os.getpid() != self._pid:  # it came before the child had put the handlers back
+            signal.signal(number, signal.SIG_DFL if earlier is None else earlier)
+            signal.raise_signal(number)
+            return
         if not self._closed:
             self._arrived.append(signal.Signals(number).name)
-        earlier = self._earlier.get(number)
         if callable(earlier):
             earlier(number, frame)
 
 
-def _number(name: str) -> int:
-    number = getattr(signal, name, None) if name.startswith("SIG") else None
-    if not isinstance(number, signal.Signals):
-        raise UsageError(
-            f"{name!r} is no signal of this system", where="signals", hint='pass "SIGTERM"'
-        )
-    return number
+def _call(watch: weakref.ref[SignalWatch], method: Callable[[SignalWatch], None]) -> None:
+    alive = watch()
+    if alive is not None:
+        method(alive)
+
+
+def _signal(given: object) -> signal.Signals:
+    found: object = None
+    if isinstance(given, int) and not isinstance(given, bool):
+        with suppress(ValueError):
+            found = signal.Signals(given)
+    elif isinstance(given, str) and given.startswith("SIG"):
+        found = getattr(signal, given, None)
+    if isinstance(found, signal.Signals):
+        return found
+    near = get_close_matches(str(given).upper(), [known.name for known in signal.Signals], 1, 0.6)
+    hint = f'pass "{near[0]}"' if near else _HINT
+    raise UsageError(f"{given!r} is no signal of this system", where="signals", hint=hint)

@@ -74,9 +74,14 @@ def hidden_beside(path: Path, kind: str) -> Path:
 def remove_whole(path: Path) -> None:
     """Removes a directory, which first loses its name: no half of it looks like a checkpoint.
 
+    Of a link only the link goes: what it leads to lies elsewhere, and may serve something else.
+
     Raises:
         OSError: If not all of it can be removed.
     """
+    if path.is_symlink():
+        path.unlink()
+        return
     trash = hidden_beside(path, TRASH)
     path.rename(trash)
     shutil.rmtree(trash)

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptkit_cli._text import cells, escaped, first_of, human_bytes, shortened, table, wrapped
+from ckptkit.core.texts import size_text
+from ckptkit_cli._text import cells, escaped, first_of, shortened, table, wrapped
 
 ROOT = Path(__file__).parents[2]
 LLAMA = ROOT / "fixtures" / "accelerate_fsdp2_tied_with_config" / "checkpoint"
@@ -161,7 +162,7 @@ def test_progress_is_drawn_on_a_terminal_and_wiped_off(tmp_path: Path) -> None:
     ],
 )
 def test_sizes_have_three_digits_and_powers_of_1000(count: int, text: str) -> None:
-    assert human_bytes(count) == text
+    assert size_text(count) == text
 
 
 @given(st.text(), st.integers(5, 60))

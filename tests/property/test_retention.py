@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptkit.planning.retention import Retention, StepFacts, steps_to_remove
+from ckptkit.planning.retention import Retention, StepFacts, abandoned, steps_to_remove
 
-METRICS = st.dictionaries(st.sampled_from(["loss", "accuracy"]), st.floats(allow_nan=True))
+METRICS = st.dictionaries(st.sampled_from(["loss", "accuracy"]), st.none() | st.floats())
 STEPS = st.lists(
     st.builds(
         StepFacts,
@@ -15,6 +17,7 @@ STEPS = st.lists(
         complete=st.booleans(),
         metrics=METRICS,
         protected=st.booleans(),
+        save_number=st.integers(0, 5),
     ),
     unique_by=lambda facts: facts.step,
 )
@@ -29,14 +32,34 @@ RULES = st.builds(
 )
 
 
+def line(steps: list[StepFacts]) -> list[int]:
+    """Returns the complete steps of which training has not gone back, lowest first."""
+    complete = [facts for facts in steps if facts.complete]
+    return sorted(
+        one.step
+        for one in complete
+        if not any(
+            other.step < one.step and other.save_number > one.save_number for other in complete
+        )
+    )
+
+
+@given(steps=STEPS)
+def test_a_step_is_abandoned_if_a_lower_one_was_saved_later(steps: list[StepFacts]) -> None:
+    complete = {facts.step for facts in steps if facts.complete}
+    assert complete - abandoned(steps) == set(line(steps))
+
+
 @given(steps=STEPS, rules=RULES)
 def test_what_must_stay_stays(steps: list[StepFacts], rules: Retention) -> None:
     removed = set(steps_to_remove(steps, rules))
     complete = sorted(facts.step for facts in steps if facts.complete)
-    assert removed <= set(complete[:-1])
+    assert removed <= set(complete)
+    saved_last = max((f.save_number, f.step) for f in steps if f.complete)[1] if complete else -1
+    assert saved_last not in removed
     assert not removed & {facts.step for facts in steps if facts.protected}
     if rules.keep_last is not None:
-        assert not removed & set(complete[-rules.keep_last :])
+        assert not removed & set(line(steps)[-rules.keep_last :])
     if rules.keep_every is not None:
         assert not any(step % rules.keep_every == 0 for step in removed)
 
@@ -47,10 +70,12 @@ def test_no_removed_step_is_better_than_all_that_stay(
 ) -> None:
     removed = set(steps_to_remove(steps, rules))
     name = rules.keep_best or ""
+    sign = 1 if rules.best_mode == "min" else -1
     values = {
-        facts.step: facts.metrics[name] * (1 if rules.best_mode == "min" else -1)
+        facts.step: sign * value
         for facts in steps
-        if facts.complete and name in facts.metrics and facts.metrics[name] == facts.metrics[name]
+        if facts.complete and (value := facts.metrics.get(name)) is not None
+        if math.isfinite(value)
     }
     kept = [value for step, value in values.items() if step not in removed]
     assert all(min(kept) <= value for step, value in values.items() if step in removed)
@@ -66,5 +91,6 @@ def test_removing_twice_removes_nothing_more(steps: list[StepFacts], rules: Rete
 @given(steps=STEPS, last=st.integers(1, 8))
 def test_with_keep_last_alone_all_others_go(steps: list[StepFacts], last: int) -> None:
     removed = steps_to_remove(steps, Retention(keep_last=last))
-    complete = sorted((f for f in steps if f.complete), key=lambda facts: facts.step)
-    assert removed == tuple(f.step for f in complete[:-last] if not f.protected)
+    kept = {*line(steps)[-last:], *(facts.step for facts in steps if facts.protected)}
+    complete = sorted(facts.step for facts in steps if facts.complete)
+    assert removed == tuple(step for step in complete if step not in kept)

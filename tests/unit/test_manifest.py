@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 import ckptkit
-from ckptkit.core.errors import FormatError
+from ckptkit.core.errors import FormatError, UnsafePathError
 from ckptkit.core.manifest import FileRecord, Manifest, TensorRecord, parse_manifest
 
 WRITTEN = Manifest(
@@ -48,9 +49,9 @@ def changed(path: tuple[str, ...], value: object) -> bytes:
         (("tensors", "w", "shape"), 6, "iterable"),
         (("tensors",), ["w"], "'tensors' is a list where an object was expected"),
         (("tensors",), [], "'tensors' is a list where an object was expected"),
-        (("tensors", "w"), 1, "'w' is a int"),
+        (("tensors", "w"), 1, "'w' is an int"),
         (("files",), "none", "'files' is a str"),
-        (("files", "config.json"), None, "'config.json' is a NoneType"),
+        (("files", "config.json"), None, "'config.json' is None where"),
         (("tied",), [["head", "w"]], "'tied' is a list"),
         (("source",), [], "'source' is a list"),
         (("ckptkit_manifest",), 2, "manifest version 2 found against 1"),
@@ -62,6 +63,28 @@ def test_a_field_of_another_kind_is_refused_with_its_name(
     with pytest.raises(FormatError, match=told) as caught:
         parse_manifest(changed(path, value), where="here")
     assert caught.value.where == "here"
+
+
+@pytest.mark.parametrize(
+    "path", ["../../../etc/hostname", "/etc/hostname", "a/../../b", "", ".", "a\0b", "..\\b"]
+)
+def test_a_file_outside_of_the_folder_is_refused(path: str) -> None:
+    manifest = dataclasses.replace(WRITTEN, files={path: FileRecord(1)})
+    with pytest.raises(UnsafePathError, match="where a path inside the folder was expected"):
+        parse_manifest(manifest.to_json(), where="here")
+
+
+def test_numbers_that_json_cannot_hold_become_null() -> None:
+    nan, endless = float("nan"), float("inf")
+    source = {"metrics": {"loss": nan, "acc": 0.5}, "more": [endless, (-endless, 1)]}
+    text = dataclasses.replace(WRITTEN, source=source).to_json().decode()
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    read = json.loads(text, parse_constant=refuse)
+    expected = {"metrics": {"loss": None, "acc": 0.5}, "more": [None, [None, 1]]}
+    assert read["source"] == expected
 
 
 @pytest.mark.parametrize("data", [b"", b"[]", b"{}", b"\xff", b"1e400", b"[" * 100_000])

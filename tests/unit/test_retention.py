@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ckptkit.core.errors import UsageError
-from ckptkit.planning.retention import Retention, StepFacts, steps_to_remove
+from ckptkit.planning.retention import Retention, StepFacts, missing_metric, steps_to_remove
 
 
 def steps(*numbers: int) -> list[StepFacts]:
@@ -62,6 +62,29 @@ def test_a_protected_step_stays() -> None:
     assert steps_to_remove(found, Retention(keep_last=1)) == (20,)
 
 
+def saved(*numbers: int) -> list[StepFacts]:
+    return [StepFacts(step, save_number=order) for order, step in enumerate(numbers, 1)]
+
+
+def test_after_a_rollback_the_steps_saved_last_are_the_newest() -> None:
+    assert steps_to_remove(saved(200, 300, 210), Retention(keep_last=2)) == (300,)
+    assert steps_to_remove(saved(200, 300, 210, 220), Retention(keep_last=2)) == (200, 300)
+    assert steps_to_remove(saved(200, 300, 210), Retention(keep_last=2, keep_every=300)) == ()
+
+
+def test_a_step_that_was_reached_again_counts_again() -> None:
+    assert steps_to_remove(saved(200, 210, 300), Retention(keep_last=2)) == (200,)
+
+
+def test_a_metric_that_no_step_has_is_told_with_those_that_there_are() -> None:
+    found = [StepFacts(10, metrics={"loss": 1.0, "acc": None}), StepFacts(20)]
+    assert "found are acc, loss" in missing_metric(found, Retention(keep_best="acc"))
+    assert "no step has any" in missing_metric(steps(10), Retention(keep_best="acc"))
+    assert missing_metric(found, Retention(keep_best="loss")) == ""
+    assert missing_metric(found, Retention(keep_last=1)) == ""
+    assert missing_metric([], Retention(keep_best="loss")) == ""
+
+
 def test_any_rule_is_enough_to_stay() -> None:
     found = rated({10: 1.0, 20: 5.0, 30: 5.0, 40: 5.0, 50: 5.0})
     kept = Retention(keep_last=1, keep_every=20, keep_best="loss")
@@ -78,6 +101,8 @@ def test_any_rule_is_enough_to_stay() -> None:
         {"keep_last": True},
         {"best_count": 0},
         {"keep_best": "x", "best_mode": "least"},
+        {"keep_best": 3},
+        {"keep_best": ""},
     ],
 )
 def test_a_rule_that_makes_no_sense_is_refused(options: dict[str, Any]) -> None:

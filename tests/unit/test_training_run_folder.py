@@ -18,7 +18,8 @@ from ckptkit.core.manifest import MANIFEST_NAME, FileRecord, Manifest
 from ckptkit.planning.retention import Retention, steps_to_remove
 from ckptkit.storage.run_marks import ask_for_save, run_is_live, take_run_lock
 from ckptkit.storage.syscalls import detect_capabilities
-from ckptkit.training.run_folder import RunFolder
+from ckptkit.training import run_folder
+from ckptkit.training.run_folder import RunFolder, saved_steps
 
 
 def commit(run: RunFolder, step: int, /, **changes: Any) -> Path:
@@ -91,6 +92,72 @@ def test_what_is_damaged_is_marked_and_says_why(tmp_path: Path) -> None:
     assert all(text in problems[step] for step, text in expected.items())
     assert problems[9] == ""
     assert steps_to_remove(run.steps(), Retention(keep_last=1)) == ()
+
+
+def test_a_name_that_leads_out_of_the_step_is_not_followed(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    (tmp_path / "outside").write_bytes(b"12345")
+    manifest = commit(run, 1) / MANIFEST_NAME
+    manifest.write_bytes(manifest.read_bytes().replace(b'"data"', b'"../outside"'))
+    [found] = run.steps()
+    assert not found.complete
+    assert "'../outside' was found where a path inside" in found.problem
+
+
+def test_a_step_is_looked_into_once_and_again_when_it_was_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[int] = []
+    check = run_folder._check
+
+    def counting(step: int, *rest: Any) -> None:
+        looked.append(step)
+        check(step, *rest)
+
+    monkeypatch.setattr(run_folder, "_check", counting)
+    run = RunFolder(tmp_path)
+    commit(run, 1)
+    (commit(run, 2) / "data").unlink()
+    first = run.steps()
+    commit(run, 3)
+    assert run.steps()[:2] == first
+    assert looked == [1, 2, 2, 3]
+    run.step_folder(1).rename(tmp_path / "away")
+    assert [step.step for step in run.steps()] == [2, 3]
+    commit(run, 1, metrics={"loss": 7.0})
+    assert run.steps()[0].metrics == {"loss": 7.0}
+
+
+def test_steps_that_training_went_back_from_come_before_all_others(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    for number, step in enumerate((100, 200, 300, 210), 1):
+        commit(run, step, save_number=number)
+    assert [saved.step for saved in saved_steps(tmp_path)] == [300, 100, 200, 210]
+    assert run.steps() == saved_steps(tmp_path)
+
+
+@pytest.mark.parametrize("number", [None, "2", -1, 1.5, [], 10**400])
+def test_a_save_number_that_is_none_is_ignored_or_taken_whole(number: Any, tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    commit(run, 1, save_number=number, metrics={"loss": number})
+    assert run.last_save_number() == (number if number == 10**400 else 0)
+    assert run.retired_by(2, {}, Retention(keep_last=1, keep_best="loss"))[1:] == ()
+
+
+def test_the_steps_that_a_new_one_retires(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = RunFolder(tmp_path)
+    for number, step in enumerate((200, 300), 1):
+        commit(run, step, save_number=number)
+    assert run.last_save_number() == 2
+    assert run.retired_by(210, {}, Retention(keep_last=2)) == (tmp_path / "checkpoint-300",)
+    best = Retention(keep_best="acc")
+    assert len(run.retired_by(400, {"loss": None}, best)) == 2
+    assert len(run.retired_by(400, {}, best)) == 2
+    assert caplog.text.count("keep_best='acc' keeps nothing") == 1
+    monkeypatch.setattr(RunFolder, "steps", None)
+    assert run.retired_by(400, {}, Retention()) == ()
 
 
 def test_files_and_other_names_are_no_steps(tmp_path: Path) -> None:

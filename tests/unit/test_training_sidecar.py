@@ -14,7 +14,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from ckptkit.core.errors import UsageError
-from ckptkit.training.sidecar import collect_sidecar, run_facts
+from ckptkit.training.sidecar import check_sidecar, collect_sidecar, run_facts
 
 TARGETS = ["q_proj"]
 UNKNOWN = "<unk>"
@@ -92,6 +92,29 @@ def test_adapters_are_described_as_peft_writes_them(tmp_path: Path) -> None:
     assert json.loads(found["ckptkit/config.json"])["architectures"] == ["LlamaForCausalLM"]
 
 
+def test_the_commit_of_the_base_is_the_adapters_revision_and_told_of_the_run() -> None:
+    base = llama()
+    base.config.name_or_path = base.name_or_path = "acme/llama"
+    base.config._commit_hash = "a1b2"
+    model = get_peft_model(base, LoraConfig(target_modules=TARGETS))
+    other = LoraConfig(target_modules=TARGETS, base_model_name_or_path="acme/another")
+    model.add_adapter("other", other)
+    model.add_adapter("named", LoraConfig(target_modules=TARGETS, revision="v2"))
+    found = collected(model)
+    revisions = {
+        name: json.loads(data)["revision"] for name, data in found.items() if "adapter_" in name
+    }
+    assert revisions == {
+        "ckptkit/adapter_config.json": "a1b2",
+        "ckptkit/adapters/other/adapter_config.json": None,
+        "ckptkit/adapters/named/adapter_config.json": "v2",
+    }
+    assert model.peft_config["default"].revision is None
+    facts = json.loads(run_facts({"a": 1}, [nn.Linear(1, 1), model]).data)
+    assert facts == {"a": 1, "base_model": {"id": "acme/llama", "commit_hash": "a1b2"}}
+    assert json.loads(run_facts({"a": 1}, [nn.Linear(1, 1), llama()]).data) == {"a": 1}
+
+
 def test_a_tokenizer_is_saved_by_itself(tmp_path: Path) -> None:
     tokenizer().save_pretrained(tmp_path)
     found = collected(processing_class=tokenizer())
@@ -124,7 +147,7 @@ def test_two_contents_for_one_file_are_refused_and_equal_ones_are_not(tmp_path: 
 @pytest.mark.parametrize(
     ("sidecar", "text"),
     [
-        ({"x": 3}, "a int was found"),
+        ({"x": 3}, "an int was found"),
         ({"x": nn.Linear(1, 1)}, "a Linear was found"),
         ({"x": "/nowhere/at/all"}, "no such file or folder"),
         ({"../x": b""}, "was found where the name of a file"),
@@ -135,6 +158,32 @@ def test_two_contents_for_one_file_are_refused_and_equal_ones_are_not(tmp_path: 
 def test_what_cannot_be_stored_is_refused(sidecar: dict[str, object], text: str) -> None:
     with pytest.raises(UsageError, match=text):
         collect_sidecar([], sidecar)
+
+
+@pytest.mark.parametrize(
+    ("sidecar", "text"),
+    [
+        ([tokenizer], r"sidecar: a list was found"),
+        ("tokenizer", r"sidecar: a str was found"),
+        ({1: b""}, r"sidecar\[1\]: an int was found where a name"),
+        ({"x": None}, r"sidecar\['x'\]: None was found"),
+        ({"x": PreTrainedTokenizerFast}, r"sidecar\['x'\]: a type was found"),
+    ],
+)
+def test_a_kind_that_cannot_be_stored_is_told_early(sidecar: object, text: str) -> None:
+    with pytest.raises(UsageError, match=text):
+        check_sidecar(sidecar)
+
+
+def test_paths_of_any_kind_are_taken(tmp_path: Path) -> None:
+    class Place:
+        def __fspath__(self) -> str:
+            return str(tmp_path / "notes.txt")
+
+    (tmp_path / "notes.txt").write_text("x")
+    given = check_sidecar({"a": Place(), "b": b"1", "c": tokenizer(), "d": str(tmp_path)})
+    assert collected(a=given["a"]) == {"ckptkit/notes.txt": b"x"}
+    assert check_sidecar(None) == {}
 
 
 def test_a_model_itself_is_no_side_file() -> None:
