@@ -177,7 +177,8 @@ class Join:
     def _match(self, number: Ints, offsets: Ints, full: _Mask, entries: Ints) -> Ints:
         """Returns the stored item of each chunk that has elements.
 
-        Chunks without elements may have none, or share one: they all begin at the same place.
+        Chunks without elements may have none, share one, or have several: what several ranks hold
+        of a tensor without elements all begins at the same place.
         """
         rank = offsets.shape[1]
         stored_for = self.key[entries].astype(np.int64)
@@ -192,9 +193,9 @@ class Join:
         )
         for bad, message in (
             (chunks > 1, "two chunks begin at the same element"),
-            (items > 1, "one chunk is stored twice"),
+            ((items > 1) & (chunks > 0), "one chunk is stored twice"),
             (chunks > items, "a chunk is stored nowhere"),
-            (items > chunks + empty, "something is stored that is none of its chunks"),
+            ((items > 0) & (chunks + empty == 0), "something is stored that is none of its chunks"),
         ):
             if bad.any():
                 example = examples[np.argmax(bad)]

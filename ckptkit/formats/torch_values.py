@@ -270,12 +270,14 @@ def _kept(module: str, name: str) -> Builder:
     return build
 
 
-# Classes and functions without side effects that training states are commonly made of.
+# Classes and functions without side effects that training states are commonly made of. Below
+# protocol 3, which torch.save uses, `int` is called `long`, and `str` `unicode`.
 _KEPT = (
     *(("__builtin__", n) for n in ("set", "frozenset", "bytearray", "complex", "slice")),
     *(("__builtin__", n) for n in ("xrange", "list", "dict", "tuple", "int", "float", "str")),
+    *(("__builtin__", n) for n in ("long", "unicode", "bool")),
     *(("builtins", n) for n in ("set", "frozenset", "bytearray", "complex", "slice", "range")),
-    *(("builtins", n) for n in ("list", "dict", "tuple", "int", "float", "str")),
+    *(("builtins", n) for n in ("list", "dict", "tuple", "int", "float", "str", "bool")),
     ("argparse", "Namespace"),
     ("collections", "Counter"),
     *(("datetime", n) for n in ("date", "datetime", "timedelta")),

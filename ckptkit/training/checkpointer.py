@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
+import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
-from typing import Self, Unpack
+from typing import Protocol, Self, Unpack
 
 from ckptkit.core.errors import CkptkitError, SaveError, UsageError
+from ckptkit.training.binding import Binding
+from ckptkit.training.committing import Committer
 from ckptkit.training.handle import SaveHandle, SkippedError
+from ckptkit.training.meeting import Meeting
 from ckptkit.training.peers import Peers, open_peers
 from ckptkit.training.preemption import SaveRequests
-from ckptkit.training.resuming import resume
+from ckptkit.training.resuming import decline, resume
 from ckptkit.training.save_slot import SaveSlot
-from ckptkit.training.saving import Attempt, Committer, Save
+from ckptkit.training.saving import Save
 from ckptkit.training.session import Session, open_session
 from ckptkit.training.settings import Options, Settings, check_options
-from ckptkit.training.state import BoundState, bind
+from ckptkit.training.state import BoundState
 
 logger = logging.getLogger(__name__)
 
@@ -60,24 +65,30 @@ class Checkpointer:
             self._session: Session = open_session(Path(run), self._peers, settings)
             undo.callback(self._session.close)
             self._requests = _requests(self._peers, self._session, settings)
+            undo.callback(self._requests.close)
+            meeting = Meeting(self._peers)
             undo.pop_all()
         committer = Committer(
             self._session.committer,
             self._session.retired_by,
             timeout_seconds=settings.timeout_seconds,
         )
+        leader = committer if self._peers.rank == 0 else None
         self._slots = [
-            SaveSlot(self._peers, settings, committer if self._peers.rank == 0 else None)
-            for _ in range(settings.max_in_flight)
+            SaveSlot(self._peers, meeting, settings, leader) for _ in range(settings.max_in_flight)
         ]
-        self._bound: BoundState | None = None
-        self._described: BoundState | None = None
-        self._bound_to: tuple[object, ...] = ()
-        self._last: SaveHandle | None = None
+        self._binding = Binding(
+            settings.layout, rank=self._peers.rank, world_size=self._peers.world_size
+        )
+        self._unclosed: list[_Closable] = [*self._slots, self._requests, self._session, self._peers]
+        self._handles: list[SaveHandle] = []  # of saves under way, and of failures to be raised
         self._taken: SaveHandle | None = None  # the last one that was not skipped
-        self._number = 0
+        self._was_asked = False  # whether somebody wants the next save
         self._busy = threading.Lock()
         self._closed = False
+        self._pid = os.getpid()
+        # Threads end with the interpreter, and a save under way would be lost.
+        atexit.register(self._close_at_exit)
 
     def prepare(self, state: Mapping[str, object]) -> None:
         """Makes the first save as quick as the later ones: buffers, writer, what lies beside.
@@ -91,8 +102,8 @@ class Checkpointer:
             OutputError: If the directory of the run cannot be written any more.
         """
         with self._calling("prepare"):
-            bound = self._bind(state)
-            self._describe(bound)
+            bound = self._binding.of(state)
+            self._session.put_beside(bound)
             for slot in self._slots:
                 slot.wait()
                 slot.prepare(bound)
@@ -114,26 +125,26 @@ class Checkpointer:
             every rank; training is not interrupted.
 
         Raises:
-            UsageError: If something in `state` cannot be saved, or the step is no count.
+            UsageError: If something in `state` cannot be saved, or the step is no count, on the
+                rank where it is so; on the others it is the outcome of the save.
         """
         began = time.perf_counter()
         with self._calling("save"):
-            bound = self._bind(state)
-            attempt = self._session.attempt(step, metrics or {})
-            save = Save(attempt, SaveHandle(step), began, after=self._taken)
-            self._last = save.handle
-            try:
-                slot = self._slot(attempt)
-            except SkippedError as error:
-                logger.warning("%s", error)
-                save.handle.fail(error)
+            attempt = self._session.attempt(step)
+            save = Save(attempt, SaveHandle(attempt.step), began, after=self._taken)
+            self._handles = [h for h in self._handles if not h.done() or h.unheard_error]
+            self._handles.append(save.handle)
+            slot = self._slot_for(save)
+            if slot is None:
                 return save.handle
-            try:
-                self._describe(bound)
-            except CkptkitError as error:
-                save.error = error
             self._taken = save.handle
-            slot.take(save, bound)
+
+            def find_state() -> BoundState:
+                bound = self._binding.of(state)
+                save.attempt = self._session.describe(attempt, bound, metrics)
+                return bound
+
+            slot.take(save, find_state)
             return save.handle
 
     def resume(self, state: Mapping[str, object], *, step: int | None = None) -> int | None:
@@ -157,7 +168,11 @@ class Checkpointer:
         with self._calling("resume"):
             for slot in self._slots:
                 slot.wait()
-            bound = self._bind(state)
+            try:
+                bound = self._binding.of(state)
+            except Exception as error:
+                decline(self._peers, error, timeout_seconds=self._settings.timeout_seconds)
+                raise
             found = resume(
                 bound,
                 self._session.run.path,
@@ -165,7 +180,7 @@ class Checkpointer:
                 timeout_seconds=self._settings.timeout_seconds,
                 step=step,
             )
-            self._bound = None  # parameters may have left the meta device
+            self._binding.forget()  # parameters may have left the meta device
             return found
 
     def should_save(self, step: int) -> bool:
@@ -174,7 +189,10 @@ class Checkpointer:
         Reasons are the interval, a signal, Slurm's end of the job, `request_save` and
         `ckptkit save-now`. Call it on every rank at every step.
         """
-        return self._requests.should_save(step)
+        self._check_open("should_save")
+        due, interval = self._requests.should_save(step), self._settings.interval
+        self._was_asked = due and interval.seconds is None and not interval.due_at_step(step)
+        return due
 
     def request_save(self, *, stop: bool = False) -> None:
         """Asks all ranks to save at one of the next steps; may be called on any rank.
@@ -182,6 +200,7 @@ class Checkpointer:
         Args:
             stop: Whether `stop_requested` is to be set then.
         """
+        self._check_open("request_save")
         self._requests.request_save(stop=stop)
 
     @property
@@ -192,62 +211,92 @@ class Checkpointer:
     def close(self) -> None:
         """Waits for the last save, and ends threads and processes.
 
+        If it is interrupted, a further call goes on with it; handlers of signals are back by then.
+
         Raises:
-            SaveError: If the last save failed, and nobody has asked for its result.
+            SaveError: If a save failed, and nobody has asked for its result; the first of them.
         """
-        if self._closed:
+        if os.getpid() != self._pid:  # in a forked child, to which nothing of it belongs
             return
         self._closed = True
+        problems: list[Exception] = []
+        try:
+            while self._unclosed:
+                try:
+                    self._unclosed[0].close()
+                except Exception as error:  # noqa: BLE001  the others are closed all the same
+                    problems.append(error)
+                del self._unclosed[0]
+        finally:
+            self._requests.close()
+        atexit.unregister(self._close_at_exit)
+        failure = _first_of([handle.unheard_error for handle in self._handles])
+        for handle in self._handles:
+            handle.heard()
+        if problems:
+            raise problems[0] from failure
+        if failure is not None:
+            raise failure
+
+    def _close_at_exit(self) -> None:
+        """Waits for saves under way at the end of a program that has not called `close`."""
+        if os.getpid() != self._pid:
+            return
+        until = time.monotonic() + self._settings.timeout_seconds
         for slot in self._slots:
-            slot.close()
-        self._requests.close()
-        self._session.close()
-        self._peers.close()
-        error = self._last.unheard_error if self._last is not None else None
-        if error is not None:
-            raise error
-
-    def _bind(self, state: Mapping[str, object]) -> BoundState:
-        identity = tuple((key, id(value)) for key, value in state.items())
-        if self._bound is None or identity != self._bound_to:
-            settings, peers = self._settings, self._peers
-            self._bound = bind(
-                state, layout=settings.layout, rank=peers.rank, world_size=peers.world_size
+            slot.wait(max(0.0, until - time.monotonic()))
+        lost = [str(handle.step) for handle in self._handles if not handle.done()]
+        if lost:
+            logger.error(
+                "step %s: the program ends, and the save has not; call close() before",
+                ", ".join(lost),
             )
-            self._bound_to = identity
-        return self._bound
+            self._session.committer.kill()
+            for slot in self._slots:
+                slot.kill()
+            self._peers.close()
+        with suppress(CkptkitError):  # it was logged when it happened
+            self.close()
 
-    def _describe(self, bound: BoundState) -> None:
-        """Puts down what lies beside the shards, where that was not done for this state."""
-        if self._described is not bound:
-            self._session.describe(bound)
-            self._described = bound
+    def _slot_for(self, save: Save) -> SaveSlot | None:
+        """Returns where a save goes; None if it is skipped, which all ranks do or none.
 
-    def _slot(self, attempt: Attempt) -> SaveSlot:
-        """Returns a free slot; by the user's choice it waits for one, or skips the save."""
-        self._number += 1
+        A slot may have to be waited for. Skipped is no save that somebody has asked for.
+        """
         free = next((slot for slot in self._slots if slot.idle), None)
-        if self._settings.in_flight == "skip" and not self._session.goes(
-            attempt.name, here=free is not None
-        ):
-            raise SkippedError(
-                f"{len(self._slots)} earlier saves are still under way"
-                if len(self._slots) > 1
-                else "the save before is still under way",
-                where=f"step {attempt.step}",
-            )
-        if free is not None:
-            return free
-        slot = self._slots[self._number % len(self._slots)]
-        slot.wait()
-        return slot
+        slot = free or self._slots[save.attempt.number % len(self._slots)]
+        if self._settings.in_flight != "skip" or self.stop_requested or self._was_asked:
+            return slot
+        try:
+            if self._session.goes(save.attempt.name, here=free is not None):
+                return slot
+        except CkptkitError as error:
+            if free is not None:
+                save.error = error  # which others may be waiting for
+                return free
+            logger.warning("step %d was not saved: %s", save.attempt.step, error)
+            save.handle.fail(error)
+            return None
+        skipped = SkippedError(
+            f"{len(self._slots)} earlier saves are still under way"
+            if len(self._slots) > 1
+            else "the save before is still under way",
+            where=f"step {save.attempt.step}",
+        )
+        logger.warning("%s", skipped)
+        save.handle.fail(skipped)
+        return None
 
     def _calling(self, what: str) -> _OneCall:
-        if self._closed:
-            raise UsageError("was closed already", where=f"Checkpointer.{what}")
+        self._check_open(what)
         return _OneCall(self._busy, what)
 
+    def _check_open(self, what: str) -> None:
+        if self._closed:
+            raise UsageError("was closed already", where=f"Checkpointer.{what}")
+
     def __enter__(self) -> Self:
+        self._check_open("__enter__")
         return self
 
     def __exit__(
@@ -259,8 +308,26 @@ class Checkpointer:
         if kind is None:
             self.close()
             return
-        with suppress(CkptkitError):  # what ended the loop says more
+        try:
             self.close()
+        except CkptkitError:  # was logged when it happened, and what ended the loop says more
+            pass
+        except Exception:
+            logger.exception("closing the Checkpointer")
+
+
+def _first_of(errors: Sequence[CkptkitError | None]) -> CkptkitError | None:
+    """Returns the first error, which says how many more there are."""
+    found = [error for error in errors if error is not None]
+    more = len(found) - 1
+    if more < 1:
+        return found[0] if found else None
+    first = found[0]
+    return type(first)(
+        f"{first.message}; {more} later save{'s' if more > 1 else ''} failed as well",
+        where=first.where,
+        hint=first.hint,
+    )
 
 
 def _requests(peers: Peers, session: Session, settings: Settings) -> SaveRequests:
@@ -272,6 +339,10 @@ def _requests(peers: Peers, session: Session, settings: Settings) -> SaveRequest
         slurm_margin_seconds=settings.slurm_margin_seconds,
         timeout_seconds=settings.timeout_seconds,
     )
+
+
+class _Closable(Protocol):
+    def close(self) -> None: ...
 
 
 class _OneCall:

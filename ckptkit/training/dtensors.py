@@ -22,7 +22,7 @@ try:
 except ImportError:  # torch 2.4
     from torch.distributed._tensor import DTensor  # type: ignore[attr-defined]
 
-__all__ = ["Copies", "DTensor", "Meshes", "address", "local_part"]
+__all__ = ["Copies", "DTensor", "Meshes", "local_part", "lying"]
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -129,12 +129,6 @@ class Meshes:
         return self._replicas[key]
 
 
-def address(tensor: torch.Tensor) -> int:
-    """Returns where this rank's elements lie in memory."""
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # noqa: SLF001
-    return local.data_ptr()
-
-
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Returns this rank's own plain tensor, without copying and outside of autograd.
 
@@ -152,6 +146,15 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
             hint="give the optimizer or module state as plain tensors",
         )
     return tensor.detach() if tensor.requires_grad else tensor
+
+
+def lying(tensor: torch.Tensor) -> tuple[Any, ...] | None:
+    """Returns where and how this rank's elements lie in memory, None if they have no memory."""
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # noqa: SLF001
+    try:
+        return local.data_ptr(), local.shape, local.stride(), local.dtype
+    except RuntimeError:  # a sparse tensor, which is refused later by its name
+        return None
 
 
 def _refuse_scattered(fqn: str, tensor: DTensor) -> None:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping
 
 import torch
 
 from ckptkit.core.index import KeyPath
-
-_IMMUTABLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 
 def flatten(value: object, path: KeyPath = ()) -> Iterator[tuple[KeyPath, object]]:
@@ -31,13 +28,6 @@ def flatten(value: object, path: KeyPath = ()) -> Iterator[tuple[KeyPath, object
             yield from flatten(entry, (*path, index))
     else:
         yield path, value
-
-
-def out_of_reach(value: object) -> object:
-    """Returns the value itself if nobody can change it, else a copy."""
-    if type(value) in _IMMUTABLE:
-        return value
-    return copy.deepcopy(value)
 
 
 def _holds_more(values: list[object]) -> bool:

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptkit.core.errors import CkptkitError, SaveError
+from ckptkit.core.texts import size_text
 from ckptkit.training.staging import Staged
+
+_MENTIONED = 0.01  # seconds
 
 
 class SkippedError(SaveError):
@@ -27,13 +30,14 @@ class SaveReport:
         size_bytes: Bytes that this rank wrote.
         total_bytes: Bytes of all files of the step.
         blocked_seconds: How long `save` kept the training thread.
-        bytes_per_second: Staged bytes over the blocked time.
+        bytes_per_second: Staged bytes over the blocked time, without that for an earlier save.
         copy_limit_share: That rate over the rate of a plain warm copy, measured by `prepare`;
             0 where it was not measured.
         durable_seconds: From the call of `save` until this rank's files were durable.
         committed_seconds: From the call until the step was committed.
         writer_cpu_seconds: Processor time that the writer process took.
         notes: What is worth knowing, such as that direct I/O was refused.
+        waited_seconds: How much of the blocked time it waited for an earlier save to end.
     """
 
     step: int
@@ -47,14 +51,17 @@ class SaveReport:
     committed_seconds: float
     writer_cpu_seconds: float
     notes: tuple[str, ...] = ()
+    waited_seconds: float = 0.0
 
     def __str__(self) -> str:
         share = f", {self.copy_limit_share:.0%} of the copy limit" if self.copy_limit_share else ""
+        waited = self.waited_seconds
+        waiting = f", {waited:.2f} s of it for an earlier save" if waited >= _MENTIONED else ""
         return (
-            f"step {self.step} saved in {self.path}: {self.total_bytes / 1e9:.2f} GB"
-            f" ({self.size_bytes / 1e9:.2f} GB by this rank), blocked"
+            f"step {self.step} saved in {self.path}: {size_text(self.total_bytes)}"
+            f" ({size_text(self.size_bytes)} by this rank), blocked"
             f" {self.blocked_seconds * 1e3:.0f} ms"
-            f" ({self.bytes_per_second / 1e9:.1f} GB/s{share}), durable after"
+            f" ({size_text(self.bytes_per_second)}/s{share}{waiting}), durable after"
             f" {self.durable_seconds:.2f} s, committed after {self.committed_seconds:.2f} s"
         )
 
@@ -65,6 +72,7 @@ class SaveHandle:
     Attributes:
         step: The training step.
         blocked_seconds: How long `save` kept the training thread.
+        waited_seconds: How much of that it waited for an earlier save to end.
     """
 
     def __init__(self, step: int) -> None:
@@ -73,6 +81,7 @@ class SaveHandle:
         self._finished = threading.Event()
         self._report: SaveReport | None = None
         self._error: CkptkitError | None = None
+        self.waited_seconds = 0.0
         self._asked = False
         self._staged: list[Staged] = []
 
@@ -139,6 +148,10 @@ class SaveHandle:
     def unheard_error(self) -> CkptkitError | None:
         """What went wrong, if something did and nobody has asked for the result."""
         return None if self._asked or self.skipped else self._error
+
+    def heard(self) -> None:
+        """Notes that the caller knows how it ends."""
+        self._asked = True
 
     def staging(self, staged: Staged) -> None:
         """Notes a copy that is under way."""

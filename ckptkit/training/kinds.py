@@ -11,10 +11,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from ckptkit.core.errors import UsageError
+from ckptkit.training.names import RNG
 
 Layout = Literal["accelerate", "dcp"]
 Kind = Literal["model", "optimizer", "scheduler", "scaler", "dataloader", "stateful", "plain"]
-_RESERVED = frozenset({"rng"})
+_RESERVED = frozenset({RNG})
 _LOADER_HINT = "use torchdata's StatefulDataLoader, or leave the dataloader out"
 _PLAIN_HINT = "put values such as counters into a dict, which is saved and restored in place"
 
@@ -30,7 +31,7 @@ def entries_of(
     seen: dict[int, str] = {}
     for key, value in state.items():
         _check_key(key, layout)
-        for position, entry in _listed(value):
+        for position, entry in _members(value):
             name = key if position is None else f"{key}[{position}]"
             if id(entry) in seen:
                 raise UsageError(
@@ -40,6 +41,19 @@ def entries_of(
                 )
             seen[id(entry)] = name
             yield key, position, entry
+
+
+def leaves(
+    state: Mapping[str, object], layout: Layout
+) -> tuple[tuple[str, int | None, object], ...]:
+    """Returns what `entries_of` yields: two states with the same objects are the same state.
+
+    Whoever compares them by identity has to hold on to them, since identities are used again.
+
+    Raises:
+        UsageError: If a key is no name, or a value is there twice.
+    """
+    return tuple(entries_of(state, layout))
 
 
 def kind_of(key: str, value: object) -> Kind:
@@ -95,7 +109,7 @@ def _check_key(key: object, layout: Layout) -> None:
         )
 
 
-def _listed(value: object) -> Iterator[tuple[int | None, Any]]:
+def _members(value: object) -> Iterator[tuple[int | None, Any]]:
     """Yields the members of a list of objects with state; other values are one entry."""
     if isinstance(value, list | tuple) and value and all(_is_stateful(entry) for entry in value):
         yield from enumerate(value)

@@ -23,15 +23,15 @@ from ckptkit.core.errors import UnsupportedError, UsageError
 from ckptkit.core.geometry import slabs
 from ckptkit.core.index import Box, KeyPath, Shape, Span
 from ckptkit.training.pieces import Piece
+from ckptkit.training.signatures import Signature, signature_of
 from ckptkit.training.tensor_archives import archive_of_tensor
-from ckptkit.writer.messages import Blob, Image
+from ckptkit.writer.messages import Blob, Fixed, Image
 
 IMAGE_ALIGNMENT = 4096
 """Images begin at multiples of this, as direct I/O wants it."""
 
 MIN_LIMIT_BYTES = 1 << 20
 _ARCHIVE_ROOM_BYTES = 16 << 10  # more than the headers of any one archive
-Signature = tuple[object, ...]
 _SAVE_HINT = "hold it in the state as a dense tensor, or leave it out of the state"
 
 
@@ -87,26 +87,6 @@ class SavePlan:
     record_units: Mapping[str, Mapping[str, Any]]
     devices: tuple[torch.device, ...]
     signature: Signature
-
-
-def signature_of(pieces: Sequence[Piece], owned: Sequence[bool]) -> Signature:
-    """Returns everything about the pieces that a plan depends on, to be compared with `==`."""
-    return tuple(
-        (
-            piece.unit,
-            piece.key_path,
-            piece.shape,
-            piece.places,
-            piece.aliases,
-            piece.replicas.spread,
-            own,
-            (local := piece.local).dtype,
-            local.device,
-            local.shape,
-            local.stride() if local.layout is torch.strided else local.layout,
-        )
-        for piece, own in zip(pieces, owned, strict=True)
-    )
 
 
 def plan_save(
@@ -205,7 +185,7 @@ class _Waves:
         """Returns all of it."""
         steps = [step for wave in self.copies for step in wave]
         return SavePlan(
-            images=tuple(tuple(image.closed() for image in wave) for wave in self.images),
+            images=tuple(Fixed(image.closed() for image in wave) for wave in self.images),
             literals=tuple(map(tuple, self.literals)),
             copies=tuple(map(tuple, self.copies)),
             buffer_bytes=_up(self._largest, IMAGE_ALIGNMENT),
@@ -266,11 +246,11 @@ class _Unit:
         """Returns what the rank's record says of the directory."""
         expected = [list(path) for path in self._left_to_others if path not in self._numbers]
         return {
-            "tensors": self._tensors,
-            "chunks": self._chunks,
+            "tensors": Fixed(self._tensors),
+            "chunks": Fixed(self._chunks),
             "objects": [],
             "data_files": self._files,
-            "expected": expected,
+            "expected": Fixed(expected),
         }
 
     def _tensor(self, piece: Piece, dtype: DType) -> int:

@@ -174,9 +174,13 @@ def allocate_state(optimizer: Optimizer, slots: Slots, index: TensorIndex, path:
         slots: What its parameters hold on this rank, see `ModelView.slots`.
         index: Of the DCP directory that holds the state.
         path: What comes before `state` in the key paths.
+
+    Raises:
+        ResumeError: If only the optimizer itself could tell how its state is sharded, by a step,
+            and it cannot make one.
     """
     stored = _stored_states(index, path)
-    if any(_needs_step(slot, stored) for found in slots.values() for slot in found):
+    if _needs_step(optimizer, slots, stored):
         _step_without_effect(optimizer)
     for group in optimizer.param_groups:
         on_device = bool(group.get("capturable") or group.get("fused"))
@@ -206,8 +210,19 @@ def _stored_states(index: TensorIndex, path: KeyPath) -> dict[str, dict[str, Ten
     return dict(found)
 
 
-def _needs_step(slot: Slot, stored: Mapping[str, Mapping[str, TensorEntry]]) -> bool:
-    """Whether some state is neither a number nor of the parameter's shape."""
+def _needs_step(
+    optimizer: Optimizer, slots: Slots, stored: Mapping[str, Mapping[str, TensorEntry]]
+) -> bool:
+    """Whether some state of a sharded parameter is neither a number nor of its shape."""
+    return any(
+        (isinstance(parameter, DTensor) or not slot.whole) and _is_odd(slot, stored)
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        for slot in slots[id(parameter)]
+    )
+
+
+def _is_odd(slot: Slot, stored: Mapping[str, Mapping[str, TensorEntry]]) -> bool:
     return any(
         entry.shape != slot.shape and entry.elements != 1
         for entry in stored.get(slot.fqn, {}).values()
@@ -251,6 +266,9 @@ def _step_without_effect(optimizer: Optimizer) -> None:
     """Lets an optimizer make its own state, by a step with gradients of zero.
 
     The parameters are loaded afterwards. Gradients and hyperparameters are put back.
+
+    Raises:
+        ResumeError: If it cannot make a step here.
     """
     if optimizer.state:
         return
@@ -263,6 +281,12 @@ def _step_without_effect(optimizer: Optimizer) -> None:
         group["lr"] = torch.zeros_like(lr) if isinstance(lr, torch.Tensor) else 0.0
     try:
         optimizer.step()
+    except Exception as error:
+        raise ResumeError(
+            f"{type(optimizer).__name__} has state of other shapes than its parameters, and could"
+            f" not make it by a step: {type(error).__name__}: {error}",
+            hint="take a step with it before resuming, or resume without the optimizer",
+        ) from error
     finally:
         for parameter, gradient in gradients:
             parameter.grad = gradient

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from ckptkit.core.index import KeyPath
-from ckptkit.training.dtensors import Copies, DTensor, Meshes, local_part
-from ckptkit.training.flatten import flatten, out_of_reach
+from ckptkit.training.dtensors import Copies, DTensor, Meshes
+from ckptkit.training.flatten import flatten
 from ckptkit.training.fsdp1 import (
     FlatUnit,
     flat_shards,
@@ -27,10 +28,10 @@ from ckptkit.training.fsdp1 import (
 from ckptkit.training.names import clean_fqn, parallel_prefixes, wrapper_names
 from ckptkit.training.pieces import ObjectValue, Piece, Replicas
 from ckptkit.training.slots import Slot, whole_slot
-from ckptkit.training.stamps import Stamp
+from ckptkit.training.stamps import Stamp, apart
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class ModelView:
     """A model as it lies on this rank at one moment.
 
@@ -54,7 +55,7 @@ class ModelView:
 
 @dataclass(frozen=True, slots=True)
 class _Wrapping:
-    """What stays the same from one walk to the next.
+    """What stays the same from one walk to the next, as long as the modules do.
 
     Attributes:
         unit: The DCP directory that the tensors belong to.
@@ -73,6 +74,44 @@ class _Wrapping:
     meshes: Meshes
 
 
+@dataclass(frozen=True, slots=True)
+class _Structure:
+    """The modules of a model, and how they are wrapped.
+
+    Attributes:
+        modules: All of them, those of several names once per name.
+        names: Of each module in the one that holds it.
+        parallel: The prefixes of data parallel wrappers.
+        flat: Whether some are wrapped by FSDP1.
+        reshards: What shards the parameters of FSDP2 again.
+        wrapping: How all of them are wrapped.
+    """
+
+    modules: tuple[nn.Module, ...]
+    names: tuple[str, ...]
+    parallel: tuple[str, ...]
+    flat: bool
+    reshards: tuple[Callable[[], None], ...]
+    wrapping: _Wrapping
+
+    @classmethod
+    def of(cls, model: nn.Module, unit: str, path: KeyPath, world: Copies) -> _Structure:
+        group, equal = _data_parallel(model)
+        return cls(
+            *_outline(model),
+            parallel_prefixes(model),
+            has_flat_parameters(model),
+            tuple(_reshards(model)),
+            _Wrapping(unit, path, world, group, equal, Meshes(group or Copies())),
+        )
+
+    def is_of(self, model: nn.Module) -> bool:
+        """Tells whether the model still consists of these modules under these names."""
+        modules, names = _outline(model)
+        same = len(modules) == len(self.modules) and all(map(operator.is_, modules, self.modules))
+        return same and names == self.names
+
+
 class ModelWalk:
     """Walks one model, again for each save; what does not change in between is kept."""
 
@@ -85,60 +124,64 @@ class ModelWalk:
             path: What comes before a tensor's name in its key path.
             world: The number of ranks of the job, and this one.
         """
-        group, equal = _data_parallel(model)
         self._model = model
-        self._wrapping = _Wrapping(unit, path, world, group, equal, Meshes(group or Copies()))
-        self._parallel = parallel_prefixes(model)
-        self._flat = has_flat_parameters(model)
-        self._reshards = tuple(_reshards(model))
-        self._modules = tuple(model.modules())
-        self._unsaved: tuple[str, ...] | None = None
-        self._kept: tuple[Stamp, ModelView] | None = None
+        self._place = unit, path, world
+        self._structure = _Structure.of(model, *self._place)
+        self._kept: tuple[tuple[str, ...], Stamp, ModelView] | None = None
 
     def look(self, *, keep: bool = False) -> ModelView:
         """Returns what of the model lies on this rank now.
 
         Args:
-            keep: Whether to keep the answer, with its hold on the tensors, and to return it again
-                as long as all tensors stay where they are.
+            keep: Whether to keep the answer, and to return it again as long as all modules and
+                tensors are the same and stay where they are.
         """
-        for reshard in self._reshards:  # after an evaluation, root parameters may be whole
+        if not self._structure.is_of(self._model):  # a head was replaced, a layer was added
+            self._structure, self._kept = _Structure.of(self._model, *self._place), None
+        for reshard in self._structure.reshards:  # evaluations may leave root parameters whole
             reshard()
-        if keep and self._kept is not None:
-            stamp, view = self._kept
-            if stamp.still_holds(self._tensors(view.managed)):
+        kept = self._kept
+        if keep and kept is not None:
+            names, stamp, view = kept
+            now, tensors = self._members(view.managed)
+            if now == names and stamp.still_holds(tensors):
                 return view
         view, known = self._fresh()
         self._kept = None
-        tensors = self._tensors(view.managed)
+        names, tensors = self._members(view.managed)
         # Hooks may have made values only for this state dict, so that the next one may differ.
         if keep and known <= {id(tensor) for tensor in tensors}:
-            self._kept = Stamp.of(tensors), view
+            self._kept = names, Stamp.of(tensors, forget=self._forget), view
         return view
+
+    def _forget(self) -> None:
+        self._kept = None
 
     def _fresh(self) -> tuple[ModelView, set[int]]:
         units = self._units()
         entries = list(self._named(units))
-        look = _Look.of(self._wrapping, units, entries)
+        look = _Look.of(self._structure.wrapping, units, entries)
         for fqn, parameter in self._unsaved_parameters(look.slots):
             look.take_unsaved(fqn, parameter)
         return look.view(managed_parameters(units)), {id(value) for _, value in entries}
 
-    def _tensors(self, managed: frozenset[int]) -> list[torch.Tensor]:
-        """Returns all tensors that the model is made of."""
-        tensors = [
-            tensor
-            for module in self._modules
-            for members in (module._parameters, module._buffers)  # noqa: SLF001 - the public iterators take ten times as long
-            for tensor in members.values()
-            if tensor is not None and id(tensor) not in managed
-        ]
-        return tensors + (flat_shards(self._model) if self._flat else [])
+    def _members(self, managed: frozenset[int]) -> tuple[tuple[str, ...], list[torch.Tensor]]:
+        """Returns the names in their modules, and all tensors, that the model is made of."""
+        names: list[str] = []
+        tensors: list[torch.Tensor] = []
+        for module in self._structure.modules:
+            for members in (module._parameters, module._buffers):  # noqa: SLF001 - the public iterators take ten times as long
+                for name, tensor in members.items():
+                    if tensor is not None and id(tensor) not in managed:
+                        names.append(name)
+                        tensors.append(tensor)
+        shards = flat_shards(self._model) if self._structure.flat else []
+        return tuple(names), [*tensors, *shards]
 
     def facts(self) -> dict[str, Any]:
         """Returns how the model is wrapped and split, as plain values."""
-        view, mesh = self.look(), self._wrapping.meshes.largest
-        start = len(self._wrapping.path)
+        view, mesh = self.look(), self._structure.wrapping.meshes.largest
+        start = len(self._structure.wrapping.path)
         tied = [
             [".".join(map(str, path[start:])) for path in (piece.key_path, *piece.aliases)]
             for piece in view.pieces
@@ -153,27 +196,27 @@ class ModelWalk:
         }
 
     def _strategy(self) -> str:
-        if self._flat:
+        if self._structure.flat:
             return f"fsdp1:{strategy_of(self._model)}"
-        if self._reshards:
+        if self._structure.reshards:
             return "fsdp2"
-        if self._wrapping.meshes.largest is not None:
+        if self._structure.wrapping.meshes.largest is not None:
             return "dtensor"
-        return "plain" if self._wrapping.group is None else "ddp"
+        return "plain" if self._structure.wrapping.group is None else "ddp"
 
     def _units(self) -> tuple[FlatUnit, ...]:
-        return flat_units(self._model, self._parallel) if self._flat else ()
+        return flat_units(self._model, self._structure.parallel) if self._structure.flat else ()
 
     def _named(self, units: tuple[FlatUnit, ...]) -> Iterator[tuple[str, object]]:
-        if not self._flat:
+        if not self._structure.flat:
             # The parameters themselves: detaching each DTensor would take most of the time.
             for name, value in self._model.state_dict(keep_vars=True).items():
-                yield clean_fqn(name, self._parallel), value
+                yield clean_fqn(name, self._structure.parallel), value
             return
         managed = managed_parameters(units)  # FSDP1's own state_dict() would gather these
         for raw, module in self._model.named_modules(remove_duplicate=False):
             own: dict[str, object] = {}
-            prefix = clean_fqn(raw, self._parallel)
+            prefix = clean_fqn(raw, self._structure.parallel)
             # This is what state_dict() calls for each module, without FSDP1's hooks.
             module._save_to_state_dict(own, f"{prefix}." if prefix else "", keep_vars=True)  # noqa: SLF001
             yield from ((name, value) for name, value in own.items() if id(value) not in managed)
@@ -182,11 +225,9 @@ class ModelWalk:
         self, known: Mapping[int, object]
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields the parameters that state_dict() leaves out, but an optimizer may have."""
-        if self._unsaved is None:
-            named = self._model.named_parameters()
-            self._unsaved = tuple(raw for raw, value in named if id(value) not in known)
-        for raw in self._unsaved:
-            yield clean_fqn(raw, self._parallel), self._model.get_parameter(raw)
+        for raw, parameter in self._model.named_parameters():
+            if id(parameter) not in known:
+                yield clean_fqn(raw, self._structure.parallel), parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,15 +273,15 @@ class _Look:
     def take_tensor(self, names: list[str], tensor: torch.Tensor) -> None:
         slot = self._slot(names[0], tensor)
         self.slots[id(tensor)] = (slot,)
-        self._add(slot, self._path(names[0]), local_part(tensor), names[1:])
+        self._add(slot, self._path(names[0]), apart(tensor), names[1:])
 
     def take_other(self, name: str, value: object) -> None:
         for path, leaf in flatten(value, self._path(name)):
             if isinstance(leaf, torch.Tensor):
                 slot = self._slot(".".join(map(str, path)), leaf)
-                self._add(slot, path, local_part(leaf), ())
+                self._add(slot, path, apart(leaf), ())
             elif self.values.own == 0:
-                self.objects.append(ObjectValue(self.wrapping.unit, path, out_of_reach(leaf)))
+                self.objects.append(ObjectValue(self.wrapping.unit, path, leaf))
 
     def take_unsaved(self, fqn: str, parameter: nn.Parameter) -> None:
         self.slots[id(parameter)] = (self._slot(fqn, parameter),)
@@ -259,14 +300,16 @@ class _Look:
         return whole_slot(fqn, tensor, self.copies if equal else self.values, self.values)
 
 
-def parameter_fqns(model: nn.Module) -> dict[int, str]:
-    """Returns the clean names of a model's parameters by the identities of the parameters.
-
-    The parameters are those that an optimizer may have; a flat parameter of FSDP1 stands for
-    several names and is left out, but the original ones are there with `use_orig_params=True`.
-    """
-    slots = ModelWalk(model, "", (), world=Copies()).look().slots
-    return {identity: found[0].fqn for identity, found in slots.items() if found[0].start is None}
+def _outline(model: nn.Module) -> tuple[tuple[nn.Module, ...], tuple[str, ...]]:
+    """Returns all modules, and their names in those that hold them, quicker than `modules()`."""
+    modules: list[nn.Module] = [model]
+    names: list[str] = []
+    for module in modules:  # which grows
+        for name, child in module._modules.items():  # noqa: SLF001 - the public iterators take ten times as long
+            if child is not None:
+                names.append(name)
+                modules.append(child)
+    return tuple(modules), tuple(names)
 
 
 def _without_ties(
@@ -288,7 +331,8 @@ def _without_ties(
 def _identity(tensor: torch.Tensor) -> Hashable:
     """Returns what two tensors have in common only if they are one; the same on all ranks."""
     plain = type(tensor) in {torch.Tensor, nn.Parameter}
-    if not plain or tensor.numel() == 0 or tensor.device.type == "meta":
+    dense = tensor.layout is torch.strided and tensor.device.type != "meta"
+    if not plain or not dense or tensor.numel() == 0:
         return id(tensor)
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device
 

@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+RNG = "rng"
+"""Under this key the random number generators lie with the layout `dcp`."""
+
 _WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"})
 """Where FSDP1, activation checkpointing and `torch.compile` keep the module that they wrap."""
 

@@ -76,6 +76,19 @@ def read_torch_file(source: Source, path: str) -> Any:
     return object_from_bytes(data, where=place)
 
 
+def is_readable(data: bytes) -> str:
+    """Tells why an archive that `torch.save` wrote could never be resumed from; empty if it could.
+
+    What tensors hold is not looked at, so that this costs little.
+    """
+    try:
+        archive, inert = _parsed(data, where="")
+        _DryThaw(archive).value(inert, 0)
+    except CkptkitError as error:
+        return error.message
+    return ""
+
+
 def object_from_bytes(data: bytes, *, where: str) -> Any:
     """Returns the value in an archive that `torch.save` wrote.
 
@@ -90,12 +103,16 @@ def object_from_bytes(data: bytes, *, where: str) -> Any:
         ResumeError: If it holds something of another class.
         InputError: If it is damaged.
     """
+    archive, inert = _parsed(data, where=where)
+    return _Thaw(archive).value(inert, 0)
+
+
+def _parsed(data: bytes, *, where: str) -> tuple[Archive, object]:
     archive = open_archive(lambda start, stop: data[start:stop], len(data), where=where)
     try:
-        inert = parse_values(archive.pickle(), where=where)
+        return archive, parse_values(archive.pickle(), where=where)
     except UnsafePickleError as error:
         raise ResumeError(error.message, where=error.where, hint=_HINT) from error
-    return _Thaw(archive).value(inert, 0)
 
 
 def _read_checked(source: Source, path: str, extent: tuple[int, int], where: str) -> bytes:
@@ -186,7 +203,7 @@ class _Thaw:
         whole = storage[: storage.numel() // ref.dtype.itemsize * ref.dtype.itemsize].view(dtype)
         return whole.as_strided(ref.shape, ref.strides, ref.storage_offset)
 
-    def _storage(self, ref: StorageRef) -> torch.Tensor:
+    def _storage(self, ref: StorageRef, /) -> torch.Tensor:
         if ref.key not in self._storages:
             start, stop, crc32 = self._archive.extent(ref)
             data = bytearray(self._archive.read(start, stop))
@@ -209,15 +226,30 @@ class _Thaw:
         )
 
 
+class _DryThaw(_Thaw):
+    """Leaves out what tensors hold."""
+
+    def _storage(self, _: StorageRef, /) -> torch.Tensor:
+        return torch.empty(0)
+
+
 Maker = Callable[[list[Any], Any], Any]
 _FACTORIES: Mapping[str, Callable[[], Any]] = {
     "list": list,
     "dict": dict,
     "set": set,
     "int": int,
+    "long": int,
     "float": float,
+    "bool": bool,
     "str": str,
+    "unicode": str,
+    "bytes": bytes,
     "tuple": tuple,
+    "frozenset": frozenset,
+    "OrderedDict": OrderedDict,
+    "Counter": Counter,
+    "deque": deque,
 }
 
 
@@ -278,8 +310,11 @@ _BUILTINS: Mapping[str, Callable[..., Any]] = {
     "range": range,
     "xrange": range,
     "int": int,
+    "long": int,
     "float": float,
+    "bool": bool,
     "str": str,
+    "unicode": str,
 }
 _CONTAINERS: Mapping[str, Callable[..., Any]] = {
     "set": set,

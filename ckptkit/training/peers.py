@@ -26,6 +26,9 @@ _LONGEST_PAUSE_SECONDS = 0.2
 _PAUSE_GROWTH = 1.1  # so that an answer is heard at most a tenth later than it came
 _GRACE_SECONDS = 5.0  # by which the others outwait rank 0, so that it is rank 0 who says why
 _NAMED_RANKS = 8
+_REFUSED = b"!"  # before the error of a rank that has no value; no JSON begins like this
+_LONGEST_ERROR = 2_000
+_MOST_OPENINGS = 10_000
 
 T = TypeVar("T")
 
@@ -93,8 +96,9 @@ class Peers:
 
         Raises:
             PeerError: If a rank did not answer in time, or the store failed.
-            ValueError: If this rank's part, or the decision of rank 0, is too large.
-            CkptkitError: The same that `decide` raised on rank 0.
+            CkptkitError: The same that `decide` raised on rank 0, or that a rank had to `refuse`
+                with; also where a rank's part cannot be sent.
+            Exception: On rank 0, what else `decide` raised; the others get a `PeerError`.
         """
         self._sweep()
         key = self._next_round(topic)
@@ -104,10 +108,32 @@ class Peers:
             values = self._collect(topic, key, value, timeout_seconds)
             answer = _encoded({"value": decide(values)})
         except Exception as error:
-            self._publish(key, _encoded({"error": _error_json(topic, error)}), timeout_seconds)
+            document = _error_json(f"rank 0 failed to decide about {topic!r}", error)
+            self._publish(key, _encoded({"error": document}), timeout_seconds)
             raise
         self._publish(key, answer, timeout_seconds)
         return json.loads(answer)["value"]
+
+    def refuse(self, topic: str, error: Exception, *, timeout_seconds: float) -> None:
+        """Takes part in a round in which this rank has nothing but an error, and waits for nobody.
+
+        All ranks that call `agree` in this round raise the error at once.
+
+        Args:
+            topic: What the round is about.
+            error: What went wrong here.
+            timeout_seconds: As for `agree`.
+
+        Raises:
+            PeerError: If the store failed.
+        """
+        key = self._next_round(topic)
+        document = _error_json(f"rank {self.rank} failed before {topic!r}", error)
+        if self.rank:
+            self.board.set(f"{key}/{self.rank}", _REFUSED + _encoded(document))
+            self._forget(f"{key}/{self.rank}", timeout_seconds + 2 * _GRACE_SECONDS)
+        else:
+            self._publish(key, _encoded({"error": document}), timeout_seconds)
 
     def close(self) -> None:
         """Ends the connection; nothing else may be called after it."""
@@ -120,7 +146,12 @@ class Peers:
         return f"agree/{topic}/{number}"
 
     def _collect(self, topic: str, key: str, value: Any, timeout_seconds: float) -> list[Any]:
-        """Returns all ranks' values; for rank 0."""
+        """Returns all ranks' values; for rank 0.
+
+        Raises:
+            PeerError: If some did not come.
+            CkptkitError: What a rank had to refuse with.
+        """  # noqa: DOC501  made from what it sent
         keys = [f"{key}/{rank}" for rank in range(1, self.world_size)]
         found = poll_until(lambda: self.board.get_all(keys), timeout_seconds) if keys else []
         if found is None:
@@ -128,6 +159,9 @@ class Peers:
             raise PeerError(
                 f"{name_ranks(missing)} did not answer within {timeout_seconds:g} s about {topic!r}"
             )
+        refused = next((text for text in found if text.startswith(_REFUSED)), None)
+        if refused is not None:
+            raise error_from_json(json.loads(refused.removeprefix(_REFUSED)))
         return [json.loads(text) for text in [_encoded(value), *found]]
 
     def _publish(self, key: str, answer: bytes, timeout_seconds: float) -> None:
@@ -137,7 +171,11 @@ class Peers:
 
     def _ask(self, topic: str, key: str, value: Any, timeout_seconds: float) -> Any:
         """Tells rank 0 this rank's value and returns the decision; for the other ranks."""
-        self.board.set(f"{key}/{self.rank}", _encoded(value))
+        try:
+            part = _encoded(value)
+        except (TypeError, ValueError) as error:
+            part = _REFUSED + _encoded(_error_json(f"rank {self.rank} has no answer", error))
+        self.board.set(f"{key}/{self.rank}", part)
         found = poll_until(
             lambda: self.board.get(f"{key}/answer"), timeout_seconds + _GRACE_SECONDS
         )
@@ -187,28 +225,71 @@ def open_peers(run: str, *, timeout_seconds: float) -> Peers:
     digest = hashlib.sha256(run.encode(errors="surrogateescape")).hexdigest()[:16]
     board = StoreBoard(_default_store(), f"ckptkit/{digest}")
     try:
-        opening = Peers(rank, world_size, board.under(str(_count_opening(board, rank))), "")
-        nonce = opening.agree(
-            "opening the run",
-            _new_nonce(),
-            lambda nonces: nonces[0],
-            timeout_seconds=timeout_seconds,
-        )
+        nonce = meet(board, rank, world_size, timeout_seconds=timeout_seconds)
     except BaseException:
         board.close()
         raise
     return Peers(rank, world_size, board.under(nonce), nonce)
 
 
-def _count_opening(board: Board, rank: int) -> int:
-    """Returns how often this rank has opened this run on this store, this time included."""
-    key = f"openings/{rank}"
-    while True:
-        found = board.get(key) or b""
-        number = int(found or 0) + 1
-        desired = str(number).encode()
-        if board.compare_set(key, found, desired) == desired:
-            return number
+def meet(board: Board, rank: int, world_size: int, *, timeout_seconds: float) -> str:
+    """Agrees with all ranks on the nonce of a session.
+
+    Openings are numbered by the answers of rank 0, each of which names the nonces of the ranks
+    that it is for. A rank that is not among them came too late, or was not there at all when
+    rank 0 gave up on it, and goes on to the next one.
+
+    Raises:
+        PeerError: If a rank did not come in time, or the store failed.
+    """  # noqa: DOC501  made from what rank 0 answered
+    own = _new_nonce()
+    number = int(board.get(f"openings/{rank}") or 0) + 1
+    if rank == 0:
+        return _host(board, number, own, world_size, timeout_seconds)
+    deadline = time.monotonic() + timeout_seconds + _GRACE_SECONDS
+    for opening in range(number, number + _MOST_OPENINGS):
+        answer = _join(board, opening, rank, own, deadline)
+        if answer is None:
+            break
+        board.set(f"openings/{rank}", str(opening).encode())
+        if own in answer["nonces"]:
+            if "error" in answer:
+                raise error_from_json(answer["error"])
+            return str(answer["nonces"][0])
+    raise PeerError(f"rank 0 did not open the run within {timeout_seconds:g} s")
+
+
+def _host(board: Board, number: int, own: str, world_size: int, timeout_seconds: float) -> str:
+    """Waits for the others, and tells those that came how it ended; for rank 0."""
+    keys = [f"{number}/{rank}" for rank in range(1, world_size)]
+    found = poll_until(lambda: board.get_all(keys), timeout_seconds) if keys else []
+    error: PeerError | None = None
+    here: list[bytes | None] = list(found or ())
+    if found is None:
+        here = [board.get(key) for key in keys]
+        missing = [rank for rank, nonce in enumerate(here, 1) if nonce is None]
+        error = PeerError(
+            f"{name_ranks(missing)} did not open the run within {timeout_seconds:g} s"
+        )
+    nonces = [own, *(nonce.decode() for nonce in here if nonce is not None)]
+    answer = {"nonces": nonces} | ({} if error is None else {"error": error.to_json()})
+    board.set("openings/0", str(number).encode())
+    board.set(f"{number}/answer", _encoded(answer))
+    if error is not None:
+        raise error
+    return own
+
+
+def _join(board: Board, number: int, rank: int, own: str, deadline: float) -> Any:
+    """Takes part in an opening and returns what rank 0 answered, None if nothing in time."""
+    key = f"{number}/{rank}"
+    board.set(key, own.encode())
+    try:
+        left = max(deadline - time.monotonic(), 0.0)
+        found = poll_until(lambda: board.get(f"{number}/answer"), left)
+    finally:
+        board.delete(key)  # or rank 0 would take this rank for one that still waits
+    return None if found is None else json.loads(found)
 
 
 def _default_store() -> Store:
@@ -235,11 +316,11 @@ def _encoded(value: Any) -> bytes:
     return text
 
 
-def _error_json(topic: str, error: Exception) -> dict[str, Any]:
+def _error_json(what: str, error: Exception) -> dict[str, Any]:
     if isinstance(error, CkptkitError):
         return error.to_json()
-    text = f"rank 0 failed to decide about {topic!r}: {type(error).__name__}: {first_line(error)}"
-    return PeerError(text, hint="see the log of rank 0").to_json()
+    text = f"{what}: {type(error).__name__}: {first_line(error)}"
+    return PeerError(text[:_LONGEST_ERROR], hint="see the log of that rank").to_json()
 
 
 def name_ranks(ranks: Sequence[int]) -> str:

@@ -30,7 +30,7 @@ class Replicas:
     spread: bool = True
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Piece:
     """The part of one tensor that lies on this rank.
 

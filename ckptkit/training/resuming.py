@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
+import posixpath
 import time
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from ckptkit.core.errors import (
     CkptkitError,
@@ -16,26 +15,18 @@ from ckptkit.core.errors import (
     ResumeError,
     UnsafePickleError,
     UnsupportedError,
+    UsageError,
     error_from_json,
 )
-from ckptkit.core.manifest import MANIFEST_NAME, parse_manifest
-from ckptkit.training.dtensors import Copies
-from ckptkit.training.loading import LoadReport, first_few, load_pieces, unexpected_keys
-from ckptkit.training.materialising import allocate_state, materialise
-from ckptkit.training.modules import ModelWalk
+from ckptkit.core.index import TensorIndex
+from ckptkit.core.manifest import MANIFEST_NAME
+from ckptkit.core.texts import size_text
+from ckptkit.training.filling import Loaded, Opening
+from ckptkit.training.loading import first_few
 from ckptkit.training.peers import Peers
-from ckptkit.training.pieces import Piece
 from ckptkit.training.proofs import cross_check, pack, unpack
-from ckptkit.training.restoring import (
-    Apply,
-    group_changes,
-    object_changes,
-    random_changes,
-    tensor_pieces,
-)
 from ckptkit.training.run_folder import saved_steps
-from ckptkit.training.slots import Slot
-from ckptkit.training.state import BoundState, Layout, bind
+from ckptkit.training.state import BoundState
 from ckptkit.training.stored_step import StoredStep
 from ckptkit.writer.merge import few_collections
 
@@ -43,15 +34,11 @@ logger = logging.getLogger(__name__)
 
 # An older step would not help against these: the checkpoint is whole, and not for this state.
 _MISFITS = (ResumeError, UnsupportedError, UnsafePickleError)
-_MIB = 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class _Loaded:
-    """What one rank has read of a step."""
-
-    reports: Mapping[str, LoadReport] = field(default_factory=dict)
-    changes: Sequence[Apply] = ()
+_FIRST_ROUND = "the steps to resume from"
+_ALL_DAMAGED = (
+    "see the warnings above; the state may be overwritten in part, so build it anew before training"
+    " from the start"
+)
 
 
 def resume(
@@ -77,32 +64,52 @@ def resume(
         The step, or None where the run has none that is complete.
 
     Raises:
+        UsageError: If `step` is no count.
         ResumeError: If a step does not fit the state, or all that there are are damaged.
         PeerError: If another rank does not answer in time.
     """
-    candidates = peers.agree(
-        "the steps to resume from",
-        None,
-        lambda _: _candidates(run, step),
-        timeout_seconds=timeout_seconds,
+    if step is not None and (type(step) is not int or step < 0):
+        error = UsageError(f"is {step!r}, where a count of steps was expected", where="step")
+        decline(peers, error, timeout_seconds=timeout_seconds)
+        raise error
+    found = peers.agree(
+        _FIRST_ROUND, None, lambda _: _found(run, step), timeout_seconds=timeout_seconds
     )
-    for number, folder in candidates["steps"]:
+    for one in found:
         attempt = _Attempt(bound, peers, timeout_seconds)
-        problem = attempt.load(run / folder, number)
+        problem = one["problem"] or attempt.load(run / one["folder"], one["step"])
         if problem is None:
-            return int(number)
+            return int(one["step"])
         if step is not None:
             raise problem
         if peers.rank == 0:
-            logger.warning("step %d is passed over: %s", number, problem)
-    if candidates["steps"] or candidates["damaged"]:
-        raise ResumeError(
-            "every step that was found is damaged",
-            where=str(run),
-            hint="see the warnings above; the state may be overwritten in part, so build it anew"
-            " before training from the start",
-        )
+            _tell_unusable(one, problem)
+    if any(one["finished"] for one in found):
+        raise ResumeError("every step that was found is damaged", where=str(run), hint=_ALL_DAMAGED)
+    if peers.rank == 0:
+        logger.info("%s: no step to resume from was found", run)
     return None
+
+
+def decline(peers: Peers, error: Exception, *, timeout_seconds: float) -> None:
+    """Lets the other ranks, which call `resume`, know at once that this one cannot.
+
+    Args:
+        peers: The other ranks.
+        error: Why not; it is raised on all of them.
+        timeout_seconds: As for `resume`.
+
+    Raises:
+        PeerError: If the store failed.
+    """
+    peers.refuse(_FIRST_ROUND, error, timeout_seconds=timeout_seconds)
+
+
+def _tell_unusable(one: Mapping[str, Any], problem: object) -> None:
+    if one["finished"]:
+        logger.warning("step %d is passed over: %s", one["step"], problem)
+    else:
+        logger.info("step %d was not finished: %s", one["step"], problem)
 
 
 def resume_from(
@@ -126,27 +133,26 @@ def resume_from(
         raise problem
 
 
-def _candidates(run: Path, step: int | None) -> dict[str, list[Any]]:
-    """Lists complete steps, newest first, and those that have a manifest that is not true."""
-    complete: list[tuple[int, str]] = []
-    damaged: list[int] = []
-    for saved in reversed(saved_steps(run)):
-        if step not in {None, saved.step}:
-            continue
-        if saved.complete:
-            complete.append((saved.step, saved.path.name))
-        elif (saved.path / MANIFEST_NAME).exists():
-            damaged.append(saved.step)
-            logger.warning("step %d is passed over: %s", saved.step, saved.problem)
-        else:
-            logger.info("step %d was not finished: %s", saved.step, saved.problem)
-    if step is not None and not complete:
+def _found(run: Path, step: int | None) -> list[dict[str, Any]]:
+    """Lists the steps, newest first, each with what is wrong with it at first sight."""
+    found = [
+        {
+            "step": saved.step,
+            "folder": saved.path.name,
+            "problem": None if saved.complete else saved.problem or "it is not complete",
+            "finished": saved.complete or (saved.path / MANIFEST_NAME).exists(),
+        }
+        for saved in reversed(saved_steps(run))
+        if step in {None, saved.step}
+    ]
+    if step is not None and not any(one["problem"] is None for one in found):
+        reason = f": {found[0]['problem']}" if found else ""
         raise ResumeError(
-            f"step {step} was asked for and is not complete",
+            f"step {step} was asked for and is not complete{reason}",
             where=str(run),
-            hint="`ckptkit ls` lists the steps of a run",
+            hint="`ckptkit inspect` shows what lies in a directory",
         )
-    return {"steps": complete, "damaged": damaged}
+    return found
 
 
 class _Attempt:
@@ -165,10 +171,11 @@ class _Attempt:
             PeerError: If a rank does not answer in time.
         """  # noqa: DOC501
         start = time.perf_counter()
-        with few_collections(), _Opening(folder, self._bound) as opening:
-            loaded, error = _Loaded(), None
+        with few_collections(), Opening(folder, self._bound) as opening:
+            loaded, error = Loaded(), None
+            alike = self._ask_rank_0(opening.loaders_alike)
             try:
-                loaded = opening.load(step)
+                loaded = opening.load(step, alike)
             except Exception as caught:  # noqa: BLE001  the other ranks have to hear of it
                 error = caught
             verdict = self._agree(opening, loaded, error)
@@ -181,12 +188,28 @@ class _Attempt:
         self._report(step, loaded, time.perf_counter() - start)
         return None
 
+    def _ask_rank_0(self, look: Callable[[], dict[str, bool]]) -> dict[str, bool]:
+        """Returns what rank 0 finds; where it fails it does so again when it loads the step."""
+
+        def decide(_: Sequence[Any]) -> dict[str, bool]:
+            try:
+                return look()
+            except Exception as error:  # noqa: BLE001  all ranks hear of it from the next round
+                logger.debug("dataloaders were not compared: %s", error)
+                return {}
+
+        answer: dict[str, bool] = self._peers.agree(
+            "where dataloaders go on", None, decide, timeout_seconds=self._timeout_seconds
+        )
+        return answer
+
     def _agree(
-        self, opening: _Opening, loaded: _Loaded, error: Exception | None
+        self, opening: Opening, loaded: Loaded, error: Exception | None
     ) -> dict[str, Any] | None:
+        partial = {unit: report.partial for unit, report in loaded.reports.items()}
         value = {
             "problem": None if error is None else _problem(error),
-            "partial": {unit: pack(r.partial) for unit, r in loaded.reports.items()},
+            "partial": pack(partial, world_size=self._peers.world_size),
         }
         answer: dict[str, Any] | None = self._peers.agree(
             "what was loaded of a step",
@@ -196,7 +219,7 @@ class _Attempt:
         )
         return answer
 
-    def _apply(self, changes: Sequence[Apply]) -> None:
+    def _apply(self, changes: Sequence[Callable[[], object]]) -> None:
         error: Exception | None = None
         try:
             for change in changes:
@@ -213,11 +236,13 @@ class _Attempt:
         if problem is not None:
             raise error_from_json(problem["error"]) from error
 
-    def _report(self, step: int, loaded: _Loaded, seconds: float) -> None:
+    def _report(self, step: int, loaded: Loaded, seconds: float) -> None:
+        if self._peers.rank != 0:
+            return
         reports = loaded.reports.values()
         unverified = [key for report in reports for key in report.unverified]
-        read = sum(report.bytes_read for report in reports)
-        logger.info("resumed from step %d: %.0f MiB in %.2f s", step, read / _MIB, seconds)
+        read = size_text(sum(report.bytes_read for report in reports))
+        logger.info("resumed from step %d: %s in %.2f s on rank 0", step, read, seconds)
         if unverified:
             logger.info("no checksums were stored for %s", first_few(unverified))
 
@@ -230,7 +255,7 @@ def _problem(error: Exception) -> dict[str, Any]:
     return {"error": ResumeError(text[:2_000]).to_json(), "misfit": True}
 
 
-def _verdict(values: Sequence[Mapping[str, Any]], opening: _Opening) -> dict[str, Any] | None:
+def _verdict(values: Sequence[Mapping[str, Any]], opening: Opening) -> dict[str, Any] | None:
     """Decides for all ranks, on rank 0: what does not fit comes before what is damaged."""
     problems = [(rank, v["problem"]) for rank, v in enumerate(values) if v["problem"] is not None]
     problems.sort(key=lambda entry: not entry[1]["misfit"])
@@ -239,107 +264,27 @@ def _verdict(values: Sequence[Mapping[str, Any]], opening: _Opening) -> dict[str
         return dict(problem)
     try:
         opening.stored.check_digests()
-        for unit in values[0]["partial"]:
-            index = opening.stored.index(unit)
-            location = opening.stored.source.location
-            texts = [value["partial"].get(unit) for value in values]
-            parts = [part for text in texts if text for part in unpack(text, index, location)]
-            unproven = cross_check(parts)
-            if unproven:
-                logger.info("%d blobs of %r were read in part, and not checked", unproven, unit)
-    except InputError as error:
+        _prove(opening.stored, [value["partial"] for value in values])
+    except Exception as error:  # noqa: BLE001  the other ranks have to hear of it
         return _problem(error)
     return None
 
 
-class _Opening:
-    """A step's directory and the state that is filled from it, on one rank."""
+def _prove(stored: StoredStep, packed: Sequence[Mapping[str, Any]]) -> None:
+    """Checks blobs of which no rank has read all.
 
-    def __init__(self, folder: Path, bound: BoundState) -> None:
-        self._folder = folder
-        self._stored: StoredStep | None = None
-        self.bound = bound
+    Raises:
+        ChecksumError: If one is damaged.
+    """
+    unproven = max(rank["left_out"] for rank in packed)
+    for unit in sorted({unit for rank in packed for unit in rank["tables"]}):
+        index = stored.index(unit)
 
-    @property
-    def stored(self) -> StoredStep:
-        """The directory, opened when it is first asked for."""
-        if self._stored is None:
-            path = self._folder / MANIFEST_NAME
-            manifest = parse_manifest(path.read_bytes(), where=str(path)) if path.exists() else None
-            self._stored = StoredStep(self._folder, manifest)
-        return self._stored
+        def name(number: int, index: TensorIndex = index) -> str:
+            file = index.files[int(index.records.file[number])].path
+            return posixpath.join(stored.source.location, file)
 
-    def load(self, step: int) -> _Loaded:
-        """Fills the tensors, and reads everything else."""
-        manifest = self.stored.manifest
-        layout = manifest.source.get("layout") if manifest else None
-        if layout not in {None, self.bound.layout}:
-            self.bound = _bound_again(self.bound, layout)
-        bound = self.bound
-        materialise([m.module for m in bound.models], [o.optimizer for o in bound.optimizers])
-        slots = self._slots()
-        for optimizer in bound.optimizers:
-            index = self.stored.index(optimizer.unit)
-            allocate_state(optimizer.optimizer, slots, index, optimizer.path)
-        pieces: dict[str, list[Piece]] = defaultdict(list)
-        for piece in tensor_pieces(bound):
-            pieces[piece.unit].append(piece)
-        self._check_models(pieces)
-        reports = {
-            unit: load_pieces(self.stored.index(unit), self.stored.source, of_unit)
-            for unit, of_unit in pieces.items()
-        }
-        return _Loaded(reports, tuple(self._changes(slots, step)))
-
-    def _changes(self, slots: Mapping[int, tuple[Slot, ...]], step: int) -> Iterator[Apply]:
-        for optimizer in self.bound.optimizers:
-            yield from group_changes(self.stored, optimizer, slots)
-        yield from object_changes(self.stored, self.bound)
-        yield from random_changes(self.stored, self.bound, step)
-
-    def _slots(self) -> dict[int, tuple[Slot, ...]]:
-        world = Copies(self.bound.world_size, self.bound.rank)
-        found: dict[int, tuple[Slot, ...]] = {}
-        for model in self.bound.models:
-            found |= ModelWalk(model.module, model.unit, model.path, world=world).look().slots
-        return found
-
-    def _check_models(self, pieces: Mapping[str, Sequence[Piece]]) -> None:
-        """Refuses tensors that no model asks for, as torch's strict load_state_dict does."""
-        for model in self.bound.models:
-            start, index = model.path, self.stored.index(model.unit)
-            extra = [
-                key
-                for key in unexpected_keys(index, pieces[model.unit])
-                if index.tensors[key].key_path[: len(start)] == start
-            ]
-            if extra:
-                raise ResumeError(
-                    f"{len(extra):,} tensors of the checkpoint are not in the model:"
-                    f" {first_few(extra)}",
-                    where=model.key,
-                    hint="build the model that was saved",
-                )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._stored is not None:
-            self._stored.close()
-
-
-def _bound_again(bound: BoundState, layout: Layout) -> BoundState:
-    """Returns the same state with the places that it has in another layout."""
-    state: dict[str, Any] = {}
-    entries: list[tuple[str, int | None, Any]] = [
-        *((model.key, model.position, model.module) for model in bound.models),
-        *((entry.key, entry.position, entry.optimizer) for entry in bound.optimizers),
-        *((other.key, other.position, other.target) for other in bound.others),
-    ]
-    for key, position, value in entries:
-        if position is None:
-            state[key] = value
-        else:
-            state.setdefault(key, []).append(value)
-    return bind(state, layout=layout, rank=bound.rank, world_size=bound.world_size)
+        texts = [rank["tables"][unit] for rank in packed if unit in rank["tables"]]
+        unproven += cross_check([unpack(text) for text in texts], name)
+    if unproven:
+        logger.info("%d blobs were read in part by all ranks, and not checked", unproven)

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 
-from ckptkit.core.errors import CkptkitError, SaveError
+from torch import nn
+
+from ckptkit.core.errors import CkptkitError, SaveError, UsageError
+from ckptkit.training.committing import Committer
 from ckptkit.training.forecast import expected_state_bytes
+from ckptkit.training.guards import call_before_changes
 from ckptkit.training.handle import SaveHandle
-from ckptkit.training.layout import SavePlan, plan_save, signature_of
-from ckptkit.training.ownership import owned
+from ckptkit.training.layout import SavePlan, plan_save
+from ckptkit.training.meeting import Meeting
 from ckptkit.training.peers import Peers
 from ckptkit.training.pieces import Holdings, Piece
 from ckptkit.training.rank_record import record_of
-from ckptkit.training.saving import OURS, Committer, Save, Saver, Wave
+from ckptkit.training.saving import OURS, Save, Saver, Wave
 from ckptkit.training.settings import Settings
 from ckptkit.training.shared_memory import SharedBuffer
+from ckptkit.training.signatures import Signatures
 from ckptkit.training.staging import Stager, measure_copy_limit
 from ckptkit.training.state import BoundState
 from ckptkit.training.writer_process import Patience, WriterProcess
@@ -27,7 +33,9 @@ logger = logging.getLogger(__name__)
 class SaveSlot:
     """Takes one save at a time; a second one has to wait until the first has ended."""
 
-    def __init__(self, peers: Peers, settings: Settings, committer: Committer | None) -> None:
+    def __init__(
+        self, peers: Peers, meeting: Meeting, settings: Settings, committer: Committer | None
+    ) -> None:
         """Starts a thread; memory and the writer come with `prepare`, or the first save."""
         self._peers = peers
         self._settings = settings
@@ -38,15 +46,16 @@ class SaveSlot:
         self._stager = Stager(self._buffer)
         self._saver = Saver(
             self._writer,
-            peers,
+            meeting,
             committer,
             timeout_seconds=settings.timeout_seconds,
             listener=settings.listener,
         )
+        self._signatures = Signatures()
         self._plan: SavePlan | None = None
         self._copy_limit = 0.0
         self._told = ""
-        self._guarded: BoundState | None = None
+        self._guarded: tuple[nn.Module, ...] | None = None
         self._unguard: Callable[[], None] = lambda: None
         self._current: SaveHandle | None = None
 
@@ -55,10 +64,10 @@ class SaveSlot:
         """Whether no save is under way here."""
         return self._current is None or self._current.done()
 
-    def wait(self) -> None:
+    def wait(self, timeout: float | None = None) -> None:
         """Waits for the save under way to end, which it does within a bounded time."""
         if self._current is not None:
-            self._current.wait()
+            self._current.wait(timeout)
 
     def prepare(self, bound: BoundState) -> None:
         """Makes memory ready for what a save will hold, and starts the writer.
@@ -67,36 +76,55 @@ class SaveSlot:
             CkptkitError: If there is not enough memory, or the state cannot be stored.
         """
         pieces = bound.holdings(0).pieces  # looked at once, they are found faster in a save
-        owners = owned(pieces)
-        mine = [piece for piece, is_owner in zip(pieces, owners, strict=True) if is_owner]
-        fresh = [o.optimizer for o in bound.optimizers if not o.optimizer.state]
-        plan = self._plan_for(pieces, owners)
-        self._reserve(plan, expected_state_bytes(fresh, mine))
+        plan = self._plan_for(pieces)
+        self._reserve(plan, expected_state_bytes(bound, pieces, self._signatures.of(pieces)[0]))
         self._copy_limit = measure_copy_limit(self._buffer)
         self._stager.load(plan)
         self._writer.start()
         self._guard(bound)
 
-    def take(self, save: Save, bound: BoundState) -> None:
+    def take(self, save: Save, find_state: Callable[[], BoundState]) -> None:
         """Copies this rank's part of the state, and leaves the rest to the background.
 
         Whatever goes wrong is the outcome of the save, here and on the other ranks, which wait
         to be told; that may have been before.
+
+        Args:
+            save: What is asked for.
+            find_state: Returns the state; called once an earlier save has ended.
+
+        Raises:
+            UsageError: If the state cannot be saved; the other ranks are told all the same.
         """
-        self._current = save.handle
         try:
+            waited = time.perf_counter()
+            self.wait()
+            save.handle.waited_seconds = time.perf_counter() - waited
+            self._current = save.handle
             if save.error is None:
-                self._stage(save, bound)
+                self._stage(save, find_state())
+        except UsageError as error:
+            save.error = error
+            save.handle.heard()
+            raise
         except CkptkitError as error:
             save.error = error
         except Exception as error:  # a bug of ours must not end the training
             logger.exception("staging step %d", save.attempt.step)
             save.error = SaveError(f"{type(error).__name__}: {error}", hint=OURS)
+        except BaseException as error:  # such as Ctrl-C
+            save.error = SaveError(f"the save was interrupted by {type(error).__name__}")
+            raise
         finally:
+            self._current = save.handle
             self._tell_of_memory()
             if not save.handle.blocked_seconds:
                 save.staged()
             self._saver.finish(save)
+
+    def kill(self) -> None:
+        """Has the save under way fail soon."""
+        self._saver.kill()
 
     def close(self) -> None:
         """Waits for the save under way, and ends the thread and the writer."""
@@ -107,7 +135,7 @@ class SaveSlot:
 
     def _stage(self, save: Save, bound: BoundState) -> None:
         holdings = bound.holdings(save.attempt.step)
-        plan = self._plan_for(holdings.pieces, owned(holdings.pieces))
+        plan = self._plan_for(holdings.pieces)
         self._guard(bound)
         save.staged_bytes = plan.data_bytes
         save.copy_limit = self._copy_limit
@@ -138,8 +166,9 @@ class SaveSlot:
         )
         return (*inline, *(Inline(file.path, file.data) for file in holdings.files)), record
 
-    def _plan_for(self, pieces: Sequence[Piece], owners: Sequence[bool]) -> SavePlan:
-        if self._plan is None or self._plan.signature != signature_of(pieces, owners):
+    def _plan_for(self, pieces: Sequence[Piece]) -> SavePlan:
+        owners, signature = self._signatures.of(pieces)
+        if self._plan is None or self._plan.signature != signature:
             limit = self._settings.staging_limit_bytes
             self._plan = plan_save(pieces, owners, rank=self._peers.rank, limit_bytes=limit)
         return self._plan
@@ -160,9 +189,8 @@ class SaveSlot:
 
     def _guard(self, bound: BoundState) -> None:
         """Has the optimizers of this state wait for copies that are still under way."""
-        if self._guarded is not bound:
-            self._guarded = bound
+        models = tuple(model.module for model in bound.models)
+        if self._guarded is None or list(map(id, models)) != list(map(id, self._guarded)):
             self._unguard()
-            self._unguard = self._stager.guard(
-                [o.optimizer for o in bound.optimizers], [m.module for m in bound.models]
-            )
+            self._unguard = call_before_changes(self._stager.join, models)
+            self._guarded = models

@@ -4,28 +4,31 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
+import math
+import operator
 import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsIndex, cast
 
 import torch
 
 from ckptkit.core.errors import CkptkitError, UsageError, error_from_json
 from ckptkit.core.manifest import Manifest
-from ckptkit.planning.retention import StepFacts, steps_to_remove
+from ckptkit.core.texts import a_kind
+from ckptkit.storage.run_marks import MARKS_FOLDER
+from ckptkit.training.committing import Attempt
+from ckptkit.training.descriptions import Descriptions
 from ckptkit.training.peers import Peers
-from ckptkit.training.pieces import SmallFile
 from ckptkit.training.run_folder import RunFolder, RunLock
-from ckptkit.training.saving import Attempt
-from ckptkit.training.settings import Settings
+from ckptkit.training.settings import Settings, check_shared
 from ckptkit.training.sidecar import collect_sidecar, run_facts
 from ckptkit.training.state import BoundState
 from ckptkit.training.writer_process import Patience, WriterProcess
 from ckptkit.version import __version__
-from ckptkit.writer.failures import as_failure
 from ckptkit.writer.sweep import sweep
 
 logger = logging.getLogger(__name__)
@@ -41,9 +44,22 @@ class Session:
     """
 
     def __init__(
-        self, run: RunFolder, peers: Peers, settings: Settings, lock: RunLock | None
+        self,
+        run: RunFolder,
+        peers: Peers,
+        settings: Settings,
+        lock: RunLock | None,
+        saved_before: int,
     ) -> None:
-        """Takes over the lock, which rank 0 has where the file system knows locks."""
+        """Takes over the lock, which rank 0 has where the file system knows locks.
+
+        Args:
+            run: The run's directory.
+            peers: The ranks.
+            settings: What the user has chosen.
+            lock: Of the run, on rank 0.
+            saved_before: The number of the last save of earlier jobs.
+        """
         self.run = run
         self.committer = WriterProcess(
             Patience(settings.stall_seconds, settings.timeout_seconds), name="committer of rank 0"
@@ -51,30 +67,34 @@ class Session:
         self._peers = peers
         self._settings = settings
         self._lock = lock
-        self._beside = run.path / ".ckptkit" / peers.nonce
+        folder = run.path / MARKS_FOLDER / peers.nonce
+        self._descriptions = Descriptions(folder, settings.max_in_flight)
+        self._saved_before = saved_before
+        self._count = 0
         self._tries: Counter[int] = Counter()
         self._asked: deque[str] = deque()
 
-    def attempt(self, step: int, metrics: Mapping[str, float]) -> Attempt:
+    def attempt(self, step: object) -> Attempt:
         """Names a try to save a step, the same on all ranks, even if one has missed another step.
 
+        What it lacks is added by `describe`.
+
         Raises:
-            UsageError: If the step or a metric is no number.
+            UsageError: If the step is no count.
         """
-        if type(step) is not int or step < 0:
-            raise UsageError(f"is {step!r}, where a count of steps was expected", where="step")
-        numbers = _numbers(metrics)
-        self._tries[step] += 1
-        number = self._tries[step]
-        name = f"{self._peers.nonce}-{step}-{number}"
+        self._count += 1
+        count = _checked_step(step)
+        self._tries[count] += 1
+        number = self._tries[count]
+        name = f"{self._peers.nonce}-{count}-{number}"
         manifest = Manifest(
             kind="training",
             source={
-                "step": step,
+                "step": count,
                 "world_size": self._peers.world_size,
                 "layout": self._settings.layout,
-                "metrics": numbers,
                 "attempt": name,
+                "save_number": self._saved_before + self._count,
                 "saved_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             },
             options={},
@@ -82,12 +102,12 @@ class Session:
             tensors={},
         )
         return Attempt(
+            number=self._count,
             name=name,
-            step=step,
-            folder=self.run.working_folder(step, self._peers.nonce, number),
-            final=self.run.step_folder(step),
+            step=count,
+            folder=self.run.working_folder(count, self._peers.nonce, number),
+            final=self.run.step_folder(count),
             manifest=json.loads(manifest.to_json()),
-            beside=str(self._beside),
         )
 
     def goes(self, attempt: str, *, here: bool) -> bool:
@@ -107,37 +127,51 @@ class Session:
             board.delete(f"goes/{self._asked.popleft()}")
         return board.compare_set(f"goes/{attempt}", b"", choice) == b"go"
 
-    def describe(self, bound: BoundState) -> None:
+    def describe(
+        self, attempt: Attempt, bound: BoundState, metrics: Mapping[str, float] | None
+    ) -> Attempt:
+        """Returns an attempt with its metrics, and with what lies beside its shards.
+
+        Raises:
+            UsageError: If a metric is no number, or the sidecar cannot be stored.
+            CkptkitError: If a file cannot be written.
+        """
+        source = {**attempt.manifest["source"], "metrics": _numbers(metrics)}
+        manifest = {**attempt.manifest, "source": source}
+        return replace(attempt, manifest=manifest, beside=self.put_beside(bound))
+
+    def put_beside(self, bound: BoundState) -> str:
         """Puts down what lies beside the shards of every step; only rank 0 does something.
+
+        Returns:
+            The folder: a new one where something changed, since others may be in use.
 
         Raises:
             CkptkitError: If it cannot be written.
-        """  # noqa: DOC501  made by `as_failure`
+        """
         if self._peers.rank != 0:
-            return
+            return ""
         modules = [model.module for model in bound.models]
-        files = [*collect_sidecar(modules, self._settings.sidecar), run_facts(bound.facts())]
-        shutil.rmtree(self._beside, ignore_errors=True)
-        try:
-            for file in files:
-                _put(self._beside, file)
-        except OSError as error:
-            raise as_failure(error, str(self._beside)) from error
+        objects = [*modules, *(one.optimizer for one in bound.optimizers)]
+        places = [(one.key, one.position, one.kind, one.file) for one in bound.others]
+        if not self._descriptions.is_of(objects, places):
+            files = collect_sidecar(modules, self._settings.sidecar)
+            self._descriptions.put(objects, places, (*files, run_facts(bound.facts(), modules)))
+        return str(self._descriptions.folder)
 
-    def retired_by(self, step: int, metrics: Mapping[str, float]) -> Sequence[Path]:
-        """Returns the steps that go once a new one is durable."""
-        there = [facts for facts in self.run.steps() if facts.step != step]
-        new = StepFacts(step=step, complete=True, metrics=metrics)
-        return [
-            self.run.step_folder(old)
-            for old in steps_to_remove([*there, new], self._settings.retention)
-        ]
+    def retired_by(self, step: int, metrics: Mapping[str, float | None]) -> Sequence[Path]:
+        """Returns the steps that go once a new one is durable; none where that cannot be told."""
+        try:
+            return self.run.retired_by(step, metrics, self._settings.retention)
+        except CkptkitError as error:
+            logger.warning("no step is retired by step %d: %s", step, error)
+            return ()
 
     def close(self) -> None:
         """Ends the committer, and gives the directory to the next job."""
         self.committer.close()
         if self._peers.rank == 0:
-            shutil.rmtree(self._beside, ignore_errors=True)
+            self._descriptions.close()
         if self._lock is not None:
             self._lock.close()
 
@@ -146,21 +180,38 @@ def open_session(path: Path, peers: Peers, settings: Settings) -> Session:
     """Opens a run directory on all ranks; rank 0 makes it, locks it and clears it of wrecks.
 
     Raises:
+        UsageError: On every rank, if the ranks were given different options.
         RefusedError: On every rank, if it cannot be used or another job is writing to it.
         PeerError: If another rank does not come in time.
     """
     held: list[RunLock | None] = []
 
-    def take(_: Sequence[Any]) -> None:
+    def take(options: Sequence[Mapping[str, Any]]) -> int:
+        check_shared(options)
         run = RunFolder(path)
         held.append(run.lock())
         if held[0] is not None:  # without a lock somebody else may be at work there
             for note in sweep(run.path):
                 logger.info("%s", note)
+        return run.last_save_number()
 
-    peers.agree("the lock of the run", None, take, timeout_seconds=settings.timeout_seconds)
-    run = _opened_by_all(path, peers, settings)
-    return Session(run, peers, settings, held[0] if held else None)
+    with ExitStack() as undo:
+        undo.callback(lambda: _give_back(held))
+        saved_before = peers.agree(
+            "the lock of the run",
+            settings.shared(),
+            take,
+            timeout_seconds=settings.timeout_seconds,
+        )
+        run = _opened_by_all(path, peers, settings)
+        undo.pop_all()
+    return Session(run, peers, settings, held[0] if held else None, saved_before)
+
+
+def _give_back(locks: Sequence[RunLock | None]) -> None:
+    for lock in locks:
+        if lock is not None:
+            lock.close()
 
 
 def _opened_by_all(path: Path, peers: Peers, settings: Settings) -> RunFolder:
@@ -183,14 +234,26 @@ def _opened_by_all(path: Path, peers: Peers, settings: Settings) -> RunFolder:
     return opened[0]
 
 
-def _numbers(metrics: Mapping[str, float]) -> dict[str, float]:
+def _checked_step(step: object) -> int:
     try:
-        return {name: float(value) for name, value in metrics.items()}
+        count = -1 if isinstance(step, bool) else operator.index(cast("SupportsIndex", step))
+    except TypeError:
+        count = -1
+    if count < 0:
+        raise UsageError(f"is {step!r}, where a count of steps was expected", where="step")
+    return count
+
+
+def _numbers(metrics: Mapping[str, float] | None) -> dict[str, float | None]:
+    if not isinstance(metrics, Mapping | None):
+        raise UsageError(
+            f"{a_kind(metrics)} was found where numbers by name were expected", where="metrics"
+        )
+    try:
+        numbers = {str(name): float(value) for name, value in (metrics or {}).items()}
     except (TypeError, ValueError) as error:
         raise UsageError(f"a number was expected of each: {error}", where="metrics") from error
-
-
-def _put(folder: Path, file: SmallFile) -> None:
-    path = folder / file.path
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(file.data)
+    wild = [name for name, value in numbers.items() if not math.isfinite(value)]
+    if wild:
+        logger.warning("not finite, and kept as null: metrics %s", ", ".join(sorted(wild)))
+    return {name: None if name in wild else value for name, value in numbers.items()}

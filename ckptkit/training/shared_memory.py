@@ -117,6 +117,12 @@ class SharedBuffer:
             os.close(self._descriptor)
         self._descriptor = -1
 
+    def leave(self) -> None:
+        """In a forked child: closes its copy of the descriptor, and leaves the content alone."""
+        if self._descriptor != -1:
+            os.close(self._descriptor)
+        self._descriptor = -1
+
     def _numbered(self, descriptor: int) -> int:
         """Moves a descriptor to a number that this buffer never had, or it might look unchanged."""
         import fcntl  # not there on Windows

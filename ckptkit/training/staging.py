@@ -5,12 +5,11 @@ from __future__ import annotations
 import logging
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from ckptkit.core.geometry import slabs
 from ckptkit.core.index import Span
@@ -38,6 +37,7 @@ class Staged:
 
     def join(self) -> None:
         """Makes what the devices are given from now on wait for the copies, but not the host."""
+        self._events = tuple(entry for entry in self._events if not entry[1].query())
         for device, event in self._events:
             torch.cuda.current_stream(device).wait_event(event)
 
@@ -45,7 +45,7 @@ class Staged:
         """Waits until everything is in the buffer."""
         for _, event in self._events:
             event.synchronize()
-        self._sources = ()
+        self._events, self._sources = (), ()
 
 
 class Stager:
@@ -112,35 +112,8 @@ class Stager:
             self._staged = self._copy(plan, targets, sources)
         return self._staged
 
-    def guard(
-        self,
-        optimizers: Iterable[torch.optim.Optimizer],
-        models: Iterable[torch.nn.Module] = (),
-    ) -> Callable[[], None]:
-        """Has every step, and every loading of a state dict, wait for the copies before it.
-
-        Returns:
-            A function that ends this.
-        """
-        hooks: list[RemovableHandle] = [
-            optimizer.register_step_pre_hook(self.join) for optimizer in optimizers
-        ]
-        for model in models:
-            register = getattr(model, "register_load_state_dict_pre_hook", None)  # torch 2.5
-            if register is not None:
-                hooks.append(register(self.join))
-
-        def remove() -> None:
-            for hook in hooks:
-                hook.remove()
-
-        return remove
-
-    def join(self, *_: Any) -> None:
-        """Has the devices wait for the latest copies, before tensors change in another way.
-
-        Takes whatever a hook is called with, and does not look at it.
-        """
+    def join(self) -> None:
+        """Has the devices wait for the latest copies, before tensors change in another way."""
         self._staged.join()
 
     def close(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,15 +10,17 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ckptkit.core.errors import UsageError
+from ckptkit.core.errors import UnsupportedError, UsageError
 from ckptkit.core.index import KeyPath
 from ckptkit.training import names, rng
 from ckptkit.training.dtensors import Copies, DTensor, Meshes, local_part
-from ckptkit.training.flatten import flatten, out_of_reach
+from ckptkit.training.flatten import flatten
 from ckptkit.training.kinds import Kind, Layout, entries_of, kind_of
 from ckptkit.training.modules import ModelView, ModelWalk
+from ckptkit.training.optimizer_fit import class_of
 from ckptkit.training.optimizers import OptimizerWalk
 from ckptkit.training.pieces import Holdings, ObjectValue, Piece, Replicas, SmallFile
+from ckptkit.training.serialising import saved, serialised
 from ckptkit.training.slots import whole_slot
 
 __all__ = ["BoundModel", "BoundObject", "BoundOptimizer", "BoundState", "Layout", "bind"]
@@ -115,8 +116,8 @@ class BoundState:
         """Returns all that this rank holds, without any communication.
 
         The pieces are the very objects of the call before where nothing moved in memory. Their
-        tensors are those of training and have to be copied before it goes on; objects and files
-        are copies already.
+        tensors are those of training, and objects may be shared with it: both have to be copied
+        before it goes on. Files are copies already.
 
         Args:
             step: The number of the step that is saved.
@@ -132,9 +133,9 @@ class BoundState:
             pieces, objects, files = pieces + more, objects + values, files + file
         states = {"step": step, **rng.capture()}
         if self.layout == "dcp":
-            objects.append(ObjectValue("", ("rng", str(self.rank)), states))
+            objects.append(ObjectValue("", (names.RNG, str(self.rank)), states))
         else:
-            files.append(SmallFile(names.random_states_file(self.rank), _serialised(states)))
+            files.append(SmallFile(names.random_states_file(self.rank), saved(states)))
         return Holdings(tuple(pieces), tuple(objects), tuple(files))
 
     def pieces(self) -> tuple[Piece, ...]:
@@ -150,7 +151,7 @@ class BoundState:
     def facts(self) -> dict[str, Any]:
         """Returns what a reader of the checkpoint wants to know of the run, as plain values."""
         models = {
-            ".".join(map(str, (model.key, *_listed(model.position)))): walk.facts()
+            ".".join(map(str, (model.key, *_index(model.position)))): walk.facts()
             for model, walk in zip(self.models, self._walks, strict=True)
         }
         return {
@@ -158,7 +159,27 @@ class BoundState:
             "world_size": self.world_size,
             "layout": self.layout,
             "models": models,
+            "entries": self._entries(),
         }
+
+    def _entries(self) -> list[dict[str, Any]]:
+        """Returns where each entry of the mapping lies, by which a resume finds it again."""
+        kinds: list[tuple[str, BoundModel | BoundOptimizer | BoundObject]] = [
+            *(("model", model) for model in self.models),
+            *(("optimizer", optimizer) for optimizer in self.optimizers),
+            *((other.kind, other) for other in self.others),
+        ]
+        return [
+            {
+                "key": bound.key,
+                "position": bound.position,
+                "kind": kind,
+                "class": class_of(bound.optimizer) if isinstance(bound, BoundOptimizer) else "",
+                "unit": bound.unit,
+                "file": bound.file if isinstance(bound, BoundObject) else "",
+            }
+            for kind, bound in kinds
+        ]
 
     def _in_dcp(self, leaves: list[tuple[KeyPath, object]]) -> bool:
         return self.layout == "dcp" or any(isinstance(leaf, DTensor) for _, leaf in leaves)
@@ -167,7 +188,7 @@ class BoundState:
         """Returns what this rank holds of the models and optimizers.
 
         Args:
-            keep: Whether to hold on to the tensors, so that the next time is faster.
+            keep: Whether to remember the pieces, so that the next time is faster.
         """
         views: list[ModelView] = [walk.look(keep=keep) for walk in self._walks]
         pieces = [piece for view in views for piece in view.pieces]
@@ -178,6 +199,36 @@ class BoundState:
             objects += values
         return pieces, objects
 
+    def check_stages(self) -> None:
+        """Refuses optimizers that have other parameters on other ranks.
+
+        Raises:
+            UnsupportedError: If there is one.
+        """
+        views = [walk.look() for walk in self._walks]
+        for bound, walk in zip(self.optimizers, self._optimizer_walks, strict=True):
+            ranks = min((view.values.count for view in walk.models_of(views)), default=0)
+            if ranks < self.world_size:
+                raise UnsupportedError(
+                    f"its parameters lie on {ranks} of {self.world_size} ranks, as those of a"
+                    " pipeline stage do, and every stage has parameter groups of its own",
+                    where=bound.key,
+                    hint="optimizers of pipeline stages are left to a later version of ckptkit;"
+                    " save the model alone, or use one mesh of all ranks",
+                )
+
+    def trained_by(self, optimizer: BoundOptimizer) -> frozenset[tuple[str, KeyPath]]:
+        """Returns the units and key paths of the parameters that an optimizer changes."""
+        groups = optimizer.optimizer.param_groups
+        trained = {id(p) for group in groups for p in group["params"] if p.requires_grad}
+        return frozenset(
+            (model.unit, (*model.path, slot.fqn))
+            for model, walk in zip(self.models, self._walks, strict=True)
+            for identity, slots in walk.look(keep=True).slots.items()
+            if identity in trained
+            for slot in slots
+        )
+
     def _other(self, bound: BoundObject) -> tuple[list[Piece], list[ObjectValue], list[SmallFile]]:
         if bound.kind in _PER_RANK:
             return self._of_each_rank(bound)
@@ -187,7 +238,7 @@ class BoundState:
             return [*self._leaf_pieces(bound, leaves)], [*self._leaf_objects(bound, leaves)], []
         if self.rank:
             return [], [], []
-        return [], [], [SmallFile(bound.file, _serialised(state))]
+        return [], [], [SmallFile(bound.file, serialised(state, bound.key))]
 
     def _of_each_rank(
         self, bound: BoundObject
@@ -195,8 +246,8 @@ class BoundState:
         state = bound.state()
         if self.layout == "dcp":
             path = (*bound.path, str(self.rank))
-            return [], [ObjectValue(bound.unit, path, out_of_reach(state))], []
-        return [], [], [SmallFile(bound.file, _serialised(state))]
+            return [], [ObjectValue(bound.unit, path, state)], []
+        return [], [], [SmallFile(bound.file, serialised(state, bound.key))]
 
     def _leaf_pieces(
         self, bound: BoundObject, leaves: list[tuple[KeyPath, object]]
@@ -219,7 +270,7 @@ class BoundState:
     ) -> Iterator[ObjectValue]:
         for path, leaf in leaves:
             if self.rank == 0 and not isinstance(leaf, torch.Tensor):
-                yield ObjectValue(bound.unit, path, out_of_reach(leaf))
+                yield ObjectValue(bound.unit, path, leaf)
 
 
 def bind(state: Mapping[str, object], *, layout: Layout, rank: int, world_size: int) -> BoundState:
@@ -236,6 +287,7 @@ def bind(state: Mapping[str, object], *, layout: Layout, rank: int, world_size: 
     Raises:
         UsageError: If a value is none of these, something is there twice, or an optimizer's
             parameters belong to no model in the mapping.
+        UnsupportedError: If an optimizer belongs to one stage of a pipeline.
     """
     world = Copies(world_size, rank)
     naming = _Naming(layout, rank)
@@ -271,7 +323,7 @@ class _Naming:
 
     def take(self, key: str, position: int | None, value: Any) -> None:
         kind = kind_of(key, value)
-        path: KeyPath = (key, *_listed(position))
+        path: KeyPath = (key, *_index(position))
         if kind == "model":
             unit = "" if self._plain else names.model_unit(len(self.models))
             start = path if self._plain else ("model",)
@@ -307,13 +359,8 @@ def _check_optimizers(bound: BoundState) -> None:
             hint="put the model into the mapping too: the optimizer's state is saved by its names",
         )
     bound.tensors()
+    bound.check_stages()
 
 
-def _listed(position: int | None) -> tuple[int, ...]:
+def _index(position: int | None) -> tuple[int, ...]:
     return () if position is None else (position,)
-
-
-def _serialised(state: object) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    return buffer.getvalue()

@@ -10,12 +10,13 @@ from typing import Any, Self
 
 from ckptkit.core.errors import ChecksumError, MissingFileError, ResumeError
 from ckptkit.core.index import KeyPath, TensorIndex
-from ckptkit.core.manifest import Manifest
+from ckptkit.core.manifest import RUN_FACTS, Manifest, check_manifest_size
 from ckptkit.formats.base import Candidate
 from ckptkit.formats.dcp import METADATA, DcpReader
 from ckptkit.pipeline.steps import digest_problems
 from ckptkit.storage.local import LocalSource
 from ckptkit.training.objects_on_disk import read_object, read_torch_file
+from ckptkit.training.saved_entries import SavedEntry, parse_entries
 
 
 class StoredStep:
@@ -32,6 +33,8 @@ class StoredStep:
         self.manifest = manifest
         self.source = LocalSource(path)
         self._indexes: dict[str, TensorIndex] = {}
+        self._has_facts = False
+        self._entries: tuple[SavedEntry, ...] | None = None
 
     @property
     def world_size(self) -> int | None:
@@ -43,6 +46,28 @@ class StoredStep:
     def attempt(self) -> str:
         """Names the save that wrote it; empty where that is not known."""
         return str(self.manifest.source.get("attempt", "")) if self.manifest else ""
+
+    @property
+    def entries(self) -> tuple[SavedEntry, ...] | None:
+        """The entries of the mapping that it was saved from, None where that is not known.
+
+        Raises:
+            InputError: If what says so is damaged.
+        """
+        if not self._has_facts:
+            self._has_facts = True
+            if self.has_file(RUN_FACTS):
+                size = self.source.stat(RUN_FACTS).size_bytes
+                check_manifest_size(size, where=RUN_FACTS)
+                data = self.source.read(RUN_FACTS, 0, size)
+                where = posixpath.join(self.source.location, RUN_FACTS)
+                self._entries = parse_entries(data, where=where)
+        return self._entries
+
+    def entry(self, key: str, position: int | None) -> SavedEntry | None:
+        """Returns an entry of the mapping, None where there was none, or none is known."""
+        found = (e for e in self.entries or () if (e.key, e.position) == (key, position))
+        return next(found, None)
 
     def index(self, unit: str) -> TensorIndex:
         """Returns the index of a DCP directory.
@@ -92,6 +117,11 @@ class StoredStep:
         except MissingFileError:
             return False
         return True
+
+    def digest(self, path: str) -> str | None:
+        """Returns the digest that the manifest has of a file, None where it has none."""
+        record = self.manifest.files.get(path) if self.manifest is not None else None
+        return record.digest or None if record is not None else None
 
     def check_digests(self) -> None:
         """Reads all small files of which the manifest has a checksum, and compares them.

@@ -26,7 +26,9 @@ class TargetMemory:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
-        self._array = _bytes_of(tensor) if tensor.device.type == "cpu" else None
+        # Of a lazily conjugated or negated tensor the bytes are not the values.
+        lazy = tensor.is_conj() or tensor.is_neg()
+        self._array = _bytes_of(tensor) if tensor.device.type == "cpu" and not lazy else None
 
     def direct(self, box: Box) -> memoryview | None:
         """Returns the memory of a box as one writable run, or None where it is not one."""

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import select
 import signal
 import socket
 import subprocess
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 from ckptkit.core.errors import WriterError, error_from_json
 from ckptkit.training.shared_memory import SharedBuffer
@@ -73,6 +76,8 @@ class WriterProcess:
         self._channel: Channel | None = None
         self._socket: socket.socket | None = None
         self._lock = threading.Lock()
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=partial(_leave, weakref.ref(self)))
 
     @property
     def pid(self) -> int | None:
@@ -100,10 +105,7 @@ class WriterProcess:
         """  # noqa: DOC501  made from the answer
         with self._lock:
             channel = self._start()
-            try:
-                channel.send(request)
-            except OSError as error:
-                raise self._died() from error
+            self._send(channel, request)
             answer = self._answer(channel)
         if isinstance(answer, Failed):
             raise error_from_json(answer.error)
@@ -133,11 +135,21 @@ class WriterProcess:
         known = buffer.descriptor, buffer.size_bytes  # numbers of descriptors are used again
         if buffer.size_bytes and known != self._announced:
             self._announced = known
-            try:
-                channel.send(Buffer(buffer.size_bytes), (buffer.descriptor,))
-            except OSError as error:
-                raise self._died() from error
+            self._send(channel, Buffer(buffer.size_bytes), (buffer.descriptor,))
         return channel
+
+    def _send(self, channel: Channel, message: Request, descriptors: Sequence[int] = ()) -> None:
+        """Sends a message, which a process that is stopped may not take.
+
+        Raises:
+            WriterError: If the process is gone, or has not taken all of it in time.
+        """
+        try:
+            channel.send(message, descriptors)
+        except TimeoutError as error:
+            raise self._silent() from error
+        except OSError as error:
+            raise self._died() from error
 
     def _launch(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -149,10 +161,12 @@ class WriterProcess:
                     pass_fds=(theirs.fileno(),),
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
+                    start_new_session=True,  # signals to the job's processes are not meant for it
                 )
             except OSError as error:
                 ours.close()
                 raise WriterError(f"could not be started: {error}", where=self._name) from error
+        ours.settimeout(self._patience.stall_seconds)  # for a message, however large it is
         self._socket, self._channel, self._announced = ours, Channel(ours), _NOTHING
 
     def _answer(self, channel: Channel) -> Written | Committed | Failed:
@@ -168,9 +182,12 @@ class WriterProcess:
                 if message.written_bytes != done_bytes:
                     grew, done_bytes = now, message.written_bytes
             if now - heard > self._patience.stall_seconds:
-                raise self._given_up(f"no sign of life for {self._patience.stall_seconds:g} s")
+                raise self._silent()
             if now - grew > self._patience.idle_seconds:
                 raise self._given_up(f"not a byte more in {self._patience.idle_seconds:g} s")
+
+    def _silent(self) -> WriterError:
+        return self._given_up(f"no sign of life for {self._patience.stall_seconds:g} s")
 
     def _given_up(self, what: str) -> WriterError:
         self.kill()
@@ -185,14 +202,17 @@ class WriterProcess:
         """Returns the next message, or None where none came for a while.
 
         Raises:
-            WriterError: If the process is gone.
+            WriterError: If the process is gone, or stops in the middle of a message.
         """
         assert self._socket is not None  # noqa: S101  there is a channel
         poller = select.poll()  # unlike `select`, it takes descriptors above 1,024
         poller.register(self._socket, select.POLLIN)
         if not poller.poll(_POLL_SECONDS * 1e3):
             return None
-        message = channel.receive()
+        try:
+            message = channel.receive()
+        except TimeoutError as error:  # in the middle of a message
+            raise self._silent() from error
         if message is None:
             raise self._died()
         if not isinstance(message, Progress | Written | Committed | Failed):
@@ -209,6 +229,10 @@ class WriterProcess:
 
     def _forget(self, leave_seconds: float) -> int | None:
         """Closes the connection and collects the process; returns its exit status."""
+        if self._socket is not None:
+            with suppress(OSError):  # the other end may be gone
+                # Or a forked process, which has a copy, would keep the connection open.
+                self._socket.shutdown(socket.SHUT_RDWR)
         if self._channel is not None:
             self._channel.close()
         process, self._process, self._channel, self._socket = self._process, None, None, None
@@ -221,3 +245,20 @@ class WriterProcess:
         with suppress(subprocess.TimeoutExpired):  # storage that hangs keeps even killed ones
             return process.wait(_LEAVE_SECONDS)
         return None
+
+    def leave(self) -> None:
+        """In a forked child: lets go of what belongs to the parent, and touches nothing of it."""
+        if self._socket is not None:
+            self._socket.close()
+        if self._buffer is not None:
+            self._buffer.leave()
+        if self._process is not None:
+            self._process.returncode = 0  # not the child's to wait for
+        self._process = self._channel = self._socket = None
+        self._lock = threading.Lock()  # a thread that the child lacks may have held it
+
+
+def _leave(process: weakref.ref[WriterProcess]) -> None:
+    alive = process()
+    if alive is not None:
+        alive.leave()

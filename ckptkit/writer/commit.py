@@ -138,21 +138,25 @@ class _Attempt:
                 self.files[path] = FileRecord(file.tell())
 
     def copy_from(self, beside: str) -> list[str]:
-        """Copies the files of a folder into the step; returns notes."""
+        """Copies the files of a folder into the step; returns notes.
+
+        Nobody changes the folder meanwhile: one of its files that vanishes is an error.
+        """
         if not beside:
             return []
         source = Path(beside)
         if not source.is_dir():
             return [f"{beside} is gone, so the step lies there without the files of that folder"]
         for path in sorted(source.rglob("*")):
-            if path.is_file():
-                name = path.relative_to(source).as_posix()
-                target = self.folder / name
-                target.parent.mkdir(parents=True, exist_ok=True)
-                data = path.read_bytes()
-                put_file(target, data)
-                self.files[name] = FileRecord(len(data), _digest(zlib.crc32(data)))
-                self.tally.done_bytes += len(data)
+            if path.is_dir():
+                continue
+            name = path.relative_to(source).as_posix()
+            target = self.folder / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            data = path.read_bytes()
+            put_file(target, data)
+            self.files[name] = FileRecord(len(data), _digest(zlib.crc32(data)))
+            self.tally.done_bytes += len(data)
         return []
 
     def finish(self, document: Mapping[str, Any]) -> int:

@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 from contextlib import suppress
+from functools import partial
 
 from ckptkit.core.errors import CkptkitError, SaveError
 from ckptkit.storage.syscalls import Capabilities, detect_capabilities
@@ -27,13 +28,18 @@ from ckptkit.writer.messages import (
     Written,
 )
 from ckptkit.writer.persist import Persister
-from ckptkit.writer.watching import Tally, attend
+from ckptkit.writer.watching import Parent, Tally, attend
+
+_IGNORED = (
+    *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT),
+    *(signal.SIGUSR1, signal.SIGUSR2),
+)
 
 
 def main() -> None:
     """Serves the socket whose number is the first argument; the second is the niceness."""
-    # Ctrl-C and Slurm signal the whole process group; the trainer decides what becomes of it.
-    for number in (signal.SIGINT, signal.SIGTERM):
+    # Slurm and people signal all processes of a job; the trainer decides what becomes of it.
+    for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
     with suppress(OSError):
         os.nice(int(sys.argv[2]))
@@ -41,11 +47,12 @@ def main() -> None:
 
 
 def serve(connection: socket.socket, capabilities: Capabilities) -> None:
-    """Does one request after the other until the other end is gone."""
+    """Does one request after the other until the other end, or the parent process, is gone."""
     channel = Channel(connection)
+    parent = Parent()
     desk = Desk(capabilities)
     with connection, suppress(OSError):  # while answering: the other end is gone
-        while True:
+        while parent.speaks(connection):
             try:
                 message = channel.receive()
             except (ValueError, TypeError, LookupError, AttributeError) as error:
@@ -56,12 +63,9 @@ def serve(connection: socket.socket, capabilities: Capabilities) -> None:
             if isinstance(message, Buffer):
                 desk.attach(message, channel)
             else:
-                channel.send(_answered(connection, channel, desk, message))
-
-
-def _answered(connection: socket.socket, channel: Channel, desk: Desk, message: Message) -> Answer:
-    attempt = getattr(message, "attempt", "")
-    return attend(connection, channel, attempt, lambda tally: desk.do(message, tally))
+                attempt = getattr(message, "attempt", "")
+                work = partial(desk.do, message)
+                channel.send(attend(connection, channel, parent, attempt, work))
 
 
 class Desk:
@@ -100,7 +104,6 @@ class Desk:
         if isinstance(message, Discard):
             from ckptkit.writer.sweep import discard
 
-            self._persister.forget(message.attempt)
             notes = discard(message.folder)
             return Written(message.attempt, 0, 0.0, 0.0, None, notes)
         raise SaveError(

@@ -8,14 +8,34 @@ from __future__ import annotations
 
 import base64
 import json
+import secrets
 import socket
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 _LENGTH = struct.Struct("<I")
 _MAX_DESCRIPTORS = 4
+_AT_ONCE = 256  # items put into text while other threads wait
+_Item = TypeVar("_Item")
+
+
+class Fixed(tuple[_Item, ...]):  # noqa: SLOT001  tuples of any length have no slots to add
+    """Values that travel in one message after another, and are put into text only once."""
+
+    _text: bytes | None = None
+
+    @property
+    def text(self) -> bytes:
+        """Their JSON, which may be made in one thread while another one trains."""
+        if self._text is None:
+            parts = [
+                _json(self[start : start + _AT_ONCE])[1:-1]
+                for start in range(0, len(self), _AT_ONCE)
+            ]
+            self._text = b"[" + b",".join(parts) + b"]"
+        return self._text
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,13 +237,13 @@ class Channel:
         Raises:
             OSError: If the other end is gone.
         """
-        document = {"kind": type(message).__name__} | _fields(message)
-        text = json.dumps(document, separators=(",", ":"), default=_plain).encode()
-        frame = _LENGTH.pack(len(text)) + text
+        first, *others = _texts({"kind": type(message).__name__} | _fields(message))
+        frame = _LENGTH.pack(len(first) + sum(map(len, others))) + first
         if descriptors:
             sent = socket.send_fds(self._connection, [frame], list(descriptors))
             frame = frame[sent:]
-        self._connection.sendall(frame)
+        for part in (frame, *others):  # not joined: other threads would wait for the copy
+            self._connection.sendall(part)
 
     def receive(self) -> Message | None:
         """Returns the next message, or None when the other end is gone.
@@ -266,6 +286,27 @@ class Channel:
 def _fields(value: Any) -> dict[str, Any]:
     """Returns the fields, not copied: a record may be large, and training goes on meanwhile."""
     return {item.name: getattr(value, item.name) for item in fields(value)}
+
+
+def _json(value: object) -> bytes:
+    return json.dumps(value, separators=(",", ":"), default=_plain).encode()
+
+
+def _texts(document: dict[str, Any]) -> list[bytes]:
+    """Returns the JSON of a document, in parts, of which those that are fixed are not copied."""
+    mark = secrets.token_hex(16)  # no name or value of the user's can hold it
+    fixed: list[bytes] = []
+
+    def marked(value: object) -> object:
+        if isinstance(value, Fixed):
+            fixed.append(value.text)
+            return mark
+        if isinstance(value, dict):
+            return {key: marked(entry) for key, entry in value.items()}
+        return value
+
+    rest = _json(marked(document)).split(f'"{mark}"'.encode())
+    return [part for pair in zip(rest, [*fixed, b""], strict=True) for part in pair]
 
 
 def _plain(value: object) -> str | dict[str, Any]:

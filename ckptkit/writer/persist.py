@@ -18,7 +18,7 @@ from ckptkit.writer.messages import Persist, Proof, Written
 from ckptkit.writer.record import WrittenFile, record_bytes
 from ckptkit.writer.watching import Tally
 
-_MOST_ATTEMPTS = 8  # in flight at once; those of jobs that gave up are forgotten
+_MOST_ATTEMPTS = 8  # in flight at once; of those that failed the oldest is forgotten
 
 
 class Persister:
@@ -48,10 +48,6 @@ class Persister:
         """Gives up the buffer; requests that need it fail with the problem."""
         self._problem = problem
         self._buffer = None  # unmapped when nobody looks into it any more
-
-    def forget(self, attempt: str) -> None:
-        """Forgets the files of an attempt that was given up."""
-        self._files.pop(attempt, None)
 
     def persist(self, request: Persist, tally: Tally) -> Written:
         """Writes the files of a wave and makes them durable, and then the record.
@@ -127,6 +123,6 @@ class Persister:
         path = Path(request.folder, request.record_path)
         put_file(path, data)
         sync_directory(path.parent, self._capabilities)
-        self.forget(request.attempt)
+        del self._files[request.attempt]
         rank = int(request.record["rank"])
         return Proof(rank, request.record_path, len(data), zlib.crc32(data))

@@ -11,12 +11,14 @@ from pathlib import Path
 from ckptkit.core.errors import RefusedError
 from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.storage.names import WORK_INFIX
+from ckptkit.storage.run_marks import MARKS_FOLDER
 from ckptkit.storage.syscalls import Capabilities, detect_capabilities, sync_directory
 from ckptkit.writer.durable import OLD, TRASH
 
 _HIDDEN = re.compile(
     rf"\.(?P<name>checkpoint-\d+){re.escape(WORK_INFIX)}(?:(?P<kind>{OLD}|{TRASH})-)?[\w.-]+"
 )
+_DESCRIPTIONS = re.compile(r"[0-9a-f]{8}")  # named after the job that made them
 _TRIES = 3  # another rank may be adding to the folder at this moment, or removing it
 _LOCK = ".lock"  # in the folders of other commands, which clear up after themselves
 
@@ -51,7 +53,7 @@ def leftovers(run: Path) -> tuple[Leftover, ...]:
 
 
 def sweep(run: Path, capabilities: Capabilities | None = None) -> tuple[str, ...]:
-    """Puts back a step whose replacement was interrupted, and removes everything hidden.
+    """Puts back a step whose replacement was interrupted, and removes all else that is left.
 
     Nothing may be saving into the run meanwhile.
 
@@ -75,7 +77,7 @@ def sweep(run: Path, capabilities: Capabilities | None = None) -> tuple[str, ...
             notes.append(f"{leftover.path.name} could not be removed: {error}")
     if found:
         sync_directory(run, capabilities or detect_capabilities())
-    return tuple(notes)
+    return (*notes, *_sweep_descriptions(run / MARKS_FOLDER))
 
 
 def discard(folder: str) -> tuple[str, ...]:
@@ -107,6 +109,18 @@ def discard(folder: str) -> tuple[str, ...]:
         else:
             return ()
     return (f"the working folder could not be removed: {problem}",) if problem else ()
+
+
+def _sweep_descriptions(marks: Path) -> list[str]:
+    """Removes what ended jobs kept to lie beside the shards of their steps."""
+    notes = []
+    for path in sorted(marks.iterdir()) if marks.is_dir() else ():
+        if _DESCRIPTIONS.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
+            try:
+                shutil.rmtree(path)
+            except OSError as error:
+                notes.append(f"{path.name} could not be removed: {error}")
+    return notes
 
 
 def _settle(leftover: Leftover, final: Path) -> str:

@@ -17,6 +17,31 @@ LEFT_STATUS = 3
 """Exit status of a writer whose trainer is gone."""
 
 
+class Parent:
+    """The process that started this one.
+
+    That the other end of the connection is closed does not always show: a process forked from the
+    trainer, such as a worker of a DataLoader, may hold it open when the trainer was killed.
+    """
+
+    def __init__(self) -> None:
+        self._pid = os.getppid()
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether it has ended."""
+        return os.getppid() != self._pid
+
+    def speaks(self, connection: socket.socket) -> bool:
+        """Waits until something can be read from a connection; False where nobody is left."""
+        poll = select.poll()
+        poll.register(connection, select.POLLIN)
+        while not self.is_gone:
+            if poll.poll(_TICK_SECONDS * 1000):
+                return True
+        return False
+
+
 class Tally:
     """How far a request is; written by the thread that does it, read by the one that tells."""
 
@@ -27,16 +52,22 @@ class Tally:
 
 
 def attend(
-    connection: socket.socket, channel: Channel, attempt: str, work: Callable[[Tally], Answer]
+    connection: socket.socket,
+    channel: Channel,
+    parent: Parent,
+    attempt: str,
+    work: Callable[[Tally], Answer],
 ) -> Answer:
     """Runs `work` in a thread of its own and sends `Progress` until it is done.
 
-    The process ends at once when the other end of the connection is closed, be it in the middle
-    of a write: nobody would learn of the outcome. What `work` raises is its own business.
+    The process ends at once when the other end of the connection is closed or the parent is gone,
+    be it in the middle of a write: nobody would learn of the outcome. What `work` raises is its
+    own business.
 
     Args:
         connection: To the trainer.
         channel: The same, for messages.
+        parent: The trainer.
         attempt: What to report progress of.
         work: Does the request; is given a tally to keep, and catches everything.
 
@@ -58,7 +89,7 @@ def attend(
     told = time.monotonic()
     while not answers:
         ready = poll.poll(_TICK_SECONDS * 1000)
-        if any(descriptor != wake_reader for descriptor, _ in ready):
+        if parent.is_gone or any(descriptor != wake_reader for descriptor, _ in ready):
             os._exit(LEFT_STATUS)
         if not ready and time.monotonic() - told >= _TICK_SECONDS:
             channel.send(Progress(attempt, tally.done_bytes))

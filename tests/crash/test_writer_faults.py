@@ -178,6 +178,17 @@ def test_files_of_the_folder_beside_are_copied_into_the_step(save: Any, tmp_path
     assert "ckptkit/config.json" in json.loads((save.final / "ckptkit.json").read_bytes())["files"]
 
 
+def test_a_file_of_the_folder_beside_that_vanishes_fails_the_commit(
+    save: Any, tmp_path: Path
+) -> None:
+    beside = tmp_path / "beside"
+    beside.mkdir()
+    (beside / "config.json").symlink_to(tmp_path / "gone")  # as if removed after it was listed
+    with pytest.raises(FileNotFoundError, match=r"config\.json"):
+        committed(save.commit(persist_all(save), beside=str(beside)))
+    assert not save.final.exists()
+
+
 def test_a_folder_beside_that_is_gone_is_told(save: Any, tmp_path: Path) -> None:
     answer = committed(save.commit(persist_all(save), beside=str(tmp_path / "gone")))
     assert "gone" in answer.notes[0]

@@ -63,9 +63,9 @@ main.main()
 """
 KILL_ITSELF = "os.kill(os.getpid(), signal.SIGKILL)"
 KILL_ITS_RANK = "os.kill(os.getppid(), signal.SIGKILL)"
-KILL_ALL = "os.killpg(0, signal.SIGKILL)"
+KILL_ALL = f"os.killpg(os.getpgid(os.getppid()), signal.SIGKILL); {KILL_ITSELF}"
 TERM_ITS_RANK = "os.kill(os.getppid(), signal.SIGTERM)"
-TERM_ALL = "os.killpg(0, signal.SIGTERM)"
+TERM_ALL = "os.killpg(os.getpgid(os.getppid()), signal.SIGTERM)"
 PAUSE = "time.sleep(1.0)"
 
 

@@ -246,7 +246,7 @@ def stopped_rank(folder: Path, rank: str) -> None:
         took = time.monotonic() - began
         assert took < 2, took
         assert stopped or not handle.done()
-        assert handle.result(seconds + 60)
+        handle.result(seconds + 60)
         other = make("fsdp2", 2)
         assert checkpointer.resume(other) == 2
         same(gathered(other), truth)
@@ -325,12 +325,38 @@ def skipping(folder: Path, kind: str) -> None:
         same(gathered(other), truth)
 
 
+def mistakes(folder: Path, kind: str) -> None:
+    """What one rank does wrong is told to all at once, and the next save works."""
+    state, rank = make(kind, 1), dist.get_rank()
+    began = time.monotonic()
+    with pytest.raises(UsageError, match=r"keep_last: .*5 on rank 1 and 4 on rank 0"):
+        Checkpointer(folder / "run", keep_last=4 + rank)
+    with Checkpointer(folder / "run", timeout_seconds=60) as checkpointer:
+        if rank:
+            with pytest.raises(UsageError, match="no state_dict"):
+                checkpointer.save(1, {**state, "odd": 3})
+        else:
+            error = checkpointer.save(1, state).exception(60)
+            assert isinstance(error, UsageError), error
+            assert "rank 1: odd" in str(error)
+        checkpointer.save(2, state).result(60)
+        handle = checkpointer.save(3 + rank, state)  # rank 1 leaves step 3 out
+        if rank == 0:
+            error = handle.exception(60)
+            assert "rank 1 is at the save of step 4" in str(error), error
+            handle = checkpointer.save(4, state)
+        assert handle.result(60).name == "checkpoint-4"
+        checkpointer.save(5, state).result(60)
+    assert time.monotonic() - began < 30
+
+
 CASES: dict[str, Callable[[Path, str], None]] = {
     "save": save_and_resume,
     "stopped": stopped_rank,
     "waves": waves,
     "retention": retention,
     "skipping": skipping,
+    "mistakes": mistakes,
 }
 
 

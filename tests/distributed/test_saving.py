@@ -20,7 +20,7 @@ BY_TWO = ("fsdp2", "fsdp1_flat", "fsdp1_orig", "ddp")
 def saved_by_two(run_ranks: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder: Path = tmp_path_factory.mktemp("two")
     cases = [f"save:{kind}" for kind in BY_TWO]
-    run_ranks(SCRIPT, 2, folder, *cases, "waves", "retention", "skipping")
+    run_ranks(SCRIPT, 2, folder, *cases, "waves", "retention", "skipping", "mistakes")
     return folder
 
 

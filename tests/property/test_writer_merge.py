@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -106,3 +107,64 @@ def test_a_box_moved_over_another_one_is_found(
         return
     assert is_tiling(shape, boxes)
     assert not is_tiling(shape, [*rest, (place, sizes)])
+
+
+def windmills(number: int) -> list[Box]:
+    """Squares of 3 x 3 that no straight cut goes through, one beside another."""
+    boxes: list[Box] = []
+    for row, column in ((3 * i, 3 * j) for i in range(number) for j in range(number)):
+        for (top, left), sizes in (
+            ((0, 0), (1, 2)),
+            ((0, 2), (2, 1)),
+            ((2, 1), (1, 2)),
+            ((1, 0), (2, 1)),
+            ((1, 1), (1, 1)),
+        ):
+            boxes.append(((row + top, column + left), sizes))
+    return boxes
+
+
+def brickwork(rows: int, columns: int) -> list[Box]:
+    """Bricks whose joints are moved from one row to the next: only the rows can be cut apart."""
+    boxes: list[Box] = []
+    for row in range(rows):
+        shift = (0, 2)[row % 2]
+        cuts = sorted({0, *range(shift, columns * 4, 4), columns * 4})
+        boxes += [((row, a), (1, b - a)) for a, b in pairwise(cuts)]
+    return [((x, y), (n, m)) for (y, x), (m, n) in boxes]
+
+
+def spiral(arms: int) -> list[Box]:
+    """Four bars around a square, again and again: nothing can be cut off straight."""
+    boxes: list[Box] = [((arms, arms), (1, 1))]
+    for arm in range(1, arms + 1):
+        at, side = arms - arm, 2 * arm
+        boxes += [
+            ((at, at), (1, side)),
+            ((at, at + side), (side, 1)),
+            ((at + side, at + 1), (1, side)),
+            ((at + 1, at), (side, 1)),
+        ]
+    return boxes
+
+
+@pytest.mark.parametrize(
+    ("shape", "boxes"),
+    [
+        ((36, 36), windmills(12)),
+        ((120, 20), brickwork(20, 30)),
+        ((401, 401), spiral(200)),
+    ],
+)
+def test_an_overlap_among_many_irregular_boxes_is_found(
+    shape: tuple[int, ...], boxes: list[Box]
+) -> None:
+    assert len(boxes) > 256
+    assert sum(math.prod(sizes) for _, sizes in boxes) == math.prod(shape)
+    assert is_tiling(shape, boxes)
+    for number in (0, len(boxes) // 2, len(boxes) - 1):
+        offsets, sizes = boxes[number]
+        moved = tuple(at - 1 if at else at + 1 for at in offsets)
+        if all(at + size <= full for at, size, full in zip(moved, sizes, shape, strict=True)):
+            others = [box for index, box in enumerate(boxes) if index != number]
+            assert not is_tiling(shape, [*others, (moved, sizes)])

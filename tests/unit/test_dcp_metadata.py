@@ -195,6 +195,24 @@ def test_chunks_without_elements_may_share_a_place_or_have_none(*, stored: bool)
     assert found_rows(parse(metadata), FIRST) == plain
 
 
+def test_what_several_ranks_stored_of_a_tensor_without_elements_is_one_chunk() -> None:
+    metadata = sample()
+    chunk = ChunkStorageMetadata(torch.Size((0, 0)), torch.Size((0, 4)))
+    empty = entry(metadata, FIRST)
+    empty.size, empty.chunks = torch.Size((0, 4)), [chunk]
+    for index in [index for index in metadata.storage_data if index.fqn == FIRST]:
+        del metadata.storage_data[index]
+    for rank in (7, 8, 9):
+        index = MetadataIndex(FIRST, (rank, rank))
+        metadata.storage_data[index] = _StorageInfo(f"__{rank}_0.distcp", 10**9, 1500)
+    data = pickle.dumps(metadata, 4)
+    for rank in b"\x07\x08\x09":
+        assert b"K%cK%c\x86" % (rank, rank) in data
+        data = data.replace(b"K%cK%c\x86" % (rank, rank), b"K\x00K\x00\x86")
+    for shortcuts in (True, False):
+        assert len(parse(data, shortcuts=shortcuts).tensors[FIRST].file) == 0
+
+
 def test_transforms_are_listed() -> None:
     metadata = sample()
     for index, info in metadata.storage_data.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+import weakref
 from dataclasses import replace
 from io import BytesIO
 from typing import Any
@@ -13,9 +14,12 @@ import torch
 
 from ckptkit.core.errors import SaveError, UnsupportedError, UsageError
 from ckptkit.core.index import Box
-from ckptkit.training.layout import plan_save, signature_of
+from ckptkit.training.layout import plan_save
+from ckptkit.training.ownership import owned
 from ckptkit.training.pieces import ObjectValue, Piece, Replicas
 from ckptkit.training.rank_record import objects_file, record_of
+from ckptkit.training.signatures import Signatures, signature_of
+from ckptkit.writer.messages import Fixed
 
 
 def stock_load(data: bytes) -> Any:
@@ -59,7 +63,7 @@ def test_the_record_names_tensors_aliases_and_what_others_write() -> None:
     ]
     plan = plan_save(pieces, [True, False, True, False, True], rank=1)
     unit = plan.record_units["u"]
-    assert unit["tensors"] == [
+    assert list(unit["tensors"]) == [
         {"path": ["w"], "dtype": "float32", "shape": [4, 3], "aliases": [["tied"]]},
         {"path": ["none"], "dtype": "bfloat16", "shape": [0, 4], "aliases": []},
         {"path": ["scalar"], "dtype": "int64", "shape": [], "aliases": []},
@@ -67,9 +71,11 @@ def test_the_record_names_tensors_aliases_and_what_others_write() -> None:
     assert [chunk[:4] for chunk in unit["chunks"]] == [
         [0, [2, 0], [2, 3], 0], [1, [0, 0], [0, 4], 0], [2, [], [], 0],
     ]  # fmt: skip
-    assert unit["expected"] == [["replica", 0], ["elsewhere"]]
+    assert list(unit["expected"]) == [["replica", 0], ["elsewhere"]]
     assert unit["data_files"] == ["__1_0.distcp"]
-    assert json.loads(json.dumps(plan.record_units)) == plan.record_units
+    assert json.loads(json.dumps(unit)) == {
+        name: list(value) if isinstance(value, Fixed) else value for name, value in unit.items()
+    }
 
 
 def test_objects_lie_in_a_file_after_those_of_the_tensors() -> None:
@@ -122,6 +128,33 @@ def test_tensors_that_are_not_dense_are_refused_by_name(make: Any, kind: str) ->
     with pytest.raises(UnsupportedError, match=rf"^model\.w: {kind}"):
         plan_save(pieces, [True], rank=0)
     assert signature_of(pieces, [True])
+
+
+def test_signatures_are_worked_out_again_only_for_pieces_that_are_new() -> None:
+    group = Replicas(2, 0)
+    pieces = [piece(name, torch.ones(2), replicas=group) for name in "abc"]
+    signatures = Signatures()
+    owners, before = signatures.of(pieces)
+    assert owners == owned(pieces)
+    assert before == signature_of(pieces, owners)
+    again = signatures.of(list(pieces))
+    assert again[0] is owners
+    assert again[1] is before
+    pieces[1] = piece("b", torch.ones(9), replicas=group)
+    owners, after = signatures.of(pieces)
+    assert owners == owned(pieces) == (False, True, False)  # the largest is dealt out first
+    assert after == signature_of(pieces, owners) != before
+    assert signatures.of(pieces[:2]) == (owned(pieces[:2]), signature_of(pieces[:2], (False, True)))
+
+
+def test_signatures_do_not_keep_pieces_alive() -> None:
+    pieces = [piece("a", torch.ones(2))]
+    signatures = Signatures()
+    signatures.of(pieces)
+    gone = weakref.ref(pieces[0].local)
+    pieces[0] = piece("a", torch.ones(3))
+    assert gone() is None
+    assert signatures.of(pieces)[1] == signature_of(pieces, [True])
 
 
 def test_a_limit_that_is_too_small_is_a_usage_error() -> None:

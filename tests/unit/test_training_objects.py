@@ -17,7 +17,7 @@ from torch.optim import SGD, lr_scheduler
 
 from ckptkit.core.errors import ChecksumError, FormatError, ResumeError
 from ckptkit.storage.local import LocalSource
-from ckptkit.training.objects_on_disk import object_from_bytes, read_torch_file
+from ckptkit.training.objects_on_disk import is_readable, object_from_bytes, read_torch_file
 
 
 def through_disk(value: object) -> Any:
@@ -65,6 +65,26 @@ def test_a_defaultdict_keeps_its_factory() -> None:
     found = through_disk(defaultdict(list, {"k": [1]}))
     found["new"].append(2)
     assert found == {"k": [1], "new": [2]}
+
+
+@pytest.mark.parametrize("factory", [int, str, bool, bytes, float, list, OrderedDict, deque, None])
+def test_names_of_builtins_below_protocol_3_stand_for_the_same(factory: Any) -> None:
+    found = through_disk({"d": defaultdict(factory)})["d"]  # torch.save writes `__builtin__.long`
+    assert found.default_factory is factory
+
+
+def test_what_could_never_be_resumed_is_told_before_it_is_saved() -> None:
+    def told(value: object) -> str:
+        buffer = io.BytesIO()
+        torch.save(value, buffer)
+        return is_readable(buffer.getvalue())
+
+    for value in [*PLAIN, {"t": torch.ones(3), "b": torch.ones(2, dtype=torch.bfloat16)}]:
+        assert told(value) == ""
+    assert "Custom" in told({"loader": Custom()})
+    assert "_pickle" in told(np.random.default_rng(3))
+    assert "conj" in told(torch.ones(2, dtype=torch.complex64).conj())
+    assert is_readable(b"nothing")
 
 
 def test_arrays_come_back_with_type_shape_and_order() -> None:

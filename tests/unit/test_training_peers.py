@@ -106,6 +106,36 @@ def test_a_store_that_hangs_holds_nobody_for_ever(monkeypatch: pytest.MonkeyPatc
     board.close()
 
 
+class Slow:
+    """A store that gives no second connection for a long time, as a host without descriptors."""
+
+    def __init__(self) -> None:
+        self.inner = distributed_c10d.HashStore()
+        self.release = threading.Event()
+
+    def clone(self) -> Any:
+        self.release.wait(30)
+        raise RuntimeError("late")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+def test_without_a_connection_of_its_own_a_board_uses_the_one_given(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(boards, "_CONNECT_SECONDS", 0.2)
+    store: Any = Slow()
+    began = time.monotonic()
+    board = StoreBoard(store, "test")
+    board.set("key", b"1")
+    assert time.monotonic() - began < 5
+    assert store.inner.get("test/key") == b"1"
+    assert "the connection of the training is used" in caplog.text
+    store.release.set()
+    board.close()
+
+
 def on_ranks(world_size: int, work: Callable[[Peers], Any]) -> list[Any]:
     """Runs `work` for all ranks in threads; returns what each returned or raised."""
     board = LocalBoard()

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import io
+import json
 import logging
 import random
+import threading
+import time
 import warnings
+import zlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +24,15 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import StepLR
 
-from ckptkit.core.errors import ResumeError
+from ckptkit.core.errors import CkptkitError, ResumeError, UsageError
 from ckptkit.core.manifest import FileRecord, Manifest
-from ckptkit.training import rng
+from ckptkit.storage.local import LocalSource
+from ckptkit.training import filling, rng
 from ckptkit.training.boards import LocalBoard
 from ckptkit.training.peers import Peers
-from ckptkit.training.resuming import resume, resume_from
+from ckptkit.training.resuming import decline, resume, resume_from
 from ckptkit.training.state import BoundState, bind
+from ckptkit.training.stored_step import StoredStep
 
 
 class Loader:
@@ -213,6 +220,93 @@ def test_loaders_at_different_places_start_afresh_and_the_log_says_so(
     load(tmp_path, new)
     assert new["loader"].position == 0
     assert "the dataloader starts afresh" in caplog.text
+
+
+def test_rank_0_compares_loaders_for_all_and_reads_none_whose_checksums_are_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, read = tmp_path / "checkpoint-3", LocalSource.read
+    save(folder, trained(), world_size=4)
+    reads: list[str] = []
+
+    def noted(source: LocalSource, path: str, start: int, stop: int) -> bytes:
+        reads.append(path)
+        return read(source, path, start, stop)
+
+    monkeypatch.setattr(LocalSource, "read", noted)
+    load(tmp_path, state_of())
+    assert sum("dataloader" in path for path in reads) == 4 + 1
+    document = json.loads((folder / "ckptkit.json").read_text())
+    for path, record in document["files"].items():
+        if "dataloader" in path:
+            record["digest"] = f"crc32:{zlib.crc32((folder / path).read_bytes()):08x}"
+    (folder / "ckptkit.json").write_text(json.dumps(document))
+    board, loaders = LocalBoard(), [state_of(), state_of()]
+    reads.clear()
+
+    def on(rank: int) -> None:
+        state = bind(loaders[rank], layout="accelerate", rank=rank, world_size=2)
+        resume(state, tmp_path, Peers(rank, 2, board, ""), timeout_seconds=20)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(on, range(2)))
+    assert [state["loader"].position for state in loaders] == [4, 4]
+    assert sum("dataloader" in path for path in reads) == 4 + 2  # rank 0 proves all small files
+
+
+BUGS = {"load_pieces": True, "random_changes": True, "matched": True, "loaders_alike": False}
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("where", BUGS)
+def test_a_bug_on_one_rank_ends_the_resume_on_all_ranks_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, failing: int
+) -> None:
+    save(tmp_path / "checkpoint-3", trained(), world_size=2)
+    monkeypatch.setattr(StoredStep, "entries", ())
+    monkeypatch.setattr(filling, "matched", lambda bound, *_, **__: bound)
+    right: Any = getattr(filling, where)
+    board, threads = LocalBoard(), threading.local()
+
+    def wrong(*values: Any, **named: Any) -> Any:
+        if threads.rank == failing:
+            raise KeyError("a bug")
+        return right(*values, **named)
+
+    def on(rank: int) -> str:
+        threads.rank = rank
+        state = bind(state_of(), layout="accelerate", rank=rank, world_size=2)
+        try:
+            return str(resume(state, tmp_path, Peers(rank, 2, board, ""), timeout_seconds=30))
+        except CkptkitError as error:
+            return str(error)
+
+    monkeypatch.setattr(filling, where, wrong)
+    began = time.monotonic()
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(on, range(2)))
+    assert found == (["loading failed: KeyError: 'a bug'"] * 2 if BUGS[where] else ["3", "3"])
+    assert time.monotonic() - began < 10
+
+
+def test_a_rank_that_cannot_take_part_ends_the_resume_on_the_others(tmp_path: Path) -> None:
+    save(tmp_path / "checkpoint-3", trained(), world_size=2)
+    board = LocalBoard()
+    bad = UsageError("is no state", where="loader")
+
+    def on(rank: int) -> None:
+        peers = Peers(rank, 2, board, "")
+        if rank:
+            decline(peers, bad, timeout_seconds=30)
+        else:
+            state = bind(state_of(), layout="accelerate", rank=0, world_size=2)
+            with pytest.raises(UsageError, match="loader: is no state"):
+                resume(state, tmp_path, peers, timeout_seconds=30)
+
+    began = time.monotonic()
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(on, range(2)))
+    assert time.monotonic() - began < 10
 
 
 def test_a_step_without_a_manifest_is_never_taken_but_can_be_named(

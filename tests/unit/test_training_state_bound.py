@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import random
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,11 +19,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.data import DataLoader
 
-from ckptkit.core.errors import UsageError
+from ckptkit.core.errors import UnsupportedError, UsageError
 from ckptkit.training import rng
-from ckptkit.training.kinds import kind_of
+from ckptkit.training.kinds import kind_of, leaves
+from ckptkit.training.layout import plan_save
+from ckptkit.training.ownership import owned
 from ckptkit.training.pieces import Holdings
-from ckptkit.training.state import Layout, bind
+from ckptkit.training.state import BoundState, Layout, bind
 
 
 class Loader:
@@ -133,13 +137,12 @@ def test_the_layout_of_dcp_has_the_keys_of_the_mapping() -> None:
     assert {piece.unit for piece in found.pieces} == {""}
 
 
-@pytest.mark.parametrize("layout", ["accelerate", "dcp"])
-def test_later_changes_do_not_reach_objects_and_files(layout: Layout) -> None:
+def test_later_changes_do_not_reach_files() -> None:
     state = whole_state()
-    found = holdings(state, layout)
+    found = holdings(state)
     state["progress"]["losses"].append(777.0)
     state["dataloader"].at["seen"].append(777)
-    values = [value.value for value in found.objects] + [opened(f.data) for f in found.files]
+    values = [opened(file.data) for file in found.files]
     assert "777" not in str([value for value in values if "random_state" not in str(value)])
 
 
@@ -161,7 +164,100 @@ def test_a_tensor_that_moved_is_found_where_it_is_now() -> None:
     state["optimizer"].state[weight]["exp_avg"] = average
     found = {(piece.unit, piece.key): piece.local for piece in bound.holdings(2).pieces}
     assert found["pytorch_model_fsdp_0", "model.weight"].data_ptr() == moved.data_ptr()
-    assert found["optimizer_0", "optimizer.state.weight.exp_avg"] is average
+    local = found["optimizer_0", "optimizer.state.weight.exp_avg"]
+    assert local.data_ptr() == average.data_ptr()
+
+
+def keys_of(bound: BoundState) -> set[str]:
+    return {piece.key.removeprefix("model.") for piece in bound.holdings(1).pieces}
+
+
+def test_modules_that_come_go_or_are_replaced_are_noticed() -> None:
+    model: Any = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    bound = bind({"model": model}, layout="dcp", rank=0, world_size=1)
+    assert keys_of(bound) == {"0.weight", "1.weight"}
+    model[1] = head = nn.Linear(2, 2, bias=False)
+    found = {piece.key: piece.local for piece in bound.holdings(2).pieces}
+    assert found["model.1.weight"].data_ptr() == head.weight.data_ptr()
+    model.add_module("extra", nn.BatchNorm1d(2, affine=False))
+    more = {"extra.running_mean", "extra.running_var", "extra.num_batches_tracked"}
+    assert keys_of(bound) == {"0.weight", "1.weight"} | more
+    del model.extra
+    model.last, model[1] = model[1], nn.Identity()
+    assert keys_of(bound) == {"0.weight", "last.weight"}
+    model[0].other, model[0].weight = model[0].weight, None
+    assert keys_of(bound) == {"0.other", "last.weight"}
+    model.late = nn.Parameter(torch.ones(1))
+    model[0].register_buffer("scale", torch.ones(1))
+    assert keys_of(bound) == {"0.other", "0.scale", "last.weight", "late"}
+
+
+def test_a_module_that_got_a_second_name_is_a_tie() -> None:
+    model = nn.Sequential(nn.Linear(2, 2, bias=False))
+    bound = bind({"model": model}, layout="dcp", rank=0, world_size=1)
+    bound.holdings(1)
+    model.add_module("again", model[0])
+    (piece,) = bound.holdings(2).pieces
+    assert piece.aliases == (("model", "again.weight"),)
+
+
+def test_a_frozen_tensor_that_was_cut_otherwise_in_place_is_looked_at_again() -> None:
+    model: Any = nn.Linear(4, 4, bias=False).requires_grad_(requires_grad=False)
+    model.register_buffer("table", torch.arange(16.0))
+    bound = bind({"model": model}, layout="dcp", rank=0, world_size=1)
+    before = bound.holdings(1).pieces
+    model.weight.as_strided_((4, 4), (1, 4))
+    model.table.resize_(4)
+    found = bound.holdings(2).pieces
+    assert all(one is not two for one, two in zip(before, found, strict=True))
+    assert [piece.shape for piece in found] == [(4, 4), (4,)]
+    assert torch.equal(found[0].local, model.weight)
+    assert [tuple(piece.local.shape) for piece in before] == [(4, 4), (16,)]
+
+
+def test_a_sparse_buffer_is_refused_with_its_name() -> None:
+    model = nn.Linear(1, 1)
+    model.register_buffer("graph", torch.eye(3).to_sparse())
+    bound = bind({"model": model}, layout="dcp", rank=0, world_size=1)
+    for _ in range(2):
+        pieces = bound.holdings(1).pieces
+        with pytest.raises(UnsupportedError, match=r"^model\.graph: a torch.sparse_coo tensor"):
+            plan_save(pieces, owned(pieces), rank=0)
+
+
+def test_memory_that_training_has_let_go_of_is_not_kept() -> None:
+    state = whole_state()
+    model, optimizer = state["model"][0], state["optimizer"]
+    bound = bind(state, layout="accelerate", rank=0, world_size=1)
+    bound.holdings(1)
+    old = [optimizer.state[model.weight]["exp_avg"], state["model"][1].weight]
+    storages = [weakref.ref(tensor.untyped_storage()) for tensor in old]
+    gone = [weakref.ref(piece.local) for piece in bound.holdings(2).pieces]
+    del old
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    state["model"][1].weight = nn.Parameter(torch.ones(2, 2))
+    assert [storage() for storage in storages] == [None, None]
+    assert any(piece() is None for piece in gone)
+    found = {piece.key: piece.local for piece in bound.holdings(3).pieces}
+    average = optimizer.state[model.weight]["exp_avg"]
+    assert found["optimizer.state.weight.exp_avg"].data_ptr() == average.data_ptr()
+
+
+def test_states_of_parameters_that_an_optimizer_no_longer_has_are_left_out() -> None:
+    state = whole_state()
+    bound = bind(state, layout="accelerate", rank=0, world_size=1)
+    bound.holdings(1)
+    del state["optimizer"].param_groups[0]["params"][1]
+    keys = {piece.key for piece in bound.holdings(2).pieces if piece.unit == "optimizer_0"}
+    assert keys == {f"optimizer.state.weight.{name}" for name in ("step", "exp_avg", "exp_avg_sq")}
+
+
+def test_two_states_with_the_same_objects_have_the_same_leaves() -> None:
+    first, second, plain = nn.Linear(1, 1), nn.Linear(1, 1), {"n": 1}
+    one = leaves({"model": [first, second], "extra": plain}, "dcp")
+    assert one == (("model", 0, first), ("model", 1, second), ("extra", None, plain))
+    other = leaves({"model": [first, nn.Linear(1, 1)], "extra": plain}, "dcp")
+    assert one[1][2] is not other[1][2]
 
 
 def test_values_of_modules_are_read_anew_for_each_save() -> None:

@@ -77,11 +77,12 @@ def owned_by_all(build: Callable[[], nn.Module], world_size: int) -> list[list[P
     for rank in range(world_size):
         with as_rank(rank, world_size):
             module = build()
-            optimizer = torch.optim.AdamW(module.parameters())
-            for parameter in module.parameters():
-                parameter.grad = torch.zeros_like(parameter)
-            optimizer.step()
-            state = {"model": module, "optimizer": optimizer}
+            state: dict[str, Any] = {"model": module}
+            if build is not in_stages:
+                state["optimizer"] = optimizer = torch.optim.AdamW(module.parameters())
+                for parameter in module.parameters():
+                    parameter.grad = torch.zeros_like(parameter)
+                optimizer.step()
             bound = bind(state, layout="accelerate", rank=rank, world_size=world_size)
             pieces = bound.holdings(1).pieces
             found.append([one for one, mine in zip(pieces, owned(pieces), strict=True) if mine])
@@ -98,9 +99,21 @@ def test_each_element_has_one_owner(build: Callable[[], nn.Module]) -> None:
                 assert tuple(piece.local.shape) == place.sizes
                 ranges = zip(place.offsets, place.sizes, strict=True)
                 count[tuple(slice(start, start + size) for start, size in ranges)] += 1
-    parameters = 10 if build is in_three_dimensions else 20
-    assert len(counts) == parameters * 4
+    assert len(counts) == (10 * 4 if build is in_three_dimensions else 2 * 10)
     assert all(bool((count == 1).all()) for count in counts.values())
+
+
+@pytest.mark.parametrize("rank", [0, 7])
+def test_the_optimizer_of_a_stage_is_refused_on_every_rank(rank: int) -> None:
+    with as_rank(rank, 8):
+        module = in_stages()
+        optimizer = torch.optim.SGD(module.parameters())
+        state = {"model": module, "optimizer": optimizer}
+        with pytest.raises(
+            UnsupportedError, match=r"^optimizer: .* 4 of 8 ranks.* pipeline"
+        ) as caught:
+            bind(state, layout="accelerate", rank=rank, world_size=8)
+    assert "later version" in caught.value.hint
 
 
 def test_a_part_that_is_no_block_is_refused() -> None:

@@ -14,8 +14,8 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.nn.parallel import DistributedDataParallel
 
 from ckptkit.training.dtensors import Copies
-from ckptkit.training.flatten import flatten, out_of_reach
-from ckptkit.training.modules import ModelWalk, parameter_fqns
+from ckptkit.training.flatten import flatten
+from ckptkit.training.modules import ModelWalk
 from ckptkit.training.names import clean_fqn, wrapper_names
 
 
@@ -61,7 +61,6 @@ def test_wrappers_in_wrappers_leave_no_trace() -> None:
     model = torch.compile(DistributedDataParallel(Outer(inner)), backend="eager")
     assert isinstance(model, nn.Module)
     assert names_of(model) == CLEAN
-    assert sorted(parameter_fqns(model).values()) == sorted(CLEAN)
     found = wrapper_names(model)
     assert found == ["OptimizedModule", "DistributedDataParallel", "CheckpointWrapper"]
 
@@ -94,12 +93,3 @@ def test_paths_are_those_of_dcp() -> None:
     found = list(flatten(nested))
     assert {".".join(map(str, path)): path for path, _ in found} == mapping
     assert all(value is expected[".".join(map(str, path))] for path, value in found)
-
-
-def test_what_can_change_is_copied_and_what_cannot_is_not() -> None:
-    names = ["a"]
-    copied = out_of_reach(names)
-    names.append("b")
-    assert copied == ["a"]
-    text = "x" * 100
-    assert out_of_reach(text) is text

@@ -1,0 +1,103 @@
+"""What modules save beside tensors: values of `get_extra_state`, given back to the modules."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from torch import nn
+
+from ckptkit.core.index import Key, KeyPath, TensorIndex
+from ckptkit.training.flatten import flatten
+from ckptkit.training.loading import first_few
+from ckptkit.training.names import clean_fqn, parallel_prefixes
+from ckptkit.training.objects_in_units import Place, unflattened
+from ckptkit.training.pieces import Piece
+from ckptkit.training.state import BoundModel
+from ckptkit.training.stored_step import StoredStep
+
+logger = logging.getLogger(__name__)
+
+_EXTRA = "_extra_state"  # as `nn.Module.state_dict` calls it
+
+
+def extra_state_changes(
+    stored: StoredStep, model: BoundModel, *, rank: int
+) -> Iterator[Callable[[], object]]:
+    """Reads what a model's modules saved beside tensors.
+
+    Yields:
+        What gives it to each of them.
+
+    Raises:
+        ResumeError: If it holds more than plain values.
+        InputError: If it is damaged.
+    """
+    index = stored.index(model.unit)
+    left = set(_extra_paths(index, model.path))
+    missing: list[str] = []
+    for name, module in _modules(model.module):
+        path = (*model.path, name)
+        found = {other for other in left if other[: len(path)] == path}
+        left -= found
+        live = module.get_extra_state()
+        if found:
+            where = f"{model.key}, {name}"
+            state = unflattened(stored, Place(model.unit, path, where), live, saved=True)
+            yield lambda module=module, state=state: module.set_extra_state(state)  # type: ignore[misc]
+        elif list(flatten(live)) != [((), None)]:
+            missing.append(name)
+    if rank == 0:
+        _tell("was not saved with the step, and stays as it is", model.key, missing)
+        keys = sorted(".".join(map(str, path)) for path in left)
+        _tell("was saved, and no module of the model takes it", model.key, keys)
+
+
+def is_extra(path: KeyPath, model: KeyPath) -> bool:
+    """Tells whether a key path of a model is that of an extra state, or of something in it."""
+    if path[: len(model)] != model or len(path) == len(model):
+        return False
+    return str(path[len(model)]).rpartition(".")[2] == _EXTRA
+
+
+def without_extra(pieces: Iterable[Piece], model: BoundModel) -> list[Piece]:
+    """Leaves out tensors that modules get through `set_extra_state`."""
+    return [
+        piece
+        for piece in pieces
+        if piece.unit != model.unit or not is_extra(piece.key_path, model.path)
+    ]
+
+
+def extra_keys(index: TensorIndex, model: KeyPath) -> set[Key]:
+    """Returns the keys of stored tensors that belong to an extra state."""
+    return {key for key, entry in index.tensors.items() if is_extra(entry.key_path, model)}
+
+
+def _extra_paths(index: TensorIndex, model: KeyPath) -> Iterator[KeyPath]:
+    """Yields the key paths of a model's values that are no tensors of its own."""
+    for path in index.values:
+        if path[: len(model)] == model:
+            yield path
+    for key in extra_keys(index, model):
+        yield index.tensors[key].key_path
+
+
+def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yields the modules that have an extra state, with its key, under each of their names."""
+    parallel = parallel_prefixes(model)
+    for raw, module in model.named_modules(remove_duplicate=False):
+        if _overrides(module, "get_extra_state") and _overrides(module, "set_extra_state"):
+            prefix = clean_fqn(raw, parallel)
+            yield f"{prefix}.{_EXTRA}" if prefix else _EXTRA, module
+
+
+def _overrides(module: nn.Module, method: str) -> bool:
+    own: Any = getattr(type(module), method, None)
+    return own is not getattr(nn.Module, method)
+
+
+def _tell(what: str, key: str, names: list[str]) -> None:
+    if names:
+        logger.warning("%s: the extra state %s %s", key, first_few(names), what)

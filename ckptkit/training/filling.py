@@ -1,0 +1,191 @@
+"""One step and the state that is filled from it, on one rank."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from ckptkit.core.errors import ResumeError
+from ckptkit.core.manifest import MANIFEST_NAME, parse_manifest
+from ckptkit.training.dtensors import Copies
+from ckptkit.training.extra_state import extra_keys, extra_state_changes
+from ckptkit.training.loaders import loaders_alike
+from ckptkit.training.loading import LoadReport, first_few, load_pieces, unexpected_keys
+from ckptkit.training.materialising import allocate_state, materialise
+from ckptkit.training.modules import ModelWalk
+from ckptkit.training.optimizer_fit import check_optimizer
+from ckptkit.training.pieces import Piece
+from ckptkit.training.restoring import (
+    group_changes,
+    object_changes,
+    random_changes,
+    stored_groups,
+    tensor_pieces,
+)
+from ckptkit.training.saved_entries import matched, shown_name
+from ckptkit.training.slots import Slot
+from ckptkit.training.state import BoundOptimizer, BoundState, Layout, bind
+from ckptkit.training.stored_step import StoredStep
+
+_Slots = Mapping[int, tuple[Slot, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What one rank has read of a step.
+
+    Attributes:
+        reports: What was read of each DCP directory.
+        changes: What puts all that is not in place yet there.
+    """
+
+    reports: Mapping[str, LoadReport] = field(default_factory=dict)
+    changes: Sequence[Callable[[], object]] = ()
+
+
+class Opening:
+    """A step's directory, opened when it is first asked for; it has to be closed."""
+
+    def __init__(self, folder: Path, bound: BoundState) -> None:
+        self._folder = folder
+        self._given = bound
+        self._bound: BoundState | None = None
+        self._stored: StoredStep | None = None
+
+    @property
+    def stored(self) -> StoredStep:
+        """The directory.
+
+        Raises:
+            InputError: If its manifest is damaged.
+        """
+        if self._stored is None:
+            path = self._folder / MANIFEST_NAME
+            manifest = parse_manifest(path.read_bytes(), where=str(path)) if path.exists() else None
+            self._stored = StoredStep(self._folder, manifest)
+        return self._stored
+
+    @property
+    def bound(self) -> BoundState:
+        """The state, with the places that it has in this step.
+
+        Raises:
+            ResumeError: If something of it was not saved.
+            InputError: If the step is damaged.
+        """
+        if self._bound is None:
+            manifest = self.stored.manifest
+            layout = manifest.source.get("layout") if manifest else None
+            bound = self._given
+            if layout not in {None, bound.layout}:
+                bound = _bound_again(bound, layout)
+            if self.stored.entries is not None:
+                bound = matched(bound, self.stored.entries, where=str(self._folder))
+            self._bound = bound
+        return self._bound
+
+    def loaders_alike(self) -> dict[str, bool]:
+        """Tells which dataloaders of all ranks were at the same place; see there."""
+        return loaders_alike(self.stored, self.bound)
+
+    def load(self, step: int, alike: Mapping[str, bool]) -> Loaded:
+        """Fills the tensors, and reads everything else.
+
+        Args:
+            step: The number of the step.
+            alike: What `loaders_alike` returned to rank 0.
+
+        Raises:
+            ResumeError: If something does not fit.
+            InputError: If the step is damaged.
+        """
+        bound = self.bound
+        materialise([m.module for m in bound.models], [o.optimizer for o in bound.optimizers])
+        slots = self._slots()
+        groups = [self._checked_groups(optimizer) for optimizer in bound.optimizers]
+        for optimizer in bound.optimizers:
+            index = self.stored.index(optimizer.unit)
+            allocate_state(optimizer.optimizer, slots, index, optimizer.path)
+        pieces: dict[str, list[Piece]] = defaultdict(list)
+        for piece in tensor_pieces(bound):
+            pieces[piece.unit].append(piece)
+        self._check_models(pieces)
+        reports = {
+            unit: load_pieces(self.stored.index(unit), self.stored.source, of_unit)
+            for unit, of_unit in pieces.items()
+        }
+        changes: list[Callable[[], object]] = []
+        for optimizer, found in zip(bound.optimizers, groups, strict=True):
+            changes += group_changes(self.stored, optimizer, slots, found)
+        changes += self._further_changes(step, alike)
+        return Loaded(reports, changes)
+
+    def _further_changes(
+        self, step: int, alike: Mapping[str, bool]
+    ) -> Iterator[Callable[[], object]]:
+        bound = self.bound
+        for model in bound.models:
+            yield from extra_state_changes(self.stored, model, rank=bound.rank)
+        yield from object_changes(self.stored, bound, alike)
+        # Last, as loading a state dict may draw numbers.
+        yield from random_changes(self.stored, bound, step)
+
+    def _checked_groups(self, bound: BoundOptimizer) -> list[dict[str, Any]]:
+        groups = stored_groups(self.stored, bound)
+        entry = self.stored.entry(bound.key, bound.position)
+        made_by = entry.made_by if entry is not None else ""
+        where = shown_name(bound.key, bound.position)
+        check_optimizer(bound.optimizer, groups, made_by=made_by, where=where)
+        return groups
+
+    def _slots(self) -> dict[int, tuple[Slot, ...]]:
+        world = Copies(self.bound.world_size, self.bound.rank)
+        found: dict[int, tuple[Slot, ...]] = {}
+        for model in self.bound.models:
+            walk = ModelWalk(model.module, model.unit, model.path, world=world)
+            found |= walk.look().slots
+        return found
+
+    def _check_models(self, pieces: Mapping[str, Sequence[Piece]]) -> None:
+        """Refuses tensors that no model asks for, as torch's strict load_state_dict does."""
+        for model in self.bound.models:
+            start, index = model.path, self.stored.index(model.unit)
+            given = extra_keys(index, start)
+            extra = [
+                key
+                for key in unexpected_keys(index, pieces[model.unit])
+                if index.tensors[key].key_path[: len(start)] == start and key not in given
+            ]
+            if extra:
+                raise ResumeError(
+                    f"{len(extra):,} tensors of the checkpoint are not in the model:"
+                    f" {first_few(extra)}",
+                    where=model.key,
+                    hint="build the model that was saved",
+                )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._stored is not None:
+            self._stored.close()
+
+
+def _bound_again(bound: BoundState, layout: Layout) -> BoundState:
+    """Returns the same state with the places that it has in another layout."""
+    state: dict[str, Any] = {}
+    entries: list[tuple[str, int | None, Any]] = [
+        *((model.key, model.position, model.module) for model in bound.models),
+        *((entry.key, entry.position, entry.optimizer) for entry in bound.optimizers),
+        *((other.key, other.position, other.target) for other in bound.others),
+    ]
+    for key, position, value in entries:
+        if position is None:
+            state[key] = value
+        else:
+            state.setdefault(key, []).append(value)
+    return bind(state, layout=layout, rank=bound.rank, world_size=bound.world_size)

@@ -1,0 +1,114 @@
+"""Agreement on a save between ranks that need not all be at the same one."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ckptkit.core.errors import PeerError
+from ckptkit.training.boards import Board
+from ckptkit.training.committing import Attempt
+from ckptkit.training.peers import Peers
+
+_LOOK_SECONDS = 0.5
+_HINT = "call save on all ranks at the same steps"
+Decide = Callable[[list[Any]], Mapping[str, Any]]
+
+
+class Meeting:
+    """Where the ranks meet for each save, one save after the other.
+
+    Saves are matched by step and try, so that a rank that has left one out still meets the others
+    at the next. Each rank tells at which save it is: who waits for a rank that is past its own
+    save need not wait until the time is up. Numbers of saves are those of rank 0, whose count the
+    others take over each time they meet.
+    """
+
+    def __init__(self, peers: Peers) -> None:
+        """Tells the others that this rank is at no save yet.
+
+        Raises:
+            PeerError: If the store failed.
+        """
+        self.rank = peers.rank
+        self._board = peers.board
+        watched = _WatchedBoard(peers.board, self._find_passed)
+        self._peers = Peers(peers.rank, peers.world_size, watched, peers.nonce)
+        self._lead = 0  # how many saves rank 0 has counted more
+        self._here: tuple[int, int, str] = (0, 0, "")
+        self._others = [r for r in range(peers.world_size) if r] if not peers.rank else [0]
+        self._tell()
+
+    def agree(
+        self, attempt: Attempt, value: Mapping[str, Any], decide: Decide, *, timeout_seconds: float
+    ) -> Mapping[str, Any]:
+        """Lets rank 0 decide on what all ranks say of an attempt, as `Peers.agree` does.
+
+        Raises:
+            PeerError: If a rank is at a later save already, or does not answer in time.
+        """
+        self._here = attempt.number + self._lead, attempt.step, attempt.name
+        number = self._here[0]
+        self._tell()
+        answer: Mapping[str, Any] = self._peers.agree(
+            f"the save of step {attempt.step}, attempt {attempt.name}",
+            value,
+            lambda values: {"number": number, "outcome": decide(values)},
+            timeout_seconds=timeout_seconds,
+        )
+        self._lead = answer["number"] - attempt.number
+        outcome: Mapping[str, Any] = answer["outcome"]
+        return outcome
+
+    def _tell(self) -> None:
+        if self._others:
+            self._board.set(f"at/{self.rank}", json.dumps(self._here).encode())
+
+    def _find_passed(self) -> PeerError | None:
+        """Looks for a rank that will not come to this rank's save any more."""
+        found = self._board.get_all([f"at/{rank}" for rank in self._others])
+        for rank, text in zip(self._others, found or (), strict=False):
+            number, step, name = json.loads(text)
+            if name != self._here[2] and (number, step) > self._here[:2]:
+                return PeerError(
+                    f"rank {rank} is at the save of step {step}, where rank {self.rank} waits for"
+                    f" it at the save of step {self._here[1]}",
+                    hint=_HINT,
+                )
+        return None
+
+
+class _WatchedBoard:
+    """A board that, asked in vain again and again, looks for a reason to give up."""
+
+    def __init__(self, board: Board, find_reason: Callable[[], PeerError | None]) -> None:
+        self._board = board
+        self._find_reason = find_reason
+        self._looked = time.monotonic()
+
+    def set(self, key: str, value: bytes) -> None:
+        self._board.set(key, value)
+        self._looked = time.monotonic()
+
+    def get(self, key: str) -> bytes | None:
+        found = self.get_all([key])
+        return found[0] if found else None
+
+    def get_all(self, keys: Sequence[str]) -> list[bytes] | None:
+        reason = None
+        if time.monotonic() > self._looked + _LOOK_SECONDS:
+            self._looked = time.monotonic()
+            reason = self._find_reason()
+        # Asked afterwards: a rank answers before it goes on to another save.
+        found = self._board.get_all(keys)
+        if found is None and reason is not None:
+            raise reason
+        return found
+
+    def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
+        return self._board.compare_set(key, expected, desired)
+
+    def delete(self, key: str) -> None:
+        self._board.delete(key)

@@ -1,0 +1,163 @@
+"""Which entry of the mapping lies where in a step, by the names that it was saved under."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ckptkit.core.errors import FormatError, ResumeError
+from ckptkit.training.dtensors import Copies
+from ckptkit.training.loading import first_few
+from ckptkit.training.modules import ModelWalk
+from ckptkit.training.optimizers import OptimizerWalk
+from ckptkit.training.state import BoundModel, BoundObject, BoundOptimizer, BoundState
+
+logger = logging.getLogger(__name__)
+
+Bound = BoundModel | BoundOptimizer | BoundObject
+_APART = frozenset({"model", "optimizer", "dataloader"})  # all others have a file alike
+
+
+@dataclass(frozen=True, slots=True)
+class SavedEntry:
+    """An entry of the mapping that a step was saved from.
+
+    Attributes:
+        key: Its key.
+        position: In the list under that key; None without a list.
+        kind: What it was.
+        unit: The DCP directory of what it holds in one; see `BoundModel` and the others.
+        file: The file of its state, empty where it has none; that of rank 0 where each has one.
+        made_by: The class of an optimizer, empty where that is not known.
+    """
+
+    key: str
+    position: int | None
+    kind: str
+    unit: str
+    file: str
+    made_by: str = ""
+
+    @property
+    def name(self) -> str:
+        """What it is called in messages."""
+        return shown_name(self.key, self.position)
+
+
+def shown_name(key: str, position: int | None) -> str:
+    """Returns what an entry of the mapping is called in messages.
+
+    >>> shown_name("critic", None), shown_name("models", 1)
+    ('critic', 'models[1]')
+    """
+    return key if position is None else f"{key}[{position}]"
+
+
+def parse_entries(data: bytes, *, where: str) -> tuple[SavedEntry, ...] | None:
+    """Returns the entries that the facts of a run name.
+
+    Args:
+        data: The file of the facts.
+        where: It, for messages.
+
+    Returns:
+        The entries, None where the step was saved before they were written down.
+
+    Raises:
+        FormatError: If the file is damaged.
+    """
+    try:
+        found = json.loads(data).get("entries")
+        return None if found is None else tuple(_entry(document) for document in found)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise FormatError("does not name what the step holds", where=where) from error
+
+
+def _entry(document: Mapping[str, Any]) -> SavedEntry:
+    key, position = document["key"], document["position"]
+    texts = [document["kind"], document["unit"], document["file"], document.get("class") or ""]
+    if not all(isinstance(text, str) for text in [key, *texts]):
+        raise TypeError(key)
+    if position is not None and type(position) is not int:
+        raise TypeError(position)
+    return SavedEntry(key, position, *texts)
+
+
+def matched(bound: BoundState, entries: Sequence[SavedEntry], *, where: str) -> BoundState:
+    """Returns the same state with the places that its entries have in a step.
+
+    Args:
+        bound: In the layout of the step.
+        entries: What the step holds.
+        where: The step, for messages.
+
+    Raises:
+        ResumeError: If something was not saved under its name, or was something else.
+    """
+    saved = {(entry.key, entry.position): entry for entry in entries}
+    mine: list[Bound] = [*bound.models, *bound.optimizers, *bound.others]
+    missing = [_name(one) for one in mine if (one.key, one.position) not in saved]
+    if missing:
+        raise ResumeError(
+            f"{first_few(missing)} was not saved with this step, which holds"
+            f" {_listed(entry.name for entry in entries)}",
+            where=where,
+            hint="resume with the names that the state was saved under",
+        )
+    _tell_left(entries, mine, rank=bound.rank)
+    places = {_name(one): _fitting(one, saved[one.key, one.position]) for one in mine}
+    return _moved(bound, places)
+
+
+def _name(one: Bound) -> str:
+    return shown_name(one.key, one.position)
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(map(repr, names))) or "nothing"
+
+
+def _tell_left(entries: Sequence[SavedEntry], mine: Sequence[Bound], *, rank: int) -> None:
+    wanted = {_name(one) for one in mine}
+    left = [entry.name for entry in entries if entry.name not in wanted]
+    if left and rank == 0:
+        logger.warning("the step also holds %s, which the state does not have", _listed(left))
+
+
+def _fitting(one: Bound, saved: SavedEntry) -> SavedEntry:
+    kind = _kind(one)
+    if kind != saved.kind and {kind, saved.kind} & _APART:
+        raise ResumeError(
+            f"a {saved.kind} was saved under this name, and the state has a {kind} there",
+            where=_name(one),
+            hint="resume with the names that the state was saved under",
+        )
+    return saved
+
+
+def _kind(one: Bound) -> str:
+    if isinstance(one, BoundObject):
+        return one.kind
+    return "model" if isinstance(one, BoundModel) else "optimizer"
+
+
+def _moved(bound: BoundState, places: Mapping[str, SavedEntry]) -> BoundState:
+    world = Copies(bound.world_size, bound.rank)
+    models = [dataclasses.replace(m, unit=places[_name(m)].unit) for m in bound.models]
+    optimizers = [dataclasses.replace(o, unit=places[_name(o)].unit) for o in bound.optimizers]
+    others = [
+        dataclasses.replace(other, unit=places[_name(other)].unit, file=places[_name(other)].file)
+        for other in bound.others
+    ]
+    return dataclasses.replace(
+        bound,
+        models=tuple(models),
+        optimizers=tuple(optimizers),
+        others=tuple(others),
+        _walks=tuple(ModelWalk(m.module, m.unit, m.path, world=world) for m in models),
+        _optimizer_walks=tuple(OptimizerWalk(o.optimizer, o.unit, o.path) for o in optimizers),
+    )

@@ -1,0 +1,88 @@
+"""Ranks that are at different saves find out at once, and meet again at the next."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptkit.core.errors import PeerError
+from ckptkit.training import meeting
+from ckptkit.training.boards import LocalBoard
+from ckptkit.training.committing import Attempt
+from ckptkit.training.meeting import Meeting
+from ckptkit.training.peers import Peers
+
+SECONDS = 20.0
+
+
+class Rank:
+    """One rank of several, each a thread."""
+
+    def __init__(self, rank: int, world_size: int, board: LocalBoard) -> None:
+        self.meeting = Meeting(Peers(rank, world_size, board, "nonce"))
+        self.count = 0
+        self.thread = ThreadPoolExecutor(1)
+
+    def save(self, step: int) -> Future[Any]:
+        self.count += 1
+        attempt = Attempt(self.count, f"nonce-{step}-1", step, Path(), Path(), {})
+        return self.thread.submit(
+            lambda: self.meeting.agree(
+                attempt, {"step": step}, lambda values: {"all": values}, timeout_seconds=SECONDS
+            )
+        )
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> list[Rank]:
+    monkeypatch.setattr(meeting, "_LOOK_SECONDS", 0.05)
+    board = LocalBoard()
+    return [Rank(rank, 3, board) for rank in range(3)]
+
+
+def meet(ranks: list[Rank], step: int) -> None:
+    futures = [rank.save(step) for rank in ranks]
+    for future in futures:
+        assert future.result(SECONDS) == {"all": 3 * [{"step": step}]}
+
+
+@pytest.mark.parametrize("absent", [0, 1])
+def test_a_rank_that_left_a_save_out_fails_that_one_and_no_other(
+    ranks: list[Rank], absent: int
+) -> None:
+    began = time.monotonic()
+    meet(ranks, 1)
+    for step in (2, 5):  # the second time the counts differ by one already
+        gone = [r for r in ranks if r is not ranks[absent]]
+        futures = [rank.save(step) for rank in gone]
+        late = ranks[absent].save(step + 1)
+        for future in futures:
+            with pytest.raises(
+                PeerError, match=rf"is at the save of step {step + 1},.* of step {step}$"
+            ):
+                future.result(SECONDS)
+        for rank in gone:
+            future = rank.save(step + 1)
+        assert future.result(SECONDS) == late.result(SECONDS)
+        meet(ranks, step + 2)
+    assert time.monotonic() - began < SECONDS / 2
+
+
+def test_ranks_that_count_steps_differently_are_told_both_numbers(ranks: list[Rank]) -> None:
+    began = time.monotonic()
+    other = ranks[1].save(11)
+    futures = [ranks[0].save(10), ranks[2].save(10)]
+    for future in futures:
+        with pytest.raises(PeerError, match=r"step 11,.* step 10$") as caught:
+            future.result(SECONDS)
+        assert "same steps" in caught.value.hint
+    first = ranks[0].save(20)  # where the other one has no chance any more
+    with pytest.raises(PeerError, match=r"step 20,.* step 11$"):
+        other.result(SECONDS)
+    others = [rank.save(20) for rank in ranks[1:]]
+    assert all(future.result(SECONDS) == first.result(SECONDS) for future in others)
+    assert time.monotonic() - began < SECONDS / 2

@@ -1,0 +1,67 @@
+"""What travels between trainer and writer, and what of it is put into text once."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from ckptkit.writer.messages import Blob, Buffer, Channel, Fixed, Image, Inline, Message, Persist
+
+IMAGES = tuple(
+    Image(f"u/__0_{number}.distcp", 4096 * number, 70, (Blob(5, 9, (1, 2)), Blob(64, 70, (3,))))
+    for number in range(3)
+)
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[Channel, Channel]]:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        yield Channel(ours), Channel(theirs)
+
+
+def carried(ends: tuple[Channel, Channel], message: Message) -> Message | None:
+    sender = threading.Thread(target=ends[0].send, args=(message,))
+    sender.start()
+    found = ends[1].receive()
+    sender.join()
+    return found
+
+
+def test_fixed_values_arrive_like_any_others(ends: tuple[Channel, Channel]) -> None:
+    chunks = [[number, [0], [4], 0, 1 << 40, 70] for number in range(1000)]
+    units = {
+        "a": {"chunks": Fixed(chunks), "objects": [], "none": Fixed()},
+        "b\u00e4\0": {"x": Fixed([1])},
+    }
+    message = Persist(
+        "n-1", "/run", Fixed(IMAGES), (Inline("i", b"\0\xff"),), {"units": units}, "r"
+    )
+    found = carried(ends, message)
+    plain = {"a": {"chunks": chunks, "objects": [], "none": []}, "b\u00e4\0": {"x": [1]}}
+    assert found == Persist("n-1", "/run", IMAGES, message.inline, {"units": plain}, "r")
+    assert carried(ends, Buffer(7)) == Buffer(7)
+
+
+def test_fixed_values_are_put_into_text_once_and_in_small_parts(
+    ends: tuple[Channel, Channel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts: list[str] = []
+
+    def dumps(value: object, **options: object) -> str:
+        texts.append(json.JSONEncoder(**options).encode(value))  # type: ignore[arg-type]
+        return texts[-1]
+
+    monkeypatch.setattr(json, "dumps", dumps)
+    record = {"units": {"u": {"chunks": Fixed([[number, [0], [4]] for number in range(5000)])}}}
+    message = Persist("n-1", "/run", Fixed(IMAGES), (), record)
+    first = carried(ends, message)
+    assert max(map(len, texts)) < 10_000
+    texts.clear()
+    assert carried(ends, message) == first
+    assert len(texts) == 1
+    assert len(texts[0]) < 300
