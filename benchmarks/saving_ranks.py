@@ -92,35 +92,48 @@ class WarmCopy:
         return time.perf_counter() - began
 
 
-Ended = Callable[[], bool]
-Saver = Callable[[Path], Ended]
+class Ending:
+    """When a save was durable, told by the saver itself and not by whoever asks."""
+
+    def __init__(self) -> None:
+        self.at = 0.0
+
+    def now(self, _: Any = None) -> None:
+        """Notes that it is durable."""
+        self.at = time.perf_counter()
 
 
-def savers(loop: Loop, checkpointer: Checkpointer, reports: list[Any]) -> dict[str, Saver]:
-    """Returns what is compared: each saves, and returns what tells whether it is durable."""
+Saver = Callable[[Path, Ending], None]
+
+
+def savers(
+    loop: Loop, checkpointer: Checkpointer, reports: list[Any], endings: list[Ending]
+) -> dict[str, Saver]:
+    """Returns what is compared."""
     group = dist.new_group(backend="gloo")
 
     def state() -> dict[str, Any]:
         model, optimizer = get_state_dict(loop.model, loop.optimizer)
         return {"model": model, "optimizer": optimizer}
 
-    def by_ckptkit(_: Path) -> Ended:
-        handle = checkpointer.save(len(reports) + 1, loop.state)
-        reports.append(handle)
-        return handle.done
+    def by_ckptkit(_: Path, ending: Ending) -> None:
+        endings.append(ending)
+        reports.append(checkpointer.save(len(reports) + 1, loop.state))
 
-    def by_dcp(folder: Path) -> Ended:
+    def by_dcp(folder: Path, ending: Ending) -> None:
         dcp.save(state(), checkpoint_id=folder)
-        return lambda: True
+        ending.now()
 
-    def by_thread(folder: Path) -> Ended:
-        return dcp.async_save(state(), checkpoint_id=folder, process_group=group).done
+    def by_thread(folder: Path, ending: Ending) -> None:
+        future = dcp.async_save(state(), checkpoint_id=folder, process_group=group)
+        future.add_done_callback(ending.now)
 
-    def by_process(folder: Path) -> Ended:
+    def by_process(folder: Path, ending: Ending) -> None:
         kind = AsyncCheckpointerType.PROCESS
-        return dcp.async_save(
+        future = dcp.async_save(
             state(), checkpoint_id=folder, process_group=group, async_checkpointer_type=kind
-        ).done
+        )
+        future.add_done_callback(ending.now)
 
     return {
         "ckptkit": by_ckptkit,
@@ -134,38 +147,39 @@ def one_save(loop: Loop, save: Saver, folder: Path, copy: WarmCopy) -> dict[str,
     """Saves once, trains on until all is durable, and measures every step."""
     gc.collect()
     os.sync()
-    quiet = [loop.step() for _ in range(6)][1:]
+    quiet = [loop.step() for _ in range(5)][1:]
     dist.barrier()
     warm = statistics.median(copy.seconds() for _ in range(3))
     dist.barrier()
+    ending = Ending()
     began = time.perf_counter()
-    ended = save(folder)
+    save(folder, ending)
     blocked = time.perf_counter() - began
     during: list[float] = []
-    durable = blocked if ended() else 0.0
-    while not loop.together(flag=ended()):
+    while not loop.together(flag=bool(ending.at)):
         during.append(loop.step())
-        if not durable and ended():
-            durable = time.perf_counter() - began
     dist.barrier()
     time.sleep(AFTER_SECONDS)
     return {
         "warm": warm,
         "blocked": blocked,
-        "durable": durable or time.perf_counter() - began,
+        "durable": ending.at - began,
         "quiet": quiet,
         "during": during,
     }
 
 
-def compare(loop: Loop, folder: Path, rounds: int) -> dict[str, Any]:
+def compare(loop: Loop, folder: Path, rounds: int, wanted: list[str]) -> dict[str, Any]:
     """All savers in turns, after one save each that is not counted but for its blocked time."""
     reports: list[Any] = []
     found: dict[str, Any] = {"first": {}, "rounds": []}
     copy = WarmCopy(loop)
-    with Checkpointer(folder / "run", keep_last=1) as checkpointer:
+    endings: list[Ending] = []
+    options: Any = {"keep_last": 1, "listener": lambda _: endings[-1].now()}
+    with Checkpointer(folder / "run", **options) as checkpointer:
         checkpointer.prepare(loop.state)
-        compared = savers(loop, checkpointer, reports)
+        compared = savers(loop, checkpointer, reports, endings)
+        compared = {name: compared[name] for name in wanted}
         for name, save in compared.items():
             found["first"][name] = one_save(loop, save, folder / "peer", copy)
             clear(folder / "peer")
@@ -259,6 +273,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--blocks", type=int, default=BLOCKS)
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--savers", default="ckptkit;dcp.save", help="separated by semicolons")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
@@ -267,7 +282,7 @@ def main() -> None:
     for _ in range(3):
         loop.step()
     if arguments.what == "compare":
-        found = compare(loop, arguments.folder, arguments.rounds)
+        found = compare(loop, arguments.folder, arguments.rounds, arguments.savers.split(";"))
     elif arguments.what == "long":
         found = long_run(loop, arguments.folder, arguments.steps, 30)
     else:
