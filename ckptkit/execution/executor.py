@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ckptkit.core.crc import crc32
 from ckptkit.core.index import Span
 from ckptkit.core.manifest import LEAF_BYTES
 from ckptkit.execution.budget import ExecutionSettings
@@ -139,7 +139,7 @@ class Executor:
         path = self._plan.files[task.file].path
         pieces = self._checksums.get((task.file, part.number))
         if pieces is not None:
-            pieces.add(part.start, len(view), zlib.crc32(view))
+            pieces.add(part.start, len(view), crc32(view))
         leaf = part.start // LEAF_BYTES
         book, name = self.digests.files, path
         if part.segment.spec is not None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from ckptkit.core.crc import crc32
 from ckptkit.core.errors import ChecksumError
 from ckptkit.kernels.checksums import crc32_combine
 
@@ -113,6 +113,6 @@ def _read_on(account: Account, crc: int, start: int, stop: int) -> int:
         while start < stop:
             view = buffer[: stop - start]
             account.read_into(account.start + start, view)
-            crc = zlib.crc32(view, crc)
+            crc = crc32(view, crc)
             start += len(view)
     return crc

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import posixpath
-import zlib
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ckptkit.core.crc import crc32
 from ckptkit.core.geometry import flat_offset, hull, intersect
 from ckptkit.core.index import Box, Key, Span, TensorIndex
 from ckptkit.execution.ledger import Account, ChecksumLedger
@@ -106,7 +106,7 @@ class TensorReader:
         start = located.origin + piece.source_start * lookup.entry.dtype.itemsize
         self._origin.source.read_into(located.path, start, target)
         if located.crc32 is not None:
-            booked = (start - located.start, len(target), zlib.crc32(target))
+            booked = (start - located.start, len(target), crc32(target))
             self._origin.ledger.add(int(lookup.chunks.record[piece.row]), booked)
 
     def _gather(self, located: Located, wanted: Sequence[_Place]) -> None:

@@ -9,10 +9,10 @@ Source: torch/serialization.py (`_save`, `_load`), caffe2/serialize/inline_conta
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ckptkit.core.crc import crc32
 from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import ChecksumError, FormatError, LimitError, UnsupportedError
 from ckptkit.core.index import Shape
@@ -164,7 +164,7 @@ class Archive:
             )
         start = data_start(self.read, entry, where=self.where)
         data = self.read(start, start + entry.size_bytes)
-        found = zlib.crc32(data)
+        found = crc32(data)
         if entry.crc32 not in {None, found}:
             raise ChecksumError(
                 f"{entry.name!r} has CRC-32 {found:#010x}, {entry.crc32:#010x} was stored",

@@ -7,9 +7,9 @@ torch/csrc/jit `PyTorchStreamWriter` for names, order, flags and the padding of 
 from __future__ import annotations
 
 import struct
-import zlib
 from dataclasses import dataclass
 
+from ckptkit.core.crc import crc32
 from ckptkit.planning.plan import Body, Compute, Copy, Literal, TensorSpec, Trailer
 
 ALIGNMENT = 64  # torch pads every record's data to this, counted from the archive's start
@@ -50,7 +50,7 @@ class ZipParts:
 
     def add_bytes(self, name: str, data: bytes) -> None:
         """Adds a record whose content is known."""
-        crc = zlib.crc32(data)
+        crc = crc32(data)
         start = self._open(name)
         segment = self._put(len(data), Literal(data))
         self._close(name, start, len(data), crc, segment)

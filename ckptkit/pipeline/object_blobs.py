@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import posixpath
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from ckptkit.core.crc import crc32
 from ckptkit.core.errors import ChecksumError, InputError
 from ckptkit.core.index import Problem, TensorIndex
 from ckptkit.formats.dcp import BlobRef
@@ -77,7 +77,7 @@ def _is_proven(source: LocalSource, blob: BlobRef, where: str) -> bool:
 def _crc32(read: Read, start: int, stop: int) -> int:
     crc = 0
     for piece in _pieces(start, stop):
-        crc = zlib.crc32(read(*piece), crc)
+        crc = crc32(read(*piece), crc)
     return crc
 
 

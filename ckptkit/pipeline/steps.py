@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import posixpath
-import zlib
 from collections.abc import Collection, Iterator, Sequence
 
+from ckptkit.core.crc import crc32
 from ckptkit.core.errors import ChecksumError, InputError, MissingFileError, TruncatedFileError
 from ckptkit.core.index import Problem, RunFacts
 from ckptkit.core.manifest import (
@@ -164,7 +164,7 @@ def digest_problems(
 def _crc32(source: LocalSource, path: str, size_bytes: int) -> int:
     crc = 0
     for start in range(0, size_bytes, _READ_BYTES):
-        crc = zlib.crc32(source.read(path, start, min(start + _READ_BYTES, size_bytes)), crc)
+        crc = crc32(source.read(path, start, min(start + _READ_BYTES, size_bytes)), crc)
     return crc
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import posixpath
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from ckptkit.core.crc import crc32
 from ckptkit.core.errors import ChecksumError, FormatError
 from ckptkit.core.geometry import flat_offset, intersect, row_major_strides
 from ckptkit.core.index import Box, Key, Record, TensorEntry, TensorIndex
@@ -213,16 +213,16 @@ class _Parts:
     def book_all(self, data: memoryview) -> None:
         """Books the whole, of which parts need not be booked then."""
         if self._checked:
-            self.booked = [(0, len(data), zlib.crc32(data))]
+            self.booked = [(0, len(data), crc32(data))]
 
     def book(self, start: int, run: memoryview) -> None:
         if not self._checked or self.given_up or self.complete:
             return
         if self.booked and sum(self.booked[-1][:2]) == start:
-            first, length, crc32 = self.booked.pop()
-            self.booked.append((first, length + len(run), zlib.crc32(run, crc32)))
+            first, length, before = self.booked.pop()
+            self.booked.append((first, length + len(run), crc32(run, before)))
         else:
-            self.booked.append((start, len(run), zlib.crc32(run)))
+            self.booked.append((start, len(run), crc32(run)))
         self.given_up = len(self.booked) > _MOST_PARTS
 
 

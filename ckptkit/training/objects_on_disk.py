@@ -11,7 +11,6 @@ import datetime as dt
 import math
 import pathlib
 import posixpath
-import zlib
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ckptkit.core.crc import crc32
 from ckptkit.core.errors import (
     ChecksumError,
     CkptkitError,
@@ -205,11 +205,11 @@ class _Thaw:
 
     def _storage(self, ref: StorageRef, /) -> torch.Tensor:
         if ref.key not in self._storages:
-            start, stop, crc32 = self._archive.extent(ref)
+            start, stop, stored = self._archive.extent(ref)
             data = bytearray(self._archive.read(start, stop))
-            if crc32 not in {None, zlib.crc32(data)}:
+            if stored not in {None, found := crc32(data)}:
                 raise ChecksumError(
-                    f"CRC-32 {zlib.crc32(data):08x} was found against {crc32:08x} stored",
+                    f"CRC-32 {found:08x} was found against {stored:08x} stored",
                     where=self._archive.where,
                 )
             made = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0)

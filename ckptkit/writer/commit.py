@@ -6,13 +6,13 @@ import json
 import os
 import shutil
 import time
-import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ckptkit.core.crc import crc32
 from ckptkit.core.errors import ChecksumError, FormatError, MissingFileError, TruncatedFileError
 from ckptkit.core.manifest import MANIFEST_NAME, FileRecord, parse_manifest
 from ckptkit.layouts.dcp_metadata import METADATA_NAME, write_metadata
@@ -155,7 +155,7 @@ class _Attempt:
             target.parent.mkdir(parents=True, exist_ok=True)
             data = path.read_bytes()
             put_file(target, data)
-            self.files[name] = FileRecord(len(data), _digest(zlib.crc32(data)))
+            self.files[name] = FileRecord(len(data), _digest(crc32(data)))
             self.tally.done_bytes += len(data)
         return []
 
@@ -181,9 +181,9 @@ class _Attempt:
                 return self._missing(where)
             if len(data) != proof.size_bytes:
                 return _cut_short(where, len(data), proof.size_bytes)
-            if zlib.crc32(data) != proof.crc32:
+            if crc32(data) != proof.crc32:
                 return ChecksumError(
-                    f"CRC-32 {zlib.crc32(data):08x} was found where rank {proof.rank} wrote"
+                    f"CRC-32 {crc32(data):08x} was found where rank {proof.rank} wrote"
                     f" {proof.crc32:08x}",
                     where=where,
                 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -11,6 +10,7 @@ from threading import Thread
 from types import TracebackType
 from typing import Self
 
+from ckptkit.core.crc import crc32
 from ckptkit.core.errors import SaveError
 from ckptkit.storage.syscalls import (
     BLOCK_BYTES,
@@ -189,7 +189,7 @@ class _Sums:
         """Sums up what lies before `stop`; a sum's places come after its data."""
         while self._blob is not None and self._blob.start < stop:
             end = min(stop, self._blob.stop)
-            self._crc = zlib.crc32(self._buffer[self._at : end], self._crc)
+            self._crc = crc32(self._buffer[self._at : end], self._crc)
             self._at = end
             if end < self._blob.stop:
                 return

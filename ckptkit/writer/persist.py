@@ -5,10 +5,10 @@ from __future__ import annotations
 import mmap
 import os
 import time
-import zlib
 from collections.abc import Iterable
 from pathlib import Path
 
+from ckptkit.core.crc import crc32
 from ckptkit.core.errors import SaveError
 from ckptkit.storage.names import check_relative
 from ckptkit.storage.syscalls import Capabilities, sync_directory
@@ -71,7 +71,7 @@ class Persister:
         for inline in request.inline:
             put_file(folder / inline.path, inline.data)
             tally.done_bytes += len(inline.data)
-            new.append(WrittenFile(inline.path, len(inline.data), zlib.crc32(inline.data)))
+            new.append(WrittenFile(inline.path, len(inline.data), crc32(inline.data)))
         for parent in made:
             sync_directory(parent, self._capabilities)
         files += new
@@ -125,4 +125,4 @@ class Persister:
         sync_directory(path.parent, self._capabilities)
         del self._files[request.attempt]
         rank = int(request.record["rank"])
-        return Proof(rank, request.record_path, len(data), zlib.crc32(data))
+        return Proof(rank, request.record_path, len(data), crc32(data))
