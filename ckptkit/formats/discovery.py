@@ -16,7 +16,7 @@ _STEP = re.compile(
     re.IGNORECASE,
 )
 _UNIT_FOLDER = re.compile(
-    r"(pytorch_model_fsdp|optimizer|model)_\d+|model|actor|critic|state\.ckpt|optim(izer)?"
+    r"(pytorch_model_fsdp|optimizer|model|base_model)_\d+|model|actor|critic|state\.ckpt|optim(izer)?"
 )
 _OPTIMIZER_FOLDER = re.compile(r"optim(izer)?s?(_\d+)?")
 _MODEL_FILE = re.compile(r"(pytorch_)?model|consolidated|adapter_model")

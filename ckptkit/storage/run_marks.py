@@ -12,7 +12,7 @@ import re
 import socket
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,10 @@ from ckptkit.storage.syscalls import (
 MARKS_FOLDER = ".ckptkit"
 _LOCK = "lock"
 _REQUEST = "save-now"
-_STEP_FOLDER = re.compile(r"checkpoint-(\d{1,18})")
+STEP_PREFIXES = ("checkpoint-", "checkpoint_")
+"""What comes before a step's number: the Trainer's way, and that of accelerate's own naming."""
+
+_STEP_FOLDER = re.compile(r"(checkpoint[-_])(\d{1,18})")
 _MOST_BYTES = 4096
 _TRIES = 5
 _TRY_SECONDS = 0.1
@@ -163,18 +166,27 @@ def take_request(run: Path) -> Owner | None:
     return owner
 
 
-def step_folders(run: Path) -> dict[int, Path]:
+def step_folders(run: Path, prefixes: Sequence[str] = STEP_PREFIXES) -> dict[int, Path]:
     """Returns the folders of a run's steps, whole or not, by number, oldest first.
+
+    Args:
+        run: The run's directory.
+        prefixes: What may come before the number.
 
     Raises:
         OSError: If the run cannot be listed.
     """
     found = {
-        int(match[1]): path
+        int(match[2]): path
         for path in run.iterdir()
-        if (match := _STEP_FOLDER.fullmatch(path.name)) and path.is_dir()
+        if (match := _STEP_FOLDER.fullmatch(path.name)) and match[1] in prefixes and path.is_dir()
     }
     return dict(sorted(found.items()))
+
+
+def is_step_folder(name: str) -> bool:
+    """Tells whether a folder's name is that of a step of a run."""
+    return _STEP_FOLDER.fullmatch(name) is not None
 
 
 def committed_steps(run: Path) -> dict[int, tuple[Path, int]]:

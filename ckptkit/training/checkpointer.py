@@ -21,7 +21,7 @@ from ckptkit.training.handle import SaveHandle, SkippedError
 from ckptkit.training.meeting import Meeting
 from ckptkit.training.peers import Peers, open_peers
 from ckptkit.training.preemption import SaveRequests
-from ckptkit.training.resuming import decline, resume
+from ckptkit.training.resuming import decline, resume, resume_from
 from ckptkit.training.save_slot import SaveSlot
 from ckptkit.training.saving import Save
 from ckptkit.training.session import Session, open_session
@@ -109,7 +109,13 @@ class Checkpointer:
                 slot.prepare(bound)
 
     def save(
-        self, step: int, state: Mapping[str, object], *, metrics: Mapping[str, float] | None = None
+        self,
+        step: int,
+        state: Mapping[str, object],
+        *,
+        metrics: Mapping[str, float] | None = None,
+        name: str | None = None,
+        files: Mapping[str, bytes] | None = None,
     ) -> SaveHandle:
         """Copies this rank's part of the state, and has it written in the background.
 
@@ -119,6 +125,10 @@ class Checkpointer:
             state: Models, optimizers, schedulers, dataloaders and others, by name; values may
                 be lists.
             metrics: Numbers to keep with the step, for `keep_best`.
+            name: Of a directory in the run to save to, instead of the one that the step names.
+                It is replaced where it is complete already, never retired, and resumed from only
+                where `resume` is given it as `folder`.
+            files: Small files to lie in it, by name; each is given by one rank.
 
         Returns:
             The handle of the save. What goes wrong from here on is raised by its `result`, on
@@ -130,7 +140,7 @@ class Checkpointer:
         """
         began = time.perf_counter()
         with self._calling("save"):
-            attempt = self._session.attempt(step)
+            attempt = self._session.attempt(step, name)
             save = Save(attempt, SaveHandle(attempt.step), began, after=self._taken)
             self._handles = [h for h in self._handles if not h.done() or h.unheard_error]
             self._handles.append(save.handle)
@@ -140,14 +150,20 @@ class Checkpointer:
             self._taken = save.handle
 
             def find_state() -> BoundState:
-                bound = self._binding.of(state)
+                bound = self._binding.of(state).beside(files)
                 save.attempt = self._session.describe(attempt, bound, metrics)
                 return bound
 
             slot.take(save, find_state)
             return save.handle
 
-    def resume(self, state: Mapping[str, object], *, step: int | None = None) -> int | None:
+    def resume(
+        self,
+        state: Mapping[str, object],
+        *,
+        step: int | None = None,
+        folder: str | PathLike[str] | None = None,
+    ) -> int | None:
         """Loads the newest complete step of the run into the state, in place.
 
         The number of ranks and the way of sharding may have changed since. Saves that are still
@@ -157,9 +173,12 @@ class Checkpointer:
             state: As for `save`; models may be on the meta device, optimizers may never have
                 stepped.
             step: A step to take instead of the newest.
+            folder: A directory to take instead: of a step with a name of its own, of another run,
+                or one that stock accelerate, Trainer or `dcp.save` wrote.
 
         Returns:
-            The step that was loaded, or None where the run has none.
+            The step that was loaded, or None where the run has none; 0 where the number of that
+            in `folder` is not known.
 
         Raises:
             ResumeError: If what is there does not fit the state, or if all of it is damaged.
@@ -173,15 +192,20 @@ class Checkpointer:
             except Exception as error:
                 decline(self._peers, error, timeout_seconds=self._settings.timeout_seconds)
                 raise
-            found = resume(
-                bound,
-                self._session.run.path,
-                self._peers,
-                timeout_seconds=self._settings.timeout_seconds,
-                step=step,
-            )
+            found = self._loaded(bound, step, folder)
             self._binding.forget()  # parameters may have left the meta device
             return found
+
+    def _loaded(
+        self, bound: BoundState, step: int | None, folder: str | PathLike[str] | None
+    ) -> int | None:
+        timeout, run = self._settings.timeout_seconds, self._session.run
+        if folder is not None:
+            place = Path(folder).absolute()
+            return resume_from(bound, place, self._peers, timeout_seconds=timeout)
+        return resume(
+            bound, run.path, self._peers, timeout_seconds=timeout, step=step, prefix=run.prefix
+        )
 
     def should_save(self, step: int) -> bool:
         """Tells whether it is time to save; the answer is the same on all ranks.

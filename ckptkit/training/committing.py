@@ -30,6 +30,7 @@ class Attempt:
         final: The step's directory.
         manifest: What the manifest will say, but for the files.
         beside: A folder whose files lie beside the shards; empty for none.
+        retires: Whether older steps go for it, as the rules say.
     """
 
     number: int
@@ -39,6 +40,7 @@ class Attempt:
     final: Path
     manifest: Mapping[str, Any]
     beside: str = ""
+    retires: bool = True
 
 
 class Committer:
@@ -104,6 +106,7 @@ class Committer:
 
     def _commit(self, attempt: Attempt, proofs: Sequence[Proof]) -> dict[str, Any]:
         metrics = attempt.manifest["source"].get("metrics", {})
+        retired = self._retire(attempt.step, metrics) if attempt.retires else ()
         answer = self._process.request(
             Commit(
                 attempt=attempt.name,
@@ -112,7 +115,7 @@ class Committer:
                 proofs=tuple(proofs),
                 manifest=attempt.manifest,
                 beside=attempt.beside,
-                remove=tuple(map(str, self._retire(attempt.step, metrics))),
+                remove=tuple(map(str, retired)),
                 visible_seconds=self._visible_seconds,
             )
         )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
@@ -27,8 +29,10 @@ from ckptkit.training.restoring import (
 )
 from ckptkit.training.saved_entries import matched, shown_name
 from ckptkit.training.slots import Slot
-from ckptkit.training.state import BoundOptimizer, BoundState, Layout, bind
+from ckptkit.training.state import BoundModel, BoundOptimizer, BoundState, Layout, bind
 from ckptkit.training.stored_step import StoredStep
+
+logger = logging.getLogger(__name__)
 
 _Slots = Mapping[int, tuple[Slot, ...]]
 
@@ -77,8 +81,7 @@ class Opening:
             InputError: If the step is damaged.
         """
         if self._bound is None:
-            manifest = self.stored.manifest
-            layout = manifest.source.get("layout") if manifest else None
+            layout = self.stored.layout
             bound = self._given
             if layout not in {None, bound.layout}:
                 bound = _bound_again(bound, layout)
@@ -109,9 +112,7 @@ class Opening:
         for optimizer in bound.optimizers:
             index = self.stored.index(optimizer.unit)
             allocate_state(optimizer.optimizer, slots, index, optimizer.path)
-        pieces: dict[str, list[Piece]] = defaultdict(list)
-        for piece in tensor_pieces(bound):
-            pieces[piece.unit].append(piece)
+        pieces = self._pieces_by_unit()
         self._check_models(pieces)
         reports = {
             unit: load_pieces(self.stored.index(unit), self.stored.source, of_unit)
@@ -122,6 +123,25 @@ class Opening:
             changes += group_changes(self.stored, optimizer, slots, found)
         changes += self._further_changes(step, alike)
         return Loaded(reports, changes)
+
+    def _pieces_by_unit(self) -> dict[str, list[Piece]]:
+        pieces: dict[str, list[Piece]] = defaultdict(list)
+        for piece in tensor_pieces(self.bound):
+            if piece.unit not in self._absent:
+                pieces[piece.unit].append(piece)
+        return pieces
+
+    @cached_property
+    def _absent(self) -> frozenset[str]:
+        """The directories of base models that the step does not have.
+
+        Stock Trainer saves the adapter alone: the base is as the user loaded it.
+        """
+        bases = {model.places.base_unit for model in self.bound.models} - {""}
+        absent = frozenset(unit for unit in bases if not self.stored.has_unit(unit))
+        if absent and self.bound.rank == 0:
+            logger.info("%s: only the adapter was saved, and the base stays as it is", self._folder)
+        return absent
 
     def _further_changes(
         self, step: int, alike: Mapping[str, bool]
@@ -145,19 +165,17 @@ class Opening:
         world = Copies(self.bound.world_size, self.bound.rank)
         found: dict[int, tuple[Slot, ...]] = {}
         for model in self.bound.models:
-            walk = ModelWalk(model.module, model.unit, model.path, world=world)
+            walk = ModelWalk(model.module, model.places, world=world)
             found |= walk.look().slots
         return found
 
     def _check_models(self, pieces: Mapping[str, Sequence[Piece]]) -> None:
         """Refuses tensors that no model asks for, as torch's strict load_state_dict does."""
         for model in self.bound.models:
-            start, index = model.path, self.stored.index(model.unit)
-            given = extra_keys(index, start)
             extra = [
                 key
-                for key in unexpected_keys(index, pieces[model.unit])
-                if index.tensors[key].key_path[: len(start)] == start and key not in given
+                for unit in self._stored_units(model)
+                for key in self._left(model, unit, pieces.get(unit, ()))
             ]
             if extra:
                 raise ResumeError(
@@ -166,6 +184,17 @@ class Opening:
                     where=model.key,
                     hint="build the model that was saved",
                 )
+
+    def _left(self, model: BoundModel, unit: str, pieces: Sequence[Piece]) -> Iterator[str]:
+        start, index = model.path, self.stored.index(unit)
+        given = extra_keys(index, start)
+        for key in unexpected_keys(index, pieces):
+            if index.tensors[key].key_path[: len(start)] == start and key not in given:
+                yield key
+
+    def _stored_units(self, model: BoundModel) -> list[str]:
+        """Returns the directories of a model; of a split one the base may not be there."""
+        return [unit for unit in model.places.units if unit not in self._absent]
 
     def __enter__(self) -> Self:
         return self

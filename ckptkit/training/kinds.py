@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from ckptkit.core.errors import UsageError
 from ckptkit.training.names import RNG
 
-Layout = Literal["accelerate", "dcp"]
+Layout = Literal["accelerate", "dcp", "trainer"]
 Kind = Literal["model", "optimizer", "scheduler", "scaler", "dataloader", "stateful", "plain"]
 _RESERVED = frozenset({RNG})
 _LOADER_HINT = "use torchdata's StatefulDataLoader, or leave the dataloader out"

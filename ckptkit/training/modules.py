@@ -13,7 +13,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from ckptkit.core.index import KeyPath
 from ckptkit.training.dtensors import Copies, DTensor, Meshes
 from ckptkit.training.flatten import flatten
 from ckptkit.training.fsdp1 import (
@@ -27,6 +26,7 @@ from ckptkit.training.fsdp1 import (
 )
 from ckptkit.training.names import clean_fqn, parallel_prefixes, wrapper_names
 from ckptkit.training.pieces import ObjectValue, Piece, Replicas
+from ckptkit.training.places import TensorPlaces
 from ckptkit.training.slots import Slot, whole_slot
 from ckptkit.training.stamps import Stamp, apart
 
@@ -58,16 +58,14 @@ class _Wrapping:
     """What stays the same from one walk to the next, as long as the modules do.
 
     Attributes:
-        unit: The DCP directory that the tensors belong to.
-        path: What comes before a tensor's name in its key path.
+        places: Where the tensors lie in a step.
         world: The number of ranks of the job, and this one.
         group: The ranks of the data parallel wrapper, if any.
         equal: The identities of the parameters that it keeps equal.
         meshes: Of the DTensors found so far.
     """
 
-    unit: str
-    path: KeyPath
+    places: TensorPlaces
     world: Copies
     group: Copies | None
     equal: frozenset[int]
@@ -95,14 +93,14 @@ class _Structure:
     wrapping: _Wrapping
 
     @classmethod
-    def of(cls, model: nn.Module, unit: str, path: KeyPath, world: Copies) -> _Structure:
+    def of(cls, model: nn.Module, places: TensorPlaces, world: Copies) -> _Structure:
         group, equal = _data_parallel(model)
         return cls(
             *_outline(model),
             parallel_prefixes(model),
             has_flat_parameters(model),
             tuple(_reshards(model)),
-            _Wrapping(unit, path, world, group, equal, Meshes(group or Copies())),
+            _Wrapping(places, world, group, equal, Meshes(group or Copies())),
         )
 
     def is_of(self, model: nn.Module) -> bool:
@@ -115,17 +113,16 @@ class _Structure:
 class ModelWalk:
     """Walks one model, again for each save; what does not change in between is kept."""
 
-    def __init__(self, model: nn.Module, unit: str, path: KeyPath, *, world: Copies) -> None:
+    def __init__(self, model: nn.Module, places: TensorPlaces, *, world: Copies) -> None:
         """Notes how the model is wrapped; wrap it before.
 
         Args:
             model: The outermost module.
-            unit: The DCP directory that its tensors belong to.
-            path: What comes before a tensor's name in its key path.
+            places: Where its tensors lie in a step.
             world: The number of ranks of the job, and this one.
         """
         self._model = model
-        self._place = unit, path, world
+        self._place = places, world
         self._structure = _Structure.of(model, *self._place)
         self._kept: tuple[tuple[str, ...], Stamp, ModelView] | None = None
 
@@ -181,7 +178,7 @@ class ModelWalk:
     def facts(self) -> dict[str, Any]:
         """Returns how the model is wrapped and split, as plain values."""
         view, mesh = self.look(), self._structure.wrapping.meshes.largest
-        start = len(self._structure.wrapping.path)
+        start = len(self._structure.wrapping.places.path)
         tied = [
             [".".join(map(str, path[start:])) for path in (piece.key_path, *piece.aliases)]
             for piece in view.pieces
@@ -266,32 +263,30 @@ class _Look:
     def take_unit(self, unit: FlatUnit) -> None:
         self.slots[id(unit.parameter)] = tuple(part.in_shard for part in unit.parts)
         for part in unit.parts:
-            self._add(part.in_shard, self._path(part.fqn), unit.shard, part.aliases)
+            self._add(part.in_shard, (part.fqn, *part.aliases), unit.shard)
             if part.parameter is not None and part.on_its_own is not None:
                 self.slots[id(part.parameter)] = (part.on_its_own,)
 
     def take_tensor(self, names: list[str], tensor: torch.Tensor) -> None:
         slot = self._slot(names[0], tensor)
         self.slots[id(tensor)] = (slot,)
-        self._add(slot, self._path(names[0]), apart(tensor), names[1:])
+        self._add(slot, names, apart(tensor))
 
     def take_other(self, name: str, value: object) -> None:
-        for path, leaf in flatten(value, self._path(name)):
+        unit, start = self.wrapping.places.of(name)
+        for path, leaf in flatten(value, start):
             if isinstance(leaf, torch.Tensor):
                 slot = self._slot(".".join(map(str, path)), leaf)
-                self._add(slot, path, apart(leaf), ())
+                self.pieces.extend(slot.pieces(unit, path, apart(leaf)))
             elif self.values.own == 0:
-                self.objects.append(ObjectValue(self.wrapping.unit, path, leaf))
+                self.objects.append(ObjectValue(unit, path, leaf))
 
     def take_unsaved(self, fqn: str, parameter: nn.Parameter) -> None:
         self.slots[id(parameter)] = (self._slot(fqn, parameter),)
 
-    def _add(self, slot: Slot, path: KeyPath, local: torch.Tensor, aliases: Sequence[str]) -> None:
-        known = [self._path(alias) for alias in aliases]
-        self.pieces.extend(slot.pieces(self.wrapping.unit, path, local, known))
-
-    def _path(self, fqn: str) -> KeyPath:
-        return (*self.wrapping.path, fqn)
+    def _add(self, slot: Slot, names: Sequence[str], local: torch.Tensor) -> None:
+        for unit, (path, *aliases) in self.wrapping.places.by_unit(names).items():
+            self.pieces.extend(slot.pieces(unit, path, local, aliases))
 
     def _slot(self, fqn: str, tensor: torch.Tensor) -> Slot:
         if isinstance(tensor, DTensor):

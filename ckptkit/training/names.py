@@ -5,12 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 RNG = "rng"
 """Under this key the random number generators lie with the layout `dcp`."""
 
-_WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"})
+TRAINER_STATE = "trainer_state.json"
+"""The file in which the Trainer keeps its own state."""
+
+_COMPILED = "_orig_mod"
+_RUNNERS = (DistributedDataParallel, DataParallel, FullyShardedDataParallel)
+_WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", _COMPILED})
 """Where FSDP1, activation checkpointing and `torch.compile` keep the module that they wrap."""
 
 
@@ -38,9 +44,29 @@ def scaler_file(index: int) -> str:
     return f"scaler_{index}.pt" if index else "scaler.pt"
 
 
+def base_unit(index: int) -> str:
+    """Returns the DCP directory of what a PEFT model's adapter was put into."""
+    return f"base_model_{index}"
+
+
 def random_states_file(rank: int) -> str:
     """Returns the file with a rank's states of the random number generators."""
     return f"random_states_{rank}.pkl"
+
+
+def trainer_scheduler_file(index: int) -> str:
+    """Returns the file of the scheduler at `index`, as the Trainer calls it."""
+    return f"scheduler_{index}.pt" if index else "scheduler.pt"
+
+
+def random_states_files(rank: int, world_size: int) -> tuple[str, ...]:
+    """Returns the files that may hold a rank's random number generators."""
+    return random_states_file(rank), trainer_random_states_file(rank, world_size)
+
+
+def trainer_random_states_file(rank: int, world_size: int) -> str:
+    """Returns the file with a rank's random number generators, as the Trainer calls it."""
+    return f"rng_state_{rank}.pth" if world_size > 1 else "rng_state.pth"
 
 
 def custom_file(index: int) -> str:
@@ -96,6 +122,16 @@ def wrapper_names(model: nn.Module) -> list[str]:
         if _is_parallel(module) or not _WRAPPERS.isdisjoint(dict(module.named_children()))
     ]
     return list(dict.fromkeys(kinds))
+
+
+def innermost(model: nn.Module) -> nn.Module:
+    """Returns the model inside whatever runs it."""
+    while True:
+        is_wrapped = isinstance(model, _RUNNERS)
+        inner = model.module if is_wrapped else dict(model.named_children()).get(_COMPILED)
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner
 
 
 def _without_wrappers(name: str) -> str:

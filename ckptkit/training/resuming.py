@@ -19,13 +19,15 @@ from ckptkit.core.errors import (
     error_from_json,
 )
 from ckptkit.core.index import TensorIndex
-from ckptkit.core.manifest import MANIFEST_NAME
+from ckptkit.core.manifest import MANIFEST_NAME, parse_manifest
 from ckptkit.core.texts import size_text
+from ckptkit.formats.discovery import step_of
+from ckptkit.storage.run_marks import STEP_PREFIXES
 from ckptkit.training.filling import Loaded, Opening
 from ckptkit.training.loading import first_few
 from ckptkit.training.peers import Peers
 from ckptkit.training.proofs import cross_check, pack, unpack
-from ckptkit.training.run_folder import saved_steps
+from ckptkit.training.run_folder import SavedStep, saved_steps
 from ckptkit.training.state import BoundState
 from ckptkit.training.stored_step import StoredStep
 from ckptkit.writer.merge import few_collections
@@ -48,6 +50,7 @@ def resume(
     *,
     timeout_seconds: float,
     step: int | None = None,
+    prefix: str = STEP_PREFIXES[0],
 ) -> int | None:
     """Loads the newest complete step of a run in place, on all ranks.
 
@@ -59,6 +62,7 @@ def resume(
         peers: The other ranks, which have to call this too.
         timeout_seconds: How long to wait for the slowest of them, for each thing to agree on.
         step: A step to take instead of the newest; then nothing is passed over.
+        prefix: What comes before the number in the names of the run's steps.
 
     Returns:
         The step, or None where the run has none that is complete.
@@ -68,12 +72,12 @@ def resume(
         ResumeError: If a step does not fit the state, or all that there are are damaged.
         PeerError: If another rank does not answer in time.
     """
-    if step is not None and (type(step) is not int or step < 0):
-        error = UsageError(f"is {step!r}, where a count of steps was expected", where="step")
-        decline(peers, error, timeout_seconds=timeout_seconds)
-        raise error
+    _check_count(step, peers, timeout_seconds)
     found = peers.agree(
-        _FIRST_ROUND, None, lambda _: _found(run, step), timeout_seconds=timeout_seconds
+        _FIRST_ROUND,
+        None,
+        lambda _: _found(saved_steps(run, prefix), step, run),
+        timeout_seconds=timeout_seconds,
     )
     for one in found:
         attempt = _Attempt(bound, peers, timeout_seconds)
@@ -89,6 +93,13 @@ def resume(
     if peers.rank == 0:
         logger.info("%s: no step to resume from was found", run)
     return None
+
+
+def _check_count(step: int | None, peers: Peers, timeout_seconds: float) -> None:
+    if step is not None and (type(step) is not int or step < 0):
+        error = UsageError(f"is {step!r}, where a count of steps was expected", where="step")
+        decline(peers, error, timeout_seconds=timeout_seconds)
+        raise error
 
 
 def decline(peers: Peers, error: Exception, *, timeout_seconds: float) -> None:
@@ -112,38 +123,57 @@ def _tell_unusable(one: Mapping[str, Any], problem: object) -> None:
         logger.info("step %d was not finished: %s", one["step"], problem)
 
 
-def resume_from(
-    bound: BoundState, folder: Path, peers: Peers, *, step: int, timeout_seconds: float
-) -> None:
-    """Loads one given directory in place, on all ranks; it may have been written by accelerate.
+def resume_from(bound: BoundState, folder: Path, peers: Peers, *, timeout_seconds: float) -> int:
+    """Loads one given directory in place, on all ranks; it may have been written by other tools.
 
     Args:
         bound: The state to fill.
         folder: A step's directory, with or without a manifest.
         peers: The other ranks, which have to call this too.
-        step: Its number, for messages and for seeding.
         timeout_seconds: As for `resume`.
 
+    Returns:
+        The number of the step, 0 where it is not known.
+
     Raises:
-        InputError: If it does not fit, or is damaged.
+        InputError: If it is not there, does not fit, or is damaged.
         PeerError: If another rank does not answer in time.
     """
+    step: int = peers.agree(
+        _FIRST_ROUND, None, lambda _: _step_in(folder), timeout_seconds=timeout_seconds
+    )
     problem = _Attempt(bound, peers, timeout_seconds).load(folder, step)
     if problem is not None:
         raise problem
+    return step
 
 
-def _found(run: Path, step: int | None) -> list[dict[str, Any]]:
+def _step_in(folder: Path) -> int:
+    if not folder.is_dir():
+        raise ResumeError(
+            "no directory was found there",
+            where=str(folder),
+            hint="name the directory of a step, as other ranks see it too",
+        )
+    path = folder / MANIFEST_NAME
+    if path.exists():
+        found = parse_manifest(path.read_bytes(), where=str(path)).source.get("step")
+        if isinstance(found, int):
+            return found
+    return step_of(folder.name) or 0
+
+
+def _found(saved: Sequence[SavedStep], step: int | None, run: Path) -> list[dict[str, Any]]:
     """Lists the steps, newest first, each with what is wrong with it at first sight."""
     found = [
         {
-            "step": saved.step,
-            "folder": saved.path.name,
-            "problem": None if saved.complete else saved.problem or "it is not complete",
-            "finished": saved.complete or (saved.path / MANIFEST_NAME).exists(),
+            "step": one.step,
+            "folder": one.path.name,
+            "problem": None if one.complete else one.problem or "it is not complete",
+            "finished": one.complete or (one.path / MANIFEST_NAME).exists(),
         }
-        for saved in reversed(saved_steps(run))
-        if step in {None, saved.step}
+        for one in reversed(saved)
+        if step in {None, one.step}
     ]
     if step is not None and not any(one["problem"] is None for one in found):
         reason = f": {found[0]['problem']}" if found else ""

@@ -1,4 +1,4 @@
-"""The states of the random number generators, under the keys that accelerate gives them."""
+"""The states of the random number generators, under the keys of accelerate and of the Trainer."""
 
 from __future__ import annotations
 
@@ -32,13 +32,32 @@ def capture() -> dict[str, Any]:
     return states
 
 
+_TRAINERS = {
+    "random_state": "python",
+    "numpy_random_seed": "numpy",
+    "torch_manual_seed": "cpu",
+    "torch_cuda_manual_seed": "cuda",
+}
+
+
+def under_trainer_keys(states: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns captured states under the keys that the Trainer gives them.
+
+    Source: `transformers.Trainer._save_rng_state`.
+    """
+    return {_TRAINERS[key]: value for key, value in states.items()}
+
+
 def restore(states: Mapping[str, Any]) -> None:
     """Puts the generators back to captured states; those without one stay as they are.
 
     Args:
         states: What `capture` returned, here or in a process with other devices: the states of
-            the devices that this one has too are taken.
+            the devices that this one has too are taken. Keys may be those of the Trainer.
     """
+    states = {key: states[alias] for key, alias in _TRAINERS.items() if alias in states} | {
+        key: states[key] for key in _TRAINERS if key in states
+    }
     if "random_state" in states:
         version, internal, gauss = states["random_state"]
         random.setstate((version, tuple(internal), gauss))

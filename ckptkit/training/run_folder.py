@@ -22,10 +22,13 @@ from ckptkit.planning.retention import (
     missing_metric,
     steps_to_remove,
 )
+from ckptkit.storage.names import WORK_INFIX
 from ckptkit.storage.run_marks import (
     MARKS_FOLDER,
+    STEP_PREFIXES,
     Owner,
     RunLock,
+    is_step_folder,
     step_folders,
     take_request,
     take_run_lock,
@@ -56,8 +59,12 @@ class SavedStep(StepFacts):
 class RunFolder:
     """A run's directory on a local or shared file system."""
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, prefix: str = STEP_PREFIXES[0]) -> None:
         """Makes the directory and its parents, where they are not there.
+
+        Args:
+            path: The directory.
+            prefix: What comes before the number in the names of its steps.
 
         Raises:
             UsageError: If the path is a URL.
@@ -71,6 +78,7 @@ class RunFolder:
                 hint="save to a local or shared file system, and copy from there",
             )
         self.path = Path(named).absolute()
+        self.prefix = prefix
         self._known: dict[Path, tuple[_Identity, SavedStep]] = {}
         self._has_warned = False
         with _translated(self.path):
@@ -78,11 +86,35 @@ class RunFolder:
 
     def step_folder(self, step: int) -> Path:
         """Returns where a committed step lies."""
-        return self.path / f"checkpoint-{step}"
+        return self.path / f"{self.prefix}{step}"
 
-    def working_folder(self, step: int, nonce: str, attempt: int) -> Path:
-        """Returns where an attempt at a step is written; no tool takes it for a checkpoint."""
-        return self.path / f".checkpoint-{step}.ckptkit-{nonce}-{attempt}"
+    def named_folder(self, name: str) -> Path:
+        """Returns where a step lies that has a name of its own.
+
+        Raises:
+            UsageError: If it is none for a directory, or that of a step with a number.
+        """
+        if not name or name.startswith(".") or "\0" in name or Path(name).name != name:
+            raise UsageError(
+                f"is {name!r}, where the name of a directory in the run was expected", where="name"
+            )
+        if is_step_folder(name):
+            raise UsageError(
+                f"is {name!r}, which is the name of a step",
+                where="name",
+                hint="leave it out, and give the number as `step`",
+            )
+        return self.path / name
+
+    def working_folder(self, final: Path, nonce: str, attempt: int) -> Path:
+        """Returns where an attempt at a step is written; no tool takes it for a checkpoint.
+
+        Args:
+            final: Where the step will lie.
+            nonce: Of the session: 8 hexadecimal digits.
+            attempt: Of this session at this step.
+        """
+        return self.path / f".{final.name}{WORK_INFIX}{nonce}-{attempt}"
 
     def steps(self) -> tuple[SavedStep, ...]:
         """Returns what lies there, as `saved_steps` does, but looks into no step twice.
@@ -94,7 +126,7 @@ class RunFolder:
             OutputError: If the run cannot be listed.
         """
         with _translated(self.path):
-            folders = step_folders(self.path)
+            folders = step_folders(self.path, (self.prefix,))
         known, self._known = self._known, {}
         return _in_order(self._step(step, path, known.get(path)) for step, path in folders.items())
 
@@ -177,7 +209,7 @@ class RunFolder:
         return saved
 
 
-def saved_steps(run: Path) -> tuple[SavedStep, ...]:
+def saved_steps(run: Path, prefix: str = STEP_PREFIXES[0]) -> tuple[SavedStep, ...]:
     """Returns what lies in a run, the newest last; a step is complete if its manifest is true.
 
     That is, it can be read, belongs to this step, and every file in it has its size. Steps that
@@ -188,7 +220,7 @@ def saved_steps(run: Path) -> tuple[SavedStep, ...]:
         OutputError: If the run cannot be listed.
     """
     with _translated(run):
-        folders = step_folders(run)
+        folders = step_folders(run, (prefix,))
     return _in_order(_saved_step(step, path) for step, path in folders.items())
 
 

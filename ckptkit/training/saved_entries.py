@@ -14,6 +14,7 @@ from ckptkit.training.dtensors import Copies
 from ckptkit.training.loading import first_few
 from ckptkit.training.modules import ModelWalk
 from ckptkit.training.optimizers import OptimizerWalk
+from ckptkit.training.places import TensorPlaces, adapter_names
 from ckptkit.training.state import BoundModel, BoundObject, BoundOptimizer, BoundState
 
 logger = logging.getLogger(__name__)
@@ -33,6 +34,7 @@ class SavedEntry:
         unit: The DCP directory of what it holds in one; see `BoundModel` and the others.
         file: The file of its state, empty where it has none; that of rank 0 where each has one.
         made_by: The class of an optimizer, empty where that is not known.
+        base_unit: Of a model whose adapter was saved apart, the directory of all other tensors.
     """
 
     key: str
@@ -41,6 +43,7 @@ class SavedEntry:
     unit: str
     file: str
     made_by: str = ""
+    base_unit: str = ""
 
     @property
     def name(self) -> str:
@@ -80,6 +83,7 @@ def parse_entries(data: bytes, *, where: str) -> tuple[SavedEntry, ...] | None:
 def _entry(document: Mapping[str, Any]) -> SavedEntry:
     key, position = document["key"], document["position"]
     texts = [document["kind"], document["unit"], document["file"], document.get("class") or ""]
+    texts.append(document.get("base_unit") or "")
     if not all(isinstance(text, str) for text in [key, *texts]):
         raise TypeError(key)
     if position is not None and type(position) is not int:
@@ -145,9 +149,16 @@ def _kind(one: Bound) -> str:
     return "model" if isinstance(one, BoundModel) else "optimizer"
 
 
+def _model_at(model: BoundModel, saved: SavedEntry) -> BoundModel:
+    """Returns a model with the places that its tensors have in a step, split or not."""
+    adapter = adapter_names(model.module) if saved.base_unit else None
+    places = TensorPlaces(saved.unit, model.path, adapter, saved.base_unit if adapter else "")
+    return dataclasses.replace(model, places=places)
+
+
 def _moved(bound: BoundState, places: Mapping[str, SavedEntry]) -> BoundState:
     world = Copies(bound.world_size, bound.rank)
-    models = [dataclasses.replace(m, unit=places[_name(m)].unit) for m in bound.models]
+    models = [_model_at(m, places[_name(m)]) for m in bound.models]
     optimizers = [dataclasses.replace(o, unit=places[_name(o)].unit) for o in bound.optimizers]
     others = [
         dataclasses.replace(other, unit=places[_name(other)].unit, file=places[_name(other)].file)
@@ -158,6 +169,6 @@ def _moved(bound: BoundState, places: Mapping[str, SavedEntry]) -> BoundState:
         models=tuple(models),
         optimizers=tuple(optimizers),
         others=tuple(others),
-        _walks=tuple(ModelWalk(m.module, m.unit, m.path, world=world) for m in models),
+        _walks=tuple(ModelWalk(m.module, m.places, world=world) for m in models),
         _optimizer_walks=tuple(OptimizerWalk(o.optimizer, o.unit, o.path) for o in optimizers),
     )

@@ -74,26 +74,31 @@ class Session:
         self._tries: Counter[int] = Counter()
         self._asked: deque[str] = deque()
 
-    def attempt(self, step: object) -> Attempt:
+    def attempt(self, step: object, name: str | None = None) -> Attempt:
         """Names a try to save a step, the same on all ranks, even if one has missed another step.
 
         What it lacks is added by `describe`.
 
+        Args:
+            step: The training step.
+            name: Of its directory, where that is not named by the step.
+
         Raises:
-            UsageError: If the step is no count.
+            UsageError: If the step is no count, or the name none for a directory.
         """
         self._count += 1
         count = _checked_step(step)
         self._tries[count] += 1
         number = self._tries[count]
-        name = f"{self._peers.nonce}-{count}-{number}"
+        attempt = f"{self._peers.nonce}-{count}-{number}"
+        final = self.run.step_folder(count) if name is None else self.run.named_folder(name)
         manifest = Manifest(
             kind="training",
             source={
                 "step": count,
                 "world_size": self._peers.world_size,
                 "layout": self._settings.layout,
-                "attempt": name,
+                "attempt": attempt,
                 "save_number": self._saved_before + self._count,
                 "saved_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             },
@@ -103,11 +108,12 @@ class Session:
         )
         return Attempt(
             number=self._count,
-            name=name,
+            name=attempt,
             step=count,
-            folder=self.run.working_folder(count, self._peers.nonce, number),
-            final=self.run.step_folder(count),
+            folder=self.run.working_folder(final, self._peers.nonce, number),
+            final=final,
             manifest=json.loads(manifest.to_json()),
+            retires=name is None,
         )
 
     def goes(self, attempt: str, *, here: bool) -> bool:
@@ -188,7 +194,7 @@ def open_session(path: Path, peers: Peers, settings: Settings) -> Session:
 
     def take(options: Sequence[Mapping[str, Any]]) -> int:
         check_shared(options)
-        run = RunFolder(path)
+        run = RunFolder(path, prefix=settings.prefix)
         held.append(run.lock())
         if held[0] is not None:  # without a lock somebody else may be at work there
             for note in sweep(run.path):
@@ -219,7 +225,7 @@ def _opened_by_all(path: Path, peers: Peers, settings: Settings) -> RunFolder:
     opened: list[RunFolder] = []
     problem: dict[str, Any] | None = None
     try:
-        opened.append(RunFolder(path))
+        opened.append(RunFolder(path, prefix=settings.prefix))
     except CkptkitError as error:
         problem = error.to_json()
     problems = peers.agree(

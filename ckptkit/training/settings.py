@@ -12,6 +12,7 @@ from ckptkit.core.errors import UsageError
 from ckptkit.core.texts import a_kind
 from ckptkit.planning.requests import parse_size
 from ckptkit.planning.retention import BestMode, Retention
+from ckptkit.storage.run_marks import STEP_PREFIXES
 from ckptkit.training.handle import SaveReport
 from ckptkit.training.layout import MIN_LIMIT_BYTES
 from ckptkit.training.peers import name_ranks
@@ -32,6 +33,9 @@ class Options(TypedDict, total=False):
     Attributes:
         layout: "accelerate" (default) writes what `accelerator.save_state` writes; "dcp" writes
             one directory for `dcp.load`, with the caller's own keys.
+            "trainer" writes what the Trainer of Transformers writes.
+        prefix: What comes before the number in the names of steps: "checkpoint-" (default), or
+            "checkpoint_" as accelerate's own naming has it.
         every: When `should_save` says yes: a number of steps, or a time such as "30min".
         keep_last: How many of the newest steps stay; all when left out.
         keep_every: Steps divisible by this stay.
@@ -53,6 +57,7 @@ class Options(TypedDict, total=False):
     """
 
     layout: Layout
+    prefix: str
     every: int | str | None
     keep_last: int | None
     keep_every: int | None
@@ -74,6 +79,7 @@ class Settings:
     """The options, checked; see `Options`."""
 
     layout: Layout = "accelerate"
+    prefix: str = STEP_PREFIXES[0]
     interval: Interval = field(default_factory=lambda: Interval.parse(None))
     retention: Retention = field(default_factory=Retention)
     in_flight: InFlight = "wait"
@@ -91,6 +97,7 @@ class Settings:
         every = self.interval.seconds
         return {
             "layout": self.layout,
+            "prefix": self.prefix,
             "every": self.interval.steps if every is None else f"{every:.15g}s",
             "keep_last": self.retention.keep_last,
             "keep_every": self.retention.keep_every,
@@ -132,6 +139,7 @@ def check_options(options: Options) -> Settings:
     given: dict[str, Any] = dict(options)
     _check_known(given)
     _check_choice(given, "layout", get_args(Layout))
+    _check_choice(given, "prefix", STEP_PREFIXES)
     _check_choice(given, "in_flight", get_args(InFlight))
     _check_count(given, "max_in_flight")
     _check_seconds(given, "timeout_seconds", may_be_0=False)

@@ -15,11 +15,11 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Protocol, cast, runtime_checkable
 
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 
 from ckptkit.core.errors import UsageError
 from ckptkit.core.manifest import RUN_FACTS, SIDE_FOLDER
 from ckptkit.core.texts import a_kind
+from ckptkit.training.names import innermost
 from ckptkit.training.pieces import SmallFile
 
 _CONFIG = "config.json"
@@ -27,10 +27,8 @@ _GENERATION_CONFIG = "generation_config.json"
 _ADAPTER_CONFIG = "adapter_config.json"
 _DEFAULT_ADAPTER = "default"  # PEFT's name for the one that lies at the top
 _FSDP2_PREFIX = "FSDP"  # what `fully_shard` puts before the name of a module's class
-_COMPILED = "_orig_mod"  # under which `torch.compile` keeps the module
 _SECRET = frozenset({"training_args.bin"})  # the Trainer's, with the token for the Hub
 _MAX_BYTES = 128 << 20  # tokenizers have up to some 40 MB; more is a folder of weights
-_WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel, FullyShardedDataParallel)
 _Files = dict[str, bytes]
 
 
@@ -132,7 +130,7 @@ def run_facts(facts: Mapping[str, object], models: Sequence[nn.Module] = ()) -> 
 
 
 def _origin(models: Sequence[nn.Module]) -> dict[str, object]:
-    for model in map(_unwrapped, models):
+    for model in map(innermost, models):
         base = _base_of(model)
         if hasattr(getattr(base, "config", None), "to_json_string"):
             known = {"id": _base_id(base), "commit_hash": _commit_hash(base)}
@@ -154,7 +152,7 @@ def _commit_hash(base: nn.Module) -> str | None:
 
 def _described(models: Sequence[nn.Module]) -> Iterator[tuple[str, bytes]]:
     for wrapped in models:
-        model = _unwrapped(wrapped)
+        model = innermost(wrapped)
         found = dict(_configurations(model))
         if found:
             yield from found.items()
@@ -175,22 +173,12 @@ def _configurations(model: nn.Module) -> Iterator[tuple[str, bytes]]:
         yield f"{folder}{_ADAPTER_CONFIG}", _adapter_config(adapter, base)
 
 
-def _unwrapped(model: nn.Module) -> nn.Module:
-    """Returns the model inside whatever runs it."""
-    while True:
-        is_wrapped = isinstance(model, _WRAPPERS)
-        inner = model.module if is_wrapped else dict(model.named_children()).get(_COMPILED)
-        if not isinstance(inner, nn.Module):
-            return model
-        model = inner
-
-
 def _base_of(model: nn.Module) -> nn.Module:
     """Returns the model that PEFT wrapped, or put its layers into; else the model itself."""
     if not isinstance(getattr(model, "peft_config", None), dict):
         return model
     get = getattr(model, "get_base_model", None)
-    return _unwrapped(cast(Callable[[], nn.Module], get)()) if get is not None else model
+    return innermost(cast(Callable[[], nn.Module], get)()) if get is not None else model
 
 
 def _model_config(model: nn.Module, config: Any) -> bytes:

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import nn
-from torch.optim import Optimizer
 
 from ckptkit.core.errors import UnsupportedError, UsageError
 from ckptkit.core.index import KeyPath
 from ckptkit.training import names, rng
+from ckptkit.training.bound import (
+    BoundModel,
+    BoundObject,
+    BoundOptimizer,
+    index_of,
+    place_entries,
+)
 from ckptkit.training.dtensors import Copies, DTensor, Meshes, local_part
+from ckptkit.training.files import checked_file
 from ckptkit.training.flatten import flatten
-from ckptkit.training.kinds import Kind, Layout, entries_of, kind_of
+from ckptkit.training.kinds import Layout
 from ckptkit.training.modules import ModelView, ModelWalk
 from ckptkit.training.optimizer_fit import class_of
 from ckptkit.training.optimizers import OptimizerWalk
@@ -26,64 +32,6 @@ from ckptkit.training.slots import whole_slot
 __all__ = ["BoundModel", "BoundObject", "BoundOptimizer", "BoundState", "Layout", "bind"]
 
 _PER_RANK = frozenset({"dataloader"})
-
-
-@dataclass(frozen=True, slots=True)
-class BoundModel:
-    """A model in the mapping.
-
-    Attributes:
-        key: Its key in the mapping.
-        position: In the list under that key; None without a list.
-        module: The model.
-        unit: The DCP directory of its tensors.
-        path: What comes before a tensor's name in its key path.
-    """
-
-    key: str
-    position: int | None
-    module: nn.Module
-    unit: str
-    path: KeyPath
-
-
-@dataclass(frozen=True, slots=True)
-class BoundOptimizer:
-    """An optimizer in the mapping; the attributes are those of a model."""
-
-    key: str
-    position: int | None
-    optimizer: Optimizer
-    unit: str
-    path: KeyPath
-
-
-@dataclass(frozen=True, slots=True)
-class BoundObject:
-    """Anything else in the mapping.
-
-    Attributes:
-        key: Its key in the mapping.
-        position: In the list under that key; None without a list.
-        target: The object, or the plain dict or list.
-        kind: What it is.
-        unit: The DCP directory of its values: always with the layout `dcp`, otherwise where it
-            holds DTensors.
-        path: What comes before the names in its state dict.
-        file: The file of its state, relative to the step; empty with the layout `dcp`.
-    """
-
-    key: str
-    position: int | None
-    target: Any
-    kind: Kind
-    unit: str
-    path: KeyPath
-    file: str
-
-    def state(self) -> Any:
-        """Returns its state, which may still be shared with it."""
-        return self.target if self.kind == "plain" else self.target.state_dict()
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +59,17 @@ class BoundState:
     others: tuple[BoundObject, ...]
     _walks: tuple[ModelWalk, ...] = field(repr=False)
     _optimizer_walks: tuple[OptimizerWalk, ...] = field(repr=False)
+    _files: tuple[SmallFile, ...] = ()
+
+    def beside(self, files: Mapping[str, bytes] | None) -> BoundState:
+        """Returns the same state with further files, by name, that this rank saves with it.
+
+        Raises:
+            UsageError: If one has no bytes, or no name for a file that is not taken.
+        """
+        if not files:
+            return self
+        return replace(self, _files=tuple(checked_file(*item) for item in files.items()))
 
     def holdings(self, step: int) -> Holdings:
         """Returns all that this rank holds, without any communication.
@@ -127,16 +86,27 @@ class BoundState:
             UnsupportedError: If the place of some elements cannot be told.
         """
         pieces, objects = self.tensors(keep=True)
-        files: list[SmallFile] = []
+        files = [*self._files]
         for other in self.others:
             more, values, file = self._other(other)
             pieces, objects, files = pieces + more, objects + values, files + file
-        states = {"step": step, **rng.capture()}
-        if self.layout == "dcp":
-            objects.append(ObjectValue("", (names.RNG, str(self.rank)), states))
-        else:
-            files.append(SmallFile(names.random_states_file(self.rank), saved(states)))
+        self._add_random_states(step, objects, files)
         return Holdings(tuple(pieces), tuple(objects), tuple(files))
+
+    def _add_random_states(
+        self, step: int, objects: list[ObjectValue], files: list[SmallFile]
+    ) -> None:
+        states = rng.capture()
+        if self.layout == "dcp":
+            path = (names.RNG, str(self.rank))
+            objects.append(ObjectValue("", path, {"step": step, **states}))
+        elif self.layout == "accelerate":
+            file = names.random_states_file(self.rank)
+            if file not in {given.path for given in self._files}:  # accelerate counts otherwise
+                files.append(SmallFile(file, saved({"step": step, **states})))
+        elif self.optimizers:  # a model alone is not trained on, says the Trainer
+            file = names.trainer_random_states_file(self.rank, self.world_size)
+            files.append(SmallFile(file, saved(rng.under_trainer_keys(states))))
 
     def pieces(self) -> tuple[Piece, ...]:
         """Returns the tensors on this rank only: what a resume writes into."""
@@ -151,7 +121,7 @@ class BoundState:
     def facts(self) -> dict[str, Any]:
         """Returns what a reader of the checkpoint wants to know of the run, as plain values."""
         models = {
-            ".".join(map(str, (model.key, *_index(model.position)))): walk.facts()
+            ".".join(map(str, (model.key, *index_of(model.position)))): walk.facts()
             for model, walk in zip(self.models, self._walks, strict=True)
         }
         return {
@@ -176,6 +146,7 @@ class BoundState:
                 "kind": kind,
                 "class": class_of(bound.optimizer) if isinstance(bound, BoundOptimizer) else "",
                 "unit": bound.unit,
+                "base_unit": bound.places.base_unit if isinstance(bound, BoundModel) else "",
                 "file": bound.file if isinstance(bound, BoundObject) else "",
             }
             for kind, bound in kinds
@@ -222,7 +193,7 @@ class BoundState:
         groups = optimizer.optimizer.param_groups
         trained = {id(p) for group in groups for p in group["params"] if p.requires_grad}
         return frozenset(
-            (model.unit, (*model.path, slot.fqn))
+            model.places.of(slot.fqn)
             for model, walk in zip(self.models, self._walks, strict=True)
             for identity, slots in walk.look(keep=True).slots.items()
             if identity in trained
@@ -290,65 +261,19 @@ def bind(state: Mapping[str, object], *, layout: Layout, rank: int, world_size: 
         UnsupportedError: If an optimizer belongs to one stage of a pipeline.
     """
     world = Copies(world_size, rank)
-    naming = _Naming(layout, rank)
-    for key, position, value in entries_of(state, layout):
-        naming.take(key, position, value)
-    walks = tuple(
-        ModelWalk(model.module, model.unit, model.path, world=world) for model in naming.models
-    )
+    entries = place_entries(state, layout, rank=rank)
     bound = BoundState(
         layout,
         rank,
         world_size,
-        tuple(naming.models),
-        tuple(naming.optimizers),
-        tuple(naming.others),
-        walks,
-        tuple(OptimizerWalk(one.optimizer, one.unit, one.path) for one in naming.optimizers),
+        entries.models,
+        entries.optimizers,
+        entries.others,
+        tuple(ModelWalk(one.module, one.places, world=world) for one in entries.models),
+        tuple(OptimizerWalk(one.optimizer, one.unit, one.path) for one in entries.optimizers),
     )
     _check_optimizers(bound)
     return bound
-
-
-class _Naming:
-    """Gives each entry its place, counting those of a kind."""
-
-    def __init__(self, layout: Layout, rank: int) -> None:
-        self.models: list[BoundModel] = []
-        self.optimizers: list[BoundOptimizer] = []
-        self.others: list[BoundObject] = []
-        self._plain = layout == "dcp"
-        self._rank = rank
-        self._counts: dict[str, int] = {}
-
-    def take(self, key: str, position: int | None, value: Any) -> None:
-        kind = kind_of(key, value)
-        path: KeyPath = (key, *_index(position))
-        if kind == "model":
-            unit = "" if self._plain else names.model_unit(len(self.models))
-            start = path if self._plain else ("model",)
-            self.models.append(BoundModel(key, position, value, unit, start))
-        elif kind == "optimizer":
-            unit = "" if self._plain else names.optimizer_unit(len(self.optimizers))
-            start = path if self._plain else ("optimizer",)
-            self.optimizers.append(BoundOptimizer(key, position, value, unit, start))
-        else:
-            unit = "" if self._plain else f"{key}_{position or 0}"
-            start = path if self._plain else (key,)
-            file = "" if self._plain else self._file(kind)
-            self.others.append(BoundObject(key, position, value, kind, unit, start, file))
-
-    def _file(self, kind: Kind) -> str:
-        counted = "custom" if kind in {"stateful", "plain"} else kind
-        index = self._counts.get(counted, 0)
-        self._counts[counted] = index + 1
-        if counted == "scheduler":
-            return names.scheduler_file(index)
-        if counted == "scaler":
-            return names.scaler_file(index)
-        if counted == "dataloader":
-            return names.dataloader_file(index, self._rank)
-        return names.custom_file(index)
 
 
 def _check_optimizers(bound: BoundState) -> None:
@@ -360,7 +285,3 @@ def _check_optimizers(bound: BoundState) -> None:
         )
     bound.tensors()
     bound.check_stages()
-
-
-def _index(position: int | None) -> tuple[int, ...]:
-    return () if position is None else (position,)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import posixpath
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast, get_args
 
 from ckptkit.core.errors import ChecksumError, MissingFileError, ResumeError
 from ckptkit.core.index import KeyPath, TensorIndex
@@ -14,6 +14,8 @@ from ckptkit.formats.base import Candidate
 from ckptkit.formats.dcp import METADATA, DcpReader
 from ckptkit.pipeline.steps import digest_problems
 from ckptkit.storage.local import LocalSource
+from ckptkit.training import names
+from ckptkit.training.kinds import Layout
 from ckptkit.training.objects_on_disk import read_object, read_torch_file
 from ckptkit.training.saved_entries import SavedEntry, parse_entries
 
@@ -40,6 +42,21 @@ class StoredStep:
         """How many ranks saved it, None where that is not known."""
         found = self.manifest.source.get("world_size") if self.manifest else None
         return found if isinstance(found, int) else None
+
+    @property
+    def layout(self) -> Layout | None:
+        """How its directory is laid out; None where that is not known.
+
+        Without a manifest it is told by the names that only one tool gives.
+        """
+        if self.manifest is not None:
+            found = self.manifest.source.get("layout")
+            return cast(Layout, found) if found in get_args(Layout) else None
+        if self.has_file(METADATA):
+            return "dcp"
+        if self.has_file(names.TRAINER_STATE) or self.has_file(names.trainer_scheduler_file(0)):
+            return "trainer"
+        return "accelerate"
 
     @property
     def attempt(self) -> str:
@@ -81,6 +98,10 @@ class StoredStep:
             candidate = Candidate(DcpReader.name, unit, (path,), "")
             self._indexes[unit] = DcpReader().read_index(self.source, candidate)
         return self._indexes[unit]
+
+    def has_unit(self, unit: str) -> bool:
+        """Tells whether something was saved in a DCP directory."""
+        return self.has_file(posixpath.join(unit, METADATA))
 
     def has_value(self, unit: str, path: KeyPath) -> bool:
         """Tells whether there is a value that is no tensor under a key."""

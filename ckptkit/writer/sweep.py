@@ -15,8 +15,10 @@ from ckptkit.storage.run_marks import MARKS_FOLDER
 from ckptkit.storage.syscalls import Capabilities, detect_capabilities, sync_directory
 from ckptkit.writer.durable import OLD, TRASH
 
+# A step's folder may have any name; what follows it tells that a save made the hidden one.
 _HIDDEN = re.compile(
-    rf"\.(?P<name>checkpoint-\d+){re.escape(WORK_INFIX)}(?:(?P<kind>{OLD}|{TRASH})-)?[\w.-]+"
+    rf"\.(?P<name>.+?){re.escape(WORK_INFIX)}"
+    rf"(?:(?P<kind>{OLD}|{TRASH})-[0-9a-f-]+|[0-9a-f]+-\d+)"
 )
 _DESCRIPTIONS = re.compile(r"[0-9a-f]{8}")  # named after the job that made them
 _TRIES = 3  # another rank may be adding to the folder at this moment, or removing it

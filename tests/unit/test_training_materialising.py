@@ -15,6 +15,7 @@ from ckptkit.core.index import Box, Chunk, ChunkTable, Key, RecordTable, TensorE
 from ckptkit.training.dtensors import Copies
 from ckptkit.training.materialising import allocate_state, materialise
 from ckptkit.training.modules import ModelWalk
+from ckptkit.training.places import TensorPlaces
 
 
 class Table(nn.Module):
@@ -103,7 +104,7 @@ def index_of(states: dict[str, torch.Tensor]) -> TensorIndex:
 
 
 def allocated(model: nn.Module, optimizer: Optimizer, states: dict[str, torch.Tensor]) -> None:
-    slots = ModelWalk(model, "", ("model",), world=Copies()).look().slots
+    slots = ModelWalk(model, TensorPlaces("", ("model",)), world=Copies()).look().slots
     allocate_state(optimizer, slots, index_of(states), ("optimizer",))
 
 

@@ -317,7 +317,7 @@ def test_a_step_without_a_manifest_is_never_taken_but_can_be_named(
     save(folder, old)
     (folder / "ckptkit.json").unlink()
     assert resume(bound(new), tmp_path, alone(), timeout_seconds=5) is None
-    resume_from(bound(new), folder, alone(), step=3, timeout_seconds=5)
+    assert resume_from(bound(new), folder, alone(), timeout_seconds=5) == 3
     assert torch.equal(new["model"][0].weight, old["model"][0].weight)
 
 

@@ -49,7 +49,7 @@ def test_the_directory_and_its_parents_are_made(tmp_path: Path) -> None:
 def test_names_of_attempts_are_not_those_of_checkpoints(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
     assert run.step_folder(500) == tmp_path / "checkpoint-500"
-    working = run.working_folder(500, "abcd", 3)
+    working = run.working_folder(run.step_folder(500), "abcd", 3)
     assert working == tmp_path / ".checkpoint-500.ckptkit-abcd-3"
     working.mkdir()
     assert run.steps() == ()

@@ -17,6 +17,7 @@ from ckptkit.training.dtensors import Copies
 from ckptkit.training.flatten import flatten
 from ckptkit.training.modules import ModelWalk
 from ckptkit.training.names import clean_fqn, wrapper_names
+from ckptkit.training.places import TensorPlaces
 
 
 @pytest.fixture
@@ -40,7 +41,7 @@ class Outer(nn.Module):
 
 
 def names_of(model: nn.Module) -> list[str]:
-    view = ModelWalk(model, "", (), world=Copies()).look()
+    view = ModelWalk(model, TensorPlaces("", ()), world=Copies()).look()
     return [piece.key for piece in view.pieces]
 
 

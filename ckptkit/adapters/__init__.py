@@ -1,0 +1,1 @@
+"""What PEFT adapters look like: names of their tensors."""

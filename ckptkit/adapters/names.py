@@ -1,0 +1,83 @@
+"""Names of adapter tensors: as a PEFT model holds them, and as PEFT's files call them.
+
+Source: peft 0.21, `utils/save_and_load.py` and `tuners/tuners_utils.py`: files leave out the name
+of the adapter, keep the modules of `modules_to_save` under the name of what they replace, and
+keep DoRA's magnitude without `.weight`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+# What PEFT's tuners call the containers of their adapters' parameters.
+_TUNERS = (
+    *("boft_", "bone_", "c3a_", "delora_", "fourierft_", "hada_", "hra_", "ia3_", "ln_tuning_"),
+    *("lokr_", "lora_", "miss_", "oft_", "randlora_", "road_", "shira_", "vera_", "waveft_"),
+)
+_WHOLE_MODULES = "modules_to_save"
+_TOKENS = "trainable_tokens_delta"
+_MAGNITUDE = "lora_magnitude_vector"
+_BASE = "base_layer"
+_EMBEDDINGS = frozenset({"embed_tokens", "lm_head"})  # PEFT's EMBEDDING_LAYER_NAMES
+
+Bias = Literal["none", "all", "lora_only"]
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterNames:
+    """Tells which tensors of a PEFT model belong to one adapter.
+
+    Attributes:
+        adapter: Its name, "default" unless the user chose another.
+        bias: Which biases of the base model were trained with it; `bias` of its configuration.
+        embeddings: Whether embeddings are among its targets, and so lie in its files as well.
+    """
+
+    adapter: str = "default"
+    bias: Bias = "none"
+    embeddings: bool = False
+
+    def file_name(self, fqn: str) -> str | None:
+        """Returns what PEFT's files call a tensor; None if it is not the adapter's.
+
+        Args:
+            fqn: Its name in the model, without the segments of wrappers.
+
+        Example:
+            >>> names = AdapterNames()
+            >>> names.file_name("base_model.model.q.lora_A.default.weight")
+            'base_model.model.q.lora_A.weight'
+            >>> names.file_name("base_model.model.score.modules_to_save.default.weight")
+            'base_model.model.score.weight'
+            >>> names.file_name("base_model.model.q.base_layer.weight") is None
+            True
+        """
+        parts = fqn.split(".")
+        for at, part in enumerate(parts[1:], start=1):
+            if part == self.adapter and _holds_adapters(parts[at - 1]):
+                return ".".join(_without_adapter(parts, at))
+        if self._is_trained_bias(parts) or self._is_targeted_embedding(parts):
+            return fqn
+        return None
+
+    def _is_trained_bias(self, parts: list[str]) -> bool:
+        if parts[-1] != "bias":
+            return False
+        return self.bias == "all" or (self.bias == "lora_only" and parts[-2:-1] == [_BASE])
+
+    def _is_targeted_embedding(self, parts: list[str]) -> bool:
+        return self.embeddings and parts[-2:-1] == [_BASE] and not _EMBEDDINGS.isdisjoint(parts)
+
+
+def _holds_adapters(part: str) -> bool:
+    return part.startswith(_TUNERS) or part in {_WHOLE_MODULES, _TOKENS}
+
+
+def _without_adapter(parts: list[str], at: int) -> list[str]:
+    holder = parts[at - 1]
+    if holder == _WHOLE_MODULES:
+        return [*parts[: at - 1], *parts[at + 1 :]]
+    if holder == _MAGNITUDE:
+        return parts[:at]
+    return [*parts[:at], *parts[at + 1 :]]
