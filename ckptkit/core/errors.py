@@ -31,6 +31,8 @@ class CkptkitError(Exception):
         self.message = message
         self.where = where
         self.hint = hint or self.usual_hint
+        if self.hint:
+            self.add_note(f"hint: {self.hint}")  # for tracebacks, where users meet it in training
 
     def located(self, where: str) -> CkptkitError:
         """Returns the same error with `where` put in front of what is known already."""
