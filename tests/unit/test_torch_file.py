@@ -178,7 +178,7 @@ def test_a_sharded_model_is_read_through_its_index() -> None:
     del missing["m/pytorch_model-00002-of-00002.bin"]
     with pytest.raises(
         MissingFileError,
-        match=r"^memory/m: index names 2 files; missing are 'pytorch_model-00002-of-00002\.bin'$",
+        match=r"^memory/m: index names 2 files; missing are 'pytorch_model-00002-of-00002\.bin'\n",
     ):
         read_files(missing)
     del weight_map["b.weight"]

@@ -62,7 +62,7 @@ def test_a_rank_that_left_a_save_out_fails_that_one_and_no_other(
         late = ranks[absent].save(step + 1)
         for future in futures:
             with pytest.raises(
-                PeerError, match=rf"is at the save of step {step + 1},.* of step {step}$"
+                PeerError, match=rf"(?m)is at the save of step {step + 1},.* of step {step}$"
             ):
                 future.result(SECONDS)
         for rank in gone:
@@ -77,11 +77,11 @@ def test_ranks_that_count_steps_differently_are_told_both_numbers(ranks: list[Ra
     other = ranks[1].save(11)
     futures = [ranks[0].save(10), ranks[2].save(10)]
     for future in futures:
-        with pytest.raises(PeerError, match=r"step 11,.* step 10$") as caught:
+        with pytest.raises(PeerError, match=r"(?m)step 11,.* step 10$") as caught:
             future.result(SECONDS)
         assert "same steps" in caught.value.hint
     first = ranks[0].save(20)  # where the other one has no chance any more
-    with pytest.raises(PeerError, match=r"step 20,.* step 11$"):
+    with pytest.raises(PeerError, match=r"(?m)step 20,.* step 11$"):
         other.result(SECONDS)
     others = [rank.save(20) for rank in ranks[1:]]
     assert all(future.result(SECONDS) == first.result(SECONDS) for future in others)
