@@ -34,6 +34,8 @@ class Options(TypedDict, total=False):
         keep_dtype: Patterns of names that keep their stored type.
         names: "live" writes adapters and packed weights too, which would load as something else.
         base: A model folder to take configuration and tokenizer from where the source has none.
+        also: Further directories that hold files of the same checkpoint, such as each node's
+            copy of its ranks' files; a file has the same path in each of them as below `src`.
         max_shard_size: Size at which a new weight file is begun, in bytes or such as "5GB".
         include: Patterns of names to take; all when empty.
         exclude: Patterns of names to leave out.
@@ -50,6 +52,7 @@ class Options(TypedDict, total=False):
     keep_dtype: Sequence[str]
     names: NameChoice
     base: PathLike | None
+    also: Sequence[PathLike]
     max_shard_size: int | str
     include: Sequence[str]
     exclude: Sequence[str]
@@ -61,12 +64,15 @@ class Options(TypedDict, total=False):
     listener: Listener | None
 
 
-def open(path: PathLike, *, select: str | None = None) -> Checkpoint:  # noqa: A001
+def open(  # noqa: A001
+    path: PathLike, *, select: str | None = None, also: Sequence[PathLike] = ()
+) -> Checkpoint:
     """Opens the checkpoint at or under a path, for reading single tensors.
 
     Args:
         path: Any path in or above a checkpoint; of a run, the newest complete step is taken.
         select: Which model to take where there are several.
+        also: Further directories that hold files of the same checkpoint, see `Options`.
 
     Returns:
         The checkpoint; close it, or use it as a context manager.
@@ -77,10 +83,12 @@ def open(path: PathLike, *, select: str | None = None) -> Checkpoint:  # noqa: A
     """
     from ckptkit.pipeline.reading import Checkpoint
 
-    return Checkpoint(path, select=select)
+    return Checkpoint(path, select=select, also=also)
 
 
-def inspect(path: PathLike, *, select: str | None = None) -> Inspection:
+def inspect(
+    path: PathLike, *, select: str | None = None, also: Sequence[PathLike] = ()
+) -> Inspection:
     """Describes the checkpoint at or under a path, reading headers only.
 
     Returns:
@@ -92,7 +100,7 @@ def inspect(path: PathLike, *, select: str | None = None) -> Inspection:
     """
     from ckptkit.pipeline.inspecting import run_inspection
 
-    return run_inspection(path, select=select)
+    return run_inspection(path, select=select, also=also)
 
 
 def consolidate(src: PathLike, out: PathLike, **options: Unpack[Options]) -> Manifest:
@@ -145,6 +153,7 @@ def convert(src: PathLike, out: PathLike, *, to: Layout, **options: Unpack[Optio
             options.get("workers"), options.get("memory_budget"), options.get("memory_limit")
         ),
         listener=options.get("listener"),
+        also=options.get("also", ()),
     )
 
 
@@ -173,7 +182,11 @@ def make_request(to: Layout, options: Options) -> ConsolidateRequest:
 
 
 def verify(
-    path: PathLike, *, select: str | None = None, listener: Listener | None = None
+    path: PathLike,
+    *,
+    select: str | None = None,
+    also: Sequence[PathLike] = (),
+    listener: Listener | None = None,
 ) -> Verification:
     """Reads a checkpoint, or an output of ours, and checks every stored checksum.
 
@@ -185,7 +198,7 @@ def verify(
     """
     from ckptkit.pipeline.verifying import run_verification
 
-    return run_verification(path, select=select, listener=listener)
+    return run_verification(path, select=select, also=also, listener=listener)
 
 
 def diff(a: PathLike, b: PathLike, *, listener: Listener | None = None) -> Difference:

@@ -18,6 +18,8 @@ MANIFEST_NAME = "ckptkit.json"
 MANIFEST_VERSION = 1
 TRAINING = "training"
 """The kind of a manifest that proves a step of a training run."""
+NODE_RANKS = "node_ranks"
+"""In the source of such a manifest: the ranks whose files lie there, where not all ranks' do."""
 SIDE_FOLDER = "ckptkit"
 """The folder of a step in which lies what describes the run."""
 RUN_FACTS = f"{SIDE_FOLDER}/run.json"
@@ -35,7 +37,7 @@ class TensorRecord:
         file: The file of the output that holds it.
         digest: Digest of its bytes, see `ckptkit.kernels.checksums`.
         proof: `crc32` when every source byte was checked against a stored checksum,
-            `unverified` when the source had none.
+            `unverified` when the source had none, `live` when it was the memory of training.
     """
 
     dtype: str
@@ -58,7 +60,7 @@ class Manifest:
     """What was written, from what, and how it was asked for.
 
     Attributes:
-        kind: `model`, `torch` or `dcp`, or `training` for a step of a run.
+        kind: `model`, `adapter`, `torch` or `dcp`, or `training` for a step of a run.
         source: Where it came from: path, format, step, world size.
         options: The options that differ from their defaults.
         versions: Of ckptkit and what shaped the bytes.

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 
+import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from ckptkit.core.manifest import LEAF_BYTES
 
@@ -79,7 +81,26 @@ def crc32_combine(first: int, second: int, second_length_bytes: int) -> int:
         The inversions at both ends of CRC-32 cancel, so that
         crc(A B) = crc(A) x^(8 |B|) + crc(B) modulo its polynomial.
     """
-    return _product(first, _shift(second_length_bytes)) ^ second
+    return crc32_moved(first, second_length_bytes) ^ second
+
+
+def crc32_moved(crc32: int, length_bytes: int) -> int:
+    """Returns what a part adds to the CRC-32 of a whole in which so many bytes come after it.
+
+    The CRC-32 of byte strings joined is the exclusive or of what each of them adds.
+    """
+    return _product(crc32, _shift(length_bytes)) if crc32 else 0
+
+
+def crc32s_moved(crc32s: NDArray[np.uint32], length_bytes: int) -> NDArray[np.uint32]:
+    """Returns what `crc32_moved` does, for many parts that all have as many bytes after them."""
+    factor, moved, added = _shift(length_bytes), crc32s.copy(), np.zeros_like(crc32s)
+    while factor:
+        if factor & _ONE:
+            added ^= moved
+        factor = (factor << 1) & 0xFFFF_FFFF
+        moved = (moved >> np.uint32(1)) ^ (moved & np.uint32(1)) * np.uint32(_POLYNOMIAL)
+    return added
 
 
 class RangeChecksum:

@@ -21,7 +21,9 @@ from ckptkit.planning.plan import (
     contiguous,
 )
 
-INDEX_NAME = "model.safetensors.index.json"
+STEM = "model"
+ADAPTER_STEM = "adapter_model"
+INDEX_NAME = f"{STEM}.safetensors.index.json"
 DATA_ALIGNMENT = 4096
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 _METADATA_KEY = "__metadata__"  # what a header calls its own facts; no tensor may be named so
@@ -31,6 +33,9 @@ _METADATA = {"format": "pt"}
 def layout_hf_weights(products: Sequence[Product], max_file_bytes: int) -> list[OutputFile]:
     """Lays tensors out as `model.safetensors`, or as several files with an index.
 
+    Files are filled in the order of the names, numbers in them by their value: what lies where
+    depends on the model alone, and not on which rank came first to save which tensor.
+
     Returns:
         The weight files, and their index where there are several.
 
@@ -38,12 +43,26 @@ def layout_hf_weights(products: Sequence[Product], max_file_bytes: int) -> list[
         CannotPlanError: If safetensors has no name for a tensor's element type, or another use
             for the tensor's name, or if a header would be larger than the library reads.
     """
-    groups = split_by_size(products, max_file_bytes)
-    names = numbered("model", "safetensors", len(groups))
+    groups = split_by_size(sorted(products, key=_by_name), max_file_bytes)
+    names = numbered(STEM, "safetensors", len(groups))
     files = [_weights_file(*pair) for pair in zip(names, groups, strict=True)]
     if len(files) > 1:
         files.append(index_file(INDEX_NAME, names, groups))
     return files
+
+
+def layout_adapter(products: Sequence[Product]) -> OutputFile:
+    """Lays the tensors of an adapter out as PEFT reads them: always one file.
+
+    Raises:
+        CannotPlanError: As for `layout_hf_weights`.
+    """
+    return _weights_file(f"{ADAPTER_STEM}.safetensors", products)
+
+
+def _by_name(product: Product) -> list[tuple[int, str]]:
+    parts = product.spec.name.split(".")
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
 
 
 def _weights_file(path: str, products: Sequence[Product]) -> OutputFile:

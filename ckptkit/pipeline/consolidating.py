@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ def run_consolidation(  # noqa: PLR0913  what the command takes, sorted by stage
     overwrite: bool = False,
     resources: Resources | None = None,
     listener: Listener | None = None,
+    also: Sequence[PathLike] = (),
 ) -> Manifest:
     """Writes what a request asks for into the directory `out`, whole or not at all.
 
@@ -44,10 +45,11 @@ def run_consolidation(  # noqa: PLR0913  what the command takes, sorted by stage
         OutputExistsError: If `out` is there and not empty, and `overwrite` is false.
     """
     listener = listener or ignore
-    check_destination(src, out, overwrite=overwrite)
+    check_destination(src, out, overwrite=overwrite, also=also)
     target = LocalTarget(Path(out), overwrite=overwrite)
     try:
-        with prepared(src, out, request, base=base, resources=resources or Resources()) as plan:
+        resources = resources or Resources()
+        with prepared(src, out, request, base=base, resources=resources, also=also) as plan:
             listener(Planned(plan.plan.notes))
             _refuse_full_disk(plan, target, out)
             manifest = _execute(plan, request, target, listener)
@@ -101,7 +103,7 @@ def _manifest(plan: Prepared, request: ConsolidateRequest, digests: Digests) -> 
     return Manifest(
         kind=_KINDS[request.layout],
         source=facts,
-        options=_changed_options(request),
+        options=changed_options(request),
         versions={"ckptkit": __version__},
         tensors={
             spec.name: TensorRecord(
@@ -132,7 +134,8 @@ def _keys(segment: Segment) -> Iterable[str]:
     return ()
 
 
-def _changed_options(request: ConsolidateRequest) -> Mapping[str, Any]:
+def changed_options(request: ConsolidateRequest) -> Mapping[str, Any]:
+    """Returns the options that differ from their defaults, as JSON values."""
     default = ConsolidateRequest()
     return {
         field.name: list(value) if isinstance(value, tuple) else value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from ckptkit.core.errors import RefusedError
@@ -12,8 +13,16 @@ from ckptkit.storage.staging import output_exists
 from ckptkit.storage.workfolder import is_empty
 
 
-def check_destination(src: PathLike, out: PathLike, *, overwrite: bool) -> None:
+def check_destination(
+    src: PathLike, out: PathLike, *, overwrite: bool, also: Sequence[PathLike] = ()
+) -> None:
     """Refuses destinations that could not be written, before any work is done.
+
+    Args:
+        src: The source.
+        out: The output.
+        overwrite: Whether an output that holds something is replaced.
+        also: Further directories of the source.
 
     Raises:
         UsageError: If one of them is no usable path.
@@ -23,7 +32,21 @@ def check_destination(src: PathLike, out: PathLike, *, overwrite: bool) -> None:
     """  # noqa: DOC501  `output_exists` makes it
     check_path(os.fspath(src), "SRC")
     check_path(os.fspath(out), "OUT")
-    source, target = Path(src).resolve(), Path(out).resolve()
+    for one in (src, *also):
+        _check_apart(Path(one).resolve(), out, overwrite=overwrite)
+    target, here = Path(out).resolve(), Path.cwd()
+    if overwrite and (target == here or target in here.parents) and not is_empty(target):
+        raise RefusedError(
+            "the output would replace the directory that this command runs in",
+            where=os.fspath(out),
+            hint="name a directory below it",
+        )
+    if not overwrite and target.is_dir() and not is_empty(target):
+        raise output_exists(Path(out))
+
+
+def _check_apart(source: Path, out: PathLike, *, overwrite: bool) -> None:
+    target = Path(out).resolve()
     # A file may well be converted into a folder beside it, unless it is a part of many.
     folder = source if source.is_dir() else source.parent
     is_part = source.suffix == ".distcp" or source.name == METADATA
@@ -39,12 +62,3 @@ def check_destination(src: PathLike, out: PathLike, *, overwrite: bool) -> None:
             where=os.fspath(out),
             hint="choose another output directory",
         )
-    here = Path.cwd()
-    if overwrite and (target == here or target in here.parents) and not is_empty(target):
-        raise RefusedError(
-            "the output would replace the directory that this command runs in",
-            where=os.fspath(out),
-            hint="name a directory below it",
-        )
-    if not overwrite and target.is_dir() and not is_empty(target):
-        raise output_exists(Path(out))

@@ -60,11 +60,12 @@ class SideFolders:
 def _candidates(checkpoint: Opened, base: str | None) -> Iterator[Path]:
     if base is not None and not Path(base).is_dir():
         raise NotACheckpointError("no such directory", where=f"--base {base}")
-    root = Path(checkpoint.location)
-    root = root.parent if root.is_file() else root
-    step = root / checkpoint.folder
-    units = [root / unit.candidate.folder for unit in checkpoint.units if not unit.is_optimizer]
-    homes = [*(unit for unit in units if unit != step), step, *_above(step)]
+    homes: list[Path] = []
+    for folder in checkpoint.source.folders:
+        root = Path(folder.location)
+        step = root / checkpoint.folder
+        units = [root / unit.candidate.folder for unit in checkpoint.units if not unit.is_optimizer]
+        homes += [*(unit for unit in units if unit != step), step, *_above(step)]
     paths = [path for home in homes for path in (*(home / name for name in _NESTED), home)]
     yield from dict.fromkeys(paths)
     if base is not None:

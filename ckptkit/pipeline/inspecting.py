@@ -119,7 +119,9 @@ class Inspection:
         return document
 
 
-def run_inspection(path: PathLike, *, select: str | None = None) -> Inspection:
+def run_inspection(
+    path: PathLike, *, select: str | None = None, also: Sequence[PathLike] = ()
+) -> Inspection:
     """Describes the checkpoint at or under a path; reads headers, never tensor data.
 
     Returns:
@@ -130,7 +132,7 @@ def run_inspection(path: PathLike, *, select: str | None = None) -> Inspection:
         AmbiguousSourceError: If several runs lie there and nothing was selected.
     """
     with ExitStack() as stack:
-        checkpoint = stack.enter_context(opened(path, select=select))
+        checkpoint = stack.enter_context(opened(path, select=select, also=also))
         folders = SideFolders(stack, checkpoint, None)
         config = _config(folders)
         return _report(checkpoint, config or {}, _ties(checkpoint, config))

@@ -12,7 +12,7 @@ from ckptkit.core.index import Problem, TensorIndex
 from ckptkit.formats.dcp import BlobRef
 from ckptkit.formats.torch_zip import data_start, open_archive
 from ckptkit.formats.zip_directory import Read
-from ckptkit.storage.local import LocalSource
+from ckptkit.storage.base import Source
 
 _READ_BYTES = 1 << 20
 
@@ -32,7 +32,7 @@ class CheckedObjects:
     problems: tuple[Problem, ...]
 
 
-def check_objects(source: LocalSource, index: TensorIndex) -> CheckedObjects:
+def check_objects(source: Source, index: TensorIndex) -> CheckedObjects:
     """Compares every object in a DCP directory with its stored CRC-32.
 
     Returns:
@@ -51,7 +51,7 @@ def check_objects(source: LocalSource, index: TensorIndex) -> CheckedObjects:
     return CheckedObjects(sum(summed), len(summed) - sum(summed), tuple(problems))
 
 
-def _is_proven(source: LocalSource, blob: BlobRef, where: str) -> bool:
+def _is_proven(source: Source, blob: BlobRef, where: str) -> bool:
     """Tells whether checksums are stored for an object, having compared them."""
 
     def read(start: int, stop: int) -> bytes:

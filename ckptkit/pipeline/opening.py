@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import posixpath
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,13 +29,17 @@ from ckptkit.core.index import (
     TensorEntry,
     TensorIndex,
 )
-from ckptkit.core.manifest import Manifest
+from ckptkit.core.manifest import MANIFEST_NAME, Manifest
 from ckptkit.formats.base import Candidate
+from ckptkit.formats.dcp import METADATA
 from ckptkit.formats.discovery import Found, Unit, resolve, step_of
 from ckptkit.formats.registry import find_candidates, parsing_bytes, read_index
 from ckptkit.pipeline.steps import SavedSteps, step_folder
+from ckptkit.pipeline.uniting import unite
+from ckptkit.planning.coverage import error_of
 from ckptkit.storage.local import LocalSource
 from ckptkit.storage.machine import memory_in_use_bytes
+from ckptkit.storage.overlay import OverlaySource
 
 PathLike = str | os.PathLike[str]
 _MARKS = {"trainer_state.json": "Transformers Trainer", "meta.pt": "Lightning"}
@@ -48,7 +52,7 @@ class Opened:
 
     Attributes:
         location: The path as the user typed it.
-        source: The place that holds the files.
+        source: The places that hold the files, read as one.
         folder: The chosen step's folder, relative to the source's root; empty for the root.
         units: What the index was made from.
         index: Everything the headers tell, over all units.
@@ -58,7 +62,7 @@ class Opened:
     """
 
     location: str
-    source: LocalSource
+    source: OverlaySource
     folder: str
     units: tuple[Unit, ...]
     index: TensorIndex
@@ -74,13 +78,18 @@ class Opened:
 
 @contextmanager
 def opened(
-    path: PathLike, *, select: str | None = None, limit_bytes: int | None = None
+    path: PathLike,
+    *,
+    select: str | None = None,
+    also: Sequence[PathLike] = (),
+    limit_bytes: int | None = None,
 ) -> Iterator[Opened]:
     """Opens whatever checkpoint lies at, or under, a path.
 
     Args:
         path: Any path in or above a checkpoint.
         select: Which of several to take.
+        also: Further directories, which hold files of the same checkpoint in the same places.
         limit_bytes: Memory that the process may use, or None.
 
     Yields:
@@ -91,11 +100,17 @@ def opened(
         AmbiguousSourceError: If there are several and nothing was selected.
         InputError: If what is there cannot be parsed.
         NoSpaceError: If parsing it would take more memory than allowed.
+        UsageError: If a path cannot be one, or the path is a file that stands beside `also`.
     """
     location = os.fspath(path)
     check_path(location, "SRC")
     root, only = _root_of(location)
-    with LocalSource(root) as source:
+    if only is not None and also:
+        raise UsageError("stands beside a file, where a directory was expected", where="--also")
+    with ExitStack() as stack:
+        folders = [stack.enter_context(LocalSource(root))]
+        folders += [stack.enter_context(LocalSource(one)) for one in _others(root, also)]
+        source = OverlaySource(folders, compared=(METADATA, MANIFEST_NAME))
         yield _Search(source, location, only, limit_bytes).run(select)
 
 
@@ -113,6 +128,19 @@ def check_path(text: str, what: str) -> None:
     except (OSError, RuntimeError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise UsageError(f"is no usable path: {reason}", where=f"{what} {text[:80]!r}") from error
+
+
+def _others(root: Path, also: Sequence[PathLike]) -> Iterator[Path]:
+    """Yields the further directories, none of them twice."""
+    seen = {root.resolve()}
+    for one in also:
+        check_path(os.fspath(one), "--also")
+        folder = Path(one)
+        if not folder.is_dir():
+            raise NotACheckpointError("no such directory", where=f"--also {one}")
+        if folder.resolve() not in seen:
+            seen.add(folder.resolve())
+            yield folder
 
 
 def _root_of(location: str) -> tuple[Path, str | None]:
@@ -133,7 +161,7 @@ class _Search:
     """Finds, chooses and parses; parsed indexes are kept, since choosing may need them."""
 
     def __init__(
-        self, source: LocalSource, location: str, only: str | None, limit_bytes: int | None
+        self, source: OverlaySource, location: str, only: str | None, limit_bytes: int | None
     ) -> None:
         self._source = source
         self._location = location
@@ -143,10 +171,7 @@ class _Search:
         self._indexes: dict[tuple[str, str, tuple[str, ...]], TensorIndex] = {}
 
     def run(self, select: str | None) -> Opened:
-        candidates = find_candidates(self._source)
-        if self._only is not None:
-            candidates = [c for c in candidates if self._only in c.files]
-        self._steps = SavedSteps(self._source, candidates)
+        candidates = self._candidates()
         found = resolve(
             self._steps.apart(candidates),
             location=self._location,
@@ -154,6 +179,7 @@ class _Search:
             lacks=self._lacks,
             links=self._source.linked_folders() if self._only is None else (),
         )
+        self._check_parts(found)
         index = _merge(found.units, [self._index(unit.candidate) for unit in found.units])
         step = step_of(found.folder or str(Path(self._location).absolute()))
         writer = ", ".join(filter(None, [*self._frameworks(found), index.run.writer]))
@@ -170,6 +196,26 @@ class _Search:
             notes=found.notes,
             manifest=self._steps.manifest(saved),
         )
+
+    def _candidates(self) -> list[Candidate]:
+        """Recognises what lies there; what lies in parts is laid over the parts as a whole."""
+        candidates = find_candidates(self._source)
+        _check_places(self._source.folders)
+        united = unite(self._source, [step_folder(one.folder) for one in candidates])
+        if united.made:
+            self._source.lay_over(united.made)
+            candidates = find_candidates(self._source)
+        if self._only is not None:
+            candidates = [c for c in candidates if self._only in c.files]
+        self._steps = SavedSteps(self._source, candidates, united.problems)
+        return candidates
+
+    def _check_parts(self, found: Found) -> None:
+        """Refuses a step in parts that do not make a whole."""
+        for unit in found.units:
+            problem = self._steps.problem(step_folder(unit.candidate.folder))
+            if problem is not None and METADATA not in _names(unit.candidate):
+                raise error_of(problem, self._location)
 
     def _frameworks(self, found: Found) -> Iterator[str]:
         """Yields the frameworks whose marks lie beside the weights, outermost first."""
@@ -218,6 +264,27 @@ class _Search:
             return f"{absent.path!r} is missing"
         short = _short_file(index)
         return f"{short.path!r} is cut short" if short is not None else ""
+
+
+def _check_places(folders: Sequence[LocalSource]) -> None:
+    """Refuses a directory in which no step has the path that it has in another one."""
+    if len(folders) == 1:
+        return
+    steps = [{step_folder(one.folder) for one in find_candidates(folder)} for folder in folders]
+    for number, folder in enumerate(folders[1:], 1):
+        others = set().union(*(found for i, found in enumerate(steps) if i != number))
+        if steps[number].isdisjoint(others):
+            raise NotACheckpointError(
+                "no part of a checkpoint lies there under a path that it also has in"
+                f" {folders[0].location}",
+                where=f"--also {folder.location}",
+                hint="name the directory that corresponds to SRC: files that belong together have"
+                " the same paths in both",
+            )
+
+
+def _names(candidate: Candidate) -> set[str]:
+    return {posixpath.basename(path) for path in candidate.files}
 
 
 def _short_file(index: TensorIndex) -> FileRef | None:

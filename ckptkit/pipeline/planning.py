@@ -31,15 +31,10 @@ from ckptkit.planning.selection import (
     under_tied_names,
 )
 from ckptkit.planning.side_files import (
-    CONFIG,
-    MAX_JSON_BYTES,
     SideFile,
     bytes_by_dtype,
     config_as_written,
-    has_auto_map,
-    parse_json_object,
-    to_json,
-    without_auto_map,
+    content_as_written,
 )
 from ckptkit.planning.ties import tied_names_absent, untied_config
 from ckptkit.storage.machine import memory_in_use_bytes, usable_cores
@@ -84,6 +79,7 @@ def prepared(
     *,
     base: str | None,
     resources: Resources,
+    also: Sequence[PathLike] = (),
 ) -> Iterator[Prepared]:
     """Opens a source, proves that it is whole, and plans the output; writes nothing.
 
@@ -96,7 +92,9 @@ def prepared(
     """
     with ExitStack() as stack:
         limit = resources.memory_limit_bytes
-        checkpoint = stack.enter_context(opened(src, select=request.select, limit_bytes=limit))
+        checkpoint = stack.enter_context(
+            opened(src, select=request.select, also=also, limit_bytes=limit)
+        )
         folders = SideFolders(stack, checkpoint, base)
         yield _Preparation(checkpoint, folders, request, resources).run(Path(out))
 
@@ -188,20 +186,16 @@ class _Preparation:
     def _side_file(self, file: SideFile, config: Mapping[str, Any] | None) -> OutputFile:
         body: Body = RawCopy(file.origin, file.path)
         size = file.size_bytes
-        data = self._changed(file, config)
+        data = content_as_written(
+            file.name,
+            file.size_bytes,
+            lambda: self._folders.read(file),
+            config,
+            allow_code=self._request.allow_code,
+        )
         if data is not None:
             body, size = Literal(data), len(data)
         return contiguous(file.name, [(size, body, None)])
-
-    def _changed(self, file: SideFile, config: Mapping[str, Any] | None) -> bytes | None:
-        """Returns the new content of a file that is not copied as it is."""
-        if file.name == CONFIG and config is not None:
-            return to_json(config)
-        is_config = file.name.endswith("config.json") and file.size_bytes <= MAX_JSON_BYTES
-        if self._request.allow_code or not is_config:
-            return None
-        document = parse_json_object(self._folders.read(file), where=file.path)
-        return to_json(without_auto_map(document)) if has_auto_map(document) else None
 
     def _note_what_is_absent(self, config: Mapping[str, Any] | None, code: Sequence[str]) -> None:
         if config is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -26,19 +26,22 @@ Framework = Literal["torch", "numpy"]
 class Checkpoint:
     """The model of a checkpoint, read tensor by tensor. Use it as a context manager."""
 
-    def __init__(self, path: PathLike, *, select: str | None = None) -> None:
+    def __init__(
+        self, path: PathLike, *, select: str | None = None, also: Sequence[PathLike] = ()
+    ) -> None:
         """Finds and parses the checkpoint; no tensor data is read.
 
         Args:
             path: Any path in or above a checkpoint.
             select: The model to take where there are several.
+            also: Further directories that hold files of the same checkpoint.
 
         Raises:
             InputError: If there is none, or if it cannot be parsed.
             AmbiguousSourceError: If there are several models and none was selected.
         """
         with ExitStack() as stack:
-            self._opened = stack.enter_context(opened(path, select=select))
+            self._opened = stack.enter_context(opened(path, select=select, also=also))
             request = ConsolidateRequest(select=self._opened.select)
             entries = select_model(self._opened.index, request, location=self._opened.path)
             self._entries: dict[str, TensorEntry] = {entry.name: entry for entry in entries}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from ckptkit.core.crc import crc32
 from ckptkit.core.errors import ChecksumError, InputError, MissingFileError, TruncatedFileError
@@ -19,7 +19,7 @@ from ckptkit.core.manifest import (
 )
 from ckptkit.formats.base import Candidate
 from ckptkit.formats.discovery import is_unit_folder
-from ckptkit.storage.local import LocalSource
+from ckptkit.storage.base import Source
 
 _WRITER = "ckptkit"
 _READ_BYTES = 1 << 20
@@ -28,9 +28,21 @@ _READ_BYTES = 1 << 20
 class SavedSteps:
     """The steps among candidates that ckptkit saved; a step is whole if it has its manifest."""
 
-    def __init__(self, source: LocalSource, candidates: Sequence[Candidate]) -> None:
+    def __init__(
+        self,
+        source: Source,
+        candidates: Sequence[Candidate],
+        problems: Mapping[str, Problem] | None = None,
+    ) -> None:
+        """Looks at the manifests.
+
+        Args:
+            source: The place that holds the steps.
+            candidates: What was recognised there.
+            problems: What is known already to be wrong, by folder of a step.
+        """
         self._source = source
-        self._manifests: dict[str, Manifest | Problem] = {}
+        self._manifests: dict[str, Manifest | Problem] = dict(problems or {})
         for candidate in candidates:
             self._look(step_folder(candidate.folder))
 
@@ -47,6 +59,11 @@ class SavedSteps:
             for candidate in candidates
             if not any(f"{candidate.folder}/".startswith(f"{folder}/") for folder in beside)
         ]
+
+    def problem(self, folder: str) -> Problem | None:
+        """Returns what keeps a step from being read as one of ours, if something does."""
+        found = self._manifests.get(folder)
+        return found if isinstance(found, Problem) else None
 
     def lacks(self, candidate: Candidate) -> str:
         """Tells whether a candidate's step was never finished; empty for what others saved.
@@ -116,7 +133,7 @@ def step_folder(folder: str) -> str:
     return folder
 
 
-def file_problems(source: LocalSource, folder: str, manifest: Manifest) -> Iterator[Problem]:
+def file_problems(source: Source, folder: str, manifest: Manifest) -> Iterator[Problem]:
     """Yields the files of a manifest that are not there, or not as long as they were."""
     for name, record in manifest.files.items():
         path = posixpath.join(folder, name)
@@ -135,7 +152,7 @@ def file_problems(source: LocalSource, folder: str, manifest: Manifest) -> Itera
 
 
 def digest_problems(
-    source: LocalSource, folder: str, manifest: Manifest, *, leaving_out: Collection[str]
+    source: Source, folder: str, manifest: Manifest, *, leaving_out: Collection[str]
 ) -> Iterator[Problem]:
     """Reads the files of which a step's manifest has the CRC-32.
 
@@ -161,21 +178,21 @@ def digest_problems(
             yield Problem(ChecksumError.code, path, "has another CRC-32 than the manifest")
 
 
-def _crc32(source: LocalSource, path: str, size_bytes: int) -> int:
+def _crc32(source: Source, path: str, size_bytes: int) -> int:
     crc = 0
     for start in range(0, size_bytes, _READ_BYTES):
         crc = crc32(source.read(path, start, min(start + _READ_BYTES, size_bytes)), crc)
     return crc
 
 
-def _read_manifest(source: LocalSource, path: str) -> Manifest:
+def _read_manifest(source: Source, path: str) -> Manifest:
     where = posixpath.join(source.location, path)
     size = source.stat(path).size_bytes
     check_manifest_size(size, where=where)
     return parse_manifest(source.read(path, 0, size), where=where)
 
 
-def _is_there(source: LocalSource, path: str) -> bool:
+def _is_there(source: Source, path: str) -> bool:
     try:
         source.stat(path)
     except InputError:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,8 @@ from ckptkit.core.manifest import (
 from ckptkit.execution.events import Listener, ignore
 from ckptkit.execution.tensors import Origin
 from ckptkit.formats.registry import read_index, recognise
-from ckptkit.kernels.checksums import join_leaves, leaf_digest, leaf_ranges, tree_digest
+from ckptkit.kernels.checksums import leaf_digest, leaf_ranges, tree_digest
+from ckptkit.kernels.digests import digest_like
 from ckptkit.pipeline.object_blobs import CheckedObjects, check_objects
 from ckptkit.pipeline.opening import Opened, PathLike, opened
 from ckptkit.pipeline.scanning import scan
@@ -34,7 +34,12 @@ from ckptkit.storage.local import LocalSource
 from ckptkit.storage.machine import usable_cores
 
 _MISMATCH = "digest-mismatch"
-_FORMATS = {"model": "safetensors", "torch": "torch", "dcp": "dcp"}  # by kind of output
+_FORMATS = {
+    "model": "safetensors",
+    "adapter": "safetensors",
+    "torch": "torch",
+    "dcp": "dcp",
+}  # by kind of output
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +76,11 @@ class Verification:
 
 
 def run_verification(
-    path: PathLike, *, select: str | None = None, listener: Listener | None = None
+    path: PathLike,
+    *,
+    select: str | None = None,
+    also: Sequence[PathLike] = (),
+    listener: Listener | None = None,
 ) -> Verification:
     """Reads everything at a path and checks it against what was stored for it.
 
@@ -91,7 +100,7 @@ def run_verification(
     if manifest is not None and manifest.tensors:
         with LocalSource(folder) as source:
             return _Output(source, manifest, os.fspath(path)).verify(listener)
-    return _verify_source(path, select, listener)
+    return _verify_source(path, select, also, listener)
 
 
 def _manifest_in(folder: Path) -> Manifest | None:
@@ -105,8 +114,10 @@ def _manifest_in(folder: Path) -> Manifest | None:
         return parse_manifest(source.read(MANIFEST_NAME, 0, size), where=where)
 
 
-def _verify_source(path: PathLike, select: str | None, listener: Listener) -> Verification:
-    with opened(path, select=select) as checkpoint:
+def _verify_source(
+    path: PathLike, select: str | None, also: Sequence[PathLike], listener: Listener
+) -> Verification:
+    with opened(path, select=select, also=also) as checkpoint:
         index = checkpoint.index
         entries = list(index.tensors.values())
         if checkpoint.select is not None:
@@ -216,10 +227,10 @@ class _Output:
         problems = list(self._differences(index))
         expected = self._manifest.tensors
         entries = [entry for entry in index.tensors.values() if entry.name in expected]
-        leaves: dict[str, dict[int, bytes]] = defaultdict(dict)
+        digests = {entry.key: digest_like(expected[entry.name].digest) for entry in entries}
 
         def visit(entry: TensorEntry, leaf: int, view: memoryview) -> None:
-            leaves[entry.name][leaf] = leaf_digest(view)
+            digests[entry.key].add(leaf, view)
 
         origin = Origin(SOURCE, self._source, index)
         found = scan(origin, entries, visit, workers=usable_cores() + 1, listener=listener)
@@ -228,7 +239,7 @@ class _Output:
             Problem(_MISMATCH, f"tensor {entry.name!r}", "has another digest than the manifest")
             for entry in entries
             if entry.key not in found.failures
-            and join_leaves(leaves.get(entry.name, {})) != expected[entry.name].digest
+            and digests[entry.key].value(entry.size_bytes) != expected[entry.name].digest
         ]
         return problems, found.size_bytes
 

@@ -29,7 +29,8 @@ _ERRORS: dict[str, type[InputError]] = {
 }
 _LABELS = ("rows", "columns")
 _HINTS = {
-    MissingFileError.code: "copy the file back, or take an earlier checkpoint",
+    MissingFileError.code: "copy the file back, name where other nodes keep theirs with --also, or"
+    " take an earlier checkpoint",
     TruncatedFileError.code: "the copy or the save was cut short; compare its size with the origin",
     IncompleteCheckpointError.code: "give the directory that holds the files of every rank",
 }

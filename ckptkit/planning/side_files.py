@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -139,6 +139,35 @@ def config_as_written(
         if "dtype" in changed or "torch_dtype" not in changed:
             changed["dtype"] = main
     return changed if allow_code else without_auto_map(changed)
+
+
+def content_as_written(
+    name: str,
+    size_bytes: int,
+    read: Callable[[], bytes],
+    config: Mapping[str, Any] | None,
+    *,
+    allow_code: bool,
+) -> bytes | None:
+    """Returns the new content of a side file, or None where it is copied as it is.
+
+    Args:
+        name: Of the file.
+        size_bytes: Its size.
+        read: Returns its content; called where it has to be looked at.
+        config: The model's configuration as it is to be written, if there is one.
+        allow_code: Whether `auto_map`, which names python files, stays.
+
+    Raises:
+        FormatError: If a configuration is not a JSON object.
+    """
+    if name == CONFIG and config is not None:
+        return to_json(config)
+    is_config = name.endswith("config.json") and size_bytes <= MAX_JSON_BYTES
+    if allow_code or not is_config:
+        return None
+    document = parse_json_object(read(), where=name)
+    return to_json(without_auto_map(document)) if has_auto_map(document) else None
 
 
 def without_auto_map(document: Mapping[str, Any]) -> dict[str, Any]:

@@ -42,6 +42,7 @@ class Capabilities:
         exchange: Swapping two directories in one step.
         locks: Locks that end with their process.
         preallocation: Reserving the blocks of a file before they are written.
+        hard_links: Giving a file a second name.
     """
 
     positional_io: bool
@@ -50,11 +51,12 @@ class Capabilities:
     exchange: bool
     locks: bool
     preallocation: bool
+    hard_links: bool
 
     @classmethod
     def none(cls) -> Capabilities:
         """Returns the value under which only what every platform has is used."""
-        return cls(*[False] * 6)
+        return cls(*[False] * 7)
 
 
 def detect_capabilities() -> Capabilities:
@@ -66,6 +68,7 @@ def detect_capabilities() -> Capabilities:
         exchange=sys.platform == "linux",
         locks=os.name == "posix",
         preallocation=hasattr(os, "posix_fallocate"),
+        hard_links=hasattr(os, "link"),
     )
 
 
@@ -137,12 +140,17 @@ class OpenFile:
         """Makes the content durable, whichever descriptor wrote it."""
         os.fsync(self._file.fileno())
 
-    def lock(self) -> bool:
-        """Takes the lock that ends with the process; False where somebody else has it."""
+    def lock(self, *, shared: bool = False) -> bool:
+        """Takes the lock that ends with the process; False where somebody else has it.
+
+        Args:
+            shared: Whether other processes may have it too, if they want it shared as well.
+        """
         import fcntl  # not there on Windows
 
+        kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
         try:
-            fcntl.flock(self._file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._file.fileno(), kind | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
         return True
@@ -205,6 +213,23 @@ def create_file(path: Path, size_bytes: int, capabilities: Capabilities) -> None
     file.close()
 
 
+def join_file(path: Path, size_bytes: int, capabilities: Capabilities) -> None:
+    """Makes a file of that size unless another process has made it already.
+
+    Nothing is reserved: where a file system cannot do that, the C library writes to every block
+    instead, which may be another process's by now.
+
+    Raises:
+        OSError: If it cannot be made.
+    """
+    file = OpenFile(path, os.O_WRONLY | os.O_CREAT, capabilities)
+    try:
+        if file.status().st_size < size_bytes:
+            file.truncate(size_bytes)
+    finally:
+        file.close()
+
+
 def _preallocated(file: OpenFile, size_bytes: int) -> bool:
     try:
         file.preallocate(size_bytes)
@@ -232,7 +257,7 @@ def open_direct(path: Path, capabilities: Capabilities) -> OpenFile | None:
         raise
 
 
-def open_locked(path: Path, capabilities: Capabilities) -> OpenFile | None:
+def open_locked(path: Path, capabilities: Capabilities, *, shared: bool = False) -> OpenFile | None:
     """Opens or makes a lock file and takes its lock.
 
     The lock is only worth something while `path` still names the file that was locked: whoever
@@ -246,7 +271,7 @@ def open_locked(path: Path, capabilities: Capabilities) -> OpenFile | None:
     """
     file = OpenFile(path, os.O_RDWR | os.O_CREAT | _NOFOLLOW, capabilities)
     try:
-        if file.lock() and os.path.samestat(file.status(), path.stat()):
+        if file.lock(shared=shared) and os.path.samestat(file.status(), path.stat()):
             return file
     except FileNotFoundError:
         pass
@@ -255,6 +280,17 @@ def open_locked(path: Path, capabilities: Capabilities) -> OpenFile | None:
         raise
     file.close()
     return None
+
+
+def link_file(path: Path, name: Path, capabilities: Capabilities) -> None:
+    """Gives a file a second name; neither of the two is durable before its directory is synced.
+
+    Raises:
+        OSError: If it cannot be done, as on file systems that know no such names.
+    """
+    if not capabilities.hard_links:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP), str(name))
+    os.link(path, name)
 
 
 def sync_directory(path: Path, capabilities: Capabilities) -> None:

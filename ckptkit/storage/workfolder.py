@@ -11,9 +11,11 @@ Beside OUT (or, where OUT cannot be renamed over, inside it) lies
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -21,8 +23,9 @@ from pathlib import Path
 from ckptkit.storage.names import WORK_INFIX, is_work_folder
 from ckptkit.storage.syscalls import Capabilities, OpenFile, is_refused, open_locked
 
-_NONCE_BYTES = 8
+NONCE_BYTES = 8
 _ATTEMPTS = 16
+_SWEEP_SECONDS = 0.01  # in which somebody who sweeps is done with an empty folder
 
 
 class WorkFolder:
@@ -47,6 +50,10 @@ class WorkFolder:
     def remove(self) -> None:
         """Deletes the folder as far as it can be, and gives the lock back."""
         shutil.rmtree(self.path, ignore_errors=True)
+        self.release()
+
+    def release(self) -> None:
+        """Gives the lock back, so that whoever comes next may delete the folder."""
         if self._lock is not None:
             self._lock.close()
 
@@ -62,7 +69,7 @@ def claim_work_folder(parent: Path, name: str, capabilities: Capabilities) -> Wo
         FileNotFoundError: If somebody keeps removing what is made there.
     """
     for _ in range(_ATTEMPTS):
-        path = parent / f".{name}{WORK_INFIX}{os.urandom(_NONCE_BYTES).hex()}"
+        path = parent / f".{name}{WORK_INFIX}{os.urandom(NONCE_BYTES).hex()}"
         path.mkdir()
         try:
             work = _lock_work_folder(path, capabilities)
@@ -77,11 +84,41 @@ def claim_work_folder(parent: Path, name: str, capabilities: Capabilities) -> Wo
     raise FileNotFoundError(f"{_ATTEMPTS} new folders disappeared from {str(parent)!r}")
 
 
-def _lock_work_folder(path: Path, capabilities: Capabilities) -> WorkFolder | None:
+def join_work_folder(parent: Path, name: str, nonce: str, capabilities: Capabilities) -> WorkFolder:
+    """Makes the work folder of a nonce, or enters it where another process has made it.
+
+    Args:
+        parent: Where it lies.
+        name: Of the output.
+        nonce: 16 hexadecimal digits, the same in all processes that work there.
+        capabilities: What the platform offers.
+
+    Returns:
+        The folder, which is not swept away while one of the processes is alive.
+
+    Raises:
+        OSError: If it can neither be made nor entered.
+        FileNotFoundError: If somebody keeps removing it.
+    """
+    path = parent / f".{name}{WORK_INFIX}{nonce}"
+    for _ in range(_ATTEMPTS):
+        path.mkdir(exist_ok=True)
+        with suppress(FileNotFoundError):  # swept away meanwhile
+            work = _lock_work_folder(path, capabilities, shared=True)
+            if work is not None:
+                work.files.mkdir(exist_ok=True)
+                return work
+        time.sleep(_SWEEP_SECONDS)
+    raise FileNotFoundError(errno.ENOENT, "it is removed again and again", str(path))
+
+
+def _lock_work_folder(
+    path: Path, capabilities: Capabilities, *, shared: bool = False
+) -> WorkFolder | None:
     if not capabilities.locks:
         return WorkFolder(path, None)
     try:
-        lock = open_locked(path / ".lock", capabilities)
+        lock = open_locked(path / ".lock", capabilities, shared=shared)
     except OSError as error:
         if is_refused(error):  # then nobody else can lock it either, so nobody sweeps it away
             return WorkFolder(path, None)
@@ -96,7 +133,7 @@ def sweep_work_folders(parent: Path, out: Path, capabilities: Capabilities) -> N
     """
     if not capabilities.locks:
         return
-    pattern = re.compile(re.escape(f".{out.name}{WORK_INFIX}") + f"[0-9a-f]{{{2 * _NONCE_BYTES}}}")
+    pattern = re.compile(re.escape(f".{out.name}{WORK_INFIX}") + f"[0-9a-f]{{{2 * NONCE_BYTES}}}")
     with suppress(OSError):  # a folder that may be written to but not listed
         for path in list(parent.iterdir()):
             if pattern.fullmatch(path.name) and path.is_dir() and not path.is_symlink():

@@ -45,9 +45,8 @@ def run_command(title: str, layout: Layout, given: Mapping[str, Any]) -> None:
         resources = make_resources(
             _count(given["workers"]), given["memory_budget"], given["memory_limit"]
         )
-        job = _Job(
-            title, given["src"], given["out"], request, resources, given["base"], given["overwrite"]
-        )
+        places = _Places(given["src"], given["out"], given["base"], tuple(given["also"] or ()))
+        job = _Job(title, places, request, resources, given["overwrite"])
         (job.show_plan if given["dry_run"] else job.run)(output)
 
 
@@ -63,19 +62,26 @@ def _count(workers: str | None) -> int | None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
-    title: str
+class _Places:
     src: str
     out: str
+    base: str | None
+    also: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    title: str
+    places: _Places
     request: ConsolidateRequest
     resources: Resources
-    base: str | None
     overwrite: bool
 
     def run(self, output: Output) -> None:
         from ckptkit.pipeline.consolidating import run_consolidation
         from ckptkit_cli._consolidation_page import Consolidated, consolidation_page
 
+        places = self.places
         notes: list[str] = []
         began = time.perf_counter()
         with Progress(output, self.title) as progress:
@@ -86,15 +92,16 @@ class _Job:
                 progress.listen(event)
 
             manifest = run_consolidation(
-                self.src,
-                self.out,
+                places.src,
+                places.out,
                 self.request,
-                base=self.base,
+                base=places.base,
+                also=places.also,
                 overwrite=self.overwrite,
                 resources=self.resources,
                 listener=listen,
             )
-        done = Consolidated(self.out, manifest, time.perf_counter() - began, tuple(notes))
+        done = Consolidated(places.out, manifest, time.perf_counter() - began, tuple(notes))
         for note in notes:
             output.warn(note)
         output.document(done.to_json())
@@ -106,9 +113,10 @@ class _Job:
         from ckptkit.pipeline.planning import prepared
         from ckptkit_cli._plan_page import plan_json, plan_page
 
-        check_destination(self.src, self.out, overwrite=self.overwrite)
+        src, out, also = self.places.src, self.places.out, self.places.also
+        check_destination(src, out, overwrite=self.overwrite, also=also)
         with prepared(
-            self.src, self.out, self.request, base=self.base, resources=self.resources
+            src, out, self.request, base=self.places.base, resources=self.resources, also=also
         ) as plan:
-            output.document(plan_json(plan, self.out))
-            output.lines(plan_page(output, plan, self.out))
+            output.document(plan_json(plan, out))
+            output.lines(plan_page(output, plan, out))

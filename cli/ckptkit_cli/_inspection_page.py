@@ -12,7 +12,7 @@ from ckptkit.core.index import Part, Problem
 from ckptkit.core.texts import size_text
 from ckptkit.pipeline.inspecting import Inspection, TensorLine, TieLine, TreeLine
 from ckptkit.planning.requests import matches
-from ckptkit_cli._next_command import next_step
+from ckptkit_cli._next_command import Given, next_step
 from ckptkit_cli._output import Output
 from ckptkit_cli._text import counted, escaped, first_of, table, wrapped
 
@@ -36,9 +36,8 @@ def matching(inspection: Inspection, pattern: str) -> Inspection:
 def inspection_page(
     output: Output,
     inspection: Inspection,
+    given: Given,
     *,
-    source: str,
-    select: str | None,
     pattern: str | None,
 ) -> Iterator[str]:
     """Yields the lines of the page.
@@ -46,8 +45,7 @@ def inspection_page(
     Args:
         output: Knows the width and the colours.
         inspection: What was found, narrowed to `pattern` if there is one.
-        source: The path as the user typed it.
-        select: What the user selected.
+        given: What the user typed to find it.
         pattern: Which tensors the user asked to see.
     """
     page = _Page(output, inspection)
@@ -63,7 +61,7 @@ def inspection_page(
     yield from page.notes()
     yield from page.largest()
     yield from page.heading("Next")
-    step = next_step(inspection, source=source, select=select)
+    step = next_step(inspection, given)
     if step.command:
         yield f"  {output.styled(step.command, 'cyan')}"
     yield from page.prose([step.remark] if step.remark else [])

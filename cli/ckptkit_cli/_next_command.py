@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 from ckptkit.core.errors import RefusedError
@@ -22,42 +22,57 @@ class NextStep:
     remark: str = ""
 
 
-def next_step(inspection: Inspection, *, source: str, select: str | None) -> NextStep:
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What a user typed to find a checkpoint.
+
+    Attributes:
+        source: The path.
+        select: What was selected there.
+        also: Further directories.
+    """
+
+    source: str
+    select: str | None = None
+    also: tuple[str, ...] = ()
+
+
+def next_step(inspection: Inspection, given: Given) -> NextStep:
     """Chooses what a user would want to run next.
 
     Args:
         inspection: What was found.
-        source: The path as the user typed it.
-        select: What the user selected there.
+        given: What the user typed to find it.
     """
-    path = inspection.path if select is None else source
+    # What lies in several directories has the paths that it has below those that were named.
+    path = given.source if given.select is not None or given.also else inspection.path
     models = list(dict.fromkeys(tree.name for tree in inspection.trees if tree.part == "model"))
     if inspection.problems:
         return NextStep(
-            _command("verify", path, select=select),
+            _command("verify", path, given=given),
             "reads all data and lists what is damaged; consolidate refuses what is not whole",
         )
     if not models:
         return NextStep("", "nothing to consolidate: there is no model here")
     if len(models) > 1:
         return NextStep(
-            _command("consolidate", path, "OUT", select=models[0]),
+            _command("consolidate", path, "OUT", given=replace(given, select=models[0])),
             f"or another of the {len(models)} models: {', '.join(map(escaped, models[1:]))}",
         )
     if inspection.format == "safetensors" and inspection.model_type:
         return NextStep(
-            _command("verify", path, select=select),
+            _command("verify", path, given=given),
             "reads it all; these weights load as they are",
         )
-    return _consolidation(inspection, path, select)
+    return _consolidation(inspection, path, given)
 
 
-def _consolidation(inspection: Inspection, path: str, select: str | None) -> NextStep:
+def _consolidation(inspection: Inspection, path: str, given: Given) -> NextStep:
     refusal = _refusal(inspection)
     if refusal is None:
-        return NextStep(_command("consolidate", path, "OUT", select=select))
+        return NextStep(_command("consolidate", path, "OUT", given=given))
     return NextStep(
-        _command("consolidate", path, "OUT", "--names", "live", select=select),
+        _command("consolidate", path, "OUT", "--names", "live", given=given),
         f"writes the raw state dict, since {escaped(refusal.message)}",
     )
 
@@ -73,6 +88,7 @@ def _refusal(inspection: Inspection) -> RefusedError | None:
     return None
 
 
-def _command(name: str, *arguments: str, select: str | None) -> str:
-    chosen = [] if select is None else ["--select", select]
+def _command(name: str, *arguments: str, given: Given) -> str:
+    chosen = [] if given.select is None else ["--select", given.select]
+    chosen += [text for folder in given.also for text in ("--also", folder)]
     return escaped(shlex.join(["ckptkit", name, *arguments, *chosen]))

@@ -90,6 +90,16 @@ Base = Annotated[
         show_default=False,
     ),
 ]
+Also = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--also",
+        metavar="DIR",
+        help="A directory that holds further files of the checkpoint, such as another node's copy,"
+        " with the same paths as below SRC; may be repeated.",
+        show_default=False,
+    ),
+]
 MaxShardSize = Annotated[
     str,
     typer.Option(

@@ -18,6 +18,7 @@ def convert(
     keep_dtype: options.KeepDType = None,
     names: options.Names = "auto",
     base: options.Base = None,
+    also: options.Also = None,
     max_shard_size: options.MaxShardSize = "5GB",
     include: options.Include = None,
     exclude: options.Exclude = None,

@@ -9,7 +9,7 @@ import typer
 
 from ckptkit.core.texts import size_text
 from ckptkit_cli._failures import exit_unless, told
-from ckptkit_cli._options import AsJson, Selection
+from ckptkit_cli._options import Also, AsJson, Selection
 from ckptkit_cli._output import Output
 from ckptkit_cli._progress import Progress
 from ckptkit_cli._text import counted, escaped, first_of, wrapped
@@ -30,6 +30,7 @@ def verify(
         ),
     ],
     select: Selection = None,
+    also: Also = None,
     as_json: AsJson = False,
 ) -> None:
     """Check all data against its checksums.
@@ -42,7 +43,9 @@ def verify(
         from ckptkit.pipeline.verifying import run_verification
 
         with Progress(output, "verify") as progress:
-            report = run_verification(path, select=select, listener=progress.listen)
+            report = run_verification(
+                path, select=select, also=also or (), listener=progress.listen
+            )
         output.document(report.to_json())
         output.lines(_page(output, report))
         exit_unless(report.ok)

@@ -93,7 +93,7 @@ def test_consolidate_offers_exactly_the_options_that_are_built() -> None:
     options = {word.rstrip(",") for word in words if word.startswith("--")}
     assert options - {"--help", "--dtype"} == {
         *("--select", "--keep-dtype", "--names", "--base", "--max-shard-size", "--include"),
-        *("--exclude", "--allow-code", "--dry-run", "--overwrite", "--memory-budget"),
+        *("--also", "--exclude", "--allow-code", "--dry-run", "--overwrite", "--memory-budget"),
         *("--memory-limit", "--workers", "--json", "--quiet"),
     }
 

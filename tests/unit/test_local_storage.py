@@ -18,7 +18,7 @@ from ckptkit.core.errors import (
     OutputExistsError,
     UnsafePathError,
 )
-from ckptkit.storage import staging
+from ckptkit.storage import staged_files
 from ckptkit.storage.buffers import aligned_buffer
 from ckptkit.storage.local import LocalSource
 from ckptkit.storage.staging import LocalTarget
@@ -214,7 +214,7 @@ def test_a_file_goes_on_through_the_page_cache_when_a_direct_write_is_refused(
 ) -> None:
     monkeypatch.setattr(Refusing, "count", 0)
     monkeypatch.setattr(
-        staging, "open_direct", lambda path, value: Refusing(path, os.O_WRONLY, value)
+        staged_files, "open_direct", lambda path, value: Refusing(path, os.O_WRONLY, value)
     )
     target = LocalTarget(tmp_path / "out")
     data = aligned_buffer(1 << 20)
@@ -239,7 +239,7 @@ def test_only_congruent_addresses_go_past_the_page_cache(
             super().write_at(start, data)
 
     monkeypatch.setattr(
-        staging, "open_direct", lambda path, value: Recording(path, os.O_WRONLY, value)
+        staged_files, "open_direct", lambda path, value: Recording(path, os.O_WRONLY, value)
     )
     start = shift if shift != 1 else 0
     buffer = aligned_buffer(1 << 20)
@@ -257,14 +257,14 @@ def test_only_congruent_addresses_go_past_the_page_cache(
 def test_more_files_than_descriptors_are_written_in_turn(tmp_path: Path) -> None:
     before = open_descriptors() if sys.platform == "linux" else 0
     target = LocalTarget(tmp_path / "out")
-    count = staging.OPEN_FILES * 2
+    count = staged_files.OPEN_FILES * 2
     for turn in range(2):
         for i in range(count):
             if not turn:
                 target.create(f"{i}", 200_000)
             target.write(f"{i}", turn * 100_000, memoryview(bytes([i, turn]) * 50_000))
     if sys.platform == "linux":
-        assert open_descriptors() <= before + 2 * staging.OPEN_FILES + 4
+        assert open_descriptors() <= before + 2 * staged_files.OPEN_FILES + 4
     target.commit("0")
     for i in range(count):
         expected = bytes([i, 0]) * 50_000 + bytes([i, 1]) * 50_000

@@ -222,9 +222,9 @@ def test_a_lock_on_a_removed_file_is_worth_nothing(tmp_path: Path) -> None:
     path = tmp_path / ".lock"
 
     class Unlucky(OpenFile):
-        def lock(self) -> bool:
+        def lock(self, *, shared: bool = False) -> bool:
             path.unlink()
-            return super().lock()
+            return super().lock(shared=shared)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("ckptkit.storage.syscalls.OpenFile", Unlucky)

@@ -1,0 +1,206 @@
+"""A directory that several processes fill at once, invisible until all of them are done."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from ckptkit.core.errors import OutputError
+from ckptkit.storage.filesystems import why_no_ranges
+from ckptkit.storage.names import WORK_INFIX
+from ckptkit.storage.publish import publish, publish_inside
+from ckptkit.storage.staged_files import StagedFiles, free_bytes, translated
+from ckptkit.storage.staging import output_exists
+from ckptkit.storage.syscalls import (
+    Capabilities,
+    detect_capabilities,
+    join_file,
+    open_for_writing,
+    sync_directory,
+)
+from ckptkit.storage.workfolder import (
+    NONCE_BYTES,
+    WorkFolder,
+    is_empty,
+    join_work_folder,
+    sweep_work_folders,
+)
+
+
+class SharedTarget:
+    """One process's view of an output that all of them write, each its own ranges.
+
+    Nobody has to come first: whoever does makes the hidden folder and its files, the others
+    enter it. Where the system knows locks, every process holds one that others may share, so
+    that nobody sweeps the folder away before the last of them has ended.
+    """
+
+    def __init__(
+        self,
+        out: Path,
+        nonce: str,
+        *,
+        overwrite: bool = False,
+        capabilities: Capabilities | None = None,
+    ) -> None:
+        """Enters the hidden folder, and makes it and missing parents where they are not there.
+
+        Args:
+            out: The directory to be; its name is kept for messages as it is given.
+            nonce: 16 hexadecimal digits that name this attempt, the same in all processes.
+            overwrite: Whether a directory that holds something is replaced by the commit.
+            capabilities: What the platform offers; detected when left out.
+
+        Raises:
+            OutputExistsError: If `out` holds something and is not to be overwritten.
+            OutputError: If `out` is no directory, or nothing can be written there.
+        """  # noqa: DOC501  `output_exists` makes it
+        self._named = out
+        self._overwrite = overwrite
+        self._capabilities = capabilities or detect_capabilities()
+        with translated(out):
+            self._out = out.resolve()
+            if self._out.exists() and not self._out.is_dir():
+                raise OutputError(
+                    "a file was found where an empty or absent directory was expected",
+                    where=str(out),
+                )
+            self._inside = _has_to_stay(self._out)
+            filled = self._out.is_dir() and not is_empty(self._out)
+            if filled and (self._inside or not overwrite):
+                raise output_exists(out)
+            parent = self._out if self._inside else self._out.parent
+            parent.mkdir(parents=True, exist_ok=True)
+            self._work: WorkFolder = join_work_folder(
+                parent, self._out.name, nonce, self._capabilities
+            )
+        self._files = StagedFiles(self._work.files, out, self._capabilities)
+
+    def sweep(self) -> None:
+        """Removes what killed attempts left behind; for one of the processes."""
+        sweep_work_folders(self._work.path.parent, self._out, self._capabilities)
+
+    def why_no_ranges(self) -> str:
+        """Tries to write at an offset; returns why that cannot be done, empty if it can.
+
+        Raises:
+            NoSpaceError: If the disk is full.
+            OutputError: If nothing can be written there at all.
+        """
+        return why_no_ranges(self._work.path, self._named, self._capabilities)
+
+    def create(self, path: str, size_bytes: int) -> None:
+        """Makes a file of that size, unless another process has done so.
+
+        Raises:
+            NoSpaceError: If the disk is full.
+            OutputError: If it cannot be made.
+            UnsafePathError: If it would lie outside the output.
+        """
+        self._files.create(path, size_bytes, join_file)
+
+    def write(self, path: str, start: int, data: memoryview) -> None:
+        """Writes `data` at byte `start` of a created file; thread-safe for disjoint ranges.
+
+        Raises:
+            NoSpaceError: If the disk is full.
+            OutputError: If it cannot be written.
+            ValueError: If the range is not inside a file that was created.
+        """
+        self._files.write(path, start, data)
+
+    def write_runs(self, path: str, starts: Sequence[int], data: memoryview) -> None:
+        """Writes data that is cut into as many equal runs, as `write` does each of them.
+
+        Raises:
+            NoSpaceError: If the disk is full.
+            OutputError: If it cannot be written.
+            ValueError: If a run is not inside a file that was created.
+        """
+        self._files.write_runs(path, starts, data)
+
+    def free_bytes(self) -> int:
+        """Returns how much room there is where the files are staged."""
+        with translated(self._named):
+            return free_bytes(self._work.path)
+
+    def finish(self, mark: str) -> None:
+        """Makes what this process wrote durable, and leaves a mark of that.
+
+        Raises:
+            NoSpaceError: If the disk is full.
+            OutputError: If something cannot be made durable.
+        """
+        with translated(self._named):
+            self._files.sync()
+            (self._work.path / mark).touch()
+
+    def absent(self, marks: Iterable[str]) -> list[str]:
+        """Returns the marks that are not there: of processes that are not done, or elsewhere."""
+        with suppress(FileNotFoundError):
+            there = {path.name for path in self._work.path.iterdir()}
+            return [mark for mark in marks if mark not in there]
+        return list(marks)
+
+    def commit(self, last: str, data: bytes) -> None:
+        """Makes the whole visible at once, the file `last` after all others; for one process.
+
+        Args:
+            last: The file that says that all is there.
+            data: Its content.
+
+        Raises:
+            OutputExistsError: If the destination was filled by somebody else meanwhile.
+            NoSpaceError: If the disk is full.
+            OutputError: If something cannot be made durable or visible.
+        """  # noqa: DOC501  `output_exists` makes it
+        with translated(self._named):
+            self._put(last, data)
+            if not self._publish(last):
+                raise output_exists(self._named)
+            sync_directory(self._out.parent, self._capabilities)
+        self._work.remove()
+
+    def leave(self) -> None:
+        """Ends this process's part, whatever becomes of the whole."""
+        self._files.close()
+        self._work.release()
+
+    def abandon(self) -> None:
+        """Removes what all processes wrote, so that none of them can commit it any more."""
+        self._files.close()
+        away = self._work.path.with_name(
+            f".{self._out.name}{WORK_INFIX}{os.urandom(NONCE_BYTES).hex()}"
+        )
+        with suppress(OSError):  # another process was faster, or it was committed
+            # In one step, marks and all: a commit of half of it has to be impossible meanwhile.
+            self._work.path.rename(away)
+        shutil.rmtree(away, ignore_errors=True)
+        self._work.release()
+
+    def _put(self, name: str, data: bytes) -> None:
+        """Writes a small file; into a folder that was given up it fails."""
+        path = self._work.files / name
+        join_file(path, len(data), self._capabilities)
+        file = open_for_writing(path, self._capabilities)
+        try:
+            file.write_at(0, memoryview(data))
+            file.sync()
+        finally:
+            file.close()
+        sync_directory(self._work.files, self._capabilities)
+
+    def _publish(self, last: str) -> bool:
+        if self._inside:
+            return publish_inside(self._work, self._out, last, self._capabilities)
+        return publish(
+            self._work, self._out, overwrite=self._overwrite, capabilities=self._capabilities
+        )
+
+
+def _has_to_stay(out: Path) -> bool:
+    """Tells whether a directory cannot be renamed; every process has to find the same."""
+    return out.is_dir() and (os.path.ismount(out) or not os.access(out.parent, os.W_OK))

@@ -1,0 +1,133 @@
+"""`--also`: rank files of one step that lie in several directories."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ckptkit
+
+ROOT = Path(__file__).parents[2]
+FIXTURES = ROOT / "fixtures"
+LLAMA = FIXTURES / "accelerate_fsdp2_tied_with_config" / "checkpoint"
+UNIT = "pytorch_model_fsdp_0"
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> tuple[Path, Path]:
+    """Two nodes' directories, each with a run, of which the second one has rank 1's files."""
+    first, second = tmp_path / "a/run", tmp_path / "b/run"
+    shutil.copytree(LLAMA, first / "checkpoint-7")
+    for unit in (UNIT, "optimizer_0"):
+        (second / "checkpoint-7" / unit).mkdir(parents=True)
+        for file in (first / "checkpoint-7" / unit).glob("__1_*.distcp"):
+            file.rename(second / "checkpoint-7" / unit / file.name)
+    return first, second
+
+
+def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "cli"), os.environ.get("PYTHONPATH", "")])
+    return subprocess.run(
+        [sys.executable, "-m", "ckptkit_cli", *map(str, arguments)],
+        env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def weights(folder: Path) -> bytes:
+    return (folder / "model.safetensors").read_bytes()
+
+
+def test_consolidate_unites_the_files_of_several_nodes(
+    nodes: tuple[Path, Path], tmp_path: Path
+) -> None:
+    ckptkit.consolidate(LLAMA, tmp_path / "whole")
+    united = run("consolidate", nodes[0], tmp_path / "out", "--also", nodes[1])
+    assert united.returncode == 0, united.stderr
+    assert weights(tmp_path / "out") == weights(tmp_path / "whole")
+    assert (tmp_path / "out/config.json").read_bytes() == (
+        tmp_path / "whole/config.json"
+    ).read_bytes()
+
+
+def test_the_order_does_not_matter_and_the_same_directory_may_be_named_twice(
+    nodes: tuple[Path, Path], tmp_path: Path
+) -> None:
+    ckptkit.consolidate(LLAMA, tmp_path / "whole")
+    also = [nodes[0], nodes[1], nodes[0]]
+    ckptkit.convert(nodes[1], tmp_path / "out", to="hf", also=also)
+    assert weights(tmp_path / "out") == weights(tmp_path / "whole")
+    assert (tmp_path / "out/config.json").exists()
+
+
+def test_inspect_verify_and_open_read_them_as_one(nodes: tuple[Path, Path]) -> None:
+    alone: dict[str, Any] = json.loads(run("inspect", nodes[0], "--json").stdout)
+    assert "missing-file" in {problem["code"] for problem in alone["problems"]}
+    both = json.loads(run("inspect", nodes[0], "--also", nodes[1], "--json").stdout)
+    assert both["problems"] == []
+    page = run("inspect", nodes[0], "--also", nodes[1]).stdout
+    assert f"--also {nodes[1]}" in " ".join(page.split())  # the command to run next
+    assert ckptkit.verify(nodes[0], also=[nodes[1]]).ok
+    with (
+        ckptkit.open(nodes[0], also=[nodes[1]]) as checkpoint,
+        ckptkit.open(LLAMA) as whole,
+    ):
+        for name in whole.keys():  # noqa: SIM118  not a dict
+            left, right = (c.read(name, framework="numpy") for c in (checkpoint, whole))
+            assert np.array_equal(np.asarray(left), np.asarray(right))
+
+
+def test_what_is_still_missing_is_named_with_the_option_that_helps(
+    nodes: tuple[Path, Path], tmp_path: Path
+) -> None:
+    found = run("consolidate", nodes[0], tmp_path / "out")
+    assert found.returncode == 3
+    assert f"{UNIT}/__1_0.distcp" in found.stderr
+    assert "--also" in found.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_files_of_another_save_are_refused(nodes: tuple[Path, Path], tmp_path: Path) -> None:
+    metadata = nodes[1] / "checkpoint-7" / UNIT / ".metadata"
+    data = bytearray((nodes[0] / "checkpoint-7" / UNIT / ".metadata").read_bytes())
+    data[-20] ^= 1
+    metadata.write_bytes(data)
+    found = run("consolidate", nodes[0], tmp_path / "out", "--also", nodes[1])
+    assert found.returncode == 3
+    assert "one save" in found.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_file_of_two_sizes_is_refused(nodes: tuple[Path, Path], tmp_path: Path) -> None:
+    (nodes[1] / "checkpoint-7" / UNIT / "__0_0.distcp").write_bytes(b"short")
+    found = run("consolidate", nodes[0], tmp_path / "out", "--also", nodes[1])
+    assert found.returncode == 3
+    assert "against 5" in found.stderr
+
+
+def test_a_directory_with_nothing_of_the_step_is_refused(
+    nodes: tuple[Path, Path], tmp_path: Path
+) -> None:
+    found = run("consolidate", nodes[0], tmp_path / "out", "--also", nodes[1] / "checkpoint-7")
+    assert found.returncode == 3
+    assert "corresponds to SRC" in found.stderr
+    missing = run("consolidate", nodes[0], tmp_path / "out", "--also", tmp_path / "none")
+    assert missing.returncode == 3
+    assert "no such directory" in missing.stderr
+
+
+def test_the_output_may_lie_in_none_of_the_directories(nodes: tuple[Path, Path]) -> None:
+    found = run("consolidate", nodes[0], nodes[1] / "out", "--also", nodes[1])
+    assert found.returncode == 4
+    assert "inside the source" in found.stderr
