@@ -24,12 +24,19 @@ class BoundModel:
         position: In the list under that key; None without a list.
         module: The model.
         places: Where its tensors lie in a step.
+        stage: Whether it is one of the stages that a pipeline has in the list.
     """
 
     key: str
     position: int | None
     module: nn.Module
     places: TensorPlaces
+    stage: bool = False
+
+    @property
+    def saved_as(self) -> tuple[str, int | None]:
+        """The key and the position that it is found again by; stages are one entry together."""
+        return self.key, None if self.stage else self.position
 
     @property
     def unit(self) -> str:
@@ -52,6 +59,7 @@ class BoundOptimizer:
         optimizer: The optimizer.
         unit: The DCP directory of its state.
         path: What comes before `state` and `param_groups` in its key paths.
+        stage: Whether it is that of a pipeline's stage, one of several in the list.
     """
 
     key: str
@@ -59,6 +67,17 @@ class BoundOptimizer:
     optimizer: Optimizer
     unit: str
     path: KeyPath
+    stage: bool = False
+
+    @property
+    def saved_as(self) -> tuple[str, int | None]:
+        """The key and the position that it is found again by; stages are one entry together."""
+        return self.key, None if self.stage else self.position
+
+    @property
+    def name(self) -> str:
+        """What it is called in messages."""
+        return shown_name(*self.saved_as)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +102,11 @@ class BoundObject:
     unit: str
     path: KeyPath
     file: str
+
+    @property
+    def saved_as(self) -> tuple[str, int | None]:
+        """The key and the position that it is found again by."""
+        return self.key, self.position
 
     def state(self) -> Any:
         """Returns its state, which may still be shared with it."""
@@ -163,3 +187,12 @@ class _Naming:
 def index_of(position: int | None) -> tuple[int, ...]:
     """Returns the position in a list as the end of a key path, which is empty without a list."""
     return () if position is None else (position,)
+
+
+def shown_name(key: str, position: int | None) -> str:
+    """Returns what an entry of the mapping is called in messages.
+
+    >>> shown_name("critic", None), shown_name("models", 1)
+    ('critic', 'models[1]')
+    """
+    return key if position is None else f"{key}[{position}]"

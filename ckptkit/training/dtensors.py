@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.distributed import device_mesh
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -22,7 +24,7 @@ try:
 except ImportError:  # torch 2.4
     from torch.distributed._tensor import DTensor  # type: ignore[attr-defined]
 
-__all__ = ["Copies", "DTensor", "Meshes", "local_part", "lying"]
+__all__ = ["Copies", "DTensor", "Meshes", "inner_tensors", "is_composed", "local_part", "lying"]
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -97,7 +99,7 @@ class Meshes:
         cut = self._cuts.get(key)
         if cut is None:
             cut = self._cuts[key] = self._cut(fqn, tensor)
-        return Slot(fqn, shape, cut.places, cut.held, cut.replicas, values)
+        return Slot(fqn, shape, cut.places, cut.held, cut.replicas, values, sharded=True)
 
     def _cut(self, fqn: str, tensor: DTensor) -> _Cut:
         held = tuple(local_part(tensor).shape)
@@ -135,17 +137,42 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     Raises:
         UnsupportedError: If it is made of several tensors.
     """
-    if isinstance(tensor, DTensor):
-        tensor = tensor._local_tensor  # noqa: SLF001 - to_local() would record an autograd node
-    if isinstance(tensor, AsyncCollectiveTensor):
-        tensor = tensor.wait()
-    composed: bool = type(tensor) not in _PLAIN and is_traceable_wrapper_subclass(tensor)
-    if composed:
+    tensor = _own_part(tensor)
+    if is_composed(tensor):
         raise UnsupportedError(
             f"a {type(tensor).__name__} was found where a plain tensor was expected",
             hint="give the optimizer or module state as plain tensors",
         )
     return tensor.detach() if tensor.requires_grad else tensor
+
+
+def is_composed(tensor: torch.Tensor) -> bool:
+    """Tells whether this rank's part is made of several tensors, as a quantised one is."""
+    tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # noqa: SLF001
+    if type(tensor) in _PLAIN or isinstance(tensor, AsyncCollectiveTensor):
+        return False
+    return bool(is_traceable_wrapper_subclass(tensor))
+
+
+def inner_tensors(tensor: torch.Tensor) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
+    """Yields the plain tensors that this rank's part is made of, each with its name there.
+
+    A plain one has no name. They are the very tensors that training works on.
+    """
+    tensor = _own_part(tensor)
+    if not is_composed(tensor):
+        yield (), tensor
+        return
+    composed: Any = tensor
+    for name in composed.__tensor_flatten__()[0]:
+        for rest, inner in inner_tensors(getattr(composed, name)):
+            yield (name, *rest), inner
+
+
+def _own_part(tensor: torch.Tensor) -> torch.Tensor:
+    if isinstance(tensor, DTensor):
+        tensor = tensor._local_tensor  # noqa: SLF001 - to_local() would record an autograd node
+    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
 def lying(tensor: torch.Tensor) -> tuple[Any, ...] | None:
@@ -184,16 +211,42 @@ def _place_among_ranks(mesh: DeviceMesh) -> tuple[int, int]:
     return len(ranks), ranks.index(int(mesh.mesh[tuple(mine)]))
 
 
-def _copies_in(mesh: DeviceMesh, largest: DeviceMesh) -> tuple[int, int]:
-    """Returns how often tensors of `mesh` exist in the largest one, and which copy is here."""
-    ranks = set(mesh.mesh.flatten().tolist())
-    flat = [index for index, rank in enumerate(largest.mesh.flatten().tolist()) if rank in ranks]
-    mine = largest.get_coordinate()
-    if mine is None or len(flat) != len(ranks):
-        return 1, 0
-    coordinates = np.unravel_index(flat, tuple(largest.mesh.shape))
-    fixed = [dim for dim, values in enumerate(coordinates) if len(set(values.tolist())) == 1]
-    copies = Copies()
-    for dim in fixed:
-        copies = copies.times(largest.size(dim), mine[dim])
-    return copies if copies.number * len(ranks) == largest.size() else Copies()
+def _copies_in(mesh: DeviceMesh, largest: DeviceMesh) -> Copies:
+    """Returns how often tensors of `mesh` exist on the ranks of the largest one, and which is here.
+
+    A mesh that was sliced out of another one, as that of experts is, has siblings there: these
+    hold the copies, as far as their ranks belong to the largest mesh.
+    """
+    mine = mesh.get_coordinate()
+    if mine is None or largest.get_coordinate() is None:
+        return Copies()
+    ranks = frozenset(mesh.mesh.flatten().tolist())
+    around = frozenset(largest.mesh.flatten().tolist())
+    for grid in (_root_of(mesh), largest):
+        siblings = [one for one in _siblings(grid, ranks) if around.issuperset(one)]
+        if len(siblings) * len(ranks) == len(around):
+            return Copies(len(siblings), siblings.index(ranks))
+    return Copies()
+
+
+def _siblings(grid: DeviceMesh, ranks: frozenset[int]) -> list[frozenset[int]]:
+    """Returns the ranks of all slices of a mesh that are like the one with these ranks."""
+    table = np.asarray(grid.mesh.tolist())
+    at = np.nonzero(np.isin(table, list(ranks)))
+    if len(at[0]) != len(ranks):
+        return []
+    varying = [dim for dim, values in enumerate(at) if len(set(values.tolist())) > 1]
+    last = np.moveaxis(table, varying, range(table.ndim - len(varying), table.ndim))
+    if math.prod(table.shape[dim] for dim in varying) != len(ranks):
+        return []
+    return [frozenset(row.tolist()) for row in last.reshape(-1, len(ranks))]
+
+
+def _root_of(mesh: DeviceMesh) -> DeviceMesh:
+    """Returns the mesh that another one was sliced out of, for which there is no public way."""
+    find = getattr(mesh, "_get_root_mesh", None)
+    if find is None:  # torch before 2.10
+        resources = getattr(device_mesh, "_mesh_resources", None)
+        find = None if resources is None else partial(resources.get_root_mesh, mesh)
+    root = mesh if find is None else find()
+    return root if isinstance(root, DeviceMesh) else mesh

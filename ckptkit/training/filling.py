@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -16,9 +16,10 @@ from ckptkit.training.dtensors import Copies
 from ckptkit.training.extra_state import extra_keys, extra_state_changes
 from ckptkit.training.loaders import loaders_alike
 from ckptkit.training.loading import LoadReport, first_few, load_pieces, unexpected_keys
-from ckptkit.training.materialising import allocate_state, materialise
-from ckptkit.training.modules import ModelWalk
-from ckptkit.training.optimizer_fit import check_optimizer
+from ckptkit.training.materialising import materialise
+from ckptkit.training.modules import ModelView, ModelWalk
+from ckptkit.training.optimizer_fit import LOST_HINT, check_optimizer
+from ckptkit.training.optimizer_memory import allocate, check_state
 from ckptkit.training.pieces import Piece
 from ckptkit.training.restoring import (
     group_changes,
@@ -26,15 +27,14 @@ from ckptkit.training.restoring import (
     random_changes,
     stored_groups,
     tensor_pieces,
+    value_changes,
 )
-from ckptkit.training.saved_entries import matched, shown_name
+from ckptkit.training.saved_entries import matched
 from ckptkit.training.slots import Slot
 from ckptkit.training.state import BoundModel, BoundOptimizer, BoundState, Layout, bind
 from ckptkit.training.stored_step import StoredStep
 
 logger = logging.getLogger(__name__)
-
-_Slots = Mapping[int, tuple[Slot, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,42 +94,68 @@ class Opening:
         """Tells which dataloaders of all ranks were at the same place; see there."""
         return loaders_alike(self.stored, self.bound)
 
-    def load(self, step: int, alike: Mapping[str, bool]) -> Loaded:
+    def unfit_optimizers(self) -> dict[str, str]:
+        """Tells which optimizers could not go on from this step, by name, and why.
+
+        Raises:
+            InputError: If the step is damaged.
+        """
+        found: dict[str, str] = {}
+        for optimizer in self.bound.optimizers:
+            try:
+                self._checked_groups(optimizer)
+            except ResumeError as error:
+                found[optimizer.name] = str(error)
+        return found
+
+    def load(
+        self, step: int, alike: Mapping[str, bool], anew: Collection[str] = frozenset()
+    ) -> Loaded:
         """Fills the tensors, and reads everything else.
 
         Args:
             step: The number of the step.
             alike: What `loaders_alike` returned to rank 0.
+            anew: The names of optimizers whose state is not to be taken up, but cleared.
 
         Raises:
             ResumeError: If something does not fit.
             InputError: If the step is damaged.
         """
-        bound = self.bound
-        materialise([m.module for m in bound.models], [o.optimizer for o in bound.optimizers])
-        slots = self._slots()
-        groups = [self._checked_groups(optimizer) for optimizer in bound.optimizers]
-        for optimizer in bound.optimizers:
-            index = self.stored.index(optimizer.unit)
-            allocate_state(optimizer.optimizer, slots, index, optimizer.path)
-        pieces = self._pieces_by_unit()
+        bound, slots = self.bound, self._slots
+        fresh = [o for o in bound.optimizers if o.name in anew]
+        going_on = [o for o in bound.optimizers if o not in fresh]
+        changes = [change for one in going_on for change in self._checked_groups(one)]
+        for optimizer in going_on:
+            allocate(self.stored, optimizer, slots, self._world)
+        pieces = self._pieces_by_unit(fresh)
         self._check_models(pieces)
         reports = {
             unit: load_pieces(self.stored.index(unit), self.stored.source, of_unit)
             for unit, of_unit in pieces.items()
         }
-        changes: list[Callable[[], object]] = []
-        for optimizer, found in zip(bound.optimizers, groups, strict=True):
-            changes += group_changes(self.stored, optimizer, slots, found)
+        for optimizer in going_on:
+            changes += value_changes(self.stored, optimizer, slots, self._world)
+        for optimizer in fresh:
+            changes += self._without_state(optimizer)
         changes += self._further_changes(step, alike)
         return Loaded(reports, changes)
 
-    def _pieces_by_unit(self) -> dict[str, list[Piece]]:
+    def _pieces_by_unit(self, fresh: Sequence[BoundOptimizer]) -> dict[str, list[Piece]]:
         pieces: dict[str, list[Piece]] = defaultdict(list)
-        for piece in tensor_pieces(self.bound):
+        for piece in tensor_pieces(self.bound, fresh):
             if piece.unit not in self._absent:
                 pieces[piece.unit].append(piece)
         return pieces
+
+    def _without_state(self, bound: BoundOptimizer) -> Iterator[Callable[[], object]]:
+        """Yields what empties an optimizer; hyperparameters are taken up if there are any."""
+        yield bound.optimizer.state.clear
+        try:
+            groups = stored_groups(self.stored, bound, self._slots)
+            yield from list(group_changes(bound, self._slots, groups, self._world))
+        except ResumeError as error:
+            logger.debug("hyperparameters stay as they are: %s", error)
 
     @cached_property
     def _absent(self) -> frozenset[str]:
@@ -153,25 +179,47 @@ class Opening:
         # Last, as loading a state dict may draw numbers.
         yield from random_changes(self.stored, bound, step)
 
-    def _checked_groups(self, bound: BoundOptimizer) -> list[dict[str, Any]]:
-        groups = stored_groups(self.stored, bound)
-        entry = self.stored.entry(bound.key, bound.position)
+    def _checked_groups(self, bound: BoundOptimizer) -> list[Callable[[], object]]:
+        """Sees that an optimizer can go on, and returns what puts its hyperparameters in place."""
+        where = bound.name
+        lost = self.stored.lost.get(where)
+        if lost is not None:
+            raise ResumeError(
+                f"its state was not saved with this step: {lost}", where=where, hint=LOST_HINT
+            )
+        groups = stored_groups(self.stored, bound, self._slots)
+        entry = self.stored.entry(*bound.saved_as)
         made_by = entry.made_by if entry is not None else ""
-        where = shown_name(bound.key, bound.position)
         check_optimizer(bound.optimizer, groups, made_by=made_by, where=where)
-        return groups
+        check_state(self.stored, bound, self._slots, self._world)
+        return list(group_changes(bound, self._slots, groups, self._world))
 
+    @property
+    def _world(self) -> Copies:
+        return Copies(self.bound.world_size, self.bound.rank)
+
+    @cached_property
+    def _views(self) -> list[ModelView]:
+        """What of each model lies on this rank, with memory for it."""
+        bound = self.bound
+        materialise([m.module for m in bound.models], [o.optimizer for o in bound.optimizers])
+        return [ModelWalk(m.module, m.places, world=self._world).look() for m in bound.models]
+
+    @cached_property
     def _slots(self) -> dict[int, tuple[Slot, ...]]:
-        world = Copies(self.bound.world_size, self.bound.rank)
-        found: dict[int, tuple[Slot, ...]] = {}
-        for model in self.bound.models:
-            walk = ModelWalk(model.module, model.places, world=world)
-            found |= walk.look().slots
-        return found
+        return {key: slots for view in self._views for key, slots in view.slots.items()}
 
     def _check_models(self, pieces: Mapping[str, Sequence[Piece]]) -> None:
-        """Refuses tensors that no model asks for, as torch's strict load_state_dict does."""
-        for model in self.bound.models:
+        """Refuses tensors that no model asks for, as torch's strict load_state_dict does.
+
+        What a pipeline's stage does not ask for is that of other stages.
+
+        Raises:
+            ResumeError: If there are some.
+        """
+        for model, view in zip(self.bound.models, self._views, strict=True):
+            if view.values.count < self.bound.world_size:
+                continue
             extra = [
                 key
                 for unit in self._stored_units(model)

@@ -218,6 +218,7 @@ def _parts(
             group.values(starts[index] // max(shard.numel(), 1) if group.sharing > 1 else 0),
             info.offset_in_shard or 0,
             axes,
+            sharded=True,
         )
         parameter = flat._params[index] if flat._params is not None else None
         own = None if parameter is None else _on_its_own(slot, group.sharing)
@@ -231,7 +232,8 @@ def _on_its_own(slot: Slot, sharing: int) -> Slot:
     """
     if sharing > 1:
         return replace(slot, held=(slot.elements,), start=None)
-    return replace(slot, places=whole_places(slot.shape), held=slot.shape, start=None, axes=())
+    places = whole_places(slot.shape)
+    return replace(slot, places=places, held=slot.shape, start=None, axes=(), sharded=False)
 
 
 def _interval(info: Any) -> tuple[int, int]:

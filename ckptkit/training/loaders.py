@@ -8,7 +8,7 @@ from typing import Any
 
 from ckptkit.core.errors import ResumeError
 from ckptkit.formats.dcp import BlobRef
-from ckptkit.training.saved_entries import shown_name
+from ckptkit.training.bound import shown_name
 from ckptkit.training.state import BoundObject, BoundState
 from ckptkit.training.stored_step import StoredStep
 

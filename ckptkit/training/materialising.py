@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from torch.optim import Optimizer
 from ckptkit.core.errors import ResumeError
 from ckptkit.core.index import KeyPath, TensorEntry, TensorIndex
 from ckptkit.training.dtensors import DTensor
+from ckptkit.training.optimizer_fit import unwrapped
+from ckptkit.training.optimizer_keys import STATE, below
 from ckptkit.training.slots import Slot
 
 Slots = Mapping[int, tuple[Slot, ...]]
@@ -163,7 +166,14 @@ def _rebind(optimizer: Optimizer, renewed: Mapping[torch.Tensor, nn.Parameter]) 
         optimizer.state[renewed[old]] = optimizer.state.pop(old)
 
 
-def allocate_state(optimizer: Optimizer, slots: Slots, index: TensorIndex, path: KeyPath) -> None:
+def allocate_state(
+    optimizer: Optimizer,
+    slots: Slots,
+    index: TensorIndex,
+    path: KeyPath,
+    *,
+    leave: Container[int] = (),
+) -> None:
     """Gives an optimizer the state tensors that a checkpoint has for it, without content.
 
     Tensors that are there stay, to be filled in place; state of parameters for which the
@@ -174,50 +184,43 @@ def allocate_state(optimizer: Optimizer, slots: Slots, index: TensorIndex, path:
         slots: What its parameters hold on this rank, see `ModelView.slots`.
         index: Of the DCP directory that holds the state.
         path: What comes before `state` in the key paths.
+        leave: The identities of parameters whose state stays as it is.
 
     Raises:
         ResumeError: If only the optimizer itself could tell how its state is sharded, by a step,
             and it cannot make one.
     """
     stored = _stored_states(index, path)
-    if _needs_step(optimizer, slots, stored):
-        _step_without_effect(optimizer)
-    for group in optimizer.param_groups:
+    groups = [(g, [p for p in g["params"] if id(p) not in leave]) for g in optimizer.param_groups]
+    if any(_needs_step(parameters, slots, stored) for _, parameters in groups):
+        step_without_effect(optimizer)
+    for group, parameters in groups:
         on_device = bool(group.get("capturable") or group.get("fused"))
-        for parameter in group["params"]:
+        for parameter in parameters:
             _allocate(optimizer, parameter, slots[id(parameter)], stored, on_device=on_device)
-
-
-def stored_values(index: TensorIndex, path: KeyPath) -> Mapping[str, list[KeyPath]]:
-    """Returns the key paths of state values that are no tensors, by parameter."""
-    found: dict[str, list[KeyPath]] = defaultdict(list)
-    start = (*path, "state")
-    for key_path in index.values:
-        if key_path[: len(start)] == start and len(key_path) > len(start) + 1:
-            found[str(key_path[len(start)])].append(key_path)
-    return found
 
 
 def _stored_states(index: TensorIndex, path: KeyPath) -> dict[str, dict[str, TensorEntry]]:
     found: dict[str, dict[str, TensorEntry]] = defaultdict(dict)
-    start = (*path, "state")
-    for entry in index.tensors.values():
-        rest = entry.key_path[len(start) :]
-        if entry.key_path[: len(start)] == start and len(rest) == 2:  # noqa: PLR2004
-            found[str(rest[0])][str(rest[1])] = entry
-    for name in stored_values(index, path):
-        found.setdefault(name, {})
+    entries = {entry.key_path: entry for entry in index.tensors.values()}
+    for rest, key_path in below(entries, path, STATE):
+        if len(rest) == 2:  # noqa: PLR2004
+            found[str(rest[0])][str(rest[1])] = entries[key_path]
+    for rest, _ in below(index.values, path, STATE):
+        if len(rest) > 1:
+            found.setdefault(str(rest[0]), {})
     return dict(found)
 
 
 def _needs_step(
-    optimizer: Optimizer, slots: Slots, stored: Mapping[str, Mapping[str, TensorEntry]]
+    parameters: Sequence[torch.Tensor],
+    slots: Slots,
+    stored: Mapping[str, Mapping[str, TensorEntry]],
 ) -> bool:
     """Whether some state of a sharded parameter is neither a number nor of its shape."""
     return any(
         (isinstance(parameter, DTensor) or not slot.whole) and _is_odd(slot, stored)
-        for group in optimizer.param_groups
-        for parameter in group["params"]
+        for parameter in parameters
         for slot in slots[id(parameter)]
     )
 
@@ -238,8 +241,7 @@ def _allocate(
     on_device: bool,
 ) -> None:
     present = [slot for slot in slots if slot.fqn in stored]
-    empty = not isinstance(parameter, DTensor) and not any(slot.elements for slot in slots)
-    if not present or empty:
+    if not present or not has_state(parameter, slots):
         optimizer.state.pop(parameter, None)
         return
     state: dict[str, Any] = optimizer.state[parameter]
@@ -247,6 +249,11 @@ def _allocate(
     for name, entry in stored[slot.fqn].items():
         if name not in state:
             state[name] = _empty(parameter, slot, name, entry, on_device=on_device)
+
+
+def has_state(parameter: torch.Tensor, slots: Sequence[Slot]) -> bool:
+    """Tells whether an optimizer has state here; FSDP1's ranks without elements have none."""
+    return isinstance(parameter, DTensor) or any(slot.elements for slot in slots)
 
 
 def _empty(
@@ -262,10 +269,14 @@ def _empty(
     return torch.empty(entry.shape, dtype=dtype, device=device)
 
 
-def _step_without_effect(optimizer: Optimizer) -> None:
+def step_without_effect(optimizer: Optimizer) -> None:
     """Lets an optimizer make its own state, by a step with gradients of zero.
 
-    The parameters are loaded afterwards. Gradients and hyperparameters are put back.
+    The parameters are loaded afterwards. Gradients and hyperparameters are put back. An optimizer
+    that has state already keeps it.
+
+    Args:
+        optimizer: What `torch.compile` does in its step is not worth while here, and left out.
 
     Raises:
         ResumeError: If it cannot make a step here.
@@ -280,7 +291,8 @@ def _step_without_effect(optimizer: Optimizer) -> None:
         lr = group["lr"]
         group["lr"] = torch.zeros_like(lr) if isinstance(lr, torch.Tensor) else 0.0
     try:
-        optimizer.step()
+        with _uncompiled():
+            unwrapped(optimizer).step()
     except Exception as error:
         raise ResumeError(
             f"{type(optimizer).__name__} has state of other shapes than its parameters, and could"
@@ -292,3 +304,8 @@ def _step_without_effect(optimizer: Optimizer) -> None:
             parameter.grad = gradient
         for group, values in zip(optimizer.param_groups, groups, strict=True):
             group.update(values)
+
+
+def _uncompiled() -> AbstractContextManager[object]:
+    set_stance = getattr(torch.compiler, "set_stance", None)  # torch 2.6 and later
+    return nullcontext() if set_stance is None else set_stance("force_eager")

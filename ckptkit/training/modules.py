@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ckptkit.training.dtensors import Copies, DTensor, Meshes
 from ckptkit.training.flatten import flatten
+from ckptkit.training.frozen_watch import watched_by
 from ckptkit.training.fsdp1 import (
     FlatUnit,
     flat_shards,
@@ -25,7 +26,7 @@ from ckptkit.training.fsdp1 import (
     strategy_of,
 )
 from ckptkit.training.names import clean_fqn, parallel_prefixes, wrapper_names
-from ckptkit.training.pieces import ObjectValue, Piece, Replicas
+from ckptkit.training.pieces import ObjectValue, Piece, Replicas, Watched
 from ckptkit.training.places import TensorPlaces
 from ckptkit.training.slots import Slot, whole_slot
 from ckptkit.training.stamps import Stamp, apart
@@ -124,7 +125,7 @@ class ModelWalk:
         self._model = model
         self._place = places, world
         self._structure = _Structure.of(model, *self._place)
-        self._kept: tuple[tuple[str, ...], Stamp, ModelView] | None = None
+        self._kept: tuple[tuple[object, ...], Stamp, ModelView] | None = None
 
     def look(self, *, keep: bool = False) -> ModelView:
         """Returns what of the model lies on this rank now.
@@ -162,18 +163,22 @@ class ModelWalk:
             look.take_unsaved(fqn, parameter)
         return look.view(managed_parameters(units)), {id(value) for _, value in entries}
 
-    def _members(self, managed: frozenset[int]) -> tuple[tuple[str, ...], list[torch.Tensor]]:
-        """Returns the names in their modules, and all tensors, that the model is made of."""
-        names: list[str] = []
+    def _members(self, managed: frozenset[int]) -> tuple[tuple[object, ...], list[torch.Tensor]]:
+        """Returns names and which are trained, and all tensors, that the model is made of."""
+        names: list[object] = []
+        trained: list[bool] = []
         tensors: list[torch.Tensor] = []
         for module in self._structure.modules:
             for members in (module._parameters, module._buffers):  # noqa: SLF001 - the public iterators take ten times as long
                 for name, tensor in members.items():
-                    if tensor is not None and id(tensor) not in managed:
+                    if tensor is None:
+                        continue
+                    trained.append(tensor.requires_grad)
+                    if id(tensor) not in managed:
                         names.append(name)
                         tensors.append(tensor)
         shards = flat_shards(self._model) if self._structure.flat else []
-        return tuple(names), [*tensors, *shards]
+        return (*names, *trained), [*tensors, *shards]
 
     def facts(self) -> dict[str, Any]:
         """Returns how the model is wrapped and split, as plain values."""
@@ -263,14 +268,19 @@ class _Look:
     def take_unit(self, unit: FlatUnit) -> None:
         self.slots[id(unit.parameter)] = tuple(part.in_shard for part in unit.parts)
         for part in unit.parts:
-            self._add(part.in_shard, (part.fqn, *part.aliases), unit.shard)
+            own = unit.parameter if part.parameter is None else part.parameter
+            watched = watched_by(own, unit.parameter, unit.shard)
+            self._add(part.in_shard, (part.fqn, *part.aliases), unit.shard, watched)
             if part.parameter is not None and part.on_its_own is not None:
                 self.slots[id(part.parameter)] = (part.on_its_own,)
 
     def take_tensor(self, names: list[str], tensor: torch.Tensor) -> None:
         slot = self._slot(names[0], tensor)
         self.slots[id(tensor)] = (slot,)
-        self._add(slot, names, apart(tensor))
+        local = apart(tensor)
+        # Neither of the two counts the changes that are made through the other one.
+        watched = watched_by(tensor, *([local] if isinstance(tensor, DTensor) else []))
+        self._add(slot, names, local, watched)
 
     def take_other(self, name: str, value: object) -> None:
         unit, start = self.wrapping.places.of(name)
@@ -284,9 +294,9 @@ class _Look:
     def take_unsaved(self, fqn: str, parameter: nn.Parameter) -> None:
         self.slots[id(parameter)] = (self._slot(fqn, parameter),)
 
-    def _add(self, slot: Slot, names: Sequence[str], local: torch.Tensor) -> None:
+    def _add(self, slot: Slot, names: Sequence[str], local: torch.Tensor, watched: Watched) -> None:
         for unit, (path, *aliases) in self.wrapping.places.by_unit(names).items():
-            self.pieces.extend(slot.pieces(unit, path, local, aliases))
+            self.pieces.extend(slot.pieces(unit, path, local, aliases, watched))
 
     def _slot(self, fqn: str, tensor: torch.Tensor) -> Slot:
         if isinstance(tensor, DTensor):

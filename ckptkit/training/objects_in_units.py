@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,16 +99,22 @@ def whole_tensors(
     stored: StoredStep, unit: str, start: KeyPath, skip: frozenset[KeyPath] = frozenset()
 ) -> Iterator[tuple[KeyPath, torch.Tensor]]:
     """Yields the tensors below a key path, each read as a whole."""
-    index = stored.index(unit)
-    entries = [
-        entry
-        for entry in index.tensors.values()
-        if entry.key_path[: len(start)] == start and entry.key_path not in skip
-    ]
+    paths = [entry.key_path for entry in stored.index(unit).tensors.values()]
+    wanted = [path for path in paths if path[: len(start)] == start and path not in skip]
+    for path, tensor in read_tensors(stored, unit, wanted):
+        yield path[len(start) :], tensor
+
+
+def read_tensors(
+    stored: StoredStep, unit: str, paths: Iterable[KeyPath]
+) -> Iterator[tuple[KeyPath, torch.Tensor]]:
+    """Yields the tensors under some key paths, each read as a whole."""
+    index, wanted = stored.index(unit), frozenset(paths)
+    entries = [entry for entry in index.tensors.values() if entry.key_path in wanted]
     pieces = [_whole_piece(unit, entry) for entry in entries]
     load_pieces(index, stored.source, pieces, threads=1)
     for piece in pieces:
-        yield piece.key_path[len(start) :], piece.local
+        yield piece.key_path, piece.local
 
 
 def _whole_piece(unit: str, entry: TensorEntry) -> Piece:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from torch.optim import Optimizer
 
@@ -13,6 +13,16 @@ from ckptkit.training.loading import first_few
 
 logger = logging.getLogger(__name__)
 
+Unfit = Literal["error", "reset"]
+
+RESET_HINT = (
+    "resume with the ranks, the sharding and the optimizer that it was saved with, or start the"
+    " optimizer anew with Checkpointer(..., unfit_optimizer='reset')"
+)
+LOST_HINT = (
+    "resume from an older step, or start the optimizer anew with"
+    " Checkpointer(..., unfit_optimizer='reset')"
+)
 _HINT = "resume with the class of optimizer that was saved, or without the optimizer"
 # Ways to compute the same, and what schedulers and newer versions of torch add to every group.
 _NEUTRAL = frozenset(
@@ -32,10 +42,15 @@ _FLAGS = (bool, type(None))
 _DECOUPLED = "decoupled_weight_decay"  # what tells AdamW from Adam since torch 2.7
 
 
-def class_of(optimizer: Optimizer) -> str:
-    """Returns the name of an optimizer's class, of the inner one where accelerate wraps it."""
+def unwrapped(optimizer: Optimizer) -> Optimizer:
+    """Returns the optimizer inside, where accelerate wraps it."""
     inner = getattr(optimizer, "optimizer", None)
-    return type(inner if isinstance(inner, Optimizer) else optimizer).__name__
+    return inner if isinstance(inner, Optimizer) else optimizer
+
+
+def class_of(optimizer: Optimizer) -> str:
+    """Returns the name of an optimizer's class."""
+    return type(unwrapped(optimizer)).__name__
 
 
 def check_optimizer(

@@ -7,7 +7,7 @@ yet; here neither happens, and the keys are the same.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,34 +16,53 @@ from torch.optim import Optimizer
 
 from ckptkit.core.errors import UnsupportedError, UsageError
 from ckptkit.core.index import KeyPath
-from ckptkit.training.dtensors import DTensor, Meshes, local_part
+from ckptkit.training import rank_bound
+from ckptkit.training.dtensors import (
+    Copies,
+    DTensor,
+    Meshes,
+    inner_tensors,
+    is_composed,
+    local_part,
+)
 from ckptkit.training.flatten import flatten
+from ckptkit.training.layout import storable_dtype
 from ckptkit.training.modules import ModelView
 from ckptkit.training.pieces import ObjectValue, Piece
+from ckptkit.training.rank_bound import Held
+from ckptkit.training.serialising import is_plain, serialised
 from ckptkit.training.slots import Slot, whole_slot
 from ckptkit.training.stamps import Stamp, apart
+
+_STATE_HINT = "use an optimizer that keeps tensors and plain values"
 
 
 class OptimizerWalk:
     """Walks one optimizer, again for each save; what does not change in between is kept."""
 
-    def __init__(self, optimizer: Optimizer, unit: str, path: KeyPath) -> None:
+    def __init__(self, optimizer: Optimizer, unit: str, path: KeyPath, *, world: Copies) -> None:
         """Notes the optimizer.
 
         Args:
             optimizer: Of parameters in one or more models.
             unit: The DCP directory.
             path: What comes before `state` and `param_groups` in the key paths.
+            world: The number of ranks of the job, and this one.
         """
         self._optimizer = optimizer
-        self._unit = unit
-        self._path = path
-        self._kept = _Kept(_States((), ()), ())
+        self._place = _Place(unit, path, world)
+        self._kept = _Kept(_States((), (), ()), ())
 
     def look(
         self, views: Sequence[ModelView], *, keep: bool = False
     ) -> tuple[list[Piece], list[ObjectValue]]:
         """Returns the tensors on this rank, and the objects that it has to write.
+
+        Hyperparameters lie under `param_groups` and the number of their group. Where parameters
+        lie on a part of the ranks only, as those of a pipeline's stage do, they lie under
+        `param_groups` and each parameter's name instead, as torch's `get_optimizer_state_dict`
+        has them with `flatten_optimizer_state_dict=True`: so the stages, which all have groups of
+        their own, write different keys.
 
         Args:
             views: The models in which its parameters are.
@@ -52,9 +71,9 @@ class OptimizerWalk:
 
         Raises:
             UsageError: If a parameter belongs to none of the models, or two have the same name.
-            UnsupportedError: If some state cannot be placed in the full tensor.
+            UnsupportedError: If some state cannot be stored.
         """
-        optimizer, walk = self._optimizer, _Walk(views, self._unit, self._path)
+        optimizer, walk = self._optimizer, _Walk(views, self._place)
         now = _Now.of(optimizer, views)
         kept = self._kept
         if not keep or not kept.still_holds(now):
@@ -63,15 +82,21 @@ class OptimizerWalk:
                 kept.stamp = Stamp.of(now.values, forget=kept.forget)
                 self._kept = kept
         walk.pieces += kept.states.pieces
+        walk.objects += kept.states.objects
         for index, group in enumerate(optimizer.param_groups):
             walk.take_group(index, group, kept.states.groups[index])
         walk.take_unbound(optimizer.state)
+        for value in walk.objects:
+            _check_storable(value)
         return walk.pieces, walk.objects
 
-    def models_of(self, views: Sequence[ModelView]) -> list[ModelView]:
-        """Returns the models that its parameters are in."""
-        own = {id(parameter) for g in self._optimizer.param_groups for parameter in g["params"]}
-        return [view for view in views if not own.isdisjoint(view.slots)]
+
+class _Place(NamedTuple):
+    """Where the state of an optimizer lies in a step, and who writes it."""
+
+    unit: str
+    path: KeyPath
+    world: Copies
 
 
 class _Group(NamedTuple):
@@ -82,9 +107,10 @@ class _Group(NamedTuple):
 
 
 class _States(NamedTuple):
-    """The states of all parameters on this rank, and their groups."""
+    """The states of all parameters on this rank, what says how they lie, and the groups."""
 
     pieces: tuple[Piece, ...]
+    objects: tuple[ObjectValue, ...]
     groups: tuple[_Group, ...]
 
 
@@ -94,7 +120,7 @@ class _Now(NamedTuple):
     Attributes:
         place: The identities of the looks at the models and of the parameters, and the names of
             the values.
-        values: Of the parameters' states.
+        values: Of the parameters' states, composed tensors taken apart.
     """
 
     place: tuple[Any, ...]
@@ -112,7 +138,14 @@ class _Now(NamedTuple):
                 values += state.values()
             else:
                 values.append(state)
-        return cls((tuple(map(weakref.ref, views)), identities, names), values)
+        plain = [part for value in values for part in _parts_of(value)]
+        return cls((tuple(map(weakref.ref, views)), identities, names), plain)
+
+
+def _parts_of(value: object) -> Iterable[object]:
+    if isinstance(value, torch.Tensor) and is_composed(value):
+        return [inner for _, inner in inner_tensors(value)]
+    return (value,)
 
 
 @dataclass(slots=True, weakref_slot=True)
@@ -125,7 +158,7 @@ class _Kept:
 
     def forget(self) -> None:
         """Lets go of the tensors' memory, as the optimizer has done."""
-        self.states, self.stamp = _States((), ()), None
+        self.states, self.stamp = _States((), (), ()), None
 
     def still_holds(self, now: _Now) -> bool:
         stamp = self.stamp
@@ -135,18 +168,17 @@ class _Kept:
 class _Walk:
     """One walk over an optimizer."""
 
-    def __init__(self, views: Sequence[ModelView], unit: str, path: KeyPath) -> None:
+    def __init__(self, views: Sequence[ModelView], place: _Place) -> None:
         self.pieces: list[Piece] = []
         self.objects: list[ObjectValue] = []
         self._views = views
-        self._unit = unit
-        self._path = path
+        self._unit, self._path, self._world = place
         self._seen: set[str] = set()
 
     def take_states(self, optimizer: Optimizer) -> _States:
         """Returns the tensors of all parameters' states, and takes what else is in them."""
-        pieces: list[Piece] = []
         groups: list[_Group] = []
+        held: list[tuple[Held, Meshes]] = []
         for group in optimizer.param_groups:
             names: list[str] = []
             model = 0
@@ -154,16 +186,31 @@ class _Walk:
                 model, slots = self._find(parameter)
                 names += [slot.fqn for slot in slots]
                 leaves = list(flatten(optimizer.state.get(parameter, {})))
-                pieces += self._state_pieces(leaves, slots, self._views[model].meshes)
-                self._take_values(leaves, slots)
+                held.append((Held(slots, leaves), self._views[model].meshes))
             groups.append(_Group(names, model))
-        return _States(tuple(pieces), tuple(groups))
+        all_held = [one for one, _ in held]
+        bound = rank_bound.is_rank_bound(optimizer, all_held)
+        pieces: list[Piece] = []
+        objects = list(self._layouts(all_held)) if bound else []
+        for one, meshes in held:
+            pieces += self._states_of(one, meshes, bound=bound)
+            if not one.sharded:
+                objects += rank_bound.composed_of(one, self._unit, self._path)
+        for piece in pieces:
+            storable_dtype(piece)
+        return _States(tuple(pieces), tuple(objects), tuple(groups))
 
     def take_group(self, index: int, group: Mapping[str, Any], known: _Group) -> None:
-        path = (*self._path, "param_groups", index)
+        view, path = self._views[known.model], (*self._path, "param_groups")
+        if view.values.count < self._world.number:
+            for name in known.names:
+                for key, value in group.items():
+                    if key != "params":
+                        self._take_shared((*path, name, key), value, view)
+            return
         for key, value in group.items():
             shared = known.names if key == "params" else value
-            self._take_shared((*path, key), shared, self._views[known.model])
+            self._take_shared((*path, index, key), shared, view)
 
     def take_unbound(self, state: Mapping[Any, Any]) -> None:
         """Takes what an optimizer keeps beside the states of its parameters."""
@@ -195,20 +242,39 @@ class _Walk:
             )
         self._seen.update(names)
 
-    def _state_pieces(
-        self, leaves: Sequence[tuple[KeyPath, object]], slots: Sequence[Slot], meshes: Meshes
-    ) -> Iterator[Piece]:
-        for slot in slots:
-            start: KeyPath = (*self._path, "state", slot.fqn)
-            for names, value in leaves:
-                if isinstance(value, torch.Tensor):
-                    path = (*start, *names)
-                    placed = _slot_of_state(value, slot, meshes, path)
-                    yield from placed.pieces(self._unit, path, apart(value))
+    def _states_of(self, held: Held, meshes: Meshes, *, bound: bool) -> Iterator[Piece]:
+        if bound and held.sharded:
+            self.objects += rank_bound.objects_of(held, self._unit, self._path, self._world.own)
+            return rank_bound.pieces_of(held, self._unit, self._path, self._world.own)
+        self._take_values(held)
+        return self._placed_pieces(held, meshes)
 
-    def _take_values(self, leaves: Sequence[tuple[KeyPath, object]], slots: Sequence[Slot]) -> None:
-        for slot in slots:
-            for names, value in leaves:
+    def _layouts(self, held: Sequence[Held]) -> Iterator[ObjectValue]:
+        if any(one.sharded and one.leaves for one in held):
+            path = (*self._path, rank_bound.LAYOUTS, str(self._world.own))
+            yield ObjectValue(self._unit, path, rank_bound.layout_of(held, self._world.number))
+
+    def _placed_pieces(self, held: Held, meshes: Meshes) -> Iterator[Piece]:
+        for slot in held.slots:
+            start: KeyPath = (*self._path, "state", slot.fqn)
+            for names, value in held.leaves:
+                if isinstance(value, torch.Tensor):
+                    yield from self._pieces_of(value, slot, meshes, (*start, *names))
+
+    def _pieces_of(
+        self, value: torch.Tensor, slot: Slot, meshes: Meshes, path: KeyPath
+    ) -> Iterator[Piece]:
+        if not is_composed(value):
+            placed = _slot_of_state(value, slot, meshes)
+            yield from placed.pieces(self._unit, path, apart(value))
+            return
+        for rest, inner in inner_tensors(value):
+            part = whole_slot(slot.fqn, inner, slot.replicas, slot.values)
+            yield from part.pieces(self._unit, (*path, *rest), apart(inner))
+
+    def _take_values(self, held: Held) -> None:
+        for slot in held.slots:
+            for names, value in held.leaves:
                 if slot.values.own == 0 and not isinstance(value, torch.Tensor):
                     path = (*self._path, "state", slot.fqn, *names)
                     self.objects.append(ObjectValue(self._unit, path, value))
@@ -219,6 +285,15 @@ class _Walk:
                 self.pieces += _shared_pieces(self._unit, names, leaf, view)
             elif view.values.own == 0:
                 self.objects.append(ObjectValue(self._unit, names, leaf))
+
+
+def _check_storable(item: ObjectValue) -> None:
+    if is_plain(item.value):
+        return
+    try:
+        serialised(item.value, ".".join(map(str, item.key_path)))
+    except UsageError as error:  # which blames the user's own objects
+        raise UnsupportedError(error.message, where=error.where, hint=_STATE_HINT) from error
 
 
 def _shared_pieces(
@@ -232,18 +307,12 @@ def _shared_pieces(
     return slot.pieces(unit, path, local_part(tensor))
 
 
-def _slot_of_state(tensor: torch.Tensor, slot: Slot, meshes: Meshes, path: KeyPath) -> Slot:
+def _slot_of_state(tensor: torch.Tensor, slot: Slot, meshes: Meshes) -> Slot:
+    """Returns where a plain state tensor or DTensor belongs, which is known to have a place."""
     if isinstance(tensor, DTensor):
         return meshes.slot(slot.fqn, tensor, slot.values)
     if tensor.dim() and slot.follows(tensor):
         return slot
     if tensor.numel() == 1:
         return whole_slot(slot.fqn, tensor, slot.values, slot.values)
-    if not slot.whole or slot.start is not None:
-        raise UnsupportedError(
-            f"a state of shape {tuple(tensor.shape)} was found where the parameter's part on this"
-            f" rank has the shape {slot.held}, so that its place is not known",
-            where=".".join(map(str, path)),
-            hint="use an optimizer whose state has the shape of the parameter, or keeps DTensors",
-        )
     return whole_slot(slot.fqn, tensor, slot.replicas, slot.values)

@@ -15,16 +15,17 @@ def owned(pieces: Sequence[Piece]) -> tuple[bool, ...]:
     the fewest bytes so far. All ranks come to the same answer, because only pieces that share
     one `Replicas` object are dealt out together: whoever makes the pieces gives those, and only
     those, that lie on the same group of ranks the same object. A piece with an object of its own
-    goes to the first replica.
+    goes to the first replica. Frozen weights are dealt out apart from the others, because most
+    saves write only the others.
 
     Args:
         pieces: What this rank holds, in the same order on all ranks of a group.
     """
     mine = [bool(piece.places) and piece.replicas.own == 0 for piece in pieces]
-    groups: defaultdict[int, list[int]] = defaultdict(list)
+    groups: defaultdict[tuple[int, bool], list[int]] = defaultdict(list)
     for index, piece in enumerate(pieces):
         if piece.replicas.spread and piece.replicas.count > 1 and piece.places:
-            groups[id(piece.replicas)].append(index)
+            groups[id(piece.replicas), piece.frozen].append(index)
     for indices in groups.values():
         sizes = [pieces[index].size_bytes for index in indices]
         replicas = pieces[indices[0]].replicas

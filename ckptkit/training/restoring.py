@@ -20,14 +20,22 @@ from torch.optim import Optimizer
 from ckptkit.core.errors import ResumeError
 from ckptkit.core.index import KeyPath
 from ckptkit.training import names, rng
-from ckptkit.training.dtensors import DTensor
+from ckptkit.training.bound import shown_name
+from ckptkit.training.dtensors import Copies, DTensor
 from ckptkit.training.extra_state import without_extra
 from ckptkit.training.loaders import loader_changes
 from ckptkit.training.loading import first_few
-from ckptkit.training.materialising import Slots, stored_values
-from ckptkit.training.objects_in_units import Place, put, unflattened, whole_tensors
+from ckptkit.training.materialising import Slots, has_state
+from ckptkit.training.objects_in_units import (
+    Place,
+    put,
+    read_tensors,
+    unflattened,
+    whole_tensors,
+)
+from ckptkit.training.optimizer_keys import GROUPS, STATE, below
+from ckptkit.training.optimizer_memory import composed_places, state_values
 from ckptkit.training.pieces import Piece
-from ckptkit.training.saved_entries import shown_name
 from ckptkit.training.slots import Slot
 from ckptkit.training.state import BoundObject, BoundOptimizer, BoundState
 from ckptkit.training.stored_step import StoredStep
@@ -39,20 +47,18 @@ _PARAMS = "params"
 
 
 def group_changes(
-    stored: StoredStep,
-    bound: BoundOptimizer,
-    slots: Slots,
-    groups: Sequence[Mapping[str, Any]],
+    bound: BoundOptimizer, slots: Slots, groups: Sequence[Mapping[str, Any]], world: Copies
 ) -> Iterator[Apply]:
-    """Reads the hyperparameters and the plain state values of an optimizer.
+    """Finds the hyperparameters of an optimizer's groups.
 
-    Groups are recognised by the names of their parameters, so that their order may differ.
+    Groups are recognised by the names of their parameters, so that their order may differ. A
+    stage of a pipeline has a part of a group, or one of its own of which other stages have more.
 
     Args:
-        stored: The step.
         bound: The optimizer.
         slots: What its parameters hold on this rank.
         groups: What `stored_groups` returned.
+        world: The number of ranks, and this one.
 
     Yields:
         What puts them in place.
@@ -60,22 +66,58 @@ def group_changes(
     Raises:
         ResumeError: If a group has no counterpart in the checkpoint.
     """
-    optimizer = bound.optimizer
-    by_names = {frozenset(group[_PARAMS]): group for group in groups}
-    for number, group in enumerate(optimizer.param_groups):
-        own = frozenset(slot.fqn for p in group[_PARAMS] for slot in slots[id(p)])
-        found = by_names.get(own)
+    of_names = {name: group for group in groups for name in group[_PARAMS]}
+    for number, group in enumerate(bound.optimizer.param_groups):
+        own = [slot for p in group[_PARAMS] for slot in slots[id(p)]]
+        staged = any(slot.values.count < world.number for slot in own)
+        names = frozenset(slot.fqn for slot in own)
+        found = _group_of(names, of_names, staged=staged)
         if found is None:
             raise ResumeError(
-                _no_group(number, own, groups),
+                _no_group(number, names, groups),
                 where=bound.key,
                 hint="build the optimizer with the parameter groups that it was saved with",
             )
         yield lambda group=group, found=found: _set_group(group, found)  # type: ignore[misc]
-    yield from _value_changes(stored, bound, slots)
+
+
+def _group_of(
+    own: frozenset[str], of_names: Mapping[str, Mapping[str, Any]], *, staged: bool
+) -> Mapping[str, Any] | None:
+    """Returns the hyperparameters that the parameters of a group were saved with.
+
+    Groups of one parameter, as flattened ones are, make up a group if they are alike.
+    """
+    if not own:
+        return {}
+    if not own <= of_names.keys():
+        return None
+    found = list({id(of_names[name]): of_names[name] for name in sorted(own)}.values())
+    saved = frozenset(name for group in found for name in group[_PARAMS])
+    if saved != own and not staged:
+        return None
+    single = all(len(group[_PARAMS]) == 1 for group in found)
+    alike = single and all(_are_alike(group, found[0]) for group in found)
+    return found[0] if len(found) == 1 or alike else None
+
+
+def _are_alike(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return one.keys() == other.keys() and all(
+        bool(torch.as_tensor(value).equal(torch.as_tensor(other[key])))
+        if isinstance(value, torch.Tensor) or isinstance(other[key], torch.Tensor)
+        else value == other[key]
+        for key, value in one.items()
+        if key != _PARAMS
+    )
 
 
 def _no_group(number: int, own: frozenset[str], groups: Sequence[Mapping[str, Any]]) -> str:
+    if groups and all(len(group[_PARAMS]) == 1 for group in groups):
+        saved = {name for group in groups for name in group[_PARAMS]}
+        missing = sorted(own - saved)
+        differ = "were saved with different hyperparameters"
+        what = f"are not in the checkpoint: {first_few(missing)}" if missing else differ
+        return f"the {len(own):,} parameters of group {number} {what}"
     nearest = max((set(g[_PARAMS]) for g in groups), key=lambda g: len(g & own), default=set())
     differing = sorted(own ^ nearest)
     return (
@@ -84,22 +126,38 @@ def _no_group(number: int, own: frozenset[str], groups: Sequence[Mapping[str, An
     )
 
 
-def stored_groups(stored: StoredStep, bound: BoundOptimizer) -> list[dict[str, Any]]:
+def stored_groups(stored: StoredStep, bound: BoundOptimizer, slots: Slots) -> list[dict[str, Any]]:
     """Returns the hyperparameters of an optimizer's groups, and the names of their parameters.
+
+    Of flattened ones, which are as many as there are parameters, those of this rank are read,
+    each as a group of one.
+
+    Args:
+        stored: The step.
+        bound: The optimizer.
+        slots: What its parameters hold on this rank.
 
     Raises:
         ResumeError: If they hold more than plain values.
         InputError: If they are damaged.
     """
-    start = (*bound.path, "param_groups")
-    groups: dict[int, dict[str, Any]] = defaultdict(dict)
-    for rest, value in stored.values(bound.unit, start):
+    index = stored.index(bound.unit)
+    own = {slot.fqn for p in _parameters(bound.optimizer) for slot in slots[id(p)]}
+    groups: dict[str | int, dict[str, Any]] = defaultdict(dict)
+    for rest, path in below(index.values, bound.path, GROUPS):
         if not rest:  # torch before 2.4 stores all groups as one value
-            return [dict(group) for group in value]
-        put(groups[int(rest[0])], rest[1:], value)
-    for rest, tensor in whole_tensors(stored, bound.unit, start):
-        put(groups[int(rest[0])], rest[1:], tensor)
-    return [groups[number] for number in sorted(groups) if _PARAMS in groups[number]]
+            return [dict(group) for group in stored.value(bound.unit, path)]
+        if isinstance(rest[0], int) or rest[0] in own:
+            put(groups[rest[0]], rest[1:], stored.value(bound.unit, path))
+    keys = (entry.key_path for entry in index.tensors.values())
+    tensors = {path: rest for rest, path in below(keys, bound.path, GROUPS)}
+    wanted = [path for path, rest in tensors.items() if isinstance(rest[0], int) or rest[0] in own]
+    for path, tensor in read_tensors(stored, bound.unit, wanted):
+        put(groups[tensors[path][0]], tensors[path][1:], tensor)
+    for name, group in groups.items():
+        if isinstance(name, str):
+            group[_PARAMS] = [name]
+    return [groups[key] for key in sorted(groups, key=str) if _PARAMS in groups[key]]
 
 
 def _set_group(group: MutableMapping[str, Any], found: Mapping[str, Any]) -> None:
@@ -115,18 +173,32 @@ def _set_group(group: MutableMapping[str, Any], found: Mapping[str, Any]) -> Non
             group[name] = value
 
 
-def _value_changes(stored: StoredStep, bound: BoundOptimizer, slots: Slots) -> Iterator[Apply]:
+def value_changes(
+    stored: StoredStep, bound: BoundOptimizer, slots: Slots, world: Copies
+) -> Iterator[Apply]:
+    """Reads what an optimizer's state holds beside the tensors that are filled in place.
+
+    Args:
+        stored: The step.
+        bound: The optimizer.
+        slots: What its parameters hold on this rank.
+        world: The number of ranks, and this one.
+
+    Yields:
+        What puts them in place.
+
+    Raises:
+        ResumeError: If a tensor's place on this rank cannot be told.
+    """
     state = bound.optimizer.state
-    values = stored_values(stored.index(bound.unit), bound.path)
+    values = state_values(stored.index(bound.unit), bound.path, world.own)
     nested = _nested_tensors(stored, bound)
-    depth = len(bound.path) + 2
     for parameter in _parameters(bound.optimizer):
-        for slot in slots[id(parameter)][:1]:
-            for path in values.get(slot.fqn, ()):
+        own = slots[id(parameter)]
+        for slot in own[:1] if has_state(parameter, own) else ():
+            for rest, path in values.get(slot.fqn, ()):
                 value = stored.value(bound.unit, path)
-                yield lambda p=parameter, rest=path[depth:], value=value: put(  # type: ignore[misc]
-                    state[p], rest, value
-                )
+                yield lambda p=parameter, rest=rest, value=value: put(state[p], rest, value)  # type: ignore[misc]
             for rest, tensor in nested.get(slot.fqn, {}).items():
                 _check_placeable(parameter, slot, rest)
                 value = tensor.to(parameter.device)
@@ -138,14 +210,17 @@ def _nested_tensors(
 ) -> dict[str, dict[KeyPath, torch.Tensor]]:
     """Reads tensors in lists and mappings, as LBFGS keeps them, of each parameter's state."""
     found: dict[str, dict[KeyPath, torch.Tensor]] = defaultdict(dict)
-    start = (*bound.path, "state")
-    index = stored.index(bound.unit)
-    flat = frozenset(
-        entry.key_path
-        for entry in index.tensors.values()
-        if len(entry.key_path) <= len(start) + 2  # the parameter, and a name
+    start = (*bound.path, STATE)
+    filled = {(*start, name, *names) for name, names in composed_places(stored, bound)}
+    depth = len(start)
+    in_place = frozenset(
+        path
+        for path in (entry.key_path for entry in stored.index(bound.unit).tensors.values())
+        # The parameter, and a name; or that of a composed tensor, and names in it.
+        if len(path) <= depth + 2
+        or any(path[:end] in filled for end in range(depth + 2, len(path)))
     )
-    for rest, tensor in whole_tensors(stored, bound.unit, start, flat):
+    for rest, tensor in whole_tensors(stored, bound.unit, start, in_place):
         found[str(rest[0])][rest[1:]] = tensor
     return found
 
@@ -239,8 +314,8 @@ def _random_states(stored: StoredStep, bound: BoundState, rank: int) -> Mapping[
         path: KeyPath = (names.RNG, str(rank))
         found = stored.value("", path) if stored.has_value("", path) else {}
     else:
-        file = names.random_states_file(rank)
-        found = stored.file(file) if stored.has_file(file) else {}
+        files = names.random_states_files(rank, bound.world_size)
+        found = next((stored.file(file) for file in files if stored.has_file(file)), {})
     if not found and bound.rank == 0:
         logger.warning("the step holds no states of random number generators: they go on as is")
     return dict(found)
@@ -252,16 +327,20 @@ def _seed(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def tensor_pieces(bound: BoundState) -> list[Piece]:
+def tensor_pieces(bound: BoundState, fresh: Sequence[BoundOptimizer] = ()) -> list[Piece]:
     """Returns the pieces of models and optimizers, which are filled in place.
 
     Left out are tensors among hyperparameters, because groups may have another order on disk,
     and those of other objects and of modules' extra states, which get them through
     `load_state_dict` and `set_extra_state`.
+
+    Args:
+        bound: The state.
+        fresh: Optimizers that are left out too.
     """
-    groups = [(o.unit, (*o.path, "param_groups")) for o in bound.optimizers]
-    objects = [(o.unit, o.path) for o in bound.others]
-    pieces = [piece for piece in bound.pieces() if not _is_below(piece, [*groups, *objects])]
+    groups = [(o.unit, (*o.path, GROUPS)) for o in bound.optimizers]
+    apart = [(o.unit, o.path) for o in bound.others] + [(o.unit, o.path) for o in fresh]
+    pieces = [piece for piece in bound.pieces() if not _is_below(piece, [*groups, *apart])]
     for model in bound.models:
         pieces = without_extra(pieces, model)
     return pieces

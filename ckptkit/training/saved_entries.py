@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptkit.core.errors import FormatError, ResumeError
+from ckptkit.core.index import KeyPath
+from ckptkit.training.bound import index_of, shown_name
 from ckptkit.training.dtensors import Copies
 from ckptkit.training.loading import first_few
 from ckptkit.training.modules import ModelWalk
@@ -35,6 +37,7 @@ class SavedEntry:
         file: The file of its state, empty where it has none; that of rank 0 where each has one.
         made_by: The class of an optimizer, empty where that is not known.
         base_unit: Of a model whose adapter was saved apart, the directory of all other tensors.
+        stages: Whether it is all stages of a pipeline together, which a list held.
     """
 
     key: str
@@ -44,20 +47,12 @@ class SavedEntry:
     file: str
     made_by: str = ""
     base_unit: str = ""
+    stages: bool = False
 
     @property
     def name(self) -> str:
         """What it is called in messages."""
         return shown_name(self.key, self.position)
-
-
-def shown_name(key: str, position: int | None) -> str:
-    """Returns what an entry of the mapping is called in messages.
-
-    >>> shown_name("critic", None), shown_name("models", 1)
-    ('critic', 'models[1]')
-    """
-    return key if position is None else f"{key}[{position}]"
 
 
 def parse_entries(data: bytes, *, where: str) -> tuple[SavedEntry, ...] | None:
@@ -88,7 +83,8 @@ def _entry(document: Mapping[str, Any]) -> SavedEntry:
         raise TypeError(key)
     if position is not None and type(position) is not int:
         raise TypeError(position)
-    return SavedEntry(key, position, *texts)
+    entry = SavedEntry(key, position, *texts)
+    return dataclasses.replace(entry, stages=document.get("stages") is True)
 
 
 def matched(bound: BoundState, entries: Sequence[SavedEntry], *, where: str) -> BoundState:
@@ -104,7 +100,7 @@ def matched(bound: BoundState, entries: Sequence[SavedEntry], *, where: str) -> 
     """
     saved = {(entry.key, entry.position): entry for entry in entries}
     mine: list[Bound] = [*bound.models, *bound.optimizers, *bound.others]
-    missing = [_name(one) for one in mine if (one.key, one.position) not in saved]
+    missing = [_name(one) for one in mine if _of(one, saved) is None]
     if missing:
         raise ResumeError(
             f"{first_few(missing)} was not saved with this step, which holds"
@@ -113,8 +109,16 @@ def matched(bound: BoundState, entries: Sequence[SavedEntry], *, where: str) -> 
             hint="resume with the names that the state was saved under",
         )
     _tell_left(entries, mine, rank=bound.rank)
-    places = {_name(one): _fitting(one, saved[one.key, one.position]) for one in mine}
+    places = {_name(one): _fitting(one, entry) for one in mine if (entry := _of(one, saved))}
     return _moved(bound, places)
+
+
+def _of(one: Bound, saved: Mapping[tuple[str, int | None], SavedEntry]) -> SavedEntry | None:
+    """Returns what an entry was saved as; a list may have been one of stages, or be one now."""
+    together = saved.get((one.key, None))
+    if together is not None and together.stages:
+        return together
+    return saved.get(one.saved_as) or saved.get((one.key, one.position))
 
 
 def _name(one: Bound) -> str:
@@ -126,8 +130,9 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def _tell_left(entries: Sequence[SavedEntry], mine: Sequence[Bound], *, rank: int) -> None:
-    wanted = {_name(one) for one in mine}
-    left = [entry.name for entry in entries if entry.name not in wanted]
+    saved = {(entry.key, entry.position): entry for entry in entries}
+    wanted = [_of(one, saved) for one in mine]
+    left = [entry.name for entry in entries if entry not in wanted]
     if left and rank == 0:
         logger.warning("the step also holds %s, which the state does not have", _listed(left))
 
@@ -152,14 +157,23 @@ def _kind(one: Bound) -> str:
 def _model_at(model: BoundModel, saved: SavedEntry) -> BoundModel:
     """Returns a model with the places that its tensors have in a step, split or not."""
     adapter = adapter_names(model.module) if saved.base_unit else None
-    places = TensorPlaces(saved.unit, model.path, adapter, saved.base_unit if adapter else "")
+    base_unit = saved.base_unit if adapter else ""
+    places = TensorPlaces(saved.unit, _path(model, saved), adapter, base_unit)
     return dataclasses.replace(model, places=places)
+
+
+def _path(one: BoundModel | BoundOptimizer, saved: SavedEntry) -> KeyPath:
+    """Returns what key paths begin with, where one directory holds all: the name that was saved."""
+    return one.path if saved.unit else (saved.key, *index_of(saved.position))
 
 
 def _moved(bound: BoundState, places: Mapping[str, SavedEntry]) -> BoundState:
     world = Copies(bound.world_size, bound.rank)
     models = [_model_at(m, places[_name(m)]) for m in bound.models]
-    optimizers = [dataclasses.replace(o, unit=places[_name(o)].unit) for o in bound.optimizers]
+    optimizers = [
+        dataclasses.replace(o, unit=places[_name(o)].unit, path=_path(o, places[_name(o)]))
+        for o in bound.optimizers
+    ]
     others = [
         dataclasses.replace(other, unit=places[_name(other)].unit, file=places[_name(other)].file)
         for other in bound.others
@@ -170,5 +184,7 @@ def _moved(bound: BoundState, places: Mapping[str, SavedEntry]) -> BoundState:
         optimizers=tuple(optimizers),
         others=tuple(others),
         _walks=tuple(ModelWalk(m.module, m.places, world=world) for m in models),
-        _optimizer_walks=tuple(OptimizerWalk(o.optimizer, o.unit, o.path) for o in optimizers),
+        _optimizer_walks=tuple(
+            OptimizerWalk(o.optimizer, o.unit, o.path, world=world) for o in optimizers
+        ),
     )

@@ -10,6 +10,8 @@ from ckptkit.core.errors import SaveError, UsageError
 from ckptkit.core.texts import a_kind
 from ckptkit.training.objects_on_disk import is_readable
 
+_SCALARS = (bool, float, int, str, type(None))
+
 
 def saved(value: object) -> bytes:
     """Returns what `torch.save` writes for a value."""
@@ -47,3 +49,10 @@ def serialised(value: object, key: str) -> bytes:
             hint="let its state_dict() return plain values, tensors and arrays",
         )
     return data
+
+
+def is_plain(value: object) -> bool:
+    """Tells whether a value is a number, a text or None, or a list or tuple of such."""
+    if type(value) in {list, tuple}:
+        return all(map(is_plain, value))  # type: ignore[call-overload]  # it is iterable
+    return type(value) in _SCALARS

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from ckptkit.core.errors import UnsupportedError, UsageError
+from ckptkit.core.errors import CkptkitError, UsageError
 from ckptkit.core.index import KeyPath
 from ckptkit.training import names, rng
 from ckptkit.training.bound import (
@@ -23,13 +24,23 @@ from ckptkit.training.files import checked_file
 from ckptkit.training.flatten import flatten
 from ckptkit.training.kinds import Layout
 from ckptkit.training.modules import ModelView, ModelWalk
-from ckptkit.training.optimizer_fit import class_of
+from ckptkit.training.optimizer_fit import Unfit, class_of
 from ckptkit.training.optimizers import OptimizerWalk
-from ckptkit.training.pieces import Holdings, ObjectValue, Piece, Replicas, SmallFile
+from ckptkit.training.pieces import (
+    Dispensable,
+    Holdings,
+    ObjectValue,
+    Piece,
+    Replicas,
+    SmallFile,
+)
 from ckptkit.training.serialising import saved, serialised
 from ckptkit.training.slots import whole_slot
+from ckptkit.training.stages import united
 
 __all__ = ["BoundModel", "BoundObject", "BoundOptimizer", "BoundState", "Layout", "bind"]
+
+logger = logging.getLogger(__name__)
 
 _PER_RANK = frozenset({"dataloader"})
 
@@ -49,6 +60,7 @@ class BoundState:
         models: All models in the mapping.
         optimizers: All optimizers in the mapping.
         others: All other entries of the mapping.
+        unfit_optimizer: What a resume does where an optimizer cannot go on from the step.
     """
 
     layout: Layout
@@ -60,6 +72,7 @@ class BoundState:
     _walks: tuple[ModelWalk, ...] = field(repr=False)
     _optimizer_walks: tuple[OptimizerWalk, ...] = field(repr=False)
     _files: tuple[SmallFile, ...] = ()
+    unfit_optimizer: Unfit = "error"
 
     def beside(self, files: Mapping[str, bytes] | None) -> BoundState:
         """Returns the same state with further files, by name, that this rank saves with it.
@@ -70,6 +83,10 @@ class BoundState:
         if not files:
             return self
         return replace(self, _files=tuple(checked_file(*item) for item in files.items()))
+
+    def resuming(self, unfit_optimizer: Unfit) -> BoundState:
+        """Returns the same state, with what to do about an optimizer that cannot go on."""
+        return replace(self, unfit_optimizer=unfit_optimizer)
 
     def holdings(self, step: int) -> Holdings:
         """Returns all that this rank holds, without any communication.
@@ -83,15 +100,16 @@ class BoundState:
 
         Raises:
             UsageError: If an optimizer's parameter belongs to no model in the mapping.
-            UnsupportedError: If the place of some elements cannot be told.
+            UnsupportedError: If the place of some elements of a model cannot be told.
         """
-        pieces, objects = self.tensors(keep=True)
+        dispensable: list[Dispensable] = []
+        pieces, objects = self.tensors(keep=True, sparing=dispensable)
         files = [*self._files]
         for other in self.others:
             more, values, file = self._other(other)
             pieces, objects, files = pieces + more, objects + values, files + file
         self._add_random_states(step, objects, files)
-        return Holdings(tuple(pieces), tuple(objects), tuple(files))
+        return Holdings(tuple(pieces), tuple(objects), tuple(files), tuple(dispensable))
 
     def _add_random_states(
         self, step: int, objects: list[ObjectValue], files: list[SmallFile]
@@ -139,54 +157,58 @@ class BoundState:
             *(("optimizer", optimizer) for optimizer in self.optimizers),
             *((other.kind, other) for other in self.others),
         ]
-        return [
-            {
+        entries: dict[tuple[str, int | None], dict[str, Any]] = {}
+        for kind, bound in kinds:
+            entry = {
                 "key": bound.key,
-                "position": bound.position,
+                "position": bound.saved_as[1],
                 "kind": kind,
                 "class": class_of(bound.optimizer) if isinstance(bound, BoundOptimizer) else "",
                 "unit": bound.unit,
                 "base_unit": bound.places.base_unit if isinstance(bound, BoundModel) else "",
                 "file": bound.file if isinstance(bound, BoundObject) else "",
+                "stages": not isinstance(bound, BoundObject) and bound.stage,
             }
-            for kind, bound in kinds
-        ]
+            first = entries.setdefault(bound.saved_as, entry)
+            if first["class"] != entry["class"]:
+                first["class"] = ""
+        return list(entries.values())
 
     def _in_dcp(self, leaves: list[tuple[KeyPath, object]]) -> bool:
         return self.layout == "dcp" or any(isinstance(leaf, DTensor) for _, leaf in leaves)
 
-    def tensors(self, *, keep: bool = False) -> tuple[list[Piece], list[ObjectValue]]:
+    def tensors(
+        self, *, keep: bool = False, sparing: list[Dispensable] | None = None
+    ) -> tuple[list[Piece], list[ObjectValue]]:
         """Returns what this rank holds of the models and optimizers.
 
         Args:
             keep: Whether to remember the pieces, so that the next time is faster.
+            sparing: Gets the optimizers, and what is wrong with them; one of which the state
+                cannot be stored is then left out, so that it does not cost the models. None to
+                have that raised.
+
+        Raises:
+            UsageError: If an optimizer's parameter belongs to no model in the mapping.
         """
         views: list[ModelView] = [walk.look(keep=keep) for walk in self._walks]
         pieces = [piece for view in views for piece in view.pieces]
         objects = [value for view in views for value in view.objects]
-        for walk in self._optimizer_walks:
-            more, values = walk.look(views, keep=keep)
+        for bound, walk in zip(self.optimizers, self._optimizer_walks, strict=True):
+            problem = ""
+            try:
+                more, values = walk.look(views, keep=keep)
+            except UsageError:  # such as a parameter of no model, which the user can put right
+                raise
+            except Exception as error:
+                if sparing is None:
+                    raise
+                more, values, problem = [], [], _shown(bound, error)
             pieces += more
             objects += values
+            if sparing is not None:
+                sparing.append(Dispensable(bound.name, bound.unit, bound.path, problem))
         return pieces, objects
-
-    def check_stages(self) -> None:
-        """Refuses optimizers that have other parameters on other ranks.
-
-        Raises:
-            UnsupportedError: If there is one.
-        """
-        views = [walk.look() for walk in self._walks]
-        for bound, walk in zip(self.optimizers, self._optimizer_walks, strict=True):
-            ranks = min((view.values.count for view in walk.models_of(views)), default=0)
-            if ranks < self.world_size:
-                raise UnsupportedError(
-                    f"its parameters lie on {ranks} of {self.world_size} ranks, as those of a"
-                    " pipeline stage do, and every stage has parameter groups of its own",
-                    where=bound.key,
-                    hint="optimizers of pipeline stages are left to a later version of ckptkit;"
-                    " save the model alone, or use one mesh of all ranks",
-                )
 
     def trained_by(self, optimizer: BoundOptimizer) -> frozenset[tuple[str, KeyPath]]:
         """Returns the units and key paths of the parameters that an optimizer changes."""
@@ -258,10 +280,9 @@ def bind(state: Mapping[str, object], *, layout: Layout, rank: int, world_size: 
     Raises:
         UsageError: If a value is none of these, something is there twice, or an optimizer's
             parameters belong to no model in the mapping.
-        UnsupportedError: If an optimizer belongs to one stage of a pipeline.
     """
     world = Copies(world_size, rank)
-    entries = place_entries(state, layout, rank=rank)
+    entries = united(place_entries(state, layout, rank=rank), world)
     bound = BoundState(
         layout,
         rank,
@@ -270,10 +291,26 @@ def bind(state: Mapping[str, object], *, layout: Layout, rank: int, world_size: 
         entries.optimizers,
         entries.others,
         tuple(ModelWalk(one.module, one.places, world=world) for one in entries.models),
-        tuple(OptimizerWalk(one.optimizer, one.unit, one.path) for one in entries.optimizers),
+        tuple(
+            OptimizerWalk(one.optimizer, one.unit, one.path, world=world)
+            for one in entries.optimizers
+        ),
     )
     _check_optimizers(bound)
     return bound
+
+
+def _shown(bound: BoundOptimizer, error: Exception) -> str:
+    known = isinstance(error, CkptkitError)
+    text = str(error) if known else f"{type(error).__name__}: {error}"
+    logger.warning(
+        "%s: the state of %s cannot be saved: %s",
+        bound.name,
+        class_of(bound.optimizer),
+        text,
+        exc_info=not known,
+    )
+    return text[:2_000]
 
 
 def _check_optimizers(bound: BoundState) -> None:
@@ -283,5 +320,4 @@ def _check_optimizers(bound: BoundState) -> None:
             where=bound.optimizers[0].key,
             hint="put the model into the mapping too: the optimizer's state is saved by its names",
         )
-    bound.tensors()
-    bound.check_stages()
+    bound.tensors(sparing=[])

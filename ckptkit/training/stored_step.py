@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self, cast, get_args
 
@@ -62,6 +62,12 @@ class StoredStep:
     def attempt(self) -> str:
         """Names the save that wrote it; empty where that is not known."""
         return str(self.manifest.source.get("attempt", "")) if self.manifest else ""
+
+    @property
+    def lost(self) -> Mapping[str, str]:
+        """The entries of the mapping that could not be saved, by name, each with the reason."""
+        found = self.manifest.source.get("lost") if self.manifest else None
+        return {str(k): str(v) for k, v in found.items()} if isinstance(found, dict) else {}
 
     @property
     def entries(self) -> tuple[SavedEntry, ...] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -77,12 +78,11 @@ def owned_by_all(build: Callable[[], nn.Module], world_size: int) -> list[list[P
     for rank in range(world_size):
         with as_rank(rank, world_size):
             module = build()
-            state: dict[str, Any] = {"model": module}
-            if build is not in_stages:
-                state["optimizer"] = optimizer = torch.optim.AdamW(module.parameters())
-                for parameter in module.parameters():
-                    parameter.grad = torch.zeros_like(parameter)
-                optimizer.step()
+            optimizer = torch.optim.AdamW(module.parameters())
+            state: dict[str, Any] = {"model": module, "optimizer": optimizer}
+            for parameter in module.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+            optimizer.step()
             bound = bind(state, layout="accelerate", rank=rank, world_size=world_size)
             pieces = bound.holdings(1).pieces
             found.append([one for one, mine in zip(pieces, owned(pieces), strict=True) if mine])
@@ -99,21 +99,47 @@ def test_each_element_has_one_owner(build: Callable[[], nn.Module]) -> None:
                 assert tuple(piece.local.shape) == place.sizes
                 ranges = zip(place.offsets, place.sizes, strict=True)
                 count[tuple(slice(start, start + size) for start, size in ranges)] += 1
-    assert len(counts) == (10 * 4 if build is in_three_dimensions else 2 * 10)
+    assert len(counts) == (10 * 4 if build is in_three_dimensions else 2 * 10 * 4)
     assert all(bool((count == 1).all()) for count in counts.values())
 
 
-@pytest.mark.parametrize("rank", [0, 7])
-def test_the_optimizer_of_a_stage_is_refused_on_every_rank(rank: int) -> None:
-    with as_rank(rank, 8):
-        module = in_stages()
-        optimizer = torch.optim.SGD(module.parameters())
-        state = {"model": module, "optimizer": optimizer}
-        with pytest.raises(
-            UnsupportedError, match=r"^optimizer: .* 4 of 8 ranks.* pipeline"
-        ) as caught:
-            bind(state, layout="accelerate", rank=rank, world_size=8)
-    assert "later version" in caught.value.hint
+def test_stages_write_hyperparameters_of_their_own_parameters_each_once() -> None:
+    keys: list[tuple[str | int, ...]] = []
+    for rank in range(8):
+        with as_rank(rank, 8):
+            module = in_stages()
+            state = {"model": module, "optimizer": torch.optim.SGD(module.parameters(), lr=0.5)}
+            bound = bind(state, layout="accelerate", rank=rank, world_size=8)
+            keys += [value.key_path for value in bound.holdings(1).objects]
+    assert len(keys) == len(set(keys))
+    names = [f"stage{stage}.{layer}.weight" for stage in (0, 1) for layer in range(5)]
+    assert {("optimizer", "param_groups", name, "lr") for name in names} <= set(keys)
+
+
+class Parts(nn.Module):
+    """Experts on meshes of their own, between weights on all ranks."""
+
+
+def with_experts() -> nn.Module:
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rest", "ep"))
+    module = Parts()
+    module.experts = nn.Parameter(distribute_tensor(torch.ones(6, 3), grid["ep"], [Shard(0)]))
+    everywhere = init_device_mesh("cpu", (4,))
+    module.other = nn.Parameter(distribute_tensor(torch.ones(8, 2), everywhere, [Shard(0)]))
+    return module
+
+
+def test_experts_on_a_slice_of_a_mesh_are_written_once_by_one_of_their_copies() -> None:
+    owners: dict[str, list[int]] = {}
+    for rank in range(4):
+        with as_rank(rank, 4):
+            bound = bind({"model": with_experts()}, layout="dcp", rank=rank, world_size=4)
+            pieces = bound.pieces()
+            for piece, mine in zip(pieces, owned(pieces), strict=True):
+                if mine:
+                    owners.setdefault(f"{piece.key} {piece.places[0].offsets}", []).append(rank)
+    assert len(owners) == 2 + 4
+    assert all(len(ranks) == 1 for ranks in owners.values()), owners
 
 
 def test_a_part_that_is_no_block_is_refused() -> None:
@@ -128,12 +154,20 @@ def test_a_part_that_is_no_block_is_refused() -> None:
             bind({"model": module}, layout="dcp", rank=1, world_size=4).pieces()
 
 
-def test_a_state_without_a_place_in_the_tensor_is_refused() -> None:
+def test_a_state_without_a_place_in_the_tensor_is_bound_to_its_rank() -> None:
     with as_rank(1, 2):
         module = nn.Linear(4, 6, bias=False)
         fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
         optimizer = torch.optim.SGD(module.parameters())
-        optimizer.state[module.weight]["scales"] = torch.ones(7)
+        optimizer.state[module.weight]["scales"] = torch.arange(7.0)
         state = {"model": module, "optimizer": optimizer}
-        with pytest.raises(UnsupportedError, match="place is not known"):
-            bind(state, layout="accelerate", rank=1, world_size=2)
+        holdings = bind(state, layout="accelerate", rank=1, world_size=2).holdings(1)
+    start = ("optimizer", "rank_bound", "1", "weight")
+    (piece,) = (piece for piece in holdings.pieces if piece.key_path[:4] == start)
+    assert piece.key_path[4:] == ("scales",)
+    assert piece.shape == (7,)
+    layout = next(o.value for o in holdings.objects if o.key_path[1:] == ("rank_layout", "1"))
+    facts = json.loads(str(layout))
+    assert facts["world_size"] == 2
+    assert facts["parameters"]["weight"]["places"] == [[[[3, 0], [3, 4]]]]
+    assert facts["parameters"]["weight"]["kinds"] == [[["scales"], "Tensor"]]

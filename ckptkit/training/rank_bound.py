@@ -1,0 +1,189 @@
+"""Optimizer state that means something only beside one rank's own part of the parameters.
+
+Low-bit optimizers quantise in blocks: the scales belong to runs of elements of the local part,
+so that neither they nor the codes have a place in the full tensor. Such state is stored rank by
+rank, in its inner plain tensors:
+
+    (…, "rank_bound", "3", "layers.0.weight", "exp_avg", "codes")
+
+and `(…, "rank_layout", "3")` says in JSON what of each parameter the rank held. It goes back
+only to a rank that holds the same.
+
+Where each rank has whole parameters, all have the same state, and it lies under `state` like
+any other, a composed tensor as its inner ones: (…, "state", "layers.0.weight", "exp_avg",
+"codes"). Then `(…, "composed", "layers.0.weight")` says in JSON what it was.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from ckptkit.core.index import KeyPath
+from ckptkit.training.dtensors import DTensor, inner_tensors, is_composed
+from ckptkit.training.optimizer_fit import unwrapped
+from ckptkit.training.pieces import ObjectValue, Piece
+from ckptkit.training.slots import Slot, whole_places
+
+STATES = "rank_bound"
+LAYOUTS = "rank_layout"
+COMPOSED = "composed"
+_LOW_BITS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A parameter of an optimizer with its state on this rank.
+
+    Attributes:
+        slots: The original parameters that it stands for.
+        leaves: The values in its state, each with the path of names to it.
+    """
+
+    slots: Sequence[Slot]
+    leaves: Sequence[tuple[KeyPath, object]]
+
+    @property
+    def name(self) -> str:
+        """What its state is stored under."""
+        return self.slots[0].fqn
+
+    @property
+    def sharded(self) -> bool:
+        """Whether other ranks may hold other elements of it."""
+        return any(slot.sharded for slot in self.slots)
+
+
+def is_rank_bound(optimizer: Optimizer, held: Iterable[Held]) -> bool:
+    """Tells whether the state of an optimizer's sharded parameters has no place in full tensors.
+
+    All ranks have to come to the same answer, also one whose parts are too small to be
+    quantised: so low-bit optimizers are known by what they are, and others by any state that
+    has no place.
+    """
+    return is_low_bit(optimizer) or any(
+        isinstance(value, torch.Tensor) and not _has_place(value, slot)
+        for one in held
+        if one.sharded
+        for _, value in one.leaves
+        for slot in one.slots
+    )
+
+
+def is_low_bit(optimizer: Optimizer) -> bool:
+    """Tells whether an optimizer quantises its state in blocks: those of bitsandbytes and torchao.
+
+    Their libraries are not imported for that: an object of theirs has attributes of theirs.
+    """
+    optimizer = unwrapped(optimizer)
+    packages = {base.__module__.partition(".")[0] for base in type(optimizer).__mro__}
+    if "torchao" in packages:
+        block: object = getattr(optimizer, "block_size", None)
+        return isinstance(block, int)  # infinite where nothing is quantised
+    if "bitsandbytes" in packages:
+        return getattr(getattr(optimizer, "args", None), "optim_bits", 0) == _LOW_BITS
+    return False
+
+
+def _has_place(tensor: torch.Tensor, slot: Slot) -> bool:
+    if is_composed(tensor):
+        return False
+    return isinstance(tensor, DTensor) or is_placed(tensor, slot)
+
+
+def is_placed(tensor: torch.Tensor, slot: Slot) -> bool:
+    """Tells whether the place of a plain state tensor in the full one follows from the parameter.
+
+    That is so if it is cut like the parameter, is a single number, or belongs to a whole one.
+    """
+    follows = bool(tensor.dim() and slot.follows(tensor))
+    return follows or tensor.numel() == 1 or (slot.whole and slot.start is None)
+
+
+def pieces_of(held: Held, unit: str, path: KeyPath, rank: int) -> Iterator[Piece]:
+    """Yields the inner plain tensors of a parameter's state, under the keys of this rank.
+
+    Args:
+        held: The parameter.
+        unit: The DCP directory.
+        path: What comes before `rank_bound`.
+        rank: Of this process.
+    """
+    start = (*path, STATES, str(rank), held.name)
+    for names, value in held.leaves:
+        if isinstance(value, torch.Tensor):
+            for rest, inner in inner_tensors(value):
+                shape = tuple(inner.shape)
+                key = (*start, *names, *rest)
+                yield Piece(unit, key, shape, whole_places(shape), inner.detach())
+
+
+def objects_of(held: Held, unit: str, path: KeyPath, rank: int) -> Iterator[ObjectValue]:
+    """Yields the values of a parameter's state that are no tensors; see `pieces_of`."""
+    start = (*path, STATES, str(rank), held.name)
+    for names, value in held.leaves:
+        if not isinstance(value, torch.Tensor):
+            yield ObjectValue(unit, (*start, *names), value)
+
+
+def layout_of(held: Iterable[Held], world_size: int) -> str:
+    """Returns as JSON what this rank holds of the parameters that have rank-bound state."""
+    return json.dumps(
+        {
+            "world_size": world_size,
+            "parameters": {one.name: _facts(one) for one in held if one.sharded and one.leaves},
+        }
+    )
+
+
+def _facts(held: Held) -> dict[str, Any]:
+    kinds = [(names, kind_of(v)) for names, v in held.leaves if isinstance(v, torch.Tensor)]
+    return {**part_of(held.slots), "kinds": kinds}
+
+
+def composed_of(held: Held, unit: str, path: KeyPath) -> Iterator[ObjectValue]:
+    """Yields what tells the kinds of the composed tensors in a whole parameter's state."""
+    kinds = [
+        (names, kind_of(value))
+        for names, value in held.leaves
+        if isinstance(value, torch.Tensor) and is_composed(value)
+    ]
+    if kinds and held.slots[0].values.own == 0:
+        yield ObjectValue(unit, (*path, COMPOSED, held.name), json.dumps(kinds))
+
+
+def part_of(slots: Sequence[Slot]) -> dict[str, Any]:
+    """Returns, as plain values, which elements of a parameter a rank holds and how."""
+    return {
+        "names": [slot.fqn for slot in slots],
+        "sharded": any(slot.sharded for slot in slots),
+        "held": list(slots[0].held),
+        "places": [
+            [[list(place.offsets), list(place.sizes)] for place in slot.places] for slot in slots
+        ],
+    }
+
+
+def kind_of(tensor: torch.Tensor) -> str:
+    """Returns what a state tensor is, such as `Tensor`, `DTensor` or `OptimState8bit`."""
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # noqa: SLF001
+    if is_composed(tensor):
+        return type(local).__name__
+    return "DTensor" if isinstance(tensor, DTensor) else "Tensor"
+
+
+def leaf(state: Any, names: KeyPath) -> torch.Tensor | None:
+    """Returns the tensor at a place in a parameter's state, None where there is none."""
+    for name in names:
+        if isinstance(state, Mapping):
+            state = next((value for key, value in state.items() if str(key) == str(name)), None)
+        elif isinstance(state, list) and isinstance(name, int) and name < len(state):
+            state = state[name]
+        else:
+            return None
+    return state if isinstance(state, torch.Tensor) else None

@@ -1,0 +1,195 @@
+"""Runs under torchrun: low-bit optimizers of bitsandbytes and torchao, and one that fails.
+
+Usage: odd_optimizers_run.py FOLDER, on 2 ranks. Each case trains, saves, goes on; then a fresh
+state resumes, goes on likewise and has to be equal to the last bit. FOLDER is left for resumes
+on other numbers of ranks.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from ckptkit.core.errors import ResumeError
+from ckptkit.training import Checkpointer
+from ckptkit.training.dtensors import inner_tensors
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of the imports, about deprecated parts of torch
+    bits_and_bytes: Any = importlib.import_module("bitsandbytes.optim")
+    low_bit: Any = importlib.import_module("torchao.optim")
+
+STEP = 2
+State = dict[str, Any]
+
+
+class Net(nn.Module):
+    """Of `long`, one of two ranks gets a part that cannot be quantised; `short` is too small."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Linear(64, 160)
+        self.long = nn.Parameter(torch.randn(145, 64))
+        self.short = nn.Linear(64, 4)  # in all an even number of elements: no padding
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.relu(self.wide(x)).mean(1, keepdim=True) + x @ self.long.T[:, :64]
+        loss: torch.Tensor = self.short(hidden).pow(2).mean()
+        return loss
+
+
+def network() -> nn.Module:
+    torch.manual_seed(3)
+    return Net()
+
+
+def fsdp2() -> nn.Module:
+    net = network()
+    fully_shard(net.wide)  # type: ignore[arg-type]
+    fully_shard(net)
+    return net
+
+
+def fsdp1(*, original: bool) -> nn.Module:
+    settings: dict[str, Any] = {"use_orig_params": original, "device_id": torch.device("cpu")}
+    return FullyShardedDataParallel(network(), **settings)
+
+
+def ddp() -> nn.Module:
+    return DistributedDataParallel(network())
+
+
+Make = tuple[Callable[[], nn.Module], Callable[..., torch.optim.Optimizer]]
+CASES: Mapping[str, Make] = {
+    "ao8_fsdp2": (fsdp2, low_bit.AdamW8bit),
+    "ao4_fsdp2": (fsdp2, low_bit.AdamW4bit),
+    "ao_fp8_fsdp2": (fsdp2, low_bit.AdamWFp8),
+    "ao8_fsdp1": (lambda: fsdp1(original=True), low_bit.AdamW8bit),
+    "ao8_ddp": (ddp, low_bit.AdamW8bit),
+    "bnb8_fsdp1": (lambda: fsdp1(original=True), bits_and_bytes.AdamW8bit),
+    "bnb8_fsdp1_flat": (lambda: fsdp1(original=False), bits_and_bytes.Adam8bit),
+    "bnb8_paged_ddp": (ddp, bits_and_bytes.PagedAdamW8bit),
+    "bnb32_paged_fsdp1": (lambda: fsdp1(original=True), bits_and_bytes.PagedAdamW),
+}
+
+
+def state_of(case: str) -> State:
+    build, make = CASES[case]
+    model = build()
+    return {"model": model, "optimizer": make(model.parameters(), lr=0.01)}
+
+
+def train(state: State, steps: int) -> None:
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(steps):
+        state["model"](torch.randn(4, 64, generator=generator)).backward()
+        # What torch.compile would make of the step takes longer than all of this.
+        with torch.compiler.set_stance("force_eager"):
+            state["optimizer"].step()
+        state["optimizer"].zero_grad()
+
+
+def tensors_of(state: State) -> list[torch.Tensor]:
+    found = [local for p in state["model"].parameters() for _, local in inner_tensors(p.detach())]
+    for group in state["optimizer"].param_groups:
+        for parameter in group["params"]:
+            for _, value in sorted(state["optimizer"].state.get(parameter, {}).items()):
+                if isinstance(value, torch.Tensor):
+                    found += [inner for _, inner in inner_tensors(value)]
+                else:
+                    found.append(torch.tensor(value))
+    return found
+
+
+def goes_on(folder: Path, case: str) -> None:
+    state = state_of(case)
+    train(state, 2)
+    with Checkpointer(folder / case) as checkpointer:
+        checkpointer.prepare(state)
+        assert not checkpointer.save(STEP, state).report(60).lost
+        train(state, 2)
+        fresh = state_of(case)
+        for parameter in fresh["model"].parameters():
+            parameter.data.zero_()
+        assert checkpointer.resume(fresh) == STEP
+    train(fresh, 2)
+    expected, found = tensors_of(state), tensors_of(fresh)
+    assert len(expected) == len(found) > 3
+    assert all(map(torch.equal, expected, found)), case
+    sys.stdout.write(f"SAME {case} {dist.get_rank()} {len(found)}\n")
+
+
+class Sparse(torch.optim.SGD):
+    """Keeps on the last rank what no file can hold."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["count"] = torch.tensor(1.0)
+                if dist.get_rank():
+                    self.state[parameter]["odd"] = torch.ones(4, 4).to_sparse()
+        return loss
+
+
+def loses_no_model(folder: Path, layout: Any) -> None:
+    model = fsdp2()
+    state = {"model": model, "optimizer": Sparse(model.parameters(), lr=0.1, momentum=0.9)}
+    train(state, 1)
+    run = folder / f"lost_{layout}"
+    with Checkpointer(run, layout=layout, keep_last=1) as checkpointer:
+        checkpointer.prepare(state)
+        for step in (1, 2):
+            report = checkpointer.save(step, state).report(60)
+            assert "sparse" in report.lost["optimizer"], report
+        fresh_model = fsdp2()
+        fresh = torch.optim.SGD(fresh_model.parameters(), lr=0.3, momentum=0.9)
+        for parameter in fresh_model.parameters():
+            parameter.data.zero_()
+        try:
+            checkpointer.resume({"model": fresh_model, "optimizer": fresh})
+        except ResumeError as error:
+            sys.stdout.write(f"REFUSED {dist.get_rank()} {error}\n")
+    assert sorted(path.name for path in run.glob("checkpoint-*")) == [
+        "checkpoint-1",
+        "checkpoint-2",
+    ]
+    with Checkpointer(run, layout=layout, unfit_optimizer="reset") as checkpointer:
+        assert checkpointer.resume({"model": fresh_model, "optimizer": fresh}) == 2
+    for before, after in zip(model.parameters(), fresh_model.parameters(), strict=True):
+        assert isinstance(before, DTensor)
+        assert isinstance(after, DTensor)
+        assert torch.equal(before.to_local(), after.to_local())
+    assert not fresh.state
+    sys.stdout.write(f"KEPT {layout} {dist.get_rank()}\n")
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
+    dist.init_process_group("gloo")
+    folder = Path(sys.argv[1])
+    for case in CASES:
+        goes_on(folder, case)
+    for layout in ("accelerate", "dcp"):
+        loses_no_model(folder, layout)
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

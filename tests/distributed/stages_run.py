@@ -1,0 +1,261 @@
+"""Runs under torchrun: pipeline stages and experts, saved, resumed, and told apart.
+
+Usage: stages_run.py FOLDER ACTION. `here` (4 ranks) trains and saves a pipeline of 2 stages on 2
+ranks each, one with two stages per rank, two expert-parallel models and one without either, and
+resumes from all of them; `elsewhere` (2 ranks) resumes on plain FSDP2. What each state is as a
+whole is written by `here`, from torch's own gathering.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from ckptkit.training import Checkpointer
+
+STEP = 3
+WIDTH = 6
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 9)
+        self.down = nn.Linear(9, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = x + self.down(torch.relu(self.up(x)))
+        return hidden
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, 4)
+        self.experts = nn.Module()
+        self.experts.up = nn.Parameter(torch.randn(4, WIDTH, 5))
+        self.experts.down = nn.Parameter(torch.randn(4, 5, WIDTH))
+        self.norm = nn.LayerNorm(WIDTH)
+
+
+def layers(numbers: range) -> nn.Module:
+    """The layers of some numbers, under their names in the whole model."""
+    torch.manual_seed(7)
+    whole = [Layer() for _ in range(4)]
+    return nn.Sequential(OrderedDict((f"layer{n}", whole[n]) for n in numbers))
+
+
+def optimizer_of(parts: list[nn.Module]) -> torch.optim.Optimizer:
+    """Every stage has groups of its own, some have one that others lack."""
+    weights = [p for part in parts for p in part.parameters() if p.ndim > 1]
+    others = [p for part in parts for p in part.parameters() if p.ndim == 1]
+    groups = [{"params": weights, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=0.01, foreach=False)
+
+
+def in_pipeline(*, interleaved: bool) -> dict[str, Any]:
+    """Two stages of two ranks each; interleaved, each rank has two smaller ones."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    stage = mesh.get_local_rank("pp")
+    ranges = [range(stage, stage + 1), range(stage + 2, stage + 3)]
+    parts = [layers(r) for r in (ranges if interleaved else [range(2 * stage, 2 * stage + 2)])]
+    for part in parts:
+        for layer in part.children():
+            fully_shard(layer, mesh=mesh["dp"])
+        fully_shard(part, mesh=mesh["dp"])
+    if interleaved:
+        return {"model": parts, "optimizer": [optimizer_of([part]) for part in parts]}
+    return {"model": parts[0], "optimizer": optimizer_of(parts)}
+
+
+def with_experts(*, sharded_again: bool) -> dict[str, Any]:
+    """Experts over `ep`, the rest over all ranks; sharded again, experts over `dp_mod_ep` too."""
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_mod_ep", "ep"))
+    world = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    torch.manual_seed(8)
+    model = Experts()
+    for name, parameter in list(model.experts.named_parameters()):
+        cut = distribute_tensor(parameter.data, grid["ep"], [Shard(0)])
+        setattr(model.experts, name, nn.Parameter(cut))
+    own = set(model.experts.parameters())
+    if sharded_again:
+        fully_shard(model.experts, mesh=grid["dp_mod_ep"])
+        fully_shard(model, mesh=world)
+    else:
+        fully_shard(model, mesh=world, ignored_params=own)
+    return {"model": model, "optimizer": optimizer_of([model])}
+
+
+def plain(name: str = "") -> dict[str, Any]:
+    """The whole model of a case, on one mesh of all ranks."""
+    torch.manual_seed(9)
+    model = Experts() if name.startswith("experts") else layers(range(4))
+    for child in list(model.children()):
+        fully_shard(child)
+    fully_shard(model)
+    return {"model": model, "optimizer": optimizer_of([model])}
+
+
+CASES: Mapping[str, Any] = {
+    "pipeline": lambda: in_pipeline(interleaved=False),
+    "interleaved": lambda: in_pipeline(interleaved=True),
+    "experts": lambda: with_experts(sharded_again=False),
+    "experts_again": lambda: with_experts(sharded_again=True),
+    "plain": plain,
+}
+
+
+def listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def train(state: Mapping[str, Any], steps: int) -> None:
+    """Steps with gradients that follow from the parameters, however these are sharded."""
+    for _ in range(steps):
+        for part, optimizer in zip(listed(state["model"]), listed(state["optimizer"]), strict=True):
+            for parameter in part.parameters():
+                parameter.grad = parameter.detach() * 0.5 + 0.25
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def whole(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Gathers the parts that this rank has a share in."""
+    found: dict[str, torch.Tensor] = {}
+    for part, optimizer in zip(listed(state["model"]), listed(state["optimizer"]), strict=True):
+        for name, parameter in part.named_parameters():
+            found[f"model.{name}"] = full(parameter)
+            for key, value in optimizer.state[parameter].items():
+                found[f"state.{name}.{key}"] = full(value)
+    return found
+
+
+def full(value: torch.Tensor) -> torch.Tensor:
+    value = value.detach()
+    value = value.full_tensor() if isinstance(value, DTensor) else value
+    return value.clone().contiguous()
+
+
+def hyperparameters(state: Mapping[str, Any]) -> Iterator[Any]:
+    for optimizer in listed(state["optimizer"]):
+        for group in optimizer.param_groups:
+            yield group["lr"], group["weight_decay"], group["betas"]
+
+
+def say(text: str) -> None:
+    sys.stdout.write(f"{text} {dist.get_rank()}\n")
+
+
+def save(folder: Path) -> None:
+    for name, build in CASES.items():
+        state = build()
+        train(state, STEP)
+        for optimizer in listed(state["optimizer"]):
+            for group in optimizer.param_groups:
+                group["lr"] = 0.5
+        with Checkpointer(folder / name) as checkpointer:
+            checkpointer.prepare(state)
+            assert not checkpointer.save(STEP, state).report(60).lost
+        mine = whole(state)
+        if dist.get_rank() in {0, 2}:
+            save_file(mine, folder / f"{name}_{dist.get_rank()}.safetensors")
+        dist.barrier()
+
+
+def truth(folder: Path, name: str) -> dict[str, torch.Tensor]:
+    parts = [load_file(folder / f"{name}_{rank}.safetensors") for rank in (0, 2)]
+    return {**parts[0], **parts[1]}
+
+
+def compare(folder: Path, name: str, state: Mapping[str, Any], *, all_of: bool) -> None:
+    expected, found = truth(folder, name), whole(state)
+    if all_of:
+        assert found.keys() == expected.keys()
+    for key, tensor in found.items():
+        assert torch.equal(tensor, expected[key]), (name, key)
+    for lr, weight_decay, betas in hyperparameters(state):
+        assert (lr, betas) == (0.5, (0.9, 0.999)), (name, lr, betas)
+        assert weight_decay in {0.0, 0.1}
+
+
+def resumed(folder: Path, name: str, state: dict[str, Any]) -> None:
+    for part in listed(state["model"]):
+        for parameter in part.parameters():
+            parameter.data.zero_()
+    with Checkpointer(folder / name) as checkpointer:
+        assert checkpointer.resume(state) == STEP
+    say(f"RESUMED {name}")
+
+
+def resume(folder: Path) -> None:
+    for name, build in CASES.items():
+        state = build()
+        resumed(folder, name, state)
+        compare(folder, name, state, all_of=name.startswith("experts"))
+    for name in ("pipeline", "plain"):  # cut otherwise than they were saved
+        for other in sorted({"pipeline", "interleaved"} - {name}):
+            state = CASES[other]()
+            resumed(folder, name, state)
+            compare(folder, name, state, all_of=False)
+
+
+def here(folder: Path) -> None:
+    save(folder)
+    resume(folder)
+
+
+def elsewhere(folder: Path) -> None:
+    for name in CASES:
+        state = plain(name)
+        resumed(folder, name, state)
+        compare(folder, name, state, all_of=True)
+        groups = state["optimizer"].param_groups
+        assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
+    stock(folder)
+
+
+def stock(folder: Path) -> None:
+    """Loads a pipeline's optimizer with torch's own tools, flattened."""
+    state = plain("pipeline")
+    train(state, 1)
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    model, optimizer = state["model"], state["optimizer"]
+    flat: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=options)
+    step = folder / "pipeline" / f"checkpoint-{STEP}"
+    dcp.load({"optimizer": flat}, checkpoint_id=step / "optimizer_0")
+    expected = truth(folder, "pipeline")
+    for key, tensor in expected.items():
+        if key.startswith("state."):
+            assert torch.equal(full(flat[key]), tensor), key
+    assert flat["param_groups.layer2.up.weight.lr"] == 0.5
+    assert flat["param_groups.layer3.up.bias.weight_decay"] == 0.0
+    say("STOCK")
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
+    dist.init_process_group("gloo")
+    folder, action = Path(sys.argv[1]), sys.argv[2]
+    {"here": here, "elsewhere": elsewhere}[action](folder)
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""Low-bit optimizers under sharding, and an optimizer that fails on one rank only."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ckptkit.core.errors import ResumeError
+from ckptkit.training import Checkpointer
+
+pytestmark = pytest.mark.distributed
+SCRIPT = Path(__file__).with_name("odd_optimizers_run.py")
+CASES = 9
+
+
+@pytest.fixture(scope="module")
+def saved(run_ranks: Callable[..., object], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What two ranks saved, each case in a run of its own, and resumed from."""
+    folder = tmp_path_factory.mktemp("odd")
+    done = run_ranks(SCRIPT, 2, folder)
+    output = f"{done.stdout}{done.stderr}"  # type: ignore[attr-defined]
+    assert output.count("SAME") == 2 * CASES
+    assert output.count("KEPT") == 2 * 2
+    refusals = [line for line in output.splitlines() if line.startswith("REFUSED")]
+    assert len(refusals) == 4
+    assert all("rank 1: " in line and "sparse" in line for line in refusals)
+    return folder
+
+
+class Net(nn.Module):
+    """The one of the script, on one rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Linear(64, 160)
+        self.long = nn.Parameter(torch.zeros(145, 64))
+        self.short = nn.Linear(64, 4)
+
+
+class Two(torch.optim.Optimizer):
+    """Stands in for the optimizers of bitsandbytes, which take seconds to import."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        names = ("betas", "eps", "weight_decay", "alpha", "t_alpha", "t_beta3")
+        super().__init__(parameters, {"lr": lr, **dict.fromkeys(names)})
+
+
+@pytest.mark.parametrize("case", ["ao8_fsdp2", "bnb8_fsdp1", "bnb8_fsdp1_flat"])
+def test_state_that_belongs_to_ranks_is_refused_elsewhere_or_reset(saved: Path, case: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the import, about deprecated parts of torch
+        low_bit: Any = importlib.import_module("torchao.optim")
+    model = Net()
+    make = Two if case.startswith("bnb") else low_bit.AdamW8bit
+    optimizer = make(model.parameters(), lr=5.0)
+    state = {"model": model, "optimizer": optimizer}
+    checkpointer = Checkpointer(saved / case)
+    with checkpointer, pytest.raises(ResumeError, match="2 ranks saved it, and 1") as caught:
+        checkpointer.resume(state)
+    assert "unfit_optimizer='reset'" in str(caught.value.hint)
+    assert not model.long.any()
+    with Checkpointer(saved / case, unfit_optimizer="reset") as checkpointer:
+        assert checkpointer.resume(state) == 2
+    assert model.long.all()
+    assert not optimizer.state
+    assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(0.01)
+
+
+def test_state_of_paged_32_bit_optimizers_goes_on_anywhere(saved: Path) -> None:
+    model = Net()
+    optimizer = Two(model.parameters(), lr=5.0)
+    with Checkpointer(saved / "bnb32_paged_fsdp1") as checkpointer:
+        assert checkpointer.resume({"model": model, "optimizer": optimizer}) == 2
+    found = optimizer.state[model.long]
+    assert found["step"] == 2
+    assert found["state1"].shape == found["state2"].shape == model.long.shape
+    assert found["state2"].any()

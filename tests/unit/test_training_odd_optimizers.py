@@ -1,0 +1,216 @@
+"""Optimizers whose state is quantised, flattened by other tools, or cannot be saved at all."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+
+from ckptkit.core.errors import ResumeError, UsageError
+from ckptkit.training import Checkpointer
+from ckptkit.training.dtensors import inner_tensors
+
+NAMES = ("AdamW8bit", "AdamW4bit", "AdamWFp8")
+
+
+@pytest.fixture(scope="module")
+def low_bit() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the import, about deprecated parts of torch
+        return importlib.import_module("torchao.optim")
+
+
+def network() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 80), nn.Linear(80, 3))
+
+
+def state_of(make: Any) -> dict[str, Any]:
+    model = network()
+    return {"model": model, "optimizer": make(model.parameters(), lr=0.01)}
+
+
+def train(state: dict[str, Any], steps: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        state["model"](torch.randn(4, 64, generator=generator)).pow(2).mean().backward()
+        # What torch.compile would make of the step takes longer than all of this.
+        with torch.compiler.set_stance("force_eager"):
+            state["optimizer"].step()
+        state["optimizer"].zero_grad()
+
+
+def save(run: Path, state: dict[str, Any], **options: Any) -> Any:
+    with Checkpointer(run, **options) as checkpointer:
+        checkpointer.prepare(state)
+        return checkpointer.save(1, state).report(60)
+
+
+def resume(run: Path, state: dict[str, Any], **options: Any) -> int | None:
+    with Checkpointer(run, **options) as checkpointer:
+        return checkpointer.resume(state)
+
+
+def plain_tensors(state: dict[str, Any]) -> list[torch.Tensor]:
+    values = [value for of in state["optimizer"].state.values() for value in of.values()]
+    tensors = [*state["model"].parameters(), *values]
+    return [inner for tensor in tensors for _, inner in inner_tensors(tensor.detach())]
+
+
+@pytest.mark.parametrize("layout", ["accelerate", "dcp"])
+@pytest.mark.parametrize("name", NAMES)
+def test_quantised_state_goes_on_bit_for_bit(
+    low_bit: Any, tmp_path: Path, name: str, layout: str
+) -> None:
+    state, fresh = (state_of(getattr(low_bit, name)) for _ in range(2))
+    train(state, 2)
+    assert not save(tmp_path, state, layout=layout).lost
+    assert resume(tmp_path, fresh, layout=layout) == 1
+    train(state, 2)
+    train(fresh, 2)
+    expected, found = plain_tensors(state), plain_tensors(fresh)
+    assert len(expected) == len(found)
+    assert all(map(torch.equal, expected, found))
+
+
+@pytest.mark.parametrize("name", ["AdamW4bit", "torch"])
+def test_quantised_state_is_no_other_optimizers(low_bit: Any, tmp_path: Path, name: str) -> None:
+    state = state_of(low_bit.AdamW8bit)
+    train(state, 1)
+    save(tmp_path, state)
+    other = state_of(torch.optim.AdamW if name == "torch" else getattr(low_bit, name))
+    before = [tensor.clone() for tensor in plain_tensors(other)]
+    with pytest.raises(ResumeError, match="OptimState8bit was saved") as caught:
+        resume(tmp_path, other)
+    assert "unfit_optimizer='reset'" in str(caught.value.hint)
+    assert all(map(torch.equal, before, plain_tensors(other)[: len(before)]))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_flattened_state_of_stock_tools_is_resumed_from(tmp_path: Path) -> None:
+    state, fresh = (state_of(torch.optim.AdamW) for _ in range(2))
+    train(state, 2)
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    model, optimizer = get_state_dict(state["model"], state["optimizer"], options=options)
+    assert "param_groups.0.weight.lr" in optimizer
+    folder = tmp_path / "step-7"
+    dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder, no_dist=True)
+    fresh["optimizer"].param_groups[0]["lr"] = 9.0
+    with Checkpointer(tmp_path / "run", layout="dcp") as checkpointer:
+        checkpointer.resume(fresh, folder=folder)
+    assert fresh["optimizer"].param_groups[0]["lr"] == 0.01
+    assert all(map(torch.equal, plain_tensors(state), plain_tensors(fresh)))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_flattened_groups_that_differ_are_no_group(tmp_path: Path) -> None:
+    model = network()
+    groups = [{"params": [p], "weight_decay": 0.1 * n} for n, p in enumerate(model.parameters())]
+    optimizer = torch.optim.AdamW(groups)
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    found = get_state_dict(model, optimizer, options=options)
+    folder = tmp_path / "step"
+    dcp.save({"model": found[0], "optimizer": found[1]}, checkpoint_id=folder, no_dist=True)
+    checkpointer = Checkpointer(tmp_path / "run", layout="dcp")
+    with checkpointer, pytest.raises(ResumeError, match="saved with different hyperparameters"):
+        checkpointer.resume(state_of(torch.optim.AdamW), folder=folder)
+
+
+class Failing(torch.optim.SGD):
+    """Fails when its groups are looked at, once it is told to."""
+
+    fails = False
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "state" and object.__getattribute__(self, "fails"):
+            raise RuntimeError("the state lies on the moon")
+        return super().__getattribute__(name)
+
+
+class Lambdas(torch.optim.SGD):
+    """Keeps what no file can hold among the hyperparameters."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__([{"params": list(parameters), "hook": lambda x: x}], lr=lr)
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [(Failing, "the state lies on the moon"), (Lambdas, "a function cannot be pickled")],
+)
+@pytest.mark.parametrize("layout", ["accelerate", "dcp"])
+def test_an_optimizer_that_cannot_be_saved_does_not_cost_the_model(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, make: Any, reason: str, layout: str
+) -> None:
+    state = state_of(make)
+    state["optimizer"].fails = True
+    with caplog.at_level(logging.WARNING):
+        report = save(tmp_path, state, layout=layout, keep_last=1)
+    assert reason in report.lost["optimizer"]
+    assert "WITHOUT optimizer" in str(report)
+    assert any(
+        record.levelname == "ERROR" and reason in record.message for record in caplog.records
+    )
+    manifest = json.loads((report.path / "ckptkit.json").read_text())
+    assert reason in manifest["source"]["lost"]["optimizer"]
+    assert not (report.path / "optimizer_0").exists()
+    assert not any(path.startswith("optimizer_0") for path in manifest["files"])
+    fresh = state_of(torch.optim.SGD)
+    with pytest.raises(ResumeError, match="not saved with this step") as caught:
+        resume(tmp_path, fresh, layout=layout)
+    assert reason in str(caught.value)
+    assert resume(tmp_path, fresh, layout=layout, unfit_optimizer="reset") == 1
+    assert resume(tmp_path, {"model": fresh["model"]}, layout=layout) == 1
+    pairs = zip(state["model"].parameters(), fresh["model"].parameters(), strict=True)
+    assert all(torch.equal(*pair) for pair in pairs)
+
+
+def test_a_step_without_its_optimizer_removes_no_older_one(tmp_path: Path) -> None:
+    state = state_of(Failing)
+    with Checkpointer(tmp_path, keep_last=1) as checkpointer:
+        checkpointer.save(1, state).result(60)
+        state["optimizer"].fails = True
+        checkpointer.save(2, state).result(60)
+        assert {path.name for path in tmp_path.glob("checkpoint-*")} == {
+            "checkpoint-1",
+            "checkpoint-2",
+        }
+        state["optimizer"].fails = False
+        checkpointer.save(3, state).result(60)
+    assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-3"}
+
+
+def test_a_parameter_of_no_model_is_still_refused(tmp_path: Path) -> None:
+    state = state_of(torch.optim.SGD)
+    state["optimizer"].add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+    checkpointer = Checkpointer(tmp_path)
+    with checkpointer, pytest.raises(UsageError, match="belongs to no model"):
+        checkpointer.prepare(state)
+
+
+def test_reset_takes_up_hyperparameters_and_clears_the_state(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = state_of(torch.optim.AdamW)
+    train(state, 1)
+    save(tmp_path, state)
+    other = state_of(torch.optim.SGD)
+    with pytest.raises(ResumeError, match="another optimizer"):
+        resume(tmp_path, other)
+    with caplog.at_level(logging.WARNING):
+        assert resume(tmp_path, other, unfit_optimizer="reset") == 1
+    assert "optimizer starts anew" in caplog.text
+    assert not other["optimizer"].state
+
+
+def test_an_unknown_choice_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="unfit_optimizer"):
+        Checkpointer(tmp_path, unfit_optimizer="ignore")  # type: ignore[arg-type]
