@@ -61,7 +61,7 @@ def expected_state_bytes(bound: BoundState, pieces: Sequence[Piece], owners: Seq
     further: list[Piece] = []
     counts = 0  # of steps, one number per parameter
     for optimizer in bound.optimizers:
-        if not optimizer.optimizer.state:
+        if _is_without_state(optimizer.optimizer):
             keys = bound.trained_by(optimizer)
             trained = [piece for piece in pieces if (piece.unit, piece.key_path) in keys]
             like = [torch.empty(0, dtype=kind) for kind in state_types(optimizer.optimizer)]
@@ -70,6 +70,13 @@ def expected_state_bytes(bound: BoundState, pieces: Sequence[Piece], owners: Seq
     # State is dealt out together with the weights, which may thereby go to other ranks.
     later = [*pieces, *further]
     return max(0, _bytes(later, owned(later)) - _bytes(pieces, owners)) + counts * _BLOB_BYTES
+
+
+def _is_without_state(optimizer: Optimizer) -> bool:
+    try:
+        return not optimizer.state
+    except Exception:  # noqa: BLE001  what cannot be looked at is not saved, which is said then
+        return False
 
 
 def _bytes(pieces: Sequence[Piece], owners: Sequence[bool]) -> int:

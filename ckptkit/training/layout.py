@@ -21,7 +21,8 @@ import torch
 from ckptkit.core.dtypes import DType, dtype_named
 from ckptkit.core.errors import UnsupportedError, UsageError
 from ckptkit.core.geometry import slabs
-from ckptkit.core.index import Box, KeyPath, Shape, Span
+from ckptkit.core.index import Box, KeyPath, Span
+from ckptkit.training.copies import CopyStep, Sample, sample_of, slab_spans
 from ckptkit.training.pieces import Piece
 from ckptkit.training.signatures import Signature, signature_of
 from ckptkit.training.tensor_archives import archive_of_tensor
@@ -36,57 +37,42 @@ _SAVE_HINT = "hold it in the state as a dense tensor, or leave it out of the sta
 
 
 @dataclass(frozen=True, slots=True)
-class CopyStep:
-    """One copy from a piece to its place in the buffer.
-
-    Attributes:
-        piece: Position among the pieces that were planned.
-        first: First element, in the row-major order of the piece's `local`.
-        stop: First element after it.
-        start: First byte in the buffer; the elements lie there in row-major order.
-        dtype: Of the elements.
-        shape: Of the elements, as a part of `local`.
-        whole: Whether these are all elements of `local`.
-        prompt: Whether training may change them at any time, as a forward pass changes buffers,
-            and not only in an optimizer step.
-    """
-
-    piece: int
-    first: int
-    stop: int
-    start: int
-    dtype: torch.dtype
-    shape: Shape
-    whole: bool
-    prompt: bool
-
-
-@dataclass(frozen=True, slots=True)
 class SavePlan:
     """Where a rank's bytes go; stays good for as long as `signature_of` the pieces is equal.
 
     A state that does not fit into the memory allowed is written in waves, one after another
-    from the start of the same buffer; otherwise there is one wave.
+    from the start of the same buffer; otherwise there is one wave. Frozen weights lie in files
+    of their own, and come after all others.
 
     Attributes:
         images: The files of each wave.
         literals: What each wave holds besides tensor data: position in the buffer, and bytes.
         copies: Where the tensor data of each wave comes from.
+        trained: The files of each wave but for those of frozen weights; waves that hold nothing
+            else are left out, save for the first one.
+        samples: The frozen weights of each wave.
         buffer_bytes: Size of the buffer that is needed, a multiple of 4096.
         data_bytes: Bytes of tensor data that this rank copies and writes.
+        frozen_bytes: How many of these belong to frozen weights.
         record_units: The `units` of the rank's record, without objects.
         devices: Where the tensors to be copied lie, each once.
         signature: Of the pieces.
+        frozen: All that the files of frozen weights depend on, but for what the weights hold; to
+            be compared with `==`.
     """
 
     images: tuple[tuple[Image, ...], ...]
     literals: tuple[tuple[tuple[int, bytes], ...], ...]
     copies: tuple[tuple[CopyStep, ...], ...]
+    trained: tuple[tuple[Image, ...], ...]
+    samples: tuple[tuple[Sample, ...], ...]
     buffer_bytes: int
     data_bytes: int
+    frozen_bytes: int
     record_units: Mapping[str, Mapping[str, Any]]
     devices: tuple[torch.device, ...]
     signature: Signature
+    frozen: tuple[object, ...]
 
 
 def plan_save(
@@ -117,22 +103,27 @@ def plan_save(
             where="staging_limit",
         )
     waves = _Waves(limit_bytes)
-    units: dict[str, _Unit] = {}
-    for number in sorted(range(len(pieces)), key=_first_seen(pieces)):
-        piece = pieces[number]
-        unit = units.get(piece.unit)
-        if unit is None:
-            unit = units[piece.unit] = _Unit(piece.unit, rank, waves)
-        unit.add(piece, number, own=owned[number])
+    units = {piece.unit: _Unit(piece.unit, rank, waves) for piece in pieces}
+    for unit, numbers in _by_unit(pieces, units, frozen=False):
+        for number in numbers:
+            unit.add(pieces[number], number, own=owned[number])
+    waves.end_of_trained()
+    for unit, numbers in _by_unit(pieces, units, frozen=True):
+        unit.end_file()
+        for number in numbers:
+            unit.add(pieces[number], number, own=owned[number])
     return waves.plan(units, pieces, signature_of(pieces, owned))
 
 
-def _first_seen(pieces: Sequence[Piece]) -> Any:
-    """Orders pieces by unit, so that each file of a unit is one image."""
-    order: dict[str, int] = {}
-    for piece in pieces:
-        order.setdefault(piece.unit, len(order))
-    return lambda number: order[pieces[number].unit]
+def _by_unit(
+    pieces: Sequence[Piece], units: Mapping[str, _Unit], *, frozen: bool
+) -> Iterator[tuple[_Unit, list[int]]]:
+    """Yields the pieces of one unit after the other, so that each file of a unit is one image."""
+    numbers: dict[str, list[int]] = {}
+    for number, piece in enumerate(pieces):
+        if piece.frozen == frozen:
+            numbers.setdefault(piece.unit, []).append(number)
+    return ((units[name], of_unit) for name, of_unit in numbers.items())
 
 
 @dataclass(slots=True)
@@ -159,6 +150,8 @@ class _Waves:
         self.data_bytes = 0
         self._end = 0
         self._largest = 0
+        self._trained: list[tuple[int, int]] = []  # images and copies of each wave
+        self._trained_bytes = 0
 
     def reserve(self, size_bytes: int, image: _OpenImage | None) -> tuple[int, bool]:
         """Takes the next bytes of the buffer.
@@ -179,20 +172,42 @@ class _Waves:
         self._largest = max(self._largest, self._end)
         return start, image is None or (full and start == 0)
 
+    def end_of_trained(self) -> None:
+        """Notes that all that comes from now on belongs to frozen weights."""
+        counts = zip(map(len, self.images), map(len, self.copies), strict=True)
+        self._trained, self._trained_bytes = list(counts), self.data_bytes
+
     def plan(
         self, units: Mapping[str, _Unit], pieces: Sequence[Piece], signature: Signature
     ) -> SavePlan:
         """Returns all of it."""
         steps = [step for wave in self.copies for step in wave]
+        images = [[image.closed() for image in wave] for wave in self.images]
+        counts = [*self._trained, *[(0, 0)] * (len(images) - len(self._trained))]
+        samples = tuple(
+            tuple(map(sample_of, wave[count:]))
+            for wave, (_, count) in zip(self.copies, counts, strict=True)
+        )
+        rest = [image for wave, (n, _) in zip(images, counts, strict=True) for image in wave[n:]]
         return SavePlan(
-            images=tuple(Fixed(image.closed() for image in wave) for wave in self.images),
+            images=tuple(map(Fixed, images)),
             literals=tuple(map(tuple, self.literals)),
             copies=tuple(map(tuple, self.copies)),
+            trained=tuple(
+                Fixed(wave[:count]) for wave, (count, _) in zip(images, self._trained, strict=False)
+            ),
+            samples=samples,
+            frozen_bytes=self.data_bytes - self._trained_bytes,
             buffer_bytes=_up(self._largest, IMAGE_ALIGNMENT),
             data_bytes=self.data_bytes,
             record_units={name: unit.record() for name, unit in units.items()},
             devices=tuple(dict.fromkeys(pieces[step.piece].local.device for step in steps)),
             signature=signature,
+            frozen=(
+                *(row for row, piece in zip(signature, pieces, strict=True) if piece.frozen),
+                *((image.path, image.size_bytes) for image in rest),
+                *(sample.bounds for wave in samples for sample in wave),
+            ),
         )
 
 
@@ -210,9 +225,13 @@ class _Unit:
         self._files: list[str] = []
         self._left_to_others: dict[KeyPath, None] = {}
 
+    def end_file(self) -> None:
+        """Has the next archive begin a new file."""
+        self._image = None
+
     def add(self, piece: Piece, number: int, *, own: bool) -> None:
         """Lays one piece out, or notes that another rank has to."""
-        dtype = _checked_dtype(piece)
+        dtype = storable_dtype(piece)
         # A tensor of no elements lies nowhere, so nobody may own it; it has to be named all the
         # same, and that several ranks do so does not matter.
         nothing = 0 in piece.shape
@@ -276,7 +295,7 @@ class _Unit:
             if elements:
                 yield Span(0, elements), place
             return
-        for span in _slab_spans(place.sizes, most):
+        for span in slab_spans(place.sizes, most):
             (slab,) = slabs(span, place.sizes)
             offsets = tuple(a + b for a, b in zip(place.offsets, slab.offsets, strict=True))
             yield span, Box(offsets, slab.sizes)
@@ -307,20 +326,12 @@ class _Unit:
         return image
 
 
-def _slab_spans(sizes: Shape, most: int) -> Iterator[Span]:
-    """Cuts a row-major box into slabs of at most `most` elements each, outer dimensions first."""
-    axis, inner = 0, math.prod(sizes[1:])
-    while inner > most:
-        axis += 1
-        inner //= sizes[axis]
-    block = sizes[axis] * inner
-    step = most // inner * inner
-    for outer in range(0, math.prod(sizes), block):
-        for start in range(outer, outer + block, step):
-            yield Span(start, min(start + step, outer + block))
+def storable_dtype(piece: Piece) -> DType:
+    """Returns the type of a piece's elements.
 
-
-def _checked_dtype(piece: Piece) -> DType:
+    Raises:
+        UnsupportedError: If the tensor is sparse, quantized or has no data, naming its key.
+    """
     local = piece.local
     if local.layout is not torch.strided or local.is_quantized or local.is_meta:
         kind = "a quantized" if local.is_quantized else f"a {local.layout}"

@@ -7,11 +7,14 @@ state is walked by one and the same code for both.
 from __future__ import annotations
 
 import math
+import weakref
 from dataclasses import dataclass, field
 
 import torch
 
 from ckptkit.core.index import Box, KeyPath, Shape
+
+Watched = tuple[weakref.ref[torch.Tensor], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,8 @@ class Piece:
             lie one after another in a contiguous tensor of one dimension.
         replicas: Which other ranks hold the same elements.
         aliases: Further key paths in the same unit under which the same tensor is known (ties).
+        watched: Of weights that are not trained: the tensors by whose version counters one sees
+            that somebody changed the elements all the same. They are not kept alive.
     """
 
     unit: str
@@ -54,6 +59,12 @@ class Piece:
     local: torch.Tensor
     replicas: Replicas = Replicas()
     aliases: tuple[KeyPath, ...] = ()
+    watched: Watched = ()
+
+    @property
+    def frozen(self) -> bool:
+        """Whether training leaves the elements alone."""
+        return bool(self.watched)
 
     @property
     def key(self) -> str:
@@ -100,6 +111,28 @@ class SmallFile:
 
 
 @dataclass(frozen=True, slots=True)
+class Dispensable:
+    """An entry of the state without which a step is still worth having: an optimizer.
+
+    Attributes:
+        name: What it is called in messages.
+        unit: The DCP directory.
+        path: What all its key paths begin with.
+        problem: Why this rank cannot save it; empty if it can.
+    """
+
+    name: str
+    unit: str
+    path: KeyPath
+    problem: str = ""
+
+    def to_json(self) -> dict[str, object]:
+        """Returns it as a rank's record has it."""
+        path = list(self.path)
+        return {"name": self.name, "unit": self.unit, "path": path, "problem": self.problem}
+
+
+@dataclass(frozen=True, slots=True)
 class Holdings:
     """All that one rank holds of the state.
 
@@ -108,8 +141,10 @@ class Holdings:
             that holds the same tensors.
         objects: What this rank has to write as objects into DCP directories.
         files: What this rank has to write as files.
+        dispensable: The entries that the step may do without.
     """
 
     pieces: tuple[Piece, ...]
     objects: tuple[ObjectValue, ...] = ()
     files: tuple[SmallFile, ...] = ()
+    dispensable: tuple[Dispensable, ...] = ()

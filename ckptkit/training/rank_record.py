@@ -10,10 +10,9 @@ from typing import Any
 from ckptkit.training.layout import SavePlan
 from ckptkit.training.names import RNG
 from ckptkit.training.pieces import ObjectValue
-from ckptkit.training.serialising import saved, serialised
+from ckptkit.training.serialising import is_plain, saved, serialised
 from ckptkit.writer.messages import Inline
 
-_SCALARS = (bool, float, int, str, type(None))
 _ARCHIVES = 4096
 
 
@@ -93,17 +92,11 @@ class _Plain:
 
 def _archive_of(item: ObjectValue) -> bytes:
     value = item.value
-    if _is_plain(value):
+    if is_plain(value):
         return _archive_of_plain(_Plain(repr(value), value))
     if item.key_path[0] == RNG:  # our own, and long: known to be readable
         return saved(value)
     return serialised(value, ".".join(map(str, item.key_path)))
-
-
-def _is_plain(value: object) -> bool:
-    if type(value) in {list, tuple}:
-        return all(map(_is_plain, value))  # type: ignore[call-overload]  # it is iterable
-    return type(value) in _SCALARS
 
 
 @lru_cache(_ARCHIVES)

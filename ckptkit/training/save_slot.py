@@ -5,20 +5,20 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 
 from torch import nn
 
 from ckptkit.core.errors import CkptkitError, SaveError, UsageError
-from ckptkit.training.committing import Committer
 from ckptkit.training.forecast import expected_state_bytes
-from ckptkit.training.guards import call_before_changes
+from ckptkit.training.frozen import FrozenFiles
+from ckptkit.training.guards import call_before_changes, call_before_loading
 from ckptkit.training.handle import SaveHandle
 from ckptkit.training.layout import SavePlan, plan_save
-from ckptkit.training.meeting import Meeting
 from ckptkit.training.peers import Peers
 from ckptkit.training.pieces import Holdings, Piece
 from ckptkit.training.rank_record import record_of
-from ckptkit.training.saving import OURS, Save, Saver, Wave
+from ckptkit.training.saving import OURS, Ending, Save, Saver, Wave
 from ckptkit.training.settings import Settings
 from ckptkit.training.shared_memory import SharedBuffer
 from ckptkit.training.signatures import Signatures
@@ -34,9 +34,20 @@ class SaveSlot:
     """Takes one save at a time; a second one has to wait until the first has ended."""
 
     def __init__(
-        self, peers: Peers, meeting: Meeting, settings: Settings, committer: Committer | None
+        self,
+        peers: Peers,
+        settings: Settings,
+        ending: Ending,
+        frozen: FrozenFiles,
     ) -> None:
-        """Starts a thread; memory and the writer come with `prepare`, or the first save."""
+        """Starts a thread; memory and the writer come with `prepare`, or the first save.
+
+        Args:
+            peers: The other ranks.
+            settings: What the user has chosen.
+            ending: Ends what is written.
+            frozen: What all slots have in common.
+        """
         self._peers = peers
         self._settings = settings
         self._buffer = SharedBuffer()
@@ -44,13 +55,8 @@ class SaveSlot:
             Patience(settings.stall_seconds, settings.timeout_seconds), self._buffer
         )
         self._stager = Stager(self._buffer)
-        self._saver = Saver(
-            self._writer,
-            meeting,
-            committer,
-            timeout_seconds=settings.timeout_seconds,
-            listener=settings.listener,
-        )
+        self._saver = Saver(self._writer, ending, rank=peers.rank)
+        self._frozen = frozen
         self._signatures = Signatures()
         self._plan: SavePlan | None = None
         self._copy_limit = 0.0
@@ -61,13 +67,13 @@ class SaveSlot:
 
     @property
     def idle(self) -> bool:
-        """Whether no save is under way here."""
-        return self._current is None or self._current.done()
+        """Whether the next save may begin here."""
+        return self._current is None or self._current.freed
 
     def wait(self, timeout: float | None = None) -> None:
-        """Waits for the save under way to end, which it does within a bounded time."""
+        """Waits until the next save may begin, which it may within a bounded time."""
         if self._current is not None:
-            self._current.wait(timeout)
+            self._current.wait_freed(timeout)
 
     def prepare(self, bound: BoundState) -> None:
         """Makes memory ready for what a save will hold, and starts the writer.
@@ -137,18 +143,19 @@ class SaveSlot:
         holdings = bound.holdings(save.attempt.step)
         plan = self._plan_for(holdings.pieces)
         self._guard(bound)
-        save.staged_bytes = plan.data_bytes
+        files = self._frozen.files_for(plan, holdings.pieces, self._stager, save.attempt)
+        save.staged_bytes = plan.data_bytes - (0 if files.frozen else plan.frozen_bytes)
         save.copy_limit = self._copy_limit
-        last = len(plan.images) - 1
-        for number, images in enumerate(plan.images):
-            staged = self._stager.stage(plan, holdings.pieces, number)
+        last = len(files.waves) - 1
+        for number, of_wave in enumerate(files.waves):
+            staged = self._stager.stage(plan, holdings.pieces, number, frozen=files.frozen)
             save.handle.staging(staged)
             if number == last:
-                wave = Wave(images, staged, *self._last_words(save, plan, holdings))
+                wave = Wave(of_wave, staged, *self._last_words(save, plan, holdings))
                 save.staged()
                 self._saver.write(save, wave)
             else:
-                self._saver.write(save, Wave(images, staged)).result()
+                self._saver.write(save, Wave(of_wave, staged)).result()
                 if save.error is not None:
                     return
 
@@ -164,6 +171,7 @@ class SaveSlot:
             attempt=save.attempt.name,
             step=save.attempt.step,
         )
+        record["dispensable"] = [one.to_json() for one in holdings.dispensable]
         return (*inline, *(Inline(file.path, file.data) for file in holdings.files)), record
 
     def _plan_for(self, pieces: Sequence[Piece]) -> SavePlan:
@@ -192,5 +200,8 @@ class SaveSlot:
         models = tuple(model.module for model in bound.models)
         if self._guarded is None or list(map(id, models)) != list(map(id, self._guarded)):
             self._unguard()
-            self._unguard = call_before_changes(self._stager.join, models)
+            with ExitStack() as undo:
+                undo.callback(call_before_changes(self._stager.join, models))
+                undo.callback(call_before_loading(self._frozen.forget, models))
+                self._unguard = undo.pop_all().close
             self._guarded = models

@@ -58,6 +58,7 @@ def _row(piece: Piece, own: bool) -> object:  # noqa: FBT001  one of two columns
         piece.places,
         piece.aliases,
         piece.replicas.spread,
+        piece.frozen,
         own,
         local.dtype,
         local.device,

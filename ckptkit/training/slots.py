@@ -11,7 +11,7 @@ import torch
 
 from ckptkit.core.geometry import slabs
 from ckptkit.core.index import Box, KeyPath, Shape, Span
-from ckptkit.training.pieces import Piece, Replicas
+from ckptkit.training.pieces import Piece, Replicas, Watched
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,8 @@ class Slot:
             parameter; None where the tensor holds nothing else.
         axes: The dimensions in order of falling strides, where the elements lie in that order
             instead of row-major (a channels-last parameter that was flattened).
+        sharded: Whether other ranks may hold other elements of the parameter; the same on all
+            ranks, also on one that holds all of them.
     """
 
     fqn: str
@@ -39,6 +41,7 @@ class Slot:
     values: Replicas
     start: int | None = None
     axes: tuple[int, ...] = ()
+    sharded: bool = False
 
     @property
     def elements(self) -> int:
@@ -59,7 +62,12 @@ class Slot:
         return local if self.start is None else local.narrow(0, self.start, self.elements)
 
     def pieces(
-        self, unit: str, path: KeyPath, tensor: torch.Tensor, aliases: Sequence[KeyPath] = ()
+        self,
+        unit: str,
+        path: KeyPath,
+        tensor: torch.Tensor,
+        aliases: Sequence[KeyPath] = (),
+        watched: Watched = (),
     ) -> Iterator[Piece]:
         """Yields this rank's part of the parameter, or of a tensor cut like it.
 
@@ -70,12 +78,13 @@ class Slot:
             path: The key path in it.
             tensor: Of shape `held`.
             aliases: Further key paths of the same tensor.
+            watched: As a `Piece` has them.
         """
         local, known = self._own(tensor), tuple(aliases)
         if not self.axes:
             if len(self.places) == 1:
                 local = _shaped(local, self.places[0].sizes)
-            yield Piece(unit, path, self.shape, self.places, local, self.replicas, known)
+            yield Piece(unit, path, self.shape, self.places, local, self.replicas, known, watched)
             return
         at = 0
         for place in self.places:
@@ -90,9 +99,10 @@ class Slot:
                 block.permute(_inverse(self.axes)),
                 self.replicas,
                 known,
+                watched,
             )
         if not self.places:
-            yield Piece(unit, path, self.shape, (), local, self.replicas, known)
+            yield Piece(unit, path, self.shape, (), local, self.replicas, known, watched)
 
 
 def whole_box(shape: Shape) -> Box:

@@ -13,7 +13,8 @@ import torch
 
 from ckptkit.core.geometry import slabs
 from ckptkit.core.index import Span
-from ckptkit.training.layout import CopyStep, SavePlan
+from ckptkit.training.copies import CopyStep
+from ckptkit.training.layout import SavePlan
 from ckptkit.training.pieces import Piece
 from ckptkit.training.shared_memory import SharedBuffer
 
@@ -93,24 +94,49 @@ class Stager:
         self._put_literals(plan, 0)
         self._targets_of(plan, 0)
 
-    def stage(self, plan: SavePlan, pieces: Sequence[Piece], wave: int = 0) -> Staged:
+    def stage(
+        self, plan: SavePlan, pieces: Sequence[Piece], wave: int = 0, *, frozen: bool = True
+    ) -> Staged:
         """Copies one wave into the buffer.
 
         Args:
             plan: Made for pieces of the same signature.
             pieces: Where the elements come from.
             wave: Which one; the buffer must not be in use by another any more.
+            frozen: Whether to copy frozen weights too.
 
         Returns:
             What tells when the copies are done; those from the CPU are.
         """
         self.load(plan)
         self._put_literals(plan, wave)
-        targets = self._targets_of(plan, wave)
+        targets, steps = self._targets_of(plan, wave), plan.copies[wave]
+        if not frozen:
+            steps = steps[: len(steps) - len(plan.samples[wave])]
         with torch.no_grad():
-            sources = [_source(pieces[step.piece].local, step) for step in plan.copies[wave]]
-            self._staged = self._copy(plan, targets, sources)
+            self._staged = self._copy(plan, steps, targets[: len(steps)], pieces)
         return self._staged
+
+    def fetch(
+        self, plan: SavePlan, pieces: Sequence[Piece], steps: Sequence[CopyStep]
+    ) -> list[memoryview]:
+        """Copies some elements to their places in the buffer, and waits for them.
+
+        Args:
+            plan: Made for pieces of the same signature.
+            pieces: Where the elements come from.
+            steps: What to copy; the buffer must not be in use.
+
+        Returns:
+            The bytes of each; good until the next wave is staged.
+        """
+        self.load(plan)
+        if len(plan.images) > 1:  # they may lie where another wave has its literals
+            self._wave = -1
+        with torch.no_grad():
+            self._copy(plan, steps, [_target(self._base, step) for step in steps], pieces).wait()
+        memory = self._buffer.memory
+        return [memory[step.start : step.end] for step in steps]
 
     def join(self) -> None:
         """Has the devices wait for the latest copies, before tensors change in another way."""
@@ -141,15 +167,20 @@ class Stager:
         return found
 
     def _copy(
-        self, plan: SavePlan, targets: list[torch.Tensor], sources: list[torch.Tensor]
+        self,
+        plan: SavePlan,
+        steps: Sequence[CopyStep],
+        targets: list[torch.Tensor],
+        pieces: Sequence[Piece],
     ) -> Staged:
+        sources = [_source(pieces[step.piece].local, step) for step in steps]
         if all(device.type == "cpu" for device in plan.devices):
             if sources:
                 # Private, but there is no public call for many copies at once; a loop takes
                 # as long for large tensors, and twice as long for small ones.
                 torch._foreach_copy_(targets, sources)
             return Staged()
-        there = list(zip(targets, sources, plan.copies[self._wave], strict=True))
+        there = list(zip(targets, sources, steps, strict=True))
         prompt = [(target, source) for target, source, step in there if step.prompt]
         rest = [(target, source) for target, source, step in there if not step.prompt]
         staged = self._cuda.copy(_on_cuda(prompt), _on_cuda(rest))
@@ -278,8 +309,7 @@ def measure_copy_limit(buffer: SharedBuffer) -> float:
 
 
 def _target(base: torch.Tensor, step: CopyStep) -> torch.Tensor:
-    stop = step.start + (step.stop - step.first) * step.dtype.itemsize
-    return base[step.start : stop].view(step.dtype).view(step.shape)
+    return base[step.start : step.end].view(step.dtype).view(step.shape)
 
 
 def _source(local: torch.Tensor, step: CopyStep) -> torch.Tensor:

@@ -12,6 +12,7 @@ import socket
 import sys
 from contextlib import suppress
 from functools import partial
+from typing import TYPE_CHECKING
 
 from ckptkit.core.errors import CkptkitError, SaveError
 from ckptkit.storage.syscalls import Capabilities, detect_capabilities
@@ -28,7 +29,11 @@ from ckptkit.writer.messages import (
     Written,
 )
 from ckptkit.writer.persist import Persister
+from ckptkit.writer.tier_messages import Drain
 from ckptkit.writer.watching import Parent, Tally, attend
+
+if TYPE_CHECKING:
+    from ckptkit.writer.draining import Drainer
 
 _IGNORED = (
     *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT),
@@ -74,6 +79,7 @@ class Desk:
     def __init__(self, capabilities: Capabilities) -> None:
         self._capabilities = capabilities
         self._persister = Persister(capabilities)
+        self._drainer: Drainer | None = None
 
     def attach(self, message: Buffer, channel: Channel) -> None:
         """Maps the buffer that the trainer shares; a failure shows in the next `Persist`."""
@@ -101,6 +107,8 @@ class Desk:
             from ckptkit.writer.commit import commit  # only rank 0's second process needs it
 
             return commit(message, self._capabilities, tally)
+        if isinstance(message, Drain):
+            return self._drained(message, tally)
         if isinstance(message, Discard):
             from ckptkit.writer.sweep import discard
 
@@ -110,6 +118,13 @@ class Desk:
             f"a {type(message).__name__} was received where a request was expected",
             hint="trainer and writer are of different versions; start the job again",
         )
+
+    def _drained(self, message: Drain, tally: Tally) -> Written:
+        from ckptkit.writer.draining import Drainer  # only the processes that drain need it
+
+        if self._drainer is None:
+            self._drainer = Drainer(self._capabilities)
+        return self._drainer.drain(message, tally)
 
 
 def _failed(attempt: str, error: Exception, where: str) -> Failed:

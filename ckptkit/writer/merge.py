@@ -13,13 +13,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import add, index, le
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import FormatError, IncompleteCheckpointError
 from ckptkit.layouts.dcp_metadata import Place, Sizes, StoredObject, StoredTensor, flat_key
 from ckptkit.storage.names import check_relative
-from ckptkit.writer.record import RankRecord
+from ckptkit.writer.record import Dispensable, RankRecord
 from ckptkit.writer.tiling import is_tiling
 
 KeyPath = tuple[str | int, ...]
@@ -33,6 +33,20 @@ class Unit:
 
     tensors: tuple[StoredTensor, ...]
     objects: tuple[StoredObject, ...]
+
+
+class Merged(NamedTuple):
+    """All records in one.
+
+    Attributes:
+        units: What each DCP directory holds.
+        lost: What was left out, since not all of it is there, by the user's name, and why.
+        empty: Directories that hold nothing, since all in them was left out.
+    """
+
+    units: Mapping[str, Unit]
+    lost: Mapping[str, str]
+    empty: tuple[str, ...]
 
 
 @contextmanager
@@ -73,6 +87,9 @@ class Merger:
                 hint=_HINT,
             )
         sizes = {file.path: file.size_bytes for file in record.files}
+        for one in record.dispensable:
+            unit = self._units.setdefault(one.unit, _UnitMerger(one.unit))
+            unit.may_lack(one, f"rank {record.rank}: {one.problem}" if one.problem else "")
         for name, content in record.units.items():
             unit = self._units.setdefault(name, _UnitMerger(name))
             try:
@@ -86,14 +103,27 @@ class Merger:
                 message = f"garbled entry of unit {name!r}: {type(error).__name__}: {error}"
                 raise FormatError(message, where=where) from error
 
-    def units(self) -> Mapping[str, Unit]:
+    def result(self) -> Merged:
         """Proves that everything was written once, and returns it by directory.
+
+        What is dispensable is left out as a whole where that cannot be proven.
 
         Raises:
             IncompleteCheckpointError: If something is missing.
             FormatError: If two things contradict each other.
         """
-        return {name: unit.result() for name, unit in self._units.items()}
+        units = {name: unit.result() for name, unit in self._units.items()}
+        lost = {k: v for unit in self._units.values() for k, v in unit.lost.items()}
+        empty = tuple(
+            name
+            for name, unit in units.items()
+            if self._units[name].lost and not (unit.tensors or unit.objects)
+        )
+        return Merged({k: v for k, v in units.items() if k not in empty}, lost, empty)
+
+    def units(self) -> Mapping[str, Unit]:
+        """Returns the units of `result` alone."""
+        return self.result().units
 
 
 class _Tensor:
@@ -148,6 +178,19 @@ class _UnitMerger:
         self._expected: dict[KeyPath, str] = {}
         self._sizes: dict[Sizes, int] = {}
         self._files: dict[str, int] = {}
+        self._dispensable: dict[KeyPath, str] = {}
+        self._lost: dict[KeyPath, str] = {}
+
+    def may_lack(self, one: Dispensable, problem: str) -> None:
+        """Notes what the directory may do without, and what is wrong with it, if anything."""
+        self._dispensable[one.path] = one.name
+        if problem:
+            self._lost.setdefault(one.path, problem)
+
+    @property
+    def lost(self) -> dict[str, str]:
+        """What is left out, by the user's name, and why."""
+        return {self._dispensable[path]: problem for path, problem in self._lost.items()}
 
     def add(self, content: Mapping[str, Any], file_sizes: Mapping[str, int], where: str) -> None:
         tensors = [self._tensor(claim, where) for claim in content["tensors"]]
@@ -173,26 +216,53 @@ class _UnitMerger:
 
     def result(self) -> Unit:
         sizes, files = list(self._sizes), list(self._files)
-        stored = []
-        keys = dict.fromkeys(self._objects)
-        for tensor in self._tensors.values():
-            places = _Places(tensor.rows, sizes, files)
-            shape = tuple(tensor.shape)
-            self._prove(tensor, shape, places)
-            for path in tensor.paths:
-                key = flat_key(path)
-                if key in keys:
-                    raise self._error(FormatError, key, "two values were found under one key")
-                keys[key] = None
-                stored.append(StoredTensor(path, tensor.dtype, shape, places))
+        places = {path: _Places(t.rows, sizes, files) for path, t in self._tensors.items()}
+        for path, tensor in self._tensors.items():
+            with self._sparing(path):
+                self._prove(tensor, tuple(tensor.shape), places[path])
+        self._check_expected()
+        keys: dict[str, None] = {}
+        kept = {path: one for path, one in self._tensors.items() if not self._is_lost(path)}
+        objects = [one for one in self._objects.values() if not self._is_lost(one.path)]
+        names = [one.key for one in objects]
+        names += [flat_key(path) for tensor in kept.values() for path in tensor.paths]
+        for key in names:
+            if key in keys:
+                raise self._error(FormatError, key, "two values were found under one key")
+            keys[key] = None
+        stored = [
+            StoredTensor(path, tensor.dtype, tuple(tensor.shape), places[first])
+            for first, tensor in kept.items()
+            for path in tensor.paths
+        ]
+        return Unit(tuple(stored), tuple(objects))
+
+    def _check_expected(self) -> None:
+        keys = {flat_key(path) for tensor in self._tensors.values() for path in tensor.paths}
         for path, where in self._expected.items():
-            if flat_key(path) not in keys:
-                raise self._error(
-                    IncompleteCheckpointError,
-                    flat_key(path),
-                    f"no rank wrote it, though {where} says that another one has to",
-                )
-        return Unit(tuple(stored), tuple(self._objects.values()))
+            key = flat_key(path)
+            if key not in keys and key not in self._objects:
+                with self._sparing(path):
+                    raise self._error(
+                        IncompleteCheckpointError,
+                        key,
+                        f"no rank wrote it, though {where} says that another one has to",
+                    )
+
+    def _is_lost(self, path: KeyPath) -> bool:
+        return bool(self._lost) and any(path[: len(start)] == start for start in self._lost)
+
+    @contextmanager
+    def _sparing(self, path: KeyPath) -> Iterator[None]:
+        """Makes an error of what is dispensable cost only that."""
+        try:
+            yield
+        except (FormatError, IncompleteCheckpointError) as error:
+            starts = (start for start in self._dispensable if path[: len(start)] == start)
+            start = next(starts, None)
+            if start is None:
+                raise
+            self._lost.setdefault(start, str(error))
 
     def _tensor(self, claim: Mapping[str, Any], where: str) -> _Tensor:
         path, dtype, shape = tuple(claim["path"]), claim["dtype"], claim["shape"]
@@ -204,12 +274,13 @@ class _UnitMerger:
             self._number_of(tuple(shape))
             tensor = self._tensors[path] = _Tensor(path, dtype, shape)
         elif tensor.dtype != dtype or tensor.shape != shape:
-            raise FormatError(
-                f"{dtype} of shape {shape} was found where another rank wrote {tensor.dtype} of"
-                f" shape {tensor.shape}",
-                where=f"{where}: {self._shown(flat_key(path))}",
-                hint="all ranks have to save the same model",
-            )
+            with self._sparing(path):
+                raise FormatError(
+                    f"{dtype} of shape {shape} was found where another rank wrote {tensor.dtype} of"
+                    f" shape {tensor.shape}",
+                    where=f"{where}: {self._shown(flat_key(path))}",
+                    hint="all ranks have to save the same model",
+                )
         aliases = claim.get("aliases", ())
         if aliases != tensor.aliases:
             new = [alias for alias in aliases if alias not in tensor.aliases]
@@ -227,11 +298,12 @@ class _UnitMerger:
     def _add_object(self, stored: StoredObject, where: str) -> None:
         if stored.key in self._objects:
             other = self._objects[stored.key].file
-            raise FormatError(
-                f"it was written to {other} and to {stored.file}, and can only be stored once",
-                where=f"{where}: {self._shown(stored.key)}",
-                hint=_HINT,
-            )
+            with self._sparing(stored.path):
+                raise FormatError(
+                    f"it was written to {other} and to {stored.file}, and can only be stored once",
+                    where=f"{where}: {self._shown(stored.key)}",
+                    hint=_HINT,
+                )
         self._objects[stored.key] = stored
 
     def _number_of(self, sizes: Sizes) -> int:

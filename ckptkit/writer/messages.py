@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, TypeVar
 
+from ckptkit.writer.tier_messages import Drain
+
 _LENGTH = struct.Struct("<I")
 _MAX_DESCRIPTORS = 4
 _AT_ONCE = 256  # items put into text while other threads wait
@@ -86,6 +88,21 @@ class Inline:
 
 
 @dataclass(frozen=True, slots=True)
+class Link:
+    """A file that several attempts have in common, under two names.
+
+    Attributes:
+        path: Relative to the attempt's folder.
+        kept: Its name outside of all attempts and steps, absolute.
+        size_bytes: Length of the file.
+    """
+
+    path: str
+    kept: str
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Persist:
     """Asks for the files of one wave of an attempt to be written and made durable.
 
@@ -97,6 +114,11 @@ class Persist:
         record: The rank's record (see `ckptkit.writer.record`) with the last wave, else None;
             the writer adds what it knows of the files of all waves, and writes it last.
         record_path: Where the record goes, relative to the folder.
+        links: Files that are there under their other name, and are given the one in the folder.
+        keeps: Files among the images that are given the other name as well, once they are
+            durable; where that is refused, the answer says so.
+        ranges: First byte in the buffer, and the one after the last, of what the answer has to
+            sum up where files were kept.
     """
 
     attempt: str
@@ -105,6 +127,9 @@ class Persist:
     inline: tuple[Inline, ...] = ()
     record: Mapping[str, Any] | None = None
     record_path: str = ""
+    links: tuple[Link, ...] = ()
+    keeps: tuple[Link, ...] = ()
+    ranges: Sequence[tuple[int, int]] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +155,8 @@ class Commit:
         beside: A folder, absolute, whose files are copied into the step; empty for none.
         remove: Older steps, absolute, that go once the new one is durable.
         visible_seconds: How long to wait for other ranks' files to become visible.
+        node_ranks: The ranks that gave proof, where these are not all: their files become a
+            node's copy of the step, which keeps their records, and is not merged.
     """
 
     attempt: str
@@ -140,6 +167,7 @@ class Commit:
     beside: str = ""
     remove: tuple[str, ...] = ()
     visible_seconds: float = 60.0
+    node_ranks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +197,9 @@ class Written:
         cpu_seconds: Processor time it took.
         proof: Of the record, where the request had one.
         notes: What the user should know, such as that direct I/O was refused.
+        linked_bytes: Bytes of the files that were linked, and not written.
+        kept: Whether all files that were to be kept are.
+        sums: The CRC-32 of each range that was asked for; none where they are not.
     """
 
     attempt: str
@@ -177,6 +208,9 @@ class Written:
     cpu_seconds: float
     proof: Proof | None = None
     notes: tuple[str, ...] = ()
+    linked_bytes: int = 0
+    kept: bool = True
+    sums: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +223,7 @@ class Committed:
         seconds: Time it took.
         removed: The older steps that are gone.
         notes: What the user should know.
+        lost: What could not be saved with the step, by the user's name, and why.
     """
 
     attempt: str
@@ -196,6 +231,7 @@ class Committed:
     seconds: float
     removed: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    lost: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +242,7 @@ class Failed:
     error: Mapping[str, Any]
 
 
-Request = Buffer | Persist | Commit | Discard
+Request = Buffer | Persist | Commit | Discard | Drain
 Answer = Progress | Written | Committed | Failed
 Message = Request | Answer
 _NESTED: Mapping[str, Any] = {
@@ -216,11 +252,18 @@ _NESTED: Mapping[str, Any] = {
     "proof": lambda item: item and Proof(**item),
     "remove": tuple,
     "removed": tuple,
+    "records": tuple,
+    "further": tuple,
+    "node_ranks": tuple,
     "notes": tuple,
+    "links": lambda items: tuple(Link(**i) for i in items),
+    "keeps": lambda items: tuple(Link(**i) for i in items),
+    "ranges": lambda items: tuple(map(tuple, items)),
+    "sums": tuple,
 }
 _KINDS = {
     kind.__name__: kind
-    for kind in (Buffer, Persist, Commit, Discard, Progress, Written, Committed, Failed)
+    for kind in (Buffer, Persist, Commit, Discard, Drain, Progress, Written, Committed, Failed)
 }
 
 

@@ -14,6 +14,7 @@ from ckptkit.storage.names import check_relative
 from ckptkit.storage.syscalls import Capabilities, sync_directory
 from ckptkit.writer.durable import make_folders, put_file
 from ckptkit.writer.images import ImageWriter
+from ckptkit.writer.links import Links
 from ckptkit.writer.messages import Persist, Proof, Written
 from ckptkit.writer.record import WrittenFile, record_bytes
 from ckptkit.writer.watching import Tally
@@ -63,10 +64,13 @@ class Persister:
         folder = Path(request.folder)
         files = self._files_of(request.attempt)
         new: list[WrittenFile] = []
-        for path in (*(image.path for image in request.images), *(i.path for i in request.inline)):
+        for path in (*_paths(request), *(link.path for link in request.keeps)):
             check_relative(path, request.folder)
         made = make_folders(folder, self._parents(request), self._capabilities)
+        links = Links(folder, self._capabilities)
+        links.take(request.links)
         notes = self._write_images(request, folder, tally)
+        note = links.keep(request.keeps)
         new += [WrittenFile(image.path, image.size_bytes, None) for image in request.images]
         for inline in request.inline:
             put_file(folder / inline.path, inline.data)
@@ -74,7 +78,8 @@ class Persister:
             new.append(WrittenFile(inline.path, len(inline.data), crc32(inline.data)))
         for parent in made:
             sync_directory(parent, self._capabilities)
-        files += new
+        linked = [WrittenFile(link.path, link.size_bytes, None) for link in request.links]
+        files += [*new, *linked]
         proof = self._record(request, files) if request.record is not None else None
         size_bytes = sum(file.size_bytes for file in new)
         return Written(
@@ -83,7 +88,10 @@ class Persister:
             seconds=time.monotonic() - began,
             cpu_seconds=time.process_time() - processor,
             proof=proof,
-            notes=notes,
+            notes=(*notes, note) if note else notes,
+            linked_bytes=sum(file.size_bytes for file in linked),
+            kept=not note,
+            sums=() if note else self._sums(request, tally),
         )
 
     def _files_of(self, attempt: str) -> list[WrittenFile]:
@@ -92,8 +100,7 @@ class Persister:
         return self._files.setdefault(attempt, [])
 
     def _parents(self, request: Persist) -> Iterable[str]:
-        paths = [image.path for image in request.images]
-        paths += [inline.path for inline in request.inline]
+        paths = _paths(request)
         if request.record is not None:
             check_relative(request.record_path, request.folder)
             paths.append(request.record_path)
@@ -117,12 +124,30 @@ class Persister:
             return ()
         return (f"direct I/O was refused for {folder.parent}: written through the page cache",)
 
+    def _sums(self, request: Persist, tally: Tally) -> tuple[int, ...]:
+        """Sums up what the trainer wants to recognise later; `_write_images` saw the buffer."""
+        if self._buffer is None:
+            return ()
+        sums = []
+        with memoryview(self._buffer) as buffer:
+            for start, stop in request.ranges:
+                sums.append(crc32(buffer[start:stop]))
+                tally.done_bytes += stop - start
+        return tuple(sums)
+
     def _record(self, request: Persist, files: list[WrittenFile]) -> Proof:
         assert request.record is not None  # noqa: S101  narrows the type
         data = record_bytes(request.record, files)
+        del self._files[request.attempt]  # even if that fails now: the same may be asked again
         path = Path(request.folder, request.record_path)
         put_file(path, data)
         sync_directory(path.parent, self._capabilities)
-        del self._files[request.attempt]
         rank = int(request.record["rank"])
         return Proof(rank, request.record_path, len(data), crc32(data))
+
+
+def _paths(request: Persist) -> list[str]:
+    """Returns the files that are made, but for the record."""
+    paths = [image.path for image in request.images]
+    paths += [inline.path for inline in request.inline]
+    return [*paths, *(link.path for link in request.links)]

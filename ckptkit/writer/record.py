@@ -9,11 +9,14 @@ It is a JSON document, by convention at `.ranks/R.json` in the attempt's folder:
         "objects": [[[path], file, start, length], ...],
         "data_files": ["__R_0.distcp", ...],
         "expected": [[path], ...]}},
+     "dispensable": [{"name": "...", "unit": UNIT, "path": [...], "problem": ""}],
      "files": [{"path": "...", "size_bytes": n, "crc32": c}]}
 
 `tensor` is a position in `tensors` and `file` one in `data_files`; start and length are bytes of
 a blob's archive, offsets and sizes elements. `expected` names tensors that the rank holds and
-left to another one. `crc32` is null for data files, whose blobs carry their own.
+left to another one. What is `dispensable` does not cost the step when it cannot be saved: then
+`problem` says why, and nothing below its path is taken from any rank. `crc32` is null for data
+files, whose blobs carry their own.
 """
 
 from __future__ import annotations
@@ -45,6 +48,23 @@ class WrittenFile:
 
 
 @dataclass(frozen=True, slots=True)
+class Dispensable:
+    """What a step may do without.
+
+    Attributes:
+        name: What the user calls it.
+        unit: The DCP directory.
+        path: What all its key paths begin with.
+        problem: Why the rank could not save it; empty if it could.
+    """
+
+    name: str
+    unit: str
+    path: tuple[str | int, ...]
+    problem: str
+
+
+@dataclass(frozen=True, slots=True)
 class RankRecord:
     """A record whose outer parts were checked.
 
@@ -54,6 +74,7 @@ class RankRecord:
         attempt: The attempt that it belongs to.
         units: By directory, what was stored there; checked when merged.
         files: All files of the rank, without the record itself.
+        dispensable: What the step may do without.
     """
 
     rank: int
@@ -61,6 +82,7 @@ class RankRecord:
     attempt: str
     units: Mapping[str, Mapping[str, Any]]
     files: tuple[WrittenFile, ...]
+    dispensable: tuple[Dispensable, ...] = ()
 
 
 def record_bytes(record: Mapping[str, Any], files: Sequence[WrittenFile]) -> bytes:
@@ -84,6 +106,7 @@ def parse_record(data: bytes, *, where: str) -> RankRecord:
             attempt=str(document["attempt"]),
             units={str(unit): _table(content) for unit, content in document["units"].items()},
             files=tuple(_file(file, where) for file in document["files"]),
+            dispensable=tuple(map(_dispensable, document.get("dispensable", ()))),
         )
     except FormatError:
         raise
@@ -92,6 +115,11 @@ def parse_record(data: bytes, *, where: str) -> RankRecord:
     for unit in filter(None, record.units):
         check_relative(unit, where)
     return record
+
+
+def _dispensable(document: Mapping[str, Any]) -> Dispensable:
+    name, unit, problem = (str(document[key]) for key in ("name", "unit", "problem"))
+    return Dispensable(name, unit, tuple(document["path"]), problem)
 
 
 def _file(document: Mapping[str, Any], where: str) -> WrittenFile:

@@ -6,14 +6,17 @@ import math
 import zipfile
 import zlib
 from collections import defaultdict
+from dataclasses import replace
 from io import BytesIO
 from typing import Any
 
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from ckptkit.core.index import Box
+from ckptkit.training.frozen_watch import watched_by
 from ckptkit.training.layout import MIN_LIMIT_BYTES, SavePlan, plan_save
 from ckptkit.training.pieces import Piece
 from ckptkit.training.shared_memory import SharedBuffer
@@ -67,22 +70,70 @@ def collect(
             assert image.path not in files
             files[image.path] = bytearray(buffer.memory[image.start : at])
         assert at <= plan.buffer_bytes
+        see_parts(plan, pieces, wave, stager, buffer)
     return files
 
 
+def see_parts(
+    plan: SavePlan, pieces: list[Piece], wave: int, stager: Stager, buffer: SharedBuffer
+) -> None:
+    """Each part of a frozen weight, wherever it is cut, is fetched to where it was staged."""
+    for sample in plan.samples[wave]:
+        staged = bytes(buffer.memory[sample.step.start : sample.step.end])
+        buffer.memory[sample.step.start : sample.step.end] = bytes(len(staged))
+        steps = [sample.part(number) for number in range(len(sample))]
+        found = stager.fetch(plan, pieces, steps)
+        assert [
+            (step.start, step.start + len(data)) for step, data in zip(steps, found, strict=True)
+        ] == list(sample.ranges())
+        assert b"".join(found) == staged
+
+
+def see_frozen_apart(plan: SavePlan, pieces: list[Piece]) -> None:
+    """Files hold frozen weights or others, and the others come first."""
+    written = [image.path for wave in plan.images for image in wave]
+    trained = [image.path for wave in plan.trained for image in wave]
+    assert trained == written[: len(trained)]
+    assert len(plan.trained) >= 1
+    steps = {step.piece for wave in plan.samples for step in (sample.step for sample in wave)}
+    assert plan.frozen_bytes == sum(
+        (step.end - step.start)
+        for wave, samples in zip(plan.copies, plan.samples, strict=True)
+        for step in wave[len(wave) - len(samples) :]
+    )
+    assert all(pieces[number].frozen for number in steps)
+    for unit, record in plan.record_units.items():
+        for number, *_, file, _, _ in record["chunks"]:
+            piece = pieces[record["tensors"][number]["path"][1]]
+            path = record["data_files"][file]
+            assert ((f"{unit}/{path}" if unit else path) in trained) != piece.frozen
+
+
 @settings(max_examples=25, deadline=None)
-@given(tensors=st.lists(TENSORS, max_size=12), limited=st.booleans())
+@given(
+    tensors=st.lists(TENSORS, max_size=12),
+    limited=st.booleans(),
+    frozen=st.lists(st.booleans(), min_size=12, max_size=12),
+)
 def test_what_is_laid_out_comes_back(
-    tensors: list[tuple[list[int], torch.dtype, bool, bool, str]], limited: bool
+    tensors: list[tuple[list[int], torch.dtype, bool, bool, str]],
+    limited: bool,
+    frozen: list[bool],
 ) -> None:
     pieces = [
         make(number, shape, dtype, turned, unit)
         for number, (shape, dtype, turned, _, unit) in enumerate(tensors)
     ]
+    held = nn.Parameter(torch.zeros(1), requires_grad=False)
+    pieces = [
+        replace(piece, watched=watched_by(held)) if cold else piece
+        for piece, cold in zip(pieces, frozen, strict=False)
+    ]
     owned = [own for _, _, _, own, _ in tensors]
     limit = MIN_LIMIT_BYTES if limited else None
     plan = plan_save(pieces, owned, rank=0, limit_bytes=limit)
     assert limit is None or plan.buffer_bytes <= limit
+    see_frozen_apart(plan, pieces)
     buffer = SharedBuffer()
     stager = Stager(buffer)
     files = collect(plan, pieces, stager, buffer)

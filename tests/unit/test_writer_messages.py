@@ -9,7 +9,18 @@ from collections.abc import Iterator
 
 import pytest
 
-from ckptkit.writer.messages import Blob, Buffer, Channel, Fixed, Image, Inline, Message, Persist
+from ckptkit.writer.messages import (
+    Blob,
+    Buffer,
+    Channel,
+    Fixed,
+    Image,
+    Inline,
+    Link,
+    Message,
+    Persist,
+    Written,
+)
 
 IMAGES = tuple(
     Image(f"u/__0_{number}.distcp", 4096 * number, 70, (Blob(5, 9, (1, 2)), Blob(64, 70, (3,))))
@@ -45,6 +56,15 @@ def test_fixed_values_arrive_like_any_others(ends: tuple[Channel, Channel]) -> N
     plain = {"a": {"chunks": chunks, "objects": [], "none": []}, "b\u00e4\0": {"x": [1]}}
     assert found == Persist("n-1", "/run", IMAGES, message.inline, {"units": plain}, "r")
     assert carried(ends, Buffer(7)) == Buffer(7)
+
+
+def test_what_is_to_be_linked_arrives(ends: tuple[Channel, Channel]) -> None:
+    links = (Link("u/__0_1.distcp", "/run/.ckptkit/a/__0_1.distcp", 70),)
+    message = Persist("n-1", "/run", (), links=links, keeps=links, ranges=Fixed([(0, 9), (9, 10)]))
+    plain = Persist("n-1", "/run", (), links=links, keeps=links, ranges=((0, 9), (9, 10)))
+    assert carried(ends, message) == plain
+    answer = Written("n-1", 1, 2.0, 3.0, linked_bytes=70, kept=False, sums=(5, 6))
+    assert carried(ends, answer) == answer
 
 
 def test_fixed_values_are_put_into_text_once_and_in_small_parts(

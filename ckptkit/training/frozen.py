@@ -1,0 +1,245 @@
+"""Frozen weights are written once: later saves link the files, for as long as nothing raises doubt.
+
+What does: another tensor, another place in memory, a version counter of torch that went on, a
+state dict that was loaded, a hundredth of the bytes (another one in each save) whose CRC-32 is
+not that of what was written, and a file that is not the one that was written any more.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
+from pathlib import Path
+
+from ckptkit.core.crc import crc32
+from ckptkit.storage.run_marks import MARKS_FOLDER
+from ckptkit.training.committing import Attempt
+from ckptkit.training.frozen_watch import FileMark, Watch
+from ckptkit.training.layout import SavePlan
+from ckptkit.training.pieces import Piece
+from ckptkit.training.staging import Stager
+from ckptkit.writer.messages import Fixed, Image, Link, Written
+
+logger = logging.getLogger(__name__)
+_FOLDER = "frozen"
+
+
+@dataclass(frozen=True, slots=True)
+class WaveFiles:
+    """What the writer is told of the files of one wave.
+
+    Attributes:
+        images: Those to write from the buffer.
+        links: Those to link, which an earlier save wrote.
+        keeps: Those of the images that later saves may link.
+        ranges: What of the buffer is to be summed up.
+        heard: Is told the answer, in the thread that waited for it.
+    """
+
+    images: tuple[Image, ...]
+    links: tuple[Link, ...] = ()
+    keeps: tuple[Link, ...] = ()
+    ranges: Sequence[tuple[int, int]] = ()
+    heard: Callable[[Written], object] = lambda _: None
+
+
+@dataclass(frozen=True, slots=True)
+class SaveFiles:
+    """How one save comes by its files.
+
+    Attributes:
+        waves: What is staged and written, wave after wave.
+        frozen: Whether frozen weights are among it.
+    """
+
+    waves: tuple[WaveFiles, ...]
+    frozen: bool
+
+
+@dataclass(slots=True)
+class _Kept:
+    """Frozen weights on the disk under names of their own, and how they lay in memory.
+
+    Attributes:
+        folder: Where the files lie.
+        run: The run's directory.
+        epoch: When they were looked at.
+        layout: Of the files, as `SavePlan.frozen` has it.
+        watches: The weights as they were, in the order of their first bytes.
+        links: The files.
+        marks: By which the files are recognised.
+        sums: The CRC-32 of each part of each weight.
+        lent: Names of the attempts that were to link the files, and have not yet done so.
+    """
+
+    folder: Path
+    run: Path
+    epoch: object
+    layout: tuple[object, ...]
+    watches: tuple[Watch, ...]
+    links: list[Link] = field(default_factory=list)
+    marks: list[FileMark] = field(default_factory=list)
+    sums: list[int] = field(default_factory=list)
+    lent: set[str] = field(default_factory=set)
+
+
+class FrozenFiles:
+    """What the saves of one job have in common of this rank's frozen weights.
+
+    One thread begins saves, others hear what came of them, and the garbage collector may call
+    `forget` in the middle of anything: there is no lock, and every change is a single operation.
+    """
+
+    def __init__(self, nonce: str, rank: int, in_flight: int) -> None:
+        """Makes nothing yet.
+
+        Args:
+            nonce: Names the job's folder in the run.
+            rank: Of this process.
+            in_flight: How many saves may be under way, the next one included.
+        """
+        self._place = Path(MARKS_FOLDER, nonce, _FOLDER)
+        self._rank = rank
+        self._in_flight = in_flight
+        self._kept: _Kept | None = None
+        self._epoch = object()
+        self._refused = False
+        self._round = 0
+        self._folders: dict[Path, None] = {}
+        self._recent: deque[Path] = deque(maxlen=in_flight)  # those of saves under way
+
+    def forget(self) -> None:
+        """Has the next save write everything, as after loading."""
+        self._epoch = object()
+        self._kept = None
+
+    def files_for(
+        self, plan: SavePlan, pieces: Sequence[Piece], stager: Stager, attempt: Attempt
+    ) -> SaveFiles:
+        """Returns how a save comes by its files.
+
+        Args:
+            plan: Where its bytes go.
+            pieces: What it holds.
+            stager: Of the buffer, which is not in use.
+            attempt: What is tried.
+        """
+        if not any(plan.samples):
+            return _all_files(plan)
+        kept = self._kept
+        if kept is not None:
+            doubt = next(self._doubts(kept, plan, pieces, stager, attempt), "")
+            if not doubt:
+                return self._linking(kept, plan, attempt)
+            logger.info("step %d: frozen weights are written again: %s", attempt.step, doubt)
+            self._kept = None
+        return _all_files(plan) if self._refused else self._keeping(plan, pieces, attempt)
+
+    def close(self) -> None:
+        """Removes the names under which files are kept; the steps have their own."""
+        self.forget()
+        self._recent.clear()
+        above = {folder for path in self._folders for folder in list(path.parents)[:2]}
+        self._clear()
+        for folder in sorted(above, reverse=True):
+            with suppress(OSError):  # other ranks have something there, or have removed it
+                folder.rmdir()
+
+    def _doubts(
+        self, kept: _Kept, plan: SavePlan, pieces: Sequence[Piece], stager: Stager, attempt: Attempt
+    ) -> Iterator[str]:
+        """Yields why the files may not hold the weights; what takes longest is seen last."""
+        if kept.epoch is not self._epoch:
+            yield "a state was loaded"
+        if len(kept.lent) >= self._in_flight:  # more than can be under way
+            yield "they could not be linked"
+        if kept.run != attempt.folder.parent or kept.layout != plan.frozen:
+            yield "they are other ones, or lie otherwise"
+        for watch, piece in zip(kept.watches, _frozen(plan, pieces), strict=True):
+            if not watch.still_holds(piece):
+                yield f"{watch.key} was changed, or is another tensor"
+        for mark in kept.marks:
+            if not mark.still_holds():
+                yield f"{mark.path} was changed, or has as many links as it may have"
+        yield from self._other_bytes(kept, plan, pieces, stager)
+
+    def _other_bytes(
+        self, kept: _Kept, plan: SavePlan, pieces: Sequence[Piece], stager: Stager
+    ) -> Iterator[str]:
+        """Yields weights that changed without torch's knowing; looks at one part of each."""
+        turn, at = self._round, 0
+        self._round += 1
+        for samples in plan.samples:  # waves lie in the same place of the buffer
+            steps = [sample.part(turn % len(sample)) for sample in samples]
+            found = stager.fetch(plan, pieces, steps)
+            for sample, data in zip(samples, found, strict=True):
+                if crc32(data) != kept.sums[at + turn % len(sample)]:
+                    yield f"{pieces[sample.step.piece].key} was changed, and torch did not count it"
+                at += len(sample)
+
+    def _linking(self, kept: _Kept, plan: SavePlan, attempt: Attempt) -> SaveFiles:
+        kept.lent.add(attempt.name)
+        self._recent.append(kept.folder)
+
+        def heard(_: Written) -> None:
+            kept.lent.discard(attempt.name)
+            self._clear()
+
+        waves = list(map(WaveFiles, plan.trained))
+        waves[-1] = WaveFiles(plan.trained[-1], links=tuple(kept.links), heard=heard)
+        return SaveFiles(tuple(waves), frozen=False)
+
+    def _keeping(self, plan: SavePlan, pieces: Sequence[Piece], attempt: Attempt) -> SaveFiles:
+        run = attempt.folder.parent
+        folder = run / self._place / f"{attempt.name}-{self._rank}"
+        self._folders[folder] = None
+        self._recent.append(folder)
+        watches = [Watch.of(piece, forget=self.forget) for piece in _frozen(plan, pieces)]
+        kept = _Kept(folder, run, self._epoch, plan.frozen, tuple(watches))
+        waves = []
+        for number, images in enumerate(plan.images):
+            trained = len(plan.trained[number]) if number < len(plan.trained) else 0
+            keeps = tuple(
+                Link(image.path, str(folder / image.path), image.size_bytes)
+                for image in images[trained:]
+            )
+            ranges = Fixed(chain.from_iterable(sample.ranges() for sample in plan.samples[number]))
+            heard = partial(self._heard, kept, keeps, last=number == len(plan.images) - 1)
+            waves.append(WaveFiles(images, (), keeps, ranges, heard))
+        return SaveFiles(tuple(waves), frozen=True)
+
+    def _heard(self, kept: _Kept, keeps: Sequence[Link], answer: Written, *, last: bool) -> None:
+        """Notes the frozen files of one wave, and uses them once they are all there."""
+        self._refused |= not answer.kept
+        kept.links += keeps
+        kept.sums += answer.sums
+        with suppress(OSError):  # gone already, so that they are written again
+            kept.marks += [FileMark.of(Path(link.kept)) for link in keeps]
+        if last and not self._refused and len(kept.marks) == len(kept.links):
+            self._kept = kept
+        self._clear()
+
+    def _clear(self) -> None:
+        """Removes files that no save will link any more."""
+        kept = self._kept
+        used = {*self._recent, *([kept.folder] if kept is not None else [])}
+        for folder in list(self._folders):
+            if folder not in used:
+                self._folders.pop(folder, None)
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _frozen(plan: SavePlan, pieces: Sequence[Piece]) -> list[Piece]:
+    """Returns the frozen pieces that this rank writes, in the order of their first bytes."""
+    steps = (sample.step for sample in chain.from_iterable(plan.samples))
+    return [pieces[number] for number in dict.fromkeys(step.piece for step in steps)]
+
+
+def _all_files(plan: SavePlan) -> SaveFiles:
+    return SaveFiles(tuple(map(WaveFiles, plan.images)), frozen=True)

@@ -1,0 +1,210 @@
+"""Runs under torchrun: trains an adapter, and sees that its frozen base is written only once.
+
+Usage: frozen_run.py FOLDER KIND... Each kind works in FOLDER/KIND.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from ckptkit.training import Checkpointer
+from ckptkit.training.handle import SaveReport
+
+FULL = StateDictOptions(full_state_dict=True)
+CPU: dict[str, Any] = {"device_id": torch.device("cpu")}
+BASE = 4 * (1500 * 301 + 301)
+
+
+class Net(nn.Module):
+    """A frozen base, whose rows divide by no number of ranks, and an adapter beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(1500, 301)
+        self.down = nn.Linear(1500, 4, bias=False)
+        self.up = nn.Linear(4, 301, bias=False)
+        self.base.requires_grad_(requires_grad=False)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.base(rows) + self.up(self.down(rows))
+        return hidden
+
+
+def fsdp2(model: Net) -> nn.Module:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    fully_shard(model.base, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def fsdp1_flat(model: Net) -> nn.Module:
+    base = FullyShardedDataParallel(model.base, use_orig_params=False, **CPU)
+    model.register_module("base", base)
+    return FullyShardedDataParallel(model, use_orig_params=False, **CPU)
+
+
+def fsdp1_orig(model: Net) -> nn.Module:
+    return FullyShardedDataParallel(model, use_orig_params=True, **CPU)
+
+
+WRAPPERS: dict[str, Callable[[Net], nn.Module]] = {
+    "fsdp2": fsdp2,
+    "fsdp1_flat": fsdp1_flat,
+    "fsdp1_orig": fsdp1_orig,
+    "ddp": DistributedDataParallel,
+}
+
+
+def make(kind: str, seed: int) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    model = WRAPPERS[kind](Net())
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return {"model": model, "optimizer": torch.optim.AdamW(trained, lr=1e-2)}
+
+
+def train(state: dict[str, Any]) -> None:
+    state["model"](torch.randn(3, 1500)).pow(2).mean().backward()
+    state["optimizer"].step()
+    state["optimizer"].zero_grad()
+
+
+def gathered(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    found = get_model_state_dict(state["model"], options=FULL)
+    return {name: value.clone() for name, value in found.items() if torch.is_tensor(value)}
+
+
+def loaded(step: Path) -> dict[str, torch.Tensor]:
+    """Reads the model of a step with stock torch."""
+    with torch.random.fork_rng():
+        like = {name: torch.full_like(value, 9.0) for name, value in Net().state_dict().items()}
+    dcp.load({"model": like}, checkpoint_id=step / "pytorch_model_fsdp_0", no_dist=True)
+    return like
+
+
+class Session:
+    """Saves step after step, each of which has to hold the live model."""
+
+    def __init__(self, checkpointer: Checkpointer, state: dict[str, Any]) -> None:
+        self.checkpointer = checkpointer
+        self.state = state
+        self.step = 0
+
+    def save(self) -> SaveReport:
+        self.step += 1
+        truth = gathered(self.state)
+        report = self.checkpointer.save(self.step, self.state).report(120)
+        if dist.get_rank() == 0:
+            found = loaded(report.path)
+            assert truth.keys() == found.keys()
+            for name, tensor in truth.items():
+                assert torch.equal(tensor, found[name]), name
+        return report
+
+    def writes_all(self) -> None:
+        report = self.save()
+        assert not report.linked_bytes
+        assert summed(report.size_bytes) > BASE
+
+    def links(self) -> None:
+        report = self.save()
+        assert report.linked_bytes > 0
+        assert BASE < summed(report.linked_bytes) < 1.1 * BASE
+        assert summed(report.size_bytes) < BASE / 8
+
+
+def summed(value: int) -> int:
+    total = torch.tensor(value)
+    dist.all_reduce(total)
+    return int(total)
+
+
+def one_job(folder: Path, kind: str) -> None:
+    state, run = make(kind, 1), folder / "run"
+    with Checkpointer(run, keep_last=2) as checkpointer:
+        session = Session(checkpointer, state)
+        checkpointer.prepare(state)
+        train(state)
+        session.writes_all()
+        for _ in range(3):  # which retire the step that wrote the base
+            train(state)
+            session.links()
+        evaluate(state["model"])
+        session.links()
+        doubts(session)
+        resumed(session, make(kind, 2))
+        session.writes_all()
+    assert [p.name for p in (run / ".ckptkit").iterdir()] == ["lock"] or dist.get_rank()
+    with Checkpointer(run) as checkpointer:
+        session.checkpointer = checkpointer
+        resumed(session, make(kind, 3))
+
+
+def doubts(session: Session) -> None:
+    model = session.state["model"]
+    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+    with torch.no_grad():
+        for parameter in frozen:
+            parameter.add_(1)
+    train(session.state)
+    session.writes_all()
+    session.links()
+    if isinstance(model, FullyShardedDataParallel):
+        with FullyShardedDataParallel.summon_full_params(model, writeback=True), torch.no_grad():
+            next(p for p in model.parameters() if p.shape == (301, 1500))[7, 8] += 1
+        session.writes_all()
+        session.links()
+    # Behind the back of torch, as when adapters are merged and taken apart again.
+    for parameter in frozen:
+        getattr(parameter, "_local_tensor", parameter).data.mul_(1.001)
+    session.writes_all()
+    session.links()
+
+
+def evaluate(model: nn.Module) -> None:
+    model.eval()
+    with torch.no_grad():
+        model(torch.randn(2, 1500))
+    model.train()
+
+
+def resumed(session: Session, other: dict[str, Any]) -> None:
+    assert session.checkpointer.resume(other) == session.step
+    same(gathered(other), gathered(session.state))
+
+
+def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> None:
+    assert first.keys() == second.keys()
+    for name, tensor in first.items():
+        assert torch.equal(tensor, second[name]), name
+
+
+def main() -> None:
+    folder, *kinds = sys.argv[1:]
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    for kind in kinds:
+        place = Path(folder) / kind
+        place.mkdir(parents=True, exist_ok=True)
+        dist.barrier()
+        one_job(place, kind)
+        dist.barrier()
+    # The teardown of gloo's threads now and then aborts a process that is done.
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
