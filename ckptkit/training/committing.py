@@ -26,11 +26,12 @@ class Attempt:
         number: Of the save in this session, as this rank counts them.
         name: Unique in the run: the session's nonce, the step and the number of the try.
         step: The training step.
-        folder: The working folder.
+        folder: The working folder that this rank writes into.
         final: The step's directory.
         manifest: What the manifest will say, but for the files.
         beside: A folder whose files lie beside the shards; empty for none.
         retires: Whether older steps go for it, as the rules say.
+        shared: The working folder of all ranks, where this rank writes into another one first.
     """
 
     number: int
@@ -41,6 +42,7 @@ class Attempt:
     manifest: Mapping[str, Any]
     beside: str = ""
     retires: bool = True
+    shared: Path | None = None
 
 
 class Committer:
@@ -122,7 +124,11 @@ class Committer:
         assert isinstance(answer, Committed)  # noqa: S101  the answer to `Commit`
         for note in answer.notes:
             logger.warning("step %d: %s", attempt.step, note)
-        return {"size_bytes": answer.size_bytes, "removed": list(answer.removed)}
+        return {
+            "size_bytes": answer.size_bytes,
+            "removed": list(answer.removed),
+            "lost": dict(answer.lost),
+        }
 
 
 def _of_ranks(errors: Sequence[tuple[int, Mapping[str, Any]]]) -> CkptkitError:

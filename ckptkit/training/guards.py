@@ -47,6 +47,19 @@ def call_before_changes(
     hook = _Hook(method)
     with ExitStack() as undo:
         undo.callback(register_optimizer_step_pre_hook(hook).remove)
+        undo.callback(_call_before_loading(hook, models))
+        return undo.pop_all().close
+
+
+def call_before_loading(
+    method: Callable[[], None], models: Iterable[nn.Module]
+) -> Callable[[], None]:
+    """Has a method called before every loading into the models, as `call_before_changes` does."""
+    return _call_before_loading(_Hook(method), models)
+
+
+def _call_before_loading(hook: _Hook, models: Iterable[nn.Module]) -> Callable[[], None]:
+    with ExitStack() as undo:
         for model in models:
             register = getattr(model, "register_load_state_dict_pre_hook", None)  # torch 2.5
             if register is not None:

@@ -26,13 +26,18 @@ class Meeting:
     others take over each time they meet.
     """
 
-    def __init__(self, peers: Peers) -> None:
+    def __init__(self, peers: Peers, about: str = "save") -> None:
         """Tells the others that this rank is at no save yet.
+
+        Args:
+            peers: The other ranks.
+            about: What they meet for, unlike that of any other meeting.
 
         Raises:
             PeerError: If the store failed.
         """
         self.rank = peers.rank
+        self._about = about
         self._board = peers.board
         watched = _WatchedBoard(peers.board, self._find_passed)
         self._peers = Peers(peers.rank, peers.world_size, watched, peers.nonce)
@@ -53,7 +58,7 @@ class Meeting:
         number = self._here[0]
         self._tell()
         answer: Mapping[str, Any] = self._peers.agree(
-            f"the save of step {attempt.step}, attempt {attempt.name}",
+            f"the {self._about} of step {attempt.step}, attempt {attempt.name}",
             value,
             lambda values: {"number": number, "outcome": decide(values)},
             timeout_seconds=timeout_seconds,
@@ -64,11 +69,11 @@ class Meeting:
 
     def _tell(self) -> None:
         if self._others:
-            self._board.set(f"at/{self.rank}", json.dumps(self._here).encode())
+            self._board.set(f"at/{self._about}/{self.rank}", json.dumps(self._here).encode())
 
     def _find_passed(self) -> PeerError | None:
         """Looks for a rank that will not come to this rank's save any more."""
-        found = self._board.get_all([f"at/{rank}" for rank in self._others])
+        found = self._board.get_all([f"at/{self._about}/{rank}" for rank in self._others])
         for rank, text in zip(self._others, found or (), strict=False):
             number, step, name = json.loads(text)
             if name != self._here[2] and (number, step) > self._here[:2]:

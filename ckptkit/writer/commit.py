@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any
 
 from ckptkit.core.crc import crc32
 from ckptkit.core.errors import ChecksumError, FormatError, MissingFileError, TruncatedFileError
-from ckptkit.core.manifest import MANIFEST_NAME, FileRecord, parse_manifest
+from ckptkit.core.manifest import MANIFEST_NAME, NODE_RANKS, FileRecord, parse_manifest
 from ckptkit.layouts.dcp_metadata import METADATA_NAME, write_metadata
 from ckptkit.storage.names import check_relative
 from ckptkit.storage.syscalls import Capabilities, sync_directory
@@ -52,12 +52,19 @@ def commit(request: Commit, capabilities: Capabilities, tally: Tally) -> Committ
     began = time.monotonic()
     folder, final = Path(request.folder), Path(request.final)
     attempt = _Attempt(folder, capabilities, tally, _Patience(request.visible_seconds))
+    ranks = request.node_ranks
     with few_collections():
-        attempt.write_metadata(attempt.merge(request.attempt, request.proofs))
+        if ranks:
+            attempt.check(request.attempt, request.proofs, ranks)
+        else:
+            attempt.write_metadata(attempt.merge(request.attempt, request.proofs))
     notes = attempt.copy_from(request.beside)
-    size_bytes = attempt.finish(request.manifest)
+    manifest = without(of_node(request.manifest, ranks), attempt.lost)
+    size_bytes = attempt.finish(manifest, keeps_records=bool(ranks))
     replaced = publish(folder, final, capabilities)
-    retired = [Path(step) for step in request.remove if Path(step) != final]
+    # A step that lacks something takes the place of none that has all.
+    remove = () if attempt.lost else request.remove
+    retired = [Path(step) for step in remove if Path(step) != final]
     removed, unremoved = clear(replaced, retired)
     return Committed(
         attempt=request.attempt,
@@ -65,7 +72,13 @@ def commit(request: Commit, capabilities: Capabilities, tally: Tally) -> Committ
         seconds=time.monotonic() - began,
         removed=tuple(map(str, removed)),
         notes=(*notes, *unremoved),
+        lost=attempt.lost,
     )
+
+
+def without(document: Mapping[str, Any], lost: Mapping[str, str]) -> Mapping[str, Any]:
+    """Returns a manifest that says what the step lacks, by the user's name, and why."""
+    return {**document, "source": {**document["source"], "lost": lost}} if lost else document
 
 
 class _Patience:
@@ -98,16 +111,39 @@ class _Attempt:
     tally: Tally
     patience: _Patience
     files: dict[str, FileRecord] = field(default_factory=dict)  # by path
+    lost: Mapping[str, str] = field(default_factory=dict)  # see `Merged`
 
     def merge(self, attempt: str, proofs: Sequence[Proof]) -> Mapping[str, Unit]:
         """Reads all records, sees that their files are there, and merges them."""
-        if [proof.rank for proof in proofs] != list(range(len(proofs))):
+        merger = Merger(len(proofs))
+        for record, where in self._records(attempt, proofs, range(len(proofs))):
+            merger.add(record, where=where)
+        merged = merger.result()
+        for unit in merged.empty:
+            self._remove(unit)
+        self.lost = merged.lost
+        return merged.units
+
+    def _remove(self, unit: str) -> None:
+        """Removes the files of a directory of which the step does without."""
+        shutil.rmtree(self.folder / unit, ignore_errors=True)
+        for path in [path for path in self.files if path.startswith(f"{unit}/")]:
+            del self.files[path]
+
+    def check(self, attempt: str, proofs: Sequence[Proof], ranks: Sequence[int]) -> None:
+        """Reads the records of some ranks, and sees that their files are there."""
+        for _ in self._records(attempt, proofs, ranks):
+            pass
+
+    def _records(
+        self, attempt: str, proofs: Sequence[Proof], ranks: Sequence[int]
+    ) -> Iterator[tuple[RankRecord, str]]:
+        if [proof.rank for proof in proofs] != list(ranks):
             raise FormatError(
                 f"proofs of the ranks {[proof.rank for proof in proofs]} were found where each of"
-                f" {len(proofs)} ranks was to give one, in order",
+                f" {len(ranks)} ranks was to give one, in order",
                 where=str(self.folder),
             )
-        merger = Merger(len(proofs))
         for proof in proofs:
             where = str(self.folder / proof.path)
             record = self._read(proof, where)
@@ -118,8 +154,7 @@ class _Attempt:
                     where=where,
                 )
             self._see(record.files, where)
-            merger.add(record, where=where)
-        return merger.units()
+            yield record, where
 
     def write_metadata(self, units: Mapping[str, Unit]) -> None:
         """Writes the index of every unit."""
@@ -159,10 +194,11 @@ class _Attempt:
             self.tally.done_bytes += len(data)
         return []
 
-    def finish(self, document: Mapping[str, Any]) -> int:
+    def finish(self, document: Mapping[str, Any], *, keeps_records: bool) -> int:
         """Makes the folder durable, the manifest last; returns the bytes of all files."""
         where = str(self.folder / MANIFEST_NAME)
-        shutil.rmtree(self.folder / FOLDER)
+        if not keeps_records:
+            shutil.rmtree(self.folder / FOLDER)
         sync_tree(self.folder, self.capabilities)
         manifest = manifest_bytes(document, self.files, where)
         put_file(self.folder / MANIFEST_NAME, manifest)
@@ -222,6 +258,13 @@ class _Attempt:
             where=where,
             hint=_LATE,
         )
+
+
+def of_node(document: Mapping[str, Any], ranks: Sequence[int]) -> Mapping[str, Any]:
+    """Returns a manifest that names the ranks whose files alone lie beside it, if any are given."""
+    if not ranks:
+        return document
+    return {**document, "source": {**document["source"], NODE_RANKS: list(ranks)}}
 
 
 def manifest_bytes(

@@ -301,7 +301,7 @@ def test_a_save_that_is_complete_has_not_failed_though_the_others_cannot_be_told
     run: Path, monkeypatch: pytest.MonkeyPatch, log: Any
 ) -> None:
     with Checkpointer(run) as saver:
-        meeting = saver._slots[0]._saver._meeting
+        meeting: Any = vars(saver._ending)["_meeting"]
         agree = meeting.agree
 
         def fail(*arguments: Any, **options: Any) -> None:

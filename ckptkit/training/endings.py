@@ -1,0 +1,55 @@
+"""Which way the saves of a job end: at the shared place, or on the nodes' own disks first."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+from ckptkit.training.committing import Committer
+from ckptkit.training.meeting import Meeting
+from ckptkit.training.peers import Peers
+from ckptkit.training.saving import Ending
+from ckptkit.training.session import Session
+from ckptkit.training.settings import Settings
+from ckptkit.training.settling import Settler
+from ckptkit.training.tier_recovery import Recovery
+from ckptkit.training.tier_saving import TierEnding
+from ckptkit.training.tiers import open_tier
+from ckptkit.training.writer_process import Patience
+
+
+def open_ending(session: Session, peers: Peers, settings: Settings) -> Ending:
+    """Makes what ends the saves of a job; all ranks have to call this.
+
+    Where the nodes' own disks come first, the newest step that an earlier job left there is
+    drained before anything else.
+
+    Raises:
+        CkptkitError: If such a disk, or the shared place, cannot be used.
+    """
+    timeout = settings.timeout_seconds
+    committer = Committer(session.committer, session.retired_by, timeout_seconds=timeout)
+
+    def settler(about: str) -> Settler:
+        return Settler(
+            Meeting(peers, about),
+            committer if peers.rank == 0 else None,
+            timeout_seconds=timeout,
+            listener=settings.listener,
+        )
+
+    if settings.local is None:
+        return settler("save")
+    with ExitStack() as undo:
+        tier = open_tier(settings.local, session.run, peers, timeout_seconds=timeout)
+        undo.callback(tier.close)
+        recovery = Recovery(tier, session.run, peers, session.committer, timeout)
+
+        def recover() -> None:
+            session.count_from(recovery.run_all() or 0)
+
+        recover()
+        patience = Patience(settings.stall_seconds, settings.timeout_seconds)
+        meeting, drain = Meeting(peers), settler("drain")
+        ending = TierEnding(tier, meeting, drain, patience, recover, timeout_seconds=timeout)
+        undo.pop_all()
+    return ending

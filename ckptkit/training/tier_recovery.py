@@ -1,0 +1,239 @@
+"""What an earlier job left on the nodes' own disks: drained if it is whole, else passed over."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from ckptkit.core.crc import crc32
+from ckptkit.core.errors import CkptkitError, InputError, SaveError, error_from_json
+from ckptkit.core.manifest import NODE_RANKS
+from ckptkit.training.peers import Peers, name_ranks
+from ckptkit.training.run_folder import RunFolder
+from ckptkit.training.tiers import LocalTier, NodeCopy
+from ckptkit.training.writer_process import WriterProcess
+from ckptkit.writer.draining import BESIDE
+from ckptkit.writer.messages import Commit, Discard, Proof
+from ckptkit.writer.record import FOLDER, parse_record
+from ckptkit.writer.tier_messages import Drain
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """Brings the newest step of earlier jobs from the nodes' disks to the shared place.
+
+    Attributes:
+        tier: This node's disk.
+        run: The shared directory.
+        peers: The ranks.
+        process: What commits; used on rank 0.
+        timeout_seconds: How long other ranks are waited for.
+        told: The attempts of which rank 0 has said what is missing; they are looked at again.
+    """
+
+    tier: LocalTier
+    run: RunFolder
+    peers: Peers
+    process: WriterProcess
+    timeout_seconds: float
+    told: set[str] = field(default_factory=set)
+
+    def run_all(self) -> int | None:
+        """Drains the newest step that is whole over all nodes, where the run has none as new.
+
+        Which rank is on which node may have changed since, and how many there are.
+
+        Returns:
+            Its `save_number`, None where there was none; the same on all ranks.
+
+        Raises:
+            CkptkitError: On every rank, if there is one and the shared place cannot take it.
+        """
+        here = _described(self.tier) if self.tier.leads else []
+        found = self._agree("what lies on the nodes' own disks", here, self._newest)
+        if found is None:
+            return None
+        try:
+            outcome = self._drained(found)
+        except CkptkitError as error:
+            outcome = {"error": error.to_json()}
+        agreed = self._agree(
+            "draining an earlier job's step", outcome, lambda all_of: self._commit(found, all_of)
+        )
+        if agreed is None:
+            return int(found["save_number"])
+        failure = error_from_json(agreed)
+        if not isinstance(failure, InputError):
+            raise failure
+        if self.peers.rank == 0:
+            logger.warning("%s on the nodes' own disks is passed over: %s", found["name"], failure)
+        return None
+
+    def _agree(self, topic: str, value: Any, decide: Any) -> Any:
+        return self.peers.agree(topic, value, decide, timeout_seconds=self.timeout_seconds)
+
+    def _newest(self, of_ranks: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any] | None:
+        """Chooses, on rank 0, the newest step that is whole; says what is missing of others."""
+        saved = self.run.last_save_number()
+        found: dict[str, dict[str, Any]] = {}
+        for leader, copies in enumerate(of_ranks):
+            for copy in copies:
+                if copy["save_number"] > saved:
+                    entry = found.setdefault(copy["attempt"], {**copy, "nodes": {}})
+                    entry["nodes"][str(leader)] = copy["ranks"]
+        for entry in sorted(found.values(), key=lambda one: -one["save_number"]):
+            there = {rank for ranks in entry["nodes"].values() for rank in ranks}
+            missing = sorted(set(range(entry["world_size"])) - there)
+            if not missing:
+                return entry
+            self._say_missing(entry, missing)
+        return None
+
+    def _say_missing(self, entry: Mapping[str, Any], missing: Sequence[int]) -> None:
+        if entry["attempt"] in self.told:
+            return
+        self.told.add(entry["attempt"])
+        logger.warning(
+            "%s lies on the nodes' own disks without the files of %s, which is on no node of"
+            " this job: it is passed over",
+            entry["name"],
+            name_ranks(missing),
+        )
+
+    def _target(self, found: Mapping[str, Any]) -> Path:
+        return self.run.working_folder(self.run.path / found["name"], self.peers.nonce, 0)
+
+    def _drained(self, found: Mapping[str, Any]) -> dict[str, Any]:
+        """Copies this rank's share of what lies on its node; returns the proofs of it."""
+        mine = self._share(found["nodes"])
+        if not mine:
+            return {"proofs": []}
+        folder = self.tier.path / found["name"]
+        records = {rank: f"{FOLDER}/{rank}.json" for rank in mine}
+        try:
+            data = {rank: (folder / path).read_bytes() for rank, path in records.items()}
+            further = _further(folder, self.tier) if self.tier.leads else ()
+        except OSError as error:
+            raise InputError(f"cannot be read: {error}", where=str(folder)) from error
+        request = Drain(
+            attempt=found["attempt"],
+            folder=str(folder),
+            target=str(self._target(found)),
+            records=tuple(records.values()),
+            further=further,
+        )
+        self.process.request(request)
+        return {
+            "proofs": [
+                {
+                    "rank": rank,
+                    "path": records[rank],
+                    "size_bytes": len(text),
+                    "crc32": crc32(text),
+                }
+                for rank, text in data.items()
+            ]
+        }
+
+    def _share(self, nodes: Mapping[str, Sequence[int]]) -> list[int]:
+        """Returns the earlier ranks whose files this rank copies; those of a node share them."""
+        taken: set[int] = set()  # a rank may lie on two nodes: the first one has it
+        for leader in sorted(nodes, key=int):
+            left = [rank for rank in nodes[leader] if rank not in taken]
+            taken.update(left)
+            if int(leader) == self.tier.ranks[0]:
+                return left[self.tier.ranks.index(self.peers.rank) :: len(self.tier.ranks)]
+        return []
+
+    def _commit(
+        self, found: Mapping[str, Any], of_ranks: Sequence[Mapping[str, Any]]
+    ) -> dict[str, Any] | None:
+        """Commits what all ranks have copied, on rank 0; returns what went wrong."""
+        target = self._target(found)
+        error = next((value["error"] for value in of_ranks if "error" in value), None)
+        if error is None:
+            proofs = sorted(
+                (Proof(**proof) for value in of_ranks for proof in value["proofs"]),
+                key=lambda proof: proof.rank,
+            )
+            beside = target / BESIDE
+            try:
+                self.process.request(
+                    Commit(
+                        attempt=found["attempt"],
+                        folder=str(target),
+                        final=str(self.run.path / found["name"]),
+                        proofs=tuple(proofs),
+                        manifest=found["manifest"],
+                        beside=str(beside) if beside.is_dir() else "",
+                    )
+                )
+            except CkptkitError as caught:
+                error = caught.to_json()
+        if error is None:
+            logger.info("%s of an earlier job was drained from the nodes' disks", found["name"])
+            return None
+        try:
+            self.process.request(Discard(found["attempt"], str(target)))
+        except CkptkitError as caught:
+            logger.warning("%s was left behind: %s", target, caught)
+        return dict(error)
+
+
+def _described(tier: LocalTier) -> list[dict[str, Any]]:
+    """Returns what the other ranks have to know of the parts of steps on this node."""
+    try:
+        copies = list(tier.copies())
+    except OSError as error:
+        logger.warning("%s cannot be listed: %s", tier.path, error)
+        return []
+    return [_document(copy) for copy in copies if _is_numbered(copy)]
+
+
+def _is_numbered(copy: NodeCopy) -> bool:
+    source = copy.manifest.source
+    numbers = (source.get("save_number"), source.get("world_size"), source.get("step"))
+    return all(isinstance(number, int) for number in numbers) and _is_whole(copy)
+
+
+def _is_whole(copy: NodeCopy) -> bool:
+    try:
+        return all(
+            (copy.path / name).stat().st_size == record.size_bytes
+            for name, record in copy.manifest.files.items()
+        )
+    except OSError:
+        return False
+
+
+def _document(copy: NodeCopy) -> dict[str, Any]:
+    source = {key: value for key, value in copy.manifest.source.items() if key != NODE_RANKS}
+    return {
+        "name": copy.path.name,
+        "attempt": str(source.get("attempt")),
+        "save_number": source["save_number"],
+        "world_size": source["world_size"],
+        "ranks": list(copy.ranks),
+        "manifest": json.loads(replace(copy.manifest, source=source, files={}).to_json()),
+    }
+
+
+def _further(folder: Path, tier: LocalTier) -> tuple[str, ...]:
+    """Returns the files of a node's part that none of its records names: what lies beside."""
+    copy = next((one for one in tier.copies() if one.path == folder), None)
+    if copy is None:
+        raise SaveError("it is gone", where=str(folder))
+    named = {
+        file.path
+        for rank in copy.ranks
+        for file in parse_record(
+            (folder / FOLDER / f"{rank}.json").read_bytes(), where=str(folder)
+        ).files
+    }
+    return tuple(sorted(copy.manifest.files.keys() - named))

@@ -1,0 +1,240 @@
+"""The first of two tiers: a directory on the node's own disk, shared by the ranks of the node.
+
+Which ranks share one shows by itself: each leaves a mark there, and looks whose marks it sees.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ckptkit.core.errors import CkptkitError, UsageError, error_from_json
+from ckptkit.core.manifest import (
+    MANIFEST_NAME,
+    NODE_RANKS,
+    Manifest,
+    check_manifest_size,
+    parse_manifest,
+)
+from ckptkit.storage.run_marks import MARKS_FOLDER
+from ckptkit.training.committing import Attempt
+from ckptkit.training.peers import Peers
+from ckptkit.training.run_folder import RunFolder, RunLock
+from ckptkit.writer.failures import as_failure
+from ckptkit.writer.publish import clear
+from ckptkit.writer.sweep import sweep
+
+logger = logging.getLogger(__name__)
+_MARK = "node-"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeCopy:
+    """A step's files of the ranks of one node.
+
+    Attributes:
+        path: Where they lie.
+        manifest: Lists them.
+        ranks: Whose they are.
+    """
+
+    path: Path
+    manifest: Manifest
+    ranks: tuple[int, ...]
+
+
+class LocalTier:
+    """A node's own disk, as one of its ranks sees it.
+
+    Attributes:
+        path: The directory.
+        ranks: Those that share it, in order.
+        leads: Whether this rank does what is done once for all of them.
+    """
+
+    def __init__(
+        self, path: Path, ranks: tuple[int, ...], *, leads: bool, lock: RunLock | None
+    ) -> None:
+        """Takes over the lock, which the rank that leads has where there are locks."""
+        self.path = path
+        self.ranks = ranks
+        self.leads = leads
+        self._lock = lock
+
+    def placed(self, attempt: Attempt) -> Attempt:
+        """Returns an attempt whose files this rank writes to the node's own disk first."""
+        return replace(attempt, folder=self.path / attempt.folder.name, shared=attempt.folder)
+
+    def final(self, attempt: Attempt) -> Path:
+        """Returns where this node's part of a step lies once it is whole."""
+        return self.path / attempt.final.name
+
+    def copies(self) -> Iterator[NodeCopy]:
+        """Yields the parts of steps that lie here, damaged ones left out."""
+        for path in sorted(self.path.iterdir()):
+            copy = None if path.name.startswith(".") else _copy_at(path)
+            if copy is not None:
+                yield copy
+
+    def keep_only(self, find_names: Callable[[], Collection[str]]) -> None:
+        """Removes all parts of steps but some; only the rank that leads does something.
+
+        Args:
+            find_names: Returns the names of those that stay; asked once it is known what there
+                is, since a step may come in between.
+        """
+        if not self.leads:
+            return
+        try:
+            there = [copy.path for copy in self.copies()]
+        except OSError as error:
+            logger.warning("%s: old steps stay, for it cannot be listed: %s", self.path, error)
+            return
+        names = find_names()
+        for note in clear(None, [path for path in there if path.name not in names])[1]:
+            logger.warning("%s: %s", self.path, note)
+
+    def close(self) -> None:
+        """Gives the directory to the next job."""
+        if self._lock is not None:
+            self._lock.close()
+
+
+def open_tier(local: Path, run: RunFolder, peers: Peers, *, timeout_seconds: float) -> LocalTier:
+    """Opens the nodes' own directories on all ranks, clears them of wrecks, and locks them.
+
+    Args:
+        local: This rank's; equal or unlike on others.
+        run: The directory that all share.
+        peers: The ranks.
+        timeout_seconds: How long they are waited for.
+
+    Raises:
+        UsageError: On every rank, if one of the directories is that of the run.
+        RefusedError: On every rank, if one cannot be used, or another job is writing there.
+        PeerError: If another rank does not come in time.
+    """
+    opening = _Opening(local, run, peers, timeout_seconds)
+    with ExitStack() as undo:
+        undo.callback(opening.unmark)
+        opening.tell("the nodes' own directories", opening.mark)
+        undo.callback(opening.give_back)
+        opening.tell("whose they are", opening.take)
+        peers.agree(
+            "who shares them", opening.ranks, _check_groups, timeout_seconds=timeout_seconds
+        )
+        opening.unmark()
+        undo.pop_all()
+    ranks = opening.ranks
+    return LocalTier(opening.path, ranks, leads=ranks[0] == peers.rank, lock=opening.lock)
+
+
+class _Opening:
+    """The steps of opening a node's directory; what goes wrong on one rank is told to all."""
+
+    def __init__(self, local: Path, run: RunFolder, peers: Peers, timeout_seconds: float) -> None:
+        self.path = local
+        self.ranks: tuple[int, ...] = ()
+        self.lock: RunLock | None = None
+        self._run = run
+        self._peers = peers
+        self._timeout_seconds = timeout_seconds
+        self._folder: RunFolder | None = None
+
+    def tell(self, topic: str, work: Any) -> None:
+        """Does some work on all ranks; raises on all of them what went wrong on any."""
+        problem: dict[str, Any] | None = None
+        try:
+            work()
+        except CkptkitError as error:
+            problem = error.to_json()
+        except OSError as error:
+            problem = as_failure(error, str(self.path)).to_json()
+        raise_first(
+            self._peers.agree(
+                topic, problem, lambda found: found, timeout_seconds=self._timeout_seconds
+            )
+        )
+
+    def mark(self) -> None:
+        """Makes the directory, and leaves this rank's mark there."""
+        self._folder = RunFolder(self.path, prefix=self._run.prefix)
+        self.path = self._folder.path
+        if self.path.samefile(self._run.path):
+            raise UsageError(
+                f"is {str(self.path)!r}, which is the directory of the run itself",
+                where="local",
+                hint="name a directory on the node's own disk",
+            )
+        self._own_mark().touch()
+
+    def take(self) -> None:
+        """Looks who else is here; the first of them takes the lock and clears up."""
+        marks = self._own_mark().parent.glob(f"{_MARK}{self._peers.nonce}-*")
+        self.ranks = tuple(sorted(int(mark.name.rpartition("-")[2]) for mark in marks))
+        if self.ranks[0] != self._peers.rank:
+            return
+        assert self._folder is not None  # noqa: S101  `mark` has set it
+        self.lock = self._folder.lock()
+        if self.lock is not None:
+            for note in sweep(self.path):
+                logger.info("%s: %s", self.path, note)
+
+    def unmark(self) -> None:
+        """Removes this rank's mark."""
+        with suppress(OSError):
+            self._own_mark().unlink(missing_ok=True)
+
+    def give_back(self) -> None:
+        """Gives up the lock."""
+        if self.lock is not None:
+            self.lock.close()
+
+    def _own_mark(self) -> Path:
+        name = f"{_MARK}{self._peers.nonce}-{self._peers.rank}"
+        return self.path / MARKS_FOLDER / name
+
+
+def _check_groups(of_ranks: Sequence[Sequence[int]]) -> None:
+    """Refuses directories whose marks show to some of the ranks that share them, and not to all.
+
+    Raises:
+        UsageError: If there is one.
+    """
+    for rank, group in enumerate(of_ranks):
+        other = next((member for member in group if of_ranks[member] != group), None)
+        if other is not None:
+            raise UsageError(
+                f"shows other files on rank {rank} than on rank {other}, where a disk that the"
+                " ranks of one node share was expected",
+                where="local",
+                hint="name a directory on the node's own disk",
+            )
+
+
+def raise_first(problems: list[Mapping[str, Any] | None]) -> None:
+    """Raises the first of the ranks' errors, which says where it happened.
+
+    Raises:
+        CkptkitError: If there is one.
+    """
+    for rank, document in enumerate(problems):
+        if document is not None:
+            raise error_from_json(document).located(f"rank {rank}")
+
+
+def _copy_at(path: Path) -> NodeCopy | None:
+    file = path / MANIFEST_NAME
+    try:
+        check_manifest_size(file.stat().st_size, where=str(file))
+        manifest = parse_manifest(file.read_bytes(), where=str(file))
+    except (CkptkitError, OSError):
+        return None
+    ranks = manifest.source.get(NODE_RANKS)
+    if not isinstance(ranks, list):
+        return None
+    return NodeCopy(path, manifest, tuple(int(rank) for rank in ranks))

@@ -1,0 +1,316 @@
+"""What goes wrong between a node's own disk and the shared place: no step is lost or torn."""
+
+from __future__ import annotations
+
+import array
+import fcntl
+import importlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import termios
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckptkit
+from ckptkit.core.errors import (
+    CkptkitError,
+    MissingFileError,
+    NoSpaceError,
+    RefusedError,
+    TruncatedFileError,
+    WriterError,
+)
+from ckptkit.storage.syscalls import Capabilities, detect_capabilities
+from ckptkit.training import Checkpointer
+from ckptkit.training.tier_saving import TierEnding
+from ckptkit.training.writer_process import WriterProcess
+from ckptkit.writer.commit import commit
+from ckptkit.writer.draining import Drainer
+from ckptkit.writer.messages import Proof
+from ckptkit.writer.persist import Persister
+from ckptkit.writer.tier_messages import Drain
+from ckptkit.writer.watching import Tally
+
+troubles: Any = importlib.import_module("troubles")  # put there by conftest.py
+writing: Any = importlib.import_module("writing")
+NATIVE = detect_capabilities()
+SECONDS = 30.0
+EVERY_PLATFORM = pytest.mark.parametrize(
+    "capabilities", [NATIVE, replace(NATIVE, direct_io=False), Capabilities.none()]
+)
+
+
+def fresh(seed: int) -> dict[str, Any]:
+    return dict(troubles.state_of(troubles.network(seed), seed))
+
+
+def opened(folder: Path, **options: Any) -> Checkpointer:
+    return Checkpointer(folder / "run", local=folder / "node", **options)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
+
+
+def processes(checkpointer: Checkpointer) -> tuple[WriterProcess, WriterProcess]:
+    """Returns what commits on the node, and what drains."""
+    ending = checkpointer._ending
+    assert isinstance(ending, TierEnding)
+    return ending._keeper, ending._drains._process
+
+
+def stop(process: WriterProcess) -> int:
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGSTOP)
+    return process.pid
+
+
+def kill_when_asked(process: WriterProcess) -> None:
+    """Kills a stopped process once a request is there that it does not read."""
+    assert process.pid is not None
+    until = time.monotonic() + SECONDS
+    unread = array.array("i", [0])
+    while not unread[0]:
+        assert process._socket is not None
+        assert time.monotonic() < until
+        time.sleep(0.01)
+        fcntl.ioctl(process._socket, termios.TIOCOUTQ, unread)
+    os.kill(process.pid, signal.SIGKILL)
+
+
+def test_a_drain_that_dies_fails_the_save_and_resume_drains_it_anew(tmp_path: Path) -> None:
+    state = fresh(1)
+    with opened(tmp_path) as checkpointer:
+        troubles.saved(checkpointer, 1, state)
+        drains = processes(checkpointer)[1]
+        stop(drains)
+        troubles.train(state)
+        truth = troubles.facts(state)
+        handle = checkpointer.save(2, state)
+        assert handle.local_result(SECONDS).parent == tmp_path / "node"
+        kill_when_asked(drains)
+        troubles.fails(handle, WriterError, "SIGKILL")
+        assert names(tmp_path / "run") == ["checkpoint-1"]
+        troubles.resumes(checkpointer, 2, truth, fresh(2))
+        truth = troubles.saved(checkpointer, 3, state)
+        troubles.resumes(checkpointer, 3, truth, fresh(3))
+    assert names(tmp_path / "run") == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
+    assert names(tmp_path / "node") == ["checkpoint-3"]
+
+
+def test_a_committer_of_the_node_that_dies_fails_one_save(tmp_path: Path) -> None:
+    state = fresh(1)
+    with opened(tmp_path) as checkpointer:
+        troubles.saved(checkpointer, 1, state)
+        keeper = processes(checkpointer)[0]
+        stop(keeper)
+        handle = checkpointer.save(2, state)
+        kill_when_asked(keeper)
+        troubles.fails(handle, WriterError, "SIGKILL")
+        with pytest.raises(WriterError):
+            handle.local_result(SECONDS)
+        truth = troubles.saved(checkpointer, 3, state)
+        troubles.resumes(checkpointer, 3, truth, fresh(2))
+    assert names(tmp_path / "run") == ["checkpoint-1", "checkpoint-3"]
+    assert troubles.working_folders(tmp_path / "node") == []
+
+
+def test_a_step_saved_again_while_it_is_drained_waits_for_that(tmp_path: Path) -> None:
+    state = fresh(1)
+    with opened(tmp_path) as checkpointer:
+        troubles.saved(checkpointer, 1, state)
+        pid = stop(processes(checkpointer)[1])
+        troubles.train(state)
+        first = checkpointer.save(2, state)
+        first.local_result(SECONDS)
+        troubles.train(state)
+        truth = troubles.facts(state)
+        second = checkpointer.save(2, state)
+        with pytest.raises(TimeoutError):
+            second.local_result(0.5)
+        os.kill(pid, signal.SIGCONT)
+        assert first.result(SECONDS) == second.result(SECONDS)
+        troubles.resumes(checkpointer, 2, truth, fresh(2))
+
+
+def test_a_damaged_step_of_the_node_is_not_drained(tmp_path: Path) -> None:
+    state = fresh(1)
+    checkpointer = opened(tmp_path)
+    truth = troubles.saved(checkpointer, 1, state)
+    drains = processes(checkpointer)[1]
+    stop(drains)
+    handle = checkpointer.save(2, state)
+    local = handle.local_result(SECONDS)
+    kill_when_asked(drains)
+    troubles.fails(handle, WriterError, "SIGKILL")
+    checkpointer.close()
+    file = local / "pytorch_model_fsdp_0/__0_0.distcp"
+    os.truncate(file, file.stat().st_size - 1)
+    with opened(tmp_path) as checkpointer:
+        troubles.resumes(checkpointer, 1, truth, fresh(2))
+        assert names(tmp_path / "run") == ["checkpoint-1"]
+
+
+def test_a_second_job_on_the_node_is_refused(tmp_path: Path) -> None:
+    with (
+        opened(tmp_path),
+        pytest.raises(RefusedError, match="another job is writing"),
+    ):
+        Checkpointer(tmp_path / "other", local=tmp_path / "node")
+
+
+@contextmanager
+def mounted(place: Path, size: str) -> Iterator[None]:
+    place.mkdir(parents=True)
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(place)]
+    if subprocess.run(command, check=False, capture_output=True).returncode:
+        pytest.skip("mounting is not permitted here")
+    try:
+        yield
+    finally:
+        subprocess.run([shutil.which("umount") or "umount", "-l", str(place)], check=True)
+
+
+def test_a_full_shared_place_fails_the_save_and_leaves_the_step_on_the_node(
+    tmp_path: Path,
+) -> None:
+    state = fresh(1)
+    with mounted(tmp_path / "run", "100k"), opened(tmp_path) as checkpointer:
+        handle = checkpointer.save(1, state)
+        assert handle.local_result(SECONDS) == tmp_path / "node/checkpoint-1"
+        troubles.fails(handle, NoSpaceError, "full")
+        assert names(tmp_path / "run") == []
+        assert troubles.working_folders(tmp_path / "run") == []
+        with pytest.raises(NoSpaceError, match="full"):
+            checkpointer.resume(fresh(2))
+        assert ckptkit.verify(tmp_path / "node").ok
+
+
+def test_a_state_too_large_for_the_memory_and_the_node_fails_clearly(tmp_path: Path) -> None:
+    with (
+        mounted(tmp_path / "node", "100k"),
+        opened(tmp_path, staging_limit="3MB") as checkpointer,
+    ):
+        state = dict(troubles.state_of(troubles.network(1, 20_000), 1))
+        troubles.train(state)
+        troubles.fails(checkpointer.save(1, state), NoSpaceError, "full")
+        truth = troubles.saved(checkpointer, 2, fresh(1))
+        troubles.resumes(checkpointer, 2, truth, fresh(2))
+
+
+def kept_on_nodes(folder: Path, attempts: tuple[str, str]) -> tuple[list[Any], list[Proof]]:
+    """Makes a step of two ranks, of which each lies on a node of its own, not drained yet."""
+    saves = [
+        writing.Save(folder / node, world_size=2, attempt=attempt)
+        for node, attempt in zip("ab", attempts, strict=True)
+    ]
+    proofs = []
+    for rank, save in enumerate(saves):
+        memory, request = save.persist(rank, writing.usual_units(rank, 2))
+        persister = Persister(NATIVE)
+        size_bytes = memory.share().size_bytes
+        persister.attach(memory.descriptor, size_bytes)
+        proof = persister.persist(request, Tally()).proof
+        assert proof is not None
+        proofs.append(proof)
+        whole = save.commit([proof], node_ranks=(rank,))
+        source = {"step": save.step, "attempt": save.attempt, "world_size": 2}
+        document = {**whole.manifest, "source": source}
+        commit(replace(whole, manifest=document), NATIVE, Tally())
+    return saves, proofs
+
+
+def drained(save: Any, rank: int, target: Path, capabilities: Capabilities = NATIVE) -> int:
+    records = (f".ranks/{rank}.json",)
+    request = Drain(save.attempt, str(save.final), str(target), records)
+    return Drainer(capabilities).drain(request, Tally()).size_bytes
+
+
+@EVERY_PLATFORM
+def test_drained_parts_commit_to_what_was_written(
+    tmp_path: Path, capabilities: Capabilities
+) -> None:
+    saves, proofs = kept_on_nodes(tmp_path, ("0123abcd-1", "0123abcd-1"))
+    shared = writing.Save(tmp_path / "run", world_size=2)
+    for rank, save in enumerate(saves):
+        held = [path for path in save.final.rglob("*") if path.is_file()]
+        size_bytes = sum(path.stat().st_size for path in held if path.name != "ckptkit.json")
+        assert drained(save, rank, shared.folder, capabilities) == size_bytes
+    commit(shared.commit(proofs), NATIVE, Tally())
+    assert ckptkit.verify(shared.final).ok
+    for save in saves:
+        for path in save.final.rglob("*.distcp"):
+            there = shared.final / path.relative_to(save.final)
+            assert there.read_bytes() == path.read_bytes()
+    assert ckptkit.diff(shared.final, tmp_path / "run").same
+
+
+def test_parts_of_two_saves_are_not_united(tmp_path: Path) -> None:
+    saves, _ = kept_on_nodes(tmp_path, ("0123abcd-1", "0123abcd-2"))
+    with pytest.raises(CkptkitError, match="where copies of one save were expected"):
+        ckptkit.consolidate(saves[0].run, tmp_path / "out", also=[saves[1].run])
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_is_missing_or_cut_short_on_the_node_is_not_drained(tmp_path: Path) -> None:
+    saves, _ = kept_on_nodes(tmp_path, ("0123abcd-1", "0123abcd-1"))
+    file = next(saves[0].final.rglob("*.distcp"))
+    os.truncate(file, file.stat().st_size - 1)
+    with pytest.raises(TruncatedFileError) as caught:
+        drained(saves[0], 0, tmp_path / "x")
+    assert caught.value.where == str(file)
+    file.unlink()
+    with pytest.raises(MissingFileError):
+        drained(saves[0], 0, tmp_path / "y")
+    (saves[0].final / ".ranks/0.json").unlink()
+    with pytest.raises(MissingFileError):
+        drained(saves[0], 0, tmp_path / "z")
+
+
+def test_files_of_any_size_are_drained_as_they_are(tmp_path: Path) -> None:
+    sizes = (0, 1, 4096, (8 << 20) - 1, (8 << 20) + 4097)
+    folder, target = tmp_path / "node", tmp_path / "shared"
+    (folder / ".ranks").mkdir(parents=True)
+    for size in sizes:
+        (folder / str(size)).write_bytes(os.urandom(size))
+    files = [{"path": str(size), "size_bytes": size, "crc32": None} for size in sizes]
+    record = {"rank": 0, "world_size": 1, "attempt": "x", "units": {}, "files": files}
+    (folder / ".ranks/0.json").write_text(json.dumps(record))
+    request = Drain("x", str(folder), str(target), (".ranks/0.json",), ("1",))
+    Drainer(NATIVE).drain(request, Tally())
+    for size in sizes:
+        assert (target / str(size)).read_bytes() == (folder / str(size)).read_bytes()
+    assert (target / ".ranks/beside/1").read_bytes() == (folder / "1").read_bytes()
+
+
+def test_files_that_steps_have_in_common_are_linked_at_the_shared_place_too(
+    tmp_path: Path,
+) -> None:
+    state = fresh(1)
+    state["model"][0].requires_grad_(requires_grad=False)
+    run = tmp_path / "run"
+    with opened(tmp_path) as checkpointer:
+        for step in (1, 2):
+            troubles.saved(checkpointer, step, state)
+        with torch.no_grad():
+            state["model"][0].weight.add_(1)
+        truth = troubles.saved(checkpointer, 3, state)
+        troubles.resumes(checkpointer, 3, truth, fresh(2))
+    inodes = [
+        {file.stat().st_ino for file in (run / f"checkpoint-{step}/pytorch_model_fsdp_0").iterdir()}
+        for step in (1, 2, 3)
+    ]
+    assert len(inodes[0] & inodes[1]) == 1
+    assert not inodes[1] & inodes[2]
+    for step in (1, 2, 3):
+        assert ckptkit.verify(run / f"checkpoint-{step}").ok
