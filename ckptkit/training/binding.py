@@ -25,6 +25,7 @@ class Binding:
         self._layout: Layout = layout
         self._rank = rank
         self._world_size = world_size
+        self._given: Mapping[str, object] | None = None
         self._leaves: _Leaves = ()
         self._bound: BoundState | None = None
 
@@ -40,6 +41,7 @@ class Binding:
                 where="state",
                 hint='give the objects names, such as {"model": model, "optimizer": optimizer}',
             )
+        self._given = state
         found = leaves(state, self._layout)
         bound, self._bound = self._bound, None
         if bound is None or not _are_alike(self._leaves, found):
@@ -48,6 +50,21 @@ class Binding:
             bound = _aimed_at(bound, found)
         self._leaves, self._bound = found, bound
         return bound
+
+    def again(self, state: Mapping[str, object] | None) -> BoundState:
+        """Returns a state as `of` does, that of the call before where none is given.
+
+        Raises:
+            UsageError: If something in it cannot be saved, or if there was none before.
+        """
+        state = self._given if state is None else state
+        if state is None:
+            raise UsageError(
+                "none was given, and no save, prepare or resume came before",
+                where="state",
+                hint='pass state={"model": model}',
+            )
+        return self.of(state)
 
     def forget(self) -> None:
         """Has the next state looked at anew."""

@@ -7,18 +7,23 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, Self, Unpack
+from typing import Self, Unpack
 
-from ckptkit.core.errors import CkptkitError, SaveError, UsageError
+from ckptkit.core.errors import CkptkitError, UsageError
+from ckptkit.storage.descriptors import Closable
 from ckptkit.training.binding import Binding
-from ckptkit.training.committing import Committer
+from ckptkit.training.calls import OneCall, first_of
+from ckptkit.training.committing import Attempt
+from ckptkit.training.endings import open_ending
+from ckptkit.training.export import Exporter, ExportHandle, ExportOptions, make_request
+from ckptkit.training.frozen import FrozenFiles
 from ckptkit.training.handle import SaveHandle, SkippedError
-from ckptkit.training.meeting import Meeting
 from ckptkit.training.peers import Peers, open_peers
 from ckptkit.training.preemption import SaveRequests
 from ckptkit.training.resuming import decline, resume, resume_from
@@ -66,21 +71,17 @@ class Checkpointer:
             undo.callback(self._session.close)
             self._requests = _requests(self._peers, self._session, settings)
             undo.callback(self._requests.close)
-            meeting = Meeting(self._peers)
+            self._ending = open_ending(self._session, self._peers, settings)
             undo.pop_all()
-        committer = Committer(
-            self._session.committer,
-            self._session.retired_by,
-            timeout_seconds=settings.timeout_seconds,
-        )
-        leader = committer if self._peers.rank == 0 else None
-        self._slots = [
-            SaveSlot(self._peers, meeting, settings, leader) for _ in range(settings.max_in_flight)
-        ]
+        self._frozen = FrozenFiles(self._peers.nonce, self._peers.rank, settings.max_in_flight)
+        slots = range(settings.max_in_flight)
+        self._slots = [SaveSlot(self._peers, settings, self._ending, self._frozen) for _ in slots]
         self._binding = Binding(
             settings.layout, rank=self._peers.rank, world_size=self._peers.world_size
         )
-        self._unclosed: list[_Closable] = [*self._slots, self._requests, self._session, self._peers]
+        self._exporter = Exporter(self._peers, settings.sidecar, settings.timeout_seconds)
+        self._unclosed: list[Closable] = [self._exporter, *self._slots, self._ending]
+        self._unclosed += [self._frozen, self._requests, self._session, self._peers]
         self._handles: list[SaveHandle] = []  # of saves under way, and of failures to be raised
         self._taken: SaveHandle | None = None  # the last one that was not skipped
         self._was_asked = False  # whether somebody wants the next save
@@ -141,21 +142,65 @@ class Checkpointer:
         began = time.perf_counter()
         with self._calling("save"):
             attempt = self._session.attempt(step, name)
-            save = Save(attempt, SaveHandle(attempt.step), began, after=self._taken)
-            self._handles = [h for h in self._handles if not h.done() or h.unheard_error]
-            self._handles.append(save.handle)
-            slot = self._slot_for(save)
-            if slot is None:
-                return save.handle
-            self._taken = save.handle
+            return self._save(
+                began, attempt, lambda: self._binding.of(state).beside(files), metrics
+            )
 
-            def find_state() -> BoundState:
-                bound = self._binding.of(state).beside(files)
-                save.attempt = self._session.describe(attempt, bound, metrics)
-                return bound
-
-            slot.take(save, find_state)
+    def _save(
+        self,
+        began: float,
+        attempt: Attempt,
+        find_bound: Callable[[], BoundState],
+        metrics: Mapping[str, float] | None = None,
+    ) -> SaveHandle:
+        placed = self._ending.placed(attempt)
+        save = Save(placed, SaveHandle(placed.step), began, after=self._taken)
+        self._handles = [h for h in self._handles if not h.done() or h.unheard_error]
+        self._handles.append(save.handle)
+        slot = self._slot_for(save)
+        if slot is None:
             return save.handle
+        self._taken = save.handle
+
+        def find_state() -> BoundState:
+            bound = find_bound()
+            save.attempt = self._session.describe(placed, bound, metrics)
+            return bound
+
+        slot.take(save, find_state)
+        return save.handle
+
+    def export(
+        self,
+        out: str | PathLike[str],
+        *,
+        state: Mapping[str, object] | None = None,
+        **options: Unpack[ExportOptions],
+    ) -> ExportHandle:
+        """Writes the final model folder from all ranks at once, without a gather.
+
+        It holds what `ckptkit consolidate` makes of a save; of a PEFT model it is the adapter.
+
+        Args:
+            out: A directory that does not exist, or is empty.
+            state: As for `save`, with one model; that of the last call when left out.
+            **options: See `ExportOptions`.
+
+        Returns:
+            The handle, once this rank's bytes are durable; the directory appears when all are.
+
+        Raises:
+            CkptkitError: What went wrong on this rank; on the others it is the outcome.
+        """
+        with self._calling("export"):
+            step = self._taken.step if self._taken else None
+            request = make_request(out, options, self._session.origin(step))
+            find = partial(self._binding.again, state)
+            return self._exporter.export(find, request, partial(self._save_as, step or 0))
+
+    def _save_as(self, step: int, bound: BoundState, name: str) -> SaveHandle:
+        attempt = self._session.attempt(step, name)
+        return self._save(time.perf_counter(), attempt, lambda: bound)
 
     def resume(
         self,
@@ -185,10 +230,12 @@ class Checkpointer:
             PeerError: If another rank does not take part in time.
         """
         with self._calling("resume"):
-            for slot in self._slots:
-                slot.wait()
+            for handle in self._handles:
+                handle.wait()
+            self._ending.recover()
+            self._frozen.forget()
             try:
-                bound = self._binding.of(state)
+                bound = self._binding.of(state).resuming(self._settings.unfit_optimizer)
             except Exception as error:
                 decline(self._peers, error, timeout_seconds=self._settings.timeout_seconds)
                 raise
@@ -254,7 +301,7 @@ class Checkpointer:
         finally:
             self._requests.close()
         atexit.unregister(self._close_at_exit)
-        failure = _first_of([handle.unheard_error for handle in self._handles])
+        failure = first_of([handle.unheard_error for handle in self._handles])
         for handle in self._handles:
             handle.heard()
         if problems:
@@ -267,8 +314,8 @@ class Checkpointer:
         if os.getpid() != self._pid:
             return
         until = time.monotonic() + self._settings.timeout_seconds
-        for slot in self._slots:
-            slot.wait(max(0.0, until - time.monotonic()))
+        for handle in self._handles:
+            handle.wait(max(0.0, until - time.monotonic()))
         lost = [str(handle.step) for handle in self._handles if not handle.done()]
         if lost:
             logger.error(
@@ -276,6 +323,7 @@ class Checkpointer:
                 ", ".join(lost),
             )
             self._session.committer.kill()
+            self._ending.kill()
             for slot in self._slots:
                 slot.kill()
             self._peers.close()
@@ -311,9 +359,9 @@ class Checkpointer:
         save.handle.fail(skipped)
         return None
 
-    def _calling(self, what: str) -> _OneCall:
+    def _calling(self, what: str) -> OneCall:
         self._check_open(what)
-        return _OneCall(self._busy, what)
+        return OneCall(self._busy, what)
 
     def _check_open(self, what: str) -> None:
         if self._closed:
@@ -340,20 +388,6 @@ class Checkpointer:
             logger.exception("closing the Checkpointer")
 
 
-def _first_of(errors: Sequence[CkptkitError | None]) -> CkptkitError | None:
-    """Returns the first error, which says how many more there are."""
-    found = [error for error in errors if error is not None]
-    more = len(found) - 1
-    if more < 1:
-        return found[0] if found else None
-    first = found[0]
-    return type(first)(
-        f"{first.message}; {more} later save{'s' if more > 1 else ''} failed as well",
-        where=first.where,
-        hint=first.hint,
-    )
-
-
 def _requests(peers: Peers, session: Session, settings: Settings) -> SaveRequests:
     return SaveRequests(
         peers,
@@ -363,26 +397,3 @@ def _requests(peers: Peers, session: Session, settings: Settings) -> SaveRequest
         slurm_margin_seconds=settings.slurm_margin_seconds,
         timeout_seconds=settings.timeout_seconds,
     )
-
-
-class _Closable(Protocol):
-    def close(self) -> None: ...
-
-
-class _OneCall:
-    """Refuses a call while another thread is in one."""
-
-    def __init__(self, lock: threading.Lock, what: str) -> None:
-        self._lock = lock
-        self._what = what
-
-    def __enter__(self) -> None:
-        if not self._lock.acquire(blocking=False):
-            raise SaveError(
-                "another thread is saving or resuming at this moment",
-                where=f"Checkpointer.{self._what}",
-                hint="call the Checkpointer from one thread, in the same order on every rank",
-            )
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()

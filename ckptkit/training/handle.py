@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckptkit.core.errors import CkptkitError, SaveError
@@ -38,6 +39,11 @@ class SaveReport:
         writer_cpu_seconds: Processor time that the writer process took.
         notes: What is worth knowing, such as that direct I/O was refused.
         waited_seconds: How much of the blocked time it waited for an earlier save to end.
+        linked_bytes: Bytes of frozen weights that this rank linked, and did not write again.
+        local_seconds: From the call until the step was durable on the nodes' own disks; 0 where
+            there is no such tier.
+        lost: What could not be saved with the step, by its name in the state, and why: optimizers,
+            which do not cost the step.
     """
 
     step: int
@@ -52,17 +58,24 @@ class SaveReport:
     writer_cpu_seconds: float
     notes: tuple[str, ...] = ()
     waited_seconds: float = 0.0
+    linked_bytes: int = 0
+    local_seconds: float = 0.0
+    lost: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         share = f", {self.copy_limit_share:.0%} of the copy limit" if self.copy_limit_share else ""
         waited = self.waited_seconds
+        linked = f", {size_text(self.linked_bytes)} linked" if self.linked_bytes else ""
         waiting = f", {waited:.2f} s of it for an earlier save" if waited >= _MENTIONED else ""
+        local = f", on the nodes' disks after {self.local_seconds:.2f} s"
+        local = local if self.local_seconds else ""
+        without = f" WITHOUT {', '.join(sorted(self.lost))}" if self.lost else ""
         return (
-            f"step {self.step} saved in {self.path}: {size_text(self.total_bytes)}"
-            f" ({size_text(self.size_bytes)} by this rank), blocked"
+            f"step {self.step} saved{without} in {self.path}: {size_text(self.total_bytes)}"
+            f" ({size_text(self.size_bytes)} by this rank{linked}), blocked"
             f" {self.blocked_seconds * 1e3:.0f} ms"
             f" ({size_text(self.bytes_per_second)}/s{share}{waiting}), durable after"
-            f" {self.durable_seconds:.2f} s, committed after {self.committed_seconds:.2f} s"
+            f" {self.durable_seconds:.2f} s{local}, committed after {self.committed_seconds:.2f} s"
         )
 
 
@@ -79,6 +92,9 @@ class SaveHandle:
         self.step = step
         self.blocked_seconds = 0.0
         self._finished = threading.Event()
+        self._freed = threading.Event()
+        self._kept = threading.Event()
+        self._local_path: Path | None = None
         self._report: SaveReport | None = None
         self._error: CkptkitError | None = None
         self.waited_seconds = 0.0
@@ -101,6 +117,32 @@ class SaveHandle:
     def wait(self, timeout: float | None = None) -> bool:
         """Waits for the save to end, well or not, and tells whether it has."""
         return self._finished.wait(timeout)
+
+    @property
+    def freed(self) -> bool:
+        """Whether the next save may begin, though this one may not have ended."""
+        return self._freed.is_set()
+
+    def wait_freed(self, timeout: float | None = None) -> bool:
+        """Waits until the next save may begin, and tells whether it may."""
+        return self._freed.wait(timeout)
+
+    def local_result(self, timeout: float | None = None) -> Path:
+        """Waits until the step is durable on the nodes' own disks; without these, as `result`.
+
+        Args:
+            timeout: Seconds to wait at most.
+
+        Returns:
+            This node's part of it, or the committed directory where it was not written there.
+
+        Raises:
+            TimeoutError: If it is not durable by then.
+            SaveError: If the save failed, on this rank or on another one.
+        """
+        if not self._kept.wait(timeout):
+            raise TimeoutError(f"step {self.step} is on no disk yet after {timeout} s")
+        return self._local_path or self.result(0)
 
     def result(self, timeout: float | None = None) -> Path:
         """Waits for the save to be committed.
@@ -157,12 +199,25 @@ class SaveHandle:
         """Notes a copy that is under way."""
         self._staged.append(staged)
 
+    def keep(self, path: Path) -> None:
+        """Notes that the step is durable on the nodes' own disks, and where on this one."""
+        self._local_path = path
+        self._kept.set()
+
+    def free(self) -> None:
+        """Lets the next save begin."""
+        self._freed.set()
+
     def succeed(self, report: SaveReport) -> None:
         """Ends the save well."""
         self._report = report
-        self._finished.set()
+        self._end()
 
     def fail(self, error: CkptkitError) -> None:
         """Ends the save with an error."""
         self._error = error
-        self._finished.set()
+        self._end()
+
+    def _end(self) -> None:
+        for event in (self._finished, self._kept, self._freed):
+            event.set()

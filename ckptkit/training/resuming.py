@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import posixpath
 import time
+from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -204,8 +205,9 @@ class _Attempt:
         with few_collections(), Opening(folder, self._bound) as opening:
             loaded, error = Loaded(), None
             alike = self._ask_rank_0(opening.loaders_alike)
+            anew = self._starting_anew(opening)
             try:
-                loaded = opening.load(step, alike)
+                loaded = opening.load(step, alike, anew)
             except Exception as caught:  # noqa: BLE001  the other ranks have to hear of it
                 error = caught
             verdict = self._agree(opening, loaded, error)
@@ -232,6 +234,25 @@ class _Attempt:
             "where dataloaders go on", None, decide, timeout_seconds=self._timeout_seconds
         )
         return answer
+
+    def _starting_anew(self, opening: Opening) -> frozenset[str]:
+        """Agrees on which optimizers do not go on from the step, where the user allows that."""
+        if self._bound.unfit_optimizer != "reset":
+            return frozenset()
+        unfit: dict[str, str] = {}
+        try:
+            unfit = opening.unfit_optimizers()
+        except Exception as error:  # noqa: BLE001  loading fails likewise, and tells all ranks
+            logger.debug("optimizers were not compared: %s", error)
+        reasons: dict[str, str] = self._peers.agree(
+            "which optimizers start anew",
+            unfit,
+            lambda values: dict(ChainMap(*values)),
+            timeout_seconds=self._timeout_seconds,
+        )
+        for name, reason in sorted(reasons.items() if self._peers.rank == 0 else ()):
+            logger.warning("%s starts anew, without the state in the step: %s", name, reason)
+        return frozenset(reasons)
 
     def _agree(
         self, opening: Opening, loaded: Loaded, error: Exception | None

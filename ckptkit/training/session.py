@@ -74,6 +74,10 @@ class Session:
         self._tries: Counter[int] = Counter()
         self._asked: deque[str] = deque()
 
+    def count_from(self, save_number: int) -> None:
+        """Has saves numbered after one that was found to have been made before."""
+        self._saved_before = max(self._saved_before, save_number)
+
     def attempt(self, step: object, name: str | None = None) -> Attempt:
         """Names a try to save a step, the same on all ranks, even if one has missed another step.
 
@@ -164,6 +168,16 @@ class Session:
             files = collect_sidecar(modules, self._settings.sidecar)
             self._descriptions.put(objects, places, (*files, run_facts(bound.facts(), modules)))
         return str(self._descriptions.folder)
+
+    def origin(self, step: int | None) -> Mapping[str, Any]:
+        """Returns where something that is made of the live state comes from.
+
+        Args:
+            step: The one saved last, None if there is none.
+        """
+        world_size = self._peers.world_size
+        path = str(self.run.path)
+        return {"path": path, "format": "live", "step": step, "world_size": world_size}
 
     def retired_by(self, step: int, metrics: Mapping[str, float | None]) -> Sequence[Path]:
         """Returns the steps that go once a new one is durable; none where that cannot be told."""

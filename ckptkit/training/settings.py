@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from os import PathLike
+from pathlib import Path
 from signal import Signals
 from typing import Any, Literal, TypedDict, get_args
 
@@ -15,6 +18,7 @@ from ckptkit.planning.retention import BestMode, Retention
 from ckptkit.storage.run_marks import STEP_PREFIXES
 from ckptkit.training.handle import SaveReport
 from ckptkit.training.layout import MIN_LIMIT_BYTES
+from ckptkit.training.optimizer_fit import Unfit
 from ckptkit.training.peers import name_ranks
 from ckptkit.training.sidecar import check_sidecar
 from ckptkit.training.signals import signal_names
@@ -36,6 +40,8 @@ class Options(TypedDict, total=False):
             "trainer" writes what the Trainer of Transformers writes.
         prefix: What comes before the number in the names of steps: "checkpoint-" (default), or
             "checkpoint_" as accelerate's own naming has it.
+        local: A directory on the node's own disk, which ranks of one node share. A step is durable
+            there first, and drained to the run's directory from there.
         every: When `should_save` says yes: a number of steps, or a time such as "30min".
         keep_last: How many of the newest steps stay; all when left out.
         keep_every: Steps divisible by this stay.
@@ -44,6 +50,9 @@ class Options(TypedDict, total=False):
         in_flight: What `save` does while earlier saves are under way: "wait" (default) for one
             to end, or "skip".
         max_in_flight: How many saves may be under way; each has a copy of the local state.
+        unfit_optimizer: What `resume` does where an optimizer cannot go on from the step, because
+            its state was made by other ranks' parts of the parameters, or could not be saved:
+            "error" (default), or "reset" to let it start anew, with a warning.
         sidecar: What lies beside the shards: objects with `save_pretrained` (a tokenizer), paths.
         signals: Signals, by name, after which `should_save` says yes and `stop_requested` is
             set; none by default. Earlier handlers are called as well.
@@ -58,6 +67,7 @@ class Options(TypedDict, total=False):
 
     layout: Layout
     prefix: str
+    local: str | PathLike[str] | None
     every: int | str | None
     keep_last: int | None
     keep_every: int | None
@@ -65,6 +75,7 @@ class Options(TypedDict, total=False):
     best_mode: BestMode
     in_flight: InFlight
     max_in_flight: int
+    unfit_optimizer: Unfit
     sidecar: Mapping[str, object] | None
     signals: str | Signals | Sequence[str | Signals | int] | None
     slurm_margin_seconds: float
@@ -80,10 +91,12 @@ class Settings:
 
     layout: Layout = "accelerate"
     prefix: str = STEP_PREFIXES[0]
+    local: Path | None = None
     interval: Interval = field(default_factory=lambda: Interval.parse(None))
     retention: Retention = field(default_factory=Retention)
     in_flight: InFlight = "wait"
     max_in_flight: int = 1
+    unfit_optimizer: Unfit = "error"
     sidecar: Mapping[str, object] = field(default_factory=dict)
     signals: tuple[str, ...] = ()
     slurm_margin_seconds: float = 300.0
@@ -97,6 +110,7 @@ class Settings:
         every = self.interval.seconds
         return {
             "layout": self.layout,
+            "local": self.local is not None,
             "prefix": self.prefix,
             "every": self.interval.steps if every is None else f"{every:.15g}s",
             "keep_last": self.retention.keep_last,
@@ -105,6 +119,7 @@ class Settings:
             "best_mode": self.retention.best_mode,
             "in_flight": self.in_flight,
             "max_in_flight": self.max_in_flight,
+            "unfit_optimizer": self.unfit_optimizer,
             "signals": sorted(self.signals),
             "slurm_margin_seconds": self.slurm_margin_seconds,
         }
@@ -141,6 +156,7 @@ def check_options(options: Options) -> Settings:
     _check_choice(given, "layout", get_args(Layout))
     _check_choice(given, "prefix", STEP_PREFIXES)
     _check_choice(given, "in_flight", get_args(InFlight))
+    _check_choice(given, "unfit_optimizer", get_args(Unfit))
     _check_count(given, "max_in_flight")
     _check_seconds(given, "timeout_seconds", may_be_0=False)
     _check_seconds(given, "stall_seconds", may_be_0=False)
@@ -152,6 +168,7 @@ def check_options(options: Options) -> Settings:
         if name in given
     }
     return Settings(
+        local=_folder(given.pop("local", None)),
         interval=Interval.parse(given.pop("every", None)),
         retention=Retention(**retention),
         sidecar=check_sidecar(given.pop("sidecar", None)),
@@ -177,6 +194,16 @@ def _check_choice(given: Mapping[str, Any], name: str, choices: Sequence[str]) -
     value = given.get(name, choices[0])
     if not isinstance(value, str) or value not in choices:
         raise UsageError(f"{value!r} is not among {', '.join(choices)}", where=name)
+
+
+def _folder(value: object) -> Path | None:
+    if value is None:
+        return None
+    if isinstance(value, str | PathLike) and os.fspath(value):
+        return Path(os.fsdecode(value))
+    raise UsageError(
+        f"is {value!r}, where a directory on the node's own disk was expected", where="local"
+    )
 
 
 def _check_count(given: Mapping[str, Any], name: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ def test_what_has_the_right_form_is_taken() -> None:
         every="30min",
         keep_last=2,
         keep_best="loss",
+        local="/disk/run",
         in_flight="skip",
         max_in_flight=2,
         signals="SIGTERM",
@@ -38,6 +40,7 @@ def test_what_has_the_right_form_is_taken() -> None:
         listener=print,
     )
     assert settings.interval.seconds == 1800
+    assert settings.local == Path("/disk/run")
     assert (settings.retention.keep_last, settings.retention.keep_best) == (2, "loss")
     assert settings.signals == ("SIGTERM",)
     assert settings.staging_limit_bytes == 1 << 20
@@ -49,6 +52,8 @@ def test_what_has_the_right_form_is_taken() -> None:
     ("name", "value"),
     [
         ("layout", "hf"),
+        ("local", ""),
+        ("local", 3),
         ("layout", ["dcp"]),
         ("every", 0),
         ("every", 1.5),

@@ -1,0 +1,304 @@
+"""One export as one rank goes through it: planned, written, agreed on, committed, reported."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import shlex
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ckptkit.core.errors import (
+    CkptkitError,
+    PeerError,
+    RefusedError,
+    SaveError,
+    error_from_json,
+)
+from ckptkit.core.index import Fqn
+from ckptkit.planning.plan import Plan
+from ckptkit.planning.requests import ConsolidateRequest
+from ckptkit.storage.filesystems import filesystem_of, why_not_shared
+from ckptkit.storage.shared_target import SharedTarget
+from ckptkit.training.export_commit import answer_of, commit, mark_of
+from ckptkit.training.export_handle import ExportHandle, ExportReport
+from ckptkit.training.export_plan import (
+    ExportRequest,
+    Table,
+    merged_tables,
+    places_of,
+    plan_adapter,
+    plan_model,
+)
+from ckptkit.training.export_sources import (
+    Exported,
+    look_at,
+    packed_table,
+    side_files,
+    unpacked_table,
+)
+from ckptkit.training.export_writing import Part, write_literals, write_parts
+from ckptkit.training.handle import SaveHandle
+from ckptkit.training.peers import Peers
+from ckptkit.training.saving import OURS
+from ckptkit.training.state import BoundState
+
+logger = logging.getLogger(__name__)
+_RANGES = "ranges"
+_VISIBLE_SECONDS = 60.0
+SaveInstead = Callable[[BoundState, str], SaveHandle]
+"""Saves the state sharded, under a name of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """What this rank wrote."""
+
+    plan: Plan
+    is_adapter: bool
+    answer: Mapping[str, Any]
+
+
+class Attempt:
+    """One try to export, numbered alike on all ranks."""
+
+    def __init__(
+        self, peers: Peers, number: int, request: ExportRequest, timeout_seconds: float
+    ) -> None:
+        """Takes the ranks, the number of the export in this session, and what to write."""
+        self._peers = peers
+        self._number = number
+        self._request = request
+        self._timeout_seconds = timeout_seconds
+        self._topic = f"export {number} to {request.out}"
+        self._target: SharedTarget | None = None
+        self._written: _Written | None = None
+        self._saved: SaveHandle | None = None
+
+    def begin(
+        self,
+        find_bound: Callable[[], BoundState],
+        sidecar: Mapping[str, object],
+        save_instead: SaveInstead,
+    ) -> None:
+        """Writes this rank's part, durably, or begins to save it sharded.
+
+        Raises:
+            CkptkitError: What went wrong here; the other ranks are told.
+        """
+        try:
+            self._target = target = self._opened()
+            reason = self._why_sharded(target)
+            if reason:
+                self._save(reason, find_bound(), save_instead)
+            else:
+                self._written = self._write(target, find_bound(), sidecar)
+        except BaseException as error:
+            first = self._tell(error)
+            self._give_up()
+            if first is None:
+                raise
+            raise first from error
+
+    def finish(self, handle: ExportHandle, began: float, durable: float) -> None:
+        """Waits for the other ranks, and ends the handle; for a thread of its own."""
+        try:
+            if self._saved is not None:
+                report = self._report_of(self._saved, began)
+            else:
+                report = self._report(self._agreed(), began, durable)
+        except CkptkitError as error:
+            self._fail(handle, error)
+        except Exception as error:  # a bug of ours must not leave the caller waiting
+            logger.exception("exporting to %s", self._request.out)
+            self._fail(handle, SaveError(f"{type(error).__name__}: {error}", hint=OURS))
+        else:
+            if self._target is not None:
+                self._target.leave()
+            if self._peers.rank == 0:
+                logger.info("%s", report)
+            handle.succeed(report)
+
+    def _opened(self) -> SharedTarget:
+        name = f"{self._peers.nonce}/{self._number}"
+        nonce = hashlib.sha256(name.encode()).hexdigest()[:16]
+        request = self._request
+        return SharedTarget(request.out, nonce, overwrite=request.overwrite)
+
+    def _why_sharded(self, target: SharedTarget) -> str:
+        """Tells why the output cannot be written in ranges: the first rank decides for all."""
+        reason = ""
+        if self._peers.world_size > 1:
+            reason = why_not_shared(filesystem_of(self._request.out))
+        reason = reason or target.why_no_ranges()
+        choice = (reason or _RANGES).encode()
+        decided = self._peers.board.compare_set(f"exports/{self._number}", b"", choice).decode()
+        if decided != _RANGES:
+            return decided
+        if reason:
+            raise RefusedError(reason, where=str(self._request.out))
+        return ""
+
+    def _save(self, reason: str, bound: BoundState, save_instead: SaveInstead) -> None:
+        self._give_up()
+        if self._peers.rank == 0:
+            logger.warning("%s: %s; it is saved sharded instead", self._request.out, reason)
+        self._saved = save_instead(bound, f"export_{self._number}_{self._peers.nonce}")
+
+    def _write(
+        self, target: SharedTarget, bound: BoundState, sidecar: Mapping[str, object]
+    ) -> _Written:
+        exported = look_at(bound)
+        plan = self._plan(exported, side_files(bound, sidecar))
+        places = places_of(plan)
+        parts = [
+            Part(place, exported.table[name].dtype, box, local)
+            for name, place in places.items()
+            for box, local in exported.parts(name)
+        ]
+        if self._peers.rank == 0:
+            target.sweep()
+            write_literals(target, plan)
+        shares = write_parts(target, plan, parts)
+        target.finish(mark_of(self._peers.rank))
+        size = sum(part.size_bytes for part in parts)
+        return _Written(plan, exported.is_adapter, answer_of(plan, shares, size))
+
+    def _plan(self, exported: Exported, side: Mapping[str, bytes]) -> Plan:
+        table, options = self._whole(exported), self._request.options
+        if exported.is_adapter:
+            return plan_adapter(table, side, options)
+
+        def is_tied(one: Fqn, other: Fqn) -> bool:
+            same = exported.same(one, other)
+            if exported.is_everywhere and same is None:
+                return True
+            return bool(self._agree(same is not False, all))
+
+        plan = plan_model(table, side, options, is_tied, where=str(self._request.out))
+        for note in plan.notes if self._peers.rank == 0 else ():
+            logger.warning("%s: %s", self._request.out, note)
+        return plan
+
+    def _whole(self, exported: Exported) -> Table:
+        """Returns the tensors of the whole model, which ranks of a pipeline have to tell."""
+        if exported.is_everywhere:
+            return exported.table
+
+        def decide(tables: Sequence[str]) -> str:
+            return packed_table(merged_tables([unpacked_table(table) for table in tables]))
+
+        return unpacked_table(self._agree(packed_table(exported.table), decide))
+
+    def _agreed(self) -> Mapping[str, Any]:
+        """Tells all ranks that this one is done, and returns what was committed.
+
+        Raises:
+            CkptkitError: What went wrong on any rank.
+        """
+        written, target = self._written, self._target
+        assert written is not None and target is not None  # noqa: S101, PT018  begin() returned
+        decided: list[Mapping[str, Any]] = []
+
+        def decide(answers: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+            patience = min(_VISIBLE_SECONDS, self._timeout_seconds / 2)
+            committed = commit(
+                target,
+                written.plan,
+                self._request,
+                answers,
+                is_adapter=written.is_adapter,
+                patience_seconds=patience,
+            )
+            decided.append(committed)
+            return committed
+
+        try:
+            answer: Mapping[str, Any] = self._agree(dict(written.answer), decide)
+        except CkptkitError as error:
+            if not decided:
+                raise
+            logger.warning("%s is there, but not all ranks know: %s", self._request.out, error)
+            return decided[0]
+        return answer
+
+    def _agree(self, value: Any, decide: Callable[[list[Any]], Any]) -> Any:
+        # Rank 0 waits for all and then commits, so the others have to wait for both.
+        patience = self._timeout_seconds * (2 if self._peers.rank else 1)
+        return self._peers.agree(self._topic, value, decide, timeout_seconds=patience)
+
+    def _tell(self, error: BaseException) -> CkptkitError | None:
+        """Has all ranks fail with what went wrong here.
+
+        Returns:
+            What went wrong on another rank before, and led to this: it removes what it wrote.
+        """
+        told: CkptkitError = SaveError(f"{type(error).__name__}: {error}", hint=OURS)
+        if isinstance(error, CkptkitError):
+            told = error
+        elif not isinstance(error, Exception):
+            told = SaveError("was interrupted")
+        if self._peers.world_size > 1:
+            told = told.located(f"rank {self._peers.rank}")
+        own = json.dumps(told.to_json()).encode()
+        try:
+            first = self._peers.board.compare_set(f"exports/{self._number}/error", b"", own)
+            self._peers.refuse(self._topic, told, timeout_seconds=self._timeout_seconds)
+        except CkptkitError as problem:
+            logger.warning("the other ranks could not be told of %s: %s", error, problem)
+            return None
+        is_first = first == own or not isinstance(error, Exception)
+        return None if is_first else error_from_json(json.loads(first))
+
+    def _fail(self, handle: ExportHandle, error: CkptkitError) -> None:
+        if self._target is not None and self._peers.rank and isinstance(error, PeerError):
+            self._target.leave()  # rank 0 may be about to commit it; if not, it removes it
+            self._target = None
+        self._give_up()
+        hint = f" ({error.hint})" if error.hint else ""
+        logger.error("%s was not exported: %s%s", self._request.out, error, hint)
+        handle.fail(error)
+
+    def _give_up(self) -> None:
+        if self._target is not None:
+            self._target.abandon()
+            self._target = None
+
+    def _report(self, committed: Mapping[str, Any], began: float, durable: float) -> ExportReport:
+        assert self._written is not None  # noqa: S101  begin() returned
+        return ExportReport(
+            path=self._request.out,
+            size_bytes=self._written.answer["size_bytes"],
+            total_bytes=committed["size_bytes"],
+            durable_seconds=durable - began,
+            committed_seconds=time.perf_counter() - began,
+        )
+
+    def _report_of(self, saved: SaveHandle, began: float) -> ExportReport:
+        report = saved.report()
+        command = [
+            *("ckptkit", "consolidate", str(report.path), str(self._request.out)),
+            *_arguments(self._request.options),
+            *(["--overwrite"] if self._request.overwrite else []),
+        ]
+        return ExportReport(
+            path=report.path,
+            size_bytes=report.size_bytes,
+            total_bytes=report.total_bytes,
+            durable_seconds=report.blocked_seconds,
+            committed_seconds=time.perf_counter() - began,
+            command=shlex.join(command),
+        )
+
+
+def _arguments(options: ConsolidateRequest) -> list[str]:
+    """Returns the options of an export as those of the command, without the usual ones."""
+    usual, found = ConsolidateRequest(), list[str]()
+    if options.dtype != usual.dtype:
+        found += ["--dtype", options.dtype]
+    if options.max_file_bytes != usual.max_file_bytes:
+        found += ["--max-shard-size", str(options.max_file_bytes)]
+    return found

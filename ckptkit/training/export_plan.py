@@ -1,0 +1,270 @@
+"""Which bytes of which file an export writes: the plan of the whole, and the parts of a rank.
+
+Pure: the plan follows from names, element types and shapes, which every rank knows of the whole
+model, so that all ranks come to the same one without talk. It is what `ckptkit consolidate`
+plans for a save of the same state.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ckptkit.core.dtypes import DType
+from ckptkit.core.errors import UsageError
+from ckptkit.core.geometry import row_major_strides
+from ckptkit.core.index import Box, ChunkTable, Fqn, Ints, Key, Shape, TensorEntry
+from ckptkit.kernels.cast_kernel import CastKernel
+from ckptkit.layouts.hf_weights import layout_adapter, layout_hf_weights
+from ckptkit.planning.plan import Literal, OutputFile, Plan, TensorSpec, contiguous
+from ckptkit.planning.requests import ConsolidateRequest
+from ckptkit.planning.selection import (
+    make_products,
+    refuse_casting_quantized,
+    refuse_what_would_load_as_random,
+)
+from ckptkit.planning.side_files import (
+    CONFIG,
+    bytes_by_dtype,
+    choose_side_files,
+    config_as_written,
+    content_as_written,
+    is_side_file,
+    parse_json_object,
+)
+from ckptkit.planning.ties import tie_candidates, tie_conflicts, ties_to_drop, untied_config
+
+BLOCK_BYTES = 8 << 20
+"""What is cast, summed and written at once."""
+
+_LONG_BYTES = 1 << 20  # runs from here on are written past the page cache, each on its own
+_OF_MODELS = frozenset({CONFIG, "generation_config.json"})
+ADAPTER_CONFIG = "adapter_config.json"
+
+Table = Mapping[Fqn, TensorSpec]
+"""The tensors of the whole model, by name, as training holds them."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExportRequest:
+    """What an export was asked for.
+
+    Attributes:
+        out: The directory to be.
+        options: Element type and size of files.
+        overwrite: Whether a directory that holds something is replaced.
+        source: What the manifest says of the origin.
+    """
+
+    out: Path
+    options: ConsolidateRequest
+    overwrite: bool
+    source: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a tensor lies in the output: file, first byte in it, and how it looks there."""
+
+    path: str
+    start: int
+    spec: TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Elements of a box that are cast at once.
+
+    Attributes:
+        first: The first one, in the row-major order of the box.
+        stop: The first one after them.
+        at: int64; where each run of them begins, in bytes from the tensor's first.
+        run_bytes: How long each run is.
+    """
+
+    first: int
+    stop: int
+    at: Ints
+    run_bytes: int
+
+
+def declared_ties(table: Table, side: Mapping[str, bytes]) -> Mapping[Fqn, Fqn]:
+    """Returns the names that are declared tied and may be one, each with the one that stays."""
+    return tie_candidates(_config(side), _extents(table))
+
+
+def plan_model(
+    table: Table,
+    side: Mapping[str, bytes],
+    options: ConsolidateRequest,
+    is_tied: Callable[[Fqn, Fqn], bool],
+    *,
+    where: str,
+) -> Plan:
+    """Plans a model folder.
+
+    Args:
+        table: The tensors of the whole model.
+        side: What lies beside the weights, by name: configurations, tokenizer.
+        options: What was asked for.
+        is_tied: Tells whether two tensors that are declared tied hold the same bytes.
+        where: The output, for messages.
+
+    Returns:
+        The plan; its tensors are described and not yet bound to what they are copied from.
+
+    Raises:
+        RefusedError: If the model would load as another one, or cannot be written like this.
+    """
+    config, entries = _config(side), [_entry(spec) for spec in table.values()]
+    refuse_what_would_load_as_random(entries, location=where)
+    refuse_casting_quantized(entries, options, config, location=where)
+    same, broken = dict[Fqn, Fqn](), dict(tie_conflicts(config, _extents(table)))
+    for target, source in declared_ties(table, side).items():
+        (same if is_tied(target, source) else broken)[target] = source
+    dropped = ties_to_drop(config, same, broken)
+    products = make_products(entries, options, dropped, CastKernel)
+    weights = layout_hf_weights(products, options.max_file_bytes)
+    if config is not None:
+        written = bytes_by_dtype((p.spec.dtype, p.spec.size_bytes) for p in products)
+        config = config_as_written(config, written, allow_code=options.allow_code)
+        config = untied_config(config) if broken else config
+    notes = tuple(
+        f"the configuration ties {target!r} to {source!r}, but they differ: both are written"
+        for target, source in broken.items()
+    )
+    return Plan((*weights, *_side_files(side, config)), dropped, notes)
+
+
+def plan_adapter(table: Table, side: Mapping[str, bytes], options: ConsolidateRequest) -> Plan:
+    """Plans a folder that `PeftModel.from_pretrained` loads.
+
+    Args:
+        table: The tensors of the adapter, by the names that PEFT's files give them.
+        side: What lies beside them, with `adapter_config.json`.
+        options: What was asked for.
+
+    Raises:
+        CannotPlanError: If safetensors cannot hold a tensor.
+    """
+    products = make_products([_entry(spec) for spec in table.values()], options, {}, CastKernel)
+    beside = {name: data for name, data in side.items() if name not in _OF_MODELS}
+    own = _literal(ADAPTER_CONFIG, beside[ADAPTER_CONFIG])
+    return Plan((layout_adapter(products), own, *_side_files(beside, None)), {})
+
+
+def places_of(plan: Plan) -> dict[Fqn, Place]:
+    """Returns where each tensor of a plan lies."""
+    return {spec.name: Place(file.path, seg.start, spec) for file, seg, spec in plan.specs()}
+
+
+def digest_of_plan(plan: Plan) -> str:
+    """Returns what two ranks have in common that plan the same tensor bytes."""
+    rows = [
+        [file.path, segment.start, spec.name, spec.dtype.name, list(spec.shape)]
+        for file, segment, spec in plan.specs()
+    ]
+    return hashlib.sha256(json.dumps([rows, sorted(plan.dropped.items())]).encode()).hexdigest()
+
+
+def merged_tables(tables: Sequence[Table]) -> dict[Fqn, TensorSpec]:
+    """Joins what ranks hold that do not all hold the same, such as stages of a pipeline.
+
+    Raises:
+        UsageError: If a name stands for different tensors.
+    """
+    merged: dict[Fqn, TensorSpec] = {}
+    for rank, table in enumerate(tables):
+        for name, spec in table.items():
+            known = merged.setdefault(name, spec)
+            if known != spec:
+                raise UsageError(
+                    f"{spec.dtype.name} of shape {list(spec.shape)} was found on rank {rank} where"
+                    f" another one has {known.dtype.name} of shape {list(known.shape)}",
+                    where=name,
+                    hint="all ranks have to export the same model",
+                )
+    return merged
+
+
+def blocks_of(box: Box, place: Place) -> Iterator[Block]:
+    """Yields the parts of a box that are each cast and written at once.
+
+    Runs of a page and more are cut at multiples of the block size in the file, so that all but
+    their edges fill whole pages; short ones are taken many at a time.
+    """
+    itemsize = place.spec.dtype.itemsize
+    length, starts = runs_of(box, place.spec.shape)
+    size = length * itemsize
+    if size < _LONG_BYTES:
+        count = max(1, BLOCK_BYTES // max(size, 1))
+        for first in range(0, len(starts), count):
+            at = starts[first : first + count] * itemsize
+            yield Block(first * length, (first + len(at)) * length, at, size)
+        return
+    for number, start in enumerate(starts.tolist()):
+        low, stop = start * itemsize, (start + length) * itemsize
+        while low < stop:
+            high = min(stop, low + BLOCK_BYTES - (place.start + low) % BLOCK_BYTES)
+            first = number * length + low // itemsize - start
+            at = np.array([low], np.int64)
+            yield Block(first, first + (high - low) // itemsize, at, high - low)
+            low = high
+
+
+def runs_of(box: Box, shape: Shape) -> tuple[int, Ints]:
+    """Returns the runs of row-major elements that a box consists of.
+
+    Returns:
+        The length of each run, and int64 of where each begins, in elements and ascending.
+    """
+    axis = len(shape)
+    while axis > 0 and box.sizes[axis - 1] == shape[axis - 1]:
+        axis -= 1
+    axis = max(axis - 1, 0)  # which may be cut, while all after it are whole
+    strides = row_major_strides(shape)
+    starts = np.array([0], np.int64)
+    for outer in range(len(shape)):
+        count = box.sizes[outer] if outer < axis else 1
+        steps = (np.arange(count, dtype=np.int64) + box.offsets[outer]) * strides[outer]
+        starts = (starts[:, None] + steps[None, :]).reshape(-1)
+    return math.prod(box.sizes[axis:]), starts
+
+
+def _entry(spec: TensorSpec) -> TensorEntry:
+    chunks = ChunkTable.of((), len(spec.shape))
+    name = spec.name
+    return TensorEntry(Key(name), (name,), name, "", "model", spec.dtype, spec.shape, chunks)
+
+
+def _extents(table: Table) -> dict[Fqn, tuple[DType, Shape]]:
+    return {name: (spec.dtype, spec.shape) for name, spec in table.items()}
+
+
+def _config(side: Mapping[str, bytes]) -> dict[str, Any] | None:
+    data = side.get(CONFIG)
+    return None if data is None else parse_json_object(data, where=CONFIG)
+
+
+def _side_files(
+    side: Mapping[str, bytes], config: Mapping[str, Any] | None
+) -> Iterator[OutputFile]:
+    listed = {name: len(data) for name, data in side.items() if is_side_file(name)}
+    files, _ = choose_side_files([("", listed)], allow_code=False)
+    for file in files:
+        data = side[file.name]
+        read = partial(side.__getitem__, file.name)
+        changed = content_as_written(file.name, len(data), read, config, allow_code=False)
+        yield _literal(file.name, data if changed is None else changed)
+
+
+def _literal(path: str, data: bytes) -> OutputFile:
+    return contiguous(path, [(len(data), Literal(data), None)])

@@ -1,0 +1,212 @@
+"""Exports of a single process, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import ckptkit
+from ckptkit.core.dtypes import BY_NAME
+from ckptkit.core.errors import (
+    CkptkitError,
+    OutputExistsError,
+    OverflowRefusedError,
+    RefusedError,
+    SaveError,
+    UsageError,
+)
+from ckptkit.core.index import Fqn
+from ckptkit.kernels.shares import Share
+from ckptkit.planning.plan import TensorSpec
+from ckptkit.storage.staged_files import StagedFile
+from ckptkit.training import Checkpointer, export_attempt
+from ckptkit.training.export_handle import ExportHandle, ExportReport
+from ckptkit.training.export_plan import merged_tables
+from ckptkit.training.export_sources import packed_table, unpacked_table
+
+
+class Net(nn.Module):
+    turned: nn.Parameter
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(5, 3)
+        self.register_parameter("turned", nn.Parameter(torch.randn(70, 40).t()))
+        self.register_parameter("none", nn.Parameter(torch.empty(0, 4)))
+        self.register_buffer("count", torch.tensor(7))
+        self.register_buffer("flags", torch.tensor([True, False]))
+
+
+def names_below(folder: Path) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
+
+
+def test_an_export_is_what_a_consolidation_of_a_save_writes(tmp_path: Path) -> None:
+    model = Net()
+    state = {"model": model}
+    tokenizer = tmp_path / "tokenizer.json"
+    tokenizer.write_text("{}")
+    config = b'{"model_type": "x", "auto_map": {"AutoModel": "x.Y"}, "torch_dtype": "float32"}'
+    sidecar = {"tokenizer": tokenizer, "config.json": config, "notes.txt": b"left out"}
+    with Checkpointer(tmp_path / "run", sidecar=sidecar) as checkpointer:
+        checkpointer.save(4, state).result(60)
+        path = checkpointer.export(tmp_path / "out", dtype="bfloat16").result(60)
+    assert path == tmp_path / "out"
+    ckptkit.consolidate(tmp_path / "run", tmp_path / "expected", dtype="bfloat16")
+    assert names_below(path) == names_below(tmp_path / "expected")
+    for name in names_below(path):
+        same = (path / name).read_bytes() == (tmp_path / "expected" / name).read_bytes()
+        assert same or name == "ckptkit.json"
+    manifest = json.loads((path / "ckptkit.json").read_bytes())
+    assert manifest["source"]["step"] == 4
+    assert manifest["options"] == {"dtype": "bfloat16"}
+    assert ckptkit.verify(path).ok
+    written = load_file(path / "model.safetensors")
+    assert torch.equal(written["turned"], model.turned.detach().bfloat16())
+
+
+def refused(tmp_path: Path, state: Any, **options: Any) -> CkptkitError:
+    """Returns the error of an export that leaves nothing."""
+    with Checkpointer(tmp_path / "run") as checkpointer, pytest.raises(CkptkitError) as caught:
+        checkpointer.export(tmp_path / "a" / "out", state=state, **options)
+    assert not any("out" in name for name in names_below(tmp_path))
+    return caught.value
+
+
+def test_a_number_that_does_not_fit_is_refused_with_its_place(tmp_path: Path) -> None:
+    model = Net()
+    with torch.no_grad():
+        model.turned[3, 60] = 1e5
+    error = refused(tmp_path, {"model": model}, dtype="float16")
+    assert isinstance(error, OverflowRefusedError)
+    assert "'turned'" in error.where
+    assert "element 270 " in error.message
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        (None, "none was given"),
+        ({"model": nn.Linear(1, 1), "other": nn.Linear(1, 1)}, "2 models were found"),
+        ({"progress": {"step": 1}}, "0 models were found"),
+        ({"model": nn.Linear(2, 2, device="meta")}, "without data"),
+    ],
+)
+def test_a_state_that_is_not_one_model_is_refused(state: Any, words: str, tmp_path: Path) -> None:
+    assert words in str(refused(tmp_path, state))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"dtype": "int8"}, "'int8' is not among"),
+        ({"max_shard_size": "5 bananas"}, "'bananas' is no unit"),
+        ({"shard_size": 5}, "unknown option 'shard_size'"),
+    ],
+)
+def test_options_are_checked(options: dict[str, Any], words: str, tmp_path: Path) -> None:
+    error = refused(tmp_path, {"model": Net()}, **options)
+    assert isinstance(error, UsageError)
+    assert words in str(error)
+
+
+def test_the_run_itself_is_never_replaced(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path / "runs" / "a") as checkpointer:
+        for out in (tmp_path / "runs", tmp_path / "runs" / "a", Path.cwd(), Path.cwd().parent):
+            with pytest.raises(RefusedError, match="would replace"):
+                checkpointer.export(out, state={"model": Net()}, overwrite=True)
+
+
+def test_adapters_and_packed_weights_are_not_exported_as_models(tmp_path: Path) -> None:
+    model = nn.ModuleDict({"lora_A": nn.Linear(2, 2)})
+    assert "belongs to an adapter" in str(refused(tmp_path, {"model": model}))
+
+
+def test_weights_that_are_declared_tied_but_differ_are_both_written(tmp_path: Path) -> None:
+    embedding, head = nn.Embedding(4, 2), nn.Linear(2, 4)
+    inner = nn.ModuleDict({"embed_tokens": embedding})
+    model = nn.ModuleDict({"model": inner, "lm_head": head})
+    config = b'{"model_type": "llama", "architectures": ["LlamaForCausalLM"], '
+    config += b'"tie_word_embeddings": true}'
+    with Checkpointer(tmp_path / "run", sidecar={"config.json": config}) as checkpointer:
+        state = {"model": model}
+        one = checkpointer.export(tmp_path / "one", state=state).result(60)
+        with torch.no_grad():
+            head.weight.copy_(embedding.weight)
+        other = checkpointer.export(tmp_path / "other").result(60)
+    assert "lm_head.weight" in load_file(one / "model.safetensors")
+    assert json.loads((one / "config.json").read_bytes())["tie_word_embeddings"] is False
+    assert "lm_head.weight" not in load_file(other / "model.safetensors")
+    assert json.loads((other / "ckptkit.json").read_bytes())["tied"]
+
+
+def test_parts_that_were_not_all_written_are_never_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write: Any = export_attempt.__dict__["write_parts"]
+
+    def forget(*arguments: Any) -> dict[Fqn, Share]:
+        return {**write(*arguments), Fqn("up.weight"): Share()}
+
+    monkeypatch.setattr(export_attempt, "write_parts", forget)
+    with Checkpointer(tmp_path / "run") as checkpointer:
+        handle = checkpointer.export(tmp_path / "out", state={"model": Net()})
+        with pytest.raises(SaveError, match=r"'up\.weight'.*not every byte was written once"):
+            handle.result(60)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_what_was_not_asked_for_is_raised_when_closing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpointer = Checkpointer(tmp_path / "run")
+    handle = checkpointer.export(tmp_path / "out", state={"model": Net()})
+    assert handle.wait(60)
+    (tmp_path / "two").mkdir()
+    monkeypatch.setattr("ckptkit.training.export_attempt.commit", _filled)
+    failing = checkpointer.export(tmp_path / "two", state={"model": Net()})
+    assert failing.wait(60)
+    with pytest.raises(OutputExistsError, match="somebody was faster"):
+        checkpointer.close()
+
+
+def _filled(*_: Any, **__: Any) -> None:
+    raise OutputExistsError("somebody was faster")
+
+
+def test_a_disk_that_fails_ends_the_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(StagedFile, "write_at", fail)
+    assert "input/output error" in str(refused(tmp_path, {"model": Net()}))
+
+
+def test_tables_are_sent_as_text_and_joined() -> None:
+    one = TensorSpec(Fqn("a"), BY_NAME["bfloat16"], (2, 3))
+    other = TensorSpec(Fqn("b"), BY_NAME["int64"], ())
+    table = {one.name: one, other.name: other}
+    assert unpacked_table(packed_table(table)) == table
+    assert merged_tables([{one.name: one}, table]) == table
+    wider = TensorSpec(Fqn("a"), BY_NAME["bfloat16"], (2, 4))
+    with pytest.raises(UsageError, match=r"shape \[2, 4\] was found on rank 1"):
+        merged_tables([table, {wider.name: wider}])
+
+
+def test_a_handle_tells_how_it_ends(tmp_path: Path) -> None:
+    handle = ExportHandle(tmp_path)
+    assert not handle.done()
+    with pytest.raises(TimeoutError, match="has not ended after 0"):
+        handle.result(0)
+    handle.fail(SaveError("too bad"))
+    unheard = [handle.unheard_error is not None]
+    assert str(handle.exception()) == "too bad"
+    assert [*unheard, handle.unheard_error is not None] == [True, False]
+    report = ExportReport(tmp_path, 10, 20, 1.0, 2.0, command="ckptkit consolidate a b")
+    assert str(report).endswith("merged by: ckptkit consolidate a b")
