@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 MOST_LINES_IN_A_FILE = 400
 MOST_LINES_IN_A_FUNCTION = 50
-READS_THE_ENVIRONMENT = ROOT / "ckptkit/training/environment.py"
+READ_THE_ENVIRONMENT = (ROOT / "ckptkit/training/environment.py", ROOT / "ckptkit/run.py")
 VAGUE_WORDS = {"common", "helper", "helpers", "manager", "misc", "util", "utils"}
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
@@ -115,13 +115,13 @@ def test_the_library_never_prints(path: Path) -> None:
 
 
 @every_library_source
-def test_the_library_reads_no_environment_but_in_one_place(path: Path) -> None:
+def test_the_library_reads_no_environment_but_where_that_is_its_task(path: Path) -> None:
     reads = [
         node.lineno
         for node in ast.walk(_tree(path))
         if isinstance(node, ast.Attribute) and node.attr in {"environ", "getenv"}
     ]
-    assert not reads or path == READS_THE_ENVIRONMENT
+    assert not reads or path in READ_THE_ENVIRONMENT
 
 
 @every_source

@@ -1,0 +1,1 @@
+"""Into the loops of other libraries: accelerate, Transformers, Lightning."""

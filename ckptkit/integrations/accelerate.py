@@ -1,0 +1,183 @@
+"""`save_state` and `load_state` of accelerate, without stopping and without a collective.
+
+```python
+from ckptkit.integrations.accelerate import load_state, save_state
+
+handle = save_state(accelerator, "out/checkpoint-500")  # returns once the local copy is taken
+load_state(accelerator, "out/checkpoint-500")
+```
+
+`install(accelerator)` puts them in the place of the accelerator's own methods.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import weakref
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Unpack
+
+from ckptkit.core.errors import CkptkitError
+from ckptkit.integrations.accelerator_saves import AcceleratorSaves
+from ckptkit.training.handle import SaveHandle
+from ckptkit.training.settings import Options
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+_SAVES: weakref.WeakKeyDictionary[Accelerator, AcceleratorSaves] = weakref.WeakKeyDictionary()
+
+
+def save_state(
+    accelerator: Accelerator,
+    output_dir: str | os.PathLike[str] | None = None,
+    **options: Unpack[Options],
+) -> SaveHandle:
+    """Saves what `accelerator.save_state(output_dir)` saves, in the background.
+
+    The folder is there once the save is done, all at once; a folder of that name that ckptkit
+    wrote is replaced then. With `automatic_checkpoint_naming` it is
+    `PROJECT/checkpoints/checkpoint_N`, and the oldest beyond `total_limit` goes after the new
+    one is durable. Stock `load_state` reads it.
+
+    What only accelerate itself can save (without FSDP, or with other than sharded state dicts),
+    or into a folder that holds other things, it saves at once, which the log says.
+
+    Args:
+        accelerator: Whose state; everything was prepared before.
+        output_dir: The folder; left out with `automatic_checkpoint_naming`.
+        **options: Those of the Checkpointer behind it, of which one is open at a time; others
+            than before open a new one.
+
+    Returns:
+        The handle of the save; `result()` waits for it.
+
+    Raises:
+        UsageError: If no folder follows from the arguments, or an option is wrong.
+        OutputExistsError: If the folder of this iteration is there already.
+        RefusedError: If the directory cannot be used, or another job is writing to it.
+        PeerError: If another rank does not take part in time.
+    """
+    return _saves(accelerator).save(accelerator, output_dir, options, {})
+
+
+def load_state(accelerator: Accelerator, input_dir: str | os.PathLike[str] | None = None) -> None:
+    """Loads what `save_state` saved, or stock accelerate; a save under way is waited for.
+
+    Args:
+        accelerator: Whose state; as many models and optimizers were prepared as when it was
+            saved.
+        input_dir: The folder; left out with `automatic_checkpoint_naming`, to load the newest
+            that is complete.
+
+    Raises:
+        ResumeError: If there is none, or it does not fit.
+        InputError: If it is damaged.
+        PeerError: If another rank does not take part in time.
+    """
+    _saves(accelerator).load(accelerator, input_dir, {})
+
+
+def install(accelerator: Accelerator, *, wait: bool = False, **options: Unpack[Options]) -> None:
+    """Has `accelerator.save_state` and `accelerator.load_state` go through ckptkit.
+
+    As the stock method does, `accelerator.save_state` returns the path of the folder, which is
+    not there yet. What fails in the background is in the log, and raised by
+    `accelerator.end_training`.
+
+    Args:
+        accelerator: Whose methods are replaced; doing so again only changes the options.
+        wait: Whether a save is waited for, for scripts that look into the folder right after.
+        **options: As for `save_state`.
+    """
+    saves = _saves(accelerator)
+    saves.options = options
+    saves.waits = wait
+    accelerator.save_state = functools.partial(saved_like_stock, accelerator)
+    accelerator.load_state = functools.partial(loaded_like_stock, accelerator)
+
+
+def close(accelerator: Accelerator) -> None:
+    """Waits for the saves of an accelerator and gives back what they need.
+
+    `accelerator.end_training` and `accelerator.free_memory` do this as well.
+
+    Raises:
+        SaveError: If a save failed, and nobody has asked for its result.
+    """
+    _saves(accelerator).close()
+
+
+def saved_like_stock(
+    accelerator: Accelerator,
+    output_dir: str | os.PathLike[str] | None = None,
+    safe_serialization: bool = True,  # noqa: FBT001, FBT002  as in accelerate
+    *,
+    waits: bool | None = None,
+    **further: Any,
+) -> Path:
+    """Saves under the signature of `Accelerator.save_state`.
+
+    Args:
+        accelerator: Whose state.
+        output_dir: The folder.
+        safe_serialization: For what accelerate itself has to save.
+        waits: Whether the save is waited for, None for what `install` was told.
+        **further: For what accelerate itself has to save.
+
+    Returns:
+        The folder.
+    """
+    saves = _saves(accelerator)
+    stock = {"safe_serialization": safe_serialization, **further}
+    handle = saves.save(accelerator, output_dir, saves.options, stock)
+    if saves.waits if waits is None else waits:
+        handle.result()
+    return saves.folder
+
+
+def loaded_like_stock(
+    accelerator: Accelerator,
+    input_dir: str | os.PathLike[str] | None = None,
+    load_kwargs: dict[str, Any] | None = None,
+    **further: Any,
+) -> None:
+    """Loads under the signature of `Accelerator.load_state`.
+
+    Args:
+        accelerator: Whose state.
+        input_dir: The folder.
+        load_kwargs: For what accelerate itself has to load.
+        **further: The same.
+    """
+    if load_kwargs is not None:  # which older versions do not know
+        further["load_kwargs"] = load_kwargs
+    _saves(accelerator).load(accelerator, input_dir, further)
+
+
+def _saves(accelerator: Accelerator) -> AcceleratorSaves:
+    found = _SAVES.get(accelerator)
+    if found is None:
+        found = _SAVES[accelerator] = AcceleratorSaves()
+        for method in ("end_training", "free_memory"):
+            setattr(accelerator, method, _closing(found, getattr(accelerator, method)))
+    return found
+
+
+def _closing(saves: AcceleratorSaves, stock: Any) -> Any:
+    """Returns a method that first waits for saves: they need the store, and hold the models."""
+
+    @functools.wraps(stock)
+    def method(*arguments: Any, **options: Any) -> Any:
+        failure: CkptkitError | None = None
+        try:
+            saves.close()
+        except CkptkitError as error:
+            failure = error
+        result = stock(*arguments, **options)
+        if failure is not None:
+            raise failure
+        return result
+
+    return method

@@ -1,0 +1,319 @@
+"""The saves and loads of one Accelerator: through a Checkpointer, or by accelerate itself."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ckptkit.core.errors import (
+    OutputExistsError,
+    SaveError,
+    UnsupportedError,
+    UsageError,
+)
+from ckptkit.core.manifest import MANIFEST_NAME
+from ckptkit.integrations import accelerator_folders as folders
+from ckptkit.integrations import accelerator_state as states
+from ckptkit.integrations.accelerator_folders import Chosen
+from ckptkit.integrations.accelerator_state import AUTOMATIC_PREFIX, Registered, Target
+from ckptkit.integrations.open_runs import OpenRun
+from ckptkit.integrations.seams import STOCK
+from ckptkit.integrations.votes import Votes
+from ckptkit.training import names
+from ckptkit.training.flatten import flatten
+from ckptkit.training.handle import SaveHandle, SaveReport
+from ckptkit.training.peers import Peers, open_peers
+from ckptkit.training.resuming import resume, resume_from
+from ckptkit.training.serialising import serialised
+from ckptkit.training.settings import Options
+from ckptkit.training.state import BoundState, bind
+from ckptkit.training.stored_step import StoredStep
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+logger = logging.getLogger(__name__)
+
+_TOPIC = "ckptkit.integrations.accelerate"
+_PATIENCE_SECONDS = 600.0
+
+
+class AcceleratorSaves:
+    """The saves and loads of one Accelerator, which is given to each call.
+
+    Attributes:
+        options: For the Checkpointer, where a method of the accelerator was replaced.
+        waits: Whether a replaced method waits for the save.
+        folder: Where the last save went.
+    """
+
+    def __init__(self) -> None:
+        self.options: Options = {}
+        self.waits = False
+        self.folder = Path()
+        self._run = OpenRun()
+        self._registered: list[Registered] = []
+        self._checked: tuple[list[object], str] = ([], "")
+        self._told: set[str] = set()
+        self._count = 0
+        self._met: tuple[Peers, Votes] | None = None
+        self._marked: set[Path] = set()
+        # Stock accelerate finds no number in the name of the folder with the marks, and fails.
+        weakref.finalize(self, folders.remove_marks, self._marked)
+
+    def save(
+        self,
+        accelerator: Accelerator,
+        output_dir: str | os.PathLike[str] | None,
+        options: Options,
+        stock: Mapping[str, Any],
+    ) -> SaveHandle:
+        """Saves; see `ckptkit.integrations.accelerate.save_state`.
+
+        Args:
+            accelerator: Whose state.
+            output_dir: The folder; None for automatic naming.
+            options: For the Checkpointer.
+            stock: Arguments for accelerate's own method, should it have to save.
+        """
+        target = states.target_of(accelerator, output_dir)
+        self.folder = target.folder
+        self._count += 1
+        reason = states.why_stock(accelerator) or self._voted(accelerator, target)
+        if reason:
+            self._tell(accelerator, f"accelerate itself saves: {reason}")
+            return self._save_by_stock(accelerator, output_dir, target, stock)
+        if states.is_automatic(accelerator):
+            options = states.with_limit(accelerator, options)
+            if accelerator.is_main_process:
+                self._marked.add(target.run)
+        prefix = target.prefix if target.name is None else None
+        checkpointer = self._run.of(target.run, options, prefix=prefix)
+        handle = checkpointer.save(
+            target.step,
+            self._state(accelerator),
+            name=target.name,
+            files=self._files(accelerator, target),
+        )
+        accelerator.project_configuration.iteration += 1
+        return handle
+
+    def load(
+        self,
+        accelerator: Accelerator,
+        input_dir: str | os.PathLike[str] | None,
+        stock: Mapping[str, Any],
+    ) -> None:
+        """Loads; see `ckptkit.integrations.accelerate.load_state`.
+
+        Args:
+            accelerator: Whose state.
+            input_dir: The folder; None for automatic naming.
+            stock: Arguments for accelerate's own method, should it have to load.
+        """
+        self._end()  # after its save, which may be what is to be loaded
+        chosen = self._chosen(accelerator, input_dir)
+        if isinstance(chosen, str):
+            self._tell(accelerator, f"accelerate itself loads: {chosen}")
+            stock_method("load_state")(accelerator, input_dir, **stock)
+            return
+        folder = self._fill(chosen, accelerator)
+        rank = int(accelerator.process_index)
+        _put_back(accelerator, folder, rank, loaders=not chosen.ours)
+        states.call_load_hooks(accelerator, folder)
+
+    def close(self) -> None:
+        """Waits for the last save; a later one opens a Checkpointer anew.
+
+        Raises:
+            CkptkitError: If a save failed, and nobody has asked for its result.
+        """
+        self._registered, self._checked = [], ([], "")
+        try:
+            self._run.close()
+        finally:
+            folders.remove_marks(self._marked)
+
+    def _end(self) -> None:
+        self._run.end()
+        folders.remove_marks(self._marked)
+
+    def _meet(self) -> tuple[Peers, Votes]:
+        if self._met is None:
+            peers = open_peers(_TOPIC, timeout_seconds=_PATIENCE_SECONDS)
+            self._met = peers, Votes(peers.board)
+        return self._met
+
+    def _voted(self, accelerator: Accelerator, target: Target) -> str:
+        """Returns why accelerate itself has to save, as whichever rank comes first finds.
+
+        Raises:
+            OutputExistsError: If accelerate names the folder, and there is one of that name.
+        """
+        automatic = states.is_automatic(accelerator)
+        # It cannot be the one of this save: that one needs this rank's part.
+        if automatic and os.path.lexists(target.folder):
+            raise OutputExistsError(
+                "the folder of this iteration is there already",
+                where=str(target.folder),
+                hint="set accelerator.project_configuration.iteration to the next one",
+            )
+
+        def find() -> str:
+            misfit = self._misfit(accelerator)
+            return misfit if misfit or automatic else folders.obstacle(target)
+
+        _, votes = self._meet()
+        return votes.answer(f"save/{self._count}", find)
+
+    def _misfit(self, accelerator: Accelerator) -> str:
+        """Tells what of the state only accelerate itself can save; looked for once."""
+        state = self._state(accelerator)
+        objects = [one for value in state.values() for one in _listed(value)]
+        known, reason = self._checked
+        if list(map(id, known)) != list(map(id, objects)):
+            reason = _misfit(lambda: self._bind(state))
+            self._checked = objects, reason
+        return reason
+
+    def _bind(self, state: Mapping[str, object]) -> BoundState:
+        peers, _ = self._meet()
+        return bind(state, layout="accelerate", rank=peers.rank, world_size=peers.world_size)
+
+    def _state(self, accelerator: Accelerator, *, loaders: bool = True) -> dict[str, object]:
+        objects = states.registered_objects(accelerator)
+        if list(map(id, objects)) != [id(one.target) for one in self._registered]:
+            self._registered = [Registered(one) for one in objects]
+        return states.state_of(accelerator, self._registered, loaders=loaders)
+
+    def _files(self, accelerator: Accelerator, target: Target) -> dict[str, bytes]:
+        peers, votes = self._meet()
+        own = str(peers.rank)
+        files = states.files_of_hooks(accelerator, target.folder.name)
+        for name in list(files):  # which several ranks may have written, as they see fit
+            if votes.answer(f"file/{self._count}/{name}", lambda: own) != own:
+                del files[name]
+        return files | states.files_of(accelerator, peers.rank)
+
+    def _save_by_stock(
+        self,
+        accelerator: Accelerator,
+        output_dir: str | os.PathLike[str] | None,
+        target: Target,
+        stock: Mapping[str, Any],
+    ) -> SaveHandle:
+        self._end()
+        if accelerator.is_main_process:  # it would no longer tell the truth
+            (target.folder / MANIFEST_NAME).unlink(missing_ok=True)
+        began = time.perf_counter()
+        stock_method("save_state")(accelerator, output_dir, **stock)
+        handle = SaveHandle(target.step)
+        handle.blocked_seconds = seconds = time.perf_counter() - began
+        handle.succeed(
+            SaveReport(target.step, target.folder, 0, 0, seconds, 0.0, 0.0, seconds, seconds, 0.0)
+        )
+        return handle
+
+    def _chosen(
+        self, accelerator: Accelerator, input_dir: str | os.PathLike[str] | None
+    ) -> Chosen | str:
+        """Returns what is to be loaded, or why accelerate itself has to load."""
+        reason = states.why_stock(accelerator)
+        if reason:
+            return reason
+        peers, _ = self._meet()
+        choice: dict[str, Any] = peers.agree(
+            "what to load",
+            self._misfit(accelerator),
+            lambda reasons: _choice(accelerator, input_dir, reasons),
+            timeout_seconds=_PATIENCE_SECONDS,
+        )
+        if "stock" in choice:
+            return str(choice["stock"])
+        return Chosen(Path(choice["folder"]), choice["ours"], choice["newest"])
+
+    def _fill(self, chosen: Chosen, accelerator: Accelerator) -> Path:
+        """Loads a folder, or of those that accelerate names the newest that is whole."""
+        peers, _ = self._meet()
+        bound = self._bind(self._state(accelerator, loaders=chosen.ours))
+        patience = _PATIENCE_SECONDS
+        if not chosen.newest:
+            resume_from(bound, chosen.folder, peers, timeout_seconds=patience)
+            return chosen.folder
+        run = chosen.folder.parent
+        step = resume(bound, run, peers, timeout_seconds=patience, prefix=AUTOMATIC_PREFIX)
+        return run / f"{AUTOMATIC_PREFIX}{step}"
+
+    def _tell(self, accelerator: Accelerator, text: str) -> None:
+        if accelerator.is_main_process and text not in self._told:
+            self._told.add(text)
+            logger.warning("%s", text)
+
+
+def stock_method(name: str) -> Callable[..., Any]:
+    """Returns a method of accelerate's Accelerator that may have been replaced."""
+    from accelerate import Accelerator
+
+    method = getattr(Accelerator, name)
+    found: Callable[..., Any] = getattr(method, STOCK, method)
+    return found
+
+
+def _choice(
+    accelerator: Accelerator,
+    input_dir: str | os.PathLike[str] | None,
+    reasons: Sequence[str],
+) -> dict[str, Any]:
+    """Decides for all ranks, on rank 0, what is loaded, and by whom."""
+    reason = next(filter(None, reasons), "")
+    if reason:
+        return {"stock": reason}
+    if input_dir is not None:
+        folder = Path(input_dir).expanduser().absolute()
+        chosen = folders.given_folder(folder)
+        if chosen is None:
+            return {"stock": f"{folder} holds no sharded model"}
+    elif states.is_automatic(accelerator):
+        chosen = folders.newest_folder(states.run_of(accelerator), *states.counts_of(accelerator))
+    else:
+        raise UsageError(
+            "was not given, and automatic_checkpoint_naming is off",
+            where="input_dir",
+            hint="name the directory to load",
+        )
+    return {"folder": str(chosen.folder), "ours": chosen.ours, "newest": chosen.newest}
+
+
+def _put_back(accelerator: Accelerator, folder: Path, rank: int, *, loaders: bool) -> None:
+    """Puts back what accelerate keeps in files that the engine does not look into."""
+    with StoredStep(folder) as stored:
+        for file in (names.random_states_file(rank), names.random_states_file(0)):
+            if stored.has_file(file):
+                states.set_count(accelerator, stored.file(file))
+                break
+        for file, loader in states.stateful_loaders(accelerator) if loaders else ():
+            if stored.has_file(file):
+                loader.load_state_dict(stored.file(file))
+
+
+def _misfit(bound: Callable[[], BoundState]) -> str:
+    """Tells what of a state ckptkit cannot save, or could not load again."""
+    try:
+        for other in bound().others:
+            leaves = [leaf for _, leaf in flatten(other.state(), other.path)]
+            # Tensors are always fine, and may be many.
+            serialised([x for x in leaves if not isinstance(x, torch.Tensor)], other.key)
+    except (UsageError, UnsupportedError, SaveError) as error:
+        return str(error)
+    return ""
+
+
+def _listed(value: object) -> Sequence[object]:
+    return value if isinstance(value, list) else [value]

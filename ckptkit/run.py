@@ -1,0 +1,196 @@
+"""`python -m ckptkit.run`: runs an unmodified script with its sharded saves going through ckptkit.
+
+The script runs as if it had been started itself: its arguments, its folder on the path, its
+name `__main__`, its traceback and its exit status. At its end saves under way are waited for.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TextIO
+
+from ckptkit.core.errors import UsageError
+from ckptkit.integrations.seams import LIBRARIES, Seams
+
+logger = logging.getLogger("ckptkit.run")  # by whatever name it runs
+
+_USAGE = """\
+usage: python -m ckptkit.run SCRIPT [ARGUMENT...]
+       python -m ckptkit.run -m MODULE [ARGUMENT...]
+       accelerate launch -m ckptkit.run SCRIPT [ARGUMENT...]
+       torchrun -m ckptkit.run SCRIPT [ARGUMENT...]
+
+Runs an unmodified training script. What accelerate's save_state and the Trainer save in shards
+(FSDP with SHARDED_STATE_DICT) is saved by ckptkit, in the background and in the same files, and
+loaded by it; all else stays as it is.
+
+CKPTKIT_RUN=on     the default
+CKPTKIT_RUN=wait   each save is durable before training goes on, for scripts that look into the
+                   folder or add to it right after
+CKPTKIT_RUN=off    the script runs as if it had been started itself
+"""
+_VARIABLE = "CKPTKIT_RUN"
+_CHOICES = ("on", "wait", "off")
+_SWITCHED_OFF = frozenset({"off", "0", "no", "false"})
+_OWN_FRAMES = frozenset({__file__, runpy.__file__, "<frozen runpy>"})
+_OPEN_RUNS = "ckptkit.integrations.open_runs"
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """What is to be run.
+
+    Attributes:
+        name: The path of a script, or the name of a module.
+        is_module: Which of these it is.
+        arguments: What comes after it.
+    """
+
+    name: str
+    is_module: bool
+    arguments: tuple[str, ...]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a script.
+
+    Args:
+        arguments: What follows the program's name; taken from the process when left out.
+
+    Returns:
+        The exit status, where the script has not raised `SystemExit` itself.
+
+    Raises:
+        SystemExit: As the script did.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given[:1] in (["-h"], ["--help"]):
+        sys.stdout.write(_USAGE)
+        return 0
+    try:
+        script, choice = parse(given), _choice()
+    except UsageError as error:
+        sys.stderr.write(f"ckptkit.run: {error}\n{_USAGE}")
+        return error.exit_status
+    if choice != "off":
+        _show_log()
+        Seams(LIBRARIES, waits=choice == "wait", speaks=_speaks()).install()
+    return _status_of(script)
+
+
+def parse(arguments: Sequence[str]) -> Script:
+    """Returns what the arguments ask to run.
+
+    Raises:
+        UsageError: If they name nothing that could be.
+
+    >>> parse(["-m", "trl.scripts.sft", "--bf16"])
+    Script(name='trl.scripts.sft', is_module=True, arguments=('--bf16',))
+    """
+    given = list(arguments)
+    is_module = given[:1] == ["-m"]
+    if is_module:
+        del given[0]
+    if not given:
+        raise UsageError(f"no {'module' if is_module else 'script'} to run was given")
+    name, *rest = given
+    if name.startswith("-"):
+        raise UsageError("no such option; options of the script come after it", where=name)
+    if not is_module and not Path(name).exists():
+        raise UsageError("no such script was found", where=name)
+    return Script(name, is_module, tuple(rest))
+
+
+def _choice() -> str:
+    """Returns what the environment chooses.
+
+    Raises:
+        UsageError: If that is no choice.
+    """
+    found = os.environ.get(_VARIABLE, "") or _CHOICES[0]
+    if found.lower() in _SWITCHED_OFF:
+        return "off"
+    if found not in _CHOICES:
+        raise UsageError(
+            f"is {found!r}, where one of {', '.join(_CHOICES)} was expected", where=_VARIABLE
+        )
+    return found
+
+
+def _speaks() -> bool:
+    """Tells whether this is the rank that writes to the log; torchrun numbers them."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+class _UnlessConfigured(logging.StreamHandler[TextIO]):
+    """Shows the log of ckptkit for as long as the script has not set up any of its own."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Writes a record."""
+        if not logging.getLogger().handlers:
+            super().emit(record)
+
+
+def _show_log() -> None:
+    handler = _UnlessConfigured()
+    handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+    ours = logging.getLogger("ckptkit")
+    ours.addHandler(handler)
+    ours.setLevel(logging.INFO)
+
+
+def _status_of(script: Script) -> int:
+    """Runs the script and waits for its saves; its own ending comes before theirs."""
+    try:
+        _execute(script)
+    except SystemExit as ending:
+        status = _wait_for_saves()
+        if status and not ending.code:
+            return status
+        raise
+    except Exception as error:  # noqa: BLE001  shown as Python would show it, and before waiting
+        trace = _without_own(error.__traceback__)
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
+        _wait_for_saves()
+        return 1
+    return _wait_for_saves()
+
+
+def _execute(script: Script) -> None:
+    sys.argv = [script.name, *script.arguments]
+    if script.is_module:
+        runpy.run_module(script.name, run_name="__main__", alter_sys=True)
+        return
+    if not sys.flags.safe_path:
+        sys.path[0] = str(Path(script.name).resolve().parent)
+    runpy.run_path(script.name, run_name="__main__")
+
+
+def _wait_for_saves() -> int:
+    """Returns the exit status that follows from the saves."""
+    if _OPEN_RUNS not in sys.modules:  # nothing was saved
+        return 0
+    from ckptkit.integrations.open_runs import close_all
+
+    failures = close_all()
+    for failure in failures:
+        logger.error("%s", failure)
+    return failures[0].exit_status if failures else 0
+
+
+def _without_own(trace: TracebackType | None) -> TracebackType | None:
+    """Returns a traceback from the first line of the script on."""
+    while trace is not None and trace.tb_frame.f_code.co_filename in _OWN_FRAMES:
+        trace = trace.tb_next
+    return trace
+
+
+if __name__ == "__main__":
+    sys.exit(main())

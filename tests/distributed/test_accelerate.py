@@ -1,0 +1,41 @@
+"""accelerate with FSDP: what it saves and loads, saved and loaded by ckptkit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+SCRIPT = HERE / "accelerate_run.py"
+Launch = Callable[..., Any]
+
+
+@pytest.fixture(autouse=True)
+def sharded_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(HERE / "pretending"), prepend=":")
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("version", [1, 2])
+def test_saves_and_loads_mean_what_they_mean_in_accelerate(
+    version: int, run_ranks: Launch, tmp_path: Path
+) -> None:
+    done = run_ranks(SCRIPT, 2, tmp_path, version)
+    assert done.stdout.splitlines() == [
+        "the newest was loaded after its save",
+        "the oldest went",
+        "accelerate loaded what ckptkit wrote",
+        "accelerate found the newest by itself",
+        "an iteration that is there was refused",
+        "ckptkit loaded what accelerate wrote",
+        "a folder with a name of its own was loaded",
+        "what ckptkit cannot save was saved by accelerate",
+        "the accelerator's own methods go through ckptkit",
+        "the end of the training told of a failure",
+    ]
+    assert "of_the_user holds notes.txt, which ckptkit did not write" in done.stderr
+    assert done.stderr.count("accelerate itself saves") == 2

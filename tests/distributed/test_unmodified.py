@@ -1,0 +1,107 @@
+"""Scripts that know nothing of ckptkit, through `ckptkit.run`, on two ranks that shard."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ckptkit
+
+HERE = Path(__file__).parent
+SCRIPT = HERE / "plain_script.py"
+TOY = HERE.parents[1] / "examples/toy.py"
+# What `accelerate launch` sets for a configuration with FSDP.
+FSDP2 = {
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
+}
+TELLS = "go through ckptkit; CKPTKIT_RUN=off switches it off"
+Launch = Callable[..., Any]
+
+
+@pytest.fixture
+def launch(run_ranks: Launch, monkeypatch: pytest.MonkeyPatch) -> Launch:
+    """Runs a script on two ranks with FSDP through `ckptkit.run`."""
+    monkeypatch.setenv("PYTHONPATH", str(HERE / "pretending"), prepend=":")
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    for name, value in FSDP2.items():
+        monkeypatch.setenv(name, value)
+
+    def run(*arguments: object, wraps: str, status: int | None = 0) -> Any:
+        monkeypatch.setenv("FSDP_TRANSFORMER_CLS_TO_WRAP", wraps)
+        return run_ranks("-m", 2, "ckptkit.run", *arguments, status=status)
+
+    return run
+
+
+def final_loss(stdout: str) -> str:
+    found = re.search(r"final loss (\S+)", stdout)
+    assert found, stdout
+    return found[1]
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.distributed
+def test_a_script_of_accelerates_that_is_killed_goes_on_to_the_same_end(
+    launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setenv("CKPTKIT_RUN", "off")
+        stock = launch(SCRIPT, tmp_path / "stock", wraps="Block")
+    assert "INFO ckptkit" not in stock.stderr
+    assert not (tmp_path / "stock/checkpoints/checkpoint_2/ckptkit.json").exists()
+
+    killed = launch(SCRIPT, tmp_path / "ours", "--die-at", 8, wraps="Block", status=None)
+    assert killed.returncode == 1
+    assert signal.SIGKILL.name in killed.stderr
+    run = tmp_path / "ours/checkpoints"
+    assert ckptkit.verify(run).ok  # although `total_limit` is 1, and another was being written
+
+    resumed = launch(SCRIPT, tmp_path / "ours", "--resume", wraps="Block")
+    assert re.search(r"resumed from [48]\b", resumed.stdout)
+    assert final_loss(resumed.stdout) == final_loss(stock.stdout)
+    assert names(run) == names(tmp_path / "stock/checkpoints") == ["checkpoint_2"]
+    assert resumed.stderr.count(TELLS) == 1
+    assert (run / "checkpoint_2/ckptkit.json").exists()
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_the_sft_script_of_trl_saves_its_checkpoints_through_ckptkit(
+    launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    toy = runpy.run_path(str(TOY))
+    toy["model"]().save_pretrained(tmp_path / "model")
+    toy["tokenizer"]().save_pretrained(tmp_path / "model")
+    (tmp_path / "data").mkdir()
+    lines = [json.dumps({"text": text}) for text in toy["TEXTS"] * 8]
+    (tmp_path / "data/train.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+
+    done = launch(
+        *("-m", "trl.scripts.sft", "--output_dir", tmp_path / "out"),
+        *("--model_name_or_path", tmp_path / "model", "--dataset_name", tmp_path / "data"),
+        *("--max_steps", 4, "--save_steps", 2, "--save_total_limit", 1, "--max_length", 24),
+        *("--per_device_train_batch_size", 2, "--gradient_checkpointing", "false"),
+        *("--bf16", "false", "--report_to", "none", "--disable_tqdm", "true"),
+        wraps="LlamaDecoderLayer",
+    )
+    assert done.stderr.count(TELLS) == 1
+    steps = [name for name in names(tmp_path / "out") if name.startswith("checkpoint")]
+    assert steps == ["checkpoint-4"]
+    assert ckptkit.verify(tmp_path / "out").ok
+    state = json.loads((tmp_path / "out/checkpoint-4/trainer_state.json").read_text())
+    assert state["global_step"] == 4

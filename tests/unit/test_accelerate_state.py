@@ -1,0 +1,140 @@
+"""What follows from an Accelerator without sharding: where it saves, and who saves."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import ProjectConfiguration
+
+from ckptkit.core.errors import ResumeError, UsageError
+from ckptkit.core.manifest import Manifest
+from ckptkit.integrations.accelerate import load_state, save_state
+from ckptkit.integrations.accelerator_folders import given_folder, newest_folder, obstacle
+from ckptkit.integrations.accelerator_state import Target, target_of, why_stock, with_limit
+
+
+@pytest.fixture
+def accelerator(tmp_path: Path) -> Iterator[Accelerator]:
+    yield Accelerator(cpu=True, project_config=ProjectConfiguration(project_dir=str(tmp_path)))
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+
+
+def test_without_sharding_accelerate_itself_saves_and_loads(
+    accelerator: Accelerator, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = accelerator.prepare(torch.nn.Linear(2, 2))
+    truth = model.weight.detach().clone()
+    for _ in range(2):
+        assert save_state(accelerator, tmp_path / "out").result() == tmp_path / "out"
+    assert (tmp_path / "out/model.safetensors").is_file()
+    torch.nn.init.zeros_(model.weight)
+    load_state(accelerator, tmp_path / "out")
+    assert torch.equal(model.weight, truth)
+    told = [r.message for r in caplog.records if r.levelno == logging.WARNING]
+    assert told == [
+        "accelerate itself saves: its distributed type is NO, not FSDP",
+        "accelerate itself loads: its distributed type is NO, not FSDP",
+    ]
+
+
+def test_folders_are_named_as_accelerate_names_them(
+    accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    accelerator.project_configuration.iteration = 4
+    named = {
+        "out/checkpoint-500": (500, "checkpoint-", None),
+        "out/checkpoint_7": (7, "checkpoint_", None),
+        "out/step_20": (20, "checkpoint-", "step_20"),
+        "out/latest": (4, "checkpoint-", "latest"),
+    }
+    for path, (step, prefix, name) in named.items():
+        assert target_of(accelerator, path) == Target(tmp_path / "out", step, prefix, name)
+        assert target_of(accelerator, path).folder == tmp_path / path
+    with pytest.raises(UsageError, match="automatic_checkpoint_naming is off"):
+        target_of(accelerator, None)
+    accelerator.project_configuration.automatic_checkpoint_naming = True
+    found = target_of(accelerator, "ignored")
+    assert found.folder == tmp_path / "checkpoints/checkpoint_4"
+
+
+@pytest.mark.parametrize(
+    ("limit", "kept"), [(None, {}), (3, {"keep_last": 3}), (0, {"keep_last": 1})]
+)
+def test_the_only_good_folder_always_stays(limit: int | None, kept: dict[str, int]) -> None:
+    accelerator: Any = SimpleNamespace(project_configuration=SimpleNamespace(total_limit=limit))
+    assert with_limit(accelerator, {}) == kept
+
+
+def test_an_accelerator_of_another_kind_is_left_alone(accelerator: Accelerator) -> None:
+    odd: Any = SimpleNamespace(**{k: v for k, v in vars(accelerator).items() if k != "_models"})
+    assert "has no _models" in why_stock(odd)
+    accelerator.state.distributed_type = "FSDP"
+    accelerator.state.fsdp_plugin = SimpleNamespace(state_dict_type="FULL_STATE_DICT")
+    assert why_stock(accelerator).endswith("FULL_STATE_DICT, not SHARDED_STATE_DICT")
+    accelerator.state.fsdp_plugin.state_dict_type = "SHARDED_STATE_DICT"
+    assert why_stock(accelerator) == "no model was prepared"
+
+
+def manifest(*files: str) -> bytes:
+    records = {name: {"size_bytes": 1} for name in files}
+    document = Manifest("training", {}, {}, {"ckptkit": "0"}, {}).to_json()
+    return document.replace(b'"files": {}', b'"files": ' + str(records).replace("'", '"').encode())
+
+
+def test_only_a_folder_with_nothing_of_the_users_may_be_replaced(tmp_path: Path) -> None:
+    target = Target(tmp_path, 3, "checkpoint-", "latest")
+    assert not obstacle(target)
+    target.folder.mkdir()
+    assert not obstacle(target)
+    (target.folder / "scheduler.bin").write_bytes(b"1")
+    assert "holds scheduler.bin" in obstacle(target)
+    (target.folder / "ckptkit.json").write_bytes(manifest("scheduler.bin"))
+    assert not obstacle(target)
+    (target.folder / "notes.txt").touch()
+    assert "holds notes.txt, which ckptkit did not write" in obstacle(target)
+    (target.folder / "ckptkit.json").write_bytes(b"{")
+    assert "cannot be read" in obstacle(target)
+    (tmp_path / "link").symlink_to(target.folder)
+    assert "a link" in obstacle(Target(tmp_path, 3, "checkpoint-", "link"))
+    assert "none for a step" in obstacle(Target(tmp_path, 3, "checkpoint-", "checkpoint-003"))
+
+
+def put_stock(folder: Path, *, whole: bool = True) -> Path:
+    for unit in ("pytorch_model_fsdp_0", "optimizer_0"):
+        (folder / unit).mkdir(parents=True)
+        (folder / unit / ".metadata").touch()
+    if whole:
+        (folder / "random_states_0.pkl").touch()
+    return folder
+
+
+def test_the_newest_whole_folder_is_found_whoever_wrote_it(tmp_path: Path) -> None:
+    with pytest.raises(ResumeError, match="no complete folder"):
+        newest_folder(tmp_path / "nowhere", 1, 1)
+    first = put_stock(tmp_path / "checkpoint_9")
+    put_stock(tmp_path / "checkpoint_10", whole=False)
+    (tmp_path / "checkpoint_11").mkdir()
+    found = newest_folder(tmp_path, 1, 1)
+    assert (found.folder, found.ours) == (first, False)
+    with pytest.raises(ResumeError, match="no complete folder"):
+        newest_folder(tmp_path, 2, 1)
+
+
+def test_a_named_folder_is_loaded_by_whoever_can(tmp_path: Path) -> None:
+    with pytest.raises(ResumeError, match="no such directory"):
+        given_folder(tmp_path / "nowhere")
+    (tmp_path / "full").mkdir()
+    assert given_folder(tmp_path / "full") is None
+    stock = given_folder(put_stock(tmp_path / "stock"))
+    assert stock is not None
+    assert not stock.ours
