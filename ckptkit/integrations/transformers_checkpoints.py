@@ -1,0 +1,369 @@
+"""The checkpoints of one Trainer, saved and loaded through a Checkpointer."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from transformers import Trainer, TrainerCallback
+from transformers.trainer_utils import HubStrategy, SaveStrategy
+
+from ckptkit.core.errors import CkptkitError, UsageError
+from ckptkit.integrations.open_runs import opened as note_opened
+from ckptkit.integrations.transformers_state import (
+    metrics_of,
+    own_state,
+    sidecar_of,
+    state_in,
+    state_of,
+)
+from ckptkit.integrations.transformers_steps import drop_sentinel, is_sharded, steps_beyond
+from ckptkit.integrations.transformers_watchers import watcher_of
+from ckptkit.training import rng
+from ckptkit.training.checkpointer import Checkpointer
+from ckptkit.training.handle import SaveHandle, SaveReport
+from ckptkit.training.run_folder import RunFolder
+from ckptkit.training.settings import Options, check_options
+from ckptkit.writer.publish import clear
+
+logger = logging.getLogger(__name__)
+
+_TOLD_BY_ARGUMENTS = {
+    "layout": "it is the Trainer's own",
+    "prefix": "it is the Trainer's own",
+    "keep_last": "set save_total_limit in the arguments of the Trainer",
+    "keep_every": "set save_total_limit in the arguments of the Trainer",
+    "keep_best": "set metric_for_best_model in the arguments of the Trainer",
+    "best_mode": "set greater_is_better in the arguments of the Trainer",
+}
+
+
+class TrainerCheckpoints:
+    """The checkpoints of one Trainer.
+
+    Attributes:
+        callback: What the Trainer has to call: it makes memory ready when training begins, and
+            has a step saved that a signal, Slurm or `ckptkit save-now` asks for.
+    """
+
+    def __init__(self, trainer: Trainer, *, wait: bool | None, options: Options) -> None:
+        """Takes the trainer, and what `install` was given.
+
+        Raises:
+            UsageError: If an option is wrong.
+        """
+        self.callback = _Callback(self)
+        self._trainer: Any = trainer
+        self._wait = wait
+        self._options = _checked(options)
+        self._checkpointer: Checkpointer | None = None
+        self._run = Path()
+        self._loaded: Path | None = None  # from where all of the state is
+        self._handles: dict[int, SaveHandle] = {}  # by step; those that ended well may be left out
+        self._best: dict[int, int | None] = {}  # by step to come: the best one when it was saved
+        self._rotating = threading.Lock()
+        self._has_told = False
+
+    @property
+    def is_active(self) -> bool:
+        """Whether the Trainer shards its model in a way that is saved here."""
+        trainer = self._trainer
+        if trainer.is_deepspeed_enabled or trainer.is_fsdp_xla_enabled:
+            return False
+        return bool(trainer.is_fsdp_enabled or trainer.is_distributed_loading_by_transformers)
+
+    @property
+    def checkpointer(self) -> Checkpointer | None:
+        """The Checkpointer while the Trainer trains; None before and after."""
+        return self._checkpointer
+
+    @property
+    def handles(self) -> Mapping[int, SaveHandle]:
+        """The saves that are under way, and the last one, by their steps."""
+        return self._handles
+
+    def change(self, *, wait: bool | None, options: Options) -> None:
+        """Takes other options than before; those that are not given stay.
+
+        Raises:
+            UsageError: If one is wrong, or comes while the Trainer trains.
+        """
+        if wait is not None:
+            self._wait = wait
+        if options and self._checkpointer is not None:
+            raise UsageError("options were given while the Trainer trains", where="install")
+        self._options = _checked({**self._options, **options})
+
+    @contextmanager
+    def training(self, trial: Any) -> Iterator[Path]:
+        """Opens the run for as long as the Trainer trains; saves under way are waited for.
+
+        Yields:
+            The directory of the run.
+
+        Raises:
+            CkptkitError: As for `Checkpointer`, and as `Checkpointer.close` does.
+        """
+        run = Path(self._trainer._get_output_dir(trial))  # noqa: SLF001  there is no public way
+        self._loaded = None
+        self._open(run)
+        try:
+            yield run
+        except BaseException:
+            with suppress(CkptkitError):  # it was logged, and what ended training says more
+                self._close()
+            raise
+        self._close()
+
+    @contextmanager
+    def opened(self) -> Iterator[Checkpointer]:
+        """Yields the Checkpointer, which outside of training is there for this only.
+
+        Raises:
+            CkptkitError: As for `Checkpointer`.
+        """
+        is_training = self._checkpointer is not None
+        try:
+            yield self._open(self._run if is_training else Path(self._trainer.args.output_dir))
+        finally:
+            if not is_training:
+                self._close()
+
+    def prepare(self) -> None:
+        """Makes the first save as quick as the later ones."""
+        if self._checkpointer is not None:
+            self._checkpointer.prepare(state_of(self._trainer))
+
+    def is_asked(self, step: int) -> bool:
+        """Tells whether something but the Trainer wants this step to be saved."""
+        return self._checkpointer is not None and self._checkpointer.should_save(step)
+
+    @property
+    def is_told_to_stop(self) -> bool:
+        """Whether training should end after the save that was asked for."""
+        return self._checkpointer is not None and self._checkpointer.stop_requested
+
+    def save(self, trial: Any) -> SaveHandle:
+        """Saves a step as the Trainer's own `_save_checkpoint` does, in the background.
+
+        Source: transformers 5.23, `Trainer._save_checkpoint`.
+
+        Raises:
+            CkptkitError: As for `Checkpointer.save`; and what went wrong with the save itself,
+                if it is waited for.
+        """
+        trainer = self._trainer
+        step, run = trainer.state.global_step, Path(trainer._get_output_dir(trial))  # noqa: SLF001
+        if trainer.hp_search_backend is None and trial is None:
+            trainer.store_flos()
+        checkpointer = self._open(run)
+        self._note_best(step)
+        if self._is_last(step) and self._options.get("in_flight") == "skip":
+            self._wait_for_all()  # so that this one is not skipped
+        if trainer.is_world_process_zero():
+            self._best[step] = trainer.state.best_global_step
+        drop_sentinel(self._folder(step))
+        handle = checkpointer.save(
+            step,
+            state_of(trainer),
+            metrics=metrics_of(trainer),
+            files=own_state(trainer),
+        )
+        self._handles = {s: h for s, h in self._handles.items() if not h.done() or h.unheard_error}
+        self._handles[step] = handle
+        self._after(handle)
+        return handle
+
+    def load(self, checkpoint: str) -> bool:
+        """Loads a checkpoint into all that the Trainer has by now.
+
+        Returns:
+            Whether it could; a checkpoint of another kind is the Trainer's own.
+
+        Raises:
+            CkptkitError: As for `Checkpointer.resume`.
+        """
+        folder = Path(checkpoint)
+        if not is_sharded(folder):
+            return False
+        state = state_in(self._trainer, folder)
+        self._resume(folder, state)
+        self._loaded = folder if "optimizer" in state else None
+        return True
+
+    def load_rest(self, checkpoint: str | None) -> bool:
+        """Loads what was not there yet when `load` was called: optimizer, scheduler and scaler.
+
+        Returns:
+            Whether they are loaded; if not, the Trainer looks for them itself.
+
+        Raises:
+            CkptkitError: As for `Checkpointer.resume`.
+        """
+        if checkpoint is None or not is_sharded(Path(checkpoint)):
+            return False
+        return self._loaded == Path(checkpoint) or (self.load(checkpoint) and bool(self._loaded))
+
+    def load_best(self) -> bool:
+        """Loads the best model; returns whether it could.
+
+        Raises:
+            CkptkitError: As for `Checkpointer.resume`.
+        """
+        folder = Path(self._trainer.state.best_model_checkpoint)
+        if not is_sharded(folder):
+            return False
+        logger.info("loading the best model from %s", folder)
+        self._resume(folder, {"model": self._trainer.model})
+        return True
+
+    def finish(self) -> None:
+        """Waits for all saves.
+
+        Raises:
+            SaveError: If the last one failed, or the best one and it is to be loaded now.
+        """
+        failed = self._wait_for_all()
+        for step in sorted(self._best.keys() - failed.keys()):
+            self._rotate(step)  # or waits for the thread that is about to, or at it
+        state, last = self._trainer.state, max(self._handles, default=0)
+        lost = failed.get(state.best_global_step)
+        if lost is not None:
+            state.best_model_checkpoint = None
+        error = failed.get(last) or (lost if self._trainer.args.load_best_model_at_end else None)
+        if error is not None:
+            raise error
+        for step in failed:
+            logger.error("step %d was not saved, later ones were", step)
+
+    def _after(self, handle: SaveHandle) -> None:
+        """Does what comes after a save, with its files where they are needed."""
+        trainer = self._trainer
+        watcher = watcher_of(trainer) if self._wait is None else ""
+        if watcher and not self._has_told:
+            self._has_told = True
+            if trainer.is_world_process_zero():
+                logger.warning(
+                    "each save is waited for, since %s may use its files; if not, pass wait=False"
+                    " to install",
+                    watcher,
+                )
+        if self._wait or watcher:
+            handle.result()
+        if not trainer.args.push_to_hub:
+            return
+        if trainer.args.hub_strategy in {HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS}:
+            handle.wait()  # the whole folder is pushed
+        trainer._push_from_checkpoint(str(self._folder(handle.step)))  # noqa: SLF001
+
+    def _wait_for_all(self) -> dict[int, CkptkitError]:
+        """Returns what went wrong, by step."""
+        ended = {step: handle.exception() for step, handle in self._handles.items()}
+        return {
+            step: error
+            for step, error in ended.items()
+            if error is not None and not self._handles[step].skipped
+        }
+
+    def _is_last(self, step: int) -> bool:
+        """Tells whether training ends with this step."""
+        trainer = self._trainer
+        return bool(step >= trainer.state.max_steps or trainer.control.should_training_stop)
+
+    def _folder(self, step: int) -> Path:
+        return self._run / f"checkpoint-{step}"
+
+    def _note_best(self, step: int) -> None:
+        """Notes where the best model lies, if it was saved; its save may be under way."""
+        trainer = self._trainer
+        best = trainer.state.best_global_step
+        if not best or trainer.args.save_strategy == SaveStrategy.NO:
+            return
+        if best == step or best in self._handles or self._folder(best).exists():
+            trainer.state.best_model_checkpoint = str(self._folder(best))
+
+    def _resume(self, folder: Path, state: Mapping[str, object]) -> None:
+        """Loads a checkpoint; random numbers are left to the Trainer, which sets them later."""
+        states = rng.capture()
+        with self.opened() as checkpointer:
+            checkpointer.resume(state, folder=folder)
+        rng.restore(states)
+
+    def _open(self, run: Path) -> Checkpointer:
+        if self._checkpointer is None or run != self._run:
+            self._close()
+            is_first = self._trainer.is_world_process_zero()
+            listener = self._options.get("listener")
+            options: Options = {
+                **self._options,
+                "layout": "trainer",
+                "sidecar": sidecar_of(self._trainer) | dict(self._options.get("sidecar") or {}),
+                "listener": self._ended if is_first else listener,
+            }
+            self._checkpointer = Checkpointer(run, **options)
+            note_opened(self._checkpointer)
+            self._run = run
+        return self._checkpointer
+
+    def _close(self) -> None:
+        checkpointer, self._checkpointer = self._checkpointer, None
+        self._handles, self._best = {}, {}
+        if checkpointer is not None:
+            checkpointer.close()
+
+    def _ended(self, report: SaveReport) -> None:
+        self._rotate(report.step)
+        listener = self._options.get("listener")
+        if listener is not None:
+            listener(report)
+
+    def _rotate(self, step: int) -> None:
+        """Removes the steps that a durable one leaves no room for, once for each, on rank 0."""
+        with self._rotating:
+            if step not in self._best:
+                return
+            limit, best = self._trainer.args.save_total_limit, self._best.pop(step)
+            if limit is None:
+                return
+            try:
+                gone = steps_beyond(RunFolder(self._run).steps(), limit, best)
+            except CkptkitError as error:
+                logger.warning("no step goes after step %d: %s", step, error)
+                return
+            _, notes = clear(None, [self._folder(old) for old in gone])
+            for note in notes:
+                logger.warning("step %d: %s", step, note)
+
+
+class _Callback(TrainerCallback):  # type: ignore[misc]  # its module is not followed
+    """What the Trainer calls."""
+
+    def __init__(self, checkpoints: TrainerCheckpoints) -> None:
+        self._checkpoints = checkpoints
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        self._checkpoints.prepare()
+
+    def on_step_end(self, _: Any, state: Any, control: Any, **__: Any) -> None:
+        control.should_save = self._checkpoints.is_asked(state.global_step) or control.should_save
+        if self._checkpoints.is_told_to_stop:
+            control.should_training_stop = True
+
+
+def _checked(options: Options) -> Options:
+    """Returns the options, if they are for the user to choose.
+
+    Raises:
+        UsageError: If one is not, or has not the form that it needs.
+    """
+    taken = sorted(_TOLD_BY_ARGUMENTS.keys() & options.keys())
+    if taken:
+        raise UsageError(
+            f"{taken[0]!r} is no option here", where="install", hint=_TOLD_BY_ARGUMENTS[taken[0]]
+        )
+    check_options(options)
+    return options

@@ -1,0 +1,97 @@
+"""Which checkpoints of a Trainer's run can be resumed from, and which of them may go."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ckptkit.core.errors import ResumeError
+from ckptkit.core.manifest import MANIFEST_NAME
+from ckptkit.planning.retention import Retention, StepFacts, abandoned, steps_to_remove
+from ckptkit.training import names
+from ckptkit.training.run_folder import saved_steps
+
+logger = logging.getLogger(__name__)
+
+_INDEX = ".metadata"  # without which a DCP directory is not finished
+_FULL_MODEL = "pytorch_model_fsdp.bin"  # of accelerate's FULL_STATE_DICT
+_SENTINEL = "checkpoint-is-incomplete.txt"
+"""What the Trainer puts into a step that it saves when it is told to end.
+
+Source: transformers 5.23, `trainer_jit_checkpoint.py`.
+"""
+
+
+def newest_checkpoint(run: Path) -> Path:
+    """Returns the newest checkpoint of a run that is complete, whoever wrote it.
+
+    The Trainer itself takes the one with the highest number.
+
+    Raises:
+        ResumeError: If there is none.
+    """
+    for saved in reversed(saved_steps(run)):
+        if saved.complete or _is_whole_stock(saved.path):
+            return saved.path
+        logger.warning("%s is passed over: %s", saved.path, saved.problem)
+    raise ResumeError(
+        "no complete checkpoint was found",
+        where=str(run),
+        hint="leave resume_from_checkpoint out to train from the start",
+    )
+
+
+def is_sharded(folder: Path) -> bool:
+    """Tells whether a checkpoint holds a model in shards, written by ckptkit or the Trainer."""
+    return (folder / names.model_unit(0) / _INDEX).is_file()
+
+
+def has_optimizer(folder: Path) -> bool:
+    """Tells whether a checkpoint holds the state of an optimizer, in shards."""
+    return (folder / names.optimizer_unit(0) / _INDEX).is_file()
+
+
+def drop_sentinel(folder: Path) -> None:
+    """Removes the Trainer's mark of a step under way, which is no longer needed.
+
+    The step gets its name when it is complete, and something else must not have it by then.
+    """
+    (folder / _SENTINEL).unlink(missing_ok=True)
+
+
+def steps_beyond(
+    steps: Sequence[StepFacts], limit: int | None, best: int | None
+) -> tuple[int, ...]:
+    """Returns the complete steps that `save_total_limit` leaves no room for.
+
+    The newest stays and so does the best, which counts among those that stay. What is not
+    complete neither counts nor goes.
+
+    Args:
+        steps: All steps of the run.
+        limit: `save_total_limit`: how many may stay; all for None or 0.
+        best: The step with the best metric, None where there is none.
+
+    Source: transformers 5.23, `trainer_utils.rotate_checkpoints`.
+
+    >>> every = [StepFacts(step) for step in (2, 4, 6, 8)]
+    >>> steps_beyond(every, 2, best=4), steps_beyond(every, 2, best=8), steps_beyond(every, 1, 2)
+    ((2, 6), (2, 4), (4, 6))
+    """
+    if limit is None or limit < 1:
+        return ()
+    left = abandoned(steps)
+    line = sorted(facts.step for facts in steps if facts.complete and facts.step not in left)
+    there = any(facts.complete and facts.step == best for facts in steps)
+    room = limit - 1 if there and best not in line[-limit:] else limit
+    protected = [replace(facts, protected=facts.protected or facts.step == best) for facts in steps]
+    return steps_to_remove(protected, Retention(keep_last=max(room, 1)))
+
+
+def _is_whole_stock(folder: Path) -> bool:
+    """Tells whether the Trainer has finished a checkpoint; it writes its own state last."""
+    if (folder / MANIFEST_NAME).exists() or not (folder / names.TRAINER_STATE).is_file():
+        return False
+    return is_sharded(folder) or (folder / _FULL_MODEL).is_file()

@@ -1,0 +1,273 @@
+"""What `transformers_run.py` checks of options of the Trainer, and of its last save."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from transformers import LlamaForCausalLM, Trainer, TrainerCallback
+from transformers.distributed import DistributedConfig
+
+from ckptkit.core.errors import CkptkitError, UnsupportedError, UsageError
+from ckptkit.integrations.transformers import install
+from tests.distributed.tiny_trainers import (
+    HALF,
+    LAST,
+    Killing,
+    Tensors,
+    differing,
+    local_part,
+    model,
+    only_model,
+    say,
+    steps_in,
+    trained,
+    trainer,
+)
+
+HIDDEN = "hf_not_for_others"
+
+
+class Scored(Trainer):  # type: ignore[misc]
+    """Finds the scores that it is given, by step."""
+
+    scores: Mapping[int, float] = {2: 0.3, 4: 0.1, 6: 0.2}
+
+    def evaluate(self, *arguments: Any, **options: Any) -> dict[str, float]:
+        found: dict[str, float] = super().evaluate(*arguments, **options)
+        score = {"eval_score": self.scores[self.state.global_step]}
+        self.log(dict(score))
+        return found | score
+
+
+class Watching(TrainerCallback):  # type: ignore[misc]
+    """Keeps the model after each step, and what lies there when a step was saved."""
+
+    def __init__(self) -> None:
+        self.models: dict[int, Tensors] = {}
+
+    def on_step_end(self, _args: Any, state: Any, _control: Any, **given: Any) -> None:
+        named = given["model"].named_parameters()
+        self.models[state.global_step] = {name: local_part(value) for name, value in named}
+
+
+class Adding(Trainer):  # type: ignore[misc]
+    """Puts a file of its own into each step."""
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+        Path(self.args.output_dir, f"checkpoint-{self.state.global_step}", "added").touch()
+
+
+class Looking(TrainerCallback):  # type: ignore[misc]
+    """Has a look at each step as soon as it was saved."""
+
+    def __init__(self) -> None:
+        self.found: list[bool] = []
+
+    def on_save(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
+        folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
+        self.found.append((folder / "trainer_state.json").is_file())
+
+
+def check_keeping(check: str, folder: Path) -> None:
+    """What stays and what is loaded at the end."""
+    best = {
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "score",
+        "greater_is_better": False,
+        "made_by": Scored,
+    }
+    for kind, limit in (("fsdp2", 2), ("fsdp1", 1)):
+        run, watching = folder / f"{check}-{limit}", Watching()
+        made = trainer(kind, run, **best, save_total_limit=limit, callbacks=[watching])
+        install(made)
+        made.train()
+        now = {name: local_part(value) for name, value in made.model.named_parameters()}
+        say(check, "limit", limit, steps_in(run), differing(now, watching.models[HALF]))
+        state = json.loads((run / f"checkpoint-{HALF}/trainer_state.json").read_text())
+        say(check, "best", Path(state["best_model_checkpoint"]).name, state["best_metric"])
+        metrics = json.loads((run / f"checkpoint-{HALF}/ckptkit.json").read_text())["source"]
+        say(check, "metrics", sorted(metrics["metrics"]))
+    run, looking = folder / f"{check}-when-best", Looking()
+    made = trainer("fsdp2", run, **best | {"save_strategy": "best"}, callbacks=[looking])
+    install(made)
+    made.train()
+    say(check, "when best", steps_in(run), looking.found)
+    run = folder / f"{check}-epochs"
+    changes: dict[str, Any] = {
+        "max_steps": -1,
+        "num_train_epochs": 2,
+        "gradient_accumulation_steps": 2,
+    }
+    made = trainer("fsdp2", run, save_strategy="epoch", made_by=Adding, **changes)
+    install(made)
+    made.train()
+    say(check, "epochs", steps_in(run), [(run / f"checkpoint-{n}/added").exists() for n in (3, 6)])
+
+
+def check_only_model(check: str, folder: Path) -> None:
+    """`save_only_model`, and going on from what it leaves."""
+    full = {"save_only_model": True, "state_dict_type": "FULL_STATE_DICT"}
+    made = trainer("fsdp2", folder / check, **full)
+    install(made)
+    truth = trained(made)
+    say(check, sorted(entry.name for entry in (folder / check / f"checkpoint-{LAST}").iterdir()))
+    again = trainer("fsdp2", folder / check, max_steps=LAST)
+    install(again)
+    found = trained(again, True)
+    say(check, "loaded", differing(*(only_model(one) for one in (found, truth))))
+
+
+def check_failing(check: str, folder: Path) -> None:
+    """Steps that cannot be saved, in between and at the end."""
+    for name, step in (("between", HALF), ("end", LAST)):
+        run = folder / f"{check}-{name}"
+        made = trainer("fsdp2", run)
+        if dist.get_rank() == 0:
+            (run / f"checkpoint-{step}").mkdir(parents=True)
+            (run / f"checkpoint-{step}/mine.txt").write_text("mine")
+        dist.barrier()
+        install(made)
+        try:
+            made.train()
+        except CkptkitError as error:
+            say(check, name, type(error).__name__, error.message[:40])
+        complete = sorted(int(path.parent.name[11:]) for path in run.glob("*/ckptkit.json"))
+        say(check, name, made.state.global_step, complete)
+
+
+class Asking(TrainerCallback):  # type: ignore[misc]
+    """Asks the Trainer's own callback for a save, as a signal does some seconds later."""
+
+    of: list[Any]
+
+    def on_step_end(self, _args: Any, state: Any, *_: Any, **__: Any) -> None:
+        self.of[0].jit_manager.is_checkpoint_requested = state.global_step == 2
+
+
+def check_signals(check: str, folder: Path) -> None:
+    """A signal to one rank: all of them save and stop."""
+    run = folder / check
+    made = trainer("fsdp2", run, save_strategy="no", callbacks=[Killing(1, signal.SIGUSR1)])
+    checkpoints = install(made)
+    install(made, signals="SIGUSR1")
+    assert checkpoints.checkpointer is None
+    made.train()
+    say(check, "stopped at its step", steps_in(run) == [made.state.global_step])
+    say(check, "early", made.state.global_step < LAST)
+    run = folder / f"{check}-own"
+    asking = Asking()
+    made = trainer("fsdp2", run, save_strategy="no", enable_jit_checkpoint=True, callbacks=[asking])
+    install(made)
+    asking.of = [one for one in made.callback_handler.callbacks if hasattr(one, "jit_manager")]
+    made.train()
+    say(check, "own", steps_in(run), sorted(entry.name for entry in run.glob("checkpoint-2/*.txt")))
+
+
+def check_nothing(check: str, folder: Path) -> None:
+    """Without shards nothing changes."""
+    os.environ.pop("ACCELERATE_USE_FSDP", None)  # which arguments of before have set
+    made = trainer("fsdp2", folder / check, fsdp=None, fsdp_config=None)
+    install(made)
+    say(check, "replaced", type(made) is not Trainer)
+    made = trainer("fsdp2", folder / check)
+    with pytest.raises(UsageError, match="keep_last") as refused:
+        install(made, keep_last=2)
+    say(check, refused.value.hint)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "_finalize_training", lambda *_: None)
+        with pytest.raises(UnsupportedError, match="_finalize_training"):
+            install(made)
+    say(check, "replaced", type(made) is not Trainer)
+
+
+def check_pushing(check: str, folder: Path) -> None:
+    """Whole steps are pushed once they are there."""
+    made = trainer("fsdp2", folder / check, hub_strategy="all_checkpoints")
+    made.args.push_to_hub = True
+    pushed: list[tuple[str, bool]] = []
+
+    def push(path: str) -> None:
+        pushed.append((Path(path).name, Path(path, "ckptkit.json").is_file()))
+
+    made._push_from_checkpoint = push
+    install(made)
+    made.train()
+    say(check, pushed)
+
+
+def check_native(check: str, folder: Path) -> None:
+    """A model that Transformers itself sharded as it loaded it."""
+    os.environ.pop("ACCELERATE_USE_FSDP", None)  # which arguments of before have set
+    if dist.get_rank() == 0:
+        model().save_pretrained(folder / f"{check}-base")
+    dist.barrier()
+
+    def made() -> Trainer:
+        return trainer(
+            "fsdp2",
+            folder / check,
+            fsdp=None,
+            fsdp_config=None,
+            save_only_model=True,  # or the Trainer refuses to be built
+            model=LlamaForCausalLM.from_pretrained(
+                folder / f"{check}-base",
+                distributed_config=DistributedConfig(fsdp_size=2),
+                attn_implementation="eager",
+            ),
+        )
+
+    def resumed(start: int) -> Tensors:
+        again = made()
+        again.args.save_only_model = False
+        install(again)
+        return trained(again, folder / check / f"checkpoint-{start}" if start else None)
+
+    truth = resumed(0)
+    say(check, steps_in(folder / check))
+    say(check, "ours from ours", differing(resumed(HALF), truth))
+
+
+def check_model(check: str, folder: Path) -> None:
+    """What `save_model` leaves, with the ending that FSDP's documentation asks for."""
+    for kind in ("fsdp2", "fsdp1", "lora2", "lora1"):
+        run = folder / f"{check}-{kind}"
+        made = trainer(kind, run, save_strategy="no", max_steps=2, hub_token=HIDDEN)
+        install(made)
+        found = trained(made)
+        if kind.endswith("1"):
+            made.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
+        made.save_model()
+        made.save_model(str(run / "final"))
+        dist.barrier()
+        names = sorted(entry.name for entry in run.iterdir() if entry.name != "final")
+        say(check, kind, names)
+        (weights,) = (run / "final").glob("*.safetensors")
+        written = load_file(weights)
+        wrong = [name for name, part in only_model(found).items() if _lacks(written, name, part)]
+        say(check, kind, len(written), "lacking", wrong)
+        secret = HIDDEN.encode() in (run / "training_args.bin").read_bytes()
+        say(check, kind, "secret", secret, sorted(e.name for e in (run / "final").iterdir()))
+
+
+def _lacks(written: Tensors, name: str, part: torch.Tensor) -> bool:
+    """Tells whether a trained tensor is not in a file, as far as this rank can tell."""
+    name = name.replace("_fsdp_wrapped_module.", "")
+    if "lora_" not in name and any("lora_" in one for one in written):
+        return name in written
+    whole = written[name.replace(".default", "")]
+    flat, here = whole.flatten().tolist(), part.flatten().tolist()
+    return bool(here) and not any(
+        flat[start : start + len(here)] == here for start in range(len(flat) - len(here) + 1)
+    )

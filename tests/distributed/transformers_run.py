@@ -1,0 +1,139 @@
+"""Runs under torchrun: the Trainer and TRL's SFTTrainer, stock and with `install`.
+
+Usage: transformers_run.py FOLDER CHECK…
+
+The checks `fsdp1`, `fsdp2`, `lora1` and `lora2` train 6 steps without a break, by the stock
+Trainer and with ckptkit, and resume from step 4 in every combination. Each line that rank 0
+prints is one thing that was found.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+
+from ckptkit.core.errors import CkptkitError
+from ckptkit.integrations.transformers import install
+from tests.distributed.tiny_trainers import (
+    HALF,
+    LAST,
+    Killing,
+    Tensors,
+    differing,
+    say,
+    steps_in,
+    trained,
+    trainer,
+)
+from tests.distributed.transformers_options import (
+    check_failing,
+    check_keeping,
+    check_model,
+    check_native,
+    check_nothing,
+    check_only_model,
+    check_pushing,
+    check_signals,
+)
+
+
+def check_resuming(kind: str, folder: Path) -> None:
+    """Trains without a break and resumes, stock and with ckptkit."""
+    stock, ours = folder / f"{kind}-stock", folder / f"{kind}-ours"
+    truth = trained(trainer(kind, stock))
+    made = trainer(kind, ours)
+    assert install(made) is install(made)
+    say(kind, "undisturbed", differing(trained(made), truth))
+    say(kind, "steps", steps_in(ours))
+    half = f"checkpoint-{HALF}"
+    say(kind, "files", sorted(entry.name for entry in (ours / half).iterdir()))
+    states = [(run / half / "trainer_state.json").read_text() for run in (stock, ours)]
+    say(kind, "own state as stock's", states[0] == states[1])
+    go_on(kind, ours, truth, [row.get("loss") for row in made.state.log_history])
+    again = trainer(kind, folder / "other")
+    install(again)
+    try:
+        say(kind, "ours from stock", differing(trained(again, stock / half), truth))
+    except CkptkitError as error:
+        say(kind, "ours from stock", error)
+    if kind == "lora1":
+        return  # of which the stock Trainer saves and loads an empty adapter
+    expected = truth
+    if kind == "fsdp1":  # where the stock Trainer loses the optimizer's state
+        expected = trained(trainer(kind, folder / "other"), stock / half)
+    from_ours = trained(trainer(kind, folder / "other"), ours / half)
+    say(kind, "stock from ours", differing(from_ours, expected))
+
+
+def go_on(kind: str, run: Path, truth: Tensors, losses: list[Any]) -> None:
+    """Resumes from the newest complete step."""
+    if dist.get_rank() == 0:
+        shutil.rmtree(run / f"checkpoint-{LAST}")
+        (run / "checkpoint-9/optimizer_0").mkdir(parents=True)  # of a stock save that was killed
+    dist.barrier()
+    again = trainer(kind, run)
+    install(again)
+    say(kind, "ours from ours", differing(trained(again, True), truth))
+    say(kind, "losses", [row.get("loss") for row in again.state.log_history] == losses)
+
+
+def check_killed(check: str, folder: Path) -> None:
+    """Rank 1 dies after step 5, and what follows has to go on from step 4."""
+    truth = trained(trainer("fsdp2", folder / f"{check}-truth", save_strategy="no"))
+    save_file(truth, folder / f"{check}-{dist.get_rank()}.safetensors")
+    made = trainer("fsdp2", folder / check, callbacks=[Killing(5, signal.SIGKILL)])
+    install(made)
+    made.train()
+
+
+def check_going_on(check: str, folder: Path) -> None:
+    """Goes on from what the check before has left."""
+    made = trainer("fsdp2", folder / "killed")
+    say(check, "there are", steps_in(folder / "killed"))
+    install(made)
+    truth = load_file(folder / f"killed-{dist.get_rank()}.safetensors")
+    say(check, "equal", differing(trained(made, True), truth))
+
+
+CHECKS: dict[str, Callable[[str, Path], None]] = {
+    "fsdp1": check_resuming,
+    "fsdp2": check_resuming,
+    "lora1": check_resuming,
+    "lora2": check_resuming,
+    "keeping": check_keeping,
+    "only_model": check_only_model,
+    "failing": check_failing,
+    "signals": check_signals,
+    "nothing": check_nothing,
+    "native": check_native,
+    "pushing": check_pushing,
+    "model": check_model,
+    "killed": check_killed,
+    "going_on": check_going_on,
+}
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.WARNING)
+    logging.getLogger("ckptkit").setLevel(logging.INFO)
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    for check in sys.argv[2:]:
+        CHECKS[check](check, Path(sys.argv[1]))
+        say(check, "done")
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
