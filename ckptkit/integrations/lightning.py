@@ -1,0 +1,305 @@
+"""Sharded saves of Lightning, Fabric and Trainer, that do not stop training.
+
+Both strategies stand in for Lightning's own `ModelParallelStrategy` (FSDP2, tensor parallel). What
+they write is what Lightning writes, a DCP directory with `meta.pt`, so that each reads the other's.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.fabric.strategies import ModelParallelStrategy as StockFabricStrategy
+from lightning.pytorch.strategies import ModelParallelStrategy as StockTrainerStrategy
+from torch import nn
+from torch.optim import Optimizer
+
+from ckptkit.core.errors import ResumeError
+from ckptkit.integrations.lightning_saves import StrategySaves, load
+from ckptkit.storage.local import LocalSource
+from ckptkit.training import Options
+from ckptkit.training.names import clean_fqn
+from ckptkit.training.objects_on_disk import read_torch_file
+
+logger = logging.getLogger(__name__)
+
+META = "meta.pt"
+"""Where Lightning keeps what is no model and no optimizer; it knows its directories by it."""
+
+_STEP_NAMES = ("global_step", "step", "iteration", "iter_num", "step_count")
+_State = dict[str, Any]
+
+
+class FabricModelParallelStrategy(StockFabricStrategy):  # type: ignore[misc]  # not followed
+    """Lightning Fabric's `ModelParallelStrategy`, whose sharded saves do not stop training.
+
+        fabric = Fabric(strategy=FabricModelParallelStrategy(parallelize))
+        fabric.save("runs/a/step-500.ckpt", {"model": model, "optimizer": optimizer, "step": 500})
+        fabric.load("runs/a/step-500.ckpt", state)
+
+    `save` returns once the local copy is taken; the directory appears when it is complete and
+    durable. Saves into one directory share their buffers, so give each a name of its own there.
+    The random numbers of all ranks are saved and loaded too.
+
+    A `filter`, `storage_options` and `save_distributed_checkpoint=False` are Lightning's business
+    as before, and so is loading with `strict=False` or from a single file.
+    """
+
+    def __init__(self, *args: Any, checkpointer: Options | None = None, **kwargs: Any) -> None:
+        """Takes what Lightning's strategy takes.
+
+        Args:
+            *args: As there.
+            checkpointer: Options of the `Checkpointer` that saves, such as `in_flight`.
+            **kwargs: As there.
+
+        Raises:
+            UsageError: If one of the options cannot be used here.
+        """
+        super().__init__(*args, **kwargs)
+        self._saves = StrategySaves(checkpointer or {})
+
+    def save_checkpoint(
+        self,
+        path: str | Path,
+        state: _State,
+        storage_options: Any = None,
+        filter: Any = None,  # noqa: A002  Lightning's name
+    ) -> None:
+        """Saves as `fabric.save` says, in the background."""
+        if storage_options is not None or filter is not None or not _is_sharded(self):
+            super().save_checkpoint(path, state, storage_options, filter)
+            return
+        parts = {key: value for key, value in state.items() if _is_part(value)}
+        rest = {key: _plain(value) for key, value in state.items() if key not in parts}
+        files = {META: _archived(rest)} if self.global_rank == 0 else None
+        self._saves.save(Path(self.broadcast(path)), parts, files=files, step=_step_in(rest))
+
+    def load_checkpoint(
+        self,
+        path: str | Path,
+        state: Any = None,
+        strict: bool = True,  # noqa: FBT001, FBT002  Lightning's signature
+        weights_only: bool | None = None,  # noqa: FBT001
+    ) -> dict[str, Any]:
+        """Loads as `fabric.load` says; saves under way are waited for."""
+        path = Path(self.broadcast(path))
+        self._saves.wait()
+        if not (isinstance(state, dict) and state and strict and _holds_shards(path)):
+            rest: dict[str, Any] = super().load_checkpoint(path, state, strict, weights_only)
+            return rest
+        parts = {key: value for key, value in state.items() if _is_part(value)}
+        rest = _read_meta(path, weights_only=weights_only)
+        missing = state.keys() - parts.keys() - rest.keys()
+        if missing:
+            raise ResumeError(
+                f"{', '.join(map(repr, sorted(missing)))} was not saved there",
+                where=str(path),
+                hint="pass strict=False to load the others",
+            )
+        load(parts, path, timeout_seconds=self._saves.timeout_seconds)
+        state |= {key: rest.pop(key) for key in state.keys() - parts.keys()}
+        return rest
+
+    def wait_for_saves(self) -> None:
+        """Waits until all saves have ended, well or not."""
+        self._saves.wait()
+
+    def finish_saves(self) -> None:
+        """Waits for the last save, and ends what saves; call it after the last step.
+
+        Fabric tells its strategies of no end. Without this call the program waits as it ends, and
+        what went wrong is in the log only.
+
+        Raises:
+            SaveError: If a save failed; the first of them.
+        """
+        self._saves.close()
+
+
+class TrainerModelParallelStrategy(StockTrainerStrategy):  # type: ignore[misc]  # not followed
+    """The Lightning Trainer's `ModelParallelStrategy`, whose sharded saves do not stop training.
+
+        trainer = Trainer(strategy=TrainerModelParallelStrategy(), callbacks=[ModelCheckpoint(…)])
+        trainer.fit(model, ckpt_path="runs/a/epoch=3-step=400.ckpt")
+
+    A checkpoint that `ModelCheckpoint` wants gone stays until one that was begun later is
+    complete, so that there is a whole one at any moment. The random numbers of all ranks are saved
+    and loaded too.
+
+    Where a hook has put other weights into the checkpoint (averaged ones, for example), and with
+    `save_distributed_checkpoint=False`, Lightning saves as before.
+    """
+
+    def __init__(self, *args: Any, checkpointer: Options | None = None, **kwargs: Any) -> None:
+        """Takes what Lightning's strategy takes.
+
+        Args:
+            *args: As there.
+            checkpointer: Options of the `Checkpointer` that saves, such as `in_flight`.
+            **kwargs: As there.
+
+        Raises:
+            UsageError: If one of the options cannot be used here.
+        """
+        super().__init__(*args, **kwargs)
+        self._saves = StrategySaves(checkpointer or {})
+        self._offered: Mapping[str, Any] = {}
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Returns the live weights, which hooks may look at; nothing is copied."""
+        if not _is_sharded(self):
+            whole: dict[str, Any] = super().lightning_module_state_dict()
+            return whole
+        assert self.model is not None  # noqa: S101  the Trainer sets it up first
+        # As torch's get_model_state_dict, which collects garbage before and after, for 40 ms.
+        states = self.model.state_dict()
+        self._offered = {clean_fqn(name): value for name, value in states.items()}
+        return dict(self._offered)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Returns nothing: the state is saved from the optimizer itself."""
+        if _is_sharded(self):
+            return {}
+        whole: dict[str, Any] = super().optimizer_state(optimizer)
+        return whole
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
+    ) -> None:
+        """Saves what `Trainer.save_checkpoint` has gathered, in the background."""
+        if storage_options is not None or not _is_sharded(self):
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        path = Path(self.broadcast(filepath))
+        offered, self._offered = self._offered, {}
+        if not _is_as_offered(checkpoint, offered):
+            self._save_stock(checkpoint, path)
+            return
+        count = len(checkpoint.get("optimizer_states", ()))
+        rest = {k: v for k, v in checkpoint.items() if k not in {"state_dict", "optimizer_states"}}
+        files = {META: _archived(rest)} if self.global_rank == 0 else None
+        self._saves.save(path, self._parts(count), files=files, step=_step_in(rest))
+
+    def load_checkpoint(
+        self,
+        checkpoint_path: str | Path,
+        weights_only: bool | None = None,  # noqa: FBT001  Lightning's signature
+    ) -> dict[str, Any]:
+        """Loads models and optimizers in place; saves under way are waited for."""
+        path = Path(self.broadcast(checkpoint_path))
+        self._saves.wait()
+        assert self.lightning_module is not None  # noqa: S101  the Trainer sets it up first
+        if not (self.lightning_module.strict_loading and _holds_shards(path)):
+            rest: dict[str, Any] = super().load_checkpoint(path, weights_only)
+            return rest
+        rest = _read_meta(path, weights_only=weights_only)
+        state = self._parts(len(self.optimizers))
+        load(state, path, timeout_seconds=self._saves.timeout_seconds)
+        return rest
+
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        """Removes a checkpoint once a later one is complete."""
+        if not _is_sharded(self):
+            super().remove_checkpoint(filepath)
+        elif self.is_global_zero:
+            self._saves.remove(Path(filepath))
+
+    def wait_for_saves(self) -> None:
+        """Waits until all saves have ended, well or not."""
+        self._saves.wait()
+
+    def teardown(self) -> None:
+        """Waits for the last save, and raises what went wrong in one that nobody asked about."""
+        try:
+            self._saves.close()
+        finally:
+            super().teardown()
+
+    def _parts(self, optimizers: int) -> _State:
+        """Returns the model and its first optimizers, by the names that Lightning gives them."""
+        numbered = enumerate(self.optimizers[:optimizers])
+        return {"state_dict": self.model, **{f"optimizer_{n}": one for n, one in numbered}}
+
+    def _save_stock(self, checkpoint: dict[str, Any], path: Path) -> None:
+        if self.global_rank == 0:
+            logger.warning(
+                "%s: a hook has changed the weights in the checkpoint, so Lightning saves it,"
+                " which stops training meanwhile",
+                path,
+            )
+        self._saves.wait()
+        states = checkpoint.get("optimizer_states", ())
+        if states:
+            checkpoint["optimizer_states"] = [
+                state or super(TrainerModelParallelStrategy, self).optimizer_state(optimizer)
+                for state, optimizer in zip(states, self.optimizers, strict=True)
+            ]
+        super().save_checkpoint(checkpoint, path)
+
+
+def _is_sharded(strategy: StockFabricStrategy | StockTrainerStrategy) -> bool:
+    """Tells whether a strategy saves shards; neither of them says so in public."""
+    return bool(strategy._save_distributed_checkpoint)  # noqa: SLF001
+
+
+def _holds_shards(path: Path) -> bool:
+    return path.is_dir() and (path / META).is_file()
+
+
+def _is_part(value: object) -> bool:
+    return isinstance(value, nn.Module | Optimizer)
+
+
+def _plain(value: Any) -> Any:
+    is_stateful = hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+    return value.state_dict() if is_stateful else value
+
+
+def _archived(values: Mapping[str, Any]) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(dict(values), buffer)
+    return buffer.getvalue()
+
+
+def _read_meta(path: Path, *, weights_only: bool | None) -> dict[str, Any]:
+    """Reads what lies beside the shards, without running it.
+
+    Objects of other classes are left to Lightning, where the user has asked for that.
+
+    Raises:
+        ResumeError: If there are some, and the user has not.
+    """
+    if weights_only is False:
+        found: dict[str, Any] = TorchCheckpointIO().load_checkpoint(path / META, weights_only=False)
+        return found
+    with LocalSource(path) as source:
+        try:
+            found = read_torch_file(source, META)
+        except ResumeError as error:
+            hint = "pass weights_only=False to let Lightning make such objects, if you trust them"
+            raise ResumeError(error.message, where=error.where, hint=hint) from error
+    return found
+
+
+def _step_in(values: Mapping[str, Any]) -> int | None:
+    """Returns the training step, where the values beside the model name it as it is often named."""
+    found = (values.get(name) for name in _STEP_NAMES)
+    return next((step for step in found if type(step) is int and step >= 0), None)
+
+
+def _is_as_offered(checkpoint: Mapping[str, Any], offered: Mapping[str, Any]) -> bool:
+    """Tells whether no hook has changed the weights that the strategy gave, nor the optimizers."""
+    weights = checkpoint.get("state_dict")
+    return (
+        isinstance(weights, dict)
+        and bool(offered)
+        and weights.keys() == offered.keys()
+        and all(value is offered[key] for key, value in weights.items())
+        and not any(checkpoint.get("optimizer_states", ()))
+    )
