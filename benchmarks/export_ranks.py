@@ -50,19 +50,33 @@ def make_model(layers: int) -> nn.Module:
     return model
 
 
-def bare_write(path: Path, size_bytes: int) -> float:
-    """Writes as many bytes past the page cache, durably, and returns the seconds."""
-    memory = mmap.mmap(-1, BLOCK_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+def some_bytes(size_bytes: int) -> memoryview:
+    """Returns memory in huge pages, which direct I/O likes best, filled with noise."""
+    size = -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
-    memory[:] = os.urandom(BLOCK_BYTES)
-    block = memoryview(memory)
+    noise = os.urandom(BLOCK_BYTES)
+    for start in range(0, size, BLOCK_BYTES):
+        memory[start : start + BLOCK_BYTES] = noise
+    return memoryview(memory)
+
+
+def bare_write(path: Path, data: memoryview, size_bytes: int) -> float:
+    """Writes as many bytes past the page cache, durably, and returns the seconds.
+
+    Args:
+        path: The file.
+        data: What is written, again from its start where it ends.
+        size_bytes: How much.
+    """
     size = -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
     dist.barrier()
     began = time.perf_counter()
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT)
     os.posix_fallocate(file, 0, size)
     for start in range(0, size, BLOCK_BYTES):
-        os.pwrite(file, block[: min(BLOCK_BYTES, size - start)], start)
+        block = data[start % len(data) :][: min(BLOCK_BYTES, size - start)]
+        os.pwrite(file, block, start)
     os.fsync(file)
     os.close(file)
     return time.perf_counter() - began
@@ -150,13 +164,16 @@ def main() -> None:
     with Checkpointer(folder / "run") as checkpointer:
         size = one_export(checkpointer, state, folder / "out")["size_bytes"]
         clear(folder / "out")
+        sources = {"bare": some_bytes(size), "bare_cached": some_bytes(BLOCK_BYTES)}
         for _ in range(arguments.rounds):
-            (folder / "bare").mkdir(exist_ok=True)
-            bare = bare_write(folder / "bare" / str(dist.get_rank()), size)
-            clear(folder / "bare")
-            found = one_export(checkpointer, state, folder / "out")
+            found: dict[str, Any] = {}
+            for name, data in sources.items():
+                (folder / name).mkdir(exist_ok=True)
+                found[name] = bare_write(folder / name / str(dist.get_rank()), data, size)
+                clear(folder / name)
+            found |= one_export(checkpointer, state, folder / "out")
             clear(folder / "out")
-            rounds.append({"bare": bare, **found})
+            rounds.append(found)
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, rounds)
     if dist.get_rank() == 0:

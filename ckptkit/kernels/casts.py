@@ -81,6 +81,8 @@ class Caster:
             for a time: indices of a float8 source, masks of a block with NaN or overflow.
     """
 
+    _at_once = BLOCK_ELEMENTS
+
     def __init__(self, source: DType, target: DType) -> None:
         """Prepares a cast.
 
@@ -140,8 +142,8 @@ class Caster:
         found = None
         # Overflow and NaN are looked for in the result; numpy's warnings would only repeat it.
         with np.errstate(all="ignore"):
-            for start in range(0, given.size, BLOCK_ELEMENTS):
-                stop = start + BLOCK_ELEMENTS
+            for start in range(0, given.size, self._at_once):
+                stop = start + self._at_once
                 block = self._block(given[start:stop], wanted[start:stop])
                 found = _joined(found, block, start)
         return found

@@ -39,14 +39,16 @@ def filesystem_of(path: Path, *, mounts: Path = _MOUNTS) -> str:
     return kind
 
 
-def why_not_shared(kind: str) -> str:
-    """Tells why files of a file system cannot be written by several machines; empty if they can.
+def why_not_shared(kind: str, *, is_one_machine: bool = False) -> str:
+    """Tells why several processes cannot write a file of a file system at once; empty if they can.
 
     Args:
         kind: As `filesystem_of` returns it.
+        is_one_machine: Whether all of them share one kernel, and so its one page cache; what a
+            program behind FUSE makes of their writes is not known even then.
     """
     is_fuse = kind == "fuse" or (kind.startswith("fuse.") and kind not in _OTHER_FUSE)
-    if kind in _SEPARATE_CACHES or is_fuse:
+    if is_fuse or (kind in _SEPARATE_CACHES and not is_one_machine):
         return f"its file system, {kind}, does not take ranges of one file from several machines"
     return ""
 
@@ -61,12 +63,13 @@ def why_no_ranges(folder: Path, named: Path, capabilities: Capabilities) -> str:
 
     Raises:
         NoSpaceError: If the disk is full.
-        OutputError: If nothing can be written there at all.
+        OutputError: If what was tried cannot be removed again.
     """  # noqa: DOC501  `translated` makes them
-    path = folder / f".probe-{os.getpid()}"
+    # Not by the process, whose number another machine may have given as well.
+    path = folder / f".probe-{os.urandom(8).hex()}"
     with translated(named):
-        join_file(path, 2 * PAGE_BYTES, capabilities)
         try:
+            join_file(path, 2 * PAGE_BYTES, capabilities)
             file = open_for_writing(path, capabilities)
             try:
                 file.write_at(PAGE_BYTES, memoryview(b"1"))

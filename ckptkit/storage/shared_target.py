@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from ckptkit.core.errors import OutputError
 from ckptkit.storage.filesystems import why_no_ranges
 from ckptkit.storage.names import WORK_INFIX
+from ckptkit.storage.part_files import PartFile, Row, read_parts
 from ckptkit.storage.publish import publish, publish_inside
 from ckptkit.storage.staged_files import StagedFiles, free_bytes, translated
-from ckptkit.storage.staging import output_exists
+from ckptkit.storage.staging import cannot_be_replaced, make_missing, output_exists, remove_empty
 from ckptkit.storage.syscalls import (
     Capabilities,
     detect_capabilities,
@@ -56,11 +57,13 @@ class SharedTarget:
 
         Raises:
             OutputExistsError: If `out` holds something and is not to be overwritten.
-            OutputError: If `out` is no directory, or nothing can be written there.
+            OutputError: If `out` is no directory, or nothing can be written there, or if it holds
+                something and cannot be replaced at once.
         """  # noqa: DOC501  `output_exists` makes it
         self._named = out
         self._overwrite = overwrite
         self._capabilities = capabilities or detect_capabilities()
+        self._made: list[Path] = []
         with translated(out):
             self._out = out.resolve()
             if self._out.exists() and not self._out.is_dir():
@@ -69,14 +72,20 @@ class SharedTarget:
                     where=str(out),
                 )
             self._inside = _has_to_stay(self._out)
-            filled = self._out.is_dir() and not is_empty(self._out)
-            if filled and (self._inside or not overwrite):
-                raise output_exists(out)
+            if self._out.is_dir() and not is_empty(self._out):
+                if not overwrite:
+                    raise output_exists(out)
+                if self._inside:
+                    raise cannot_be_replaced(out)
             parent = self._out if self._inside else self._out.parent
-            parent.mkdir(parents=True, exist_ok=True)
-            self._work: WorkFolder = join_work_folder(
-                parent, self._out.name, nonce, self._capabilities
-            )
+            self._made = make_missing(parent)
+            try:
+                self._work: WorkFolder = join_work_folder(
+                    parent, self._out.name, nonce, self._capabilities
+                )
+            except BaseException:
+                remove_empty(self._made)
+                raise
         self._files = StagedFiles(self._work.files, out, self._capabilities)
 
     def sweep(self) -> None:
@@ -88,7 +97,7 @@ class SharedTarget:
 
         Raises:
             NoSpaceError: If the disk is full.
-            OutputError: If nothing can be written there at all.
+            OutputError: If what was tried cannot be removed again.
         """
         return why_no_ranges(self._work.path, self._named, self._capabilities)
 
@@ -122,6 +131,35 @@ class SharedTarget:
         """
         self._files.write_runs(path, starts, data)
 
+    def part_file(self, name: str) -> PartFile:
+        """Makes a file whose bytes the process that commits puts in their place with `unite`."""
+        return PartFile(self._work.path / name, self._named, self._capabilities)
+
+    def unite(self, sizes: Mapping[str, int], parts: Mapping[str, Sequence[Row]]) -> None:
+        """Puts what other processes wrote to part files in its place; for one process.
+
+        Args:
+            sizes: Of the files of the output, by path.
+            parts: The rows of each part file, by name.
+
+        Raises:
+            ChecksumError: If a part file does not hold what was written to it.
+            NoSpaceError: If the disk is full.
+            OutputError: If something cannot be read or written.
+        """
+        files = StagedFiles(self._work.files, self._named, self._capabilities)
+        try:
+            for path, size_bytes in sizes.items():
+                files.create(path, size_bytes, join_file)
+            with translated(self._named):
+                for name, rows in parts.items():
+                    part = self._work.path / name
+                    for path, starts, data in read_parts(part, rows, self._capabilities):
+                        files.write_runs(path, starts, data)
+                files.sync()
+        finally:
+            files.close()
+
     def free_bytes(self) -> int:
         """Returns how much room there is where the files are staged."""
         with translated(self._named):
@@ -136,6 +174,8 @@ class SharedTarget:
         """
         with translated(self._named):
             self._files.sync()
+            for folder in self._made:
+                sync_directory(folder.parent, self._capabilities)
             (self._work.path / mark).touch()
 
     def absent(self, marks: Iterable[str]) -> list[str]:
@@ -180,6 +220,7 @@ class SharedTarget:
             self._work.path.rename(away)
         shutil.rmtree(away, ignore_errors=True)
         self._work.release()
+        remove_empty(self._made)
 
     def _put(self, name: str, data: bytes) -> None:
         """Writes a small file; into a folder that was given up it fails."""

@@ -30,7 +30,16 @@ def output_exists(out: Path) -> OutputExistsError:
     return OutputExistsError(
         "the directory holds files where an empty or absent one was expected",
         where=str(out),
-        hint="name another directory, or pass --overwrite to replace this one",
+        hint="name another directory, or have this one replaced: --overwrite, overwrite=True",
+    )
+
+
+def cannot_be_replaced(out: Path) -> OutputError:
+    """Returns the error for a full destination that is to be overwritten and cannot be renamed."""
+    return OutputError(
+        "the directory holds files and cannot be renamed, so it cannot be replaced at once",
+        where=str(out),
+        hint="empty it, or name a directory below it",
     )
 
 
@@ -63,10 +72,10 @@ class LocalTarget:
             self._out = out.resolve()
             self._refuse_file()
             try:
-                self._made = _make_missing(self._out.parent)
+                self._made = make_missing(self._out.parent)
                 self._work = self._prepare()
             except BaseException:
-                _remove_empty(self._made)
+                remove_empty(self._made)
                 raise
         self._inside = self._work.path.parent == self._out
         self._files = StagedFiles(self._work.files, out, self._capabilities)
@@ -117,7 +126,7 @@ class LocalTarget:
         """Removes what was written; does nothing after a commit."""
         self._files.close()
         self._work.remove()
-        _remove_empty(self._made)
+        remove_empty(self._made)
 
     def free_bytes(self) -> int:
         """Returns how much room there is where the files are staged."""
@@ -151,11 +160,7 @@ class LocalTarget:
 
     def _prepare_inside(self) -> WorkFolder:
         if not is_empty(self._out):
-            raise OutputError(
-                "the directory holds files and cannot be renamed, so it cannot be replaced at once",
-                where=str(self._named),
-                hint="empty it, or name a directory below it",
-            )
+            raise cannot_be_replaced(self._named)
         return claim_work_folder(self._out, self._out.name, self._capabilities)
 
     def _publish(self, last: str) -> bool:
@@ -168,7 +173,7 @@ class LocalTarget:
         return output_exists(self._named)
 
 
-def _make_missing(folder: Path) -> list[Path]:
+def make_missing(folder: Path) -> list[Path]:
     """Makes a folder and its missing parents, and returns those it made, outermost first."""
     missing: list[Path] = []
     while not folder.exists():
@@ -180,7 +185,8 @@ def _make_missing(folder: Path) -> list[Path]:
     return missing
 
 
-def _remove_empty(folders: list[Path]) -> None:
+def remove_empty(folders: list[Path]) -> None:
+    """Removes folders, given outermost first, as far as nobody else uses them."""
     with suppress(OSError):  # somebody else uses it by now
         for folder in reversed(folders):
             folder.rmdir()

@@ -22,6 +22,7 @@ BLOCK_BYTES = 4096
 PAGE_BYTES = max(BLOCK_BYTES, mmap.PAGESIZE)
 """The unit that the page cache writes back as one, so direct and buffered bytes never share it."""
 
+_MIN_RESERVED_BYTES = 1 << 20
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _OUT_OF_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
@@ -136,6 +137,24 @@ class OpenFile:
         """Reserves the blocks for bytes up to `size_bytes`; the file system may refuse."""
         os.posix_fallocate(self._file.fileno(), 0, size_bytes)
 
+    def reserve(self, size_bytes: int) -> None:
+        """Reserves blocks as `preallocate` does, but where that is refused writes nothing either.
+
+        Source:
+            fallocate: https://man7.org/linux/man-pages/man2/fallocate.2.html
+        """
+        import ctypes  # only outputs that several processes write pay for it
+
+        call = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
+        if call is None:
+            return
+        size = ctypes.c_long(size_bytes)  # off_t has the width of long on Linux
+        if call(self._file.fileno(), 0, ctypes.c_long(0), size) == 0:
+            return
+        error = OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        if not is_refused(error):
+            raise error
+
     def sync(self) -> None:
         """Makes the content durable, whichever descriptor wrote it."""
         os.fsync(self._file.fileno())
@@ -216,16 +235,18 @@ def create_file(path: Path, size_bytes: int, capabilities: Capabilities) -> None
 def join_file(path: Path, size_bytes: int, capabilities: Capabilities) -> None:
     """Makes a file of that size unless another process has made it already.
 
-    Nothing is reserved: where a file system cannot do that, the C library writes to every block
-    instead, which may be another process's by now.
+    Its blocks are reserved where the file system can do that without writing to them, which may
+    be another process's by now: writers to holes would have to wait for each other.
 
     Raises:
-        OSError: If it cannot be made.
+        OSError: If there is no room for it, or it cannot be made.
     """
     file = OpenFile(path, os.O_WRONLY | os.O_CREAT, capabilities)
     try:
         if file.status().st_size < size_bytes:
             file.truncate(size_bytes)
+        if size_bytes >= _MIN_RESERVED_BYTES and capabilities.preallocation:
+            file.reserve(size_bytes)
     finally:
         file.close()
 

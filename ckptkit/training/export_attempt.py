@@ -19,11 +19,14 @@ from ckptkit.core.errors import (
     error_from_json,
 )
 from ckptkit.core.index import Fqn
+from ckptkit.kernels.shares import Share
 from ckptkit.planning.plan import Plan
 from ckptkit.planning.requests import ConsolidateRequest
 from ckptkit.storage.filesystems import filesystem_of, why_not_shared
+from ckptkit.storage.part_files import Row
 from ckptkit.storage.shared_target import SharedTarget
-from ckptkit.training.export_commit import answer_of, commit, mark_of
+from ckptkit.training.environment import ranks_of_this_machine
+from ckptkit.training.export_commit import answer_of, commit, mark_of, part_of
 from ckptkit.training.export_handle import ExportHandle, ExportReport
 from ckptkit.training.export_plan import (
     ExportRequest,
@@ -35,6 +38,7 @@ from ckptkit.training.export_plan import (
 )
 from ckptkit.training.export_sources import (
     Exported,
+    is_adapter,
     look_at,
     packed_table,
     side_files,
@@ -48,6 +52,7 @@ from ckptkit.training.state import BoundState
 
 logger = logging.getLogger(__name__)
 _RANGES = "ranges"
+_ONE_WRITER = "one writer: "  # only one machine may write a file, and why
 _VISIBLE_SECONDS = 60.0
 SaveInstead = Callable[[BoundState, str], SaveHandle]
 """Saves the state sharded, under a name of its own."""
@@ -73,7 +78,7 @@ class Attempt:
         self._number = number
         self._request = request
         self._timeout_seconds = timeout_seconds
-        self._topic = f"export {number} to {request.out}"
+        self._topic = f"export {number}"  # not where to, which may differ by mistake
         self._target: SharedTarget | None = None
         self._written: _Written | None = None
         self._saved: SaveHandle | None = None
@@ -91,11 +96,12 @@ class Attempt:
         """
         try:
             self._target = target = self._opened()
-            reason = self._why_sharded(target)
-            if reason:
-                self._save(reason, find_bound(), save_instead)
+            how = self._agreed_way(target)
+            bound = find_bound()
+            if how == _RANGES or (how.startswith(_ONE_WRITER) and is_adapter(bound)):
+                self._written = self._write(target, bound, sidecar, by_ranges=how == _RANGES)
             else:
-                self._written = self._write(target, find_bound(), sidecar)
+                self._save(how.removeprefix(_ONE_WRITER), bound, save_instead)
         except BaseException as error:
             first = self._tell(error)
             self._give_up()
@@ -128,28 +134,43 @@ class Attempt:
         request = self._request
         return SharedTarget(request.out, nonce, overwrite=request.overwrite)
 
-    def _why_sharded(self, target: SharedTarget) -> str:
-        """Tells why the output cannot be written in ranges: the first rank decides for all."""
-        reason = ""
-        if self._peers.world_size > 1:
-            reason = why_not_shared(filesystem_of(self._request.out))
-        reason = reason or target.why_no_ranges()
-        choice = (reason or _RANGES).encode()
-        decided = self._peers.board.compare_set(f"exports/{self._number}", b"", choice).decode()
-        if decided != _RANGES:
-            return decided
-        if reason:
-            raise RefusedError(reason, where=str(self._request.out))
-        return ""
+    def _agreed_way(self, target: SharedTarget) -> str:
+        """Tells how the output can be written: the first rank decides for all."""
+        choice = self._way_of_many()
+        if choice == _RANGES:
+            choice = target.why_no_ranges() or _RANGES
+        key = f"exports/{self._number}"
+        decided = self._peers.board.compare_set(key, b"", choice.encode()).decode()
+        if decided == _RANGES and choice != _RANGES:
+            raise RefusedError(choice.removeprefix(_ONE_WRITER), where=str(self._request.out))
+        return decided
+
+    def _way_of_many(self) -> str:
+        if self._peers.world_size == 1:
+            return _RANGES
+        reason = why_not_shared(
+            filesystem_of(self._request.out),
+            is_one_machine=ranks_of_this_machine() == self._peers.world_size,
+        )
+        return f"{_ONE_WRITER}{reason}" if reason else _RANGES
 
     def _save(self, reason: str, bound: BoundState, save_instead: SaveInstead) -> None:
+        if is_adapter(bound):
+            raise RefusedError(
+                reason, where=str(self._request.out), hint="export the adapter to another place"
+            )
         self._give_up()
         if self._peers.rank == 0:
             logger.warning("%s: %s; it is saved sharded instead", self._request.out, reason)
         self._saved = save_instead(bound, f"export_{self._number}_{self._peers.nonce}")
 
     def _write(
-        self, target: SharedTarget, bound: BoundState, sidecar: Mapping[str, object]
+        self,
+        target: SharedTarget,
+        bound: BoundState,
+        sidecar: Mapping[str, object],
+        *,
+        by_ranges: bool,
     ) -> _Written:
         exported = look_at(bound)
         plan = self._plan(exported, side_files(bound, sidecar))
@@ -162,10 +183,26 @@ class Attempt:
         if self._peers.rank == 0:
             target.sweep()
             write_literals(target, plan)
-        shares = write_parts(target, plan, parts)
+        if by_ranges or self._peers.rank == 0:
+            shares, rows = write_parts(target, plan, parts), list[Row]()
+        else:
+            shares, rows = self._hand_over(target, plan, parts)
         target.finish(mark_of(self._peers.rank))
         size = sum(part.size_bytes for part in parts)
-        return _Written(plan, exported.is_adapter, answer_of(plan, shares, size))
+        answer = answer_of(plan, shares, size, out=str(self._request.out), rows=rows)
+        return _Written(plan, exported.is_adapter, answer)
+
+    def _hand_over(
+        self, target: SharedTarget, plan: Plan, parts: Sequence[Part]
+    ) -> tuple[dict[Fqn, Share], list[Row]]:
+        """Writes this rank's part to a file of its own, for rank 0 to put in its place."""
+        file = target.part_file(part_of(self._peers.rank))
+        try:
+            shares = write_parts(file, plan, parts)
+            file.finish()
+        finally:
+            file.close()
+        return shares, file.rows
 
     def _plan(self, exported: Exported, side: Mapping[str, bytes]) -> Plan:
         table, options = self._whole(exported), self._request.options

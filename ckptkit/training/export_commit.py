@@ -12,6 +12,7 @@ from ckptkit.kernels.checksums import digest_of
 from ckptkit.kernels.shares import CRC32_SCHEME, Share, is_whole
 from ckptkit.pipeline.consolidating import changed_options
 from ckptkit.planning.plan import Literal, OutputFile, Plan, Segment
+from ckptkit.storage.part_files import Row
 from ckptkit.storage.shared_target import SharedTarget
 from ckptkit.training.export_plan import ExportRequest, digest_of_plan
 from ckptkit.training.peers import name_ranks, poll_until
@@ -21,13 +22,30 @@ _KIND = {False: "model", True: "adapter"}
 _PROOF = "live"
 
 
-def answer_of(plan: Plan, shares: Mapping[Fqn, Share], size_bytes: int) -> dict[str, Any]:
-    """Returns what a rank tells of its part, as JSON values."""
+def answer_of(
+    plan: Plan, shares: Mapping[Fqn, Share], size_bytes: int, *, out: str, rows: Sequence[Row]
+) -> dict[str, Any]:
+    """Returns what a rank tells of its part, as JSON values.
+
+    Args:
+        plan: Of the whole, as this rank has it.
+        shares: What this rank wrote of each tensor.
+        size_bytes: How many bytes that are.
+        out: The output, as this rank calls it.
+        rows: Of what it has written for rank 0 to put in its place.
+    """
     return {
         "plan": digest_of_plan(plan),
         "shares": [shares.get(spec.name, Share()) for _, _, spec in plan.specs()],
         "size_bytes": size_bytes,
+        "out": out,
+        "rows": rows,
     }
+
+
+def part_of(rank: int) -> str:
+    """Returns the file in the hidden folder by which a rank hands its bytes to rank 0."""
+    return f"part-{rank}"
 
 
 def mark_of(rank: int) -> str:
@@ -60,6 +78,7 @@ def commit(
     Raises:
         SaveError: If ranks planned different things, or some bytes were written never or twice.
         OutputError: If a rank wrote to another place, or the directory cannot be made.
+        ChecksumError: If what a rank handed to this one is not found as it was written.
         OutputExistsError: If it was filled by somebody else meanwhile.
     """
     where = str(request.out)
@@ -71,18 +90,35 @@ def commit(
             where=where,
             hint="give all ranks the same model, sidecar and options",
         )
-    marks = [mark_of(rank) for rank in range(len(answers))]
-    poll_until(lambda: None if target.absent(marks) else True, patience_seconds)
-    absent = target.absent(marks)
-    if absent:
-        raise OutputError(
-            f"rank 0 does not see what {name_ranks([marks.index(mark) for mark in absent])} wrote",
-            where=where,
-            hint="export to storage that all ranks share",
-        )
+    _await_marks(target, where, [answer["out"] for answer in answers], patience_seconds)
+    parts = {part_of(rank): a["rows"] for rank, a in enumerate(answers) if a["rows"]}
+    if parts:
+        target.unite({file.path: file.size_bytes for file in plan.files}, parts)
     manifest = _manifest(plan, request, [a["shares"] for a in answers], is_adapter=is_adapter)
     target.commit(MANIFEST_NAME, manifest.to_json())
     return {"size_bytes": plan.bytes_written}
+
+
+def _await_marks(
+    target: SharedTarget, where: str, outs: Sequence[str], patience_seconds: float
+) -> None:
+    """Waits until what all ranks wrote is seen on this one.
+
+    Raises:
+        OutputError: If it is not.
+    """
+    marks = [mark_of(rank) for rank in range(len(outs))]
+    is_same = set(outs) == {where}
+    poll_until(lambda: None if target.absent(marks) else True, patience_seconds if is_same else 0)
+    absent = [marks.index(mark) for mark in target.absent(marks)]
+    if absent:
+        elsewhere = next((outs[rank] for rank in absent if outs[rank] != where), "")
+        raise OutputError(
+            f"rank 0 does not see what {name_ranks(absent)} wrote"
+            + (f", to {elsewhere!r}" if elsewhere else ""),
+            where=where,
+            hint="name the same directory on all ranks, on storage that they share",
+        )
 
 
 def _manifest(
@@ -117,8 +153,8 @@ def _joined(name: Fqn, segment: Segment, of_ranks: Sequence[Sequence[int]]) -> i
         raise SaveError(
             "not every byte was written once",
             where=f"tensor {name!r}",
-            hint="the ranks hold other parts of it than their sharding says; save and consolidate"
-            " instead",
+            hint="the ranks hold other parts of it than their sharding says, or several stages of a"
+            " pipeline have a tensor of that name",
         )
     return whole.crc32
 

@@ -107,10 +107,6 @@ class ExportHandle:
         """What went wrong, if something did and nobody has asked for the result."""
         return None if self._asked else self._error
 
-    def heard(self) -> None:
-        """Notes that the caller knows how it ends."""
-        self._asked = True
-
     def succeed(self, report: ExportReport) -> None:
         """Ends the export well."""
         self._report = report

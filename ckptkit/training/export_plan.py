@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from ckptkit.core.dtypes import DType
-from ckptkit.core.errors import UsageError
+from ckptkit.core.errors import RefusedError, UsageError
 from ckptkit.core.geometry import row_major_strides
 from ckptkit.core.index import Box, ChunkTable, Fqn, Ints, Key, Shape, TensorEntry
 from ckptkit.kernels.cast_kernel import CastKernel
@@ -41,6 +41,7 @@ from ckptkit.planning.side_files import (
     parse_json_object,
 )
 from ckptkit.planning.ties import tie_candidates, tie_conflicts, ties_to_drop, untied_config
+from ckptkit.storage.syscalls import PAGE_BYTES
 
 BLOCK_BYTES = 8 << 20
 """What is cast, summed and written at once."""
@@ -48,6 +49,9 @@ BLOCK_BYTES = 8 << 20
 _LONG_BYTES = 1 << 20  # runs from here on are written past the page cache, each on its own
 _OF_MODELS = frozenset({CONFIG, "generation_config.json"})
 ADAPTER_CONFIG = "adapter_config.json"
+_COMPUTED = frozenset(
+    {"CPT", "MULTITASK_PROMPT_TUNING", "PREFIX_TUNING", "PROMPT_TUNING", "P_TUNING"}
+)
 
 Table = Mapping[Fqn, TensorSpec]
 """The tensors of the whole model, by name, as training holds them."""
@@ -153,8 +157,16 @@ def plan_adapter(table: Table, side: Mapping[str, bytes], options: ConsolidateRe
         options: What was asked for.
 
     Raises:
+        RefusedError: If the adapter is of a kind that has no tensors of its own in PEFT's files.
         CannotPlanError: If safetensors cannot hold a tensor.
     """
+    kind = parse_json_object(side[ADAPTER_CONFIG], where=ADAPTER_CONFIG).get("peft_type")
+    if not table or kind in _COMPUTED:
+        raise RefusedError(
+            f"an adapter of type {kind} was found, whose files PEFT computes from its tensors",
+            where=ADAPTER_CONFIG,
+            hint="write it with save_pretrained of the PEFT model",
+        )
     products = make_products([_entry(spec) for spec in table.values()], options, {}, CastKernel)
     beside = {name: data for name, data in side.items() if name not in _OF_MODELS}
     own = _literal(ADAPTER_CONFIG, beside[ADAPTER_CONFIG])
@@ -198,8 +210,8 @@ def merged_tables(tables: Sequence[Table]) -> dict[Fqn, TensorSpec]:
 def blocks_of(box: Box, place: Place) -> Iterator[Block]:
     """Yields the parts of a box that are each cast and written at once.
 
-    Runs of a page and more are cut at multiples of the block size in the file, so that all but
-    their edges fill whole pages; short ones are taken many at a time.
+    Long runs are cut at pages of the file, so that all but their edges fill whole pages; short
+    ones are taken many at a time.
     """
     itemsize = place.spec.dtype.itemsize
     length, starts = runs_of(box, place.spec.shape)
@@ -212,12 +224,23 @@ def blocks_of(box: Box, place: Place) -> Iterator[Block]:
         return
     for number, start in enumerate(starts.tolist()):
         low, stop = start * itemsize, (start + length) * itemsize
-        while low < stop:
-            high = min(stop, low + BLOCK_BYTES - (place.start + low) % BLOCK_BYTES)
+        for high in _cuts(low, stop, place.start):
             first = number * length + low // itemsize - start
             at = np.array([low], np.int64)
             yield Block(first, first + (high - low) // itemsize, at, high - low)
             low = high
+
+
+def _cuts(low: int, stop: int, start: int) -> Iterator[int]:
+    """Yields where the blocks of a run end: about alike in size, and at whole pages of the file.
+
+    They are less than a page longer than `BLOCK_BYTES`.
+    """
+    count, page = -(-(stop - low) // BLOCK_BYTES), min(PAGE_BYTES, BLOCK_BYTES)
+    for number in range(1, count):
+        at = start + low + (stop - low) * number // count
+        yield max(at - at % page - start, low)
+    yield stop
 
 
 def runs_of(box: Box, shape: Shape) -> tuple[int, Ints]:

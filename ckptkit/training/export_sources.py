@@ -68,19 +68,24 @@ class Exported:
         return all(_same_bytes(a.local, b.local) for a, b in pairs if a.places)
 
 
-def the_model(bound: BoundState) -> nn.Module:
-    """Returns the one model of a state.
+def parts_of_model(bound: BoundState) -> list[nn.Module]:
+    """Returns the one model of a state; several modules where they are stages of a pipeline.
 
     Raises:
         UsageError: If there is none, or more than one.
     """
-    if len(bound.models) != 1:
+    if len({model.saved_as for model in bound.models}) != 1:
         raise UsageError(
             f"{len(bound.models)} models were found where one was expected",
             where="state",
             hint='give the one to export: export(out, state={"model": model})',
         )
-    return bound.models[0].module
+    return [model.module for model in bound.models]
+
+
+def is_adapter(bound: BoundState) -> bool:
+    """Tells whether the model is a PEFT model, of which only the adapter is exported."""
+    return adapter_names(parts_of_model(bound)[0]) is not None
 
 
 def look_at(bound: BoundState) -> Exported:
@@ -90,11 +95,11 @@ def look_at(bound: BoundState) -> Exported:
         UsageError: If the state does not hold one model.
         UnsupportedError: If a tensor is sparse, quantized or has no data.
     """
-    model = the_model(bound)
-    world = Copies(bound.world_size, bound.rank)
-    view = ModelWalk(model, TensorPlaces("", ()), world=world).look()
-    adapter = adapter_names(model)
-    named = list(_named(view.pieces, adapter))
+    modules, world = parts_of_model(bound), Copies(bound.world_size, bound.rank)
+    walks = [ModelWalk(module, TensorPlaces("", ()), world=world) for module in modules]
+    views = [walk.look(keep=True) for walk in walks]  # all that a save holds
+    adapter = adapter_names(modules[0])
+    named = list(_named([piece for view in views for piece in view.pieces], adapter))
     pieces: dict[Fqn, tuple[Piece, ...]] = {}
     for name, piece in named:
         pieces[name] = (*pieces.get(name, ()), piece)
@@ -104,7 +109,7 @@ def look_at(bound: BoundState) -> Exported:
         table={name: _spec(name, found[0]) for name, found in pieces.items()},
         pieces=pieces,
         owned=frozenset(id(piece) for piece, is_mine in mine if is_mine),
-        is_everywhere=view.values.count >= bound.world_size,
+        is_everywhere=all(view.values.count >= bound.world_size for view in views),
         is_adapter=adapter is not None,
     )
 
@@ -112,21 +117,24 @@ def look_at(bound: BoundState) -> Exported:
 def side_files(bound: BoundState, sidecar: Mapping[str, object]) -> dict[str, bytes]:
     """Returns what lies beside the weights, by name: all of it on rank 0.
 
-    The other ranks need what the plan depends on, which objects that write themselves, such as
-    tokenizers, do not have.
+    The other ranks need what the plan depends on: configurations, and not tokenizers.
 
     Raises:
         UsageError: If something given by the user cannot be stored.
     """
-    model = the_model(bound)
+    modules = parts_of_model(bound)
     if bound.rank:
-        kinds = (str, bytes, os.PathLike)
-        sidecar = {key: value for key, value in sidecar.items() if isinstance(value, kinds)}
-    files = collect_sidecar([model], sidecar)
+        sidecar = {key: value for key, value in sidecar.items() if _may_configure(value)}
+    files = collect_sidecar(modules, sidecar)
     found = {file.path.removeprefix(f"{SIDE_FOLDER}/"): file.data for file in files}
-    adapter = adapter_names(model)
+    adapter = adapter_names(modules[0])
     own = found.get(f"{_ADAPTERS}/{adapter.adapter}/{ADAPTER_CONFIG}") if adapter else None
     return found if own is None else {**found, ADAPTER_CONFIG: own}
+
+
+def _may_configure(value: object) -> bool:
+    """Tells whether something beside the weights may be, or hold, a model's configuration."""
+    return isinstance(value, (str, bytes, os.PathLike)) or hasattr(value, "to_json_string")
 
 
 def boxes_of(piece: Piece) -> Iterator[tuple[Box, torch.Tensor]]:

@@ -1,13 +1,14 @@
 """The bytes of an export that are this rank's: cast, summed and written where they stay.
 
-Block by block through a few reused buffers, by threads that each do both, so that one casts
-while another one writes. Nothing is read back.
+Block by block through a few reused buffers: the calling thread casts while others write. Nothing
+is read back.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,19 +21,22 @@ from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import NoSpaceError
 from ckptkit.core.geometry import slabs
 from ckptkit.core.index import Box, Fqn, Span
-from ckptkit.execution.crew import run_crew
 from ckptkit.kernels.casts import Caster, overflow_error
 from ckptkit.kernels.shares import Share, share_of
 from ckptkit.planning.plan import Literal, Plan
 from ckptkit.storage.buffers import aligned_buffer
+from ckptkit.storage.part_files import PartFile
 from ckptkit.storage.shared_target import SharedTarget
+from ckptkit.storage.staged_files import MIN_DIRECT_BYTES
 from ckptkit.storage.syscalls import PAGE_BYTES
 from ckptkit.training.export_casts import caster_of
 from ckptkit.training.export_plan import BLOCK_BYTES, Block, Place, blocks_of
 from ckptkit.training.staging import is_plain
 
 WRITERS = 2
-"""Threads of a rank; each holds one buffer of a block, and as much again to gather into."""
+"""Threads of a rank that do nothing but write: one that casts as well would come to its processor
+too late, and leave the device idle."""
+_BUFFERS = WRITERS + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +61,9 @@ class Part:
         return self.local.numel() * self.place.spec.dtype.itemsize
 
 
-def write_parts(target: SharedTarget, plan: Plan, parts: Sequence[Part]) -> dict[Fqn, Share]:
+def write_parts(
+    target: SharedTarget | PartFile, plan: Plan, parts: Sequence[Part]
+) -> dict[Fqn, Share]:
     """Writes parts of tensors, and returns the share that each tensor has got from them.
 
     Raises:
@@ -75,20 +81,40 @@ def write_parts(target: SharedTarget, plan: Plan, parts: Sequence[Part]) -> dict
     sizes = {file.path: file.size_bytes for file in plan.files}
     for path in dict.fromkeys(part.place.path for part in parts):
         target.create(path, sizes[path])
-    desks: list[_Desk] = []
+    _settle(part.local.device for part in parts)
+    desk = _Desk()
+    under_way: deque[Future[memoryview]] = deque()
+    with ThreadPoolExecutor(WRITERS, "ckptkit-export") as writers:
+        for part, block in _jobs(parts):
+            full = len(under_way) == _BUFFERS
+            buffer = under_way.popleft().result() if full else _buffer()
+            starts, data = desk.cast(part, block, buffer)
+            under_way.append(writers.submit(_write, target, part.place.path, starts, data, buffer))
+        for written in under_way:
+            written.result()
+    return dict(desk.shares)
 
-    def work(jobs: Iterator[tuple[Part, Block]]) -> None:
-        desk = _Desk(target)
-        desks.append(desk)
-        for part, block in jobs:
-            desk.write(part, block)
 
-    run_crew(WRITERS, _jobs(parts), work)
-    shares: dict[Fqn, Share] = {}
-    for desk in desks:
-        for name, share in desk.shares.items():
-            shares[name] = shares.get(name, Share()).joined(share)
-    return shares
+def _buffer() -> memoryview:
+    return aligned_buffer(BLOCK_BYTES + 2 * PAGE_BYTES)
+
+
+def _write(
+    target: SharedTarget | PartFile,
+    path: str,
+    starts: Sequence[int],
+    data: memoryview,
+    buffer: memoryview,
+) -> memoryview:
+    """Writes runs, and returns the buffer that they lie in."""
+    target.write_runs(path, starts, data)
+    return buffer
+
+
+def _settle(devices: Iterable[torch.device]) -> None:
+    """Waits for what is queued on devices: the threads that copy from there have other streams."""
+    for device in {device for device in devices if device.type == "cuda"}:
+        torch.cuda.current_stream(device).synchronize()
 
 
 def write_literals(target: SharedTarget, plan: Plan) -> None:
@@ -106,35 +132,39 @@ def write_literals(target: SharedTarget, plan: Plan) -> None:
 
 
 def _jobs(parts: Sequence[Part]) -> Iterator[tuple[Part, Block]]:
-    # In the order of the files: the device then writes long stretches.
-    for part in sorted(parts, key=lambda part: (part.place.path, part.place.start)):
+    # In the order of the files: the device then writes long stretches. What goes through the page
+    # cache has to wait until nothing else is written to the file, so it comes last.
+    def order(part: Part) -> tuple[bool, str, int]:
+        return part.size_bytes < MIN_DIRECT_BYTES, part.place.path, part.place.start
+
+    for part in sorted(parts, key=order):
         for block in blocks_of(part.box, part.place):
             yield part, block
 
 
 class _Desk:
-    """What one thread works with."""
+    """Where blocks are cast and summed."""
 
-    def __init__(self, target: SharedTarget) -> None:
+    def __init__(self) -> None:
         self.shares: defaultdict[Fqn, Share] = defaultdict(Share)
-        self._target = target
-        self._buffer = aligned_buffer(BLOCK_BYTES + 2 * PAGE_BYTES)
         self._casters: dict[tuple[DType, DType], Caster] = {}
 
-    def write(self, part: Part, block: Block) -> None:
-        """Casts a block, and writes its runs."""
+    def cast(
+        self, part: Part, block: Block, buffer: memoryview
+    ) -> tuple[Sequence[int], memoryview]:
+        """Returns where the runs of a block begin in its file, and their bytes in the buffer."""
         place, itemsize = part.place, part.place.spec.dtype.itemsize
         size = (block.stop - block.first) * itemsize
         # A single run lies in memory as it will lie on disk pages.
         low = (place.start + int(block.at[0])) % PAGE_BYTES if len(block.at) == 1 else 0
-        data = self._buffer[low : low + size]
+        data = buffer[low : low + size]
         self._fill(part, block, np.frombuffer(data, np.uint8))
         length, name = block.run_bytes, place.spec.name
         runs = (crc32(data[start : start + length]) for start in range(0, size, length))
         sums = np.fromiter(runs, np.uint32, len(block.at))
         share = share_of(block.at, length, sums, place.spec.size_bytes)
         self.shares[name] = self.shares[name].joined(share)
-        self._target.write_runs(place.path, (block.at + place.start).tolist(), data)
+        return (block.at + place.start).tolist(), data
 
     def _fill(self, part: Part, block: Block, data: NDArray[np.uint8]) -> None:
         source, wanted = _elements(part.local, block), part.place.spec.dtype

@@ -34,7 +34,7 @@ from ckptkit.storage import staged_files
 from ckptkit.training import Checkpointer, export_attempt
 from tests.distributed.saving_run import make, nobody_talks, sleep_for, train
 
-STOPPED_SECONDS = 3.0
+STOPPED_SECONDS = 2.0
 
 
 def tiny_llama() -> Any:
@@ -105,6 +105,9 @@ def adapter(folder: Path, _: str) -> None:
     state = {"model": sharded(model)}
     with Checkpointer(folder / "run") as checkpointer:
         checkpointer.export(folder / "out", state=state).result(60)
+        with mock.patch.object(export_attempt, "filesystem_of", return_value="fuse.s3fs"):
+            handle = checkpointer.export(folder / "by_one", state=state)
+        assert handle.result(60) == folder / "by_one"
 
 
 def stopped(folder: Path, kind: str) -> None:
@@ -121,6 +124,7 @@ def stopped(folder: Path, kind: str) -> None:
         assert is_stopped or not handle.done()
         assert is_stopped or not (folder / "out").exists()
         handle.result(60)
+        checkpointer.save(1, state).result(60)
 
 
 def there_already(folder: Path, _: str) -> None:
@@ -148,6 +152,8 @@ def different(folder: Path, _: str) -> None:
         error = handle.exception(60)
         assert isinstance(error, SaveError), error
         assert "rank 1 planned other files than rank 0" in str(error)
+        error = checkpointer.export(folder / f"out{rank}", state=state).exception(60)
+        assert f"rank 0 does not see what rank 1 wrote, to '{folder}/out1'" in str(error), error
     assert_nothing(folder)
 
 
@@ -177,13 +183,15 @@ def full(folder: Path, _: str) -> None:
 
 
 def stages(folder: Path, _: str) -> None:
-    """Every rank holds other layers, as in a pipeline."""
-    rank = dist.get_rank()
+    """Every rank holds other layers, as in a pipeline; one rank those of two stages."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("stage", "shard"))
-    torch.manual_seed(rank)
-    model = nn.Module()
-    model.add_module(f"layer{rank}", nn.Linear(3 + rank, 2))
-    state = {"model": fully_shard(model, mesh=mesh["shard"])}
+    models = []
+    for number in (0, 2) if dist.get_rank() == 0 else (1,):
+        torch.manual_seed(number)
+        model = nn.Module()
+        model.add_module(f"layer{number}", nn.Linear(3 + number, 2))
+        models.append(fully_shard(model, mesh=mesh["shard"]))
+    state = {"model": models}
     with Checkpointer(folder / "run") as checkpointer:
         checkpointer.save(1, state).result(60)
         checkpointer.export(folder / "keep", state=state).result(60)
@@ -193,7 +201,7 @@ def on_a_network(folder: Path, _: str) -> None:
     """Where ranges cannot be written, the model is saved sharded, with the command to go on."""
     state = make("fsdp2", 1)
     with Checkpointer(folder / "run") as checkpointer:
-        with mock.patch.object(export_attempt, "filesystem_of", return_value="nfs4"):
+        with mock.patch.object(export_attempt, "filesystem_of", return_value="fuse.s3fs"):
             handle = checkpointer.export(folder / "out", state=state, dtype="bfloat16")
         report = handle.report(60)
         expected = f"ckptkit consolidate {report.path} {folder / 'out'} --dtype bfloat16"
@@ -219,7 +227,7 @@ def death_while_writing() -> Iterator[None]:
 def dies(folder: Path, kind: str) -> None:
     """One rank dies half-way: the other one is told in time, and nothing is left."""
     state = make("fsdp2", 1)
-    checkpointer = Checkpointer(folder / "run", timeout_seconds=3)
+    checkpointer = Checkpointer(folder / "run", timeout_seconds=2)
     dist.barrier()
     if dist.get_rank() == int(kind):
         with death_while_writing():
@@ -227,7 +235,7 @@ def dies(folder: Path, kind: str) -> None:
     began = time.monotonic()
     error = checkpointer.export(folder / "out", state=state).exception(60)
     assert time.monotonic() - began < 30
-    assert "rank 1 did not answer within 3 s" in str(error), error
+    assert "rank 1 did not answer within 2 s" in str(error), error
     assert_nothing(folder)
 
 

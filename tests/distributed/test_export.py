@@ -66,7 +66,7 @@ def test_damage_to_an_exported_file_is_found_by_verify(exported: Path, tmp_path:
 def test_stages_of_a_pipeline_are_exported_as_one_model(exported: Path, tmp_path: Path) -> None:
     case = exported / "stages"
     same_as_consolidated(case / "run", case / "keep", tmp_path / "out")
-    assert len(load_file(case / "keep/model.safetensors")) == 4
+    assert len(load_file(case / "keep/model.safetensors")) == 6
 
 
 @pytest.mark.distributed
@@ -92,6 +92,9 @@ def test_peft_loads_an_exported_adapter(exported: Path) -> None:
     found = load_file(case / "out/adapter_model.safetensors")
     assert wanted.keys() == found.keys()
     assert all(torch.equal(tensor, found[name]) for name, tensor in wanted.items())
+    for name in ("adapter_model.safetensors", "adapter_config.json"):  # put together by rank 0
+        assert (case / "by_one" / name).read_bytes() == (case / "out" / name).read_bytes()
+    assert ckptkit.verify(case / "by_one").ok
     base = AutoModelForCausalLM.from_pretrained(exported / "equal_llama/keep")
     model = PeftModel.from_pretrained(base, case / "out")
     held = model.state_dict()
@@ -111,9 +114,12 @@ def test_the_command_that_storage_without_ranges_leaves_makes_the_same_folder(
 
 
 @pytest.mark.distributed
-def test_an_export_that_waited_for_a_stopped_rank_is_whole(exported: Path) -> None:
+def test_an_export_that_waited_for_a_stopped_rank_is_what_a_consolidation_writes(
+    exported: Path, tmp_path: Path
+) -> None:
     for rank in "01":
-        assert ckptkit.verify(exported / f"stopped_{rank}" / "out").ok
+        case = exported / f"stopped_{rank}"
+        same_as_consolidated(case / "run", case / "out", tmp_path / rank)
 
 
 @pytest.mark.distributed

@@ -6,11 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from ckptkit.core.errors import OutputError, OutputExistsError
+from ckptkit.core.errors import ChecksumError, OutputError, OutputExistsError
 from ckptkit.storage.filesystems import filesystem_of, why_no_ranges, why_not_shared
 from ckptkit.storage.shared_target import SharedTarget
 from ckptkit.storage.staging import LocalTarget
-from ckptkit.storage.syscalls import Capabilities, detect_capabilities
+from ckptkit.storage.syscalls import (
+    Capabilities,
+    OpenFile,
+    detect_capabilities,
+    open_for_writing,
+)
 
 NONCE = "0123456789abcdef"
 NATIVE = detect_capabilities()
@@ -91,6 +96,51 @@ def test_what_is_there_already_is_kept_unless_told_otherwise(tmp_path: Path) -> 
     assert [path.name for path in out.iterdir()] == ["last"]
 
 
+def test_parts_that_one_process_puts_in_their_place_become_one_file(tmp_path: Path) -> None:
+    first, second = written(tmp_path / "out", range(2))
+    handed = second.part_file("part-1")
+    handed.create("f", 6)
+    handed.write_runs("f", [1, 5], memoryview(b"abcd"))
+    handed.write_runs("g", [0], memoryview(b"xyz"))
+    handed.finish()
+    assert handed.free_bytes() > 0
+    first.unite({"f": 2 * SIZE, "g": 3}, {"part-1": handed.rows})
+    first.commit("last", b"")
+    second.leave()
+    assert (tmp_path / "out/f").read_bytes()[:8] == b"\0ab\0\0cd\0"
+    assert (tmp_path / "out/g").read_bytes() == b"xyz"
+    assert len(list((tmp_path / "out").iterdir())) == 3
+
+
+def test_parts_that_are_not_found_as_they_were_written_are_refused(tmp_path: Path) -> None:
+    (target,) = written(tmp_path / "out", range(1))
+    handed = target.part_file("part-1")
+    handed.write_runs("f", [0], memoryview(b"abcd"))
+    handed.close()
+    name, starts, size, expected = handed.rows[0]
+    for row in ((name, starts, size, expected ^ 1), (name, starts, size + 1, expected)):
+        with pytest.raises(ChecksumError, match="from byte 0 on"):
+            target.unite({"f": SIZE}, {"part-1": [row]})
+    target.abandon()
+
+
+def test_a_full_directory_that_cannot_be_renamed_is_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckptkit.storage.shared_target._has_to_stay", lambda _: True)
+    (tmp_path / "kept").touch()
+    with pytest.raises(OutputError, match="cannot be renamed"):
+        SharedTarget(tmp_path, NONCE, overwrite=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+
+
+def test_missing_parents_go_again_when_all_have_given_up(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    for target in written(tmp_path / "a/b/c/out", range(2)):
+        target.abandon()
+    assert [path.name for path in tmp_path.rglob("*")] == ["a"]
+
+
 def test_a_file_in_its_place_is_refused(tmp_path: Path) -> None:
     (tmp_path / "out").touch()
     with pytest.raises(OutputError, match="a file was found"):
@@ -126,6 +176,11 @@ def test_network_file_systems_with_caches_of_their_own_are_not_shared(
     assert is_shared or kind in why_not_shared(kind)
 
 
+def test_the_ranks_of_one_machine_share_the_cache_of_a_network_file_system() -> None:
+    assert why_not_shared("nfs4", is_one_machine=True) == ""
+    assert "fuse.s3fs" in why_not_shared("fuse.s3fs", is_one_machine=True)
+
+
 def test_the_innermost_mount_tells_the_file_system(tmp_path: Path) -> None:
     mounts = tmp_path / "mounts"
     mounts.write_text(
@@ -143,6 +198,18 @@ def test_the_innermost_mount_tells_the_file_system(tmp_path: Path) -> None:
     assert not filesystem_of(tmp_path, mounts=tmp_path / "absent")
 
 
+def test_two_processes_may_try_the_storage_at_the_same_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def meet(path: Path, capabilities: Capabilities) -> OpenFile:
+        monkeypatch.undo()
+        assert why_no_ranges(tmp_path, tmp_path, NATIVE) == ""
+        return open_for_writing(path, capabilities)
+
+    monkeypatch.setattr("ckptkit.storage.filesystems.open_for_writing", meet)
+    assert why_no_ranges(tmp_path, tmp_path, NATIVE) == ""
+
+
 def test_storage_that_takes_no_ranges_is_found_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,6 +218,8 @@ def test_storage_that_takes_no_ranges_is_found_out(
     def refuse(*_: object) -> None:
         raise OSError(95, "Operation not supported")
 
-    monkeypatch.setattr("ckptkit.storage.syscalls.OpenFile.write_at", refuse)
-    assert "operation not supported" in why_no_ranges(tmp_path, tmp_path, NATIVE)
+    for refused in ("write_at", "truncate"):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"ckptkit.storage.syscalls.OpenFile.{refused}", refuse)
+            assert "operation not supported" in why_no_ranges(tmp_path, tmp_path, NATIVE)
     assert not list(tmp_path.iterdir())

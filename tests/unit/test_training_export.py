@@ -24,11 +24,14 @@ from ckptkit.core.errors import (
 from ckptkit.core.index import Fqn
 from ckptkit.kernels.shares import Share
 from ckptkit.planning.plan import TensorSpec
+from ckptkit.planning.requests import ConsolidateRequest
+from ckptkit.storage.shared_target import SharedTarget
 from ckptkit.storage.staged_files import StagedFile
 from ckptkit.training import Checkpointer, export_attempt
 from ckptkit.training.export_handle import ExportHandle, ExportReport
-from ckptkit.training.export_plan import merged_tables
-from ckptkit.training.export_sources import packed_table, unpacked_table
+from ckptkit.training.export_plan import merged_tables, plan_adapter
+from ckptkit.training.export_sources import packed_table, side_files, unpacked_table
+from ckptkit.training.state import bind
 
 
 class Net(nn.Module):
@@ -75,7 +78,7 @@ def refused(tmp_path: Path, state: Any, **options: Any) -> CkptkitError:
     """Returns the error of an export that leaves nothing."""
     with Checkpointer(tmp_path / "run") as checkpointer, pytest.raises(CkptkitError) as caught:
         checkpointer.export(tmp_path / "a" / "out", state=state, **options)
-    assert not any("out" in name for name in names_below(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
     return caught.value
 
 
@@ -114,6 +117,60 @@ def test_options_are_checked(options: dict[str, Any], words: str, tmp_path: Path
     error = refused(tmp_path, {"model": Net()}, **options)
     assert isinstance(error, UsageError)
     assert words in str(error)
+
+
+def test_adapters_that_peft_computes_anew_are_refused() -> None:
+    spec = TensorSpec(Fqn("base_model.norm.weight"), BY_NAME["float32"], (2,))
+    side = {"adapter_config.json": b'{"peft_type": "PREFIX_TUNING"}'}
+    with pytest.raises(RefusedError, match="an adapter of type PREFIX_TUNING"):
+        plan_adapter({spec.name: spec}, side, ConsolidateRequest())
+    side = {"adapter_config.json": b'{"peft_type": "VBLORA"}'}
+    with pytest.raises(RefusedError, match="an adapter of type VBLORA"):
+        plan_adapter({}, side, ConsolidateRequest())
+
+
+def test_an_adapter_is_not_saved_where_it_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SharedTarget, "why_no_ranges", lambda _: "it takes no ranges")
+    monkeypatch.setattr(export_attempt, "is_adapter", lambda _: True)
+    error = refused(tmp_path, {"model": Net()})
+    assert isinstance(error, RefusedError)
+    assert "it takes no ranges" in str(error)
+
+
+class Configuration:
+    """Writes itself, as those of Transformers do."""
+
+    def save_pretrained(self, save_directory: str) -> None:
+        Path(save_directory, "config.json").write_text(self.to_json_string())
+
+    def to_json_string(self) -> str:
+        return '{"tie_word_embeddings": true}'
+
+
+class Tokenizer:
+    def save_pretrained(self, save_directory: str) -> None:
+        raise AssertionError(f"only rank 0 writes to {save_directory}")
+
+
+def test_all_ranks_know_a_configuration_that_is_given_as_an_object() -> None:
+    sidecar = {"config": Configuration(), "tokenizer": Tokenizer()}
+    bound = bind({"model": Net()}, layout="accelerate", rank=1, world_size=2)
+    found = side_files(bound, sidecar)
+    assert found == {"config.json": b'{"tie_word_embeddings": true}'}
+
+
+def test_storage_without_ranges_gets_a_save_that_is_not_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SharedTarget, "why_no_ranges", lambda _: "it takes no ranges")
+    state = {"model": Net()}
+    with Checkpointer(tmp_path / "run", in_flight="skip") as checkpointer:
+        for step in range(2):
+            checkpointer.save(step, state)
+            report = checkpointer.export(tmp_path / "out", state=state).report(60)
+            assert report.command.startswith(f"ckptkit consolidate {report.path} ")
 
 
 def test_the_run_itself_is_never_replaced(tmp_path: Path) -> None:
