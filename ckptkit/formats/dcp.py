@@ -32,7 +32,7 @@ from ckptkit.formats.trees import classify
 from ckptkit.storage.base import Source
 
 METADATA = ".metadata"
-_DATA = re.compile(r"__(\d+)_\d+\.distcp")
+_DATA = re.compile(r"__(\d+)_(?:frozen_)?\d+\.distcp")  # the latter are ours
 _TORCH_ZIP = CONTAINERS.index("torch_zip")
 
 
@@ -81,7 +81,8 @@ class DcpReader:
             raise MissingFileError(
                 f"{candidate.reason}: the save did not finish, or the file was not copied",
                 where=where,
-                hint="'.metadata' is written last, by rank 0; take an earlier checkpoint",
+                hint="'.metadata' is written last, by rank 0: name its node's copy with --also, or"
+                " take an earlier checkpoint",
             )
         stat = source.stat(path)
         metadata = parse_metadata(source.read(path, 0, stat.size_bytes), where=where)

@@ -15,11 +15,18 @@ from ckptkit.core.manifest import MANIFEST_NAME, parse_manifest
 from ckptkit.training.dtensors import Copies
 from ckptkit.training.extra_state import extra_keys, extra_state_changes
 from ckptkit.training.loaders import loaders_alike
-from ckptkit.training.loading import LoadReport, first_few, load_pieces, unexpected_keys
+from ckptkit.training.loading import (
+    LoadReport,
+    first_few,
+    load_pieces,
+    match_entries,
+    unexpected_keys,
+)
 from ckptkit.training.materialising import materialise
 from ckptkit.training.modules import ModelView, ModelWalk
 from ckptkit.training.optimizer_fit import LOST_HINT, check_optimizer
 from ckptkit.training.optimizer_memory import allocate, check_state
+from ckptkit.training.packed import is_scale
 from ckptkit.training.pieces import Piece
 from ckptkit.training.restoring import (
     group_changes,
@@ -27,6 +34,7 @@ from ckptkit.training.restoring import (
     random_changes,
     stored_groups,
     tensor_pieces,
+    unbound_changes,
     value_changes,
 )
 from ckptkit.training.saved_entries import matched
@@ -104,9 +112,27 @@ class Opening:
         for optimizer in self.bound.optimizers:
             try:
                 self._checked_groups(optimizer)
+                self._check_state(optimizer)
             except ResumeError as error:
                 found[optimizer.name] = str(error)
         return found
+
+    def _check_state(self, optimizer: BoundOptimizer) -> None:
+        """Sees that an optimizer has, or can make, state like that in the step.
+
+        Raises:
+            ResumeError: If it cannot.
+            InputError: If the step is damaged.
+        """
+        allocate(self.stored, optimizer, self._slots, self._world)
+        depth = len(optimizer.path)
+        pieces = [
+            piece
+            for piece in tensor_pieces(self.bound)
+            if piece.unit == optimizer.unit and piece.key_path[:depth] == optimizer.path
+        ]
+        match_entries(self.stored.index(optimizer.unit), pieces)
+        list(value_changes(self.stored, optimizer, self._slots, self._world))
 
     def load(
         self, step: int, alike: Mapping[str, bool], anew: Collection[str] = frozenset()
@@ -149,10 +175,10 @@ class Opening:
         return pieces
 
     def _without_state(self, bound: BoundOptimizer) -> Iterator[Callable[[], object]]:
-        """Yields what empties an optimizer; hyperparameters are taken up if there are any."""
+        """Yields what empties an optimizer; hyperparameters are taken up if they are its own."""
         yield bound.optimizer.state.clear
         try:
-            groups = stored_groups(self.stored, bound, self._slots)
+            groups = self._groups_of(bound)
             yield from list(group_changes(bound, self._slots, groups, self._world))
         except ResumeError as error:
             logger.debug("hyperparameters stay as they are: %s", error)
@@ -187,12 +213,20 @@ class Opening:
             raise ResumeError(
                 f"its state was not saved with this step: {lost}", where=where, hint=LOST_HINT
             )
+        groups = self._groups_of(bound)
+        check_state(self.stored, bound, self._slots, self._world)
+        return [
+            *group_changes(bound, self._slots, groups, self._world),
+            *unbound_changes(self.stored, bound, groups),
+        ]
+
+    def _groups_of(self, bound: BoundOptimizer) -> list[dict[str, Any]]:
+        """Returns an optimizer's groups in the step, which those of another kind are not."""
         groups = stored_groups(self.stored, bound, self._slots)
         entry = self.stored.entry(*bound.saved_as)
         made_by = entry.made_by if entry is not None else ""
-        check_optimizer(bound.optimizer, groups, made_by=made_by, where=where)
-        check_state(self.stored, bound, self._slots, self._world)
-        return list(group_changes(bound, self._slots, groups, self._world))
+        check_optimizer(bound.optimizer, groups, made_by=made_by, where=bound.name)
+        return groups
 
     @property
     def _world(self) -> Copies:
@@ -237,7 +271,10 @@ class Opening:
         start, index = model.path, self.stored.index(unit)
         given = extra_keys(index, start)
         for key in unexpected_keys(index, pieces):
-            if index.tensors[key].key_path[: len(start)] == start and key not in given:
+            # A model that was wrapped before has the scales of its packed weights elsewhere.
+            if key in given or is_scale(key, index.tensors):
+                continue
+            if index.tensors[key].key_path[: len(start)] == start:
                 yield key
 
     def _stored_units(self, model: BoundModel) -> list[str]:

@@ -3,6 +3,9 @@
 What does: another tensor, another place in memory, a version counter of torch that went on, a
 state dict that was loaded, a hundredth of the bytes (another one in each save) whose CRC-32 is
 not that of what was written, and a file that is not the one that was written any more.
+
+Weights that change from save to save though they are not trained, such as an average of others,
+are written like trained ones, so that the rest can be linked.
 """
 
 from __future__ import annotations
@@ -16,15 +19,16 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from typing import NamedTuple
 
 from ckptkit.core.crc import crc32
 from ckptkit.storage.run_marks import MARKS_FOLDER
 from ckptkit.training.committing import Attempt
 from ckptkit.training.frozen_watch import FileMark, Watch
 from ckptkit.training.layout import SavePlan
-from ckptkit.training.pieces import Piece
+from ckptkit.training.pieces import Entry, Piece
 from ckptkit.training.staging import Stager
-from ckptkit.writer.messages import Fixed, Image, Link, Written
+from ckptkit.writer.messages import Image, Link, Written
 
 logger = logging.getLogger(__name__)
 _FOLDER = "frozen"
@@ -89,11 +93,27 @@ class _Kept:
     lent: set[str] = field(default_factory=set)
 
 
+class _Doubt(NamedTuple):
+    """Why files may not hold the weights, and which weights were seen to have changed."""
+
+    reason: str
+    changed: frozenset[Entry] = frozenset()
+
+    @classmethod
+    def about(cls, pieces: Sequence[Piece], what: str) -> _Doubt:
+        more = f" and {len(pieces) - 1} more" if len(pieces) > 1 else ""
+        return cls(f"{pieces[0].key}{more} {what}", frozenset(piece.entry for piece in pieces))
+
+
 class FrozenFiles:
     """What the saves of one job have in common of this rank's frozen weights.
 
     One thread begins saves, others hear what came of them, and the garbage collector may call
     `forget` in the middle of anything: there is no lock, and every change is a single operation.
+
+    Attributes:
+        restless: The weights that were found changed in two saves in a row; plans made from now
+            on have to take them for trained ones.
     """
 
     def __init__(self, nonce: str, rank: int, in_flight: int) -> None:
@@ -107,16 +127,20 @@ class FrozenFiles:
         self._place = Path(MARKS_FOLDER, nonce, _FOLDER)
         self._rank = rank
         self._in_flight = in_flight
+        self.restless: frozenset[Entry] = frozenset()
+        self._changed: frozenset[Entry] = frozenset()  # in the save before
         self._kept: _Kept | None = None
         self._epoch = object()
+        self._forgotten = False  # since the last save
         self._refused = False
         self._round = 0
         self._folders: dict[Path, None] = {}
-        self._recent: deque[Path] = deque(maxlen=in_flight)  # those of saves under way
+        self._recent: deque[Path | None] = deque(maxlen=in_flight)  # those of saves under way
 
     def forget(self) -> None:
         """Has the next save write everything, as after loading."""
         self._epoch = object()
+        self._forgotten |= self._kept is not None
         self._kept = None
 
     def files_for(
@@ -130,16 +154,18 @@ class FrozenFiles:
             stager: Of the buffer, which is not in use.
             attempt: What is tried.
         """
-        if not any(plan.samples):
-            return _all_files(plan)
         kept = self._kept
+        if not any(plan.samples):
+            return self._written(plan, pieces, attempt)
         if kept is not None:
-            doubt = next(self._doubts(kept, plan, pieces, stager, attempt), "")
-            if not doubt:
+            doubt = next(self._doubts(kept, plan, pieces, stager, attempt), None)
+            if doubt is None:
+                self._changed = frozenset()
                 return self._linking(kept, plan, attempt)
-            logger.info("step %d: frozen weights are written again: %s", attempt.step, doubt)
-            self._kept = None
-        return _all_files(plan) if self._refused else self._keeping(plan, pieces, attempt)
+            self._mind(doubt, attempt)
+        elif self._forgotten:
+            self._mind(_Doubt("a state was loaded, or one of them is gone"), attempt)
+        return self._written(plan, pieces, attempt)
 
     def close(self) -> None:
         """Removes the names under which files are kept; the steps have their own."""
@@ -153,26 +179,30 @@ class FrozenFiles:
 
     def _doubts(
         self, kept: _Kept, plan: SavePlan, pieces: Sequence[Piece], stager: Stager, attempt: Attempt
-    ) -> Iterator[str]:
+    ) -> Iterator[_Doubt]:
         """Yields why the files may not hold the weights; what takes longest is seen last."""
         if kept.epoch is not self._epoch:
-            yield "a state was loaded"
+            yield _Doubt("a state was loaded")
         if len(kept.lent) >= self._in_flight:  # more than can be under way
-            yield "they could not be linked"
+            yield _Doubt("they could not be linked")
         if kept.run != attempt.folder.parent or kept.layout != plan.frozen:
-            yield "they are other ones, or lie otherwise"
-        for watch, piece in zip(kept.watches, _frozen(plan, pieces), strict=True):
-            if not watch.still_holds(piece):
-                yield f"{watch.key} was changed, or is another tensor"
+            yield _Doubt("they are other ones, or lie otherwise")
+        there = zip(kept.watches, _frozen(plan, pieces), strict=True)
+        changed = [piece for watch, piece in there if not watch.still_holds(piece)]
+        if changed:
+            yield _Doubt.about(changed, "changed, or became another tensor")
         for mark in kept.marks:
             if not mark.still_holds():
-                yield f"{mark.path} was changed, or has as many links as it may have"
-        yield from self._other_bytes(kept, plan, pieces, stager)
+                yield _Doubt(f"{mark.path} was changed, or has as many links as it may have")
+        changed = self._other_bytes(kept, plan, pieces, stager)
+        if changed:
+            yield _Doubt.about(changed, "changed, and torch did not count it")
 
     def _other_bytes(
         self, kept: _Kept, plan: SavePlan, pieces: Sequence[Piece], stager: Stager
-    ) -> Iterator[str]:
-        """Yields weights that changed without torch's knowing; looks at one part of each."""
+    ) -> list[Piece]:
+        """Returns weights that changed without torch's knowing; looks at one part of each."""
+        changed: list[Piece] = []
         turn, at = self._round, 0
         self._round += 1
         for samples in plan.samples:  # waves lie in the same place of the buffer
@@ -180,8 +210,21 @@ class FrozenFiles:
             found = stager.fetch(plan, pieces, steps)
             for sample, data in zip(samples, found, strict=True):
                 if crc32(data) != kept.sums[at + turn % len(sample)]:
-                    yield f"{pieces[sample.step.piece].key} was changed, and torch did not count it"
+                    changed.append(pieces[sample.step.piece])
                 at += len(sample)
+        return changed
+
+    def _mind(self, doubt: _Doubt, attempt: Attempt) -> None:
+        """Says why all is written, and notes which weights changed since the save before."""
+        logger.info("step %d: frozen weights are written again: %s", attempt.step, doubt.reason)
+        again = self._changed & doubt.changed
+        self._changed = doubt.changed
+        if again:
+            self.restless |= again
+            logger.info(
+                "%d of them change from save to save, and are written with each from now on",
+                len(again),
+            )
 
     def _linking(self, kept: _Kept, plan: SavePlan, attempt: Attempt) -> SaveFiles:
         kept.lent.add(attempt.name)
@@ -194,6 +237,16 @@ class FrozenFiles:
         waves = list(map(WaveFiles, plan.trained))
         waves[-1] = WaveFiles(plan.trained[-1], links=tuple(kept.links), heard=heard)
         return SaveFiles(tuple(waves), frozen=False)
+
+    def _written(self, plan: SavePlan, pieces: Sequence[Piece], attempt: Attempt) -> SaveFiles:
+        self._kept, self._forgotten = None, False
+        if any(plan.samples) and not self._refused:
+            return self._keeping(plan, pieces, attempt)
+        if not self._folders:
+            return SaveFiles(tuple(map(WaveFiles, plan.images)), frozen=True)
+        self._recent.append(None)
+        last = WaveFiles(plan.images[-1], heard=lambda _: self._clear())
+        return SaveFiles((*map(WaveFiles, plan.images[:-1]), last), frozen=True)
 
     def _keeping(self, plan: SavePlan, pieces: Sequence[Piece], attempt: Attempt) -> SaveFiles:
         run = attempt.folder.parent
@@ -209,9 +262,8 @@ class FrozenFiles:
                 Link(image.path, str(folder / image.path), image.size_bytes)
                 for image in images[trained:]
             )
-            ranges = Fixed(chain.from_iterable(sample.ranges() for sample in plan.samples[number]))
             heard = partial(self._heard, kept, keeps, last=number == len(plan.images) - 1)
-            waves.append(WaveFiles(images, (), keeps, ranges, heard))
+            waves.append(WaveFiles(images, (), keeps, plan.ranges[number], heard))
         return SaveFiles(tuple(waves), frozen=True)
 
     def _heard(self, kept: _Kept, keeps: Sequence[Link], answer: Written, *, last: bool) -> None:
@@ -239,7 +291,3 @@ def _frozen(plan: SavePlan, pieces: Sequence[Piece]) -> list[Piece]:
     """Returns the frozen pieces that this rank writes, in the order of their first bytes."""
     steps = (sample.step for sample in chain.from_iterable(plan.samples))
     return [pieces[number] for number in dict.fromkeys(step.piece for step in steps)]
-
-
-def _all_files(plan: SavePlan) -> SaveFiles:
-    return SaveFiles(tuple(map(WaveFiles, plan.images)), frozen=True)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,28 +72,47 @@ class FileMark:
         Raises:
             OSError: If it cannot be seen.
         """
-        found = path.stat()
-        return cls(path, (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns))
+        return cls(path, _status(path.stat()))
 
     def still_holds(self) -> bool:
         """Tells whether the file is there as it was, and may be linked once more."""
         try:
-            return FileMark.of(self.path) == self and self.path.stat().st_nlink < _MOST_LINKS
+            found = self.path.stat()
         except OSError:
             return False
+        return _status(found) == self.status and found.st_nlink < _MOST_LINKS
 
 
-def watched_by(parameter: torch.Tensor, *further: torch.Tensor) -> Watched:
+def watched_by(
+    parameter: torch.Tensor, *further: torch.Tensor, tied: Sequence[torch.Tensor] = ()
+) -> Watched:
     """Returns what a frozen parameter is watched by, nothing for all that training changes.
 
     Args:
         parameter: The parameter, or any other tensor of a model.
         further: Others through which its elements may be changed.
+        tied: Others of the model that are the same tensor: where one is trained, all are.
     """
-    if not isinstance(parameter, torch.nn.Parameter) or parameter.requires_grad:
+    if not isinstance(parameter, torch.nn.Parameter):
         return ()
-    others = [tensor for tensor in further if tensor is not parameter]
+    if any(tensor.requires_grad for tensor in (parameter, *tied)):
+        return ()
+    others = [tensor for tensor in (*tied, *further) if tensor is not parameter]
     return tuple(map(weakref.ref, (parameter, *others)))
+
+
+def watched_beside(parameter: torch.Tensor | None, tensor: torch.Tensor) -> Watched:
+    """Returns what a tensor is watched by that belongs to a parameter, frozen where that is.
+
+    Args:
+        parameter: None where it is none of the model's.
+        tensor: Such as the scales of a packed weight.
+    """
+    return () if parameter is None else watched_by(parameter, tensor)
+
+
+def _status(found: os.stat_result) -> tuple[int, ...]:
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _versions(piece: Piece) -> tuple[int, ...] | None:

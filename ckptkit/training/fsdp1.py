@@ -45,6 +45,11 @@ class FlatPart:
     parameter: nn.Parameter | None
     span: Span
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All its names."""
+        return (self.fqn, *self.aliases)
+
 
 @dataclass(frozen=True, slots=True)
 class FlatUnit:

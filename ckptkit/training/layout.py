@@ -11,9 +11,10 @@ readers take each archive's place from the metadata, so they allow bytes between
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain, compress
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from ckptkit.core.errors import UnsupportedError, UsageError
 from ckptkit.core.geometry import slabs
 from ckptkit.core.index import Box, KeyPath, Span
 from ckptkit.training.copies import CopyStep, Sample, sample_of, slab_spans
-from ckptkit.training.pieces import Piece
+from ckptkit.training.pieces import Entry, Piece
 from ckptkit.training.signatures import Signature, signature_of
 from ckptkit.training.tensor_archives import archive_of_tensor
 from ckptkit.writer.messages import Blob, Fixed, Image
@@ -51,6 +52,7 @@ class SavePlan:
         trained: The files of each wave but for those of frozen weights; waves that hold nothing
             else are left out, save for the first one.
         samples: The frozen weights of each wave.
+        ranges: Where the parts of these begin and end in the buffer.
         buffer_bytes: Size of the buffer that is needed, a multiple of 4096.
         data_bytes: Bytes of tensor data that this rank copies and writes.
         frozen_bytes: How many of these belong to frozen weights.
@@ -66,6 +68,7 @@ class SavePlan:
     copies: tuple[tuple[CopyStep, ...], ...]
     trained: tuple[tuple[Image, ...], ...]
     samples: tuple[tuple[Sample, ...], ...]
+    ranges: tuple[tuple[tuple[int, int], ...], ...]
     buffer_bytes: int
     data_bytes: int
     frozen_bytes: int
@@ -81,6 +84,7 @@ def plan_save(
     *,
     rank: int,
     limit_bytes: int | None = None,
+    restless: Collection[Entry] = (),
 ) -> SavePlan:
     """Lays out the pieces that this rank writes.
 
@@ -89,6 +93,7 @@ def plan_save(
         owned: For each whether this rank writes it, rather than another one that has it too.
         rank: Names the files.
         limit_bytes: How large the buffer may be; a larger state is cut into waves.
+        restless: Frozen weights that change all the same, and are written like trained ones.
 
     Returns:
         The plan.
@@ -102,26 +107,27 @@ def plan_save(
             f"is {limit_bytes:,} bytes, where at least {MIN_LIMIT_BYTES:,} are needed",
             where="staging_limit",
         )
+    frozen = [piece.frozen and piece.entry not in restless for piece in pieces]
     waves = _Waves(limit_bytes)
     units = {piece.unit: _Unit(piece.unit, rank, waves) for piece in pieces}
-    for unit, numbers in _by_unit(pieces, units, frozen=False):
+    for unit, numbers in _by_unit(pieces, units, [not one for one in frozen]):
         for number in numbers:
             unit.add(pieces[number], number, own=owned[number])
     waves.end_of_trained()
-    for unit, numbers in _by_unit(pieces, units, frozen=True):
-        unit.end_file()
+    for unit, numbers in _by_unit(pieces, units, frozen):
+        unit.begin_frozen()
         for number in numbers:
             unit.add(pieces[number], number, own=owned[number])
-    return waves.plan(units, pieces, signature_of(pieces, owned))
+    return waves.plan(units, pieces, frozen, signature_of(pieces, owned))
 
 
 def _by_unit(
-    pieces: Sequence[Piece], units: Mapping[str, _Unit], *, frozen: bool
+    pieces: Sequence[Piece], units: Mapping[str, _Unit], taken: Sequence[bool]
 ) -> Iterator[tuple[_Unit, list[int]]]:
     """Yields the pieces of one unit after the other, so that each file of a unit is one image."""
     numbers: dict[str, list[int]] = {}
-    for number, piece in enumerate(pieces):
-        if piece.frozen == frozen:
+    for number, (piece, take) in enumerate(zip(pieces, taken, strict=True)):
+        if take:
             numbers.setdefault(piece.unit, []).append(number)
     return ((units[name], of_unit) for name, of_unit in numbers.items())
 
@@ -178,7 +184,11 @@ class _Waves:
         self._trained, self._trained_bytes = list(counts), self.data_bytes
 
     def plan(
-        self, units: Mapping[str, _Unit], pieces: Sequence[Piece], signature: Signature
+        self,
+        units: Mapping[str, _Unit],
+        pieces: Sequence[Piece],
+        frozen: Sequence[bool],
+        signature: Signature,
     ) -> SavePlan:
         """Returns all of it."""
         steps = [step for wave in self.copies for step in wave]
@@ -197,6 +207,9 @@ class _Waves:
                 Fixed(wave[:count]) for wave, (count, _) in zip(images, self._trained, strict=False)
             ),
             samples=samples,
+            ranges=tuple(
+                Fixed(chain.from_iterable(sample.ranges() for sample in wave)) for wave in samples
+            ),
             frozen_bytes=self.data_bytes - self._trained_bytes,
             buffer_bytes=_up(self._largest, IMAGE_ALIGNMENT),
             data_bytes=self.data_bytes,
@@ -204,7 +217,7 @@ class _Waves:
             devices=tuple(dict.fromkeys(pieces[step.piece].local.device for step in steps)),
             signature=signature,
             frozen=(
-                *(row for row, piece in zip(signature, pieces, strict=True) if piece.frozen),
+                *compress(signature, frozen),
                 *((image.path, image.size_bytes) for image in rest),
                 *(sample.bounds for wave in samples for sample in wave),
             ),
@@ -223,11 +236,12 @@ class _Unit:
         self._tensors: list[dict[str, Any]] = []
         self._chunks: list[list[Any]] = []
         self._files: list[str] = []
+        self._frozen_from: int | None = None
         self._left_to_others: dict[KeyPath, None] = {}
 
-    def end_file(self) -> None:
-        """Has the next archive begin a new file."""
-        self._image = None
+    def begin_frozen(self) -> None:
+        """Has the next archive begin a new file, and notes that only frozen weights follow."""
+        self._image, self._frozen_from = None, len(self._files)
 
     def add(self, piece: Piece, number: int, *, own: bool) -> None:
         """Lays one piece out, or notes that another rank has to."""
@@ -319,7 +333,10 @@ class _Unit:
         return data
 
     def _open_image(self, start: int) -> _OpenImage:
-        name = f"__{self._rank}_{len(self._files)}.distcp"
+        number, first = len(self._files), self._frozen_from
+        # Other savers write over files of the names that torch gives, and steps share these.
+        end = str(number) if first is None else f"frozen_{number - first}"
+        name = f"__{self._rank}_{end}.distcp"
         self._image = image = _OpenImage(self._folder + name, start, start, [])
         self._files.append(name)
         self._waves.images[-1].append(image)

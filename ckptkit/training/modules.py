@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ckptkit.training.dtensors import Copies, DTensor, Meshes
 from ckptkit.training.flatten import flatten
-from ckptkit.training.frozen_watch import watched_by
+from ckptkit.training.frozen_watch import watched_beside, watched_by
 from ckptkit.training.fsdp1 import (
     FlatUnit,
     flat_shards,
@@ -26,6 +26,7 @@ from ckptkit.training.fsdp1 import (
     strategy_of,
 )
 from ckptkit.training.names import clean_fqn, parallel_prefixes, wrapper_names
+from ckptkit.training.packed import lasting_scales, lost_scales, packed_weights
 from ckptkit.training.pieces import ObjectValue, Piece, Replicas, Watched
 from ckptkit.training.places import TensorPlaces
 from ckptkit.training.slots import Slot, whole_slot
@@ -95,13 +96,13 @@ class _Structure:
 
     @classmethod
     def of(cls, model: nn.Module, places: TensorPlaces, world: Copies) -> _Structure:
-        group, equal = _data_parallel(model)
+        group, ranks, equal = _data_parallel(model)
         return cls(
             *_outline(model),
             parallel_prefixes(model),
             has_flat_parameters(model),
             tuple(_reshards(model)),
-            _Wrapping(places, world, group, equal, Meshes(group or Copies())),
+            _Wrapping(places, world, group, equal, Meshes(group or Copies(), ranks)),
         )
 
     def is_of(self, model: nn.Module) -> bool:
@@ -131,8 +132,9 @@ class ModelWalk:
         """Returns what of the model lies on this rank now.
 
         Args:
-            keep: Whether to keep the answer, and to return it again as long as all modules and
-                tensors are the same and stay where they are.
+            keep: As saves want it: whether to keep the answer, and to return it again as long as
+                all modules and tensors are the same and stay where they are; and whether to add
+                the scales of packed weights that state dicts lack, which need not be loaded.
         """
         if not self._structure.is_of(self._model):  # a head was replaced, a layer was added
             self._structure, self._kept = _Structure.of(self._model, *self._place), None
@@ -144,7 +146,7 @@ class ModelWalk:
             now, tensors = self._members(view.managed)
             if now == names and stamp.still_holds(tensors):
                 return view
-        view, known = self._fresh()
+        view, known = self._fresh(keep=keep)
         self._kept = None
         names, tensors = self._members(view.managed)
         # Hooks may have made values only for this state dict, so that the next one may differ.
@@ -155,10 +157,13 @@ class ModelWalk:
     def _forget(self) -> None:
         self._kept = None
 
-    def _fresh(self) -> tuple[ModelView, set[int]]:
+    def _fresh(self, *, keep: bool) -> tuple[ModelView, set[int]]:
         units = self._units()
         entries = list(self._named(units))
-        look = _Look.of(self._structure.wrapping, units, entries)
+        packed = packed_weights(self._model, self._structure.parallel)
+        if keep:
+            entries += lost_scales(packed, {name for name, _ in entries})
+        look = _Look.of(self._structure.wrapping, units, entries, lasting_scales(packed))
         for fqn, parameter in self._unsaved_parameters(look.slots):
             look.take_unsaved(fqn, parameter)
         return look.view(managed_parameters(units)), {id(value) for _, value in entries}
@@ -216,12 +221,17 @@ class ModelWalk:
                 yield clean_fqn(name, self._structure.parallel), value
             return
         managed = managed_parameters(units)  # FSDP1's own state_dict() would gather these
+        # Modules may hold what is left of one under its name, such as bitsandbytes' packed weight
+        # on memory that was given back.
+        names = {name for unit in units for part in unit.parts for name in part.names}
         for raw, module in self._model.named_modules(remove_duplicate=False):
             own: dict[str, object] = {}
             prefix = clean_fqn(raw, self._structure.parallel)
             # This is what state_dict() calls for each module, without FSDP1's hooks.
             module._save_to_state_dict(own, f"{prefix}." if prefix else "", keep_vars=True)  # noqa: SLF001
-            yield from ((name, value) for name, value in own.items() if id(value) not in managed)
+            for name, value in own.items():
+                if id(value) not in managed and name not in names:
+                    yield name, value
 
     def _unsaved_parameters(
         self, known: Mapping[int, object]
@@ -242,20 +252,28 @@ class _Look:
     slots: dict[int, tuple[Slot, ...]] = field(default_factory=dict)
     pieces: list[Piece] = field(default_factory=list)
     objects: list[ObjectValue] = field(default_factory=list)
+    parameters: dict[str, torch.Tensor] = field(default_factory=dict)
+    scales: frozenset[int] = frozenset()
 
     @classmethod
     def of(
-        cls, wrapping: _Wrapping, units: tuple[FlatUnit, ...], entries: list[tuple[str, object]]
+        cls,
+        wrapping: _Wrapping,
+        units: tuple[FlatUnit, ...],
+        entries: list[tuple[str, object]],
+        scales: frozenset[int],
     ) -> _Look:
         wrapping.meshes.learn(value for _, value in entries)
         group = wrapping.group
         extent = units[0].extent if units else wrapping.meshes.extent() or group or wrapping.world
         copies, values = Replicas(*(group or extent)), Replicas(*extent, spread=False)
-        look = cls(wrapping, copies, values)
+        look = cls(wrapping, copies, values, scales=scales)
         for unit in units:
             look.take_unit(unit)
-        for names, tensor in _without_ties(entries):
-            look.take_tensor(names, tensor)
+        named = ((name, value) for name, value in entries if isinstance(value, nn.Parameter))
+        look.parameters.update(named)
+        for names, tensor, tied in _without_ties(entries):
+            look.take_tensor(names, tensor, tied)
         for name, value in entries:
             if not isinstance(value, torch.Tensor):
                 look.take_other(name, value)
@@ -270,16 +288,22 @@ class _Look:
         for part in unit.parts:
             own = unit.parameter if part.parameter is None else part.parameter
             watched = watched_by(own, unit.parameter, unit.shard)
-            self._add(part.in_shard, (part.fqn, *part.aliases), unit.shard, watched)
+            self._add(part.in_shard, part.names, unit.shard, watched)
             if part.parameter is not None and part.on_its_own is not None:
                 self.slots[id(part.parameter)] = (part.on_its_own,)
+            self.parameters[part.fqn] = own
 
-    def take_tensor(self, names: list[str], tensor: torch.Tensor) -> None:
+    def take_tensor(
+        self, names: list[str], tensor: torch.Tensor, tied: Sequence[torch.Tensor]
+    ) -> None:
         slot = self._slot(names[0], tensor)
         self.slots[id(tensor)] = (slot,)
         local = apart(tensor)
         # Neither of the two counts the changes that are made through the other one.
-        watched = watched_by(tensor, *([local] if isinstance(tensor, DTensor) else []))
+        further = [local] if isinstance(tensor, DTensor) else []
+        watched = watched_by(tensor, *further, tied=tied)
+        if id(tensor) in self.scales:
+            watched = watched_beside(self.parameters.get(names[0].rpartition(".")[0]), tensor)
         self._add(slot, names, local, watched)
 
     def take_other(self, name: str, value: object) -> None:
@@ -319,18 +343,16 @@ def _outline(model: nn.Module) -> tuple[tuple[nn.Module, ...], tuple[str, ...]]:
 
 def _without_ties(
     entries: Iterable[tuple[str, object]],
-) -> Iterator[tuple[list[str], torch.Tensor]]:
-    """Yields each tensor once, with all its names."""
-    names: dict[Hashable, list[str]] = {}
-    first: list[tuple[list[str], torch.Tensor]] = []
+) -> Iterator[tuple[list[str], torch.Tensor, list[torch.Tensor]]]:
+    """Yields each tensor once, with all its names, and further objects that are the same."""
+    found: dict[Hashable, tuple[list[str], torch.Tensor, list[torch.Tensor]]] = {}
     for name, value in entries:
         if isinstance(value, torch.Tensor):
-            key = _identity(value)
-            if key not in names:
-                names[key] = []
-                first.append((names[key], value))
-            names[key].append(name)
-    yield from first
+            names, first, tied = found.setdefault(_identity(value), ([], value, []))
+            names.append(name)
+            if value is not first:
+                tied.append(value)
+    yield from found.values()
 
 
 def _identity(tensor: torch.Tensor) -> Hashable:
@@ -342,17 +364,22 @@ def _identity(tensor: torch.Tensor) -> Hashable:
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device
 
 
-def _data_parallel(model: nn.Module) -> tuple[Copies | None, frozenset[int]]:
-    """Returns the ranks of the data parallel wrapper, and the parameters that it keeps equal."""
-    group, equal = None, set()
+def _data_parallel(model: nn.Module) -> tuple[Copies | None, Sequence[int], frozenset[int]]:
+    """Returns what the data parallel wrapper is to this rank, its ranks, and what it keeps equal.
+
+    These are the identities of parameters.
+    """
+    group: Copies | None = None
+    ranks: Sequence[int] = ()
+    equal: set[int] = set()
     for module in model.modules():
         if isinstance(module, DistributedDataParallel):
-            ranks = module.process_group
-            group = Copies(dist.get_world_size(ranks), dist.get_rank(ranks))
+            ranks = dist.get_process_group_ranks(module.process_group)
+            group = Copies(len(ranks), dist.get_rank(module.process_group))
             ignored = module.parameters_to_ignore
             named = module.module.named_parameters()
             equal |= {id(value) for name, value in named if name not in ignored}
-    return group, frozenset(equal)
+    return group, ranks, frozenset(equal)
 
 
 def _reshards(model: nn.Module) -> Iterator[Callable[[], None]]:

@@ -15,6 +15,8 @@ import torch
 from ckptkit.core.index import Box, KeyPath, Shape
 
 Watched = tuple[weakref.ref[torch.Tensor], ...]
+Entry = tuple[str, KeyPath]
+"""The DCP directory of a tensor, and its key path there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,11 @@ class Piece:
     def frozen(self) -> bool:
         """Whether training leaves the elements alone."""
         return bool(self.watched)
+
+    @property
+    def entry(self) -> Entry:
+        """What names the tensor in a step."""
+        return self.unit, self.key_path
 
     @property
     def key(self) -> str:

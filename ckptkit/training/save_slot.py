@@ -59,6 +59,7 @@ class SaveSlot:
         self._frozen = frozen
         self._signatures = Signatures()
         self._plan: SavePlan | None = None
+        self._restless = frozen.restless
         self._copy_limit = 0.0
         self._told = ""
         self._guarded: tuple[nn.Module, ...] | None = None
@@ -176,10 +177,14 @@ class SaveSlot:
 
     def _plan_for(self, pieces: Sequence[Piece]) -> SavePlan:
         owners, signature = self._signatures.of(pieces)
-        if self._plan is None or self._plan.signature != signature:
+        restless, plan = self._frozen.restless, self._plan
+        if plan is None or plan.signature != signature or self._restless != restless:
             limit = self._settings.staging_limit_bytes
-            self._plan = plan_save(pieces, owners, rank=self._peers.rank, limit_bytes=limit)
-        return self._plan
+            plan = plan_save(
+                pieces, owners, rank=self._peers.rank, limit_bytes=limit, restless=restless
+            )
+            self._plan, self._restless = plan, restless
+        return plan
 
     def _reserve(self, plan: SavePlan, further_bytes: int) -> None:
         """Makes the buffer as large as it will have to be, so that it need not grow later."""

@@ -15,6 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import ckptkit
@@ -33,6 +34,7 @@ from ckptkit.writer.watching import Tally
 writing: Any = importlib.import_module("writing")  # put there by conftest.py
 NATIVE = detect_capabilities()
 ROOT = Path(__file__).resolve().parents[2]
+ALONE = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 FILE = f"{writing.MODEL}/__0_0.distcp"
 
 
@@ -207,3 +209,56 @@ def test_two_saves_in_flight_and_a_loaded_state_dict(tmp_path: Path) -> None:
     step = tmp_path / "checkpoint-9"
     assert ckptkit.verify(step).ok
     assert len(list(step.rglob("*.distcp"))) == 1  # nothing is frozen any more
+
+
+@ALONE
+def test_a_weight_that_is_trained_under_another_name_is_never_linked(tmp_path: Path) -> None:
+    again, trained, frozen = (nn.Linear(300, 300, bias=False) for _ in range(3))
+    model = nn.Sequential(again, trained, frozen.requires_grad_(False))
+    # The same elements under a parameter of its own, whose version counter stands still.
+    again.weight = nn.Parameter(trained.weight.data, requires_grad=False)
+    reports = []
+    with Checkpointer(tmp_path) as saver:
+        for step in (1, 2):
+            with torch.no_grad():
+                trained.weight[7] += 1
+            reports.append(saver.save(step, {"model": model}).report(60))
+    assert 300 * 300 * 4 < reports[1].linked_bytes < 2 * 300 * 300 * 4
+    assert read_by_torch(tmp_path / "checkpoint-2", model) == []
+
+
+@ALONE
+def test_an_average_beside_a_frozen_base_is_written_with_each_save(tmp_path: Path) -> None:
+    base, average = nn.Linear(300, 300).requires_grad_(False), nn.Linear(300, 2)
+    model = nn.Sequential(base, average.requires_grad_(False))
+    reports = []
+    with Checkpointer(tmp_path, keep_last=1) as saver:
+        for step in range(6):
+            average.weight.data.mul_(0.9)
+            reports.append(saver.save(step, {"model": model}).report(60))
+    assert [bool(report.linked_bytes) for report in reports] == [False] * 4 + [True] * 2
+    assert read_by_torch(tmp_path / "checkpoint-5", model) == []
+
+
+@ALONE
+@pytest.mark.filterwarnings("ignore:Detected an existing checkpoint")
+def test_a_step_that_another_tool_writes_over_leaves_those_that_share_its_files_whole(
+    tmp_path: Path,
+) -> None:
+    model = nn.Linear(300, 300).requires_grad_(False)
+    with Checkpointer(tmp_path) as saver:
+        reports = [saver.save(step, {"model": model}).report(60) for step in (1, 2)]
+        assert reports[1].linked_bytes
+    other = {"model": nn.Linear(300, 300).state_dict()}
+    unit = tmp_path / "checkpoint-1" / writing.MODEL
+    dcp.save(other, checkpoint_id=unit, no_dist=True)
+    assert ckptkit.verify(tmp_path / "checkpoint-2").ok
+    assert read_by_torch(tmp_path / "checkpoint-2", model) == []
+
+
+def read_by_torch(step: Path, model: nn.Module) -> list[str]:
+    """Returns the names of the tensors that stock torch finds other than they are."""
+    live = model.state_dict()
+    like = {name: torch.zeros_like(value) for name, value in live.items()}
+    dcp.load({"model": like}, checkpoint_id=step / writing.MODEL, no_dist=True)
+    return [name for name, value in live.items() if not torch.equal(like[name], value)]

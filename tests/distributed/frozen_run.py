@@ -1,12 +1,14 @@
 """Runs under torchrun: trains an adapter, and sees that its frozen base is written only once.
 
-Usage: frozen_run.py FOLDER KIND... Each kind works in FOLDER/KIND.
+Usage: frozen_run.py FOLDER KIND... Each kind works in FOLDER/KIND; `packed` has 4-bit weights.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -191,6 +193,77 @@ def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> Non
         assert torch.equal(tensor, second[name]), name
 
 
+class Packed(nn.Module):
+    """A layer of 4-bit weights, as QLoRA has it, and one that is trained."""
+
+    def __init__(self, layers: Any) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        settings = {"bias": False, "compute_dtype": torch.bfloat16, "quant_type": "nf4"}
+        storage = torch.bfloat16  # as FSDP needs it
+        self.packed = layers.Linear4bit(512, 512, **settings, quant_storage=storage).to("cpu")
+        self.trained = nn.Linear(512, 4, dtype=torch.bfloat16)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.trained(self.packed(rows))
+        return hidden
+
+
+def packed_flat(model: Packed) -> nn.Module:
+    inner = FullyShardedDataParallel(model.packed, use_orig_params=False, **CPU)
+    model.register_module("packed", inner)
+    return FullyShardedDataParallel(model, use_orig_params=False, **CPU)
+
+
+def packed_fsdp2(model: Packed) -> nn.Module:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    fully_shard(model.packed, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def packed_orig(model: Packed) -> nn.Module:
+    return FullyShardedDataParallel(model, use_orig_params=True, **CPU)
+
+
+def packed_alone(model: Packed) -> nn.Module:
+    return model
+
+
+def packed(folder: Path) -> None:
+    """Saves packed weights with all that it takes to unpack them, and resumes them elsewhere."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the import
+        library: Any = importlib.import_module("bitsandbytes")
+    truth, rows = unpacked(library, Packed(library.nn).state_dict()), torch.ones(2, 512)
+    for number, wrap in enumerate((packed_flat, packed_fsdp2, packed_alone, packed_orig)):
+        model, reports = wrap(Packed(library.nn)), []
+        with Checkpointer(folder, keep_last=2) as checkpointer:
+            assert checkpointer.resume({"model": model}) == (2 * number or None)
+            for step in (2 * number + 1, 2 * number + 2):
+                model(rows.bfloat16())  # after which the memory of flat parameters is given back
+                reports.append(checkpointer.save(step, {"model": model}).report(120))
+        assert summed(reports[1].linked_bytes) > 512 * 512 // 2 + 512 * 512 // 64  # scales included
+        if dist.get_rank() == 0:
+            stored = reports[1].path / "pytorch_model_fsdp_0"
+            keys: Any = dcp.FileSystemReader(stored).read_metadata().state_dict_metadata
+            like: dict[str, Any] = {
+                key: torch.zeros(found.size, dtype=found.properties.dtype)
+                for key, found in keys.items()
+            }
+            dcp.load(like, checkpoint_id=stored, no_dist=True)
+            found = {key.removeprefix("model."): value for key, value in like.items()}
+            assert torch.equal(unpacked(library, found), truth), wrap
+
+
+def unpacked(library: Any, state: dict[str, torch.Tensor]) -> torch.Tensor:
+    start = "packed.weight"
+    scales = {k.removeprefix(f"{start}."): v for k, v in state.items() if k.startswith(f"{start}.")}
+    weight = library.nn.Params4bit.from_prequantized(state[start], scales, device="cpu")
+    found: torch.Tensor = library.functional.dequantize_4bit(weight.data, weight.quant_state)
+    return found
+
+
 def main() -> None:
     folder, *kinds = sys.argv[1:]
     torch.set_num_threads(1)
@@ -199,7 +272,7 @@ def main() -> None:
         place = Path(folder) / kind
         place.mkdir(parents=True, exist_ok=True)
         dist.barrier()
-        one_job(place, kind)
+        packed(place) if kind == "packed" else one_job(place, kind)
         dist.barrier()
     # The teardown of gloo's threads now and then aborts a process that is done.
     sys.stdout.flush()

@@ -18,7 +18,7 @@ KINDS = ("fsdp2", "fsdp1_flat", "fsdp1_orig", "ddp")
 def test_later_steps_are_whole_though_only_the_adapter_is_written(
     run_ranks: Callable[..., Any], tmp_path: Path
 ) -> None:
-    run_ranks(SCRIPT, 2, tmp_path, *KINDS)
+    run_ranks(SCRIPT, 2, tmp_path, *KINDS, "packed")
     for kind in KINDS:
         older, newer = sorted(
             (tmp_path / kind / "run").glob("checkpoint-*"), key=lambda path: path.stat().st_mtime

@@ -61,7 +61,7 @@ def merged(made: list[RankRecord]) -> Any:
     merger = Merger(len(made))
     for record in made:
         merger.add(record, where=f"{record.rank}.json")
-    return merger.units()[""]
+    return merger.result().units[""]
 
 
 @given(cut_boxes(), st.integers(1, 4), st.data())

@@ -29,7 +29,7 @@ from ckptkit.writer.watching import Tally
 
 NATIVE = detect_capabilities()
 UNIT = "pytorch_model_fsdp_0"
-FROZEN = f"{UNIT}/__0_1.distcp"  # after the file of what is trained
+FROZEN = f"{UNIT}/__0_frozen_0.distcp"
 
 
 def piece_of(name: str, parameter: torch.Tensor) -> Piece:
@@ -68,7 +68,13 @@ class Job:
         return [piece_of(name, parameter) for name, parameter in named.items()]
 
     def planned(self, pieces: list[Piece]) -> SavePlan:
-        return plan_save(pieces, [True] * len(pieces), rank=0, limit_bytes=self._limit_bytes)
+        return plan_save(
+            pieces,
+            [True] * len(pieces),
+            rank=0,
+            limit_bytes=self._limit_bytes,
+            restless=self.files.restless,
+        )
 
     def begin(self) -> tuple[Attempt, SavePlan, list[Piece], SaveFiles]:
         self._count += 1
@@ -205,6 +211,12 @@ def file_changed(job: Job) -> None:
     os.utime(step / FROZEN, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
 
 
+def as_many_links_as_may_be(job: Job) -> None:
+    (path,) = kept_files(job)
+    for number in range(1000):
+        os.link(path, job.run / f"{number}.link")
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -216,6 +228,7 @@ def file_changed(job: Job) -> None:
         file_gone,
         other_file,
         file_changed,
+        as_many_links_as_may_be,
         lambda job: job.files.forget(),
     ],
 )
@@ -316,6 +329,42 @@ def test_what_no_save_will_link_any_more_is_removed(job: Job) -> None:
     assert (job.run / ".checkpoint-2.ckptkit-0123abcd-1" / FROZEN).is_file()
 
 
+def test_what_was_kept_is_removed_once_nothing_is_frozen_any_more(job: Job) -> None:
+    job.save()
+    assert kept_files(job)
+    job.base.requires_grad_(True)
+    job.turned.requires_grad_(True)
+    job.save()
+    assert kept_files(job) == []
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_a_weight_that_changes_from_save_to_save_does_not_keep_the_rest_from_being_linked(
+    counted: bool, job: Job, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="ckptkit")
+    average = nn.Parameter(torch.randn(40, 50), requires_grad=False)
+    job.further["average"] = average
+
+    def saved() -> bool:
+        with torch.no_grad():
+            (average if counted else average.data).mul_(0.9)
+        folder = job.save()
+        written = b"".join(path.read_bytes() for path in folder.rglob("*.distcp"))
+        for parameter in (average, job.base, job.turned):
+            assert parameter.detach().contiguous().numpy().tobytes() in written
+        return bool(sum(answer.linked_bytes for answer in job.answers))
+
+    assert [saved() for _ in range(6)] == [False, False, False, False, True, True]
+    assert "1 of them change from save to save" in caplog.text
+    # Where it changes now and then only, it is written then.
+    job.base.data.mul_(0.5)
+    assert [saved() for _ in range(3)] == [False, True, True]
+    job.base.data.mul_(0.5)
+    assert [saved() for _ in range(2)] == [False, True]
+    assert len(kept_files(job)) == 1
+
+
 def test_weights_that_are_gone_are_not_kept_in_memory(job: Job) -> None:
     job.save()
     storage = weakref.ref(job.base.untyped_storage())
@@ -335,9 +384,12 @@ def test_the_log_says_why_frozen_weights_are_written_again(
     behind_the_back(job)
     job.save()
     assert (
-        "step 2: frozen weights are written again: model.turned was changed, and torch did not"
+        "step 2: frozen weights are written again: model.turned changed, and torch did not"
         " count it" in caplog.text
     )
+    job.files.forget()
+    job.save()
+    assert "step 3: frozen weights are written again: a state was loaded" in caplog.text
 
 
 def test_parts_of_a_weight_are_fetched_from_any_strides_to_where_they_are_staged(
