@@ -90,7 +90,10 @@ class SavedSteps:
             world_size=_number(manifest.source.get("world_size"), known.world_size),
             step=_number(manifest.source.get("step"), known.step),
             writer=_WRITER,
-            notes=known.notes,
+            notes=(
+                *known.notes,
+                *(f"saved without {name}: {why}" for name, why in lost_entries(manifest).items()),
+            ),
         )
 
     def problems(self, folder: str) -> Iterator[Problem]:
@@ -131,6 +134,12 @@ def step_folder(folder: str) -> str:
     while folder and is_unit_folder(posixpath.basename(folder)):
         folder = posixpath.dirname(folder)
     return folder
+
+
+def lost_entries(manifest: Manifest) -> dict[str, str]:
+    """Returns what could not be saved with a step, by its name in the state, and why."""
+    found = manifest.source.get("lost")
+    return {str(k): str(v) for k, v in found.items()} if isinstance(found, Mapping) else {}
 
 
 def file_problems(source: Source, folder: str, manifest: Manifest) -> Iterator[Problem]:

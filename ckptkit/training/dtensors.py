@@ -53,15 +53,20 @@ class Meshes:
     split by TP) holds the tensors of a smaller mesh once per coordinate of the largest one that
     the smaller one lacks. Dimensions that no tensor of the model spans, such as those of pipeline
     stages, do not count, since other parameters live there.
+
+    The ranks of a data parallel wrapper (DDP) have a mesh each, as those of tensor parallelism,
+    or all ranks of a mesh are among them, as those of experts that the wrapper ignores.
     """
 
-    def __init__(self, around: Copies) -> None:
+    def __init__(self, around: Copies, ranks: Iterable[int] = ()) -> None:
         """Starts without a mesh.
 
         Args:
             around: How often the whole exists, as in a data parallel wrapper.
+            ranks: Those of the wrapper.
         """
         self._around = around
+        self._ranks = frozenset(ranks)
         self._largest: DeviceMesh | None = None
         self._cuts: dict[tuple[Any, ...], _Cut] = {}
         self._replicas: dict[tuple[Any, ...], Replicas] = {}
@@ -85,6 +90,8 @@ class Meshes:
         """Returns how many ranks hold parts of the model, None if no tensor lies on a mesh."""
         if self._largest is None:
             return None
+        if self._is_inside(self._largest):
+            return self._around
         return self._around.times(*_place_among_ranks(self._largest))
 
     def slot(self, fqn: str, tensor: DTensor, values: Replicas) -> Slot:
@@ -123,12 +130,18 @@ class Meshes:
         key = (id(mesh), repeated)
         if key not in self._replicas:
             copies, at = self._around, mesh.get_coordinate()
-            if self._largest is not None and self._largest is not mesh:
+            if self._is_inside(mesh):
+                copies = _copies_among(mesh, self._ranks, (_root_of(mesh), mesh))
+            elif self._largest is not None and self._largest is not mesh:
                 copies = copies.times(*_copies_in(mesh, self._largest))
             for dim in repeated:
                 copies = copies.times(mesh.size(dim), at[dim] if at else 0)
             self._replicas[key] = Replicas(*copies, spread=True)
         return self._replicas[key]
+
+    def _is_inside(self, mesh: DeviceMesh) -> bool:
+        """Tells whether the data parallel wrapper spans all ranks of a mesh of several."""
+        return mesh.size() > 1 and self._ranks.issuperset(_ranks_of(mesh))
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -203,8 +216,12 @@ def _refuse_scattered(fqn: str, tensor: DTensor) -> None:
             )
 
 
+def _ranks_of(mesh: DeviceMesh) -> frozenset[int]:
+    return frozenset(mesh.mesh.flatten().tolist())
+
+
 def _place_among_ranks(mesh: DeviceMesh) -> tuple[int, int]:
-    ranks = sorted(mesh.mesh.flatten().tolist())
+    ranks = sorted(_ranks_of(mesh))
     mine = mesh.get_coordinate()
     if mine is None:
         return len(ranks) + 1, len(ranks)
@@ -217,12 +234,17 @@ def _copies_in(mesh: DeviceMesh, largest: DeviceMesh) -> Copies:
     A mesh that was sliced out of another one, as that of experts is, has siblings there: these
     hold the copies, as far as their ranks belong to the largest mesh.
     """
-    mine = mesh.get_coordinate()
-    if mine is None or largest.get_coordinate() is None:
+    if largest.get_coordinate() is None:
         return Copies()
-    ranks = frozenset(mesh.mesh.flatten().tolist())
-    around = frozenset(largest.mesh.flatten().tolist())
-    for grid in (_root_of(mesh), largest):
+    return _copies_among(mesh, _ranks_of(largest), (_root_of(mesh), largest))
+
+
+def _copies_among(mesh: DeviceMesh, around: frozenset[int], grids: Iterable[DeviceMesh]) -> Copies:
+    """Returns how often tensors of `mesh` exist on some ranks, as one of the grids has them."""
+    if mesh.get_coordinate() is None:
+        return Copies()
+    ranks = _ranks_of(mesh)
+    for grid in grids:
         siblings = [one for one in _siblings(grid, ranks) if around.issuperset(one)]
         if len(siblings) * len(ranks) == len(around):
             return Copies(len(siblings), siblings.index(ranks))

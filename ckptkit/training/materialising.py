@@ -262,10 +262,14 @@ def _empty(
     dtype: torch.dtype = getattr(torch, entry.dtype.name)
     if entry.shape == slot.shape and (entry.shape or name != "step"):
         local = parameter.detach()
+        if slot.start is not None:  # with padding, which no checkpoint holds
+            return torch.zeros(slot.held, dtype=dtype, device=local.device)
         if isinstance(local, DTensor) or tuple(local.shape) == slot.held:
             return torch.empty_like(local, dtype=dtype)
         return torch.empty(slot.held, dtype=dtype, device=local.device)
-    device = parameter.device if on_device or entry.elements != 1 else torch.device("cpu")
+    # As torch's load_state_dict has it: only counts of steps lie elsewhere than their parameter.
+    is_count = name == "step" and entry.elements == 1 and not on_device
+    device = torch.device("cpu") if is_count else parameter.device
     return torch.empty(entry.shape, dtype=dtype, device=device)
 
 

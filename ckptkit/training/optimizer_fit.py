@@ -71,15 +71,16 @@ def check_optimizer(
     if made_by == own or not groups:
         return
     stored = {name for group in groups for name in group}
-    # Newer versions of torch add flags, which a checkpoint from an older one lacks.
-    needed = {name for name, value in optimizer.defaults.items() if type(value) not in _FLAGS}
+    # Wrappers may have none. Newer versions of torch add flags, which an older one's steps lack.
+    defaults: Mapping[str, Any] = getattr(unwrapped(optimizer), "defaults", {})
+    needed = {name for name, value in defaults.items() if type(value) not in _FLAGS}
     lacking = sorted(needed - stored - _NEUTRAL)
     if made_by:
         live = {name for group in optimizer.param_groups for name in group}
         lacking += sorted(stored - live - _NEUTRAL)
-    if not lacking and _DECOUPLED in optimizer.defaults:
+    if not lacking and _DECOUPLED in defaults:
         decoupled = {group.get(_DECOUPLED) for group in groups} - {None}
-        lacking = [_DECOUPLED] * (decoupled == {not optimizer.defaults[_DECOUPLED]})
+        lacking = [_DECOUPLED] * (decoupled == {not defaults[_DECOUPLED]})
     if lacking:
         raise ResumeError(
             f"the state of another optimizer{made_by and f', {made_by},'} was found against {own};"

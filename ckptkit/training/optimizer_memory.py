@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -54,16 +54,22 @@ def check_state(stored: StoredStep, bound: BoundOptimizer, slots: Slots, world: 
             if that of the optimizer would, and the stored one is that of whole ones.
         InputError: If what says so is damaged.
     """  # noqa: DOC501  `_elsewhere` returns the error
-    layout = _layout(stored, bound, world)
     live = _live(bound, slots)
+    layout = _layout(stored, bound, live, world)
     if layout is None:
         _refuse_whole(stored, bound, live)
         return
+    elsewhere = _names_on_ranks(stored, bound) - layout.parameters.keys()
+    moved = [name for name in elsewhere & live.keys() if any(s.elements for s in live[name].slots)]
     for name, saved in layout.parameters.items():
+        if not saved["kinds"]:
+            continue
         here = live.get(name)
         part = {} if here is None else rank_bound.part_of(here.slots)
         if here is None or any(saved.get(key) != value for key, value in part.items()):
-            raise _elsewhere(bound, f"rank {world.own} holds another part of {name!r} now")
+            moved.append(name)
+    if moved:
+        raise _elsewhere(bound, f"rank {world.own} holds another part of {min(moved)!r} now")
 
 
 def allocate(stored: StoredStep, bound: BoundOptimizer, slots: Slots, world: Copies) -> None:
@@ -79,10 +85,10 @@ def allocate(stored: StoredStep, bound: BoundOptimizer, slots: Slots, world: Cop
         ResumeError: If it keeps other tensors than were saved, or cannot make its state.
         InputError: If the step is damaged.
     """
-    layout, composed = _layout(stored, bound, world), composed_kinds(stored, bound)
+    live, composed = _live(bound, slots), composed_kinds(stored, bound)
+    layout = _layout(stored, bound, live, world)
     own = {} if layout is None else layout.kinds()
-    live = _live(bound, slots)
-    _make_state(bound, [*composed.values(), *own.values()])
+    _make_state(bound, [*composed.values(), *own.values()], _names_with_state(stored, bound))
     apart = {name for name, one in live.items() if layout is not None and _is_sharded(one)}
     index = stored.index(bound.unit)
     identities = {id(live[name].parameter) for name in apart}
@@ -151,18 +157,36 @@ def _is_sharded(one: _Live) -> bool:
     return any(slot.sharded for slot in one.slots)
 
 
-def _layout(stored: StoredStep, bound: BoundOptimizer, world: Copies) -> _Layout | None:
-    """Returns the layout of this rank, None where no state is bound to ranks."""
-    start = (*bound.path, rank_bound.LAYOUTS)
-    found = [path for path in stored.index(bound.unit).values if path[: len(start)] == start]
+def _layout(
+    stored: StoredStep, bound: BoundOptimizer, live: Mapping[str, _Live], world: Copies
+) -> _Layout | None:
+    """Returns what this rank held, None where no state is bound to ranks.
+
+    Those of other optimizers that this rank had in the same place, as a pipeline's stages have
+    them, are left out: they share no parameter with this one.
+
+    Raises:
+        ResumeError: If another number of ranks saved it.
+        InputError: If it is damaged.
+    """  # noqa: DOC501  `_elsewhere` returns the error
+    found = list(below(stored.index(bound.unit).values, bound.path, rank_bound.LAYOUTS))
     if not found:
         return None
-    document = _parsed(stored, bound, found[0])
-    if document.get("world_size") != world.number:
-        saved = f"{document.get('world_size')} ranks saved it, and {world.number} resume"
-        raise _elsewhere(bound, saved)
-    own = next((path for path in found if path[len(start) :] == (str(world.own),)), None)
-    return _Layout({} if own is None else _parsed(stored, bound, own)["parameters"])
+    size = _parsed(stored, bound, found[0][1]).get("world_size")
+    if size != world.number:
+        raise _elsewhere(bound, f"{size} ranks saved it, and {world.number} resume")
+    parameters: dict[str, Mapping[str, Any]] = {}
+    for rest, path in found:
+        if rest[0] == str(world.own):
+            held = _parsed(stored, bound, path)["parameters"]
+            parameters |= held if held.keys() & live.keys() else {}
+    return _Layout(parameters)
+
+
+def _names_on_ranks(stored: StoredStep, bound: BoundOptimizer) -> set[str]:
+    """Returns the parameters of which some rank has state of its own."""
+    keys = [entry.key_path for entry in stored.index(bound.unit).tensors.values()]
+    return {str(rest[1]) for rest, _ in below(keys, bound.path, rank_bound.STATES)}
 
 
 def _parsed(stored: StoredStep, bound: BoundOptimizer, path: KeyPath) -> Any:
@@ -177,16 +201,20 @@ def _refuse_whole(stored: StoredStep, bound: BoundOptimizer, live: Mapping[str, 
     """Refuses the state of whole parameters where it would have to be quantised part by part."""
     if not rank_bound.is_low_bit(bound.optimizer):
         return
-    index = stored.index(bound.unit)
-    keys = [entry.key_path for entry in index.tensors.values()]
-    names = {str(rest[0]) for rest, _ in below([*keys, *index.values], bound.path, STATE) if rest}
-    if any(_is_sharded(live[name]) for name in names & live.keys()):
+    if any(_is_sharded(live[name]) for name in _names_with_state(stored, bound) & live.keys()):
         raise ResumeError(
             f"{class_of(bound.optimizer)} quantises the state of each rank's own part, and the"
             " step holds a state that was made without sharding, or by another optimizer",
             where=bound.name,
             hint=RESET_HINT,
         )
+
+
+def _names_with_state(stored: StoredStep, bound: BoundOptimizer) -> set[str]:
+    """Returns the parameters of which the state lies where that of whole ones does."""
+    index = stored.index(bound.unit)
+    keys = [entry.key_path for entry in index.tensors.values()]
+    return {str(rest[0]) for rest, _ in below([*keys, *index.values], bound.path, STATE) if rest}
 
 
 def _elsewhere(bound: BoundOptimizer, what: str) -> ResumeError:
@@ -198,10 +226,12 @@ def _elsewhere(bound: BoundOptimizer, what: str) -> ResumeError:
     )
 
 
-def _make_state(bound: BoundOptimizer, kinds: Sequence[Kinds]) -> None:
-    """Has the optimizer make tensors of its own kinds, which nobody else could."""
+def _make_state(bound: BoundOptimizer, kinds: Sequence[Kinds], names: Collection[str]) -> None:
+    """Has the optimizer make tensors of its own kinds, or in memory of its own (paged ones)."""
     made = {kind for of_parameter in kinds for _, kind in of_parameter} - {"Tensor"}
-    if made or (kinds and rank_bound.is_low_bit(bound.optimizer)):
+    low_bit = kinds and rank_bound.is_low_bit(bound.optimizer)
+    paged = (kinds or names) and rank_bound.is_paged(bound.optimizer)
+    if made or low_bit or paged:
         step_without_effect(bound.optimizer)
 
 
@@ -211,7 +241,7 @@ def _fit_state(
     kinds: Sequence[tuple[KeyPath, str]],
     entries: Mapping[KeyPath, TensorEntry | None],
 ) -> None:
-    """Leaves exactly those tensors in a parameter's state that this rank has saved."""
+    """Gives a parameter's state the tensors that this rank has saved, or none at all."""
     if not kinds:
         bound.optimizer.state.pop(parameter, None)
         return

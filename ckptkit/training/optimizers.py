@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +28,7 @@ from ckptkit.training.dtensors import (
 from ckptkit.training.flatten import flatten
 from ckptkit.training.layout import storable_dtype
 from ckptkit.training.modules import ModelView
-from ckptkit.training.pieces import ObjectValue, Piece
+from ckptkit.training.pieces import ObjectValue, Piece, Replicas
 from ckptkit.training.rank_bound import Held
 from ckptkit.training.serialising import is_plain, serialised
 from ckptkit.training.slots import Slot, whole_slot
@@ -75,6 +75,8 @@ class OptimizerWalk:
         """
         optimizer, walk = self._optimizer, _Walk(views, self._place)
         now = _Now.of(optimizer, views)
+        if rank_bound.is_paged(optimizer):
+            _wait_for_pages(now.values)
         kept = self._kept
         if not keep or not kept.still_holds(now):
             kept = _Kept(walk.take_states(optimizer), now.place)
@@ -142,6 +144,16 @@ class _Now(NamedTuple):
         return cls((tuple(map(weakref.ref, views)), identities, names), plain)
 
 
+def _wait_for_pages(values: Sequence[object]) -> None:
+    """Waits for the devices that work on tensors of paged optimizers (bitsandbytes).
+
+    These look like tensors on the CPU, which are copied at once, but devices write to them.
+    """
+    paged = [value for value in values if getattr(value, "is_paged", False)]
+    for device in {getattr(value, "page_deviceid", None) for value in paged}:
+        torch.cuda.synchronize(device)
+
+
 def _parts_of(value: object) -> Iterable[object]:
     if isinstance(value, torch.Tensor) and is_composed(value):
         return [inner for _, inner in inner_tensors(value)]
@@ -191,7 +203,9 @@ class _Walk:
         all_held = [one for one, _ in held]
         bound = rank_bound.is_rank_bound(optimizer, all_held)
         pieces: list[Piece] = []
-        objects = list(self._layouts(all_held)) if bound else []
+        objects: list[ObjectValue] = []
+        if bound:
+            objects += rank_bound.layouts_of(all_held, self._unit, self._path, self._world)
         for one, meshes in held:
             pieces += self._states_of(one, meshes, bound=bound)
             if not one.sharded:
@@ -213,10 +227,11 @@ class _Walk:
             self._take_shared((*path, index, key), shared, view)
 
     def take_unbound(self, state: Mapping[Any, Any]) -> None:
-        """Takes what an optimizer keeps beside the states of its parameters."""
+        """Takes what an optimizer keeps beside the states of its parameters: that of rank 0."""
         for key, value in state.items():
             if not isinstance(key, torch.Tensor):
-                self._take_shared((*self._path, "state", str(key)), value, self._views[0])
+                view = replace(self._views[0], values=Replicas(*self._world, spread=False))
+                self._take_shared((*self._path, "state", str(key)), value, view)
 
     def _find(self, parameter: torch.Tensor) -> tuple[int, tuple[Slot, ...]]:
         for number, view in enumerate(self._views):
@@ -249,11 +264,6 @@ class _Walk:
         self._take_values(held)
         return self._placed_pieces(held, meshes)
 
-    def _layouts(self, held: Sequence[Held]) -> Iterator[ObjectValue]:
-        if any(one.sharded and one.leaves for one in held):
-            path = (*self._path, rank_bound.LAYOUTS, str(self._world.own))
-            yield ObjectValue(self._unit, path, rank_bound.layout_of(held, self._world.number))
-
     def _placed_pieces(self, held: Held, meshes: Meshes) -> Iterator[Piece]:
         for slot in held.slots:
             start: KeyPath = (*self._path, "state", slot.fqn)
@@ -282,7 +292,9 @@ class _Walk:
     def _take_shared(self, path: KeyPath, value: object, view: ModelView) -> None:
         for names, leaf in flatten(value, path):
             if isinstance(leaf, torch.Tensor):
-                self.pieces += _shared_pieces(self._unit, names, leaf, view)
+                pieces = list(_shared_pieces(self._unit, names, leaf, view))
+                list(map(storable_dtype, pieces))
+                self.pieces += pieces
             elif view.values.own == 0:
                 self.objects.append(ObjectValue(self._unit, names, leaf))
 

@@ -6,8 +6,9 @@ rank, in its inner plain tensors:
 
     (…, "rank_bound", "3", "layers.0.weight", "exp_avg", "codes")
 
-and `(…, "rank_layout", "3")` says in JSON what of each parameter the rank held. It goes back
-only to a rank that holds the same.
+and `(…, "rank_layout", "3", "layers.0.weight")` says in JSON what of each parameter the rank held,
+for one optimizer, named by the first of them: stages of a pipeline have several on a rank. It goes
+back only to a rank that holds the same.
 
 Where each rank has whole parameters, all have the same state, and it lies under `state` like
 any other, a composed tensor as its inner ones: (…, "state", "layers.0.weight", "exp_avg",
@@ -25,7 +26,7 @@ import torch
 from torch.optim import Optimizer
 
 from ckptkit.core.index import KeyPath
-from ckptkit.training.dtensors import DTensor, inner_tensors, is_composed
+from ckptkit.training.dtensors import Copies, DTensor, inner_tensors, is_composed
 from ckptkit.training.optimizer_fit import unwrapped
 from ckptkit.training.pieces import ObjectValue, Piece
 from ckptkit.training.slots import Slot, whole_places
@@ -90,6 +91,11 @@ def is_low_bit(optimizer: Optimizer) -> bool:
     return False
 
 
+def is_paged(optimizer: Optimizer) -> bool:
+    """Tells whether an optimizer of bitsandbytes keeps its state in memory of its own."""
+    return bool(getattr(unwrapped(optimizer), "is_paged", False))
+
+
 def _has_place(tensor: torch.Tensor, slot: Slot) -> bool:
     if is_composed(tensor):
         return False
@@ -131,14 +137,22 @@ def objects_of(held: Held, unit: str, path: KeyPath, rank: int) -> Iterator[Obje
             yield ObjectValue(unit, (*start, *names), value)
 
 
-def layout_of(held: Iterable[Held], world_size: int) -> str:
-    """Returns as JSON what this rank holds of the parameters that have rank-bound state."""
-    return json.dumps(
-        {
-            "world_size": world_size,
-            "parameters": {one.name: _facts(one) for one in held if one.sharded and one.leaves},
-        }
-    )
+def layouts_of(
+    held: Iterable[Held], unit: str, path: KeyPath, world: Copies
+) -> Iterator[ObjectValue]:
+    """Yields what tells which parts of sharded parameters this rank has, and their state's kinds.
+
+    Args:
+        held: All parameters of an optimizer.
+        unit: The DCP directory.
+        path: What comes before `rank_layout`.
+        world: The number of ranks, and this one.
+    """
+    parameters = {one.name: _facts(one) for one in held if one.sharded}
+    if parameters:
+        document = {"world_size": world.number, "parameters": parameters}
+        key = (*path, LAYOUTS, str(world.own), next(iter(parameters)))
+        yield ObjectValue(unit, key, json.dumps(document))
 
 
 def _facts(held: Held) -> dict[str, Any]:

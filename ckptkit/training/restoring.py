@@ -166,8 +166,8 @@ def _set_group(group: MutableMapping[str, Any], found: Mapping[str, Any]) -> Non
             continue
         live = group.get(name)
         if isinstance(live, torch.Tensor):
-            live.fill_(float(value))
-        elif isinstance(value, torch.Tensor) and value.numel() == 1:
+            live.copy_(torch.as_tensor(value))
+        elif isinstance(value, torch.Tensor) and value.numel() == 1 and name in group:
             group[name] = value.item()
         else:
             group[name] = value
@@ -203,6 +203,51 @@ def value_changes(
                 _check_placeable(parameter, slot, rest)
                 value = tensor.to(parameter.device)
                 yield lambda p=parameter, rest=rest, value=value: put(state[p], rest, value)  # type: ignore[misc]
+
+
+def unbound_changes(
+    stored: StoredStep, bound: BoundOptimizer, groups: Sequence[Mapping[str, Any]]
+) -> Iterator[Apply]:
+    """Reads what an optimizer keeps beside the states of its parameters, under names of its own.
+
+    Args:
+        stored: The step.
+        bound: The optimizer.
+        groups: What `stored_groups` returned.
+
+    Yields:
+        What puts it in place.
+
+    Raises:
+        ResumeError: If it holds more than plain values.
+        InputError: If it is damaged.
+    """
+    index, start = stored.index(bound.unit), (*bound.path, STATE)
+    of_parameters = {name for group in groups for name in group[_PARAMS]}
+    # Of flattened groups, those of other ranks' parameters were not read.
+    below_groups = (rest[:1] for rest, _ in below(index.values, bound.path, GROUPS))
+    of_parameters |= {name for key in below_groups for name in key if isinstance(name, str)}
+
+    def is_unbound(path: KeyPath) -> bool:
+        inside = len(path) > len(start) and path[: len(start)] == start
+        return inside and str(path[len(start)]) not in of_parameters
+
+    found = [(path, stored.value(bound.unit, path)) for path in index.values if is_unbound(path)]
+    tensors = [e.key_path for e in index.tensors.values() if is_unbound(e.key_path)]
+    found += read_tensors(stored, bound.unit, tensors)
+    for path, value in found:
+        rest = path[len(start) :]
+        yield lambda rest=rest, value=value: _put_unbound(bound.optimizer.state, rest, value)  # type: ignore[misc]
+
+
+def _put_unbound(state: MutableMapping[Any, Any], rest: KeyPath, value: Any) -> None:
+    names = {str(key): key for key in state if not isinstance(key, torch.Tensor)}
+    key = names.get(str(rest[0]), rest[0])
+    if len(rest) > 1:
+        inner: Any = [] if isinstance(rest[1], int) else {}
+        put(state[key] if key in state else state.setdefault(key, inner), rest[1:], value)
+    elif not isinstance(state.get(key), torch.Tensor):  # or it has been filled in place
+        state[key] = value
 
 
 def _nested_tensors(

@@ -134,7 +134,9 @@ def _tell_left(entries: Sequence[SavedEntry], mine: Sequence[Bound], *, rank: in
     wanted = [_of(one, saved) for one in mine]
     left = [entry.name for entry in entries if entry not in wanted]
     if left and rank == 0:
-        logger.warning("the step also holds %s, which the state does not have", _listed(left))
+        is_meant = all(isinstance(one, BoundModel) for one in mine)  # who loads a model alone
+        level = logging.INFO if is_meant else logging.WARNING
+        logger.log(level, "the step also holds %s, which the state does not have", _listed(left))
 
 
 def _fitting(one: Bound, saved: SavedEntry) -> SavedEntry:

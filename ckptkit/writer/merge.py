@@ -25,6 +25,10 @@ from ckptkit.writer.tiling import is_tiling
 KeyPath = tuple[str | int, ...]
 _COLUMNS = 5  # offsets, sizes, file, start, length; the first three are positions in tables
 _HINT = "this is a fault of ckptkit or of two jobs in one directory; the next save is not affected"
+_PARTS_HINT = (
+    "where ranks hold different parts of a model, as stages of a pipeline do, the parts need"
+    " different names, and fully_shard or DDP around each, on its own ranks"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,10 +124,6 @@ class Merger:
             if self._units[name].lost and not (unit.tensors or unit.objects)
         )
         return Merged({k: v for k, v in units.items() if k not in empty}, lost, empty)
-
-    def units(self) -> Mapping[str, Unit]:
-        """Returns the units of `result` alone."""
-        return self.result().units
 
 
 class _Tensor:
@@ -247,6 +247,7 @@ class _UnitMerger:
                         IncompleteCheckpointError,
                         key,
                         f"no rank wrote it, though {where} says that another one has to",
+                        hint=_PARTS_HINT,
                     )
 
     def _is_lost(self, path: KeyPath) -> bool:
@@ -279,7 +280,7 @@ class _UnitMerger:
                     f"{dtype} of shape {shape} was found where another rank wrote {tensor.dtype} of"
                     f" shape {tensor.shape}",
                     where=f"{where}: {self._shown(flat_key(path))}",
-                    hint="all ranks have to save the same model",
+                    hint=f"all ranks have to save the same model; {_PARTS_HINT}",
                 )
         aliases = claim.get("aliases", ())
         if aliases != tensor.aliases:
@@ -354,12 +355,18 @@ class _UnitMerger:
                 key,
                 f"{total:,} elements were written of {elements:,}, some of them at the place of"
                 " another chunk",
+                hint=_PARTS_HINT,
             )
 
     def _error(
-        self, kind: type[FormatError | IncompleteCheckpointError], key: str, message: str
+        self,
+        kind: type[FormatError | IncompleteCheckpointError],
+        key: str,
+        message: str,
+        *,
+        hint: str = _HINT,
     ) -> FormatError | IncompleteCheckpointError:
-        return kind(message, where=self._shown(key), hint=_HINT)
+        return kind(message, where=self._shown(key), hint=hint)
 
     def _shown(self, key: str) -> str:
         return f"{self._name or '.'}: {key}"

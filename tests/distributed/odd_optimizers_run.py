@@ -114,17 +114,15 @@ def tensors_of(state: State) -> list[torch.Tensor]:
     return found
 
 
-def goes_on(folder: Path, case: str) -> None:
+def goes_on(checkpointer: Checkpointer, run: Path, case: str) -> None:
     state = state_of(case)
     train(state, 2)
-    with Checkpointer(folder / case) as checkpointer:
-        checkpointer.prepare(state)
-        assert not checkpointer.save(STEP, state).report(60).lost
-        train(state, 2)
-        fresh = state_of(case)
-        for parameter in fresh["model"].parameters():
-            parameter.data.zero_()
-        assert checkpointer.resume(fresh) == STEP
+    assert not checkpointer.save(STEP, state, name=case).report(60).lost
+    train(state, 2)
+    fresh = state_of(case)
+    for parameter in fresh["model"].parameters():
+        parameter.data.zero_()
+    assert checkpointer.resume(fresh, folder=run / case) == STEP
     train(fresh, 2)
     expected, found = tensors_of(state), tensors_of(fresh)
     assert len(expected) == len(found) > 3
@@ -182,8 +180,9 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
     dist.init_process_group("gloo")
     folder = Path(sys.argv[1])
-    for case in CASES:
-        goes_on(folder, case)
+    with Checkpointer(folder / "run") as checkpointer:
+        for case in CASES:
+            goes_on(checkpointer, folder / "run", case)
     for layout in ("accelerate", "dcp"):
         loses_no_model(folder, layout)
     dist.barrier()

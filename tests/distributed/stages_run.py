@@ -1,7 +1,7 @@
 """Runs under torchrun: pipeline stages and experts, saved, resumed, and told apart.
 
 Usage: stages_run.py FOLDER ACTION. `here` (4 ranks) trains and saves a pipeline of 2 stages on 2
-ranks each, one with two stages per rank, two expert-parallel models and one without either, and
+ranks each, one with two stages per rank, three expert-parallel models and one without either, and
 resumes from all of them; `elsewhere` (2 ranks) resumes on plain FSDP2. What each state is as a
 whole is written by `here`, from torch's own gathering.
 """
@@ -25,7 +25,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 
+from ckptkit.core.errors import ResumeError
 from ckptkit.training import Checkpointer
 
 STEP = 3
@@ -68,6 +70,45 @@ def optimizer_of(parts: list[nn.Module]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=0.01, foreach=False)
 
 
+class Marking(torch.optim.AdamW):
+    """Keeps, as low-bit optimizers do, what has no place in the full parameters."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for parameter in self.state:
+            self.state[parameter]["marks"] = torch.arange(2.0) + dist.get_rank()
+        return loss
+
+
+def marked() -> dict[str, Any]:
+    state = in_pipeline(interleaved=True)
+    return {**state, "optimizer": [Marking(part.parameters()) for part in state["model"]]}
+
+
+def marks(folder: Path, checkpointer: Checkpointer) -> None:
+    """Two optimizers of each rank keep such state; elsewhere it is refused."""
+    state = marked()
+    for parameter in (p for part in state["model"] for p in part.parameters()):
+        parameter.grad = parameter.detach().clone()
+    for optimizer in state["optimizer"]:
+        optimizer.step()
+    assert not checkpointer.save(STEP, state, name="marked").report(60).lost
+    fresh = marked()
+    resumed(checkpointer, folder, "marked", fresh)
+    found, expected = whole(fresh), whole(state)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    other = in_pipeline(interleaved=False)
+    try:
+        checkpointer.resume(
+            {**other, "optimizer": Marking(other["model"].parameters())},
+            folder=folder / "run" / "marked",
+        )
+    except ResumeError as error:
+        say(f"REFUSED {error}")
+
+
 def in_pipeline(*, interleaved: bool) -> dict[str, Any]:
     """Two stages of two ranks each; interleaved, each rank has two smaller ones."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
@@ -101,6 +142,19 @@ def with_experts(*, sharded_again: bool) -> dict[str, Any]:
     return {"model": model, "optimizer": optimizer_of([model])}
 
 
+def with_experts_that_ddp_ignores() -> dict[str, Any]:
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rest", "ep"))
+    torch.manual_seed(8)
+    model = Experts()
+    names = [f"experts.{name}" for name, _ in model.experts.named_parameters()]
+    for name, parameter in list(model.experts.named_parameters()):
+        cut = distribute_tensor(parameter.data, grid["ep"], [Shard(0)])
+        setattr(model.experts, name, nn.Parameter(cut))
+    parallel: Any = DistributedDataParallel
+    parallel._set_params_and_buffers_to_ignore_for_model(model, names)
+    return {"model": parallel(model), "optimizer": optimizer_of([model])}
+
+
 def plain(name: str = "") -> dict[str, Any]:
     """The whole model of a case, on one mesh of all ranks."""
     torch.manual_seed(9)
@@ -116,6 +170,7 @@ CASES: Mapping[str, Any] = {
     "interleaved": lambda: in_pipeline(interleaved=True),
     "experts": lambda: with_experts(sharded_again=False),
     "experts_again": lambda: with_experts(sharded_again=True),
+    "experts_ddp": with_experts_that_ddp_ignores,
     "plain": plain,
 }
 
@@ -138,7 +193,7 @@ def whole(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Gathers the parts that this rank has a share in."""
     found: dict[str, torch.Tensor] = {}
     for part, optimizer in zip(listed(state["model"]), listed(state["optimizer"]), strict=True):
-        for name, parameter in part.named_parameters():
+        for name, parameter in getattr(part, "module", part).named_parameters():
             found[f"model.{name}"] = full(parameter)
             for key, value in optimizer.state[parameter].items():
                 found[f"state.{name}.{key}"] = full(value)
@@ -161,16 +216,15 @@ def say(text: str) -> None:
     sys.stdout.write(f"{text} {dist.get_rank()}\n")
 
 
-def save(folder: Path) -> None:
+def save(folder: Path, checkpointer: Checkpointer) -> None:
     for name, build in CASES.items():
         state = build()
         train(state, STEP)
         for optimizer in listed(state["optimizer"]):
             for group in optimizer.param_groups:
                 group["lr"] = 0.5
-        with Checkpointer(folder / name) as checkpointer:
-            checkpointer.prepare(state)
-            assert not checkpointer.save(STEP, state).report(60).lost
+        assert not checkpointer.save(STEP, state, name=name).report(60).lost
+        checkpointer.export(folder / f"export_{name}").result(60)
         mine = whole(state)
         if dist.get_rank() in {0, 2}:
             save_file(mine, folder / f"{name}_{dist.get_rank()}.safetensors")
@@ -193,36 +247,36 @@ def compare(folder: Path, name: str, state: Mapping[str, Any], *, all_of: bool) 
         assert weight_decay in {0.0, 0.1}
 
 
-def resumed(folder: Path, name: str, state: dict[str, Any]) -> None:
+def resumed(checkpointer: Checkpointer, folder: Path, name: str, state: dict[str, Any]) -> None:
     for part in listed(state["model"]):
         for parameter in part.parameters():
             parameter.data.zero_()
-    with Checkpointer(folder / name) as checkpointer:
-        assert checkpointer.resume(state) == STEP
+    assert checkpointer.resume(state, folder=folder / "run" / name) == STEP
     say(f"RESUMED {name}")
 
 
-def resume(folder: Path) -> None:
+def resume(folder: Path, checkpointer: Checkpointer) -> None:
     for name, build in CASES.items():
         state = build()
-        resumed(folder, name, state)
+        resumed(checkpointer, folder, name, state)
         compare(folder, name, state, all_of=name.startswith("experts"))
     for name in ("pipeline", "plain"):  # cut otherwise than they were saved
         for other in sorted({"pipeline", "interleaved"} - {name}):
             state = CASES[other]()
-            resumed(folder, name, state)
+            resumed(checkpointer, folder, name, state)
             compare(folder, name, state, all_of=False)
 
 
-def here(folder: Path) -> None:
-    save(folder)
-    resume(folder)
+def here(folder: Path, checkpointer: Checkpointer) -> None:
+    save(folder, checkpointer)
+    resume(folder, checkpointer)
+    marks(folder, checkpointer)
 
 
-def elsewhere(folder: Path) -> None:
+def elsewhere(folder: Path, checkpointer: Checkpointer) -> None:
     for name in CASES:
         state = plain(name)
-        resumed(folder, name, state)
+        resumed(checkpointer, folder, name, state)
         compare(folder, name, state, all_of=True)
         groups = state["optimizer"].param_groups
         assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
@@ -236,8 +290,7 @@ def stock(folder: Path) -> None:
     options = StateDictOptions(flatten_optimizer_state_dict=True)
     model, optimizer = state["model"], state["optimizer"]
     flat: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=options)
-    step = folder / "pipeline" / f"checkpoint-{STEP}"
-    dcp.load({"optimizer": flat}, checkpoint_id=step / "optimizer_0")
+    dcp.load({"optimizer": flat}, checkpoint_id=folder / "run" / "pipeline" / "optimizer_0")
     expected = truth(folder, "pipeline")
     for key, tensor in expected.items():
         if key.startswith("state."):
@@ -251,7 +304,8 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
     dist.init_process_group("gloo")
     folder, action = Path(sys.argv[1]), sys.argv[2]
-    {"here": here, "elsewhere": elsewhere}[action](folder)
+    with Checkpointer(folder / "run") as checkpointer:
+        {"here": here, "elsewhere": elsewhere}[action](folder, checkpointer)
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)

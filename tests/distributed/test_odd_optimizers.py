@@ -22,7 +22,7 @@ CASES = 9
 
 @pytest.fixture(scope="module")
 def saved(run_ranks: Callable[..., object], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What two ranks saved, each case in a run of its own, and resumed from."""
+    """What two ranks saved, each case under its name in a run, and resumed from."""
     folder = tmp_path_factory.mktemp("odd")
     done = run_ranks(SCRIPT, 2, folder)
     output = f"{done.stdout}{done.stderr}"  # type: ignore[attr-defined]
@@ -53,7 +53,9 @@ class Two(torch.optim.Optimizer):
 
 
 @pytest.mark.parametrize("case", ["ao8_fsdp2", "bnb8_fsdp1", "bnb8_fsdp1_flat"])
-def test_state_that_belongs_to_ranks_is_refused_elsewhere_or_reset(saved: Path, case: str) -> None:
+def test_state_that_belongs_to_ranks_is_refused_elsewhere_or_reset(
+    saved: Path, tmp_path: Path, case: str
+) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the import, about deprecated parts of torch
         low_bit: Any = importlib.import_module("torchao.optim")
@@ -61,23 +63,24 @@ def test_state_that_belongs_to_ranks_is_refused_elsewhere_or_reset(saved: Path, 
     make = Two if case.startswith("bnb") else low_bit.AdamW8bit
     optimizer = make(model.parameters(), lr=5.0)
     state = {"model": model, "optimizer": optimizer}
-    checkpointer = Checkpointer(saved / case)
+    checkpointer, step = Checkpointer(tmp_path), saved / "run" / case
     with checkpointer, pytest.raises(ResumeError, match="2 ranks saved it, and 1") as caught:
-        checkpointer.resume(state)
+        checkpointer.resume(state, folder=step)
     assert "unfit_optimizer='reset'" in str(caught.value.hint)
     assert not model.long.any()
-    with Checkpointer(saved / case, unfit_optimizer="reset") as checkpointer:
-        assert checkpointer.resume(state) == 2
+    with Checkpointer(tmp_path, unfit_optimizer="reset") as checkpointer:
+        assert checkpointer.resume(state, folder=step) == 2
     assert model.long.all()
     assert not optimizer.state
     assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(0.01)
 
 
-def test_state_of_paged_32_bit_optimizers_goes_on_anywhere(saved: Path) -> None:
+def test_state_of_paged_32_bit_optimizers_goes_on_anywhere(saved: Path, tmp_path: Path) -> None:
     model = Net()
     optimizer = Two(model.parameters(), lr=5.0)
-    with Checkpointer(saved / "bnb32_paged_fsdp1") as checkpointer:
-        assert checkpointer.resume({"model": model, "optimizer": optimizer}) == 2
+    state = {"model": model, "optimizer": optimizer}
+    with Checkpointer(tmp_path) as checkpointer:
+        assert checkpointer.resume(state, folder=saved / "run" / "bnb32_paged_fsdp1") == 2
     found = optimizer.state[model.long]
     assert found["step"] == 2
     assert found["state1"].shape == found["state2"].shape == model.long.shape

@@ -13,15 +13,18 @@ import ckptkit
 
 pytestmark = pytest.mark.distributed
 SCRIPT = Path(__file__).with_name("stages_run.py")
-CASES = ("pipeline", "interleaved", "experts", "experts_again", "plain")
+CASES = ("pipeline", "interleaved", "experts", "experts_again", "experts_ddp", "plain")
 
 
 @pytest.fixture(scope="module")
 def saved(run_ranks: Callable[..., object], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What four ranks saved, each case in a run of its own, and resumed from."""
+    """What four ranks saved, each case under its name in a run, and resumed from."""
     folder = tmp_path_factory.mktemp("stages")
     done = run_ranks(SCRIPT, 4, folder, "here")
-    assert done.stdout.count("RESUMED") == 4 * (len(CASES) + 3)  # type: ignore[attr-defined]
+    assert done.stdout.count("RESUMED") == 4 * (len(CASES) + 4)  # type: ignore[attr-defined]
+    refusals = [line for line in done.stdout.splitlines() if line.startswith("REFUSED")]  # type: ignore[attr-defined]
+    assert len(refusals) == 4
+    assert all("holds another part of" in line for line in refusals)
     return folder
 
 
@@ -34,11 +37,13 @@ def test_stages_and_experts_resume_bit_for_bit_on_plain_fsdp_and_with_stock_tool
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_stages_and_experts_saved_is_consolidated_into_one_model(
+def test_what_stages_and_experts_saved_or_exported_is_one_model(
     saved: Path, tmp_path: Path, name: str
 ) -> None:
-    ckptkit.consolidate(saved / name, tmp_path / "out")
-    found = load_file(tmp_path / "out" / "model.safetensors")
+    ckptkit.consolidate(saved / "run" / name, tmp_path / "out")
+    weights = tmp_path / "out" / "model.safetensors"
+    assert weights.read_bytes() == (saved / f"export_{name}" / weights.name).read_bytes()
+    found = load_file(weights)
     live = {
         key.removeprefix("model."): tensor
         for rank in (0, 2)

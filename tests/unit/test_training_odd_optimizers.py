@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
+import ckptkit
 from ckptkit.core.errors import ResumeError, UsageError
 from ckptkit.training import Checkpointer
 from ckptkit.training.dtensors import inner_tensors
@@ -92,6 +93,10 @@ def test_quantised_state_is_no_other_optimizers(low_bit: Any, tmp_path: Path, na
         resume(tmp_path, other)
     assert "unfit_optimizer='reset'" in str(caught.value.hint)
     assert all(map(torch.equal, before, plain_tensors(other)[: len(before)]))
+    assert resume(tmp_path, other, unfit_optimizer="reset") == 1
+    assert not other["optimizer"].state
+    pairs = zip(state["model"].parameters(), other["model"].parameters(), strict=True)
+    assert all(torch.equal(*pair) for pair in pairs)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -124,6 +129,91 @@ def test_flattened_groups_that_differ_are_no_group(tmp_path: Path) -> None:
         checkpointer.resume(state_of(torch.optim.AdamW), folder=folder)
 
 
+class Counting(torch.optim.SGD):
+    """Keeps state beside that of parameters, and hyperparameters that grow."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        own: Any = self.state
+        if "count" not in own:
+            own["count"], own["sum"] = 0, torch.zeros(2)
+            own["more"] = {"factor": 1.0, "history": [torch.ones(3)]}
+        own["count"] += 1
+        own["sum"] += own["count"]
+        own["more"]["factor"] *= 0.9
+        own["more"]["history"][0] *= own["more"]["factor"]
+        for group in self.param_groups:
+            group.setdefault("run", torch.zeros(3)).add_(1.0)
+            factor = own["more"]["history"][0][0] * own["sum"][0] * group["run"].sum()
+            for parameter in group["params"]:
+                parameter.grad *= factor * own["more"]["factor"]
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("stepped", [0, 2])
+@pytest.mark.parametrize("layout", ["accelerate", "dcp"])
+def test_state_of_its_own_beside_that_of_parameters_goes_on(
+    tmp_path: Path, layout: str, stepped: int
+) -> None:
+    state, fresh = state_of(Counting), state_of(Counting)
+    train(state, 3)
+    train(fresh, stepped)
+    save(tmp_path, state, layout=layout)
+    assert resume(tmp_path, fresh, layout=layout) == 1
+    own: Any = fresh["optimizer"].state
+    assert own["count"] == 3
+    train(state, 2)
+    train(fresh, 2)
+    assert own["more"]["factor"] == state["optimizer"].state["more"]["factor"]
+    assert all(map(torch.equal, state["model"].parameters(), fresh["model"].parameters()))
+
+
+class Wrapper(torch.optim.Optimizer):
+    """Keeps nothing itself, as those do that some libraries put around others."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        self.inner = torch.optim.AdamW(parameters, lr=lr)
+
+    @property
+    def param_groups(self) -> Any:  # type: ignore[override]
+        return self.inner.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.inner.state
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+    def state_dict(self) -> Any:
+        raise RuntimeError("nobody asks for it")
+
+
+def muon_and_adamw(model: nn.Module) -> list[torch.optim.Optimizer]:
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim == 1]
+    return [torch.optim.Muon(matrices, lr=0.1), Wrapper(others, lr=0.1)]
+
+
+def test_two_optimizers_of_one_model_one_of_them_a_wrapper_go_on(tmp_path: Path) -> None:
+    models = [network(), network()]
+    states = [{"model": model, "optimizer": muon_and_adamw(model)} for model in models]
+
+    def step(state: dict[str, Any]) -> None:
+        for parameter in state["model"].parameters():
+            parameter.grad = parameter.detach() * 0.5 + 0.25
+        for optimizer in state["optimizer"]:
+            optimizer.step()
+
+    step(states[0])
+    assert not save(tmp_path, states[0]).lost
+    assert resume(tmp_path, states[1]) == 1
+    for state in states:
+        step(state)
+    pairs = zip(*(model.parameters() for model in models), strict=True)
+    assert all(torch.equal(*pair) for pair in pairs)
+
+
 class Failing(torch.optim.SGD):
     """Fails when its groups are looked at, once it is told to."""
 
@@ -142,9 +232,21 @@ class Lambdas(torch.optim.SGD):
         super().__init__([{"params": list(parameters), "hook": lambda x: x}], lr=lr)
 
 
+class Thin(torch.optim.SGD):
+    """Keeps a sparse tensor among the hyperparameters."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        thin = torch.eye(3).to_sparse()
+        super().__init__([{"params": list(parameters), "thin": thin}], lr=lr)
+
+
 @pytest.mark.parametrize(
     ("make", "reason"),
-    [(Failing, "the state lies on the moon"), (Lambdas, "a function cannot be pickled")],
+    [
+        (Failing, "the state lies on the moon"),
+        (Lambdas, "a function cannot be pickled"),
+        (Thin, "a torch.sparse_coo tensor was found"),
+    ],
 )
 @pytest.mark.parametrize("layout", ["accelerate", "dcp"])
 def test_an_optimizer_that_cannot_be_saved_does_not_cost_the_model(
@@ -161,6 +263,10 @@ def test_an_optimizer_that_cannot_be_saved_does_not_cost_the_model(
     )
     manifest = json.loads((report.path / "ckptkit.json").read_text())
     assert reason in manifest["source"]["lost"]["optimizer"]
+    (note,) = ckptkit.inspect(report.path).notes
+    assert note.startswith("saved without optimizer: ")
+    assert reason in note
+    assert ckptkit.verify(report.path).problems == ()
     assert not (report.path / "optimizer_0").exists()
     assert not any(path.startswith("optimizer_0") for path in manifest["files"])
     fresh = state_of(torch.optim.SGD)
@@ -196,19 +302,68 @@ def test_a_parameter_of_no_model_is_still_refused(tmp_path: Path) -> None:
         checkpointer.prepare(state)
 
 
-def test_reset_takes_up_hyperparameters_and_clears_the_state(
+def test_reset_clears_the_state_and_takes_up_hyperparameters_of_its_own_kind(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     state = state_of(torch.optim.AdamW)
     train(state, 1)
     save(tmp_path, state)
     other = state_of(torch.optim.SGD)
+    other["optimizer"].param_groups[0]["lr"] = 0.5
     with pytest.raises(ResumeError, match="another optimizer"):
         resume(tmp_path, other)
     with caplog.at_level(logging.WARNING):
         assert resume(tmp_path, other, unfit_optimizer="reset") == 1
     assert "optimizer starts anew" in caplog.text
     assert not other["optimizer"].state
+    assert other["optimizer"].param_groups[0]["lr"] == 0.5
+    assert "betas" not in other["optimizer"].param_groups[0]
+    model = network().to(torch.float32)
+    alike = torch.optim.AdamW(model.parameters(), lr=0.5, amsgrad=True)
+    for parameter in model.parameters():
+        alike.state[parameter]["max_exp_avg_sq"] = torch.zeros_like(parameter)
+    with pytest.raises(ResumeError, match="max_exp_avg_sq"):
+        resume(tmp_path, {"model": model, "optimizer": alike})
+    assert resume(tmp_path, {"model": model, "optimizer": alike}, unfit_optimizer="reset") == 1
+    assert not alike.state
+    assert alike.param_groups[0]["lr"] == 0.01
+
+
+class Paged(torch.optim.SGD):
+    """Stands in for the paged optimizers of bitsandbytes, whose memory needs a GPU."""
+
+    is_paged = True
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            if not state:
+                paged: Any = torch.zeros_like(parameter)
+                state["paged"] = paged
+                paged.is_paged, paged.page_deviceid = True, 3
+            state["paged"] += 1
+        return super().step(closure)
+
+
+def test_paged_state_is_copied_when_devices_are_done_and_comes_back_into_pages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[object] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    state, fresh = state_of(Paged), state_of(Paged)
+    train(state, 2)
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.prepare(state)
+        waited.clear()
+        checkpointer.save(1, state).result(60)
+        assert set(waited) == {3}
+        waited.clear()
+        assert checkpointer.resume(fresh) == 1
+        assert set(waited) == {3}
+    found = [of["paged"] for of in fresh["optimizer"].state.values()]
+    assert len(found) == 4
+    assert all(one.is_paged and bool((one == 2).all()) for one in found)
 
 
 def test_an_unknown_choice_is_refused(tmp_path: Path) -> None:

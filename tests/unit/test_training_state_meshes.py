@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
+from torch.nn.parallel import DistributedDataParallel
 
 from ckptkit.core.errors import UnsupportedError
 from ckptkit.training.ownership import owned
@@ -89,7 +90,33 @@ def owned_by_all(build: Callable[[], nn.Module], world_size: int) -> list[list[P
     return found
 
 
-@pytest.mark.parametrize("build", [in_three_dimensions, in_stages])
+def in_stages_of_one_rank() -> nn.Module:
+    """Each rank has a stage of its own, wrapped for no other reason than to tell so."""
+    mesh = init_device_mesh("cpu", (8, 1), mesh_dim_names=("stage", "alone"))
+    module = Stage()
+    module.add_module(f"stage{mesh.get_local_rank('stage')}", network())
+    fully_shard(module, mesh=mesh["alone"])
+    return module
+
+
+def in_stages_of_ddp() -> nn.Module:
+    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("stage", "copies"))
+    module = Stage()
+    module.add_module(f"stage{mesh.get_local_rank('stage')}", network())
+    parallel: Any = DistributedDataParallel
+    wrapped: nn.Module = parallel(module, process_group=mesh["copies"].get_group(), init_sync=False)
+    return wrapped
+
+
+_COUNTS = {
+    in_three_dimensions: 10 * 4,
+    in_stages: 2 * 10 * 4,
+    in_stages_of_one_rank: 8 * 10 * 4,
+    in_stages_of_ddp: 2 * 10 * 4,
+}
+
+
+@pytest.mark.parametrize("build", _COUNTS)
 def test_each_element_has_one_owner(build: Callable[[], nn.Module]) -> None:
     counts: dict[str, torch.Tensor] = {}
     for pieces in owned_by_all(build, 8):
@@ -99,7 +126,7 @@ def test_each_element_has_one_owner(build: Callable[[], nn.Module]) -> None:
                 assert tuple(piece.local.shape) == place.sizes
                 ranges = zip(place.offsets, place.sizes, strict=True)
                 count[tuple(slice(start, start + size) for start, size in ranges)] += 1
-    assert len(counts) == (10 * 4 if build is in_three_dimensions else 2 * 10 * 4)
+    assert len(counts) == _COUNTS[build]
     assert all(bool((count == 1).all()) for count in counts.values())
 
 
@@ -108,12 +135,15 @@ def test_stages_write_hyperparameters_of_their_own_parameters_each_once() -> Non
     for rank in range(8):
         with as_rank(rank, 8):
             module = in_stages()
-            state = {"model": module, "optimizer": torch.optim.SGD(module.parameters(), lr=0.5)}
+            optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+            state = {"model": module, "optimizer": optimizer}
+            optimizer.state["count"] = 3  # type: ignore[index]  # beside those of parameters
             bound = bind(state, layout="accelerate", rank=rank, world_size=8)
             keys += [value.key_path for value in bound.holdings(1).objects]
     assert len(keys) == len(set(keys))
     names = [f"stage{stage}.{layer}.weight" for stage in (0, 1) for layer in range(5)]
     assert {("optimizer", "param_groups", name, "lr") for name in names} <= set(keys)
+    assert ("optimizer", "state", "count") in keys
 
 
 class Parts(nn.Module):
@@ -129,17 +159,33 @@ def with_experts() -> nn.Module:
     return module
 
 
-def test_experts_on_a_slice_of_a_mesh_are_written_once_by_one_of_their_copies() -> None:
+def with_experts_that_ddp_ignores() -> nn.Module:
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rest", "ep"))
+    module = Parts()
+    module.experts = nn.Parameter(distribute_tensor(torch.ones(6, 3), grid["ep"], [Shard(0)]))
+    for number in range(4):
+        module.register_parameter(f"other{number}", nn.Parameter(torch.ones(8, 2)))
+    parallel: Any = DistributedDataParallel
+    parallel._set_params_and_buffers_to_ignore_for_model(module, ["experts"])
+    wrapped: nn.Module = parallel(module, init_sync=False)
+    return wrapped
+
+
+@pytest.mark.parametrize("build", [with_experts, with_experts_that_ddp_ignores])
+def test_experts_on_a_slice_of_a_mesh_are_written_once_by_one_of_their_copies(
+    build: Callable[[], nn.Module],
+) -> None:
     owners: dict[str, list[int]] = {}
     for rank in range(4):
         with as_rank(rank, 4):
-            bound = bind({"model": with_experts()}, layout="dcp", rank=rank, world_size=4)
+            bound = bind({"model": build()}, layout="dcp", rank=rank, world_size=4)
             pieces = bound.pieces()
             for piece, mine in zip(pieces, owned(pieces), strict=True):
                 if mine:
                     owners.setdefault(f"{piece.key} {piece.places[0].offsets}", []).append(rank)
     assert len(owners) == 2 + 4
     assert all(len(ranks) == 1 for ranks in owners.values()), owners
+    assert {rank for ranks in owners.values() for rank in ranks} == {0, 1, 2, 3}
 
 
 def test_a_part_that_is_no_block_is_refused() -> None:
@@ -166,7 +212,7 @@ def test_a_state_without_a_place_in_the_tensor_is_bound_to_its_rank() -> None:
     (piece,) = (piece for piece in holdings.pieces if piece.key_path[:4] == start)
     assert piece.key_path[4:] == ("scales",)
     assert piece.shape == (7,)
-    layout = next(o.value for o in holdings.objects if o.key_path[1:] == ("rank_layout", "1"))
+    layout = next(o.value for o in holdings.objects if o.key_path[1:3] == ("rank_layout", "1"))
     facts = json.loads(str(layout))
     assert facts["world_size"] == 2
     assert facts["parameters"]["weight"]["places"] == [[[[3, 0], [3, 4]]]]

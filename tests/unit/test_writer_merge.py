@@ -49,7 +49,7 @@ def merged(*documents: Document) -> Unit:
         files = [WrittenFile(f"__{number}_0.distcp", 200, None)]
         data = record_bytes(document, files)
         merger.add(parse_record(data, where=f"{number}.json"), where=f"{number}.json")
-    return merger.units()[""]
+    return merger.result().units[""]
 
 
 def test_chunks_of_all_ranks_are_put_together_and_ties_point_to_the_same() -> None:
@@ -111,6 +111,8 @@ def test_contradictions_are_found(
         merged(*edited(1, edit))
     assert caught.value.where
     assert caught.value.hint
+    of_parts = said in {"another rank wrote", "place of another", "no rank wrote"}
+    assert ("different parts of a model" in caught.value.hint) == of_parts
 
 
 GARBAGE: list[Any] = [None, 1, 1.5, -1, 2**70, "text", [], [[]], {}, {"path": 1}, True, [None] * 6]
