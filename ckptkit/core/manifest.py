@@ -20,6 +20,8 @@ TRAINING = "training"
 """The kind of a manifest that proves a step of a training run."""
 NODE_RANKS = "node_ranks"
 """In the source of such a manifest: the ranks whose files lie there, where not all ranks' do."""
+NODE_RUN = "node_run"
+"""Beside them: the identity of the run that they belong to, and its path."""
 SIDE_FOLDER = "ckptkit"
 """The folder of a step in which lies what describes the run."""
 RUN_FACTS = f"{SIDE_FOLDER}/run.json"
@@ -106,6 +108,11 @@ class Manifest:
         }
         text = json.dumps(document, indent=1, sort_keys=True, allow_nan=False)
         return f"{text}\n".encode()
+
+
+def source_of_all(source: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the source of a node's copy as that of the whole step has it."""
+    return {key: value for key, value in source.items() if key not in {NODE_RANKS, NODE_RUN}}
 
 
 def check_manifest_size(size_bytes: int, *, where: str) -> None:

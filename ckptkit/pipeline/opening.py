@@ -203,7 +203,7 @@ class _Search:
         _check_places(self._source.folders)
         united = unite(self._source, [step_folder(one.folder) for one in candidates])
         if united.made:
-            self._source.lay_over(united.made)
+            self._source.lay_over(united.made, without=united.without)
             candidates = find_candidates(self._source)
         if self._only is not None:
             candidates = [c for c in candidates if self._only in c.files]

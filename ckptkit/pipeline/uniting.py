@@ -9,6 +9,7 @@ from __future__ import annotations
 import posixpath
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 from ckptkit.core.errors import CkptkitError, FormatError, InputError, MissingFileError
 from ckptkit.core.index import Problem
@@ -20,11 +21,12 @@ from ckptkit.core.manifest import (
     Manifest,
     check_manifest_size,
     parse_manifest,
+    source_of_all,
 )
 from ckptkit.layouts.dcp_metadata import METADATA_NAME, metadata_pickle
 from ckptkit.storage.local import LocalSource
 from ckptkit.storage.overlay import OverlaySource
-from ckptkit.writer.merge import Merger
+from ckptkit.writer.merge import Merged, Merger
 from ckptkit.writer.record import FOLDER, parse_record
 
 _NAMED = 8
@@ -36,10 +38,12 @@ class United:
 
     Attributes:
         made: Files that stand for the whole: manifests, and the index of every unit.
+        without: Folders of which the whole has nothing.
         problems: By folder of a step, why it cannot be put together.
     """
 
     made: Mapping[str, bytes] = field(default_factory=dict)
+    without: Sequence[str] = ()
     problems: Mapping[str, Problem] = field(default_factory=dict)
 
 
@@ -54,7 +58,9 @@ class _Copy:
     def ranks(self) -> frozenset[int] | None:
         """The ranks whose files lie there; None where it is a whole step."""
         found = self.manifest.source.get(NODE_RANKS)
-        return frozenset(map(int, found)) if isinstance(found, list) else None
+        if not isinstance(found, list):
+            return None
+        return frozenset(rank for rank in found if isinstance(rank, int))
 
 
 def unite(source: OverlaySource, steps: Iterable[str]) -> United:
@@ -68,17 +74,21 @@ def unite(source: OverlaySource, steps: Iterable[str]) -> United:
         What stands for the whole, and what is in the way.
     """
     made: dict[str, bytes] = {}
+    without: list[str] = []
     problems: dict[str, Problem] = {}
     for step in dict.fromkeys(steps):
         copies = list(_copies(source.folders, step))
         if all(copy.ranks is None for copy in copies):
             continue
         try:
-            made.update(_Step(step, copies, source).put_together())
+            files, empty = _Step(step, copies, source).put_together()
+            made |= files
+            without += empty
         except InputError as error:
             path = posixpath.join(step, MANIFEST_NAME)
-            problems[step] = Problem(error.code, path, error.message)
-    return United(made, problems)
+            at = f", at {error.where}" if error.where else ""
+            problems[step] = Problem(error.code, path, f"{error.message}{at}")
+    return United(made, without, problems)
 
 
 def _copies(folders: Sequence[LocalSource], step: str) -> Iterable[_Copy]:
@@ -102,8 +112,8 @@ class _Step:
         self._copies = copies
         self._source = source
 
-    def put_together(self) -> dict[str, bytes]:
-        """Returns the files that stand for the whole step.
+    def put_together(self) -> tuple[dict[str, bytes], list[str]]:
+        """Returns the files that stand for the whole step, and the folders that it does without.
 
         Raises:
             InputError: If ranks are missing, or copies do not belong together.
@@ -112,18 +122,32 @@ class _Step:
         path = posixpath.join(self._folder, MANIFEST_NAME)
         whole = next((copy for copy in self._copies if copy.ranks is None), None)
         if whole is not None:
-            return {path: whole.manifest.to_json()}
-        made = self._metadata(self._world_size())
+            return {path: whole.manifest.to_json()}, []
+        merged = self._merged(self._world_size())
+        made = {
+            posixpath.join(name, METADATA_NAME): metadata_pickle(unit.tensors, unit.objects)
+            for name, unit in merged.units.items()
+        }
+        manifest = self._manifest(merged, made)
+        below = {posixpath.join(self._folder, name): data for name, data in made.items()}
+        empty = [posixpath.join(self._folder, name) for name in merged.empty]
+        return {path: manifest.to_json(), **below}, empty
+
+    def _manifest(self, merged: Merged, made: Mapping[str, bytes]) -> Manifest:
+        """Returns what the commit would have said of the whole step."""
+        gone = tuple(f"{name}/" for name in merged.empty)
         files = {
-            name: record for copy in self._copies for name, record in copy.manifest.files.items()
+            name: record
+            for copy in self._copies
+            for name, record in copy.manifest.files.items()
+            if not name.startswith(gone)
         }
-        files |= {
-            posixpath.relpath(name, self._folder or "."): FileRecord(len(data))
-            for name, data in made.items()
-        }
-        about = {k: v for k, v in self._copies[0].manifest.source.items() if k != NODE_RANKS}
-        manifest = replace(self._copies[0].manifest, source=about, files=files)
-        return {path: manifest.to_json(), **made}
+        files |= {name: FileRecord(len(data)) for name, data in made.items()}
+        # Where rank 0 was, there lies what it alone was told.
+        first = next(copy for copy in self._copies if 0 in (copy.ranks or ()))
+        lost = {"lost": merged.lost} if merged.lost else {}
+        source = source_of_all(first.manifest.source) | lost
+        return replace(first.manifest, source=source, files=files)
 
     def _check_one_save(self) -> None:
         first = self._copies[0]
@@ -137,30 +161,27 @@ class _Step:
 
     def _world_size(self) -> int:
         world_size = self._copies[0].manifest.source.get("world_size")
-        if not isinstance(world_size, int):
+        if not isinstance(world_size, int) or world_size < 1:
             raise FormatError("does not say how many ranks there were")
         here = frozenset[int]().union(*(copy.ranks or () for copy in self._copies))
-        missing = sorted(frozenset(range(world_size)) - here)
+        missing = world_size - len(here.intersection(range(world_size)))
         if missing:
-            named = ", ".join(map(str, missing[:_NAMED]))
-            more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
+            first = islice((rank for rank in range(world_size) if rank not in here), _NAMED)
+            named = ", ".join(map(str, first))
+            more = f" and {missing - _NAMED:,} more" if missing > _NAMED else ""
             looked = ", ".join(folder.location for folder in self._source.folders)
             raise MissingFileError(
-                f"says that this is a node's copy, and the files of rank{'s'[: len(missing) > 1]}"
+                f"says that this is a node's copy, and the files of rank{'s'[: missing > 1]}"
                 f" {named}{more} of {world_size} are not in {looked}; name the copies of the other"
                 " nodes with --also"
             )
         return world_size
 
-    def _metadata(self, world_size: int) -> dict[str, bytes]:
+    def _merged(self, world_size: int) -> Merged:
         merger = Merger(world_size)
         for rank in range(world_size):
             path = posixpath.join(self._folder, FOLDER, f"{rank}.json")
             where = posixpath.join(self._source.location, path)
             size = self._source.stat(path).size_bytes
             merger.add(parse_record(self._source.read(path, 0, size), where=where), where=where)
-        made = {}
-        for name, unit in merger.units().items():
-            path = posixpath.join(self._folder, name, METADATA_NAME)
-            made[path] = metadata_pickle(unit.tensors, unit.objects)
-        return made
+        return merger.result()

@@ -28,6 +28,7 @@ _ERRORS: dict[str, type[InputError]] = {
     )
 }
 _LABELS = ("rows", "columns")
+_NAMED = 7  # further files that are missing
 _HINTS = {
     MissingFileError.code: "copy the file back, name where other nodes keep theirs with --also, or"
     " take an earlier checkpoint",
@@ -78,13 +79,24 @@ def _file_problem(index: TensorIndex, entry: TensorEntry, sizes: np.ndarray) -> 
     file = index.files[int(files[row])]
     held = f"{describe(entry.chunks[row].place)} of {entry.key!r}"
     if file.size_bytes < 0:
-        return Problem(MissingFileError.code, file.path, f"is not there; it holds {held}")
+        nor = _others_missing(index, sizes, int(files[row]))
+        return Problem(MissingFileError.code, file.path, f"is not there{nor}; it holds {held}")
     return Problem(
         TruncatedFileError.code,
         file.path,
         f"{held} end at byte {int(records.stop[rows[row]]):,} but the file ends at byte"
         f" {file.size_bytes:,}",
     )
+
+
+def _others_missing(index: TensorIndex, sizes: np.ndarray, but: int) -> str:
+    """Names further files that are missing: of data files they say which rank's they are."""
+    others = [int(number) for number in np.flatnonzero(sizes < 0) if number != but]
+    if not others:
+        return ""
+    named = ", ".join(repr(index.files[number].path) for number in others[:_NAMED])
+    more = f" and {len(others) - _NAMED} more" if len(others) > _NAMED else ""
+    return f", nor {'is' if len(others) == 1 else 'are'} {named}{more}"
 
 
 def _coverage_problem(index: TensorIndex, entry: TensorEntry) -> Problem | None:

@@ -11,12 +11,18 @@ from ckptkit.storage.base import Source
 from ckptkit.storage.local import LocalSource
 from ckptkit.storage.memory import MemorySource
 
+_WHOLE_BYTES = 16 << 20  # up to which files are compared as a whole
+_READ_BYTES = 1 << 20
+_PART_BYTES = 64 << 10
+_PARTS = 64  # of larger ones; the first and the last bytes are among them
+
 
 class OverlaySource:
     """Directories laid over one another: a path stands for the file of that path in any of them.
 
-    A file that lies in several must be the same in all: its size is compared, and of some files
-    every byte.
+    A file that lies in several must be the same in all. Small ones are compared as a whole, and
+    large ones in many places, since to read all would take as long as what is to be done with it:
+    two saves differ nearly everywhere.
     """
 
     def __init__(self, folders: Sequence[LocalSource], *, compared: Collection[str] = ()) -> None:
@@ -24,11 +30,12 @@ class OverlaySource:
 
         Args:
             folders: The directories, one at least; the first one names the place.
-            compared: Names of files of which every byte must be the same wherever they lie.
+            compared: Names of files that are compared as a whole, however large they are.
         """
         self._folders = tuple(folders)
         self._compared = frozenset(compared)
         self._made: Mapping[str, bytes] = {}
+        self._without: tuple[str, ...] = ()
         self._places: dict[str, Source] = {}
         self._lock = threading.Lock()
 
@@ -42,10 +49,16 @@ class OverlaySource:
         """The directories, in order."""
         return self._folders
 
-    def lay_over(self, made: Mapping[str, bytes]) -> None:
-        """Has files that were made up stand for those of their paths, in all directories."""
+    def lay_over(self, made: Mapping[str, bytes], *, without: Sequence[str] = ()) -> None:
+        """Has files that were made up stand for those of their paths, in all directories.
+
+        Args:
+            made: Their bytes, by path.
+            without: Folders whose files are no longer listed.
+        """
         with self._lock:
             self._made = {**self._made, **made}
+            self._without = (*self._without, *(f"{folder}/" for folder in without))
             self._places.clear()
 
     def walk(self, depth: int) -> Iterator[str]:
@@ -53,7 +66,7 @@ class OverlaySource:
         found = {path for path in self._made if path.count("/") <= depth}
         for folder in self._folders:
             found.update(folder.walk(depth))
-        yield from sorted(found)
+        yield from sorted(path for path in found if not path.startswith(self._without))
 
     def stat(self, path: str) -> FileRef:
         """Returns size and identity of a file.
@@ -126,9 +139,8 @@ class OverlaySource:
         differs = ""
         if sizes[0] != sizes[1]:
             differs = f"{sizes[0]:,} bytes were found against {sizes[1]:,}"
-        elif path.rpartition("/")[2] in self._compared:
-            contents = [folder.read(path, 0, ref.size_bytes) for folder, ref in (first, other)]
-            differs = "" if contents[0] == contents[1] else "other bytes were found than"
+        elif self._differ(path, first, other[0]):
+            differs = "other bytes were found than"
         if differs:
             raise FormatError(
                 f"{differs} in {other[0].location}",
@@ -136,3 +148,21 @@ class OverlaySource:
                 hint="a file that lies in several places must be the same in all: see whether they"
                 " belong to one save",
             )
+
+    def _differ(self, path: str, first: tuple[LocalSource, FileRef], other: LocalSource) -> bool:
+        source, ref = first
+        whole = ref.size_bytes <= _WHOLE_BYTES or path.rpartition("/")[2] in self._compared
+        parts = _all_parts(ref.size_bytes) if whole else _some_parts(ref.size_bytes)
+        return any(source.read(path, *part) != other.read(path, *part) for part in parts)
+
+
+def _all_parts(size_bytes: int) -> Iterator[tuple[int, int]]:
+    for start in range(0, size_bytes, _READ_BYTES):
+        yield start, min(start + _READ_BYTES, size_bytes)
+
+
+def _some_parts(size_bytes: int) -> Iterator[tuple[int, int]]:
+    last = size_bytes - _PART_BYTES
+    for number in range(_PARTS):
+        start = number * last // (_PARTS - 1)
+        yield start, start + _PART_BYTES

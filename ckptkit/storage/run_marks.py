@@ -2,6 +2,7 @@
 
 RUN/.ckptkit/lock       locked while a job writes to RUN; says which host and process
 RUN/.ckptkit/save-now   asks the job for a save
+RUN/.ckptkit/identity   tells the run from all others, also from an earlier one of its path
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 import socket
 import time
 import weakref
@@ -26,15 +28,18 @@ from ckptkit.storage.syscalls import (
     detect_capabilities,
     is_refused,
     open_locked,
+    sync_directory,
 )
 
 MARKS_FOLDER = ".ckptkit"
 _LOCK = "lock"
 _REQUEST = "save-now"
+_IDENTITY = "identity"
+_IDENTITY_BYTES = 8
 STEP_PREFIXES = ("checkpoint-", "checkpoint_")
 """What comes before a step's number: the Trainer's way, and that of accelerate's own naming."""
 
-_STEP_FOLDER = re.compile(r"(checkpoint[-_])(\d{1,18})")
+_STEP_FOLDER = re.compile(r"(checkpoint[-_])(0|[1-9]\d{0,17})")
 _MOST_BYTES = 4096
 _TRIES = 5
 _TRY_SECONDS = 0.1
@@ -107,10 +112,13 @@ def _locked(path: Path, capabilities: Capabilities) -> OpenFile | None:
             raise
         if file is not None:
             return file
+    owner, hint = _owner(path), "give every job a directory of its own, or wait until it has ended"
+    if owner == Owner(socket.gethostname(), os.getpid()):
+        hint = "it is this very process: save through what has opened the run already"
     raise RefusedError(
-        f"another job is writing to the run: {_owner(path)}",
+        f"another job is writing to the run: {owner}",
         where=str(path.parent.parent),
-        hint="give every job a directory of its own, or wait until that one has ended",
+        hint=hint,
     )
 
 
@@ -166,6 +174,29 @@ def take_request(run: Path) -> Owner | None:
     return owner
 
 
+def run_identity(run: Path, capabilities: Capabilities | None = None) -> str:
+    """Returns what tells a run from all others; a run that has none is given one, durably.
+
+    Only who has the lock of the run may call this.
+
+    Raises:
+        OSError: If it cannot be read or written.
+    """
+    path = run / MARKS_FOLDER / _IDENTITY
+    found = path.read_text(encoding="utf-8", errors="replace").strip() if path.exists() else ""
+    if found:
+        return found
+    identity = secrets.token_hex(_IDENTITY_BYTES)
+    draft = path.with_name(f".{_IDENTITY}")
+    with draft.open("w", encoding="utf-8") as file:
+        file.write(identity)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(path)
+    sync_directory(path.parent, capabilities or detect_capabilities())
+    return identity
+
+
 def step_folders(run: Path, prefixes: Sequence[str] = STEP_PREFIXES) -> dict[int, Path]:
     """Returns the folders of a run's steps, whole or not, by number, oldest first.
 
@@ -185,7 +216,7 @@ def step_folders(run: Path, prefixes: Sequence[str] = STEP_PREFIXES) -> dict[int
 
 
 def is_step_folder(name: str) -> bool:
-    """Tells whether a folder's name is that of a step of a run."""
+    """Tells whether a folder's name is that of a step of a run; no such number begins with 0."""
     return _STEP_FOLDER.fullmatch(name) is not None
 
 

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
+from ckptkit.core.errors import CkptkitError
 from ckptkit.training.pieces import SmallFile
 from ckptkit.writer.failures import as_failure
 
@@ -17,14 +18,14 @@ class Descriptions:
     Commits that are under way copy from the ones before, as many as saves may be in flight.
     """
 
-    def __init__(self, folder: Path, in_flight: int) -> None:
+    def __init__(self, parents: Sequence[Path], in_flight: int) -> None:
         """Makes nothing yet.
 
         Args:
-            folder: What the folders are made in.
+            parents: What the folders are made in: the first one that takes them.
             in_flight: How many saves may be under way, the next one included.
         """
-        self._parent = folder
+        self._parents = parents
         self._kept: deque[Path] = deque()
         self._most = in_flight
         self._count = 0
@@ -53,17 +54,10 @@ class Descriptions:
 
         Raises:
             CkptkitError: If it cannot be written.
-        """  # noqa: DOC501  made by `as_failure`
+        """
         if not (self._kept and self.folder.is_dir() and tuple(files) == tuple(self._files)):
             self._count += 1
-            new = self._parent / str(self._count)
-            try:
-                for file in files:
-                    _put(new, file)
-            except OSError as error:
-                shutil.rmtree(new, ignore_errors=True)
-                raise as_failure(error, str(new)) from error
-            self._kept.append(new)
+            self._kept.append(self._made(str(self._count), files))
             self._files = files
         self._objects, self._places = tuple(objects), places
         while len(self._kept) > self._most:
@@ -71,8 +65,23 @@ class Descriptions:
 
     def close(self) -> None:
         """Removes all of them."""
-        shutil.rmtree(self._parent, ignore_errors=True)
+        for parent in self._parents:
+            shutil.rmtree(parent, ignore_errors=True)
         self._kept.clear()
+
+    def _made(self, name: str, files: Sequence[SmallFile]) -> Path:
+        problems: list[CkptkitError] = []
+        for parent in self._parents:
+            new = parent / name
+            try:
+                for file in files:
+                    _put(new, file)
+            except OSError as error:
+                shutil.rmtree(new, ignore_errors=True)
+                problems.append(as_failure(error, str(new)))
+            else:
+                return new
+        raise problems[-1]
 
 
 def _put(folder: Path, file: SmallFile) -> None:

@@ -20,8 +20,8 @@ from ckptkit.training.writer_process import Patience
 def open_ending(session: Session, peers: Peers, settings: Settings) -> Ending:
     """Makes what ends the saves of a job; all ranks have to call this.
 
-    Where the nodes' own disks come first, the newest step that an earlier job left there is
-    drained before anything else.
+    Where the nodes' own disks come first, what an earlier job left there is drained before
+    anything else.
 
     Raises:
         CkptkitError: If such a disk, or the shared place, cannot be used.
@@ -45,7 +45,7 @@ def open_ending(session: Session, peers: Peers, settings: Settings) -> Ending:
         recovery = Recovery(tier, session.run, peers, session.committer, timeout)
 
         def recover() -> None:
-            session.count_from(recovery.run_all() or 0)
+            session.count_from(recovery.run_all())
 
         recover()
         patience = Patience(settings.stall_seconds, settings.timeout_seconds)

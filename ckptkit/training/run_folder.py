@@ -29,6 +29,7 @@ from ckptkit.storage.run_marks import (
     Owner,
     RunLock,
     is_step_folder,
+    run_identity,
     step_folders,
     take_request,
     take_run_lock,
@@ -137,6 +138,26 @@ class RunFolder:
             OutputError: If the run cannot be listed.
         """
         return max((step.save_number for step in self.steps()), default=0)
+
+    def save_number_of(self, name: str) -> int:
+        """Returns the `save_number` of the step in a folder of that name, 0 where there is none.
+
+        Numbers of steps that are named by their number are compared with `last_save_number`.
+        """
+        try:
+            number = _read_manifest(self.path / name / MANIFEST_NAME).source.get("save_number")
+        except (CkptkitError, OSError):
+            return 0
+        return number if isinstance(number, int) else 0
+
+    def identity(self) -> str:
+        """Returns what tells the run from all others; called with the lock of the run.
+
+        Raises:
+            OutputError: If it cannot be read or written.
+        """
+        with _translated(self.path):
+            return run_identity(self.path)
 
     def retired_by(
         self, step: int, metrics: Mapping[str, Any], retention: Retention

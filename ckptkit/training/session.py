@@ -40,7 +40,8 @@ class Session:
 
     Attributes:
         run: The run's directory.
-        committer: The process that commits, used on rank 0 only.
+        committer: The process that commits on rank 0; on all of them it drains what earlier jobs
+            left on the nodes' disks.
     """
 
     def __init__(
@@ -62,13 +63,16 @@ class Session:
         """
         self.run = run
         self.committer = WriterProcess(
-            Patience(settings.stall_seconds, settings.timeout_seconds), name="committer of rank 0"
+            Patience(settings.stall_seconds, settings.timeout_seconds),
+            name=f"committer of rank {peers.rank}",
         )
         self._peers = peers
         self._settings = settings
         self._lock = lock
-        folder = run.path / MARKS_FOLDER / peers.nonce
-        self._descriptions = Descriptions(folder, settings.max_in_flight)
+        # A shared place that is slow or gone must not hold up the thread that trains.
+        places = [settings.local.absolute()] if settings.local is not None else []
+        folders = [place / MARKS_FOLDER / peers.nonce for place in (*places, run.path)]
+        self._descriptions = Descriptions(folders, settings.max_in_flight)
         self._saved_before = saved_before
         self._count = 0
         self._tries: Counter[int] = Counter()

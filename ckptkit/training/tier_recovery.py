@@ -6,12 +6,14 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ckptkit.core.crc import crc32
 from ckptkit.core.errors import CkptkitError, InputError, SaveError, error_from_json
-from ckptkit.core.manifest import NODE_RANKS
+from ckptkit.core.manifest import source_of_all
+from ckptkit.storage.run_marks import is_step_folder
 from ckptkit.training.peers import Peers, name_ranks
 from ckptkit.training.run_folder import RunFolder
 from ckptkit.training.tiers import LocalTier, NodeCopy
@@ -26,15 +28,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """Brings the newest step of earlier jobs from the nodes' disks to the shared place.
+    """Brings what earlier jobs left on the nodes' disks to the shared place.
 
     Attributes:
         tier: This node's disk.
         run: The shared directory.
         peers: The ranks.
-        process: What commits; used on rank 0.
+        process: What copies, and on rank 0 commits.
         timeout_seconds: How long other ranks are waited for.
-        told: The attempts of which rank 0 has said what is missing; they are looked at again.
+        told: The attempts of which rank 0 has said that something is missing.
     """
 
     tier: LocalTier
@@ -44,21 +46,32 @@ class Recovery:
     timeout_seconds: float
     told: set[str] = field(default_factory=set)
 
-    def run_all(self) -> int | None:
+    def run_all(self) -> int:
         """Drains the newest step that is whole over all nodes, where the run has none as new.
 
-        Which rank is on which node may have changed since, and how many there are.
+        So it does with steps that have names of their own, which no newer step replaces. Which
+        rank is on which node may have changed since, and how many there are.
 
         Returns:
-            Its `save_number`, None where there was none; the same on all ranks.
+            The largest `save_number` of what was drained, 0 where there was nothing; the same on
+            all ranks.
 
         Raises:
             CkptkitError: On every rank, if there is one and the shared place cannot take it.
         """
         here = _described(self.tier) if self.tier.leads else []
-        found = self._agree("what lies on the nodes' own disks", here, self._newest)
-        if found is None:
-            return None
+        topic = "what lies on the nodes' own disks"
+        choose = partial(self._next, set())
+        number = 0
+        while (found := self._agree(topic, here, choose)) is not None:
+            if self._bring(found):
+                number = max(number, found["save_number"])
+        return number
+
+    def _bring(self, found: Mapping[str, Any]) -> bool:
+        """Drains a step, and tells whether the shared place has it now."""
+        if self.peers.rank == 0:
+            _tell(found)
         try:
             outcome = self._drained(found)
         except CkptkitError as error:
@@ -67,41 +80,56 @@ class Recovery:
             "draining an earlier job's step", outcome, lambda all_of: self._commit(found, all_of)
         )
         if agreed is None:
-            return int(found["save_number"])
+            if str(self.tier.ranks[0]) in found["nodes"]:
+                self.tier.note_drained(found["name"])
+            return True
         failure = error_from_json(agreed)
         if not isinstance(failure, InputError):
             raise failure
         if self.peers.rank == 0:
             logger.warning("%s on the nodes' own disks is passed over: %s", found["name"], failure)
-        return None
+        return False
 
     def _agree(self, topic: str, value: Any, decide: Any) -> Any:
-        return self.peers.agree(topic, value, decide, timeout_seconds=self.timeout_seconds)
+        # Rank 0 commits after it has waited for all, so the others have to wait for both.
+        patience = self.timeout_seconds * (2 if self.peers.rank else 1)
+        return self.peers.agree(topic, value, decide, timeout_seconds=patience)
 
-    def _newest(self, of_ranks: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any] | None:
+    def _next(
+        self, tried: set[str], of_ranks: Sequence[Sequence[Mapping[str, Any]]]
+    ) -> dict[str, Any] | None:
         """Chooses, on rank 0, the newest step that is whole; says what is missing of others."""
-        saved = self.run.last_save_number()
         found: dict[str, dict[str, Any]] = {}
         for leader, copies in enumerate(of_ranks):
             for copy in copies:
-                if copy["save_number"] > saved:
-                    entry = found.setdefault(copy["attempt"], {**copy, "nodes": {}})
-                    entry["nodes"][str(leader)] = copy["ranks"]
+                entry = found.setdefault(copy["attempt"], {**copy, "nodes": {}})
+                entry["nodes"][str(leader)] = copy["ranks"]
+                if 0 in copy["ranks"]:  # only there lies what rank 0 alone was told
+                    entry["manifest"] = copy["manifest"]
+        last = self.run.last_save_number()
         for entry in sorted(found.values(), key=lambda one: -one["save_number"]):
+            if entry["attempt"] in tried or not self._is_news(entry, last):
+                continue
             there = {rank for ranks in entry["nodes"].values() for rank in ranks}
             missing = sorted(set(range(entry["world_size"])) - there)
             if not missing:
+                tried.add(entry["attempt"])
                 return entry
             self._say_missing(entry, missing)
         return None
+
+    def _is_news(self, entry: Mapping[str, Any], last: int) -> bool:
+        name = entry["name"]
+        known = last if is_step_folder(name) else self.run.save_number_of(name)
+        return bool(entry["save_number"] > known)
 
     def _say_missing(self, entry: Mapping[str, Any], missing: Sequence[int]) -> None:
         if entry["attempt"] in self.told:
             return
         self.told.add(entry["attempt"])
         logger.warning(
-            "%s lies on the nodes' own disks without the files of %s, which is on no node of"
-            " this job: it is passed over",
+            "%s lies on the nodes' own disks without the files of %s, which no node of this job"
+            " has whole: it is passed over",
             entry["name"],
             name_ranks(missing),
         )
@@ -118,7 +146,8 @@ class Recovery:
         records = {rank: f"{FOLDER}/{rank}.json" for rank in mine}
         try:
             data = {rank: (folder / path).read_bytes() for rank, path in records.items()}
-            further = _further(folder, self.tier) if self.tier.leads else ()
+            # What lies beside is with the files of rank 0, which two nodes may have.
+            further = _further(folder, self.tier) if 0 in mine else ()
         except OSError as error:
             raise InputError(f"cannot be read: {error}", where=str(folder)) from error
         request = Drain(
@@ -177,13 +206,23 @@ class Recovery:
             except CkptkitError as caught:
                 error = caught.to_json()
         if error is None:
-            logger.info("%s of an earlier job was drained from the nodes' disks", found["name"])
             return None
         try:
             self.process.request(Discard(found["attempt"], str(target)))
         except CkptkitError as caught:
             logger.warning("%s was left behind: %s", target, caught)
         return dict(error)
+
+
+def _tell(found: Mapping[str, Any]) -> None:
+    if found["drained"]:
+        logger.warning(
+            "%s was drained before, and the run has it no more: it is drained again from the"
+            " nodes' disks; to go back to an older step, use resume(state, step=N)",
+            found["name"],
+        )
+    else:
+        logger.info("%s of an earlier job is drained from the nodes' disks", found["name"])
 
 
 def _described(tier: LocalTier) -> list[dict[str, Any]]:
@@ -213,13 +252,14 @@ def _is_whole(copy: NodeCopy) -> bool:
 
 
 def _document(copy: NodeCopy) -> dict[str, Any]:
-    source = {key: value for key, value in copy.manifest.source.items() if key != NODE_RANKS}
+    source = source_of_all(copy.manifest.source)
     return {
         "name": copy.path.name,
         "attempt": str(source.get("attempt")),
         "save_number": source["save_number"],
         "world_size": source["world_size"],
         "ranks": list(copy.ranks),
+        "drained": copy.is_drained,
         "manifest": json.loads(replace(copy.manifest, source=source, files={}).to_json()),
     }
 

@@ -142,7 +142,7 @@ class TierEnding:
             folder=str(attempt.folder),
             final=str(self._tier.final(attempt)),
             proofs=tuple(Proof(**proofs[rank]) for rank in self._tier.ranks),
-            manifest=attempt.manifest,
+            manifest=self._tier.signed(attempt.manifest),
             beside=attempt.beside,
             node_ranks=self._tier.ranks,
         )
@@ -193,6 +193,7 @@ class Drains:
         self._earlier: Path | None = None  # the last step that was drained
         self._waiting: list[Save] = []  # the one under way included
         self._newest = self._coming = ""  # names of steps that lie on the node's disk, or will
+        self._is_over = False
         self._lock = threading.Lock()
         self._work: queue.SimpleQueue[Save | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="ckptkit-drain", daemon=True)
@@ -227,7 +228,8 @@ class Drains:
         self._free()
 
     def kill(self) -> None:
-        """Has the drain under way fail soon."""
+        """Has the drain under way fail soon, and those after it."""
+        self._is_over = True
         self._process.kill()
 
     def close(self) -> None:
@@ -238,27 +240,23 @@ class Drains:
 
     def _run(self) -> None:
         while (save := self._work.get()) is not None:
-            try:
-                self._drain(save)
-                if self._settler.settle(save):
-                    self._earlier = save.attempt.final
-            finally:
-                self._tidy(save)
+            self._drain(save)
+            is_there = self._settler.settle(save)
+            if is_there:
+                self._earlier = save.attempt.final
+                self._tier.note_drained(self._earlier.name)
+            with self._lock:
+                self._waiting.remove(save)
+            self._free()
+            if is_there:  # else something older may be all that there is
+                self._tier.keep_only(self.names)
 
     def _drain(self, save: Save) -> None:
         attempt = save.attempt
         if attempt.shared is None or save.error is not None:
             return
-        proof = outcome_here(save)["proof"]
-        request = Drain(
-            attempt=attempt.name,
-            folder=str(self._tier.final(attempt)),
-            target=str(attempt.shared),
-            records=(proof["path"],),
-            earlier=str(self._earlier or ""),
-        )
         try:
-            self._process.request(request)
+            self._process.request(self._request(save, attempt.shared))
         except CkptkitError as error:
             save.error = error
         except Exception as error:  # a bug of ours must not leave the caller waiting
@@ -266,11 +264,21 @@ class Drains:
             save.error = SaveError(f"{type(error).__name__}: {error}", hint=OURS)
         save.attempt = replace(attempt, folder=attempt.shared)
 
-    def _tidy(self, save: Save) -> None:
-        with self._lock:
-            self._waiting.remove(save)
-        self._free()
-        self._tier.keep_only(self.names)
+    def _request(self, save: Save, target: Path) -> Drain:
+        folder = self._tier.final(save.attempt)
+        if self._is_over:
+            raise SaveError(
+                "the program ends before the step is drained",
+                where=str(folder),
+                hint="the next job drains it",
+            )
+        return Drain(
+            attempt=save.attempt.name,
+            folder=str(folder),
+            target=str(target),
+            records=(outcome_here(save)["proof"]["path"],),
+            earlier=str(self._earlier or ""),
+        )
 
     def _free(self) -> None:
         with self._lock:

@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ckptkit.core.errors import CkptkitError, UsageError, error_from_json
+from ckptkit.core.errors import CkptkitError, RefusedError, UsageError, error_from_json
 from ckptkit.core.manifest import (
     MANIFEST_NAME,
     NODE_RANKS,
+    NODE_RUN,
     Manifest,
     check_manifest_size,
     parse_manifest,
@@ -24,12 +25,27 @@ from ckptkit.storage.run_marks import MARKS_FOLDER
 from ckptkit.training.committing import Attempt
 from ckptkit.training.peers import Peers
 from ckptkit.training.run_folder import RunFolder, RunLock
+from ckptkit.writer.durable import remove_whole
 from ckptkit.writer.failures import as_failure
 from ckptkit.writer.publish import clear
+from ckptkit.writer.record import FOLDER
 from ckptkit.writer.sweep import sweep
 
 logger = logging.getLogger(__name__)
 _MARK = "node-"
+_DRAINED = f"{FOLDER}/drained"  # in a node's copy of a step that the shared place has
+
+
+@dataclass(frozen=True, slots=True)
+class RunIdentity:
+    """The run that a node's part of a step belongs to; `identity` is not that of a later one."""
+
+    identity: str
+    path: str
+
+    def to_json(self) -> dict[str, str]:
+        """Returns it as it stands in a manifest."""
+        return {"identity": self.identity, "path": self.path}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +56,18 @@ class NodeCopy:
         path: Where they lie.
         manifest: Lists them.
         ranks: Whose they are.
+        owner: The run that they belong to; empty texts where it is not told.
     """
 
     path: Path
     manifest: Manifest
     ranks: tuple[int, ...]
+    owner: RunIdentity
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether the shared place is known to have the step."""
+        return (self.path / _DRAINED).exists()
 
 
 class LocalTier:
@@ -57,12 +80,27 @@ class LocalTier:
     """
 
     def __init__(
-        self, path: Path, ranks: tuple[int, ...], *, leads: bool, lock: RunLock | None
+        self,
+        path: Path,
+        ranks: tuple[int, ...],
+        owner: RunIdentity,
+        *,
+        leads: bool,
+        lock: RunLock | None,
     ) -> None:
-        """Takes over the lock, which the rank that leads has where there are locks."""
+        """Takes over the lock, which the rank that leads has where there are locks.
+
+        Args:
+            path: The directory.
+            ranks: Those that share it, in order.
+            owner: The run that is saved to.
+            leads: Whether this rank is the first of them.
+            lock: Of the directory.
+        """
         self.path = path
         self.ranks = ranks
         self.leads = leads
+        self._owner = owner
         self._lock = lock
 
     def placed(self, attempt: Attempt) -> Attempt:
@@ -73,12 +111,23 @@ class LocalTier:
         """Returns where this node's part of a step lies once it is whole."""
         return self.path / attempt.final.name
 
+    def signed(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns a manifest that says which run a node's part belongs to."""
+        return {**manifest, "source": {**manifest["source"], NODE_RUN: self._owner.to_json()}}
+
     def copies(self) -> Iterator[NodeCopy]:
-        """Yields the parts of steps that lie here, damaged ones left out."""
-        for path in sorted(self.path.iterdir()):
-            copy = None if path.name.startswith(".") else _copy_at(path)
-            if copy is not None:
-                yield copy
+        """Yields the parts of steps that lie here, damaged ones left out.
+
+        Raises:
+            OSError: If the directory cannot be listed.
+        """
+        return _copies_in(self.path)
+
+    def note_drained(self, name: str) -> None:
+        """Notes that the shared place has a step; only the rank that leads does something."""
+        if self.leads:
+            with suppress(OSError):  # it may never have been here: nothing depends on the note
+                (self.path / name / _DRAINED).touch()
 
     def keep_only(self, find_names: Callable[[], Collection[str]]) -> None:
         """Removes all parts of steps but some; only the rank that leads does something.
@@ -115,10 +164,15 @@ def open_tier(local: Path, run: RunFolder, peers: Peers, *, timeout_seconds: flo
 
     Raises:
         UsageError: On every rank, if one of the directories is that of the run.
-        RefusedError: On every rank, if one cannot be used, or another job is writing there.
+        RefusedError: On every rank, if one cannot be used, another job is writing there, or it
+            has what another run did not drain.
         PeerError: If another rank does not come in time.
     """
-    opening = _Opening(local, run, peers, timeout_seconds)
+    identity = peers.agree(
+        "which run it is", None, lambda _: run.identity(), timeout_seconds=timeout_seconds
+    )
+    owner = RunIdentity(identity, str(run.path))
+    opening = _Opening(local, run, owner, peers, timeout_seconds)
     with ExitStack() as undo:
         undo.callback(opening.unmark)
         opening.tell("the nodes' own directories", opening.mark)
@@ -130,17 +184,20 @@ def open_tier(local: Path, run: RunFolder, peers: Peers, *, timeout_seconds: flo
         opening.unmark()
         undo.pop_all()
     ranks = opening.ranks
-    return LocalTier(opening.path, ranks, leads=ranks[0] == peers.rank, lock=opening.lock)
+    return LocalTier(opening.path, ranks, owner, leads=ranks[0] == peers.rank, lock=opening.lock)
 
 
 class _Opening:
     """The steps of opening a node's directory; what goes wrong on one rank is told to all."""
 
-    def __init__(self, local: Path, run: RunFolder, peers: Peers, timeout_seconds: float) -> None:
+    def __init__(
+        self, local: Path, run: RunFolder, owner: RunIdentity, peers: Peers, timeout_seconds: float
+    ) -> None:
         self.path = local
         self.ranks: tuple[int, ...] = ()
         self.lock: RunLock | None = None
         self._run = run
+        self._owner = owner
         self._peers = peers
         self._timeout_seconds = timeout_seconds
         self._folder: RunFolder | None = None
@@ -162,14 +219,14 @@ class _Opening:
 
     def mark(self) -> None:
         """Makes the directory, and leaves this rank's mark there."""
-        self._folder = RunFolder(self.path, prefix=self._run.prefix)
-        self.path = self._folder.path
-        if self.path.samefile(self._run.path):
+        self.path = self.path.absolute()
+        if self.path.resolve().is_relative_to(self._run.path.resolve()):
             raise UsageError(
-                f"is {str(self.path)!r}, which is the directory of the run itself",
+                f"is {str(self.path)!r}, which is the directory of the run, or lies in it",
                 where="local",
                 hint="name a directory on the node's own disk",
             )
+        self._folder = RunFolder(self.path, prefix=self._run.prefix)
         self._own_mark().touch()
 
     def take(self) -> None:
@@ -183,6 +240,28 @@ class _Opening:
         if self.lock is not None:
             for note in sweep(self.path):
                 logger.info("%s: %s", self.path, note)
+        for copy in _copies_in(self.path):
+            if copy.owner.identity != self._owner.identity:
+                self._clear_away(copy)
+
+    def _clear_away(self, copy: NodeCopy) -> None:
+        """Removes what another run left here, or an earlier one in the same place.
+
+        Its steps must be taken for none of this run's, and none that is nowhere else may go.
+
+        Raises:
+            RefusedError: If it may be the only copy.
+        """
+        if self.lock is None or not copy.is_drained:
+            raise RefusedError(
+                f"holds {copy.path.name!r}, which was not drained yet, of another run, or an"
+                f" earlier one, in {copy.owner.path or 'a place that it does not tell'}",
+                where=f"local {self.path}",
+                hint="give every run a directory of its own on the nodes; resume that run to have"
+                " the step drained, or remove what it left",
+            )
+        remove_whole(copy.path)
+        logger.info("%s: %s of the run %s was removed", self.path, copy.path.name, copy.owner.path)
 
     def unmark(self) -> None:
         """Removes this rank's mark."""
@@ -227,6 +306,13 @@ def raise_first(problems: list[Mapping[str, Any] | None]) -> None:
             raise error_from_json(document).located(f"rank {rank}")
 
 
+def _copies_in(folder: Path) -> Iterator[NodeCopy]:
+    for path in sorted(folder.iterdir()):
+        copy = None if path.name.startswith(".") else _copy_at(path)
+        if copy is not None:
+            yield copy
+
+
 def _copy_at(path: Path) -> NodeCopy | None:
     file = path / MANIFEST_NAME
     try:
@@ -234,7 +320,9 @@ def _copy_at(path: Path) -> NodeCopy | None:
         manifest = parse_manifest(file.read_bytes(), where=str(file))
     except (CkptkitError, OSError):
         return None
-    ranks = manifest.source.get(NODE_RANKS)
-    if not isinstance(ranks, list):
+    ranks, owner = (manifest.source.get(key) for key in (NODE_RANKS, NODE_RUN))
+    if not isinstance(ranks, list) or not all(isinstance(rank, int) for rank in ranks):
         return None
-    return NodeCopy(path, manifest, tuple(int(rank) for rank in ranks))
+    told: Mapping[str, Any] = owner if isinstance(owner, dict) else {}
+    owned_by = RunIdentity(str(told.get("identity", "")), str(told.get("path", "")))
+    return NodeCopy(path, manifest, tuple(ranks), owned_by)

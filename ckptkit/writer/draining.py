@@ -7,7 +7,7 @@ import posixpath
 import time
 from pathlib import Path
 
-from ckptkit.core.errors import MissingFileError, TruncatedFileError
+from ckptkit.core.errors import MissingFileError, OutputError, TruncatedFileError
 from ckptkit.storage.names import check_relative
 from ckptkit.storage.syscalls import (
     BLOCK_BYTES,
@@ -58,10 +58,12 @@ class Drainer:
 
         Raises:
             InputError: If a file is not there, or not as long as it was.
+            OutputError: If the directory that the target lies in is not there.
             OSError: If something cannot be read or written.
         """
         began, processor = time.monotonic(), time.process_time()
         folder, target = Path(request.folder), Path(request.target)
+        _check_place(target.parent)
         records = {path: _read(folder, path) for path in request.records}
         listed = [
             file
@@ -121,6 +123,16 @@ def _mark(path: Path, *, names: int = 1) -> _Mark | None:
     if found.st_nlink < names:
         return None
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _check_place(run: Path) -> None:
+    """Refuses to make what is no longer there: below it may be a mount point and a small disk."""
+    if not run.is_dir():
+        raise OutputError(
+            "the directory of the run is not there any more",
+            where=str(run),
+            hint="see whether it is mounted; the step stays on the node's own disk meanwhile",
+        )
 
 
 def _read(folder: Path, path: str) -> bytes:

@@ -14,6 +14,12 @@ import numpy as np
 import pytest
 
 import ckptkit
+from ckptkit.core.errors import (
+    FormatError,
+    MissingFileError,
+    NotACheckpointError,
+    RefusedError,
+)
 
 ROOT = Path(__file__).parents[2]
 FIXTURES = ROOT / "fixtures"
@@ -96,6 +102,13 @@ def test_what_is_still_missing_is_named_with_the_option_that_helps(
     assert f"{UNIT}/__1_0.distcp" in found.stderr
     assert "--also" in found.stderr
     assert not (tmp_path / "out").exists()
+    for file in nodes[0].rglob("__0_*.distcp"):
+        file.unlink()
+    with pytest.raises(MissingFileError, match=r"nor are .*__1_0\.distcp"):
+        ckptkit.consolidate(nodes[0], tmp_path / "out")
+    with pytest.raises(MissingFileError) as caught:  # there is no rank 0 at all
+        ckptkit.consolidate(nodes[1], tmp_path / "out")
+    assert "--also" in str(caught.value.hint)
 
 
 def test_files_of_another_save_are_refused(nodes: tuple[Path, Path], tmp_path: Path) -> None:
@@ -105,29 +118,72 @@ def test_files_of_another_save_are_refused(nodes: tuple[Path, Path], tmp_path: P
     metadata.write_bytes(data)
     found = run("consolidate", nodes[0], tmp_path / "out", "--also", nodes[1])
     assert found.returncode == 3
-    assert "one save" in found.stderr
+    assert "one save" in found.stderr  # the hint
     assert not (tmp_path / "out").exists()
 
 
 def test_a_file_of_two_sizes_is_refused(nodes: tuple[Path, Path], tmp_path: Path) -> None:
     (nodes[1] / "checkpoint-7" / UNIT / "__0_0.distcp").write_bytes(b"short")
-    found = run("consolidate", nodes[0], tmp_path / "out", "--also", nodes[1])
-    assert found.returncode == 3
-    assert "against 5" in found.stderr
+    with pytest.raises(FormatError, match="against 5"):
+        ckptkit.consolidate(nodes[0], tmp_path / "out", also=[nodes[1]])
+
+
+def test_a_file_of_one_size_and_two_contents_is_refused(
+    nodes: tuple[Path, Path], tmp_path: Path
+) -> None:
+    file = nodes[0] / "checkpoint-7" / UNIT / "__0_0.distcp"
+    data = bytearray(file.read_bytes())
+    copy = nodes[1] / "checkpoint-7" / UNIT / file.name
+    copy.write_bytes(data)
+    ckptkit.consolidate(nodes[0], tmp_path / "same", also=[nodes[1]])
+    data[len(data) // 2] ^= 1
+    copy.write_bytes(data)
+    with pytest.raises(FormatError, match="other bytes were found"):
+        ckptkit.consolidate(nodes[0], tmp_path / "out", also=[nodes[1]])
+    assert not (tmp_path / "out").exists()
+
+
+def test_files_that_nobody_needs_may_differ_from_node_to_node(
+    nodes: tuple[Path, Path], tmp_path: Path
+) -> None:
+    names = (
+        "training_args.bin",
+        "scheduler.bin",
+        "rng_state_0.pth",
+        "trainer_state.json",
+        "latest",
+    )
+    for number, node in enumerate(nodes):
+        for name in names:
+            (node / "checkpoint-7" / name).write_bytes(b"x" * (number + 1))
+    ckptkit.consolidate(LLAMA, tmp_path / "whole")
+    ckptkit.consolidate(nodes[0], tmp_path / "out", also=[nodes[1]])
+    assert weights(tmp_path / "out") == weights(tmp_path / "whole")
+    assert ckptkit.verify(nodes[0], also=[nodes[1]]).ok
 
 
 def test_a_directory_with_nothing_of_the_step_is_refused(
     nodes: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    found = run("consolidate", nodes[0], tmp_path / "out", "--also", nodes[1] / "checkpoint-7")
-    assert found.returncode == 3
-    assert "corresponds to SRC" in found.stderr
-    missing = run("consolidate", nodes[0], tmp_path / "out", "--also", tmp_path / "none")
-    assert missing.returncode == 3
-    assert "no such directory" in missing.stderr
+    with pytest.raises(NotACheckpointError) as caught:
+        ckptkit.consolidate(nodes[0], tmp_path / "out", also=[nodes[1] / "checkpoint-7"])
+    assert "corresponds to SRC" in caught.value.hint
+    with pytest.raises(NotACheckpointError, match="no such directory"):
+        ckptkit.consolidate(nodes[0], tmp_path / "out", also=[tmp_path / "none"])
 
 
 def test_the_output_may_lie_in_none_of_the_directories(nodes: tuple[Path, Path]) -> None:
-    found = run("consolidate", nodes[0], nodes[1] / "out", "--also", nodes[1])
-    assert found.returncode == 4
-    assert "inside the source" in found.stderr
+    with pytest.raises(RefusedError, match="inside the source"):
+        ckptkit.consolidate(nodes[0], nodes[1] / "out", also=[nodes[1]])
+
+
+def test_of_steps_on_several_nodes_the_newest_that_is_whole_is_taken(
+    nodes: tuple[Path, Path],
+) -> None:
+    for node in nodes:  # the second one had no time for its files of step 8
+        shutil.copytree(node / "checkpoint-7", node / "checkpoint-8")
+    for file in (nodes[1] / "checkpoint-8").rglob("*.distcp"):
+        file.unlink()
+    found = ckptkit.inspect(nodes[0], also=[nodes[1]])
+    assert found.step == 7
+    assert "checkpoint-8 was passed over" in found.notes[0]

@@ -6,6 +6,7 @@ import array
 import fcntl
 import importlib
 import json
+import logging
 import os
 import shutil
 import signal
@@ -26,8 +27,10 @@ from ckptkit.core.errors import (
     CkptkitError,
     MissingFileError,
     NoSpaceError,
+    OutputError,
     RefusedError,
     TruncatedFileError,
+    UsageError,
     WriterError,
 )
 from ckptkit.storage.syscalls import Capabilities, detect_capabilities
@@ -161,6 +164,147 @@ def test_a_damaged_step_of_the_node_is_not_drained(tmp_path: Path) -> None:
         assert names(tmp_path / "run") == ["checkpoint-1"]
 
 
+def undrained(folder: Path, *steps: int, **named: str) -> list[dict[str, Any]]:
+    """Leaves whole steps on the node that the shared place lacks, as a kill does."""
+    state, truths = fresh(1), []
+    with opened(folder) as checkpointer:
+        troubles.saved(checkpointer, 1, state)
+        drains = processes(checkpointer)[1]
+        stop(drains)
+        handles = []
+        for step in steps:
+            troubles.train(state)
+            truths.append(troubles.facts(state))
+            handles.append(checkpointer.save(step, state, name=named.get(f"at_{step}")))
+            handles[-1].local_result(SECONDS)
+        shutil.copytree(folder / "node", folder / "left")
+        assert drains.pid is not None
+        os.kill(drains.pid, signal.SIGKILL)
+        for handle in handles:
+            handle.exception(SECONDS)
+    shutil.rmtree(folder / "node")
+    (folder / "left").rename(folder / "node")
+    for path in (folder / "run").iterdir():
+        if path.name not in {".ckptkit", "checkpoint-1"}:
+            shutil.rmtree(path)
+    return truths
+
+
+def test_a_damaged_step_of_the_node_does_not_hide_the_one_before(tmp_path: Path) -> None:
+    truth, _ = undrained(tmp_path, 2, 3)
+    (tmp_path / "node/checkpoint-3/.ranks/0.json").write_bytes(b"{}" * 40)
+    with troubles.listening() as log, opened(tmp_path) as checkpointer:
+        troubles.resumes(checkpointer, 2, truth, fresh(2))
+        assert "checkpoint-3" in "".join(log.lines(logging.WARNING))
+    assert names(tmp_path / "run") == ["checkpoint-1", "checkpoint-2"]
+
+
+def test_a_step_with_a_name_of_its_own_is_drained_beside_the_newest_and_once(
+    tmp_path: Path,
+) -> None:
+    best, newest = undrained(tmp_path, 2, 3, at_2="best")
+    with opened(tmp_path) as checkpointer:
+        troubles.resumes(checkpointer, 3, newest, fresh(2))
+        assert names(tmp_path / "run") == ["best", "checkpoint-1", "checkpoint-3"]
+        state = fresh(3)
+        checkpointer.resume(state, folder=tmp_path / "run/best")
+        assert troubles.facts(state) == best
+        checkpointer.save(4, state, name="best").result(SECONDS)
+    before = (tmp_path / "run/best").stat().st_ino
+    opened(tmp_path).close()
+    assert (tmp_path / "run/best").stat().st_ino == before
+
+
+def test_what_another_run_left_on_the_node_is_never_taken_for_a_step(tmp_path: Path) -> None:
+    undrained(tmp_path, 2)
+    with pytest.raises(RefusedError, match="'checkpoint-2', which was not drained") as caught:
+        Checkpointer(tmp_path / "other", local=tmp_path / "node")
+    assert str(tmp_path / "run") in str(caught.value)
+    opened(tmp_path).close()  # drains it
+    shutil.rmtree(tmp_path / "run/checkpoint-2")
+    with troubles.listening() as log:
+        opened(tmp_path).close()
+        assert "has it no more" in "".join(log.lines(logging.WARNING))
+    assert names(tmp_path / "run") == ["checkpoint-1", "checkpoint-2"]
+    shutil.rmtree(tmp_path / "run")
+    with opened(tmp_path) as checkpointer:  # begun anew in the same place
+        assert checkpointer.resume(fresh(2)) is None
+    assert names(tmp_path / "node") == []
+
+
+def test_a_shared_place_that_is_gone_is_not_made_anew(tmp_path: Path) -> None:
+    state = fresh(1)
+    with opened(tmp_path) as checkpointer:
+        troubles.saved(checkpointer, 1, state)
+        (tmp_path / "run").rename(tmp_path / "away")
+        troubles.train(state)
+        truth = troubles.facts(state)
+        troubles.fails(checkpointer.save(2, state), OutputError, "not there any more")
+        assert not (tmp_path / "run").exists()
+        (tmp_path / "away").rename(tmp_path / "run")
+        troubles.resumes(checkpointer, 2, truth, fresh(2))
+        troubles.saved(checkpointer, 3, state)
+
+
+def interrupted(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_close_that_is_interrupted_in_a_drain_can_go_on_and_an_exit_leaves_it(
+    tmp_path: Path,
+) -> None:
+    state = fresh(1)
+    checkpointer = opened(tmp_path)
+    troubles.saved(checkpointer, 1, state)
+    pid = stop(processes(checkpointer)[1])
+    handle = checkpointer.save(2, state)
+    before = signal.signal(signal.SIGALRM, interrupted)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        with pytest.raises(KeyboardInterrupt):
+            checkpointer.close()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert not handle.done()
+    os.kill(pid, signal.SIGCONT)
+    checkpointer.close()
+    assert handle.result().name == "checkpoint-2"
+
+    checkpointer = opened(tmp_path, timeout_seconds=0.5)
+    truth = troubles.saved(checkpointer, 3, state)
+    stop(processes(checkpointer)[1])
+    handles = []
+    for step in (4, 5):
+        troubles.train(state)
+        truth = troubles.facts(state)
+        handles.append(checkpointer.save(step, state))
+        handles[-1].local_result(SECONDS)
+    checkpointer._close_at_exit()
+    assert all(handle.exception() is not None for handle in handles)
+    assert names(tmp_path / "run") == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
+    with opened(tmp_path) as checkpointer:
+        troubles.resumes(checkpointer, 5, truth, fresh(2))
+
+
+def test_a_directory_within_the_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="or lies in it"):
+        Checkpointer(tmp_path / "run", local=tmp_path / "run/nodes/0")
+    assert names(tmp_path / "run") == []
+
+
+def test_a_step_without_its_optimizer_is_united_without_it(tmp_path: Path) -> None:
+    state = fresh(1)
+    parameter = next(iter(state["model"].parameters()))
+    with opened(tmp_path) as checkpointer:
+        troubles.train(state)
+        state["optimizer"].state[parameter]["odd"] = torch.zeros(2, 2).to_sparse()
+        assert "optimizer" in checkpointer.save(1, state).report(SECONDS).lost
+    whole, parts = (ckptkit.inspect(tmp_path / place) for place in ("run", "node"))
+    assert whole.tensors == parts.tensors
+    assert parts.problems == ()
+    assert ckptkit.verify(tmp_path / "node").ok
+
+
 def test_a_second_job_on_the_node_is_refused(tmp_path: Path) -> None:
     with (
         opened(tmp_path),
@@ -242,6 +386,7 @@ def test_drained_parts_commit_to_what_was_written(
 ) -> None:
     saves, proofs = kept_on_nodes(tmp_path, ("0123abcd-1", "0123abcd-1"))
     shared = writing.Save(tmp_path / "run", world_size=2)
+    shared.run.mkdir()
     for rank, save in enumerate(saves):
         held = [path for path in save.final.rglob("*") if path.is_file()]
         size_bytes = sum(path.stat().st_size for path in held if path.name != "ckptkit.json")
@@ -260,6 +405,32 @@ def test_parts_of_two_saves_are_not_united(tmp_path: Path) -> None:
     with pytest.raises(CkptkitError, match="where copies of one save were expected"):
         ckptkit.consolidate(saves[0].run, tmp_path / "out", also=[saves[1].run])
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "text"),
+    [
+        ("world_size", 10**15, "ranks 2, 3, .* and 999,999,999,999,990 more"),
+        ("world_size", 0, "does not say how many ranks"),
+        ("node_ranks", ["x", None], "the files of rank 0 of 2"),
+    ],
+)
+def test_a_part_that_tells_nonsense_is_not_united(
+    tmp_path: Path, key: str, value: object, text: str
+) -> None:
+    saves, _ = kept_on_nodes(tmp_path, ("0123abcd-1", "0123abcd-1"))
+    file = saves[0].final / "ckptkit.json"
+    document = json.loads(file.read_text())
+    document["source"][key] = value
+    file.write_text(json.dumps(document))
+    with pytest.raises(CkptkitError, match=text):
+        ckptkit.verify(saves[0].run, also=[saves[1].run])
+    record = saves[1].final / ".ranks/1.json"
+    record.write_bytes(record.read_bytes().replace(b'"chunks"', b'"junks"'))
+    document["source"] |= {"world_size": 2, "node_ranks": [0]}
+    file.write_text(json.dumps(document))
+    with pytest.raises(CkptkitError, match=r"garbled .*\.ranks/1\.json"):
+        ckptkit.verify(saves[0].run, also=[saves[1].run])
 
 
 def test_what_is_missing_or_cut_short_on_the_node_is_not_drained(tmp_path: Path) -> None:

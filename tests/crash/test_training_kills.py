@@ -76,6 +76,10 @@ def test_a_run_that_is_killed_as_a_whole_again_and_again_goes_on(memory_disk: Pa
     assert run(memory_disk, "all")["points"] >= 20
 
 
+def test_what_is_durable_on_the_nodes_when_all_is_killed_is_drained_anew(memory_disk: Path) -> None:
+    assert run(memory_disk, "nodes")["points"] == 13
+
+
 def test_a_signal_in_the_middle_of_a_save_is_heeded_after_it(memory_disk: Path) -> None:
     assert run(memory_disk, "signals")["points"] == 4
 

@@ -287,6 +287,65 @@ def _die_together(folder: Path, name: str, doom: Doom | None, rank: int) -> None
     life.checkpointer.close()
 
 
+def kill_nodes(folder: Path) -> dict[str, Any]:
+    """All is killed while a step goes to the nodes' own disks, and from there: none is lost."""
+    drained = ("Drain", "Commit")
+    anew = [(1, 10), (1, 60), (2, 10), (2, 36)]
+    chains = {
+        "keeper": [Doom(KILL_ALL, call) for call in (10, 20, 22)],
+        "drain": [Doom(KILL_ALL, call, kinds=drained) for call in (1, 25, 49)],
+        "committer": [Doom(KILL_ALL, call, kinds=("Commit",)) for call in (1, 30, 36)],
+        "recovery": [Doom(KILL_ALL, call, number, kinds=drained) for number, call in anew],
+    }
+    jobs = {name: partial(_chain_on_nodes, folder / name, name, d) for name, d in chains.items()}
+    side_by_side(jobs, at_once=2)
+    return {"points": sum(map(len, chains.values()))}
+
+
+def _chain_on_nodes(folder: Path, name: str, dooms: Sequence[Doom]) -> None:
+    folder.mkdir()
+    killed = (-signal.SIGKILL, -signal.SIGKILL)
+    if name == "recovery":  # needs something that was left on the nodes
+        Pair(
+            partial(_die_on_nodes, folder, "drain", Doom(KILL_ALL, 1, kinds=("Drain",))), killed
+        ).run()
+    for doom in dooms:
+        Pair(partial(_die_on_nodes, folder, name, doom), killed).run()
+    Pair(partial(_die_on_nodes, folder, name, None)).run()
+
+
+def _die_on_nodes(folder: Path, name: str, doom: Doom | None, rank: int) -> None:
+    reached, node = folder / f"reached-{rank}", folder / f"node{rank}"
+    before = int(reached.read_text()) if reached.exists() else 0
+    mine: Mapping[str, Doom] = {}
+    if doom is not None and rank == (name in {"keeper", "drain"}):
+        if name == "committer" and not (folder / f"run/checkpoint-{before + 1}").exists():
+            doom.request += before > 0  # the first commit is that of what was left on the nodes
+        mine = {"committer" if name == "recovery" else name: doom}
+    with doomed(**mine):
+        life = Life(folder, local=node, timeout_seconds=WAIT_SECONDS)
+    assert hidden(life.run) == hidden(node) == []
+    for path in node.glob("checkpoint-*"):
+        _see_whole(path)
+    if before:
+        found = life.resume()
+        assert found == before + 1 or (name == "keeper" and found == before), (found, before)
+    life.save_well()
+    reached.write_text(str(life.step))
+    life.save().wait(WAIT_SECONDS)
+    assert doom is None, "all ranks were to be killed"
+    life.checkpointer.close()
+    assert sorted(visible(life.run)) == list(range(1, life.step + 1))
+
+
+def _see_whole(path: Path) -> None:
+    """Sees that a node's part of a step has all that its manifest names."""
+    files = json.loads((path / "ckptkit.json").read_text())["files"]
+    assert len(files) > 3
+    for name, record in files.items():
+        assert (path / name).stat().st_size == record["size_bytes"], path / name
+
+
 SIGNAL_POINTS = (
     Point(1, "writer", 1, TERM_ITS_RANK),
     Point(1, "writer", 20, TERM_ALL),
@@ -360,6 +419,7 @@ CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
     "writers": kill_writers,
     "ranks": kill_ranks,
     "all": kill_all,
+    "nodes": kill_nodes,
     "signals": heed_signals,
     "restarts": be_restarted,
 }

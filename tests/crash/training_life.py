@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import ckptkit
-from ckptkit.training import Checkpointer, save_slot, session
+from ckptkit.training import Checkpointer, endings, save_slot, session, tier_saving
 from ckptkit.training.handle import SaveHandle
 from ckptkit.training.writer_process import Patience
 from ckptkit.writer.command import writer_command
@@ -97,8 +97,20 @@ class Doom:
 
 
 @contextmanager
-def doomed(*, writer: Doom | None = None, committer: Doom | None = None) -> Iterator[None]:
-    """Gives Checkpointers that are made meanwhile such writers, and such a committer."""
+def doomed(
+    *,
+    writer: Doom | None = None,
+    committer: Doom | None = None,
+    keeper: Doom | None = None,
+    drain: Doom | None = None,
+) -> Iterator[None]:
+    """Gives Checkpointers that are made meanwhile such writers, and such a committer.
+
+    Where nodes' disks come first, the keeper is what commits there, and the drain what copies.
+    """
+
+    def drain_command(descriptor: int, niceness: int) -> Sequence[str]:
+        return writer_command(descriptor, niceness) if drain is None else drain.command(descriptor)
 
     def patience(doom: Doom | None) -> Callable[..., Patience]:
         return partial(Patience, command=writer_command if doom is None else doom.command)
@@ -106,6 +118,8 @@ def doomed(*, writer: Doom | None = None, committer: Doom | None = None) -> Iter
     with (
         mock.patch.object(save_slot, "Patience", patience(writer)),
         mock.patch.object(session, "Patience", patience(committer)),
+        mock.patch.object(endings, "Patience", patience(keeper)),
+        mock.patch.object(tier_saving, "writer_command", drain_command),
     ):
         yield
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import fully_shard
 
 import ckptkit
@@ -118,12 +120,21 @@ def united(folder: Path) -> None:
 
 def together(folder: Path) -> None:
     """Ranks that share a disk find that out, and their step is whole there."""
-    with opened(folder, node=0) as checkpointer:
-        truth = troubles.saved(checkpointer, 1, fresh(1))
+    with opened(folder, node=0, sidecar={"notes": _notes(folder)}) as checkpointer:
+        state = fresh(1)
+        truth = troubles.saved(checkpointer, 1, state)
         troubles.resumes(checkpointer, 1, truth, fresh(2))
+        with stopped(checkpointer):
+            checkpointer.save(2, state).local_result(LIMIT_SECONDS)
+            dist.barrier()
+            weights = {n: p.full_tensor() for n, p in state["model"].state_dict().items()}
+            if dist.get_rank() == 0:  # as a kill would leave it
+                for place in ("run", "node0"):
+                    shutil.copytree(folder / place, folder.with_name("spread") / place)
+                save_file(weights, folder.with_name("spread") / "weights.safetensors")
     dist.barrier()
     assert ckptkit.verify(folder / "node0").ok
-    with pytest.raises(UsageError, match="directory of the run itself"):
+    with pytest.raises(UsageError, match="directory of the run, or lies in it"):
         Checkpointer(folder / "run", local=folder / "run")
 
 
@@ -154,7 +165,7 @@ def slow(folder: Path) -> None:
 
 def full(folder: Path) -> None:
     """A node's disk is full: the save goes to the shared place; later ones are local again."""
-    small = folder / "node1"
+    small = folder / "node0"  # where the files beside the shards would lie as well
     if dist.get_rank() == 1:
         small.mkdir(parents=True)
         if not _mounted("-t", "tmpfs", "-o", "size=64k", "tmpfs", small):
@@ -169,13 +180,13 @@ def full(folder: Path) -> None:
             troubles.resumes(checkpointer, 1, truth, fresh(2))
             warned = [line for line in log.lines(logging.WARNING) if "at once" in line]
             assert len(warned) == (dist.get_rank() == 0), warned
-            assert names(folder / "node0") == names(small) == []
+            assert names(folder / "node1") == names(small) == []
             dist.barrier()
             if dist.get_rank() == 1:
                 assert _mounted("-o", "remount,size=8m", small)
             dist.barrier()
             truth = troubles.saved(checkpointer, 2, state)
-            assert names(folder / "node0") == names(small) == ["checkpoint-2"]
+            assert names(folder / "node1") == names(small) == ["checkpoint-2"]
             troubles.resumes(checkpointer, 2, truth, fresh(2))
     finally:
         dist.barrier()
@@ -244,6 +255,16 @@ def restarted(folder: Path) -> None:
 def moved(folder: Path) -> None:
     """The same nodes, with other ranks on them."""
     assert _goes_on(folder, 2, node=1 - dist.get_rank()) == []
+
+
+def spread(folder: Path) -> None:
+    """The ranks had one node, and have two, each with a copy of all that lay there."""
+    with opened(folder, sidecar={"notes": _notes(folder)}) as checkpointer:
+        state = fresh(5)
+        assert checkpointer.resume(state) == 2
+    assert (folder / "run/checkpoint-2/ckptkit/notes.txt").read_text() == "beside"
+    for name, tensor in load_file(folder / "weights.safetensors").items():
+        assert torch.equal(state["model"].state_dict()[name].full_tensor(), tensor)
 
 
 def lost(folder: Path) -> None:

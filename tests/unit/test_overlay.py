@@ -19,11 +19,9 @@ def places(tmp_path: Path) -> tuple[Path, Path]:
         "a/unit/one": b"first",
         "a/both": b"same",
         "a/unequal": b"longer",
-        "a/compared": b"x1",
         "b/unit/two": b"second",
         "b/both": b"same",
         "b/unequal": b"short",
-        "b/compared": b"x2",
     }
     for path, data in files.items():
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
@@ -47,8 +45,8 @@ def test_a_file_is_found_in_whichever_directory_has_it(overlay: OverlaySource) -
 
 
 def test_each_path_is_listed_once_and_in_order(overlay: OverlaySource) -> None:
-    assert list(overlay.walk(0)) == ["both", "compared", "unequal"]
-    assert list(overlay.walk(1)) == ["both", "compared", "unequal", "unit/one", "unit/two"]
+    assert list(overlay.walk(0)) == ["both", "unequal"]
+    assert list(overlay.walk(1)) == ["both", "unequal", "unit/one", "unit/two"]
 
 
 def test_a_file_of_two_sizes_is_refused_and_both_places_are_named(
@@ -60,9 +58,39 @@ def test_a_file_of_two_sizes_is_refused_and_both_places_are_named(
     assert str(places[1]) in caught.value.message
 
 
-def test_of_chosen_files_every_byte_is_compared(overlay: OverlaySource) -> None:
-    with pytest.raises(FormatError, match="other bytes were found"):
-        overlay.stat("compared")
+@pytest.mark.parametrize(("name", "place"), [("b", 0), ("b", 3 << 20), ("compared", 17 << 20)])
+def test_files_of_one_size_are_compared(
+    overlay: OverlaySource, places: tuple[Path, Path], name: str, place: int
+) -> None:
+    size_bytes = max(4 << 20, place + 1)
+    for folder in places:
+        with (folder / name).open("wb") as file:
+            file.truncate(size_bytes)
+    assert overlay.stat(name).size_bytes == size_bytes
+    with (places[1] / name).open("r+b") as file:
+        file.seek(place)
+        file.write(b"!")
+    with ExitStack() as stack:
+        folders = [stack.enter_context(LocalSource(folder)) for folder in places]
+        with pytest.raises(FormatError, match="other bytes were found"):
+            OverlaySource(folders, compared=["compared"]).stat(name)
+
+
+def test_large_files_are_compared_from_their_first_to_their_last_byte(
+    places: tuple[Path, Path],
+) -> None:
+    size_bytes = 1 << 30  # sparse ones
+    for place in (0, size_bytes - 1):
+        with ExitStack() as stack:
+            for folder in places:
+                with (folder / "large").open("wb") as file:
+                    file.truncate(size_bytes)
+            with (places[1] / "large").open("r+b") as file:
+                file.seek(place)
+                file.write(b"!")
+            folders = [stack.enter_context(LocalSource(folder)) for folder in places]
+            with pytest.raises(FormatError, match="other bytes were found"):
+                OverlaySource(folders).stat("large")
 
 
 def test_what_is_nowhere_is_said_to_be_in_none_of_them(
@@ -77,6 +105,8 @@ def test_what_is_laid_over_stands_for_the_files_below(overlay: OverlaySource) ->
     overlay.lay_over({"unequal": b"made", "unit/new": b"up"})
     assert overlay.read("unequal", 0, 4) == b"made"
     assert list(overlay.walk(1))[-3:] == ["unit/new", "unit/one", "unit/two"]
+    overlay.lay_over({}, without=["unit"])
+    assert list(overlay.walk(1)) == ["both", "unequal"]
 
 
 def test_a_change_in_any_directory_is_noticed(
