@@ -6,14 +6,16 @@ name `__main__`, its traceback and its exit status. At its end saves under way a
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import runpy
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import TextIO
 
 from ckptkit.core.errors import UsageError
@@ -29,7 +31,7 @@ usage: python -m ckptkit.run SCRIPT [ARGUMENT...]
 
 Runs an unmodified training script. What accelerate's save_state and the Trainer save in shards
 (FSDP with SHARDED_STATE_DICT) is saved by ckptkit, in the background and in the same files, and
-loaded by it; all else stays as it is.
+loaded by it; save_model of both writes without a gather; all else stays as it is.
 
 CKPTKIT_RUN=on     the default
 CKPTKIT_RUN=wait   each save is durable before training goes on, for scripts that look into the
@@ -38,7 +40,8 @@ CKPTKIT_RUN=off    the script runs as if it had been started itself
 """
 _VARIABLE = "CKPTKIT_RUN"
 _CHOICES = ("on", "wait", "off")
-_SWITCHED_OFF = frozenset({"off", "0", "no", "false"})
+_OTHER_WORDS = {"": "on", **dict.fromkeys(("1", "yes", "true"), "on")}
+_OTHER_WORDS |= dict.fromkeys(("0", "no", "false"), "off")
 _OWN_FRAMES = frozenset({__file__, runpy.__file__, "<frozen runpy>"})
 _OPEN_RUNS = "ckptkit.integrations.open_runs"
 
@@ -114,14 +117,13 @@ def _choice() -> str:
     Raises:
         UsageError: If that is no choice.
     """
-    found = os.environ.get(_VARIABLE, "") or _CHOICES[0]
-    if found.lower() in _SWITCHED_OFF:
-        return "off"
-    if found not in _CHOICES:
+    found = os.environ.get(_VARIABLE, "")
+    choice = _OTHER_WORDS.get(found.lower(), found.lower())
+    if choice not in _CHOICES:
         raise UsageError(
             f"is {found!r}, where one of {', '.join(_CHOICES)} was expected", where=_VARIABLE
         )
-    return found
+    return choice
 
 
 def _speaks() -> bool:
@@ -168,9 +170,24 @@ def _execute(script: Script) -> None:
     if script.is_module:
         runpy.run_module(script.name, run_name="__main__", alter_sys=True)
         return
+    path = Path(script.name)
     if not sys.flags.safe_path:
-        sys.path[0] = str(Path(script.name).resolve().parent)
-    runpy.run_path(script.name, run_name="__main__")
+        sys.path[0] = str(path.resolve().parent)
+    if path.suffix == ".py" and path.is_file():
+        _execute_file(path.absolute())
+    else:  # a directory, an archive, or what was compiled before
+        runpy.run_path(script.name, run_name="__main__")
+
+
+def _execute_file(path: Path) -> None:
+    """Runs a file as Python does: in a module that stays `__main__` until the process ends."""
+    module = ModuleType("__main__")
+    module.__file__ = str(path)
+    module.__loader__ = SourceFileLoader("__main__", str(path))
+    sys.modules["__main__"] = module
+    with io.open_code(str(path)) as file:
+        code = compile(file.read(), str(path), "exec", dont_inherit=True)
+    exec(code, module.__dict__)  # noqa: S102  what it was asked to run
 
 
 def _wait_for_saves() -> int:

@@ -1,10 +1,11 @@
-"""`save_state` and `load_state` of accelerate, without stopping and without a collective.
+"""What accelerate saves and loads, without stopping and without a collective.
 
 ```python
-from ckptkit.integrations.accelerate import load_state, save_state
+from ckptkit.integrations.accelerate import load_state, save_model, save_state
 
 handle = save_state(accelerator, "out/checkpoint-500")  # returns once the local copy is taken
 load_state(accelerator, "out/checkpoint-500")
+save_model(accelerator, model, "out/final", dtype="bfloat16")  # no gather
 ```
 
 `install(accelerator)` puts them in the place of the accelerator's own methods.
@@ -18,8 +19,13 @@ import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-from ckptkit.core.errors import CkptkitError
-from ckptkit.integrations.accelerator_saves import AcceleratorSaves
+import torch
+
+from ckptkit.core.errors import CkptkitError, UsageError
+from ckptkit.integrations.accelerator_saves import AcceleratorSaves, stock_method
+from ckptkit.integrations.accelerator_state import prepared_model
+from ckptkit.integrations.model_folders import is_sharded
+from ckptkit.training.export import ExportOptions
 from ckptkit.training.handle import SaveHandle
 from ckptkit.training.settings import Options
 
@@ -62,7 +68,11 @@ def save_state(
     return _saves(accelerator).save(accelerator, output_dir, options, {})
 
 
-def load_state(accelerator: Accelerator, input_dir: str | os.PathLike[str] | None = None) -> None:
+def load_state(
+    accelerator: Accelerator,
+    input_dir: str | os.PathLike[str] | None = None,
+    **options: Unpack[Options],
+) -> None:
     """Loads what `save_state` saved, or stock accelerate; a save under way is waited for.
 
     Args:
@@ -70,17 +80,50 @@ def load_state(accelerator: Accelerator, input_dir: str | os.PathLike[str] | Non
             saved.
         input_dir: The folder; left out with `automatic_checkpoint_naming`, to load the newest
             that is complete.
+        **options: As for `save_state`: with `local`, the nodes' own disks are looked at too.
 
     Raises:
         ResumeError: If there is none, or it does not fit.
         InputError: If it is damaged.
         PeerError: If another rank does not take part in time.
     """
-    _saves(accelerator).load(accelerator, input_dir, {})
+    _saves(accelerator).load(accelerator, input_dir, options, {})
+
+
+def save_model(
+    accelerator: Accelerator,
+    model: torch.nn.Module,
+    save_directory: str | os.PathLike[str],
+    **options: Unpack[ExportOptions],
+) -> None:
+    """Writes the folder that `from_pretrained` opens, from all ranks at once, without a gather.
+
+    It holds what `ckptkit consolidate` makes of a save, and of a PEFT model it is the adapter.
+    What else lies in the directory stays, but for the weights of an earlier model. To be called
+    on all ranks; the files are there once the main process has returned.
+
+    Args:
+        accelerator: Which prepared the model.
+        model: A model that FSDP shards.
+        save_directory: Where to.
+        **options: As for `Checkpointer.export`.
+
+    Raises:
+        UsageError: If the model is not sharded, or an option is wrong.
+        CkptkitError: What went wrong, on every rank.
+    """
+    whole = prepared_model(accelerator, model)
+    if not is_sharded(whole):
+        raise UsageError(
+            "no parameter of it is sharded",
+            where="model",
+            hint="accelerator.save_model of accelerate itself writes it",
+        )
+    _saves(accelerator).save_model(accelerator, whole, Path(save_directory).absolute(), options)
 
 
 def install(accelerator: Accelerator, *, wait: bool = False, **options: Unpack[Options]) -> None:
-    """Has `accelerator.save_state` and `accelerator.load_state` go through ckptkit.
+    """Has the accelerator's `save_state`, `load_state` and `save_model` go through ckptkit.
 
     As the stock method does, `accelerator.save_state` returns the path of the folder, which is
     not there yet. What fails in the background is in the log, and raised by
@@ -96,6 +139,7 @@ def install(accelerator: Accelerator, *, wait: bool = False, **options: Unpack[O
     saves.waits = wait
     accelerator.save_state = functools.partial(saved_like_stock, accelerator)
     accelerator.load_state = functools.partial(loaded_like_stock, accelerator)
+    accelerator.save_model = functools.partial(model_saved_like_stock, accelerator)
 
 
 def close(accelerator: Accelerator) -> None:
@@ -114,7 +158,7 @@ def saved_like_stock(
     output_dir: str | os.PathLike[str] | None = None,
     safe_serialization: bool = True,  # noqa: FBT001, FBT002  as in accelerate
     *,
-    waits: bool | None = None,
+    waits: bool = False,
     **further: Any,
 ) -> Path:
     """Saves under the signature of `Accelerator.save_state`.
@@ -123,7 +167,7 @@ def saved_like_stock(
         accelerator: Whose state.
         output_dir: The folder.
         safe_serialization: For what accelerate itself has to save.
-        waits: Whether the save is waited for, None for what `install` was told.
+        waits: Whether the save is waited for, even if `install` was not told so.
         **further: For what accelerate itself has to save.
 
     Returns:
@@ -132,7 +176,7 @@ def saved_like_stock(
     saves = _saves(accelerator)
     stock = {"safe_serialization": safe_serialization, **further}
     handle = saves.save(accelerator, output_dir, saves.options, stock)
-    if saves.waits if waits is None else waits:
+    if waits or saves.waits:
         handle.result()
     return saves.folder
 
@@ -153,7 +197,33 @@ def loaded_like_stock(
     """
     if load_kwargs is not None:  # which older versions do not know
         further["load_kwargs"] = load_kwargs
-    _saves(accelerator).load(accelerator, input_dir, further)
+    saves = _saves(accelerator)
+    saves.load(accelerator, input_dir, saves.options, further)
+
+
+def model_saved_like_stock(
+    accelerator: Accelerator,
+    model: torch.nn.Module,
+    save_directory: str | os.PathLike[str],
+    max_shard_size: int | str = "10GB",
+    safe_serialization: bool = True,  # noqa: FBT001, FBT002  as in accelerate
+) -> None:
+    """Writes a model under the signature of `Accelerator.save_model`.
+
+    Args:
+        accelerator: Which prepared the model.
+        model: A model; one that is not sharded is left to accelerate itself.
+        save_directory: Where to.
+        max_shard_size: The size at which a new file is begun.
+        safe_serialization: What accelerate itself has to do if it is not set.
+    """
+    is_ours = safe_serialization and is_sharded(prepared_model(accelerator, model))
+    if is_ours and not Path(save_directory).is_file():
+        save_model(accelerator, model, save_directory, max_shard_size=max_shard_size)
+        return
+    stock_method("save_model")(
+        accelerator, model, save_directory, max_shard_size, safe_serialization
+    )
 
 
 def _saves(accelerator: Accelerator) -> AcceleratorSaves:

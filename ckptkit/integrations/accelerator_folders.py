@@ -10,7 +10,7 @@ from ckptkit.core.errors import CkptkitError, ResumeError
 from ckptkit.core.manifest import MANIFEST_NAME, check_manifest_size, parse_manifest
 from ckptkit.formats.dcp import METADATA
 from ckptkit.integrations.accelerator_state import AUTOMATIC_PREFIX, Target
-from ckptkit.storage.run_marks import MARKS_FOLDER, is_step_folder
+from ckptkit.storage.run_marks import MARKS_FOLDER
 from ckptkit.training import names
 from ckptkit.training.run_folder import saved_steps
 
@@ -37,8 +37,7 @@ def obstacle(target: Target) -> str:
     nothing else.
     """
     folder = target.folder
-    is_odd = target.name is not None and is_step_folder(target.name)
-    if is_odd or folder.name.startswith(".") or folder == folder.parent:
+    if folder.name.startswith(".") or folder == folder.parent:
         return f"{folder} has a name that is none for a step"
     if folder.is_symlink() or folder.is_mount():
         return f"{folder} is a link or a mount point"

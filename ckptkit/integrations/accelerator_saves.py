@@ -2,37 +2,35 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import time
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ckptkit.core.errors import (
-    OutputExistsError,
-    SaveError,
-    UnsupportedError,
-    UsageError,
-)
+from ckptkit.core.errors import OutputExistsError, SaveError, UnsupportedError, UsageError
 from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.integrations import accelerator_folders as folders
 from ckptkit.integrations import accelerator_state as states
 from ckptkit.integrations.accelerator_folders import Chosen
 from ckptkit.integrations.accelerator_state import AUTOMATIC_PREFIX, Registered, Target
+from ckptkit.integrations.model_folders import export_into
 from ckptkit.integrations.open_runs import OpenRun
 from ckptkit.integrations.seams import STOCK
 from ckptkit.integrations.votes import Votes
 from ckptkit.training import names
+from ckptkit.training.checkpointer import Checkpointer
+from ckptkit.training.export import ExportOptions
 from ckptkit.training.flatten import flatten
 from ckptkit.training.handle import SaveHandle, SaveReport
 from ckptkit.training.peers import Peers, open_peers
 from ckptkit.training.resuming import resume, resume_from
 from ckptkit.training.serialising import serialised
-from ckptkit.training.settings import Options
+from ckptkit.training.settings import Options, Settings, check_options
 from ckptkit.training.state import BoundState, bind
 from ckptkit.training.stored_step import StoredStep
 
@@ -64,9 +62,11 @@ class AcceleratorSaves:
         self._told: set[str] = set()
         self._count = 0
         self._met: tuple[Peers, Votes] | None = None
+        self._last: SaveHandle | None = None
         self._marked: set[Path] = set()
         # Stock accelerate finds no number in the name of the folder with the marks, and fails.
-        weakref.finalize(self, folders.remove_marks, self._marked)
+        # Checkpointers are opened later, and so closed before.
+        atexit.register(folders.remove_marks, self._marked)
 
     def save(
         self,
@@ -84,31 +84,51 @@ class AcceleratorSaves:
             stock: Arguments for accelerate's own method, should it have to save.
         """
         target = states.target_of(accelerator, output_dir)
+        self._learn(accelerator)
         self.folder = target.folder
         self._count += 1
         reason = states.why_stock(accelerator) or self._voted(accelerator, target)
         if reason:
             self._tell(accelerator, f"accelerate itself saves: {reason}")
             return self._save_by_stock(accelerator, output_dir, target, stock)
-        if states.is_automatic(accelerator):
-            options = states.with_limit(accelerator, options)
-            if accelerator.is_main_process:
-                self._marked.add(target.run)
-        prefix = target.prefix if target.name is None else None
-        checkpointer = self._run.of(target.run, options, prefix=prefix)
-        handle = checkpointer.save(
+        handle = self._open(accelerator, target, options).save(
             target.step,
             self._state(accelerator),
             name=target.name,
             files=self._files(accelerator, target),
         )
         accelerator.project_configuration.iteration += 1
+        self._last = handle
         return handle
+
+    def save_model(
+        self,
+        accelerator: Accelerator,
+        model: torch.nn.Module,
+        out: Path,
+        options: ExportOptions,
+    ) -> None:
+        """Writes a sharded model; see `ckptkit.integrations.accelerate.save_model`."""
+        if self._last is not None and self.folder in (out, *out.parents):
+            self._last.wait()  # or the folder would be taken when it is to appear
+        is_first = bool(accelerator.is_main_process)
+        checkpointer = self._run.checkpointer
+        if checkpointer is not None:
+            export_into(checkpointer, out, model, is_first=is_first, **options)
+            return
+        if is_first:
+            self._marked.add(out)
+        try:
+            checkpointer = self._run.of(out, {**self.options, "local": None})
+            export_into(checkpointer, out, model, is_first=is_first, **options)
+        finally:
+            self._end()
 
     def load(
         self,
         accelerator: Accelerator,
         input_dir: str | os.PathLike[str] | None,
+        options: Options,
         stock: Mapping[str, Any],
     ) -> None:
         """Loads; see `ckptkit.integrations.accelerate.load_state`.
@@ -116,15 +136,21 @@ class AcceleratorSaves:
         Args:
             accelerator: Whose state.
             input_dir: The folder; None for automatic naming.
+            options: As for `save`.
             stock: Arguments for accelerate's own method, should it have to load.
         """
+        settings = check_options(options)
         self._end()  # after its save, which may be what is to be loaded
-        chosen = self._chosen(accelerator, input_dir)
+        reason = states.why_stock(accelerator)
+        if settings.local is not None and not reason:
+            target = states.source_of(accelerator, input_dir)
+            self._open(accelerator, target, options)  # brings what lies on the nodes' own disks
+        chosen = reason or self._chosen(accelerator, input_dir, settings)
         if isinstance(chosen, str):
             self._tell(accelerator, f"accelerate itself loads: {chosen}")
             stock_method("load_state")(accelerator, input_dir, **stock)
             return
-        folder = self._fill(chosen, accelerator)
+        folder = self._fill(chosen, accelerator, settings)
         rank = int(accelerator.process_index)
         _put_back(accelerator, folder, rank, loaders=not chosen.ours)
         states.call_load_hooks(accelerator, folder)
@@ -140,6 +166,30 @@ class AcceleratorSaves:
             self._run.close()
         finally:
             folders.remove_marks(self._marked)
+            if self._met is not None:
+                self._met[0].close()
+                self._met = None
+
+    def _open(self, accelerator: Accelerator, target: Target, options: Options) -> Checkpointer:
+        if states.is_automatic(accelerator):
+            options = states.with_limit(accelerator, options)
+            # By the marks the nodes' own disks know the run; a step may not have been drained.
+            if accelerator.is_main_process and options.get("local") is None:
+                self._marked.add(target.run)
+        prefix = target.prefix if target.name is None else None
+        return self._run.of(target.run, options, prefix=prefix)
+
+    def _learn(self, accelerator: Accelerator) -> None:
+        """Has saves waited for, once a script has put something where one was to appear."""
+        if self._last is None or self.waits:
+            return
+        if isinstance(self._last.unheard_error, OutputExistsError):
+            self.waits = True
+            self._tell(
+                accelerator,
+                f"{self.folder} was made by somebody else while it was saved, and the save was"
+                " lost: from now on each one is waited for",
+            )
 
     def _end(self) -> None:
         self._run.end()
@@ -222,28 +272,29 @@ class AcceleratorSaves:
         return handle
 
     def _chosen(
-        self, accelerator: Accelerator, input_dir: str | os.PathLike[str] | None
+        self,
+        accelerator: Accelerator,
+        input_dir: str | os.PathLike[str] | None,
+        settings: Settings,
     ) -> Chosen | str:
         """Returns what is to be loaded, or why accelerate itself has to load."""
-        reason = states.why_stock(accelerator)
-        if reason:
-            return reason
         peers, _ = self._meet()
         choice: dict[str, Any] = peers.agree(
             "what to load",
             self._misfit(accelerator),
             lambda reasons: _choice(accelerator, input_dir, reasons),
-            timeout_seconds=_PATIENCE_SECONDS,
+            timeout_seconds=settings.timeout_seconds,
         )
         if "stock" in choice:
             return str(choice["stock"])
         return Chosen(Path(choice["folder"]), choice["ours"], choice["newest"])
 
-    def _fill(self, chosen: Chosen, accelerator: Accelerator) -> Path:
+    def _fill(self, chosen: Chosen, accelerator: Accelerator, settings: Settings) -> Path:
         """Loads a folder, or of those that accelerate names the newest that is whole."""
         peers, _ = self._meet()
         bound = self._bind(self._state(accelerator, loaders=chosen.ours))
-        patience = _PATIENCE_SECONDS
+        bound = bound.resuming(settings.unfit_optimizer)
+        patience = settings.timeout_seconds
         if not chosen.newest:
             resume_from(bound, chosen.folder, peers, timeout_seconds=patience)
             return chosen.folder
@@ -275,19 +326,14 @@ def _choice(
     reason = next(filter(None, reasons), "")
     if reason:
         return {"stock": reason}
-    if input_dir is not None:
-        folder = Path(input_dir).expanduser().absolute()
-        chosen = folders.given_folder(folder)
-        if chosen is None:
-            return {"stock": f"{folder} holds no sharded model"}
-    elif states.is_automatic(accelerator):
-        chosen = folders.newest_folder(states.run_of(accelerator), *states.counts_of(accelerator))
+    source = states.source_of(accelerator, input_dir)
+    if input_dir is None:
+        chosen = folders.newest_folder(source.run, *states.counts_of(accelerator))
     else:
-        raise UsageError(
-            "was not given, and automatic_checkpoint_naming is off",
-            where="input_dir",
-            hint="name the directory to load",
-        )
+        found = folders.given_folder(source.folder)
+        if found is None:
+            return {"stock": f"{source.folder} holds no sharded model"}
+        chosen = found
     return {"folder": str(chosen.folder), "ours": chosen.ours, "newest": chosen.newest}
 
 

@@ -123,7 +123,32 @@ def target_of(accelerator: Accelerator, output_dir: str | os.PathLike[str] | Non
             where="output_dir",
             hint="name a directory",
         )
-    folder = Path(os.path.abspath(output_dir))  # noqa: PTH100  links are not followed
+    return _target_at(Path(os.path.abspath(output_dir)), count)  # noqa: PTH100  links are not followed
+
+
+def source_of(accelerator: Accelerator, input_dir: str | os.PathLike[str] | None) -> Target:
+    """Returns where `accelerator.load_state(input_dir)` looks.
+
+    Raises:
+        UsageError: If no directory follows from the arguments.
+    """
+    if input_dir is not None:
+        return _target_at(given_path(input_dir), 0)
+    if is_automatic(accelerator):
+        return Target(run_of(accelerator), 0, AUTOMATIC_PREFIX)
+    raise UsageError(
+        "was not given, and automatic_checkpoint_naming is off",
+        where="input_dir",
+        hint="name the directory to load",
+    )
+
+
+def given_path(input_dir: str | os.PathLike[str]) -> Path:
+    """Returns the directory to load that the user has named."""
+    return Path(input_dir).expanduser().absolute()
+
+
+def _target_at(folder: Path, count: int) -> Target:
     match = _STEP_FOLDER.fullmatch(folder.name)
     if match:
         return Target(folder.parent, int(match[2]), match[1])
@@ -145,6 +170,8 @@ def why_stock(accelerator: Accelerator) -> str:
     form = accelerator.state.fsdp_plugin.state_dict_type
     if getattr(form, "name", form) != "SHARDED_STATE_DICT":
         return f"its state_dict_type is {getattr(form, 'name', form)}, not SHARDED_STATE_DICT"
+    if getattr(accelerator.project_configuration, "save_on_each_node", False):
+        return "save_on_each_node is set, so that the nodes share no file system"
     return "" if accelerator._models else "no model was prepared"  # noqa: SLF001
 
 
@@ -184,6 +211,12 @@ def registered_objects(accelerator: Accelerator) -> list[Any]:
 def counts_of(accelerator: Accelerator) -> tuple[int, int]:
     """Returns how many models and optimizers there are."""
     return len(accelerator._models), len(accelerator._optimizers)  # noqa: SLF001
+
+
+def prepared_model(accelerator: Accelerator, model: Any) -> Any:
+    """Returns a model with the wrapper of FSDP1, which has parts of it, where it comes without."""
+    wrappers = (one for one in accelerator._models if getattr(one, "module", None) is model)  # noqa: SLF001
+    return next(wrappers, model)
 
 
 def stateful_loaders(accelerator: Accelerator) -> Iterator[tuple[str, Any]]:

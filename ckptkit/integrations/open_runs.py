@@ -46,6 +46,11 @@ class OpenRun:
         self._options: Mapping[str, Any] = {}
         self._failed: list[CkptkitError] = []
 
+    @property
+    def checkpointer(self) -> Checkpointer | None:
+        """The Checkpointer that is open."""
+        return self._checkpointer
+
     def of(self, run: Path, options: Options, *, prefix: str | None = None) -> Checkpointer:
         """Returns a Checkpointer for a run, the one that is open where it serves.
 

@@ -39,7 +39,8 @@ class Library:
         title: What it is called in the log.
         first: The oldest version that was tested.
         last: The newest one.
-        change: Changes the module.
+        change: Changes the module, all of it or nothing.
+        upon: The module of a library that it saves with, which has to be known as well.
     """
 
     module: str
@@ -47,6 +48,7 @@ class Library:
     first: _Version
     last: _Version
     change: Callable[[ModuleType, Seams], None]
+    upon: str = ""
 
     @property
     def package(self) -> str:
@@ -73,6 +75,7 @@ class Seams(importlib.abc.MetaPathFinder):
         self._libraries = {library.module: library for library in libraries}
         self._speaks = speaks
         self._changed: list[str] = []
+        self._left: set[str] = set()  # modules that stay as they are
         self._has_told = False
 
     def install(self) -> None:
@@ -130,16 +133,29 @@ class Seams(importlib.abc.MetaPathFinder):
     def _change(self, module: ModuleType) -> None:
         library = self._libraries[module.__name__]
         version = str(getattr(sys.modules.get(library.package), "__version__", "of no number"))
-        match = _NUMBERS.match(version)
-        known = match and library.first <= (int(match[1]), int(match[2])) <= library.last
-        if known:
-            library.change(module, self)
-            self._changed.append(f"{library.title} {version}")
-        else:
+        reason = self._why_left(library, version)
+        if not reason:
+            try:
+                library.change(module, self)
+            except AttributeError as error:
+                reason = f"which is not as expected: {error}"
+        if reason:
+            self._left.add(library.module)
             self.warn(
-                f"{library.package} {version} was found, and ckptkit was tested with"
-                f" {_text(library.first)} to {_text(library.last)}: its saves stay as they are"
+                f"{library.package} {version} was found, {reason}; its saves stay as they are"
             )
+        else:
+            self._changed.append(f"{library.title} {version}")
+
+    def _why_left(self, library: Library, version: str) -> str:
+        """Tells why a library is left as it is; empty where it is not."""
+        match = _NUMBERS.match(version)
+        if not match or not library.first <= (int(match[1]), int(match[2])) <= library.last:
+            tested = f"{_text(library.first)} to {_text(library.last)}"
+            return f"and ckptkit was tested with {tested}"
+        if library.upon in self._left:
+            return f"and saves with {library.upon.partition('.')[0]}, which is left as it is"
+        return ""
 
 
 def _text(version: _Version) -> str:
@@ -151,7 +167,6 @@ def _change_accelerate(module: ModuleType, seams: Seams) -> None:
 
     Source: `accelerate.Accelerator`, versions 1.7 to 1.15.
     """
-    accelerator = module.Accelerator
 
     def save_state(self: Any, *arguments: Any, **options: Any) -> Any:
         from ckptkit.integrations.accelerate import saved_like_stock
@@ -163,16 +178,22 @@ def _change_accelerate(module: ModuleType, seams: Seams) -> None:
 
         loaded_like_stock(self, *arguments, **options)
 
+    def save_model(self: Any, *arguments: Any, **options: Any) -> None:
+        from ckptkit.integrations.accelerate import model_saved_like_stock
+
+        model_saved_like_stock(self, *arguments, **options)
+
     def init(self: Any, *arguments: Any, **options: Any) -> None:
         getattr(init, STOCK)(self, *arguments, **options)
         seams.tell()
 
-    for name, method in (
-        ("save_state", save_state),
-        ("load_state", load_state),
-        ("__init__", init),
-    ):
-        _replace(accelerator, name, method)
+    _replace(
+        module.Accelerator,
+        save_state=save_state,
+        load_state=load_state,
+        save_model=save_model,
+        __init__=init,
+    )
 
 
 def _change_trainer(module: ModuleType, seams: Seams) -> None:
@@ -190,18 +211,25 @@ def _change_trainer(module: ModuleType, seams: Seams) -> None:
         except UnsupportedError as error:
             seams.warn(f"{a_kind(self)} saves as it always does: {error}")
 
-    _replace(module.Trainer, "__init__", init)
+    _replace(module.Trainer, __init__=init)
 
 
-def _replace(owner: type, name: str, method: Callable[..., Any]) -> None:
-    stock = getattr(owner, name)
-    replacement = functools.update_wrapper(method, stock)
-    setattr(replacement, STOCK, stock)
-    setattr(owner, name, replacement)
+def _replace(owner: type, **methods: Callable[..., Any]) -> None:
+    """Replaces methods of a class.
+
+    Raises:
+        AttributeError: If it lacks one of them; nothing is replaced then.
+    """
+    stock = {name: getattr(owner, name) for name in methods}
+    for name, method in methods.items():
+        replacement = functools.update_wrapper(method, stock[name])
+        setattr(replacement, STOCK, stock[name])
+        setattr(owner, name, replacement)
 
 
+_ACCELERATE = "accelerate.accelerator"
 LIBRARIES = (
-    Library("accelerate.accelerator", "accelerate", (1, 7), (1, 15), _change_accelerate),
-    Library("transformers.trainer", "Trainer", (5, 6), (5, 23), _change_trainer),
+    Library(_ACCELERATE, "accelerate", (1, 7), (1, 15), _change_accelerate),
+    Library("transformers.trainer", "Trainer", (5, 6), (5, 23), _change_trainer, upon=_ACCELERATE),
 )
 """All libraries that can be changed."""

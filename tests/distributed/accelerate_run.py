@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import random
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,13 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator, DataLoaderConfiguration, FullyShardedDataParallelPlugin
 from accelerate.utils import ProjectConfiguration
+from safetensors.torch import load_file
 from torch import nn
 
 import ckptkit
 from ckptkit.core.errors import OutputExistsError
-from ckptkit.integrations import accelerator_folders
-from ckptkit.integrations.accelerate import close, install, load_state, save_state
+from ckptkit.integrations.accelerate import close, install, load_state, save_model, save_state
+from ckptkit.writer.record import FOLDER
 
 WIDTH = 12
 
@@ -291,25 +293,72 @@ def installed(training: Training, folder: Path) -> None:
     accelerator.load_state(str(folder / "installed"))
     compare(training, truth, "the accelerator's own methods go through ckptkit")
     install(accelerator)
-    accelerator.save_state(str(folder / "last"))
+    last, final = folder / "last", folder / "final"
+    accelerator.save_state(str(last))
+    accelerator.save_model(accelerator.unwrap_model(training.model), str(last))
     close(accelerator)
-    assert (folder / "last/ckptkit.json").exists()
+    save_model(accelerator, training.model, final, max_shard_size="1KB")
+    assert names(final)[-1] == "model.safetensors.index.json"
+    accelerator.save_model(training.model, final)
     if dist.get_rank() == 0:
-        assert ckptkit.verify(folder / "last").ok
+        assert [path.name for path in sorted(final.iterdir())] == [
+            "ckptkit.json",
+            "model.safetensors",
+        ]
+        assert (final / "model.safetensors").read_bytes() == (
+            last / "model.safetensors"
+        ).read_bytes()
+        assert ckptkit.verify(final).ok
+        assert ckptkit.verify(last).ok  # as a step, which it still is
+        written = load_file(final / "model.safetensors")
+        with ckptkit.open(last / "pytorch_model_fsdp_0") as step:
+            assert sorted(written) == sorted(Net().state_dict())
+            assert all(torch.equal(step[name], value) for name, value in written.items())
+    training.wipe()
+    accelerator.load_state(str(last))
+    compare(training, truth, "the model was written without a gather, beside a step and alone")
+
+
+def two_tiers(training: Training, folder: Path) -> None:
+    """A step that was not drained before the job ended is loaded from the node's own disk."""
+    accelerator, step = training.accelerator, folder / "shared/checkpoint-90"
+    truth = training.snapshot()
+    install(accelerator, local=folder / "node")
+    accelerator.save_state(str(step))
+    close(accelerator)
+    dist.barrier()
+    if dist.get_rank() == 0:  # as a kill would leave it
+        shutil.rmtree(step)
+        (folder / "node/checkpoint-90" / FOLDER / "drained").unlink()
+    dist.barrier()
+    training.wipe()
+    accelerator.load_state(str(step))
+    compare(training, truth, "a step was loaded that only the node's own disk had")
+    install(accelerator)
 
 
 def failing(training: Training, folder: Path) -> None:
-    """A save that fails in the background is told by the end of the training."""
-    accelerator, place = training.accelerator, folder / "of_the_user"
-    accelerator_folders.obstacle = lambda target: ""  # noqa: ARG005  as if the user's folder had come later
-    save_state(accelerator, place)
-    training.train(1)
-    assert save_state(accelerator, folder / "after").result().is_dir()
-    rank = dist.get_rank()
+    """A save that fails in the background costs no other one, and the end of training tells it."""
+    accelerator, run, rank = training.accelerator, folder / "checkpoints", dist.get_rank()
+    config = accelerator.project_configuration
+    config.automatic_checkpoint_naming, config.total_limit, config.iteration = True, 1, 7
+    strangers = run / "checkpoint_7/notes.txt"
+
+    def come_between(*_: object) -> None:
+        dist.barrier()  # all ranks have seen that the folder is not there
+        strangers.parent.mkdir(exist_ok=True)
+        strangers.touch()
+
+    hook = accelerator.register_save_state_pre_hook(come_between)
+    save_state(accelerator).wait()
+    hook.remove()
+    assert names(run) == ["checkpoint_1", "checkpoint_2", "checkpoint_7"], names(run)
+    config.automatic_checkpoint_naming = False
+    assert Path(accelerator.save_state(str(folder / "after"))).is_dir()  # so it was waited for
     try:
         accelerator.end_training()
     except OutputExistsError:
-        assert (place / "notes.txt").exists()
+        assert strangers.exists()
         sys.stdout.write("the end of the training told of a failure\n" * (rank == 0))
     else:
         raise AssertionError("nothing was told")
@@ -324,6 +373,7 @@ def main() -> None:
     given_names(training, folder)
     by_accelerate(training, folder)
     installed(training, folder)
+    two_tiers(training, folder)
     failing(training, folder)
     sys.stdout.flush()
     os._exit(0)

@@ -35,7 +35,10 @@ def test_saves_and_loads_mean_what_they_mean_in_accelerate(
         "a folder with a name of its own was loaded",
         "what ckptkit cannot save was saved by accelerate",
         "the accelerator's own methods go through ckptkit",
+        "the model was written without a gather, beside a step and alone",
+        "a step was loaded that only the node's own disk had",
         "the end of the training told of a failure",
     ]
     assert "of_the_user holds notes.txt, which ckptkit did not write" in done.stderr
     assert done.stderr.count("accelerate itself saves") == 2
+    assert done.stderr.count("from now on each one is waited for") == 1

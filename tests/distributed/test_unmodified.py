@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import runpy
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -44,6 +47,31 @@ def launch(run_ranks: Launch, monkeypatch: pytest.MonkeyPatch) -> Launch:
     return run
 
 
+def accelerate_launch(home: Path, *arguments: object, wraps: str) -> Any:
+    """Runs a script as `launch` does, by accelerate's own launcher and its options.
+
+    A configuration of the user's is not looked at, since `home` has none.
+    """
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes=2"]
+    command += ["--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no", "--use_fsdp"]
+    command += ["--fsdp_version=2", "--fsdp_state_dict_type=SHARDED_STATE_DICT"]
+    command += ["--fsdp_auto_wrap_policy=TRANSFORMER_BASED_WRAP"]
+    command += [f"--fsdp_transformer_layer_cls_to_wrap={wraps}"]
+    command += ["--fsdp_cpu_ram_efficient_loading=false", "-m", "ckptkit.run"]
+    done = subprocess.run(
+        [*command, *map(str, arguments)],
+        env={k: v for k, v in os.environ.items() if k not in FSDP2}
+        | {"HF_HOME": str(home), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        | {"PYTHONWARNINGS": "ignore"},
+        timeout=240,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-8_000:]
+    return done
+
+
 def final_loss(stdout: str) -> str:
     found = re.search(r"final loss (\S+)", stdout)
     assert found, stdout
@@ -70,7 +98,7 @@ def test_a_script_of_accelerates_that_is_killed_goes_on_to_the_same_end(
     run = tmp_path / "ours/checkpoints"
     assert ckptkit.verify(run).ok  # although `total_limit` is 1, and another was being written
 
-    resumed = launch(SCRIPT, tmp_path / "ours", "--resume", wraps="Block")
+    resumed = accelerate_launch(tmp_path, *(SCRIPT, tmp_path / "ours", "--resume"), wraps="Block")
     assert re.search(r"resumed from [48]\b", resumed.stdout)
     assert final_loss(resumed.stdout) == final_loss(stock.stdout)
     assert names(run) == names(tmp_path / "stock/checkpoints") == ["checkpoint_2"]

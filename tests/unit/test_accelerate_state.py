@@ -16,9 +16,15 @@ from accelerate.utils import ProjectConfiguration
 
 from ckptkit.core.errors import ResumeError, UsageError
 from ckptkit.core.manifest import Manifest
-from ckptkit.integrations.accelerate import load_state, save_state
+from ckptkit.integrations.accelerate import install, load_state, save_model, save_state
 from ckptkit.integrations.accelerator_folders import given_folder, newest_folder, obstacle
-from ckptkit.integrations.accelerator_state import Target, target_of, why_stock, with_limit
+from ckptkit.integrations.accelerator_state import (
+    Target,
+    source_of,
+    target_of,
+    why_stock,
+    with_limit,
+)
 
 
 @pytest.fixture
@@ -67,6 +73,32 @@ def test_folders_are_named_as_accelerate_names_them(
     assert found.folder == tmp_path / "checkpoints/checkpoint_4"
 
 
+def test_a_load_looks_where_the_user_or_the_project_says(
+    accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert source_of(accelerator, "~/out/checkpoint_7").folder == tmp_path / "out/checkpoint_7"
+    assert source_of(accelerator, "~/out/last").folder == tmp_path / "out/last"
+    with pytest.raises(UsageError, match="input_dir: was not given"):
+        source_of(accelerator, None)
+    accelerator.project_configuration.automatic_checkpoint_naming = True
+    assert source_of(accelerator, None).run == tmp_path / "checkpoints"
+    assert source_of(accelerator, tmp_path / "out/checkpoint_7").run == tmp_path / "out"
+    with pytest.raises(UsageError, match="in_flights"):
+        load_state(accelerator, tmp_path, in_flights="wait")  # type: ignore[call-arg]
+
+
+def test_a_model_that_is_not_sharded_is_accelerates_to_save(
+    accelerator: Accelerator, tmp_path: Path
+) -> None:
+    model = accelerator.prepare(torch.nn.Linear(2, 2))
+    with pytest.raises(UsageError, match="no parameter of it is sharded"):
+        save_model(accelerator, model, tmp_path / "out")
+    install(accelerator)
+    accelerator.save_model(model, tmp_path / "out", "1GB", safe_serialization=False)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["pytorch_model.bin"]
+
+
 @pytest.mark.parametrize(
     ("limit", "kept"), [(None, {}), (3, {"keep_last": 3}), (0, {"keep_last": 1})]
 )
@@ -82,6 +114,9 @@ def test_an_accelerator_of_another_kind_is_left_alone(accelerator: Accelerator) 
     accelerator.state.fsdp_plugin = SimpleNamespace(state_dict_type="FULL_STATE_DICT")
     assert why_stock(accelerator).endswith("FULL_STATE_DICT, not SHARDED_STATE_DICT")
     accelerator.state.fsdp_plugin.state_dict_type = "SHARDED_STATE_DICT"
+    accelerator.project_configuration.save_on_each_node = True
+    assert "the nodes share no file system" in why_stock(accelerator)
+    accelerator.project_configuration.save_on_each_node = False
     assert why_stock(accelerator) == "no model was prepared"
 
 
@@ -106,7 +141,8 @@ def test_only_a_folder_with_nothing_of_the_users_may_be_replaced(tmp_path: Path)
     assert "cannot be read" in obstacle(target)
     (tmp_path / "link").symlink_to(target.folder)
     assert "a link" in obstacle(Target(tmp_path, 3, "checkpoint-", "link"))
-    assert "none for a step" in obstacle(Target(tmp_path, 3, "checkpoint-", "checkpoint-003"))
+    assert not obstacle(Target(tmp_path, 3, "checkpoint-", "checkpoint-003"))
+    assert "none for a step" in obstacle(Target(tmp_path, 3, "checkpoint-", ".hidden"))
 
 
 def put_stock(folder: Path, *, whole: bool = True) -> Path:

@@ -21,6 +21,8 @@ class Accelerator:
         print("stock save")
     def load_state(self, input_dir=None):
         print("stock load")
+    def save_model(self, model, save_directory):
+        print("stock model")
 """
 SCRIPT = """
 from accelerate import Accelerator
@@ -35,6 +37,8 @@ def saved_like_stock(accelerator, *arguments, **options):
     print("save", arguments, options)
 def loaded_like_stock(accelerator, *arguments, **options):
     print("load", arguments, options)
+def model_saved_like_stock(accelerator, *arguments, **options):
+    print("model", arguments, options)
 def install(trainer, **options):
     if trainer.odd:
         raise UnsupportedError("it is odd")
@@ -90,6 +94,37 @@ def test_a_script_sees_its_own_name_arguments_and_folder(run: Run, tmp_path: Pat
     done = run(script, "--lr", "3", "-h")
     assert done.stdout == "__main__ ['--lr', '3', '-h'] 3 True\n"
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_script_finds_in_its_main_module_what_python_would_put_there(
+    run: Run, tmp_path: Path
+) -> None:
+    body = """
+import atexit, sys
+kept = [__file__, sys.argv[0], __spec__, __loader__.path, __package__]
+def show(main: "Any" = None) -> None:
+    main = sys.modules["__main__"]
+    print(main.kept, main.show is show, show.__annotations__)
+atexit.register(show)
+"""
+    put(tmp_path / "inner/script.py", body)
+    alone = subprocess.run(
+        [sys.executable, "inner/script.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    done = run("inner/script.py")
+    assert done.stdout == alone.stdout, done.stderr
+    assert str(tmp_path / "inner/script.py") in done.stdout
+
+
+def test_a_folder_with_a_main_module_is_run_as_well(run: Run, tmp_path: Path) -> None:
+    put(tmp_path / "tool/beside.py", "value = 3")
+    put(tmp_path / "tool/__main__.py", "import beside\nprint(__name__, beside.value)")
+    assert run("tool").stdout == "__main__ 3\n"
 
 
 def test_a_module_is_run_by_its_name(run: Run, tmp_path: Path) -> None:
@@ -157,11 +192,30 @@ def test_an_unknown_accelerate_stays_as_it_is_with_a_warning(
     assert done.returncode == 0
 
 
-@pytest.mark.parametrize("choice", ["off", "0", "no"])
+def test_an_accelerate_that_lacks_one_of_its_methods_keeps_all_others(
+    run: Run, tmp_path: Path
+) -> None:
+    put_accelerate(tmp_path, "1.15.0")
+    put(tmp_path / "accelerate/accelerator.py", ACCELERATE.replace("load_state", "load_it"))
+    done = run(put(tmp_path / "script.py", SCRIPT + "Accelerator().save_state()\n"))
+    assert done.stdout == "accelerator.py b\nstock save\n"
+    assert done.stderr.count("\n") == 1
+    assert "accelerate 1.15.0 was found, which is not as expected" in done.stderr
+    assert "'load_state'; its saves stay as they are" in done.stderr
+
+
+@pytest.mark.parametrize("choice", ["off", "0", "No"])
 def test_one_variable_switches_it_off(run: Run, tmp_path: Path, choice: str) -> None:
     put_accelerate(tmp_path, "1.15.0")
     done = run(put(tmp_path / "script.py", SCRIPT), CKPTKIT_RUN=choice)
     assert (done.stdout, done.stderr) == ("accelerator.py b\n", "")
+
+
+@pytest.mark.parametrize("choice", ["", "ON", "1"])
+def test_it_is_on_however_that_is_said(run: Run, tmp_path: Path, choice: str) -> None:
+    put_accelerate(tmp_path, "1.15.0")
+    done = run(put(tmp_path / "script.py", SCRIPT), CKPTKIT_RUN=choice)
+    assert done.stdout == "seams.py b\n"
 
 
 def test_a_script_that_has_its_own_log_shows_ours_in_it(run: Run, tmp_path: Path) -> None:
@@ -238,12 +292,14 @@ class Mine(Accelerator):
 Accelerator().save_state("out")
 Mine().save_state("out")
 Mine().load_state("out")
+Mine().save_model("it", "out", max_shard_size=3)
 """
     done = run(put(tmp_path / "script.py", body), CKPTKIT_RUN=choice)
     assert done.stdout.splitlines() == [
         f"save ('out',) {{'waits': {waits}}}",
         f"save ('out/mine',) {{'waits': {waits}, 'safe_serialization': False}}",
         "load ('out',) {}",
+        "model ('it', 'out') {'max_shard_size': 3}",
     ], done.stderr
     assert ("and are waited for" in done.stderr) is waits
 
@@ -278,6 +334,16 @@ def test_an_unknown_transformers_stays_as_it_is_beside_a_known_accelerate(
     assert done.stdout == "seams.py b\n"
     assert "transformers 6.1.0 was found, and ckptkit was tested with" in done.stderr
     assert "sharded saves of accelerate 1.15.0 go through" in done.stderr
+
+
+def test_a_trainer_is_left_alone_where_accelerate_is_unknown(run: Run, tmp_path: Path) -> None:
+    put_accelerate(tmp_path, "1.99.0")
+    put(tmp_path / "transformers/__init__.py", "__version__ = '5.8.1'")
+    put(tmp_path / "transformers/trainer.py", f"import accelerate\n{TRAINER}")
+    body = f"{OURS}\nfrom transformers.trainer import Trainer\nTrainer('a')\n{SCRIPT}"
+    done = run(put(tmp_path / "script.py", body))
+    assert done.stdout == "accelerator.py b\n"
+    assert "transformers 5.8.1 was found, and saves with accelerate, which is left" in done.stderr
 
 
 def test_a_library_that_was_imported_before_is_changed_as_well(run: Run, tmp_path: Path) -> None:

@@ -1,0 +1,109 @@
+"""Sharded models written into folders that may hold other things, without a gather."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Unpack
+
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+
+from ckptkit.core.errors import CkptkitError
+from ckptkit.core.manifest import MANIFEST_NAME, check_manifest_size, parse_manifest
+from ckptkit.training.checkpointer import Checkpointer
+from ckptkit.training.export import ExportOptions
+
+logger = logging.getLogger(__name__)
+
+_WEIGHTS = "model.safetensors"
+_PARTS = "model-?????-of-?????.safetensors"
+_INDEX = f"{_WEIGHTS}.index.json"
+_HIDDEN = ".ckptkit-model"  # where the model is whole before its files go to their place
+
+
+def is_sharded(model: torch.nn.Module) -> bool:
+    """Tells whether ranks hold parts of a model, by FSDP or as DTensors."""
+    return any(isinstance(part, FullyShardedDataParallel) for part in model.modules()) or any(
+        isinstance(parameter, DTensor) for parameter in model.parameters()
+    )
+
+
+def export_into(
+    checkpointer: Checkpointer,
+    out: Path,
+    model: torch.nn.Module,
+    *,
+    is_first: bool,
+    **options: Unpack[ExportOptions],
+) -> None:
+    """Writes a model, or the adapter of a PEFT model, from all ranks at once, and waits for it.
+
+    What else lies in the folder stays, but for the weights of an earlier model. The files are in
+    place once the first rank has returned.
+
+    Args:
+        checkpointer: Of any run.
+        out: The folder; made where it is not there.
+        model: Whose parameters are sharded.
+        is_first: Whether this is rank 0.
+        **options: As for `Checkpointer.export`.
+
+    Raises:
+        CkptkitError: What went wrong, on every rank.
+    """
+    options = {**options, "overwrite": True}  # what an export that was killed has left
+    handle = checkpointer.export(out / _HIDDEN, state={"model": model}, **options)
+    report = handle.report()
+    if not is_first:
+        return
+    if report.command:
+        logger.warning("%s: the model is there in shards; run %s", out, report.command)
+    else:
+        _move_into(out)
+
+
+def _move_into(out: Path) -> None:
+    """Moves a model to where it belongs, in place of an earlier one.
+
+    The manifest of a step that training resumes from stays where it is.
+    """
+    hidden = out / _HIDDEN
+    names = [path.relative_to(hidden) for path in hidden.rglob("*") if path.is_file()]
+    if _is_step(out):
+        names = [name for name in names if str(name) != MANIFEST_NAME]
+    is_whole_model = any(str(name) in {_WEIGHTS, _INDEX} for name in names)
+    if is_whole_model:  # or the old index would join old parts to new ones
+        (out / _INDEX).unlink(missing_ok=True)
+    for name in _weights_first(names):
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        (hidden / name).replace(out / name)
+    for old in (out / _WEIGHTS, *out.glob(_PARTS)) if is_whole_model else ():
+        if old.relative_to(out) not in names:
+            old.unlink(missing_ok=True)
+    shutil.rmtree(hidden)
+
+
+def _is_step(folder: Path) -> bool:
+    path = folder / MANIFEST_NAME
+    try:
+        check_manifest_size(path.stat().st_size, where=str(path))
+        return parse_manifest(path.read_bytes(), where=str(path)).kind == "training"
+    except (OSError, CkptkitError):
+        return False
+
+
+def _weights_first(names: Iterable[Path]) -> list[Path]:
+    """Returns the names in an order in which nothing looks whole before it is."""
+    last = (_INDEX, MANIFEST_NAME)
+    return sorted(
+        names,
+        key=lambda name: (
+            last.index(str(name)) + 1 if str(name) in last else 0,
+            name.suffix != ".safetensors",
+            name,
+        ),
+    )

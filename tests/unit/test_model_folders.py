@@ -1,0 +1,69 @@
+"""A model that is whole goes to where it belongs, in place of an earlier one."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from ckptkit.core.manifest import Manifest
+from ckptkit.integrations import model_folders
+from ckptkit.integrations.model_folders import _move_into
+
+ONE = {"model.safetensors"}
+PARTS = {
+    "model-00001-of-00002.safetensors",
+    "model-00002-of-00002.safetensors",
+    "model.safetensors.index.json",
+}
+THREE = {
+    *(f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)),
+    "model.safetensors.index.json",
+}
+
+
+def put(folder: Path, names: set[str], text: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        (folder / name).write_text(text, encoding="utf-8")
+
+
+def texts(folder: Path) -> dict[str, str]:
+    return {path.name: path.read_text(encoding="utf-8") for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [(PARTS, ONE), (ONE, PARTS), (PARTS, THREE), (ONE, {"adapter_model.safetensors"})],
+)
+def test_of_the_old_weights_nothing_is_left_that_belongs_to_no_model(
+    tmp_path: Path, old: set[str], new: set[str]
+) -> None:
+    put(tmp_path, old | {"config.json", "notes.txt"}, "old")
+    put(tmp_path / ".ckptkit-model", new | {"config.json", "ckptkit.json"}, "new")
+    _move_into(tmp_path)
+    kept = old if "adapter_model.safetensors" in new else set()
+    expected = dict.fromkeys(kept | {"notes.txt"}, "old")
+    assert texts(tmp_path) == expected | dict.fromkeys(new | {"config.json", "ckptkit.json"}, "new")
+
+
+def test_a_move_that_is_cut_short_joins_no_old_part_to_new_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(tmp_path, PARTS, "old")
+    put(tmp_path / ".ckptkit-model", PARTS, "new")
+    monkeypatch.setattr(model_folders, "_weights_first", lambda names: sorted(names)[:1])
+    monkeypatch.setattr(shutil, "rmtree", lambda _: None)
+    _move_into(tmp_path)
+    assert "model.safetensors.index.json" not in {path.name for path in tmp_path.iterdir()}
+
+
+def test_the_manifest_of_a_step_stays_where_training_looks_for_it(tmp_path: Path) -> None:
+    step = Manifest("training", {}, {}, {"ckptkit": "0"}, {}).to_json()
+    put(tmp_path / ".ckptkit-model", {"model.safetensors", "ckptkit.json"}, "new")
+    (tmp_path / "ckptkit.json").write_bytes(step)
+    _move_into(tmp_path)
+    assert (tmp_path / "ckptkit.json").read_bytes() == step
+    assert (tmp_path / "model.safetensors").read_text(encoding="utf-8") == "new"
+    assert not (tmp_path / ".ckptkit-model").exists()
