@@ -19,7 +19,6 @@ _WHOLE_MODULES = "modules_to_save"
 _TOKENS = "trainable_tokens_delta"
 _MAGNITUDE = "lora_magnitude_vector"
 _BASE = "base_layer"
-_EMBEDDINGS = frozenset({"embed_tokens", "lm_head"})  # PEFT's EMBEDDING_LAYER_NAMES
 
 Bias = Literal["none", "all", "lora_only"]
 
@@ -31,12 +30,13 @@ class AdapterNames:
     Attributes:
         adapter: Its name, "default" unless the user chose another.
         bias: Which biases of the base model were trained with it; `bias` of its configuration.
-        embeddings: Whether embeddings are among its targets, and so lie in its files as well.
+        embeddings: The modules of embeddings that lie in its files as they are: those that it
+            targets, or that were given another number of tokens.
     """
 
     adapter: str = "default"
     bias: Bias = "none"
-    embeddings: bool = False
+    embeddings: tuple[str, ...] = ()
 
     def file_name(self, fqn: str) -> str | None:
         """Returns what PEFT's files call a tensor; None if it is not the adapter's.
@@ -55,9 +55,9 @@ class AdapterNames:
         """
         parts = fqn.split(".")
         for at, part in enumerate(parts[1:], start=1):
-            if part == self.adapter and _holds_adapters(parts[at - 1]):
+            if part == self.adapter and holds_adapters(parts[at - 1]):
                 return ".".join(_without_adapter(parts, at))
-        if self._is_trained_bias(parts) or self._is_targeted_embedding(parts):
+        if self._is_trained_bias(parts) or fqn.rpartition(".")[0] in self.embeddings:
             return fqn
         return None
 
@@ -66,11 +66,9 @@ class AdapterNames:
             return False
         return self.bias == "all" or (self.bias == "lora_only" and parts[-2:-1] == [_BASE])
 
-    def _is_targeted_embedding(self, parts: list[str]) -> bool:
-        return self.embeddings and parts[-2:-1] == [_BASE] and not _EMBEDDINGS.isdisjoint(parts)
 
-
-def _holds_adapters(part: str) -> bool:
+def holds_adapters(part: str) -> bool:
+    """Tells whether a module of that name, the last part of it, has something of each adapter."""
     return part.startswith(_TUNERS) or part in {_WHOLE_MODULES, _TOKENS}
 
 

@@ -24,10 +24,12 @@ from ckptkit.core.errors import UnsupportedError, UsageError
 from ckptkit.core.texts import a_kind
 from ckptkit.integrations.transformers_checkpoints import TrainerCheckpoints
 from ckptkit.integrations.transformers_model import save_model
-from ckptkit.integrations.transformers_steps import newest_checkpoint
+from ckptkit.integrations.transformers_pushing import follow_up, only_what_is_meant
+from ckptkit.integrations.transformers_steps import newest_of_all
+from ckptkit.integrations.transformers_watchers import passed_by
 from ckptkit.training.settings import Options
 
-__all__ = ["TrainerCheckpoints", "install", "is_known"]
+__all__ = ["TrainerCheckpoints", "install"]
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +46,7 @@ _SEAMS: dict[str, tuple[str, ...]] = {
     "_finalize_training": ("trial", "num_train_samples", "start_time"),
     "_get_output_dir": ("trial",),
     "_push_from_checkpoint": ("checkpoint_folder",),
+    "push_to_hub": ("commit_message", "blocking"),
     "store_flos": (),
 }
 
@@ -54,7 +57,7 @@ def install(
     """Has a trainer save asynchronously and sharded, and resume from what it saved.
 
     Call it once the trainer is built, on every rank; a second call changes nothing but the
-    options that it is given. Where nothing is sharded the trainer stays as it is.
+    options that it is given. Without FSDP the trainer stays as it is.
 
     Steps lie in `checkpoint-N` of `output_dir` as they always did, complete or not there at all.
     `save_strategy`, `save_total_limit`, `save_only_model`, `load_best_model_at_end` and
@@ -95,8 +98,8 @@ def install(
     checkpoints = TrainerCheckpoints(trainer, wait=wait, options=options)
     if checkpoints.is_active:
         _put_in(trainer, checkpoints)
-    elif trainer.is_world_process_zero():
-        logger.warning("nothing is sharded: the Trainer saves as it does without ckptkit")
+    else:
+        _tell_left(trainer)
     return checkpoints
 
 
@@ -106,6 +109,14 @@ def _put_in(trainer: Trainer, checkpoints: TrainerCheckpoints) -> None:
     trainer.add_callback(checkpoints.callback)
     if trainer.is_world_process_zero():
         logger.info("%s saves through ckptkit", type(trainer).__name__)
+        for name in passed_by(trainer):
+            logger.warning("%s is not called: a step holds what ckptkit saves", name)
+
+
+def _tell_left(trainer: Trainer) -> None:
+    if trainer.is_world_process_zero():
+        reason = "DeepSpeed is used" if trainer.is_deepspeed_enabled else "FSDP is not used"
+        logger.warning("%s: the Trainer saves as it does without ckptkit", reason)
 
 
 def _check_version(trainer: Trainer) -> None:
@@ -115,11 +126,6 @@ def _check_version(trainer: Trainer) -> None:
             where="install",
             hint="without ckptkit the Trainer saves as it always does",
         )
-
-
-def is_known() -> bool:
-    """Tells whether the installed version of Transformers has all places that are needed."""
-    return not _problem_of(Trainer)
 
 
 def _problem_of(kind: type) -> str:
@@ -148,19 +154,21 @@ class _Saving(Trainer):  # type: ignore[misc]  # its module is not followed
     """What `install` puts between a trainer's class and `Trainer`."""
 
     _ckptkit: TrainerCheckpoints
+    control: Any
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         trial = args[0] if args else kwargs.get("trial")
         with self._ckptkit.training(trial) as run:
             if resume_from_checkpoint is True:
-                resume_from_checkpoint = str(newest_checkpoint(run))
+                resume_from_checkpoint = str(newest_of_all(run))
             return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:  # noqa: ARG002  as Trainer has it
-        self._ckptkit.save(trial)
+        follow_up(self, self._ckptkit, self._ckptkit.save(trial))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        if not self._ckptkit.load(resume_from_checkpoint):
+        # Before the model is prepared, the optimizer may be that of an earlier training.
+        if not self._ckptkit.load(resume_from_checkpoint, whole=model is not None):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -175,11 +183,24 @@ class _Saving(Trainer):  # type: ignore[misc]  # its module is not followed
         if not self._ckptkit.load_best():
             super()._load_best_model()
 
-    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+    def _finalize_training(self, trial: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._ckptkit.is_due:  # save_strategy="best" has put it off, but training ends here
+            self._save_checkpoint(self.model_wrapped, trial)
+            self.control = self.callback_handler.on_save(self.args, self.state, self.control)
         self._ckptkit.finish()
-        return super()._finalize_training(*args, **kwargs)
+        return super()._finalize_training(trial, *args, **kwargs)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        with only_what_is_meant():
+            super()._push_from_checkpoint(checkpoint_folder)
+
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
+        with only_what_is_meant():
+            return super().push_to_hub(*args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:  # noqa: FBT001, FBT002  as Trainer has it
+        if self._ckptkit.is_adding:
+            return  # the step holds the model already
         if not save_model(self, self._ckptkit, output_dir):
             super().save_model(output_dir, _internal_call)
         elif self.args.push_to_hub and not _internal_call:

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from transformers import Trainer, TrainerCallback
-from transformers.trainer_utils import HubStrategy, SaveStrategy
+from transformers.trainer_utils import SaveStrategy
 
 from ckptkit.core.errors import CkptkitError, UsageError
 from ckptkit.integrations.open_runs import opened as note_opened
+from ckptkit.integrations.transformers_reports import Reports
 from ckptkit.integrations.transformers_state import (
     metrics_of,
     own_state,
@@ -21,7 +22,12 @@ from ckptkit.integrations.transformers_state import (
     state_in,
     state_of,
 )
-from ckptkit.integrations.transformers_steps import drop_sentinel, is_sharded, steps_beyond
+from ckptkit.integrations.transformers_steps import (
+    drop_sentinel,
+    has_optimizer,
+    is_sharded,
+    steps_beyond,
+)
 from ckptkit.integrations.transformers_watchers import watcher_of
 from ckptkit.training import rng
 from ckptkit.training.checkpointer import Checkpointer
@@ -46,8 +52,10 @@ class TrainerCheckpoints:
     """The checkpoints of one Trainer.
 
     Attributes:
-        callback: What the Trainer has to call: it makes memory ready when training begins, and
-            has a step saved that a signal, Slurm or `ckptkit save-now` asks for.
+        callback: What the Trainer has to call: it makes memory ready when training begins, has
+            a step saved that a signal, Slurm or `ckptkit save-now` asks for, and reports saves.
+        is_due: Whether somebody but the Trainer has asked for a save that has not begun.
+        is_adding: Whether a subclass's `save_model` puts its own part into a complete step.
     """
 
     def __init__(self, trainer: Trainer, *, wait: bool | None, options: Options) -> None:
@@ -62,11 +70,14 @@ class TrainerCheckpoints:
         self._options = _checked(options)
         self._checkpointer: Checkpointer | None = None
         self._run = Path()
-        self._loaded: Path | None = None  # from where all of the state is
+        self._loaded: tuple[Path, bool] | None = None  # from where, and whether all of the state
         self._handles: dict[int, SaveHandle] = {}  # by step; those that ended well may be left out
         self._best: dict[int, int | None] = {}  # by step to come: the best one when it was saved
         self._rotating = threading.Lock()
+        self._reports = Reports()
         self._has_told = False
+        self.is_due = False
+        self.is_adding = False
 
     @property
     def is_active(self) -> bool:
@@ -74,7 +85,9 @@ class TrainerCheckpoints:
         trainer = self._trainer
         if trainer.is_deepspeed_enabled or trainer.is_fsdp_xla_enabled:
             return False
-        return bool(trainer.is_fsdp_enabled or trainer.is_distributed_loading_by_transformers)
+        # Older versions cannot shard as they load.
+        is_native = getattr(trainer, "is_distributed_loading_by_transformers", False)
+        return bool(trainer.is_fsdp_enabled or is_native)
 
     @property
     def checkpointer(self) -> Checkpointer | None:
@@ -134,13 +147,16 @@ class TrainerCheckpoints:
                 self._close()
 
     def prepare(self) -> None:
-        """Makes the first save as quick as the later ones."""
-        if self._checkpointer is not None:
+        """Makes the first save as quick as the later ones, where saves are to be expected."""
+        expected = self._trainer.args.save_strategy != SaveStrategy.NO or self._options.get("every")
+        if self._checkpointer is not None and expected:
             self._checkpointer.prepare(state_of(self._trainer))
 
     def is_asked(self, step: int) -> bool:
-        """Tells whether something but the Trainer wants this step to be saved."""
-        return self._checkpointer is not None and self._checkpointer.should_save(step)
+        """Tells whether something but the Trainer wants a save, which has not come since."""
+        if self._checkpointer is not None and self._checkpointer.should_save(step):
+            self.is_due = True
+        return self.is_due
 
     @property
     def is_told_to_stop(self) -> bool:
@@ -162,11 +178,13 @@ class TrainerCheckpoints:
             trainer.store_flos()
         checkpointer = self._open(run)
         self._note_best(step)
-        if self._is_last(step) and self._options.get("in_flight") == "skip":
-            self._wait_for_all()  # so that this one is not skipped
+        if self._options.get("in_flight") == "skip" and self._is_wanted(step):
+            for earlier in self._handles.values():
+                earlier.wait()  # so that this one is not skipped
+        self.is_due = False
         if trainer.is_world_process_zero():
             self._best[step] = trainer.state.best_global_step
-        drop_sentinel(self._folder(step))
+        drop_sentinel(self.folder(step))
         handle = checkpointer.save(
             step,
             state_of(trainer),
@@ -175,11 +193,17 @@ class TrainerCheckpoints:
         )
         self._handles = {s: h for s, h in self._handles.items() if not h.done() or h.unheard_error}
         self._handles[step] = handle
-        self._after(handle)
+        if not handle.skipped and self._is_waited_for():
+            handle.result()
         return handle
 
-    def load(self, checkpoint: str) -> bool:
-        """Loads a checkpoint into all that the Trainer has by now.
+    def load(self, checkpoint: str, *, whole: bool = True) -> bool:
+        """Loads a checkpoint.
+
+        Args:
+            checkpoint: Its directory.
+            whole: Whether into all that the Trainer has, or into the model alone, since the rest
+                is yet to be made.
 
         Returns:
             Whether it could; a checkpoint of another kind is the Trainer's own.
@@ -190,9 +214,9 @@ class TrainerCheckpoints:
         folder = Path(checkpoint)
         if not is_sharded(folder):
             return False
-        state = state_in(self._trainer, folder)
+        state = state_in(self._trainer, folder) if whole else {"model": self._trainer.model}
         self._resume(folder, state)
-        self._loaded = folder if "optimizer" in state else None
+        self._loaded = folder, "optimizer" in state
         return True
 
     def load_rest(self, checkpoint: str | None) -> bool:
@@ -204,9 +228,11 @@ class TrainerCheckpoints:
         Raises:
             CkptkitError: As for `Checkpointer.resume`.
         """
-        if checkpoint is None or not is_sharded(Path(checkpoint)):
+        if checkpoint is None or not has_optimizer(Path(checkpoint)):
             return False
-        return self._loaded == Path(checkpoint) or (self.load(checkpoint) and bool(self._loaded))
+        if self._loaded != (Path(checkpoint), True):
+            self.load(checkpoint)
+        return self._loaded == (Path(checkpoint), True)
 
     def load_best(self) -> bool:
         """Loads the best model; returns whether it could.
@@ -217,7 +243,8 @@ class TrainerCheckpoints:
         folder = Path(self._trainer.state.best_model_checkpoint)
         if not is_sharded(folder):
             return False
-        logger.info("loading the best model from %s", folder)
+        if self._trainer.is_world_process_zero():
+            logger.info("loading the best model from %s", folder)
         self._resume(folder, {"model": self._trainer.model})
         return True
 
@@ -228,6 +255,7 @@ class TrainerCheckpoints:
             SaveError: If the last one failed, or the best one and it is to be loaded now.
         """
         failed = self._wait_for_all()
+        self.tell()
         for step in sorted(self._best.keys() - failed.keys()):
             self._rotate(step)  # or waits for the thread that is about to, or at it
         state, last = self._trainer.state, max(self._handles, default=0)
@@ -240,25 +268,28 @@ class TrainerCheckpoints:
         for step in failed:
             logger.error("step %d was not saved, later ones were", step)
 
-    def _after(self, handle: SaveHandle) -> None:
-        """Does what comes after a save, with its files where they are needed."""
-        trainer = self._trainer
-        watcher = watcher_of(trainer) if self._wait is None else ""
+    def tell(self) -> None:
+        """Reports the saves that have ended, where the Trainer reports its losses."""
+        self._reports.tell(self._trainer)
+
+    def folder(self, step: int) -> Path:
+        """Returns where a step lies once it is complete."""
+        return self._run / f"checkpoint-{step}"
+
+    def _is_waited_for(self) -> bool:
+        """Tells whether saves are waited for; says once if it is not the user who wants it."""
+        if self._wait is not None:
+            return self._wait
+        watcher = watcher_of(self._trainer)
         if watcher and not self._has_told:
             self._has_told = True
-            if trainer.is_world_process_zero():
+            if self._trainer.is_world_process_zero():
                 logger.warning(
                     "each save is waited for, since %s may use its files; if not, pass wait=False"
                     " to install",
                     watcher,
                 )
-        if self._wait or watcher:
-            handle.result()
-        if not trainer.args.push_to_hub:
-            return
-        if trainer.args.hub_strategy in {HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS}:
-            handle.wait()  # the whole folder is pushed
-        trainer._push_from_checkpoint(str(self._folder(handle.step)))  # noqa: SLF001
+        return bool(watcher)
 
     def _wait_for_all(self) -> dict[int, CkptkitError]:
         """Returns what went wrong, by step."""
@@ -269,13 +300,11 @@ class TrainerCheckpoints:
             if error is not None and not self._handles[step].skipped
         }
 
-    def _is_last(self, step: int) -> bool:
-        """Tells whether training ends with this step."""
-        trainer = self._trainer
-        return bool(step >= trainer.state.max_steps or trainer.control.should_training_stop)
-
-    def _folder(self, step: int) -> Path:
-        return self._run / f"checkpoint-{step}"
+    def _is_wanted(self, step: int) -> bool:
+        """Tells whether a step is the last one, the best one, or one that somebody asked for."""
+        state, control = self._trainer.state, self._trainer.control
+        is_last = step >= state.max_steps or control.should_training_stop
+        return bool(is_last or step == state.best_global_step or self.is_due)
 
     def _note_best(self, step: int) -> None:
         """Notes where the best model lies, if it was saved; its save may be under way."""
@@ -283,8 +312,8 @@ class TrainerCheckpoints:
         best = trainer.state.best_global_step
         if not best or trainer.args.save_strategy == SaveStrategy.NO:
             return
-        if best == step or best in self._handles or self._folder(best).exists():
-            trainer.state.best_model_checkpoint = str(self._folder(best))
+        if best == step or best in self._handles or self.folder(best).exists():
+            trainer.state.best_model_checkpoint = str(self.folder(best))
 
     def _resume(self, folder: Path, state: Mapping[str, object]) -> None:
         """Loads a checkpoint; random numbers are left to the Trainer, which sets them later."""
@@ -311,12 +340,13 @@ class TrainerCheckpoints:
 
     def _close(self) -> None:
         checkpointer, self._checkpointer = self._checkpointer, None
-        self._handles, self._best = {}, {}
+        self._handles, self._best, self.is_due = {}, {}, False
         if checkpointer is not None:
             checkpointer.close()
 
     def _ended(self, report: SaveReport) -> None:
         self._rotate(report.step)
+        self._reports.take(report)
         listener = self._options.get("listener")
         if listener is not None:
             listener(report)
@@ -334,7 +364,7 @@ class TrainerCheckpoints:
             except CkptkitError as error:
                 logger.warning("no step goes after step %d: %s", step, error)
                 return
-            _, notes = clear(None, [self._folder(old) for old in gone])
+            _, notes = clear(None, [self.folder(old) for old in gone])
             for note in notes:
                 logger.warning("step %d: %s", step, note)
 
@@ -349,6 +379,7 @@ class _Callback(TrainerCallback):  # type: ignore[misc]  # its module is not fol
         self._checkpoints.prepare()
 
     def on_step_end(self, _: Any, state: Any, control: Any, **__: Any) -> None:
+        self._checkpoints.tell()
         control.should_save = self._checkpoints.is_asked(state.global_step) or control.should_save
         if self._checkpoints.is_told_to_stop:
             control.should_training_stop = True

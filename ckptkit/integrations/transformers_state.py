@@ -54,7 +54,9 @@ def metrics_of(trainer: Any) -> dict[str, float]:
 
 def sidecar_of(trainer: Any) -> dict[str, object]:
     """Returns what the Trainer saves beside a model: a tokenizer or processor."""
-    found = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
+    found = trainer.processing_class
+    if found is None:
+        found = getattr(trainer.data_collator, "tokenizer", None)
     return {} if found is None else {"processing_class": found}
 
 

@@ -6,8 +6,11 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from ckptkit.core.errors import ResumeError
+from torch import distributed
+
+from ckptkit.core.errors import CkptkitError, ResumeError, error_from_json
 from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.planning.retention import Retention, StepFacts, abandoned, steps_to_remove
 from ckptkit.training import names
@@ -16,7 +19,13 @@ from ckptkit.training.run_folder import saved_steps
 logger = logging.getLogger(__name__)
 
 _INDEX = ".metadata"  # without which a DCP directory is not finished
-_FULL_MODEL = "pytorch_model_fsdp.bin"  # of accelerate's FULL_STATE_DICT
+# What the Trainer saves a whole model as, or an adapter.
+_WHOLE_MODELS = (
+    "pytorch_model_fsdp.bin",
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "adapter_model.safetensors",
+)
 _SENTINEL = "checkpoint-is-incomplete.txt"
 """What the Trainer puts into a step that it saves when it is told to end.
 
@@ -41,6 +50,29 @@ def newest_checkpoint(run: Path) -> Path:
         where=str(run),
         hint="leave resume_from_checkpoint out to train from the start",
     )
+
+
+def newest_of_all(run: Path) -> Path:
+    """Returns the newest checkpoint as rank 0 finds it, on all ranks; they all have to call this.
+
+    Others may still see an older state of a shared file system.
+
+    Raises:
+        ResumeError: If there is none.
+    """  # noqa: DOC501  made from what rank 0 sent
+    if not distributed.is_initialized() or distributed.get_world_size() == 1:
+        return newest_checkpoint(run)
+    found: list[Any] = [None]
+    if distributed.get_rank() == 0:
+        try:
+            found = [newest_checkpoint(run)]
+        except CkptkitError as error:
+            found = [error.to_json()]
+    distributed.broadcast_object_list(found)
+    if isinstance(found[0], dict):
+        raise error_from_json(found[0])
+    newest: Path = found[0]
+    return newest
 
 
 def is_sharded(folder: Path) -> bool:
@@ -92,6 +124,8 @@ def steps_beyond(
 
 def _is_whole_stock(folder: Path) -> bool:
     """Tells whether the Trainer has finished a checkpoint; it writes its own state last."""
-    if (folder / MANIFEST_NAME).exists() or not (folder / names.TRAINER_STATE).is_file():
+    if not (folder / names.TRAINER_STATE).is_file():
         return False
-    return is_sharded(folder) or (folder / _FULL_MODEL).is_file()
+    if (folder / MANIFEST_NAME).exists() or (folder / _SENTINEL).exists():
+        return False
+    return is_sharded(folder) or any((folder / name).is_file() for name in _WHOLE_MODELS)

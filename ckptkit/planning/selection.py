@@ -23,7 +23,7 @@ CastFactory = Callable[[str, Key, DType, DType], Kernel]
 
 _PEFT = re.compile(
     r"(^|\.)(lora_(A|B|embedding_A|embedding_B|magnitude_vector)|modules_to_save|base_layer"
-    r"|token_adapter|original_module)(\.|$)"
+    r"|token_adapter|original_module|prompt_encoder)(\.|$)"
 )
 # What stands beside `x.weight` in fp8 and compressed tensors, and `x.qweight` in GPTQ and AWQ.
 _SCALE_ENDINGS = ("_scale", "_scale_inv", "_scale_2", "_scales")
@@ -84,6 +84,13 @@ def _chosen(trees: Sequence[str], select: str | None, location: str) -> str:
     return select
 
 
+def foreign_part(name: str) -> str:
+    """Tells what a tensor belongs to that Transformers does not load by that name; mostly empty."""
+    if _PEFT.search(name):
+        return "an adapter of PEFT"
+    return "a packed 4-bit or 8-bit weight" if _PACKED.search(name) else ""
+
+
 def refuse_what_would_load_as_random(entries: Iterable[TensorEntry], *, location: str) -> None:
     """Refuses adapters and packed weights, which load as another model without an error.
 
@@ -91,14 +98,7 @@ def refuse_what_would_load_as_random(entries: Iterable[TensorEntry], *, location
         RefusedError: Naming the first tensor that gives the source away.
     """
     for entry in entries:
-        what = (
-            "an adapter of PEFT"
-            if _PEFT.search(entry.name)
-            else "a packed 4-bit or 8-bit weight"
-            if _PACKED.search(entry.name)
-            else ""
-        )
-        if what:
+        if what := foreign_part(entry.name):
             raise RefusedError(
                 f"tensor {entry.name!r} belongs to {what}; under these names Transformers would"
                 " load a model with random weights",

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 import ckptkit
-from ckptkit.training.run_folder import saved_steps
 
 pytestmark = pytest.mark.distributed
 HERE = Path(__file__).parent
 SCRIPT = HERE / "transformers_run.py"
 RESUMING = ("fsdp2", "fsdp1", "lora2", "lora1")
 OPTIONS = ("keeping", "only_model", "failing", "model", "signals", "pushing", "native", "nothing")
+EDGES = ("asked", "skipping", "adding", "uploading", "adapters")
 Found = dict[str, list[str]]  # by check
 
 
@@ -36,14 +36,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def found(run_ranks: Callable[..., object], folder: Path) -> Found:
-    """What all checks found; the last of them kills a rank."""
-    done = run_ranks(SCRIPT, 2, folder, *RESUMING, *OPTIONS, "killed", status=None)
+    """What all checks found."""
+    done = run_ranks(SCRIPT, 2, folder, *RESUMING, *OPTIONS, *EDGES, status=None)
     output = f"{done.stdout}{done.stderr}"  # type: ignore[attr-defined]
     lines = re.findall(r"^FOUND (\S+) (.*?) *$", output, re.MULTILINE)
     by_check: Found = {}
     for check, line in lines:
         by_check.setdefault(check, []).append(line)
-    missing = [check for check in (*RESUMING, *OPTIONS) if "done" not in by_check.get(check, [])]
+    missing = [
+        check for check in (*RESUMING, *OPTIONS, *EDGES) if "done" not in by_check.get(check, [])
+    ]
     assert not missing, f"{missing}: {output[-8_000:]}"
     return by_check
 
@@ -121,6 +123,12 @@ def test_training_outlives_a_failed_save_and_raises_if_it_was_the_last(found: Fo
     assert "end 6 [2, 4]" in found["failing"]
 
 
+def test_a_callback_that_saves_there_as_well_is_refused_or_fails(found: Found) -> None:
+    assert "beside install RefusedError 0" in found["failing"]
+    assert "beside stock OutputExistsError 2" in found["failing"]
+    assert "stock's True" in found["failing"]
+
+
 @pytest.mark.parametrize("kind", RESUMING)
 def test_save_model_writes_model_or_adapter_with_all_that_belongs_to_it(
     kind: str, found: Found
@@ -150,7 +158,8 @@ def test_steps_are_pushed_whole(found: Found) -> None:
 
 
 def test_a_model_sharded_by_transformers_resumes_bit_for_bit(found: Found) -> None:
-    assert found["native"] == ["[2, 4, 6]", "ours from ours []", "done"]
+    again = ["trained again []", "rates True"]
+    assert found["native"] == ["[2, 4, 6]", "ours from ours []", *again, "done"]
 
 
 def test_without_shards_or_known_places_the_trainer_stays_as_it_is(found: Found) -> None:
@@ -158,11 +167,29 @@ def test_without_shards_or_known_places_the_trainer_stays_as_it_is(found: Found)
     assert "set save_total_limit in the arguments of the Trainer" in found["nothing"]
 
 
-def test_training_goes_on_after_a_kill(
-    run_ranks: Callable[..., object], found: Found, folder: Path
-) -> None:
-    assert "killed" not in found
-    steps = [saved.step for saved in saved_steps(folder / "killed") if saved.complete]
-    assert steps in ([2], [2, 4])  # the rank may have died before the second was complete
-    done = run_ranks(SCRIPT, 2, folder, "going_on")
-    assert "FOUND going_on equal []" in done.stdout  # type: ignore[attr-defined]
+def test_a_save_that_was_asked_for_is_not_lost_to_the_best_one(found: Found) -> None:
+    assert "True True [True, True]" in found["asked"]
+
+
+def test_what_saves_cost_is_reported_where_the_trainer_reports(found: Found) -> None:
+    assert "reported True" in found["asked"]
+
+
+def test_neither_the_best_step_nor_the_last_is_skipped(found: Found) -> None:
+    assert "True []" in found["skipping"]
+
+
+def test_the_save_model_of_a_subclass_is_called_for_each_step(found: Found) -> None:
+    assert found["adding"][0] == "['checkpoint-2', 'final']"
+    assert found["adding"][1] == "['final']"
+
+
+def test_pushes_take_whole_models_and_nothing_that_is_being_written(found: Found) -> None:
+    assert found["uploading"][:2] == [
+        "2 True",
+        "['.checkpoint-*', '.ckptkit*', '_*', 'checkpoint-*']",
+    ]
+
+
+def test_adapters_of_all_kinds_resume_and_export_what_belongs_to_them(found: Found) -> None:
+    assert found["adapters"][:3] == ["resized []", "embeddings True 10", "prompt []"]

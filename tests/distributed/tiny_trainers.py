@@ -87,6 +87,7 @@ def trainer(kind: str, out: Path, **changes: Any) -> Trainer:
     } | changes
     if kind.startswith("lora"):
         lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.1)
+        lora = given.pop("peft_config", lora)
         own = {"max_length": 16, "bf16": False, "gradient_checkpointing": False}
         return SFTTrainer(
             net,

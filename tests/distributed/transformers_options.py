@@ -18,6 +18,7 @@ from transformers.distributed import DistributedConfig
 
 from ckptkit.core.errors import CkptkitError, UnsupportedError, UsageError
 from ckptkit.integrations.transformers import install
+from ckptkit.training import Checkpointer
 from tests.distributed.tiny_trainers import (
     HALF,
     LAST,
@@ -129,6 +130,22 @@ def check_only_model(check: str, folder: Path) -> None:
     say(check, "loaded", differing(*(only_model(one) for one in (found, truth))))
 
 
+class SavingItself(TrainerCallback):  # type: ignore[misc]
+    """Saves to the run of a Trainer that does so too."""
+
+    def __init__(self, run: Path) -> None:
+        self.run = run
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        self.checkpointer = Checkpointer(self.run, layout="trainer")
+
+    def on_save(self, _args: Any, state: Any, *_: Any, **given: Any) -> None:
+        self.checkpointer.save(state.global_step, {"model": given["model"]})
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        self.checkpointer.close()
+
+
 def check_failing(check: str, folder: Path) -> None:
     """Steps that cannot be saved, in between and at the end."""
     for name, step in (("between", HALF), ("end", LAST)):
@@ -145,6 +162,17 @@ def check_failing(check: str, folder: Path) -> None:
             say(check, name, type(error).__name__, error.message[:40])
         complete = sorted(int(path.parent.name[11:]) for path in run.glob("*/ckptkit.json"))
         say(check, name, made.state.global_step, complete)
+    run = folder
+    for name, is_installed in (("beside install", True), ("beside stock", False)):
+        run = folder / f"{check}-{name.replace(' ', '-')}"
+        made = trainer("fsdp2", run, max_steps=2, callbacks=[SavingItself(run)])
+        if is_installed:
+            install(made)
+        try:
+            made.train()
+        except CkptkitError as error:
+            say(check, name, type(error).__name__, made.state.global_step)
+    say(check, "stock's", (run / "checkpoint-2/trainer_state.json").is_file())
 
 
 class Asking(TrainerCallback):  # type: ignore[misc]
@@ -181,6 +209,9 @@ def check_nothing(check: str, folder: Path) -> None:
     made = trainer("fsdp2", folder / check, fsdp=None, fsdp_config=None)
     install(made)
     say(check, "replaced", type(made) is not Trainer)
+    with pytest.MonkeyPatch.context() as patch:  # as of versions that cannot shard as they load
+        patch.delattr(made, "is_distributed_loading_by_transformers")
+        install(made)
     made = trainer("fsdp2", folder / check)
     with pytest.raises(UsageError, match="keep_last") as refused:
         install(made, keep_last=2)
@@ -228,15 +259,19 @@ def check_native(check: str, folder: Path) -> None:
             ),
         )
 
-    def resumed(start: int) -> Tensors:
-        again = made()
-        again.args.save_only_model = False
-        install(again)
-        return trained(again, folder / check / f"checkpoint-{start}" if start else None)
+    def installed() -> Trainer:
+        new = made()
+        new.args.save_only_model = False
+        install(new)
+        return new
 
-    truth = resumed(0)
+    first, half = installed(), folder / f"{check}/checkpoint-{HALF}"
+    truth = trained(first)
     say(check, steps_in(folder / check))
-    say(check, "ours from ours", differing(resumed(HALF), truth))
+    say(check, "ours from ours", differing(trained(installed(), half), truth))
+    rates = [row.get("learning_rate") for row in first.state.log_history]
+    say(check, "trained again", differing(trained(first, half), truth))
+    say(check, "rates", rates == [row.get("learning_rate") for row in first.state.log_history])
 
 
 def check_model(check: str, folder: Path) -> None:

@@ -12,27 +12,31 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.integrations.transformers import install
 from tests.distributed.tiny_trainers import (
     HALF,
     LAST,
-    Killing,
     Tensors,
     differing,
     say,
     steps_in,
     trained,
     trainer,
+)
+from tests.distributed.transformers_edges import (
+    check_adapters,
+    check_adding,
+    check_asked,
+    check_skipping,
+    check_uploading,
 )
 from tests.distributed.transformers_options import (
     check_failing,
@@ -86,24 +90,6 @@ def go_on(kind: str, run: Path, truth: Tensors, losses: list[Any]) -> None:
     say(kind, "losses", [row.get("loss") for row in again.state.log_history] == losses)
 
 
-def check_killed(check: str, folder: Path) -> None:
-    """Rank 1 dies after step 5, and what follows has to go on from step 4."""
-    truth = trained(trainer("fsdp2", folder / f"{check}-truth", save_strategy="no"))
-    save_file(truth, folder / f"{check}-{dist.get_rank()}.safetensors")
-    made = trainer("fsdp2", folder / check, callbacks=[Killing(5, signal.SIGKILL)])
-    install(made)
-    made.train()
-
-
-def check_going_on(check: str, folder: Path) -> None:
-    """Goes on from what the check before has left."""
-    made = trainer("fsdp2", folder / "killed")
-    say(check, "there are", steps_in(folder / "killed"))
-    install(made)
-    truth = load_file(folder / f"killed-{dist.get_rank()}.safetensors")
-    say(check, "equal", differing(trained(made, True), truth))
-
-
 CHECKS: dict[str, Callable[[str, Path], None]] = {
     "fsdp1": check_resuming,
     "fsdp2": check_resuming,
@@ -117,8 +103,11 @@ CHECKS: dict[str, Callable[[str, Path], None]] = {
     "native": check_native,
     "pushing": check_pushing,
     "model": check_model,
-    "killed": check_killed,
-    "going_on": check_going_on,
+    "asked": check_asked,
+    "skipping": check_skipping,
+    "adding": check_adding,
+    "uploading": check_uploading,
+    "adapters": check_adapters,
 }
 
 

@@ -14,6 +14,7 @@ from ckptkit.integrations.transformers_steps import drop_sentinel, newest_checkp
 from ckptkit.planning.retention import StepFacts
 
 LIMITS = (None, 0, 1, 2, 3)
+SENTINEL = "checkpoint-is-incomplete.txt"
 
 
 def put(run: Path, step: int, *files: str) -> Path:
@@ -66,8 +67,9 @@ def test_the_newest_complete_step_is_resumed_from_whoever_wrote_it(
 ) -> None:
     with pytest.raises(ResumeError, match="no complete checkpoint"):
         newest_checkpoint(tmp_path)
-    full = put(tmp_path, 1, "trainer_state.json", "pytorch_model_fsdp.bin")
-    assert newest_checkpoint(tmp_path) == full
+    for step, model in enumerate(("model.safetensors", "pytorch_model_fsdp.bin")):
+        full = put(tmp_path, step, "trainer_state.json", model)
+        assert newest_checkpoint(tmp_path) == full
     assert newest_checkpoint(put_ours(tmp_path, 2).parent).name == "checkpoint-2"
     stock = put(tmp_path, 10, "trainer_state.json", "pytorch_model_fsdp_0/.metadata")
     put(tmp_path, 11, "pytorch_model_fsdp_0/.metadata")  # stock, killed
@@ -76,16 +78,17 @@ def test_the_newest_complete_step_is_resumed_from_whoever_wrote_it(
     document = json.loads(damaged.read_text())
     document["files"] = {"gone": {"size_bytes": 1, "digest": ""}}
     damaged.write_text(json.dumps(document))
+    put(tmp_path, 14, "trainer_state.json", "pytorch_model_fsdp_0/.metadata", SENTINEL)
     caplog.clear()
     assert newest_checkpoint(tmp_path) == stock
     assert [
         f"checkpoint-{step}" in record.message
-        for step, record in zip((13, 12, 11), caplog.records, strict=True)
-    ] == [True] * 3
+        for step, record in zip((14, 13, 12, 11), caplog.records, strict=True)
+    ] == [True] * 4
 
 
 def test_the_mark_of_a_step_under_way_goes(tmp_path: Path) -> None:
-    folder = put(tmp_path, 3, "checkpoint-is-incomplete.txt")
+    folder = put(tmp_path, 3, SENTINEL)
     drop_sentinel(folder)
     assert list(folder.iterdir()) == []
     drop_sentinel(folder)

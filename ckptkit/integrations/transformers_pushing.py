@@ -1,0 +1,81 @@
+"""What follows a save: a subclass's own part of it, and the push to the Hub."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from transformers import trainer as trainer_module
+from transformers.trainer_utils import HubStrategy
+from transformers.utils import hub
+
+from ckptkit.integrations.transformers_checkpoints import TrainerCheckpoints
+from ckptkit.integrations.transformers_model import save_model
+from ckptkit.integrations.transformers_watchers import replaces_save_model
+from ckptkit.training.handle import SaveHandle
+
+_NEVER_PUSHED = [".ckptkit*", ".checkpoint-*"]
+"""What is no part of a model: the run's lock, and folders that are being written."""
+
+_WHOLE_STEPS = (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS)
+
+
+def follow_up(trainer: Any, checkpoints: TrainerCheckpoints, handle: SaveHandle) -> None:
+    """Does what the Trainer, and a class made from it, do with the files of a step.
+
+    Args:
+        trainer: Who saved.
+        checkpoints: Of the trainer.
+        handle: Of the save.
+
+    Raises:
+        CkptkitError: As `save_model` does.
+    """
+    folder = checkpoints.folder(handle.step)
+    if handle.skipped:
+        return
+    if replaces_save_model(trainer) and handle.done() and folder.is_dir():
+        checkpoints.is_adding = True
+        try:
+            trainer.save_model(str(folder), _internal_call=True)
+        finally:
+            checkpoints.is_adding = False
+    if not trainer.args.push_to_hub or trainer.args.hub_strategy == HubStrategy.END:
+        return
+    if _has_whole_models(trainer):
+        save_model(trainer, checkpoints, None)  # which the Trainer copies from the step
+    if trainer.args.hub_strategy in _WHOLE_STEPS:
+        handle.wait()
+        if not folder.is_dir():
+            return
+    trainer._push_from_checkpoint(str(folder))  # noqa: SLF001  there is no public way
+
+
+@contextmanager
+def only_what_is_meant() -> Iterator[None]:
+    """Has uploads leave out what of a run is no part of a model.
+
+    The Trainer uploads all that lies in its directory, but for checkpoints and names that it
+    knows, and has no way to be told more of them.
+    """
+    has_client = hasattr(hub, "hf_api")  # older versions have a function of the module
+    uploader: Any = hub.hf_api() if has_client else trainer_module
+    upload = uploader.upload_folder
+
+    def upload_folder(**given: Any) -> Any:
+        ignored = given.pop("ignore_patterns", None) or []
+        ignored = [ignored] if isinstance(ignored, str) else list(ignored)
+        return upload(**given, ignore_patterns=[*ignored, *_NEVER_PUSHED])
+
+    uploader.upload_folder = upload_folder
+    try:
+        yield
+    finally:
+        uploader.upload_folder = upload
+
+
+def _has_whole_models(trainer: Any) -> bool:
+    """Tells whether the Trainer itself would put a whole model into each step."""
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    return "FULL_STATE_DICT" in str(getattr(plugin, "state_dict_type", ""))

@@ -1,0 +1,180 @@
+"""What `transformers_run.py` checks where options, subclasses and adapters meet."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from peft import PromptTuningConfig, get_peft_model_state_dict
+from safetensors.torch import load_file
+from transformers import LlamaForCausalLM, Trainer
+from transformers.integrations import TensorBoardCallback
+from transformers.utils import hub
+
+from ckptkit.core.errors import RefusedError
+from ckptkit.integrations.transformers import install
+from tests.distributed.tiny_trainers import (
+    WORDS,
+    Killing,
+    differing,
+    local_part,
+    model,
+    only_model,
+    say,
+    steps_in,
+    trained,
+    trainer,
+)
+from tests.distributed.transformers_options import Looking, Scored, Watching
+
+EVERY_STEP: dict[str, Any] = {
+    "eval_strategy": "steps",
+    "eval_steps": 1,
+    "save_steps": 1,
+    "metric_for_best_model": "score",
+    "greater_is_better": False,
+}
+
+
+class Falling(Scored):
+    """Is best after its first step."""
+
+    scores = {1: 0.1} | dict.fromkeys(range(2, 9), 0.5)
+
+
+class Late(Scored):
+    """Is best after its third step."""
+
+    scores = dict.fromkeys(range(1, 9), 0.5) | {3: 0.1}
+
+
+class Writer:
+    """Stands in for TensorBoard's SummaryWriter."""
+
+    def __init__(self) -> None:
+        self.found: set[tuple[str, int]] = set()
+
+    def add_scalar(self, name: str, _value: float, step: int) -> None:
+        self.found.add((name, step))
+
+    def add_text(self, *_: object) -> None: ...
+
+    def flush(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Own(Trainer):  # type: ignore[misc]
+    """Puts a file of its own beside each model, and has a `_save` that is called no more."""
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        super().save_model(output_dir, _internal_call)
+        Path(output_dir or self.args.output_dir, "head.txt").touch()
+
+    def _save(self, *_: Any, **__: Any) -> None: ...
+
+
+def check_asked(check: str, folder: Path) -> None:
+    """A signal after a step that is not the best one, which alone is to be saved; and reports."""
+    run, writer, looking = folder / check, Writer(), Looking()
+    made = trainer(
+        "fsdp2",
+        run,
+        **EVERY_STEP | {"save_strategy": "best", "made_by": Falling},
+        callbacks=[Killing(2, signal.SIGUSR1), TensorBoardCallback(writer), looking],
+    )
+    install(made, signals="SIGUSR1")
+    made.train()
+    stopped = made.state.global_step
+    say(check, steps_in(run) == [1, stopped], stopped < made.state.max_steps, looking.found)
+    durable = {step for name, step in writer.found if name == "train/ckptkit/durable_s"}
+    say(check, "reported", durable == {1, stopped})
+
+
+def check_skipping(check: str, folder: Path) -> None:
+    """Steps that may be skipped: not the best one, nor the last."""
+    run, watching = folder / check, Watching()
+    changes = EVERY_STEP | {"load_best_model_at_end": True, "made_by": Late, "max_steps": 5}
+    made = trainer("fsdp2", run, **changes, callbacks=[watching])
+    install(made, in_flight="skip")
+    made.train()
+    now = {name: local_part(value) for name, value in made.model.named_parameters()}
+    say(check, {3, 5} <= set(steps_in(run)), differing(now, watching.models[3]))
+
+
+def check_adding(check: str, folder: Path) -> None:
+    """A subclass with a `save_model` of its own."""
+    run = folder / check
+    made = trainer("fsdp2", run, max_steps=2, made_by=Own)
+    install(made)
+    made.train()
+    made.save_model(str(run / "final"))
+    dist.barrier()
+    say(check, [path.parent.name for path in sorted(run.glob("*/head.txt"))])
+    say(check, [path.parent.name for path in sorted(run.glob("*/*.safetensors"))])
+
+
+def check_uploading(check: str, folder: Path) -> None:
+    """Pushes while training, of the whole model where the Trainer itself would have it."""
+    run = folder / check
+    made = trainer("fsdp1", run, state_dict_type="FULL_STATE_DICT", max_steps=4)
+    made.args.push_to_hub, made.hub_model_id, made.push_in_progress = True, "mine/tiny", None
+    found: list[tuple[bool, list[str]]] = []
+
+    def upload_folder(folder_path: str, ignore_patterns: list[str], **_: Any) -> Future[None]:
+        found.append((Path(folder_path, "model.safetensors").is_file(), ignore_patterns))
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hub.hf_api(), "upload_folder", upload_folder, raising=False)
+        install(made)
+        made.train()
+    say(check, len(found), all(whole for whole, _ in found))
+    say(check, sorted({pattern for _, patterns in found for pattern in patterns}))
+
+
+def check_adapters(check: str, folder: Path) -> None:
+    """Adapters with more in their files than they train, and one that is no modules."""
+    if dist.get_rank() == 0:
+        model().save_pretrained(folder / f"{check}-base")
+    dist.barrier()
+
+    def resized() -> LlamaForCausalLM:
+        net = LlamaForCausalLM.from_pretrained(folder / f"{check}-base")
+        net.resize_token_embeddings(WORDS + 8, mean_resizing=False)
+        return net
+
+    made = _saved_and_loaded(
+        f"{check} resized", lambda run: trainer("lora2", run, model=resized(), max_steps=2), folder
+    )
+    made.save_model(str(folder / "adapter"))
+    dist.barrier()
+    written = load_file(folder / "adapter/adapter_model.safetensors")
+    expected = get_peft_model_state_dict(made.model)
+    say(check, "embeddings", written.keys() == expected.keys(), len(written))
+    prompt = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    made = _saved_and_loaded(
+        f"{check} prompt",
+        lambda run: trainer("lora2", run, peft_config=prompt, max_steps=2),
+        folder,
+    )
+    with pytest.raises(RefusedError, match="prompt_encoder"):
+        made.save_model(str(folder / "no-adapter"))
+
+
+def _saved_and_loaded(check: str, make: Callable[[Path], Trainer], folder: Path) -> Trainer:
+    run = folder / check.replace(" ", "-")
+    made = make(run)
+    install(made)
+    truth = trained(made)
+    again = make(run)
+    install(again)
+    say(check, differing(only_model(trained(again, True)), only_model(truth)))
+    return again
