@@ -9,6 +9,7 @@ it goes on from the newest checkpoint, all of which are whole, and comes to the 
 from __future__ import annotations
 
 import argparse
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,7 @@ def main() -> None:
     parser.add_argument("--save-every", type=int, default=6)
     arguments = parser.parse_args()
 
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
     shard_without_gpus()
     accelerator = make_accelerator(arguments.run)
     install(accelerator)  # this is all: from here on it is a script as any other

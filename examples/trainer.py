@@ -9,6 +9,7 @@ which are whole, and comes to the same final loss. At its end the model is writt
 from __future__ import annotations
 
 import argparse
+import logging
 from pathlib import Path
 
 from transformers import Trainer, TrainingArguments
@@ -27,6 +28,7 @@ def main() -> None:
     parser.add_argument("--save-every", type=int, default=6)
     arguments = parser.parse_args()
 
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
     shard_without_gpus()
     trainer = Trainer(
         model=toy.model(),
@@ -58,7 +60,7 @@ def main() -> None:
     trainer.train(resume_from_checkpoint=newest)
 
     loss = trainer.evaluate()["eval_loss"]
-    trainer.save_model(f"{arguments.run}/model")  # safetensors, without a gather
+    trainer.save_model(f"{arguments.run}-model")  # safetensors, without a gather
     if trainer.is_world_process_zero():
         print(f"final loss {loss:.10f}", flush=True)
 

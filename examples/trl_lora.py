@@ -10,6 +10,7 @@ checkpoint, all of which are whole, and comes to the same final loss.
 from __future__ import annotations
 
 import argparse
+import logging
 from pathlib import Path
 
 from datasets import Dataset
@@ -30,6 +31,7 @@ def main() -> None:
     parser.add_argument("--save-every", type=int, default=5)
     arguments = parser.parse_args()
 
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
     shard_without_gpus()
     texts = Dataset.from_dict({"text": toy.TEXTS * 8})
     trainer = SFTTrainer(
@@ -43,6 +45,7 @@ def main() -> None:
             per_device_train_batch_size=2,
             max_length=toy.WINDOW,
             bf16=False,
+            gradient_checkpointing=False,
             logging_steps=20,
             report_to="none",
             disable_tqdm=True,
@@ -65,7 +68,7 @@ def main() -> None:
     trainer.train(resume_from_checkpoint=newest)
 
     loss = trainer.evaluate()["eval_loss"]
-    trainer.save_model(f"{arguments.run}/adapter")  # as PEFT writes it, without a gather
+    trainer.save_model(f"{arguments.run}-adapter")  # as PEFT writes it, without a gather
     if trainer.is_world_process_zero():
         print(f"final loss {loss:.10f}", flush=True)
 

@@ -203,7 +203,8 @@ class _Resolution:
         self, labels: Sequence[str], select: str | None
     ) -> AmbiguousSourceError | CannotPlanError:
         names = ", ".join(repr(label) for label in labels)
-        hint = f"choose one with --select {labels[0]}, or give its path"
+        newest = f", or --select {_HERE} for the newest step" if _HERE in labels[1:] else ""
+        hint = f"choose one with --select {labels[0]}{newest}, or give its path"
         if select is None:
             text = f"holds several checkpoints: {names}"
             return AmbiguousSourceError(text, where=self._location, hint=hint)

@@ -19,7 +19,8 @@ from lightning.pytorch.strategies import ModelParallelStrategy as StockTrainerSt
 from torch import nn
 from torch.optim import Optimizer
 
-from ckptkit.core.errors import ResumeError
+from ckptkit.core.errors import CkptkitError, ResumeError
+from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.integrations.lightning_saves import StrategySaves, load
 from ckptkit.storage.local import LocalSource
 from ckptkit.training import Options
@@ -31,6 +32,8 @@ logger = logging.getLogger(__name__)
 META = "meta.pt"
 """Where Lightning keeps what is no model and no optimizer; it knows its directories by it."""
 
+_TAKEN = "Lightning's own checkpoint lies there; move it away, or save under another name"
+_CHANGED = "a hook has changed the weights in the checkpoint"
 _STEP_NAMES = ("global_step", "step", "iteration", "iter_num", "step_count")
 _State = dict[str, Any]
 
@@ -46,8 +49,9 @@ class FabricModelParallelStrategy(StockFabricStrategy):  # type: ignore[misc]  #
     durable. Saves into one directory share their buffers, so give each a name of its own there.
     The random numbers of all ranks are saved and loaded too.
 
-    A `filter`, `storage_options` and `save_distributed_checkpoint=False` are Lightning's business
-    as before, and so is loading with `strict=False` or from a single file.
+    A `filter`, `storage_options`, `save_distributed_checkpoint=False` and saving over a checkpoint
+    of Lightning's own are Lightning's business as before, and so is loading with `strict=False` or
+    from a single file.
     """
 
     def __init__(self, *args: Any, checkpointer: Options | None = None, **kwargs: Any) -> None:
@@ -75,10 +79,15 @@ class FabricModelParallelStrategy(StockFabricStrategy):  # type: ignore[misc]  #
         if storage_options is not None or filter is not None or not _is_sharded(self):
             super().save_checkpoint(path, state, storage_options, filter)
             return
+        target, is_taken = _target_of(self, path)
+        if is_taken:
+            _warn_of_stock(self, target, _TAKEN)
+            super().save_checkpoint(target, state)
+            return
         parts = {key: value for key, value in state.items() if _is_part(value)}
         rest = {key: _plain(value) for key, value in state.items() if key not in parts}
         files = {META: _archived(rest)} if self.global_rank == 0 else None
-        self._saves.save(Path(self.broadcast(path)), parts, files=files, step=_step_in(rest))
+        self._saves.save(target, parts, files=files, step=_step_in(rest))
 
     def load_checkpoint(
         self,
@@ -91,7 +100,9 @@ class FabricModelParallelStrategy(StockFabricStrategy):  # type: ignore[misc]  #
         path = Path(self.broadcast(path))
         self._saves.wait()
         if not (isinstance(state, dict) and state and strict and _holds_shards(path)):
-            rest: dict[str, Any] = super().load_checkpoint(path, state, strict, weights_only)
+            rest: dict[str, Any] = super().load_checkpoint(
+                path, state, strict, **_where_given(weights_only)
+            )
             return rest
         parts = {key: value for key, value in state.items() if _is_part(value)}
         rest = _read_meta(path, weights_only=weights_only)
@@ -132,8 +143,9 @@ class TrainerModelParallelStrategy(StockTrainerStrategy):  # type: ignore[misc] 
     complete, so that there is a whole one at any moment. The random numbers of all ranks are saved
     and loaded too.
 
-    Where a hook has put other weights into the checkpoint (averaged ones, for example), and with
-    `save_distributed_checkpoint=False`, Lightning saves as before.
+    Where a hook has put other weights into the checkpoint (averaged ones, for example), over a
+    checkpoint of Lightning's own, and with `save_distributed_checkpoint=False`, Lightning saves as
+    before.
     """
 
     def __init__(self, *args: Any, checkpointer: Options | None = None, **kwargs: Any) -> None:
@@ -150,6 +162,7 @@ class TrainerModelParallelStrategy(StockTrainerStrategy):  # type: ignore[misc] 
         super().__init__(*args, **kwargs)
         self._saves = StrategySaves(checkpointer or {})
         self._offered: Mapping[str, Any] = {}
+        self._was_interrupted = False
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Returns the live weights, which hooks may look at; nothing is copied."""
@@ -176,9 +189,10 @@ class TrainerModelParallelStrategy(StockTrainerStrategy):  # type: ignore[misc] 
         if storage_options is not None or not _is_sharded(self):
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
-        path = Path(self.broadcast(filepath))
+        path, is_taken = _target_of(self, filepath)
         offered, self._offered = self._offered, {}
-        if not _is_as_offered(checkpoint, offered):
+        if is_taken or not _is_as_offered(checkpoint, offered):
+            _warn_of_stock(self, path, _TAKEN if is_taken else _CHANGED)
             self._save_stock(checkpoint, path)
             return
         count = len(checkpoint.get("optimizer_states", ()))
@@ -196,7 +210,7 @@ class TrainerModelParallelStrategy(StockTrainerStrategy):  # type: ignore[misc] 
         self._saves.wait()
         assert self.lightning_module is not None  # noqa: S101  the Trainer sets it up first
         if not (self.lightning_module.strict_loading and _holds_shards(path)):
-            rest: dict[str, Any] = super().load_checkpoint(path, weights_only)
+            rest: dict[str, Any] = super().load_checkpoint(path, **_where_given(weights_only))
             return rest
         rest = _read_meta(path, weights_only=weights_only)
         state = self._parts(len(self.optimizers))
@@ -214,10 +228,19 @@ class TrainerModelParallelStrategy(StockTrainerStrategy):  # type: ignore[misc] 
         """Waits until all saves have ended, well or not."""
         self._saves.wait()
 
+    def on_exception(self, exception: BaseException) -> None:
+        """Notes that training ends by an exception, which says more than a failed save would."""
+        self._was_interrupted = True
+        super().on_exception(exception)
+
     def teardown(self) -> None:
         """Waits for the last save, and raises what went wrong in one that nobody asked about."""
+        was_interrupted, self._was_interrupted = self._was_interrupted, False
         try:
             self._saves.close()
+        except CkptkitError:
+            if not was_interrupted:  # else it was logged when it happened
+                raise
         finally:
             super().teardown()
 
@@ -227,12 +250,6 @@ class TrainerModelParallelStrategy(StockTrainerStrategy):  # type: ignore[misc] 
         return {"state_dict": self.model, **{f"optimizer_{n}": one for n, one in numbered}}
 
     def _save_stock(self, checkpoint: dict[str, Any], path: Path) -> None:
-        if self.global_rank == 0:
-            logger.warning(
-                "%s: a hook has changed the weights in the checkpoint, so Lightning saves it,"
-                " which stops training meanwhile",
-                path,
-            )
         self._saves.wait()
         states = checkpoint.get("optimizer_states", ())
         if states:
@@ -248,12 +265,37 @@ def _is_sharded(strategy: StockFabricStrategy | StockTrainerStrategy) -> bool:
     return bool(strategy._save_distributed_checkpoint)  # noqa: SLF001
 
 
+def _target_of(
+    strategy: StockFabricStrategy | StockTrainerStrategy, path: str | Path
+) -> tuple[Path, bool]:
+    """Returns where rank 0 saves, and whether something lies there that only Lightning replaces."""
+    target = Path(path)
+    is_whole = target.is_file()
+    is_foreign = _holds_shards(target) and not (target / MANIFEST_NAME).exists()
+    found: tuple[Path, bool] = strategy.broadcast((target, is_whole or is_foreign))
+    return found
+
+
+def _warn_of_stock(
+    strategy: StockFabricStrategy | StockTrainerStrategy, path: Path, reason: str
+) -> None:
+    if strategy.global_rank == 0:
+        logger.warning(
+            "%s: Lightning itself saves, which stops training meanwhile: %s", path, reason
+        )
+
+
 def _holds_shards(path: Path) -> bool:
     return path.is_dir() and (path / META).is_file()
 
 
 def _is_part(value: object) -> bool:
     return isinstance(value, nn.Module | Optimizer)
+
+
+def _where_given(weights_only: bool | None) -> dict[str, bool]:  # noqa: FBT001  Lightning's
+    """Returns an argument that came with Lightning 2.6."""
+    return {} if weights_only is None else {"weights_only": weights_only}
 
 
 def _plain(value: Any) -> Any:

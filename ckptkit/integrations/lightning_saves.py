@@ -87,7 +87,7 @@ class StrategySaves:
             self._count += 1
             self._numbers[path] = self._count
             self._unwanted = [entry for entry in self._unwanted if entry[1] != path]
-        number, prefix = None, STEP_PREFIXES[0]
+        number = prefix = None
         if is_step_folder(path.name):
             number = step_of(path.name)
             prefix = next(one for one in STEP_PREFIXES if path.name.startswith(one))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -69,21 +70,32 @@ def _write_of(writer: Any, prefix: str) -> _Write:
     if callable(getattr(writer, "define_metric", None)):
         return _wandb(writer, prefix)
     log = getattr(writer, "log_metrics", None) or getattr(writer, "log", None)
-    if not callable(log):
+    if not callable(log) or not _takes_step(log):
         raise UsageError(
-            f"{a_kind(writer)} was found where something with add_scalar(), log_metrics() or log()"
-            " was expected",
+            f"{a_kind(writer)} was found where something with add_scalar(), or with log_metrics()"
+            " or log() that take a step, was expected",
             where="scalars",
             hint="pass a SummaryWriter, a wandb run, or a logger of Lightning",
         )
     return lambda values, step: log(values, step=step)
 
 
+def _takes_step(log: Callable[..., object]) -> bool:
+    """Tells whether a step can be given by name, which the Trainer's `log`, for one, has not."""
+    try:
+        parameters = inspect.signature(log).parameters
+    except ValueError:  # it is not written in Python
+        return True
+    return "step" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
 def _wandb(run: Any, prefix: str) -> _Write:
     """Gives the scalars a step axis of their own.
 
     A save ends some steps after it began, and wandb drops what is logged for a step that has
-    passed. `commit=False` adds the values to the row that the training loop is about to write.
+    passed. `commit=False` adds the values to the row that the training loop is about to write: to
+    end that row here would cost the loop what it has yet to log at the same step. Of two saves
+    that end within one row the later one is seen.
     """
     axis = f"{prefix}step"
     run.define_metric(axis, hidden=True)

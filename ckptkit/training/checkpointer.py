@@ -199,8 +199,11 @@ class Checkpointer:
             return self._exporter.export(find, request, partial(self._save_as, step or 0))
 
     def _save_as(self, step: int, bound: BoundState, name: str) -> SaveHandle:
-        attempt = self._session.attempt(step, name)
-        return self._save(time.perf_counter(), attempt, lambda: bound)
+        attempt, was_asked = self._session.attempt(step, name), self._was_asked
+        self._was_asked = True  # so that it is not skipped
+        handle = self._save(time.perf_counter(), attempt, lambda: bound)
+        self._was_asked = was_asked
+        return handle
 
     def resume(
         self,
@@ -222,8 +225,7 @@ class Checkpointer:
                 or one that stock accelerate, Trainer or `dcp.save` wrote.
 
         Returns:
-            The step that was loaded, or None where the run has none; 0 where the number of that
-            in `folder` is not known.
+            The step that was loaded, None where the run has none, 0 where `folder` tells none.
 
         Raises:
             ResumeError: If what is there does not fit the state, or if all of it is damaged.
@@ -248,8 +250,7 @@ class Checkpointer:
     ) -> int | None:
         timeout, run = self._settings.timeout_seconds, self._session.run
         if folder is not None:
-            place = Path(folder).absolute()
-            return resume_from(bound, place, self._peers, timeout_seconds=timeout)
+            return resume_from(bound, Path(folder).absolute(), self._peers, timeout_seconds=timeout)
         return resume(
             bound, run.path, self._peers, timeout_seconds=timeout, step=step, prefix=run.prefix
         )

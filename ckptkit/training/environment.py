@@ -6,6 +6,17 @@ import math
 import os
 
 
+def ranks_of_this_machine() -> int | None:
+    """Returns how many ranks the launcher started on this machine; None where it does not tell.
+
+    Source:
+        `LOCAL_WORLD_SIZE` in https://docs.pytorch.org/docs/stable/elastic/run.html,
+        "Environment Variables".
+    """
+    text = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(text) if text.isdecimal() else None
+
+
 def slurm_end_time() -> float | None:
     """Returns when Slurm ends this job, in seconds since the epoch; None where it does not tell.
 

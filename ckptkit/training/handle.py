@@ -12,6 +12,7 @@ from ckptkit.core.texts import size_text
 from ckptkit.training.staging import Staged
 
 _MENTIONED = 0.01  # seconds
+_WORTH_SAYING = 0.005  # of the copy limit: of a tiny state it would say 0 %
 
 
 class SkippedError(SaveError):
@@ -63,7 +64,8 @@ class SaveReport:
     lost: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        share = f", {self.copy_limit_share:.0%} of the copy limit" if self.copy_limit_share else ""
+        share = f", {self.copy_limit_share:.0%} of the copy limit"
+        share = share if self.copy_limit_share >= _WORTH_SAYING else ""
         waited = self.waited_seconds
         linked = f", {size_text(self.linked_bytes)} linked" if self.linked_bytes else ""
         waiting = f", {waited:.2f} s of it for an earlier save" if waited >= _MENTIONED else ""

@@ -12,7 +12,7 @@ from ckptkit.core.index import KeyPath, TensorIndex
 from ckptkit.core.manifest import RUN_FACTS, Manifest, check_manifest_size
 from ckptkit.formats.base import Candidate
 from ckptkit.formats.dcp import METADATA, DcpReader
-from ckptkit.pipeline.steps import digest_problems
+from ckptkit.pipeline.steps import digest_problems, lost_entries
 from ckptkit.storage.local import LocalSource
 from ckptkit.training import names
 from ckptkit.training.kinds import Layout
@@ -66,8 +66,7 @@ class StoredStep:
     @property
     def lost(self) -> Mapping[str, str]:
         """The entries of the mapping that could not be saved, by name, each with the reason."""
-        found = self.manifest.source.get("lost") if self.manifest else None
-        return {str(k): str(v) for k, v in found.items()} if isinstance(found, dict) else {}
+        return {} if self.manifest is None else lost_entries(self.manifest)
 
     @property
     def entries(self) -> tuple[SavedEntry, ...] | None:

@@ -95,8 +95,9 @@ Also = Annotated[
     typer.Option(
         "--also",
         metavar="DIR",
-        help="A directory that holds further files of the checkpoint, such as another node's copy,"
-        " with the same paths as below SRC; may be repeated.",
+        help="A directory that holds further files of the checkpoint, such as another node's disk,"
+        " with the same paths as below SRC; may be repeated. A file that lies in several must be"
+        " the same in all.",
         show_default=False,
     ),
 ]

@@ -13,7 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckptkit.core.manifest import FileRecord, Manifest, TensorRecord
 from ckptkit.core.texts import size_text
+from ckptkit_cli._consolidation_page import Consolidated, loading_line
 from ckptkit_cli._text import cells, escaped, first_of, shortened, table, wrapped
 
 ROOT = Path(__file__).parents[2]
@@ -189,3 +191,15 @@ def test_a_text_without_end_is_cut_off() -> None:
 def test_a_long_list_says_how_much_it_leaves_out() -> None:
     assert first_of(["a", "b"], 2) == ["a", "b"]
     assert first_of(["a", "b", "c"], 1) == ["a", "... and 2 more"]
+
+
+def test_what_transformers_would_fill_with_random_numbers_is_not_said_to_be_loaded_by_it() -> None:
+    def line(name: str) -> str:
+        record = TensorRecord("float32", (1,), "model.safetensors", "", "crc32")
+        files = {"config.json": FileRecord(2), "model.safetensors": FileRecord(9)}
+        manifest = Manifest("model", {}, {}, {}, {name: record}, files=files)
+        return loading_line(Consolidated("out", manifest, 1.0, ()))
+
+    assert line("lm_head.weight") == "transformers.AutoModelForCausalLM.from_pretrained('out')"
+    adapted = line("base_model.model.q_proj.base_layer.weight")
+    assert adapted == "safetensors.torch.load_file('out/model.safetensors')"

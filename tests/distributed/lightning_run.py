@@ -139,6 +139,23 @@ def fabric_of_ours_reads_what_stock_wrote(folder: Path) -> None:
     other.fabric.load(folder / "stock.ckpt", {**other.state, "lost": 1}, strict=False)
 
 
+def fabric_replaces_what_stock_wrote_as_stock_does(folder: Path) -> None:
+    job = Job(stock(), seed=3)
+    job.fabric.save(folder / "last.ckpt", job.state)
+    if dist.get_rank() == 0:
+        (folder / "whole.ckpt").write_text("all in one file, by another strategy")
+    dist.barrier()
+    other = Job(ours(), seed=4)
+    for name in ("last.ckpt", "whole.ckpt"):
+        other.train(1)
+        other.fabric.save(folder / name, other.state)
+        assert not (folder / name / "ckptkit.json").exists()
+        again = Job(ours(), seed=5)
+        again.fabric.load(folder / name, again.state)
+        check_equal(again.whole(), other.whole())
+    other.strategy.finish_saves()
+
+
 def a_resumed_fabric_job_draws_the_same_numbers(folder: Path) -> None:
     job = Job(ours(), seed=5)
     job.train(2)
@@ -169,17 +186,20 @@ class Sums(Dataset[torch.Tensor]):
 class Module(pl.LightningModule):  # type: ignore[misc]  # its module is not followed
     """The model in a LightningModule, whose weights a hook may change on their way to disk."""
 
-    def __init__(self, *, averaged: bool = False) -> None:
+    def __init__(self, *, averaged: bool = False, fails_at: int = -1) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.net = Net()
         self.averaged = averaged
+        self.fails_at = fails_at
 
     def configure_model(self) -> None:
         if not isinstance(next(self.net.parameters()), torch.distributed.tensor.DTensor):
             parallelize(self.net, self.device_mesh)
 
     def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+        if self.global_step == self.fails_at:
+            raise RuntimeError("what ended training")
         loss: torch.Tensor = self.net(batch).square().mean()
         return loss
 
@@ -259,6 +279,9 @@ def the_trainer_of_ours_reads_what_stock_wrote(folder: Path) -> None:
     trainer, _ = fit(folder / "ours", STEPS, resume=folder / "stock" / "step=4.ckpt")
     assert trainer.global_step == STEPS
     assert (folder / "ours" / "step=6.ckpt" / "ckptkit.json").exists()
+    fit(folder / "stock", STEPS)  # over step=4.ckpt
+    assert not (folder / "stock" / "step=4.ckpt").exists()  # since a later one is complete
+    assert (folder / "stock" / "step=6.ckpt" / "ckptkit.json").exists()
 
 
 def a_failed_save_costs_no_checkpoint(folder: Path) -> None:
@@ -270,6 +293,8 @@ def a_failed_save_costs_no_checkpoint(folder: Path) -> None:
         fit(folder, 4)
     dist.barrier()
     assert (folder / "step=2.ckpt" / "ckptkit.json").exists()
+    with pytest.raises(RuntimeError, match="what ended training"):  # not what became of the save
+        fit(folder, STEPS, fails_at=5)
 
 
 def weights_that_a_hook_has_changed_are_saved_by_lightning(folder: Path) -> None:
@@ -287,6 +312,7 @@ CHECKS: dict[str, Callable[[Path], None]] = {
     for check in (
         fabric_reads_what_ours_wrote,
         fabric_of_ours_reads_what_stock_wrote,
+        fabric_replaces_what_stock_wrote_as_stock_does,
         a_resumed_fabric_job_draws_the_same_numbers,
         the_trainer_goes_on_where_it_was,
         the_trainer_of_ours_reads_what_stock_wrote,

@@ -12,6 +12,7 @@ SCRIPT = Path(__file__).with_name("lightning_run.py")
 CHECKS = (
     "fabric_reads_what_ours_wrote",
     "fabric_of_ours_reads_what_stock_wrote",
+    "fabric_replaces_what_stock_wrote_as_stock_does",
     "a_resumed_fabric_job_draws_the_same_numbers",
     "the_trainer_goes_on_where_it_was",
     "the_trainer_of_ours_reads_what_stock_wrote",

@@ -49,6 +49,8 @@ def test_biases_belong_to_it_where_they_were_trained_with_it() -> None:
     assert AdapterNames(bias="lora_only").file_name("base_model.model.norm.bias") is None
 
 
-def test_targeted_embeddings_lie_in_its_files_whole() -> None:
-    name = "base_model.model.model.embed_tokens.base_layer.weight"
-    assert AdapterNames(embeddings=True).file_name(name) == name
+def test_embeddings_that_belong_to_it_lie_in_its_files_whole() -> None:
+    module = "base_model.model.model.embed_tokens.base_layer"
+    names = AdapterNames(embeddings=(module,))
+    assert names.file_name(f"{module}.weight") == f"{module}.weight"
+    assert names.file_name("base_model.model.lm_head.base_layer.weight") is None

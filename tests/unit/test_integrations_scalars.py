@@ -131,6 +131,14 @@ def test_a_rank_without_a_writer_has_no_listener() -> None:
     assert scalars(None) is None
 
 
-def test_what_cannot_log_is_refused_by_its_kind() -> None:
-    with pytest.raises(UsageError, match=r"a str was found where something with add_scalar"):
-        scalars("logs")
+class Trainer:
+    """Has a `log` that takes no step, as the Trainer of Transformers does."""
+
+    def log(self, logs: Mapping[str, float], start_time: float | None = None) -> None:
+        raise AssertionError(logs, start_time)
+
+
+@pytest.mark.parametrize(("writer", "kind"), [("logs", "a str"), (Trainer(), "a Trainer")])
+def test_what_cannot_log_at_a_step_is_refused_by_its_kind(writer: object, kind: str) -> None:
+    with pytest.raises(UsageError, match=rf"{kind} was found where something with add_scalar"):
+        scalars(writer)

@@ -66,13 +66,15 @@ def test_names_that_tell_the_step_are_taken_at_their_word(
     save(saves, tmp_path / "checkpoint-7", step=3)
     save(saves, tmp_path / "checkpoint_8", step=3)
     save(saves, tmp_path / "epoch=1.ckpt", step=3)
+    save(saves, tmp_path / "checkpoint_010", step=3)  # which no step of a run is called
     save(saves, tmp_path / "else" / "unnumbered")
     saves.close()
     assert [(report.path.name, report.step) for report in reports] == [
         ("checkpoint-7", 7),
         ("checkpoint_8", 8),
         ("epoch=1.ckpt", 3),
-        ("unnumbered", 4),
+        ("checkpoint_010", 3),
+        ("unnumbered", 5),
     ]
 
 

@@ -98,6 +98,7 @@ def test_patterns_that_leave_nothing_are_refused(options: dict[str, Any]) -> Non
         "q_proj.base_layer.weight",
         "embed.lora_embedding_A.default",
         "q_proj.lora_magnitude_vector.default.weight",
+        "prompt_encoder.default.embedding.weight",
         "score.modules_to_save.default.weight",
         "up.weight.quant_state.bitsandbytes__nf4",
         "up.weight.absmax",

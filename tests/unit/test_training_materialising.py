@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -15,7 +16,9 @@ from ckptkit.core.index import Box, Chunk, ChunkTable, Key, RecordTable, TensorE
 from ckptkit.training.dtensors import Copies
 from ckptkit.training.materialising import allocate_state, materialise
 from ckptkit.training.modules import ModelWalk
+from ckptkit.training.pieces import Replicas
 from ckptkit.training.places import TensorPlaces
+from ckptkit.training.slots import whole_slot
 
 
 class Table(nn.Module):
@@ -120,6 +123,33 @@ def test_state_is_made_as_the_checkpoint_has_it() -> None:
     assert state.keys() == {"step", "exp_avg"}
     assert (state["exp_avg"].dtype, state["exp_avg"].shape) == (torch.bfloat16, (2, 3))
     assert model.bias not in optimizer.state
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_all_but_the_count_of_steps_lies_where_the_parameter_does(*, fused: bool) -> None:
+    model = nn.Linear(3, 2, device="meta")
+    optimizer = AdamW(model.parameters())
+    optimizer.param_groups[0]["fused"] = fused
+    states = {"weight/step": torch.tensor(0.0), "weight/norm": torch.zeros(1)}
+    allocated(model, optimizer, states)
+    state = optimizer.state[model.weight]
+    assert state["norm"].is_meta
+    assert state["step"].is_meta == fused
+
+
+def test_the_padding_of_a_flat_parameters_state_is_zero() -> None:
+    flat = nn.Parameter(torch.ones(4))
+    slot = whole_slot("weight", torch.ones(3), Replicas(), Replicas())
+    slots = {id(flat): (dataclasses.replace(slot, held=(4,), start=0, sharded=True),)}
+    optimizer = SGD([flat], lr=1.0, momentum=0.9)
+    torch.use_deterministic_algorithms(True)  # it fills memory that is not initialised
+    try:
+        allocate_state(
+            optimizer, slots, index_of({"weight/momentum_buffer": torch.ones(3)}), ("optimizer",)
+        )
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert optimizer.state[flat]["momentum_buffer"].tolist() == [0.0, 0.0, 0.0, 0.0]
 
 
 def test_state_that_is_there_is_kept_and_that_of_others_removed() -> None:
