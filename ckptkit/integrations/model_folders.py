@@ -64,6 +64,7 @@ def export_into(
         logger.warning("%s: the model is there in shards; run %s", out, report.command)
     else:
         _move_into(out)
+        logger.info("moved to %s", out)
 
 
 def _move_into(out: Path) -> None:
