@@ -92,9 +92,16 @@ def attend(
         if parent.is_gone or any(descriptor != wake_reader for descriptor, _ in ready):
             os._exit(LEFT_STATUS)
         if not ready and time.monotonic() - told >= _TICK_SECONDS:
-            channel.send(Progress(attempt, tally.done_bytes))
+            _tell(channel, Progress(attempt, tally.done_bytes))
             told = time.monotonic()
     thread.join()
     os.close(wake_reader)
     os.close(wake_writer)
     return answers[0]
+
+
+def _tell(channel: Channel, progress: Progress) -> None:
+    try:
+        channel.send(progress)
+    except OSError:  # closed since it was last looked at
+        os._exit(LEFT_STATUS)

@@ -160,7 +160,7 @@ def test_a_writer_leaves_when_its_trainer_is_gone(
 ) -> None:
     save = writing.Save(tmp_path)
     memory, request = save.persist(0, writing.usual_units(0, 1))
-    slow = writing.Writer(program(-1).replace("left -= 1", "__import__('time').sleep(0.5)"))
+    slow = writing.Writer(program(-1).replace("left -= 1", "__import__('time').sleep(2)"))
     if phase == "commit":
         with writing.Writer() as writer:
             request = save.commit([writer.written(memory, request).proof])
@@ -169,6 +169,6 @@ def test_a_writer_leaves_when_its_trainer_is_gone(
     slow.channel.send(request)
     assert isinstance(slow.channel.receive(), writing.Progress)
     slow.connection.close()
-    wait_for(lambda: slow.process.poll() is not None, seconds=2.0)
+    wait_for(lambda: slow.process.poll() is not None, seconds=4.0)
     assert slow.process.returncode == LEFT_STATUS
     assert not save.final.exists()

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 import ckptkit
 
+pytestmark = [pytest.mark.distributed, pytest.mark.xdist_group("test_export")]
 SCRIPT = Path(__file__).with_name("export_run.py")
 KINDS = ("fsdp2", "fsdp1_flat", "fsdp1_orig", "ddp", "llama", "tp")
 IS_ROOT = hasattr(os, "geteuid") and os.geteuid() == 0
@@ -39,7 +40,6 @@ def same_as_consolidated(run: Path, out: Path, expected: Path, **options: Any) -
     assert ckptkit.verify(out).ok
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_all_ranks_write_at_once_is_what_a_consolidation_writes(
     kind: str, exported: Path, tmp_path: Path
@@ -50,7 +50,6 @@ def test_what_all_ranks_write_at_once_is_what_a_consolidation_writes(
     same_as_consolidated(case / "run", case / "bfloat16", tmp_path / "bfloat16", **options)
 
 
-@pytest.mark.distributed
 def test_damage_to_an_exported_file_is_found_by_verify(exported: Path, tmp_path: Path) -> None:
     out = shutil.copytree(exported / "equal_fsdp2/keep", tmp_path / "out")
     with (out / "model.safetensors").open("r+b") as file:
@@ -62,14 +61,12 @@ def test_damage_to_an_exported_file_is_found_by_verify(exported: Path, tmp_path:
     assert problem.code == "digest-mismatch"
 
 
-@pytest.mark.distributed
 def test_stages_of_a_pipeline_are_exported_as_one_model(exported: Path, tmp_path: Path) -> None:
     case = exported / "stages"
     same_as_consolidated(case / "run", case / "keep", tmp_path / "out")
     assert len(load_file(case / "keep/model.safetensors")) == 6
 
 
-@pytest.mark.distributed
 def test_transformers_loads_an_exported_model(exported: Path) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -80,7 +77,6 @@ def test_transformers_loads_an_exported_model(exported: Path) -> None:
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
-@pytest.mark.distributed
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of peft about its own use of transformers
 def test_peft_loads_an_exported_adapter(exported: Path) -> None:
     from peft import PeftModel
@@ -102,7 +98,6 @@ def test_peft_loads_an_exported_adapter(exported: Path) -> None:
     assert torch.equal(held[name], wanted[name.replace(".default", "")])
 
 
-@pytest.mark.distributed
 def test_the_command_that_storage_without_ranges_leaves_makes_the_same_folder(
     exported: Path, tmp_path: Path
 ) -> None:
@@ -113,7 +108,6 @@ def test_the_command_that_storage_without_ranges_leaves_makes_the_same_folder(
     same_as_consolidated(Path(source), case / "keep", tmp_path / "out")
 
 
-@pytest.mark.distributed
 def test_an_export_that_waited_for_a_stopped_rank_is_what_a_consolidation_writes(
     exported: Path, tmp_path: Path
 ) -> None:
@@ -122,7 +116,6 @@ def test_an_export_that_waited_for_a_stopped_rank_is_what_a_consolidation_writes
         same_as_consolidated(case / "run", case / "out", tmp_path / rank)
 
 
-@pytest.mark.distributed
 def test_a_rank_that_died_leaves_no_folder(exported: Path) -> None:
     left = [path.name for path in (exported / "dies_1").iterdir()]
     assert left == ["run"]

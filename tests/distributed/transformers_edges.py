@@ -85,7 +85,7 @@ def check_asked(check: str, folder: Path) -> None:
     made = trainer(
         "fsdp2",
         run,
-        **EVERY_STEP | {"save_strategy": "best", "made_by": Falling},
+        **EVERY_STEP | {"save_strategy": "best", "made_by": Falling, "max_steps": 100},
         callbacks=[Killing(2, signal.SIGUSR1), TensorBoardCallback(writer), looking],
     )
     install(made, signals="SIGUSR1")
