@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,8 +15,10 @@ from torch.distributed.tensor import DTensor
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.manifest import MANIFEST_NAME, check_manifest_size, parse_manifest
+from ckptkit.storage.workfolder import is_empty
 from ckptkit.training.checkpointer import Checkpointer
 from ckptkit.training.export import ExportOptions
+from ckptkit.training.export_handle import ExportReport
 
 logger = logging.getLogger(__name__)
 
@@ -61,10 +64,18 @@ def export_into(
     if not is_first:
         return
     if report.command:
-        logger.warning("%s: the model is there in shards; run %s", out, report.command)
+        logger.warning("%s: the model is there in shards; run %s", out, _command(report, out))
     else:
         _move_into(out)
         logger.info("moved to %s", out)
+
+
+def _command(report: ExportReport, out: Path) -> str:
+    """Returns the command that makes the folder, or one beside it where it holds other things."""
+    is_free = not out.exists() or is_empty(out)
+    target = out if is_free else out.with_name(f"{out.name}-model")
+    words = [word for word in shlex.split(report.command) if word != "--overwrite"]
+    return shlex.join(str(target) if word == str(out / _HIDDEN) else word for word in words)
 
 
 def _move_into(out: Path) -> None:

@@ -1,7 +1,7 @@
 """Where libraries are changed so that an unmodified script saves through ckptkit.
 
 Nothing is imported for it: a library is changed right after the script has imported it, and only
-where its version is one that was tested.
+where its version is one that it is known to fit.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Library:
     Attributes:
         module: The module after whose import it is changed.
         title: What it is called in the log.
-        first: The oldest version that was tested.
+        first: The oldest version that it is known to fit.
         last: The newest one.
         change: Changes the module, all of it or nothing.
         upon: The module of a library that it saves with, which has to be known as well.
@@ -152,7 +152,7 @@ class Seams(importlib.abc.MetaPathFinder):
         match = _NUMBERS.match(version)
         if not match or not library.first <= (int(match[1]), int(match[2])) <= library.last:
             tested = f"{_text(library.first)} to {_text(library.last)}"
-            return f"and ckptkit was tested with {tested}"
+            return f"and ckptkit is known to fit {tested}"
         if library.upon in self._left:
             return f"and saves with {library.upon.partition('.')[0]}, which is left as it is"
         return ""
@@ -204,6 +204,8 @@ def _change_trainer(module: ModuleType, seams: Seams) -> None:
 
     def init(self: Any, *arguments: Any, **options: Any) -> None:
         getattr(init, STOCK)(self, *arguments, **options)
+        if saves_whole_models(self):
+            return
         from ckptkit.integrations.transformers import install
 
         try:
@@ -212,6 +214,13 @@ def _change_trainer(module: ModuleType, seams: Seams) -> None:
             seams.warn(f"{a_kind(self)} saves as it always does: {error}")
 
     _replace(module.Trainer, __init__=init)
+
+
+def saves_whole_models(trainer: Any) -> bool:
+    """Tells whether a Trainer gathers the whole model for each of its steps."""
+    state = getattr(getattr(trainer, "accelerator", None), "state", None)
+    plugin = getattr(state, "fsdp_plugin", None)
+    return "FULL_STATE_DICT" in str(getattr(plugin, "state_dict_type", ""))
 
 
 def _replace(owner: type, **methods: Callable[..., Any]) -> None:

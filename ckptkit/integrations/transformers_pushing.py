@@ -10,6 +10,7 @@ from transformers import trainer as trainer_module
 from transformers.trainer_utils import HubStrategy
 from transformers.utils import hub
 
+from ckptkit.integrations.seams import saves_whole_models
 from ckptkit.integrations.transformers_checkpoints import TrainerCheckpoints
 from ckptkit.integrations.transformers_model import save_model
 from ckptkit.integrations.transformers_watchers import replaces_save_model
@@ -43,7 +44,7 @@ def follow_up(trainer: Any, checkpoints: TrainerCheckpoints, handle: SaveHandle)
             checkpoints.is_adding = False
     if not trainer.args.push_to_hub or trainer.args.hub_strategy == HubStrategy.END:
         return
-    if _has_whole_models(trainer):
+    if saves_whole_models(trainer):
         save_model(trainer, checkpoints, None)  # which the Trainer copies from the step
     if trainer.args.hub_strategy in _WHOLE_STEPS:
         handle.wait()
@@ -73,9 +74,3 @@ def only_what_is_meant() -> Iterator[None]:
         yield
     finally:
         uploader.upload_folder = upload
-
-
-def _has_whole_models(trainer: Any) -> bool:
-    """Tells whether the Trainer itself would put a whole model into each step."""
-    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
-    return "FULL_STATE_DICT" in str(getattr(plugin, "state_dict_type", ""))

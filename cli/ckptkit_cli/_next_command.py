@@ -55,16 +55,23 @@ def next_step(inspection: Inspection, given: Given) -> NextStep:
     if not models:
         return NextStep("", "nothing to consolidate: there is no model here")
     if len(models) > 1:
-        return NextStep(
-            _command("consolidate", path, "OUT", given=replace(given, select=models[0])),
-            f"or another of the {len(models)} models: {', '.join(map(escaped, models[1:]))}",
-        )
+        return _choice(inspection, models, path, given)
     if inspection.format == "safetensors" and inspection.model_type:
         return NextStep(
             _command("verify", path, given=given),
             "reads it all; these weights load as they are",
         )
     return _consolidation(inspection, path, given)
+
+
+def _choice(inspection: Inspection, models: list[str], path: str, given: Given) -> NextStep:
+    refusal = _refusal(inspection)
+    if refusal is not None:  # an adapter beside its base, say: neither is a model by itself
+        return NextStep("", f"nothing to consolidate: {escaped(refusal.message)}")
+    return NextStep(
+        _command("consolidate", path, "OUT", given=replace(given, select=models[0])),
+        f"or another of the {len(models)} models: {', '.join(map(escaped, models[1:]))}",
+    )
 
 
 def _consolidation(inspection: Inspection, path: str, given: Given) -> NextStep:

@@ -65,6 +65,11 @@ def test_a_step_holds_what_the_trainer_puts_there_and_no_arguments(kind: str, fo
     assert "own state as stock's True" in found[kind]
 
 
+@pytest.mark.parametrize(("kind", "files"), [("fsdp2", 0), ("lora1", 2), ("lora2", 2)])
+def test_the_frozen_base_is_linked_into_later_steps(kind: str, files: int, found: Found) -> None:
+    assert f"linked {files}" in found[kind]
+
+
 @pytest.mark.parametrize("kind", RESUMING)
 def test_the_newest_complete_step_resumes_bit_for_bit(kind: str, found: Found) -> None:
     assert "ours from ours []" in found[kind]

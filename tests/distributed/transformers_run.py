@@ -60,6 +60,12 @@ def check_resuming(kind: str, folder: Path) -> None:
     say(kind, "steps", steps_in(ours))
     half = f"checkpoint-{HALF}"
     say(kind, "files", sorted(entry.name for entry in (ours / half).iterdir()))
+    shared = {
+        file.name
+        for file in (ours / half).glob("base_model_0/*.distcp")
+        if file.samefile(ours / f"checkpoint-{LAST}" / "base_model_0" / file.name)
+    }
+    say(kind, "linked", len(shared))
     states = [(run / half / "trainer_state.json").read_text() for run in (stock, ours)]
     say(kind, "own state as stock's", states[0] == states[1])
     go_on(kind, ours, truth, [row.get("loss") for row in made.state.log_history])

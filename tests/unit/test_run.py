@@ -188,7 +188,7 @@ def test_an_unknown_accelerate_stays_as_it_is_with_a_warning(
     put_accelerate(tmp_path, version)
     done = run(put(tmp_path / "script.py", SCRIPT))
     assert done.stdout == "accelerator.py b\n"
-    assert f"accelerate {version} was found, and ckptkit was tested with 1.7 to" in done.stderr
+    assert f"accelerate {version} was found, and ckptkit is known to fit 1.7 to" in done.stderr
     assert done.returncode == 0
 
 
@@ -315,8 +315,12 @@ class Mine(Trainer):
         print("built")
 class Odd(Trainer):
     odd = True
+class Whole(Trainer):
+    plugin = types.SimpleNamespace(state_dict_type="StateDictType.FULL_STATE_DICT")
+    accelerator = types.SimpleNamespace(state=types.SimpleNamespace(fsdp_plugin=plugin))
 Mine("a")
 print(Odd("b").name)
+Whole("c")
 """
     done = run(put(tmp_path / "script.py", body))
     assert done.stdout.splitlines() == ["install a {'wait': None}", "built", "b"], done.stderr
@@ -332,7 +336,7 @@ def test_an_unknown_transformers_stays_as_it_is_beside_a_known_accelerate(
     body = f"{OURS}\nfrom transformers.trainer import Trainer\nTrainer('a')\n{SCRIPT}"
     done = run(put(tmp_path / "script.py", body))
     assert done.stdout == "seams.py b\n"
-    assert "transformers 6.1.0 was found, and ckptkit was tested with" in done.stderr
+    assert "transformers 6.1.0 was found, and ckptkit is known to fit" in done.stderr
     assert "sharded saves of accelerate 1.15.0 go through" in done.stderr
 
 
