@@ -13,8 +13,8 @@ TORCH := torch==2.13.0
 # A second environment, in which an older torch reads what the Checkpointer saved.
 OLD_TORCH := .venv-old-torch
 OLD_TORCH_PINS := tests/roundtrip/stock_readers/requirements.txt
-# Tests that share what takes long to make are a group, which one worker runs.
-PYTEST_ARGS ?= -n 2 --dist loadgroup
+# The tests of a file share what takes long to make: one worker runs them.
+PYTEST_ARGS ?= -n 2 --dist loadfile
 
 # The first interpreter that is new enough; `make PYTHON=/path/to/python demo` overrides it.
 PYTHON ?= $(or $(shell for python in python3 python3.13 python3.12 python3.11; do \
@@ -32,7 +32,7 @@ demo: $(VENV)/.demo ## Train a tiny Llama with FSDP2, consolidate it, load it wi
 	@$(BIN)/python examples/demo/demo.py
 
 .PHONY: test
-test: $(VENV)/.dev ## Run every test (PYTEST_ARGS="-n 2 --dist loadgroup" by default)
+test: $(VENV)/.dev ## Run every test (PYTEST_ARGS="-n 2 --dist loadfile" by default)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 .PHONY: old-torch

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 
 import ckptkit
 
-pytestmark = [pytest.mark.distributed, pytest.mark.xdist_group("test_stages")]
+pytestmark = pytest.mark.distributed
 SCRIPT = Path(__file__).with_name("stages_run.py")
 CASES = ("pipeline", "interleaved", "experts", "experts_again", "experts_ddp", "plain")
 

@@ -15,7 +15,7 @@ SCRIPTS = Path(__file__).parent / "stock_readers"
 SETTINGS = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
 LIMIT_SECONDS = 240
 OWN = Path(sys.executable)
-pytestmark = [pytest.mark.distributed, pytest.mark.xdist_group("test_training_stock")]
+pytestmark = pytest.mark.distributed
 
 
 def launch(python: Path, script: str, *arguments: object, ranks: int = 0) -> str:
