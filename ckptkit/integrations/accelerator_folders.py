@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptkit.core.errors import CkptkitError, ResumeError
-from ckptkit.core.manifest import MANIFEST_NAME, check_manifest_size, parse_manifest
+from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.formats.dcp import METADATA
 from ckptkit.integrations.accelerator_state import AUTOMATIC_PREFIX, Target
+from ckptkit.storage.manifests import read_manifest
 from ckptkit.storage.run_marks import MARKS_FOLDER
 from ckptkit.training import names
 from ckptkit.training.run_folder import saved_steps
@@ -51,7 +52,7 @@ def _not_ours(folder: Path) -> str:
     """Returns the name of something in a folder that is no part of a save of ours."""
     try:
         there = {path.relative_to(folder).as_posix() for path in _files_below(folder)}
-        ours = _manifest_files(folder) if MANIFEST_NAME in there else frozenset()
+        ours = set(read_manifest(folder).files) if MANIFEST_NAME in there else set()
     except (OSError, CkptkitError) as error:
         return f"what cannot be read ({error})"
     return min(there - ours - {MANIFEST_NAME}, default="") if ours else min(there, default="")
@@ -61,12 +62,6 @@ def _files_below(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return [folder]
     return [path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()]
-
-
-def _manifest_files(folder: Path) -> frozenset[str]:
-    path = folder / MANIFEST_NAME
-    check_manifest_size(path.stat().st_size, where=str(path))
-    return frozenset(parse_manifest(path.read_bytes(), where=str(path)).files)
 
 
 def given_folder(folder: Path) -> Chosen | None:

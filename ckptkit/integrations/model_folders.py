@@ -14,7 +14,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from ckptkit.core.errors import CkptkitError
-from ckptkit.core.manifest import MANIFEST_NAME, check_manifest_size, parse_manifest
+from ckptkit.core.manifest import MANIFEST_NAME
+from ckptkit.storage.manifests import read_manifest
 from ckptkit.storage.workfolder import is_empty
 from ckptkit.training.checkpointer import Checkpointer
 from ckptkit.training.export import ExportOptions
@@ -100,10 +101,8 @@ def _move_into(out: Path) -> None:
 
 
 def _is_step(folder: Path) -> bool:
-    path = folder / MANIFEST_NAME
     try:
-        check_manifest_size(path.stat().st_size, where=str(path))
-        return parse_manifest(path.read_bytes(), where=str(path)).kind == "training"
+        return read_manifest(folder).kind == "training"
     except (OSError, CkptkitError):
         return False
 

@@ -25,7 +25,7 @@ from ckptkit.integrations.transformers_state import (
 from ckptkit.integrations.transformers_steps import (
     drop_sentinel,
     has_optimizer,
-    is_sharded,
+    holds_shards,
     steps_beyond,
 )
 from ckptkit.integrations.transformers_watchers import watcher_of
@@ -212,7 +212,7 @@ class TrainerCheckpoints:
             CkptkitError: As for `Checkpointer.resume`.
         """
         folder = Path(checkpoint)
-        if not is_sharded(folder):
+        if not holds_shards(folder):
             return False
         state = state_in(self._trainer, folder) if whole else {"model": self._trainer.model}
         self._resume(folder, state)
@@ -241,7 +241,7 @@ class TrainerCheckpoints:
             CkptkitError: As for `Checkpointer.resume`.
         """
         folder = Path(self._trainer.state.best_model_checkpoint)
-        if not is_sharded(folder):
+        if not holds_shards(folder):
             return False
         if self._trainer.is_world_process_zero():
             logger.info("loading the best model from %s", folder)

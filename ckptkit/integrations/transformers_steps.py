@@ -12,13 +12,13 @@ from torch import distributed
 
 from ckptkit.core.errors import CkptkitError, ResumeError, error_from_json
 from ckptkit.core.manifest import MANIFEST_NAME
+from ckptkit.formats.dcp import METADATA
 from ckptkit.planning.retention import Retention, StepFacts, abandoned, steps_to_remove
 from ckptkit.training import names
 from ckptkit.training.run_folder import saved_steps
 
 logger = logging.getLogger(__name__)
 
-_INDEX = ".metadata"  # without which a DCP directory is not finished
 # What the Trainer saves a whole model as, or an adapter.
 _WHOLE_MODELS = (
     "pytorch_model_fsdp.bin",
@@ -75,14 +75,14 @@ def newest_of_all(run: Path) -> Path:
     return newest
 
 
-def is_sharded(folder: Path) -> bool:
+def holds_shards(folder: Path) -> bool:
     """Tells whether a checkpoint holds a model in shards, written by ckptkit or the Trainer."""
-    return (folder / names.model_unit(0) / _INDEX).is_file()
+    return (folder / names.model_unit(0) / METADATA).is_file()
 
 
 def has_optimizer(folder: Path) -> bool:
     """Tells whether a checkpoint holds the state of an optimizer, in shards."""
-    return (folder / names.optimizer_unit(0) / _INDEX).is_file()
+    return (folder / names.optimizer_unit(0) / METADATA).is_file()
 
 
 def drop_sentinel(folder: Path) -> None:
@@ -128,4 +128,4 @@ def _is_whole_stock(folder: Path) -> bool:
         return False
     if (folder / MANIFEST_NAME).exists() or (folder / _SENTINEL).exists():
         return False
-    return is_sharded(folder) or any((folder / name).is_file() for name in _WHOLE_MODELS)
+    return holds_shards(folder) or any((folder / name).is_file() for name in _WHOLE_MODELS)

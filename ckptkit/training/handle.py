@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ckptkit.core.errors import CkptkitError, SaveError
 from ckptkit.core.texts import size_text
+from ckptkit.training.outcome import Outcome
 from ckptkit.training.staging import Staged
 
 _MENTIONED = 0.01  # seconds
@@ -81,7 +82,7 @@ class SaveReport:
         )
 
 
-class SaveHandle:
+class SaveHandle(Outcome[SaveReport]):
     """A save under way; it may be asked from any thread.
 
     Attributes:
@@ -91,16 +92,13 @@ class SaveHandle:
     """
 
     def __init__(self, step: int) -> None:
+        super().__init__(f"the save of step {step}")
         self.step = step
         self.blocked_seconds = 0.0
-        self._finished = threading.Event()
         self._freed = threading.Event()
         self._kept = threading.Event()
         self._local_path: Path | None = None
-        self._report: SaveReport | None = None
-        self._error: CkptkitError | None = None
         self.waited_seconds = 0.0
-        self._asked = False
         self._staged: list[Staged] = []
 
     def wait_staged(self) -> None:
@@ -111,14 +109,6 @@ class SaveHandle:
         """
         for staged in self._staged:
             staged.wait()
-
-    def done(self) -> bool:
-        """Tells whether the save has ended, well or not."""
-        return self._finished.is_set()
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Waits for the save to end, well or not, and tells whether it has."""
-        return self._finished.wait(timeout)
 
     @property
     def freed(self) -> bool:
@@ -146,43 +136,6 @@ class SaveHandle:
             raise TimeoutError(f"step {self.step} is on no disk yet after {timeout} s")
         return self._local_path or self.result(0)
 
-    def result(self, timeout: float | None = None) -> Path:
-        """Waits for the save to be committed.
-
-        Args:
-            timeout: Seconds to wait at most; every save ends within a bounded time by itself.
-
-        Returns:
-            The committed directory.
-
-        Raises:
-            TimeoutError: If the save has not ended by then.
-            SaveError: If it failed, on this rank or on another one.
-        """
-        return self.report(timeout).path
-
-    def report(self, timeout: float | None = None) -> SaveReport:
-        """Waits as `result` does, and returns what the save cost.
-
-        Raises:
-            TimeoutError: If the save has not ended by then.
-            SaveError: If it failed.
-        """
-        if not self._finished.wait(timeout):
-            raise TimeoutError(f"the save of step {self.step} has not ended after {timeout} s")
-        self._asked = True
-        if self._report is None:
-            raise self._error or SaveError(f"the save of step {self.step} was given up")
-        return self._report
-
-    def exception(self, timeout: float | None = None) -> CkptkitError | None:
-        """Waits as `result` does, and returns what went wrong instead of raising it."""
-        try:
-            self.report(timeout)
-        except CkptkitError as error:
-            return error
-        return None
-
     @property
     def skipped(self) -> bool:
         """Whether the save was skipped because an earlier one was still being written."""
@@ -191,11 +144,7 @@ class SaveHandle:
     @property
     def unheard_error(self) -> CkptkitError | None:
         """What went wrong, if something did and nobody has asked for the result."""
-        return None if self._asked or self.skipped else self._error
-
-    def heard(self) -> None:
-        """Notes that the caller knows how it ends."""
-        self._asked = True
+        return None if self.skipped else super().unheard_error
 
     def staging(self, staged: Staged) -> None:
         """Notes a copy that is under way."""
@@ -210,16 +159,7 @@ class SaveHandle:
         """Lets the next save begin."""
         self._freed.set()
 
-    def succeed(self, report: SaveReport) -> None:
-        """Ends the save well."""
-        self._report = report
-        self._end()
-
-    def fail(self, error: CkptkitError) -> None:
-        """Ends the save with an error."""
-        self._error = error
-        self._end()
-
     def _end(self) -> None:
-        for event in (self._finished, self._kept, self._freed):
-            event.set()
+        super()._end()
+        self._kept.set()
+        self._freed.set()

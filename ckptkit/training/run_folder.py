@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError, FormatError, OutputError, UsageError
-from ckptkit.core.manifest import MANIFEST_NAME, Manifest, check_manifest_size, parse_manifest
+from ckptkit.core.manifest import MANIFEST_NAME, Manifest
 from ckptkit.planning.retention import (
     Retention,
     StepFacts,
@@ -22,6 +22,7 @@ from ckptkit.planning.retention import (
     missing_metric,
     steps_to_remove,
 )
+from ckptkit.storage.manifests import read_manifest
 from ckptkit.storage.names import WORK_INFIX
 from ckptkit.storage.run_marks import (
     MARKS_FOLDER,
@@ -145,7 +146,7 @@ class RunFolder:
         Numbers of steps that are named by their number are compared with `last_save_number`.
         """
         try:
-            number = _read_manifest(self.path / name / MANIFEST_NAME).source.get("save_number")
+            number = read_manifest(self.path / name).source.get("save_number")
         except (CkptkitError, OSError):
             return 0
         return number if isinstance(number, int) else 0
@@ -289,7 +290,7 @@ def _identity(path: Path) -> _Identity | None:
 
 def _saved_step(step: int, path: Path) -> SavedStep:
     try:
-        manifest = _read_manifest(path / MANIFEST_NAME)
+        manifest = read_manifest(path)
         _check(step, path, manifest)
     except FileNotFoundError:
         return SavedStep(step, complete=False, path=path, problem=f"it has no {MANIFEST_NAME}")
@@ -301,11 +302,6 @@ def _saved_step(step: int, path: Path) -> SavedStep:
     number = manifest.source.get("save_number")
     number = number if isinstance(number, int) and number > 0 else 0
     return SavedStep(step, metrics=metrics, save_number=number, path=path)
-
-
-def _read_manifest(path: Path) -> Manifest:
-    check_manifest_size(path.stat().st_size, where=str(path))
-    return parse_manifest(path.read_bytes(), where=str(path))
 
 
 def _check(step: int, path: Path, manifest: Manifest) -> None:

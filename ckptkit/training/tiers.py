@@ -13,14 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError, RefusedError, UsageError, error_from_json
-from ckptkit.core.manifest import (
-    MANIFEST_NAME,
-    NODE_RANKS,
-    NODE_RUN,
-    Manifest,
-    check_manifest_size,
-    parse_manifest,
-)
+from ckptkit.core.manifest import NODE_RANKS, NODE_RUN, Manifest
+from ckptkit.storage.manifests import read_manifest
 from ckptkit.storage.run_marks import MARKS_FOLDER
 from ckptkit.training.committing import Attempt
 from ckptkit.training.peers import Peers
@@ -314,10 +308,8 @@ def _copies_in(folder: Path) -> Iterator[NodeCopy]:
 
 
 def _copy_at(path: Path) -> NodeCopy | None:
-    file = path / MANIFEST_NAME
     try:
-        check_manifest_size(file.stat().st_size, where=str(file))
-        manifest = parse_manifest(file.read_bytes(), where=str(file))
+        manifest = read_manifest(path)
     except (CkptkitError, OSError):
         return None
     ranks, owner = (manifest.source.get(key) for key in (NODE_RANKS, NODE_RUN))
