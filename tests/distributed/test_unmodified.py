@@ -133,6 +133,9 @@ def test_the_sft_script_of_trl_saves_its_checkpoints_through_ckptkit(
     assert done.stderr.count(TELLS) == 1
     steps = [name for name in names(tmp_path / "out") if name.startswith("checkpoint")]
     assert steps == ["checkpoint-4"]
-    assert ckptkit.verify(tmp_path / "out").ok
+    assert ckptkit.verify(tmp_path / "out/checkpoint-4").ok
+    assert ckptkit.verify(tmp_path / "out").ok  # the model, which the script saves at its end
+    assert json.loads((tmp_path / "out/ckptkit.json").read_text())["kind"] == "model"
+    assert (tmp_path / "out/model.safetensors").is_file()
     state = json.loads((tmp_path / "out/checkpoint-4/trainer_state.json").read_text())
     assert state["global_step"] == 4

@@ -1,15 +1,18 @@
 """On PYTHONPATH: has accelerate shard models on the CPU, which it does on GPUs only.
 
 accelerate takes up FSDP for kinds of processes that it holds for GPUs, so a group of processes on
-the CPU pretends to be one.
+the CPU pretends to be one. At its end it gives gloo's threads time to let go of the tensors of
+the last reduction: one that does so while the interpreter ends takes the process down (SIGABRT).
 """
 
 from __future__ import annotations
 
+import atexit
 import functools
 import importlib.abc
 import importlib.util
 import sys
+import time
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -50,4 +53,10 @@ class Pretender(importlib.abc.MetaPathFinder):
         return spec
 
 
+def wait_for_gloo() -> None:
+    if "torch.distributed" in sys.modules:
+        time.sleep(0.5)
+
+
+atexit.register(wait_for_gloo)  # the first, and so run the last
 sys.meta_path.insert(0, Pretender())
