@@ -11,11 +11,13 @@ from typing import Any
 from ckptkit.core.errors import InputError, NotACheckpointError
 from ckptkit.formats.discovery import is_unit_folder, step_of
 from ckptkit.pipeline.opening import Opened
+from ckptkit.planning.plan import Literal, OutputFile, RawCopy, contiguous
 from ckptkit.planning.side_files import (
     CONFIG,
     MAX_JSON_BYTES,
     SideFile,
     choose_side_files,
+    content_as_written,
     is_side_file,
     parse_json_object,
 )
@@ -43,6 +45,32 @@ class SideFolders:
     def read(self, file: SideFile) -> bytes:
         """Returns a whole side file."""
         return self.sources[file.origin].read(file.path, 0, file.size_bytes)
+
+    def outputs(
+        self, files: Sequence[SideFile], config: Mapping[str, Any] | None, *, allow_code: bool
+    ) -> list[OutputFile]:
+        """Plans the files as they are to be written.
+
+        Args:
+            files: As `choose` returned them.
+            config: The model's configuration as it is to be written, if there is one.
+            allow_code: Whether `auto_map`, which names python files, stays.
+
+        Raises:
+            FormatError: If a configuration is not a JSON object.
+        """
+        return [self._output(file, config, allow_code=allow_code) for file in files]
+
+    def _output(
+        self, file: SideFile, config: Mapping[str, Any] | None, *, allow_code: bool
+    ) -> OutputFile:
+        def read() -> bytes:
+            return self.read(file)
+
+        data = content_as_written(file.name, file.size_bytes, read, config, allow_code=allow_code)
+        if data is None:
+            return contiguous(file.name, [(file.size_bytes, RawCopy(file.origin, file.path), None)])
+        return contiguous(file.name, [(len(data), Literal(data), None)])
 
     def config(self, files: Sequence[SideFile]) -> dict[str, Any] | None:
         """Returns the model's configuration, or None where there is none.

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckptkit.core.index import Fqn, TensorEntry
-from ckptkit.execution.budget import WORKER_BYTES, ExecutionSettings, settle_workers
+from ckptkit.core.index import TensorEntry
 from ckptkit.execution.executor import Inputs
 from ckptkit.execution.tensors import Origin
 from ckptkit.kernels.cast_kernel import CastKernel
@@ -20,9 +17,10 @@ from ckptkit.layouts.torch_full import layout_torch_full
 from ckptkit.pipeline.folders import SideFolders
 from ckptkit.pipeline.opening import Opened, PathLike, opened
 from ckptkit.pipeline.ties_by_bytes import Ties, find_ties
+from ckptkit.pipeline.writing import Prepared, estimated, settings_for
 from ckptkit.planning.coverage import error_of, find_problems
-from ckptkit.planning.plan import SOURCE, Body, Literal, OutputFile, Plan, RawCopy, contiguous
-from ckptkit.planning.requests import ConsolidateRequest, Resources
+from ckptkit.planning.plan import SOURCE, Plan
+from ckptkit.planning.requests import ConsolidateRequest, Resources, changed_options
 from ckptkit.planning.selection import (
     make_products,
     refuse_casting_quantized,
@@ -31,44 +29,13 @@ from ckptkit.planning.selection import (
     under_tied_names,
 )
 from ckptkit.planning.side_files import (
-    SideFile,
     bytes_by_dtype,
     config_as_written,
-    content_as_written,
 )
 from ckptkit.planning.ties import tied_names_absent, untied_config
-from ckptkit.storage.machine import memory_in_use_bytes, usable_cores
 
+_KINDS = {"hf": "model", "torch": "torch", "dcp": "dcp"}
 _LAYOUTS = {"hf": layout_hf_weights, "torch": layout_torch_full, "dcp": layout_dcp}
-
-
-@dataclass(frozen=True, slots=True)
-class Estimate:
-    """What an execution will take.
-
-    Attributes:
-        bytes_read: Tensor bytes read from the source.
-        bytes_written: Size of the output.
-        bytes_free: Room at the destination, or None where that is unknown.
-        peak_bytes: Memory of the whole process at its peak.
-    """
-
-    bytes_read: int
-    bytes_written: int
-    bytes_free: int | None
-    peak_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """A plan with everything that is needed to execute it."""
-
-    checkpoint: Opened
-    plan: Plan
-    inputs: Inputs
-    settings: ExecutionSettings
-    estimate: Estimate
-    entries: Mapping[Fqn, TensorEntry]
 
 
 @contextmanager
@@ -129,26 +96,20 @@ class _Preparation:
         if config is not None:
             config = config_as_written(config, written, allow_code=self._request.allow_code)
             config = self._untied(config, ties)
-        files = [self._side_file(file, config) for file in side]
+        files = self._folders.outputs(side, config, allow_code=self._request.allow_code)
         self._note_what_is_absent(config, code)
         plan = Plan((*weights, *files), ties.dropped, tuple(self._notes))
         read = sum(entry.size_bytes for entry in entries if entry.name not in ties.dropped)
-        settings = self._settings()
+        settings = settings_for(self._resources)
+        origin = Origin(SOURCE, checkpoint.source, checkpoint.index)
         return Prepared(
-            checkpoint=checkpoint,
+            sources=(checkpoint,),
             plan=plan,
-            inputs=Inputs(
-                {SOURCE: Origin(SOURCE, checkpoint.source, checkpoint.index)},
-                self._folders.sources,
-            ),
+            inputs=Inputs({SOURCE: origin}, self._folders.sources),
             settings=settings,
-            estimate=Estimate(
-                bytes_read=read,
-                bytes_written=plan.bytes_written,
-                bytes_free=_free_bytes(out),
-                peak_bytes=memory_in_use_bytes() + settings.workers * WORKER_BYTES,
-            ),
-            entries={entry.name: entry for entry in entries},
+            estimate=estimated(plan, settings, out, bytes_read=read),
+            kind=_KINDS[self._request.layout],
+            options=changed_options(self._request),
         )
 
     def _entries(self) -> Sequence[TensorEntry]:
@@ -183,20 +144,6 @@ class _Preparation:
             )
         return untied
 
-    def _side_file(self, file: SideFile, config: Mapping[str, Any] | None) -> OutputFile:
-        body: Body = RawCopy(file.origin, file.path)
-        size = file.size_bytes
-        data = content_as_written(
-            file.name,
-            file.size_bytes,
-            lambda: self._folders.read(file),
-            config,
-            allow_code=self._request.allow_code,
-        )
-        if data is not None:
-            body, size = Literal(data), len(data)
-        return contiguous(file.name, [(size, body, None)])
-
     def _note_what_is_absent(self, config: Mapping[str, Any] | None, code: Sequence[str]) -> None:
         if config is None:
             self._notes.append(
@@ -207,24 +154,3 @@ class _Preparation:
             self._notes.append(
                 f"python files were left out: {', '.join(code)}; pass --allow-code to copy them"
             )
-
-    def _settings(self) -> ExecutionSettings:
-        resources = self._resources
-        workers = settle_workers(
-            resources.workers,
-            cores=usable_cores(),
-            budget_bytes=resources.memory_budget_bytes,
-            limit_bytes=resources.memory_limit_bytes,
-            used_bytes=memory_in_use_bytes(),
-        )
-        return ExecutionSettings(workers)
-
-
-def _free_bytes(out: Path) -> int | None:
-    place = out.absolute()
-    while not place.exists() and place != place.parent:
-        place = place.parent
-    try:
-        return shutil.disk_usage(place).free
-    except OSError:
-        return None

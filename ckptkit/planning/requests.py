@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from ckptkit.core.errors import UsageError
 
@@ -94,6 +95,16 @@ class ConsolidateRequest:
         """Tells whether a tensor of that name is to be written."""
         taken = not self.include or matches(name, self.include)
         return taken and not matches(name, self.exclude)
+
+
+def changed_options(request: ConsolidateRequest) -> Mapping[str, Any]:
+    """Returns the options that differ from their defaults, as JSON values."""
+    default = ConsolidateRequest()
+    return {
+        field.name: list(value) if isinstance(value, tuple) else value
+        for field in fields(request)
+        if (value := getattr(request, field.name)) != getattr(default, field.name)
+    }
 
 
 def matches(name: str, patterns: tuple[str, ...]) -> bool:

@@ -80,6 +80,11 @@ class LocalTarget:
         self._inside = self._work.path.parent == self._out
         self._files = StagedFiles(self._work.files, out, self._capabilities)
 
+    @property
+    def path(self) -> Path:
+        """The directory to be, as it was named."""
+        return self._named
+
     def create(self, path: str, size_bytes: int) -> None:
         """Makes a file of that size, its blocks reserved, its content undefined until written.
 

@@ -10,8 +10,8 @@ from ckptkit.core.index import Fqn
 from ckptkit.core.manifest import MANIFEST_NAME, FileRecord, Manifest, TensorRecord
 from ckptkit.kernels.checksums import digest_of
 from ckptkit.kernels.shares import CRC32_SCHEME, Share, is_whole
-from ckptkit.pipeline.consolidating import changed_options
 from ckptkit.planning.plan import Literal, OutputFile, Plan, Segment
+from ckptkit.planning.requests import changed_options
 from ckptkit.storage.part_files import Row
 from ckptkit.storage.shared_target import SharedTarget
 from ckptkit.training.export_plan import ExportRequest, digest_of_plan

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ckptkit.core.texts import size_text
-from ckptkit.pipeline.planning import Prepared
+from ckptkit.pipeline.writing import Prepared
 from ckptkit.planning.plan import TASK_BYTES, Compute, OutputFile
 from ckptkit_cli._output import Output
 from ckptkit_cli._text import counted, escaped, first_of, table, wrapped
