@@ -13,7 +13,7 @@ import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from ckptkit.core.errors import CkptkitError
+from ckptkit.core.errors import CkptkitError, OutputError
 from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.storage.manifests import read_manifest
 from ckptkit.storage.workfolder import is_empty
@@ -58,6 +58,7 @@ def export_into(
 
     Raises:
         CkptkitError: What went wrong, on every rank.
+        OutputError: On rank 0, if the files could not be moved to their place.
     """
     options = {**options, "overwrite": True}  # what an export that was killed has left
     handle = checkpointer.export(out / _HIDDEN, state={"model": model}, **options)
@@ -67,7 +68,15 @@ def export_into(
     if report.command:
         logger.warning("%s: the model is there in shards; run %s", out, _command(report, out))
     else:
-        _move_into(out)
+        try:
+            _move_into(out)
+        except OSError as error:
+            raise OutputError(
+                f"the model is whole in {_HIDDEN!r} and could not be moved from there:"
+                f" {error.strerror or error}",
+                where=str(out),
+                hint="make room for its files and move them, or save it to another folder",
+            ) from error
         logger.info("moved to %s", out)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers.trainer import TRAINING_ARGS_NAME
 
+from ckptkit.core.errors import OutputError
 from ckptkit.integrations.model_folders import export_into, is_sharded
 from ckptkit.integrations.transformers_checkpoints import TrainerCheckpoints
 
@@ -31,6 +32,7 @@ def save_model(trainer: Any, checkpoints: TrainerCheckpoints, output_dir: str | 
 
     Raises:
         CkptkitError: What went wrong, on every rank.
+        OutputError: On rank 0, if what lies beside the model could not be written.
     """
     if not is_sharded(trainer.model):
         return False
@@ -39,7 +41,13 @@ def save_model(trainer: Any, checkpoints: TrainerCheckpoints, output_dir: str | 
     with checkpoints.opened() as checkpointer:
         export_into(checkpointer, out, trainer.model, is_first=is_first)
     if is_first:
-        _put_beside(trainer, out)
+        try:
+            _put_beside(trainer, out)
+        except (OSError, RuntimeError) as error:  # torch tells of a full disk by the second
+            raise OutputError(
+                f"the model is there, and what the Trainer puts beside it is not: {error}",
+                where=str(out),
+            ) from error
     return True
 
 

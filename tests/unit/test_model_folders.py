@@ -6,10 +6,15 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
+import ckptkit
+from ckptkit.core.errors import OutputError
 from ckptkit.core.manifest import Manifest
 from ckptkit.integrations import model_folders
-from ckptkit.integrations.model_folders import _move_into
+from ckptkit.integrations.model_folders import _move_into, export_into
+from ckptkit.training import Checkpointer
 
 ONE = {"model.safetensors"}
 PARTS = {
@@ -67,3 +72,17 @@ def test_the_manifest_of_a_step_stays_where_training_looks_for_it(tmp_path: Path
     assert (tmp_path / "ckptkit.json").read_bytes() == step
     assert (tmp_path / "model.safetensors").read_text(encoding="utf-8") == "new"
     assert not (tmp_path / ".ckptkit-model").exists()
+
+
+def test_a_model_that_cannot_go_to_its_place_is_said_to_be_whole_elsewhere(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    (out / "model.safetensors/in-the-way").mkdir(parents=True)
+    model = nn.Linear(2, 2)
+    with (
+        Checkpointer(tmp_path / "run") as checkpointer,
+        pytest.raises(OutputError, match=r"whole in '\.ckptkit-model'.*directory") as caught,
+    ):
+        export_into(checkpointer, out, model, is_first=True)
+    assert caught.value.where == str(out)
+    weights = ckptkit.open(out / ".ckptkit-model")
+    assert torch.equal(weights["weight"], model.weight)
