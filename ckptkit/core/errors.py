@@ -149,6 +149,12 @@ class UnsupportedError(InputError):
     usual_hint = "save it again in a form that is modelled, or leave the tensor out with --exclude"
 
 
+class AdapterError(InputError):
+    """An adapter does not fit its configuration, its base, or itself."""
+
+    code = "bad-adapter"
+
+
 class RefusedError(CkptkitError):
     """The request is understood, and cannot or should not be done."""
 

@@ -8,7 +8,10 @@ from ckptkit.core.errors import NoSpaceError
 from ckptkit.execution.tensors import RUN_BYTES
 from ckptkit.planning.plan import TASK_BYTES
 
-WORKER_BYTES = TASK_BYTES + RUN_BYTES + (4 << 20)  # output block, gather scratch, cast scratch
+# Output block, gather scratch, and what kernels compute in: a cast reads up to 4 MB at a time; a
+# merge reads 2 MB of a 16-bit base and has 1 MB to 3 MB of intermediate results. The factors of
+# a merge come on top, those of the tensors that are being written.
+WORKER_BYTES = TASK_BYTES + RUN_BYTES + (4 << 20)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from ckptkit.core.manifest import LEAF_BYTES
 from ckptkit.execution.budget import ExecutionSettings
 from ckptkit.execution.crew import run_crew
 from ckptkit.execution.events import BytesWritten, Listener, Started
+from ckptkit.execution.preparing import Preparations
 from ckptkit.execution.tensors import Origin, TensorReader
 from ckptkit.kernels.arrays import numpy_dtype
 from ckptkit.kernels.checksums import RangeChecksum, join_leaves, leaf_digest
@@ -85,6 +86,7 @@ class Executor:
         self._settings = settings
         self._listener = listener
         self._lock = threading.Lock()
+        self._preparations = Preparations()
         self._checksums = {
             (number, tensor): RangeChecksum()
             for number, file in enumerate(plan.files)
@@ -105,14 +107,15 @@ class Executor:
         self._listener(Started(self._plan.bytes_written))
         for file in self._plan.files:
             self._target.create(file.path, file.size_bytes)
-        run_crew(self._settings.workers, self._plan.tasks(), self._worker)
+        with self._preparations:
+            run_crew(self._settings.workers, self._plan.tasks(), self._worker)
         self._write_trailers()
         for origin in self._inputs.origins.values():
             origin.ledger.finish()
         return self.digests
 
     def _worker(self, tasks: Iterator[Task]) -> None:
-        desk = _Desk(self._inputs)
+        desk = _Desk(self._inputs, self._preparations)
         for task in tasks:
             data = desk.prepare(task)
             at = 0
@@ -158,8 +161,9 @@ def _size(segment: Segment) -> int:
 class _Desk:
     """What one worker has at hand: readers, and buffers that it uses again and again."""
 
-    def __init__(self, inputs: Inputs) -> None:
+    def __init__(self, inputs: Inputs, preparations: Preparations) -> None:
         self._inputs = inputs
+        self._preparations = preparations
         self._readers = {name: TensorReader(origin) for name, origin in inputs.origins.items()}
         self._block = aligned_buffer(TASK_BYTES + PAGE_BYTES)
         self._scratch: dict[int, memoryview] = {}
@@ -188,16 +192,24 @@ class _Desk:
 
     def _compute(self, body: Compute, spec: TensorSpec, span: Span, view: memoryview) -> None:
         target = np.frombuffer(view, numpy_dtype(spec.dtype))
-        grain = body.kernel.grain_elements(spec)
+        kernel = self._preparations.kernel(body.kernel, spec, self._read)
+        grain = kernel.grain_elements(spec)
         step = max(grain, COMPUTE_ELEMENTS // grain * grain)
         for start in range(span.start, span.stop, step):
             block = Span(start, min(start + step, span.stop))
             inputs = [
-                self._input(slot, demand)
-                for slot, demand in enumerate(body.kernel.demands(spec, block))
+                self._input(slot, demand) for slot, demand in enumerate(kernel.demands(spec, block))
             ]
             low, high = block.start - span.start, block.stop - span.start
-            body.kernel.run(spec, block, inputs, target[low:high])
+            kernel.run(spec, block, inputs, target[low:high])
+        self._preparations.settle(spec, span.stop - span.start)
+
+    def _read(self, demand: Demand) -> NDArray[Any]:
+        """Reads into memory of its own."""
+        entry = self._inputs.origins[demand.origin].index.tensors[demand.key]
+        found = np.empty(demand.place.stop - demand.place.start, numpy_dtype(entry.dtype))
+        self._readers[demand.origin].fill(demand.key, demand.place, found.view(np.uint8).data)
+        return found
 
     def _input(self, slot: int, demand: Demand) -> NDArray[Any]:
         entry = self._inputs.origins[demand.origin].index.tensors[demand.key]

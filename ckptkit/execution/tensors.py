@@ -16,6 +16,7 @@ from ckptkit.core.index import Box, Key, Span, TensorIndex
 from ckptkit.execution.ledger import Account, ChecksumLedger
 from ckptkit.execution.locate import Located, Locator
 from ckptkit.execution.pieces import ChunkLookup, Piece
+from ckptkit.kernels.casts import Caster, overflow_error
 from ckptkit.storage.base import Source
 
 # Large enough that Python's share of a read is small, and that pieces of many column chunks stay
@@ -51,15 +52,42 @@ class TensorReader:
         self._lookups: OrderedDict[Key, ChunkLookup] = OrderedDict()
         self._located: OrderedDict[tuple[Key, int], Located] = OrderedDict()
         self._scratch: memoryview | None = None
+        self._unrounded: memoryview | None = None
 
     def fill(self, key: Key, span: Span, target: memoryview) -> None:
         """Writes the elements of `span` into `target`, which has exactly their size in bytes.
 
         Raises:
             InputError: If the source is damaged, or its bytes have another checksum.
+            OverflowRefusedError: If a number does not fit the type that it is rounded to.
         """
         lookup = self._lookup(key)
-        itemsize = lookup.entry.dtype.itemsize
+        if lookup.entry.rounded_from is None:
+            self._fill_stored(lookup, span, target)
+        else:
+            self._fill_rounded(lookup, span, target)
+
+    def _fill_rounded(self, lookup: ChunkLookup, span: Span, target: memoryview) -> None:
+        """Reads elements block by block, and rounds them to what the live tensor has."""
+        entry = lookup.entry
+        caster = Caster(entry.stored_dtype, entry.dtype)
+        step = RUN_BYTES // entry.stored_dtype.itemsize
+        if self._unrounded is None:
+            self._unrounded = memoryview(bytearray(RUN_BYTES))
+        for start in range(span.start, span.stop, step):
+            part = Span(start, min(start + step, span.stop))
+            count, low = part.stop - part.start, (start - span.start) * entry.dtype.itemsize
+            block = self._unrounded[: count * entry.stored_dtype.itemsize]
+            self._fill_stored(lookup, part, block)
+            view = target[low : low + count * entry.dtype.itemsize]
+            overflow = caster.cast(np.frombuffer(block, np.uint8), np.frombuffer(view, np.uint8))
+            if overflow is not None:
+                where = f"tensor {entry.key!r}"
+                raise overflow_error(overflow, entry.dtype, where=where, block_start=start)
+
+    def _fill_stored(self, lookup: ChunkLookup, span: Span, target: memoryview) -> None:
+        """Fills a buffer with elements as they are stored."""
+        itemsize = lookup.entry.stored_dtype.itemsize
         step = max(1, RUN_BYTES // itemsize)
         scattered = False
         for start in range(span.start, span.stop, step):
@@ -80,7 +108,7 @@ class TensorReader:
         places: dict[int, list[_Place]] = {}
         for piece in lookup.pieces(span):
             if self._locate(lookup, piece.row).strides is not None:
-                array = _target_array(target, piece, lookup.entry.dtype.itemsize)
+                array = _target_array(target, piece, lookup.entry.stored_dtype.itemsize)
                 places.setdefault(piece.row, []).append((piece.place, array))
         for row, wanted in places.items():
             self._gather(self._locate(lookup, row), wanted)
@@ -88,7 +116,7 @@ class TensorReader:
     def _fill_piece(
         self, lookup: ChunkLookup, located: Located, piece: Piece, view: memoryview
     ) -> None:
-        itemsize = lookup.entry.dtype.itemsize
+        itemsize = lookup.entry.stored_dtype.itemsize
         if piece.placement is None:
             low = piece.target_start * itemsize
             run = view[low : low + piece.elements * itemsize]
@@ -103,7 +131,7 @@ class TensorReader:
     def _read_run(
         self, lookup: ChunkLookup, located: Located, piece: Piece, target: memoryview
     ) -> None:
-        start = located.origin + piece.source_start * lookup.entry.dtype.itemsize
+        start = located.origin + piece.source_start * lookup.entry.stored_dtype.itemsize
         self._origin.source.read_into(located.path, start, target)
         if located.crc32 is not None:
             booked = (start - located.start, len(target), crc32(target))

@@ -6,11 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 from numpy.typing import NDArray
 
-from ckptkit.core.dtypes import DType
+from ckptkit.core.dtypes import BY_NAME, DType
+from ckptkit.core.errors import OverflowRefusedError
 from ckptkit.core.index import Key, Span
+from ckptkit.kernels.arrays import numpy_dtype
+from ckptkit.kernels.casts import Caster, overflow_error
 from ckptkit.planning.plan import Demand
+
+_MAGNITUDE, _INFINITE = 0x7FFF, 0x7F80  # bits of bfloat16
 
 
 class Operand(Protocol):
@@ -70,3 +76,56 @@ class Stored:
     def values(self, _span: Span, inputs: Sequence[NDArray[Any]]) -> NDArray[Any]:
         """What was read."""
         return inputs[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Cast:
+    """Another tensor in another float type.
+
+    Attributes:
+        operand: The other tensor.
+        dtype: The type that its elements are cast to.
+    """
+
+    operand: Operand
+    dtype: DType
+
+    @property
+    def reads(self) -> tuple[tuple[str, Key], ...]:
+        """What the other one reads."""
+        return self.operand.reads
+
+    def demands(self, span: Span) -> tuple[Demand, ...]:
+        """What the other one is made from."""
+        return self.operand.demands(span)
+
+    def values(self, span: Span, inputs: Sequence[NDArray[Any]]) -> NDArray[Any]:
+        """The other one's elements, cast.
+
+        Raises:
+            OverflowRefusedError: If a finite number would become infinite.
+        """  # noqa: DOC501  `overflow_error` makes it
+        found = self.operand.values(span, inputs)
+        made = np.empty(found.size, numpy_dtype(self.dtype))
+        overflow = Caster(self.operand.dtype, self.dtype).cast(found, made)
+        if overflow is not None:
+            where = f"tensor {self.reads[0][1]!r}"
+            raise overflow_error(overflow, self.dtype, where=where, block_start=span.start)
+        if self.dtype == BY_NAME["bfloat16"]:
+            self._refuse_infinite(found, made, span)
+        return made
+
+    def _refuse_infinite(self, found: NDArray[Any], made: NDArray[Any], span: Span) -> None:
+        """Refuses what bfloat16 rounds to infinity, which casts of whole models let pass."""
+        infinite = made.view(np.uint16) & _MAGNITUDE == _INFINITE
+        if not infinite.any():
+            return
+        infinite &= np.isfinite(found)
+        first = int(infinite.argmax())
+        if infinite[first]:
+            raise OverflowRefusedError(
+                f"value {float(found[first]):g} at element {span.start + first:,} does not fit"
+                f" {self.dtype.name}",
+                where=f"tensor {self.reads[0][1]!r}",
+                hint="pass --dtype float32, or take an earlier checkpoint if training diverged",
+            )

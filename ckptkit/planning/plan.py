@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from numpy.typing import NDArray
 
@@ -63,6 +63,55 @@ class Kernel(Protocol):
         ...
 
 
+class Reading(Protocol):
+    """How a kernel reads parts of source tensors while it prepares itself."""
+
+    def own(self, demand: Demand) -> NDArray[Any]:
+        """Returns the elements, one-dimensional, in an array that is the kernel's own."""
+        ...
+
+    def shared(self, demand: Demand) -> NDArray[Any]:
+        """Returns the elements read-only, from memory where another tensor asked for them."""
+        ...
+
+
+@runtime_checkable
+class Preparable(Protocol):
+    """What becomes a kernel by reading what all blocks of a tensor need, once for all."""
+
+    def prepared(self, out: TensorSpec, reading: Reading) -> Kernel:
+        """Returns the kernel; several threads may use it at a time."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedWithin:
+    """A kernel around one that has to prepare itself first.
+
+    Attributes:
+        inner: The inner one.
+        made: What the inner one makes.
+        around: Makes the kernel around a prepared one.
+    """
+
+    inner: Preparable
+    made: TensorSpec
+    around: Callable[[Kernel], Kernel]
+
+    def prepared(self, _out: TensorSpec, reading: Reading) -> Kernel:
+        """Prepares the inner kernel."""
+        return self.around(self.inner.prepared(self.made, reading))
+
+
+def kernel_around(
+    kernel: Kernel | Preparable, made: TensorSpec, around: Callable[[Kernel], Kernel]
+) -> Kernel | Preparable:
+    """Puts a kernel around another, which makes `made` and may have to prepare itself."""
+    if isinstance(kernel, Preparable):
+        return PreparedWithin(kernel, made, around)
+    return around(kernel)
+
+
 @dataclass(frozen=True, slots=True)
 class Literal:
     """Bytes known when planning: headers, indexes, configurations."""
@@ -82,7 +131,7 @@ class Copy:
 class Compute:
     """A tensor that a kernel makes; `reads` are the source tensors it looks at."""
 
-    kernel: Kernel
+    kernel: Kernel | Preparable
     reads: tuple[tuple[str, Key], ...]
 
 
