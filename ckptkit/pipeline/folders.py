@@ -28,9 +28,15 @@ _CLIMB = 2  # from checkpoint-500/pytorch_model_fsdp_0 up to the run
 
 
 class SideFolders:
-    """The folders that may hold side files, nearest to the weights first."""
+    """The folders that may hold side files, nearest to the weights first.
+
+    Attributes:
+        base: The model folder that the user named for what the source lacks, or None.
+        sources: The folders, by their paths.
+    """
 
     def __init__(self, stack: ExitStack, checkpoint: Opened, base: str | None) -> None:
+        self.base = base
         self.sources: dict[str, LocalSource] = {}
         for path in _candidates(checkpoint, base):
             if path.is_dir():

@@ -8,7 +8,7 @@ import logging
 import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptkit.core.errors import (
@@ -28,9 +28,11 @@ from ckptkit.storage.shared_target import SharedTarget
 from ckptkit.training.environment import ranks_of_this_machine
 from ckptkit.training.export_commit import answer_of, commit, mark_of, part_of
 from ckptkit.training.export_handle import ExportHandle, ExportReport
+from ckptkit.training.export_names import DiskNames, disk_names
 from ckptkit.training.export_plan import (
     ExportRequest,
     Table,
+    config_in,
     merged_tables,
     places_of,
     plan_adapter,
@@ -38,9 +40,11 @@ from ckptkit.training.export_plan import (
 )
 from ckptkit.training.export_sources import (
     Exported,
+    chosen_adapter,
     is_adapter,
     look_at,
     packed_table,
+    parts_of_model,
     side_files,
     unpacked_table,
 )
@@ -54,6 +58,8 @@ logger = logging.getLogger(__name__)
 _RANGES = "ranges"
 _ONE_WRITER = "one writer: "  # only one machine may write a file, and why
 _VISIBLE_SECONDS = 60.0
+_CONSOLIDATE = ("consolidate",)
+_EXTRACT = ("adapter", "extract")
 SaveInstead = Callable[[BoundState, str], SaveHandle]
 """Saves the state sharded, under a name of its own."""
 
@@ -82,6 +88,7 @@ class Attempt:
         self._target: SharedTarget | None = None
         self._written: _Written | None = None
         self._saved: SaveHandle | None = None
+        self._next: tuple[Sequence[str], Sequence[str]] = (), ()  # a command and its options
 
     def begin(
         self,
@@ -155,10 +162,15 @@ class Attempt:
         return f"{_ONE_WRITER}{reason}" if reason else _RANGES
 
     def _save(self, reason: str, bound: BoundState, save_instead: SaveInstead) -> None:
+        self._next = _CONSOLIDATE, _arguments(self._request.options)
         if is_adapter(bound):
-            raise RefusedError(
-                reason, where=str(self._request.out), hint="export the adapter to another place"
-            )
+            if self._request.options.dtype != ConsolidateRequest().dtype:
+                raise RefusedError(
+                    f"{reason}; from shards an adapter is taken with the numbers that it has",
+                    where=str(self._request.out),
+                    hint="leave dtype out, or export the adapter to another place",
+                )
+            self._next = _EXTRACT, chosen_adapter(bound)
         self._give_up()
         if self._peers.rank == 0:
             logger.warning("%s: %s; it is saved sharded instead", self._request.out, reason)
@@ -173,12 +185,12 @@ class Attempt:
         by_ranges: bool,
     ) -> _Written:
         exported = look_at(bound)
-        plan = self._plan(exported, side_files(bound, sidecar))
-        places = places_of(plan)
+        plan, names = self._plan(exported, bound, side_files(bound, sidecar))
         parts = [
-            Part(place, exported.table[name].dtype, box, local)
-            for name, place in places.items()
-            for box, local in exported.parts(name)
+            Part(place, exported.table[source].dtype, box, local)
+            for name, place in places_of(plan).items()
+            for source in names.sources(name)
+            for box, local in names.parts(name, source, exported.parts(source))
         ]
         if self._peers.rank == 0:
             target.sweep()
@@ -204,10 +216,14 @@ class Attempt:
             file.close()
         return shares, file.rows
 
-    def _plan(self, exported: Exported, side: Mapping[str, bytes]) -> Plan:
+    def _plan(
+        self, exported: Exported, bound: BoundState, side: Mapping[str, bytes]
+    ) -> tuple[Plan, DiskNames]:
         table, options = self._whole(exported), self._request.options
         if exported.is_adapter:
-            return plan_adapter(table, side, options)
+            return plan_adapter(table, side, options), DiskNames(None)
+        names = disk_names(parts_of_model(bound), table, config_in(side))
+        self._request = replace(self._request, versions=names.versions)
 
         def is_tied(one: Fqn, other: Fqn) -> bool:
             same = exported.same(one, other)
@@ -215,10 +231,10 @@ class Attempt:
                 return True
             return bool(self._agree(same is not False, all))
 
-        plan = plan_model(table, side, options, is_tied, where=str(self._request.out))
-        for note in plan.notes if self._peers.rank == 0 else ():
+        plan = plan_model(table, side, options, is_tied, names, where=str(self._request.out))
+        for note in (*names.notes, *plan.notes) if self._peers.rank == 0 else ():
             logger.warning("%s: %s", self._request.out, note)
-        return plan
+        return plan, names
 
     def _whole(self, exported: Exported) -> Table:
         """Returns the tensors of the whole model, which ranks of a pipeline have to tell."""
@@ -316,9 +332,10 @@ class Attempt:
 
     def _report_of(self, saved: SaveHandle, began: float) -> ExportReport:
         report = saved.report()
+        name, options = self._next
         command = [
-            *("ckptkit", "consolidate", str(report.path), str(self._request.out)),
-            *_arguments(self._request.options),
+            *("ckptkit", *name, str(report.path), str(self._request.out)),
+            *options,
             *(["--overwrite"] if self._request.overwrite else []),
         ]
         return ExportReport(

@@ -138,7 +138,7 @@ def _manifest(
         kind=_KIND[is_adapter],
         source=request.source,
         options=changed_options(request.options),
-        versions={"ckptkit": __version__},
+        versions={"ckptkit": __version__, **request.versions},
         tensors=tensors,
         tied={str(target): str(source) for target, source in plan.dropped.items()},
         files={file.path: FileRecord(file.size_bytes, _digest(file)) for file in plan.files},

@@ -34,7 +34,7 @@ class ExportReport:
 
     def __str__(self) -> str:
         if self.command:
-            return f"exported as shards in {self.path}; to be merged by: {self.command}"
+            return f"exported as shards in {self.path}; to make a folder of them: {self.command}"
         return (
             f"exported to {self.path}: {size_text(self.total_bytes)}"
             f" ({size_text(self.size_bytes)} by this rank), durable after"

@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,16 @@ from ckptkit.core.geometry import row_major_strides
 from ckptkit.core.index import Box, ChunkTable, Fqn, Ints, Key, Shape, TensorEntry
 from ckptkit.kernels.cast_kernel import CastKernel
 from ckptkit.layouts.hf_weights import layout_adapter, layout_hf_weights
-from ckptkit.planning.plan import Literal, OutputFile, Plan, TensorSpec, contiguous
+from ckptkit.planning.plan import (
+    SOURCE,
+    Copy,
+    Literal,
+    OutputFile,
+    Plan,
+    Product,
+    TensorSpec,
+    contiguous,
+)
 from ckptkit.planning.requests import ConsolidateRequest
 from ckptkit.planning.selection import (
     make_products,
@@ -42,6 +51,7 @@ from ckptkit.planning.side_files import (
 )
 from ckptkit.planning.ties import tie_candidates, tie_conflicts, ties_to_drop, untied_config
 from ckptkit.storage.syscalls import PAGE_BYTES
+from ckptkit.training.export_names import DiskNames
 
 BLOCK_BYTES = 8 << 20
 """What is cast, summed and written at once."""
@@ -66,12 +76,14 @@ class ExportRequest:
         options: Element type and size of files.
         overwrite: Whether a directory that holds something is replaced.
         source: What the manifest says of the origin.
+        versions: The libraries besides ours that the output follows from, with their versions.
     """
 
     out: Path
     options: ConsolidateRequest
     overwrite: bool
     source: Mapping[str, Any]
+    versions: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +114,7 @@ class Block:
 
 def declared_ties(table: Table, side: Mapping[str, bytes]) -> Mapping[Fqn, Fqn]:
     """Returns the names that are declared tied and may be one, each with the one that stays."""
-    return tie_candidates(_config(side), _extents(table))
+    return tie_candidates(config_in(side), _extents(table))
 
 
 def plan_model(
@@ -110,6 +122,7 @@ def plan_model(
     side: Mapping[str, bytes],
     options: ConsolidateRequest,
     is_tied: Callable[[Fqn, Fqn], bool],
+    names: DiskNames,
     *,
     where: str,
 ) -> Plan:
@@ -120,6 +133,7 @@ def plan_model(
         side: What lies beside the weights, by name: configurations, tokenizer.
         options: What was asked for.
         is_tied: Tells whether two tensors that are declared tied hold the same bytes.
+        names: How its tensors are called, and cut, on disk.
         where: The output, for messages.
 
     Returns:
@@ -128,14 +142,15 @@ def plan_model(
     Raises:
         RefusedError: If the model would load as another one, or cannot be written like this.
     """
-    config, entries = _config(side), [_entry(spec) for spec in table.values()]
+    config, entries = config_in(side), [_entry(spec) for spec in table.values()]
     refuse_what_would_load_as_random(entries, location=where)
     refuse_casting_quantized(entries, options, config, location=where)
     same, broken = dict[Fqn, Fqn](), dict(tie_conflicts(config, _extents(table)))
     for target, source in declared_ties(table, side).items():
         (same if is_tied(target, source) else broken)[target] = source
     dropped = ties_to_drop(config, same, broken)
-    products = make_products(entries, options, dropped, CastKernel)
+    live = {p.spec.name: p.spec for p in make_products(entries, options, dropped, CastKernel)}
+    products = [Product(spec, Copy(SOURCE, Key(spec.name))) for spec in names.specs(live)]
     weights = layout_hf_weights(products, options.max_file_bytes)
     if config is not None:
         written = bytes_by_dtype((p.spec.dtype, p.spec.size_bytes) for p in products)
@@ -145,7 +160,8 @@ def plan_model(
         f"the configuration ties {target!r} to {source!r}, but they differ: both are written"
         for target, source in broken.items()
     )
-    return Plan((*weights, *_side_files(side, config)), dropped, notes)
+    ties = {names.name_of(target): names.name_of(source) for target, source in dropped.items()}
+    return Plan((*weights, *_side_files(side, config)), ties, notes)
 
 
 def plan_adapter(table: Table, side: Mapping[str, bytes], options: ConsolidateRequest) -> Plan:
@@ -272,7 +288,8 @@ def _extents(table: Table) -> dict[Fqn, tuple[DType, Shape]]:
     return {name: (spec.dtype, spec.shape) for name, spec in table.items()}
 
 
-def _config(side: Mapping[str, bytes]) -> dict[str, Any] | None:
+def config_in(side: Mapping[str, bytes]) -> dict[str, Any] | None:
+    """Returns the model's configuration among what lies beside its weights, if it is there."""
     data = side.get(CONFIG)
     return None if data is None else parse_json_object(data, where=CONFIG)
 

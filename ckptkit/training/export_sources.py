@@ -24,6 +24,7 @@ from ckptkit.planning.plan import TensorSpec
 from ckptkit.training.dtensors import Copies
 from ckptkit.training.export_plan import ADAPTER_CONFIG, Table
 from ckptkit.training.modules import ModelWalk
+from ckptkit.training.names import innermost
 from ckptkit.training.ownership import owned
 from ckptkit.training.pieces import Piece
 from ckptkit.training.places import TensorPlaces, adapter_names
@@ -86,6 +87,15 @@ def parts_of_model(bound: BoundState) -> list[nn.Module]:
 def is_adapter(bound: BoundState) -> bool:
     """Tells whether the model is a PEFT model, of which only the adapter is exported."""
     return adapter_names(parts_of_model(bound)[0]) is not None
+
+
+def chosen_adapter(bound: BoundState) -> tuple[str, ...]:
+    """Returns the options of a command that name the adapter to be exported, among several."""
+    model: Any = innermost(parts_of_model(bound)[0])
+    names = adapter_names(model)
+    if names is None or len(model.peft_config) == 1:
+        return ()
+    return "--adapter", names.adapter
 
 
 def look_at(bound: BoundState) -> Exported:

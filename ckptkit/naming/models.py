@@ -1,0 +1,85 @@
+"""The model that a configuration describes, built without weights and without anyone's code."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+from transformers.models.auto import modeling_auto
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from ckptkit.core.errors import CannotPlanError
+
+# Heads that people train, the likely ones first: for configurations that name no architecture.
+_TASKS = (
+    *("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "SEQ_TO_SEQ_CAUSAL_LM", "MASKED_LM"),
+    *("SEQUENCE_CLASSIFICATION", "TOKEN_CLASSIFICATION", "QUESTION_ANSWERING"),
+    *("MULTIMODAL_LM", "SPEECH_SEQ_2_SEQ", "CTC", "IMAGE_CLASSIFICATION", "PRETRAINING"),
+)
+
+
+def build_model(config: Mapping[str, Any], live: Collection[str]) -> Any:
+    """Builds a model on the meta device.
+
+    Args:
+        config: A parsed `config.json`.
+        live: Names that training holds; they choose the class where the configuration does not.
+
+    Returns:
+        The model of the class that was trained.
+
+    Raises:
+        CannotPlanError: If the installed transformers has no such model.
+    """
+    model_type = str(config.get("model_type"))
+    if model_type not in CONFIG_MAPPING:
+        raise CannotPlanError(
+            f"transformers {transformers.__version__} has no model type {model_type!r}"
+        )
+    parsed = CONFIG_MAPPING[model_type].from_dict(dict(config))
+    parsed._attn_implementation = "eager"  # noqa: SLF001  kernels of others need not be there
+    named = _named_class(config)
+    if named is not None:
+        return _built(named, parsed)
+    models = (_built(cls, parsed) for cls in _classes_for(type(parsed)))
+    return _closest(models, live, model_type)
+
+
+def _closest(models: Iterator[Any], live: Collection[str], model_type: str) -> Any:
+    """Returns the first model that has all names, or else the one that has most of them."""
+    best, known = None, -1
+    for model in models:
+        shared = len(set(live) & model.state_dict().keys())
+        if shared > known:
+            best, known = model, shared
+        if shared == len(live) > 0:
+            break
+    if best is None:
+        raise CannotPlanError(f"no class of transformers belongs to model type {model_type!r}")
+    return best
+
+
+def _named_class(config: Mapping[str, Any]) -> Any:
+    """Returns the class that a configuration names, if transformers has it."""
+    for name in config.get("architectures") or ():
+        found = getattr(transformers, str(name).removeprefix("FSDP"), None)
+        if isinstance(found, type) and issubclass(found, PreTrainedModel):
+            return found
+    return None
+
+
+def _classes_for(config_class: type) -> Iterator[Any]:
+    mappings = [f"MODEL_FOR_{task}_MAPPING" for task in _TASKS]
+    for name in (*mappings, "MODEL_MAPPING"):
+        mapping = getattr(modeling_auto, name, {})
+        if config_class in mapping:
+            found = mapping[config_class]
+            yield from found if isinstance(found, tuple) else (found,)
+
+
+def _built(model_class: Any, config: Any) -> Any:
+    with torch.device("meta"):
+        return model_class(config)

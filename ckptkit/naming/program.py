@@ -1,0 +1,50 @@
+"""`python -c …`: reads one request from its input, answers, and ends.
+
+Answers go where the command listens; whatever libraries print goes to the log.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from importlib.util import find_spec
+from typing import Any
+
+from ckptkit.core.errors import CkptkitError
+from ckptkit.planning.hub_names_wire import NamingRequest, names_to_json
+
+
+def main() -> None:
+    """Answers the request on standard input; an error of ours is an answer too."""
+    replies = os.dup(1)
+    os.dup2(2, 1)
+    # No model is looked up anywhere, whatever its configuration names.
+    os.environ.update({"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"})
+    request = NamingRequest.from_json(sys.stdin.buffer.read())
+    with os.fdopen(replies, "wb") as stream:
+        stream.write(json.dumps(_answer(request)).encode())
+
+
+def _answer(request: NamingRequest) -> dict[str, Any]:
+    if find_spec("transformers.core_model_loading") is None:
+        import transformers
+
+        return _too_old(transformers.__version__)
+    from ckptkit.naming.answers import answer
+
+    try:
+        return names_to_json(answer(request))
+    except CkptkitError as error:
+        return {"error": error.to_json()}
+
+
+def _too_old(version: str) -> dict[str, Any]:
+    return {
+        "error": {
+            "code": "cannot-plan",
+            "message": f"found transformers {version}, and 5 or newer knows the names on disk",
+            "where": "",
+            "hint": "run `pip install --upgrade transformers`, or pass --names live",
+        }
+    }

@@ -1,0 +1,190 @@
+"""Tensors without elements that remember where their elements would have come from.
+
+Conversions of transformers are run on them as they are. What they do arrives here as operations
+of ATen: those that move elements are followed, and any other is refused, so that a conversion
+that computes something is never taken for one that only moves.
+
+Source: the schemas in PyTorch's `aten/src/ATen/native/native_functions.yaml`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+
+from ckptkit.core.errors import CannotPlanError
+from ckptkit.core.index import Fqn, Shape
+from ckptkit.planning.hub_arrangements import Arrangement, joined
+
+_aten = torch.ops.aten
+
+
+class TracedTensor(torch.Tensor):
+    """A tensor whose elements are known by where they lie in live tensors."""
+
+    arrangement: Arrangement
+
+    @classmethod
+    def holding(cls, arrangement: Arrangement, dtype: torch.dtype) -> TracedTensor:
+        """Returns a tensor of such elements."""
+        traced: TracedTensor = torch.Tensor._make_wrapper_subclass(  # noqa: SLF001  how it is done
+            cls, arrangement.shape, dtype=dtype, device=torch.device("meta")
+        )
+        traced.arrangement = arrangement
+        return traced
+
+    @classmethod
+    def of_live(cls, name: Fqn, shape: Shape, dtype: torch.dtype) -> TracedTensor:
+        """Returns a live tensor as it is."""
+        return cls.holding(Arrangement.of_live(name, shape), dtype)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch calls it as its guide says
+        cls,
+        operation: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Follows one operation.
+
+        Raises:
+            CannotPlanError: If it does anything but move elements.
+        """  # noqa: DOC501  `_refused` makes it
+        follow = _MOVES.get(operation.overloadpacket)
+        if follow is None or not all(issubclass(kind, (cls, torch.nn.Parameter)) for kind in types):
+            raise _refused(operation)
+        return follow(*args, **(kwargs or {}))
+
+
+def _refused(operation: Any) -> CannotPlanError:
+    return CannotPlanError(
+        f"a conversion computes with elements ({operation}), where moving them is what can be"
+        " planned"
+    )
+
+
+def _like(tensor: TracedTensor, arrangement: Arrangement) -> TracedTensor:
+    return TracedTensor.holding(arrangement, tensor.dtype)
+
+
+def _axis(dim: int, dimensions: int) -> int:
+    return dim + dimensions if dim < 0 else dim
+
+
+def _same(tensor: TracedTensor, **_options: Any) -> TracedTensor:
+    return _like(tensor, tensor.arrangement)
+
+
+def _to_copy(tensor: TracedTensor, dtype: torch.dtype | None = None, **_kw: Any) -> TracedTensor:
+    if dtype not in {None, tensor.dtype}:
+        raise _refused(f"a cast from {tensor.dtype} to {dtype}")
+    return _same(tensor)
+
+
+def _view(tensor: TracedTensor, size: Sequence[int], *_layout: Any) -> TracedTensor:
+    known = math.prod(n for n in size if n != -1)
+    shape = tuple(tensor.numel() // max(known, 1) if n == -1 else n for n in size)
+    return _like(tensor, tensor.arrangement.viewed(shape))
+
+
+def _transpose(tensor: TracedTensor, first: int, second: int) -> TracedTensor:
+    order = list(range(tensor.dim()))
+    a, b = _axis(first, tensor.dim()), _axis(second, tensor.dim())
+    order[a], order[b] = order[b], order[a]
+    return _like(tensor, tensor.arrangement.permuted(order))
+
+
+def _t(tensor: TracedTensor) -> TracedTensor:
+    return _transpose(tensor, 0, 1) if tensor.dim() > 1 else _same(tensor)
+
+
+def _permute(tensor: TracedTensor, dims: Sequence[int]) -> TracedTensor:
+    order = [_axis(dim, tensor.dim()) for dim in dims]
+    return _like(tensor, tensor.arrangement.permuted(order))
+
+
+def _slice(
+    tensor: TracedTensor,
+    dim: int = 0,
+    start: int | None = None,
+    end: int | None = None,
+    step: int = 1,
+) -> TracedTensor:
+    axis = _axis(dim, tensor.dim())
+    if step != 1:
+        raise _refused(f"a slice of every {step}th index")
+    low, high, _ = slice(start, end).indices(tensor.shape[axis])
+    return _like(tensor, tensor.arrangement.sliced(axis, low, max(low, high)))
+
+
+def _select(tensor: TracedTensor, dim: int, index: int) -> TracedTensor:
+    axis = _axis(dim, tensor.dim())
+    return _like(tensor, tensor.arrangement.selected(axis, _axis(index, tensor.shape[axis])))
+
+
+def _split(tensor: TracedTensor, size: int | Sequence[int], dim: int = 0) -> list[TracedTensor]:
+    total = tensor.shape[_axis(dim, tensor.dim())]
+    if isinstance(size, int):
+        starts = range(0, total, size) if size else [0]
+        return [_slice(tensor, dim, low, low + size) for low in starts]
+    bounds = pairwise(accumulate(size, initial=0))
+    return [_slice(tensor, dim, low, high) for low, high in bounds]
+
+
+def _unbind(tensor: TracedTensor, dim: int = 0) -> list[TracedTensor]:
+    return [_select(tensor, dim, i) for i in range(tensor.shape[_axis(dim, tensor.dim())])]
+
+
+def _squeeze(tensor: TracedTensor, dim: int | Sequence[int] | None = None) -> TracedTensor:
+    given = range(tensor.dim()) if dim is None else [dim] if isinstance(dim, int) else dim
+    found = tensor.arrangement
+    for axis in sorted((_axis(d, tensor.dim()) for d in given), reverse=True):
+        found = found.squeezed(axis) if found.shape[axis] == 1 else found
+    return _like(tensor, found)
+
+
+def _unsqueeze(tensor: TracedTensor, dim: int) -> TracedTensor:
+    return _like(tensor, tensor.arrangement.unsqueezed(_axis(dim, tensor.dim() + 1)))
+
+
+def _cat(tensors: Sequence[TracedTensor], dim: int = 0) -> TracedTensor:
+    kinds = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors})
+    if len(kinds) > 1:
+        raise CannotPlanError(
+            f"a tensor on disk is joined from tensors of {' and '.join(kinds)}",
+            hint="give them one element type with --dtype, or pass --names live",
+        )
+    axis = _axis(dim, tensors[0].dim())
+    return _like(tensors[0], joined([tensor.arrangement for tensor in tensors], axis))
+
+
+def _stack(tensors: Sequence[TracedTensor], dim: int = 0) -> TracedTensor:
+    return _cat([_unsqueeze(tensor, dim) for tensor in tensors], dim)
+
+
+_MOVES: dict[Any, Callable[..., Any]] = {
+    _aten._reshape_alias: _view,  # noqa: SLF001  that is its name
+    _aten._to_copy: _to_copy,  # noqa: SLF001
+    _aten._unsafe_view: _view,  # noqa: SLF001
+    _aten.alias: _same,
+    _aten.cat: _cat,
+    _aten.clone: _same,
+    _aten.detach: _same,
+    _aten.permute: _permute,
+    _aten.select: _select,
+    _aten.slice: _slice,
+    _aten.split: _split,
+    _aten.split_with_sizes: _split,
+    _aten.squeeze: _squeeze,
+    _aten.stack: _stack,
+    _aten.t: _t,
+    _aten.transpose: _transpose,
+    _aten.unbind: _unbind,
+    _aten.unsqueeze: _unsqueeze,
+    _aten.view: _view,
+}

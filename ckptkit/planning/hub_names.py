@@ -1,0 +1,189 @@
+"""Where the tensors that `save_pretrained` writes come from in the model that training holds.
+
+Transformers 5 computes with other tensors than it stores: the experts of a layer are one tensor
+in memory and one each on disk. The names that training holds are called live here, those in a
+Hub repository's files are called disk names. A disk tensor is described as boxes whose elements
+lie at regular steps in live tensors, which covers slices, splits, stacks, joins, transpositions
+and the reordering of rotary positions; nothing else can be described, and so nothing else is
+taken for it.
+
+A disk tensor that is one box of one live tensor, maybe with its axes exchanged, is what a merge
+of adapters needs to know; see `window_of`. `ckptkit.pipeline.naming` finds a model's names.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ckptkit.core.geometry import row_major_strides
+from ckptkit.core.index import Box, Fqn, Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A box of a disk tensor whose elements lie at regular steps in one live tensor.
+
+    Attributes:
+        box: Where in the disk tensor's grid.
+        source: The live tensor.
+        start: The element of the live tensor, counted row-major, at the box's first corner.
+        steps: Elements of the live tensor from one index to the next, per dimension of the grid.
+    """
+
+    box: Box
+    source: Fqn
+    start: int
+    steps: Shape
+
+
+@dataclass(frozen=True, slots=True)
+class HubTensor:
+    """A tensor as `save_pretrained` writes it; its element type is that of its sources.
+
+    Attributes:
+        name: Its disk name.
+        shape: Its shape.
+        grid: The same elements in the same row-major order with dimensions split further, where
+            that is needed to describe them by regular steps; mostly `shape` itself.
+        pieces: Boxes of the grid that cover it, each element once.
+    """
+
+    name: Fqn
+    shape: Shape
+    grid: Shape
+    pieces: tuple[Piece, ...]
+
+    @property
+    def sources(self) -> tuple[Fqn, ...]:
+        """The live tensors that it is made of, each once, in the order of the pieces."""
+        return tuple(dict.fromkeys(piece.source for piece in self.pieces))
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A box of a live tensor, read with its axes in another order.
+
+    In numpy's words the disk tensor is `live[box].transpose(rest + axes)[0, 0, …]`, where `rest`
+    are the axes that `axes` leaves out; the box has one index along each of them.
+
+    Attributes:
+        source: The live tensor.
+        box: The part of it.
+        axes: For each dimension of the disk tensor, the axis of the live tensor.
+    """
+
+    source: Fqn
+    box: Box
+    axes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class HubNames:
+    """What `save_pretrained` makes of a model's tensors.
+
+    Attributes:
+        library: Version of the transformers that says so.
+        live: Shapes of the live tensors, by live name.
+        tensors: What is written, by disk name, in the order in which it writes them.
+        unsaved: Live tensors that the model's class keeps out of its files.
+        unknown: Live tensors that the model's class does not have; they are renamed as if it
+            had them, as `save_pretrained` does where it is given a state dict.
+    """
+
+    library: str
+    live: Mapping[Fqn, Shape]
+    tensors: Mapping[Fqn, HubTensor]
+    unsaved: tuple[Fqn, ...] = ()
+    unknown: tuple[Fqn, ...] = ()
+
+
+def run_of(tensor: HubTensor) -> Piece | None:
+    """Returns the one piece of a disk tensor whose elements follow each other in a live one."""
+    if len(tensor.pieces) != 1:
+        return None
+    piece = tensor.pieces[0]
+    wanted = row_major_strides(tensor.grid)
+    sized = zip(tensor.grid, piece.steps, wanted, strict=True)
+    return piece if all(size == 1 or step == want for size, step, want in sized) else None
+
+
+def whole_of(tensor: HubTensor, live: Mapping[Fqn, Shape]) -> Fqn | None:
+    """Returns the live tensor that a disk tensor is, element for element, if there is one.
+
+    Args:
+        tensor: The disk tensor.
+        live: Shapes of the live tensors.
+    """
+    size = math.prod(tensor.shape)
+    piece = run_of(tensor) if size else next(iter(tensor.pieces), None)
+    is_whole = piece is not None and math.prod(live[piece.source]) == size
+    return piece.source if piece is not None and is_whole else None
+
+
+def window_of(tensor: HubTensor, live: Mapping[Fqn, Shape]) -> Window | None:
+    """Returns a disk tensor as a box of one live tensor.
+
+    Args:
+        tensor: The disk tensor.
+        live: Shapes of the live tensors.
+
+    Returns:
+        The box and the order of its axes, or None where it is made of several live tensors, or
+        where its elements stand in another order within an axis.
+    """
+    found = windows_of(tensor, live)
+    return found[0][1] if found is not None and len(found) == 1 else None
+
+
+def windows_of(
+    tensor: HubTensor, live: Mapping[Fqn, Shape]
+) -> tuple[tuple[Box, Window], ...] | None:
+    """Returns a disk tensor as boxes of live tensors.
+
+    Args:
+        tensor: The disk tensor.
+        live: Shapes of the live tensors.
+
+    Returns:
+        Each box of the disk tensor with that of the live one, or None where elements stand in
+        another order within an axis.
+    """
+    if tensor.grid != tensor.shape:
+        return None
+    found = [(piece.box, _window(piece, live[piece.source])) for piece in tensor.pieces]
+    windows = tuple((box, window) for box, window in found if window is not None)
+    return windows if len(windows) == len(found) else None
+
+
+def _window(piece: Piece, shape: Shape) -> Window | None:
+    axes = _axes(piece.box.sizes, piece.steps, shape)
+    if axes is None:
+        return None
+    offsets = tuple(
+        (piece.start // stride) % size
+        for stride, size in zip(row_major_strides(shape), shape, strict=True)
+    )
+    sizes = [1] * len(shape)
+    for axis, size in zip(axes, piece.box.sizes, strict=True):
+        sizes[axis] = size
+    fits = all(o + n <= m for o, n, m in zip(offsets, sizes, shape, strict=True))
+    return Window(piece.source, Box(offsets, tuple(sizes)), axes) if fits else None
+
+
+def _axes(sizes: Shape, steps: Shape, shape: Shape) -> tuple[int, ...] | None:
+    """Finds the axis that each step walks along; dimensions of one index take what is left."""
+    strides = row_major_strides(shape)
+    free = list(range(len(shape)))
+    found: dict[int, int] = {}
+    # Those that walk choose first: of axes with equal strides all but one have one index.
+    for position in sorted(range(len(sizes)), key=lambda i: sizes[i] == 1):
+        size, step = sizes[position], steps[position]
+        fitting = [a for a in free if size == 1 or (strides[a] == step and shape[a] >= size)]
+        if not fitting:
+            return None
+        axis = position if position in fitting else fitting[0]
+        found[position] = axis
+        free.remove(axis)
+    return tuple(found[position] for position in range(len(sizes)))

@@ -1,0 +1,587 @@
+"""What `consolidate` writes is what `save_pretrained` writes: names, types, shapes and bytes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ckptkit
+from ckptkit.core.dtypes import dtype_named
+from ckptkit.core.errors import CannotPlanError, RefusedError
+from ckptkit.core.index import Box, Fqn
+from ckptkit.pipeline import naming
+from ckptkit.pipeline.naming import disk_names
+from ckptkit.planning.hub_names import HubNames, window_of
+from ckptkit.planning.hub_names_need import naming_need
+from ckptkit.planning.hub_names_wire import NamingRequest, names_from_json, names_to_json
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers", minversion="5")
+import torch.distributed.checkpoint as dcp  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
+
+from ckptkit.naming.answers import answer  # noqa: E402
+from ckptkit.training import Checkpointer  # noqa: E402
+from ckptkit.training.export_names import DiskNames  # noqa: E402
+
+FIXTURE = Path(__file__).resolve().parents[2] / "fixtures" / "fsdp2_mixtral"
+pytestmark = pytest.mark.filterwarnings("ignore:.*process group.*", "ignore:.*single process.*")
+
+TEXT = {
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+}
+VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 8,
+}
+EXPERTS = {"num_local_experts": 3, "num_experts_per_tok": 2}
+QWEN_TEXT = TEXT | {
+    "model_type": "qwen2_vl_text",
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]},
+}
+QWEN_VISION = {"depth": 1, "embed_dim": 16, "hidden_size": 16, "num_heads": 2, "patch_size": 8}
+LATENT = {
+    "num_key_value_heads": 2,
+    "moe_intermediate_size": 8,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "first_k_dense_replace": 1,
+}
+T5 = {"vocab_size": 40, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2}
+GPT2 = {"vocab_size": 40, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 24}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model class with its small configuration.
+
+    Attributes:
+        differs: Whether disk and memory hold other tensors.
+        dtype: What the model is trained in.
+    """
+
+    model: str
+    config: str
+    options: dict[str, Any] = field(default_factory=dict)
+    differs: bool = False
+    dtype: str = "float32"
+
+    def build(self) -> Any:
+        torch.manual_seed(3)
+        config = getattr(transformers, self.config)(**self.options)
+        return getattr(transformers, self.model)(config).to(getattr(torch, self.dtype))
+
+
+CASES = [
+    Case("LlamaForCausalLM", "LlamaConfig", TEXT),
+    Case("Qwen2ForCausalLM", "Qwen2Config", TEXT | {"tie_word_embeddings": True}),
+    Case("Qwen3ForCausalLM", "Qwen3Config", TEXT, dtype="bfloat16"),
+    Case(
+        "Qwen3MoeForCausalLM",
+        "Qwen3MoeConfig",
+        TEXT | {"num_experts": 3, "moe_intermediate_size": 8, "tie_word_embeddings": True},
+        differs=True,
+        dtype="bfloat16",
+    ),
+    Case("MixtralForCausalLM", "MixtralConfig", TEXT | EXPERTS, differs=True),
+    Case("DeepseekV3ForCausalLM", "DeepseekV3Config", TEXT | LATENT, differs=True),
+    Case("GptOssForCausalLM", "GptOssConfig", TEXT | EXPERTS),
+    Case("Llama4ForCausalLM", "Llama4TextConfig", TEXT | {"num_local_experts": 2}),
+    Case("Phi3ForCausalLM", "Phi3Config", TEXT | {"pad_token_id": 0}),
+    Case(
+        "Gemma3ForConditionalGeneration",
+        "Gemma3Config",
+        {
+            "text_config": TEXT | {"model_type": "gemma3_text"},
+            "vision_config": VISION | {"model_type": "siglip_vision_model"},
+            "mm_tokens_per_image": 4,
+        },
+        differs=True,
+        dtype="bfloat16",
+    ),
+    Case(
+        "LlavaForConditionalGeneration",
+        "LlavaConfig",
+        {
+            "text_config": TEXT | {"model_type": "llama"},
+            "vision_config": VISION | {"model_type": "clip_vision_model"},
+        },
+        differs=True,
+    ),
+    Case(
+        "Qwen2VLForConditionalGeneration",
+        "Qwen2VLConfig",
+        {"text_config": QWEN_TEXT, "vision_config": QWEN_VISION},
+        differs=True,
+    ),
+    Case(
+        "BertForSequenceClassification",
+        "BertConfig",
+        {key: value for key, value in TEXT.items() if key != "head_dim"},
+    ),
+    Case("GPT2LMHeadModel", "GPT2Config", GPT2),
+    Case("T5ForConditionalGeneration", "T5Config", T5),
+    # Joins two tensors into one on the way to disk.
+    Case("Dinov2Model", "Dinov2Config", VISION | {"use_swiglu_ffn": True}, differs=True),
+    # Computes with transposed experts, and keeps them so.
+    Case(
+        "Qwen3VLMoeForConditionalGeneration",
+        "Qwen3VLMoeConfig",
+        {
+            "text_config": QWEN_TEXT
+            | {"model_type": "qwen3_vl_moe_text", "num_experts": 2, "moe_intermediate_size": 8},
+            "vision_config": {
+                "depth": 1,
+                "hidden_size": 16,
+                "intermediate_size": 24,
+                "num_heads": 2,
+                "out_hidden_size": 16,
+                "deepstack_visual_indexes": [0],
+            },
+        },
+    ),
+]
+BY_MODEL = {case.model: case for case in CASES}
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[NamingRequest]:
+    """Asks transformers in this process, which saves its import; returns what was asked."""
+    requests: list[NamingRequest] = []
+
+    def ask(request: NamingRequest) -> HubNames:
+        requests.append(NamingRequest.from_json(request.to_json()))
+        found = answer(requests[-1])
+        return names_from_json(json.loads(json.dumps(names_to_json(found))))
+
+    monkeypatch.setattr(naming, "ask_transformers", ask)
+    return requests
+
+
+def trained(model: Any, folder: Path) -> Path:
+    """Saves what training holds, with the configuration beside it."""
+    dcp.save(dict(model.state_dict()), checkpoint_id=folder, no_dist=True)
+    model.config.save_pretrained(folder)
+    return folder
+
+
+def saved(model: Any, folder: Path) -> Path:
+    model.save_pretrained(folder)
+    return folder
+
+
+def assert_same_model(out: Path, reference: Path) -> None:
+    ours, theirs = load_file(out / "model.safetensors"), load_file(reference / "model.safetensors")
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert (ours[name].dtype, ours[name].shape) == (tensor.dtype, tensor.shape), name
+        assert (
+            ours[name].numpy(force=True).tobytes() == tensor.numpy(force=True).tobytes()
+            if (tensor.dtype != torch.bfloat16)
+            else torch.equal(ours[name].view(torch.int16), tensor.view(torch.int16))
+        ), name
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "config.json").read_bytes())
+    return found
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.model)
+def test_a_model_is_written_as_save_pretrained_writes_it(
+    case: Case, tmp_path: Path, asked: list[NamingRequest]
+) -> None:
+    model = case.build()
+    reference = saved(model, tmp_path / "reference")
+    source = trained(model, tmp_path / "source")
+
+    manifest = ckptkit.consolidate(source, tmp_path / "out")
+
+    assert_same_model(tmp_path / "out", reference)
+    assert config_of(tmp_path / "out") == config_of(reference)
+    live = model.state_dict().keys() - model.all_tied_weights_keys.keys()
+    assert case.differs == (live != manifest.tensors.keys())
+    assert case.differs <= bool(asked)
+    assert ("transformers" in manifest.versions) == bool(asked)
+    assert ckptkit.verify(tmp_path / "out").problems == ()
+    _, loading = type(model).from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(loading.values()), loading
+
+
+@pytest.mark.parametrize("model", [case.model for case in CASES if case.differs])
+def test_a_configuration_without_a_class_leads_to_the_same_names(
+    model: str, tmp_path: Path, asked: list[NamingRequest]
+) -> None:
+    built = BY_MODEL[model].build()
+    reference = saved(built, tmp_path / "reference")
+    source = trained(built, tmp_path / "source")
+    config = config_of(source) | {"architectures": None}
+    (source / "config.json").write_text(json.dumps(config))
+    ckptkit.consolidate(source, tmp_path / "out")
+    assert_same_model(tmp_path / "out", reference)
+    assert len(asked) == 1
+
+
+@pytest.fixture
+def mixtral(tmp_path: Path) -> tuple[Any, Path]:
+    """A mixture of experts, and what training left of it."""
+    model = BY_MODEL["MixtralForCausalLM"].build()
+    return model, trained(model, tmp_path / "source")
+
+
+def test_types_and_files_are_chosen_for_the_tensors_on_disk(
+    mixtral: tuple[Any, Path], tmp_path: Path, asked: list[NamingRequest]
+) -> None:
+    model, source = mixtral
+    model.to(torch.bfloat16).save_pretrained(tmp_path / "reference")
+    out, half = tmp_path / "out", torch.bfloat16
+    ckptkit.consolidate(source, out, dtype="bfloat16", max_shard_size="6KB")
+    found = {k: v for file in out.glob("*.safetensors") for k, v in load_file(file).items()}
+    reference = load_file(tmp_path / "reference" / "model.safetensors")
+    assert found.keys() == reference.keys()
+    assert all(torch.equal(found[k], v) and found[k].dtype == half for k, v in reference.items())
+    assert len(list(out.glob("*.safetensors"))) > 2
+    assert len(asked) == 1
+
+
+def test_live_names_need_no_one_to_be_asked(
+    mixtral: tuple[Any, Path], tmp_path: Path, asked: list[NamingRequest]
+) -> None:
+    model, source = mixtral
+    ckptkit.consolidate(source, tmp_path / "out", names="live")
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == model.state_dict().keys()
+    ckptkit.convert(source, tmp_path / "torch", to="torch")
+    ckptkit.convert(source, tmp_path / "dcp", to="dcp")
+    assert not asked
+
+
+def test_a_folder_with_the_names_of_disk_keeps_them(
+    mixtral: tuple[Any, Path], tmp_path: Path, asked: list[NamingRequest]
+) -> None:
+    reference = saved(mixtral[0], tmp_path / "reference")
+    ckptkit.consolidate(reference, tmp_path / "out", names="hub")
+    assert_same_model(tmp_path / "out", reference)
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize("model", ["MixtralForCausalLM", "LlavaForConditionalGeneration"])
+def test_a_base_that_has_live_names_is_followed(
+    model: str, tmp_path: Path, asked: list[NamingRequest]
+) -> None:
+    built = BY_MODEL[model].build()
+    base = tmp_path / "base"
+    built.save_pretrained(base, save_original_format=False)
+    resumed = type(built).from_pretrained(base)
+    source = trained(resumed, tmp_path / "source")
+    ckptkit.consolidate(source, tmp_path / "out", base=base)
+    assert_same_model(tmp_path / "out", saved(resumed, tmp_path / "reference"))
+    assert asked[0].base
+
+
+def test_a_prefix_of_the_base_is_kept(tmp_path: Path, asked: list[NamingRequest]) -> None:
+    config = transformers.CLIPTextConfig(**{k: TEXT[k] for k in list(TEXT)[:5]})
+    built = transformers.CLIPTextModel(config)
+    base = saved(built, tmp_path / "base")
+    weights = load_file(base / "model.safetensors")
+    prefixed = {f"text_model.{name.removeprefix('text_model.')}": v for name, v in weights.items()}
+    plain = {name.removeprefix("text_model."): v for name, v in weights.items()}
+    forms = []
+    for number, form in enumerate((prefixed, plain)):
+        save_file(form, base / "model.safetensors", metadata={"format": "pt"})
+        resumed = transformers.CLIPTextModel.from_pretrained(base)
+        source = trained(resumed, tmp_path / f"source-{number}")
+        reference = saved(resumed, tmp_path / f"reference-{number}")
+        ckptkit.consolidate(source, tmp_path / f"out-{number}", base=base)
+        assert_same_model(tmp_path / f"out-{number}", reference)
+        forms.append(load_file(reference / "model.safetensors").keys())
+    assert forms[0] != forms[1]
+    assert len(asked) == 2
+
+
+def test_names_that_the_base_has_not_are_told(
+    mixtral: tuple[Any, Path], tmp_path: Path, asked: list[NamingRequest]
+) -> None:
+    model, source = mixtral
+    base = saved(model, tmp_path / "base")
+    weights = load_file(base / "model.safetensors")
+    del weights["lm_head.weight"]
+    save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
+    notes = notes_of(source, tmp_path, base=base)
+    assert any("lm_head.weight" in note and "base" in note for note in notes)
+    assert asked
+
+
+def notes_of(source: Path, tmp_path: Path, **options: Any) -> list[str]:
+    """Consolidates, and returns what was said."""
+    notes: list[str] = []
+
+    def listen(event: Any) -> None:
+        notes.extend(getattr(event, "notes", ()))
+
+    ckptkit.consolidate(source, tmp_path / "out", listener=listen, **options)
+    return notes
+
+
+def edit_config(folder: Path, **values: Any) -> None:
+    (folder / "config.json").write_text(json.dumps(config_of(folder) | values))
+
+
+def test_code_beside_the_configuration_is_no_obstacle_for_transformers_own_model(
+    mixtral: tuple[Any, Path], tmp_path: Path, asked: list[NamingRequest]
+) -> None:
+    model, source = mixtral
+    edit_config(source, auto_map={"AutoModel": "own.OwnModel"})
+    (source / "own.py").write_text("raise SystemExit('was run')")
+    ckptkit.consolidate(source, tmp_path / "out")
+    assert_same_model(tmp_path / "out", saved(model, tmp_path / "reference"))
+    assert "auto_map" not in asked[0].config
+
+
+def test_a_model_with_code_of_its_own_keeps_its_names(
+    mixtral: tuple[Any, Path], tmp_path: Path, asked: list[NamingRequest]
+) -> None:
+    model, _ = mixtral
+    state = {f"own.{name}": value for name, value in model.state_dict().items()}
+    source = tmp_path / "own"
+    dcp.save(state, checkpoint_id=source, no_dist=True)
+    model.config.save_pretrained(source)
+    edit_config(source, auto_map={"AutoModel": "own.OwnModel"})
+    notes = notes_of(source, tmp_path)
+    assert any("as training holds them" in note and "'own." in note for note in notes)
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == state.keys()
+    with pytest.raises(RefusedError, match="code beside config"):
+        ckptkit.consolidate(source, tmp_path / "hub", names="hub")
+    assert asked
+
+
+def test_tensors_that_the_class_has_not_are_written_too(
+    mixtral: tuple[Any, Path], tmp_path: Path, asked: list[NamingRequest]
+) -> None:
+    model, _ = mixtral
+    head = {"v_head.summary.weight": torch.ones(1, 16), "v_head.nothing": torch.ones(0, 16)}
+    source = tmp_path / "with a head"
+    dcp.save(model.state_dict() | head, checkpoint_id=source, no_dist=True)
+    model.config.save_pretrained(source)
+    ckptkit.consolidate(source, tmp_path / "out")
+    model.save_pretrained(tmp_path / "reference", state_dict=model.state_dict() | head)
+    assert_same_model(tmp_path / "out", tmp_path / "reference")
+    assert asked
+
+
+def test_patterns_choose_by_live_names(
+    mixtral: tuple[Any, Path], tmp_path: Path, asked: list[NamingRequest]
+) -> None:
+    _, source = mixtral
+    manifest = ckptkit.consolidate(source, tmp_path / "out", include=["*.down_proj"])
+    expected = {
+        f"model.layers.{layer}.block_sparse_moe.experts.{expert}.w2.weight"
+        for layer in range(2)
+        for expert in range(3)
+    }
+    assert manifest.tensors.keys() == expected
+    assert asked
+
+
+def test_half_of_a_joined_tensor_is_refused(tmp_path: Path, asked: list[NamingRequest]) -> None:
+    model = BY_MODEL["Dinov2Model"].build()
+    source = trained(model, tmp_path / "source")
+    half = next(name for name in model.state_dict() if name.endswith("gate_proj.weight"))
+    with pytest.raises(RefusedError, match="left out"):
+        ckptkit.consolidate(source, tmp_path / "out", exclude=[half])
+    with pytest.raises(RefusedError, match="bfloat16 and float32"):
+        ckptkit.consolidate(source, tmp_path / "out", dtype="bfloat16", keep_dtype=[half])
+    assert asked
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"model_type": "not_there_yet"}, "'not_there_yet'"),
+        ({"model_type": None}, "names no model type"),
+    ],
+)
+def test_an_unknown_model_type_is_told_and_its_names_are_left(
+    mixtral: tuple[Any, Path],
+    tmp_path: Path,
+    asked: list[NamingRequest],
+    values: dict[str, Any],
+    message: str,
+) -> None:
+    model, source = mixtral
+    edit_config(source, **values)
+    assert any(message in note for note in notes_of(source, tmp_path))
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == model.state_dict().keys()
+    with pytest.raises(RefusedError, match=message):
+        ckptkit.consolidate(source, tmp_path / "hub", names="hub")
+    assert not asked
+
+
+def test_without_a_configuration_hub_names_are_refused(
+    mixtral: tuple[Any, Path], tmp_path: Path, asked: list[NamingRequest]
+) -> None:
+    _, source = mixtral
+    (source / "config.json").unlink()
+    with pytest.raises(RefusedError, match=r"no config\.json"):
+        ckptkit.consolidate(source, tmp_path / "out", names="hub")
+    ckptkit.consolidate(source, tmp_path / "out")
+    assert not asked
+
+
+def test_eight_bit_weights_keep_their_live_names(
+    mixtral: tuple[Any, Path], tmp_path: Path, asked: list[NamingRequest]
+) -> None:
+    model, _ = mixtral
+    state = {name: value.to(torch.float8_e4m3fn) for name, value in model.state_dict().items()}
+    source = tmp_path / "packed"
+    dcp.save(state, checkpoint_id=source, no_dist=True)
+    model.config.save_pretrained(source)
+    assert any("8 bits" in note for note in notes_of(source, tmp_path))
+    assert not asked
+
+
+def test_a_conversion_that_computes_is_refused_by_the_name_of_its_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from transformers import conversion_mapping
+    from transformers.core_model_loading import ConversionOps, WeightConverter
+
+    class Halved(ConversionOps):  # type: ignore[misc]  # transformers is not followed
+        def convert(self, input_dict: Any, **_kw: Any) -> Any:
+            return {k: v[0] * 0.5 for k, v in input_dict.items()}
+
+        @property
+        def reverse_op(self) -> Any:
+            return self
+
+    converter = WeightConverter("lm_head.weight", "lm_head.weight", operations=[Halved()])
+    monkeypatch.setattr(
+        conversion_mapping, "get_checkpoint_conversion_mapping", lambda _name: [converter]
+    )
+    config = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]} | TEXT | EXPERTS
+    with pytest.raises(CannotPlanError, match="computes"):
+        answer(NamingRequest(config, None))
+
+
+def test_windows_tell_a_merge_where_disk_tensors_lie(asked: list[NamingRequest]) -> None:
+    config = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]} | TEXT | EXPERTS
+    model = BY_MODEL["MixtralForCausalLM"].build()
+    names = disk_names(config, None).names
+    assert names is not None
+    live = model.state_dict()
+    assert {name: tuple(value.shape) for name, value in live.items()} == names.live
+    gate = names.tensors[Fqn("model.layers.1.block_sparse_moe.experts.2.w3.weight")]
+    window = window_of(gate, names.live)
+    assert window is not None
+    assert window.source == "model.layers.1.mlp.experts.gate_up_proj"
+    assert (window.box.offsets, window.box.sizes, window.axes) == ((2, 24, 0), (1, 24, 16), (1, 2))
+    assert asked
+
+
+def test_the_table_agrees_with_transformers() -> None:
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import PrefixChange
+
+    for case in CASES:
+        model = case.build()
+        found = get_model_conversion_mapping(model, add_legacy=False)
+        is_converted = any(not isinstance(entry, PrefixChange) for entry in found)
+        need = naming_need(model.config.to_dict(), has_base=False)
+        assert need.kind == ("ask" if is_converted else "none"), case.model
+
+
+@pytest.mark.parametrize(
+    "model", ["LlamaForCausalLM", *(case.model for case in CASES if case.differs)]
+)
+def test_an_export_has_the_names_of_save_pretrained_too(model: str, tmp_path: Path) -> None:
+    built = BY_MODEL[model].build()
+    with Checkpointer(tmp_path / "run") as checkpointer:
+        checkpointer.export(tmp_path / "out", state={"model": built}).result(60)
+    assert_same_model(tmp_path / "out", saved(built, tmp_path / "reference"))
+    manifest = json.loads((tmp_path / "out" / "ckptkit.json").read_bytes())
+    assert ("transformers" in manifest["versions"]) == BY_MODEL[model].differs
+
+
+def test_an_export_goes_on_under_live_names_where_transformers_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from ckptkit.naming import answers
+
+    def fail(*_args: Any) -> None:
+        raise KeyError("no such layer")
+
+    monkeypatch.setattr(answers, "revert_weight_conversion", fail)
+    model = BY_MODEL["MixtralForCausalLM"].build()
+    with Checkpointer(tmp_path / "run") as checkpointer:
+        checkpointer.export(tmp_path / "out", state={"model": model}).result(60)
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == model.state_dict().keys()
+    assert "no such layer" in caplog.text
+
+
+def in_two(tensor: Any, axis: int) -> Iterator[tuple[Box, Any]]:
+    """Cuts a tensor in two boxes across an axis."""
+    axis = min(axis, tensor.dim() - 1)
+    half = (tensor.shape[axis] + 1) // 2
+    for low, part in zip((0, half), tensor.split(half, axis), strict=False):
+        offsets = [0] * tensor.dim()
+        offsets[axis] = low
+        yield Box(tuple(offsets), tuple(part.shape)), part
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.parametrize("model", ["MixtralForCausalLM", "Dinov2Model"])
+def test_shards_of_live_tensors_become_parts_of_those_on_disk(model: str, axis: int) -> None:
+    from transformers.core_model_loading import revert_weight_conversion
+
+    built = BY_MODEL[model].build()
+    live = dict(built.state_dict())
+    tensors = {Fqn(k): (dtype_named(str(v.dtype)), tuple(v.shape)) for k, v in live.items()}
+    config = built.config.to_dict() | {"architectures": [model]}
+    names = answer(NamingRequest(config, tensors))
+    disk = DiskNames(names)
+    for name, expected in revert_weight_conversion(built, live).items():
+        made, written = torch.zeros_like(expected), torch.zeros_like(expected)
+        for source in disk.sources(name):
+            for box, part in disk.parts(name, source, in_two(live[source], axis)):
+                at = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
+                made[at] = part
+                written[at] += 1
+        assert torch.equal(made, expected)
+        assert bool((written == 1).all())
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the command makes of real shards, asking transformers in a process of its own."""
+    out = tmp_path_factory.mktemp("mixtral") / "out"
+    ckptkit.consolidate(FIXTURE / "checkpoint", out, base=FIXTURE / "saved_pretrained", names="hub")
+    return out
+
+
+def test_real_shards_become_what_save_pretrained_wrote(real: Path) -> None:
+    assert_same_model(real, FIXTURE / "saved_pretrained")
+    assert config_of(real) == config_of(FIXTURE / "saved_pretrained")
+    manifest = json.loads((real / "ckptkit.json").read_bytes())
+    assert manifest["versions"]["transformers"] == transformers.__version__
+    assert manifest["tied"] == {"lm_head.weight": "model.embed_tokens.weight"}
