@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from ckptkit.core.errors import CannotPlanError
 from ckptkit.layouts.weight_index import index_file
-from ckptkit.planning.files import numbered, split_by_size
+from ckptkit.planning.files import name_order, numbered, split_by_size
 from ckptkit.planning.plan import (
     Body,
     Literal,
@@ -23,7 +23,8 @@ from ckptkit.planning.plan import (
 
 STEM = "model"
 ADAPTER_STEM = "adapter_model"
-INDEX_NAME = f"{STEM}.safetensors.index.json"
+SINGLE_NAME = f"{STEM}.safetensors"
+INDEX_NAME = f"{SINGLE_NAME}.index.json"
 DATA_ALIGNMENT = 4096
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 _METADATA_KEY = "__metadata__"  # what a header calls its own facts; no tensor may be named so
@@ -43,11 +44,28 @@ def layout_hf_weights(products: Sequence[Product], max_file_bytes: int) -> list[
         CannotPlanError: If safetensors has no name for a tensor's element type, or another use
             for the tensor's name, or if a header would be larger than the library reads.
     """
-    groups = split_by_size(sorted(products, key=_by_name), max_file_bytes)
+    ordered = sorted(products, key=lambda product: name_order(product.spec.name))
+    groups = split_by_size(ordered, max_file_bytes)
     names = numbered(STEM, "safetensors", len(groups))
-    files = [_weights_file(*pair) for pair in zip(names, groups, strict=True)]
-    if len(files) > 1:
-        files.append(index_file(INDEX_NAME, names, groups))
+    return layout_hf_files(list(zip(names, groups, strict=True)))
+
+
+def layout_hf_files(groups: Sequence[tuple[str, Sequence[Product]]]) -> list[OutputFile]:
+    """Lays tensors out in files of which it is settled what each holds.
+
+    Args:
+        groups: `(name of the file, its tensors)`.
+
+    Returns:
+        The weight files, and their index unless all lies in `model.safetensors`.
+
+    Raises:
+        CannotPlanError: As for `layout_hf_weights`.
+    """
+    files = [_weights_file(*group) for group in groups]
+    names = [name for name, _ in groups]
+    if names != [SINGLE_NAME]:
+        files.append(index_file(INDEX_NAME, names, [products for _, products in groups]))
     return files
 
 
@@ -58,11 +76,6 @@ def layout_adapter(products: Sequence[Product]) -> OutputFile:
         CannotPlanError: As for `layout_hf_weights`.
     """
     return _weights_file(f"{ADAPTER_STEM}.safetensors", products)
-
-
-def _by_name(product: Product) -> list[tuple[int, str]]:
-    parts = product.spec.name.split(".")
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
 
 
 def _weights_file(path: str, products: Sequence[Product]) -> OutputFile:

@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ckptkit.core.index import TensorEntry
+from ckptkit.core.index import Fqn, TensorEntry
 from ckptkit.execution.executor import Inputs
 from ckptkit.execution.tensors import Origin
 from ckptkit.kernels.cast_kernel import CastKernel
 from ckptkit.layouts.dcp import layout_dcp
 from ckptkit.layouts.hf_weights import layout_hf_weights
 from ckptkit.layouts.torch_full import layout_torch_full
+from ckptkit.pipeline.adapters.facts import adapter_facts, choices
 from ckptkit.pipeline.folders import SideFolders
+from ckptkit.pipeline.naming import Named, named
 from ckptkit.pipeline.opening import Opened, PathLike, opened
+from ckptkit.pipeline.shaping import Shaping
 from ckptkit.pipeline.ties_by_bytes import Ties, find_ties
 from ckptkit.pipeline.writing import Prepared, estimated, settings_for
 from ckptkit.planning.coverage import error_of, find_problems
-from ckptkit.planning.plan import SOURCE, Plan
+from ckptkit.planning.plan import SOURCE, OutputFile, Plan, Product
 from ckptkit.planning.requests import ConsolidateRequest, Resources, changed_options
 from ckptkit.planning.selection import (
     make_products,
-    refuse_casting_quantized,
+    note_of_masters,
     refuse_what_would_load_as_random,
     select_model,
     under_tied_names,
@@ -63,7 +68,34 @@ def prepared(
             opened(src, select=request.select, also=also, limit_bytes=limit)
         )
         folders = SideFolders(stack, checkpoint, base)
-        yield _Preparation(checkpoint, folders, request, resources).run(Path(out))
+        if request.names == "auto":
+            chosen = choices(request.select, also)
+            source = os.fspath(src) if chosen else checkpoint.path
+            _refuse_adapters(checkpoint, folders, source, chosen, out)
+        shaping = Shaping(request, base, checkpoint.path)
+        yield _Preparation(checkpoint, folders, request, resources, shaping).run(Path(out))
+
+
+def _refuse_adapters(
+    checkpoint: Opened, folders: SideFolders, source: str, chosen: Sequence[str], out: PathLike
+) -> None:
+    """Refuses an adapter, or what has one in it, with the commands that make something of it.
+
+    Raises:
+        RefusedError: If there is one.
+    """
+    facts = adapter_facts(checkpoint, folders)
+    if facts is None:
+        return
+    merge = facts.merge(source, os.fspath(out), chosen=chosen)
+    extract = facts.extract(source, os.fspath(out), chosen=chosen)
+    alone = "" if facts.is_ready else f", for the adapter alone `{extract}`"
+    remark = f" ({facts.remark})" if facts.remark else ""
+    refuse_what_would_load_as_random(
+        checkpoint.index.of_part("model"),
+        location=checkpoint.path,
+        advice=f"for the merged model run `{merge}`{alone}{remark}",
+    )
 
 
 class _Preparation:
@@ -73,7 +105,9 @@ class _Preparation:
         folders: SideFolders,
         request: ConsolidateRequest,
         resources: Resources,
+        shaping: Shaping,
     ) -> None:
+        self._shaping = shaping
         self._checkpoint = checkpoint
         self._folders = folders
         self._request = request
@@ -85,20 +119,25 @@ class _Preparation:
         entries = self._entries()
         side, code = self._folders.choose(allow_code=self._request.allow_code)
         config = self._folders.config(side)
-        refuse_casting_quantized(entries, self._request, config, location=checkpoint.path)
+        self._shaping.check_casts(entries, config)
         ties = self._ties(config, entries)
         if self._request.layout == "dcp":
             absent = tied_names_absent(config, {entry.name for entry in entries})
             entries = under_tied_names(entries, absent)
-        products = make_products(entries, self._request, ties.dropped, CastKernel)
-        weights = _LAYOUTS[self._request.layout](products, self._request.max_file_bytes)
+        before = self._shaping.before_names
+        made = make_products(entries, before, ties.dropped, CastKernel)
+        self._notes += filter(None, [note_of_masters(entries, made)])
+        given = self._named(made, config, ties)
+        products = self._shaping.products(given.products, config)
+        weights = self._weights(products, config, given.dropped)
         written = bytes_by_dtype((p.spec.dtype, p.spec.size_bytes) for p in products)
         if config is not None:
             config = config_as_written(config, written, allow_code=self._request.allow_code)
-            config = self._untied(config, ties)
+            config = self._shaping.config(self._untied(config, ties))
         files = self._folders.outputs(side, config, allow_code=self._request.allow_code)
         self._note_what_is_absent(config, code)
-        plan = Plan((*weights, *files), ties.dropped, tuple(self._notes))
+        self._notes += (*given.notes, *self._shaping.notes)
+        plan = Plan((*weights, *files), given.dropped, tuple(self._notes))
         read = sum(entry.size_bytes for entry in entries if entry.name not in ties.dropped)
         settings = settings_for(self._resources)
         origin = Origin(SOURCE, checkpoint.source, checkpoint.index)
@@ -110,6 +149,8 @@ class _Preparation:
             estimate=estimated(plan, settings, out, bytes_read=read),
             kind=_KINDS[self._request.layout],
             options=changed_options(self._request),
+            facts=self._shaping.facts,
+            versions=given.versions,
         )
 
     def _entries(self) -> Sequence[TensorEntry]:
@@ -118,7 +159,7 @@ class _Preparation:
         if checkpoint.select != request.select:
             request = request.selecting(checkpoint.select)
         entries = select_model(checkpoint.index, request, location=checkpoint.path)
-        if request.names == "auto":
+        if request.names != "live":
             refuse_what_would_load_as_random(entries, location=checkpoint.path)
         problem = next(find_problems(checkpoint.index, entries), None)
         if problem is not None:
@@ -131,6 +172,37 @@ class _Preparation:
         checkpoint = self._checkpoint
         # An origin of its own: what was compared is read, and proven, once more when written.
         return find_ties(config, entries, Origin(SOURCE, checkpoint.source, checkpoint.index))
+
+    def _named(
+        self, products: Sequence[Product], config: Mapping[str, Any] | None, ties: Ties
+    ) -> Named:
+        """Gives tensors the names on disk; only model folders are loaded by those."""
+        request = self._request
+        if request.layout != "hf":
+            return Named(products, ties.dropped)
+        checkpoint = self._checkpoint
+        whole = replace(request, select=checkpoint.select, include=(), exclude=())
+        entries = select_model(checkpoint.index, whole, location=checkpoint.path)
+        tensors = {entry.name: (entry.dtype, entry.shape) for entry in entries}
+        tensors |= {p.spec.name: (p.spec.dtype, p.spec.shape) for p in products}
+        return named(
+            *(products, ties.dropped, tensors, config),
+            choice=request.names,
+            base=self._folders.base,
+        )
+
+    def _weights(
+        self,
+        products: Sequence[Product],
+        config: Mapping[str, Any] | None,
+        dropped: Mapping[Fqn, Fqn],
+    ) -> list[OutputFile]:
+        names = {product.spec.name for product in products}
+        tied = {*dropped, *tied_names_absent(config, names)}
+        files = self._shaping.files(products, tied)
+        if files is None:
+            files = _LAYOUTS[self._request.layout](products, self._request.max_file_bytes)
+        return files
 
     def _untied(self, config: dict[str, Any], ties: Ties) -> dict[str, Any]:
         if not ties.broken:

@@ -52,6 +52,7 @@ class Prepared:
         kind: Of the output, as its manifest says it.
         options: The options that differ from their defaults, as JSON values.
         facts: What the manifest says of the source besides where it lies.
+        versions: The libraries besides ours that the output follows from, with their versions.
     """
 
     sources: tuple[Opened, ...]
@@ -62,6 +63,7 @@ class Prepared:
     kind: str
     options: Mapping[str, Any]
     facts: Mapping[str, Any] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def checkpoint(self) -> Opened:
@@ -129,7 +131,8 @@ def _refuse_full_disk(prepared: Prepared, target: LocalTarget) -> None:
 
 
 def _refuse_changed(source: Opened) -> None:
-    changed = source.source.changed(source.index.files)
+    found = [file for file in source.index.files if file.size_bytes >= 0]  # others were never read
+    changed = source.source.changed(found)
     if changed is not None:
         raise SourceChangedError(
             f"{changed.path!r} changed while it was read",
@@ -160,7 +163,7 @@ def _manifest(prepared: Prepared, digests: Digests) -> Manifest:
         kind=prepared.kind,
         source=facts | dict(prepared.facts),
         options=prepared.options,
-        versions={"ckptkit": __version__},
+        versions={"ckptkit": __version__, **prepared.versions},
         tensors={
             spec.name: TensorRecord(
                 dtype=spec.dtype.name,

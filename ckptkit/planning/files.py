@@ -7,6 +7,11 @@ from collections.abc import Sequence
 from ckptkit.planning.plan import Product
 
 
+def name_order(name: str) -> list[tuple[int, str]]:
+    """Returns what tensors are sorted by: their names, numbers in them by their value."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in name.split(".")]
+
+
 def split_by_size(products: Sequence[Product], max_file_bytes: int) -> list[list[Product]]:
     """Fills files in the order of the tensors, each up to `max_file_bytes` of tensor data.
 

@@ -11,12 +11,15 @@ from typing import Any, Literal, get_args
 from ckptkit.core.errors import UsageError
 
 DTypeChoice = Literal["keep", "float32", "bfloat16", "float16"]
+OutputDType = Literal[DTypeChoice, "base"]
+FACTOR_DTYPES = ("float32", "bfloat16", "float16")
 Layout = Literal["hf", "torch", "dcp"]
-NameChoice = Literal["auto", "live"]
+NameChoice = Literal["auto", "live", "hub"]
 DEFAULT_MAX_FILE_BYTES = 5_000_000_000
 DEFAULT_BUDGET_BYTES = 64_000_000
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _BINARY_UNITS = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_MOST_DIGITS = 12
 _SIZE = re.compile(r"\s*(\d{1,15}(?:\.\d{1,6})?)\s*([A-Za-z]*)\s*")
 
 
@@ -55,24 +58,81 @@ def parse_size(text: str | int, *, option: str) -> int:
     return size
 
 
+def file_limit(size: str | int | None, *, like: str | None) -> int:
+    """Reads the size of weight files as the user gives it; None where it is not given.
+
+    Returns:
+        The limit, in bytes.
+
+    Raises:
+        UsageError: If it is no size, or if a model says already what lies in which file.
+    """
+    if size is None:
+        return DEFAULT_MAX_FILE_BYTES
+    if like is not None:
+        raise UsageError(
+            "stands beside --like, which says already what lies in which file",
+            where=f"--max-shard-size {size}",
+            hint="leave one of the two out",
+        )
+    return parse_size(size, option="--max-shard-size")
+
+
+def positive_number(text: str | int | None, *, option: str, example: int) -> int | None:
+    """Reads a number of things as the user gives it; None where it is not given.
+
+    Args:
+        text: What was given.
+        option: Its option, for messages.
+        example: A number that would do.
+
+    Raises:
+        UsageError: If it is no positive whole number.
+    """
+    if text is None:
+        return None
+    digits = str(text)
+    number = int(digits) if digits.isdecimal() and len(digits) < _MOST_DIGITS else 0
+    if number < 1:
+        raise UsageError(
+            f"{text!r} is no positive whole number",
+            where=option,
+            hint=f"pass a number such as {option} {example}",
+        )
+    return number
+
+
+def vocabulary_size(text: str | int | None) -> int | None:
+    """Reads the number of tokens as the user gives it; None where it is not given.
+
+    Raises:
+        UsageError: If it is no positive whole number.
+    """
+    return positive_number(text, option="--vocab-size", example=151_643)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConsolidateRequest:
     """What the output of a consolidation should hold.
 
     Attributes:
-        dtype: The element type of floating tensors, or `keep` for the stored one.
+        dtype: The element type of floating tensors, `keep` for the stored one, or `base` for
+            the one that each has in the files of a base model.
         keep_dtype: Patterns of names that keep their stored type whatever `dtype` says.
         include: Patterns of names to take; empty for all.
         exclude: Patterns of names to leave out, after `include`.
         select: The state dict to take where a checkpoint holds several.
         max_file_bytes: Bytes of tensor data after which a new weight file is begun.
         layout: The kind of output.
-        names: `live` writes what training holds, whatever it is; `auto` refuses what no
-            library would load under these names.
+        names: `live` writes what training holds, whatever it is; `auto` writes what
+            `save_pretrained` would write where that can be told, and refuses what no library
+            would load; `hub` refuses where it cannot be told, too.
         allow_code: Whether `*.py` files and `auto_map` entries are copied.
+        like: A model folder whose file names and distribution of tensors are kept, or None.
+        vocab_size: How many rows embeddings and heads are cut to, or None for all.
     """
 
-    dtype: DTypeChoice = "keep"
+    dtype: OutputDType = "keep"
     keep_dtype: tuple[str, ...] = ()
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
@@ -81,11 +141,25 @@ class ConsolidateRequest:
     layout: Layout = "hf"
     names: NameChoice = "auto"
     allow_code: bool = False
+    like: str | None = None
+    vocab_size: int | None = None
 
     def __post_init__(self) -> None:
-        _check_choice("--dtype", self.dtype, get_args(DTypeChoice))
-        _check_choice("--names", self.names, get_args(NameChoice))
-        _check_choice("--to", self.layout, get_args(Layout))
+        check_choice("--dtype", self.dtype, get_args(OutputDType))
+        check_choice("--names", self.names, get_args(NameChoice))
+        check_choice("--to", self.layout, get_args(Layout))
+        if self.names == "hub" and self.layout != "hf":
+            raise UsageError(
+                f"is how a model folder names its tensors, and --to {self.layout} writes none",
+                where="--names hub",
+                hint="leave --names out",
+            )
+        if self.like is not None and self.layout != "hf":
+            raise UsageError(
+                f"keeps the safetensors files of a model, and --to {self.layout} writes none",
+                where=f"--like {self.like}",
+                hint="leave --like out",
+            )
 
     def selecting(self, select: str | None) -> ConsolidateRequest:
         """Returns the same request with another selection."""
@@ -112,7 +186,12 @@ def matches(name: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _check_choice(option: str, value: str, choices: tuple[str, ...]) -> None:
+def check_choice(option: str, value: str, choices: tuple[str, ...]) -> None:
+    """Refuses a value that is not among those of an option.
+
+    Raises:
+        UsageError: If it is not.
+    """
     if value not in choices:
         raise UsageError(
             f"{value!r} is not among {', '.join(choices)}",

@@ -14,7 +14,7 @@ from ckptkit.core.errors import (
     IncompleteCheckpointError,
     RefusedError,
 )
-from ckptkit.core.index import Fqn, Key, TensorEntry, TensorIndex
+from ckptkit.core.index import Fqn, Key, Shape, TensorEntry, TensorIndex
 from ckptkit.planning.plan import SOURCE, Compute, Copy, Kernel, Product, TensorSpec
 from ckptkit.planning.requests import ConsolidateRequest, matches
 
@@ -28,6 +28,11 @@ _PEFT = re.compile(
 # What stands beside `x.weight` in fp8 and compressed tensors, and `x.qweight` in GPTQ and AWQ.
 _SCALE_ENDINGS = ("_scale", "_scale_inv", "_scale_2", "_scales")
 _SCALE = re.compile(r"(.*)(?:_scale|_scale_inv|_scale_2|_scales|\.scales)")
+# Layers that no model has with a single input, as a whole weight of one column would mean.
+_PROJECTION = re.compile(
+    r"(\b(q|k|v|o|qkv|gate|up|down|gate_up|out)_proj|\bc_attn|\bc_fc|query_key_value|\bw[123]"
+    r"|dense_h_to_4h|dense_4h_to_h)\.weight$"
+)
 _PACKED = re.compile(r"\.(quant_state\.bitsandbytes__\w+|absmax|quant_map|SCB)$")
 
 
@@ -51,7 +56,8 @@ def select_model(
         raise IncompleteCheckpointError(
             f"holds no model tensor among {len(index.tensors):,} tensors",
             where=location,
-            hint="the run saved nothing but other state here; see `ckptkit inspect`",
+            hint=lost_adapter(index.tensors)
+            or "the run saved nothing but other state here; see `ckptkit inspect`",
         )
     tree = _chosen(trees, request.select, location)
     whole = [entry for entry in index.of_part("model") if entry.tree == tree]
@@ -84,26 +90,66 @@ def _chosen(trees: Sequence[str], select: str | None, location: str) -> str:
     return select
 
 
-def foreign_part(name: str) -> str:
-    """Tells what a tensor belongs to that Transformers does not load by that name; mostly empty."""
+def lost_adapter(names: Iterable[str]) -> str:
+    """Tells what became of an adapter of which the optimizer's state alone is there.
+
+    Args:
+        names: Of all tensors of a checkpoint without a model.
+
+    Returns:
+        What happened and what to do, in words; empty where there was none.
+    """
+    if not any(_PEFT.search(name) for name in names):
+        return ""
+    return (
+        "only the optimizer's state of an adapter is here: under FSDP1, PEFT 0.21 finds no weights"
+        " to save; save through ckptkit.integrations, or with FSDP2"
+    )
+
+
+def foreign_part(name: str, shape: Shape = ()) -> str:
+    """Tells what a tensor belongs to that Transformers does not load by that name; mostly empty.
+
+    Args:
+        name: Of the tensor.
+        shape: Its shape: sharding makes one column of a packed weight, without a trace of how.
+    """
     if _PEFT.search(name):
         return "an adapter of PEFT"
-    return "a packed 4-bit or 8-bit weight" if _PACKED.search(name) else ""
+    return "a packed 4-bit or 8-bit weight" if looks_packed(name, shape) else ""
 
 
-def refuse_what_would_load_as_random(entries: Iterable[TensorEntry], *, location: str) -> None:
+def looks_packed(name: str, shape: Shape) -> bool:
+    """Tells whether a tensor seems to be a packed weight, or to lie beside one.
+
+    >>> looks_packed("layers.0.q_proj.weight", (2048, 1)), looks_packed("score.weight", (2, 1))
+    (True, False)
+    """
+    in_one_column = shape[1:] == (1,) and shape[0] > 1 and _PROJECTION.search(name)
+    return bool(in_one_column or _PACKED.search(name))
+
+
+def refuse_what_would_load_as_random(
+    entries: Iterable[TensorEntry], *, location: str, advice: str = ""
+) -> None:
     """Refuses adapters and packed weights, which load as another model without an error.
+
+    Args:
+        entries: What would be written.
+        location: The source, for messages.
+        advice: What to do instead, if there is something; it stands in the hint.
 
     Raises:
         RefusedError: Naming the first tensor that gives the source away.
     """
     for entry in entries:
-        if what := foreign_part(entry.name):
+        if what := foreign_part(entry.name, entry.shape):
             raise RefusedError(
                 f"tensor {entry.name!r} belongs to {what}; under these names Transformers would"
                 " load a model with random weights",
                 where=location,
-                hint="pass --names live to write the raw state dict all the same",
+                hint=f"{advice}{'; ' if advice else ''}pass --names live to write the raw state"
+                " dict all the same",
             )
 
 
@@ -113,14 +159,22 @@ def refuse_casting_quantized(
     config: Mapping[str, Any] | None,
     *,
     location: str,
+    base: Mapping[Fqn, DType] | None = None,
 ) -> None:
     """Refuses to cast packed numbers as if they were weights.
+
+    Args:
+        entries: What is to be written.
+        request: What was asked for.
+        config: The model's configuration, or None.
+        location: The source, for messages.
+        base: The element types of the base model, for `--dtype base`.
 
     Raises:
         RefusedError: If a tensor that would be cast has a scale beside it, or if the
             configuration says that the weights are quantized.
     """
-    policy = DTypePolicy(request.dtype, request.keep_dtype)
+    policy = DTypePolicy(request.dtype, request.keep_dtype, base)
     cast = [entry for entry in entries if policy.target(entry) != entry.dtype]
     if request.names == "live" or not cast:
         return
@@ -147,17 +201,47 @@ def _is_quantized(name: Fqn, names: Mapping[Fqn, DType]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class DTypePolicy:
-    """Which element type each tensor is written in."""
+    """Which element type each tensor is written in.
+
+    Attributes:
+        choice: What `--dtype` says.
+        keep: Patterns of names that keep their stored type.
+        base: For the choice `base`, the element type of each tensor of the base model.
+    """
 
     choice: str
     keep: tuple[str, ...]
+    base: Mapping[Fqn, DType] | None = None
 
-    def target(self, entry: TensorEntry) -> DType:
-        """Returns the type to write; only floating tensors are ever cast."""
-        fixed = self.choice == "keep" or entry.dtype.kind != "float"
-        if fixed or matches(entry.name, self.keep):
-            return entry.dtype
-        return dtype_named(self.choice)
+    def target(self, tensor: TensorEntry | TensorSpec) -> DType:
+        """Returns the type to write; only floating tensors are ever cast.
+
+        Raises:
+            RefusedError: If the base model holds the tensor packed, or is not known.
+        """
+        fixed = self.choice == "keep" or tensor.dtype.kind != "float"
+        if fixed or matches(tensor.name, self.keep):
+            return tensor.dtype
+        if self.choice != "base":
+            return dtype_named(self.choice)
+        if self.base is None:
+            raise RefusedError(
+                "takes the element types from the files of a base model, and none was named",
+                where="--dtype base",
+                hint="name its folder with --base DIR",
+            )
+        return _castable(tensor.name, self.base.get(tensor.name, tensor.dtype))
+
+
+def _castable(name: Fqn, dtype: DType) -> DType:
+    if dtype.kind == "float" and dtype.itemsize > 1:
+        return dtype
+    raise RefusedError(
+        f"tensor {name!r} is {dtype.name} in the base model, which is its packed form: numbers"
+        " cannot just be cast to it",
+        where="--dtype base",
+        hint=f"pass --dtype bfloat16, or --keep-dtype '{name}'",
+    )
 
 
 def under_tied_names(
@@ -183,9 +267,34 @@ def make_products(
             continue
         dtype = policy.target(entry)
         spec = TensorSpec(entry.name, dtype, entry.shape)
-        body: Copy | Compute = Copy(SOURCE, entry.key)
-        if dtype != entry.dtype:
-            kernel = cast(SOURCE, entry.key, entry.dtype, dtype)
-            body = Compute(kernel, ((SOURCE, entry.key),))
+        key, stored = entry.key, entry.dtype
+        if dtype != stored and entry.master is not None:
+            key, stored = entry.master.key, entry.master.dtype
+        body: Copy | Compute = Copy(SOURCE, key)
+        if dtype != stored:
+            body = Compute(cast(SOURCE, key, stored, dtype), ((SOURCE, key),))
         products.append(Product(spec, body))
     return products
+
+
+def note_of_masters(entries: Sequence[TensorEntry], products: Iterable[Product]) -> str:
+    """Tells where a cast takes its numbers from, if a source has them in several types.
+
+    Args:
+        entries: What is written.
+        products: How it is made.
+    """
+    masters = {entry.master.key for entry in entries if entry.master is not None}
+    read = {key for product in products for key in _keys_read(product)}
+    if not masters & read:
+        return ""
+    return (
+        f"{len(masters & read):,} of {len(entries):,} tensors are made from the master copies that"
+        " the optimizer works on, the others from the weights as the model has them"
+    )
+
+
+def _keys_read(product: Product) -> Iterable[Key]:
+    if isinstance(product.body, Copy):
+        return (product.body.key,)
+    return (key for _, key in product.body.reads)

@@ -13,8 +13,9 @@ from ckptkit.planning.requests import (
     ConsolidateRequest,
     Layout,
     Resources,
+    file_limit,
     make_resources,
-    parse_size,
+    vocabulary_size,
 )
 from ckptkit_cli._failures import told
 from ckptkit_cli._output import Output
@@ -37,20 +38,27 @@ def run_command(title: str, layout: Layout, given: Mapping[str, Any]) -> None:
             include=tuple(given["include"] or ()),
             exclude=tuple(given["exclude"] or ()),
             select=given["select"],
-            max_file_bytes=parse_size(given["max_shard_size"], option="--max-shard-size"),
+            max_file_bytes=file_limit(given["max_shard_size"], like=given["like"]),
             names=given["names"],
             allow_code=given["allow_code"],
             layout=layout,
+            like=given["like"],
+            vocab_size=vocabulary_size(given["vocab_size"]),
         )
         resources = make_resources(
-            _count(given["workers"]), given["memory_budget"], given["memory_limit"]
+            worker_count(given["workers"]), given["memory_budget"], given["memory_limit"]
         )
         places = _Places(given["src"], given["out"], given["base"], tuple(given["also"] or ()))
         job = _Job(title, places, request, resources, given["overwrite"])
         (job.show_plan if given["dry_run"] else job.run)(output)
 
 
-def _count(workers: str | None) -> int | None:
+def worker_count(workers: str | None) -> int | None:
+    """Reads the number of threads.
+
+    Raises:
+        UsageError: If it is no whole number.
+    """
     if workers is None:
         return None
     try:

@@ -6,13 +6,28 @@ from typing import Annotated, get_args
 
 import typer
 
-from ckptkit.planning.requests import DTypeChoice, Layout, NameChoice
+from ckptkit.planning.requests import (
+    FACTOR_DTYPES,
+    DTypeChoice,
+    Layout,
+    NameChoice,
+    OutputDType,
+)
 
 Source = Annotated[
     str,
     typer.Argument(
         metavar="SRC",
         help="A path in or above a checkpoint; of a run, the newest complete step is taken.",
+        show_default=False,
+    ),
+]
+Tuned = Annotated[
+    str,
+    typer.Argument(
+        metavar="TUNED",
+        help="The model after training: a path in or above a checkpoint; of a run, the newest"
+        " complete step is taken.",
         show_default=False,
     ),
 ]
@@ -50,8 +65,8 @@ DType = Annotated[
     str,
     typer.Option(
         "--dtype",
-        metavar="|".join(get_args(DTypeChoice)),
-        help="Element type of floating tensors.",
+        metavar="|".join(get_args(OutputDType)),
+        help="Element type of floating tensors; 'base' takes each one's from the base's files.",
     ),
 ]
 KeepDType = Annotated[
@@ -77,8 +92,9 @@ Names = Annotated[
     typer.Option(
         "--names",
         metavar="|".join(get_args(NameChoice)),
-        help="'live' writes the raw state dict; 'auto' refuses adapters and packed weights, which"
-        " would load as another model.",
+        help="'auto' writes what save_pretrained would write, asking the installed transformers"
+        " where that differs from what training holds, and refuses what would load as another"
+        " model; 'hub' insists on it; 'live' writes the raw state dict.",
     ),
 ]
 Base = Annotated[
@@ -87,6 +103,24 @@ Base = Annotated[
         "--base",
         metavar="DIR",
         help="A model folder to take config and tokenizer from where the source has none.",
+        show_default=False,
+    ),
+]
+Like = Annotated[
+    str | None,
+    typer.Option(
+        "--like",
+        metavar="DIR",
+        help="A model folder, or its index: keep its file names, and in each file its tensors.",
+        show_default=False,
+    ),
+]
+VocabSize = Annotated[
+    str | None,
+    typer.Option(
+        "--vocab-size",
+        metavar="N",
+        help="Rows that embeddings and heads are cut to, where training padded them.",
         show_default=False,
     ),
 ]
@@ -102,9 +136,12 @@ Also = Annotated[
     ),
 ]
 MaxShardSize = Annotated[
-    str,
+    str | None,
     typer.Option(
-        "--max-shard-size", metavar="SIZE", help="Size at which a new weight file is begun."
+        "--max-shard-size",
+        metavar="SIZE",
+        help="Size at which a new weight file is begun.  [default: 5GB]",
+        show_default=False,
     ),
 ]
 Include = Annotated[
@@ -124,6 +161,205 @@ Exclude = Annotated[
         help="Leave out names that match; may be repeated.",
         show_default=False,
     ),
+]
+Adapter = Annotated[
+    str | None,
+    typer.Option(
+        "--adapter",
+        metavar="NAME",
+        help="Which adapter to take where there are several.",
+        show_default=False,
+    ),
+]
+AdapterConfig = Annotated[
+    str | None,
+    typer.Option(
+        "--adapter-config",
+        metavar="FILE",
+        help="The run's adapter_config.json, where the checkpoint has none or another one.",
+        show_default=False,
+    ),
+]
+LoraAlpha = Annotated[
+    str | None,
+    typer.Option(
+        "--lora-alpha",
+        metavar="N",
+        help="What no tensor tells: the run's alpha, where no adapter_config.json is at hand.",
+        show_default=False,
+    ),
+]
+UseRslora = Annotated[
+    bool | None,
+    typer.Option(
+        "--use-rslora/--no-use-rslora",
+        help="Likewise: whether the scaling was alpha / sqrt(rank).",
+        show_default=False,
+    ),
+]
+FanInFanOut = Annotated[
+    bool | None,
+    typer.Option(
+        "--fan-in-fan-out/--no-fan-in-fan-out",
+        help="Likewise: whether the weights are stored as [in, out], as those of GPT-2 are.",
+        show_default=False,
+    ),
+]
+TokenIndices = Annotated[
+    str | None,
+    typer.Option(
+        "--token-indices",
+        metavar="I,J,...",
+        help="Likewise: the tokens whose rows were trained, in order.",
+        show_default=False,
+    ),
+]
+MergedAdapters = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--adapter",
+        metavar="NAME[=WEIGHT]",
+        help="Which adapter of SRC to merge where there are several, and what to multiply its"
+        " update by; may be repeated, and they are merged in this order.",
+        show_default=False,
+    ),
+]
+FurtherAdapters = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--with",
+        metavar="PATH[=WEIGHT]",
+        help="Another adapter to merge after those of SRC, and what to multiply its update by;"
+        " may be repeated.",
+        show_default=False,
+    ),
+]
+AdapterSource = Annotated[
+    str,
+    typer.Argument(
+        metavar="ADAPTER_OR_SRC",
+        help="A PEFT folder, or a path in or above a checkpoint with an adapter in it.",
+        show_default=False,
+    ),
+]
+MergeBase = Annotated[
+    str | None,
+    typer.Option(
+        "--base",
+        metavar="DIR",
+        help="The model that the adapter was trained on; may be left out where SRC holds its"
+        " weights itself.",
+        show_default=False,
+    ),
+]
+AllowOtherBase = Annotated[
+    bool,
+    typer.Option(
+        "--allow-other-base",
+        help="Merge onto a base that is proven to be another than the one trained on.",
+        show_default=False,
+    ),
+]
+MergeDType = Annotated[
+    str,
+    typer.Option(
+        "--dtype",
+        metavar="|".join(get_args(DTypeChoice)),
+        help="Element type of floating tensors; 'keep' is that of the base.",
+    ),
+]
+MatchPeft = Annotated[
+    bool,
+    typer.Option(
+        "--match-peft",
+        help="Round where PEFT's merge_and_unload rounds, instead of once at the end.",
+        show_default=False,
+    ),
+]
+QloraBase = Annotated[
+    str | None,
+    typer.Option(
+        "--qlora-base",
+        metavar="dequantized|original",
+        help="What an adapter of 4-bit or 8-bit weights is merged onto: what they stand for (the"
+        " default, and what was trained) or the weights before quantization.",
+        show_default=False,
+    ),
+]
+DoubleQuant = Annotated[
+    bool | None,
+    typer.Option(
+        "--double-quant/--no-double-quant",
+        help="Whether the scales of 4-bit weights were quantized too, where neither the checkpoint"
+        " nor a config.json beside it tells; otherwise it is assumed, and said.",
+        show_default=False,
+    ),
+]
+MergeReport = Annotated[
+    bool,
+    typer.Option(
+        "--report",
+        help="Show a table of what is done to each weight, and by how much it changes, which takes"
+        " reading those weights once more.",
+        show_default=False,
+    ),
+]
+AllowUntrained = Annotated[
+    bool,
+    typer.Option(
+        "--allow-untrained",
+        help="Take an adapter that changes nothing all the same. One without any tensor is refused"
+        " even so.",
+        show_default=False,
+    ),
+]
+TrainedFrom = Annotated[
+    str,
+    typer.Option("--base", metavar="DIR", help="The model that was trained.", show_default=False),
+]
+Rank = Annotated[
+    str,
+    typer.Option(
+        "--rank",
+        metavar="R",
+        help="Rank of the factors; a larger one keeps more of the change.",
+        show_default=False,
+    ),
+]
+IncludeMatrix = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--include",
+        metavar="GLOB",
+        help="Make factors of matching matrices only; may be repeated. All but heads if left out.",
+        show_default=False,
+    ),
+]
+ExcludeMatrix = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--exclude",
+        metavar="GLOB",
+        help="Make no factors of matching matrices; they may be missing on one side.",
+        show_default=False,
+    ),
+]
+Full = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--full",
+        metavar="GLOB",
+        help="Save matching tensors that changed as they are, with their modules; may be repeated.",
+        show_default=False,
+    ),
+]
+FactorDType = Annotated[
+    str,
+    typer.Option("--dtype", metavar="|".join(FACTOR_DTYPES), help="Element type of the factors."),
+]
+Report = Annotated[
+    bool,
+    typer.Option("--report", help="Show a table of the layers.", show_default=False),
 ]
 AllowCode = Annotated[
     bool,
