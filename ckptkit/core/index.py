@@ -276,6 +276,19 @@ def _or_unknown(value: int | None) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class Master:
+    """The values that an optimizer works on, where the model's own are rounded from them.
+
+    Attributes:
+        key: The tensor of the same index that has them.
+        dtype: Its element type.
+    """
+
+    key: Key
+    dtype: DType
+
+
+@dataclass(frozen=True, slots=True)
 class TensorEntry:
     """One tensor of a checkpoint.
 
@@ -285,9 +298,12 @@ class TensorEntry:
         name: Its own name: `key_path` without the container, without wrapper segments.
         tree: Which state dict it belongs to, as `--select` names it; empty for the only one.
         part: Whether that state dict is a model's, an optimizer's, or neither.
-        dtype: Element type as stored.
+        dtype: Element type, as stored but for `rounded_from`.
         shape: The full, unsharded shape.
         chunks: Where its elements lie.
+        rounded_from: Element type in the chunks where reading rounds them to `dtype`, because
+            the live tensor was so rounded and is stored nowhere; None where they have `dtype`.
+        master: Where the same values lie unrounded, or None.
     """
 
     key: Key
@@ -298,6 +314,13 @@ class TensorEntry:
     dtype: DType
     shape: Shape
     chunks: ChunkTable
+    rounded_from: DType | None = None
+    master: Master | None = None
+
+    @property
+    def stored_dtype(self) -> DType:
+        """Element type of what lies in the chunks."""
+        return self.rounded_from or self.dtype
 
     @property
     def elements(self) -> int:
@@ -306,7 +329,7 @@ class TensorEntry:
 
     @property
     def size_bytes(self) -> int:
-        """How many bytes the full tensor takes in its stored dtype."""
+        """How many bytes the full tensor takes in its dtype."""
         return self.elements * self.dtype.itemsize
 
 

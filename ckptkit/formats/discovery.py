@@ -17,10 +17,12 @@ _STEP = re.compile(
 )
 _UNIT_FOLDER = re.compile(
     r"(pytorch_model_fsdp|optimizer|model|base_model)_\d+|model|actor|critic|state\.ckpt|optim(izer)?"
+    r"|pytorch_model(_\d+)?"  # the tags under which accelerate lets DeepSpeed save
 )
 _OPTIMIZER_FOLDER = re.compile(r"optim(izer)?s?(_\d+)?")
 _MODEL_FILE = re.compile(r"(pytorch_)?model|consolidated|adapter_model")
-_FOREIGN = "foreign"  # the reader that only refuses
+# Formats that yield to a model beside them: what is only refused, and what a model was made from.
+_LESSER = {"foreign", "zero"}
 _HERE = "."  # how the run in the root itself is named and selected
 
 
@@ -133,11 +135,12 @@ class _Resolution:
         steps, beside = _by_step(candidates, base)
         kept = _worth_reading(beside)
         units = _units(kept, base)
-        if any(candidate.format != _FOREIGN for candidate in kept):
-            steps = {f: c for f, c in steps.items() if any(x.format != _FOREIGN for x in c)}
+        given = steps
+        if any(candidate.format not in _LESSER for candidate in kept):
+            steps = {f: c for f, c in steps.items() if any(x.format not in _LESSER for x in c)}
         runs = {_relative(posixpath.dirname(folder), base) for folder in steps}
         if select is not None:
-            chosen = self._selected(steps, _units(beside, base), base, select)
+            chosen = self._selected(given, _units(beside, base), base, select)
             if chosen is not None:
                 return chosen
         if len(runs) + bool(units) > 1:
@@ -151,7 +154,8 @@ class _Resolution:
                 hint="give a directory with '.metadata' and '.distcp' files, with '.safetensors',"
                 " or with '.bin' or '.pt' files, or one above it",
             )
-        return Found(base, units, select, _ignored(beside, kept))
+        passed = [one for folder in given.keys() - steps.keys() for one in given[folder]]
+        return Found(base, units, select, _ignored([*beside, *passed], kept))
 
     def _selected(
         self, steps: _Steps, units: Sequence[Unit], base: str, select: str
@@ -270,7 +274,7 @@ def _worth_reading(candidates: Sequence[Candidate]) -> list[Candidate]:
     )
 
     def is_kept(candidate: Candidate) -> bool:
-        if candidate.format == _FOREIGN:
+        if candidate.format in _LESSER:
             return not has_model
         if candidate.format != "torch":
             return True

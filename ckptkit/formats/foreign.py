@@ -15,10 +15,6 @@ from ckptkit.formats.base import Candidate
 from ckptkit.storage.base import Source
 
 _FORMATS = {
-    "DeepSpeed ZeRO": re.compile(
-        r"((bf16_)?zero_pp_rank_\d+_)?mp_rank_\d+_(optim|model)_states\.pt"
-        r"|layer_\d+_expert_\d+_.*\.pt|expp_rank_.*\.pt"
-    ),
     "per-rank DTensor files": re.compile(r"(model|optim|extra_state)_world_size_\d+_rank_\d+\.pt"),
     "per-rank files of accelerate": re.compile(
         r"(pytorch_model_fsdp|optimizer)(_\d+)?_rank\d+\.bin"
@@ -56,6 +52,6 @@ class ForeignReader:
         raise UnsupportedError(
             f"holds {candidate.reason}, which this version does not read",
             where=posixpath.join(source.location, candidate.folder),
-            hint="read are torch.distributed.checkpoint ('.metadata' and '.distcp'), '.safetensors'"
-            " and whole '.bin' or '.pt' files",
+            hint="read are torch.distributed.checkpoint ('.metadata' and '.distcp'), DeepSpeed's"
+            " ZeRO, '.safetensors' and whole '.bin' or '.pt' files",
         )

@@ -11,10 +11,12 @@ from ckptkit.formats.dcp import METADATA, DcpReader
 from ckptkit.formats.foreign import ForeignReader
 from ckptkit.formats.safetensors import SafetensorsReader
 from ckptkit.formats.torch_file import TorchFileReader
+from ckptkit.formats.zero import ZeroReader
 from ckptkit.storage.base import Source
 
 READERS: tuple[CheckpointReader, ...] = (
     ForeignReader(),  # first: what it takes is kept from the others, who would misread it
+    ZeroReader(),
     DcpReader(),
     SafetensorsReader(),
     TorchFileReader(),
