@@ -72,6 +72,11 @@ def holds_adapters(part: str) -> bool:
     return part.startswith(_TUNERS) or part in {_WHOLE_MODULES, _TOKENS}
 
 
+def tuner_of(part: str) -> str:
+    """Returns the method of PEFT that names its parameters so, such as `ia3`; mostly empty."""
+    return next((tuner.rstrip("_") for tuner in _TUNERS if part.startswith(tuner)), "")
+
+
 def _without_adapter(parts: list[str], at: int) -> list[str]:
     holder = parts[at - 1]
     if holder == _WHOLE_MODULES:

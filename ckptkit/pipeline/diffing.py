@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -19,6 +19,7 @@ from ckptkit.pipeline.folders import SideFolders
 from ckptkit.pipeline.opening import PathLike, opened
 from ckptkit.pipeline.scanning import leaf_span, same_bytes, scan
 from ckptkit.planning.coverage import error_of, find_problems
+from ckptkit.planning.hub_names_need import naming_need
 from ckptkit.planning.requests import ConsolidateRequest
 from ckptkit.planning.selection import select_model
 from ckptkit.planning.ties import tie_candidates
@@ -52,6 +53,7 @@ class Difference:
         only_in_b: Names that the first one lacks.
         reshaped: Names with another dtype or shape, with both in words.
         changed: Names with other bytes.
+        note: Why most names may differ between two equal models; empty where nothing tells.
     """
 
     a: str
@@ -61,6 +63,7 @@ class Difference:
     only_in_b: tuple[str, ...]
     reshaped: Mapping[str, tuple[str, str]]
     changed: tuple[TensorDifference, ...]
+    note: str = ""
 
     @property
     def same(self) -> bool:
@@ -130,15 +133,31 @@ def run_diff(a: PathLike, b: PathLike, *, listener: Listener | None = None) -> D
         changed = _Comparison(first, alike, sides[1].origin).run(
             sides[0].origin, listener or ignore
         )
+        only = (
+            tuple(name for name in first if name not in second),
+            tuple(name for name in second if name not in first),
+        )
         return Difference(
             a=sides[0].path,
             b=sides[1].path,
             equal=len(alike) - len(changed),
-            only_in_a=tuple(name for name in first if name not in second),
-            only_in_b=tuple(name for name in second if name not in first),
+            only_in_a=only[0],
+            only_in_b=only[1],
             reshaped=reshaped,
             changed=changed,
+            note=_note_on_names(sides) if all(only) else "",
         )
+
+
+def _note_on_names(sides: Iterable[_Side]) -> str:
+    """Returns what to do where training calls tensors otherwise than `save_pretrained` does."""
+    needs = [naming_need(side.config, has_base=True) for side in sides]
+    if not any(need.kind == "ask" for need in needs):
+        return ""
+    return (
+        "a training checkpoint of this type of model has other names than a model folder; to"
+        " compare the two, consolidate it first and compare the output"
+    )
 
 
 def _extent(entry: TensorEntry) -> str:

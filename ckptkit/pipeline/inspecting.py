@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.core.geometry import distinct
 from ckptkit.core.index import Fqn, Part, Problem, Shape, TensorEntry, TensorIndex
 from ckptkit.execution.locate import Locator
+from ckptkit.pipeline.adapters.facts import AdapterFacts, adapter_facts
 from ckptkit.pipeline.folders import SideFolders
 from ckptkit.pipeline.opening import Opened, PathLike, opened
 from ckptkit.planning.coverage import find_problems
@@ -77,7 +78,8 @@ class TieLine:
 class Inspection:
     """Everything that `ckptkit inspect` shows.
 
-    The last three are told by the manifest of a step that ckptkit saved.
+    The layout, the metrics and the time are told by the manifest of a step that ckptkit saved;
+    `adapter` is None where the one model has none.
     """
 
     path: str
@@ -100,6 +102,7 @@ class Inspection:
     layout: str | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     saved_at: str | None = None
+    adapter: AdapterFacts | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Returns the report as the contract of `inspect --json` has it."""
@@ -135,7 +138,8 @@ def run_inspection(
         checkpoint = stack.enter_context(opened(path, select=select, also=also))
         folders = SideFolders(stack, checkpoint, None)
         config = _config(folders)
-        return _report(checkpoint, config or {}, _ties(checkpoint, config))
+        report = _report(checkpoint, config or {}, _ties(checkpoint, config))
+        return replace(report, adapter=adapter_facts(checkpoint, folders))
 
 
 def _config(folders: SideFolders) -> Mapping[str, Any] | None:
@@ -247,7 +251,7 @@ def _split(entry: TensorEntry) -> str:
 def _bytes_per_rank(entries: Sequence[TensorEntry]) -> tuple[int, ...]:
     totals: Counter[int] = Counter()
     for entry in entries:
-        sizes = entry.chunks.elements() * entry.dtype.itemsize
+        sizes = entry.chunks.elements() * entry.stored_dtype.itemsize
         for rank in distinct(entry.chunks.rank).tolist():
             totals[rank] += int(sizes[entry.chunks.rank == rank].sum())
     known = [rank for rank in totals if rank >= 0]

@@ -34,6 +34,7 @@ from ckptkit.formats.base import Candidate
 from ckptkit.formats.dcp import METADATA
 from ckptkit.formats.discovery import Found, Unit, resolve, step_of
 from ckptkit.formats.registry import find_candidates, parsing_bytes, read_index
+from ckptkit.formats.zero_tags import without_older_tags
 from ckptkit.pipeline.steps import SavedSteps, step_folder
 from ckptkit.pipeline.uniting import unite
 from ckptkit.planning.coverage import error_of
@@ -172,6 +173,9 @@ class _Search:
 
     def run(self, select: str | None) -> Opened:
         candidates = self._candidates()
+        left_alone: tuple[str, ...] = ()
+        if select is None:
+            candidates, left_alone = without_older_tags(self._source, candidates)
         found = resolve(
             self._steps.apart(candidates),
             location=self._location,
@@ -193,7 +197,7 @@ class _Search:
             units=found.units,
             index=replace(index, run=self._steps.facts(saved, run), problems=problems),
             select=found.select,
-            notes=found.notes,
+            notes=(*left_alone, *found.notes),
             manifest=self._steps.manifest(saved),
         )
 
@@ -308,10 +312,15 @@ def _merge(units: Sequence[Unit], indexes: Sequence[TensorIndex]) -> TensorIndex
         keys = {key: Key(f"{unit.label}/{key}") if taken else key for key in index.tensors}
         for key, entry in index.tensors.items():
             label = entry.tree
+            master = entry.master
+            if master is not None:
+                master = replace(master, key=keys[master.key])
             if several:
                 label = f"{unit.label}/{entry.tree}" if len(trees) > 1 else unit.label
             chunks = entry.chunks.shifted(first_record)
-            tensors[keys[key]] = replace(entry, key=keys[key], tree=label, chunks=chunks)
+            tensors[keys[key]] = replace(
+                entry, key=keys[key], tree=label, chunks=chunks, master=master
+            )
         first_record += len(index.records)
         problems += [
             replace(problem, where=keys.get(Key(problem.where), problem.where))

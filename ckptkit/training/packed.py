@@ -75,6 +75,8 @@ def _state_of(module: nn.Module) -> Any:
     state = vars(module).get("quant_state")
     if state is None or not hasattr(state, "as_dict"):
         return None
+    if getattr(state, "packing_format_for_cpu", False):
+        return None  # an evaluation on a CPU has rounded the scales, and changed their order
     weight = getattr(module, "weight", None)
     if getattr(weight, "quant_state", None) is state:
         return state

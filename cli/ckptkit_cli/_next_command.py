@@ -9,8 +9,9 @@ from typing import cast
 
 from ckptkit.core.errors import RefusedError
 from ckptkit.core.index import TensorEntry
+from ckptkit.pipeline.adapters.facts import AdapterFacts, choices
 from ckptkit.pipeline.inspecting import Inspection
-from ckptkit.planning.selection import refuse_what_would_load_as_random
+from ckptkit.planning.selection import lost_adapter, refuse_what_would_load_as_random
 from ckptkit_cli._text import escaped
 
 
@@ -53,7 +54,14 @@ def next_step(inspection: Inspection, given: Given) -> NextStep:
             "reads all data and lists what is damaged; consolidate refuses what is not whole",
         )
     if not models:
-        return NextStep("", "nothing to consolidate: there is no model here")
+        lost = lost_adapter(line.name for line in inspection.tensors)
+        return NextStep("", lost or "nothing to consolidate: there is no model here")
+    return _of_a_model(inspection, models, path, given)
+
+
+def _of_a_model(inspection: Inspection, models: list[str], path: str, given: Given) -> NextStep:
+    if inspection.adapter is not None:
+        return _of_adapter(inspection.adapter, path, given)
     if len(models) > 1:
         return _choice(inspection, models, path, given)
     if inspection.format == "safetensors" and inspection.model_type:
@@ -64,9 +72,21 @@ def next_step(inspection: Inspection, given: Given) -> NextStep:
     return _consolidation(inspection, path, given)
 
 
+def _of_adapter(adapter: AdapterFacts, path: str, given: Given) -> NextStep:
+    chosen = choices(given.select, given.also)
+    merge = escaped(adapter.merge(path, chosen=chosen))
+    extract = escaped(adapter.extract(path, chosen=chosen))
+    remark = f"; {escaped(adapter.remark)}" if adapter.remark else ""
+    if adapter.is_ready:
+        return NextStep(merge, f"PEFT loads this folder as it is{remark}")
+    if adapter.holds_base:
+        return NextStep(merge, f"or, for the adapter alone, `{extract}`{remark}")
+    return NextStep(extract, f"or, for the merged model, `{merge}`{remark}")
+
+
 def _choice(inspection: Inspection, models: list[str], path: str, given: Given) -> NextStep:
     refusal = _refusal(inspection)
-    if refusal is not None:  # an adapter beside its base, say: neither is a model by itself
+    if refusal is not None:
         return NextStep("", f"nothing to consolidate: {escaped(refusal.message)}")
     return NextStep(
         _command("consolidate", path, "OUT", given=replace(given, select=models[0])),
@@ -96,6 +116,5 @@ def _refusal(inspection: Inspection) -> RefusedError | None:
 
 
 def _command(name: str, *arguments: str, given: Given) -> str:
-    chosen = [] if given.select is None else ["--select", given.select]
-    chosen += [text for folder in given.also for text in ("--also", folder)]
+    chosen = choices(given.select, given.also)
     return escaped(shlex.join(["ckptkit", name, *arguments, *chosen]))

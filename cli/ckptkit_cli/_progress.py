@@ -56,6 +56,8 @@ class Progress:
         from tqdm import tqdm
 
         tqdm.monitor_interval = 0  # its watching thread would outlive the bar
+        if self._bar is not None:  # of a stage before
+            self._bar.close()
         self._bar = tqdm(
             total=total_bytes,
             desc=self._label,

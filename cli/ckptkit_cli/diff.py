@@ -56,6 +56,8 @@ def _page(output: Output, found: Difference) -> Iterator[str]:
     reshaped = [f"{name}: {a} against {b}" for name, (a, b) in found.reshaped.items()]
     yield from _group(output, "of another dtype or shape", reshaped)
     yield from _group(output, "with other values", list(map(_change, found.changed)))
+    if found.note:
+        yield from wrapped(f"note: {found.note}", width=output.width, first="  ", rest="    ")
 
 
 def _group(output: Output, title: str, items: Sequence[str]) -> Iterator[str]:

@@ -14,6 +14,7 @@ from ckptkit_cli._output import Output
 from ckptkit_cli._plain_command import PlainCommand, PlainGroup
 from ckptkit_cli._signals import Stopped, raise_on_signals
 from ckptkit_cli._streams import flush_streams, prepare_streams
+from ckptkit_cli.adapter import adapter_group
 from ckptkit_cli.consolidate import consolidate
 from ckptkit_cli.convert import convert
 from ckptkit_cli.diff import diff
@@ -63,6 +64,7 @@ def _application() -> typer.Typer:
     application.callback()(_options)
     for command in (inspect, consolidate, convert, verify, diff, save_now):
         application.command(cls=PlainCommand)(command)
+    application.add_typer(adapter_group())
     return application
 
 

@@ -1,0 +1,295 @@
+"""Which tensors of a checkpoint are an adapter's, whatever names the save gave them.
+
+Three dialects are in use: the names of the live model (`….lora_A.default.weight` beside the
+frozen base), the same of the trained tensors alone, and those of PEFT's files
+(`….lora_A.weight`). Before and between the segments may stand what wrapped the model.
+
+Source: peft 0.21, `get_peft_model_state_dict`; accelerate 1.15, `save_fsdp_model`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from ckptkit.adapters.config import PEFT_PREFIX, LoraSettings
+from ckptkit.adapters.names import AdapterNames, tuner_of
+from ckptkit.core.errors import FormatError, UnsupportedError
+from ckptkit.core.index import Fqn, TensorEntry
+
+DEFAULT = "default"
+"""PEFT's name for an adapter that nobody named."""
+
+LORA_A, LORA_B = "lora_A", "lora_B"
+EMBEDDING_A, EMBEDDING_B = "lora_embedding_A", "lora_embedding_B"
+MAGNITUDE = "lora_magnitude_vector"
+TOKENS = "trainable_tokens_delta"
+_OF_TOKENS = "token_adapter"
+BASE_LAYER = "base_layer"
+_MODULES_TO_SAVE = "modules_to_save"
+_ORIGINAL = "original_module"
+_WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"})
+_MODULE = "module"  # what DDP and others call what they wrap, and a name that models use too
+_HOLDERS = {LORA_A, LORA_B, EMBEDDING_A, EMBEDDING_B, MAGNITUDE, TOKENS, _MODULES_TO_SAVE}
+_PARAMETERS = {"weight", "bias"}
+EMBEDDINGS = {"embed_tokens", "lm_head"}  # peft 0.21, EMBEDDING_LAYER_NAMES
+_PREFIX = tuple(PEFT_PREFIX.rstrip(".").split("."))
+
+
+@dataclass(frozen=True, slots=True)
+class Sorted:
+    """The tensors of one state dict, told apart.
+
+    Attributes:
+        live: Tensors by the name of their adapter and by the name in its file, where their
+            names tell the adapter.
+        stripped: Tensors by the name in a PEFT file, where the names are those of a file.
+        rest: All others by their names without wrappers, PEFT's prefix and segments kept.
+        cut_module: Whether segments called `module` were taken for those of wrappers.
+        repeated: Tensors that are there once more, by the name in a PEFT file that they share:
+            PEFT writes modules that were trained whole twice where it saves embeddings too.
+    """
+
+    live: Mapping[str, Mapping[Fqn, TensorEntry]] = field(default_factory=dict)
+    stripped: Mapping[Fqn, TensorEntry] = field(default_factory=dict)
+    rest: Mapping[Fqn, TensorEntry] = field(default_factory=dict)
+    cut_module: bool = False
+    repeated: Mapping[Fqn, TensorEntry] = field(default_factory=dict)
+
+    @property
+    def holds_adapter(self) -> bool:
+        """Whether anything in it is an adapter's."""
+        return bool(self.live or self.stripped)
+
+
+def sort_entries(entries: Iterable[TensorEntry], *, keep_module: bool = False) -> Sorted:
+    """Tells the tensors of adapters from those of the base.
+
+    Args:
+        entries: The tensors of one state dict.
+        keep_module: Whether the model itself has modules called `module`.
+
+    Raises:
+        FormatError: If two tensors have one name when wrappers are cut out.
+        UnsupportedError: If the adapter is of a method that is not modelled.
+    """
+    live: dict[str, dict[Fqn, TensorEntry]] = {}
+    stripped: dict[Fqn, TensorEntry] = {}
+    rest: dict[Fqn, TensorEntry] = {}
+    cut = False
+    for entry in entries:
+        parts = _cleaned(entry.name, keep_module=keep_module)
+        holder = next((at for at, part in enumerate(parts) if part in _HOLDERS), -1)
+        if holder < 0:
+            _add(rest, parts, entry)
+            continue
+        cut |= not keep_module and _MODULE in entry.name.split(".")
+        adapter = _adapter_at(parts, holder)
+        group = stripped if adapter is None else live.setdefault(adapter, {})
+        _add(group, _in_file(parts, holder, live=adapter is not None), entry)
+    _refuse_other_methods(rest)
+    own = stripped if stripped and not live else _alone(live, rest)
+    repeated: dict[Fqn, TensorEntry] = {}
+    if own is not None:  # a file of PEFT's, or a save of what was trained: it is all the adapter's
+        plain = {_with_prefix(name): entry for name, entry in rest.items()}
+        repeated = {name: own[name] for name in plain if name in own}
+        own |= plain
+        rest = {}
+    return Sorted(live, stripped, rest, cut, repeated)
+
+
+def adapter_entries(
+    entries: Iterable[TensorEntry],
+    adapter: str = DEFAULT,
+    settings: LoraSettings | None = None,
+) -> dict[Fqn, TensorEntry]:
+    """Returns the tensors of one adapter by the names that PEFT's files give them.
+
+    Args:
+        entries: The tensors of one state dict.
+        adapter: Its name; without meaning where the names are those of a file.
+        settings: Its configuration, which says whether biases and embeddings belong to it.
+    """
+    return of_adapter(sort_entries(entries), adapter, settings)
+
+
+def of_adapter(
+    found: Sorted,
+    adapter: str,
+    settings: LoraSettings | None,
+    *,
+    embeddings: Collection[str] = (),
+) -> dict[Fqn, TensorEntry]:
+    """Returns the tensors of one adapter out of what `sort_entries` found.
+
+    Args:
+        found: The tensors of one state dict.
+        adapter: The adapter's name; without meaning where the names are those of a file.
+        settings: Its configuration.
+        embeddings: Names of further modules that lie in its file as they are, because they
+            were given another number of tokens.
+    """
+    if adapter not in found.live:
+        return dict(found.stripped)
+    own = found.live[adapter]
+    names = AdapterNames(
+        adapter=adapter,
+        bias="none" if settings is None else settings.bias,
+        embeddings=(*_saved_embeddings(found.rest, settings, own), *embeddings),
+    )
+    beside = {
+        _beside(name, own, embeddings): entry
+        for name, entry in found.rest.items()
+        if names.file_name(name) is not None
+    }
+    return {**own, **beside}
+
+
+def base_entries(entries: Iterable[TensorEntry]) -> dict[Fqn, TensorEntry]:
+    """Returns the base of a live PEFT model, by the names that it has without PEFT."""
+    return plain_entries(sort_entries(entries).rest)
+
+
+def plain_entries(rest: Mapping[Fqn, TensorEntry]) -> dict[Fqn, TensorEntry]:
+    """Returns tensors of the base by the names that they have without PEFT.
+
+    Args:
+        rest: Tensors as `Sorted.rest` has them.
+
+    Raises:
+        FormatError: If two of them have one name then.
+    """
+    plain: dict[Fqn, TensorEntry] = {}
+    for name, entry in rest.items():
+        _add(plain, plain_name(name).split("."), entry)
+    return plain
+
+
+def plain_name(name: str) -> str:
+    """Returns the name that a tensor or module has in the base model.
+
+    >>> plain_name("base_model.model.model.embed_tokens.token_adapter.base_layer.weight")
+    'model.embed_tokens.weight'
+    """
+    ours = (BASE_LAYER, _ORIGINAL, _OF_TOKENS)
+    return ".".join(p for p in name.removeprefix(PEFT_PREFIX).split(".") if p not in ours)
+
+
+def is_frozen_name(file_name: str) -> bool:
+    """Tells whether an adapter was trained upon a tensor of its file, and did not change it."""
+    parts = file_name.split(".")
+    # Biases beneath a wrapper are trained with `bias="all"`; weights there never are.
+    return _ORIGINAL in parts or (BASE_LAYER in parts and parts[-1] != "bias")
+
+
+def _alone(
+    live: Mapping[str, dict[Fqn, TensorEntry]], rest: Mapping[Fqn, TensorEntry]
+) -> dict[Fqn, TensorEntry] | None:
+    """Returns the only adapter of a live model whose frozen tensors were not saved; else None."""
+    for name in rest:
+        parts = name.split(".")
+        if parts[-1] != "bias" and (BASE_LAYER in parts or _ORIGINAL in parts):
+            return None
+    return next(iter(live.values())) if len(live) == 1 else None
+
+
+def _with_prefix(name: Fqn) -> Fqn:
+    return name if name.startswith(PEFT_PREFIX) else Fqn(PEFT_PREFIX + name)
+
+
+def _cleaned(name: str, *, keep_module: bool) -> list[str]:
+    """Returns the segments of a name from PEFT's prefix on, without those of wrappers."""
+    wrappers = _WRAPPERS if keep_module else _WRAPPERS | {_MODULE}
+    parts = name.split(".")
+    kept = [part for part in parts[:-1] if part not in wrappers] + parts[-1:]
+    for at in range(len(kept) - 1):
+        if tuple(kept[at : at + 2]) == _PREFIX:
+            return kept[at:]
+    return kept
+
+
+def _adapter_at(parts: list[str], holder: int) -> str | None:
+    """Returns the adapter that a name tells behind a holder; None in the names of a file."""
+    after = parts[holder + 1 :]
+    kind = parts[holder]
+    # What PEFT saved of a whole module as of an embedding has lost the adapter's name.
+    if kind in {LORA_A, LORA_B, _MODULES_TO_SAVE}:
+        return after[0] if len(after) > 1 else None
+    if len(after) == 1 and kind == MAGNITUDE and after[0] in _PARAMETERS:
+        return None
+    return after[0] if after else None
+
+
+def _in_file(parts: list[str], holder: int, *, live: bool) -> list[str]:
+    """Returns the segments under which a PEFT file holds what a name means."""
+    kind = parts[holder]
+    after = parts[holder + 2 :] if live else parts[holder + 1 :]
+    if kind == _MODULES_TO_SAVE:
+        inside = [*parts[:holder], *after]
+    elif kind == MAGNITUDE:
+        inside = parts[: holder + 1]
+    else:
+        inside = [*parts[: holder + 1], *after]
+    return inside if tuple(inside[:2]) == _PREFIX else [*_PREFIX, *inside]
+
+
+def _add(group: dict[Fqn, TensorEntry], parts: Iterable[str], entry: TensorEntry) -> None:
+    name = Fqn(".".join(parts))
+    if name in group:
+        raise FormatError(
+            f"{group[name].name!r} and {entry.name!r} are both the tensor {name!r} of the adapter",
+            hint="names must stay distinct when wrapper segments are cut out",
+        )
+    group[name] = entry
+
+
+def _beside(name: Fqn, own: Iterable[Fqn], embeddings: Collection[str]) -> Fqn:
+    """Returns what a file calls a tensor of the base that lies in it.
+
+    What another adapter wrapped is called as in a model without that adapter, or PEFT would
+    not find its place.
+    """
+    module, _, parameter = name.rpartition(".")
+    if module not in embeddings or _is_changed(module, own):
+        return name
+    return _with_prefix(Fqn(f"{plain_name(module)}.{parameter}"))
+
+
+def _is_changed(module: str, own: Iterable[Fqn]) -> bool:
+    """Tells whether an adapter has tensors of its own for a module."""
+    inside = f"{plain_name(module)}."
+    return any(plain_name(name).startswith(inside) for name in own)
+
+
+def _saved_embeddings(
+    rest: Mapping[Fqn, TensorEntry], settings: LoraSettings | None, own: Iterable[Fqn]
+) -> list[str]:
+    """Returns the frozen weights of targeted embeddings, which PEFT saves with the adapter.
+
+    Those that only another adapter of the checkpoint targets are left out.
+
+    Source: peft 0.21, `get_peft_model_state_dict` with `save_embedding_layers="auto"`.
+    """
+    if settings is None or settings.trainable_token_indices:
+        return []
+    modules = [name.rpartition(".")[0] for name in rest]
+    wrapped = [module for module in modules if module.endswith(f".{BASE_LAYER}")]
+    named = {module: module.split(".")[-2] for module in wrapped}
+    embeddings = [
+        module for module, last in named.items() if last in EMBEDDINGS and _is_changed(module, own)
+    ]
+    if isinstance(settings.target_modules, str):
+        return embeddings
+    targets = set(settings.target_modules or ()) & EMBEDDINGS
+    return embeddings if targets else []
+
+
+def _refuse_other_methods(rest: Mapping[Fqn, TensorEntry]) -> None:
+    for name in rest:
+        method = next(filter(None, (tuner_of(part) for part in name.split("."))), "")
+        if method and name.startswith(PEFT_PREFIX):
+            raise UnsupportedError(
+                f"tensor {name!r} is of PEFT's method {method!r}, or of a variant of it; LoRA,"
+                " rsLoRA and DoRA are modelled",
+                hint="load it with PEFT, and save or merge it there",
+            )

@@ -1,0 +1,179 @@
+"""Which weights of a model were packed by bitsandbytes, and what lies beside each.
+
+A packed weight has companions in most checkpoints, and none where FSDP made a plain parameter of
+it. With companions their names tell; without, the size of the weight does, since the factors of
+its LoRA or the original model say what shape it has in truth. What is not packed is nobody's
+business here: an embedding or a head is what it is, also in a model of packed weights.
+
+`pipeline.adapters.dequantizing` turns what is found here into operands.
+
+Source: bitsandbytes 0.50, `functional.py` (`QuantState.as_dict`), `nn/modules.py`
+(`Linear4bit._save_to_state_dict`, `Linear8bitLt._save_to_state_dict`).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ckptkit.adapters.quant_state import DTYPES, FourBitSettings, FourBitType
+from ckptkit.core.errors import UnsupportedError
+from ckptkit.core.index import Shape, TensorEntry
+
+Bits = Literal[4, 8]
+
+_FOUR = re.compile(
+    r"(?P<weight>.+)\."
+    r"(?P<kind>(?:nested_)?(?:absmax|quant_map)|quant_state\.bitsandbytes__\w+)"
+)
+_EIGHT = re.compile(r"(?P<module>.+)\.(?P<kind>SCB|weight_format)")
+SCALES_OF_ROWS = "SCB"
+FOUR_BITS: Bits = 4
+EIGHT_BITS: Bits = 8
+_MATRIX = 2
+_BITSANDBYTES = "bitsandbytes"
+# What stands beside or for a weight in GPTQ, AWQ, HQQ, compressed tensors, fp8 and mxfp4.
+_FOREIGN = re.compile(
+    r".+(?:\.(?:qweight|qzeros|g_idx|W_q|weight_packed|weight_scale|weight_scale_inv|weight_scale_2)"
+    r"|_(?:blocks|scale_inv))"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """A weight of which bitsandbytes wrote packed numbers.
+
+    Attributes:
+        name: Its name in the model.
+        bits: How many bits each of its elements takes.
+        packed: The tensor with the packed numbers.
+        companions: What lies beside it, by bitsandbytes' names: `absmax`, `quant_map`,
+            `nested_absmax`, `nested_quant_map`, `quant_state.bitsandbytes__nf4`, `SCB`, …
+        shape: The shape of the weight itself, None where only its quantization state tells.
+    """
+
+    name: str
+    bits: Bits
+    packed: TensorEntry
+    companions: Mapping[str, TensorEntry]
+    shape: Shape | None
+
+    @property
+    def state(self) -> TensorEntry | None:
+        """What says how four-bit numbers were packed, None where it was not saved."""
+        found = (e for kind, e in self.companions.items() if kind.startswith("quant_state."))
+        return next(found, None)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether everything lies beside it that unpacking takes."""
+        if self.bits == EIGHT_BITS:
+            return SCALES_OF_ROWS in self.companions
+        return self.state is not None and "absmax" in self.companions
+
+
+def packed_weights(
+    entries: Mapping[str, TensorEntry], shapes: Mapping[str, Shape]
+) -> dict[str, PackedWeight]:
+    """Finds the packed weights of a plain model.
+
+    Args:
+        entries: Its tensors, by their names in the model.
+        shapes: Shapes of weights as the model computes with them, where they are known.
+
+    Returns:
+        The packed weights by name, in the order of `entries`.
+    """
+    beside: dict[str, dict[str, TensorEntry]] = {}
+    for name, entry in entries.items():
+        four, eight = _FOUR.fullmatch(name), _EIGHT.fullmatch(name)
+        if four is not None:
+            beside.setdefault(four["weight"], {})[four["kind"]] = entry
+        elif eight is not None:
+            beside.setdefault(f"{eight['module']}.weight", {})[eight["kind"]] = entry
+    found = (
+        _packed(name, entry, beside.get(name, {}), shapes.get(name))
+        for name, entry in entries.items()
+    )
+    return {weight.name: weight for weight in found if weight is not None}
+
+
+def names_beside(weight: PackedWeight) -> frozenset[str]:
+    """Returns the names of the companions of a packed weight, in the plain model."""
+    module = weight.name.rpartition(".")[0]
+    four = weight.bits == FOUR_BITS
+    return frozenset(f"{weight.name if four else module}.{kind}" for kind in weight.companions)
+
+
+def is_packed_size(entry: TensorEntry, shape: Shape) -> bool:
+    """Tells whether a tensor has the size of a weight of that shape in four bits.
+
+    Bitsandbytes writes a column of the type that was chosen as storage, two elements a byte.
+    """
+    column = len(entry.shape) == _MATRIX and entry.shape[1] == 1
+    return column and entry.size_bytes == -(-math.prod(shape) // 2) and entry.shape != shape
+
+
+def _packed(
+    name: str, entry: TensorEntry, companions: Mapping[str, TensorEntry], shape: Shape | None
+) -> PackedWeight | None:
+    if entry.dtype.name == "int8" and len(entry.shape) == _MATRIX:
+        beside = SCALES_OF_ROWS in companions
+        if beside or entry.shape == shape:
+            return PackedWeight(name, EIGHT_BITS, entry, companions, entry.shape)
+    if set(companions) & {"absmax"} or any(kind.startswith("quant_state.") for kind in companions):
+        return PackedWeight(name, FOUR_BITS, entry, companions, shape)
+    if shape is not None and is_packed_size(entry, shape):
+        return PackedWeight(name, FOUR_BITS, entry, companions, shape)
+    return None
+
+
+def settings_told(config: Mapping[str, Any] | None) -> FourBitSettings:
+    """Returns what a model's configuration says of its quantization, None for what it does not.
+
+    Source: transformers 5.23, `BitsAndBytesConfig`.
+    """
+    told = (config or {}).get("quantization_config") or {}
+    quant_type = told.get("bnb_4bit_quant_type")
+    nested = told.get("bnb_4bit_use_double_quant")
+    known: dict[Any, FourBitType] = {"nf4": "nf4", "fp4": "fp4"}
+    return FourBitSettings(
+        quant_type=known.get(quant_type),
+        nested=nested if isinstance(nested, bool) else None,
+        dtype=dtype_told(config),
+    )
+
+
+def dtype_told(config: Mapping[str, Any] | None) -> str | None:
+    """Returns the type of a model's weights that its configuration states, if it does."""
+    told = (config or {}).get("dtype") or (config or {}).get("torch_dtype")
+    name = str(told).removeprefix("torch.")
+    return name if name in DTYPES else None
+
+
+def refuse_unmodelled(
+    entries: Mapping[str, TensorEntry], config: Mapping[str, Any] | None, *, location: str
+) -> None:
+    """Refuses weights that are packed in a way that is not modelled.
+
+    Raises:
+        UnsupportedError: Naming the method, or the tensor that gives it away.
+    """
+    told = (config or {}).get("quantization_config") or {}
+    method = told.get("quant_method", _BITSANDBYTES) if isinstance(told, Mapping) else str(told)
+    foreign = next((name for name in entries if _FOREIGN.fullmatch(name)), None)
+    tiny = next((n for n, e in entries.items() if e.dtype.name.startswith("float8")), None)
+    what = ""
+    if method != _BITSANDBYTES:
+        what = f"the base is quantized with {method!r}"
+    elif foreign or tiny:
+        what = f"tensor {foreign or tiny!r} of the base is part of a quantized weight"
+    if what:
+        raise UnsupportedError(
+            f"{what}, which is not modelled; bitsandbytes' 4-bit and 8-bit weights are",
+            where=location,
+            hint="pass the original model, or a dequantized copy, as --base",
+        )

@@ -1,0 +1,124 @@
+"""What of PEFT lies in a checkpoint, and which commands make something of it."""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import re
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ckptkit.adapters.dialects import BASE_LAYER, DEFAULT
+from ckptkit.core.errors import CkptkitError
+from ckptkit.core.index import Fqn, TensorEntry
+from ckptkit.pipeline.adapters.choice import Choice, adapters_in, sort_trees
+from ckptkit.pipeline.adapters.records import ADAPTER_CONFIG, AdapterRecords
+from ckptkit.pipeline.folders import SideFolders
+from ckptkit.pipeline.opening import Opened, PathLike
+
+_SCALES = ".absmax"
+_MODEL = "pytorch_model_fsdp_"
+_BASE = "base_model_"
+_OF_PEFT = re.compile(r"adapter_model\.(safetensors|bin)")
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFacts:
+    """The adapters of one model in a checkpoint.
+
+    Attributes:
+        names: Their names, the one that PEFT gives by itself first.
+        holds_base: Whether the weights that they were trained on lie there too, and can be read
+            without others.
+        configured: Whether the configuration of the first adapter was found.
+        is_ready: Whether it is a folder that PEFT loads as it is.
+    """
+
+    names: tuple[str, ...]
+    holds_base: bool
+    configured: bool
+    is_ready: bool = False
+
+    def extract(self, source: str, out: str = "OUT", *, chosen: Sequence[str] = ()) -> str:
+        """Returns the command that takes the first adapter out.
+
+        Args:
+            source: The checkpoint, as the user would type it.
+            out: The folder to make.
+            chosen: Options with which the user chose the checkpoint.
+        """
+        return shlex.join(["ckptkit", "adapter", "extract", source, out, *self._options(chosen)])
+
+    def merge(self, source: str, out: str = "OUT", *, chosen: Sequence[str] = ()) -> str:
+        """Returns the command that merges the first adapter; arguments as for `extract`."""
+        base = [] if self.holds_base else ["--base", "DIR"]
+        options = [*base, *self._options(chosen)]
+        return shlex.join(["ckptkit", "adapter", "merge", source, out, *options])
+
+    @property
+    def remark(self) -> str:
+        """What to put in the place of the words in the commands; mostly empty."""
+        missing = []
+        if not self.holds_base:
+            missing.append("DIR is the model that the adapter was trained on")
+        if not self.configured:
+            missing.append(
+                f"FILE is its {ADAPTER_CONFIG}, which the checkpoint lacks; --lora-alpha N may do"
+            )
+        if len(self.names) > 1:
+            missing.append(f"the adapters are {', '.join(self.names)}")
+        return "; ".join(missing)
+
+    def _options(self, chosen: Sequence[str]) -> list[str]:
+        name = ["--adapter", self.names[0]] if len(self.names) > 1 else []
+        config = [] if self.configured else ["--adapter-config", "FILE"]
+        return [*name, *config, *chosen]
+
+
+def adapter_facts(checkpoint: Opened, folders: SideFolders) -> AdapterFacts | None:
+    """Tells what of PEFT lies in a checkpoint; None where nothing does, or nothing modelled.
+
+    Args:
+        checkpoint: Whatever was opened.
+        folders: Those that may hold its side files.
+    """
+    try:
+        trees = sort_trees(checkpoint)
+        records = AdapterRecords(folders)
+        found = adapters_in(trees, records.names())
+        names = sorted({one.name for one in found}, key=lambda name: (name != DEFAULT, name))
+        if not names or len(names) < len(found) or _others(trees, found):
+            return None
+        record = records.find(names[0], is_only_one=len(names) == 1)
+    except CkptkitError:
+        return None  # the commands say what is wrong with it
+    units = [posixpath.basename(unit.candidate.files[0]) for unit in checkpoint.units]
+    return AdapterFacts(
+        tuple(names),
+        holds_base=_holds_base([tree.rest for tree in trees.values()]),
+        configured=record is not None,
+        is_ready=record is not None and all(map(_OF_PEFT.fullmatch, units)),
+    )
+
+
+def choices(select: str | None, also: Sequence[PathLike]) -> list[str]:
+    """Returns the options with which a user chose a checkpoint, as they are typed."""
+    chosen = [] if select is None else ["--select", select]
+    return [*chosen, *(text for folder in also for text in ("--also", os.fspath(folder)))]
+
+
+def _others(trees: Iterable[str], found: Iterable[Choice]) -> list[str]:
+    """Returns the models that neither have an adapter, nor are the base of one beside them."""
+    holders = {adapter.tree for adapter in found}
+    beside = {tree.replace(_MODEL, _BASE, 1) for tree in holders if tree.startswith(_MODEL)}
+    return [tree for tree in trees if tree not in holders | beside]
+
+
+def _holds_base(parts: Iterable[Mapping[Fqn, TensorEntry]]) -> bool:
+    """Tells whether the weights of the base are there, and not packed without their scales."""
+    rest = {name: entry for part in parts for name, entry in part.items()}
+    weights = [entry for name, entry in rest.items() if name.endswith(f"{BASE_LAYER}.weight")]
+    packed = any(entry.shape[1:] == (1,) for entry in weights)
+    scales = any(name.endswith(_SCALES) for name in rest)
+    return bool(rest) and (scales or not packed)

@@ -1,0 +1,259 @@
+"""The base model of a merge: where its weights lie, and what each written tensor is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ckptkit.adapters.base_names import (
+    Placed,
+    lacking,
+    names_on_disk,
+    placed_as_live,
+    placed_as_stored,
+    placed_on_disk,
+    prefix_between,
+)
+from ckptkit.adapters.dialects import sort_entries
+from ckptkit.core.errors import RefusedError
+from ckptkit.core.index import Fqn, Shape, TensorEntry
+from ckptkit.execution.tensors import Origin
+from ckptkit.kernels.operands import Operand, Stored
+from ckptkit.pipeline.adapters.dequantizing import QuantizedBase, Weights
+from ckptkit.pipeline.adapters.merge_products import BaseTensor, rearranged
+from ckptkit.pipeline.folders import SideFolders
+from ckptkit.pipeline.model_folders import pretrained_index
+from ckptkit.pipeline.naming import DiskNames, disk_names
+from ckptkit.pipeline.opening import Opened, PathLike, opened
+from ckptkit.planning.coverage import error_of, find_problems
+from ckptkit.planning.requests import ConsolidateRequest
+from ckptkit.planning.selection import select_model
+from ckptkit.planning.ties import tied_names_absent, untied_config
+from ckptkit.storage.local import LocalSource
+from ckptkit.storage.overlay import OverlaySource
+
+BASE = "base"
+"""The origin of a base model that was given."""
+
+
+@dataclass(frozen=True, slots=True)
+class BaseSource:
+    """A base model, wherever its weights lie.
+
+    Attributes:
+        opened: The checkpoint.
+        origin: The same, opened for reading tensors.
+        entries: Its tensors, by the names that they have there.
+        config: The `config.json` beside them, if any.
+        is_live: Whether the names are those of training without doubt.
+    """
+
+    opened: Opened
+    origin: Origin
+    entries: Mapping[Fqn, TensorEntry]
+    config: Mapping[str, Any] | None
+    is_live: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Alignment:
+    """How a base's tensors correspond to those of the live model, and to what is written.
+
+    Attributes:
+        placed: What is written, and what of.
+        shapes: Of live tensors, where other things than the base's own headers tell them.
+        adapter_prefix: What has to stand before the modules of adapters.
+        called: What live tensors are called in the output, where that is another name.
+        notes: What the user should know.
+        versions: The libraries that told names.
+    """
+
+    placed: Sequence[Placed]
+    shapes: Mapping[Fqn, Shape]
+    adapter_prefix: str = ""
+    called: Mapping[Fqn, Fqn] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    versions: Mapping[str, str] | None = None
+
+
+def open_base(stack: ExitStack, path: PathLike, limit_bytes: int | None) -> BaseSource:
+    """Opens a model folder, or any other checkpoint that holds a whole model.
+
+    Raises:
+        InputError: If there is none, or if it is damaged or incomplete.
+        RefusedError: If there are several, or if an adapter lies in it.
+    """  # noqa: DOC501  `error_of` makes it
+    found = _pretrained(stack, path)
+    if found is None:
+        found = stack.enter_context(opened(path, limit_bytes=limit_bytes))
+    request = ConsolidateRequest().selecting(found.select)
+    entries = select_model(found.index, request, location=found.path)
+    problem = next(find_problems(found.index, entries), None)
+    if problem is not None:
+        raise error_of(problem, found.path)
+    _refuse_adapter(entries, found.path)
+    folders = SideFolders(stack, found, None)
+    return BaseSource(
+        found,
+        Origin(BASE, found.source, found.index),
+        {entry.name: entry for entry in entries},
+        folders.config(folders.choose(allow_code=False)[0]),
+        is_live=False,
+    )
+
+
+def _refuse_adapter(entries: Sequence[TensorEntry], location: str) -> None:
+    """Refuses a base that has an adapter itself, whose part in it would be lost."""
+    if sort_entries(entries).holds_adapter:
+        raise RefusedError(
+            "has an adapter of PEFT in it, where a model alone was expected",
+            where=f"--base {location}",
+            hint="pass the model that the adapter was trained on; if it is this one, merge its own"
+            " adapter first",
+        )
+
+
+def _pretrained(stack: ExitStack, path: PathLike) -> Opened | None:
+    """Opens what `from_pretrained` would load, whatever other weights lie beside it."""
+    if not Path(path).is_dir():
+        return None
+    folder = stack.enter_context(LocalSource(Path(path)))
+    index = pretrained_index(folder)
+    if index is None:
+        return None
+    return Opened(str(path), OverlaySource([folder]), "", (), index, None, ())
+
+
+def align(
+    base: BaseSource,
+    modules: Collection[str],
+    config: Mapping[str, Any] | None,
+    *,
+    folder: str | None,
+) -> Alignment:
+    """Finds out what the base's tensors are called by the adapters, and in the output.
+
+    Names are taken as they are where they agree. Where they do not, a prefix may be missing, or
+    Transformers holds other tensors in memory than on disk.
+
+    Args:
+        base: The base.
+        modules: What the adapters change.
+        config: The model's configuration.
+        folder: A model folder with the names on disk, or None.
+
+    Raises:
+        RefusedError: If the names are needed and cannot be told.
+    """
+    names = base.entries.keys()
+    if base.is_live:
+        specs = {name: (entry.dtype, entry.shape) for name, entry in base.entries.items()}
+        return _live(names, disk_names(config, specs, base=folder))
+    for before_base, before_adapter in dict.fromkeys([("", ""), prefix_between(modules, names)]):
+        renamed = [Fqn(before_base + name) for name in names]
+        known = [*renamed, *tied_names_absent(config, renamed)]
+        if not lacking([before_adapter + module for module in modules], known):
+            return Alignment(placed_as_stored(names, before_base), {}, before_adapter)
+    # Untied, a model has names for all that a merge may have to write.
+    untied = None if config is None else untied_config(config)
+    return _asked(names, disk_names(untied, None, base=folder))
+
+
+def _asked(names: Collection[Fqn], found: DiskNames) -> Alignment:
+    """Aligns a given base, which may have either kind of names, by what transformers told."""
+    hub = found.names
+    if hub is None:
+        return Alignment(placed_as_stored(names), {}, notes=found.notes)
+    if sum(name in hub.tensors for name in names) < sum(name in hub.live for name in names):
+        return _live(names, found)
+    return Alignment(
+        placed_on_disk(names, hub),
+        hub.live,
+        called=names_on_disk(hub),  # what transformers would write besides is not written here
+        versions={"transformers": hub.library},
+    )
+
+
+def _live(names: Collection[Fqn], found: DiskNames) -> Alignment:
+    if found.names is None:
+        return Alignment(placed_as_stored(names), {}, notes=found.notes)
+    return Alignment(
+        placed_as_live(names, found.names),
+        {},
+        called=names_on_disk(found.names),
+        notes=found.notes,
+        versions={"transformers": found.names.library},
+    )
+
+
+def folder_of(base: BaseSource) -> str:
+    """Returns the folder that a base lies in, also where a single file was named."""
+    path = Path(base.opened.location)
+    return str(path if path.is_dir() else path.parent)
+
+
+def weights_as_they_are(base: BaseSource) -> Weights:
+    """Returns the base's tensors by the names that they have there."""
+    entries = {str(name): entry for name, entry in base.entries.items()}
+    return Weights(base.origin, entries, base.config, base.opened.path)
+
+
+def plain_weights(base: BaseSource, alignment: Alignment) -> Weights:
+    """Returns the base's tensors by live name, as far as they are those of the live model."""
+    entries: dict[str, TensorEntry] = {}
+    for placed in alignment.placed:
+        if not placed.is_stored_so:
+            entries |= {name: base.entries[name] for name in placed.stored}
+        elif placed.part is None:
+            entries[placed.live[0]] = base.entries[placed.stored[0]]
+    return Weights(base.origin, entries, base.config, base.opened.path)
+
+
+def base_tensors(
+    base: BaseSource, alignment: Alignment, quantized: QuantizedBase
+) -> list[BaseTensor]:
+    """Returns the tensors of the base as they are written, packed ones unpacked."""
+    made: list[BaseTensor] = []
+    for placed in alignment.placed:
+        first = placed.live[0]
+        if first in quantized.hidden and first not in quantized.operands:
+            continue
+        operands = [
+            _operand(base, stored, live, quantized)
+            for stored, live in zip(placed.stored, placed.live, strict=False)
+        ]
+        entry = base.entries[placed.stored[0]]
+        if placed.part is not None and not placed.is_stored_so:
+            operand, shape = rearranged(placed.part, operands), placed.part.shape
+        else:
+            operand, shape = operands[0], quantized.shapes.get(first, entry.shape)
+        dtype = quantized.dtypes.get(first, operand.dtype)
+        made.append(BaseTensor(placed.name, placed.live, shape, dtype, operand, placed.part))
+    return made
+
+
+def _operand(base: BaseSource, stored: Fqn, live: Fqn, quantized: QuantizedBase) -> Operand:
+    packed = quantized.operands.get(live)
+    if packed is not None:
+        return packed
+    entry = base.entries[stored]
+    return Stored(base.origin.name, entry.key, entry.dtype)
+
+
+def live_shapes(
+    base: BaseSource, alignment: Alignment, quantized: QuantizedBase
+) -> dict[Fqn, Shape]:
+    """Returns the shapes of the live model's tensors."""
+    shapes = dict(alignment.shapes)
+    for placed in alignment.placed:
+        if placed.part is None or not placed.is_stored_so:
+            for stored, live in zip(placed.stored, placed.live, strict=True):
+                shapes[live] = tuple(quantized.shapes.get(live, base.entries[stored].shape))
+    return {
+        name: shape
+        for name, shape in shapes.items()
+        if name not in quantized.hidden or name in quantized.operands
+    }

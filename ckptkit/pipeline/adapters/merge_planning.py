@@ -1,0 +1,397 @@
+"""Everything that happens before the first byte of a merged model is written."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from ckptkit.adapters.adapter import Adapter
+from ckptkit.adapters.base_names import modules_of, with_prefix
+from ckptkit.adapters.changes import Change, Replaced
+from ckptkit.adapters.dialects import plain_name
+from ckptkit.adapters.layers import table_of
+from ckptkit.adapters.merged_config import model_types, with_head, without_quantization
+from ckptkit.adapters.merging import MergeRequest, check_used_once, combine, norms_of
+from ckptkit.adapters.pairing import Base, pair
+from ckptkit.adapters.target_coverage import refuse_targets_without_tensors
+from ckptkit.adapters.tying import Pair, shared_changes, tied_pairs
+from ckptkit.core.errors import AdapterError, RefusedError
+from ckptkit.core.index import Fqn, Shape
+from ckptkit.execution.executor import Inputs
+from ckptkit.kernels.merge_steps import NormOf, Rounding
+from ckptkit.layouts.hf_weights import layout_hf_weights
+from ckptkit.pipeline.adapters.dequantizing import QuantizedBase, Weights, plan_quantized
+from ckptkit.pipeline.adapters.merge_base import (
+    Alignment,
+    BaseSource,
+    align,
+    base_tensors,
+    folder_of,
+    live_shapes,
+    plain_weights,
+    weights_as_they_are,
+)
+from ckptkit.pipeline.adapters.merge_facts import SourceAdapter, source_facts
+from ckptkit.pipeline.adapters.merge_identity import (
+    check_identity,
+    differing_weights,
+    listed,
+    recorded_base,
+    recorded_weights,
+    refuse_other_base,
+)
+from ckptkit.pipeline.adapters.merge_outputs import (
+    added_products,
+    merged_products,
+    resized_config,
+    written_ties,
+)
+from ckptkit.pipeline.adapters.merge_products import BaseTensor, MergeRules
+from ckptkit.pipeline.adapters.merge_report import MergedLayer, reported
+from ckptkit.pipeline.adapters.tied_changes import (
+    MergedTies,
+    TieJudge,
+    refuse_differing_bases,
+    ties_in_words,
+)
+from ckptkit.pipeline.folders import SideFolders
+from ckptkit.pipeline.writing import Prepared, estimated, settings_for
+from ckptkit.planning.plan import Plan, Product
+from ckptkit.planning.requests import Resources
+from ckptkit.planning.side_files import bytes_by_dtype, config_as_written
+from ckptkit.planning.ties import untied_config
+
+_EXPERT = re.compile(r"\.experts\.\d+\.")  # disk names of what training holds fused
+_SAMPLE = 1 << 16  # elements of each weight: two models differ nearly everywhere
+_NO_BASE = "pass the model that the adapter was trained on with --base"
+
+
+class MergePreparation:
+    """Plans a merge; each step needs the ones before it."""
+
+    def __init__(
+        self,
+        stack: ExitStack,
+        adapters: Sequence[SourceAdapter],
+        given: BaseSource | None,
+        request: MergeRequest,
+        resources: Resources,
+    ) -> None:
+        """Takes what was opened.
+
+        Args:
+            stack: Closes the folders of side files.
+            adapters: The adapters, in the order of merging.
+            given: The base that was given, or None.
+            request: What the output should hold.
+            resources: What the execution may use.
+
+        Raises:
+            RefusedError: If there is no base, or if an adapter needs another one.
+        """
+        self._adapters = adapters
+        self._given = given
+        self._request = request
+        self._resources = resources
+        self._stack = stack
+        self._refuse_rewritten_bases()
+        first = adapters[0]
+        folder = None if given is None else folder_of(given)
+        self._folders = SideFolders(stack, first.found.opened, folder)
+        self._side, self._code = self._folders.choose(allow_code=request.allow_code)
+        self._config = self._folders.config(self._side)
+        self._base = given or self._own_base(first)
+        self._origins = {adapter.origin.name: adapter.origin for adapter in adapters}
+        self._origins[self._base.origin.name] = self._base.origin
+        self._notes = [note for adapter in adapters for note in adapter.found.notes]
+        self._unproven: list[str] = []  # what packed bytes may prove yet
+
+    def run(self, out: Path) -> tuple[Prepared, list[MergedLayer]]:
+        """Plans the output.
+
+        Raises:
+            InputError: If a source is damaged or incomplete.
+            RefusedError: If the request cannot be met.
+        """
+        self._check_identity()
+        modules = [module for one in self._adapters for module in modules_of(one.found.adapter)]
+        modules = list(dict.fromkeys(modules))
+        alignment = align(self._base, modules, self._config, folder=self._folders.base)
+        quantized = self._quantized(alignment)
+        self._compare_frozen(alignment, quantized)
+        tensors = base_tensors(self._base, alignment, quantized)
+        shapes = live_shapes(self._base, alignment, quantized)
+        pairs = self._pairs(self._config, tensors)
+        shapes |= {pair.target: shapes[pair.source] for pair in pairs if not pair.is_present}
+        changes = self._changes(alignment, shapes, pairs)
+        config = self._headed(changes, shapes)
+        ties = self._ties(config, tensors, changes)
+        rules = self._rules(changes)
+        products = [
+            *merged_products(tensors, changes, ties, shapes, rules),
+            *added_products(tensors, changes, ties, shapes, rules, alignment.called),
+        ]
+        layers = reported(self._adapters, tensors, changes, quantized, self._request, self._origins)
+        config = self._configured(config, products, changes, shapes, ties)
+        if not quantized.facts.get("compared"):
+            self._notes += self._unproven
+        self._notes += [*alignment.notes, *quantized.notes]
+        plan = self._plan(products, config, written_ties(ties, tensors))
+        return self._prepared(out, plan, alignment, quantized), layers
+
+    # --- the base ---
+
+    def _own_base(self, adapter: SourceAdapter) -> BaseSource:
+        found = adapter.found
+        if not found.base:
+            raise RefusedError(
+                "the checkpoint holds the adapter alone, and no base to merge it into",
+                where=found.opened.path,
+                hint=_NO_BASE,
+            )
+        return BaseSource(found.opened, adapter.origin, found.base, self._config, is_live=True)
+
+    def _refuse_rewritten_bases(self) -> None:
+        """Refuses adapters that were trained on a base which PEFT had written into."""
+        for adapter in self._adapters:
+            settings = adapter.found.adapter.settings
+            own = self._given is None and len(self._adapters) == 1
+            if settings.changes_base and not own:
+                raise RefusedError(
+                    f"the adapter was started with {settings.init_lora_weights!r}, which writes"
+                    " into the base: merged onto another it gives another model",
+                    where=adapter.source.where,
+                    hint="merge the checkpoint of the run itself, without --base, if it holds the"
+                    " base; or let PEFT save the adapter with"
+                    " path_initial_model_for_weight_conversion",
+                )
+
+    def _check_identity(self) -> None:
+        if self._given is None:
+            return
+        for adapter in self._adapters:
+            expected = recorded_base(adapter.found.adapter.settings, adapter.found.opened)
+            judgement = check_identity(
+                expected,
+                self._given,
+                where=adapter.source.where,
+                allowed=self._request.allow_other_base,
+            )
+            recorded = recorded_weights(self._stack, expected, self._given)
+            if recorded is None or not self._compare(
+                weights_as_they_are(recorded),
+                weights_as_they_are(self._given),
+                adapter,
+                most=_SAMPLE,
+            ):
+                self._unproven += judgement.notes
+            self._notes += [
+                f"another base is merged onto: {text}" for text in judgement.contradictions
+            ]
+
+    def _quantized(self, alignment: Alignment) -> QuantizedBase:
+        trained = self._trained()
+        shapes: dict[str, Shape] = {}
+        for adapter in self._adapters:
+            for layer in table_of(adapter.found.adapter.tensors).layers:
+                if not (layer.is_embedding or layer.is_convolution or layer.level):
+                    shapes[f"{layer.module}.weight"] = layer.shape
+        return plan_quantized(
+            trained,
+            None if self._given is None else plain_weights(self._given, alignment),
+            shapes=shapes,
+            choice=self._request.qlora_base,
+            nested=self._request.double_quant,
+            workers=settings_for(self._resources).workers,
+        )
+
+    def _trained(self) -> Weights | None:
+        """Returns what the first adapter's checkpoint holds of its base."""
+        first = self._adapters[0]
+        if not first.found.base:
+            return None
+        folders = first.found.folders
+        config = folders.config(folders.choose(allow_code=False)[0])
+        entries = {str(name): entry for name, entry in first.found.base.items()}
+        return Weights(first.origin, entries, config, first.found.opened.path)
+
+    def _compare_frozen(self, alignment: Alignment, quantized: QuantizedBase) -> None:
+        """Compares a given base with what the checkpoint itself holds of the base."""
+        trained = self._trained()
+        if self._given is not None and trained is not None:
+            given = plain_weights(self._given, alignment)
+            hidden = {*quantized.hidden, *self._trained_biases()}
+            if self._compare(trained, given, self._adapters[0], hidden=hidden):
+                self._unproven.clear()
+
+    def _trained_biases(self) -> Iterator[str]:
+        """Yields what lies with the frozen weights and was trained all the same."""
+        for adapter in self._adapters:
+            for name in table_of(adapter.found.adapter.tensors).whole:
+                if name.endswith(".bias"):
+                    yield plain_name(name)
+
+    def _compare(
+        self,
+        trained: Weights,
+        given: Weights,
+        adapter: SourceAdapter,
+        *,
+        hidden: Collection[str] = (),
+        most: int | None = None,
+    ) -> bool:
+        """Refuses a given base whose weights are not those trained on; True where they agree."""
+        differing, count = differing_weights(trained, given, hidden, most=most)
+        if not differing:
+            return count > 0
+        text = (
+            f"{len(differing):,} of {count:,} weights differ from those in {trained.location}:"
+            f" {listed(differing)}"
+        )
+        allowed = self._request.allow_other_base
+        refuse_other_base([text], given.location, where=adapter.source.where, allowed=allowed)
+        self._notes.append(f"another base is merged onto: {text}")
+        return False
+
+    # --- what changes ---
+
+    def _pairs(self, config: Mapping[str, Any] | None, tensors: Sequence[BaseTensor]) -> list[Pair]:
+        specs = {t.live[0]: (t.dtype, t.shape) for t in tensors if t.part is None}
+        return tied_pairs(config, specs)
+
+    def _changes(
+        self, alignment: Alignment, shapes: Mapping[Fqn, Shape], pairs: Sequence[Pair]
+    ) -> dict[Fqn, list[Change]]:
+        base = Base(shapes, model_types(self._config))
+        found = []
+        for one in self._adapters:
+            adapter = with_prefix(one.found.adapter, alignment.adapter_prefix)
+            changes = pair(adapter, base, one.source, weight=one.weight)
+            check_used_once(adapter.tensors, changes, where=one.source.where)
+            if self._given is not None:
+                self._refuse_bare_targets(adapter, one, alignment)
+            found.append(changes)
+        combined = combine(found, [one.weight for one in self._adapters])
+        tying = {
+            one.source.position
+            for one in self._adapters
+            if one.found.adapter.settings.ensure_weight_tying
+        }
+        return shared_changes(combined, pairs, tying)
+
+    def _refuse_bare_targets(
+        self, adapter: Adapter, one: SourceAdapter, alignment: Alignment
+    ) -> None:
+        """Refuses an adapter that lacks tensors for what its configuration targets in the base."""
+        entries = {
+            placed.live[0]: self._base.entries[placed.stored[0]]
+            for placed in alignment.placed
+            if placed.part is None and not _EXPERT.search(placed.live[0])
+        }
+        try:
+            refuse_targets_without_tensors(
+                table_of(adapter.tensors), adapter.settings, entries, is_own_record=True
+            )
+        except AdapterError as error:
+            raise error.located(one.source.where) from error
+
+    def _rules(self, changes: Mapping[Fqn, Sequence[Change]]) -> MergeRules:
+        versions = [one.found.adapter.settings.peft_version for one in self._adapters]
+        norm_of, note = norms_of(versions, changes)
+        self._notes += filter(None, [note])
+        rounding = Rounding.PEFT if self._request.match_peft else Rounding.ONCE
+        return MergeRules(self._request.dtype, rounding, NormOf(norm_of))
+
+    def _ties(
+        self,
+        config: Mapping[str, Any] | None,
+        tensors: Sequence[BaseTensor],
+        changes: Mapping[Fqn, Sequence[Change]],
+    ) -> MergedTies:
+        by_live = {tensor.live[0]: tensor for tensor in tensors if tensor.part is None}
+        judge = TieJudge(self._origins, by_live)
+        refuse_differing_bases(judge, changes)
+        ties = judge.judge(config, self._pairs(config, tensors), changes)
+        self._notes += ties_in_words(config, ties)
+        return ties
+
+    # --- what is written ---
+
+    def _headed(
+        self, changes: Mapping[Fqn, Sequence[Change]], shapes: Mapping[Fqn, Shape]
+    ) -> dict[str, Any] | None:
+        if self._config is None:
+            return None
+        config = self._config
+        for one in self._adapters:
+            added = {
+                change.weight: change.tensor.shape
+                for found in changes.values()
+                for change in found
+                if isinstance(change, Replaced)
+                and change.source.position == one.source.position
+                and shapes.get(change.weight) != change.tensor.shape
+            }
+            config, told = with_head(config, one.found.adapter.settings.task_type, added)
+            self._notes += told
+        return config
+
+    def _configured(
+        self,
+        config: dict[str, Any] | None,
+        products: Sequence[Product],
+        changes: Mapping[Fqn, Sequence[Change]],
+        shapes: Mapping[Fqn, Shape],
+        ties: MergedTies,
+    ) -> dict[str, Any] | None:
+        if config is None:
+            self._notes.append(
+                "no config.json was found beside the adapter or its base: Transformers needs one to"
+                " load the output"
+            )
+            return None
+        resized, notes = resized_config(config, changes, shapes, products)
+        self._notes += notes
+        written = bytes_by_dtype((p.spec.dtype, p.spec.size_bytes) for p in products)
+        allow_code = self._request.allow_code
+        made = config_as_written(resized, written, allow_code=allow_code)
+        if ties.untied or ties.broken:
+            made = untied_config(made)
+        return without_quantization(made)
+
+    def _plan(
+        self,
+        products: Sequence[Product],
+        config: dict[str, Any] | None,
+        dropped: Mapping[Fqn, Fqn],
+    ) -> Plan:
+        if self._code:
+            self._notes.append(
+                f"python files were left out: {', '.join(self._code)}; pass --allow-code to copy"
+                " them"
+            )
+        weights = layout_hf_weights(products, self._request.max_file_bytes)
+        files = self._folders.outputs(self._side, config, allow_code=self._request.allow_code)
+        return Plan((*weights, *files), dropped, tuple(dict.fromkeys(self._notes)))
+
+    def _prepared(
+        self, out: Path, plan: Plan, alignment: Alignment, quantized: QuantizedBase
+    ) -> Prepared:
+        settings = settings_for(self._resources)
+        opened = [one.found.opened for one in self._adapters]
+        opened += [] if self._given is None else [self._given.opened]
+        read = sum(spec.size_bytes for _, _, spec in plan.specs())
+        return Prepared(
+            sources=tuple(opened),
+            plan=plan,
+            inputs=Inputs(self._origins, self._folders.sources),
+            settings=settings,
+            estimate=estimated(plan, settings, out, bytes_read=read),
+            kind="model",
+            options=self._request.changed(),
+            facts=source_facts(self._adapters, self._base, quantized.facts),
+            versions=dict(alignment.versions or {}),
+        )

@@ -1,0 +1,64 @@
+"""Whether a model was given another number of tokens than the base that it was made from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from ckptkit.adapters.config import LoraSettings
+from ckptkit.adapters.dialects import plain_name
+from ckptkit.core.errors import InputError
+from ckptkit.core.index import Fqn, TensorEntry
+from ckptkit.planning.side_files import CONFIG, MAX_JSON_BYTES, parse_json_object
+from ckptkit.storage.local import LocalSource
+
+# What Transformers calls the modules at both ends of a language model.
+_VOCABULARY = frozenset(
+    ("embed_in", "embed_out", "embed_tokens", "lm_head", "shared", "word_embeddings", "wte")
+)
+_MATRIX = 2
+
+
+def resized_embeddings(
+    settings: LoraSettings,
+    base: Mapping[Fqn, TensorEntry],
+    rest: Mapping[Fqn, TensorEntry],
+) -> Iterator[str]:
+    """Yields the embeddings that PEFT saves with an adapter because their size was changed.
+
+    The base has to be a folder on this machine; of one on the Hub, nothing is known.
+
+    Args:
+        settings: The adapter's configuration, which names the base.
+        base: The tensors of the base in the checkpoint, by their plain names.
+        rest: The same by their names in the PEFT model.
+
+    Source: peft 0.21, `get_peft_model_state_dict` with `save_embedding_layers="auto"`.
+    """
+    tokens = _tokens_of(settings.base_model_name_or_path)
+    ends = {
+        name.rpartition(".")[0]: entry
+        for name, entry in base.items()
+        if name.endswith(".weight") and name.split(".")[-2] in _VOCABULARY
+    }
+    sizes = {entry.shape[0] for entry in ends.values() if len(entry.shape) == _MATRIX}
+    if tokens is None or not sizes or tokens in sizes:
+        return
+    for name in rest:
+        module = name.rpartition(".")[0]
+        if plain_name(module) in ends and "." in name:
+            yield module
+
+
+def _tokens_of(folder: str | None) -> int | None:
+    """Returns the number of tokens of the model in a folder; None where that is unknown."""
+    if not folder or "\0" in folder or not Path(folder).is_dir():
+        return None
+    try:
+        with LocalSource(Path(folder)) as source:
+            size_bytes = min(source.stat(CONFIG).size_bytes, MAX_JSON_BYTES)
+            document = parse_json_object(source.read(CONFIG, 0, size_bytes), where=CONFIG)
+    except InputError:
+        return None
+    tokens = document.get("vocab_size")
+    return tokens if isinstance(tokens, int) else None
