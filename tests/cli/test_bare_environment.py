@@ -20,6 +20,7 @@ from filelock import FileLock
 
 ROOT = Path(__file__).resolve().parents[2]
 CASE = ROOT / "fixtures" / "accelerate_fsdp2_tied_with_config"
+EXPERTS = ROOT / "fixtures" / "fsdp2_mixtral"
 
 pytestmark = [pytest.mark.slow]
 
@@ -162,6 +163,20 @@ def test_diff_works_without_torch_across_formats(bare: Environment, consolidated
     bare.ckptkit("diff", CASE / "checkpoint", consolidated)
 
 
+def test_names_that_transformers_alone_knows_are_refused_with_both_ways_out(
+    bare: Environment, tmp_path: Path
+) -> None:
+    command: list[str | Path] = ["consolidate", EXPERTS / "checkpoint", tmp_path / "out"]
+    command += ["--base", EXPERTS / "saved_pretrained"]
+    done = bare.run("-m", "ckptkit_cli", *command)
+    assert done.returncode == 4, done.stderr
+    assert "model type 'mixtral'" in done.stderr
+    assert "pip install torch transformers" in done.stderr
+    assert "--names live" in done.stderr
+    assert not (tmp_path / "out").exists()
+    bare.ckptkit(*command, "--names", "live")
+
+
 def _imported_by(arguments: Sequence[str | Path], report: Path) -> set[str]:
     """Runs a command in this process's environment; returns the top-level modules it imported."""
     code = (
@@ -207,6 +222,12 @@ def test_the_other_commands_never_import_torch(tmp_path: Path) -> None:
         ["verify", source],
         ["verify", out],
         ["diff", out, out],
+        [
+            "adapter",
+            "extract",
+            CASE.parent / "peft_trl_fsdp2_ckptkit" / "checkpoint",
+            tmp_path / "adapter",
+        ],
     ]
     for arguments in commands:
         imported = _imported_by(arguments, tmp_path / "modules")

@@ -12,7 +12,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 ROOT = Path(__file__).parents[2]
 FIXTURES = ROOT / "fixtures"
@@ -84,6 +86,7 @@ def test_help_names_exactly_the_commands_that_exist() -> None:
         "verify",
         "diff",
         "save-now",
+        "adapter",
     ]
     assert not any(line.endswith("...") for line in lines)
 
@@ -94,7 +97,7 @@ def test_consolidate_offers_exactly_the_options_that_are_built() -> None:
     assert options - {"--help", "--dtype"} == {
         *("--select", "--keep-dtype", "--names", "--base", "--max-shard-size", "--include"),
         *("--also", "--exclude", "--allow-code", "--dry-run", "--overwrite", "--memory-budget"),
-        *("--memory-limit", "--workers", "--json", "--quiet"),
+        *("--memory-limit", "--workers", "--json", "--quiet", "--like", "--vocab-size"),
     }
 
 
@@ -108,7 +111,8 @@ def test_consolidate_offers_exactly_the_options_that_are_built() -> None:
         ["inspect", "a", "--bogus"],
         ["consolidate", "a"],
         ["consolidate", LLAMA, "o", "--dtype", "int3"],
-        ["consolidate", LLAMA, "o", "--names", "hub"],
+        ["consolidate", LLAMA, "o", "--names", "disk"],
+        ["convert", LLAMA, "o", "--to", "dcp", "--names", "hub"],
         ["consolidate", LLAMA, "o", "--max-shard-size", "5XB"],
         ["consolidate", LLAMA, "o", "--memory-budget", "much"],
         ["consolidate", LLAMA, "o", "--workers", "many"],
@@ -295,6 +299,19 @@ def test_diff_exits_0_on_equal_and_6_on_different_checkpoints(tmp_path: Path) ->
     assert "model.norm.weight: float32 [16] against bfloat16 [16]" in other.stdout
     report = document(run("diff", LLAMA, tmp_path / "cast", "--json"))
     assert (report["same"], report["equal"]) == (False, 0)
+
+
+def test_diff_tells_that_training_has_other_names_than_model_folders(tmp_path: Path) -> None:
+    names = {"live": "mlp.experts.down_proj", "disk": "mlp.experts.0.down_proj.weight"}
+    for side, name in names.items():
+        tensors = {name: np.ones(4, np.float32), "norm.weight": np.ones(4, np.float32)}
+        (tmp_path / side).mkdir()
+        save_file(tensors, tmp_path / side / "model.safetensors", metadata={"format": "pt"})
+    for kind, is_told in (("qwen3_moe", True), ("llama", False)):
+        (tmp_path / "disk" / "config.json").write_text(json.dumps({"model_type": kind}))
+        result = run("diff", tmp_path / "live", tmp_path / "disk")
+        assert result.returncode == 6
+        assert ("consolidate it first" in " ".join(result.stdout.split())) is is_told
 
 
 def test_a_reader_that_leaves_is_no_error() -> None:

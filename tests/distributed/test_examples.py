@@ -13,7 +13,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file
+
+import ckptkit
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 HOST = Path(__file__).with_name("examples_host.py")
@@ -131,3 +135,35 @@ def test_a_job_that_was_killed_and_started_again_ends_as_if_nothing_had_happened
     assert statuses == [0, 0], resumed[-4_000:]
     assert re.search(r"resumed from step \d", resumed), resumed[-4_000:]
     assert final_loss(resumed) == final_loss(straight)
+    if example == "trl":
+        check_adapter(tmp_path / "straight", tmp_path)
+
+
+def check_adapter(run: Path, out: Path) -> None:
+    """Makes of a run what the example says, with no option, and compares with what PEFT has."""
+    for verb in ("extract", "merge"):
+        command = [sys.executable, "-m", "ckptkit_cli", "adapter", verb, str(run), str(out / verb)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+    adapter = load_file(out / "extract/adapter_model.safetensors")
+    saved = load_file(f"{run}-adapter/adapter_model.safetensors")  # by the Trainer, of all ranks
+    assert adapter.keys() == saved.keys()
+    assert all(np.array_equal(adapter[name], saved[name]) for name in saved)
+    assert any(saved[name].any() for name in saved if "lora_B" in name)
+    configs = [Path(f"{run}-adapter"), out / "extract"]
+    trained, extracted = (json.loads((c / "adapter_config.json").read_text()) for c in configs)
+    assert {**trained, "target_modules": None} == {**extracted, "target_modules": None}
+    assert sorted(trained["target_modules"]) == sorted(extracted["target_modules"])
+
+    merged = load_file(out / "merge/model.safetensors")
+    scaling = trained["lora_alpha"] / trained["r"]
+    with ckptkit.open(run, select="base_model_0") as base:
+        for name in base.keys():  # noqa: SIM118  not a mapping
+            weight = base.read(name, framework="numpy")
+            module = name.removesuffix(".weight").replace(".base_layer", "")
+            if ".base_layer." in name:
+                down, up = (saved[f"{module}.lora_{side}.weight"] for side in "AB")
+                weight = weight + scaling * (up @ down)
+            found = merged.pop(f"{module.removeprefix('base_model.model.')}.weight")
+            np.testing.assert_allclose(found, weight, rtol=1e-6, atol=1e-7)
+    assert not merged

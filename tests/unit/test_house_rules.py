@@ -11,7 +11,11 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 MOST_LINES_IN_A_FILE = 400
 MOST_LINES_IN_A_FUNCTION = 50
-READ_THE_ENVIRONMENT = (ROOT / "ckptkit/training/environment.py", ROOT / "ckptkit/run.py")
+READ_THE_ENVIRONMENT = (
+    ROOT / "ckptkit/naming/program.py",  # keeps the libraries of its process off the network
+    ROOT / "ckptkit/run.py",
+    ROOT / "ckptkit/training/environment.py",
+)
 VAGUE_WORDS = {"common", "helper", "helpers", "manager", "misc", "util", "utils"}
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef

@@ -33,6 +33,7 @@ from ckptkit.planning.plan import SOURCE, Compute, Copy
 from ckptkit.planning.requests import ConsolidateRequest
 from ckptkit.planning.selection import (
     DTypePolicy,
+    foreign_part,
     make_products,
     model_trees,
     refuse_casting_quantized,
@@ -110,6 +111,32 @@ def test_what_would_load_as_random_is_refused_by_name(name: str) -> None:
         refuse_what_would_load_as_random([entry("up.weight"), entry(name)], location="here")
     assert repr(name) in caught.value.message
     assert "--names live" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "is_packed"),
+    [
+        ("model.layers.0.self_attn.q_proj.weight", (512, 1), True),
+        ("model.layers.0.mlp.gate_up_proj.weight", (512, 1), True),
+        ("transformer.h.0.mlp.dense_h_to_4h.weight", (512, 1), True),
+        ("model.layers.0.self_attn.q_proj.weight", (512, 2), False),
+        ("in_proj.weight", (512, 1), False),
+        ("score.weight", (512, 1), False),
+        ("model.layers.0.mlp.up_proj.weight", (1, 1), False),
+        ("model.layers.0.mlp.up_proj.bias", (512, 1), False),
+    ],
+)
+def test_weights_of_one_column_are_packed_where_no_layer_has_one_input(
+    name: str, shape: tuple[int, ...], is_packed: bool
+) -> None:
+    assert ("packed" in foreign_part(name, shape)) is is_packed
+
+
+def test_of_an_adapter_that_is_lost_the_hint_tells_why() -> None:
+    moment = entry("q_proj.lora_A.default.weight.exp_avg", tree="optimizer", part="optimizer")
+    with pytest.raises(IncompleteCheckpointError, match="no model tensor") as caught:
+        selected(index_of(moment))
+    assert "under FSDP1, PEFT 0.21 finds no weights" in caught.value.hint
 
 
 @pytest.mark.parametrize("name", ["explora_A.weight", "base_layers.0.weight", "SCB", "colora.bias"])

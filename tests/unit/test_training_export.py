@@ -129,14 +129,15 @@ def test_adapters_that_peft_computes_anew_are_refused() -> None:
         plan_adapter({}, side, ConsolidateRequest())
 
 
-def test_an_adapter_is_not_saved_where_it_cannot_be_written(
+def test_an_adapter_that_is_to_be_cast_is_not_saved_where_it_cannot_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(SharedTarget, "why_no_ranges", lambda _: "it takes no ranges")
     monkeypatch.setattr(export_attempt, "is_adapter", lambda _: True)
-    error = refused(tmp_path, {"model": Net()})
+    error = refused(tmp_path, {"model": Net()}, dtype="bfloat16")
     assert isinstance(error, RefusedError)
-    assert "it takes no ranges" in str(error)
+    assert "it takes no ranges; from shards" in str(error)
+    assert "leave dtype out" in error.hint
 
 
 class Configuration:
@@ -266,4 +267,4 @@ def test_a_handle_tells_how_it_ends(tmp_path: Path) -> None:
     assert str(handle.exception()) == "too bad"
     assert [*unheard, handle.unheard_error is not None] == [True, False]
     report = ExportReport(tmp_path, 10, 20, 1.0, 2.0, command="ckptkit consolidate a b")
-    assert str(report).endswith("merged by: ckptkit consolidate a b")
+    assert str(report).endswith("to make a folder of them: ckptkit consolidate a b")

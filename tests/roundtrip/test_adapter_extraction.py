@@ -1,0 +1,601 @@
+"""Adapters of real PEFT models, taken out of every form of save and loaded by PEFT again."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.tuners_utils import _ExcludedModule, check_target_module_exists
+from peft.utils.other import get_pattern_key
+from peft.utils.save_and_load import get_peft_model_state_dict
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
+
+import ckptkit
+from ckptkit.adapters.config import LoraSettings, matching
+from ckptkit.adapters.targets import is_target
+from ckptkit.core.errors import (
+    AdapterError,
+    AmbiguousSourceError,
+    CannotPlanError,
+    IncompleteCheckpointError,
+)
+from ckptkit.storage.local import LocalSource
+
+Tensors = dict[str, torch.Tensor]
+pytestmark = pytest.mark.filterwarnings("ignore")  # PEFT's own, on odd but legal configurations
+
+
+class Convolutions(nn.Module):
+    """A small net with a convolution of each kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 6, 3)
+        self.second = nn.Conv1d(6, 5, 2)
+        self.third = nn.Linear(5, 4)
+
+
+def _llama(kind: Any = LlamaForCausalLM, *, tied: bool = False, tokens: int = 32) -> nn.Module:
+    config = LlamaConfig(
+        vocab_size=tokens,
+        hidden_size=8,
+        intermediate_size=12,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        tie_word_embeddings=tied,
+        pad_token_id=0,
+        attention_bias=True,
+    )
+    model: nn.Module = kind(config)
+    return model
+
+
+def _gpt2() -> nn.Module:
+    model: nn.Module = GPT2LMHeadModel(
+        GPT2Config(vocab_size=32, n_embd=8, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=2)
+    )
+    return model
+
+
+def _mixtral() -> nn.Module:
+    model: nn.Module = MixtralForCausalLM(
+        MixtralConfig(
+            vocab_size=32,
+            hidden_size=8,
+            intermediate_size=12,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            num_local_experts=3,
+        )
+    )
+    return model
+
+
+@dataclass(frozen=True)
+class Case:
+    make: Callable[[], nn.Module]
+    options: Mapping[str, Any]
+    known: Mapping[str, Any] = field(default_factory=dict)
+
+    def trained(self) -> tuple[nn.Module, Any]:
+        """Returns the base, and a PEFT model of it in which every adapter tensor is random."""
+        torch.manual_seed(7)
+        base = self.make()
+        model: Any = get_peft_model(copy.deepcopy(base), LoraConfig(**{"r": 2, **self.options}))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.normal_()
+        return base, model
+
+
+_LM = {"task_type": "CAUSAL_LM"}
+_ALPHA = {"lora_alpha": 8, "use_rslora": False}
+CASES = {
+    "linear": Case(_llama, {**_LM, "target_modules": ["q_proj", "down_proj"]}, _ALPHA),
+    "patterns": Case(
+        _llama,
+        {
+            **_LM,
+            "target_modules": "all-linear",
+            "use_rslora": True,
+            "lora_alpha": 5,
+            "rank_pattern": {"v_proj": 4, r"layers\.1\.mlp\.up_proj": 3},
+            "alpha_pattern": {"k_proj": 32},
+        },
+        {"lora_alpha": 5, "use_rslora": True},
+    ),
+    "dora": Case(
+        _gpt2,
+        {**_LM, "target_modules": ["c_attn", "wte"], "use_dora": True, "fan_in_fan_out": True},
+        _ALPHA,
+    ),
+    "convolutions": Case(
+        Convolutions, {"target_modules": ["first", "second", "third"], "use_dora": True}, _ALPHA
+    ),
+    "embeddings": Case(
+        _llama, {**_LM, "target_modules": ["embed_tokens", "lm_head", "q_proj"]}, _ALPHA
+    ),
+    "whole modules": Case(
+        lambda: _llama(LlamaForSequenceClassification),
+        {"task_type": "SEQ_CLS", "target_modules": ["q_proj"], "modules_to_save": ["norm"]},
+        _ALPHA,
+    ),
+    "tokens": Case(
+        lambda: _llama(tied=True),
+        {**_LM, "target_modules": ["q_proj"], "trainable_token_indices": [3, 1, 30]},
+        {**_ALPHA, "token_indices": [3, 1, 30]},
+    ),
+    "tokens of both ends": Case(
+        _llama,
+        {
+            **_LM,
+            "target_modules": ["q_proj"],
+            "trainable_token_indices": {"embed_tokens": [3, 1], "lm_head": [2]},
+        },
+    ),
+    "experts": Case(
+        _mixtral,
+        {
+            **_LM,
+            "target_modules": ["q_proj"],
+            "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+            "rank_pattern": {"experts.down_proj": 4},
+        },
+        _ALPHA,
+    ),
+    "all biases": Case(_gpt2, {**_LM, "target_modules": ["c_fc"], "bias": "all"}),
+    "biases of LoRA": Case(_llama, {**_LM, "target_modules": ["q_proj"], "bias": "lora_only"}),
+    "biases of B": Case(_llama, {**_LM, "target_modules": ["q_proj"], "lora_bias": True}, _ALPHA),
+    "tied by PEFT": Case(
+        lambda: _llama(tied=True),
+        {**_LM, "target_modules": ["embed_tokens"], "ensure_weight_tying": True},
+    ),
+}
+
+
+INFERABLE = [name for name, case in CASES.items() if case.known]
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request: pytest.FixtureRequest) -> Case:
+    return CASES[request.param]
+
+
+@pytest.fixture(scope="module")
+def trained(case: Case) -> tuple[nn.Module, Any]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return case.trained()
+
+
+def _save_dcp(state: Mapping[str, Any], folder: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(dict(state), checkpoint_id=folder, no_dist=True)
+
+
+def _saved_config(model: Any, folder: Path, adapter: str = "default") -> Path:
+    folder.mkdir()
+    config = copy.deepcopy(model.peft_config[adapter])
+    config.inference_mode = True
+    config.save_pretrained(folder)
+    return folder / "adapter_config.json"
+
+
+def _reloaded(base: nn.Module, out: Path) -> Tensors:
+    model = PeftModel.from_pretrained(copy.deepcopy(base), out)
+    return dict(model.state_dict())
+
+
+def _assert_loads_like(live: Mapping[str, torch.Tensor], base: nn.Module, out: Path) -> None:
+    loaded = _reloaded(base, out)
+    assert loaded.keys() == live.keys()
+    different = [name for name in live if not torch.equal(live[name], loaded[name])]
+    assert not different
+
+
+def _file(out: Path) -> Tensors:
+    return load_file(out / "adapter_model.safetensors")
+
+
+def test_every_form_of_a_save_gives_the_adapter_bit_for_bit(
+    trained: tuple[nn.Module, Any], tmp_path: Path
+) -> None:
+    base, model = trained
+    config = _saved_config(model, tmp_path / "config")
+    own = get_peft_model_state_dict(model)
+    _save_dcp({"model": model.state_dict()}, tmp_path / "live")
+    ckptkit.extract_adapter(tmp_path / "live", tmp_path / "out", adapter_config=config)
+    _assert_same(_file(tmp_path / "out"), own)
+    _assert_loads_like(model.state_dict(), base, tmp_path / "out")
+    written = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert written == json.loads(config.read_text())
+    _save_dcp({"model": own}, tmp_path / "stripped")
+    ckptkit.extract_adapter(tmp_path / "stripped", tmp_path / "again", adapter_config=config)
+    _assert_same(_file(tmp_path / "again"), own)
+    torch.save(_trained_only(model), tmp_path / "pytorch_model_fsdp.bin")
+    ckptkit.extract_adapter(
+        tmp_path / "pytorch_model_fsdp.bin", tmp_path / "full", adapter_config=config
+    )
+    frozen = {name for name in own if name.endswith(".base_layer.weight")}  # of embeddings
+    _assert_same(_file(tmp_path / "full"), {n: t for n, t in own.items() if n not in frozen})
+
+
+def _assert_same(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert not [name for name in expected if not torch.equal(found[name], expected[name])]
+
+
+@pytest.mark.parametrize("case", INFERABLE, indirect=True)
+def test_what_tensors_tell_makes_a_configuration_that_loads_the_same(
+    case: Case, trained: tuple[nn.Module, Any], tmp_path: Path
+) -> None:
+    base, model = trained
+    _save_dcp({"model": model.state_dict()}, tmp_path / "pytorch_model_fsdp_0")
+    with pytest.raises(CannotPlanError, match=r"do not tell lora_alpha, use_rslora"):
+        ckptkit.extract_adapter(tmp_path / "pytorch_model_fsdp_0", tmp_path / "out")
+    ckptkit.extract_adapter(tmp_path / "pytorch_model_fsdp_0", tmp_path / "out", **case.known)
+    _assert_loads_like(model.state_dict(), base, tmp_path / "out")
+    loaded = PeftModel.from_pretrained(copy.deepcopy(base), tmp_path / "out")
+    assert _scalings(loaded) == _scalings(model) or "alpha_pattern" in case.options
+
+
+def _scalings(model: Any) -> dict[str, float]:
+    return {
+        name: module.scaling["default"]
+        for name, module in model.named_modules()
+        if isinstance(getattr(module, "scaling", None), dict)
+    }
+
+
+def _trained_only(model: Any) -> Tensors:
+    return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
+@pytest.fixture(scope="module")
+def plain() -> tuple[nn.Module, Any]:
+    return CASES["linear"].trained()
+
+
+def _write_bin(model: Any, folder: Path) -> None:
+    torch.save(_trained_only(model), folder / "pytorch_model_fsdp.bin")
+
+
+def _write_bin_in_a_container(model: Any, folder: Path) -> None:
+    state = {"state_dict": {f"model.{k}": v for k, v in model.state_dict().items()}, "epoch": 1}
+    torch.save(state, folder / "last.ckpt")
+
+
+def _write_safetensors(model: Any, folder: Path) -> None:
+    save_file(get_peft_model_state_dict(model), folder / "adapter_model.safetensors")
+
+
+def _write_old_bin(model: Any, folder: Path) -> None:
+    torch.save(get_peft_model_state_dict(model), folder / "adapter_model.bin")
+
+
+def _write_stripped_dcp(model: Any, folder: Path) -> None:
+    _save_dcp({"model": get_peft_model_state_dict(model)}, folder / "pytorch_model_fsdp_0")
+
+
+def _write_flat_dcp(model: Any, folder: Path) -> None:
+    _save_dcp(model.state_dict(), folder)
+
+
+def _write_wrapped(model: Any, folder: Path) -> None:
+    def wrapped(name: str) -> str:
+        name = name.replace(
+            "layers.0.", "layers.0._fsdp_wrapped_module._checkpoint_wrapped_module."
+        )
+        name = name.replace("layers.1.", "layers.1._orig_mod.")
+        return f"module._orig_mod.{name}"
+
+    torch.save({wrapped(k): v for k, v in model.state_dict().items()}, folder / "model.pt")
+
+
+def _write_wrapped_inside(model: Any, folder: Path) -> None:
+    state = {k.replace("layers.", "module.layers."): v for k, v in model.state_dict().items()}
+    torch.save(state, folder / "model.pt")
+
+
+WRITERS = [
+    *(_write_bin, _write_bin_in_a_container, _write_safetensors, _write_old_bin, _write_flat_dcp),
+    *(_write_stripped_dcp, _write_wrapped, _write_wrapped_inside),
+]
+
+
+@pytest.mark.parametrize("write", WRITERS, ids=lambda write: write.__name__[7:])
+def test_every_dialect_gives_the_same_adapter(
+    write: Callable[[Any, Path], None], plain: tuple[nn.Module, Any], tmp_path: Path
+) -> None:
+    base, model = plain
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    write(model, folder)
+    ckptkit.extract_adapter(folder, tmp_path / "out", lora_alpha=8, use_rslora=False)
+    _assert_loads_like(model.state_dict(), base, tmp_path / "out")
+
+
+def test_adapters_that_transformers_added_get_the_names_of_peft(
+    plain: tuple[nn.Module, Any], tmp_path: Path
+) -> None:
+    base, model = plain
+    prefix = "base_model.model."
+    state = {name.removeprefix(prefix): tensor for name, tensor in model.state_dict().items()}
+    _save_dcp({"model": state}, tmp_path / "saved")
+    ckptkit.extract_adapter(tmp_path / "saved", tmp_path / "out", lora_alpha=8, use_rslora=False)
+    _assert_loads_like(model.state_dict(), base, tmp_path / "out")
+
+
+@pytest.fixture(scope="module")
+def several(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Any, Path]:
+    base, model = CASES["linear"].trained()
+    model.add_adapter("poet", LoraConfig(r=3, lora_alpha=6, target_modules=["k_proj", "down_proj"]))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "poet" in name:
+                parameter.normal_()
+    step = tmp_path_factory.mktemp("several") / "checkpoint-3"
+    _save_dcp({"model": model.state_dict()}, step / "pytorch_model_fsdp_0")
+    (step / "ckptkit" / "adapters").mkdir(parents=True)
+    _saved_config(model, step / "ckptkit" / "adapters" / "poet", "poet")
+    config = _saved_config(model, step / "unused")
+    config.rename(step / "ckptkit" / "adapter_config.json")
+    return base, model, step
+
+
+@pytest.mark.parametrize("name", ["default", "poet"])
+def test_of_several_adapters_the_named_one_is_taken_with_its_own_record(
+    name: str, several: tuple[nn.Module, Any, Path], tmp_path: Path
+) -> None:
+    base, model, step = several
+    ckptkit.extract_adapter(step, tmp_path / "out", adapter=name)
+    loaded = PeftModel.from_pretrained(copy.deepcopy(base), tmp_path / "out", adapter_name=name)
+    own = {key: one for key, one in model.state_dict().items() if f".{name}." in key}
+    state = loaded.state_dict()
+    assert {key for key in state if f".{name}." in key} == own.keys()
+    assert all(torch.equal(state[key], own[key]) for key in own)
+    assert loaded.peft_config[name].lora_alpha == model.peft_config[name].lora_alpha
+
+
+def test_of_several_adapters_none_is_taken_without_its_name(
+    several: tuple[nn.Module, Any, Path], tmp_path: Path
+) -> None:
+    with pytest.raises(AmbiguousSourceError, match=r"2 adapters: 'default', 'poet'"):
+        ckptkit.extract_adapter(several[2], tmp_path / "out")
+    with pytest.raises(CannotPlanError, match=r"no adapter 'prose'; found 'default', 'poet'"):
+        ckptkit.extract_adapter(several[2], tmp_path / "out", adapter="prose")
+
+
+def test_folders_of_several_adapters_are_told_apart_by_their_names(
+    several: tuple[nn.Module, Any, Path], tmp_path: Path
+) -> None:
+    base, model, _ = several
+    model.save_pretrained(tmp_path / "saved")
+    ckptkit.extract_adapter(tmp_path / "saved", tmp_path / "out", adapter="poet")
+    loaded = PeftModel.from_pretrained(copy.deepcopy(base), tmp_path / "out", adapter_name="poet")
+    assert loaded.peft_config["poet"].r == 3
+    expected = load_file(tmp_path / "saved" / "poet" / "adapter_model.safetensors")
+    _assert_same(_file(tmp_path / "out"), expected)
+
+
+def test_a_resized_vocabulary_brings_its_embeddings(tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    base: Any = _llama()
+    base.save_pretrained(tmp_path / "base")
+    base.resize_token_embeddings(40)
+    model: Any = get_peft_model(
+        copy.deepcopy(base), LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    )
+    model.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.normal_()
+    own = get_peft_model_state_dict(model)
+    assert "base_model.model.lm_head.weight" in own
+    _save_dcp({"model": model.state_dict()}, tmp_path / "saved")
+    config = _saved_config(model, tmp_path / "config")
+    ckptkit.extract_adapter(tmp_path / "saved", tmp_path / "out", adapter_config=config)
+    _assert_same(_file(tmp_path / "out"), own)
+
+
+@pytest.mark.parametrize("saved", [["embed_tokens", "lm_head"], ["lm_head"]], ids=" ".join)
+def test_whole_modules_that_peft_saves_twice_are_taken_once(
+    saved: list[str], tmp_path: Path
+) -> None:
+    torch.manual_seed(3)
+    base: Any = _llama()
+    base.save_pretrained(tmp_path / "base")
+    base.resize_token_embeddings(40)
+    model: Any = get_peft_model(
+        copy.deepcopy(base),
+        LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=saved, task_type="CAUSAL_LM"),
+    )
+    model.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.normal_()
+    model.save_pretrained(tmp_path / "peft")
+    model.save_pretrained(tmp_path / "asked", save_embedding_layers=True)
+    _assert_same(_file(tmp_path / "peft"), _file(tmp_path / "asked"))
+    _save_dcp({"model": model.state_dict()}, tmp_path / "live")
+    config = tmp_path / "peft" / "adapter_config.json"
+    (tmp_path / "live" / config.name).write_bytes(config.read_bytes())
+    twice = "base_model.model.lm_head.modules_to_save.weight"
+    own = {key: one for key, one in _file(tmp_path / "peft").items() if "modules_to" not in key}
+    assert twice in _file(tmp_path / "peft")
+    merged = PeftModel.from_pretrained(base, tmp_path / "peft").merge_and_unload().state_dict()
+    for source in ("peft", "live"):
+        out, whole = tmp_path / f"{source} out", tmp_path / f"{source} whole"
+        ckptkit.extract_adapter(tmp_path / source, out)
+        _assert_same(_file(out), own)
+        ckptkit.merge_adapter(tmp_path / source, whole, base=tmp_path / "base", match_peft=True)
+        _assert_same(load_file(whole / "model.safetensors"), merged)
+    changed = {**_file(tmp_path / "peft"), twice: torch.zeros(40, 8)}
+    save_file(changed, tmp_path / "peft" / "adapter_model.safetensors")
+    with pytest.raises(AdapterError, match=r"against '.*lm_head\.weight' with other values"):
+        ckptkit.extract_adapter(tmp_path / "peft", tmp_path / "none")
+
+
+def test_what_another_adapter_wraps_is_no_part_of_this_one(tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    base: Any = _llama()
+    model: Any = get_peft_model(base, LoraConfig(r=2, target_modules=r".*\.q_proj", **_LM))
+    model.add_adapter(
+        "second", LoraConfig(r=2, target_modules=["lm_head"], modules_to_save=["embed_tokens"])
+    )
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora" in name:
+                parameter.normal_()
+    _save_dcp({"model": model.state_dict()}, tmp_path / "saved")
+    for name in ("default", "second"):
+        config = _saved_config(model, tmp_path / name, name)
+        ckptkit.extract_adapter(
+            tmp_path / "saved", tmp_path / f"{name} out", adapter=name, adapter_config=config
+        )
+        own = get_peft_model_state_dict(model, adapter_name=name)
+        _assert_same(_file(tmp_path / f"{name} out"), own)
+
+
+def test_a_resized_embedding_that_another_adapter_wraps_has_its_own_name(tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    base: Any = _llama()
+    base.save_pretrained(tmp_path / "base")
+    base.resize_token_embeddings(40)
+    model: Any = get_peft_model(copy.deepcopy(base), LoraConfig(r=2, target_modules=["q_proj"]))
+    model.add_adapter("second", LoraConfig(r=2, target_modules=["lm_head"]))
+    model.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora" in name:
+                parameter.normal_()
+    _save_dcp({"model": model.state_dict()}, tmp_path / "saved")
+    config = _saved_config(model, tmp_path / "config")
+    ckptkit.extract_adapter(
+        tmp_path / "saved", tmp_path / "out", adapter="default", adapter_config=config
+    )
+    again: Any = _llama(tokens=40)
+    loaded = PeftModel.from_pretrained(again, tmp_path / "out").state_dict()
+    for name in ("lm_head.weight", "model.embed_tokens.weight"):
+        assert torch.equal(loaded[f"base_model.model.{name}"], base.state_dict()[name])
+
+
+def test_an_adapter_that_was_saved_empty_is_told_from_its_optimizer(tmp_path: Path) -> None:
+    step = tmp_path / "checkpoint-9"
+    names = [f"base_model.model.q.lora_{factor}.default.weight" for factor in "AB"]
+    moments = {name: {"exp_avg": torch.ones(2), "exp_avg_sq": torch.ones(2)} for name in names}
+    _save_dcp({"optimizer": {"state": moments}}, step / "optimizer_0")
+    _save_dcp({"model": {}}, step / "pytorch_model_fsdp_0")
+    with pytest.raises(IncompleteCheckpointError, match="moments of 2 of its tensors") as caught:
+        ckptkit.extract_adapter(step, tmp_path / "out")
+    assert "PEFT 0.21" in caught.value.hint
+
+
+def test_an_optimizer_beside_the_adapter_is_not_needed(
+    plain: tuple[nn.Module, Any], tmp_path: Path
+) -> None:
+    base, model = plain
+    step = tmp_path / "checkpoint-9"
+    _save_dcp({"model": model.state_dict()}, step / "pytorch_model_fsdp_0")
+    moments = {"q": {"exp_avg": torch.ones(2), "exp_avg_sq": torch.ones(2)}}
+    _save_dcp({"optimizer": {"state": moments}}, step / "optimizer_0")
+    (step / "optimizer_0" / "__0_0.distcp").unlink()
+    (step / "optimizer.bin").write_bytes(b"cut short")
+    ckptkit.extract_adapter(step, tmp_path / "out", lora_alpha=8, use_rslora=False)
+    _assert_loads_like(model.state_dict(), base, tmp_path / "out")
+
+
+@pytest.mark.parametrize("form", ["dcp", "bin", "safetensors"])
+def test_only_the_bytes_of_the_adapter_are_read(
+    form: str, plain: tuple[nn.Module, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, model = plain
+    state = {**model.state_dict(), "base_model.model.big.weight": torch.ones(4096, 1024)}
+    source = tmp_path / {"dcp": "saved", "bin": "x.bin", "safetensors": "x.safetensors"}[form]
+    if form == "dcp":
+        _save_dcp({"model": state}, source)
+    elif form == "bin":
+        torch.save(state, source)
+    else:
+        save_file(state, source)
+    read: list[int] = []
+    read_into, read_bytes = LocalSource.read_into, LocalSource.read
+
+    def counting_into(self: LocalSource, path: str, start: int, target: memoryview) -> None:
+        read.append(len(target))
+        read_into(self, path, start, target)
+
+    def counting(self: LocalSource, path: str, start: int, stop: int) -> bytes:
+        read.append(stop - start)
+        return read_bytes(self, path, start, stop)
+
+    monkeypatch.setattr(LocalSource, "read_into", counting_into)
+    monkeypatch.setattr(LocalSource, "read", counting)
+    manifest = ckptkit.extract_adapter(source, tmp_path / "out", lora_alpha=8, use_rslora=False)
+    assert len(manifest.tensors) == 8
+    assert 0 < sum(read) < 1 << 20  # of 16 MB
+
+
+def test_ranks_alphas_and_targets_are_looked_up_as_peft_does() -> None:
+    modules = [
+        "q_proj",
+        "layers.1.q_proj",
+        "layers.11.q_proj",
+        "x.layers.1.attn.k_proj",
+        "a.1.b.2.c",
+    ]
+    keys = [
+        "q_proj",
+        r"layers\.1\.q_proj",
+        ".*1.*",
+        "^q_proj",
+        "proj",
+        r"attn\.(k|v)_proj",
+        "b.2.c",
+    ]
+    for module in modules:
+        for first, second in itertools.permutations(keys, 2):
+            patterns = {first: 1, second: 2}
+            own = patterns.get(get_pattern_key(patterns, module), 0)
+            assert matching(patterns, module, 0) == own, (module, patterns)
+    options: list[dict[str, Any]] = [
+        {"target_modules": r".*\.q_proj"},
+        {"target_modules": ["q_proj", "c"], "layers_to_transform": [1]},
+        {"target_modules": ["q_proj"], "layers_to_transform": 11, "layers_pattern": "layers"},
+        {"target_modules": ["q_proj", "k_proj"], "exclude_modules": ["1.q_proj"]},
+        {"target_modules": ["q_proj", "k_proj"], "exclude_modules": r"layers\..*"},
+        {"target_modules": ["q_proj", "k_proj"], "modules_to_save": ["attn"]},
+    ]
+    for chosen in options:
+        settings = LoraSettings.parse({"peft_type": "LORA", **chosen})
+        config = LoraConfig(**chosen)
+        for module in modules:
+            own = check_target_module_exists(config, module)
+            expected = bool(own) and not isinstance(own, _ExcludedModule)
+            assert is_target(settings, module) is expected, (module, chosen)

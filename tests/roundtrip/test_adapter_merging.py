@@ -1,0 +1,371 @@
+"""Merges of real PEFT adapters: equal to `merge_and_unload`, and computing what was trained."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+import ckptkit
+from ckptkit.core.errors import RefusedError
+
+Tensors = dict[str, torch.Tensor]
+Make = Callable[[], Any]
+pytestmark = pytest.mark.filterwarnings("ignore")  # PEFT's own, on odd but legal configurations
+_WIDTH = 16
+
+
+def _llama(*, tied: bool = False, kind: Any = LlamaForCausalLM) -> Any:
+    config = LlamaConfig(
+        vocab_size=40,
+        hidden_size=_WIDTH,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        tie_word_embeddings=tied,
+        pad_token_id=0,
+        attention_bias=True,
+    )
+    return kind(config)
+
+
+def _gpt2() -> Any:
+    special = {"bos_token_id": 1, "eos_token_id": 2}
+    return GPT2LMHeadModel(GPT2Config(vocab_size=40, n_embd=_WIDTH, n_layer=1, n_head=2, **special))
+
+
+def _bert() -> Any:
+    return BertForSequenceClassification(
+        BertConfig(
+            vocab_size=40,
+            hidden_size=_WIDTH,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            intermediate_size=24,
+            max_position_embeddings=16,
+            num_labels=2,
+        )
+    )
+
+
+def _qwen3_moe() -> Any:
+    return Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            vocab_size=40,
+            hidden_size=_WIDTH,
+            intermediate_size=24,
+            moe_intermediate_size=20,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=8,
+            num_experts=3,
+            num_experts_per_tok=2,
+            tie_word_embeddings=False,
+        )
+    )
+
+
+class Convolutions(nn.Module):
+    """A net of every kind of convolution that PEFT targets, and no configuration."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plane = nn.Conv2d(4, 8, 3)
+        self.point = nn.Conv2d(8, 6, 1)
+        self.line = nn.Conv1d(6, 5, 3)
+        self.space = nn.Conv3d(2, 4, 2)
+        self.end = nn.Linear(5, 7)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A base and an adapter in folders, and the PEFT model that they came from."""
+
+    base: Path
+    adapter: Path
+    model: Any
+    untrained: Any
+
+    def merged(self) -> Tensors:
+        """What PEFT makes of the files; the models are left as they are."""
+        loaded = PeftModel.from_pretrained(copy.deepcopy(self.untrained), self.adapter)
+        return dict(loaded.merge_and_unload().state_dict())
+
+
+def _trained(
+    make: Make, options: Mapping[str, Any], at: Path, *, dtype: torch.dtype = torch.float32
+) -> Trained:
+    torch.manual_seed(3)
+    base = make().to(dtype)
+    if hasattr(base, "save_pretrained"):
+        base.save_pretrained(at / "base")
+    else:
+        (at / "base").mkdir(parents=True)
+        save_file(dict(base.state_dict()), at / "base" / "model.safetensors")
+    model: Any = get_peft_model(
+        copy.deepcopy(base), LoraConfig(**{"r": 2, "lora_alpha": 5, **options})
+    )
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for name, parameter in sorted(model.named_parameters()):
+            if parameter.requires_grad:
+                noise = 0.2 * torch.randn_like(parameter)
+                changed = parameter * (1 + noise) if "magnitude" in name else parameter + noise
+                parameter.copy_(changed)
+    model.save_pretrained(at / "adapter")
+    return Trained(at / "base", at / "adapter", model, base)
+
+
+def _weights(folder: Path) -> Tensors:
+    found: Tensors = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        found |= load_file(path)
+    return found
+
+
+_LM = {"task_type": "CAUSAL_LM"}
+_LINEAR = {**_LM, "target_modules": ["q_proj", "down_proj"]}
+EXACT: dict[str, tuple[Make, dict[str, Any]]] = {
+    "linear": (_llama, _LINEAR),
+    "rslora_and_patterns": (
+        _llama,
+        {
+            **_LINEAR,
+            "use_rslora": True,
+            "rank_pattern": {"down_proj": 3},
+            "alpha_pattern": {"layers.0.self_attn.q_proj": 32},
+        },
+    ),
+    "dora": (_llama, {**_LINEAR, "use_dora": True}),
+    "embedding": (_llama, {**_LM, "target_modules": ["embed_tokens", "q_proj"]}),
+    "embedding_dora": (_llama, {**_LM, "target_modules": ["embed_tokens"], "use_dora": True}),
+    "modules_and_tokens": (
+        _llama,
+        {**_LINEAR, "modules_to_save": ["lm_head"], "trainable_token_indices": [1, 5]},
+    ),
+    "biases": (_llama, {**_LINEAR, "bias": "all"}),
+    "lora_bias": (_llama, {**_LM, "target_modules": ["q_proj"], "lora_bias": True}),
+    "lora_bias_upon_biases": (
+        _llama,
+        {**_LM, "target_modules": ["q_proj"], "bias": "all", "lora_bias": True},
+    ),
+    "conv1d_of_gpt2": (
+        _gpt2,
+        {**_LM, "target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True, "use_dora": True},
+    ),
+    "classifier": (
+        _bert,
+        {"task_type": "SEQ_CLS", "target_modules": ["query", "value"]},
+    ),
+    "convolutions": (
+        Convolutions,
+        {"target_modules": ["plane", "point", "line", "space", "end"]},
+    ),
+    "convolutions_dora": (
+        Convolutions,
+        {"target_modules": ["plane", "point", "line", "space"], "use_dora": True},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", EXACT)
+def test_a_merge_equals_what_peft_merges(case: str, tmp_path: Path) -> None:
+    make, options = EXACT[case]
+    trained = _trained(make, options, tmp_path)
+    ckptkit.merge_adapter(trained.adapter, tmp_path / "out", base=trained.base)
+    found, expected = _weights(tmp_path / "out"), trained.merged()
+    assert not found.keys() - expected.keys()
+    tolerance = 1e-6 if case.startswith("convolutions") else 0
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor, expected[name], rtol=tolerance, atol=tolerance * 0.1)
+
+
+@pytest.mark.parametrize("bias", ["all", "lora_only"])
+def test_trained_biases_are_no_sign_of_another_base(bias: str, tmp_path: Path) -> None:
+    trained = _trained(_llama, {**_LINEAR, "bias": bias}, tmp_path)
+    live = tmp_path / "live"
+    with warnings.catch_warnings(action="ignore"):
+        dcp.save({"model": trained.model.state_dict()}, checkpoint_id=live, no_dist=True)
+    shutil.copy(trained.adapter / "adapter_config.json", live)
+    out = tmp_path / "out"
+    ckptkit.merge_adapter(live, out, base=trained.base)
+    found, expected = _weights(out), trained.merged()
+    assert expected["model.layers.0.self_attn.q_proj.bias"].any()
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=0)
+    wrong = load_file(trained.base / "model.safetensors")
+    wrong["model.layers.0.input_layernorm.weight"] += 1
+    save_file(wrong, trained.base / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(RefusedError, match=r"1 of \d+ weights differ.*input_layernorm"):
+        ckptkit.merge_adapter(live, tmp_path / "other", base=trained.base)
+
+
+def _logits(model: Any) -> torch.Tensor:
+    model.eval()
+    with torch.no_grad():
+        found: torch.Tensor = model(input_ids=torch.arange(8)[None]).logits
+    return found
+
+
+def _as_trained(trained: Trained) -> torch.Tensor:
+    return _logits(PeftModel.from_pretrained(copy.deepcopy(trained.untrained), trained.adapter))
+
+
+TIED: dict[str, tuple[dict[str, Any], bool]] = {
+    "lora_of_the_embedding": ({"target_modules": ["embed_tokens", "q_proj"]}, False),
+    "lora_of_the_head": ({"target_modules": ["lm_head", "q_proj"]}, False),
+    "loras_of_both": ({"target_modules": ["lm_head", "embed_tokens"]}, False),
+    "one_lora_of_both": (
+        {"target_modules": ["embed_tokens", "q_proj"], "ensure_weight_tying": True},
+        True,
+    ),
+    "whole_embedding": (
+        {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
+        False,
+    ),
+    "one_module_for_both": (
+        {
+            "target_modules": ["q_proj"],
+            "modules_to_save": ["embed_tokens"],
+            "ensure_weight_tying": True,
+        },
+        True,
+    ),
+    "tokens": ({"target_modules": ["q_proj"], "trainable_token_indices": [1, 5]}, True),
+    "tokens_of_the_head": (
+        {"target_modules": ["q_proj"], "trainable_token_indices": {"lm_head": [1, 5]}},
+        False,
+    ),
+    "nothing_tied": ({"target_modules": ["q_proj"]}, True),
+}
+
+
+@pytest.mark.parametrize("case", TIED)
+def test_tied_embeddings_compute_what_was_trained(case: str, tmp_path: Path) -> None:
+    options, stays_tied = TIED[case]
+    trained = _trained(lambda: _llama(tied=True), {**_LM, **options}, tmp_path)
+    ckptkit.merge_adapter(trained.adapter, tmp_path / "out", base=trained.base)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["tie_word_embeddings"] is stays_tied
+    assert ("lm_head.weight" in _weights(tmp_path / "out")) is not stays_tied
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    torch.testing.assert_close(_logits(loaded), _as_trained(trained), rtol=1e-4, atol=1e-5)
+
+
+def test_experts_on_disk_are_merged_with_the_parts_of_fused_ones(tmp_path: Path) -> None:
+    targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    options = {**_LM, "target_modules": ["q_proj"], "target_parameters": targets}
+    trained = _trained(_qwen3_moe, options, tmp_path)
+    ckptkit.merge_adapter(trained.adapter, tmp_path / "out", base=trained.base)
+    assert _weights(tmp_path / "out").keys() == _weights(trained.base).keys()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    expected = trained.merged()
+    assert loaded.keys() == expected.keys()
+    for name, tensor in loaded.items():
+        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=0)
+
+
+def test_sixteen_bits_are_rounded_once_or_where_peft_rounds(tmp_path: Path) -> None:
+    options = {**_LM, "target_modules": ["q_proj", "down_proj", "embed_tokens"]}
+    trained = _trained(_llama, options, tmp_path, dtype=torch.bfloat16)
+    expected = trained.merged()
+    ckptkit.merge_adapter(trained.adapter, tmp_path / "peft", base=trained.base, match_peft=True)
+    for name, tensor in _weights(tmp_path / "peft").items():
+        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=0)
+    ckptkit.merge_adapter(trained.adapter, tmp_path / "once", base=trained.base)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    factors = load_file(trained.adapter / "adapter_model.safetensors")
+    down, up = (
+        factors[f"base_model.model.{name.replace('weight', part)}.weight"].double()
+        for part in ("lora_A", "lora_B")
+    )
+    exact = trained.untrained.state_dict()[name].double() + 2.5 * up @ down
+    assert _weights(tmp_path / "once")[name].equal(exact.bfloat16())
+
+
+def test_a_head_that_the_base_lacks_is_written_and_named(tmp_path: Path) -> None:
+    trained = _trained(
+        lambda: _llama(kind=LlamaForSequenceClassification),
+        {"task_type": "SEQ_CLS", "target_modules": ["q_proj"]},
+        tmp_path,
+    )
+    base = _llama()
+    base.model.load_state_dict(trained.untrained.model.state_dict())
+    base.save_pretrained(tmp_path / "causal")
+    ckptkit.merge_adapter(trained.adapter, tmp_path / "out", base=tmp_path / "causal")
+    loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
+    assert type(loaded) is LlamaForSequenceClassification
+    expected = trained.merged()
+    for name, tensor in loaded.state_dict().items():
+        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=0)
+
+
+def test_a_larger_vocabulary_is_written_and_told(tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    _llama(tied=True).save_pretrained(tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    model.resize_token_embeddings(43)
+    options = {**_LINEAR, "r": 2, "trainable_token_indices": [40, 41]}
+    trained = get_peft_model(model, LoraConfig(**options))
+    with torch.no_grad():
+        for _, parameter in sorted(trained.named_parameters()):
+            if parameter.requires_grad:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    trained.save_pretrained(tmp_path / "adapter", save_embedding_layers=True)
+    ckptkit.merge_adapter(tmp_path / "adapter", tmp_path / "out", base=tmp_path / "base")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert loaded.config.vocab_size == 43
+    assert loaded.config.tie_word_embeddings
+    torch.testing.assert_close(_logits(loaded), _logits(trained), rtol=1e-4, atol=1e-5)
+
+
+def test_a_headless_base_gets_the_prefix_of_the_model_trained(tmp_path: Path) -> None:
+    """The repositories of GPT-2 and BERT lack it, and the head is tied to what they have."""
+    options = {**_LM, "target_modules": ["c_attn", "lm_head"], "fan_in_fan_out": True}
+    trained = _trained(_gpt2, options, tmp_path)
+    trained.untrained.transformer.save_pretrained(tmp_path / "other")
+    shutil.copy(trained.base / "config.json", tmp_path / "other" / "config.json")
+    ckptkit.merge_adapter(trained.adapter, tmp_path / "out", base=tmp_path / "other")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    torch.testing.assert_close(_logits(loaded), _as_trained(trained), rtol=1e-4, atol=1e-5)
+
+
+def test_an_adapter_of_a_headless_model_fits_a_base_with_a_head(tmp_path: Path) -> None:
+    trained = _trained(
+        lambda: _llama().get_submodule("model"), {"target_modules": ["q_proj"]}, tmp_path
+    )
+    base = _llama()
+    base.model.load_state_dict(trained.untrained.state_dict())
+    base.save_pretrained(tmp_path / "other")
+    ckptkit.merge_adapter(trained.adapter, tmp_path / "out", base=tmp_path / "other")
+    loaded = type(trained.untrained).from_pretrained(tmp_path / "out").state_dict()
+    expected = trained.merged()
+    for name, tensor in loaded.items():
+        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=0)

@@ -1,0 +1,538 @@
+"""Merging onto 4-bit and 8-bit bases, against bitsandbytes, PEFT and what the run computed."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
+
+from ckptkit.adapters.dialects import base_entries
+from ckptkit.adapters.merging import MergeRequest
+from ckptkit.core.errors import CkptkitError, FormatError, RefusedError, UnsupportedError
+from ckptkit.execution.tensors import Origin
+from ckptkit.pipeline.adapters.dequantizing import QuantizedBase, Weights, plan_quantized
+from ckptkit.pipeline.adapters.merging import AdapterChoice, MergedModel, run_merge
+from ckptkit.pipeline.adapters.sources import AdapterRequest
+from ckptkit.pipeline.opening import opened
+
+pytestmark = [
+    pytest.mark.xdist_group("quantized_bases"),
+    pytest.mark.filterwarnings("ignore"),
+]
+FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
+Tensors = dict[str, torch.Tensor]
+PREFIX = "base_model.model."
+RANK, SCALING = 4, 2.0
+TARGETS = ["q_proj", "down_proj"]
+PACKED_WITHOUT_LORA = "model.layers.0.self_attn.k_proj.weight"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def interpreted() -> Iterator[None]:
+    """Keeps bitsandbytes from compiling what these tests call once."""
+    torch.compiler.set_stance("force_eager")
+    yield
+    torch.compiler.set_stance("default")
+
+
+def same(found: Mapping[str, torch.Tensor], truth: Mapping[str, torch.Tensor]) -> None:
+    """Demands that two models are equal, bit by bit."""
+    assert found.keys() == truth.keys()
+    assert {name: tensor.dtype for name, tensor in found.items()} == {
+        name: tensor.dtype for name, tensor in truth.items()
+    }
+    assert [name for name, tensor in truth.items() if not torch.equal(found[name], tensor)] == []
+
+
+def merged(
+    source: Path, out: Path, *, base: Path | None = None, config: Path | None = None, **options: Any
+) -> tuple[Tensors, MergedModel]:
+    """Merges one adapter."""
+    choice = AdapterChoice(path=source, request=AdapterRequest(config=config))
+    report = run_merge([choice], out, MergeRequest(**options), base=base)
+    return load_file(out / "model.safetensors"), report
+
+
+# --- real runs ---
+
+
+@pytest.mark.parametrize(
+    ("case", "with_base"),
+    [
+        ("peft_qlora_fsdp2", True),
+        ("peft_qlora_fsdp1_flat", True),
+        ("peft_qlora_fsdp2_float32", True),
+        ("peft_qlora_fsdp2_uint8", True),
+        ("peft_qlora_fsdp2_uint8", False),
+        ("peft_qdora_fsdp2_ckptkit", True),
+        ("peft_qdora_fsdp2_ckptkit", False),
+    ],
+)
+def test_a_run_on_packed_weights_is_merged_into_what_it_trained(
+    case: str, with_base: bool, tmp_path: Path
+) -> None:
+    home = FIXTURES / case
+    config = None if case.endswith("_ckptkit") else home / "adapter_config.json"
+    base = home / "base" if with_base else None
+    found, report = merged(home / "checkpoint", tmp_path / "out", base=base, config=config)
+    truth = load_file(home / "merged_truth.safetensors")
+    if not with_base:  # then the weights keep what they were when they were packed
+        truth = {name: tensor.to(found[name].dtype) for name, tensor in truth.items()}
+    same(found, truth)
+    facts = report.manifest.source["quantization"]
+    assert (facts["weights"], facts["differing"]) == (7, 0)
+    assert (facts["compared"] > 0) == with_base
+
+
+@pytest.mark.parametrize("case", ["peft_qlora_fsdp2", "peft_qlora_fsdp2_uint8"])
+def test_a_base_that_was_not_quantized_for_the_run_is_refused_by_its_bytes(
+    case: str, tmp_path: Path
+) -> None:
+    home = FIXTURES / case
+    base = shutil.copytree(home / "base", tmp_path / "base")
+    weights = load_file(base / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    weights[name] *= 1 + 0.2 * torch.rand_like(weights[name])
+    save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(RefusedError, match=r"not the model that was quantized: .*up_proj"):
+        merged(
+            home / "checkpoint", tmp_path / "out", base=base, config=home / "adapter_config.json"
+        )
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_base_of_other_shapes_or_without_the_weight_is_refused(
+    trained: Trained, tmp_path: Path
+) -> None:
+    model = packed_model(trained, four_bits(), torch.bfloat16)
+    whole = write_live(tmp_path / "whole", model.state_dict())
+    alone = write_live(tmp_path / "alone", packed_alone(model))
+    transposed = {name: tensor.T.contiguous() for name, tensor in trained.weights.items()}
+    for weights, told in (
+        (transposed, r"down_proj.weight' has shape \(128, 64\) against \(64, 128\)"),
+        ({"lm_head.weight": transposed["lm_head.weight"]}, "nor is the weight in"),
+    ):
+        base = tmp_path / f"base{len(weights)}"
+        base.mkdir()
+        save_file(weights, base / "model.safetensors")
+        shapes = {n: tuple(t.shape) for n, t in trained.weights.items() if "_proj" in n}
+        with pytest.raises(RefusedError, match=told):
+            planned(alone, base, shapes=shapes)
+    with pytest.raises(RefusedError, match="against"):
+        planned(whole, tmp_path / f"base{len(transposed)}")
+
+
+def test_packed_weights_without_scales_need_the_original(tmp_path: Path) -> None:
+    home = FIXTURES / "peft_qlora_fsdp2"
+    with pytest.raises(RefusedError, match="without its quantization state") as caught:
+        merged(home / "checkpoint", tmp_path / "out", config=home / "adapter_config.json")
+    assert "--base" in caught.value.hint
+
+
+# --- one model, packed in many ways ---
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model on disk, and an adapter for it.
+
+    Attributes:
+        home: Holds `base`, `adapter` and `dora`.
+        weights: Of the base, bfloat16.
+    """
+
+    home: Path
+    weights: Tensors
+
+    def delta(self, name: str, adapter: str = "adapter") -> torch.Tensor | None:
+        """What the adapter adds to a weight, in float32."""
+        tensors = load_file(self.home / adapter / "adapter_model.safetensors")
+        module = PREFIX + name.removesuffix(".weight")
+        down, up = (tensors.get(f"{module}.lora_{part}.weight") for part in "AB")
+        return None if down is None or up is None else SCALING * (up.float() @ down.float())
+
+    def expected(self, dequantized: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Tensors:
+        """The base as dequantized, the adapter added in float32 and rounded once."""
+        found = {}
+        for name, weight in (self.weights | dict(dequantized)).items():
+            delta = self.delta(name)
+            whole = weight.float() if delta is None else weight.float() + delta
+            found[name] = whole.to(dtype)
+        return found
+
+
+def four_bits(**options: Any) -> BitsAndBytesConfig:
+    """How a base is packed in four bits."""
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_compute_dtype=torch.float32,
+        **{"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True} | options,
+    )
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """A tiny Llama whose rows are whole blocks, and a LoRA and a DoRA that change it."""
+    home = tmp_path_factory.mktemp("trained")
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=False,
+    )
+    model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
+    model.save_pretrained(home / "base")
+    for name, use_dora in (("adapter", False), ("dora", True)):
+        settings = LoraConfig(
+            r=RANK,
+            lora_alpha=int(RANK * SCALING),
+            target_modules=TARGETS,
+            use_dora=use_dora,
+            task_type="CAUSAL_LM",
+        )
+        adapted = get_peft_model(copy.deepcopy(model), settings)
+        for key, parameter in adapted.named_parameters():
+            if "lora_B" in key:
+                torch.nn.init.normal_(parameter, std=0.1)
+        adapted.save_pretrained(home / name)
+    return Trained(home, load_file(home / "base" / "model.safetensors"))
+
+
+def packed_model(trained: Trained, quantization: BitsAndBytesConfig, dtype: torch.dtype) -> Any:
+    """The base, packed by bitsandbytes as `from_pretrained` does it."""
+    return AutoModelForCausalLM.from_pretrained(
+        trained.home / "base", quantization_config=quantization, dtype=dtype, device_map="cpu"
+    )
+
+
+def dequantized(model: Any) -> Tensors:
+    """What bitsandbytes makes of the packed weights of a model."""
+    bitsandbytes: Any = importlib.import_module("bitsandbytes")  # it has no types
+    found: Tensors = {}
+    for name, module in model.named_modules():
+        weight: Any = getattr(module, "weight", None)
+        if isinstance(module, bitsandbytes.nn.Linear4bit):
+            unpacked = bitsandbytes.functional.dequantize_4bit(weight, weight.quant_state)
+        elif isinstance(module, bitsandbytes.nn.Linear8bitLt):
+            unpacked = bitsandbytes.functional.int8_vectorwise_dequant(weight, weight.SCB)
+        else:
+            continue
+        found[f"{name}.weight"] = unpacked
+    return {name: tensor.detach().clone() for name, tensor in found.items()}
+
+
+@pytest.fixture(scope="module")
+def packed_base(trained: Trained) -> tuple[Path, Tensors]:
+    """The base as a folder of packed weights, and what they stand for."""
+    model = packed_model(trained, four_bits(), torch.bfloat16)
+    truth = dequantized(model)
+    model.save_pretrained(trained.home / "base-bnb-4bit")
+    return trained.home / "base-bnb-4bit", truth
+
+
+def test_an_adapter_is_merged_onto_a_folder_of_packed_weights(
+    trained: Trained, packed_base: tuple[Path, Tensors], tmp_path: Path
+) -> None:
+    base, truth = packed_base
+    found, report = merged(trained.home / "adapter", tmp_path / "out", base=base)
+    assert len(truth) == 7
+    same(found, trained.expected(truth, torch.bfloat16))
+    assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
+    assert {layer.base for layer in report.layers} == {"dequantized"}
+    with pytest.raises(RefusedError, match="original of the packed weight"):
+        merged(trained.home / "adapter", tmp_path / "no", base=base, qlora_base="original")
+
+
+def test_an_8_bit_base_is_dequantized_for_lora_and_for_dora(
+    trained: Trained, tmp_path: Path
+) -> None:
+    quantization = BitsAndBytesConfig(load_in_8bit=True)
+    model = packed_model(trained, quantization, torch.bfloat16)
+    truth = dequantized(model)
+    assert len(truth) == 7
+    model.save_pretrained(tmp_path / "base")
+    found, report = merged(trained.home / "adapter", tmp_path / "lora", base=tmp_path / "base")
+    assert any("8-bit layers round their inputs" in note for note in report.notes)
+    same(found, trained.expected(truth, torch.bfloat16))
+    found, _ = merged(trained.home / "dora", tmp_path / "dora", base=tmp_path / "base")
+    magnitudes = load_file(trained.home / "dora" / "adapter_model.safetensors")
+    for name, weight in truth.items():
+        delta = trained.delta(name, "dora")
+        if delta is not None:
+            whole = weight + delta
+            module = PREFIX + name.removesuffix(".weight")
+            magnitude = magnitudes[f"{module}.lora_magnitude_vector"]
+            truth[name] = (magnitude / whole.norm(dim=1))[:, None] * whole
+        torch.testing.assert_close(found[name], truth[name].bfloat16(), rtol=2**-7, atol=1e-6)
+
+
+def test_the_merged_model_computes_what_training_computed(trained: Trained, tmp_path: Path) -> None:
+    quantized = packed_model(trained, four_bits(), torch.float32)
+    quantized.save_pretrained(tmp_path / "packed")
+    model = PeftModel.from_pretrained(quantized, trained.home / "adapter").train()
+    tokens = torch.arange(16)[None]
+    with torch.no_grad():
+        truth = model(input_ids=tokens).logits
+        errors = {}
+        for kind, base, choice in (
+            ("dequantized", tmp_path / "packed", "dequantized"),
+            ("original", trained.home / "base", None),
+        ):
+            out = tmp_path / kind
+            merged(trained.home / "adapter", out, base=base, qlora_base=choice, dtype="float32")
+            logits = AutoModelForCausalLM.from_pretrained(out)(input_ids=tokens).logits
+            errors[kind] = float((logits - truth).norm() / truth.norm())
+    assert errors["dequantized"] < 1e-5
+    assert errors["original"] > 0.01
+
+
+# --- what the checkpoint of a run may hold of its base ---
+
+
+def write_live(folder: Path, state: Mapping[str, torch.Tensor], config: object = None) -> Path:
+    """Writes the base of a live PEFT model, as it lies in a checkpoint."""
+    folder.mkdir()
+    live = {
+        f"{PREFIX}{name}".replace(".weight", ".base_layer.weight", 1) if "_proj" in name
+        else f"{PREFIX}{name}": tensor.contiguous()
+        for name, tensor in state.items()
+    }  # fmt: skip
+    save_file(live, folder / "model.safetensors")
+    if config is not None:
+        (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def planned(
+    checkpoint: Path, base: Path | None, *, config: Mapping[str, Any] | None = None, **options: Any
+) -> QuantizedBase:
+    """Plans the packed weights of a checkpoint."""
+    with ExitStack() as stack:
+        sides: list[Weights | None] = []
+        for name, path in (("source", checkpoint), ("base", base)):
+            if path is None:
+                sides.append(None)
+                continue
+            found = stack.enter_context(opened(path))
+            entries = {str(k): v for k, v in base_entries(found.index.of_part("model")).items()}
+            origin = Origin(name, found.source, found.index)
+            told = config if name == "source" else None
+            sides.append(Weights(origin, entries, told, str(path)))
+        return plan_quantized(sides[0], sides[1], **{"shapes": {}} | options)
+
+
+def packed_alone(model: Any) -> Tensors:
+    """The weights of a packed model without what lies beside them, as FSDP2 saves them."""
+    state: Tensors = model.state_dict()
+    kept = {name: tensor for name, tensor in state.items() if ".weight." not in name}
+    return {name: tensor for name, tensor in kept.items() if not name.endswith(("SCB", "_format"))}
+
+
+@pytest.mark.parametrize("nested", [True, False])
+@pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
+def test_how_weights_were_packed_is_found_out_from_their_bytes(
+    trained: Trained, tmp_path: Path, quant_type: str, nested: bool
+) -> None:
+    quantization = four_bits(
+        bnb_4bit_quant_type=quant_type,
+        bnb_4bit_use_double_quant=nested,
+        bnb_4bit_quant_storage=torch.float16,
+    )
+    model = packed_model(trained, quantization, torch.float16)
+    checkpoint = write_live(tmp_path / "checkpoint", packed_alone(model))
+    told = {"quantization_config": {"bnb_4bit_use_double_quant": nested}}
+    found = planned(checkpoint, trained.home / "base", config=told, workers=3)
+    ending = " with double quantization" if nested else ""
+    assert found.facts["kinds"] == [f"{quant_type} in blocks of 64 of float16{ending}"]
+    assert (found.facts["derived"], found.facts["differing"]) == (7, 0)
+    assert {dtype.name for dtype in found.dtypes.values()} == {"bfloat16"}
+    assert not any("assumed" in note for note in found.notes)
+    said = planned(checkpoint, trained.home / "base", nested=nested)
+    assert (said.facts, said.notes) == (found.facts, found.notes)
+    untold = planned(checkpoint, trained.home / "base")
+    assert any("double quantization was assumed" in note for note in untold.notes)
+
+
+def test_8_bit_weights_without_scales_are_proven_and_unpacked_by_the_original(
+    trained: Trained, tmp_path: Path
+) -> None:
+    model = packed_model(trained, BitsAndBytesConfig(load_in_8bit=True), torch.bfloat16)
+    checkpoint = write_live(tmp_path / "checkpoint", packed_alone(model))
+    found = planned(checkpoint, trained.home / "base")
+    assert (found.facts["kinds"], found.facts["derived"]) == (["8 bits"], 7)
+    assert found.facts["differing"] == 0
+    wrong = shutil.copytree(trained.home / "base", tmp_path / "wrong")
+    weights = {name: tensor.roll(1, 0).contiguous() for name, tensor in trained.weights.items()}
+    save_file(weights, wrong / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(RefusedError, match="not the model that was quantized"):
+        planned(checkpoint, wrong)
+
+
+def test_the_states_of_a_packed_base_serve_a_run_that_lost_them(
+    trained: Trained, packed_base: tuple[Path, Tensors], tmp_path: Path
+) -> None:
+    model = packed_model(trained, four_bits(), torch.bfloat16)
+    checkpoint = write_live(tmp_path / "checkpoint", packed_alone(model))
+    found = planned(checkpoint, packed_base[0])
+    assert (found.facts["weights"], found.facts["derived"]) == (7, 0)
+    state = packed_alone(model)
+    state[PACKED_WITHOUT_LORA][0] ^= 0xFF
+    other = write_live(tmp_path / "other", state)
+    with pytest.raises(RefusedError, match="not the model that was quantized"):
+        planned(other, packed_base[0])
+
+
+def test_a_few_values_that_a_gpu_rounded_otherwise_are_counted_and_more_are_refused(
+    trained: Trained, tmp_path: Path
+) -> None:
+    state = packed_alone(packed_model(trained, four_bits(), torch.bfloat16))
+    name = "model.layers.0.mlp.up_proj.weight"
+    for count, at in ((4, range(0, 4000, 1000)), (40, range(0, 4000, 100)), (16, range(16))):
+        changed = dict(state)
+        changed[name] = state[name].clone()
+        for position in at:
+            changed[name][position] ^= 0x10
+        checkpoint = write_live(tmp_path / f"{count}", changed)
+        if count == 4:
+            found = planned(checkpoint, trained.home / "base")
+            assert found.facts["differing"] == count
+            assert any(f"{count} of " in note for note in found.notes)
+        else:
+            with pytest.raises(RefusedError, match=rf"{count} of 8,192 packed values of '{name}'"):
+                planned(checkpoint, trained.home / "base")
+
+
+def test_only_what_was_quantized_is_dequantized(trained: Trained, tmp_path: Path) -> None:
+    model = packed_model(trained, four_bits(), torch.bfloat16)
+    checkpoint = write_live(tmp_path / "checkpoint", model.state_dict())
+    found = planned(checkpoint, None)
+    assert found.operands.keys() == dequantized(model).keys()
+    assert found.hidden > found.operands.keys()
+    assert {name for name in model.state_dict() if name not in found.hidden} == {
+        name for name in trained.weights if name not in found.operands
+    }
+    (tmp_path / "plain").mkdir()
+    integers = trained.weights | {
+        "model.mask": torch.ones(4, 4, dtype=torch.int8),
+        "model.score.weight": torch.ones(5, 1),
+        "prompt_encoder.weight": torch.ones(5),
+    }
+    save_file(integers, tmp_path / "plain" / "model.safetensors")
+    assert planned(tmp_path / "plain", tmp_path / "plain") == QuantizedBase()
+
+
+def test_what_looks_packed_is_never_written_as_a_weight(trained: Trained, tmp_path: Path) -> None:
+    model = packed_model(trained, four_bits(bnb_4bit_quant_storage=torch.bfloat16), torch.bfloat16)
+    checkpoint = write_live(tmp_path / "checkpoint", packed_alone(model))
+    with pytest.raises(RefusedError, match="looks like a part of a packed weight") as caught:
+        planned(checkpoint, None)  # nothing tells a shape: the adapter is one of other modules
+    assert "--base" in caught.value.hint
+
+
+def test_the_original_may_be_chosen_and_the_report_says_what_it_changes(
+    tmp_path: Path,
+) -> None:
+    home = FIXTURES / "peft_qlora_fsdp2"
+    found, report = merged(
+        home / "checkpoint",
+        tmp_path / "out",
+        base=home / "base",
+        config=home / "adapter_config.json",
+        qlora_base="original",
+        report=True,
+    )
+    original = load_file(home / "base" / "model.safetensors")
+    unpacked = load_file(home / "dequantized_truth.safetensors")
+    adapter = load_file(home / "adapter_truth.safetensors")
+    for layer in report.layers:
+        module = PREFIX + layer.tensor.removesuffix(".weight")
+        up, down = (adapter[f"{module}.lora_{part}.weight"].float() for part in "BA")
+        update = (layer.scaling or 0) * (up @ down)
+        weight = original[layer.tensor].float()
+        assert torch.equal(found[layer.tensor], (weight + update).bfloat16())
+        lost = (unpacked[layer.tensor].float() - weight).norm() / update.norm()
+        assert layer.quantization == pytest.approx(float(lost), rel=1e-4)
+        assert layer.base == "original"
+
+
+@pytest.mark.parametrize(
+    ("config", "extra", "told"),
+    [
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, {}, "gptq"),
+        ({"quantization_config": {"quant_method": "fp8"}}, {}, "fp8"),
+        ({}, {"model.layers.0.mlp.up_proj.qweight": torch.zeros(4, dtype=torch.int32)}, "qweight"),
+        ({}, {"model.x.weight": torch.zeros(4, 4).to(torch.float8_e4m3fn)}, "model.x.weight"),
+    ],
+)
+def test_a_base_in_a_quantization_that_is_not_modelled_is_refused_by_name(
+    trained: Trained, tmp_path: Path, config: dict[str, Any], extra: Tensors, told: str
+) -> None:
+    base = shutil.copytree(trained.home / "base", tmp_path / "base")
+    whole = json.loads((base / "config.json").read_text()) | config
+    (base / "config.json").write_text(json.dumps(whole))
+    save_file(trained.weights | extra, base / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UnsupportedError, match=told) as caught:
+        merged(trained.home / "adapter", tmp_path / "out", base=base)
+    assert "bitsandbytes" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "tensor", "told"),
+    [
+        ("quant_state.bitsandbytes__nf4", torch.tensor(list(b"{"), dtype=torch.uint8), "not JSON"),
+        ("quant_state.bitsandbytes__nf4", torch.tensor(list(b"{}"), dtype=torch.uint8), "None for"),
+        ("absmax", torch.zeros(5, dtype=torch.uint8), "5 elements against the 32"),
+        ("absmax", torch.zeros(32), "float32, where double quantization leaves bytes"),
+        ("nested_quant_map", torch.zeros(16), "16 elements against the 256"),
+    ],
+)
+def test_a_damaged_quantization_state_is_named(
+    trained: Trained,
+    packed_base: tuple[Path, Tensors],
+    tmp_path: Path,
+    kind: str,
+    tensor: torch.Tensor,
+    told: str,
+) -> None:
+    base = shutil.copytree(packed_base[0], tmp_path / "base")
+    tensors = load_file(base / "model.safetensors") | {f"{PACKED_WITHOUT_LORA}.{kind}": tensor}
+    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(FormatError, match=told):
+        merged(trained.home / "adapter", tmp_path / "out", base=base)
+
+
+def test_a_state_that_lacks_a_part_is_named(
+    trained: Trained, packed_base: tuple[Path, Tensors], tmp_path: Path
+) -> None:
+    base = shutil.copytree(packed_base[0], tmp_path / "base")
+    tensors = load_file(base / "model.safetensors")
+    del tensors[f"{PACKED_WITHOUT_LORA}.nested_absmax"]
+    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(FormatError, match=r"k_proj.*'nested_absmax' does not lie beside it"):
+        merged(trained.home / "adapter", tmp_path / "out", base=base)
+
+
+def test_nothing_packed_leaves_nothing_to_dequantize(trained: Trained, tmp_path: Path) -> None:
+    with pytest.raises(CkptkitError, match="no weight is packed"):
+        merged(
+            trained.home / "adapter",
+            tmp_path / "out",
+            base=trained.home / "base",
+            qlora_base="dequantized",
+        )

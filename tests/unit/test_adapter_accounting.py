@@ -1,0 +1,436 @@
+"""Which tensors are an adapter's, what each is for, and what is missing or too much."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from ckptkit.adapters.accounting import Row, account, old_alphas
+from ckptkit.adapters.adapter import Adapter
+from ckptkit.adapters.config import LoraSettings
+from ckptkit.adapters.dialects import adapter_entries, base_entries, sort_entries
+from ckptkit.adapters.inference import infer
+from ckptkit.adapters.layers import table_of
+from ckptkit.core.dtypes import dtype_named
+from ckptkit.core.errors import AdapterError, CannotPlanError, FormatError, UnsupportedError
+from ckptkit.core.index import ChunkTable, Fqn, Key, Shape, TensorEntry
+
+P = "base_model.model."
+Q, V = "layers.0.q_proj", "layers.0.v_proj"
+Entries = dict[Fqn, TensorEntry]
+
+
+def entry(name: str, shape: Shape) -> TensorEntry:
+    chunks = ChunkTable.of((), len(shape))
+    dtype = dtype_named("float32")
+    return TensorEntry(Key(name), (name,), Fqn(name), "", "model", dtype, shape, chunks)
+
+
+def named(shapes: Mapping[str, Shape]) -> Entries:
+    return {Fqn(name): entry(name, shape) for name, shape in shapes.items()}
+
+
+def factors(module: str, *, rank: int = 2, out: int = 6, inner: int = 4) -> dict[str, Shape]:
+    return {
+        f"{P}{module}.lora_A.weight": (rank, inner),
+        f"{P}{module}.lora_B.weight": (out, rank),
+    }
+
+
+def rows_of(
+    shapes: Mapping[str, Shape],
+    options: Mapping[str, Any],
+    base: Mapping[str, Shape] | None = None,
+    *,
+    is_own_record: bool = False,
+) -> tuple[Row, ...]:
+    settings = LoraSettings.parse({"peft_type": "LORA", "r": 2, **options})
+    adapter = Adapter("default", settings, "source", named(shapes))
+    return account(adapter, named(base or {}), is_own_record=is_own_record)
+
+
+# Names
+
+
+@pytest.mark.parametrize(
+    ("live", "plain"),
+    [
+        (f"{P}{Q}.base_layer.weight", f"{Q}.weight"),
+        (f"{P}m.experts.base_layer.base_layer.gate_up_proj", "m.experts.gate_up_proj"),
+        (f"{P}embed_tokens.token_adapter.base_layer.weight", "embed_tokens.weight"),
+        (f"{P}score.original_module.weight", "score.weight"),
+        (f"module.{P}norm._orig_mod.weight", "norm.weight"),
+        (f"{P}{Q}.base_layer.weight.absmax", f"{Q}.weight.absmax"),
+    ],
+)
+def test_a_frozen_base_gets_the_names_that_it_has_without_peft(live: str, plain: str) -> None:
+    assert list(base_entries([entry(live, (1,))])) == [plain]
+
+
+@pytest.mark.parametrize(
+    "prefix",
+    [
+        *("", "module.", "model.", "state_dict.model.", "_forward_module.", "_orig_mod."),
+        *("module._fsdp_wrapped_module.", "language_model."),
+    ],
+)
+def test_whatever_stands_before_the_names_of_peft_is_cut_off(prefix: str) -> None:
+    live = entry(f"{prefix}{P}{Q}.lora_A.default.weight", (2, 4))
+    assert list(adapter_entries([live])) == [f"{P}{Q}.lora_A.weight"]
+
+
+@pytest.mark.parametrize("wrapper", ["_orig_mod", "_checkpoint_wrapped_module", "module"])
+def test_wrappers_are_cut_out_wherever_they_stand(wrapper: str) -> None:
+    live = entry(f"{P}{wrapper}.layers.0.{wrapper}.q_proj.lora_B.default.{wrapper}.weight", (4, 2))
+    assert list(adapter_entries([live])) == [f"{P}{Q}.lora_B.weight"]
+
+
+def test_a_model_may_have_modules_of_that_name_itself() -> None:
+    live = entry(f"{P}module.q_proj.lora_A.default.weight", (2, 4))
+    assert sort_entries([live]).cut_module
+    kept = sort_entries([live], keep_module=True)
+    assert list(kept.live["default"]) == [f"{P}module.q_proj.lora_A.weight"]
+    assert not kept.cut_module
+
+
+def test_both_spellings_of_a_magnitude_are_read() -> None:
+    for ending in ("default", "default.weight"):
+        live = entry(f"{P}{Q}.lora_magnitude_vector.{ending}", (6,))
+        assert list(adapter_entries([live])) == [f"{P}{Q}.lora_magnitude_vector"]
+    for ending in ("", ".weight"):
+        stripped = entry(f"{P}{Q}.lora_magnitude_vector{ending}", (6,))
+        assert list(adapter_entries([stripped])) == [f"{P}{Q}.lora_magnitude_vector"]
+
+
+def test_one_adapter_leaves_the_others_alone() -> None:
+    entries = [
+        entry(f"{P}{Q}.lora_A.{name}.weight", (rank, 4)) for name, rank in (("a", 2), ("b", 3))
+    ]
+    assert adapter_entries(entries, "b")[Fqn(f"{P}{Q}.lora_A.weight")].shape == (3, 4)
+    assert base_entries(entries) == {}
+
+
+def test_names_that_become_one_are_refused() -> None:
+    entries = [entry(f"{P}{w}{Q}.lora_A.default.weight", (2, 4)) for w in ("", "_orig_mod.")]
+    with pytest.raises(FormatError, match="are both the tensor"):
+        sort_entries(entries)
+
+
+@pytest.mark.parametrize("part", ["ia3_l", "hada_w1_a", "lokr_w1", "oft_R", "vera_lambda_b"])
+def test_tensors_of_other_methods_are_refused_by_name(part: str) -> None:
+    with pytest.raises(UnsupportedError, match=part.split("_", maxsplit=1)[0]):
+        sort_entries([entry(f"{P}{Q}.{part}.default", (1, 4))])
+
+
+def test_variants_of_lora_with_tensors_of_their_own_are_refused_by_name() -> None:
+    shapes = {f"{P}{Q}.lora_A.default.weight": (2, 4), f"{P}{Q}.lora_diag.default": (2,)}
+    with pytest.raises(UnsupportedError, match="lora_diag"):
+        sort_entries(named(shapes).values())
+
+
+# What belongs together
+
+
+def test_every_tensor_of_an_adapter_is_in_exactly_one_row() -> None:
+    shapes = {
+        **factors(Q),
+        **factors("layers.1.q_proj", rank=5),
+        f"{P}{Q}.lora_magnitude_vector": (6,),
+        f"{P}layers.1.q_proj.lora_magnitude_vector": (6,),
+        f"{P}wte.lora_embedding_A": (2, 32),
+        f"{P}wte.lora_embedding_B": (4, 2),
+        f"{P}wte.lora_magnitude_vector": (4,),
+        f"{P}conv.lora_A.weight": (2, 3, 3, 3),
+        f"{P}conv.lora_B.weight": (8, 2, 1, 1),
+        f"{P}conv.lora_magnitude_vector": (1, 8, 1, 1),
+        f"{P}score.weight": (3, 4),
+        f"{P}score.bias": (3,),
+        f"{P}embed_tokens.token_adapter.trainable_tokens_delta": (2, 4),
+    }
+    options = {
+        "use_dora": True,
+        "target_modules": ["q_proj", "wte", "conv"],
+        "rank_pattern": {"layers.1.q_proj": 5},
+        "modules_to_save": ["classifier", "score"],
+        "trainable_token_indices": [1, 2],
+    }
+    rows = rows_of(shapes, options)
+    used = [name for row in rows for name in row.names]
+    assert sorted(used) == sorted(shapes)
+    kinds = {row.module: (row.kind, row.rank, row.shape) for row in rows}
+    assert kinds[Q] == ("linear", 2, (6, 4))
+    assert kinds["layers.1.q_proj"] == ("linear", 5, (6, 4))
+    assert kinds["wte"] == ("embedding", 2, (32, 4))
+    assert kinds["conv"] == ("convolution", 2, (8, 3, 3, 3))
+    assert kinds["score.weight"] == ("whole", None, (3, 4))
+    assert kinds["embed_tokens"] == ("tokens", None, (2, 4))
+
+
+def test_what_was_trained_upon_is_told_from_what_was_trained() -> None:
+    shapes: dict[str, Shape] = {
+        **factors("lm_head", out=9),
+        f"{P}lm_head.base_layer.weight": (9, 4),
+        f"{P}embed_tokens.weight": (9, 4),
+        f"{P}embed_tokens.original_module.weight": (9, 4),
+    }
+    rows = rows_of(shapes, {"target_modules": ["lm_head"], "modules_to_save": ["embed_tokens"]})
+    assert [(row.module, row.kind) for row in rows[1:]] == [
+        ("lm_head.weight", "frozen"),
+        ("embed_tokens.weight", "whole"),
+        ("embed_tokens.weight", "frozen"),
+    ]
+
+
+def test_patterns_that_peft_sorted_are_named_where_ranks_do_not_fit() -> None:
+    options = {"target_modules": ["q_proj"], "rank_pattern": {"layers.0.q_proj": 5, "q_proj": 2}}
+    with pytest.raises(AdapterError, match="against rank 5") as caught:
+        rows_of(factors(Q), options)
+    assert "2 patterns of 'rank_pattern' fit this module, and PEFT sorts" in caught.value.hint
+    with pytest.raises(AdapterError, match="against rank 5") as caught:
+        rows_of(factors(Q, rank=3), options)
+    assert "sorts" not in caught.value.hint
+
+
+OF_ONE_KEY = {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {".*q_proj": 7}, "lora_alpha": 5}
+
+
+@pytest.mark.parametrize(
+    ("options", "rank", "found"),
+    [
+        (OF_ONE_KEY, 2, ["7, and gave it 5"]),
+        ({**OF_ONE_KEY, "peft_version": "0.21.0"}, 2, []),
+        ({**OF_ONE_KEY, "alpha_pattern": {"q_proj": 7}}, 2, []),
+        ({**OF_ONE_KEY, "rank_pattern": {"v_proj": 2}}, 2, []),
+        ({**OF_ONE_KEY, "rank_pattern": {"layers.0.q_proj": 3, "q_proj": 2}}, 3, []),
+    ],
+)
+def test_an_alpha_that_older_versions_read_otherwise_is_told(
+    options: dict[str, Any], rank: int, found: list[str]
+) -> None:
+    settings = LoraSettings.parse({"r": 2, "target_modules": ["q_proj"], **options})
+    adapter = Adapter("default", settings, "source", named(factors(Q, rank=rank)))
+    notes = list(old_alphas(settings, account(adapter, {})))
+    assert len(notes) == len(found)
+    assert all(text in note for text, note in zip(found, notes, strict=True))
+
+
+@pytest.mark.parametrize("left", ["lora_A", "lora_B"])
+def test_a_factor_without_the_other_is_refused(left: str) -> None:
+    shapes = {name: shape for name, shape in factors(Q).items() if left in name}
+    missing = "B" if left == "lora_A" else "A"
+    with pytest.raises(AdapterError, match=f"without LoRA's factor {missing}"):
+        rows_of({**factors(V), **shapes}, {"target_modules": ["q_proj", "v_proj"]})
+
+
+def test_a_magnitude_without_factors_is_refused() -> None:
+    with pytest.raises(AdapterError, match="without LoRA's factor A"):
+        rows_of({f"{P}{Q}.lora_magnitude_vector": (6,)}, {"target_modules": ["q_proj"]})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({f"{P}{Q}.lora_B.weight": (6, 3)}, "rows of A have to be as many as the columns of B"),
+        ({f"{P}{Q}.lora_A.weight": (8,), f"{P}{Q}.lora_B.weight": (12,)}, "found with a B"),
+        ({f"{P}{Q}.lora_A.weight": (2, 0)}, "found with a B"),
+        ({f"{P}{Q}.lora_magnitude_vector": (5,)}, "a magnitude of shape"),
+        ({f"{P}{Q}.lora_B.bias": (5,)}, "a bias of shape"),
+        ({f"{P}{Q}.lora_magnitude_vector": (6,)}, "has not 'use_dora'"),
+        ({f"{P}{Q}.lora_B.bias": (6,)}, "has not 'lora_bias'"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused(change: dict[str, Shape], message: str) -> None:
+    with pytest.raises(AdapterError, match=re.escape(message)):
+        rows_of({**factors(Q), **change}, {"target_modules": ["q_proj"]})
+
+
+def test_a_rank_other_than_that_of_the_configuration_is_refused() -> None:
+    with pytest.raises(AdapterError, match="against rank 16"):
+        rows_of(factors(Q), {"target_modules": ["q_proj"], "r": 16})
+
+
+@pytest.mark.parametrize("option", ["use_dora", "lora_bias"])
+def test_what_the_configuration_promises_has_to_be_there(option: str) -> None:
+    with pytest.raises(AdapterError, match=f"the configuration has '{option}'"):
+        rows_of(factors(Q), {"target_modules": ["q_proj"], option: True})
+
+
+# Configuration and tensors
+
+
+@pytest.mark.parametrize(
+    ("options", "named_in_vain"),
+    [
+        ({"target_modules": ["q_proj", "k_proj"]}, "'target_modules'"),
+        ({"target_modules": r".*\.k_proj"}, "neither 'target_modules'"),
+        ({"target_modules": ["q_proj"], "modules_to_save": ["norm"]}, "'modules_to_save'"),
+        ({"target_modules": ["q_proj"], "target_parameters": ["experts.up"]}, "target_parameters"),
+        ({"target_modules": ["q_proj"], "trainable_token_indices": [1]}, "trainable_token_indices"),
+    ],
+)
+def test_a_configuration_that_names_what_has_no_tensors_is_refused(
+    options: dict[str, Any], named_in_vain: str
+) -> None:
+    with pytest.raises(AdapterError, match=named_in_vain):
+        rows_of(factors(Q), options)
+
+
+@pytest.mark.parametrize(
+    ("more", "options", "message"),
+    [
+        (factors("mlp.up"), {"target_modules": ["q_proj"]}, "neither 'target_modules'"),
+        (
+            factors(V),
+            {"target_modules": ["q_proj", "v_proj"], "exclude_modules": ["v_proj"]},
+            "nei",
+        ),
+        (
+            factors("layers.1.q_proj"),
+            {"target_modules": ["q_proj"], "layers_to_transform": [0]},
+            "neither 'target_modules'",
+        ),
+        ({f"{P}norm.weight": (4,)}, {"target_modules": ["q_proj"]}, "'modules_to_save'"),
+        ({f"{P}norm.bias": (4,)}, {"target_modules": ["q_proj"]}, "'modules_to_save'"),
+        (
+            {f"{P}embed_tokens.token_adapter.trainable_tokens_delta": (3, 4)},
+            {"target_modules": ["q_proj"], "trainable_token_indices": [1, 2]},
+            "3 trained rows were found against 2",
+        ),
+    ],
+)
+def test_tensors_that_the_configuration_does_not_name_are_refused(
+    more: dict[str, Shape], options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(AdapterError, match=message):
+        rows_of({**factors(Q), **more}, options)
+
+
+def test_a_base_with_a_targeted_weight_that_was_not_adapted_is_refused() -> None:
+    base = {f"{Q}.weight": (6, 4), "layers.1.q_proj.weight": (6, 4)}
+    with pytest.raises(AdapterError, match=r"layers\.1\.q_proj"):
+        rows_of(factors(Q), {"target_modules": ["q_proj"]}, base)
+
+
+def test_what_the_model_never_had_is_no_fault_of_the_runs_own_record() -> None:
+    options = {"target_modules": ["q_proj", "query_key_value"]}
+    base = {f"{Q}.weight": (6, 4)}
+    assert len(rows_of(factors(Q), options, base, is_own_record=True)) == 1
+    with pytest.raises(AdapterError, match="query_key_value"):
+        rows_of(factors(Q), options, base)
+    with pytest.raises(AdapterError, match="k_proj"):
+        rows_of(
+            factors(Q),
+            {"target_modules": ["q_proj", "k_proj"]},
+            {**base, "layers.0.k_proj.weight": (6, 4)},
+            is_own_record=True,
+        )
+
+
+def test_factors_for_a_weight_of_another_shape_are_refused() -> None:
+    options = {"target_modules": ["q_proj"]}
+    with pytest.raises(AdapterError, match=r"\[6, 4\] were found against \[8, 4\]"):
+        rows_of(factors(Q), options, {f"{Q}.weight": (8, 4)})
+    assert rows_of(factors(Q), options, {f"{Q}.weight": (4, 6)})
+    assert rows_of(factors(Q), options, {f"{Q}.weight": (6, 1)})  # packed to 4 bits
+
+
+def test_factors_of_experts_find_their_parameters_by_shape_and_rank() -> None:
+    shapes = {
+        f"{P}mlp.experts.base_layer.lora_A.weight": (6, 8),
+        f"{P}mlp.experts.base_layer.lora_B.weight": (10, 6),
+        f"{P}mlp.experts.lora_A.weight": (12, 5),
+        f"{P}mlp.experts.lora_B.weight": (8, 12),
+    }
+    options = {
+        "target_modules": None,
+        "target_parameters": ["experts.down", "experts.gate_up"],
+        "rank_pattern": {"down": 4},
+        "alpha_pattern": {"down": 2},
+    }
+    base = {"mlp.experts.gate_up": (3, 10, 8), "mlp.experts.down": (3, 8, 5)}
+    rows = {row.module: row for row in rows_of(shapes, options, base)}
+    assert (rows["mlp.experts.gate_up"].rank, rows["mlp.experts.gate_up"].scaling) == (2, 4.0)
+    assert (rows["mlp.experts.down"].rank, rows["mlp.experts.down"].scaling) == (4, 0.5)
+    assert rows["mlp.experts.down"].shape == (3, 8, 5)
+    document = inferred(shapes, base, **KNOWN)
+    assert document["target_parameters"] == ["down", "gate_up"]
+    assert (document["r"], document["rank_pattern"]) in [(2, {"down": 4}), (4, {"gate_up": 2})]
+    with pytest.raises(CannotPlanError, match="do not tell for which"):
+        inferred(shapes, **KNOWN)
+
+
+# Configurations made from tensors
+
+KNOWN: Mapping[str, Any] = {"lora_alpha": 4, "use_rslora": False}
+
+
+def inferred(
+    shapes: Mapping[str, Shape], base: Mapping[str, Shape] | None = None, **given: Any
+) -> Mapping[str, Any]:
+    return infer(table_of(named(shapes)), named(base or {}), given, where="here").document
+
+
+def test_one_name_stands_for_all_modules_that_end_in_it_where_the_base_shows_them() -> None:
+    shapes = {**factors(Q), **factors("layers.1.q_proj"), **factors(V)}
+    base = {
+        f"layers.{layer}.{module}.weight": (6, 4)
+        for layer in range(2)
+        for module in ("q_proj", "v_proj")
+    }
+    assert inferred(shapes, base, **KNOWN)["target_modules"] == [V, "q_proj"]
+    assert inferred(shapes, **KNOWN)["target_modules"] == [Q, V, "layers.1.q_proj"]
+
+
+def test_the_usual_rank_is_r_and_others_are_patterns() -> None:
+    shapes = {**factors(Q), **factors("layers.1.q_proj"), **factors(V, rank=7)}
+    document = inferred(shapes, **KNOWN)
+    assert (document["r"], document["rank_pattern"]) == (2, {"v_proj": 7})
+
+
+def test_only_what_is_in_use_is_written_of_newer_options() -> None:
+    document = inferred(factors(Q), **KNOWN)
+    assert not document.keys() & {"use_rslora", "use_dora", "lora_bias", "target_parameters"}
+    shapes = {**factors(Q), f"{P}{Q}.lora_magnitude_vector": (6,)}
+    document = inferred(shapes, lora_alpha=4, use_rslora=True)
+    assert (document["use_dora"], document["use_rslora"]) == (True, True)
+
+
+def test_biases_tell_which_of_them_were_trained() -> None:
+    own = {**factors(Q), f"{P}{Q}.base_layer.bias": (6,)}
+    assert inferred(own, **KNOWN)["bias"] == "lora_only"
+    assert inferred({**own, f"{P}norm.bias": (4,)}, **KNOWN)["bias"] == "all"
+    whole = {**factors(Q), f"{P}score.weight": (3, 4), f"{P}score.bias": (3,)}
+    document = inferred(whole, **KNOWN)
+    assert (document["bias"], document["modules_to_save"]) == ("none", ["score"])
+
+
+@pytest.mark.parametrize(
+    ("shapes", "base", "missing"),
+    [
+        (factors(Q), {}, "lora_alpha, use_rslora"),
+        (
+            {f"{P}wte.token_adapter.trainable_tokens_delta": (2, 4)},
+            {},
+            "trainable_token_indices",
+        ),
+        (factors("h.0.c_proj", out=4), {"h.0.c_proj.weight": (4, 4)}, "fan_in_fan_out"),
+        (factors("h.0.c_attn"), {}, "lora_alpha, use_rslora, fan_in_fan_out"),
+    ],
+)
+def test_what_tensors_do_not_tell_is_asked_for_by_name(
+    shapes: dict[str, Shape], base: dict[str, Shape], missing: str
+) -> None:
+    with pytest.raises(CannotPlanError, match=re.escape(missing)) as caught:
+        inferred(shapes, base)
+    assert "--adapter-config" in caught.value.hint
+
+
+def test_the_shape_of_the_base_tells_how_it_is_stored() -> None:
+    shapes = factors("h.0.c_attn")
+    document = inferred(shapes, {"h.0.c_attn.weight": (4, 6)}, **KNOWN)
+    assert document["fan_in_fan_out"] is True
+    document = inferred(shapes, {"h.0.c_attn.weight": (6, 4)}, **KNOWN)
+    assert document["fan_in_fan_out"] is False

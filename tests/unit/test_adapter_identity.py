@@ -1,0 +1,113 @@
+"""Whether a base is the one that was trained on, and what a merge makes of its configuration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ckptkit.adapters.config import LoraSettings
+from ckptkit.adapters.identity import Expected, Found, expected_of, found_at, judge
+from ckptkit.adapters.merged_config import (
+    model_types,
+    with_head,
+    with_vocabulary,
+    without_quantization,
+)
+from ckptkit.core.index import Fqn
+
+ONE, TWO = "a" * 40, "b" * 40
+CACHE = f"/home/me/.cache/huggingface/hub/models--org--name/snapshots/{ONE}"
+
+
+def settings(**config: Any) -> LoraSettings:
+    return LoraSettings.parse({"target_modules": ["q"], **config})
+
+
+def test_a_path_of_the_cache_tells_repository_and_commit() -> None:
+    assert found_at(CACHE, None) == Found(CACHE, "org/name", ONE)
+    expected = expected_of(settings(base_model_name_or_path=CACHE))
+    assert (expected.name, expected.commit) == ("org/name", ONE)
+
+
+def test_a_branch_is_no_commit() -> None:
+    assert expected_of(settings(base_model_name_or_path="org/name", revision="main")).commit == ""
+
+
+def test_a_configuration_may_tell_its_commit() -> None:
+    assert found_at("/models/x", {"_commit_hash": TWO}).commit == TWO
+    assert found_at("/models/x", {"_commit_hash": "none"}).commit == ""
+
+
+@pytest.mark.parametrize(
+    ("expected", "found", "verdict"),
+    [
+        (Expected("org/name", ONE), Found("x", "org/name", TWO), "contradicted"),
+        (Expected("org/name", ONE), Found("x", "org/name", ONE), "proven"),
+        (Expected("org/name"), Found("x", "org/other"), "contradicted"),
+        (Expected("org/name"), Found("x", "org/name"), "noted"),
+        (Expected("/mnt/model"), Found("/data/model"), "noted"),
+        (Expected("/mnt/model"), Found("/mnt/model"), "silent"),
+        (Expected(), Found("/data/model"), "noted"),
+    ],
+)
+def test_commits_and_repositories_prove_and_names_are_noted(
+    expected: Expected, found: Found, verdict: str
+) -> None:
+    judgement = judge(expected, found)
+    told = {
+        "contradicted": bool(judgement.contradictions),
+        "proven": bool(judgement.proofs) and not judgement.contradictions,
+        "noted": bool(judgement.notes),
+        "silent": judgement == type(judgement)(),
+    }
+    assert [name for name, is_so in told.items() if is_so] == [verdict]
+
+
+def test_the_vocabulary_is_changed_wherever_it_was_the_old_one() -> None:
+    config = {"vocab_size": 40, "text_config": {"vocab_size": 40}, "audio": {"vocab_size": 7}}
+    assert with_vocabulary(config, 40, 43) == {
+        "vocab_size": 43,
+        "text_config": {"vocab_size": 43},
+        "audio": {"vocab_size": 7},
+    }
+
+
+@pytest.mark.parametrize(
+    ("old", "task", "new"),
+    [
+        ("LlamaForCausalLM", "SEQ_CLS", "LlamaForSequenceClassification"),
+        ("BertForMaskedLM", "TOKEN_CLS", "BertForTokenClassification"),
+        ("GPT2LMHeadModel", "SEQ_CLS", "GPT2ForSequenceClassification"),
+        ("BertModel", "QUESTION_ANS", "BertForQuestionAnswering"),
+        ("LlamaForCausalLM", "CAUSAL_LM", "LlamaForCausalLM"),
+        ("LlamaForSequenceClassification", "SEQ_CLS", "LlamaForSequenceClassification"),
+    ],
+)
+def test_a_head_of_its_own_makes_another_class(old: str, task: str, new: str) -> None:
+    config, told = with_head({"architectures": [old]}, task, {})
+    assert config["architectures"] == [new]
+    assert bool(told) == (old != new)
+
+
+def test_another_number_of_labels_is_written_and_said() -> None:
+    config = {"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "a", "1": "b"}}
+    changed, told = with_head(config, "SEQ_CLS", {Fqn("score.weight"): (3, 8)})
+    assert changed["id2label"] == {"0": "LABEL_0", "1": "LABEL_1", "2": "LABEL_2"}
+    assert len(told) == 1
+    assert with_head(config, "SEQ_CLS", {Fqn("score.weight"): (2, 8)})[0] == config
+
+
+def test_quantization_is_gone_at_every_depth() -> None:
+    config = {
+        "quantization_config": {"bits": 4},
+        "text_config": {"quantization_config": {}, "n": 1},
+    }
+    assert without_quantization(config) == {"text_config": {"n": 1}}
+
+
+def test_types_are_those_of_transformers_only() -> None:
+    nested = {"model_type": "llava", "text_config": {"model_type": "llama"}}
+    assert model_types(nested) == {"llava", "llama"}
+    assert not model_types(nested | {"auto_map": {"AutoModel": "modeling.Own"}})
+    assert not model_types(None)
