@@ -1,4 +1,4 @@
-"""All benchmarks in a small setting, in about four minutes: what `make bench` runs."""
+"""All benchmarks in a small setting, in about five minutes: what `make bench` runs."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import commit_scale
 import consolidate
 import inspect_start
 import memory
+import merge
 import plan_scale
 import saving
 from measuring import WORK
@@ -24,6 +25,7 @@ def main() -> None:
     plan_scale.main([] if full else ["--sizes", "64x300,256x900"])
     consolidate.main(["--cold"] if full else ["--gigabytes", "0.5", "--repeats", "3"])
     memory.main([] if full else ["--gigabytes", "0.1,0.5"])
+    merge.main(["--memory", "2,8"] if full else ["--gigabytes", "0.5", "--repeats", "3"])
     commit_scale.main([] if full else ["--sizes", "64x900"])
     saving.main([] if full else ["--blocks", "7", "--rounds", "2", "--steps", "60"])
 

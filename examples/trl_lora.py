@@ -5,6 +5,11 @@
 The frozen base model is written once and linked from then on, so that a checkpoint costs what the
 adapter does. Kill it at any time and type the same command again: it goes on from the newest
 checkpoint, all of which are whole, and comes to the same final loss.
+
+Every checkpoint tells what it is, so that no option is needed, nor PEFT, nor a GPU, to make of it
+
+    ckptkit adapter extract runs/lora runs/adapter  # a folder that PEFT loads
+    ckptkit adapter merge runs/lora runs/merged     # a whole model, with the adapter in it
 """
 
 from __future__ import annotations
