@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 from ckptkit.adapters.adapter import Adapter
 from ckptkit.adapters.config import LoraSettings, all_matching
-from ckptkit.adapters.dialects import EMBEDDINGS, is_frozen_name, plain_name
+from ckptkit.adapters.dialects import is_frozen_name, plain_name
 from ckptkit.adapters.generations import alpha_of_one_key
 from ckptkit.adapters.inferred_parameters import fits_experts
 from ckptkit.adapters.layers import LoraLayer, table_of
+from ckptkit.adapters.names import is_vocabulary
 from ckptkit.adapters.target_coverage import refuse_targets_without_tensors
 from ckptkit.adapters.targets import fits_target, is_saved, is_target, target_parameters
 from ckptkit.core.errors import AdapterError
@@ -79,7 +80,7 @@ def account(
 
 
 def _layer_row(layer: LoraLayer, settings: LoraSettings, base: Mapping[Fqn, TensorEntry]) -> Row:
-    is_tied = settings.ensure_weight_tying and _last(layer.module) in EMBEDDINGS
+    is_tied = settings.ensure_weight_tying and is_vocabulary(layer.module)
     if is_target(settings, layer.module) or is_tied:
         row = _module_row(layer, settings)
         _check_base(layer, base)
@@ -250,8 +251,7 @@ def rows_of_tokens(settings: LoraSettings, module: str) -> tuple[int, ...] | Non
 def _whole_row(name: Fqn, entry: TensorEntry, settings: LoraSettings) -> Row:
     module, _, parameter = plain_name(name).rpartition(".")
     is_bias = parameter == "bias" and settings.bias != "none"
-    is_embedding = _last(module) in EMBEDDINGS
-    if not (is_bias or is_embedding or is_saved(settings.modules_to_save, module)):
+    if not (is_bias or is_vocabulary(module) or is_saved(settings.modules_to_save, module)):
         raise AdapterError(
             "it was trained as a whole, and 'modules_to_save' of the configuration does not name"
             " its module",
@@ -260,7 +260,3 @@ def _whole_row(name: Fqn, entry: TensorEntry, settings: LoraSettings) -> Row:
         )
     kind = "frozen" if is_frozen_name(name) else "whole"
     return Row(plain_name(name), kind, None, None, is_dora=False, shape=entry.shape, names=(name,))
-
-
-def _last(module: str) -> str:
-    return module.rpartition(".")[2]

@@ -49,8 +49,8 @@ def known_or_neutral(document: Mapping[str, Any], *, where: str) -> None:
             raise UnsupportedError(
                 f"the option {key!r} of the adapter's configuration is not known, and is in use",
                 where=where,
-                hint="remove it from a copy of the file if it changes no numbers, and pass the"
-                " copy with --adapter-config",
+                hint="pass the run's adapter_config.json with --adapter-config; if this is it and"
+                " the option changes no numbers, pass a copy without it",
             )
 
 

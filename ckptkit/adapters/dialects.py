@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ckptkit.adapters.config import PEFT_PREFIX, LoraSettings
-from ckptkit.adapters.names import AdapterNames, tuner_of
+from ckptkit.adapters.names import AdapterNames, tuner_of, vocabulary_of
 from ckptkit.core.errors import FormatError, UnsupportedError
 from ckptkit.core.index import Fqn, TensorEntry
 
@@ -71,7 +71,8 @@ def sort_entries(entries: Iterable[TensorEntry], *, keep_module: bool = False) -
 
     Raises:
         FormatError: If two tensors have one name when wrappers are cut out.
-        UnsupportedError: If the adapter is of a method that is not modelled.
+        UnsupportedError: If the adapter is of a method that is not modelled, or lies within
+            what another one trained as a whole.
     """
     live: dict[str, dict[Fqn, TensorEntry]] = {}
     stripped: dict[Fqn, TensorEntry] = {}
@@ -87,7 +88,7 @@ def sort_entries(entries: Iterable[TensorEntry], *, keep_module: bool = False) -
         adapter = _adapter_at(parts, holder)
         group = stripped if adapter is None else live.setdefault(adapter, {})
         _add(group, _in_file(parts, holder, live=adapter is not None), entry)
-    _refuse_other_methods(rest)
+    _refuse_other_methods(rest, is_live=bool(live))
     own = stripped if stripped and not live else _alone(live, rest)
     repeated: dict[Fqn, TensorEntry] = {}
     if own is not None:  # a file of PEFT's, or a save of what was trained: it is all the adapter's
@@ -201,7 +202,12 @@ def _cleaned(name: str, *, keep_module: bool) -> list[str]:
     """Returns the segments of a name from PEFT's prefix on, without those of wrappers."""
     wrappers = _WRAPPERS if keep_module else _WRAPPERS | {_MODULE}
     parts = name.split(".")
-    kept = [part for part in parts[:-1] if part not in wrappers] + parts[-1:]
+    kept = [
+        part
+        for before, part in zip(["", *parts], parts[:-1], strict=False)
+        if part not in wrappers or (part == _MODULE and before in _HOLDERS)  # an adapter's name
+    ]
+    kept += parts[-1:]
     for at in range(len(kept) - 1):
         if tuple(kept[at : at + 2]) == _PREFIX:
             return kept[at:]
@@ -212,6 +218,12 @@ def _adapter_at(parts: list[str], holder: int) -> str | None:
     """Returns the adapter that a name tells behind a holder; None in the names of a file."""
     after = parts[holder + 1 :]
     kind = parts[holder]
+    if kind == _MODULES_TO_SAVE and not _HOLDERS.isdisjoint(after[1:]):
+        raise UnsupportedError(
+            f"tensor {'.'.join(parts)!r} is of an adapter inside of a module that another one"
+            " trained as a whole, which is not modelled, and which PEFT itself does not save",
+            hint="train the adapters apart from one another, or choose other modules_to_save",
+        )
     # What PEFT saved of a whole module as of an embedding has lost the adapter's name.
     if kind in {LORA_A, LORA_B, _MODULES_TO_SAVE}:
         return after[0] if len(after) > 1 else None
@@ -266,27 +278,45 @@ def _saved_embeddings(
 ) -> list[str]:
     """Returns the frozen weights of targeted embeddings, which PEFT saves with the adapter.
 
-    Those that only another adapter of the checkpoint targets are left out.
+    It does so for both ends of the model where a target has a name of `EMBEDDINGS`. Those that
+    only another adapter of the checkpoint targets are left out.
 
     Source: peft 0.21, `get_peft_model_state_dict` with `save_embedding_layers="auto"`.
     """
     if settings is None or settings.trainable_token_indices:
         return []
     modules = [name.rpartition(".")[0] for name in rest]
-    wrapped = [module for module in modules if module.endswith(f".{BASE_LAYER}")]
-    named = {module: module.split(".")[-2] for module in wrapped}
+    ends = vocabulary_of(plain_name(module) for module in modules)
     embeddings = [
-        module for module, last in named.items() if last in EMBEDDINGS and _is_changed(module, own)
+        module
+        for module in modules
+        if module.endswith(f".{BASE_LAYER}")
+        and plain_name(module) in ends
+        and _is_changed(module, own)
     ]
-    if isinstance(settings.target_modules, str):
-        return embeddings
-    targets = set(settings.target_modules or ()) & EMBEDDINGS
-    return embeddings if targets else []
+    targets = settings.target_modules or ()
+    if isinstance(targets, str):
+        targets = tuple(plain_name(module).rpartition(".")[2] for module in embeddings)
+    return embeddings if set(targets) & EMBEDDINGS else []
 
 
-def _refuse_other_methods(rest: Mapping[Fqn, TensorEntry]) -> None:
+def _refuse_other_methods(rest: Mapping[Fqn, TensorEntry], *, is_live: bool) -> None:
+    """Refuses tensors of methods that are not modelled.
+
+    Args:
+        rest: What is not LoRA's.
+        is_live: Whether adapters are named in names: then what follows the name of a method
+            tells its tensors from modules of the model that are called alike.
+
+    Raises:
+        UnsupportedError: If there is one.
+    """
+    own = {*_PARAMETERS, BASE_LAYER, _ORIGINAL} if is_live else set()
     for name in rest:
-        method = next(filter(None, (tuner_of(part) for part in name.split("."))), "")
+        parts = name.split(".")
+        followed = zip(parts, [*parts[1:], ""], strict=True)
+        methods = (tuner_of(part) for part, after in followed if after not in own)
+        method = next(filter(None, methods), "")
         if method and name.startswith(PEFT_PREFIX):
             raise UnsupportedError(
                 f"tensor {name!r} is of PEFT's method {method!r}, or of a variant of it; LoRA,"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
+from ckptkit.adapters.names import is_vocabulary
 from ckptkit.core.index import Fqn, Shape
 
 _VOCABULARY = "vocab_size"
@@ -17,6 +18,11 @@ _HEADS = {  # PEFT's task types that put another head on a model, and what its c
 }
 _CLASSES = re.compile(r"(?:For[A-Z]\w*|LMHeadModel|Model)$")
 _LABELLED = ("score", "classifier")  # what Transformers calls heads with one row per label
+
+
+def has_vocabulary(name: str) -> bool:
+    """Tells whether a tensor has a row for each token, by its name."""
+    return is_vocabulary(name.rpartition(".")[0])
 
 
 def model_types(config: Mapping[str, Any] | None) -> frozenset[str]:
@@ -55,15 +61,29 @@ def _with_vocabulary(config: Mapping[str, Any], old: int, new: int, depth: int) 
     return changed
 
 
+def vocabularies(config: Mapping[str, Any]) -> frozenset[int]:
+    """Returns every number of tokens that a configuration names."""
+    return frozenset(_vocabularies(config, _NESTING))
+
+
+def _vocabularies(config: Mapping[str, Any], depth: int) -> Iterator[int]:
+    own = config.get(_VOCABULARY)
+    if isinstance(own, int):
+        yield own
+    for inner in config.values() if depth else ():
+        if isinstance(inner, Mapping):
+            yield from _vocabularies(inner, depth - 1)
+
+
 def with_head(
-    config: Mapping[str, Any], task_type: str | None, added: Mapping[Fqn, Shape]
+    config: Mapping[str, Any], task_type: str | None, brought: Mapping[Fqn, Shape]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Returns a configuration that fits a head which the base does not have.
+    """Returns a configuration that fits the head which an adapter brings.
 
     Args:
-        config: Of the base.
+        config: Of the base, or of the run; it may be that of a model with another head.
         task_type: PEFT's name for what was trained.
-        added: The tensors that the base has not, or with other shapes.
+        brought: The tensors that the adapter replaces or adds, whole.
 
     Returns:
         The configuration, and what was changed, in words.
@@ -76,7 +96,7 @@ def with_head(
         new = _CLASSES.sub(head, old)
         changed["architectures"] = [new]
         told.append(f"the adapter has a head of its own: 'architectures' is {new} instead of {old}")
-    labels = _labels(added) if head else None
+    labels = _labels(brought) if head else None
     if labels is not None and labels != _number_of_labels(config):
         changed["id2label"] = {str(number): f"LABEL_{number}" for number in range(labels)}
         changed["label2id"] = {f"LABEL_{number}": number for number in range(labels)}
@@ -87,11 +107,11 @@ def with_head(
     return changed, told
 
 
-def _labels(added: Mapping[Fqn, Shape]) -> int | None:
+def _labels(brought: Mapping[Fqn, Shape]) -> int | None:
     """Returns how many labels a head has, from the last of its weights."""
     rows = [
         shape[0]
-        for name, shape in added.items()
+        for name, shape in brought.items()
         if len(shape) > 1 and set(name.split(".")) & set(_LABELLED)
     ]
     return rows[-1] if rows else None

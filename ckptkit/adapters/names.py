@@ -7,6 +7,7 @@ keep DoRA's magnitude without `.weight`.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,6 +22,13 @@ _MAGNITUDE = "lora_magnitude_vector"
 _BASE = "base_layer"
 
 Bias = Literal["none", "all", "lora_only"]
+
+# What Transformers calls the modules at both ends of a language model.
+_INPUTS = frozenset(
+    ("embed_in", "embed_tokens", "embeddings", "shared", "tok_embeddings", "word_embeddings", "wte")
+)
+_OUTPUTS = frozenset(("decoder", "embed_out", "lm_head", "output_layer", "vocab_projector"))
+_SHARED = "shared"  # an input embedding that others, which are called `embed_tokens`, repeat
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +78,32 @@ class AdapterNames:
 def holds_adapters(part: str) -> bool:
     """Tells whether a module of that name, the last part of it, has something of each adapter."""
     return part.startswith(_TUNERS) or part in {_WHOLE_MODULES, _TOKENS}
+
+
+def is_input_embedding(module: str) -> bool:
+    """Tells whether the last part of a module's path is one of an input embedding."""
+    return module.rpartition(".")[2] in _INPUTS
+
+
+def is_vocabulary(module: str) -> bool:
+    """Tells whether the last part of a module's path is one of an embedding or a head."""
+    return is_input_embedding(module) or module.rpartition(".")[2] in _OUTPUTS
+
+
+def vocabulary_of(modules: Iterable[str]) -> set[str]:
+    """Returns the input embedding and the head among modules, as far as names tell.
+
+    Args:
+        modules: Paths in the base model.
+
+    Example:
+        >>> sorted(vocabulary_of(["shared", "encoder.embed_tokens", "encoder.norm", "lm_head"]))
+        ['lm_head', 'shared']
+    """
+    found = {module for module in modules if is_vocabulary(module)}
+    if _SHARED not in {module.rpartition(".")[2] for module in found}:
+        return found
+    return {module for module in found if module.rpartition(".")[2] != "embed_tokens"}
 
 
 def tuner_of(part: str) -> str:

@@ -80,9 +80,19 @@ def _unused(table: AdapterTable, settings: LoraSettings) -> Iterator[tuple[str, 
     for target in settings.modules_to_save:
         if target not in _HEADS and not any(is_saved((target,), module) for module in whole):
             yield "modules_to_save", target
-    for target in settings.trainable_token_indices:
-        if not any(not target or fits_target(target, module) for module in table.tokens):
-            yield "trainable_token_indices", target or "the input embedding"
+    for target in _unused_tokens(table, settings):
+        yield "trainable_token_indices", target or "the input embedding"
+
+
+def _unused_tokens(table: AdapterTable, settings: LoraSettings) -> Iterator[str]:
+    """Yields embeddings without trained rows; PEFT saves those of tied ones for one of them."""
+    named = settings.trainable_token_indices
+    found = {
+        rows
+        for target, rows in named.items()
+        if any(not target or fits_target(target, module) for module in table.tokens)
+    }
+    yield from (target for target, rows in named.items() if rows not in found)
 
 
 def _unused_targets(settings: LoraSettings, adapted: list[str]) -> Iterator[str]:

@@ -93,11 +93,14 @@ def _own_tensors(model: Any) -> dict[Fqn, TracedTensor]:
     }
 
 
-def _used_by(model: Any, base: Sequence[Fqn]) -> list[Any]:
+def _used_by(model: Any, base: Sequence[Fqn]) -> list[Any] | None:
     """Returns the conversions that loading the base's tensors would have used.
 
-    `from_pretrained` leaves them at the model, and `save_pretrained` reverts those alone.
+    `from_pretrained` leaves them at the model, and `save_pretrained` reverts those alone. The
+    first releases of transformers 5 do not tell which were used: None, as of a new model.
     """
+    if not hasattr(WeightRenaming, "was_used"):
+        return None
     conversions = get_model_conversion_mapping(model)
     renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]

@@ -71,6 +71,23 @@ def file_map_of(folder: str, *, option: str) -> FileMap:
     return FileMap(folder, {Fqn(name): file for name, file in files.items()})
 
 
+def names_in(folder: str) -> tuple[Fqn, ...]:
+    """Returns the names of the tensors in a model folder; none where it has no weights.
+
+    An index alone is enough here too.
+
+    Raises:
+        InputError: If a header or the index is damaged.
+    """
+    with LocalSource(Path(folder)) as source:
+        there = set(source.walk(0))
+        first = next((file for file in _WEIGHTS if file in there), "")
+        if first.endswith(".index.json"):
+            return tuple(map(Fqn, read_weight_map(source, first)))
+        index = pretrained_index(source) if first else None
+    return () if index is None else tuple(entry.name for entry in index.of_part("model"))
+
+
 def pretrained_index(source: LocalSource) -> TensorIndex | None:
     """Reads the headers of the weights that `from_pretrained` would load from a folder.
 

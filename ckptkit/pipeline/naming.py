@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from ckptkit.core.dtypes import DType
@@ -12,14 +11,14 @@ from ckptkit.core.errors import RefusedError
 from ckptkit.core.index import Fqn, Shape
 from ckptkit.kernels.operands import Operand, Stored
 from ckptkit.kernels.rearranged import Computed, Rearranged, Stretch
-from ckptkit.pipeline.model_folders import pretrained_index
+from ckptkit.pipeline.model_folders import names_in
 from ckptkit.pipeline.naming_program import ask_transformers
 from ckptkit.planning.hub_names import HubNames, HubTensor, whole_of
 from ckptkit.planning.hub_names_need import naming_need, why_unsure
 from ckptkit.planning.hub_names_wire import NamingRequest
 from ckptkit.planning.plan import Compute, Copy, Preparable, Product, TensorSpec
 from ckptkit.planning.requests import NameChoice
-from ckptkit.storage.local import LocalSource
+from ckptkit.planning.ties import tie_candidates, tie_conflicts
 
 _LISTED = 3
 _LIVE = "pass --names live to write the names that training holds"
@@ -72,7 +71,16 @@ def named(
     made = tuple(_products(disk.names, {p.spec.name: p for p in products}))
     called = {s: n for n, t in disk.names.tensors.items() if (s := whole_of(t, disk.names.live))}
     ties = {called.get(t, t): called.get(s, s) for t, s in dropped.items()}
-    return Named(made, ties, disk.notes, {"transformers": disk.names.library})
+    unsaved = [name for name in disk.names.unsaved if name in {p.spec.name for p in products}]
+    notes = (*disk.notes, *(_said_of(name, disk.names.library) for name in unsaved))
+    return Named(made, ties, notes, {"transformers": disk.names.library})
+
+
+def _said_of(unsaved: Fqn, library: str) -> str:
+    return (
+        f"tensor {unsaved!r} is not written, as transformers {library} makes it anew when it loads"
+        " such a model"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +110,14 @@ def disk_names(
     Raises:
         RefusedError: If the names are needed and cannot be told.
     """
-    known = _names_in(base) if base is not None and choice != "live" else ()
+    # Weights of the base that nobody needs may be damaged, or not be there.
+    may_need = choice != "live" and naming_need(config, has_base=True).kind != "none"
+    known = names_in(base) if base is not None and may_need else ()
     need = naming_need(config, has_base=bool(known))
-    reason = need.reason or why_unsure(config or {}, (d for d, _ in (tensors or {}).values()))
     if choice == "live" or need.kind == "none":
         return DiskNames(None)
+    specs = tensors or {}
+    reason = need.reason or why_unsure(config or {}, (dtype for dtype, _ in specs.values()))
     if reason or config is None:
         return _left_live(reason, choice, has_config=config is not None)
     names = ask_transformers(NamingRequest(_without_code(config), tensors, known))
@@ -116,7 +127,9 @@ def disk_names(
             " beside config.json seems to have been trained"
         )
         return _left_live(reason, choice)
-    return DiskNames(names, tuple(_differences(names, known, base)))
+    # Of tied tensors either is written, or the user is told that they differ.
+    tied = {*tie_candidates(config, specs), *tie_conflicts(config, specs)}
+    return DiskNames(names, tuple(_differences(names, known, base, tied)))
 
 
 def _left_live(reason: str, choice: NameChoice, *, has_config: bool = True) -> DiskNames:
@@ -131,21 +144,16 @@ def _without_code(config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key != "auto_map"}
 
 
-def _names_in(base: str) -> tuple[Fqn, ...]:
-    """Returns the names of the tensors in a model folder; none where it has no weights."""
-    with LocalSource(Path(base)) as source:
-        index = pretrained_index(source)
-    return () if index is None else tuple(entry.name for entry in index.of_part("model"))
-
-
-def _differences(names: HubNames, known: Sequence[Fqn], base: str | None) -> Iterator[str]:
+def _differences(
+    names: HubNames, known: Sequence[Fqn], base: str | None, tied: Collection[Fqn]
+) -> Iterator[str]:
     """Says where the names differ from those of the model that training began from."""
-    if known:
-        differing = sorted(names.tensors.keys() - set(known))
-        if differing:
-            listed = ", ".join(map(repr, differing[:_LISTED]))
-            more = f" and {len(differing) - _LISTED:,} more" if len(differing) > _LISTED else ""
-            yield f"{base} has no tensor {listed}{more}, which transformers {names.library} writes"
+    new = names.tensors.keys() - set(known) if known else ()
+    differing = sorted(name for name in new if not set(names.tensors[name].sources) <= set(tied))
+    if differing:
+        listed = ", ".join(map(repr, differing[:_LISTED]))
+        more = f" and {len(differing) - _LISTED:,} more" if len(differing) > _LISTED else ""
+        yield f"{base} has no tensor {listed}{more}, which transformers {names.library} writes"
 
 
 def _products(names: HubNames, live: Mapping[Fqn, Product]) -> Iterator[Product]:

@@ -34,8 +34,10 @@ from ckptkit.planning.selection import (
     under_tied_names,
 )
 from ckptkit.planning.side_files import (
+    SideFile,
     bytes_by_dtype,
     config_as_written,
+    dense_config,
 )
 from ckptkit.planning.ties import tied_names_absent, untied_config
 
@@ -118,7 +120,7 @@ class _Preparation:
         checkpoint = self._checkpoint
         entries = self._entries()
         side, code = self._folders.choose(allow_code=self._request.allow_code)
-        config = self._folders.config(side)
+        config = self._config(side)
         self._shaping.check_casts(entries, config)
         ties = self._ties(config, entries)
         if self._request.layout == "dcp":
@@ -165,6 +167,16 @@ class _Preparation:
         if problem is not None:
             raise error_of(problem, checkpoint.path)
         return entries
+
+    def _config(self, side: Sequence[SideFile]) -> Mapping[str, Any] | None:
+        found = self._folders.config(side)
+        config = dense_config(found, self._checkpoint.index.of_part("model"))
+        if config != found:
+            self._notes.append(
+                "config.json has a quantization_config, which is left out: the weights of the"
+                " source are not packed"
+            )
+        return config
 
     def _ties(self, config: Mapping[str, Any] | None, entries: Sequence[TensorEntry]) -> Ties:
         if self._request.layout == "dcp":  # training loads every name of a tied weight

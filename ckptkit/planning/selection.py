@@ -33,6 +33,7 @@ _PROJECTION = re.compile(
     r"(\b(q|k|v|o|qkv|gate|up|down|gate_up|out)_proj|\bc_attn|\bc_fc|query_key_value|\bw[123]"
     r"|dense_h_to_4h|dense_4h_to_h)\.weight$"
 )
+_MATRIX = 2
 _PACKED = re.compile(r"\.(quant_state\.bitsandbytes__\w+|absmax|quant_map|SCB)$")
 
 
@@ -107,26 +108,50 @@ def lost_adapter(names: Iterable[str]) -> str:
     )
 
 
-def foreign_part(name: str, shape: Shape = ()) -> str:
+def foreign_part(name: str, shape: Shape = (), dtype: str = "") -> str:
     """Tells what a tensor belongs to that Transformers does not load by that name; mostly empty.
 
     Args:
         name: Of the tensor.
         shape: Its shape: sharding makes one column of a packed weight, without a trace of how.
+        dtype: torch's name of its element type: a matrix of bytes is no weight either.
     """
     if _PEFT.search(name):
         return "an adapter of PEFT"
-    return "a packed 4-bit or 8-bit weight" if looks_packed(name, shape) else ""
+    return "a packed 4-bit or 8-bit weight" if looks_packed(name, shape, dtype) else ""
 
 
-def looks_packed(name: str, shape: Shape) -> bool:
+def looks_packed(name: str, shape: Shape, dtype: str = "") -> bool:
     """Tells whether a tensor seems to be a packed weight, or to lie beside one.
 
     >>> looks_packed("layers.0.q_proj.weight", (2048, 1)), looks_packed("score.weight", (2, 1))
     (True, False)
+    >>> looks_packed("fc1.weight", (64, 64), "int8"), looks_packed("mask", (64, 64), "int8")
+    (True, False)
     """
     in_one_column = shape[1:] == (1,) and shape[0] > 1 and _PROJECTION.search(name)
-    return bool(in_one_column or _PACKED.search(name))
+    of_bytes = len(shape) == _MATRIX and dtype in {"int8", "uint8"} and name.endswith(".weight")
+    return bool(in_one_column or of_bytes or _PACKED.search(name))
+
+
+def what_loads_as_random(tensors: Iterable[tuple[str, Shape, str]]) -> str:
+    """Tells in words why Transformers would load another model, without an error; mostly empty.
+
+    Bytes with a scale beside them are known to Transformers, as in compressed tensors.
+
+    Args:
+        tensors: Names, shapes and element types of a whole model.
+    """
+    held = list(tensors)
+    names = {name for name, _, _ in held}
+    for name, shape, dtype in held:
+        is_scaled = any(name + end in names for end in _SCALE_ENDINGS)
+        if what := foreign_part(name, shape, "" if is_scaled else dtype):
+            return (
+                f"tensor {name!r} belongs to {what}; under these names Transformers would load a"
+                " model with random weights"
+            )
+    return ""
 
 
 def refuse_what_would_load_as_random(
@@ -142,15 +167,14 @@ def refuse_what_would_load_as_random(
     Raises:
         RefusedError: Naming the first tensor that gives the source away.
     """
-    for entry in entries:
-        if what := foreign_part(entry.name, entry.shape):
-            raise RefusedError(
-                f"tensor {entry.name!r} belongs to {what}; under these names Transformers would"
-                " load a model with random weights",
-                where=location,
-                hint=f"{advice}{'; ' if advice else ''}pass --names live to write the raw state"
-                " dict all the same",
-            )
+    told = what_loads_as_random((entry.name, entry.shape, entry.dtype.name) for entry in entries)
+    if told:
+        raise RefusedError(
+            told,
+            where=location,
+            hint=f"{advice}{'; ' if advice else ''}pass --names live to write the raw state dict"
+            " all the same",
+        )
 
 
 def refuse_casting_quantized(

@@ -10,6 +10,7 @@ from typing import Any
 
 from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import FormatError
+from ckptkit.core.index import TensorEntry
 
 CONFIG = "config.json"
 # What `from_pretrained` of models, tokenizers and processors reads, and nothing else: a run's
@@ -43,6 +44,9 @@ _PROCESSOR = (
 )
 _CODE = "*.py"
 _AUTO_MAP = "auto_map"
+_QUANTIZATION = "quantization_config"
+# Methods whose files hold packed numbers always. Others also pack weights while they are loaded.
+_PACKING = frozenset({"awq", "fp8", "gptq", "mxfp4"})
 MAX_JSON_BYTES = 16 << 20  # larger ones (tokenizer.json) are copied without a look
 
 
@@ -118,6 +122,27 @@ def parse_json_object(data: bytes, *, where: str) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise FormatError(f"is a JSON {type(document).__name__} against an object", where=where)
     return document
+
+
+def dense_config(
+    config: Mapping[str, Any] | None, entries: Iterable[TensorEntry]
+) -> Mapping[str, Any] | None:
+    """Returns a configuration that does not call weights packed which are not.
+
+    A model that was trained from a packed one, unpacked, has its configuration from there.
+
+    Args:
+        config: As found at the source or at its base, or None.
+        entries: All tensors of the model. Other integers than packed numbers leave the
+            configuration as it is.
+    """
+    told = (config or {}).get(_QUANTIZATION)
+    method = told.get("quant_method") if isinstance(told, Mapping) else None
+    if config is None or method not in _PACKING:
+        return config
+    is_packed = any(e.dtype.kind == "int" or e.dtype.itemsize == 1 for e in entries)
+    rest = {key: value for key, value in config.items() if key != _QUANTIZATION}
+    return config if is_packed else rest
 
 
 def config_as_written(

@@ -10,7 +10,7 @@ from typing import Any
 
 from ckptkit.core.manifest import MANIFEST_NAME, Manifest
 from ckptkit.core.texts import size_text
-from ckptkit.planning.selection import foreign_part
+from ckptkit.planning.selection import what_loads_as_random
 from ckptkit_cli._output import Output
 from ckptkit_cli._text import counted, escaped, first_of, wrapped
 
@@ -101,7 +101,8 @@ def _proof(output: Output, done: Consolidated) -> Iterator[str]:
 def loading_line(done: Consolidated) -> str:
     """Returns the line of Python that opens the output."""
     path = repr(done.out)
-    if "config.json" in done.manifest.files and not any(map(foreign_part, done.manifest.tensors)):
+    tensors = ((name, one.shape, one.dtype) for name, one in done.manifest.tensors.items())
+    if "config.json" in done.manifest.files and not what_loads_as_random(tensors):
         return f"transformers.{_model_class(done)}.from_pretrained({path})"
     weights = [name for name in done.manifest.files if name.endswith(".safetensors")]
     if len(weights) == 1:

@@ -70,7 +70,7 @@ class Extraction:
             output.document({**plan_json(plan, self.out), "layers": layers})
             output.lines(plan_page(output, plan, self.out))
             if self.report:
-                output.lines(layer_table(output, found.rows, found.norms))
+                output.lines(["", *layer_table(output, found.rows, found.norms)])
 
     def _json(self, done: ExtractedAdapter, seconds: float) -> dict[str, Any]:
         manifest = done.manifest

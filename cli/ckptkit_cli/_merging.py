@@ -140,7 +140,7 @@ def _adapters(
     names = [_weighted(text, "--adapter") for text in given["adapter"] or ()]
     # A path may have an equals sign itself.
     further = [
-        (text, 1.0) if Path(text).exists() else _weighted(text, "--with")
+        (text, 1.0) if text and Path(text).exists() else _weighted(text, "--with")
         for text in given["also_adapters"] or ()
     ]
     return choices_of(given["src"], first, names, further)
@@ -149,6 +149,8 @@ def _adapters(
 def _weighted(text: str, option: str) -> tuple[str, float]:
     """Cuts `NAME=WEIGHT` in two; without a weight it is 1."""
     name, sign, number = text.rpartition("=")
+    if not name and (sign or not text):
+        raise UsageError(f"{text!r} names no adapter", where=option, hint=f"pass {option} X=0.5")
     if not sign:
         return text, 1.0
     try:

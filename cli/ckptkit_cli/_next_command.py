@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import cast
 
-from ckptkit.core.errors import RefusedError
-from ckptkit.core.index import TensorEntry
 from ckptkit.pipeline.adapters.facts import AdapterFacts, choices
 from ckptkit.pipeline.inspecting import Inspection
-from ckptkit.planning.selection import lost_adapter, refuse_what_would_load_as_random
+from ckptkit.planning.selection import lost_adapter, what_loads_as_random
 from ckptkit_cli._text import escaped
 
 
@@ -85,9 +81,8 @@ def _of_adapter(adapter: AdapterFacts, path: str, given: Given) -> NextStep:
 
 
 def _choice(inspection: Inspection, models: list[str], path: str, given: Given) -> NextStep:
-    refusal = _refusal(inspection)
-    if refusal is not None:
-        return NextStep("", f"nothing to consolidate: {escaped(refusal.message)}")
+    if told := _refusal(inspection):
+        return NextStep("", f"nothing to consolidate: {escaped(told)}")
     return NextStep(
         _command("consolidate", path, "OUT", given=replace(given, select=models[0])),
         f"or another of the {len(models)} models: {', '.join(map(escaped, models[1:]))}",
@@ -95,24 +90,18 @@ def _choice(inspection: Inspection, models: list[str], path: str, given: Given) 
 
 
 def _consolidation(inspection: Inspection, path: str, given: Given) -> NextStep:
-    refusal = _refusal(inspection)
-    if refusal is None:
+    told = _refusal(inspection)
+    if not told:
         return NextStep(_command("consolidate", path, "OUT", given=given))
     return NextStep(
         _command("consolidate", path, "OUT", "--names", "live", given=given),
-        f"writes the raw state dict, since {escaped(refusal.message)}",
+        f"writes the raw state dict, since {escaped(told)}",
     )
 
 
-def _refusal(inspection: Inspection) -> RefusedError | None:
+def _refusal(inspection: Inspection) -> str:
     lines = [line for line in inspection.tensors if line.part == "model"]
-    try:
-        refuse_what_would_load_as_random(  # it looks at names alone, and lines have them too
-            cast(Iterable[TensorEntry], lines), location=inspection.path
-        )
-    except RefusedError as refusal:
-        return refusal
-    return None
+    return what_loads_as_random((line.name, line.shape, line.dtype) for line in lines)
 
 
 def _command(name: str, *arguments: str, given: Given) -> str:

@@ -68,9 +68,9 @@ def _facts(prepared: Prepared) -> Iterator[tuple[str, str]]:
     tasks = sum(1 for _ in plan.tasks())
     yield "source", f"{escaped(checkpoint.path)} ({escaped(checkpoint.index.format)})"
     yield "tensors", f"{sum(1 for _ in plan.specs()):,}: {_in_words(dtypes)}"
-    cast = sum(isinstance(segment.body, Compute) for _, segment, _ in plan.specs())
-    if cast:
-        yield "cast", counted(cast, "tensor")
+    computed = sum(isinstance(segment.body, Compute) for _, segment, _ in plan.specs())
+    if computed:
+        yield "computed", counted(computed, "tensor")
     ties = [f"{name} = {source}" for name, source in plan.dropped.items()]
     for tie in first_of(ties, _LISTED_TIES):
         yield "tied", escaped(tie)

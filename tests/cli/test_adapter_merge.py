@@ -98,6 +98,25 @@ def test_an_adapter_and_its_base_become_a_model(
     assert main(["inspect", str(out)]) == 0
 
 
+def test_the_tokenizer_is_that_of_the_run_and_the_rest_that_of_the_base(tmp_path: Path) -> None:
+    adapter, base, out = _adapter(tmp_path / "adapter"), _base(tmp_path / "base"), tmp_path / "out"
+    for folder in (adapter, base):
+        (folder / "tokenizer.json").write_text(json.dumps({"of": folder.name}))
+    for name in ("generation_config.json", "added_tokens.json"):  # the latter of another tokenizer
+        (base / name).write_text(json.dumps({"of": "base"}))
+    arguments = ["adapter", "merge", str(adapter), str(out), "--base", str(base)]
+    assert main([*arguments, "--max-shard-size", "4KB"]) == 0
+    found = {
+        name: json.loads((out / name).read_text())["of"]
+        for name in ("tokenizer.json", "generation_config.json")
+    }
+    assert found == {"tokenizer.json": "adapter", "generation_config.json": "base"}
+    assert not (out / "added_tokens.json").exists()
+    index = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
+    assert list(index) == [n for f in sorted(set(index.values())) for n in load_file(out / f)]
+    assert main(["verify", str(out)]) == 0
+
+
 def test_a_checkpoint_that_describes_itself_needs_no_option(tmp_path: Path) -> None:
     source, out = FIXTURES / "peft_trl_fsdp2_ckptkit", tmp_path / "out"
     assert main(["adapter", "merge", str(source / "checkpoint"), str(out)]) == 0
@@ -135,6 +154,25 @@ def test_adapters_of_one_checkpoint_are_merged_in_the_order_given(
         np.testing.assert_array_equal(merged[name], array)
 
 
+@pytest.mark.parametrize(
+    ("chosen", "status", "said"),
+    [
+        (["--adapter", "second", "--adapter", "second=0.5"], 2, "a weight of 2"),
+        (["--adapter", "second", "--with", "SAME"], 4, "with --adapter"),
+        (["--adapter", "second", "--with", "OTHER"], 4, "adapter extract"),
+    ],
+)
+def test_one_adapter_named_twice_or_not_at_all_is_refused(
+    chosen: list[str], status: int, said: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    source = str(TWO / "checkpoint")
+    shutil.copytree(source, tmp_path / "other")
+    places = {"SAME": source, "OTHER": str(tmp_path / "other")}
+    words = [places.get(word, word) for word in chosen]
+    assert main(["adapter", "merge", source, str(tmp_path / "out"), *words]) == status
+    assert said in " ".join(_refusal(capfd).split())
+
+
 def test_another_adapter_is_merged_with_its_weight(tmp_path: Path) -> None:
     first, second = _adapter(tmp_path / "first"), _adapter(tmp_path / "second=1")
     arguments = ["adapter", "merge", str(first), str(tmp_path / "out"), "--base", str(BASE)]
@@ -149,6 +187,17 @@ def test_a_weight_that_is_none_is_wrong_usage(tmp_path: Path, weight: str) -> No
     adapter = _adapter(tmp_path / "adapter")
     arguments = ["adapter", "merge", str(adapter), str(tmp_path / "out"), "--base", str(BASE)]
     assert main([*arguments, "--adapter", f"default={weight}"]) == 2
+
+
+@pytest.mark.parametrize("option", ["--adapter", "--with"])
+@pytest.mark.parametrize("text", ["=0.5", ""])
+def test_a_weight_of_nothing_is_told_with_its_option(
+    option: str, text: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    adapter = _adapter(tmp_path / "adapter")
+    arguments = ["adapter", "merge", str(adapter), str(tmp_path / "out"), "--base", str(BASE)]
+    assert main([*arguments, option, text]) == 2
+    assert f"{option}: {text!r} names no adapter" in capfd.readouterr().err
 
 
 def _without_a_factor(tensors: Arrays, _config: Config) -> None:
@@ -315,6 +364,16 @@ def test_an_adapter_alone_needs_a_base(tmp_path: Path, capfd: pytest.CaptureFixt
     adapter = _adapter(tmp_path / "adapter")
     assert main(["adapter", "merge", str(adapter), str(tmp_path / "out")]) == 4
     assert "--base" in _refusal(capfd)
+
+
+def test_a_base_that_is_no_folder_here_is_named_with_its_option(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    adapter, out = _adapter(tmp_path / "adapter"), tmp_path / "out"
+    assert main(["adapter", "merge", str(adapter), str(out), "--base", "someone/model"]) == 3
+    refusal = _refusal(capfd)
+    assert "--base someone/model" in refusal
+    assert "hf download" in refusal
 
 
 def test_a_model_without_an_adapter_is_refused(

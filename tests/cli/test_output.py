@@ -194,8 +194,8 @@ def test_a_long_list_says_how_much_it_leaves_out() -> None:
 
 
 def test_what_transformers_would_fill_with_random_numbers_is_not_said_to_be_loaded_by_it() -> None:
-    def line(name: str) -> str:
-        record = TensorRecord("float32", (1,), "model.safetensors", "", "crc32")
+    def line(name: str, dtype: str = "float32", shape: tuple[int, ...] = (1,)) -> str:
+        record = TensorRecord(dtype, shape, "model.safetensors", "", "crc32")
         files = {"config.json": FileRecord(2), "model.safetensors": FileRecord(9)}
         manifest = Manifest("model", {}, {}, {}, {name: record}, files=files)
         return loading_line(Consolidated("out", manifest, 1.0, ()))
@@ -203,3 +203,4 @@ def test_what_transformers_would_fill_with_random_numbers_is_not_said_to_be_load
     assert line("lm_head.weight") == "transformers.AutoModelForCausalLM.from_pretrained('out')"
     adapted = line("base_model.model.q_proj.base_layer.weight")
     assert adapted == "safetensors.torch.load_file('out/model.safetensors')"
+    assert line("fc1.weight", "int8", (8, 8)) == line("q_proj.weight", shape=(32, 1)) == adapted

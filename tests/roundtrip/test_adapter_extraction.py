@@ -21,6 +21,8 @@ from peft.utils.save_and_load import get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
+    BertConfig,
+    BertForMaskedLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -28,6 +30,8 @@ from transformers import (
     LlamaForSequenceClassification,
     MixtralConfig,
     MixtralForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
 )
 
 import ckptkit
@@ -74,6 +78,27 @@ def _llama(kind: Any = LlamaForCausalLM, *, tied: bool = False, tokens: int = 32
 def _gpt2() -> nn.Module:
     model: nn.Module = GPT2LMHeadModel(
         GPT2Config(vocab_size=32, n_embd=8, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=2)
+    )
+    return model
+
+
+def _bert() -> nn.Module:
+    model: nn.Module = BertForMaskedLM(
+        BertConfig(
+            vocab_size=32,
+            hidden_size=8,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            intermediate_size=12,
+            max_position_embeddings=16,
+        )
+    )
+    return model
+
+
+def _t5() -> nn.Module:
+    model: nn.Module = T5ForConditionalGeneration(
+        T5Config(vocab_size=32, d_model=8, d_kv=4, d_ff=12, num_layers=1, num_heads=2)
     )
     return model
 
@@ -169,6 +194,15 @@ CASES = {
     "all biases": Case(_gpt2, {**_LM, "target_modules": ["c_fc"], "bias": "all"}),
     "biases of LoRA": Case(_llama, {**_LM, "target_modules": ["q_proj"], "bias": "lora_only"}),
     "biases of B": Case(_llama, {**_LM, "target_modules": ["q_proj"], "lora_bias": True}, _ALPHA),
+    "both ends of GPT-2": Case(_gpt2, {**_LM, "target_modules": ["wte", "lm_head"]}),
+    "rows of tied ends": Case(
+        lambda: _llama(tied=True),
+        {
+            **_LM,
+            "target_modules": ["q_proj"],
+            "trainable_token_indices": {"embed_tokens": [3, 1], "lm_head": [3, 1]},
+        },
+    ),
     "tied by PEFT": Case(
         lambda: _llama(tied=True),
         {**_LM, "target_modules": ["embed_tokens"], "ensure_weight_tying": True},
@@ -402,25 +436,45 @@ def test_folders_of_several_adapters_are_told_apart_by_their_names(
     _assert_same(_file(tmp_path / "out"), expected)
 
 
-def test_a_resized_vocabulary_brings_its_embeddings(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("make", "target", "brought"),
+    [
+        (_llama, "q_proj", {"model.embed_tokens.weight", "lm_head.weight"}),
+        (_gpt2, "c_attn", {"transformer.wte.weight", "lm_head.weight"}),
+        (
+            *(_bert, "query"),
+            {
+                "bert.embeddings.word_embeddings.weight",
+                *(f"cls.predictions.decoder.{parameter}" for parameter in ("weight", "bias")),
+            },
+        ),
+        (_t5, "q", {"shared.weight", "lm_head.weight"}),
+    ],
+    ids=["llama", "gpt2", "bert", "t5"],
+)
+def test_a_resized_vocabulary_brings_its_embeddings(
+    make: Callable[[], Any], target: str, brought: set[str], tmp_path: Path
+) -> None:
     torch.manual_seed(3)
-    base: Any = _llama()
+    base = make()
     base.save_pretrained(tmp_path / "base")
     base.resize_token_embeddings(40)
-    model: Any = get_peft_model(
-        copy.deepcopy(base), LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
-    )
+    options = {"target_modules": [target], "fan_in_fan_out": target == "c_attn"}
+    model: Any = get_peft_model(copy.deepcopy(base), LoraConfig(r=2, **options))
     model.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.normal_()
-    own = get_peft_model_state_dict(model)
-    assert "base_model.model.lm_head.weight" in own
-    _save_dcp({"model": model.state_dict()}, tmp_path / "saved")
-    config = _saved_config(model, tmp_path / "config")
-    ckptkit.extract_adapter(tmp_path / "saved", tmp_path / "out", adapter_config=config)
-    _assert_same(_file(tmp_path / "out"), own)
+    model.save_pretrained(tmp_path / "peft")
+    own = _file(tmp_path / "peft")
+    assert {f"base_model.model.{name}" for name in brought} == {n for n in own if "lora" not in n}
+    _save_dcp({"model": model.state_dict()}, tmp_path / "live")
+    config = tmp_path / "peft" / "adapter_config.json"
+    for source in ("live", "peft"):
+        out = tmp_path / f"{source} out"
+        ckptkit.extract_adapter(tmp_path / source, out, adapter_config=config)
+        _assert_same(_file(out), own)
 
 
 @pytest.mark.parametrize("saved", [["embed_tokens", "lm_head"], ["lm_head"]], ids=" ".join)

@@ -254,9 +254,8 @@ def test_two_models_that_do_not_fit_are_refused(base: Path, tuned: Path, tmp_pat
     assert "left out by --exclude, and not compared" in told
     nan = changed(tuned, tmp_path / "nan", **{name: torch.full((40, 32), float("nan"))})
     refused(AdapterError, "NaN or infinity", nan)
-    for dtype in (torch.int8, torch.float8_e4m3fn):
-        packed = changed(tuned, tmp_path / str(dtype), **{name: torch.ones(40, 32).to(dtype)})
-        refused(UnsupportedError, "in the tuned model, whose numbers cannot be compared", packed)
+    tiny = changed(tuned, tmp_path / "tiny", **{name: torch.ones(40, 32).to(torch.float8_e4m3fn)})
+    refused(UnsupportedError, "in the tuned model, whose numbers cannot be compared", tiny)
     refused(RefusedError, "the same numbers as the base model in all 21 tensors", base)
     norms = changed(base, tmp_path / "norms", **{"model.norm.weight": torch.full((32,), 2.0)})
     refused(RefusedError, r"only 'model\.norm\.weight'", norms)
@@ -294,6 +293,26 @@ def test_a_packed_model_is_refused_by_its_configuration(
     for after, before in ((packed, base), (tuned, packed)):
         with pytest.raises(RefusedError, match="'quantization_config'"):
             ckptkit.adapter_from_diff(after, tmp_path / "out", base=before, rank=2)
+
+
+@pytest.mark.parametrize(
+    "packed",
+    [
+        torch.ones(40, 32, dtype=torch.int8),
+        torch.ones(640, 1, dtype=torch.uint8),
+        torch.ones(320, 1, dtype=torch.bfloat16),
+    ],
+)
+def test_packed_numbers_have_no_difference_though_both_sides_hold_them(
+    packed: Any, base: Path, tuned: Path, tmp_path: Path
+) -> None:
+    name = "model.layers.0.mlp.up_proj.weight"
+    before = changed(base, tmp_path / "before", **{name: packed})
+    after = changed(tuned, tmp_path / "after", **{name: 2 * packed})
+    with pytest.raises(RefusedError, match=rf"'{name}' belongs to a packed") as caught:
+        ckptkit.adapter_from_diff(after, tmp_path / "out", base=before, rank=2)
+    assert "element type that it was trained in" in caught.value.hint
+    assert not (tmp_path / "out").exists()
 
 
 def test_modules_have_the_names_that_they_have_in_memory(

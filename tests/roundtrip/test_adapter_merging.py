@@ -151,6 +151,7 @@ def _weights(folder: Path) -> Tensors:
 
 
 _LM = {"task_type": "CAUSAL_LM"}
+_Q_PROJ = "base_model.model.model.layers.0.self_attn.q_proj"
 _LINEAR = {**_LM, "target_modules": ["q_proj", "down_proj"]}
 EXACT: dict[str, tuple[Make, dict[str, Any]]] = {
     "linear": (_llama, _LINEAR),
@@ -327,6 +328,25 @@ def test_a_head_that_the_base_lacks_is_written_and_named(tmp_path: Path) -> None
         torch.testing.assert_close(tensor, expected[name], rtol=0, atol=0)
 
 
+def test_a_head_in_a_run_beside_which_its_bases_configuration_lies_is_named(tmp_path: Path) -> None:
+    causal = _llama()
+    causal.save_pretrained(tmp_path / "causal")
+    causal.config.num_labels = 3
+    trained = _trained(
+        lambda: LlamaForSequenceClassification(causal.config),
+        {"task_type": "SEQ_CLS", "target_modules": ["q_proj"]},
+        tmp_path,
+    )
+    live = tmp_path / "live"
+    dcp.save({"model": trained.model.state_dict()}, checkpoint_id=live, no_dist=True)
+    shutil.copy(tmp_path / "causal" / "config.json", live)
+    known = trained.adapter / "adapter_config.json"
+    ckptkit.merge_adapter(live, tmp_path / "out", adapter_config=known)
+    loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
+    assert type(loaded) is LlamaForSequenceClassification
+    assert loaded.num_labels == 3
+
+
 def test_a_larger_vocabulary_is_written_and_told(tmp_path: Path) -> None:
     torch.manual_seed(3)
     _llama(tied=True).save_pretrained(tmp_path / "base")
@@ -343,6 +363,23 @@ def test_a_larger_vocabulary_is_written_and_told(tmp_path: Path) -> None:
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert loaded.config.vocab_size == 43
     assert loaded.config.tie_word_embeddings
+    torch.testing.assert_close(_logits(loaded), _logits(trained), rtol=1e-4, atol=1e-5)
+
+
+def test_a_run_that_enlarged_its_vocabulary_may_have_the_old_configuration_beside_it(
+    tmp_path: Path,
+) -> None:
+    _llama().config.save_pretrained(tmp_path / "live")
+    model = _llama()
+    model.resize_token_embeddings(43)
+    trained = get_peft_model(model, LoraConfig(**_LINEAR, r=2, lora_alpha=2))
+    torch.nn.init.ones_(trained.get_parameter(f"{_Q_PROJ}.lora_B.default.weight"))
+    dcp.save({"model": trained.state_dict()}, checkpoint_id=tmp_path / "live", no_dist=True)
+    config = tmp_path / "adapter_config.json"
+    config.write_text(json.dumps({"peft_type": "LORA", "lora_alpha": 2, "r": 2, **_LINEAR}))
+    ckptkit.merge_adapter(tmp_path / "live", tmp_path / "out", adapter_config=config)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert loaded.config.vocab_size == 43
     torch.testing.assert_close(_logits(loaded), _logits(trained), rtol=1e-4, atol=1e-5)
 
 

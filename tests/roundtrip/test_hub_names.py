@@ -19,6 +19,7 @@ from ckptkit.pipeline.naming import disk_names
 from ckptkit.planning.hub_names import HubNames, window_of
 from ckptkit.planning.hub_names_need import naming_need
 from ckptkit.planning.hub_names_wire import NamingRequest, names_from_json, names_to_json
+from ckptkit.planning.requests import NameChoice
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", minversion="5")
@@ -266,6 +267,25 @@ def test_types_and_files_are_chosen_for_the_tensors_on_disk(
     assert len(asked) == 1
 
 
+def test_types_files_and_rows_are_those_of_a_base_with_the_names_of_disk(
+    mixtral: tuple[Any, Path], tmp_path: Path, asked: list[NamingRequest]
+) -> None:
+    model, source = mixtral
+    base = tmp_path / "base"
+    model.to(torch.bfloat16).resize_token_embeddings(30)
+    model.save_pretrained(base, max_shard_size="3KB")
+    ckptkit.consolidate(source, tmp_path / "out", base=base, like=base, dtype="base", vocab_size=30)
+    files = sorted(file.name for file in base.glob("*.safetensors"))
+    assert len(files) > 2
+    assert sorted(file.name for file in (tmp_path / "out").glob("*.safetensors")) == files
+    for file in files:
+        ours, theirs = load_file(tmp_path / "out" / file), load_file(base / file)
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[k], v) and ours[k].dtype == v.dtype for k, v in theirs.items())
+    assert config_of(tmp_path / "out")["vocab_size"] == 30
+    assert len(asked) == 1
+
+
 def test_live_names_need_no_one_to_be_asked(
     mixtral: tuple[Any, Path], tmp_path: Path, asked: list[NamingRequest]
 ) -> None:
@@ -318,6 +338,66 @@ def test_a_prefix_of_the_base_is_kept(tmp_path: Path, asked: list[NamingRequest]
         forms.append(load_file(reference / "model.safetensors").keys())
     assert forms[0] != forms[1]
     assert len(asked) == 2
+
+
+def indexed(model: Any, folder: Path) -> Path:
+    """Leaves of a model folder what is there before the weights are downloaded."""
+    model.save_pretrained(folder, max_shard_size="6KB")
+    for file in folder.glob("*.safetensors"):
+        file.unlink()
+    return folder
+
+
+@pytest.mark.parametrize("dtype", ["keep", "bfloat16"])
+def test_a_tied_head_is_no_difference_from_the_base(
+    dtype: Any, tmp_path: Path, asked: list[NamingRequest]
+) -> None:
+    config = transformers.MixtralConfig(**TEXT, **EXPERTS, tie_word_embeddings=True)
+    model = transformers.MixtralForCausalLM(config)
+    base = saved(model, tmp_path / "base")
+    source = trained(model, tmp_path / "source")
+    assert notes_of(source, tmp_path, base=base, dtype=dtype) == []
+    assert asked[0].base
+
+
+def test_the_index_of_a_base_is_enough(
+    mixtral: tuple[Any, Path], tmp_path: Path, asked: list[NamingRequest]
+) -> None:
+    model, source = mixtral
+    base = indexed(model, tmp_path / "base")
+    ckptkit.consolidate(source, tmp_path / "out", base=base)
+    assert_same_model(tmp_path / "out", saved(model, tmp_path / "reference"))
+    assert set(asked[0].base) == load_file(tmp_path / "reference" / "model.safetensors").keys()
+
+
+def test_where_names_do_not_differ_nobody_is_asked_and_no_weights_of_the_base_are_needed(
+    tmp_path: Path, asked: list[NamingRequest]
+) -> None:
+    model = BY_MODEL["LlamaForCausalLM"].build()
+    source, base = trained(model, tmp_path / "source"), indexed(model, tmp_path / "base")
+    (base / "model.safetensors").write_bytes(b"cut")
+    choices: tuple[NameChoice, ...] = ("auto", "hub")
+    for names in choices:
+        out = tmp_path / names
+        ckptkit.consolidate(source, out, base=base, names=names)
+        assert_same_model(out, saved(model, tmp_path / "reference"))
+    assert not asked
+
+
+def test_a_transformers_that_does_not_tell_what_was_used_saves_as_of_a_new_model(
+    mixtral: tuple[Any, Path],
+    tmp_path: Path,
+    asked: list[NamingRequest],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from transformers.core_model_loading import WeightTransform
+
+    model, source = mixtral
+    reference = saved(model, tmp_path / "reference")
+    monkeypatch.delattr(WeightTransform, "was_used")  # 5.0 has none
+    ckptkit.consolidate(source, tmp_path / "out", base=reference)
+    assert_same_model(tmp_path / "out", reference)
+    assert asked[0].base
 
 
 def test_names_that_the_base_has_not_are_told(
@@ -387,6 +467,23 @@ def test_tensors_that_the_class_has_not_are_written_too(
     ckptkit.consolidate(source, tmp_path / "out")
     model.save_pretrained(tmp_path / "reference", state_dict=model.state_dict() | head)
     assert_same_model(tmp_path / "out", tmp_path / "reference")
+    assert asked
+
+
+def test_what_save_pretrained_leaves_out_is_told(
+    tmp_path: Path, asked: list[NamingRequest]
+) -> None:
+    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 8}
+    ids = {"vocab_size": 40, "pad_token_id": 0, "eos_token_id": 1, "forced_eos_token_id": 1}
+    config = transformers.MarianConfig(**sizes, **ids, decoder_start_token_id=0)
+    model = transformers.MarianMTModel(config)
+    notes = notes_of(trained(model, tmp_path / "source"), tmp_path)
+    written = load_file(tmp_path / "out" / "model.safetensors").keys()
+    unsaved = [f"model.{side}.embed_positions.weight" for side in ("encoder", "decoder")]
+    assert written == model.state_dict().keys() - {*unsaved, "lm_head.weight"}
+    assert not set(unsaved) & load_file(saved(model, tmp_path / "ref") / "model.safetensors").keys()
+    assert [note.split("'")[1] for note in notes] == unsaved
+    assert all("makes it anew" in note for note in notes)
     assert asked
 
 
@@ -461,6 +558,31 @@ def test_eight_bit_weights_keep_their_live_names(
     assert not asked
 
 
+def test_a_configuration_from_a_packed_base_does_not_call_dense_weights_packed(
+    mixtral: tuple[Any, Path], tmp_path: Path, asked: list[NamingRequest]
+) -> None:
+    model, source = mixtral
+    base = saved(model.to(torch.bfloat16), tmp_path / "base")
+    expected = config_of(base)
+    weights = load_file(base / "model.safetensors")
+    for name in [name for name in weights if "proj" in name or "experts" in name]:
+        weights[f"{name}_scale_inv"] = torch.ones(1, 1)
+        weights[name] = weights[name].to(torch.float8_e4m3fn)
+    save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
+    edit_config(base, quantization_config={"quant_method": "fp8"})
+    (source / "config.json").unlink()
+    notes = notes_of(source, tmp_path, base=base, dtype="bfloat16")
+    assert any("quantization_config, which is left out" in note for note in notes)
+    assert config_of(tmp_path / "out") == expected
+    assert_same_model(tmp_path / "out", saved(model, tmp_path / "reference"))
+    with pytest.raises(RefusedError, match="float8_e4m3fn in the base model"):
+        ckptkit.consolidate(source, tmp_path / "packed", base=base, dtype="base")
+    again = ckptkit.consolidate(base, tmp_path / "again")  # packed weights stay what they are
+    assert config_of(tmp_path / "again")["quantization_config"] == {"quant_method": "fp8"}
+    assert again.tensors.keys() == weights.keys()
+    assert asked
+
+
 def test_a_conversion_that_computes_is_refused_by_the_name_of_its_model(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -482,6 +604,24 @@ def test_a_conversion_that_computes_is_refused_by_the_name_of_its_model(
     config = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]} | TEXT | EXPERTS
     with pytest.raises(CannotPlanError, match="computes"):
         answer(NamingRequest(config, None))
+
+
+def test_no_conversion_of_transformers_computes() -> None:
+    """All of them are made of these operations, which move, so that nothing is built for more."""
+    from transformers import conversion_mapping
+    from transformers.core_model_loading import WeightConverter
+
+    moving = {"Chunk", "Concatenate", "Interleave", "MergeModulelist", "PermuteForRope", "Split"}
+    moving |= {"ErnieFuseAndSplitTextVisionExperts", "Transpose"}
+    listed = conversion_mapping._build_checkpoint_conversion_mapping()
+    used = {
+        type(operation).__name__
+        for entries in listed.values()
+        for entry in entries
+        if isinstance(entry, WeightConverter)
+        for operation in entry.operations
+    }
+    assert used <= moving
 
 
 def test_windows_tell_a_merge_where_disk_tensors_lie(asked: list[NamingRequest]) -> None:

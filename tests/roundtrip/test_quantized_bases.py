@@ -18,14 +18,18 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
 
+from ckptkit.adapters.base_names import Placed
 from ckptkit.adapters.dialects import base_entries
 from ckptkit.adapters.merging import MergeRequest
 from ckptkit.core.errors import CkptkitError, FormatError, RefusedError, UnsupportedError
+from ckptkit.core.index import Box, Fqn
 from ckptkit.execution.tensors import Origin
 from ckptkit.pipeline.adapters.dequantizing import QuantizedBase, Weights, plan_quantized
+from ckptkit.pipeline.adapters.merge_base import BASE, Alignment, BaseSource, base_tensors
 from ckptkit.pipeline.adapters.merging import AdapterChoice, MergedModel, run_merge
 from ckptkit.pipeline.adapters.sources import AdapterRequest
 from ckptkit.pipeline.opening import opened
+from ckptkit.planning.hub_names import HubTensor, Piece
 
 pytestmark = [
     pytest.mark.xdist_group("quantized_bases"),
@@ -437,12 +441,42 @@ def test_only_what_was_quantized_is_dequantized(trained: Trained, tmp_path: Path
     assert planned(tmp_path / "plain", tmp_path / "plain") == QuantizedBase()
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_linear_layers_that_were_left_out_of_quantizing_are_merged_as_they_are(
+    trained: Trained, tmp_path: Path, bits: int
+) -> None:
+    left_out = ["lm_head", "down_proj", "k_proj"]  # one of them has a LoRA
+    eight = BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=left_out)
+    quantization = four_bits(llm_int8_skip_modules=left_out) if bits == 4 else eight
+    model = packed_model(trained, quantization, torch.bfloat16)
+    truth = dequantized(model)
+    assert len(truth) == 5
+    checkpoint = write_live(tmp_path / "checkpoint", packed_alone(model))
+    assert planned(checkpoint, trained.home / "base").operands.keys() == truth.keys()
+    model.save_pretrained(tmp_path / "base")
+    found, _ = merged(trained.home / "adapter", tmp_path / "out", base=tmp_path / "base")
+    same(found, trained.expected(truth, torch.bfloat16))
+
+
 def test_what_looks_packed_is_never_written_as_a_weight(trained: Trained, tmp_path: Path) -> None:
     model = packed_model(trained, four_bits(bnb_4bit_quant_storage=torch.bfloat16), torch.bfloat16)
     checkpoint = write_live(tmp_path / "checkpoint", packed_alone(model))
     with pytest.raises(RefusedError, match="looks like a part of a packed weight") as caught:
         planned(checkpoint, None)  # nothing tells a shape: the adapter is one of other modules
     assert "--base" in caught.value.hint
+
+
+def test_a_packed_part_of_a_fused_weight_is_not_written_as_one(tmp_path: Path) -> None:
+    name = Fqn("model.layers.0.mlp.experts.0.down_proj.weight")
+    save_file({name: torch.zeros(32, 1, dtype=torch.uint8)}, tmp_path / "model.safetensors")
+    live = (Fqn("model.layers.0.mlp.experts.down_proj"),)
+    piece = HubTensor(name, (8, 8), (8, 8), (Piece(Box((0, 0), (8, 8)), live[0], 0, (8, 1)),))
+    with opened(tmp_path) as found:
+        entries = base_entries(found.index.of_part("model"))
+        base = BaseSource(found, Origin(BASE, found.source, found.index), entries, None, False)
+        alignment = Alignment([Placed(name, live, (name,), piece)], {})
+        with pytest.raises(RefusedError, match=f"'{name}' of shape .* is a packed weight, and a"):
+            base_tensors(base, alignment, QuantizedBase())
 
 
 def test_the_original_may_be_chosen_and_the_report_says_what_it_changes(
@@ -514,6 +548,20 @@ def test_a_damaged_quantization_state_is_named(
     tensors = load_file(base / "model.safetensors") | {f"{PACKED_WITHOUT_LORA}.{kind}": tensor}
     save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(FormatError, match=told):
+        merged(trained.home / "adapter", tmp_path / "out", base=base)
+
+
+def test_scales_that_are_bytes_without_their_own_scales_are_no_numbers(
+    trained: Trained, packed_base: tuple[Path, Tensors], tmp_path: Path
+) -> None:
+    base = shutil.copytree(packed_base[0], tmp_path / "base")
+    tensors = load_file(base / "model.safetensors")
+    state = f"{PACKED_WITHOUT_LORA}.quant_state.bitsandbytes__nf4"
+    told = json.loads(bytes(tensors[state].tolist()))
+    plain = {key: value for key, value in told.items() if not key.startswith("nested")}
+    tensors[state] = torch.tensor(list(json.dumps(plain).encode()), dtype=torch.uint8)
+    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(FormatError, match="uint8, where scales that were not quantized"):
         merged(trained.home / "adapter", tmp_path / "out", base=base)
 
 

@@ -96,6 +96,27 @@ def test_a_model_may_have_modules_of_that_name_itself() -> None:
     assert not kept.cut_module
 
 
+def test_an_adapter_may_be_called_as_a_wrapper_is() -> None:
+    names = ("lora_A.module.weight", "lora_magnitude_vector.module.weight")
+    found = sort_entries([entry(f"module.{P}{Q}.{name}", (2, 4)) for name in names])
+    assert list(found.live["module"]) == [f"{P}{Q}.lora_A.weight", f"{P}{Q}.lora_magnitude_vector"]
+    assert not found.stripped
+
+
+def test_an_adapter_within_what_another_one_trained_as_a_whole_is_refused() -> None:
+    inside = entry(f"{P}mlp.modules_to_save.default.up_proj.lora_A.second.weight", (2, 4))
+    with pytest.raises(UnsupportedError, match="inside of a module that another one trained"):
+        sort_entries([inside])
+    named_so = entry(f"{P}mlp.modules_to_save.modules_to_save.up_proj.weight", (4, 4))
+    assert list(sort_entries([named_so]).live) == ["modules_to_save"]
+
+
+def test_a_module_of_the_base_may_be_called_as_a_method_names_its_own() -> None:
+    frozen = {f"{P}{Q}.base_layer.weight": (6, 4), f"{P}lora_proj.weight": (4, 4)}
+    shapes = {f"{P}{Q}.lora_A.default.weight": (2, 4), **frozen}
+    assert list(base_entries(named(shapes).values())) == [f"{Q}.weight", "lora_proj.weight"]
+
+
 def test_both_spellings_of_a_magnitude_are_read() -> None:
     for ending in ("default", "default.weight"):
         live = entry(f"{P}{Q}.lora_magnitude_vector.{ending}", (6,))
@@ -312,6 +333,14 @@ def test_a_base_with_a_targeted_weight_that_was_not_adapted_is_refused() -> None
     base = {f"{Q}.weight": (6, 4), "layers.1.q_proj.weight": (6, 4)}
     with pytest.raises(AdapterError, match=r"layers\.1\.q_proj"):
         rows_of(factors(Q), {"target_modules": ["q_proj"]}, base)
+
+
+def test_rows_of_tied_embeddings_are_there_once() -> None:
+    shapes = {f"{P}embed_tokens.token_adapter.trainable_tokens_delta": (2, 4)}
+    rows = {"embed_tokens": [3, 1], "lm_head": [3, 1]}
+    assert len(rows_of(shapes, {"trainable_token_indices": rows})) == 1
+    with pytest.raises(AdapterError, match=r"'trainable_token_indices' .* names 'lm_head'"):
+        rows_of(shapes, {"trainable_token_indices": {**rows, "lm_head": [1, 3]}})
 
 
 def test_what_the_model_never_had_is_no_fault_of_the_runs_own_record() -> None:

@@ -170,6 +170,20 @@ def test_a_module_called_module_stays_where_the_configuration_names_it(tmp_path:
     assert any("taken for those of a wrapper" in note for note in found.notes)
 
 
+def test_a_module_called_module_stays_where_peft_wrote_it_or_it_tells_names_apart(
+    tmp_path: Path,
+) -> None:
+    own = put(tmp_path / "peft", stripped(module="module.q_proj"))
+    configure(own)
+    assert set(opened(own).adapter.tensors) == set(stripped(module="module.q_proj"))
+    inside = {name.replace("q_proj", "module.q_proj"): tensor for name, tensor in live().items()}
+    both = put(tmp_path / "live", {**live(), **inside}, "model.safetensors")
+    configure(both)
+    found = opened(both)
+    assert set(found.adapter.tensors) == {*stripped(), *stripped(module="module.q_proj")}
+    assert not found.notes
+
+
 def test_tokenizers_come_along_and_the_models_configuration_does_not(tmp_path: Path) -> None:
     source = put(tmp_path / "step", stripped())
     configure(source)

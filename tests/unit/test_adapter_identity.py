@@ -9,7 +9,9 @@ import pytest
 from ckptkit.adapters.config import LoraSettings
 from ckptkit.adapters.identity import Expected, Found, expected_of, found_at, judge
 from ckptkit.adapters.merged_config import (
+    has_vocabulary,
     model_types,
+    vocabularies,
     with_head,
     with_vocabulary,
     without_quantization,
@@ -71,6 +73,17 @@ def test_the_vocabulary_is_changed_wherever_it_was_the_old_one() -> None:
         "text_config": {"vocab_size": 43},
         "audio": {"vocab_size": 7},
     }
+
+
+@pytest.mark.parametrize("name", ["gpt_neox.embed_in.weight", "lm_head.weight", "shared.weight"])
+def test_tensors_with_a_row_for_each_token_are_known_by_name(name: str) -> None:
+    assert has_vocabulary(name)
+    assert not has_vocabulary(f"lm_head.dense.{name.rpartition('.')[2]}")
+
+
+def test_every_number_of_tokens_is_found() -> None:
+    config = {"vocab_size": 40, "text_config": {"vocab_size": 41}, "audio": {"vocab_size": None}}
+    assert vocabularies(config) == {40, 41}
 
 
 @pytest.mark.parametrize(

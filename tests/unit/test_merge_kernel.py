@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -406,6 +407,33 @@ def test_a_kernel_is_prepared_once_per_tensor_and_shared_parts_are_read_once(
     executed(held, [(spec, Compute(kernel, ())) for spec in specs], workers=3)
     assert sorted(calls) == ["one", "two"]
     assert len(reads) == 1
+
+
+def test_a_preparation_that_fails_is_the_error_of_all_who_wait_for_it() -> None:
+    waiting = threading.Barrier(2)
+    errors: list[BaseException] = []
+
+    class Broken:
+        def prepared(self, _out: TensorSpec, _reading: Reading) -> Kernel:
+            raise AdapterError("no")
+
+    def ask(preparations: Preparations) -> None:
+        waiting.wait(5)
+        with pytest.raises(AdapterError) as found:
+            preparations.kernel(Broken(), TensorSpec(Fqn("one"), FLOAT32, (8,)), no_read)
+        errors.append(found.value)
+
+    def no_read(_demand: Demand) -> Array:
+        raise AssertionError
+
+    with Preparations() as preparations:
+        threads = [threading.Thread(target=ask, args=(preparations,)) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(5)
+        assert not any(thread.is_alive() for thread in threads)
+    assert len(errors) == 2
 
 
 def test_a_prepared_kernel_is_let_go_after_the_last_block_and_parts_when_there_are_too_many(

@@ -45,11 +45,16 @@ EMPTY = np.zeros(0, np.int64)
 
 
 def entry(
-    name: str, *, tree: str = "", part: Part = "model", dtype: str = "float32"
+    name: str,
+    *,
+    tree: str = "",
+    part: Part = "model",
+    dtype: str = "float32",
+    shape: tuple[int, ...] = (2,),
 ) -> TensorEntry:
     key = Key(f"{tree}.{name}" if tree else name)
     chunks = ChunkTable(EMPTY.reshape(0, 1), EMPTY.reshape(0, 1), EMPTY)
-    return TensorEntry(key, (key,), Fqn(name), tree, part, dtype_named(dtype), (2,), chunks)
+    return TensorEntry(key, (key,), Fqn(name), tree, part, dtype_named(dtype), shape, chunks)
 
 
 def index_of(*entries: TensorEntry) -> TensorIndex:
@@ -130,6 +135,17 @@ def test_weights_of_one_column_are_packed_where_no_layer_has_one_input(
     name: str, shape: tuple[int, ...], is_packed: bool
 ) -> None:
     assert ("packed" in foreign_part(name, shape)) is is_packed
+
+
+def test_a_matrix_of_bytes_is_a_packed_weight_unless_its_scale_lies_beside_it() -> None:
+    packed = entry("fc1.weight", dtype="int8", shape=(8, 8))
+    column = entry("fc1.weight", dtype="uint8", shape=(32, 1))
+    for one in (packed, column):
+        with pytest.raises(RefusedError, match=r"'fc1\.weight' belongs to a packed 4-bit or 8-bit"):
+            refuse_what_would_load_as_random([one], location="here")
+    scale = entry("fc1.weight_scale", dtype="float32", shape=(8, 1))
+    mask = entry("mask", dtype="int8", shape=(8, 8))
+    refuse_what_would_load_as_random([packed, scale, mask], location="here")
 
 
 def test_of_an_adapter_that_is_lost_the_hint_tells_why() -> None:

@@ -184,6 +184,11 @@ def test_the_run_itself_is_never_replaced(tmp_path: Path) -> None:
 def test_adapters_and_packed_weights_are_not_exported_as_models(tmp_path: Path) -> None:
     model = nn.ModuleDict({"lora_A": nn.Linear(2, 2)})
     assert "belongs to an adapter" in str(refused(tmp_path, {"model": model}))
+    for packed in (torch.ones(4, 4, dtype=torch.int8), torch.ones(8, 1, dtype=torch.uint8)):
+        layer = nn.Linear(4, 4, bias=False)
+        layer.weight = nn.Parameter(packed, requires_grad=False)
+        told = str(refused(tmp_path, {"model": nn.ModuleDict({"fc1": layer})}))
+        assert "'fc1.weight' belongs to a packed 4-bit or 8-bit weight" in told
 
 
 def test_weights_that_are_declared_tied_but_differ_are_both_written(tmp_path: Path) -> None:

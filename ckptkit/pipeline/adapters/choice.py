@@ -7,10 +7,12 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from ckptkit.adapters.config import PEFT_PREFIX
 from ckptkit.adapters.dialects import DEFAULT, Sorted, sort_entries
 from ckptkit.core.errors import (
     AmbiguousSourceError,
     CannotPlanError,
+    FormatError,
     IncompleteCheckpointError,
     RefusedError,
 )
@@ -60,9 +62,19 @@ def sort_trees(checkpoint: Opened, *, keep_module: bool = False) -> dict[str, So
     for entry in index.of_part("model"):
         if entry.tree in by_tree:
             by_tree[entry.tree].append(entry)
-    return {
-        tree: sort_entries(entries, keep_module=keep_module) for tree, entries in by_tree.items()
-    }
+    return {tree: _sorted(entries, keep_module=keep_module) for tree, entries in by_tree.items()}
+
+
+def _sorted(entries: Sequence[TensorEntry], *, keep_module: bool) -> Sorted:
+    """Sorts tensors; a `module` that PEFT wrote, or that tells two of them apart, is no wrapper."""
+    try:
+        found = sort_entries(entries, keep_module=keep_module)
+    except FormatError:
+        if keep_module:
+            raise
+        return sort_entries(entries, keep_module=True)
+    is_file = not found.live and all(PEFT_PREFIX in entry.name for entry in entries)
+    return sort_entries(entries, keep_module=True) if found.cut_module and is_file else found
 
 
 def choose_adapter(

@@ -18,7 +18,7 @@ from ckptkit.adapters.base_names import (
     prefix_between,
 )
 from ckptkit.adapters.dialects import sort_entries
-from ckptkit.core.errors import RefusedError
+from ckptkit.core.errors import NotACheckpointError, RefusedError
 from ckptkit.core.index import Fqn, Shape, TensorEntry
 from ckptkit.execution.tensors import Origin
 from ckptkit.kernels.operands import Operand, Stored
@@ -30,7 +30,7 @@ from ckptkit.pipeline.naming import DiskNames, disk_names
 from ckptkit.pipeline.opening import Opened, PathLike, opened
 from ckptkit.planning.coverage import error_of, find_problems
 from ckptkit.planning.requests import ConsolidateRequest
-from ckptkit.planning.selection import select_model
+from ckptkit.planning.selection import looks_packed, select_model
 from ckptkit.planning.ties import tied_names_absent, untied_config
 from ckptkit.storage.local import LocalSource
 from ckptkit.storage.overlay import OverlaySource
@@ -86,6 +86,12 @@ def open_base(stack: ExitStack, path: PathLike, limit_bytes: int | None) -> Base
         InputError: If there is none, or if it is damaged or incomplete.
         RefusedError: If there are several, or if an adapter lies in it.
     """  # noqa: DOC501  `error_of` makes it
+    if not Path(path).exists():
+        raise NotACheckpointError(
+            "no such file or directory",
+            where=f"--base {path}",
+            hint="pass a folder on this machine; `hf download` puts a model of the Hub into one",
+        )
     found = _pretrained(stack, path)
     if found is None:
         found = stack.enter_context(opened(path, limit_bytes=limit_bytes))
@@ -215,7 +221,11 @@ def plain_weights(base: BaseSource, alignment: Alignment) -> Weights:
 def base_tensors(
     base: BaseSource, alignment: Alignment, quantized: QuantizedBase
 ) -> list[BaseTensor]:
-    """Returns the tensors of the base as they are written, packed ones unpacked."""
+    """Returns the tensors of the base as they are written, packed ones unpacked.
+
+    Raises:
+        RefusedError: If one is packed that is a part of a tensor of the live model.
+    """
     made: list[BaseTensor] = []
     for placed in alignment.placed:
         first = placed.live[0]
@@ -226,6 +236,8 @@ def base_tensors(
             for stored, live in zip(placed.stored, placed.live, strict=False)
         ]
         entry = base.entries[placed.stored[0]]
+        if placed.part is not None:
+            _refuse_packed_part(entry, base.opened.path)
         if placed.part is not None and not placed.is_stored_so:
             operand, shape = rearranged(placed.part, operands), placed.part.shape
         else:
@@ -233,6 +245,17 @@ def base_tensors(
         dtype = quantized.dtypes.get(first, operand.dtype)
         made.append(BaseTensor(placed.name, placed.live, shape, dtype, operand, placed.part))
     return made
+
+
+def _refuse_packed_part(entry: TensorEntry, location: str) -> None:
+    """Refuses a packed weight that has no name of its own in memory, so that nothing unpacks it."""
+    if looks_packed(entry.name, entry.shape, entry.dtype.name):
+        raise RefusedError(
+            f"tensor {entry.name!r} of shape {entry.shape} is a packed weight, and a part of a"
+            " larger one in memory, where it would not be unpacked",
+            where=location,
+            hint="pass the model that was quantized for training as --base",
+        )
 
 
 def _operand(base: BaseSource, stored: Fqn, live: Fqn, quantized: QuantizedBase) -> Operand:

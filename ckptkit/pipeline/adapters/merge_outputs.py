@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ckptkit.adapters.changes import Change, Replaced
-from ckptkit.adapters.merged_config import with_vocabulary
+from ckptkit.adapters.merged_config import has_vocabulary, vocabularies, with_vocabulary
 from ckptkit.core.errors import RefusedError
 from ckptkit.core.index import Fqn, Shape
 from ckptkit.pipeline.adapters.merge_products import (
@@ -20,8 +20,7 @@ from ckptkit.pipeline.adapters.tied_changes import MergedTies
 from ckptkit.planning.plan import Product
 
 Changes = Mapping[Fqn, Sequence[Change]]
-# What Transformers calls tensors with a row for each token.
-_VOCABULARIES = ("embed_tokens", "wte", "word_embeddings", "shared", "lm_head", "embed_out")
+_MATRIX = 2
 
 
 def merged_products(
@@ -117,6 +116,8 @@ def resized_config(
     changes: Changes,
     shapes: Mapping[Fqn, Shape],
     products: Sequence[Product],
+    *,
+    is_live: bool,
 ) -> tuple[dict[str, Any], list[str]]:
     """Returns a configuration with the number of tokens that is written.
 
@@ -125,6 +126,7 @@ def resized_config(
         changes: Of live tensors.
         shapes: Of live tensors in the base.
         products: What is written.
+        is_live: Whether the weights are a run's own, and the configuration may be older.
 
     Returns:
         The configuration, and what was changed, in words.
@@ -133,7 +135,7 @@ def resized_config(
         RefusedError: If only some of the tensors with a row for each token have the new number.
     """
     for name, found in changes.items():
-        if name not in shapes or not _has_vocabulary(name):
+        if name not in shapes or not has_vocabulary(name):
             continue
         last = [change for change in found if isinstance(change, Replaced)]
         old = shapes[name]
@@ -145,17 +147,37 @@ def resized_config(
         told = f"the vocabulary has {new[0]:,} tokens against {old[0]:,} in the base"
         said = ", and 'vocab_size' is set so" if resized != config else ""
         return resized, [told + said]
-    return dict(config), []
+    return _brought_up_to_date(config, products) if is_live else (dict(config), [])
 
 
-def _has_vocabulary(name: str) -> bool:
-    return name.rpartition(".")[0].rpartition(".")[2] in _VOCABULARIES
+def _brought_up_to_date(
+    config: Mapping[str, Any], products: Sequence[Product]
+) -> tuple[dict[str, Any], list[str]]:
+    """Returns a configuration with the number of tokens that a run's own weights have.
+
+    What lies beside a run may be the configuration from before its vocabulary was resized.
+    Nothing is changed where the weights, or the configuration, have several such numbers.
+    """
+    rows = {
+        product.spec.shape[0]
+        for product in products
+        if len(product.spec.shape) == _MATRIX and has_vocabulary(product.spec.name)
+    }
+    said = vocabularies(config)
+    if len(rows) != 1 or len(said) != 1 or rows == said:
+        return dict(config), []
+    (new,), (old,) = rows, said
+    told = (
+        f"the vocabulary has {new:,} tokens against {old:,} in config.json, and 'vocab_size' is"
+        " set so"
+    )
+    return with_vocabulary(config, old, new), [told]
 
 
 def _refuse_other_rows(products: Sequence[Product], old: int, new: int, change: Replaced) -> None:
     for product in products:
         spec = product.spec
-        if _has_vocabulary(spec.name) and spec.shape[:1] == (old,):
+        if has_vocabulary(spec.name) and spec.shape[:1] == (old,):
             raise RefusedError(
                 f"{change.weight!r} has {new:,} rows in the adapter, and {spec.name!r} has {old:,},"
                 " which the adapter does not replace",

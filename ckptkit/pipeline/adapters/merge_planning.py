@@ -127,7 +127,7 @@ class MergePreparation:
         pairs = self._pairs(self._config, tensors)
         shapes |= {pair.target: shapes[pair.source] for pair in pairs if not pair.is_present}
         changes = self._changes(alignment, shapes, pairs)
-        config = self._headed(changes, shapes)
+        config = self._headed(changes)
         ties = self._ties(config, tensors, changes)
         rules = self._rules(changes)
         products = [
@@ -320,22 +320,18 @@ class MergePreparation:
 
     # --- what is written ---
 
-    def _headed(
-        self, changes: Mapping[Fqn, Sequence[Change]], shapes: Mapping[Fqn, Shape]
-    ) -> dict[str, Any] | None:
+    def _headed(self, changes: Mapping[Fqn, Sequence[Change]]) -> dict[str, Any] | None:
         if self._config is None:
             return None
         config = self._config
         for one in self._adapters:
-            added = {
+            brought = {
                 change.weight: change.tensor.shape
                 for found in changes.values()
                 for change in found
-                if isinstance(change, Replaced)
-                and change.source.position == one.source.position
-                and shapes.get(change.weight) != change.tensor.shape
+                if isinstance(change, Replaced) and change.source.position == one.source.position
             }
-            config, told = with_head(config, one.found.adapter.settings.task_type, added)
+            config, told = with_head(config, one.found.adapter.settings.task_type, brought)
             self._notes += told
         return config
 
@@ -353,7 +349,9 @@ class MergePreparation:
                 " load the output"
             )
             return None
-        resized, notes = resized_config(config, changes, shapes, products)
+        resized, notes = resized_config(
+            config, changes, shapes, products, is_live=self._base.is_live
+        )
         self._notes += notes
         written = bytes_by_dtype((p.spec.dtype, p.spec.size_bytes) for p in products)
         allow_code = self._request.allow_code

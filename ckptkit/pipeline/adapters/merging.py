@@ -9,14 +9,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckptkit.adapters.merging import MergeRequest
-from ckptkit.core.errors import UsageError
+from ckptkit.core.errors import AmbiguousSourceError, UsageError
 from ckptkit.core.manifest import Manifest
 from ckptkit.execution.events import Listener, ignore
 from ckptkit.pipeline.adapters.merge_base import open_base
 from ckptkit.pipeline.adapters.merge_facts import SourceAdapter
 from ckptkit.pipeline.adapters.merge_planning import MergePreparation
 from ckptkit.pipeline.adapters.merge_report import MergedLayer
-from ckptkit.pipeline.adapters.sources import AdapterRequest, open_adapter
+from ckptkit.pipeline.adapters.sources import AdapterRequest, OpenedAdapter, open_adapter
 from ckptkit.pipeline.destination import check_destination
 from ckptkit.pipeline.opening import PathLike
 from ckptkit.pipeline.writing import Prepared, write_output
@@ -158,22 +158,54 @@ def prepared_merge(
     Raises:
         InputError: If a source is damaged or incomplete.
         RefusedError: If the request cannot be met, or if the base is not the adapter's.
-        UsageError: If a weight is no number that can be multiplied with.
+        UsageError: If a weight is no number that can be multiplied with, or if one adapter is
+            named twice.
     """
     _check_weights(adapters)
     with ExitStack() as stack:
         opened = [
-            SourceAdapter.of(
-                open_adapter(stack, choice.path, choice.request), number, choice.weight
-            )
+            SourceAdapter.of(_opened(stack, choice, adapters[0]), number, choice.weight)
             for number, choice in enumerate(adapters)
         ]
+        _refuse_repeated(opened)
         given = None
         if base is not None:
             given = open_base(stack, base, resources.memory_limit_bytes)
         preparation = MergePreparation(stack, opened, given, request, resources)
         prepared, layers = preparation.run(Path(out))
         yield PlannedMerge(prepared, layers)
+
+
+def _opened(stack: ExitStack, choice: AdapterChoice, first: AdapterChoice) -> OpenedAdapter:
+    """Opens an adapter; options choose among several in the first one's checkpoint alone."""
+    try:
+        return open_adapter(stack, choice.path, choice.request)
+    except AmbiguousSourceError as error:
+        if choice.path == first.path and choice is not first:
+            hint = "name them with --adapter, each maybe with a weight, instead of --with"
+        elif choice is not first:
+            hint = (
+                f"make a folder of one: `ckptkit adapter extract {choice.path} FOLDER`, with"
+                " --adapter or --select, and pass that"
+            )
+        else:
+            raise
+        raise AmbiguousSourceError(error.message, where=error.where, hint=hint) from error
+
+
+def _refuse_repeated(opened: Sequence[SourceAdapter]) -> None:
+    seen = set()
+    for one in opened:
+        tensors = one.found.adapter.tensors.values()
+        path = Path(one.found.opened.path).resolve()
+        identity = path, frozenset(entry.key for entry in tensors)
+        if identity in seen:
+            raise UsageError(
+                "the same adapter is named twice",
+                where=f"adapter {one.found.opened.path}",
+                hint="name it once; a weight of 2 doubles what it adds",
+            )
+        seen.add(identity)
 
 
 def _check_weights(adapters: Sequence[AdapterChoice]) -> None:

@@ -218,7 +218,7 @@ class PackedBases:
         """Refuses what looks packed, and of which nothing says so, before it is written as is."""
         for name, entry in weights.entries.items():
             kept = name in self.hidden or (weights is self._trained and known.get(name))
-            if not kept and looks_packed(name, entry.shape):
+            if not kept and looks_packed(name, entry.shape, entry.dtype.name):
                 raise RefusedError(
                     f"tensor {entry.name!r} of shape {entry.shape} looks like a part of a packed"
                     " weight, but nothing tells of which shape",

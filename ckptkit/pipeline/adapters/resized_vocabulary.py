@@ -7,15 +7,12 @@ from pathlib import Path
 
 from ckptkit.adapters.config import LoraSettings
 from ckptkit.adapters.dialects import plain_name
+from ckptkit.adapters.names import is_input_embedding, vocabulary_of
 from ckptkit.core.errors import InputError
 from ckptkit.core.index import Fqn, TensorEntry
 from ckptkit.planning.side_files import CONFIG, MAX_JSON_BYTES, parse_json_object
 from ckptkit.storage.local import LocalSource
 
-# What Transformers calls the modules at both ends of a language model.
-_VOCABULARY = frozenset(
-    ("embed_in", "embed_out", "embed_tokens", "lm_head", "shared", "word_embeddings", "wte")
-)
 _MATRIX = 2
 
 
@@ -36,17 +33,19 @@ def resized_embeddings(
     Source: peft 0.21, `get_peft_model_state_dict` with `save_embedding_layers="auto"`.
     """
     tokens = _tokens_of(settings.base_model_name_or_path)
-    ends = {
-        name.rpartition(".")[0]: entry
+    weights = {
+        name.rpartition(".")[0]: entry.shape
         for name, entry in base.items()
-        if name.endswith(".weight") and name.split(".")[-2] in _VOCABULARY
+        if name.endswith(".weight") and len(entry.shape) == _MATRIX
     }
-    sizes = {entry.shape[0] for entry in ends.values() if len(entry.shape) == _MATRIX}
+    ends = vocabulary_of(weights)
+    sizes = {weights[module][0] for module in ends if is_input_embedding(module)}
     if tokens is None or not sizes or tokens in sizes:
         return
     for name in rest:
         module = name.rpartition(".")[0]
-        if plain_name(module) in ends and "." in name:
+        own = plain_name(module)
+        if own in ends and weights[own][0] in sizes:
             yield module
 
 

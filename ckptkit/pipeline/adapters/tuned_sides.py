@@ -128,15 +128,15 @@ def _open_tuned(stack: ExitStack, path: PathLike, select: str | None) -> BaseSou
 def _refuse_quantized(
     entries: Sequence[TensorEntry], config: Mapping[str, Any] | None, location: str
 ) -> None:
-    foreign = next((entry.name for entry in entries if foreign_part(entry.name)), None)
-    if foreign is not None:
-        raise RefusedError(
-            f"tensor {foreign!r} belongs to {foreign_part(foreign)}, against the weights of a whole"
-            " model",
-            where=location,
-            hint="take an adapter out with `ckptkit adapter extract`; `ckptkit adapter merge` makes"
-            " a whole model",
-        )
+    for entry in entries:
+        if what := foreign_part(entry.name, entry.shape, entry.dtype.name):
+            raise RefusedError(
+                f"tensor {entry.name!r} belongs to {what}, against the weights of a whole model",
+                where=location,
+                hint="name the model in the element type that it was trained in; an adapter is"
+                " taken out with `ckptkit adapter extract`, and `ckptkit adapter merge` makes a"
+                " whole model of it",
+            )
     if (config or {}).get("quantization_config"):
         raise RefusedError(
             "the configuration has a 'quantization_config': packed numbers have no difference that"

@@ -141,6 +141,8 @@ def four_bits_by_companions(weight: PackedWeight, place: Place, state: FourBitSt
             state.nested_blocksize,
             state.nested_offset,
         )
+    else:
+        _check_numbers(absmax, place.location)
     return _four_bits(place.stored(weight.packed), scales, state)
 
 
@@ -228,6 +230,15 @@ def _check_size(entry: TensorEntry, elements: int, location: str) -> None:
         raise FormatError(
             f"{entry.name!r} has {entry.elements:,} elements against the {elements:,} that its"
             " weight takes",
+            where=location,
+        )
+
+
+def _check_numbers(entry: TensorEntry, location: str) -> None:
+    if entry.dtype.kind != "float":
+        raise FormatError(
+            f"{entry.name!r} has element type {entry.dtype.name}, where scales that were not"
+            " quantized are floating numbers",
             where=location,
         )
 
