@@ -67,6 +67,11 @@ def is_unit_folder(name: str) -> bool:
     return _UNIT_FOLDER.fullmatch(name) is not None
 
 
+def is_optimizer_folder(name: str) -> bool:
+    """Tells whether a folder's name is one under which frameworks keep an optimizer's state."""
+    return _OPTIMIZER_FOLDER.fullmatch(name) is not None
+
+
 def step_of(folder: str) -> int | None:
     """Returns the step that a folder's name tells, or the folder above a known part of a step.
 
@@ -253,7 +258,7 @@ def _units(candidates: Sequence[Candidate], base: str) -> tuple[Unit, ...]:
         if not label or folders.count(candidate.folder) > 1:
             label = posixpath.join(label, _main_file(candidate))
         last = posixpath.basename(candidate.folder)
-        units.append(Unit(label, candidate, bool(_OPTIMIZER_FOLDER.fullmatch(last))))
+        units.append(Unit(label, candidate, is_optimizer_folder(last)))
     return tuple(units)
 
 

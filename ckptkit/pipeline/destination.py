@@ -14,7 +14,12 @@ from ckptkit.storage.workfolder import is_empty
 
 
 def check_destination(
-    src: PathLike, out: PathLike, *, overwrite: bool, also: Sequence[PathLike] = ()
+    src: PathLike,
+    out: PathLike,
+    *,
+    overwrite: bool,
+    also: Sequence[PathLike] = (),
+    base: PathLike | None = None,
 ) -> None:
     """Refuses destinations that could not be written, before any work is done.
 
@@ -23,6 +28,7 @@ def check_destination(
         out: The output.
         overwrite: Whether an output that holds something is replaced.
         also: Further directories of the source.
+        base: The model that is read besides, or None.
 
     Raises:
         UsageError: If one of them is no usable path.
@@ -33,7 +39,9 @@ def check_destination(
     check_path(os.fspath(src), "SRC")
     check_path(os.fspath(out), "OUT")
     for one in (src, *also):
-        _check_apart(Path(one).resolve(), out, overwrite=overwrite)
+        _check_apart(Path(one).resolve(), out, "source", overwrite=overwrite)
+    if base is not None:
+        _check_apart(Path(base).resolve(), out, "base", overwrite=overwrite)
     target, here = Path(out).resolve(), Path.cwd()
     if overwrite and (target == here or target in here.parents) and not is_empty(target):
         raise RefusedError(
@@ -45,20 +53,20 @@ def check_destination(
         raise output_exists(Path(out))
 
 
-def _check_apart(source: Path, out: PathLike, *, overwrite: bool) -> None:
+def _check_apart(source: Path, out: PathLike, what: str, *, overwrite: bool) -> None:
     target = Path(out).resolve()
     # A file may well be converted into a folder beside it, unless it is a part of many.
     folder = source if source.is_dir() else source.parent
     is_part = source.suffix == ".distcp" or source.name == METADATA
     if (source.is_dir() or is_part) and (target == folder or folder in target.parents):
         raise RefusedError(
-            "the output would lie inside the source",
+            f"the output would lie inside the {what}",
             where=os.fspath(out),
             hint="choose a directory beside the checkpoint",
         )
     if overwrite and (target == folder or target in folder.parents):
         raise RefusedError(
-            "the source lies inside the output, which is to be replaced",
+            f"the {what} lies inside the output, which is to be replaced",
             where=os.fspath(out),
             hint="choose another output directory",
         )

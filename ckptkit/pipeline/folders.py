@@ -8,13 +8,15 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from ckptkit.core.errors import InputError, NotACheckpointError
+from ckptkit.core.errors import FormatError, InputError, NotACheckpointError
 from ckptkit.formats.discovery import is_unit_folder, step_of
 from ckptkit.pipeline.opening import Opened
 from ckptkit.planning.plan import Literal, OutputFile, RawCopy, contiguous
 from ckptkit.planning.side_files import (
     CONFIG,
     MAX_JSON_BYTES,
+    MAX_TOKENIZER_BYTES,
+    TOKENIZER,
     SideFile,
     choose_side_files,
     content_as_written,
@@ -77,6 +79,16 @@ class SideFolders:
         if data is None:
             return contiguous(file.name, [(file.size_bytes, RawCopy(file.origin, file.path), None)])
         return contiguous(file.name, [(len(data), Literal(data), None)])
+
+    def tokenizer(self, files: Sequence[SideFile]) -> dict[str, Any] | None:
+        """Returns the tokenizer that is taken along; None where there is none, or no usable one."""
+        file = next((file for file in files if file.name == TOKENIZER), None)
+        if file is None or file.size_bytes > MAX_TOKENIZER_BYTES:
+            return None
+        try:
+            return parse_json_object(self.read(file), where=file.path)
+        except FormatError:
+            return None
 
     def config(self, files: Sequence[SideFile]) -> dict[str, Any] | None:
         """Returns the model's configuration, or None where there is none.

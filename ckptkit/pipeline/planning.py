@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -16,7 +17,7 @@ from ckptkit.kernels.cast_kernel import CastKernel
 from ckptkit.layouts.dcp import layout_dcp
 from ckptkit.layouts.hf_weights import layout_hf_weights
 from ckptkit.layouts.torch_full import layout_torch_full
-from ckptkit.pipeline.adapters.facts import adapter_facts, choices
+from ckptkit.pipeline.adapters.facts import adapter_facts, choices, step_of_base
 from ckptkit.pipeline.folders import SideFolders
 from ckptkit.pipeline.naming import Named, named
 from ckptkit.pipeline.opening import Opened, PathLike, opened
@@ -87,6 +88,15 @@ def _refuse_adapters(
         RefusedError: If there is one.
     """
     facts = adapter_facts(checkpoint, folders)
+    step = step_of_base(checkpoint)
+    if facts is None and step:
+        merge = shlex.join(["ckptkit", "adapter", "merge", step, os.fspath(out)])
+        refuse_what_would_load_as_random(
+            checkpoint.index.of_part("model"),
+            location=checkpoint.path,
+            advice=f"this is the base that training left as it was; for the trained model run"
+            f" `{merge}`",
+        )
     if facts is None:
         return
     merge = facts.merge(source, os.fspath(out), chosen=chosen)
@@ -122,6 +132,8 @@ class _Preparation:
         side, code = self._folders.choose(allow_code=self._request.allow_code)
         config = self._config(side)
         self._shaping.check_casts(entries, config)
+        if self._request.vocab_size is not None:
+            self._shaping.regard(self._folders.tokenizer(side))
         ties = self._ties(config, entries)
         if self._request.layout == "dcp":
             absent = tied_names_absent(config, {entry.name for entry in entries})

@@ -15,7 +15,13 @@ from ckptkit.planning.like import distribute
 from ckptkit.planning.plan import OutputFile, Product
 from ckptkit.planning.requests import ConsolidateRequest, matches
 from ckptkit.planning.selection import DTypePolicy, refuse_casting_quantized
-from ckptkit.planning.vocabulary import Trim, plan_trim, trimmed_config
+from ckptkit.planning.vocabulary import (
+    Trim,
+    plan_trim,
+    refuse_cut_tokenizer,
+    tokens_in,
+    trimmed_config,
+)
 
 _LISTED = 3
 
@@ -45,6 +51,7 @@ class Shaping:
         self._base = base
         self._location = location
         self._trim: Trim | None = None
+        self._tokens = 0
         wanted = request.dtype == "base" and base is not None
         self._dtypes = dtypes_in(str(base), option="--base") if wanted else None
         like = request.like
@@ -70,6 +77,10 @@ class Shaping:
         refuse_casting_quantized(
             entries, self._request, config, location=self._location, base=self._dtypes
         )
+
+    def regard(self, tokenizer: Mapping[str, Any] | None) -> None:
+        """Takes note of the tokenizer that is written beside, whose tokens have to keep rows."""
+        self._tokens = 0 if tokenizer is None else tokens_in(tokenizer)
 
     def products(
         self, products: Sequence[Product], config: Mapping[str, Any] | None
@@ -108,6 +119,7 @@ class Shaping:
     ) -> list[Product]:
         specs = [product.spec for product in products]
         self._trim = trim = plan_trim(specs, size, config, location=self._location)
+        refuse_cut_tokenizer(trim, self._tokens, location=self._location)
         if trim.rows == size:
             self.notes.append(f"embeddings and heads have {size:,} rows already: none was cut")
         else:

@@ -60,7 +60,7 @@ def select_model(
             hint=lost_adapter(index.tensors)
             or "the run saved nothing but other state here; see `ckptkit inspect`",
         )
-    tree = _chosen(trees, request.select, location)
+    tree = _chosen(trees, request.select, location, advice=_of_peft(index))
     whole = [entry for entry in index.of_part("model") if entry.tree == tree]
     taken = [entry for entry in whole if request.wants(entry.name)]
     if not taken:
@@ -72,7 +72,18 @@ def select_model(
     return taken
 
 
-def _chosen(trees: Sequence[str], select: str | None, location: str) -> str:
+def _of_peft(index: TensorIndex) -> str:
+    """Says where several models are a base that training left as it was, and its adapter."""
+    if not any(_PEFT.search(entry.name) for entry in index.of_part("model")):
+        return ""
+    return (
+        "they are a base and what PEFT trained on it: `ckptkit adapter merge` makes one model of"
+        " them, `ckptkit adapter extract` takes the adapter out; --select takes one of the"
+        " raw state dicts"
+    )
+
+
+def _chosen(trees: Sequence[str], select: str | None, location: str, *, advice: str) -> str:
     if select is None and len(trees) == 1:
         return trees[0]
     names = ", ".join(repr(tree) for tree in trees)
@@ -80,7 +91,7 @@ def _chosen(trees: Sequence[str], select: str | None, location: str) -> str:
         raise AmbiguousSourceError(
             f"holds {len(trees)} models: {names}",
             where=location,
-            hint=f"choose one with --select {trees[0]}",
+            hint=advice or f"choose one with --select {trees[0]}",
         )
     if select not in trees:
         raise CannotPlanError(

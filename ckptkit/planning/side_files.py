@@ -47,7 +47,9 @@ _AUTO_MAP = "auto_map"
 _QUANTIZATION = "quantization_config"
 # Methods whose files hold packed numbers always. Others also pack weights while they are loaded.
 _PACKING = frozenset({"awq", "fp8", "gptq", "mxfp4"})
-MAX_JSON_BYTES = 16 << 20  # larger ones (tokenizer.json) are copied without a look
+MAX_JSON_BYTES = 16 << 20  # larger ones are copied without a look
+TOKENIZER = "tokenizer.json"
+MAX_TOKENIZER_BYTES = 48 << 20  # the largest in use, of 262,144 tokens, has 33 MB
 
 
 @dataclass(frozen=True, slots=True)

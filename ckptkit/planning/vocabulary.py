@@ -109,6 +109,48 @@ def plan_trim(
     return Trim(frozenset(full), rows, size)
 
 
+def tokens_in(tokenizer: Mapping[str, Any]) -> int:
+    """Returns how many rows the tokens of a `tokenizer.json` need: the largest number, plus 1.
+
+    Args:
+        tokenizer: Its content; what is not understood of it needs no row.
+
+    Source: tokenizers 0.22, the serialized `Tokenizer`, `BPE`, `WordPiece`, `WordLevel`, `Unigram`.
+    """
+    model = tokenizer.get("model")
+    vocabulary = model.get("vocab") if isinstance(model, Mapping) else None
+    needed = 0
+    if isinstance(vocabulary, list):  # a Unigram's tokens are numbered in order
+        needed = len(vocabulary)
+    elif isinstance(vocabulary, Mapping):
+        needed = 1 + max((n for n in vocabulary.values() if type(n) is int), default=-1)
+    added = tokenizer.get("added_tokens")
+    for token in added if isinstance(added, list) else ():
+        number = token.get("id") if isinstance(token, Mapping) else None
+        needed = max(needed, number + 1) if type(number) is int else needed
+    return needed
+
+
+def refuse_cut_tokenizer(trim: Trim, tokens: int, *, location: str) -> None:
+    """Refuses to cut rows that belong to tokens.
+
+    Args:
+        trim: What is to be cut.
+        tokens: How many rows the tokenizer needs, as far as is known.
+        location: The source, for messages.
+
+    Raises:
+        RefusedError: If one of them would be cut.
+    """
+    if trim.size < min(tokens, trim.rows):
+        raise RefusedError(
+            f"the tokenizer has {tokens:,} tokens against the {trim.size:,} rows that --vocab-size"
+            " leaves",
+            where=location,
+            hint=f"pass --vocab-size {min(tokens, trim.rows)} or more",
+        )
+
+
 def trimmed_config(config: Mapping[str, Any], trim: Trim) -> dict[str, Any]:
     """Returns a copy of the configuration with the new number of tokens.
 

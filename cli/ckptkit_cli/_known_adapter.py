@@ -17,7 +17,7 @@ def known_of_adapter(
     """Returns what was given, by the keys of `adapter_config.json`.
 
     Raises:
-        UsageError: If a number is none.
+        UsageError: If a number is none, or cannot be what it is given for.
     """
     known = {
         "lora_alpha": None if lora_alpha is None else _alpha(lora_alpha),
@@ -35,6 +35,12 @@ def _alpha(text: str) -> float:
         value = math.nan
     if not math.isfinite(value):
         raise UsageError(f"{text!r} is no number", where="--lora-alpha", hint="pass 16")
+    if value <= 0:
+        raise UsageError(
+            f"{text!r} would turn what was trained around, or into nothing",
+            where="--lora-alpha",
+            hint="pass the alpha of the run, such as 16",
+        )
     return int(value) if value == int(value) else value
 
 

@@ -14,13 +14,12 @@ from ckptkit.pipeline.adapters.merge_report import MergedLayer
 from ckptkit.pipeline.adapters.merging import (
     AdapterChoice,
     MergedModel,
+    check_apart,
     choices_of,
     prepared_merge,
     run_merge,
-    sources_of,
 )
 from ckptkit.pipeline.adapters.sources import AdapterRequest
-from ckptkit.pipeline.destination import check_destination
 from ckptkit.planning.requests import Resources, make_resources, parse_size
 from ckptkit_cli._consolidation_page import Consolidated, consolidation_page
 from ckptkit_cli._conversion import worker_count
@@ -104,9 +103,7 @@ class Merging:
 
     def show_plan(self, output: Output) -> None:
         """Shows what a run would do, and fails where it would fail before its first byte."""
-        for source in sources_of(self.adapters, self.base):
-            also = self.adapters[0].request.also
-            check_destination(source, self.out, overwrite=self.overwrite, also=also)
+        check_apart(self.adapters, self.out, self.base, overwrite=self.overwrite)
         with prepared_merge(
             self.adapters, self.out, self.request, base=self.base, resources=self.resources
         ) as merge:

@@ -114,6 +114,8 @@ def test_what_is_missing_is_named_with_the_options_that_give_it(tmp_path: Path) 
     ("options", "status", "message"),
     [
         (["--lora-alpha", "much"], 2, "'much' is no number"),
+        (["--lora-alpha", "-8"], 2, "would turn what was trained around"),
+        (["--lora-alpha", "0"], 2, "or into nothing"),
         (["--token-indices", "1;2"], 2, "no list of tokens"),
         (["--lora-alpha", "8"], 4, "lora_alpha 8 was given against 4"),
         (["--adapter", "poet"], 0, ""),

@@ -274,7 +274,8 @@ def test_an_8_bit_base_is_dequantized_for_lora_and_for_dora(
     found, report = merged(trained.home / "adapter", tmp_path / "lora", base=tmp_path / "base")
     assert any("8-bit layers round their inputs" in note for note in report.notes)
     same(found, trained.expected(truth, torch.bfloat16))
-    found, _ = merged(trained.home / "dora", tmp_path / "dora", base=tmp_path / "base")
+    found, report = merged(trained.home / "dora", tmp_path / "dora", base=tmp_path / "base")
+    assert any("DoRA's norms are those of the weights" in note for note in report.notes)
     magnitudes = load_file(trained.home / "dora" / "adapter_model.safetensors")
     for name, weight in truth.items():
         delta = trained.delta(name, "dora")

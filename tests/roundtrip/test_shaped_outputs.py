@@ -327,6 +327,14 @@ def test_a_vocabulary_is_neither_stretched_nor_cut_into_its_tokens(
     with pytest.raises(RefusedError, match="eos_token_id 2, whose row would be cut") as caught:
         ckptkit.consolidate(run, tmp_path / "o", vocab_size=2)
     assert caught.value.hint == "pass --vocab-size 3 or more"
+    vocabulary = {f"w{number}": number for number in range(44)}
+    tokenizer = {"model": {"type": "BPE", "vocab": vocabulary}, "added_tokens": [{"id": 44}]}
+    (run / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(RefusedError, match="the tokenizer has 45 tokens against the 44") as caught:
+        ckptkit.consolidate(run, tmp_path / "o", vocab_size=44)
+    assert caught.value.hint == "pass --vocab-size 45 or more"
+    assert "the rows 45 to 47 were cut" in notes_of(run, tmp_path / "fits", vocab_size=45)
+    (run / "tokenizer.json").unlink()
     with pytest.raises(RefusedError, match="no tensor has a name"):
         ckptkit.consolidate(run, tmp_path / "o", vocab_size=40, include=["*.mlp.*"])
     for size in (0, -1, "many", 2.5):

@@ -6,6 +6,7 @@ import posixpath
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from ckptkit.adapters.config import PEFT_PREFIX
 from ckptkit.adapters.dialects import DEFAULT, Sorted, sort_entries
@@ -17,7 +18,7 @@ from ckptkit.core.errors import (
     RefusedError,
 )
 from ckptkit.core.index import Fqn, TensorEntry, TensorIndex
-from ckptkit.formats.discovery import is_unit_folder
+from ckptkit.formats.discovery import is_optimizer_folder, is_unit_folder
 from ckptkit.pipeline.opening import Opened
 from ckptkit.planning.selection import model_trees
 
@@ -113,16 +114,24 @@ def choose_adapter(
             )
     if len(found) == 1:
         return found[0]
+    raise _several(found, checkpoint)
+
+
+def _several(found: Sequence[Choice], checkpoint: Opened) -> AmbiguousSourceError:
     if len({one.name for one in found}) == 1:
-        raise AmbiguousSourceError(
+        return AmbiguousSourceError(
             f"{len(found)} models have an adapter: {', '.join(repr(one.tree) for one in found)}",
             where=checkpoint.path,
             hint=f"choose one with --select {found[0].tree}",
         )
-    raise AmbiguousSourceError(
-        f"holds {len(found)} adapters: {_listed(found)}",
+    holders = list(dict.fromkeys(one.tree for one in found))
+    several = len(holders) > 1
+    within = f", in {len(holders)} models: {', '.join(map(repr, holders))}" if several else ""
+    selected = f" and --select {found[0].tree}" if several else ""
+    return AmbiguousSourceError(
+        f"holds {len({one.name for one in found})} adapters: {_listed(found)}{within}",
         where=checkpoint.path,
-        hint=f"choose one with --adapter {found[0].name}",
+        hint=f"choose one with --adapter {found[0].name}{selected}",
     )
 
 
@@ -173,6 +182,13 @@ def _nothing_found(checkpoint: Opened) -> RefusedError | IncompleteCheckpointErr
     index = checkpoint.index
     moments = _moments(index)
     count = sum(1 for _ in index.of_part("model"))
+    if not count and all(map(is_optimizer_folder, _folders(checkpoint))):
+        return IncompleteCheckpointError(
+            "holds the state of an optimizer alone, which does not tell the values of an adapter",
+            where=checkpoint.path,
+            hint="pass the folder of the whole step, without --select; if nothing else lies there,"
+            " take another checkpoint",
+        )
     if moments and not count:
         return IncompleteCheckpointError(
             "the adapter was saved without a single tensor; only the optimizer's moments of"
@@ -193,6 +209,12 @@ def _nothing_found(checkpoint: Opened) -> RefusedError | IncompleteCheckpointErr
         where=checkpoint.path,
         hint="`ckptkit consolidate` writes whole models",
     )
+
+
+def _folders(checkpoint: Opened) -> list[str]:
+    """Returns the names of the folders that a checkpoint was read from."""
+    root = Path(checkpoint.location).absolute()
+    return [(root / unit.candidate.folder).name for unit in checkpoint.units]
 
 
 def _moments(index: TensorIndex) -> int:

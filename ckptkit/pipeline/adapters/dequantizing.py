@@ -161,6 +161,12 @@ def _of_nothing(
             hint="leave the option out to merge onto the base as it is; for the function that was"
             " trained, pass the checkpoint of the run, or the base as it was saved in 4 bits",
         )
+    if choice == "original" and not told:
+        note = (
+            "--qlora-base original changes nothing here: no weight is packed, and the adapter is"
+            " merged onto the base as it is"
+        )
+        return QuantizedBase(notes=(note,))
     if not told or choice == "original":
         return QuantizedBase()
     note = (

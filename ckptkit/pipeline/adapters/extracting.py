@@ -15,6 +15,7 @@ from ckptkit.execution.events import Listener, ignore
 from ckptkit.execution.executor import Inputs
 from ckptkit.execution.tensors import Origin
 from ckptkit.layouts.hf_weights import layout_adapter
+from ckptkit.pipeline.adapters.base_records import record_of
 from ckptkit.pipeline.adapters.records import ADAPTER_CONFIG
 from ckptkit.pipeline.adapters.sources import AdapterRequest, OpenedAdapter, open_adapter
 from ckptkit.pipeline.destination import check_destination
@@ -130,7 +131,11 @@ def prepared_extraction(
                 estimate=estimated(plan, settings, Path(out), bytes_read=2 * read),
                 kind=_KIND,
                 options=_options(request),
-                facts={"adapter": found.adapter.name, "config": found.config_path},
+                facts={
+                    "adapter": found.adapter.name,
+                    "config": found.config_path,
+                    **record_of(found).facts(),
+                },
             ),
             found,
         )

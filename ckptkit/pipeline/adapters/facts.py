@@ -8,10 +8,12 @@ import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from ckptkit.adapters.dialects import BASE_LAYER, DEFAULT
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.index import Fqn, TensorEntry
+from ckptkit.pipeline.adapters.base_records import Quantization, read_record_of_base
 from ckptkit.pipeline.adapters.choice import Choice, adapters_in, sort_trees
 from ckptkit.pipeline.adapters.records import ADAPTER_CONFIG, AdapterRecords
 from ckptkit.pipeline.folders import SideFolders
@@ -33,12 +35,14 @@ class AdapterFacts:
             without others.
         configured: Whether the configuration of the first adapter was found.
         is_ready: Whether it is a folder that PEFT loads as it is.
+        packing: How its base was packed in training, where a folder of the adapter alone tells.
     """
 
     names: tuple[str, ...]
     holds_base: bool
     configured: bool
     is_ready: bool = False
+    packing: Quantization | None = None
 
     def extract(self, source: str, out: str = "OUT", *, chosen: Sequence[str] = ()) -> str:
         """Returns the command that takes the first adapter out.
@@ -53,6 +57,7 @@ class AdapterFacts:
     def merge(self, source: str, out: str = "OUT", *, chosen: Sequence[str] = ()) -> str:
         """Returns the command that merges the first adapter; arguments as for `extract`."""
         base = [] if self.holds_base else ["--base", "DIR"]
+        base += ["--qlora-base", "original"] if self.packing else []
         options = [*base, *self._options(chosen)]
         return shlex.join(["ckptkit", "adapter", "merge", source, out, *options])
 
@@ -62,6 +67,9 @@ class AdapterFacts:
         missing = []
         if not self.holds_base:
             missing.append("DIR is the model that the adapter was trained on")
+        if self.packing is not None:
+            where = f", which lie in {self.packing.checkpoint}" if self.packing.weights else ""
+            missing.append(f"the adapter was trained on packed weights{where}")
         if not self.configured:
             missing.append(
                 f"FILE is its {ADAPTER_CONFIG}, which the checkpoint lacks; --lora-alpha N may do"
@@ -91,6 +99,7 @@ def adapter_facts(checkpoint: Opened, folders: SideFolders) -> AdapterFacts | No
         if not names or len(names) < len(found) or _others(trees, found):
             return None
         record = records.find(names[0], is_only_one=len(names) == 1)
+        packing = read_record_of_base(checkpoint).quantization
     except CkptkitError:
         return None  # the commands say what is wrong with it
     units = [posixpath.basename(unit.candidate.files[0]) for unit in checkpoint.units]
@@ -99,7 +108,18 @@ def adapter_facts(checkpoint: Opened, folders: SideFolders) -> AdapterFacts | No
         holds_base=_holds_base([tree.rest for tree in trees.values()]),
         configured=record is not None,
         is_ready=record is not None and all(map(_OF_PEFT.fullmatch, units)),
+        packing=packing,
     )
+
+
+def step_of_base(checkpoint: Opened) -> str:
+    """Returns the step whose frozen base was opened without its adapter; else an empty text."""
+    for folder in (one.candidate.folder for one in checkpoint.units):
+        path = Path(checkpoint.source.folders[0].location, folder).absolute()
+        adapter = path.with_name(path.name.replace(_BASE, _MODEL, 1))
+        if path.name.startswith(_BASE) and adapter.is_dir():
+            return str(path.parent)
+    return ""
 
 
 def choices(select: str | None, also: Sequence[PathLike]) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -29,6 +28,7 @@ from ckptkit.execution.executor import Inputs
 from ckptkit.execution.tensors import Origin
 from ckptkit.kernels.given import Given
 from ckptkit.layouts.hf_weights import layout_adapter
+from ckptkit.pipeline.adapters.base_records import BaseRecord, read_digests, spread
 from ckptkit.pipeline.adapters.tuned_changes import Approximation, ChangeReader, Pair, approximate
 from ckptkit.pipeline.adapters.tuned_sides import Sides, open_sides
 from ckptkit.pipeline.destination import check_destination
@@ -132,7 +132,7 @@ def _prepared(
         sides = open_sides(stack, tuned, base, request.select, request.patterns.exclude)
         listener(Started(sum(pair.tuned.size_bytes for pair in sides.pairs)))
         changes = _measured(sides, request, listener)
-        yield _Output(sides, changes, request, os.fspath(base)).prepared(Path(out))
+        yield _Output(sides, changes, request, str(Path(base).absolute())).prepared(Path(out))
 
 
 @dataclass(slots=True)
@@ -209,8 +209,18 @@ class _Output:
             estimate=estimated(plan, settings, out, bytes_read=read),
             kind="adapter",
             options=self._options(),
-            facts={"base": self._base, "difference": self._report()},
+            facts={
+                "base": self._base,
+                "difference": self._report(),
+                **self._record().facts(),
+            },
         )
+
+    def _record(self) -> BaseRecord:
+        """Digests a few weights of the base, by which a merge will know it again."""
+        changed = [pair for pair, _ in self._changes.approximated.values()]
+        bases = dict(spread({pair.name: pair.base for pair in changed}))
+        return BaseRecord(read_digests(self._sides.base, bases))
 
     def _factors(self) -> Iterator[Product]:
         dtype = dtype_named(self._request.dtype)

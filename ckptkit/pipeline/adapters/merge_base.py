@@ -17,8 +17,9 @@ from ckptkit.adapters.base_names import (
     placed_on_disk,
     prefix_between,
 )
-from ckptkit.adapters.dialects import sort_entries
-from ckptkit.core.errors import NotACheckpointError, RefusedError
+from ckptkit.adapters.config import PEFT_PREFIX
+from ckptkit.adapters.dialects import plain_entries, sort_entries
+from ckptkit.core.errors import AmbiguousSourceError, NotACheckpointError, RefusedError
 from ckptkit.core.index import Fqn, Shape, TensorEntry
 from ckptkit.execution.tensors import Origin
 from ckptkit.kernels.operands import Operand, Stored
@@ -31,6 +32,7 @@ from ckptkit.pipeline.opening import Opened, PathLike, opened
 from ckptkit.planning.coverage import error_of, find_problems
 from ckptkit.planning.requests import ConsolidateRequest
 from ckptkit.planning.selection import looks_packed, select_model
+from ckptkit.planning.side_files import CONFIG
 from ckptkit.planning.ties import tied_names_absent, untied_config
 from ckptkit.storage.local import LocalSource
 from ckptkit.storage.overlay import OverlaySource
@@ -49,6 +51,7 @@ class BaseSource:
         entries: Its tensors, by the names that they have there.
         config: The `config.json` beside them, if any.
         is_live: Whether the names are those of training without doubt.
+        home: The folder that the configuration lies in; empty where there is none.
     """
 
     opened: Opened
@@ -56,6 +59,7 @@ class BaseSource:
     entries: Mapping[Fqn, TensorEntry]
     config: Mapping[str, Any] | None
     is_live: bool
+    home: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,34 +96,52 @@ def open_base(stack: ExitStack, path: PathLike, limit_bytes: int | None) -> Base
             where=f"--base {path}",
             hint="pass a folder on this machine; `hf download` puts a model of the Hub into one",
         )
-    found = _pretrained(stack, path)
-    if found is None:
-        found = stack.enter_context(opened(path, limit_bytes=limit_bytes))
-    request = ConsolidateRequest().selecting(found.select)
-    entries = select_model(found.index, request, location=found.path)
+    try:
+        found = _pretrained(stack, path)
+        if found is None:
+            found = stack.enter_context(opened(path, limit_bytes=limit_bytes))
+        request = ConsolidateRequest().selecting(found.select)
+        entries = select_model(found.index, request, location=found.path)
+    except AmbiguousSourceError as error:
+        raise AmbiguousSourceError(
+            error.message,
+            where=f"--base {error.where}",
+            hint="name the folder of one model, such as the one that the run was started from; a"
+            " run that keeps its base is merged without --base, as the source",
+        ) from error
     problem = next(find_problems(found.index, entries), None)
     if problem is not None:
         raise error_of(problem, found.path)
-    _refuse_adapter(entries, found.path)
+    plain = _plain(entries, found.path)
     folders = SideFolders(stack, found, None)
+    side, _ = folders.choose(allow_code=False)
     return BaseSource(
         found,
         Origin(BASE, found.source, found.index),
-        {entry.name: entry for entry in entries},
-        folders.config(folders.choose(allow_code=False)[0]),
+        plain,
+        folders.config(side),
         is_live=False,
+        home=next((file.origin for file in side if file.name == CONFIG), ""),
     )
 
 
-def _refuse_adapter(entries: Sequence[TensorEntry], location: str) -> None:
-    """Refuses a base that has an adapter itself, whose part in it would be lost."""
-    if sort_entries(entries).holds_adapter:
+def _plain(entries: Sequence[TensorEntry], location: str) -> dict[Fqn, TensorEntry]:
+    """Returns the tensors of a base by their own names, also where PEFT has wrapped the model.
+
+    Raises:
+        RefusedError: If it has an adapter itself, whose part in it would be lost.
+    """
+    found = sort_entries(entries)
+    if found.holds_adapter:
         raise RefusedError(
             "has an adapter of PEFT in it, where a model alone was expected",
             where=f"--base {location}",
             hint="pass the model that the adapter was trained on; if it is this one, merge its own"
             " adapter first",
         )
+    if not any(name.startswith(PEFT_PREFIX) for name in found.rest):
+        return {entry.name: entry for entry in entries}
+    return plain_entries(found.rest)
 
 
 def _pretrained(stack: ExitStack, path: PathLike) -> Opened | None:
@@ -196,7 +218,9 @@ def _live(names: Collection[Fqn], found: DiskNames) -> Alignment:
 
 
 def folder_of(base: BaseSource) -> str:
-    """Returns the folder that a base lies in, also where a single file was named."""
+    """Returns the folder with a base's configuration, or else the one that it lies in itself."""
+    if base.home:
+        return base.home
     path = Path(base.opened.location)
     return str(path if path.is_dir() else path.parent)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,6 @@ from typing import Any
 from ckptkit.adapters.adapter import Adapter
 from ckptkit.adapters.base_names import modules_of, with_prefix
 from ckptkit.adapters.changes import Change, Replaced
-from ckptkit.adapters.dialects import plain_name
 from ckptkit.adapters.layers import table_of
 from ckptkit.adapters.merged_config import model_types, with_head, without_quantization
 from ckptkit.adapters.merging import MergeRequest, check_used_once, combine, norms_of
@@ -23,6 +22,7 @@ from ckptkit.core.index import Fqn, Shape
 from ckptkit.execution.executor import Inputs
 from ckptkit.kernels.merge_steps import NormOf, Rounding
 from ckptkit.layouts.hf_weights import layout_hf_weights
+from ckptkit.pipeline.adapters.base_checks import BaseChecks, refuse_rewritten_bases
 from ckptkit.pipeline.adapters.dequantizing import QuantizedBase, Weights, plan_quantized
 from ckptkit.pipeline.adapters.merge_base import (
     Alignment,
@@ -32,17 +32,8 @@ from ckptkit.pipeline.adapters.merge_base import (
     folder_of,
     live_shapes,
     plain_weights,
-    weights_as_they_are,
 )
 from ckptkit.pipeline.adapters.merge_facts import SourceAdapter, source_facts
-from ckptkit.pipeline.adapters.merge_identity import (
-    check_identity,
-    differing_weights,
-    listed,
-    recorded_base,
-    recorded_weights,
-    refuse_other_base,
-)
 from ckptkit.pipeline.adapters.merge_outputs import (
     added_products,
     merged_products,
@@ -65,7 +56,6 @@ from ckptkit.planning.side_files import bytes_by_dtype, config_as_written
 from ckptkit.planning.ties import untied_config
 
 _EXPERT = re.compile(r"\.experts\.\d+\.")  # disk names of what training holds fused
-_SAMPLE = 1 << 16  # elements of each weight: two models differ nearly everywhere
 _NO_BASE = "pass the model that the adapter was trained on with --base"
 
 
@@ -83,7 +73,7 @@ class MergePreparation:
         """Takes what was opened.
 
         Args:
-            stack: Closes the folders of side files.
+            stack: Closes the folders of side files, and of bases that are compared.
             adapters: The adapters, in the order of merging.
             given: The base that was given, or None.
             request: What the output should hold.
@@ -96,8 +86,8 @@ class MergePreparation:
         self._given = given
         self._request = request
         self._resources = resources
-        self._stack = stack
-        self._refuse_rewritten_bases()
+        self._checks = BaseChecks(stack, adapters, given, allowed=request.allow_other_base)
+        refuse_rewritten_bases(adapters, given)
         first = adapters[0]
         folder = None if given is None else folder_of(given)
         self._folders = SideFolders(stack, first.found.opened, folder)
@@ -107,7 +97,6 @@ class MergePreparation:
         self._origins = {adapter.origin.name: adapter.origin for adapter in adapters}
         self._origins[self._base.origin.name] = self._base.origin
         self._notes = [note for adapter in adapters for note in adapter.found.notes]
-        self._unproven: list[str] = []  # what packed bytes may prove yet
 
     def run(self, out: Path) -> tuple[Prepared, list[MergedLayer]]:
         """Plans the output.
@@ -116,12 +105,14 @@ class MergePreparation:
             InputError: If a source is damaged or incomplete.
             RefusedError: If the request cannot be met.
         """
-        self._check_identity()
+        self._checks.check_identity()
         modules = [module for one in self._adapters for module in modules_of(one.found.adapter)]
         modules = list(dict.fromkeys(modules))
         alignment = align(self._base, modules, self._config, folder=self._folders.base)
         quantized = self._quantized(alignment)
-        self._compare_frozen(alignment, quantized)
+        if self._given is not None:
+            given = plain_weights(self._given, alignment)
+            self._checks.compare(given, self._trained(), quantized, self._request.qlora_base)
         tensors = base_tensors(self._base, alignment, quantized)
         shapes = live_shapes(self._base, alignment, quantized)
         pairs = self._pairs(self._config, tensors)
@@ -136,9 +127,7 @@ class MergePreparation:
         ]
         layers = reported(self._adapters, tensors, changes, quantized, self._request, self._origins)
         config = self._configured(config, products, changes, shapes, ties)
-        if not quantized.facts.get("compared"):
-            self._notes += self._unproven
-        self._notes += [*alignment.notes, *quantized.notes]
+        self._notes += [*alignment.notes, *self._checks.notes(quantized)]
         plan = self._plan(products, config, written_ties(ties, tensors))
         return self._prepared(out, plan, alignment, quantized), layers
 
@@ -153,44 +142,6 @@ class MergePreparation:
                 hint=_NO_BASE,
             )
         return BaseSource(found.opened, adapter.origin, found.base, self._config, is_live=True)
-
-    def _refuse_rewritten_bases(self) -> None:
-        """Refuses adapters that were trained on a base which PEFT had written into."""
-        for adapter in self._adapters:
-            settings = adapter.found.adapter.settings
-            own = self._given is None and len(self._adapters) == 1
-            if settings.changes_base and not own:
-                raise RefusedError(
-                    f"the adapter was started with {settings.init_lora_weights!r}, which writes"
-                    " into the base: merged onto another it gives another model",
-                    where=adapter.source.where,
-                    hint="merge the checkpoint of the run itself, without --base, if it holds the"
-                    " base; or let PEFT save the adapter with"
-                    " path_initial_model_for_weight_conversion",
-                )
-
-    def _check_identity(self) -> None:
-        if self._given is None:
-            return
-        for adapter in self._adapters:
-            expected = recorded_base(adapter.found.adapter.settings, adapter.found.opened)
-            judgement = check_identity(
-                expected,
-                self._given,
-                where=adapter.source.where,
-                allowed=self._request.allow_other_base,
-            )
-            recorded = recorded_weights(self._stack, expected, self._given)
-            if recorded is None or not self._compare(
-                weights_as_they_are(recorded),
-                weights_as_they_are(self._given),
-                adapter,
-                most=_SAMPLE,
-            ):
-                self._unproven += judgement.notes
-            self._notes += [
-                f"another base is merged onto: {text}" for text in judgement.contradictions
-            ]
 
     def _quantized(self, alignment: Alignment) -> QuantizedBase:
         trained = self._trained()
@@ -217,44 +168,6 @@ class MergePreparation:
         config = folders.config(folders.choose(allow_code=False)[0])
         entries = {str(name): entry for name, entry in first.found.base.items()}
         return Weights(first.origin, entries, config, first.found.opened.path)
-
-    def _compare_frozen(self, alignment: Alignment, quantized: QuantizedBase) -> None:
-        """Compares a given base with what the checkpoint itself holds of the base."""
-        trained = self._trained()
-        if self._given is not None and trained is not None:
-            given = plain_weights(self._given, alignment)
-            hidden = {*quantized.hidden, *self._trained_biases()}
-            if self._compare(trained, given, self._adapters[0], hidden=hidden):
-                self._unproven.clear()
-
-    def _trained_biases(self) -> Iterator[str]:
-        """Yields what lies with the frozen weights and was trained all the same."""
-        for adapter in self._adapters:
-            for name in table_of(adapter.found.adapter.tensors).whole:
-                if name.endswith(".bias"):
-                    yield plain_name(name)
-
-    def _compare(
-        self,
-        trained: Weights,
-        given: Weights,
-        adapter: SourceAdapter,
-        *,
-        hidden: Collection[str] = (),
-        most: int | None = None,
-    ) -> bool:
-        """Refuses a given base whose weights are not those trained on; True where they agree."""
-        differing, count = differing_weights(trained, given, hidden, most=most)
-        if not differing:
-            return count > 0
-        text = (
-            f"{len(differing):,} of {count:,} weights differ from those in {trained.location}:"
-            f" {listed(differing)}"
-        )
-        allowed = self._request.allow_other_base
-        refuse_other_base([text], given.location, where=adapter.source.where, allowed=allowed)
-        self._notes.append(f"another base is merged onto: {text}")
-        return False
 
     # --- what changes ---
 

@@ -96,8 +96,7 @@ def run_merge(  # noqa: PLR0913  what the command takes, sorted by stage
         RefusedError: If the request cannot be met, or if the base is not the adapter's.
         OutputExistsError: If `out` is there and not empty, and `overwrite` is false.
     """
-    for source in sources_of(adapters, base):
-        check_destination(source, out, overwrite=overwrite, also=adapters[0].request.also)
+    check_apart(adapters, out, base, overwrite=overwrite)
     target = LocalTarget(Path(out), overwrite=overwrite)
     try:
         resources = resources or Resources()
@@ -135,10 +134,19 @@ def choices_of(
     ]
 
 
-def sources_of(adapters: Sequence[AdapterChoice], base: PathLike | None) -> list[PathLike]:
-    """Returns every path that a merge reads from."""
-    paths = [adapter.path for adapter in adapters]
-    return paths if base is None else [*paths, base]
+def check_apart(
+    adapters: Sequence[AdapterChoice], out: PathLike, base: PathLike | None, *, overwrite: bool
+) -> None:
+    """Refuses an output that could not be written without harm to what a merge reads.
+
+    Raises:
+        UsageError: If a path is none.
+        RefusedError: If the output and something that is read lie inside one another.
+        OutputExistsError: If the output holds something and is not to be overwritten.
+    """
+    also = adapters[0].request.also
+    for adapter in adapters:
+        check_destination(adapter.path, out, overwrite=overwrite, also=also, base=base)
 
 
 @contextmanager
