@@ -99,21 +99,6 @@ def sort_entries(entries: Iterable[TensorEntry], *, keep_module: bool = False) -
     return Sorted(live, stripped, rest, cut, repeated)
 
 
-def adapter_entries(
-    entries: Iterable[TensorEntry],
-    adapter: str = DEFAULT,
-    settings: LoraSettings | None = None,
-) -> dict[Fqn, TensorEntry]:
-    """Returns the tensors of one adapter by the names that PEFT's files give them.
-
-    Args:
-        entries: The tensors of one state dict.
-        adapter: Its name; without meaning where the names are those of a file.
-        settings: Its configuration, which says whether biases and embeddings belong to it.
-    """
-    return of_adapter(sort_entries(entries), adapter, settings)
-
-
 def of_adapter(
     found: Sorted,
     adapter: str,
@@ -144,11 +129,6 @@ def of_adapter(
         if names.file_name(name) is not None
     }
     return {**own, **beside}
-
-
-def base_entries(entries: Iterable[TensorEntry]) -> dict[Fqn, TensorEntry]:
-    """Returns the base of a live PEFT model, by the names that it has without PEFT."""
-    return plain_entries(sort_entries(entries).rest)
 
 
 def plain_entries(rest: Mapping[Fqn, TensorEntry]) -> dict[Fqn, TensorEntry]:

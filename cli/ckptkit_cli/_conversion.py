@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptkit.core.errors import UsageError
-from ckptkit.execution.events import Event, Planned
 from ckptkit.planning.requests import (
     ConsolidateRequest,
     Layout,
@@ -90,15 +89,8 @@ class _Job:
         from ckptkit_cli._consolidation_page import Consolidated, consolidation_page
 
         places = self.places
-        notes: list[str] = []
         began = time.perf_counter()
         with Progress(output, self.title) as progress:
-
-            def listen(event: Event) -> None:
-                if isinstance(event, Planned):
-                    notes.extend(event.notes)
-                progress.listen(event)
-
             manifest = run_consolidation(
                 places.src,
                 places.out,
@@ -107,10 +99,10 @@ class _Job:
                 also=places.also,
                 overwrite=self.overwrite,
                 resources=self.resources,
-                listener=listen,
+                listener=progress.listen,
             )
-        done = Consolidated(places.out, manifest, time.perf_counter() - began, tuple(notes))
-        for note in notes:
+        done = Consolidated(places.out, manifest, time.perf_counter() - began, progress.notes)
+        for note in done.notes:
             output.warn(note)
         output.document(done.to_json())
         output.lines(consolidation_page(output, done))

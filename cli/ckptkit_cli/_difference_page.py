@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ckptkit.core.manifest import MANIFEST_NAME, Manifest
 from ckptkit.core.texts import size_text
-from ckptkit.execution.events import Event, Planned
 from ckptkit.pipeline.adapters.from_diff import DiffRequest, run_adapter_from_diff
 from ckptkit_cli._output import Output
 from ckptkit_cli._progress import Progress
@@ -42,30 +41,23 @@ class DiffJob:
 
     def run(self, output: Output) -> None:
         """Writes the adapter, and tells how near it comes."""
-        notes: list[str] = []
         began = time.perf_counter()
         with Progress(output, _TITLE) as progress:
-
-            def listen(event: Event) -> None:
-                if isinstance(event, Planned):
-                    notes.extend(event.notes)
-                progress.listen(event)
-
             manifest = run_adapter_from_diff(
                 self.tuned,
                 self.out,
                 self.request,
                 base=self.base,
                 overwrite=self.overwrite,
-                listener=listen,
+                listener=progress.listen,
             )
         seconds = time.perf_counter() - began
-        for note in notes:
+        for note in progress.notes:
             output.warn(note)
-        output.document(self._json(manifest, seconds, notes))
+        output.document(self._json(manifest, seconds, progress.notes))
         output.lines(self._page(output, manifest, seconds))
 
-    def _json(self, manifest: Manifest, seconds: float, notes: list[str]) -> dict[str, Any]:
+    def _json(self, manifest: Manifest, seconds: float, notes: Sequence[str]) -> dict[str, Any]:
         return {
             "out": self.out,
             "manifest": str(Path(self.out) / MANIFEST_NAME),
@@ -77,7 +69,7 @@ class DiffJob:
             "bytes": sum(file.size_bytes for file in manifest.files.values()),
             "seconds": round(seconds, 6),
             "difference": manifest.source["difference"],
-            "notes": notes,
+            "notes": list(notes),
         }
 
     def _page(self, output: Output, manifest: Manifest, seconds: float) -> Iterator[str]:

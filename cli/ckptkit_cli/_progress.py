@@ -6,7 +6,7 @@ import threading
 from types import TracebackType
 from typing import Any, Self
 
-from ckptkit.execution.events import BytesWritten, Event, Started
+from ckptkit.execution.events import BytesWritten, Event, Planned, Started
 from ckptkit_cli._output import Output
 
 
@@ -14,6 +14,9 @@ class Progress:
     """Listens to an execution and draws a bar on stderr; draws nothing where nobody watches.
 
     Events come from several threads at once.
+
+    Attributes:
+        notes: What the plan has to say to the user, once it is known.
     """
 
     def __init__(self, output: Output, label: str) -> None:
@@ -23,6 +26,7 @@ class Progress:
             output: Knows whether somebody watches.
             label: What stands before the bar.
         """
+        self.notes: tuple[str, ...] = ()
         self._shown = output.shows_progress
         self._label = label
         self._lock = threading.Lock()
@@ -45,6 +49,8 @@ class Progress:
     def listen(self, event: Event) -> None:
         """Takes notice of an event."""
         with self._lock:
+            if isinstance(event, Planned):
+                self.notes += tuple(event.notes)
             if not self._shown:
                 return
             if isinstance(event, Started):

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
 
 from ckptkit.adapters.base_names import Placed
-from ckptkit.adapters.dialects import base_entries
+from ckptkit.adapters.dialects import plain_entries, sort_entries
 from ckptkit.adapters.merging import MergeRequest
 from ckptkit.core.errors import CkptkitError, FormatError, RefusedError, UnsupportedError
 from ckptkit.core.index import Box, Fqn
@@ -335,7 +335,10 @@ def planned(
                 sides.append(None)
                 continue
             found = stack.enter_context(opened(path))
-            entries = {str(k): v for k, v in base_entries(found.index.of_part("model")).items()}
+            entries = {
+                str(k): v
+                for k, v in plain_entries(sort_entries(found.index.of_part("model")).rest).items()
+            }
             origin = Origin(name, found.source, found.index)
             told = config if name == "source" else None
             sides.append(Weights(origin, entries, told, str(path)))
@@ -473,7 +476,7 @@ def test_a_packed_part_of_a_fused_weight_is_not_written_as_one(tmp_path: Path) -
     live = (Fqn("model.layers.0.mlp.experts.down_proj"),)
     piece = HubTensor(name, (8, 8), (8, 8), (Piece(Box((0, 0), (8, 8)), live[0], 0, (8, 1)),))
     with opened(tmp_path) as found:
-        entries = base_entries(found.index.of_part("model"))
+        entries = plain_entries(sort_entries(found.index.of_part("model")).rest)
         base = BaseSource(found, Origin(BASE, found.source, found.index), entries, None, False)
         alignment = Alignment([Placed(name, live, (name,), piece)], {})
         with pytest.raises(RefusedError, match=f"'{name}' of shape .* is a packed weight, and a"):

@@ -11,7 +11,7 @@ import pytest
 from ckptkit.adapters.accounting import Row, account, old_alphas
 from ckptkit.adapters.adapter import Adapter
 from ckptkit.adapters.config import LoraSettings
-from ckptkit.adapters.dialects import adapter_entries, base_entries, sort_entries
+from ckptkit.adapters.dialects import DEFAULT, of_adapter, plain_entries, sort_entries
 from ckptkit.adapters.inference import infer
 from ckptkit.adapters.layers import table_of
 from ckptkit.core.dtypes import dtype_named
@@ -67,7 +67,7 @@ def rows_of(
     ],
 )
 def test_a_frozen_base_gets_the_names_that_it_has_without_peft(live: str, plain: str) -> None:
-    assert list(base_entries([entry(live, (1,))])) == [plain]
+    assert list(plain_entries(sort_entries([entry(live, (1,))]).rest)) == [plain]
 
 
 @pytest.mark.parametrize(
@@ -79,13 +79,13 @@ def test_a_frozen_base_gets_the_names_that_it_has_without_peft(live: str, plain:
 )
 def test_whatever_stands_before_the_names_of_peft_is_cut_off(prefix: str) -> None:
     live = entry(f"{prefix}{P}{Q}.lora_A.default.weight", (2, 4))
-    assert list(adapter_entries([live])) == [f"{P}{Q}.lora_A.weight"]
+    assert list(of_adapter(sort_entries([live]), DEFAULT, None)) == [f"{P}{Q}.lora_A.weight"]
 
 
 @pytest.mark.parametrize("wrapper", ["_orig_mod", "_checkpoint_wrapped_module", "module"])
 def test_wrappers_are_cut_out_wherever_they_stand(wrapper: str) -> None:
     live = entry(f"{P}{wrapper}.layers.0.{wrapper}.q_proj.lora_B.default.{wrapper}.weight", (4, 2))
-    assert list(adapter_entries([live])) == [f"{P}{Q}.lora_B.weight"]
+    assert list(of_adapter(sort_entries([live]), DEFAULT, None)) == [f"{P}{Q}.lora_B.weight"]
 
 
 def test_a_model_may_have_modules_of_that_name_itself() -> None:
@@ -114,24 +114,34 @@ def test_an_adapter_within_what_another_one_trained_as_a_whole_is_refused() -> N
 def test_a_module_of_the_base_may_be_called_as_a_method_names_its_own() -> None:
     frozen = {f"{P}{Q}.base_layer.weight": (6, 4), f"{P}lora_proj.weight": (4, 4)}
     shapes = {f"{P}{Q}.lora_A.default.weight": (2, 4), **frozen}
-    assert list(base_entries(named(shapes).values())) == [f"{Q}.weight", "lora_proj.weight"]
+    assert list(plain_entries(sort_entries(named(shapes).values()).rest)) == [
+        f"{Q}.weight",
+        "lora_proj.weight",
+    ]
 
 
 def test_both_spellings_of_a_magnitude_are_read() -> None:
     for ending in ("default", "default.weight"):
         live = entry(f"{P}{Q}.lora_magnitude_vector.{ending}", (6,))
-        assert list(adapter_entries([live])) == [f"{P}{Q}.lora_magnitude_vector"]
+        assert list(of_adapter(sort_entries([live]), DEFAULT, None)) == [
+            f"{P}{Q}.lora_magnitude_vector"
+        ]
     for ending in ("", ".weight"):
         stripped = entry(f"{P}{Q}.lora_magnitude_vector{ending}", (6,))
-        assert list(adapter_entries([stripped])) == [f"{P}{Q}.lora_magnitude_vector"]
+        assert list(of_adapter(sort_entries([stripped]), DEFAULT, None)) == [
+            f"{P}{Q}.lora_magnitude_vector"
+        ]
 
 
 def test_one_adapter_leaves_the_others_alone() -> None:
     entries = [
         entry(f"{P}{Q}.lora_A.{name}.weight", (rank, 4)) for name, rank in (("a", 2), ("b", 3))
     ]
-    assert adapter_entries(entries, "b")[Fqn(f"{P}{Q}.lora_A.weight")].shape == (3, 4)
-    assert base_entries(entries) == {}
+    assert of_adapter(sort_entries(entries), "b", None)[Fqn(f"{P}{Q}.lora_A.weight")].shape == (
+        3,
+        4,
+    )
+    assert plain_entries(sort_entries(entries).rest) == {}
 
 
 def test_names_that_become_one_are_refused() -> None:
