@@ -11,6 +11,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import distributed
@@ -70,6 +71,7 @@ class Peers:
         self._lock = threading.Lock()
         self._rounds: dict[str, int] = {}
         self._stale: list[tuple[float, str]] = []
+        self._decided: list[tuple[float, str]] = []  # rounds of which all ranks await the answer
 
     def agree(
         self,
@@ -112,6 +114,8 @@ class Peers:
             self._publish(key, _encoded({"error": document}), timeout_seconds)
             raise
         self._publish(key, answer, timeout_seconds)
+        with self._lock:
+            self._decided.append((time.monotonic() + _GRACE_SECONDS, key))
         return json.loads(answer)["value"]
 
     def refuse(self, topic: str, error: Exception, *, timeout_seconds: float) -> None:
@@ -136,9 +140,28 @@ class Peers:
             self._publish(key, _encoded({"error": document}), timeout_seconds)
 
     def close(self) -> None:
-        """Ends the connection; nothing else may be called after it."""
-        if isinstance(self.board, StoreBoard):
-            self.board.close()
+        """Ends the connection; nothing else may be called after it.
+
+        Rank 0 often hosts the store, and the program may end next: it waits some seconds for those
+        that have not heard its last answers.
+        """
+        if not isinstance(self.board, StoreBoard):
+            return
+        with suppress(PeerError):
+            poll_until(self._all_heard, _GRACE_SECONDS)
+        self.board.close()
+
+    def _all_heard(self) -> bool | None:
+        """Tells whether every rank has taken its values back, as it does after an answer."""
+        now = time.monotonic()
+        with self._lock:
+            self._decided = [entry for entry in self._decided if entry[0] > now]
+            keys = [f"{key}/{rank}" for _, key in self._decided for rank in self._others]
+        return all(self.board.get(key) is None for key in keys) or None
+
+    @property
+    def _others(self) -> range:
+        return range(1, self.world_size)
 
     def _next_round(self, topic: str) -> str:
         with self._lock:
@@ -152,7 +175,7 @@ class Peers:
             PeerError: If some did not come.
             CkptkitError: What a rank had to refuse with.
         """  # noqa: DOC501  made from what it sent
-        keys = [f"{key}/{rank}" for rank in range(1, self.world_size)]
+        keys = [f"{key}/{rank}" for rank in self._others]
         found = poll_until(lambda: self.board.get_all(keys), timeout_seconds) if keys else []
         if found is None:
             missing = [rank for rank, name in enumerate(keys, 1) if self.board.get(name) is None]
@@ -183,7 +206,7 @@ class Peers:
             # Rank 0 may be about to read our value: who removes it now would make it wait.
             self._forget(f"{key}/{self.rank}", timeout_seconds + 2 * _GRACE_SECONDS)
             raise PeerError(f"rank 0 did not decide within {timeout_seconds:g} s about {topic!r}")
-        self._forget(f"{key}/{self.rank}", 0.0)
+        self.board.delete(f"{key}/{self.rank}")  # which tells rank 0 that it was heard
         answer = json.loads(found)
         if "error" in answer:
             raise error_from_json(answer["error"])
@@ -198,6 +221,7 @@ class Peers:
         now = time.monotonic()
         with self._lock:
             due = [key for when, key in self._stale if when <= now]
+            self._decided = [entry for entry in self._decided if entry[0] > now]
             self._stale = [entry for entry in self._stale if entry[0] > now]
         for key in due:
             self.board.delete(key)

@@ -8,6 +8,7 @@ they say is in `rank0.log` and `rank1.log` of the folder.
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import json
 import logging
@@ -69,6 +70,7 @@ def be_rank(rank: int, port: int, command: dict[str, Any]) -> NoReturn:
     except BaseException:  # noqa: BLE001  shown, and told by the status
         traceback.print_exc()
     finally:
+        atexit._run_exitfuncs()  # as at the end of any program; what os._exit leaves out
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)

@@ -292,3 +292,38 @@ def test_4096_ranks_are_collected_in_one_answer_and_within_seconds() -> None:
     assert peers.agree("topic", 1, sum, timeout_seconds=30) == 4096
     assert time.perf_counter() - began < 3
     board.close()
+
+
+def test_the_host_of_the_store_does_not_leave_before_its_answer_was_heard() -> None:
+    store = tcp_store()  # as where no launcher hosts it: it ends with the process of rank 0
+    heard = threading.Event()
+    boards_of = [StoreBoard(store, "test") for _ in range(2)]
+    host, other = (Peers(rank, 2, board, "nonce") for rank, board in enumerate(boards_of))
+    fetch = boards_of[1].get
+
+    def late(key: str) -> bytes | None:
+        found = fetch(key)
+        if key.endswith("answer") and found:
+            time.sleep(SHORT)
+            heard.set()
+        return found
+
+    boards_of[1].get = late  # type: ignore[method-assign]
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(lambda: other.agree("topic", 1, sum, timeout_seconds=10))
+        assert host.agree("topic", 1, sum, timeout_seconds=10) == 2
+        host.close()
+        assert heard.is_set()
+        assert answer.result() == 2
+    other.close()
+
+
+def test_the_host_of_the_store_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckptkit.training.peers._GRACE_SECONDS", SHORT)
+    board = StoreBoard(tcp_store(), "test")
+    board.set("agree/topic/1/1", b"1")  # of a rank that was killed after it said this
+    peers = Peers(0, 2, board, "nonce")
+    assert peers.agree("topic", 1, sum, timeout_seconds=10) == 2
+    began = time.monotonic()
+    peers.close()
+    assert SHORT / 2 < time.monotonic() - began < 5
