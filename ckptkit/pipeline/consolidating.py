@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from ckptkit.core.manifest import Manifest
 from ckptkit.execution.events import Listener, ignore
@@ -12,7 +11,7 @@ from ckptkit.pipeline.opening import PathLike
 from ckptkit.pipeline.planning import prepared
 from ckptkit.pipeline.writing import write_output
 from ckptkit.planning.requests import ConsolidateRequest, Resources
-from ckptkit.storage.staging import LocalTarget
+from ckptkit.storage.places import open_target
 
 
 def run_consolidation(  # noqa: PLR0913  what the command takes, sorted by stage
@@ -37,7 +36,7 @@ def run_consolidation(  # noqa: PLR0913  what the command takes, sorted by stage
         OutputExistsError: If `out` is there and not empty, and `overwrite` is false.
     """
     check_destination(src, out, overwrite=overwrite, also=also)
-    target = LocalTarget(Path(out), overwrite=overwrite)
+    target = open_target(out, overwrite=overwrite)
     try:
         resources = resources or Resources()
         with prepared(src, out, request, base=base, resources=resources, also=also) as plan:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -17,8 +16,8 @@ from ckptkit.execution.executor import Digests, Executor, Inputs
 from ckptkit.pipeline.opening import Opened, PathLike
 from ckptkit.planning.plan import Compute, Copy, Plan, Segment
 from ckptkit.planning.requests import Resources
+from ckptkit.storage.base import Target
 from ckptkit.storage.machine import memory_in_use_bytes, usable_cores
-from ckptkit.storage.staging import LocalTarget
 from ckptkit.version import __version__
 
 
@@ -97,7 +96,7 @@ def settings_for(resources: Resources) -> ExecutionSettings:
     return ExecutionSettings(workers)
 
 
-def write_output(prepared: Prepared, target: LocalTarget, listener: Listener) -> Manifest:
+def write_output(prepared: Prepared, target: Target, listener: Listener) -> Manifest:
     """Executes a plan and commits what it wrote, whole or not at all.
 
     Returns:
@@ -116,16 +115,16 @@ def write_output(prepared: Prepared, target: LocalTarget, listener: Listener) ->
         _refuse_changed(source)
     manifest = _manifest(prepared, digests)
     _commit(manifest, target)
-    listener(Committed(os.fspath(target.path)))
+    listener(Committed(target.location))
     return manifest
 
 
-def _refuse_full_disk(prepared: Prepared, target: LocalTarget) -> None:
+def _refuse_full_disk(prepared: Prepared, target: Target) -> None:
     needed, free = prepared.estimate.bytes_written, target.free_bytes()
-    if needed > free:
+    if free is not None and needed > free:
         raise NoSpaceError(
             f"the output needs {needed:,} bytes and {free:,} are free",
-            where=os.fspath(target.path),
+            where=target.location,
             hint="choose another disk, or a smaller --dtype",
         )
 
@@ -141,7 +140,7 @@ def _refuse_changed(source: Opened) -> None:
         )
 
 
-def _commit(manifest: Manifest, target: LocalTarget) -> None:
+def _commit(manifest: Manifest, target: Target) -> None:
     data = manifest.to_json()
     target.create(MANIFEST_NAME, len(data))
     target.write(MANIFEST_NAME, 0, memoryview(data))

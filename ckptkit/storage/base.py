@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Protocol
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Protocol, Self
 
 from ckptkit.core.index import FileRef
 
@@ -46,8 +47,42 @@ class Source(Protocol):
         ...
 
 
+class Folder(Source, Protocol):
+    """A source that was opened, and is closed again."""
+
+    def changed(self, refs: Sequence[FileRef]) -> FileRef | None:
+        """Returns the first file that is no longer the one it was, or None."""
+        ...
+
+    def linked_folders(self) -> list[str]:
+        """Returns the names of folders right below that are links, which `walk` does not enter."""
+        ...
+
+    def close(self) -> None:
+        """Lets go of descriptors and connections; what is read afterwards fails."""
+        ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
+
+
 class Target(Protocol):
     """A place where the files of one output are put, invisible until committed."""
+
+    @property
+    def location(self) -> str:
+        """The place as the user named it, for messages."""
+        ...
+
+    def free_bytes(self) -> int | None:
+        """Returns how much room there is, None where nobody knows."""
+        ...
 
     def create(self, path: str, size_bytes: int) -> None:
         """Makes a file of that size, its content undefined until written.

@@ -113,6 +113,17 @@ class MemoryTarget:
         self._lock = threading.Lock()
         self._refuse_filled()
 
+    @property
+    def location(self) -> str:
+        """A name for messages."""
+        return "memory"
+
+    def free_bytes(self) -> int | None:
+        """Returns how much more may be created, None where there is no limit."""
+        if self._room_bytes is None:
+            return None
+        return self._room_bytes - sum(map(len, self._staged.values()))
+
     def create(self, path: str, size_bytes: int) -> None:
         """Makes a file of that size.
 
@@ -125,11 +136,10 @@ class MemoryTarget:
         with self._lock:
             if path in self._staged:
                 raise OutputError(f"the file {path!r} is there already", where="memory")
-            used = sum(map(len, self._staged.values()))
-            if self._room_bytes is not None and used + size_bytes > self._room_bytes:
+            free = self.free_bytes()
+            if free is not None and size_bytes > free:
                 raise NoSpaceError(
-                    f"needs {size_bytes:,} bytes more, but {self._room_bytes - used:,} are free",
-                    where="memory",
+                    f"needs {size_bytes:,} bytes more, but {free:,} are free", where="memory"
                 )
             self._staged[path] = bytearray(size_bytes)
 

@@ -81,9 +81,9 @@ class LocalTarget:
         self._files = StagedFiles(self._work.files, out, self._capabilities)
 
     @property
-    def path(self) -> Path:
+    def location(self) -> str:
         """The directory to be, as it was named."""
-        return self._named
+        return str(self._named)
 
     def create(self, path: str, size_bytes: int) -> None:
         """Makes a file of that size, its blocks reserved, its content undefined until written.

@@ -33,7 +33,7 @@ from ckptkit.planning.plan import (
 )
 from ckptkit.planning.requests import Resources
 from ckptkit.planning.side_files import CONFIG
-from ckptkit.storage.staging import LocalTarget
+from ckptkit.storage.places import open_target
 
 _KIND = "adapter"
 _OF_MODELS = {CONFIG, "generation_config.json"}  # which would make the folder look like a model
@@ -81,7 +81,7 @@ def run_extraction(
         OutputExistsError: If `out` is there and not empty, and `overwrite` is false.
     """
     check_destination(src, out, overwrite=overwrite, also=request.also)
-    target = LocalTarget(Path(out), overwrite=overwrite)
+    target = open_target(out, overwrite=overwrite)
     try:
         with prepared_extraction(src, out, request, resources or Resources()) as (plan, found):
             manifest = write_output(plan, target, listener or ignore)

@@ -52,7 +52,7 @@ from ckptkit.planning.requests import (
     positive_number,
 )
 from ckptkit.planning.side_files import to_json
-from ckptkit.storage.staging import LocalTarget
+from ckptkit.storage.places import open_target
 
 _CONFIG = "adapter_config.json"
 _POOR = 0.9  # of the changes' energy: what is below is told
@@ -116,7 +116,7 @@ def run_adapter_from_diff(
         OutputExistsError: If `out` is there and not empty, and `overwrite` is false.
     """
     check_destination(tuned, out, overwrite=overwrite, also=(base,))
-    target = LocalTarget(Path(out), overwrite=overwrite)
+    target = open_target(out, overwrite=overwrite)
     try:
         with _prepared(tuned, out, request, base, listener) as plan:
             return write_output(plan, target, listener)

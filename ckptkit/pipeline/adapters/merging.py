@@ -21,7 +21,7 @@ from ckptkit.pipeline.destination import check_destination
 from ckptkit.pipeline.opening import PathLike
 from ckptkit.pipeline.writing import Prepared, write_output
 from ckptkit.planning.requests import Resources
-from ckptkit.storage.staging import LocalTarget
+from ckptkit.storage.places import open_target
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +97,7 @@ def run_merge(  # noqa: PLR0913  what the command takes, sorted by stage
         OutputExistsError: If `out` is there and not empty, and `overwrite` is false.
     """
     check_apart(adapters, out, base, overwrite=overwrite)
-    target = LocalTarget(Path(out), overwrite=overwrite)
+    target = open_target(out, overwrite=overwrite)
     try:
         resources = resources or Resources()
         with prepared_merge(adapters, out, request, base=base, resources=resources) as merge:
