@@ -14,7 +14,7 @@ TORCH := torch==2.13.0
 OLD_TORCH := .venv-old-torch
 OLD_TORCH_PINS := tests/roundtrip/stock_readers/requirements.txt
 # The tests of a file share what takes long to make: one worker runs them.
-PYTEST_ARGS ?= -n 2 --dist loadfile
+PYTEST_ARGS ?= -n 3 --dist loadfile --no-loadscope-reorder
 
 # The first interpreter that is new enough; `make PYTHON=/path/to/python demo` overrides it.
 PYTHON ?= $(or $(shell for python in python3 python3.13 python3.12 python3.11; do \
@@ -32,7 +32,7 @@ demo: $(VENV)/.demo ## Train a tiny Llama with FSDP2, consolidate it, load it wi
 	@$(BIN)/python examples/demo/demo.py
 
 .PHONY: test
-test: $(VENV)/.dev ## Run every test (PYTEST_ARGS="-n 2 --dist loadfile" by default)
+test: $(VENV)/.dev ## Run every test (PYTEST_ARGS="-n 3 --dist loadfile --no-loadscope-reorder" by default)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 .PHONY: old-torch

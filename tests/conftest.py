@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+from tests.object_store import ObjectStore, running_object_store
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -31,3 +34,27 @@ def real_checkpoints() -> Path:
 def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     """No test may reach a network by accident."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture(scope="session")
+def running_store() -> Iterator[ObjectStore]:
+    """One S3 server for all tests of this process; tests take `object_store` instead."""
+    with running_object_store() as store:
+        yield store
+
+
+@pytest.fixture
+def object_store(running_store: ObjectStore) -> ObjectStore:
+    """An S3 server behind a proxy that counts, and misbehaves on request; see `ObjectStore`."""
+    running_store.proxy.reset()
+    return running_store
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts files with slow tests first: what is quick then fills the gaps to the end."""
+    slow = {
+        item.path
+        for item in items
+        if any(item.get_closest_marker(name) for name in ("distributed", "slow"))
+    }
+    items.sort(key=lambda item: item.path not in slow)
