@@ -135,6 +135,23 @@ class SourceChangedError(InputError):
     code = "source-changed"
 
 
+class AccessError(InputError):
+    """A storage does not let us in: credentials are missing, wrong or expired."""
+
+    code = "access-denied"
+    usual_hint = (
+        "see whether the credentials that the options and the environment give are right, have not"
+        " expired, and allow it"
+    )
+
+
+class StorageError(InputError):
+    """A storage gave no usable answer, however often it was asked."""
+
+    code = "storage-failed"
+    usual_hint = "see whether the storage is reachable and healthy, then run again"
+
+
 class LimitError(InputError):
     """The input asks for more than any real checkpoint of its size would."""
 
@@ -186,6 +203,12 @@ class NoSpaceError(RefusedError):
     code = "no-space"
 
 
+class EngineError(RefusedError):
+    """The machines that were to do the work cannot be used, or are gone."""
+
+    code = "engine-failed"
+
+
 class OutputError(RefusedError):
     """The output cannot be written where it was asked for."""
 
@@ -204,6 +227,20 @@ class VerificationError(CkptkitError):
 
     code = "verification-failed"
     exit_status = 6
+
+
+class HubError(CkptkitError):
+    """The Hub refused a request, or could not be reached, or holds something else."""
+
+    code = "hub-error"
+    exit_status = 7
+
+
+class HubUnavailableError(HubError):
+    """The Hub could not be reached, or had no time: another try later may succeed."""
+
+    code = "hub-unavailable"
+    usual_hint = "see whether the network and the Hub are up; what was uploaded already is kept"
 
 
 class SaveError(CkptkitError):

@@ -25,6 +25,8 @@ NODE_RUN = "node_run"
 SIDE_FOLDER = "ckptkit"
 """The folder of a step in which lies what describes the run."""
 RUN_FACTS = f"{SIDE_FOLDER}/run.json"
+BY_STORE = "store-crc32"
+"""The proof of a tensor of which a store copied bytes that nobody else has seen."""
 LEAF_BYTES = 8 << 20  # digests are trees over leaves of this many bytes of a tensor
 _MAX_MANIFEST_BYTES = 256 << 20
 
@@ -39,7 +41,9 @@ class TensorRecord:
         file: The file of the output that holds it.
         digest: Digest of its bytes, see `ckptkit.kernels.checksums`.
         proof: `crc32` when every source byte was checked against a stored checksum,
-            `unverified` when the source had none, `live` when it was the memory of training.
+            `store-crc32` when the store copied some by itself, and its own CRC-32 of the file was
+            compared with those stored, `unverified` when the source had none, `live` when it was
+            the memory of training.
     """
 
     dtype: str

@@ -12,6 +12,8 @@ from ckptkit.planning.plan import TASK_BYTES
 # merge reads 2 MB of a 16-bit base and has 1 MB to 3 MB of intermediate results. The factors of
 # a merge come on top, those of the tensors that are being written.
 WORKER_BYTES = TASK_BYTES + RUN_BYTES + (4 << 20)
+DISTANT_WORKERS = 8
+"""As many as fit, where they wait for a store and not for a core."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,13 +22,23 @@ class ExecutionSettings:
 
     Attributes:
         workers: Threads that read, check and write.
+        bytes_per_second: How much they may read together, and how much write; None for no limit.
+        worker_bytes: Memory that each of them takes.
     """
 
     workers: int
+    bytes_per_second: int | None = None
+    worker_bytes: int = WORKER_BYTES
 
 
 def settle_workers(
-    wanted: int | None, *, cores: int, budget_bytes: int, limit_bytes: int | None, used_bytes: int
+    wanted: int | None,
+    *,
+    cores: int,
+    budget_bytes: int,
+    limit_bytes: int | None,
+    used_bytes: int,
+    worker_bytes: int = WORKER_BYTES,
 ) -> int:
     """Chooses the number of workers.
 
@@ -37,6 +49,7 @@ def settle_workers(
         budget_bytes: What buffers may take together.
         limit_bytes: What the whole process may take, or None.
         used_bytes: What the process takes already, the plan included.
+        worker_bytes: What one worker takes.
 
     Returns:
         At least 1.
@@ -47,17 +60,17 @@ def settle_workers(
     room = budget_bytes
     if limit_bytes is not None and limit_bytes - used_bytes < budget_bytes:
         room = max(0, limit_bytes - used_bytes)
-        if room < WORKER_BYTES:
+        if room < worker_bytes:
             raise NoSpaceError(
                 f"{limit_bytes:,} bytes leave {room:,} for buffers and one worker needs"
-                f" {WORKER_BYTES:,}; {used_bytes:,} are in use with the plan",
+                f" {worker_bytes:,}; {used_bytes:,} are in use with the plan",
                 where="--memory-limit",
-                hint=f"allow at least {used_bytes + WORKER_BYTES:,} bytes",
+                hint=f"allow at least {used_bytes + worker_bytes:,} bytes",
             )
-    if room < WORKER_BYTES:
+    if room < worker_bytes:
         raise NoSpaceError(
-            f"{room:,} bytes are allowed for buffers and one worker needs {WORKER_BYTES:,}",
+            f"{room:,} bytes are allowed for buffers and one worker needs {worker_bytes:,}",
             where="--memory-budget",
-            hint=f"pass --memory-budget {WORKER_BYTES}B or more",
+            hint=f"pass --memory-budget {worker_bytes}B or more",
         )
-    return max(1, min(wanted or min(cores + 1, 8), room // WORKER_BYTES))
+    return max(1, min(wanted or min(cores + 1, 8), room // worker_bytes))

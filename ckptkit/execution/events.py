@@ -34,7 +34,14 @@ class Committed:
     path: str
 
 
-Event = Planned | Started | BytesWritten | Committed
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """The output was there already, whole and the one asked for; nothing was written."""
+
+    path: str
+
+
+Event = Planned | Started | BytesWritten | Committed | Kept
 Listener = Callable[[Event], None]
 
 

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptkit.core.crc import crc32
-from ckptkit.core.index import Span
+from ckptkit.core.index import Key, Span
 from ckptkit.core.manifest import LEAF_BYTES
 from ckptkit.execution.budget import ExecutionSettings
 from ckptkit.execution.crew import run_crew
 from ckptkit.execution.events import BytesWritten, Listener, Started
+from ckptkit.execution.horizon import Horizon
+from ckptkit.execution.outcome import Digests, Outcome
 from ckptkit.execution.preparing import Preparations
+from ckptkit.execution.seals import Seals
+from ckptkit.execution.store_copies import StoreCopies, copies_of
 from ckptkit.execution.tensors import Origin, TensorReader
+from ckptkit.execution.throttle import Throttle
 from ckptkit.kernels.arrays import numpy_dtype
-from ckptkit.kernels.checksums import RangeChecksum, join_leaves, leaf_digest
+from ckptkit.kernels.checksums import leaf_digest
 from ckptkit.planning.plan import (
     TASK_BYTES,
     Compute,
@@ -30,34 +33,19 @@ from ckptkit.planning.plan import (
     Part,
     Plan,
     RawCopy,
-    Segment,
+    ServerCopy,
     Task,
     TensorSpec,
     Trailer,
 )
-from ckptkit.storage.base import Source, Target
+from ckptkit.storage.base import CopyingTarget, InOrder, Sink, Source
 from ckptkit.storage.buffers import aligned_buffer
 from ckptkit.storage.syscalls import PAGE_BYTES
 
 # A block of fp32 is then as large as one read. Smaller ones cost more calls than they save in
 # the processor's cache, and much more where a chunk has to be passed over for each block.
 COMPUTE_ELEMENTS = 1 << 20
-
-
-@dataclass(slots=True)
-class Digests:
-    """Leaves of digests, by tensor name and by path of side file."""
-
-    tensors: dict[str, dict[int, bytes]] = field(default_factory=lambda: defaultdict(dict))
-    files: dict[str, dict[int, bytes]] = field(default_factory=lambda: defaultdict(dict))
-
-    def of_tensor(self, name: str) -> str:
-        """Returns the digest of a tensor's bytes; an empty tensor has no leaves."""
-        return join_leaves(self.tensors.get(name, {}))
-
-    def of_file(self, path: str) -> str:
-        """Returns the digest of a side file's bytes."""
-        return join_leaves(self.files.get(path, {}))
+Put = Callable[[Task, memoryview], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +57,13 @@ class Inputs:
 
 
 class Executor:
-    """Executes one plan into one target."""
+    """Executes one plan into one target, all of it or a part."""
 
     def __init__(
         self,
         plan: Plan,
         inputs: Inputs,
-        target: Target,
+        target: Sink,
         settings: ExecutionSettings,
         listener: Listener,
     ) -> None:
@@ -87,16 +75,13 @@ class Executor:
         self._listener = listener
         self._lock = threading.Lock()
         self._preparations = Preparations()
-        self._checksums = {
-            (number, tensor): RangeChecksum()
-            for number, file in enumerate(plan.files)
-            for segment in file.segments
-            if isinstance(segment.body, Trailer)
-            for _, tensor in segment.body.fields
-        }
+        self._seals = Seals(plan.files)
+        self._throttle = Throttle(settings.bytes_per_second)
 
     def run(self) -> Digests:
         """Fills every file of the plan; what is written is not yet durable or visible.
+
+        Tasks are taken in the plan's order, and every byte is written once.
 
         Returns:
             The digests of what was written.
@@ -105,44 +90,152 @@ class Executor:
             CkptkitError: The first error of any worker; the others are stopped.
         """
         self._listener(Started(self._plan.bytes_written))
-        for file in self._plan.files:
-            self._target.create(file.path, file.size_bytes)
-        with self._preparations:
-            run_crew(self._settings.workers, self._plan.tasks(), self._worker)
-        self._write_trailers()
-        for origin in self._inputs.origins.values():
-            origin.ledger.finish()
+        self.create_files()
+        self._copy_at_store()
+        self._run(self._plan.tasks(), self._put_whole)
+        self._settle()
+        self._digest_copied()
         return self.digests
 
-    def _worker(self, tasks: Iterator[Task]) -> None:
+    def create_files(self) -> None:
+        """Makes every file of the plan, its content undefined.
+
+        Raises:
+            CkptkitError: If the target has no room, or refuses.
+        """
+        for file in self._plan.files:
+            copies = copies_of(file)
+            if copies and isinstance(self._target, CopyingTarget):
+                self._target.create_copied(file.path, file.size_bytes, copies)
+            else:
+                self._target.create(file.path, file.size_bytes)
+
+    def run_part(self, tasks: Iterator[Task]) -> Outcome:
+        """Fills what some of the plan's tasks say; called once, and the files have been made.
+
+        Trailers are left out, since they may name checksums of tasks that others run: `complete`
+        writes them. Every other byte of the tasks is written once.
+
+        Returns:
+            What is needed, of all parts together, to complete the output.
+
+        Raises:
+            CkptkitError: The first error of any worker; the others are stopped.
+        """
+        self._run(tasks, self._put_around_trailers)
+        return Outcome(
+            digests=self.digests,
+            pieces=dict(self._seals.pieces()),
+            open_records={n: o.ledger.still_open() for n, o in self._inputs.origins.items()},
+            unverified={n: {*map(str, o.unverified)} for n, o in self._inputs.origins.items()},
+        )
+
+    def complete(self, outcome: Outcome) -> Digests:
+        """Writes the trailers, and proves what single parts could not, after all are run.
+
+        Args:
+            outcome: Of all parts together.
+
+        Returns:
+            The digests of the whole.
+
+        Raises:
+            CkptkitError: If a source was damaged, or if something cannot be written.
+            ValueError: If tasks are missing.
+        """
+        sizes = [(str(spec.name), spec.size_bytes) for _, _, spec in self._plan.specs()]
+        missing = outcome.digests.first_gap(sizes)
+        if missing is not None:
+            raise ValueError(f"no part has written all of tensor {missing!r}")
+        for name, origin in self._inputs.origins.items():
+            origin.unverified.update(map(Key, outcome.unverified.get(name, ())))
+            origin.adopt(outcome.open_records.get(name, {}))
+        for slot, pieces in outcome.pieces.items():
+            self._seals.add(slot, pieces)
+        for task in self._plan.tasks():
+            for part in task.parts:
+                if isinstance(part.segment.body, Trailer):
+                    self._write_trailer(task, part)
+        self._settle()
+        self.digests = outcome.digests
+        return outcome.digests
+
+    def _copy_at_store(self) -> None:
+        if isinstance(self._target, CopyingTarget):
+            StoreCopies(self._plan, self._inputs.origins, self._target).run(self._listener)
+
+    def _digest_copied(self) -> None:
+        for number, file in enumerate(self._plan.files):
+            for position, segment in enumerate(file.segments):
+                if isinstance(segment.body, ServerCopy) and segment.spec is not None:
+                    crc = self._seals.value((number, position))
+                    assert crc is not None  # noqa: S101  nobody has given up
+                    self.digests.crc32s[str(segment.spec.name)] = crc
+
+    def _run(self, tasks: Iterator[Task], put: Put) -> None:
+        def work(shared: Iterator[Task]) -> None:
+            try:
+                self._work(shared, put)
+            except BaseException:
+                self._seals.give_up()
+                if isinstance(self._target, InOrder):
+                    self._target.give_up()
+                raise
+
+        with self._preparations:
+            run_crew(self._settings.workers, tasks, work)
+
+    def _work(self, tasks: Iterator[Task], put: Put) -> None:
         desk = _Desk(self._inputs, self._preparations)
         for task in tasks:
             data = desk.prepare(task)
-            at = 0
-            for part in task.parts:
-                view = data[at : at + part.stop - part.start]
-                desk.fill(part, view)
-                self._digest(task, part, view)
-                at += len(view)
-            self._target.write(self._plan.files[task.file].path, task.start, data)
+            for at, (part, view) in enumerate(_parts(task, data)):
+                desk.look_ahead(task, at)
+                if not isinstance(part.segment.body, Trailer):
+                    desk.fill(part, view)
+                    self._digest(task, part, view)
+            if not put(task, data):
+                return  # another worker has failed, and says why
             self._listener(BytesWritten(len(data)))
+            self._throttle.take(max(len(data), desk.bytes_read()))
 
-    def _write_trailers(self) -> None:
-        """Fills in what depends on the bytes written before it."""
-        for number, file in enumerate(self._plan.files):
-            for segment in file.segments:
-                if isinstance(segment.body, Trailer):
-                    data = bytearray(segment.body.template)
-                    for position, tensor in segment.body.fields:
-                        crc = self._checksums[number, tensor].value(_size(file.segments[tensor]))
-                        data[position : position + 4] = crc.to_bytes(4, "little")
-                    self._target.write(file.path, segment.start, memoryview(data))
+    def _put_whole(self, task: Task, data: memoryview) -> bool:
+        for part, view in _parts(task, data):
+            is_trailer = isinstance(part.segment.body, Trailer)
+            if is_trailer and not self._seals.fill(task.file, part, view):
+                return False
+        self._target.write(self._plan.files[task.file].path, task.start, data)
+        return True
+
+    def _put_around_trailers(self, task: Task, data: memoryview) -> bool:
+        path = self._plan.files[task.file].path
+        start = at = 0
+        for part, view in _parts(task, data):
+            if isinstance(part.segment.body, Trailer):
+                if start < at:
+                    self._target.write(path, task.start + start, data[start:at])
+                start = at + len(view)
+            at += len(view)
+        if start < at:
+            self._target.write(path, task.start + start, data[start:at])
+        return True
+
+    def _write_trailer(self, task: Task, part: Part) -> None:
+        view = memoryview(bytearray(part.stop - part.start))
+        if not self._seals.fill(task.file, part, view):
+            raise ValueError("a trailer was asked for before all of its checksums are known")
+        start = part.segment.start + part.start
+        self._target.write(self._plan.files[task.file].path, start, view)
+
+    def _settle(self) -> None:
+        for origin in self._inputs.origins.values():
+            origin.ledger.finish()
 
     def _digest(self, task: Task, part: Part, view: memoryview) -> None:
         path = self._plan.files[task.file].path
-        pieces = self._checksums.get((task.file, part.number))
-        if pieces is not None:
-            pieces.add(part.start, len(view), crc32(view))
+        self._seals.note((task.file, part.number), part.start, view)
+        if isinstance(part.segment.body, ServerCopy):
+            return
         leaf = part.start // LEAF_BYTES
         book, name = self.digests.files, path
         if part.segment.spec is not None:
@@ -154,8 +247,11 @@ class Executor:
             book[name][leaf] = digest
 
 
-def _size(segment: Segment) -> int:
-    return segment.stop - segment.start
+def _parts(task: Task, data: memoryview) -> Iterator[tuple[Part, memoryview]]:
+    at = 0
+    for part in task.parts:
+        yield part, data[at : at + part.stop - part.start]
+        at += part.stop - part.start
 
 
 class _Desk:
@@ -167,23 +263,36 @@ class _Desk:
         self._readers = {name: TensorReader(origin) for name, origin in inputs.origins.items()}
         self._block = aligned_buffer(TASK_BYTES + PAGE_BYTES)
         self._scratch: dict[int, memoryview] = {}
+        self._raw_bytes = 0
+        self._horizon = Horizon(inputs.origins, self._readers)
+
+    def bytes_read(self) -> int:
+        """Returns how much was read from the sources since it was asked last."""
+        total, self._raw_bytes = self._raw_bytes, 0
+        for reader in self._readers.values():
+            total += reader.bytes_read
+            reader.bytes_read = 0
+        return total
 
     def prepare(self, task: Task) -> memoryview:
         """Returns a buffer for a task, lying in memory as it will lie on disk pages."""
         low = task.start % PAGE_BYTES
         return self._block[low : low + task.stop - task.start]
 
+    def look_ahead(self, task: Task, at: int) -> None:
+        """Fetches what part `at` of a task reads, and what follows it, where that is far away."""
+        self._horizon.reach(task, at)
+
     def fill(self, part: Part, view: memoryview) -> None:
         """Fills the buffer of one part of a segment."""
         body, spec = part.segment.body, part.segment.spec
         if isinstance(body, Literal):
             view[:] = body.data[part.start : part.stop]
-        elif isinstance(body, Trailer):
-            view[:] = body.template[part.start : part.stop]
         elif isinstance(body, RawCopy):
             folder = self._inputs.folders[body.origin]
             folder.read_into(body.path, body.start + part.start, view)
-        elif isinstance(body, Copy) and spec is not None:
+            self._raw_bytes += len(view)
+        elif isinstance(body, (Copy, ServerCopy)) and spec is not None:
             self._readers[body.origin].fill(body.key, _span_of(part, spec), view)
         elif isinstance(body, Compute) and spec is not None:
             self._compute(body, spec, _span_of(part, spec), view)
@@ -197,6 +306,7 @@ class _Desk:
         step = max(grain, COMPUTE_ELEMENTS // grain * grain)
         for start in range(span.start, span.stop, step):
             block = Span(start, min(start + step, span.stop))
+            self._horizon.reach_blocks(kernel, spec, block, span.stop)
             inputs = [
                 self._input(slot, demand) for slot, demand in enumerate(kernel.demands(spec, block))
             ]

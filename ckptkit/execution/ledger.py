@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from ckptkit.core.crc import crc32
 from ckptkit.core.errors import ChecksumError
-from ckptkit.kernels.checksums import crc32_combine
+from ckptkit.kernels.checksums import ChecksumPiece as Piece
+from ckptkit.kernels.checksums import crc32_combine, joined_pieces
 
-Piece = tuple[int, int, int]  # start within the record's data, length, CRC-32
 READ_BYTES = 1 << 20
 ReadInto = Callable[[int, memoryview], None]  # absolute position in the file
 
@@ -36,6 +37,52 @@ class Account:
     read_into: ReadInto
     pieces: list[Piece] = field(default_factory=list)
     seen_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class OpenRecord:
+    """A record of which only a part was read, as a value that can be handed on.
+
+    Attributes:
+        start: First byte of its data in its file.
+        stop: First byte after it.
+        expected: The stored CRC-32.
+        where: File and tensor, for messages.
+        pieces: What was read, joined where pieces touch.
+    """
+
+    start: int
+    stop: int
+    expected: int
+    where: str
+    pieces: tuple[Piece, ...]
+
+    def joined(self, other: OpenRecord) -> OpenRecord:
+        """Returns the record with what two processes have read of it.
+
+        Raises:
+            ChecksumError: If they found different data, or another checksum stored for it.
+        """
+        if (self.start, self.stop, self.expected) != (other.start, other.stop, other.expected):
+            raise ChecksumError(
+                f"one process found bytes [{self.start:,}, {self.stop:,}) with CRC-32"
+                f" {self.expected:08x} stored, another bytes [{other.start:,}, {other.stop:,})"
+                f" with {other.expected:08x}",
+                where=self.where,
+                hint="the file changed while it was read, or is another one on another machine",
+            )
+        return replace(self, pieces=tuple(joined_pieces((*self.pieces, *other.pieces))))
+
+    def to_json(self) -> list[Any]:
+        """Returns JSON values."""
+        pieces = [list(piece) for piece in self.pieces]
+        return [self.start, self.stop, self.expected, self.where, pieces]
+
+    @classmethod
+    def from_json(cls, values: Sequence[Any]) -> OpenRecord:
+        """Reads what `to_json` gave."""
+        start, stop, expected, where, pieces = values
+        return cls(start, stop, expected, where, tuple((at, n, crc) for at, n, crc in pieces))
 
 
 class ChecksumLedger:
@@ -73,6 +120,24 @@ class ChecksumLedger:
             del self._open[record]
             self._settled[record] = 1
         _settle(account)
+
+    def still_open(self) -> dict[int, OpenRecord]:
+        """Returns the records that are not settled, for a ledger that knows the other parts."""
+        with self._lock:
+            return {
+                record: OpenRecord(
+                    *(account.start, account.stop, account.expected, account.where),
+                    tuple(joined_pieces(account.pieces)),
+                )
+                for record, account in self._open.items()
+            }
+
+    def adopt(self, record: int, found: OpenRecord, read_into: ReadInto) -> None:
+        """Takes over a record that other ledgers have left open; `finish` settles it."""
+        account = Account(found.start, found.stop, found.expected, found.where, read_into)
+        with self._lock:
+            known = self._open.setdefault(record, account)
+            known.pieces.extend(found.pieces)
 
     def finish(self) -> None:
         """Reads what is missing of every open record, and settles it.

@@ -7,12 +7,13 @@ about to be read, not while planning: a million chunks would cost millions of sm
 from __future__ import annotations
 
 import posixpath
+import threading
 from dataclasses import dataclass
+from typing import Protocol
 
 from ckptkit.core.errors import FormatError
-from ckptkit.core.index import ChunkTable, Shape, TensorEntry, TensorIndex
+from ckptkit.core.index import ChunkTable, Key, Shape, TensorEntry, TensorIndex
 from ckptkit.formats.torch_zip import TensorCache, locate_tensor
-from ckptkit.storage.base import Source
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +37,43 @@ class Located:
     strides: Shape | None
 
 
+class Readable(Protocol):
+    """As much of a source as is needed here."""
+
+    @property
+    def location(self) -> str:
+        """The place as the user named it, for messages."""
+        ...
+
+    def read(self, path: str, start: int, stop: int) -> bytes:
+        """Returns exactly the bytes `[start, stop)`."""
+        ...
+
+
+class LocatedChunks:
+    """Where chunks lie that were looked into lately; threads share it."""
+
+    def __init__(self, limit: int = 16384) -> None:
+        self._limit = limit
+        self._found: dict[tuple[Key, int], Located] = {}
+        self._lock = threading.Lock()
+
+    def get(self, chunk: tuple[Key, int]) -> Located | None:
+        """Returns the place of a chunk, by its tensor's key and its row; None if it is unknown."""
+        return self._found.get(chunk)
+
+    def put(self, chunk: tuple[Key, int], located: Located) -> None:
+        """Keeps the place of a chunk, and forgets the one that was kept longest if need be."""
+        with self._lock:
+            if len(self._found) >= self._limit:
+                del self._found[next(iter(self._found))]
+            self._found[chunk] = located
+
+
 class Locator:
     """Finds chunks of one source. Remembers nothing but a bounded cache: looking is cheap."""
 
-    def __init__(self, source: Source, index: TensorIndex) -> None:
+    def __init__(self, source: Readable, index: TensorIndex) -> None:
         self._source = source
         self._index = index
         self._cache = TensorCache()

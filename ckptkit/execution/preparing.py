@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
 from typing import Any, Self
 
 from numpy.typing import NDArray
 
 from ckptkit.execution.blas import single_threaded_blas
-from ckptkit.planning.plan import Demand, Kernel, Preparable, TensorSpec
+from ckptkit.planning.plan import Demand, Kept, Kernel, Preparable, TensorSpec
 
 # The two factors that hold all experts of a layer of a middle-sized model, which every expert's
 # tensor asks for again.
@@ -34,6 +34,7 @@ class Preparations:
         self._shared = _Shared()
         self._stack = ExitStack()
         self._limited = False
+        self._kept: dict[Hashable, Any] = {}
 
     def __enter__(self) -> Self:
         """Begins."""
@@ -65,8 +66,16 @@ class Preparations:
             slot = self._slots.setdefault(out.name, _Slot(out.elements))
         with slot.lock:
             if slot.kernel is None:
-                slot.kernel = kernel.prepared(out, _Reading(read, self._shared))
+                slot.kernel = kernel.prepared(out, _Reading(read, self._shared, self.kept))
             return slot.kernel
+
+    def kept(self, key: Hashable, opened: Callable[[], AbstractContextManager[Kept]]) -> Kept:
+        """Returns what is opened by whoever needs it first, and closed with the preparations."""
+        with self._lock:
+            if key not in self._kept:
+                self._kept[key] = self._stack.enter_context(opened())
+            found: Kept = self._kept[key]
+            return found
 
     def settle(self, out: TensorSpec, elements: int) -> None:
         """Takes note that so many elements are computed; after the last, the kernel is let go."""
@@ -107,12 +116,17 @@ class _Shared:
 class _Reading:
     """What a kernel is given to read with."""
 
-    def __init__(self, read: Read, shared: _Shared) -> None:
+    def __init__(self, read: Read, shared: _Shared, kept: Callable[..., Any]) -> None:
         self._read = read
         self._shared = shared
+        self._kept = kept
 
     def own(self, demand: Demand) -> NDArray[Any]:
         return self._read(demand)
 
     def shared(self, demand: Demand) -> NDArray[Any]:
         return self._shared.get(demand, self._read)
+
+    def kept(self, key: Hashable, opened: Callable[[], AbstractContextManager[Kept]]) -> Kept:
+        found: Kept = self._kept(key, opened)
+        return found

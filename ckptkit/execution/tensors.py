@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import posixpath
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,11 +14,13 @@ from numpy.typing import NDArray
 from ckptkit.core.crc import crc32
 from ckptkit.core.geometry import flat_offset, hull, intersect
 from ckptkit.core.index import Box, Key, Span, TensorIndex
-from ckptkit.execution.ledger import Account, ChecksumLedger
-from ckptkit.execution.locate import Located, Locator
+from ckptkit.execution.foresight import FetchedRanges, ranges_of
+from ckptkit.execution.ledger import Account, ChecksumLedger, OpenRecord
+from ckptkit.execution.locate import Located, LocatedChunks, Locator
 from ckptkit.execution.pieces import ChunkLookup, Piece
 from ckptkit.kernels.casts import Caster, overflow_error
-from ckptkit.storage.base import Source
+from ckptkit.planning.reads import READ_AHEAD_BYTES
+from ckptkit.storage.base import Source, distant
 
 # Large enough that Python's share of a read is small, and that pieces of many column chunks stay
 # worth one; small enough that a checksum finds the bytes still in a cache.
@@ -33,6 +36,7 @@ class Origin:
     Attributes:
         ledger: The checksums of its records.
         unverified: Keys of tensors of which some bytes had no stored checksum.
+        located: The chunks that somebody has looked into already.
     """
 
     def __init__(self, name: str, source: Source, index: TensorIndex) -> None:
@@ -41,14 +45,29 @@ class Origin:
         self.index = index
         self.ledger = ChecksumLedger(len(index.records))
         self.unverified: set[Key] = set()
+        self.located = LocatedChunks()
+
+    def adopt(self, records: Mapping[int, OpenRecord]) -> None:
+        """Takes over what other processes have left open in their ledgers."""
+        for record, found in records.items():
+            path = self.index.files[self.index.records[record].file].path
+            self.ledger.adopt(record, found, partial(self.source.read_into, path))
 
 
 class TensorReader:
-    """Fills buffers with elements of tensors; one per thread, it owns its scratch memory."""
+    """Fills buffers with elements of tensors; one per thread, it owns its scratch memory.
+
+    Attributes:
+        bytes_read: How much of the source it has read so far.
+    """
 
     def __init__(self, origin: Origin) -> None:
+        self.bytes_read = 0
         self._origin = origin
-        self._locator = Locator(origin.source, origin.index)
+        far = distant(origin.source)
+        self._ahead = None if far is None else FetchedRanges(far)
+        self._foreseen: Sequence[tuple[Key, Span]] = ()
+        self._locator = Locator(self._ahead or origin.source, origin.index)
         self._lookups: OrderedDict[Key, ChunkLookup] = OrderedDict()
         self._located: OrderedDict[tuple[Key, int], Located] = OrderedDict()
         self._scratch: memoryview | None = None
@@ -62,10 +81,54 @@ class TensorReader:
             OverflowRefusedError: If a number does not fit the type that it is rounded to.
         """
         lookup = self._lookup(key)
-        if lookup.entry.rounded_from is None:
-            self._fill_stored(lookup, span, target)
-        else:
-            self._fill_rounded(lookup, span, target)
+        itemsize = lookup.entry.dtype.itemsize
+        for part in self._windows(lookup, span):
+            low, high = part.start - span.start, part.stop - span.start
+            view = target[low * itemsize : high * itemsize]
+            if lookup.entry.rounded_from is None:
+                self._fill_stored(lookup, part, view)
+            else:
+                self._fill_rounded(lookup, part, view)
+
+    @property
+    def is_distant(self) -> bool:
+        """Whether reading costs round trips, so that `foresee` is worth a call."""
+        return self._ahead is not None
+
+    def foresee(self, wanted: Sequence[tuple[Key, Span]]) -> None:
+        """Fetches what the following calls of `fill` read, if it is not at hand already.
+
+        Args:
+            wanted: Tensors and spans of them, `READ_AHEAD_BYTES` together at most; a call for a
+                part of a span is served too.
+
+        Raises:
+            InputError: If something cannot be read.
+        """
+        if self._ahead is None or all(self._is_foreseen(key, span) for key, span in wanted):
+            return
+        index, located = self._origin.index, self._origin.located
+        ranges = (ranges_of(index, self._lookup(key), span, located) for key, span in wanted)
+        self._ahead.fetch(one for group in ranges for one in group)
+        self._foreseen = tuple(wanted)
+
+    def _is_foreseen(self, key: Key, span: Span) -> bool:
+        return any(
+            key == other and known.start <= span.start and span.stop <= known.stop
+            for other, known in self._foreseen
+        )
+
+    def _windows(self, lookup: ChunkLookup, span: Span) -> Iterator[Span]:
+        """Yields the span as a whole, or in parts each of which is fetched first."""
+        key = lookup.entry.key
+        if self._ahead is None or self._is_foreseen(key, span):
+            yield span
+            return
+        step = READ_AHEAD_BYTES // lookup.entry.stored_dtype.itemsize
+        for start in range(span.start, span.stop, step):
+            part = Span(start, min(start + step, span.stop))
+            self.foresee([(key, part)])
+            yield part
 
     def _fill_rounded(self, lookup: ChunkLookup, span: Span, target: memoryview) -> None:
         """Reads elements block by block, and rounds them to what the live tensor has."""
@@ -132,10 +195,17 @@ class TensorReader:
         self, lookup: ChunkLookup, located: Located, piece: Piece, target: memoryview
     ) -> None:
         start = located.origin + piece.source_start * lookup.entry.stored_dtype.itemsize
-        self._origin.source.read_into(located.path, start, target)
+        self._read_into(located.path, start, target)
         if located.crc32 is not None:
             booked = (start - located.start, len(target), crc32(target))
             self._origin.ledger.add(int(lookup.chunks.record[piece.row]), booked)
+
+    def _read_into(self, path: str, start: int, target: memoryview) -> None:
+        if self._ahead is None:
+            self._origin.source.read_into(path, start, target)
+        else:
+            self._ahead.read_into(path, start, target)
+        self.bytes_read += len(target)
 
     def _gather(self, located: Located, wanted: Sequence[_Place]) -> None:
         """Collects boxes of a chunk that is not stored row-major; `finish` checks its CRC.
@@ -151,7 +221,7 @@ class TensorReader:
         if extent <= RUN_BYTES:
             scratch = self._scratch_of(extent)
             start = located.origin + flat_offset(box.offsets, strides) * itemsize
-            self._origin.source.read_into(located.path, start, scratch)
+            self._read_into(located.path, start, scratch)
             steps = [s * itemsize for s in strides]
             whole = _elements(scratch, itemsize)
             found = np.lib.stride_tricks.as_strided(whole, box.sizes, steps, writeable=False)
@@ -185,7 +255,11 @@ class TensorReader:
         return found
 
     def _locate_anew(self, lookup: ChunkLookup, row: int) -> Located:
-        located = self._locator.locate(lookup.entry, lookup.chunks, row)
+        chunk = (lookup.entry.key, row)
+        located = self._origin.located.get(chunk)
+        if located is None:
+            located = self._locator.locate(lookup.entry, lookup.chunks, row)
+            self._origin.located.put(chunk, located)
         if located.crc32 is None:
             self._origin.unverified.add(lookup.entry.key)
             return located
@@ -198,7 +272,7 @@ class TensorReader:
                 stop=located.stop,
                 expected=located.crc32,
                 where=where,
-                read_into=lambda start, view: source.read_into(path, start, view),
+                read_into=partial(source.read_into, path),
             ),
         )
         return located

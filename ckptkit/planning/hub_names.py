@@ -4,8 +4,8 @@ Transformers 5 computes with other tensors than it stores: the experts of a laye
 in memory and one each on disk. The names that training holds are called live here, those in a
 Hub repository's files are called disk names. A disk tensor is described as boxes whose elements
 lie at regular steps in live tensors, which covers slices, splits, stacks, joins, transpositions
-and the reordering of rotary positions; nothing else can be described, and so nothing else is
-taken for it.
+and the reordering of rotary positions; nothing else can be described so, and so nothing else is
+taken for it. Of a tensor that a conversion computes it is known what it is computed from.
 
 A disk tensor that is one box of one live tensor, maybe with its axes exchanged, is what a merge
 of adapters needs to know; see `window_of`. `ckptkit.pipeline.naming` finds a model's names.
@@ -17,6 +17,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ckptkit.core.dtypes import DType
 from ckptkit.core.geometry import row_major_strides
 from ckptkit.core.index import Box, Fqn, Shape
 
@@ -39,25 +40,42 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
+class Computation:
+    """What one conversion makes a tensor from; those with equal sources come from one.
+
+    Attributes:
+        dtype: The element type that the conversion gives it.
+        sources: All live tensors that the conversion is given.
+    """
+
+    dtype: DType
+    sources: tuple[Fqn, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class HubTensor:
-    """A tensor as `save_pretrained` writes it; its element type is that of its sources.
+    """A tensor as `save_pretrained` writes it; moved, it has the element type of its sources.
 
     Attributes:
         name: Its disk name.
         shape: Its shape.
         grid: The same elements in the same row-major order with dimensions split further, where
             that is needed to describe them by regular steps; mostly `shape` itself.
-        pieces: Boxes of the grid that cover it, each element once.
+        pieces: Boxes of the grid that cover it, each element once; none where it is computed.
+        computed: How it comes to be where a conversion does more than move elements, or None.
     """
 
     name: Fqn
     shape: Shape
     grid: Shape
     pieces: tuple[Piece, ...]
+    computed: Computation | None = None
 
     @property
     def sources(self) -> tuple[Fqn, ...]:
         """The live tensors that it is made of, each once, in the order of the pieces."""
+        if self.computed is not None:
+            return self.computed.sources
         return tuple(dict.fromkeys(piece.source for piece in self.pieces))
 
 
@@ -148,9 +166,9 @@ def windows_of(
 
     Returns:
         Each box of the disk tensor with that of the live one, or None where elements stand in
-        another order within an axis.
+        another order within an axis, or are computed.
     """
-    if tensor.grid != tensor.shape:
+    if tensor.grid != tensor.shape or tensor.computed is not None:
         return None
     found = [(piece.box, _window(piece, live[piece.source])) for piece in tensor.pieces]
     windows = tuple((box, window) for box, window in found if window is not None)

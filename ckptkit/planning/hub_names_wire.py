@@ -9,7 +9,7 @@ from typing import Any
 
 from ckptkit.core.dtypes import DType, dtype_named
 from ckptkit.core.index import Box, Fqn, Shape
-from ckptkit.planning.hub_names import HubNames, HubTensor, Piece
+from ckptkit.planning.hub_names import Computation, HubNames, HubTensor, Piece
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +56,7 @@ def names_to_json(names: HubNames) -> dict[str, Any]:
     return {
         "library": names.library,
         "live": [[name, list(shape)] for name, shape in names.live.items()],
-        "tensors": [
-            [
-                *(tensor.name, tensor.shape, None if tensor.grid == tensor.shape else tensor.grid),
-                [_piece_to_json(piece, number) for piece in tensor.pieces],
-            ]
-            for tensor in names.tensors.values()
-        ],
+        "tensors": [_tensor_to_json(tensor, number) for tensor in names.tensors.values()],
         "unsaved": list(names.unsaved),
         "unknown": list(names.unknown),
     }
@@ -81,6 +75,16 @@ def names_from_json(document: Mapping[str, Any]) -> HubNames:
     )
 
 
+def _tensor_to_json(tensor: HubTensor, number: Mapping[Fqn, int]) -> list[Any]:
+    computed = tensor.computed
+    row: list[Any] = [tensor.name, tensor.shape]
+    if computed is not None:
+        sources = [number[source] for source in computed.sources]
+        return [*row, None, [], [computed.dtype.name, sources]]
+    grid = None if tensor.grid == tensor.shape else tensor.grid
+    return [*row, grid, [_piece_to_json(piece, number) for piece in tensor.pieces], None]
+
+
 def _piece_to_json(piece: Piece, number: Mapping[Fqn, int]) -> list[Any]:
     box = piece.box
     return [number[piece.source], piece.start, piece.steps, box.offsets, box.sizes]
@@ -94,10 +98,16 @@ class _Reader:
         self._shapes: dict[Shape, Shape] = {}
         self._boxes: dict[Box, Box] = {}
 
-    def tensor(self, name: str, shape: list[int], grid: list[int] | None, pieces: Any) -> HubTensor:
+    def tensor(
+        self, name: str, shape: list[int], grid: list[int] | None, pieces: Any, computed: Any
+    ) -> HubTensor:
         dense = self._shape(shape)
         finer = dense if grid is None else self._shape(grid)
-        return HubTensor(Fqn(name), dense, finer, tuple(self._piece(*row) for row in pieces))
+        made = None if computed is None else self._computation(*computed)
+        return HubTensor(Fqn(name), dense, finer, tuple(self._piece(*row) for row in pieces), made)
+
+    def _computation(self, dtype: str, sources: list[int]) -> Computation:
+        return Computation(dtype_named(dtype), tuple(self._live[i] for i in sources))
 
     def _piece(
         self, source: int, start: int, steps: list[int], offsets: list[int], sizes: list[int]

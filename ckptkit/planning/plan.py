@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from numpy.typing import NDArray
 
 from ckptkit.core.dtypes import DType
 from ckptkit.core.index import Fqn, Key, Shape, Span
 from ckptkit.core.manifest import LEAF_BYTES
+from ckptkit.core.object_parts import CopiedRange
 
 TASK_BYTES = LEAF_BYTES
+Kept = TypeVar("Kept")
 SOURCE = "source"  # the origin that a conversion reads; others are named by whoever adds them
 
 
@@ -74,6 +77,15 @@ class Reading(Protocol):
         """Returns the elements read-only, from memory where another tensor asked for them."""
         ...
 
+    def kept(self, key: Hashable, opened: Callable[[], AbstractContextManager[Kept]]) -> Kept:
+        """Returns what is opened once, for all tensors, and closed when all are written.
+
+        Args:
+            key: The same for all that share it.
+            opened: Opens it.
+        """
+        ...
+
 
 @runtime_checkable
 class Preparable(Protocol):
@@ -128,6 +140,21 @@ class Copy:
 
 
 @dataclass(frozen=True, slots=True)
+class ServerCopy:
+    """The same, of which the store of the output copies ranges by itself, unseen by us.
+
+    Attributes:
+        origin: As in `Copy`.
+        key: As in `Copy`.
+        copied: Ranges of the output file within the segment, by their starts.
+    """
+
+    origin: str
+    key: Key
+    copied: tuple[CopiedRange, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Compute:
     """A tensor that a kernel makes; `reads` are the source tensors it looks at."""
 
@@ -153,7 +180,7 @@ class Trailer:
     """Where the little-endian CRC-32 of which segment goes: `(position, segment)`."""
 
 
-Body = Literal | Copy | Compute | RawCopy | Trailer
+Body = Literal | Copy | ServerCopy | Compute | RawCopy | Trailer
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,23 +265,42 @@ class Plan:
     def tasks(self) -> Iterator[Task]:
         """Cuts the files into byte ranges of at most `TASK_BYTES`, lazily and in order."""
         for number, file in enumerate(self.files):
-            yield from _tasks_of(number, file)
+            yield from tasks_of_file(number, file)
 
 
-def _tasks_of(number: int, file: OutputFile) -> Iterator[Task]:
+def tasks_of_file(number: int, file: OutputFile) -> Iterator[Task]:
+    """Cuts one file, the plan's `number`th, into byte ranges of at most `TASK_BYTES`."""
     parts: list[Part] = []
     start = size = 0
-    for position, segment in enumerate(file.segments):
-        length = segment.stop - segment.start
-        for low in range(0, length, LEAF_BYTES):
-            high = min(low + LEAF_BYTES, length)
-            if parts and size + high - low > TASK_BYTES:
-                yield Task(number, start, start + size, tuple(parts))
-                start, size, parts = start + size, 0, []
-            parts.append(Part(position, segment, low, high))
-            size += high - low
+    for part in _parts_of(file):
+        length = part.stop - part.start
+        is_apart = part.segment.start + part.start != start + size
+        if parts and (is_apart or size + length > TASK_BYTES):
+            yield Task(number, start, start + size, tuple(parts))
+            parts = []
+        if not parts:
+            start, size = part.segment.start + part.start, 0
+        parts.append(part)
+        size += length
     if parts:
         yield Task(number, start, start + size, tuple(parts))
+
+
+def _parts_of(file: OutputFile) -> Iterator[Part]:
+    for position, segment in enumerate(file.segments):
+        for first, last in _written_ranges(segment):
+            for low in range(first, last, LEAF_BYTES):
+                yield Part(position, segment, low, min(low + LEAF_BYTES, last))
+
+
+def _written_ranges(segment: Segment) -> Iterator[tuple[int, int]]:
+    """Yields what of a segment has to be written, which the store does not copy."""
+    at = 0
+    if isinstance(segment.body, ServerCopy):
+        for copied in segment.body.copied:
+            yield at, copied.start - segment.start
+            at = copied.stop - segment.start
+    yield at, segment.stop - segment.start
 
 
 def contiguous(path: str, bodies: Sequence[tuple[int, Body, TensorSpec | None]]) -> OutputFile:

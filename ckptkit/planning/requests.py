@@ -15,6 +15,8 @@ OutputDType = Literal[DTypeChoice, "base"]
 FACTOR_DTYPES = ("float32", "bfloat16", "float16")
 Layout = Literal["hf", "torch", "dcp"]
 NameChoice = Literal["auto", "live", "hub"]
+IfExists = Literal["error", "verify"]
+Engine = Literal["local", "ray"]
 DEFAULT_MAX_FILE_BYTES = 5_000_000_000
 DEFAULT_BUDGET_BYTES = 64_000_000
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -200,15 +202,41 @@ def check_choice(option: str, value: str, choices: tuple[str, ...]) -> None:
         )
 
 
+def check_if_exists(value: str, *, overwrite: bool) -> None:
+    """Refuses values that are none for an output that is there, and a contradiction.
+
+    Raises:
+        UsageError: If there is one.
+    """
+    check_choice("--if-exists", value, get_args(IfExists))
+    if value == "verify" and overwrite:
+        raise UsageError(
+            "stands beside --overwrite, which replaces what is there",
+            where="--if-exists verify",
+            hint="leave one of the two out",
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resources:
-    """What an execution may use of the machine; None lets ckptkit choose."""
+    """What an execution may use of the machine, or of each where there are several.
+
+    Attributes:
+        workers: Threads; None lets ckptkit choose.
+        memory_budget_bytes: What all buffers together may take.
+        memory_limit_bytes: What the whole process may take, or None.
+        bytes_per_second: How much may be read, and how much written; None for no limit.
+        engine: `local` for this machine, `ray` for the nodes of a Ray cluster.
+    """
 
     workers: int | None = None
     memory_budget_bytes: int = DEFAULT_BUDGET_BYTES
     memory_limit_bytes: int | None = None
+    bytes_per_second: int | None = None
+    engine: Engine = "local"
 
     def __post_init__(self) -> None:
+        check_choice("--engine", self.engine, get_args(Engine))
         if self.workers is not None and self.workers < 1:
             raise UsageError(
                 f"{self.workers} is not at least 1", where="--workers", hint="leave it out"
@@ -216,7 +244,12 @@ class Resources:
 
 
 def make_resources(
-    workers: int | None, budget: int | str | None, limit: int | str | None
+    workers: int | None,
+    budget: int | str | None,
+    limit: int | str | None,
+    *,
+    bandwidth: int | str | None = None,
+    engine: Engine = "local",
 ) -> Resources:
     """Reads sizes as the user gives them.
 
@@ -224,12 +257,16 @@ def make_resources(
         The limits, in bytes.
 
     Raises:
-        UsageError: If one is no size, or if there would be no worker.
+        UsageError: If one is no size, if there would be no worker, or if there is no such engine.
     """
+
+    def size_of(text: int | str | None, option: str) -> int | None:
+        return None if text is None else parse_size(text, option=option)
+
     return Resources(
         workers=workers,
-        memory_budget_bytes=DEFAULT_BUDGET_BYTES
-        if budget is None
-        else parse_size(budget, option="--memory-budget"),
-        memory_limit_bytes=None if limit is None else parse_size(limit, option="--memory-limit"),
+        memory_budget_bytes=size_of(budget, "--memory-budget") or DEFAULT_BUDGET_BYTES,
+        memory_limit_bytes=size_of(limit, "--memory-limit"),
+        bytes_per_second=size_of(bandwidth, "--bandwidth"),
+        engine=engine,
     )

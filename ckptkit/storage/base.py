@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Protocol, Self, runtime_checkable
 
 from ckptkit.core.index import FileRef
+from ckptkit.core.object_parts import CopiedRange, ObjectPart
+from ckptkit.core.ranges import FileRange
 
 
 class Source(Protocol):
@@ -72,17 +75,60 @@ class Folder(Source, Protocol):
     ) -> None: ...
 
 
-class Target(Protocol):
-    """A place where the files of one output are put, invisible until committed."""
+@runtime_checkable
+class Distant(Source, Protocol):
+    """A source of which every read costs a round trip, so that many are asked for together."""
 
     @property
-    def location(self) -> str:
-        """The place as the user named it, for messages."""
+    def is_distant(self) -> bool:
+        """Whether that is so; what stands for several sources finds out from them."""
         ...
 
-    def free_bytes(self) -> int | None:
-        """Returns how much room there is, None where nobody knows."""
+    def fetch(self, reads: Sequence[tuple[FileRange, memoryview]]) -> None:
+        """Fills each buffer from its range, many at a time.
+
+        Raises:
+            InputError: If one cannot be filled.
+        """
         ...
+
+    def foresee(self, ranges: Collection[FileRange]) -> None:
+        """Is told which small ranges `read` will be asked for one by one, and may have them."""
+        ...
+
+
+@runtime_checkable
+class Prefix(Folder, Protocol):
+    """A folder of an object store: others of the same store are opened from it."""
+
+    def below(self, folder: str) -> Prefix:
+        """Returns a folder in it; nothing is listed again, nor has to be closed."""
+        ...
+
+    def above(self, location: str, *, folders: Collection[str]) -> Prefix:
+        """Returns another place on the same storage, of which little is listed.
+
+        Args:
+            location: Its URL.
+            folders: The folders right in it that are looked into.
+        """
+        ...
+
+
+def distant(source: Source) -> Distant | None:
+    """Returns a source that is better asked for many ranges together; None for others."""
+    return source if isinstance(source, Distant) and source.is_distant else None
+
+
+def foresee(source: Source, ranges: Collection[FileRange]) -> None:
+    """Tells a source which small ranges will be read; one that is near need not know."""
+    far = distant(source)
+    if far is not None:
+        far.foresee(ranges)
+
+
+class Sink(Protocol):
+    """What takes the files of an output."""
 
     def create(self, path: str, size_bytes: int) -> None:
         """Makes a file of that size, its content undefined until written.
@@ -96,6 +142,19 @@ class Target(Protocol):
         """Writes `data` at byte `start` of a created file; thread-safe for disjoint ranges."""
         ...
 
+
+class Target(Sink, Protocol):
+    """A place where the files of one output are put, invisible until committed."""
+
+    @property
+    def location(self) -> str:
+        """The place as the user named it, for messages."""
+        ...
+
+    def free_bytes(self) -> int | None:
+        """Returns how much room there is, None where nobody knows."""
+        ...
+
     def commit(self, last: str) -> None:
         """Makes everything durable and visible at once, the file `last` after all others.
 
@@ -106,4 +165,58 @@ class Target(Protocol):
 
     def abandon(self) -> None:
         """Removes what was written; does nothing after a commit."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class CopySource:
+    """An object of a store, for the store itself to copy from.
+
+    Attributes:
+        store: The client that reads it; a store copies what its own client reads.
+        path: Bucket and key, with a slash between.
+        etag: Its version, as the store calls it.
+    """
+
+    store: object = field(repr=False)
+    path: str
+    etag: str
+
+
+@runtime_checkable
+class ObjectSource(Protocol):
+    """A source whose files may be objects of a store."""
+
+    def copy_source(self, path: str) -> CopySource | None:
+        """Returns the object that a file is, or None for a file that is none."""
+        ...
+
+
+@runtime_checkable
+class CopyingTarget(Protocol):
+    """A target whose store may copy ranges of objects itself, without the bytes coming here."""
+
+    def why_no_copies(self, source: CopySource) -> str:
+        """Tries whether that works from an object; returns why it does not, empty if it does."""
+        ...
+
+    def create_copied(self, path: str, size_bytes: int, copies: Sequence[CopiedRange]) -> None:
+        """Makes a file as `create` does, of which these ranges are copied and not written."""
+        ...
+
+    def copied_parts(self, path: str) -> tuple[ObjectPart, ...]:
+        """Returns what `copy` is to be called for, of a file that was created."""
+        ...
+
+    def copy(self, path: str, part: ObjectPart, source: CopySource) -> None:
+        """Has a part of a file copied; thread-safe."""
+        ...
+
+
+@runtime_checkable
+class InOrder(Protocol):
+    """A target that takes bytes in the order of files, and has those wait that come too early."""
+
+    def give_up(self) -> None:
+        """Lets those go who wait for a write that will not come."""
         ...

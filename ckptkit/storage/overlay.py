@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 
-from ckptkit.core.errors import CkptkitError, FormatError, MissingFileError
+from ckptkit.core.errors import FormatError, InputError, MissingFileError
 from ckptkit.core.index import FileRef
-from ckptkit.storage.base import Source
-from ckptkit.storage.local import LocalSource
+from ckptkit.core.ranges import FileRange
+from ckptkit.storage.base import CopySource, Distant, Folder, ObjectSource, Source, foresee
 from ckptkit.storage.memory import MemorySource
 
 _WHOLE_BYTES = 16 << 20  # up to which files are compared as a whole
@@ -25,7 +26,7 @@ class OverlaySource:
     two saves differ nearly everywhere.
     """
 
-    def __init__(self, folders: Sequence[LocalSource], *, compared: Collection[str] = ()) -> None:
+    def __init__(self, folders: Sequence[Folder], *, compared: Collection[str] = ()) -> None:
         """Takes the directories, which stay the caller's to close.
 
         Args:
@@ -45,7 +46,7 @@ class OverlaySource:
         return self._folders[0].location
 
     @property
-    def folders(self) -> tuple[LocalSource, ...]:
+    def folders(self) -> tuple[Folder, ...]:
         """The directories, in order."""
         return self._folders
 
@@ -62,7 +63,7 @@ class OverlaySource:
             self._places.clear()
 
     def walk(self, depth: int) -> Iterator[str]:
-        """Yields the paths of files in any of the directories, as `LocalSource.walk` does."""
+        """Yields the paths of files in any of the directories, as `Source.walk` does."""
         found = {path for path in self._made if path.count("/") <= depth}
         for folder in self._folders:
             found.update(folder.walk(depth))
@@ -85,16 +86,59 @@ class OverlaySource:
         """Fills `target` from byte `start` on; raises what `stat` and the reading raise."""
         self._place(path).read_into(path, start, target)
 
+    @property
+    def is_distant(self) -> bool:
+        """Whether reading from any of them costs a round trip."""
+        return any(isinstance(folder, Distant) for folder in self._folders)
+
+    def fetch(self, reads: Sequence[tuple[FileRange, memoryview]]) -> None:
+        """Fills many buffers, each from its range; raises what reading one by one would raise."""
+        distant: dict[int, list[tuple[FileRange, memoryview]]] = {}
+        for wanted, view in reads:
+            place = self._place(wanted.path)
+            if isinstance(place, Distant):
+                distant.setdefault(id(place), []).append((wanted, view))
+            else:
+                place.read_into(wanted.path, wanted.start, view)
+        for group in distant.values():
+            place = self._place(group[0][0].path)
+            if isinstance(place, Distant):
+                place.fetch(group)
+
+    def foresee(self, ranges: Collection[FileRange]) -> None:
+        """Has small ranges read that will be asked for one by one."""
+        places: dict[int, list[FileRange]] = {}
+        for one in ranges:
+            with suppress(InputError):  # is met again by whoever reads it
+                places.setdefault(id(self._place(one.path)), []).append(one)
+        for group in places.values():
+            foresee(self._place(group[0].path), group)
+
+    def copy_source(self, path: str) -> CopySource | None:
+        """Returns the object that a file is, or None for a file that is none."""
+        place = self._place(path)
+        return place.copy_source(path) if isinstance(place, ObjectSource) else None
+
     def changed(self, refs: Sequence[FileRef]) -> FileRef | None:
         """Returns the first file that is no longer the one it was, or None."""
+        places: dict[int, list[FileRef]] = {}
         for ref in refs:
             try:
-                now = self.stat(ref.path)
-            except CkptkitError:
+                place = self._place(ref.path)
+            except InputError:
                 return ref
-            if now.identity != ref.identity:
-                return ref
+            places.setdefault(id(place), []).append(ref)
+        for group in places.values():
+            found = self._changed_in(self._place(group[0].path), group)
+            if found is not None:
+                return found
         return None
+
+    def _changed_in(self, place: Source, refs: Sequence[FileRef]) -> FileRef | None:
+        for folder in self._folders:
+            if folder is place:
+                return folder.changed(refs)
+        return None  # what was made up stays as it is
 
     def linked_folders(self) -> list[str]:
         """Returns the names of folders right below that are links, in any of the directories."""
@@ -114,7 +158,7 @@ class OverlaySource:
             return MemorySource(self._made, self.location)
         if len(self._folders) == 1:
             return self._folders[0]
-        found: list[tuple[LocalSource, FileRef]] = []
+        found: list[tuple[Folder, FileRef]] = []
         for folder in self._folders:
             try:
                 found.append((folder, folder.stat(path)))
@@ -133,7 +177,7 @@ class OverlaySource:
         return found[0][0]
 
     def _check_same(
-        self, path: str, first: tuple[LocalSource, FileRef], other: tuple[LocalSource, FileRef]
+        self, path: str, first: tuple[Folder, FileRef], other: tuple[Folder, FileRef]
     ) -> None:
         sizes = first[1].size_bytes, other[1].size_bytes
         differs = ""
@@ -149,7 +193,7 @@ class OverlaySource:
                 " belong to one save",
             )
 
-    def _differ(self, path: str, first: tuple[LocalSource, FileRef], other: LocalSource) -> bool:
+    def _differ(self, path: str, first: tuple[Folder, FileRef], other: Folder) -> bool:
         source, ref = first
         whole = ref.size_bytes <= _WHOLE_BYTES or path.rpartition("/")[2] in self._compared
         parts = _all_parts(ref.size_bytes) if whole else _some_parts(ref.size_bytes)

@@ -2,41 +2,21 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
-
-from ckptkit.core.errors import RefusedError
 from ckptkit.storage.base import Folder, Target
 from ckptkit.storage.local import LocalSource
+from ckptkit.storage.locations import PathLike, Place, Sources, is_url, local_path, place_of
 from ckptkit.storage.staging import LocalTarget
 
-PathLike = str | os.PathLike[str]
-
-
-@dataclass(frozen=True, slots=True)
-class Place(os.PathLike[str]):
-    """A location with what its storage has to be told, such as an endpoint and its keys.
-
-    It can stand wherever a path can: `os.fspath` gives the location alone.
-
-    Attributes:
-        location: A local path, or a URL such as `s3://bucket/run`.
-        options: What fsspec is given for it; secrets, and therefore in no message and no `repr`.
-    """
-
-    location: str
-    options: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
-
-    def __fspath__(self) -> str:
-        return self.location
-
-
-def is_url(place: PathLike) -> bool:
-    """Says whether a place is no path of this machine's file systems."""
-    return "://" in os.fspath(place)
+__all__ = [
+    "PathLike",
+    "Place",
+    "Sources",
+    "is_url",
+    "local_path",
+    "open_source",
+    "open_target",
+    "place_of",
+]
 
 
 def open_source(place: PathLike) -> Folder:
@@ -44,11 +24,14 @@ def open_source(place: PathLike) -> Folder:
 
     Raises:
         MissingFileError: If there is none.
+        AccessError: If its storage does not let us in.
         RefusedError: If nothing here reads such a URL.
-    """  # noqa: DOC501  `LocalSource` makes the first
+    """
     if is_url(place):
-        raise _not_yet(place)
-    return LocalSource(Path(place))
+        from ckptkit.storage.remote_source import RemoteSource  # late: it imports fsspec
+
+        return RemoteSource(place_of(place))
+    return LocalSource(local_path(place))
 
 
 def open_target(place: PathLike, *, overwrite: bool) -> Target:
@@ -58,11 +41,9 @@ def open_target(place: PathLike, *, overwrite: bool) -> Target:
         OutputExistsError: If it holds something and is not to be overwritten.
         OutputError: If nothing can be written there.
         RefusedError: If nothing here writes to such a URL.
-    """  # noqa: DOC501  `LocalTarget` makes the first two
+    """
     if is_url(place):
-        raise _not_yet(place)
-    return LocalTarget(Path(place), overwrite=overwrite)
+        from ckptkit.storage.remote_target import open_remote_target  # late: it imports fsspec
 
-
-def _not_yet(place: PathLike) -> RefusedError:
-    return RefusedError("URLs are not read by this version", where=os.fspath(place))
+        return open_remote_target(place_of(place), overwrite=overwrite)
+    return LocalTarget(local_path(place), overwrite=overwrite)

@@ -22,6 +22,7 @@ from ckptkit.storage.syscalls import (
     open_for_writing,
     sync_directory,
 )
+from ckptkit.storage.work_notes import WorkNotes
 from ckptkit.storage.workfolder import (
     NONCE_BYTES,
     WorkFolder,
@@ -87,6 +88,21 @@ class SharedTarget:
                 remove_empty(self._made)
                 raise
         self._files = StagedFiles(self._work.files, out, self._capabilities)
+
+    @property
+    def location(self) -> str:
+        """The directory to be, as it was named."""
+        return str(self._named)
+
+    @property
+    def folder(self) -> Path:
+        """The hidden folder in which the output grows."""
+        return self._work.path
+
+    @property
+    def notes(self) -> WorkNotes:
+        """What the processes tell each other in the hidden folder."""
+        return WorkNotes(self._work.path, self._named, self._capabilities)
 
     def sweep(self) -> None:
         """Removes what killed attempts left behind; for one of the processes."""
@@ -165,8 +181,8 @@ class SharedTarget:
         with translated(self._named):
             return free_bytes(self._work.path)
 
-    def finish(self, mark: str) -> None:
-        """Makes what this process wrote durable, and leaves a mark of that.
+    def sync(self) -> None:
+        """Makes what this process wrote durable; what it writes next it has to create again.
 
         Raises:
             NoSpaceError: If the disk is full.
@@ -174,8 +190,19 @@ class SharedTarget:
         """
         with translated(self._named):
             self._files.sync()
+            self._files = StagedFiles(self._work.files, self._named, self._capabilities)
             for folder in self._made:
                 sync_directory(folder.parent, self._capabilities)
+
+    def finish(self, mark: str) -> None:
+        """Makes what this process wrote durable, and leaves a mark of that.
+
+        Raises:
+            NoSpaceError: If the disk is full.
+            OutputError: If something cannot be made durable.
+        """
+        self.sync()
+        with translated(self._named):
             (self._work.path / mark).touch()
 
     def absent(self, marks: Iterable[str]) -> list[str]:

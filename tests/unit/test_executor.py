@@ -34,16 +34,20 @@ from ckptkit.core.index import (
 from ckptkit.core.manifest import LEAF_BYTES
 from ckptkit.execution.budget import ExecutionSettings
 from ckptkit.execution.events import BytesWritten, Event, Started, ignore
-from ckptkit.execution.executor import Digests, Executor, Inputs
+from ckptkit.execution.executor import Executor, Inputs
+from ckptkit.execution.ledger import OpenRecord
+from ckptkit.execution.outcome import Digests, Outcome
 from ckptkit.execution.tensors import Origin, TensorReader
 from ckptkit.kernels.cast_kernel import CastKernel
 from ckptkit.kernels.checksums import digest_of
+from ckptkit.layouts.dcp import layout_dcp
 from ckptkit.layouts.hf_weights import layout_hf_weights
 from ckptkit.layouts.torch_full import layout_torch_full
 from ckptkit.planning.coverage import find_problems
 from ckptkit.planning.plan import SOURCE, Plan
 from ckptkit.planning.requests import ConsolidateRequest
 from ckptkit.planning.selection import make_products
+from ckptkit.planning.shares import Share, tasks_of
 from ckptkit.storage.memory import MemorySource, MemoryTarget
 
 Array = NDArray[Any]
@@ -356,6 +360,131 @@ def test_progress_adds_up_to_what_was_announced() -> None:
     assert written_bytes == sum(map(len, files.values()))
     index = json.loads(files["model.safetensors.index.json"])
     assert set(index["weight_map"].values()) < set(files)
+
+
+# Parts of a plan
+
+
+def in_parts(
+    shelf: Shelf, count: int, order: list[int], *, layout: Any = layout_hf_weights, **options: Any
+) -> tuple[dict[str, bytes], Outcome]:
+    """Runs each share as another process would, and completes what they leave."""
+    request = ConsolidateRequest(**options)
+    target = MemoryTarget()
+
+    def executor() -> tuple[Executor, Plan]:
+        origin = shelf.origin()
+        products = make_products(list(origin.index.tensors.values()), request, {}, CastKernel)
+        plan = Plan(tuple(layout(products, request.max_file_bytes)), {})
+        inputs = Inputs({SOURCE: origin}, {})
+        return Executor(plan, inputs, target, ExecutionSettings(1), ignore), plan
+
+    last, plan = executor()
+    last.create_files()
+    outcomes = []
+    for number in order:
+        one, own_plan = executor()
+        outcome = one.run_part(tasks_of(own_plan, Share(number, count)))
+        outcomes.append(Outcome.from_json(json.loads(json.dumps(outcome.to_json()))))
+    whole = Outcome.joined(outcomes)
+    last.complete(whole)
+    target.commit(plan.files[-1].path)
+    return target.files, whole
+
+
+@settings(max_examples=80)
+@given(shelves(), st.integers(1, 4), st.randoms(), st.booleans())
+def test_parts_in_any_order_come_to_the_same_as_the_whole(
+    case: tuple[Shelf, dict[str, Array]], count: int, chance: Any, as_archive: bool
+) -> None:
+    shelf, _ = case
+    layout = layout_torch_full if as_archive else layout_hf_weights
+    options: dict[str, Any] = {"layout": layout, "max_file_bytes": 40}
+    order = list(range(count))
+    chance.shuffle(order)
+    origin = shelf.origin()
+    files, digests = run(origin, **options)
+    found, outcome = in_parts(shelf, count, order, **options)
+    assert found == files
+    assert outcome.digests == digests
+    assert outcome.unverified.get(SOURCE, set()) == origin.unverified
+
+
+def two_halves() -> tuple[Shelf, Array]:
+    """A tensor of two leaves and a bit, all of it one record."""
+    array = np.arange(5 << 20, dtype=np.float32).reshape(5, 1 << 20)
+    shelf = Shelf()
+    shelf.add("w", array, [Chunk(Box((0, 0), array.shape), shelf.store(array.tobytes()), 0)])
+    return shelf, array
+
+
+@pytest.mark.parametrize("layout", [layout_hf_weights, layout_torch_full, layout_dcp])
+def test_tasks_that_share_a_record_and_a_checksum_come_to_the_same_apart(layout: Any) -> None:
+    shelf, _ = two_halves()
+    files, digests = run(shelf.origin(), layout=layout, workers=2)
+    found, outcome = in_parts(shelf, 3, [2, 0, 1], layout=layout)
+    assert found == files
+    assert outcome.digests == digests
+
+
+def test_damage_is_found_in_a_record_of_which_each_part_read_a_piece() -> None:
+    shelf, _ = two_halves()
+    (path,) = shelf.files
+    data = bytearray(shelf.files[path])
+    data[len(data) // 2] ^= 1
+    shelf.files[path] = bytes(data)
+    with pytest.raises(ChecksumError):
+        in_parts(shelf, 3, [0, 1, 2])
+
+
+def test_an_output_of_which_a_part_is_missing_is_not_completed() -> None:
+    with pytest.raises(ValueError, match="no part has written all of tensor 'w'"):
+        in_parts(two_halves()[0], 3, [0, 2])
+
+
+def test_processes_that_found_different_records_are_not_joined() -> None:
+    first, second = (Outcome(), Outcome())
+    for outcome, stop in ((first, 100), (second, 99)):
+        record = OpenRecord(0, stop, 1, "f, tensor 'w'", ((0, 4, 1),))
+        outcome.open_records = {SOURCE: {0: record}}
+    with pytest.raises(ChecksumError, match="one process found bytes"):
+        Outcome.joined([first, second])
+
+
+class CountedWrites(MemoryTarget):
+    """Counts how often each byte is written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.times: dict[str, NDArray[np.int8]] = {}
+
+    def create(self, path: str, size_bytes: int) -> None:
+        super().create(path, size_bytes)
+        self.times[path] = np.zeros(size_bytes, np.int8)
+
+    def write(self, path: str, start: int, data: memoryview) -> None:
+        super().write(path, start, data)
+        self.times[path][start : start + data.nbytes] += 1
+
+
+@pytest.mark.parametrize("layout", [layout_hf_weights, layout_torch_full, layout_dcp])
+def test_every_byte_is_written_once(layout: Any) -> None:
+    shelf, array = two_halves()
+    for name in ("a", "b"):
+        shelf.add(name, array[0, :9], [put_span(shelf, array[0, :9], Span(0, 9))])
+    target = CountedWrites()
+    run(shelf.origin(), layout=layout, workers=3, target=target)
+    assert target.times
+    assert all((times == 1).all() for times in target.times.values())
+
+
+def test_an_error_of_one_worker_wakes_the_one_that_waits_for_its_checksum() -> None:
+    shelf, _ = two_halves()
+    origin = shelf.origin()
+    (path,) = shelf.files
+    shelf.files[path] = shelf.files[path][: 12 << 20]  # the second of three tasks cannot be read
+    with pytest.raises(TruncatedFileError):
+        run(origin, layout=layout_torch_full, workers=3)
 
 
 # Failures

@@ -122,7 +122,7 @@ def test_tasks_are_leaves_or_several_small_tensors() -> None:
     assert tasks[0].start == 0
     assert [task.stop for task in tasks][-1] == file.size_bytes
     assert all(task.stop - task.start <= TASK_BYTES for task in tasks)
-    leaves = [(p.start, p.stop) for t in tasks for p in t.parts if p.number == 1]
+    leaves = [(p.start, p.stop) for t in tasks for p in t.parts if p.number == 2]  # after the small
     assert leaves == [(0, LEAF_BYTES), (LEAF_BYTES, 2 * LEAF_BYTES), (2 * LEAF_BYTES, elements)]
 
 

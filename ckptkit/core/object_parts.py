@@ -1,0 +1,155 @@
+"""How an object is cut into the parts of a multipart upload, and which of them a store copies.
+
+Source:
+    https://docs.aws.amazon.com/AmazonS3/latest/userguide/qfacts.html (the limits)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+MIN_PART_BYTES = 5 << 20
+"""Of every part but an object's last."""
+MOST_PARTS = 10_000
+MOST_COPIED_BYTES = 4 << 30
+"""By one request, which may take 5 GiB: what is too short for a part of its own comes on top."""
+PART_BYTES = 6 << 20
+"""What is sent at a time where the limits leave a choice: little, since it waits in memory."""
+_MOST_COPIES = MOST_PARTS // 2  # the rest is for what lies between
+
+
+@dataclass(frozen=True, slots=True)
+class CopiedRange:
+    """A range of an output that is a range of one source object, byte for byte.
+
+    Attributes:
+        start: First byte in the output.
+        stop: First byte after it.
+        path: The source's file.
+        source_start: First byte in it.
+        crc32: The checksum that is stored for these bytes beside them.
+    """
+
+    start: int
+    stop: int
+    path: str
+    source_start: int
+    crc32: int
+
+    @property
+    def size_bytes(self) -> int:
+        """How many bytes it has."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectPart:
+    """One part of a multipart upload: bytes `[start, stop)` of the object.
+
+    Attributes:
+        number: From 1 on, in the order of the bytes.
+        start: First byte.
+        stop: First byte after it.
+        copied: What the store copies it from, or None where the bytes are sent.
+    """
+
+    number: int
+    start: int
+    stop: int
+    copied: CopiedRange | None = None
+
+    @property
+    def source_start(self) -> int:
+        """The first byte in the source, of a part that is copied."""
+        assert self.copied is not None  # noqa: S101  nobody asks it of another part
+        return self.copied.source_start + self.start - self.copied.start
+
+
+def choose_copies(size_bytes: int, found: Sequence[CopiedRange]) -> tuple[CopiedRange, ...]:
+    """Chooses what the store is to copy, so that all between can be sent as parts.
+
+    What lies before, between and behind must be nothing at all, or large enough for a part, the
+    end of the object excepted: the smaller one of two neighbours gives way.
+
+    Args:
+        size_bytes: Of the object.
+        found: What could be copied, by its start, without overlaps.
+
+    Returns:
+        Those that are to be copied, in order.
+    """
+    least = MIN_PART_BYTES
+    while True:
+        chosen = _without_short_gaps([one for one in found if one.size_bytes >= least])
+        if len(chosen) <= _MOST_COPIES and _has_room(size_bytes, chosen):
+            return tuple(chosen)
+        least *= 2
+
+
+def cut_into_parts(size_bytes: int, copies: Sequence[CopiedRange] = ()) -> tuple[ObjectPart, ...]:
+    """Cuts an object into parts.
+
+    Args:
+        size_bytes: Of the object, at least 1.
+        copies: What `choose_copies` chose.
+
+    Returns:
+        The parts, in order, without holes.
+    """
+    runs = list(_runs(size_bytes, copies))
+    sent = sum(stop - start for start, stop, copied in runs if copied is None)
+    step = part_bytes(sent, MOST_PARTS - 2 * len(runs))
+    parts: list[ObjectPart] = []
+    for start, stop, copied in runs:
+        largest = step if copied is None else MOST_COPIED_BYTES
+        for low, high in _pieces(start, stop, largest):
+            parts.append(ObjectPart(len(parts) + 1, low, high, copied))
+    return tuple(parts)
+
+
+def part_bytes(size_bytes: int, most_parts: int = MOST_PARTS - 2) -> int:
+    """Returns the size of the parts in which so many bytes are sent, but for the last of a run."""
+    return max(PART_BYTES, -(-size_bytes // most_parts))
+
+
+def _without_short_gaps(found: Sequence[CopiedRange]) -> list[CopiedRange]:
+    chosen: list[CopiedRange] = []
+    for one in found:
+        while True:
+            gap = one.start - (chosen[-1].stop if chosen else 0)
+            if gap == 0 or gap >= MIN_PART_BYTES:
+                chosen.append(one)
+                break
+            if not chosen or chosen[-1].size_bytes >= one.size_bytes:
+                break
+            chosen.pop()
+    return chosen
+
+
+def _has_room(size_bytes: int, chosen: Sequence[CopiedRange]) -> bool:
+    pieces = sum(-(-one.size_bytes // MOST_COPIED_BYTES) for one in chosen)
+    return pieces + len(chosen) + 1 < MOST_PARTS and size_bytes > 0
+
+
+def _runs(
+    size_bytes: int, copies: Sequence[CopiedRange]
+) -> Iterator[tuple[int, int, CopiedRange | None]]:
+    at = 0
+    for copied in copies:
+        if at < copied.start:
+            yield at, copied.start, None
+        yield copied.start, copied.stop, copied
+        at = copied.stop
+    if at < size_bytes:
+        yield at, size_bytes, None
+
+
+def _pieces(start: int, stop: int, largest: int) -> Iterator[tuple[int, int]]:
+    """Cuts a run; what is too short for a part at its end goes to the piece before."""
+    while start < stop:
+        end = min(start + largest, stop)
+        if stop - end < MIN_PART_BYTES:
+            end = stop
+        yield start, end
+        start = end

@@ -1,0 +1,173 @@
+"""Paths and URLs as the user gives them, with what their storage has to be told."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+from ckptkit.core.errors import UsageError
+
+PathLike = str | os.PathLike[str]
+_FILE = "file://"
+_ALIASES = {"s3a": "s3", "gcs": "gs", "abfs": "az"}
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
+_USER = re.compile(r"[^/@]*:[^/@]*@")  # a user with a password, where a host or a bucket begins
+
+
+class Place(str):
+    """A location with what its storage has to be told, such as an endpoint and its keys.
+
+    It is a text, and can stand wherever a path can. What is made of it by joining or cutting is
+    a text alone; `beside` and `below` make places.
+
+    Attributes:
+        options: What fsspec is given for it; secrets, and therefore in no message and no `repr`.
+    """
+
+    __slots__ = ("options",)
+
+    options: Mapping[str, Any]
+
+    def __new__(cls, location: PathLike, options: Mapping[str, Any] | None = None) -> Self:
+        """Makes a place; a `file://` URL becomes the path that it stands for.
+
+        Args:
+            location: A local path, or a URL such as `s3://bucket/run`.
+            options: For fsspec.
+
+        Raises:
+            UsageError: If a password stands in the URL, from where it would reach messages.
+        """
+        place = super().__new__(cls, _plain(os.fspath(location)))
+        place.options = dict(options or {})
+        return place
+
+    @property
+    def location(self) -> str:
+        """The path or URL alone."""
+        return str.__str__(self)
+
+    def __str__(self) -> str:
+        """For those who make sure that they have a text: a URL is one, and keeps its options.
+
+        A path has no use for any, and `pathlib` takes nothing but a plain text from here.
+        """
+        return self if is_url(self) else self.location
+
+    @property
+    def protocol(self) -> str:
+        """What a URL begins with, such as `s3`; empty for a path."""
+        match = _URL.fullmatch(self)
+        return match[1].lower() if match else ""
+
+    @property
+    def inner_path(self) -> str:
+        """The rest of a URL: bucket and key, or whatever its storage makes of it."""
+        match = _URL.fullmatch(self)
+        return match[2].strip("/") if match else self.location
+
+    def shares_store(self, other: Place) -> bool:
+        """Tells whether two URLs may lie in one store: a name is another bucket at another end."""
+        return (_kind(self.protocol), _end(self)) == (_kind(other.protocol), _end(other))
+
+    def beside(self, location: str) -> Place:
+        """Returns another location on the same storage."""
+        return Place(location, self.options)
+
+    def __reduce__(self) -> tuple[type[Place], tuple[str, Mapping[str, Any]]]:
+        """For pickles: the engine that runs on other machines needs the options there."""
+        return Place, (self.location, self.options)
+
+
+def place_of(path: PathLike, options: Mapping[str, Any] | None = None) -> Place:
+    """Returns a place as the user named it, with options unless it brings its own.
+
+    Raises:
+        UsageError: If a password stands in the URL.
+    """
+    if isinstance(path, Place) and (path.options or not options):
+        return path
+    place = Place(path)
+    return Place(place, options) if is_url(place) else place
+
+
+class Sources:
+    """All places that a command reads, and the options that were given for them.
+
+    Attributes:
+        first: The one that it is about.
+    """
+
+    def __init__(self, first: PathLike, options: Mapping[str, Any] | None) -> None:
+        """Takes what the user gave.
+
+        Args:
+            first: The place that the command is about.
+            options: For fsspec.
+
+        Raises:
+            UsageError: If a password stands in the URL.
+        """
+        self.first = place_of(first, options)
+        self._options = options
+
+    def place(self, path: PathLike) -> Place:
+        """Returns a further place, with the options if they fit it.
+
+        They fit where both are URLs of one protocol, or where the first one is a path, which needs
+        none. A store of another kind would not understand them, and is not to see their secrets.
+
+        Raises:
+            UsageError: If a password stands in the URL.
+        """
+        fits = not is_url(self.first) or self.first.protocol == Place(path).protocol
+        return place_of(path, self._options if fits else None)
+
+    def optional(self, path: PathLike | None) -> Place | None:
+        """Returns a further place, None where none was given."""
+        return None if path is None else self.place(path)
+
+    def further(self, paths: Iterable[PathLike]) -> tuple[Place, ...]:
+        """Returns further places, in order."""
+        return tuple(self.place(path) for path in paths)
+
+
+def is_url(place: PathLike) -> bool:
+    """Says whether a place is no path of this machine's file systems."""
+    return _URL.fullmatch(_plain(os.fspath(place))) is not None
+
+
+def local_path(place: PathLike) -> Path:
+    """Returns the path of a place on this machine, which a `file://` URL is too."""
+    return Path(_plain(os.fspath(place)))
+
+
+def _kind(protocol: str) -> str:
+    return _ALIASES.get(protocol, protocol)
+
+
+def _end(place: Place) -> str:
+    """Returns the endpoint that the options name, wherever a client takes it from."""
+    inner = place.options.get("client_kwargs")
+    named = inner.get("endpoint_url") if isinstance(inner, Mapping) else None
+    return str(named or place.options.get("endpoint_url") or "")
+
+
+def _plain(location: str) -> str:
+    """Returns a path for a `file://` URL, and other locations without slashes at the end."""
+    if location.startswith(_FILE):
+        path = location.removeprefix(_FILE).removeprefix("localhost")
+        return path or "/"
+    match = _URL.fullmatch(location)
+    if match is None:
+        return location
+    if _USER.match(match[2]):
+        raise UsageError(
+            "holds a password, which would end up in messages and manifests",
+            where=f"{match[1]}://…{match[2].partition('@')[2]}",
+            hint="pass it with --src-option or --dst-option, or in the environment",
+        )
+    return f"{match[1]}://{match[2].rstrip('/')}"

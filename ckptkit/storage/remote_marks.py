@@ -1,0 +1,142 @@
+"""Small objects that are listed, put and deleted below one prefix of an object store."""
+
+from __future__ import annotations
+
+import json
+import posixpath
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+from ckptkit.core.errors import CkptkitError, OutputError
+from ckptkit.storage.places import Place
+from ckptkit.storage.remote_errors import as_input_error, told
+from ckptkit.storage.remote_store import StoredObject, store_of
+from ckptkit.storage.retries import retried
+
+_MOST_BYTES = 64 << 20
+_PATTERN = frozenset("*?[")
+Answer = TypeVar("Answer")
+
+
+class MarkObjects:
+    """What is done to the objects below a prefix, with the errors that ckptkit tells."""
+
+    def __init__(self, place: Place) -> None:
+        """Opens the prefix.
+
+        Args:
+            place: A URL, with the options of its storage.
+
+        Raises:
+            RefusedError: If the client for it is not installed.
+            AccessError: If the storage does not let us in.
+        """
+        self._place = place
+        self._store = store_of(place)
+        self._root = self._read("", lambda: self._store.path_of(place))
+
+    @property
+    def location(self) -> str:
+        """The URL as the user named it."""
+        return str(self._place)
+
+    @property
+    def protocol(self) -> str:
+        """The kind of store, such as `s3`."""
+        return self._store.protocol
+
+    def listing(self, folder: str) -> dict[str, StoredObject]:
+        """Returns the objects below a folder, by their paths relative to it.
+
+        Raises:
+            InputError: If it cannot be listed.
+        """
+        return self._read(folder, lambda: self._store.listing(self._at(folder)))
+
+    def look_up(self, path: str) -> StoredObject | None:
+        """Returns an object; None where it is not there.
+
+        Raises:
+            InputError: If the store does not say.
+        """
+        return self._read(path, lambda: self._store.look_up(self._at(path)))
+
+    def get(self, path: str) -> Any:
+        """Returns the JSON value of an object; None where it is gone, or none.
+
+        Raises:
+            InputError: If it cannot be read.
+        """
+        found = self.look_up(path)
+        if found is None or found.size_bytes > _MOST_BYTES:
+            return None
+
+        def ask() -> bytes:
+            data: bytes = self._store.filesystem.cat_file(self._at(path))
+            return data
+
+        data = self._read(path, lambda: retried(ask, self._store.patience, what=f"read {path}"))
+        try:
+            return json.loads(data)
+        except (ValueError, RecursionError):
+            return None
+
+    def put(self, path: str, value: Mapping[str, Any]) -> None:
+        """Writes a JSON value.
+
+        Raises:
+            OutputError: If it cannot be written.
+        """
+        data = json.dumps(value).encode()
+        self._change(
+            "written", path, lambda: self._store.filesystem.pipe_file(self._at(path), data)
+        )
+
+    def delete(self, paths: Sequence[str]) -> None:
+        """Deletes objects; those that are gone already are no error.
+
+        Raises:
+            OutputError: If one cannot be deleted.
+        """
+        plain = [path for path in paths if not _PATTERN & set(path)]
+        if self._store.is_s3 and plain:  # a thousand with one request
+            names = [self._at(path) for path in plain]
+            self._change("removed", plain[0], lambda: self._store.filesystem.rm(names))
+            paths = [path for path in paths if path not in set(plain)]
+        for path in paths:
+            self._change("removed", path, partial(self._delete, path))
+
+    def _delete(self, path: str) -> None:
+        try:
+            self._store.filesystem.rm_file(self._at(path))
+        except FileNotFoundError:
+            return
+
+    def _at(self, path: str) -> str:
+        return f"{self._root}/{path}" if path else self._root
+
+    def _read(self, path: str, ask: Callable[[], Answer]) -> Answer:
+        try:
+            return ask()
+        except CkptkitError:
+            raise
+        except Exception as error:  # noqa: BLE001  clients raise what they like
+            raise as_input_error(
+                error, where=self._where(path), options=self._place.options
+            ) from None
+
+    def _change(self, verb: str, path: str, ask: Callable[[], object]) -> None:
+        try:
+            retried(ask, self._store.patience, what=f"{path} is {verb}")
+        except CkptkitError:
+            raise
+        except Exception as error:  # noqa: BLE001  clients raise what they like
+            raise OutputError(
+                f"cannot be {verb}: {told(error, self._place.options)}",
+                where=self._where(path),
+                hint="see whether the credentials allow it",
+            ) from None
+
+    def _where(self, path: str) -> str:
+        return posixpath.join(self.location, path)

@@ -1,0 +1,224 @@
+"""Writing an output to S3: uploads in parts that become objects all at the end.
+
+Nothing is renamed, since S3 cannot: until the commit there are only unfinished uploads, which no
+reader sees, and a small object that names them, by which the next run knows what a killed one
+left behind. The commit completes the uploads, and writes the manifest last.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+from ckptkit.core.crc import crc32
+from ckptkit.core.errors import CkptkitError, OutputError
+from ckptkit.core.object_parts import CopiedRange, ObjectPart
+from ckptkit.storage.base import CopySource
+from ckptkit.storage.names import WORK_INFIX, check_relative, is_work_folder
+from ckptkit.storage.s3_object import S3Object
+from ckptkit.storage.s3_probe import why_no_copies
+from ckptkit.storage.s3_uploads import S3Uploads
+from ckptkit.storage.store_errors import Writing, output_there
+
+_LOG = logging.getLogger(__name__)
+
+
+class S3Target:
+    """A prefix of a bucket that holds a whole output once it is committed."""
+
+    def __init__(
+        self,
+        store: S3Uploads,
+        prefix: str,
+        location: str,
+        writing: Writing,
+        *,
+        overwrite: bool,
+    ) -> None:
+        """Looks at what is there, and removes what a killed run left of its uploads.
+
+        Args:
+            store: The bucket.
+            prefix: Of the keys, with the slash at its end; empty for the bucket itself.
+            location: What messages call it.
+            writing: A context that makes errors of ours of what the store raises.
+            overwrite: Whether what lies there is replaced by the commit.
+
+        Raises:
+            OutputExistsError: If something lies there and is not to be replaced.
+        """
+        self._store = store
+        self._prefix = prefix
+        self._location = location
+        self._writing = writing
+        self._overwrite = overwrite
+        self._objects: dict[str, S3Object] = {}
+        self._mark = f"{prefix}{WORK_INFIX}{os.urandom(8).hex()}"
+        self._uploads: list[tuple[str, str]] = []
+        self._lock = threading.Lock()
+        with writing():
+            self._refuse_filled()
+            self._sweep()
+
+    @property
+    def location(self) -> str:
+        """The URL, as it was named."""
+        return self._location
+
+    def free_bytes(self) -> int | None:
+        """Returns None: a bucket has no limit that anybody could ask for."""
+        return None
+
+    def create(self, path: str, size_bytes: int) -> None:
+        """Takes note of a file of that size.
+
+        Raises:
+            OutputError: If it exists already.
+            UnsafePathError: If it would lie outside the output.
+        """
+        self.create_copied(path, size_bytes, ())
+
+    def create_copied(self, path: str, size_bytes: int, copies: Sequence[CopiedRange]) -> None:
+        """Takes note of a file of which the store copies ranges, when `copy` asks it to.
+
+        Args:
+            path: The file.
+            size_bytes: Its size.
+            copies: The ranges, as `choose_copies` chose them; they are not to be written.
+
+        Raises:
+            OutputError: If it exists already.
+            UnsafePathError: If it would lie outside the output.
+        """
+        check_relative(path, self._location)
+        if path in self._objects:
+            raise OutputError(f"the file {path!r} is there already", where=self._location)
+        key = self._prefix + path
+        self._objects[path] = S3Object(self._store, key, size_bytes, copies, begun=self._note)
+
+    def write(self, path: str, start: int, data: memoryview) -> None:
+        """Takes bytes of a created file, and sends every part that they complete.
+
+        Raises:
+            OutputError: If the store does not take them.
+            ValueError: If the range is not inside a file that was created.
+        """
+        item = self._objects.get(path)
+        if item is None or start < 0 or start + data.nbytes > item.size_bytes:
+            raise ValueError(f"bytes [{start}, {start + data.nbytes}) are not in file {path!r}")
+        with self._writing():
+            item.write(start, data)
+
+    def copied_parts(self, path: str) -> tuple[ObjectPart, ...]:
+        """Returns what `copy` is to be called for."""
+        return self._objects[path].copied_parts
+
+    def copy(self, path: str, part: ObjectPart, source: CopySource) -> None:
+        """Has the store copy a part of a file from another object.
+
+        Raises:
+            OutputError: If the store does not.
+        """
+        with self._writing():
+            self._objects[path].copy(part, source)
+
+    def why_no_copies(self, source: CopySource) -> str:
+        """Tries to have a few bytes copied; returns why that is of no use, empty if it is.
+
+        Args:
+            source: The object to copy from, of `PROBE_BYTES` at least.
+        """
+        if source.store is not self._store.store:
+            return "source and output are not in one store, with the same options"
+        return why_no_copies(self._store, f"{self._mark}-probe", source)
+
+    def commit(self, last: str) -> None:
+        """Makes everything visible, the file `last` after all others.
+
+        Readers of what is replaced lose its `last` file first, and so never take old for new.
+
+        Raises:
+            OutputExistsError: If the place was filled by somebody else meanwhile.
+            ChecksumError: If the store has other bytes than it was given.
+            OutputError: If the store refuses.
+            ValueError: If `last` was not created, or a file lacks bytes.
+        """
+        if last not in self._objects:
+            raise ValueError(f"file {last!r} was not created")
+        lacking = [path for path, item in self._objects.items() if not item.is_whole]
+        if lacking:
+            raise ValueError(f"bytes are missing of {lacking[0]!r}")
+        ordered = sorted(self._objects, key=lambda path: (path == last, path))
+        with self._writing():
+            self._refuse_filled()
+            old = set(self._keys())
+            if self._prefix + last in old:
+                self._store.delete([self._prefix + last])
+            for path in ordered:
+                self._objects[path].publish()
+        made = {item.key for item in self._objects.values()}
+        self._objects.clear()
+        self._quietly(lambda: self._store.delete(sorted(old - made)))
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Removes what was written; does nothing after a commit."""
+        objects = list(self._objects.values())
+        self._objects.clear()
+        for item in objects:
+            self._quietly(item.remove)
+        if self._uploads:
+            self._uploads.clear()
+            self._quietly(lambda: self._store.delete([self._mark]))
+
+    def _note(self, key: str, upload: str) -> None:
+        """Writes down that an upload is ours, before it holds any bytes."""
+        with self._lock:
+            self._uploads.append((key, upload))
+            data = json.dumps({"uploads": self._uploads}).encode()
+            self._store.put(self._mark, data, crc32(data))
+
+    def _sweep(self) -> None:
+        """Removes the uploads of runs that were killed, by what they wrote down of them."""
+        marks = [key for key in self._store.keys(self._prefix) if self._is_mark(key)]
+        for mark in marks:
+            path = self._store.url(mark).removeprefix("s3://")
+            for key, upload in _uploads_in(self._store.get(path)):
+                if key.startswith(self._prefix):
+                    _LOG.info("removing an unfinished upload of an earlier run: %s", key)
+                    self._store.abort(key, upload)
+        if marks:
+            self._store.delete(marks)
+
+    def _refuse_filled(self) -> None:
+        if self._overwrite:
+            return
+        found = next(self._keys(), None)
+        if found is not None:
+            raise output_there(self._location)
+
+    def _keys(self) -> Iterator[str]:
+        """Yields the keys of what lies at the place, our own marks left out."""
+        return (key for key in self._store.keys(self._prefix) if not self._is_mark(key))
+
+    def _is_mark(self, key: str) -> bool:
+        return is_work_folder(key[len(self._prefix) :].partition("/")[0])
+
+    def _quietly(self, action: Callable[[], None]) -> None:
+        try:
+            with self._writing():
+                action()
+        except CkptkitError as error:
+            _LOG.warning("something was left behind: %s", error)
+
+
+def _uploads_in(mark: bytes) -> Iterator[tuple[str, str]]:
+    """Yields key and name of the uploads that a mark names; of one that is damaged, none."""
+    try:
+        for key, upload in json.loads(mark)["uploads"]:
+            yield str(key), str(upload)
+    except (ValueError, TypeError, KeyError):
+        return

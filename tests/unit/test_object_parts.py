@@ -1,0 +1,164 @@
+"""Objects cut into the parts that S3 takes, and put together from writes in any order."""
+
+from __future__ import annotations
+
+import threading
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckptkit.core.object_parts import (
+    MIN_PART_BYTES,
+    MOST_PARTS,
+    PART_BYTES,
+    CopiedRange,
+    ObjectPart,
+    choose_copies,
+    cut_into_parts,
+    part_bytes,
+)
+from ckptkit.storage.part_buffers import PartBuffers
+from ckptkit.storage.streams import Room, Stream
+
+MIB = 1 << 20
+S3_MOST_COPIED_BYTES = 5 << 30
+
+
+@st.composite
+def found_ranges(draw: st.DrawFn) -> tuple[int, list[CopiedRange]]:
+    sizes = st.one_of(st.integers(1, 20 * MIB), st.integers(1, 9 << 30))
+    at, found = 0, []
+    for number in range(draw(st.integers(0, 12))):
+        at += draw(st.one_of(st.just(0), st.integers(1, 12 * MIB)))
+        size = draw(sizes)
+        found.append(CopiedRange(at, at + size, f"{number % 3}.distcp", 7 * number, number))
+        at += size
+    return at + draw(st.integers(0 if at else 1, 12 * MIB)), found
+
+
+@settings(max_examples=200, deadline=None)
+@given(found_ranges())
+def test_whatever_can_be_copied_the_parts_are_such_as_s3_takes(
+    case: tuple[int, list[CopiedRange]],
+) -> None:
+    size, found = case
+    chosen = choose_copies(size, found)
+    parts = cut_into_parts(size, chosen)
+    assert [part.number for part in parts] == list(range(1, len(parts) + 1))
+    assert len(parts) <= MOST_PARTS
+    assert [part.start for part in parts] == [0, *(part.stop for part in parts[:-1])]
+    assert parts[-1].stop == size
+    assert all(part.stop - part.start >= MIN_PART_BYTES for part in parts[:-1])
+    copied = [part for part in parts if part.copied is not None]
+    assert all(part.stop - part.start <= S3_MOST_COPIED_BYTES for part in copied)
+    assert {part.copied for part in copied} == set(chosen) <= set(found)
+    for part in copied:
+        assert part.copied is not None
+        assert part.source_start - part.copied.source_start == part.start - part.copied.start
+
+
+def test_of_two_neighbours_of_a_short_gap_the_smaller_one_is_sent() -> None:
+    small = CopiedRange(8 * MIB, 14 * MIB, "a", 0, 1)
+    large = CopiedRange(15 * MIB, 40 * MIB, "b", 0, 2)
+    assert choose_copies(40 * MIB, [small, large]) == (large,)
+    assert choose_copies(40 * MIB, [small]) == (small,)
+
+
+def test_an_object_of_any_size_has_no_more_parts_than_allowed() -> None:
+    for size in (1, PART_BYTES, 60 << 30, 5 << 40):
+        parts = cut_into_parts(size)
+        assert len(parts) <= MOST_PARTS
+        assert max(part.stop - part.start for part in parts) < part_bytes(size) + MIN_PART_BYTES
+
+
+def test_many_small_copies_give_way_to_fewer_large_ones() -> None:
+    sizes = [6 * MIB] * 9000 + [20 * MIB] * 100
+    found, at = [], 0
+    for size in sizes:
+        found.append(CopiedRange(at, at + size, "a", at, 0))
+        at += size
+    chosen = choose_copies(at, found)
+    assert {one.size_bytes for one in chosen} == {20 * MIB}
+    assert len(cut_into_parts(at, chosen)) <= MOST_PARTS
+
+
+def test_parts_are_put_together_from_writes_of_many_threads() -> None:
+    data = bytes(n * n % 251 for n in range(100_000))
+    parts = tuple(
+        ObjectPart(number + 1, start, min(start + 7_001, len(data)))
+        for number, start in enumerate(range(0, len(data), 7_001))
+    )
+    buffers, done = PartBuffers(parts), {}
+    edges = sorted({0, len(data), *(n * n * 331 % len(data) for n in range(60))})
+    pieces = list(pairwise(edges))
+
+    def write(mine: list[tuple[int, int]]) -> None:
+        for start, stop in mine:
+            for part, whole in buffers.add(start, memoryview(data)[start:stop]):
+                done[part.number] = whole.getvalue()
+
+    threads = [threading.Thread(target=write, args=(pieces[i::4],)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert b"".join(done[number] for number in sorted(done)) == data
+
+
+def test_bytes_that_the_store_copies_are_not_taken() -> None:
+    copied = CopiedRange(6 * MIB, 12 * MIB, "a", 0, 0)
+    buffers = PartBuffers(cut_into_parts(12 * MIB, [copied]))
+    with pytest.raises(ValueError, match="not to be sent"):
+        list(buffers.add(6 * MIB - 1, memoryview(b"12")))
+
+
+class Written:
+    """A file that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.data = b""
+        self.ends: list[str] = []
+        self.closed = False
+
+    def write(self, data: memoryview | bytes) -> None:
+        self.data += bytes(data)
+
+    def close(self) -> None:
+        self.ends.append("closed")
+
+    def commit(self) -> None:
+        self.ends.append("committed")
+
+    def discard(self) -> None:
+        self.ends.append("discarded")
+
+
+def test_a_stream_gets_its_bytes_in_order_and_early_ones_wait_in_bounded_memory() -> None:
+    file, room = Written(), Room(limit_bytes=6)
+    stream = Stream(lambda: file, 12, room)
+    stream.write(3, memoryview(b"def"))
+    stream.write(6, memoryview(b"ghi"))
+    assert (file.data, room.left_bytes) == (b"", 0)
+    late = threading.Thread(target=stream.write, args=(9, memoryview(b"jkl")))
+    late.start()
+    stream.write(0, memoryview(b"abc"))
+    late.join()
+    assert (file.data, room.left_bytes) == (b"abcdefghijkl", 6)
+    stream.publish()
+    assert file.ends == ["closed", "committed"]
+
+
+def test_who_waits_for_bytes_that_will_not_come_is_let_go() -> None:
+    file, room = Written(), Room(limit_bytes=2)
+    stream = Stream(lambda: file, 12, room)
+    late = threading.Thread(target=stream.write, args=(3, memoryview(b"def")))
+    late.start()
+    room.give_up()
+    late.join()
+    stream.write(0, memoryview(b"abc"))
+    assert not stream.is_whole
+    assert file.data == b""
+    stream.discard()
+    assert file.ends == []
