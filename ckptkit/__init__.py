@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from ckptkit.adapter_api import adapter_from_diff, extract_adapter
 from ckptkit.api import (
-    adapter_from_diff,
     consolidate,
     convert,
     diff,
-    extract_adapter,
     inspect,
     open,  # noqa: A004
     verify,
 )
 from ckptkit.merge_api import merge_adapter
+from ckptkit.run_api import list_run, prune
 from ckptkit.version import __version__
 
 __all__ = [
@@ -23,7 +23,9 @@ __all__ = [
     "diff",
     "extract_adapter",
     "inspect",
+    "list_run",
     "merge_adapter",
     "open",
+    "prune",
     "verify",
 ]

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypedDict, Unpack
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from ckptkit.planning.requests import (
     ConsolidateRequest,
+    Engine,
+    IfExists,
     Layout,
     NameChoice,
     OutputDType,
+    check_if_exists,
     file_limit,
     make_resources,
     vocabulary_size,
 )
+from ckptkit.storage.locations import Sources, place_of
 
 if TYPE_CHECKING:
     from ckptkit.core.manifest import Manifest
@@ -48,10 +52,19 @@ class Options(TypedDict, total=False):
         include: Patterns of names to take; all when empty.
         exclude: Patterns of names to leave out.
         allow_code: Whether python files and `auto_map` are copied.
+        src_options: What the storage that is read has to be told, as fsspec knows it: keys, or an
+            endpoint. They are used for other places too if their URLs are of the same kind.
+        dst_options: What the storage that is written to has to be told.
         overwrite: Whether an `out` that holds something is replaced.
+        if_exists: "verify" returns the manifest of an `out` that holds this very output already,
+            made from the same source in the same way, once all its digests are proven; "error",
+            the default, refuses it.
         workers: Threads; chosen by the number of cores when left out.
         memory_budget: What buffers may take together, in bytes or such as "64MB".
         memory_limit: What the whole process may take.
+        bandwidth: Bytes per second that are read at most, and written at most.
+        engine: "local", the default, or "ray" for the nodes of a Ray cluster, which all need to
+            see `src` and `out`; the limits are then those of each node.
         listener: Is told of progress, from several threads.
     """
 
@@ -67,15 +80,24 @@ class Options(TypedDict, total=False):
     include: Sequence[str]
     exclude: Sequence[str]
     allow_code: bool
+    src_options: Mapping[str, Any] | None
+    dst_options: Mapping[str, Any] | None
     overwrite: bool
+    if_exists: IfExists
     workers: int | None
     memory_budget: int | str | None
     memory_limit: int | str | None
+    bandwidth: int | str | None
+    engine: Engine
     listener: Listener | None
 
 
 def open(  # noqa: A001
-    path: PathLike, *, select: str | None = None, also: Sequence[PathLike] = ()
+    path: PathLike,
+    *,
+    select: str | None = None,
+    also: Sequence[PathLike] = (),
+    src_options: Mapping[str, Any] | None = None,
 ) -> Checkpoint:
     """Opens the checkpoint at or under a path, for reading single tensors.
 
@@ -83,6 +105,7 @@ def open(  # noqa: A001
         path: Any path in or above a checkpoint; of a run, the newest complete step is taken.
         select: Which model to take where there are several.
         also: Further directories that hold files of the same checkpoint, see `Options`.
+        src_options: What the storage has to be told, see `Options`.
 
     Returns:
         The checkpoint; close it, or use it as a context manager.
@@ -93,11 +116,16 @@ def open(  # noqa: A001
     """
     from ckptkit.pipeline.reading import Checkpoint
 
-    return Checkpoint(path, select=select, also=also)
+    sources = Sources(path, src_options)
+    return Checkpoint(sources.first, select=select, also=sources.further(also))
 
 
 def inspect(
-    path: PathLike, *, select: str | None = None, also: Sequence[PathLike] = ()
+    path: PathLike,
+    *,
+    select: str | None = None,
+    also: Sequence[PathLike] = (),
+    src_options: Mapping[str, Any] | None = None,
 ) -> Inspection:
     """Describes the checkpoint at or under a path, reading headers only.
 
@@ -110,7 +138,8 @@ def inspect(
     """
     from ckptkit.pipeline.inspecting import run_inspection
 
-    return run_inspection(path, select=select, also=also)
+    sources = Sources(path, src_options)
+    return run_inspection(sources.first, select=select, also=sources.further(also))
 
 
 def consolidate(src: PathLike, out: PathLike, **options: Unpack[Options]) -> Manifest:
@@ -149,21 +178,37 @@ def convert(src: PathLike, out: PathLike, *, to: Layout, **options: Unpack[Optio
         InputError: If the source is damaged or incomplete; nothing is left behind.
         RefusedError: If the request cannot be met.
         OutputExistsError: If `out` is not empty.
+        VerificationError: If it is the output asked for, and damaged.
     """
-    from ckptkit.pipeline.consolidating import run_consolidation
+    from ckptkit.pipeline.consolidating import Consolidation, run_consolidation
+    from ckptkit.pipeline.existing import confirmed
 
-    base = options.get("base")
-    return run_consolidation(
-        src,
-        out,
-        make_request(to, options),
-        base=None if base is None else str(base),
-        overwrite=options.get("overwrite", False),
+    sources = Sources(src, options.get("src_options"))
+    overwrite = options.get("overwrite", False)
+    if_exists, listener = options.get("if_exists", "error"), options.get("listener")
+    check_if_exists(if_exists, overwrite=overwrite)
+    job = Consolidation(
+        sources.first,
+        place_of(out, options.get("dst_options")),
+        make_request(to, {**options, "like": sources.optional(options.get("like"))}),
+        base=sources.optional(options.get("base")),
+        also=sources.further(options.get("also", ())),
         resources=make_resources(
-            options.get("workers"), options.get("memory_budget"), options.get("memory_limit")
+            options.get("workers"),
+            options.get("memory_budget"),
+            options.get("memory_limit"),
+            bandwidth=options.get("bandwidth"),
+            engine=options.get("engine", "local"),
         ),
-        listener=options.get("listener"),
-        also=options.get("also", ()),
+    )
+    earlier = confirmed(job, listener) if if_exists == "verify" else None
+    return earlier or run_consolidation(
+        *(job.src, job.out, job.request),
+        base=job.base,
+        overwrite=overwrite,
+        resources=job.resources,
+        listener=listener,
+        also=job.also,
     )
 
 
@@ -176,8 +221,8 @@ def make_request(to: Layout, options: Options) -> ConsolidateRequest:
     Raises:
         UsageError: If one has no valid value.
     """
-    like = options.get("like")
-    like = None if like is None else str(like)
+    given = options.get("like")
+    like = None if given is None else place_of(given)
     return ConsolidateRequest(
         dtype=options.get("dtype", "keep"),
         keep_dtype=tuple(options.get("keep_dtype", ())),
@@ -193,154 +238,12 @@ def make_request(to: Layout, options: Options) -> ConsolidateRequest:
     )
 
 
-class AdapterOptions(TypedDict, total=False):
-    """The options of `extract_adapter`; they are those of `ckptkit adapter extract`.
-
-    Attributes:
-        adapter: Its name, where there are several.
-        adapter_config: The run's `adapter_config.json`, where the checkpoint has none.
-        lora_alpha: The run's alpha, where no configuration is at hand.
-        use_rslora: Whether the scaling was alpha / sqrt(rank), where none is at hand.
-        fan_in_fan_out: Whether weights are stored as [in, out], where none is at hand.
-        token_indices: The tokens whose rows were trained, where none is at hand.
-        allow_untrained: Whether an adapter that changes nothing is taken all the same.
-        select: Which model to take where there are several.
-        also: Further directories that hold files of the same checkpoint, see `Options`.
-        overwrite: Whether an `out` that holds something is replaced.
-        listener: Is told of progress, from several threads.
-    """
-
-    adapter: str | None
-    adapter_config: PathLike | None
-    lora_alpha: float | None
-    use_rslora: bool | None
-    fan_in_fan_out: bool | None
-    token_indices: Sequence[int] | None
-    allow_untrained: bool
-    select: str | None
-    also: Sequence[PathLike]
-    overwrite: bool
-    listener: Listener | None
-
-
-def extract_adapter(src: PathLike, out: PathLike, **options: Unpack[AdapterOptions]) -> Manifest:
-    """Takes a LoRA adapter out of a checkpoint, into a folder that PEFT loads.
-
-    Args:
-        src: Any path in or above a checkpoint.
-        out: A directory that does not exist, or is empty.
-        **options: See `AdapterOptions`.
-
-    Returns:
-        The manifest that was written.
-
-    Raises:
-        InputError: If the source is damaged or incomplete, or does not fit its configuration;
-            nothing is left behind.
-        RefusedError: If there is no adapter, or several and none was named, or if it is
-            untrained.
-        OutputExistsError: If `out` is not empty.
-    """
-    from ckptkit.pipeline.adapters.extracting import run_extraction
-    from ckptkit.pipeline.adapters.sources import AdapterRequest
-
-    tokens = options.get("token_indices")
-    known = {
-        "lora_alpha": options.get("lora_alpha"),
-        "use_rslora": options.get("use_rslora"),
-        "fan_in_fan_out": options.get("fan_in_fan_out"),
-        "trainable_token_indices": None if tokens is None else list(tokens),
-    }
-    request = AdapterRequest(
-        adapter=options.get("adapter"),
-        config=options.get("adapter_config"),
-        overrides={key: value for key, value in known.items() if value is not None},
-        select=options.get("select"),
-        also=options.get("also", ()),
-        allow_untrained=options.get("allow_untrained", False),
-    )
-    return run_extraction(
-        src,
-        out,
-        request,
-        overwrite=options.get("overwrite", False),
-        listener=options.get("listener"),
-    ).manifest
-
-
-class DiffOptions(TypedDict, total=False):
-    """The options of `adapter_from_diff`; they are those of `ckptkit adapter from-diff`.
-
-    Attributes:
-        include: Patterns of the matrices to make factors for; all but heads when empty.
-        exclude: Patterns of matrices to leave out.
-        full: Patterns of changed tensors to save as they are, with their modules.
-        dtype: Element type of the factors: "float32" (default), "bfloat16" or "float16".
-        select: Which model of `tuned` to take where there are several.
-        overwrite: Whether an `out` that holds something is replaced.
-        listener: Is told of progress.
-    """
-
-    include: Sequence[str]
-    exclude: Sequence[str]
-    full: Sequence[str]
-    dtype: str
-    select: str | None
-    overwrite: bool
-    listener: Listener | None
-
-
-def adapter_from_diff(
-    tuned: PathLike, out: PathLike, *, base: PathLike, rank: int, **options: Unpack[DiffOptions]
-) -> Manifest:
-    """Makes a LoRA adapter of what full training changed in a model.
-
-    The weight of each linear layer is approximated by the nearest product of two factors; one
-    float32 matrix and its factors are in memory at a time, and all factors that were made.
-
-    Args:
-        tuned: The model after training: any path in or above a checkpoint.
-        out: A directory that does not exist, or is empty.
-        base: The model before training.
-        rank: Of the factors; a matrix with a smaller side gets the length of that.
-        **options: See `DiffOptions`.
-
-    Returns:
-        The manifest that was written. Its `source["difference"]` has, for each layer, the norm
-        of the change, and what the factors miss as a part of it (`error`); `lost` names what
-        changed and is not in the adapter.
-
-    Raises:
-        InputError: If a side is damaged or incomplete; nothing is left behind.
-        RefusedError: If the two are not one model, or if nothing changed.
-        OutputExistsError: If `out` is not empty.
-    """
-    from ckptkit.execution.events import ignore
-    from ckptkit.pipeline.adapters.from_diff import make_diff_request, run_adapter_from_diff
-
-    request = make_diff_request(
-        rank,
-        options.get("dtype", "float32"),
-        include=options.get("include", ()),
-        exclude=options.get("exclude", ()),
-        full=options.get("full", ()),
-        select=options.get("select"),
-    )
-    return run_adapter_from_diff(
-        tuned,
-        out,
-        request,
-        base=base,
-        overwrite=options.get("overwrite", False),
-        listener=options.get("listener") or ignore,
-    )
-
-
 def verify(
     path: PathLike,
     *,
     select: str | None = None,
     also: Sequence[PathLike] = (),
+    src_options: Mapping[str, Any] | None = None,
     listener: Listener | None = None,
 ) -> Verification:
     """Reads a checkpoint, or an output of ours, and checks every stored checksum.
@@ -353,10 +256,19 @@ def verify(
     """
     from ckptkit.pipeline.verifying import run_verification
 
-    return run_verification(path, select=select, also=also, listener=listener)
+    sources = Sources(path, src_options)
+    return run_verification(
+        sources.first, select=select, also=sources.further(also), listener=listener
+    )
 
 
-def diff(a: PathLike, b: PathLike, *, listener: Listener | None = None) -> Difference:
+def diff(
+    a: PathLike,
+    b: PathLike,
+    *,
+    src_options: Mapping[str, Any] | None = None,
+    listener: Listener | None = None,
+) -> Difference:
     """Compares the models of two checkpoints bit by bit, across formats.
 
     Returns:
@@ -367,4 +279,5 @@ def diff(a: PathLike, b: PathLike, *, listener: Listener | None = None) -> Diffe
     """
     from ckptkit.pipeline.diffing import run_diff
 
-    return run_diff(a, b, listener=listener)
+    sources = Sources(a, src_options)
+    return run_diff(sources.first, sources.place(b), listener=listener)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from ckptkit.planning.requests import DEFAULT_MAX_FILE_BYTES, make_resources, parse_size
+from ckptkit.storage.locations import Sources, place_of
 
 if TYPE_CHECKING:
     from ckptkit.adapters.merging import MergeDType, MergeRequest, QloraBase
@@ -35,6 +36,8 @@ class MergeOptions(TypedDict, total=False):
         also: Further directories that hold files of the same checkpoint, see `Options`.
         max_shard_size: Size at which a new weight file is begun, in bytes or such as "5GB".
         allow_code: Whether python files and `auto_map` are copied.
+        src_options: What the storage that is read has to be told, see `Options`.
+        dst_options: What the storage that is written to has to be told.
         overwrite: Whether an `out` that holds something is replaced.
         workers: Threads; chosen by the number of cores when left out.
         memory_budget: What buffers may take together, in bytes or such as "64MB".
@@ -57,6 +60,8 @@ class MergeOptions(TypedDict, total=False):
     also: Sequence[PathLike]
     max_shard_size: int | str
     allow_code: bool
+    src_options: Mapping[str, Any] | None
+    dst_options: Mapping[str, Any] | None
     overwrite: bool
     workers: int | None
     memory_budget: int | str | None
@@ -87,24 +92,32 @@ def merge_adapter(src: PathLike, out: PathLike, **options: Unpack[MergeOptions])
     resources = make_resources(
         options.get("workers"), options.get("memory_budget"), options.get("memory_limit")
     )
+    sources = Sources(src, options.get("src_options"))
     first = AdapterRequest(
-        config=options.get("adapter_config"),
+        config=sources.optional(options.get("adapter_config")),
         overrides=options.get("overrides", {}),
         select=options.get("select"),
-        also=options.get("also", ()),
+        also=sources.further(options.get("also", ())),
         allow_untrained=options.get("allow_untrained", False),
         limit_bytes=resources.memory_limit_bytes,
     )
     merged = run_merge(
-        choices_of(src, first, options.get("adapters", ()), options.get("further", ())),
-        out,
+        choices_of(sources.first, first, options.get("adapters", ()), _further(sources, options)),
+        place_of(out, options.get("dst_options")),
         _request(options),
-        base=options.get("base"),
+        base=sources.optional(options.get("base")),
         overwrite=options.get("overwrite", False),
         resources=resources,
         listener=options.get("listener"),
     )
     return merged.manifest
+
+
+def _further(sources: Sources, options: MergeOptions) -> list[PathLike | tuple[PathLike, float]]:
+    return [
+        (sources.place(one[0]), one[1]) if isinstance(one, tuple) else sources.place(one)
+        for one in options.get("further", ())
+    ]
 
 
 def _request(options: MergeOptions) -> MergeRequest:

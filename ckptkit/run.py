@@ -31,7 +31,8 @@ usage: python -m ckptkit.run SCRIPT [ARGUMENT...]
 
 Runs an unmodified training script. What accelerate's save_state and the Trainer save in shards
 (FSDP with SHARDED_STATE_DICT) is saved by ckptkit, in the background and in the same files, and
-loaded by it; save_model of both writes without a gather; all else stays as it is.
+loaded by it; save_model of both writes without a gather, and get_state_dict of accelerate puts
+the whole together without one; all else stays as it is.
 
 CKPTKIT_RUN=on     the default
 CKPTKIT_RUN=wait   each save is durable before training goes on, for scripts that look into the

@@ -19,6 +19,7 @@ from ckptkit.adapters.config import LoraSettings
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _CACHED = re.compile(r"(?:^|/)models--([^/]+?)--([^/]+)/snapshots/([^/]+)")
+_URL = re.compile(r"hf://([\w.-]+)/([\w.-]+)(?:@([0-9a-f]{40}))?(?:/|$)")
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 _COMMIT_KEY = "_commit_hash"
 
@@ -83,8 +84,8 @@ def found_at(path: str, config: Mapping[str, Any] | None) -> Found:
         path: Where it lies, links resolved no further than the cache's snapshot.
         config: Its `config.json`, if there is one.
     """
-    cached = _CACHED.search(path)
-    repository, commit = (f"{cached[1]}/{cached[2]}", cached[3]) if cached else ("", "")
+    cached = _CACHED.search(path) or _URL.match(path)
+    repository, commit = (f"{cached[1]}/{cached[2]}", cached[3] or "") if cached else ("", "")
     told = (config or {}).get(_COMMIT_KEY)
     if not commit and isinstance(told, str):
         commit = told

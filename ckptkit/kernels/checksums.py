@@ -7,100 +7,69 @@ holds. Both can be computed from pieces, in any order and by any number of threa
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from ckptkit.core.crc import ONE, POLYNOMIAL, crc32_combine, crc32_moved, factor_after
 from ckptkit.core.manifest import LEAF_BYTES
 
 DIGEST_SCHEME = "xxh3-128-8MiB"
-
-# CRC-32's polynomial with the bits reversed: bit 31 is x^0, bit 0 is x^31, and x^32 is left
-# out. Source: ISO/IEC 8802-3 (Ethernet), PKWARE APPNOTE.TXT 4.4.7.
-_POLYNOMIAL = 0xEDB8_8320
-_ONE = 1 << 31
-_X = 1 << 30
-# The polynomial is primitive: the powers of x repeat after so many, and not before.
-_PERIOD = (1 << 32) - 1
-
-
-def _product(left: int, right: int) -> int:
-    """Multiplies two polynomials over GF(2) modulo CRC-32's."""
-    product = 0
-    while left:
-        if left & _ONE:
-            product ^= right
-        left = (left << 1) & 0xFFFF_FFFF
-        right = (right >> 1) ^ (_POLYNOMIAL if right & 1 else 0)
-    return product
-
-
-def _squarings() -> tuple[int, ...]:
-    """Returns x to the powers 1, 2, 4, ..., 2^31."""
-    powers = [_X]
-    for _ in range(31):
-        powers.append(_product(powers[-1], powers[-1]))
-    return tuple(powers)
-
-
-_POWERS = _squarings()
-
-
-@lru_cache(maxsize=1024)
-def _shift(length_bytes: int) -> int:
-    """Returns x^(8 n): what appending n bytes multiplies a CRC by."""
-    exponent = 8 * length_bytes % _PERIOD
-    result = _ONE
-    for bit, power in enumerate(_POWERS):
-        if exponent >> bit & 1:
-            result = _product(power, result)
-    return result
-
-
-def crc32_combine(first: int, second: int, second_length_bytes: int) -> int:
-    """Computes the CRC-32 of two byte strings joined, from those of each.
-
-    A length that was seen before costs microseconds, a new one tens of them.
-
-    Args:
-        first: CRC-32 of the first string.
-        second: CRC-32 of the second.
-        second_length_bytes: Length of the second; 0 needs `second` to be 0.
-
-    Returns:
-        The CRC-32, as `zlib.crc32` gives it.
-
-    Example:
-        >>> import zlib
-        >>> crc32_combine(zlib.crc32(b"ab"), zlib.crc32(b"cde"), 3) == zlib.crc32(b"abcde")
-        True
-
-    Source:
-        The inversions at both ends of CRC-32 cancel, so that
-        crc(A B) = crc(A) x^(8 |B|) + crc(B) modulo its polynomial.
-    """
-    return crc32_moved(first, second_length_bytes) ^ second
-
-
-def crc32_moved(crc32: int, length_bytes: int) -> int:
-    """Returns what a part adds to the CRC-32 of a whole in which so many bytes come after it.
-
-    The CRC-32 of byte strings joined is the exclusive or of what each of them adds.
-    """
-    return _product(crc32, _shift(length_bytes)) if crc32 else 0
+__all__ = [
+    "DIGEST_SCHEME",
+    "ChecksumPiece",
+    "RangeChecksum",
+    "crc32_combine",
+    "crc32_moved",
+    "crc32s_moved",
+    "digest_of",
+    "join_leaves",
+    "joined_pieces",
+    "leaf_digest",
+    "leaf_ranges",
+    "tree_digest",
+]
 
 
 def crc32s_moved(crc32s: NDArray[np.uint32], length_bytes: int) -> NDArray[np.uint32]:
     """Returns what `crc32_moved` does, for many parts that all have as many bytes after them."""
-    factor, moved, added = _shift(length_bytes), crc32s.copy(), np.zeros_like(crc32s)
+    factor, moved, added = factor_after(length_bytes), crc32s.copy(), np.zeros_like(crc32s)
     while factor:
-        if factor & _ONE:
+        if factor & ONE:
             added ^= moved
         factor = (factor << 1) & 0xFFFF_FFFF
-        moved = (moved >> np.uint32(1)) ^ (moved & np.uint32(1)) * np.uint32(_POLYNOMIAL)
+        moved = (moved >> np.uint32(1)) ^ (moved & np.uint32(1)) * np.uint32(POLYNOMIAL)
     return added
+
+
+ChecksumPiece = tuple[int, int, int]  # start in what is checked, length in bytes, CRC-32
+
+
+def joined_pieces(pieces: Sequence[ChecksumPiece]) -> list[ChecksumPiece]:
+    """Joins pieces where one ends as the next begins; what overlaps stays as it is.
+
+    Args:
+        pieces: In any order.
+
+    Returns:
+        The fewest pieces that say the same, by their starts.
+
+    Example:
+        >>> import zlib
+        >>> joined_pieces([(2, 1, zlib.crc32(b"c")), (0, 2, zlib.crc32(b"ab"))]) == [
+        ...     (0, 3, zlib.crc32(b"abc"))
+        ... ]
+        True
+    """
+    joined: list[ChecksumPiece] = []
+    for start, length, crc in sorted(pieces):
+        if joined and sum(joined[-1][:2]) == start:
+            first, before, combined = joined[-1]
+            joined[-1] = (first, before + length, crc32_combine(combined, crc, length))
+        else:
+            joined.append((start, length, crc))
+    return joined
 
 
 class RangeChecksum:

@@ -113,11 +113,7 @@ class DerivedNestedScales:
     def values(self, blocks: Span, inputs: Sequence[NDArray[Any]]) -> Floats:
         """Quantizes the scales and turns them back."""
         whole = self._whole(blocks)
-        centred = self.scales.values(whole, inputs) - np.float32(self.offset)
-        codes, shared = quantize_scales(centred)
-        scales: Floats = dynamic_map()[codes]
-        scales *= np.repeat(shared, NESTED_BLOCKSIZE)[: scales.size]
-        scales += np.float32(self.offset)
+        scales = nested_scales(self.scales.values(whole, inputs), self.offset)
         first = blocks.start - whole.start
         return scales[first : first + blocks.stop - blocks.start]
 
@@ -126,6 +122,20 @@ class DerivedNestedScales:
         start = blocks.start // NESTED_BLOCKSIZE * NESTED_BLOCKSIZE
         stop = -(-blocks.stop // NESTED_BLOCKSIZE) * NESTED_BLOCKSIZE
         return Span(start, min(stop, count))
+
+
+def nested_scales(maxima: Floats, offset: float) -> Floats:
+    """Quantizes scales and turns them back, as double quantization leaves them.
+
+    Args:
+        maxima: From the first of a group of 256 on.
+        offset: Their mean over the whole weight.
+    """
+    codes, shared = quantize_scales(maxima - np.float32(offset))
+    scales: Floats = dynamic_map()[codes]
+    scales *= np.repeat(shared, NESTED_BLOCKSIZE)[: scales.size]
+    scales += np.float32(offset)
+    return scales
 
 
 def quantize_scales(centred: Floats) -> tuple[NDArray[np.uint8], Floats]:

@@ -22,7 +22,8 @@ from ckptkit.kernels.four_bit import Floats, Scales
 from ckptkit.kernels.operands import Stored
 from ckptkit.planning.plan import Demand
 
-_STEP = np.float32(7.874015718698502e-3)  # 1 / 127, with the digits that bitsandbytes has
+STEP = np.float32(7.874015718698502e-3)
+"""1 / 127, with the digits that bitsandbytes has."""
 _FLOAT32 = BY_NAME["float32"]
 
 
@@ -61,7 +62,7 @@ class EightBitWeight:
         first = span.start - rows.start * self.columns
         numbers: Floats = inputs[0].view(np.int8).astype(np.float32)
         numbers *= np.repeat(scales, self.columns)[first : first + numbers.size]
-        numbers *= _STEP
+        numbers *= STEP
         return numbers
 
     def _rows(self, span: Span) -> Span:
@@ -76,9 +77,19 @@ def row_mismatches(codes: NDArray[np.int8], rows: Floats, scales: Floats) -> NDA
         rows: The weight as float16 holds it, in float32, of shape [rows, columns].
         scales: The largest magnitude of each row.
     """
+    counts: NDArray[np.int64] = np.count_nonzero(codes_of_rows(rows, scales) != codes, axis=1)
+    return counts
+
+
+def codes_of_rows(rows: Floats, scales: Floats) -> Floats:
+    """Returns the codes that rows are packed into, as float32.
+
+    Args:
+        rows: The weight as float16 holds it, in float32, of shape [rows, columns].
+        scales: The largest magnitude of each row.
+    """
     with np.errstate(divide="ignore", invalid="ignore"):
         # The reciprocal is rounded before it is multiplied by 127.
-        wanted = np.rint(rows * (np.float32(1) / scales * np.float32(127))[:, np.newaxis])
-    wanted[scales == 0] = 0
-    counts: NDArray[np.int64] = np.count_nonzero(wanted != codes, axis=1)
-    return counts
+        codes: Floats = np.rint(rows * (np.float32(1) / scales * np.float32(127))[:, np.newaxis])
+    codes[scales == 0] = 0
+    return codes

@@ -42,7 +42,7 @@ def mismatches(
         The counts, of shape [blocks].
     """
     lower, upper = _intervals(quant_type)
-    scaled = _scaled(blocks, scales, elements).reshape(-1)[:elements]
+    scaled = scaled_blocks(blocks, scales, elements).reshape(-1)[:elements]
     held = codes[: -(-elements // 2)]
     wrong = np.zeros(blocks.shape, np.bool_)
     flat = wrong.reshape(-1)[:elements]
@@ -52,8 +52,14 @@ def mismatches(
     return counts
 
 
-def _scaled(blocks: Floats, scales: Floats, elements: int) -> Floats:
-    """Returns elements between -1 and 1, rounded as the quantizer rounds them."""
+def scaled_blocks(blocks: Floats, scales: Floats, elements: int) -> Floats:
+    """Returns elements between -1 and 1, rounded as the quantizer rounds them.
+
+    Args:
+        blocks: The weight's elements, of shape [blocks, blocksize].
+        scales: The largest magnitude of each block.
+        elements: How many elements there are; fewer than `blocks` holds where the last is short.
+    """
     divisors = np.maximum(scales, _SMALLEST)
     scaled = blocks * (np.float32(1) / divisors).astype(np.float32)[:, np.newaxis]
     if elements < blocks.size:

@@ -10,6 +10,7 @@ import json
 from collections.abc import Sequence
 
 from ckptkit.core.errors import CannotPlanError
+from ckptkit.core.object_parts import MIN_PART_BYTES
 from ckptkit.layouts.weight_index import index_file
 from ckptkit.planning.files import name_order, numbered, split_by_size
 from ckptkit.planning.plan import (
@@ -79,12 +80,21 @@ def layout_adapter(products: Sequence[Product]) -> OutputFile:
 
 
 def _weights_file(path: str, products: Sequence[Product]) -> OutputFile:
-    # Larger item sizes first keeps every tensor aligned without holes, which the format forbids.
-    ordered = sorted(products, key=lambda p: (-p.spec.dtype.itemsize, p.spec.name))
+    ordered = sorted(products, key=_order)
     header = _header(path, [product.spec for product in ordered])
     bodies: list[tuple[int, Body, TensorSpec | None]] = [(len(header), Literal(header), None)]
     bodies += [(product.spec.size_bytes, product.body, product.spec) for product in ordered]
     return contiguous(path, bodies)
+
+
+def _order(product: Product) -> tuple[int, bool, str]:
+    """Puts larger item sizes first, which aligns every tensor without holes, as the format demands.
+
+    Of one item size, those come first that are too small for a part of an object: together they
+    make one part that is sent, and what a store can copy by itself is not interrupted by them.
+    """
+    spec = product.spec
+    return -spec.dtype.itemsize, spec.size_bytes >= MIN_PART_BYTES, spec.name
 
 
 def _header(path: str, specs: Sequence[TensorSpec]) -> bytes:

@@ -1,6 +1,6 @@
 """What `save_pretrained` of the installed transformers would make of a model's tensors.
 
-Source: transformers 5.23, `PreTrainedModel.save_pretrained`, and `revert_weight_conversion` and
+Source: transformers 5.23, `PreTrainedModel.save_pretrained`, and
 `convert_and_load_state_dict_in_model` in `core_model_loading.py`.
 """
 
@@ -17,15 +17,15 @@ from transformers.core_model_loading import (
     WeightRenaming,
     dot_natural_key,
     rename_source_key,
-    revert_weight_conversion,
 )
 
-from ckptkit.core.dtypes import DType
+from ckptkit.core.dtypes import DType, dtype_named
 from ckptkit.core.errors import CannotPlanError
 from ckptkit.core.index import Fqn, Shape
 from ckptkit.naming.models import build_model
+from ckptkit.naming.reverting import ComputedTensor, reverted
 from ckptkit.naming.tracing import TracedTensor
-from ckptkit.planning.hub_names import HubNames
+from ckptkit.planning.hub_names import Computation, HubNames, HubTensor
 from ckptkit.planning.hub_names_wire import NamingRequest
 
 Specs = Mapping[Fqn, tuple[DType, Shape]]
@@ -40,47 +40,70 @@ def answer(request: NamingRequest, conversions: Sequence[Any] | None = None) -> 
             the names of the base.
 
     Raises:
-        CannotPlanError: If a conversion does more than move elements.
+        CannotPlanError: If it cannot be told without the elements of the tensors.
     """
-    model = build_model(request.config, list(request.tensors or ()))
-    if conversions is None and request.base:
-        conversions = _used_by(model, request.base)
-    if conversions is not None:
-        model._weight_conversions = list(conversions)  # noqa: SLF001  as loading does
+    model = model_of(request, conversions)
     own = _own_tensors(model)
     live = own if request.tensors is None else _traced(request.tensors)
     unknown = live.keys() - model.state_dict().keys()
     ignored = set(model._keys_to_ignore_on_save or ())  # noqa: SLF001  as saving does
     saved = {name: tensor for name, tensor in live.items() if name not in ignored}
     is_done = bool(unknown) and _is_of_disk(live, own, model)
-    disk = saved if is_done else revert_weight_conversion(model, saved)
+    disk = saved if is_done else reverted(model, saved)
     return HubNames(
         library=transformers.__version__,
         live={name: tuple(tensor.shape) for name, tensor in live.items()},
-        tensors={Fqn(n): t.arrangement.to_tensor(Fqn(n)) for n, t in disk.items()},
+        tensors={Fqn(n): _described(Fqn(n), tensor) for n, tensor in disk.items()},
         unsaved=tuple(name for name in live if name in ignored),
         unknown=() if is_done else tuple(sorted(unknown)),
     )
 
 
+def model_of(request: NamingRequest, conversions: Sequence[Any] | None = None) -> Any:
+    """Returns a model without weights that reverts the conversions as the one in question does.
+
+    Args:
+        request: The model and its tensors.
+        conversions: Those that loading left at it, where they are known.
+    """
+    model = build_model(request.config, list(request.tensors or ()))
+    if conversions is None and request.base:
+        conversions = _used_by(model, request.base)
+    if conversions is not None:
+        model._weight_conversions = list(conversions)  # noqa: SLF001  as loading does
+    return model
+
+
+def torch_dtype(dtype: DType) -> torch.dtype:
+    """Returns an element type as torch has it.
+
+    Raises:
+        CannotPlanError: If torch has it not.
+    """
+    found = getattr(torch, dtype.name, None)
+    if not isinstance(found, torch.dtype):
+        raise CannotPlanError(f"torch {torch.__version__} has no element type {dtype.name}")
+    return found
+
+
+def _described(name: Fqn, tensor: TracedTensor | ComputedTensor) -> HubTensor:
+    if isinstance(tensor, TracedTensor):
+        return tensor.arrangement.to_tensor(name)
+    dtype = dtype_named(str(tensor.dtype).removeprefix("torch."))
+    return HubTensor(name, tensor.shape, tensor.shape, (), Computation(dtype, tensor.sources))
+
+
 def _is_of_disk(given: Mapping[Fqn, TracedTensor], own: Mapping[Fqn, Any], model: Any) -> bool:
     """Tells whether tensors have the names of files already, as where files are written anew."""
-    disk = revert_weight_conversion(model, dict(own)).keys()
+    disk = reverted(model, own).keys()
     return bool(given.keys() & (disk - own.keys())) and not given.keys() & (own.keys() - disk)
 
 
 def _traced(tensors: Specs) -> dict[Fqn, TracedTensor]:
     return {
-        name: TracedTensor.of_live(name, shape, _torch_dtype(dtype))
+        name: TracedTensor.of_live(name, shape, torch_dtype(dtype))
         for name, (dtype, shape) in tensors.items()
     }
-
-
-def _torch_dtype(dtype: DType) -> torch.dtype:
-    found = getattr(torch, dtype.name, None)
-    if not isinstance(found, torch.dtype):
-        raise CannotPlanError(f"torch {torch.__version__} has no element type {dtype.name}")
-    return found
 
 
 def _own_tensors(model: Any) -> dict[Fqn, TracedTensor]:

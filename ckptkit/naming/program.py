@@ -1,4 +1,4 @@
-"""`python -c …`: reads one request from its input, answers, and ends.
+"""`python -c …`: reads requests from its input, answers, and ends.
 
 Answers go where the command listens; whatever libraries print goes to the log.
 """
@@ -17,13 +17,28 @@ from ckptkit.planning.hub_names_wire import NamingRequest, names_to_json
 
 def main() -> None:
     """Answers the request on standard input; an error of ours is an answer too."""
+    replies = _replies()
+    request = NamingRequest.from_json(sys.stdin.buffer.read())
+    with os.fdopen(replies, "wb") as stream:
+        stream.write(json.dumps(_answer(request)).encode())
+
+
+def convert() -> None:
+    """Converts groups of tensors for as long as there is someone to ask for it."""
+    replies = _replies()
+    from ckptkit.naming.converting import serve
+
+    with os.fdopen(replies, "wb") as stream:
+        serve(sys.stdin.buffer, stream)
+
+
+def _replies() -> int:
+    """Returns where answers go, which no library writes to any more."""
     replies = os.dup(1)
     os.dup2(2, 1)
     # No model is looked up anywhere, whatever its configuration names.
     os.environ.update({"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"})
-    request = NamingRequest.from_json(sys.stdin.buffer.read())
-    with os.fdopen(replies, "wb") as stream:
-        stream.write(json.dumps(_answer(request)).encode())
+    return replies
 
 
 def _answer(request: NamingRequest) -> dict[str, Any]:

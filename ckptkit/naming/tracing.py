@@ -2,7 +2,7 @@
 
 Conversions of transformers are run on them as they are. What they do arrives here as operations
 of ATen: those that move elements are followed, and any other is refused, so that a conversion
-that computes something is never taken for one that only moves.
+that computes something is never taken for one that only moves; see `reverting` for those.
 
 Source: the schemas in PyTorch's `aten/src/ATen/native/native_functions.yaml`.
 """
@@ -23,8 +23,16 @@ from ckptkit.planning.hub_arrangements import Arrangement, joined
 _aten = torch.ops.aten
 
 
+class ComputesError(Exception):
+    """A conversion does more with elements than to move them; `reverting` deals with it."""
+
+
 class TracedTensor(torch.Tensor):
-    """A tensor whose elements are known by where they lie in live tensors."""
+    """A tensor whose elements are known by where they lie in live tensors.
+
+    Attributes:
+        arrangement: Where they lie.
+    """
 
     arrangement: Arrangement
 
@@ -53,7 +61,7 @@ class TracedTensor(torch.Tensor):
         """Follows one operation.
 
         Raises:
-            CannotPlanError: If it does anything but move elements.
+            ComputesError: If it does anything but move elements.
         """  # noqa: DOC501  `_refused` makes it
         follow = _MOVES.get(operation.overloadpacket)
         if follow is None or not all(issubclass(kind, (cls, torch.nn.Parameter)) for kind in types):
@@ -61,10 +69,9 @@ class TracedTensor(torch.Tensor):
         return follow(*args, **(kwargs or {}))
 
 
-def _refused(operation: Any) -> CannotPlanError:
-    return CannotPlanError(
-        f"a conversion computes with elements ({operation}), where moving them is what can be"
-        " planned"
+def _refused(operation: Any) -> ComputesError:
+    return ComputesError(
+        f"a conversion computes with elements ({operation}), where moving them can be followed"
     )
 
 

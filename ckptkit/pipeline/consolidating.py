@@ -3,15 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 
 from ckptkit.core.manifest import Manifest
 from ckptkit.execution.events import Listener, ignore
 from ckptkit.pipeline.destination import check_destination
+from ckptkit.pipeline.distributing import write_on_ray
 from ckptkit.pipeline.opening import PathLike
 from ckptkit.pipeline.planning import prepared
-from ckptkit.pipeline.writing import write_output
+from ckptkit.pipeline.slicing import SliceDone, run_slice
+from ckptkit.pipeline.writing import Prepared, write_output
 from ckptkit.planning.requests import ConsolidateRequest, Resources
+from ckptkit.planning.shares import Share
 from ckptkit.storage.places import open_target
+
+
+@dataclass(frozen=True, slots=True)
+class Consolidation:
+    """What a consolidation is made from, as values; see `run_consolidation`."""
+
+    src: PathLike
+    out: PathLike
+    request: ConsolidateRequest
+    base: str | None = None
+    also: tuple[PathLike, ...] = ()
+    resources: Resources = field(default_factory=Resources)
+
+    def prepared(self) -> AbstractContextManager[Prepared]:
+        """Opens the sources and plans; writes nothing."""
+        return prepared(
+            *(self.src, self.out, self.request),
+            base=self.base,
+            resources=self.resources,
+            also=self.also,
+        )
 
 
 def run_consolidation(  # noqa: PLR0913  what the command takes, sorted by stage
@@ -36,10 +62,31 @@ def run_consolidation(  # noqa: PLR0913  what the command takes, sorted by stage
         OutputExistsError: If `out` is there and not empty, and `overwrite` is false.
     """
     check_destination(src, out, overwrite=overwrite, also=also)
+    resources = resources or Resources()
+    job = Consolidation(src, out, request, base, tuple(also), resources)
+    listener = listener or ignore
+    if resources.engine == "ray":
+        return write_on_ray(job, out, resources, overwrite=overwrite, listener=listener)
     target = open_target(out, overwrite=overwrite)
     try:
-        resources = resources or Resources()
-        with prepared(src, out, request, base=base, resources=resources, also=also) as plan:
-            return write_output(plan, target, listener or ignore)
+        with job.prepared() as plan:
+            return write_output(plan, target, listener)
     finally:
         target.abandon()
+
+
+def run_consolidation_slice(
+    job: Consolidation, share: Share, *, overwrite: bool = False, listener: Listener | None = None
+) -> SliceDone:
+    """Writes one part of an output, and puts the whole in place if all others are written.
+
+    Returns:
+        What was done, and what is missing.
+
+    Raises:
+        InputError: If the source is damaged, incomplete, or changes meanwhile.
+        RefusedError: If the request cannot be met, or if other slices follow another plan.
+        OutputExistsError: If the output is there and not empty, and `overwrite` is false.
+    """
+    check_destination(job.src, job.out, overwrite=overwrite, also=job.also)
+    return run_slice(job, job.out, share, overwrite=overwrite, listener=listener or ignore)

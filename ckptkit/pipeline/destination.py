@@ -8,7 +8,9 @@ from pathlib import Path
 
 from ckptkit.core.errors import RefusedError
 from ckptkit.formats.dcp import METADATA
-from ckptkit.pipeline.opening import PathLike, check_path
+from ckptkit.pipeline.opening import PathLike
+from ckptkit.pipeline.source_places import check_path
+from ckptkit.storage.places import Place, is_url, local_path, place_of
 from ckptkit.storage.staging import output_exists
 from ckptkit.storage.workfolder import is_empty
 
@@ -35,14 +37,48 @@ def check_destination(
         RefusedError: If source and output lie inside one another, or if the current directory
             would be replaced.
         OutputExistsError: If the output holds something and is not to be overwritten.
-    """  # noqa: DOC501  `output_exists` makes it
-    check_path(os.fspath(src), "SRC")
-    check_path(os.fspath(out), "OUT")
-    for one in (src, *also):
-        _check_apart(Path(one).resolve(), out, "source", overwrite=overwrite)
+    """
+    check_path(src, "SRC")
+    check_path(out, "OUT")
+    read = [(one, "source") for one in (src, *also)]
     if base is not None:
-        _check_apart(Path(base).resolve(), out, "base", overwrite=overwrite)
-    target, here = Path(out).resolve(), Path.cwd()
+        read.append((base, "base"))
+    if is_url(out):
+        _check_remote(read, place_of(out), overwrite=overwrite)
+        return
+    for place, what in read:
+        if not is_url(place):
+            _check_apart(local_path(place).resolve(), local_path(out), what, overwrite=overwrite)
+    _check_local(local_path(out), overwrite=overwrite)
+
+
+def _check_remote(read: Sequence[tuple[PathLike, str]], out: Place, *, overwrite: bool) -> None:
+    from ckptkit.storage.remote_target import check_remote_target  # late: it imports fsspec
+
+    for place, what in read:
+        if is_url(place):
+            _refuse_nested(place_of(place), out, what)
+    check_remote_target(out, overwrite=overwrite)
+
+
+def _refuse_nested(source: Place, out: Place, what: str) -> None:
+    if not source.shares_store(out):
+        return
+    outer, inner = f"{source.inner_path}/", f"{out.inner_path}/"
+    if inner.startswith(outer):
+        raise RefusedError(
+            f"the output would lie inside the {what}",
+            where=out.location,
+            hint="choose a place beside the checkpoint",
+        )
+    if outer.startswith(inner):
+        raise RefusedError(
+            f"the {what} lies inside the output", where=out.location, hint="choose another place"
+        )
+
+
+def _check_local(out: Path, *, overwrite: bool) -> None:
+    target, here = out.resolve(), Path.cwd()
     if overwrite and (target == here or target in here.parents) and not is_empty(target):
         raise RefusedError(
             "the output would replace the directory that this command runs in",
@@ -50,11 +86,11 @@ def check_destination(
             hint="name a directory below it",
         )
     if not overwrite and target.is_dir() and not is_empty(target):
-        raise output_exists(Path(out))
+        raise output_exists(out)
 
 
-def _check_apart(source: Path, out: PathLike, what: str, *, overwrite: bool) -> None:
-    target = Path(out).resolve()
+def _check_apart(source: Path, out: Path, what: str, *, overwrite: bool) -> None:
+    target = out.resolve()
     # A file may well be converted into a folder beside it, unless it is a part of many.
     folder = source if source.is_dir() else source.parent
     is_part = source.suffix == ".distcp" or source.name == METADATA

@@ -8,9 +8,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from ckptkit.core.errors import FormatError, InputError, NotACheckpointError
+from ckptkit.core.errors import FormatError, InputError
 from ckptkit.formats.discovery import is_unit_folder, step_of
 from ckptkit.pipeline.opening import Opened
+from ckptkit.pipeline.source_places import absolute, open_folder
 from ckptkit.planning.plan import Literal, OutputFile, RawCopy, contiguous
 from ckptkit.planning.side_files import (
     CONFIG,
@@ -23,9 +24,13 @@ from ckptkit.planning.side_files import (
     is_side_file,
     parse_json_object,
 )
+from ckptkit.storage.base import Folder, Prefix, Source
 from ckptkit.storage.local import LocalSource
+from ckptkit.storage.places import PathLike, is_url, place_of
 
+_SHALLOW = ("ckptkit", "huggingface", "additional_chat_templates")
 _NESTED = ("ckptkit", "huggingface")  # where the training hooks, and verl, put them
+_HUB, _REPOSITORY = "hf://", 3  # slashes before the end of hf://org/name
 _CLIMB = 2  # from checkpoint-500/pytorch_model_fsdp_0 up to the run
 
 
@@ -37,13 +42,18 @@ class SideFolders:
         sources: The folders, by their paths.
     """
 
-    def __init__(self, stack: ExitStack, checkpoint: Opened, base: str | None) -> None:
-        self.base = base
-        self.sources: dict[str, LocalSource] = {}
-        for path in _candidates(checkpoint, base):
-            if path.is_dir():
-                source = stack.enter_context(LocalSource(path))
-                self.sources[str(path)] = source
+    def __init__(self, stack: ExitStack, checkpoint: Opened, base: PathLike | None) -> None:
+        self.base = None if base is None else place_of(base)
+        self.sources: dict[str, Folder] = {}
+        given = None if base is None else open_folder(stack, base, "--base")
+        for folder in checkpoint.source.folders:
+            opener = _Opener(stack, folder)
+            for path in _places(checkpoint, folder.location):
+                source = None if path in self.sources else opener.open(path)
+                if source is not None:
+                    self.sources[path] = source
+        if given is not None:
+            self.sources.setdefault(given.location, given)
 
     def choose(self, *, allow_code: bool) -> tuple[list[SideFile], list[str]]:
         """Returns the files to put beside the weights, and python files left out."""
@@ -103,32 +113,78 @@ class SideFolders:
         return parse_json_object(self.read(file), where=where)
 
 
-def _candidates(checkpoint: Opened, base: str | None) -> Iterator[Path]:
-    if base is not None and not Path(base).is_dir():
-        raise NotACheckpointError("no such directory", where=f"--base {base}")
-    homes: list[Path] = []
-    for folder in checkpoint.source.folders:
-        root = Path(folder.location)
-        step = root / checkpoint.folder
-        units = [root / unit.candidate.folder for unit in checkpoint.units if not unit.is_optimizer]
-        homes += [*(unit for unit in units if unit != step), step, *_above(step)]
-    paths = [path for home in homes for path in (*(home / name for name in _NESTED), home)]
-    yield from dict.fromkeys(paths)
-    if base is not None:
-        yield Path(base)
+class _Opener:
+    """Opens folders in and above one that is open already, those that are there."""
+
+    def __init__(self, stack: ExitStack, folder: Folder) -> None:
+        self._stack = stack
+        self._folder = folder
+        self._above: dict[str, Prefix | None] = {}
+
+    def open(self, path: str) -> Folder | None:
+        if isinstance(self._folder, Prefix):
+            return self._remote(self._folder, path)
+        if not Path(path).is_dir():
+            return None
+        return self._stack.enter_context(LocalSource(Path(path)))
+
+    def _remote(self, root: Prefix, path: str) -> Folder | None:
+        """Takes a part of a listing; one above the root is of what may be meant there alone."""
+        inside = _rest_of(path, root.location)
+        if inside is None:
+            run = next((one for one in self._above if _rest_of(path, one) is not None), path)
+            above = self._listed(root, run)
+            if above is None:
+                return None
+            root, inside = above, _rest_of(path, run) or ""
+        found = root.below(inside) if inside else root
+        return found if next(iter(found.walk(1)), None) is not None else None
+
+    def _listed(self, root: Prefix, run: str) -> Prefix | None:
+        if run not in self._above:
+            try:
+                self._above[run] = root.above(run, folders=_SHALLOW)
+            except InputError:
+                self._above[run] = None  # who may read a step may not be let into its run
+        return self._above[run]
 
 
-def _above(step: Path) -> Iterator[Path]:
+def _rest_of(path: str, root: str) -> str | None:
+    if path == root:
+        return ""
+    return path.removeprefix(f"{root}/") if path.startswith(f"{root}/") else None
+
+
+def _places(checkpoint: Opened, root: str) -> Iterator[str]:
+    """Yields where side files may lie, nearest to the weights first."""
+    step = _in(root, checkpoint.folder)
+    models = [unit.candidate.folder for unit in checkpoint.units if not unit.is_optimizer]
+    units = [_in(root, folder) for folder in models]
+    homes = [*(unit for unit in units if unit != step), step, *_above(step)]
+    yield from dict.fromkeys(_in(home, name) for home in homes for name in (*_NESTED, ""))
+
+
+def _in(folder: str, name: str) -> str:
+    if is_url(folder):
+        return f"{folder}/{name}" if name else folder
+    return str(Path(folder, name))
+
+
+def _above(step: str) -> Iterator[str]:
     """Climbs from a unit to its step, and from a step to its run."""
-    path = step.absolute()
+    path = absolute(step)
     for _ in range(_CLIMB):
-        if not (is_unit_folder(path.name) or step_of(path.name) is not None):
+        name = posixpath.basename(path)
+        if not (is_unit_folder(name) or step_of(name) is not None):
             return
-        path = path.parent
+        above = posixpath.dirname(path) if is_url(path) else str(Path(path).parent)
+        if above.endswith("/") or (above.startswith(_HUB) and above.count("/") < _REPOSITORY):
+            return  # what all buckets, repositories or directories lie in
+        path = above
         yield path
 
 
-def _listing(source: LocalSource) -> Mapping[str, int]:
+def _listing(source: Source) -> Mapping[str, int]:
     """Returns the side files of a folder; what cannot be read is nobody's configuration."""
     sizes = {}
     for path in source.walk(1):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import posixpath
 from collections.abc import Mapping
-from pathlib import Path
+from contextlib import ExitStack
 
 from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import FormatError, NotACheckpointError
@@ -13,16 +13,18 @@ from ckptkit.formats.base import Candidate
 from ckptkit.formats.registry import read_index, recognise
 from ckptkit.formats.weight_map import read_weight_map
 from ckptkit.layouts.hf_weights import INDEX_NAME, SINGLE_NAME
-from ckptkit.pipeline.opening import check_path, opened
+from ckptkit.pipeline.opening import PathLike, opened
+from ckptkit.pipeline.source_places import open_folder
 from ckptkit.planning.like import FileMap
-from ckptkit.storage.local import LocalSource
+from ckptkit.storage.base import Source
+from ckptkit.storage.places import open_source
 
 # What `from_pretrained` looks for, first things first. Other weights may lie beside them, such as
 # `consolidated.safetensors` in Mistral's repositories, or both kinds of one model.
 _WEIGHTS = (SINGLE_NAME, INDEX_NAME, "pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
-def dtypes_in(folder: str, *, option: str) -> Mapping[Fqn, DType]:
+def dtypes_in(folder: PathLike, *, option: str) -> Mapping[Fqn, DType]:
     """Returns the element type of every tensor of a model, as its files' headers tell it.
 
     Args:
@@ -33,7 +35,8 @@ def dtypes_in(folder: str, *, option: str) -> Mapping[Fqn, DType]:
         InputError: If there is no model, or if a header is damaged.
         AmbiguousSourceError: If there are several.
     """
-    with _source(folder, option) as source:
+    with ExitStack() as stack:
+        source = open_folder(stack, folder, option)
         index = pretrained_index(source)
         if index is not None:
             return {entry.name: entry.dtype for entry in index.of_part("model")}
@@ -41,7 +44,7 @@ def dtypes_in(folder: str, *, option: str) -> Mapping[Fqn, DType]:
         return {entry.name: entry.dtype for entry in checkpoint.index.of_part("model")}
 
 
-def file_map_of(folder: str, *, option: str) -> FileMap:
+def file_map_of(folder: PathLike, *, option: str) -> FileMap:
     """Returns which of a model's safetensors files holds which tensor.
 
     The index alone is enough: the weights that it names need not be there.
@@ -51,7 +54,8 @@ def file_map_of(folder: str, *, option: str) -> FileMap:
         FormatError: If the index is damaged.
     """
     where = f"{option} {folder}"
-    with _source(folder, option) as source:
+    with ExitStack() as stack:
+        source = open_folder(stack, folder, option)
         names = set(source.walk(0))
         if SINGLE_NAME in names:
             index = read_index(source, Candidate("safetensors", "", (SINGLE_NAME,), SINGLE_NAME))
@@ -68,10 +72,10 @@ def file_map_of(folder: str, *, option: str) -> FileMap:
     if strange is not None or not files:
         found = "no tensor" if strange is None else f"the file {strange!r}"
         raise FormatError(f"the index names {found}, against safetensors files", where=where)
-    return FileMap(folder, {Fqn(name): file for name, file in files.items()})
+    return FileMap(str(folder), {Fqn(name): file for name, file in files.items()})
 
 
-def names_in(folder: str) -> tuple[Fqn, ...]:
+def names_in(folder: PathLike) -> tuple[Fqn, ...]:
     """Returns the names of the tensors in a model folder; none where it has no weights.
 
     An index alone is enough here too.
@@ -79,7 +83,7 @@ def names_in(folder: str) -> tuple[Fqn, ...]:
     Raises:
         InputError: If a header or the index is damaged.
     """
-    with LocalSource(Path(folder)) as source:
+    with open_source(folder) as source:
         there = set(source.walk(0))
         first = next((file for file in _WEIGHTS if file in there), "")
         if first.endswith(".index.json"):
@@ -88,7 +92,7 @@ def names_in(folder: str) -> tuple[Fqn, ...]:
     return () if index is None else tuple(entry.name for entry in index.of_part("model"))
 
 
-def pretrained_index(source: LocalSource) -> TensorIndex | None:
+def pretrained_index(source: Source) -> TensorIndex | None:
     """Reads the headers of the weights that `from_pretrained` would load from a folder.
 
     Returns:
@@ -104,10 +108,3 @@ def pretrained_index(source: LocalSource) -> TensorIndex | None:
             if wanted in map(posixpath.basename, candidate.files):
                 return read_index(source, candidate)
     return None
-
-
-def _source(folder: str, option: str) -> LocalSource:
-    check_path(folder, option)
-    if not Path(folder).is_dir():
-        raise NotACheckpointError("no such directory", where=f"{option} {folder}")
-    return LocalSource(Path(folder))

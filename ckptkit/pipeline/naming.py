@@ -11,6 +11,7 @@ from ckptkit.core.errors import RefusedError
 from ckptkit.core.index import Fqn, Shape
 from ckptkit.kernels.operands import Operand, Stored
 from ckptkit.kernels.rearranged import Computed, Rearranged, Stretch
+from ckptkit.pipeline.conversions import Conversion, Converted
 from ckptkit.pipeline.model_folders import names_in
 from ckptkit.pipeline.naming_program import ask_transformers
 from ckptkit.planning.hub_names import HubNames, HubTensor, whole_of
@@ -34,12 +35,14 @@ class Named:
         dropped: Tied names that are not written, with the name that stands for each.
         notes: What the user should know.
         versions: The libraries that told the names, with their versions.
+        conversion_bytes: What the largest group of tensors takes that is converted as a whole.
     """
 
     products: Sequence[Product]
     dropped: Mapping[Fqn, Fqn]
     notes: tuple[str, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
+    conversion_bytes: int = 0
 
 
 def named(
@@ -65,15 +68,18 @@ def named(
     Raises:
         RefusedError: If the names are needed and cannot be told.
     """
-    disk = disk_names(config, tensors, choice=choice, base=base)
-    if disk.names is None:
+    disk = _told(config, tensors, choice=choice, base=base)
+    if disk.names is None or disk.request is None:
         return Named(products, dropped, disk.notes)
-    made = tuple(_products(disk.names, {p.spec.name: p for p in products}))
+    maker = _Maker(disk.names, disk.request, {p.spec.name: p for p in products})
+    made = tuple(maker.products())
     called = {s: n for n, t in disk.names.tensors.items() if (s := whole_of(t, disk.names.live))}
     ties = {called.get(t, t): called.get(s, s) for t, s in dropped.items()}
     unsaved = [name for name in disk.names.unsaved if name in {p.spec.name for p in products}]
-    notes = (*disk.notes, *(_said_of(name, disk.names.library) for name in unsaved))
-    return Named(made, ties, notes, {"transformers": disk.names.library})
+    library = disk.names.library
+    notes = (*disk.notes, *maker.notes, *(_said_of(name, library) for name in unsaved))
+    versions = {"transformers": library}
+    return Named(made, ties, notes, versions, maker.largest_bytes)
 
 
 def _said_of(unsaved: Fqn, library: str) -> str:
@@ -85,10 +91,17 @@ def _said_of(unsaved: Fqn, library: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class DiskNames:
-    """The names on disk, or None where they are the live ones, and what the user should know."""
+    """The names on disk, or None where they are the live ones, and what the user should know.
+
+    Attributes:
+        names: The names.
+        notes: What the user should know.
+        request: What transformers was asked, if it was.
+    """
 
     names: HubNames | None
     notes: tuple[str, ...] = ()
+    request: NamingRequest | None = None
 
 
 def disk_names(
@@ -108,8 +121,28 @@ def disk_names(
         base: A folder of the model that training began from, or None.
 
     Raises:
-        RefusedError: If the names are needed and cannot be told.
+        RefusedError: If the names are needed and cannot be told, or if tensors on disk are
+            computed from others.
     """
+    found = _told(config, tensors, choice=choice, base=base)
+    for tensor in () if found.names is None else found.names.tensors.values():
+        if tensor.computed is not None:
+            raise RefusedError(
+                f"tensor {tensor.name!r} on disk is computed from {tensor.sources[0]!r} by"
+                " transformers, so that parts of it cannot be changed",
+                hint="name a folder with the names of training, as `ckptkit consolidate --names"
+                " live` writes it",
+            )
+    return found
+
+
+def _told(
+    config: Mapping[str, Any] | None,
+    tensors: Specs | None,
+    *,
+    choice: NameChoice,
+    base: str | None,
+) -> DiskNames:
     # Weights of the base that nobody needs may be damaged, or not be there.
     may_need = choice != "live" and naming_need(config, has_base=True).kind != "none"
     known = names_in(base) if base is not None and may_need else ()
@@ -120,7 +153,8 @@ def disk_names(
     reason = need.reason or why_unsure(config or {}, (dtype for dtype, _ in specs.values()))
     if reason or config is None:
         return _left_live(reason, choice, has_config=config is not None)
-    names = ask_transformers(NamingRequest(_without_code(config), tensors, known))
+    request = NamingRequest(_without_code(config), tensors, known)
+    names = ask_transformers(request)
     if names.unknown and config.get("auto_map"):
         reason = (
             f"tensor {names.unknown[0]!r} is not one of transformers' own model, so that the code"
@@ -129,7 +163,7 @@ def disk_names(
         return _left_live(reason, choice)
     # Of tied tensors either is written, or the user is told that they differ.
     tied = {*tie_candidates(config, specs), *tie_conflicts(config, specs)}
-    return DiskNames(names, tuple(_differences(names, known, base, tied)))
+    return DiskNames(names, tuple(_differences(names, known, base, tied)), request)
 
 
 def _left_live(reason: str, choice: NameChoice, *, has_config: bool = True) -> DiskNames:
@@ -156,39 +190,88 @@ def _differences(
         yield f"{base} has no tensor {listed}{more}, which transformers {names.library} writes"
 
 
-def _products(names: HubNames, live: Mapping[Fqn, Product]) -> Iterator[Product]:
-    for tensor in names.tensors.values():
-        wanted = [source for source in tensor.sources if source in live]
-        if wanted and len(wanted) < len(tensor.sources):
-            missing = next(s for s in tensor.sources if s not in live)
-            raise RefusedError(
-                f"tensor {tensor.name!r} is made of {wanted[0]!r} and {missing!r}, and one of them"
-                " is left out",
-                hint=f"leave both in or both out, or {_LIVE}",
+class _Maker:
+    """Makes what is written from what training holds.
+
+    Attributes:
+        largest_bytes: What the largest group takes that is converted as a whole.
+    """
+
+    def __init__(
+        self, names: HubNames, request: NamingRequest, live: Mapping[Fqn, Product]
+    ) -> None:
+        self.largest_bytes = 0
+        self._names = names
+        self._request = request
+        self._live = live
+        self._groups: dict[tuple[Fqn, ...], Conversion] = {}
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """Says how much memory conversions take that compute."""
+        count = len(self._groups)
+        if not count:
+            return ()
+        groups = "1 group of tensors is" if count == 1 else f"{count:,} groups of tensors are"
+        said = f"{groups} converted as a whole by transformers {self._names.library}"
+        return (f"{said}; the largest takes {self.largest_bytes:,} bytes of memory",)
+
+    def products(self) -> Iterator[Product]:
+        """Yields what is written, in the order in which `save_pretrained` writes it."""
+        for tensor in self._names.tensors.values():
+            wanted = [source for source in tensor.sources if source in self._live]
+            if wanted and len(wanted) < len(tensor.sources):
+                missing = next(s for s in tensor.sources if s not in self._live)
+                raise RefusedError(
+                    f"tensor {tensor.name!r} is made of {wanted[0]!r} and {missing!r}, and one of"
+                    " them is left out",
+                    hint=f"leave both in or both out, or {_LIVE}",
+                )
+            if wanted:
+                yield self._product(tensor)
+
+    def _product(self, tensor: HubTensor) -> Product:
+        live = self._live
+        if tensor.computed is not None:
+            group = self._group(tensor.computed.sources)
+            spec = next(spec for spec in group.outputs if spec.name == tensor.name)
+            return Product(spec, Compute(Converted(group, spec), group.reads))
+        whole = whole_of(tensor, self._names.live)
+        if whole is not None:
+            product = live[whole]
+            spec = replace(product.spec, name=tensor.name, shape=tensor.shape)
+            return Product(spec, product.body)
+        sources = tensor.sources
+        kernel = _rearranged(tensor, [_operand(live[source]) for source in sources])
+        dtype = live[sources[0]].spec.dtype  # that of all: joining others is refused
+        return Product(TensorSpec(tensor.name, dtype, tensor.shape), Compute(kernel, kernel.reads))
+
+    def _group(self, sources: tuple[Fqn, ...]) -> Conversion:
+        found = self._groups.get(sources)
+        if found is None:
+            outputs = tuple(
+                TensorSpec(tensor.name, tensor.computed.dtype, tensor.shape)
+                for tensor in self._names.tensors.values()
+                if tensor.computed is not None and tensor.computed.sources == sources
             )
-        if wanted:
-            yield _product(tensor, names.live, live)
+            inputs = [self._live[source] for source in sources]
+            operands = tuple(_operand(product) for product in inputs)
+            specs = tuple(product.spec for product in inputs)
+            found = self._groups[sources] = Conversion(self._request, specs, operands, outputs)
+            self.largest_bytes = max(self.largest_bytes, found.size_bytes)
+        return found
 
 
-def _product(
-    tensor: HubTensor, shapes: Mapping[Fqn, Shape], live: Mapping[Fqn, Product]
-) -> Product:
-    whole = whole_of(tensor, shapes)
-    if whole is not None:
-        product = live[whole]
-        return Product(replace(product.spec, name=tensor.name, shape=tensor.shape), product.body)
-    sources = tensor.sources
-    number = {source: i for i, source in enumerate(sources)}
-    kernel = Rearranged(
+def _rearranged(tensor: HubTensor, operands: Sequence[Operand]) -> Rearranged:
+    number = {source: i for i, source in enumerate(tensor.sources)}
+    return Rearranged(
         grid=tensor.grid,
         stretches=tuple(
             Stretch(piece.box, number[piece.source], piece.start, piece.steps)
             for piece in tensor.pieces
         ),
-        operands=tuple(_operand(live[source]) for source in sources),
+        operands=tuple(operands),
     )
-    dtype = live[sources[0]].spec.dtype  # that of all: joining others is refused
-    return Product(TensorSpec(tensor.name, dtype, tensor.shape), Compute(kernel, kernel.reads))
 
 
 def _operand(product: Product) -> Operand:

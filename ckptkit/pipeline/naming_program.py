@@ -19,7 +19,7 @@ from ckptkit.planning.hub_names import HubNames
 from ckptkit.planning.hub_names_wire import NamingRequest, names_from_json
 
 _LOG = logging.getLogger(__name__)
-_PROGRAM = "import sys; sys.path[:] = {!r}; from ckptkit.naming.program import main; main()"
+_PROGRAM = "import sys; sys.path[:] = {!r}; from ckptkit.naming.program import {}; {}()"
 _NEEDED = ("torch", "transformers")
 _SECONDS = 600  # the largest models take ten, and importing from a slow disk a minute
 _LIVE = "pass --names live to write the names that training holds, which Transformers 5 loads too"
@@ -44,13 +44,21 @@ def ask_transformers(request: NamingRequest) -> HubNames:
     return names_from_json(document)
 
 
-def _run(data: bytes) -> bytes:
+def program_command(entry: str) -> list[str]:
+    """Returns the command that starts the program.
+
+    Args:
+        entry: The function of it that is run.
+    """
     # Where a model folder is at hand, its python files must not pass for libraries.
     here = {"", str(Path.cwd())}
     roots = [path for path in sys.path if path not in here]
     roots.append(str(Path(__file__).resolve().parents[2]))
-    command = [sys.executable, "-P", "-c", _PROGRAM.format(roots)]
-    pipe = subprocess.PIPE
+    return [sys.executable, "-P", "-c", _PROGRAM.format(roots, entry, entry)]
+
+
+def _run(data: bytes) -> bytes:
+    command, pipe = program_command("main"), subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe) as process:  # noqa: S603
         try:
             answer, said = process.communicate(data, _SECONDS)

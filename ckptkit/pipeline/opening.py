@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import posixpath
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,11 +14,9 @@ from ckptkit.core.errors import (
     InputError,
     NoSpaceError,
     NotACheckpointError,
-    RefusedError,
     UsageError,
 )
 from ckptkit.core.index import (
-    FileRef,
     Key,
     KeyPath,
     Problem,
@@ -33,16 +29,21 @@ from ckptkit.core.manifest import MANIFEST_NAME, Manifest
 from ckptkit.formats.base import Candidate
 from ckptkit.formats.dcp import METADATA
 from ckptkit.formats.discovery import Found, Unit, resolve, step_of
-from ckptkit.formats.registry import find_candidates, parsing_bytes, read_index
+from ckptkit.formats.registry import parsing_bytes, read_index, recognise
 from ckptkit.formats.zero_tags import without_older_tags
+from ckptkit.pipeline.completeness import missing_files
+from ckptkit.pipeline.listed_files import foresee_headers, listed_files
+from ckptkit.pipeline.marking import hold_candidates
+from ckptkit.pipeline.source_places import absolute, check_path, open_others, open_root
 from ckptkit.pipeline.steps import SavedSteps, step_folder
 from ckptkit.pipeline.uniting import unite
 from ckptkit.planning.coverage import error_of
-from ckptkit.storage.local import LocalSource
+from ckptkit.storage.base import Folder
 from ckptkit.storage.machine import memory_in_use_bytes
 from ckptkit.storage.overlay import OverlaySource
+from ckptkit.storage.places import PathLike, place_of
 
-PathLike = str | os.PathLike[str]
+__all__ = ["Opened", "PathLike", "opened"]
 _MARKS = {"trainer_state.json": "Transformers Trainer", "meta.pt": "Lightning"}
 _ACCELERATE = "pytorch_model_fsdp_"
 
@@ -103,59 +104,17 @@ def opened(
         NoSpaceError: If parsing it would take more memory than allowed.
         UsageError: If a path cannot be one, or the path is a file that stands beside `also`.
     """
-    location = os.fspath(path)
-    check_path(location, "SRC")
-    root, only = _root_of(location)
-    if only is not None and also:
-        raise UsageError("stands beside a file, where a directory was expected", where="--also")
+    check_path(path, "SRC")
+    location = place_of(path)
     with ExitStack() as stack:
-        folders = [stack.enter_context(LocalSource(root))]
-        folders += [stack.enter_context(LocalSource(one)) for one in _others(root, also)]
+        root, only = open_root(stack, location)
+        if only is not None and also:
+            raise UsageError("stands beside a file, where a directory was expected", where="--also")
+        folders = [root, *open_others(stack, root, also)]
         source = OverlaySource(folders, compared=(METADATA, MANIFEST_NAME))
-        yield _Search(source, location, only, limit_bytes).run(select)
-
-
-def check_path(text: str, what: str) -> None:
-    """Refuses paths that no system call would take, before one fails on them.
-
-    Raises:
-        UsageError: If the path is empty, too long, or a loop of links.
-    """
-    if not text:
-        raise UsageError("is empty, where a path was expected", where=what)
-    try:
-        Path(text).resolve()
-        Path(text).is_dir()
-    except (OSError, RuntimeError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise UsageError(f"is no usable path: {reason}", where=f"{what} {text[:80]!r}") from error
-
-
-def _others(root: Path, also: Sequence[PathLike]) -> Iterator[Path]:
-    """Yields the further directories, none of them twice."""
-    seen = {root.resolve()}
-    for one in also:
-        check_path(os.fspath(one), "--also")
-        folder = Path(one)
-        if not folder.is_dir():
-            raise NotACheckpointError("no such directory", where=f"--also {one}")
-        if folder.resolve() not in seen:
-            seen.add(folder.resolve())
-            yield folder
-
-
-def _root_of(location: str) -> tuple[Path, str | None]:
-    """Returns the folder to search and, when the path is a file, that file's name."""
-    if "://" in location:
-        raise RefusedError(
-            "URLs are not read by this version", where=location, hint="copy it to a local disk"
-        )
-    path = Path(location)
-    if path.is_dir():
-        return path, None
-    if path.is_file():
-        return path.parent, path.name
-    raise NotACheckpointError("no such file or directory", where=location)
+        found = _Search(source, location, only, limit_bytes).run(select)
+        stack.enter_context(hold_candidates(folders, [unit.candidate for unit in found.units]))
+        yield found
 
 
 class _Search:
@@ -169,6 +128,7 @@ class _Search:
         self._only = only
         self._limit_bytes = limit_bytes
         self._steps = SavedSteps(source, ())
+        self._paths: Sequence[str] = ()
         self._indexes: dict[tuple[str, str, tuple[str, ...]], TensorIndex] = {}
 
     def run(self, select: str | None) -> Opened:
@@ -185,7 +145,7 @@ class _Search:
         )
         self._check_parts(found)
         index = _merge(found.units, [self._index(unit.candidate) for unit in found.units])
-        step = step_of(found.folder or str(Path(self._location).absolute()))
+        step = step_of(found.folder or absolute(self._location))
         writer = ", ".join(filter(None, [*self._frameworks(found), index.run.writer]))
         run = replace(index.run, step=index.run.step or step, writer=writer)
         saved = step_folder(found.units[0].candidate.folder)
@@ -203,12 +163,14 @@ class _Search:
 
     def _candidates(self) -> list[Candidate]:
         """Recognises what lies there; what lies in parts is laid over the parts as a whole."""
-        candidates = find_candidates(self._source)
+        self._paths = listed_files(self._source)
+        candidates = recognise(self._paths)
         _check_places(self._source.folders)
         united = unite(self._source, [step_folder(one.folder) for one in candidates])
         if united.made:
             self._source.lay_over(united.made, without=united.without)
-            candidates = find_candidates(self._source)
+            self._paths = listed_files(self._source)
+            candidates = recognise(self._paths)
         if self._only is not None:
             candidates = [c for c in candidates if self._only in c.files]
         self._steps = SavedSteps(self._source, candidates, united.problems)
@@ -226,23 +188,17 @@ class _Search:
         folders = {found.folder, *(unit.candidate.folder for unit in found.units)}
         folders |= {posixpath.dirname(folder) for folder in folders}
         for file, framework in _MARKS.items():
-            if any(self._has(posixpath.join(folder, file)) for folder in folders):
+            if any(posixpath.join(folder, file) in self._paths for folder in folders):
                 yield framework
         names = [unit.candidate.folder or self._location for unit in found.units]
         if any(_ACCELERATE in name for name in names):
             yield "accelerate"
 
-    def _has(self, path: str) -> bool:
-        try:
-            self._source.stat(path)
-        except InputError:
-            return False
-        return True
-
     def _index(self, candidate: Candidate) -> TensorIndex:
         key = (candidate.format, candidate.folder, candidate.files)
         if key not in self._indexes:
             self._check_memory(candidate)
+            foresee_headers(self._source, candidate)
             self._indexes[key] = read_index(self._source, candidate)
         return self._indexes[key]
 
@@ -260,21 +216,17 @@ class _Search:
         if unfinished:
             return unfinished
         try:
-            index = self._index(candidate)
+            return missing_files(self._index(candidate))
         except InputError as error:
             return str(error.message)
-        absent = next((file for file in index.files if file.size_bytes < 0), None)
-        if absent is not None:
-            return f"{absent.path!r} is missing"
-        short = _short_file(index)
-        return f"{short.path!r} is cut short" if short is not None else ""
 
 
-def _check_places(folders: Sequence[LocalSource]) -> None:
+def _check_places(folders: Sequence[Folder]) -> None:
     """Refuses a directory in which no step has the path that it has in another one."""
     if len(folders) == 1:
         return
-    steps = [{step_folder(one.folder) for one in find_candidates(folder)} for folder in folders]
+    found = [recognise(listed_files(folder)) for folder in folders]
+    steps = [{step_folder(one.folder) for one in candidates} for candidates in found]
     for number, folder in enumerate(folders[1:], 1):
         others = set().union(*(found for i, found in enumerate(steps) if i != number))
         if steps[number].isdisjoint(others):
@@ -289,12 +241,6 @@ def _check_places(folders: Sequence[LocalSource]) -> None:
 
 def _names(candidate: Candidate) -> set[str]:
     return {posixpath.basename(path) for path in candidate.files}
-
-
-def _short_file(index: TensorIndex) -> FileRef | None:
-    sizes = np.array([file.size_bytes for file in index.files], np.int64)
-    over = np.flatnonzero(index.records.stop > sizes[index.records.file])
-    return index.files[int(index.records.file[over[0]])] if len(over) else None
 
 
 def _merge(units: Sequence[Unit], indexes: Sequence[TensorIndex]) -> TensorIndex:

@@ -7,7 +7,6 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from ckptkit.core.index import Fqn, TensorEntry
@@ -18,6 +17,7 @@ from ckptkit.layouts.dcp import layout_dcp
 from ckptkit.layouts.hf_weights import layout_hf_weights
 from ckptkit.layouts.torch_full import layout_torch_full
 from ckptkit.pipeline.adapters.facts import adapter_facts, choices, step_of_base
+from ckptkit.pipeline.conversions import beside_conversions
 from ckptkit.pipeline.folders import SideFolders
 from ckptkit.pipeline.naming import Named, named
 from ckptkit.pipeline.opening import Opened, PathLike, opened
@@ -76,7 +76,7 @@ def prepared(
             source = os.fspath(src) if chosen else checkpoint.path
             _refuse_adapters(checkpoint, folders, source, chosen, out)
         shaping = Shaping(request, base, checkpoint.path)
-        yield _Preparation(checkpoint, folders, request, resources, shaping).run(Path(out))
+        yield _Preparation(checkpoint, folders, request, resources, shaping).run(out)
 
 
 def _refuse_adapters(
@@ -126,7 +126,7 @@ class _Preparation:
         self._resources = resources
         self._notes = list(checkpoint.notes)
 
-    def run(self, out: Path) -> Prepared:
+    def run(self, out: PathLike) -> Prepared:
         checkpoint = self._checkpoint
         entries = self._entries()
         side, code = self._folders.choose(allow_code=self._request.allow_code)
@@ -153,14 +153,21 @@ class _Preparation:
         self._notes += (*given.notes, *self._shaping.notes)
         plan = Plan((*weights, *files), given.dropped, tuple(self._notes))
         read = sum(entry.size_bytes for entry in entries if entry.name not in ties.dropped)
-        settings = settings_for(self._resources)
+        settings = settings_for(
+            beside_conversions(self._resources, given.conversion_bytes),
+            plan,
+            sources=(checkpoint,),
+            out=out,
+        )
         origin = Origin(SOURCE, checkpoint.source, checkpoint.index)
         return Prepared(
             sources=(checkpoint,),
             plan=plan,
             inputs=Inputs({SOURCE: origin}, self._folders.sources),
             settings=settings,
-            estimate=estimated(plan, settings, out, bytes_read=read),
+            estimate=estimated(
+                plan, settings, out, bytes_read=read, besides_bytes=given.conversion_bytes
+            ),
             kind=_KINDS[self._request.layout],
             options=changed_options(self._request),
             facts=self._shaping.facts,

@@ -24,7 +24,7 @@ from ckptkit.core.manifest import (
     source_of_all,
 )
 from ckptkit.layouts.dcp_metadata import METADATA_NAME, metadata_pickle
-from ckptkit.storage.local import LocalSource
+from ckptkit.storage.base import Folder
 from ckptkit.storage.overlay import OverlaySource
 from ckptkit.writer.merge import Merged, Merger
 from ckptkit.writer.record import FOLDER, parse_record
@@ -51,7 +51,7 @@ class United:
 class _Copy:
     """One directory's manifest of a step."""
 
-    source: LocalSource
+    source: Folder
     manifest: Manifest
 
     @property
@@ -91,7 +91,7 @@ def unite(source: OverlaySource, steps: Iterable[str]) -> United:
     return United(made, without, problems)
 
 
-def _copies(folders: Sequence[LocalSource], step: str) -> Iterable[_Copy]:
+def _copies(folders: Sequence[Folder], step: str) -> Iterable[_Copy]:
     path = posixpath.join(step, MANIFEST_NAME)
     for folder in folders:
         try:

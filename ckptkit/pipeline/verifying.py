@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
+import posixpath
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from ckptkit.core.errors import (
     CkptkitError,
+    MissingFileError,
     NotACheckpointError,
 )
 from ckptkit.core.index import Problem, TensorEntry, TensorIndex
@@ -30,8 +30,9 @@ from ckptkit.pipeline.scanning import scan
 from ckptkit.pipeline.steps import digest_problems, file_problems, step_folder
 from ckptkit.planning.coverage import find_problems_by_key
 from ckptkit.planning.plan import SOURCE
-from ckptkit.storage.local import LocalSource
+from ckptkit.storage.base import Source
 from ckptkit.storage.machine import usable_cores
+from ckptkit.storage.places import is_url, local_path, open_source, place_of
 
 _MISMATCH = "digest-mismatch"
 _FORMATS = {
@@ -95,23 +96,23 @@ def run_verification(
         AmbiguousSourceError: If several checkpoints lie there and none was selected.
     """
     listener = listener or ignore
-    folder = Path(path)
-    manifest = _manifest_in(folder)
-    if manifest is not None and manifest.tensors:
-        with LocalSource(folder) as source:
-            return _Output(source, manifest, os.fspath(path)).verify(listener)
+    place = place_of(path)
+    if is_url(place) or local_path(place).is_dir():
+        with open_source(place) as source:
+            manifest = _manifest_in(source)
+            if manifest is not None and manifest.tensors:
+                return _Output(source, manifest, str(place)).verify(listener)
     return _verify_source(path, select, also, listener)
 
 
-def _manifest_in(folder: Path) -> Manifest | None:
-    file = folder / MANIFEST_NAME
-    if not file.is_file():
-        return None
-    where = str(file)
-    with LocalSource(folder) as source:
+def _manifest_in(source: Source) -> Manifest | None:
+    where = posixpath.join(source.location, MANIFEST_NAME)
+    try:
         size = source.stat(MANIFEST_NAME).size_bytes
-        check_manifest_size(size, where=where)
-        return parse_manifest(source.read(MANIFEST_NAME, 0, size), where=where)
+    except MissingFileError:
+        return None
+    check_manifest_size(size, where=where)
+    return parse_manifest(source.read(MANIFEST_NAME, 0, size), where=where)
 
 
 def _verify_source(
@@ -177,7 +178,7 @@ def _problem_of(error: CkptkitError, where: str) -> Problem:
 class _Output:
     """Checks one output of ours against its manifest."""
 
-    def __init__(self, source: LocalSource, manifest: Manifest, path: str) -> None:
+    def __init__(self, source: Source, manifest: Manifest, path: str) -> None:
         self._source = source
         self._manifest = manifest
         self._path = path

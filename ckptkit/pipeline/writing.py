@@ -4,20 +4,32 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 from ckptkit.core.errors import NoSpaceError, SourceChangedError
-from ckptkit.core.manifest import MANIFEST_NAME, FileRecord, Manifest, TensorRecord
-from ckptkit.execution.budget import WORKER_BYTES, ExecutionSettings, settle_workers
+from ckptkit.core.manifest import BY_STORE, MANIFEST_NAME, FileRecord, Manifest, TensorRecord
+from ckptkit.core.object_parts import part_bytes
+from ckptkit.execution.budget import (
+    DISTANT_WORKERS,
+    WORKER_BYTES,
+    ExecutionSettings,
+    settle_workers,
+)
 from ckptkit.execution.events import Committed, Listener, Planned
-from ckptkit.execution.executor import Digests, Executor, Inputs
+from ckptkit.execution.executor import Executor, Inputs
+from ckptkit.execution.outcome import Digests
+from ckptkit.execution.store_copies import with_store_copies
+from ckptkit.pipeline.identity import source_facts
+from ckptkit.pipeline.marking import read_at_store
 from ckptkit.pipeline.opening import Opened, PathLike
-from ckptkit.planning.plan import Compute, Copy, Plan, Segment
+from ckptkit.planning.plan import Compute, Copy, Plan, Segment, ServerCopy
+from ckptkit.planning.reads import READ_AHEAD_BYTES
 from ckptkit.planning.requests import Resources
-from ckptkit.storage.base import Target
+from ckptkit.storage.base import CopyingTarget, Target, distant
 from ckptkit.storage.machine import memory_in_use_bytes, usable_cores
+from ckptkit.storage.places import is_url, local_path, place_of
 from ckptkit.version import __version__
 
 
@@ -70,30 +82,62 @@ class Prepared:
         return self.sources[0]
 
 
-def estimated(plan: Plan, settings: ExecutionSettings, out: Path, *, bytes_read: int) -> Estimate:
-    """Returns what executing a plan will take."""
+def estimated(
+    plan: Plan,
+    settings: ExecutionSettings,
+    out: PathLike,
+    *,
+    bytes_read: int,
+    besides_bytes: int = 0,
+) -> Estimate:
+    """Returns what executing a plan will take.
+
+    Args:
+        plan: The plan.
+        settings: How it may use the machine.
+        out: Where the output will lie.
+        bytes_read: Tensor bytes that it reads.
+        besides_bytes: Memory that it takes beside the workers' own.
+    """
     return Estimate(
         bytes_read=bytes_read,
         bytes_written=plan.bytes_written,
         bytes_free=_free_bytes(out),
-        peak_bytes=memory_in_use_bytes() + settings.workers * WORKER_BYTES,
+        peak_bytes=memory_in_use_bytes() + settings.workers * settings.worker_bytes + besides_bytes,
     )
 
 
-def settings_for(resources: Resources) -> ExecutionSettings:
+def settings_for(
+    resources: Resources,
+    plan: Plan | None = None,
+    *,
+    sources: Iterable[Opened] = (),
+    out: PathLike = "",
+) -> ExecutionSettings:
     """Chooses how many workers fit into what the user allows.
+
+    Args:
+        resources: What that is.
+        plan: What they execute, if anything is planned yet.
+        sources: What they read.
+        out: Where they write.
 
     Raises:
         NoSpaceError: If not even one does.
     """
+    is_far = any(distant(one.source) is not None for one in sources)
+    needed = WORKER_BYTES + (READ_AHEAD_BYTES if is_far else 0)
+    if plan is not None and is_url(out):
+        needed += max((part_bytes(file.size_bytes) for file in plan.files), default=0)
     workers = settle_workers(
-        resources.workers,
+        resources.workers or (DISTANT_WORKERS if is_far else None),
         cores=usable_cores(),
         budget_bytes=resources.memory_budget_bytes,
         limit_bytes=resources.memory_limit_bytes,
         used_bytes=memory_in_use_bytes(),
+        worker_bytes=needed,
     )
-    return ExecutionSettings(workers)
+    return ExecutionSettings(workers, resources.bytes_per_second, needed)
 
 
 def write_output(prepared: Prepared, target: Target, listener: Listener) -> Manifest:
@@ -107,19 +151,42 @@ def write_output(prepared: Prepared, target: Target, listener: Listener) -> Mani
         NoSpaceError: If the disk has not enough room.
         SourceChangedError: If a source changed meanwhile.
     """
+    refuse_full_disk(prepared, target)
+    if isinstance(target, CopyingTarget):
+        plan = with_store_copies(prepared.plan, prepared.inputs.origins, target)
+        prepared = replace(prepared, plan=plan)
     listener(Planned(prepared.plan.notes))
-    _refuse_full_disk(prepared, target)
     executor = Executor(prepared.plan, prepared.inputs, target, prepared.settings, listener)
-    digests = executor.run()
-    for source in prepared.sources:
-        _refuse_changed(source)
-    manifest = _manifest(prepared, digests)
+    saved = [source for source in prepared.sources if source.manifest is not None]
+    with read_at_store([place_of(source.location).beside(source.path) for source in saved]):
+        digests = executor.run()
+        for source in prepared.sources:
+            refuse_changed(source)
+    manifest = manifest_of(prepared, digests)
     _commit(manifest, target)
     listener(Committed(target.location))
     return manifest
 
 
-def _refuse_full_disk(prepared: Prepared, target: Target) -> None:
+class Room(Protocol):
+    """A place that knows how much room it has."""
+
+    @property
+    def location(self) -> str:
+        """The place as the user named it."""
+        ...
+
+    def free_bytes(self) -> int | None:
+        """Returns how much room there is, None where nobody knows."""
+        ...
+
+
+def refuse_full_disk(prepared: Prepared, target: Room) -> None:
+    """Refuses to begin where the output has no room.
+
+    Raises:
+        NoSpaceError: If it has none.
+    """
     needed, free = prepared.estimate.bytes_written, target.free_bytes()
     if free is not None and needed > free:
         raise NoSpaceError(
@@ -129,7 +196,12 @@ def _refuse_full_disk(prepared: Prepared, target: Target) -> None:
         )
 
 
-def _refuse_changed(source: Opened) -> None:
+def refuse_changed(source: Opened) -> None:
+    """Refuses what was made from a source that was not the same all the time.
+
+    Raises:
+        SourceChangedError: If one of its files is another one by now.
+    """
     found = [file for file in source.index.files if file.size_bytes >= 0]  # others were never read
     changed = source.source.changed(found)
     if changed is not None:
@@ -147,20 +219,14 @@ def _commit(manifest: Manifest, target: Target) -> None:
     target.commit(last=MANIFEST_NAME)
 
 
-def _manifest(prepared: Prepared, digests: Digests) -> Manifest:
-    checkpoint = prepared.checkpoint
+def manifest_of(prepared: Prepared, digests: Digests) -> Manifest:
+    """Returns what the manifest of an output says, when all of it is written."""
     unverified = {
         (name, key) for name, origin in prepared.inputs.origins.items() for key in origin.unverified
     }
-    facts: dict[str, Any] = {
-        "path": checkpoint.path,
-        "format": checkpoint.index.format,
-        "step": checkpoint.index.run.step,
-        "world_size": checkpoint.index.run.world_size,
-    }
     return Manifest(
         kind=prepared.kind,
-        source=facts | dict(prepared.facts),
+        source=source_facts(prepared.sources) | dict(prepared.facts),
         options=prepared.options,
         versions={"ckptkit": __version__, **prepared.versions},
         tensors={
@@ -169,7 +235,7 @@ def _manifest(prepared: Prepared, digests: Digests) -> Manifest:
                 shape=spec.shape,
                 file=file.path,
                 digest=digests.of_tensor(spec.name),
-                proof="unverified" if unverified & set(_reads(segment)) else "crc32",
+                proof=_proof(segment, unverified),
             )
             for file, segment, spec in prepared.plan.specs()
         },
@@ -184,8 +250,14 @@ def _manifest(prepared: Prepared, digests: Digests) -> Manifest:
     )
 
 
+def _proof(segment: Segment, unverified: AbstractSet[tuple[str, str]]) -> str:
+    if unverified & set(_reads(segment)):
+        return "unverified"
+    return BY_STORE if isinstance(segment.body, ServerCopy) else "crc32"
+
+
 def _reads(segment: Segment) -> Iterable[tuple[str, str]]:
-    if isinstance(segment.body, Copy):
+    if isinstance(segment.body, (Copy, ServerCopy)):
         return ((segment.body.origin, segment.body.key),)
     if isinstance(segment.body, Compute):
         return segment.body.reads
@@ -193,7 +265,9 @@ def _reads(segment: Segment) -> Iterable[tuple[str, str]]:
 
 
 def _free_bytes(out: PathLike) -> int | None:
-    place = Path(out).absolute()
+    if is_url(out):
+        return None
+    place = local_path(out).absolute()
     while not place.exists() and place != place.parent:
         place = place.parent
     try:

@@ -107,6 +107,9 @@ class Shelf:
 
     tensors: dict[str, Array] = field(default_factory=dict)
 
+    def kept(self, *_given: object) -> Any:
+        raise NotImplementedError
+
     def own(self, demand: Demand) -> Array:
         return self.tensors[demand.key].reshape(-1)[demand.place.start : demand.place.stop].copy()
 

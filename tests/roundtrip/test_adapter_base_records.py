@@ -137,26 +137,41 @@ def test_an_adapter_of_a_difference_knows_its_base_again(
         notes_of_merging(tmp_path / "adapter", tmp_path / "no", tuned)
 
 
-def test_an_adapter_of_packed_weights_is_not_merged_onto_plain_ones_unasked(
-    tmp_path: Path,
-) -> None:
+def test_an_adapter_of_packed_weights_is_merged_onto_what_they_stood_for(tmp_path: Path) -> None:
     told = extracted(QLORA, tmp_path / "adapter").source["base_quantization"]
     assert told["weights"] == 7
-    with pytest.raises(RefusedError, match="7 packed weights") as caught:
-        notes_of_merging(tmp_path / "adapter", tmp_path / "no", QLORA / "base")
-    assert str(QLORA / "checkpoint") in caught.value.hint
-    assert "--qlora-base original" in caught.value.hint
+    assert [len(one["weights"]) for one in told["packings"]] == [7]
     notes = notes_of_merging(
-        tmp_path / "adapter", tmp_path / "merged", QLORA / "base", qlora_base="original"
+        tmp_path / "adapter", tmp_path / "merged", QLORA / "base", double_quant=True
+    )
+    assert any("proven by the packed bytes of 7" in note for note in notes)
+    notes = notes_of_merging(
+        tmp_path / "adapter", tmp_path / "original", QLORA / "base", qlora_base="original"
     )
     assert any("merged onto their originals" in note for note in notes)
     assert not any("changes nothing" in note for note in notes)
     advised = ckptkit.inspect(tmp_path / "adapter").adapter
     assert advised is not None
-    assert advised.merge("x").endswith("--base DIR --qlora-base original")
-    assert str(QLORA / "checkpoint") in advised.remark
+    assert advised.merge("x").endswith("--base DIR --double-quant")
+    assert "--no-double-quant" in advised.remark
     again = ckptkit.extract_adapter(tmp_path / "adapter", tmp_path / "again")
     assert again.source["base_quantization"] == told
+
+
+def test_without_a_record_of_the_packing_plain_weights_are_refused_unasked(tmp_path: Path) -> None:
+    extracted(QLORA, tmp_path / "adapter")
+    manifest = tmp_path / "adapter" / "ckptkit.json"
+    document = json.loads(manifest.read_bytes())
+    del document["source"]["base_quantization"]["packings"]  # as earlier versions wrote it
+    manifest.write_text(json.dumps(document))
+    with pytest.raises(RefusedError, match="7 packed weights") as caught:
+        notes_of_merging(tmp_path / "adapter", tmp_path / "no", QLORA / "base")
+    assert str(QLORA / "checkpoint") in caught.value.hint
+    assert "--qlora-base original" in caught.value.hint
+    advised = ckptkit.inspect(tmp_path / "adapter").adapter
+    assert advised is not None
+    assert advised.merge("x").endswith("--base DIR --qlora-base original")
+    assert str(QLORA / "checkpoint") in advised.remark
 
 
 @pytest.mark.parametrize(

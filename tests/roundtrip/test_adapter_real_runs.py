@@ -232,8 +232,7 @@ def test_inspect_and_consolidate_name_commands_that_work_as_typed(
     assert ckptkit_cli.main.main([*words, "--quiet", *matching]) == 0
     if json.loads((tmp_path / "again/config.json").read_text())["tie_word_embeddings"]:
         assert same(truth.pop("lm_head.weight"), truth["model.embed_tokens.weight"])
-    if matching:  # or the base is the packed one, and not that in DIR
-        assert_same(load_file(tmp_path / "again/model.safetensors"), truth)
+    assert_same(load_file(tmp_path / "again/model.safetensors"), truth)
 
 
 @pytest.mark.parametrize(
@@ -281,4 +280,39 @@ def test_an_adapter_that_peft_saved_empty_is_refused_with_what_happened(tmp_path
     with pytest.raises(IncompleteCheckpointError, match="only the optimizer's moments") as caught:
         run_extraction(case.source, tmp_path / "out", case.request)
     assert "FSDP1" in caught.value.hint
+    assert "--allow-untrained" in caught.value.hint
     assert not (tmp_path / "out").exists()
+
+
+def test_an_empty_adapter_is_taken_for_one_that_changes_nothing_where_that_is_allowed(
+    tmp_path: Path,
+) -> None:
+    case = Case("peft_fsdp1_empty")
+    out, base = tmp_path / "out", FIXTURES / "peft_fsdp1_empty" / "base"
+    with pytest.raises(RefusedError, match="does not tell how it was configured"):
+        ckptkit.extract_adapter(case.source, out, allow_untrained=True)
+    config = FIXTURES / "peft_fsdp1_empty" / "adapter_config.json"
+    ckptkit.extract_adapter(case.source, out, allow_untrained=True, adapter_config=config)
+    assert load_file(out / "adapter_model.safetensors") == {}
+    assert ckptkit.verify(out).problems == ()
+    with pytest.warns(UserWarning, match="missing adapter keys"):
+        model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), out)
+    plain = AutoModelForCausalLM.from_pretrained(base)
+    tokens = torch.arange(8)[None]
+    assert torch.equal(model(input_ids=tokens).logits, plain(input_ids=tokens).logits)
+
+    with pytest.raises(IncompleteCheckpointError, match="no model tensor at all") as caught:
+        ckptkit.merge_adapter(out, tmp_path / "no", base=base)
+    assert "--allow-untrained" in caught.value.hint
+    notes: list[str] = []
+    ckptkit.merge_adapter(
+        out,
+        tmp_path / "merged",
+        base=base,
+        allow_untrained=True,
+        listener=lambda event: notes.extend(getattr(event, "notes", ())),
+    )
+    assert any("has no tensor" in note for note in notes)
+    assert_same(
+        load_file(tmp_path / "merged" / "model.safetensors"), load_file(base / "model.safetensors")
+    )

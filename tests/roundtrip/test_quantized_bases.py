@@ -18,6 +18,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
 
+import ckptkit
 from ckptkit.adapters.base_names import Placed
 from ckptkit.adapters.dialects import plain_entries, sort_entries
 from ckptkit.adapters.merging import MergeRequest
@@ -143,6 +144,63 @@ def test_packed_weights_without_scales_need_the_original(tmp_path: Path) -> None
     with pytest.raises(RefusedError, match="without its quantization state") as caught:
         merged(home / "checkpoint", tmp_path / "out", config=home / "adapter_config.json")
     assert "--base" in caught.value.hint
+
+
+# --- adapters that have left their packed base behind ---
+
+
+@pytest.mark.parametrize(
+    ("case", "double_quant"),
+    [
+        ("peft_qlora_fsdp2", True),  # checksums of packed bytes settle what no state tells
+        ("peft_qlora_fsdp1_flat", True),
+        ("peft_qlora_fsdp2_float32", True),
+        ("peft_qlora_fsdp2_uint8", None),  # states lie beside the weights
+        ("peft_qdora_fsdp2_ckptkit", None),
+    ],
+)
+def test_an_extracted_adapter_is_merged_as_from_the_checkpoint(
+    case: str, double_quant: bool | None, tmp_path: Path
+) -> None:
+    home = FIXTURES / case
+    config = None if case.endswith("_ckptkit") else home / "adapter_config.json"
+    ckptkit.extract_adapter(home / "checkpoint", tmp_path / "adapter", adapter_config=config)
+    found, report = merged(
+        tmp_path / "adapter", tmp_path / "out", base=home / "base", double_quant=double_quant
+    )
+    same(found, load_file(home / "merged_truth.safetensors"))
+    assert report.manifest.source["quantization"]["proven"] == 7
+    assert {layer.base for layer in report.layers} == {"dequantized"}
+
+
+def test_what_the_record_of_an_extracted_adapter_leaves_open_is_asked_for(
+    tmp_path: Path,
+) -> None:
+    home = FIXTURES / "peft_qlora_fsdp2"
+    adapter, config = tmp_path / "adapter", home / "adapter_config.json"
+    ckptkit.extract_adapter(home / "checkpoint", adapter, adapter_config=config)
+    with pytest.raises(RefusedError, match="does not tell whether the scales") as caught:
+        merged(adapter, tmp_path / "no", base=home / "base")
+    assert "--double-quant or --no-double-quant" in caught.value.hint
+    base = shutil.copytree(home / "base", tmp_path / "base")
+    weights = load_file(base / "model.safetensors")
+    other = {name: weight * 1.25 + 0.01 for name, weight in weights.items()}
+    save_file(other, base / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(RefusedError, match="type, block size, dtype of its packed base") as caught:
+        merged(adapter, tmp_path / "no", base=base, double_quant=True)
+    assert "--qlora-base original" in caught.value.hint
+    manifest = adapter / "ckptkit.json"
+    document = json.loads(manifest.read_bytes())
+    (packing,) = document["source"]["base_quantization"]["packings"]
+    packing |= {"weights": {name: row[:2] for name, row in packing["weights"].items()}}
+    manifest.write_text(json.dumps(document))
+    with pytest.raises(RefusedError, match="no checksum of packed bytes agrees"):
+        merged(adapter, tmp_path / "no", base=home / "base", double_quant=True)
+    packing |= {"blocksize": 63}
+    manifest.write_text(json.dumps(document))
+    with pytest.raises(FormatError, match="base is damaged"):
+        merged(adapter, tmp_path / "no", base=home / "base", double_quant=True)
+    assert not (tmp_path / "no").exists()
 
 
 # --- one model, packed in many ways ---
@@ -305,6 +363,47 @@ def test_the_merged_model_computes_what_training_computed(trained: Trained, tmp_
             errors[kind] = float((logits - truth).norm() / truth.norm())
     assert errors["dequantized"] < 1e-5
     assert errors["original"] > 0.01
+
+
+@pytest.mark.parametrize(
+    ("quantization", "kind"),
+    [
+        ({}, "nf4"),
+        ({"bnb_4bit_use_double_quant": False}, "nf4"),
+        ({"bnb_4bit_quant_type": "fp4"}, "fp4"),
+        ({"bnb_4bit_quant_type": "fp4", "bnb_4bit_use_double_quant": False}, "fp4"),
+        (None, "int8"),
+    ],
+)
+def test_what_was_packed_is_packed_again_from_the_plain_base(
+    trained: Trained, tmp_path: Path, quantization: dict[str, Any] | None, kind: str
+) -> None:
+    eight = BitsAndBytesConfig(load_in_8bit=True)
+    packing = eight if quantization is None else four_bits(**quantization)
+    model = packed_model(trained, packing, torch.bfloat16)
+    truth = dequantized(model)
+    checkpoint = write_live(tmp_path / "checkpoint", model.state_dict(), model.config.to_dict())
+    adapter = load_file(trained.home / "adapter" / "adapter_model.safetensors")
+    held = load_file(checkpoint / "model.safetensors")
+    live = {name.replace(".weight", ".default.weight"): value for name, value in adapter.items()}
+    save_file(held | live, checkpoint / "model.safetensors")
+    shutil.copy(trained.home / "adapter" / "adapter_config.json", checkpoint)
+    base = trained.home / "base"
+    from_checkpoint, _ = merged(checkpoint, tmp_path / "first", base=base)
+    manifest = ckptkit.extract_adapter(checkpoint, tmp_path / "adapter")
+    found, report = merged(tmp_path / "adapter", tmp_path / "second", base=base)
+    same(found, from_checkpoint)
+    same(found, trained.expected(truth, torch.bfloat16))
+    assert manifest.source["base_quantization"]["kinds"] == [kind]
+    assert any("packed and dequantized again" in note for note in report.notes)
+    other = base.with_name("other")
+    if not other.exists():
+        shutil.copytree(base, other)
+        fewer = trained.weights.copy()
+        del fewer[PACKED_WITHOUT_LORA]
+        save_file(fewer, other / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(RefusedError, match=r"k_proj.*is not there as a plain weight"):
+        merged(tmp_path / "adapter", tmp_path / "no", base=other)
 
 
 # --- what the checkpoint of a run may hold of its base ---

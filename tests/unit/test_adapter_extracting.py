@@ -269,10 +269,13 @@ def test_an_embedding_whose_a_is_zero_is_untrained(tmp_path: Path) -> None:
     refused(tmp_path, RefusedError, "was not trained")
 
 
-def test_a_file_without_a_tensor_is_refused(tmp_path: Path) -> None:
+def test_a_file_without_a_tensor_is_refused_unless_it_is_wanted(tmp_path: Path) -> None:
     configure(put(tmp_path / "step", {}))
-    hint = refused(tmp_path, IncompleteCheckpointError, "no adapter", allow_untrained=True)
-    assert "not even with --allow-untrained" in hint
+    hint = refused(tmp_path, IncompleteCheckpointError, "no adapter")
+    assert "--allow-untrained" in hint
+    manifest = ckptkit.extract_adapter(tmp_path / "step", tmp_path / "out", allow_untrained=True)
+    assert manifest.tensors == {}
+    assert (tmp_path / "out" / "adapter_model.safetensors").exists()
 
 
 def test_a_checkpoint_with_nothing_trainable_in_it_is_refused(tmp_path: Path) -> None:

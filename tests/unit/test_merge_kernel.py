@@ -77,6 +77,9 @@ class Tensors:
 
     arrays: dict[str, Array]
 
+    def kept(self, *_given: object) -> Any:
+        raise NotImplementedError
+
     def own(self, demand: Demand) -> Array:
         flat = self.arrays[demand.key].reshape(-1)
         return flat[demand.place.start : demand.place.stop].copy()

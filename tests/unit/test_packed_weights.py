@@ -34,6 +34,7 @@ from ckptkit.kernels.four_bit import (
 )
 from ckptkit.kernels.four_bit_proof import mismatches
 from ckptkit.kernels.operands import Operand, Stored
+from ckptkit.kernels.requantized import RequantizedEightBit, RequantizedFourBit
 
 bitsandbytes: Any = importlib.import_module("bitsandbytes.functional")  # it has no types
 TYPES: tuple[FourBitType, ...] = ("nf4", "fp4")
@@ -145,6 +146,14 @@ class Packed:
         scales = block_maxima(self.memory.tensors["original"], self.logical, self.blocksize)[1]
         return self.weight(DerivedNestedScales(maxima, float(float32_mean(scales))))
 
+    def again(self) -> RequantizedFourBit:
+        """The operand that packs the original weight once more."""
+        scales = block_maxima(self.memory.tensors["original"], self.logical, self.blocksize)[1]
+        offset = float(float32_mean(scales)) if self.nested else None
+        return RequantizedFourBit(
+            *(self.plain, self.quant_type, self.blocksize, self.elements, self.logical, offset)
+        )
+
     def mismatches(self, quant_type: FourBitType | None = None) -> int:
         """How many elements of the original would be packed differently."""
         blocks, scales = block_maxima(self.memory.tensors["original"], self.logical, self.blocksize)
@@ -176,7 +185,11 @@ def test_every_layout_of_four_bits_is_unpacked_as_bitsandbytes_unpacks_it(
         packed = Packed(
             quant_type, dtype, shape, blocksize=blocksize, nested=nested, storage=storage
         )
-        for operand in (packed.saved(), packed.derived()):
+        again = packed.again()
+        original = packed.memory.tensors["original"]
+        codes = again.packed(Span(0, packed.elements), [original])
+        assert np.array_equal(codes, packed.codes)
+        for operand in (packed.saved(), packed.derived(), again):
             found = packed.memory.values(operand, 0, packed.elements)
             # Its kernels do not agree on the sign of fp4's second zero.
             equal = np.array_equal if quant_type == "fp4" else same_bits
@@ -187,7 +200,7 @@ def test_every_layout_of_four_bits_is_unpacked_as_bitsandbytes_unpacks_it(
 def test_any_range_of_a_packed_weight_is_read_alone(nested: bool) -> None:
     packed = Packed("nf4", torch.bfloat16, (300, 190), nested=nested, storage=torch.float32)
     ranges = np.sort(np.random.default_rng(0).integers(0, packed.elements + 1, (40, 2)))
-    for operand in (packed.saved(), packed.derived()):
+    for operand in (packed.saved(), packed.derived(), packed.again()):
         for start, stop in [*ranges.tolist(), (1, 2), (63, 65), (16_383, 16_385)]:
             found = packed.memory.values(operand, start, stop)
             assert same_bits(found, packed.truth[start:stop]), (start, stop)
@@ -287,6 +300,9 @@ def test_eight_bits_are_unpacked_as_bitsandbytes_unpacks_them(shape: tuple[int, 
         operand = EightBitWeight(packed, held, shape[1])
         assert same_bits(memory.values(operand, 0, truth.size), truth)
         assert same_bits(memory.values(operand, 3, truth.size - 1), truth[3:-1])
+    again = RequantizedEightBit(plain, shape[1])
+    assert same_bits(memory.values(again, 0, truth.size), truth)
+    assert same_bits(memory.values(again, 3, truth.size - 1), truth[3:-1])
     rows, maxima = block_maxima(memory.tensors["original"], BY_NAME["float16"], shape[1])
     assert not row_mismatches(codes.numpy(), rows, maxima).any()
     assert row_mismatches(codes.numpy()[::-1], rows, maxima).any() == (shape[0] > 1)

@@ -10,10 +10,10 @@ from __future__ import annotations
 import posixpath
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from ckptkit.adapters.layers import table_of
+from ckptkit.adapters.quant_state import FourBitSettings
 from ckptkit.adapters.quantized import FOUR_BITS, PackedWeight, packed_weights, settings_told
 from ckptkit.core.crc import crc32
 from ckptkit.core.errors import FormatError, InputError
@@ -27,8 +27,10 @@ from ckptkit.core.manifest import (
 from ckptkit.execution.locate import Locator
 from ckptkit.execution.tensors import RUN_BYTES, Origin, TensorReader
 from ckptkit.kernels.checksums import RangeChecksum
+from ckptkit.pipeline.adapters.packing_records import Packing, packing_from_json, packings_of
 from ckptkit.pipeline.adapters.sources import OpenedAdapter
 from ckptkit.pipeline.opening import Opened
+from ckptkit.pipeline.source_places import absolute
 
 _DIGESTS = "base_digests"
 _QUANTIZATION = "base_quantization"
@@ -60,11 +62,24 @@ class Quantization:
         weights: How many weights lie packed in the checkpoint; 0 where its configuration alone
             tells.
         checkpoint: Where the checkpoint lay.
+        packings: Which weights they are, and how they were packed; none where that is not known.
     """
 
     kinds: tuple[str, ...]
     weights: int
     checkpoint: str
+    packings: tuple[Packing, ...] = ()
+
+    @property
+    def can_be_repeated(self) -> bool:
+        """Whether the record says enough to pack the plain weights again."""
+        return bool(self.packings) and all(packing.is_told for packing in self.packings)
+
+    @property
+    def leaves_scales_open(self) -> bool:
+        """Whether it does not say that scales were quantized too, or that they were not."""
+        settings = (packing.settings for packing in self.packings)
+        return any(one is not None and one.nested is None for one in settings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +108,14 @@ class BaseRecord:
                 "weights": self.quantization.weights,
                 "checkpoint": self.quantization.checkpoint,
             }
+            if self.quantization.packings:
+                listed = [packing.to_json() for packing in self.quantization.packings]
+                facts[_QUANTIZATION]["packings"] = listed
         return facts
 
 
 def record_of(found: OpenedAdapter) -> BaseRecord:
-    """Makes the record of an adapter's base; of the base's own bytes none is read.
+    """Makes the record of an adapter's base; of its bytes, quantization states alone are read.
 
     Args:
         found: The adapter; where its folder has a record already, that is what is known.
@@ -113,7 +131,7 @@ def record_of(found: OpenedAdapter) -> BaseRecord:
     ]
     shapes = {f"{layer.module}.weight": layer.shape for layer in layers}
     packed = packed_weights({str(name): entry for name, entry in found.base.items()}, shapes)
-    quantization = _quantization(found, packed.values(), shapes)
+    quantization = _quantization(found, packed, shapes)
     frozen = {
         name: found.base[Fqn(name)]
         for name in shapes
@@ -124,22 +142,32 @@ def record_of(found: OpenedAdapter) -> BaseRecord:
 
 
 def _quantization(
-    found: OpenedAdapter, packed: Iterable[PackedWeight], shapes: Iterable[str]
+    found: OpenedAdapter, packed: Mapping[str, PackedWeight], shapes: Iterable[str]
 ) -> Quantization | None:
     config = found.folders.config(found.folders.choose(allow_code=False)[0])
     told = (config or {}).get("quantization_config")
     settings = told if isinstance(told, Mapping) else {}
     four_bits = settings_told({"quantization_config": settings}).quant_type or "4 bits"
-    kinds = [_kind(weight, four_bits) for weight in packed]
-    checkpoint = str(Path(found.opened.path).absolute())
+    kinds = [_kind(weight, four_bits) for weight in packed.values()]
+    checkpoint = absolute(found.opened.path)
     if kinds:
-        return Quantization(tuple(sorted(set(kinds))), len(kinds), checkpoint)
+        packings = _packings(found, packed, settings_told(config))
+        return Quantization(tuple(sorted(set(kinds))), len(kinds), checkpoint, packings)
     if not settings or settings.get("dequantize") or any(name in found.base for name in shapes):
         return None  # what lies there unpacked was trained on unpacked
     kind = str(settings.get("quant_method", "bitsandbytes"))
     kind = four_bits if settings.get("load_in_4bit") else kind
     kind = "int8" if settings.get("load_in_8bit") else kind
     return Quantization((kind,), 0, checkpoint)
+
+
+def _packings(
+    found: OpenedAdapter, packed: Mapping[str, PackedWeight], told: FourBitSettings
+) -> tuple[Packing, ...]:
+    origin = Origin(_KIND, found.opened.source, found.opened.index)
+    entries = {name: weight.packed for name, weight in packed.items() if weight.bits == FOUR_BITS}
+    crcs = {name: one.crc32 for name, one in stored_digests(origin, entries).items()}
+    return packings_of(origin, found.base, packed, told, crcs)
 
 
 def _kind(weight: PackedWeight, told: str) -> str:
@@ -277,7 +305,8 @@ def _parsed(manifest: Manifest, where: str) -> BaseRecord:
         if told is None:
             return BaseRecord(digests)
         kinds = tuple(str(kind) for kind in told["kinds"])
-        packed = Quantization(kinds, int(told["weights"]), str(told["checkpoint"]))
+        packings = tuple(packing_from_json(one) for one in told.get("packings", ()))
+        packed = Quantization(kinds, int(told["weights"]), str(told["checkpoint"]), packings)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise FormatError(
             "what the manifest says of the adapter's base is damaged",

@@ -6,7 +6,6 @@ import posixpath
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from ckptkit.adapters.config import PEFT_PREFIX
 from ckptkit.adapters.dialects import DEFAULT, Sorted, sort_entries
@@ -20,6 +19,7 @@ from ckptkit.core.errors import (
 from ckptkit.core.index import Fqn, TensorEntry, TensorIndex
 from ckptkit.formats.discovery import is_optimizer_folder, is_unit_folder
 from ckptkit.pipeline.opening import Opened
+from ckptkit.pipeline.source_places import absolute
 from ckptkit.planning.selection import model_trees
 
 _FACTOR = re.compile(r"(^|\.)lora_(A|B|embedding_A|embedding_B)\.")
@@ -83,6 +83,8 @@ def choose_adapter(
     trees: Mapping[str, Sorted],
     recorded: Sequence[str],
     wanted: str | None,
+    *,
+    may_be_empty: bool = False,
 ) -> Choice:
     """Returns the adapter that is meant.
 
@@ -91,6 +93,7 @@ def choose_adapter(
         trees: Its models, as `sort_trees` returns them.
         recorded: Names of adapters that the run recorded.
         wanted: The name that the user gave, or None.
+        may_be_empty: Whether an adapter that was saved without a tensor is taken for one.
 
     Raises:
         AmbiguousSourceError: If there are several and none was named.
@@ -99,6 +102,8 @@ def choose_adapter(
         RefusedError: If nothing in the checkpoint was trained with PEFT.
     """  # noqa: DOC501  private functions raise some of them
     found = list(adapters_in(trees, recorded))
+    if not found and may_be_empty and was_saved_empty(checkpoint):
+        return Choice(wanted or next(iter(recorded), DEFAULT), "", is_named=False)
     if not found:
         raise _nothing_found(checkpoint)
     if wanted is not None:
@@ -178,6 +183,12 @@ def _listed(choices: Sequence[Choice]) -> str:
     return ", ".join(dict.fromkeys(repr(one.name) for one in choices))
 
 
+def was_saved_empty(checkpoint: Opened) -> bool:
+    """Tells whether an adapter may have been saved there that had no tensor."""
+    holds_model = next(iter(checkpoint.index.of_part("model")), None) is not None
+    return not holds_model and not all(map(is_optimizer_folder, _folders(checkpoint)))
+
+
 def _nothing_found(checkpoint: Opened) -> RefusedError | IncompleteCheckpointError:
     index = checkpoint.index
     moments = _moments(index)
@@ -195,14 +206,15 @@ def _nothing_found(checkpoint: Opened) -> RefusedError | IncompleteCheckpointErr
             f" {moments:,} of its tensors are left, which do not tell their values",
             where=checkpoint.path,
             hint="PEFT 0.21 saves empty adapters under FSDP1: train with FSDP2, with PEFT 0.20,"
-            " or with ckptkit's hooks, and take a checkpoint from there",
+            " or with ckptkit's hooks, and take a checkpoint from there; --allow-untrained takes it"
+            " as an adapter that changes nothing",
         )
     if not count:
         return IncompleteCheckpointError(
             "holds no model tensor at all, and so no adapter",
             where=checkpoint.path,
-            hint="the save wrote an empty adapter, which nothing can be made of, not even with"
-            " --allow-untrained; take another checkpoint",
+            hint="the save wrote an empty adapter; take another checkpoint, or pass"
+            " --allow-untrained to take it as an adapter that changes nothing",
         )
     return RefusedError(
         f"holds nothing that PEFT trained: none of {count:,} tensors is an adapter's",
@@ -213,8 +225,9 @@ def _nothing_found(checkpoint: Opened) -> RefusedError | IncompleteCheckpointErr
 
 def _folders(checkpoint: Opened) -> list[str]:
     """Returns the names of the folders that a checkpoint was read from."""
-    root = Path(checkpoint.location).absolute()
-    return [(root / unit.candidate.folder).name for unit in checkpoint.units]
+    root = absolute(checkpoint.location)
+    paths = (posixpath.join(root, unit.candidate.folder) for unit in checkpoint.units)
+    return [posixpath.basename(path.rstrip("/")) for path in paths]
 
 
 def _moments(index: TensorIndex) -> int:

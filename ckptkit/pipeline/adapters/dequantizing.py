@@ -133,7 +133,7 @@ def _of_bases(bases: PackedBases, choice: QloraBase | None, workers: int) -> Qua
     if choice == "original":
         _refuse_without_original(bases.names, originals)
     unpacked = _unpack(bases, workers)
-    facts = _facts(unpacked)
+    facts = facts_of(unpacked)
     dtypes = {name: one.dtype for name, one in unpacked.items()}
     dequantized = {name: one.operand for name, one in unpacked.items()}
     return QuantizedBase(
@@ -200,7 +200,7 @@ def _unpack(bases: PackedBases, workers: int) -> dict[str, Unpacked]:
     return {name: unpacked[name] for name in bases.names}
 
 
-def _facts(unpacked: Mapping[str, Unpacked]) -> dict[str, Any]:
+def facts_of(unpacked: Mapping[str, Unpacked]) -> dict[str, Any]:
     """Returns what the manifest says of packed weights."""
     kinds = sorted({_kind(one) for one in unpacked.values()})
     proofs = [one.proof for one in unpacked.values() if one.proof is not None]

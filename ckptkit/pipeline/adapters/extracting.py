@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from ckptkit.adapters.accounting import Row
@@ -119,7 +118,7 @@ def prepared_extraction(
         ]
         files = (layout_adapter(products), _config_file(found), *_side_files(found))
         plan = Plan(files, {}, found.notes)
-        settings = settings_for(resources)
+        settings = settings_for(resources, plan, sources=(found.opened,), out=out)
         origin = Origin(SOURCE, found.opened.source, found.opened.index)
         read = sum(entry.size_bytes for entry in tensors.values())
         yield (
@@ -128,7 +127,7 @@ def prepared_extraction(
                 plan=plan,
                 inputs=Inputs({SOURCE: origin}, found.folders.sources),
                 settings=settings,
-                estimate=estimated(plan, settings, Path(out), bytes_read=2 * read),
+                estimate=estimated(plan, settings, out, bytes_read=2 * read),
                 kind=_KIND,
                 options=_options(request),
                 facts={

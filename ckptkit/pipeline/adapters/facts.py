@@ -8,7 +8,6 @@ import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from ckptkit.adapters.dialects import BASE_LAYER, DEFAULT
 from ckptkit.core.errors import CkptkitError
@@ -18,6 +17,8 @@ from ckptkit.pipeline.adapters.choice import Choice, adapters_in, sort_trees
 from ckptkit.pipeline.adapters.records import ADAPTER_CONFIG, AdapterRecords
 from ckptkit.pipeline.folders import SideFolders
 from ckptkit.pipeline.opening import Opened, PathLike
+from ckptkit.pipeline.source_places import absolute, is_folder
+from ckptkit.storage.places import Place, place_of
 
 _SCALES = ".absmax"
 _MODEL = "pytorch_model_fsdp_"
@@ -57,7 +58,10 @@ class AdapterFacts:
     def merge(self, source: str, out: str = "OUT", *, chosen: Sequence[str] = ()) -> str:
         """Returns the command that merges the first adapter; arguments as for `extract`."""
         base = [] if self.holds_base else ["--base", "DIR"]
-        base += ["--qlora-base", "original"] if self.packing else []
+        if self.packing is not None and not self.packing.can_be_repeated:
+            base += ["--qlora-base", "original"]
+        elif self.packing is not None and self.packing.leaves_scales_open:
+            base.append("--double-quant")
         options = [*base, *self._options(chosen)]
         return shlex.join(["ckptkit", "adapter", "merge", source, out, *options])
 
@@ -67,9 +71,11 @@ class AdapterFacts:
         missing = []
         if not self.holds_base:
             missing.append("DIR is the model that the adapter was trained on")
-        if self.packing is not None:
+        if self.packing is not None and not self.packing.can_be_repeated:
             where = f", which lie in {self.packing.checkpoint}" if self.packing.weights else ""
             missing.append(f"the adapter was trained on packed weights{where}")
+        elif self.packing is not None and self.packing.leaves_scales_open:
+            missing.append("--no-double-quant where the run did not set bnb_4bit_use_double_quant")
         if not self.configured:
             missing.append(
                 f"FILE is its {ADAPTER_CONFIG}, which the checkpoint lacks; --lora-alpha N may do"
@@ -115,11 +121,16 @@ def adapter_facts(checkpoint: Opened, folders: SideFolders) -> AdapterFacts | No
 def step_of_base(checkpoint: Opened) -> str:
     """Returns the step whose frozen base was opened without its adapter; else an empty text."""
     for folder in (one.candidate.folder for one in checkpoint.units):
-        path = Path(checkpoint.source.folders[0].location, folder).absolute()
-        adapter = path.with_name(path.name.replace(_BASE, _MODEL, 1))
-        if path.name.startswith(_BASE) and adapter.is_dir():
-            return str(path.parent)
+        place = absolute(checkpoint.source.folders[0].location)
+        step, name = posixpath.split(posixpath.join(place, folder).rstrip("/"))
+        adapter = name.replace(_BASE, _MODEL, 1)
+        if name.startswith(_BASE) and is_folder(_beside(checkpoint, posixpath.join(step, adapter))):
+            return step
     return ""
+
+
+def _beside(checkpoint: Opened, location: str) -> Place:
+    return place_of(checkpoint.location).beside(location)
 
 
 def choices(select: str | None, also: Sequence[PathLike]) -> list[str]:

@@ -132,7 +132,7 @@ def _prepared(
         sides = open_sides(stack, tuned, base, request.select, request.patterns.exclude)
         listener(Started(sum(pair.tuned.size_bytes for pair in sides.pairs)))
         changes = _measured(sides, request, listener)
-        yield _Output(sides, changes, request, str(Path(base).absolute())).prepared(Path(out))
+        yield _Output(sides, changes, request, str(Path(base).absolute())).prepared(out)
 
 
 @dataclass(slots=True)
@@ -193,13 +193,13 @@ class _Output:
         names = [pair.name for pair in sides.pairs]
         self._kept = kept(ranks, full, names, sides.tied)
 
-    def prepared(self, out: Path) -> Prepared:
+    def prepared(self, out: PathLike) -> Prepared:
         sides, opened = self._sides, self._sides.opened
         document = to_json(self._config())
         weights = layout_adapter([*self._factors(), *self._copies()])
         config = contiguous(_CONFIG, [(len(document), Literal(document), None)])
         plan = Plan((weights, config), {}, tuple(self._notes()))
-        settings = settings_for(Resources())
+        settings = settings_for(Resources(), plan, sources=opened, out=out)
         read = sum(pair.tuned.size_bytes + pair.base.size_bytes for pair in sides.pairs)
         return Prepared(
             sources=opened,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import posixpath
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from ckptkit.adapters.base_names import (
@@ -29,13 +29,14 @@ from ckptkit.pipeline.folders import SideFolders
 from ckptkit.pipeline.model_folders import pretrained_index
 from ckptkit.pipeline.naming import DiskNames, disk_names
 from ckptkit.pipeline.opening import Opened, PathLike, opened
+from ckptkit.pipeline.source_places import is_anything, is_folder
 from ckptkit.planning.coverage import error_of, find_problems
 from ckptkit.planning.requests import ConsolidateRequest
 from ckptkit.planning.selection import looks_packed, select_model
 from ckptkit.planning.side_files import CONFIG
 from ckptkit.planning.ties import tied_names_absent, untied_config
-from ckptkit.storage.local import LocalSource
 from ckptkit.storage.overlay import OverlaySource
+from ckptkit.storage.places import open_source, place_of
 
 BASE = "base"
 """The origin of a base model that was given."""
@@ -90,11 +91,12 @@ def open_base(stack: ExitStack, path: PathLike, limit_bytes: int | None) -> Base
         InputError: If there is none, or if it is damaged or incomplete.
         RefusedError: If there are several, or if an adapter lies in it.
     """  # noqa: DOC501  `error_of` makes it
-    if not Path(path).exists():
+    if not is_anything(path):
         raise NotACheckpointError(
             "no such file or directory",
             where=f"--base {path}",
-            hint="pass a folder on this machine; `hf download` puts a model of the Hub into one",
+            hint="pass a folder on this machine, into which `hf download` puts a model of the Hub,"
+            " or a URL such as hf://org/name",
         )
     try:
         found = _pretrained(stack, path)
@@ -146,13 +148,14 @@ def _plain(entries: Sequence[TensorEntry], location: str) -> dict[Fqn, TensorEnt
 
 def _pretrained(stack: ExitStack, path: PathLike) -> Opened | None:
     """Opens what `from_pretrained` would load, whatever other weights lie beside it."""
-    if not Path(path).is_dir():
+    if not is_folder(path):
         return None
-    folder = stack.enter_context(LocalSource(Path(path)))
+    place = place_of(path)
+    folder = stack.enter_context(open_source(place))
     index = pretrained_index(folder)
     if index is None:
         return None
-    return Opened(str(path), OverlaySource([folder]), "", (), index, None, ())
+    return Opened(place, OverlaySource([folder]), "", (), index, None, ())
 
 
 def align(
@@ -219,10 +222,10 @@ def _live(names: Collection[Fqn], found: DiskNames) -> Alignment:
 
 def folder_of(base: BaseSource) -> str:
     """Returns the folder with a base's configuration, or else the one that it lies in itself."""
+    place = place_of(base.opened.location)
     if base.home:
-        return base.home
-    path = Path(base.opened.location)
-    return str(path if path.is_dir() else path.parent)
+        return place.beside(base.home)
+    return place if is_folder(place) else place.beside(posixpath.dirname(place))
 
 
 def weights_as_they_are(base: BaseSource) -> Weights:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import posixpath
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from ckptkit.adapters.changes import Source
 from ckptkit.adapters.identity import found_at
+from ckptkit.core.errors import InputError
 from ckptkit.core.index import Span, TensorEntry
 from ckptkit.core.manifest import LEAF_BYTES, MANIFEST_NAME, Manifest, parse_manifest
 from ckptkit.execution.tensors import Origin, TensorReader
 from ckptkit.kernels.checksums import digest_of, join_leaves, leaf_digest
 from ckptkit.pipeline.adapters.merge_base import BaseSource
 from ckptkit.pipeline.adapters.sources import OpenedAdapter
+from ckptkit.pipeline.source_places import resolved
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +96,7 @@ def _tensor_digest(reader: TensorReader, entry: TensorEntry) -> str:
 
 
 def _base_facts(base: BaseSource) -> dict[str, Any]:
-    found = found_at(str(Path(base.opened.path).resolve()), base.config)
+    found = found_at(resolved(base.opened.path), base.config)
     manifest = _manifest_of(base)
     told = {
         "path": base.opened.path,
@@ -115,5 +117,10 @@ def _manifest_of(base: BaseSource) -> Manifest | None:
     """Returns the manifest of a base that ckptkit wrote."""
     if base.opened.manifest is not None:
         return base.opened.manifest
-    path = Path(base.opened.location) / MANIFEST_NAME
-    return parse_manifest(path.read_bytes(), where=str(path)) if path.is_file() else None
+    where = posixpath.join(base.opened.location, MANIFEST_NAME)
+    source = base.opened.source
+    try:
+        size = source.stat(MANIFEST_NAME).size_bytes
+    except InputError:
+        return None
+    return parse_manifest(source.read(MANIFEST_NAME, 0, size), where=where)

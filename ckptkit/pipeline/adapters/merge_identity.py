@@ -21,7 +21,9 @@ from ckptkit.kernels.casts import Caster
 from ckptkit.pipeline.adapters.dequantizing import Weights
 from ckptkit.pipeline.adapters.merge_base import BaseSource, open_base
 from ckptkit.pipeline.opening import Opened
+from ckptkit.pipeline.source_places import absolute, resolved
 from ckptkit.planning.side_files import MAX_JSON_BYTES, parse_json_object
+from ckptkit.storage.places import is_url
 
 _LISTED = 3
 _ANYWAY = (
@@ -70,9 +72,9 @@ def check_identity(expected: Expected, base: BaseSource, *, where: str, allowed:
         RefusedError: If it is another base, and that is not allowed.
     """
     path = base.opened.path
-    found = found_at(str(Path(path).absolute()), base.config)
+    found = found_at(absolute(path), base.config)
     if not found.repository:
-        found = found_at(str(Path(path).resolve()), base.config)
+        found = found_at(resolved(path), base.config)
     judgement = judge(expected, found)
     if judgement.contradictions:
         refuse_other_base(judgement.contradictions, path, where=where, allowed=allowed)
@@ -102,7 +104,9 @@ def recorded_weights(stack: ExitStack, expected: Expected, base: BaseSource) -> 
         base: The base that was given; the same folder is not opened again.
     """
     path = Path(expected.name)
-    if not path.is_absolute() or not path.is_dir() or path.samefile(base.opened.location):
+    if is_url(base.opened.location) or not path.is_absolute() or not path.is_dir():
+        return None
+    if path.samefile(base.opened.location):
         return None
     try:
         return open_base(stack, path, None)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 from ckptkit.adapters.adapter import Adapter
@@ -23,6 +22,7 @@ from ckptkit.execution.executor import Inputs
 from ckptkit.kernels.merge_steps import NormOf, Rounding
 from ckptkit.layouts.hf_weights import layout_hf_weights
 from ckptkit.pipeline.adapters.base_checks import BaseChecks, refuse_rewritten_bases
+from ckptkit.pipeline.adapters.base_records import read_record_of_base
 from ckptkit.pipeline.adapters.dequantizing import QuantizedBase, Weights, plan_quantized
 from ckptkit.pipeline.adapters.merge_base import (
     Alignment,
@@ -42,6 +42,8 @@ from ckptkit.pipeline.adapters.merge_outputs import (
 )
 from ckptkit.pipeline.adapters.merge_products import BaseTensor, MergeRules
 from ckptkit.pipeline.adapters.merge_report import MergedLayer, reported
+from ckptkit.pipeline.adapters.packing_records import Packing
+from ckptkit.pipeline.adapters.requantizing import requantized
 from ckptkit.pipeline.adapters.tied_changes import (
     MergedTies,
     TieJudge,
@@ -54,6 +56,7 @@ from ckptkit.planning.plan import Plan, Product
 from ckptkit.planning.requests import Resources
 from ckptkit.planning.side_files import bytes_by_dtype, config_as_written
 from ckptkit.planning.ties import untied_config
+from ckptkit.storage.places import PathLike
 
 _EXPERT = re.compile(r"\.experts\.\d+\.")  # disk names of what training holds fused
 _NO_BASE = "pass the model that the adapter was trained on with --base"
@@ -98,7 +101,7 @@ class MergePreparation:
         self._origins[self._base.origin.name] = self._base.origin
         self._notes = [note for adapter in adapters for note in adapter.found.notes]
 
-    def run(self, out: Path) -> tuple[Prepared, list[MergedLayer]]:
+    def run(self, out: PathLike) -> tuple[Prepared, list[MergedLayer]]:
         """Plans the output.
 
         Raises:
@@ -150,14 +153,35 @@ class MergePreparation:
             for layer in table_of(adapter.found.adapter.tensors).layers:
                 if not (layer.is_embedding or layer.is_convolution or layer.level):
                     shapes[f"{layer.module}.weight"] = layer.shape
-        return plan_quantized(
-            trained,
-            None if self._given is None else plain_weights(self._given, alignment),
+        given = None if self._given is None else plain_weights(self._given, alignment)
+        record = None if given is None else self._packings()
+        choice = self._request.qlora_base
+        is_default = record is not None and choice != "original"
+        nested, workers = self._request.double_quant, settings_for(self._resources).workers
+        found = plan_quantized(
+            *(trained, given),
             shapes=shapes,
-            choice=self._request.qlora_base,
-            nested=self._request.double_quant,
-            workers=settings_for(self._resources).workers,
+            choice=None if is_default else choice,
+            nested=nested,
+            workers=workers,
         )
+        if record is None or given is None or not is_default or found.operands:
+            return found
+        where = self._adapters[0].source.where
+        return requantized(record, given, nested=nested, where=where, workers=workers)
+
+    def _packings(self) -> Sequence[Packing] | None:
+        """Returns how the base of extracted adapters was packed, as far as all of them agree."""
+        alone = [one.found.opened for one in self._adapters if not one.found.base]
+        records = [read_record_of_base(opened).quantization for opened in alone]
+        found = [record.packings for record in records if record is not None]
+        if (
+            len(alone) < len(self._adapters)
+            or not found
+            or not all(one == found[0] for one in found)
+        ):
+            return None
+        return found[0] or None
 
     def _trained(self) -> Weights | None:
         """Returns what the first adapter's checkpoint holds of its base."""
@@ -184,7 +208,7 @@ class MergePreparation:
             adapter = with_prefix(one.found.adapter, alignment.adapter_prefix)
             changes = pair(adapter, base, one.source, weight=one.weight)
             check_used_once(adapter.tensors, changes, where=one.source.where)
-            if self._given is not None:
+            if self._given is not None and adapter.tensors:  # one without any changes nothing
                 self._refuse_bare_targets(adapter, one, alignment)
             found.append(changes)
         combined = combine(found, [one.weight for one in self._adapters])
@@ -289,11 +313,11 @@ class MergePreparation:
         return Plan((*weights, *files), dropped, tuple(dict.fromkeys(self._notes)))
 
     def _prepared(
-        self, out: Path, plan: Plan, alignment: Alignment, quantized: QuantizedBase
+        self, out: PathLike, plan: Plan, alignment: Alignment, quantized: QuantizedBase
     ) -> Prepared:
-        settings = settings_for(self._resources)
         opened = [one.found.opened for one in self._adapters]
         opened += [] if self._given is None else [self._given.opened]
+        settings = settings_for(self._resources, plan, sources=opened, out=out)
         read = sum(spec.size_bytes for _, _, spec in plan.specs())
         return Prepared(
             sources=tuple(opened),

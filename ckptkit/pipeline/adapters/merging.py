@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from ckptkit.adapters.merging import MergeRequest
 from ckptkit.core.errors import AmbiguousSourceError, UsageError
@@ -19,6 +18,7 @@ from ckptkit.pipeline.adapters.merge_report import MergedLayer
 from ckptkit.pipeline.adapters.sources import AdapterRequest, OpenedAdapter, open_adapter
 from ckptkit.pipeline.destination import check_destination
 from ckptkit.pipeline.opening import PathLike
+from ckptkit.pipeline.source_places import resolved
 from ckptkit.pipeline.writing import Prepared, write_output
 from ckptkit.planning.requests import Resources
 from ckptkit.storage.places import open_target
@@ -180,7 +180,7 @@ def prepared_merge(
         if base is not None:
             given = open_base(stack, base, resources.memory_limit_bytes)
         preparation = MergePreparation(stack, opened, given, request, resources)
-        prepared, layers = preparation.run(Path(out))
+        prepared, layers = preparation.run(out)
         yield PlannedMerge(prepared, layers)
 
 
@@ -205,7 +205,7 @@ def _refuse_repeated(opened: Sequence[SourceAdapter]) -> None:
     seen = set()
     for one in opened:
         tensors = one.found.adapter.tensors.values()
-        path = Path(one.found.opened.path).resolve()
+        path = resolved(one.found.opened.path)
         identity = path, frozenset(entry.key for entry in tensors)
         if identity in seen:
             raise UsageError(

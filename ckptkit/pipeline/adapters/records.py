@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import posixpath
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
@@ -13,9 +12,10 @@ from ckptkit.adapters.dialects import DEFAULT
 from ckptkit.core.errors import InputError, MissingFileError
 from ckptkit.core.manifest import SIDE_FOLDER
 from ckptkit.pipeline.folders import SideFolders
-from ckptkit.pipeline.opening import PathLike, check_path
+from ckptkit.pipeline.source_places import check_path, is_folder, is_there
 from ckptkit.planning.side_files import MAX_JSON_BYTES, parse_json_object
-from ckptkit.storage.local import LocalSource
+from ckptkit.storage.base import Source
+from ckptkit.storage.places import PathLike, open_source, place_of
 
 ADAPTER_CONFIG = "adapter_config.json"
 _NAMED = "adapters"  # where the training hooks keep those of adapters that have a name
@@ -85,21 +85,26 @@ def read_record(path: PathLike) -> AdapterRecord:
         InputError: If it cannot be read.
         UsageError: If the path cannot be one.
     """
-    text = os.fspath(path)
-    check_path(text, _OPTION)
-    place = Path(text) / ADAPTER_CONFIG if Path(text).is_dir() else Path(text)
-    if not place.is_file():
-        raise MissingFileError(
-            "no such file", where=f"{_OPTION} {text}", hint="name the run's adapter_config.json"
-        )
-    with LocalSource(place.parent) as source:
-        document = _read(source, place.name)
+    check_path(path, _OPTION)
+    place = place_of(path)
+    name = ADAPTER_CONFIG
+    if not is_folder(place):
+        folder, name = posixpath.split(place)
+        place = place.beside(folder or ".")
+    text, document = f"{_OPTION} {path}", None
+    if is_folder(place):
+        with open_source(place) as source:
+            if not is_there(source, name):
+                raise MissingFileError(
+                    "no such file", where=text, hint="name the run's adapter_config.json"
+                )
+            document = _read(source, name)
     if document is None:
-        raise MissingFileError("cannot be read", where=f"{_OPTION} {text}")
-    return AdapterRecord(document, str(place))
+        raise MissingFileError("cannot be read", where=text)
+    return AdapterRecord(document, posixpath.join(place, name))
 
 
-def _recorded(source: LocalSource) -> Iterator[str]:
+def _recorded(source: Source) -> Iterator[str]:
     for path in source.walk(2):
         folder, _, name = path.rpartition("/")
         if name == ADAPTER_CONFIG and not folder:
@@ -108,7 +113,7 @@ def _recorded(source: LocalSource) -> Iterator[str]:
             yield posixpath.basename(folder)
 
 
-def _read(source: LocalSource, path: str) -> dict[str, Any] | None:
+def _read(source: Source, path: str) -> dict[str, Any] | None:
     try:
         size_bytes = source.stat(path).size_bytes
     except InputError:

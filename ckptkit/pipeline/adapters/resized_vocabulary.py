@@ -12,6 +12,7 @@ from ckptkit.core.errors import InputError
 from ckptkit.core.index import Fqn, TensorEntry
 from ckptkit.planning.side_files import CONFIG, MAX_JSON_BYTES, parse_json_object
 from ckptkit.storage.local import LocalSource
+from ckptkit.storage.places import is_url
 
 _MATRIX = 2
 
@@ -51,8 +52,8 @@ def resized_embeddings(
 
 def _tokens_of(folder: str | None) -> int | None:
     """Returns the number of tokens of the model in a folder; None where that is unknown."""
-    if not folder or "\0" in folder or not Path(folder).is_dir():
-        return None
+    if not folder or "\0" in folder or is_url(folder) or not Path(folder).is_dir():
+        return None  # of the Hub, mostly; what a record names is not asked for over a network
     try:
         with LocalSource(Path(folder)) as source:
             size_bytes = min(source.stat(CONFIG).size_bytes, MAX_JSON_BYTES)

@@ -125,7 +125,9 @@ class _Opening:
         records = AdapterRecords(self._folders)
         given = None if self._request.config is None else read_record(self._request.config)
         trees, choice, record = self._choose(records, given)
-        found = trees[choice.tree]
+        found = trees.get(choice.tree)
+        if found is None:
+            return self._empty(choice, record)
         base = plain_entries(base_of(choice.tree, trees))
         if record is None:
             inferred = self._inferred(found, choice, base)
@@ -154,15 +156,46 @@ class _Opening:
             notes=(*self._checkpoint.notes, *self._notes),
         )
 
+    def _empty(self, choice: Choice, record: AdapterRecord | None) -> OpenedAdapter:
+        """Returns an adapter that was saved without a tensor.
+
+        Raises:
+            RefusedError: If nothing tells how it was configured.
+        """
+        if record is None:
+            raise RefusedError(
+                "an adapter without a single tensor does not tell how it was configured",
+                hint="pass the configuration that the run used with --adapter-config",
+            )
+        self._refuse_contradictions(record)
+        settings = LoraSettings.parse(record.document, where=record.path)
+        note = "the adapter has no tensor: the save wrote none, and it changes nothing"
+        return OpenedAdapter(
+            opened=self._checkpoint,
+            folders=self._folders,
+            adapter=Adapter(choice.name, settings, SOURCE, {}),
+            base={},
+            config_path=record.path,
+            rows=(),
+            norms={},
+            notes=(*self._checkpoint.notes, note),
+        )
+
     def _choose(
         self, records: AdapterRecords, given: AdapterRecord | None
     ) -> tuple[Mapping[str, Sorted], Choice, AdapterRecord | None]:
         """Finds the adapter and its configuration; a name's `module` may be the model's own."""
         trees = self._sorted(records, given)
-        choice = choose_adapter(self._checkpoint, trees, records.names(), self._request.adapter)
+        request = self._request
+        choice = choose_adapter(
+            *(self._checkpoint, trees, records.names(), request.adapter),
+            may_be_empty=request.allow_untrained,
+        )
         is_only_one = sum(len(one.live) + bool(one.stripped) for one in trees.values()) == 1
         others = {posixpath.basename(tree) for tree in trees if tree != choice.tree}
         record = given or records.find(choice.name, is_only_one=is_only_one, others=others)
+        if not trees:
+            return trees, choice, record
         if trees[choice.tree].cut_module and record is not None and _names_module(record):
             trees = sort_trees(self._checkpoint, keep_module=True)
         if trees[choice.tree].cut_module:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from ckptkit.adapters.base_names import placed_on_disk
@@ -18,6 +16,7 @@ from ckptkit.pipeline.adapters.tuned_changes import Pair
 from ckptkit.pipeline.folders import SideFolders
 from ckptkit.pipeline.naming import disk_names
 from ckptkit.pipeline.opening import Opened, PathLike, opened
+from ckptkit.pipeline.source_places import is_folder
 from ckptkit.pipeline.ties_by_bytes import find_ties
 from ckptkit.planning.coverage import error_of, find_problems
 from ckptkit.planning.files import name_order
@@ -26,6 +25,7 @@ from ckptkit.planning.plan import SOURCE
 from ckptkit.planning.requests import ConsolidateRequest, matches
 from ckptkit.planning.selection import foreign_part, select_model
 from ckptkit.planning.ties import tied_names_absent
+from ckptkit.storage.places import place_of
 
 _Tensors = dict[Fqn, TensorEntry]
 
@@ -83,7 +83,7 @@ def open_sides(
     for side in (after, before):
         _refuse_quantized(list(side.entries.values()), side.config, side.opened.path)
     config = after.config or before.config
-    names = disk_names(config, None, base=os.fspath(base) if Path(base).is_dir() else None)
+    names = disk_names(config, None, base=place_of(base) if is_folder(base) else None)
     after, parts = _live_names(after, names.names)
     before, parts_before = _live_names(before, names.names)
     last, tied = _untied_names(after, config)

@@ -178,8 +178,10 @@ def settled(
     """
     tried: list[tuple[FourBitState, Proof]] = []
     nested = NESTED_BLOCKSIZE if told.nested is not False else 0
-    for quant_type, blocksize, dtype in _likely(told, packed.dtype, original.dtype):
-        state = FourBitState(QUANT_TYPES[quant_type], blocksize, dtype, shape, nested)
+    for likely in likely_settings(told, packed.dtype, original.dtype):
+        if likely.quant_type is None or likely.blocksize is None or likely.dtype is None:
+            continue
+        state = FourBitState(likely.quant_type, likely.blocksize, likely.dtype, shape, nested)
         proof = prove_four_bits(reader, _claim(packed, original, state), at_most=_TRIAL_ELEMENTS)
         tried.append((state, proof))
         if not proof.differing:
@@ -187,19 +189,24 @@ def settled(
     return min(tried, key=lambda one: (one[1].crowded, one[1].differing))
 
 
-def _likely(
+def likely_settings(
     told: FourBitSettings, storage: DType, original: DType
-) -> Iterator[tuple[str, int, str]]:
+) -> Iterator[FourBitSettings]:
     """Yields what weights are packed with, the likeliest first.
 
     FSDP takes parameters of one type only, so that a float type of storage is that of the model.
+
+    Args:
+        told: What is known.
+        storage: What the packed numbers are stored under.
+        original: The type of the weight before.
     """
-    types = dict.fromkeys(filter(None, (told.quant_type, *QUANT_TYPES)))
+    types = dict.fromkeys(QUANT_TYPES[t] for t in filter(None, (told.quant_type, *QUANT_TYPES)))
     sizes = dict.fromkeys(filter(None, (told.blocksize, *_LIKELY_BLOCKSIZES)))
     names = (told.dtype, storage.name, original.name, *DTYPES)
     dtypes = dict.fromkeys(name for name in names if name in DTYPES)
     for size, dtype, quant_type in itertools.product(sizes, dtypes, types):
-        yield quant_type, size, str(dtype)
+        yield FourBitSettings(quant_type, told.nested, size, dtype)
 
 
 def _claim(packed: Stored, original: Stored, state: FourBitState) -> FourBitClaim:

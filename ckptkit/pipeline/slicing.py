@@ -1,0 +1,156 @@
+"""Independent processes that each write a slice of one output; the last to finish commits it.
+
+They talk through notes in the hidden folder of the output alone: `plan` says which plan it is,
+and `slice-I` what slice I has found out, once what it wrote is durable.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ckptkit.core.errors import CkptkitError, OutputError, RefusedError
+from ckptkit.core.manifest import MANIFEST_NAME, Manifest
+from ckptkit.execution.events import Listener, Planned, Started
+from ckptkit.execution.outcome import Outcome
+from ckptkit.pipeline.fingerprint import fingerprint_of
+from ckptkit.pipeline.parts import (
+    Job,
+    commit_shares,
+    refuse_no_ranges,
+    run_share,
+    shared_folder,
+)
+from ckptkit.pipeline.writing import Prepared, refuse_full_disk
+from ckptkit.planning.shares import Share, tasks_of
+from ckptkit.storage.places import PathLike
+from ckptkit.storage.shared_target import SharedTarget
+
+# The same for all slices of an output, whatever their plans, so that those of different plans
+# meet and see it.
+_NONCE = "51ce51ce51ce51ce"
+_PLAN = "plan"
+
+
+@dataclass(frozen=True, slots=True)
+class SliceDone:
+    """A slice that was written, and durable.
+
+    Attributes:
+        share: Which.
+        missing: The slices that had not finished then, by number.
+        manifest: Of the whole, where this was the last slice; else None.
+    """
+
+    share: Share
+    missing: tuple[int, ...]
+    manifest: Manifest | None
+
+
+def run_slice(
+    job: Job, out: PathLike, share: Share, *, overwrite: bool, listener: Listener
+) -> SliceDone:
+    """Writes one slice of an output, and commits the whole if all others are written.
+
+    Run again, a slice that was written is not written again; so any slice can be repeated after
+    a failure.
+
+    Raises:
+        InputError: If a source is damaged, incomplete, or changes meanwhile.
+        RefusedError: If the request cannot be met, or if other slices follow another plan.
+        OutputExistsError: If `out` is there and not empty, and `overwrite` is false.
+    """
+    folder = shared_folder(out, "--slice")
+    with job.prepared() as prepared:
+        listener(Planned(prepared.plan.notes))
+        target = SharedTarget(folder, _NONCE, overwrite=overwrite)
+        try:
+            _meet(prepared, target, share)
+            _write(prepared, target, share, listener)
+            return _end(prepared, target, share, listener)
+        finally:
+            target.leave()
+
+
+def _meet(prepared: Prepared, target: SharedTarget, share: Share) -> None:
+    """Makes sure that all slices are of one plan, and that there is room for it.
+
+    Raises:
+        RefusedError: If another slice follows another plan.
+    """
+    mine = {"fingerprint": fingerprint_of(prepared), "slices": share.count}
+    data = json.dumps(mine).encode()
+    if target.notes.get(_PLAN) is None:
+        _check_place(prepared, target)
+    found = target.notes.put(_PLAN, data)
+    if found != data:
+        theirs = json.loads(found)
+        raise RefusedError(
+            f"other slices of this output are {_difference(mine, theirs)}",
+            where=target.location,
+            hint="run all slices with the same options, versions and source; where the others are"
+            f" left over from an earlier attempt, remove them: rm -r '{target.folder}'",
+        )
+
+
+def _check_place(prepared: Prepared, target: SharedTarget) -> None:
+    try:
+        refuse_full_disk(prepared, target)
+        refuse_no_ranges(target)
+    except CkptkitError:
+        if target.notes.get(_PLAN) is None:
+            target.abandon()
+            raise
+        # Otherwise another slice has begun meanwhile, and what it reserved is what is missing.
+
+
+def _difference(mine: dict[str, Any], theirs: dict[str, Any]) -> str:
+    if mine["slices"] != theirs["slices"]:
+        return f"of {theirs['slices']:,}, and this one is of {mine['slices']:,}"
+    return "of another plan: the source, an option or the version of ckptkit is another one"
+
+
+def _write(prepared: Prepared, target: SharedTarget, share: Share, listener: Listener) -> None:
+    name = _note_of(share.number)
+    if target.notes.get(name) is None:
+        tasks = tasks_of(prepared.plan, share)
+        listener(Started(sum(task.stop - task.start for task in tasks)))
+        outcome = run_share(prepared, target, share, listener)
+        target.notes.put(name, json.dumps(outcome.to_json()).encode())
+
+
+def _end(prepared: Prepared, target: SharedTarget, share: Share, listener: Listener) -> SliceDone:
+    """Commits if all slices are there.
+
+    Raises:
+        OutputError: If what was written has been removed.
+    """
+    notes = target.notes
+    # Its own note last: where that is there, those that were not had not been removed either.
+    numbers = sorted(range(share.count), key=lambda number: number == share.number)
+    found = {number: notes.get(_note_of(number)) for number in numbers}
+    missing = tuple(sorted(number for number, data in found.items() if data is None))
+    if share.number in missing:
+        if (Path(target.location) / MANIFEST_NAME).exists():
+            return SliceDone(share, (), None)  # somebody has committed it by now
+        raise OutputError(
+            "what this slice has written was removed by somebody else",
+            where=target.location,
+            hint="run one command at a time for an output, and this slice again",
+        )
+    if missing:
+        return SliceDone(share, missing, None)
+    with notes.alone("commit") as alone:
+        if not alone or notes.get(_PLAN) is None:
+            return SliceDone(share, (), None)  # another process does it, or has done it
+        whole = Outcome.joined(
+            Outcome.from_json(json.loads(data or b"")) for data in found.values()
+        )
+        manifest = commit_shares(prepared, target, whole, listener)
+    return SliceDone(share, (), manifest)
+
+
+def _note_of(number: int) -> str:
+    return f"slice-{number}"

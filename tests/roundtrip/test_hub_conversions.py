@@ -1,0 +1,191 @@
+"""What a conversion computes on the way to disk is computed by transformers, and the same."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ckptkit
+from ckptkit.core.dtypes import BY_NAME
+from ckptkit.core.errors import NoSpaceError, RefusedError
+from ckptkit.core.index import Fqn
+from ckptkit.pipeline import naming, naming_program
+from ckptkit.pipeline.naming import disk_names
+from ckptkit.pipeline.planning import prepared
+from ckptkit.planning.hub_names import Computation
+from ckptkit.planning.hub_names_wire import NamingRequest, names_from_json, names_to_json
+from ckptkit.planning.requests import ConsolidateRequest, Resources
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers", minversion="5.20")
+import torch.distributed.checkpoint as dcp  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
+from transformers import conversion_mapping  # noqa: E402
+
+from ckptkit.naming.answers import answer  # noqa: E402
+from ckptkit.training import Checkpointer  # noqa: E402
+from tests.made_up_conversions import register  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.filterwarnings("ignore:.*process group.*", "ignore:.*single process.*")
+WITH_MADE_UP = (
+    f"import sys; sys.path[:] = [*{{!r}}, {str(ROOT)!r}]; import tests.made_up_conversions as m;"
+    " m.register(); from ckptkit.naming.program import {}; {}()"
+)
+SIZES = {
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "num_local_experts": 2,
+    "num_experts_per_tok": 2,
+}
+HEAD_BYTES = 2 * 2 * 40 * 16
+
+
+@pytest.fixture(autouse=True)
+def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Registers the conversions here, and in the programs that are started."""
+    # Names are asked for in this process, which saves the time of another one.
+    monkeypatch.setattr(naming_program, "_PROGRAM", WITH_MADE_UP)
+    monkeypatch.setattr(naming, "ask_transformers", answer)
+    conversion_mapping.get_checkpoint_conversion_mapping("mixtral")  # fills the cache
+    cached = conversion_mapping._checkpoint_conversion_mapping_cache
+    monkeypatch.setattr(
+        conversion_mapping, "_checkpoint_conversion_mapping_cache", dict(cached or {})
+    )
+    monkeypatch.setattr(conversion_mapping, "USER_REGISTERED_MAPPINGS", set())
+    register()
+
+
+@pytest.fixture
+def model() -> Any:
+    torch.manual_seed(3)
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**SIZES)).bfloat16()
+
+
+@pytest.fixture
+def source(model: Any, tmp_path: Path) -> Path:
+    dcp.save(dict(model.state_dict()), checkpoint_id=tmp_path / "source", no_dist=True)
+    model.config.save_pretrained(tmp_path / "source")
+    return tmp_path / "source"
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
+    processes: list[subprocess.Popen[bytes]] = []
+
+    class Noted(subprocess.Popen[bytes]):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            processes.append(self)
+
+    monkeypatch.setattr(subprocess, "Popen", Noted)
+    return processes
+
+
+def test_what_is_computed_is_what_save_pretrained_computes(
+    model: Any,
+    source: Path,
+    tmp_path: Path,
+    started: list[subprocess.Popen[bytes]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    model.save_pretrained(tmp_path / "reference")
+    expected = load_file(tmp_path / "reference" / "model.safetensors")
+    assert expected["model.layers.1.self_attn.kv_total"].dtype == torch.float32
+    assert torch.equal(expected["lm_head.weight"], model.lm_head.weight / 2)
+
+    with prepared(
+        source, tmp_path / "out", ConsolidateRequest(), base=None, resources=Resources()
+    ) as plan:
+        planned = list(plan.plan.notes)
+    notes: list[str] = []
+    manifest = ckptkit.consolidate(
+        source,
+        tmp_path / "out",
+        max_shard_size="3KB",
+        listener=lambda event: notes.extend(getattr(event, "notes", ())),
+    )
+
+    ours = {k: v for f in (tmp_path / "out").glob("*.safetensors") for k, v in load_file(f).items()}
+    assert ours.keys() == expected.keys() == manifest.tensors.keys()
+    for name, tensor in expected.items():
+        assert (ours[name].dtype, ours[name].shape) == (tensor.dtype, tensor.shape), name
+        assert torch.equal(ours[name].view(torch.uint8), tensor.view(torch.uint8)), name
+    assert ckptkit.verify(tmp_path / "out").problems == ()
+    said = (
+        f"3 groups of tensors are converted as a whole by transformers {transformers.__version__}"
+    )
+    assert [note for note in notes if note.startswith(said)]
+    assert notes[0].endswith(f"the largest takes {HEAD_BYTES:,} bytes of memory")
+    assert notes == planned
+    assert len(started) == 1
+    assert all(process.returncode is not None for process in started)
+    assert list(temporary.iterdir()) == []
+
+
+def test_memory_that_holds_no_group_is_refused_beforehand(source: Path, tmp_path: Path) -> None:
+    from ckptkit.execution.budget import WORKER_BYTES
+    from ckptkit.pipeline.conversions import beside_conversions
+    from ckptkit.storage.machine import memory_in_use_bytes
+
+    allowed = memory_in_use_bytes() + WORKER_BYTES + (64 << 20)
+    assert beside_conversions(Resources(), 1 << 40) == Resources()
+    left = beside_conversions(Resources(memory_limit_bytes=allowed), 1 << 20)
+    assert left.memory_limit_bytes == allowed - (1 << 20)
+    with pytest.raises(NoSpaceError, match="converts as a whole takes 1,099,511,627,776") as caught:
+        beside_conversions(Resources(memory_limit_bytes=allowed), 1 << 40)
+    assert caught.value.where == "--memory-limit"
+    assert "--names live" in caught.value.hint
+    with pytest.raises(NoSpaceError):
+        ckptkit.consolidate(source, tmp_path / "out", memory_limit="20MB")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_conversion_that_fails_leaves_nothing_behind(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(naming_program, "_PROGRAM", "roots = {!r}; import os; os._exit(7)")
+    with pytest.raises(RefusedError, match="status 7") as caught:
+        ckptkit.consolidate(source, tmp_path / "out")
+    assert caught.value.where.startswith("tensor ")
+    assert not (tmp_path / "out").exists()
+
+
+def test_half_of_a_group_is_refused(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(RefusedError, match="left out"):
+        ckptkit.consolidate(source, tmp_path / "out", exclude=["*.k_proj.*"])
+
+
+def test_names_survive_the_way_and_adapters_are_refused_there(source: Path) -> None:
+    config = json.loads((source / "config.json").read_bytes())
+    names = answer(NamingRequest(config, None))
+    assert names_from_json(json.loads(json.dumps(names_to_json(names)))) == names
+    attention = Fqn("model.layers.0.self_attn.")
+    total = names.tensors[Fqn(f"{attention}kv_total")]
+    projections = (Fqn(f"{attention}k_proj.weight"), Fqn(f"{attention}v_proj.weight"))
+    assert total.computed == Computation(BY_NAME["float32"], projections)
+    with pytest.raises(RefusedError, match="on disk is computed from") as caught:
+        disk_names(config, None)
+    assert "--names live" in caught.value.hint
+
+
+def test_an_export_names_what_makes_the_rest(
+    model: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Checkpointer(tmp_path / "run") as checkpointer:
+        checkpointer.export(tmp_path / "live", state={"model": model}).result(60)
+    assert "computes tensor" in caplog.text
+    assert "`ckptkit consolidate` makes" in caplog.text
+    assert load_file(tmp_path / "live" / "model.safetensors").keys() == model.state_dict().keys()
