@@ -7,11 +7,10 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack, suppress
 from functools import partial
 from os import PathLike
-from pathlib import Path
 from types import TracebackType
 from typing import Self, Unpack
 
@@ -24,13 +23,13 @@ from ckptkit.training.endings import open_ending
 from ckptkit.training.export import Exporter, ExportHandle, ExportOptions, make_request
 from ckptkit.training.frozen import FrozenFiles
 from ckptkit.training.handle import SaveHandle, SkippedError
-from ckptkit.training.peers import Peers, open_peers
-from ckptkit.training.preemption import SaveRequests
+from ckptkit.training.peers import open_peers
+from ckptkit.training.preemption import open_requests
 from ckptkit.training.resuming import decline, resume, resume_from
 from ckptkit.training.save_slot import SaveSlot
 from ckptkit.training.saving import Save
 from ckptkit.training.session import Session, open_session
-from ckptkit.training.settings import Options, Settings, check_options
+from ckptkit.training.settings import Options, check_options
 from ckptkit.training.state import BoundState
 
 logger = logging.getLogger(__name__)
@@ -67,9 +66,9 @@ class Checkpointer:
         self._peers = open_peers(str(run), timeout_seconds=settings.timeout_seconds)
         with ExitStack() as undo:
             undo.callback(self._peers.close)
-            self._session: Session = open_session(Path(run), self._peers, settings)
+            self._session: Session = open_session(run, self._peers, settings)
             undo.callback(self._session.close)
-            self._requests = _requests(self._peers, self._session, settings)
+            self._requests = open_requests(self._peers, self._session.run, settings)
             undo.callback(self._requests.close)
             self._ending = open_ending(self._session, self._peers, settings)
             undo.pop_all()
@@ -154,7 +153,7 @@ class Checkpointer:
         metrics: Mapping[str, float] | None = None,
     ) -> SaveHandle:
         placed = self._ending.placed(attempt)
-        save = Save(placed, SaveHandle(placed.step), began, after=self._taken)
+        save = Save(placed, self._session.handle(placed), began, after=self._taken)
         self._handles = [h for h in self._handles if not h.done() or h.unheard_error]
         self._handles.append(save.handle)
         slot = self._slot_for(save)
@@ -250,9 +249,10 @@ class Checkpointer:
     ) -> int | None:
         timeout, run = self._settings.timeout_seconds, self._session.run
         if folder is not None:
-            return resume_from(bound, Path(folder).absolute(), self._peers, timeout_seconds=timeout)
+            place = self._session.place_of(folder)
+            return resume_from(bound, place, self._peers, timeout_seconds=timeout)
         return resume(
-            bound, run.path, self._peers, timeout_seconds=timeout, step=step, prefix=run.prefix
+            bound, run.place, self._peers, timeout_seconds=timeout, step=step, prefix=run.prefix
         )
 
     def should_save(self, step: int) -> bool:
@@ -280,8 +280,13 @@ class Checkpointer:
         """Whether training should end after the save that `should_save` last asked for."""
         return self._requests.stop_requested
 
+    @property
+    def unpushed(self) -> Collection[int]:
+        """The steps that wait for their push to the Hub, and should stay until then."""
+        return self._session.unpushed
+
     def close(self) -> None:
-        """Waits for the last save, and ends threads and processes.
+        """Waits for the last save, and for pushes to the Hub, and ends threads and processes.
 
         If it is interrupted, a further call goes on with it; handlers of signals are back by then.
 
@@ -387,14 +392,3 @@ class Checkpointer:
             pass
         except Exception:
             logger.exception("closing the Checkpointer")
-
-
-def _requests(peers: Peers, session: Session, settings: Settings) -> SaveRequests:
-    return SaveRequests(
-        peers,
-        session.run,
-        interval=settings.interval,
-        signals=settings.signals,
-        slurm_margin_seconds=settings.slurm_margin_seconds,
-        timeout_seconds=settings.timeout_seconds,
-    )

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError, error_from_json
+from ckptkit.storage.places import Place
 from ckptkit.training.writer_process import WriterProcess
 from ckptkit.writer.messages import Commit, Committed, Discard, Proof
 
@@ -38,11 +39,16 @@ class Attempt:
     name: str
     step: int
     folder: Path
-    final: Path
+    final: Path | Place
     manifest: Mapping[str, Any]
     beside: str = ""
     retires: bool = True
     shared: Path | None = None
+
+    @property
+    def step_name(self) -> str:
+        """The name of the step's directory."""
+        return Path(self.final).name
 
 
 class Committer:
@@ -51,7 +57,7 @@ class Committer:
     def __init__(
         self,
         process: WriterProcess,
-        retire: Callable[[int, Mapping[str, float | None]], Sequence[Path]],
+        retire: Callable[[int, Mapping[str, float | None]], Sequence[Path | Place]],
         *,
         timeout_seconds: float,
     ) -> None:

@@ -34,7 +34,7 @@ def open_ending(session: Session, peers: Peers, settings: Settings) -> Ending:
             Meeting(peers, about),
             committer if peers.rank == 0 else None,
             timeout_seconds=timeout,
-            listener=settings.listener,
+            listener=session.listen,
         )
 
     if settings.local is None:
@@ -48,6 +48,8 @@ def open_ending(session: Session, peers: Peers, settings: Settings) -> Ending:
             session.count_from(recovery.run_all())
 
         recover()
+        if peers.rank == 0:
+            session.run.sweep()
         patience = Patience(settings.stall_seconds, settings.timeout_seconds)
         meeting, drain = Meeting(peers), settler("drain")
         ending = TierEnding(tier, meeting, drain, patience, recover, timeout_seconds=timeout)

@@ -17,6 +17,11 @@ def ranks_of_this_machine() -> int | None:
     return int(text) if text.isdecimal() else None
 
 
+def own_environment() -> dict[str, str]:
+    """Returns the environment of this process, for one that it starts."""
+    return dict(os.environ)
+
+
 def slurm_end_time() -> float | None:
     """Returns when Slurm ends this job, in seconds since the epoch; None where it does not tell.
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from ckptkit.core.errors import RefusedError, UsageError
-from ckptkit.pipeline.opening import check_path
+from ckptkit.pipeline.source_places import check_path
 from ckptkit.planning.requests import (
     DEFAULT_MAX_FILE_BYTES,
     ConsolidateRequest,

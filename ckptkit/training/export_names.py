@@ -112,7 +112,7 @@ def disk_names(modules: Sequence[nn.Module], table: Table, config: Any) -> DiskN
         except Exception as error:  # noqa: BLE001  whatever goes wrong there, it is written
             why = f"{type(error).__name__}: {error}"
     if names is not None and not _can_be_cut(names):
-        why, names = "its conversion reorders elements within a dimension", None
+        why, names = _why_not(names), None
     notes = (f"names are written as training holds them: {why}",) if why else ()
     return DiskNames(names, notes)
 
@@ -130,6 +130,18 @@ def _can_be_cut(names: HubNames) -> bool:
         _is_same(tensor, names.live) or windows_of(tensor, names.live) is not None
         for tensor in names.tensors.values()
     )
+
+
+def _why_not(names: HubNames) -> str:
+    """Says what keeps every rank from writing what it holds."""
+    for tensor in names.tensors.values():
+        if tensor.computed is not None:
+            return (
+                f"transformers {names.library} computes tensor {tensor.name!r}, for which it needs"
+                f" {tensor.sources[0]!r} as a whole; `ckptkit consolidate` makes what"
+                " save_pretrained would write of this folder"
+            )
+    return "its conversion reorders elements within a dimension"
 
 
 def _is_same(tensor: HubTensor, live: Mapping[Fqn, Shape]) -> bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from ckptkit.core.errors import ResumeError
-from ckptkit.core.manifest import MANIFEST_NAME, parse_manifest
+from ckptkit.storage.places import Place
 from ckptkit.training.dtensors import Copies
 from ckptkit.training.extra_state import extra_keys, extra_state_changes
 from ckptkit.training.loaders import loaders_alike
@@ -61,7 +61,7 @@ class Loaded:
 class Opening:
     """A step's directory, opened when it is first asked for; it has to be closed."""
 
-    def __init__(self, folder: Path, bound: BoundState) -> None:
+    def __init__(self, folder: Path | Place, bound: BoundState) -> None:
         self._folder = folder
         self._given = bound
         self._bound: BoundState | None = None
@@ -75,9 +75,7 @@ class Opening:
             InputError: If its manifest is damaged.
         """
         if self._stored is None:
-            path = self._folder / MANIFEST_NAME
-            manifest = parse_manifest(path.read_bytes(), where=str(path)) if path.exists() else None
-            self._stored = StoredStep(self._folder, manifest)
+            self._stored = StoredStep.opened(self._folder)
         return self._stored
 
     @property

@@ -6,10 +6,12 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from ckptkit.core.errors import CkptkitError, SaveError
 from ckptkit.core.texts import size_text
 from ckptkit.training.outcome import Outcome
+from ckptkit.training.push_handle import Push, PushReport
 from ckptkit.training.staging import Staged
 
 _MENTIONED = 0.01  # seconds
@@ -29,7 +31,8 @@ class SaveReport:
 
     Attributes:
         step: The training step.
-        path: The committed directory.
+        path: The committed directory, a `Path`; where the run lies at a URL that of the step, a
+            `Place`: a text that carries what its storage has to be told.
         size_bytes: Bytes that this rank wrote.
         total_bytes: Bytes of all files of the step.
         blocked_seconds: How long `save` kept the training thread.
@@ -49,7 +52,7 @@ class SaveReport:
     """
 
     step: int
-    path: Path
+    path: Any
     size_bytes: int
     total_bytes: int
     blocked_seconds: float
@@ -100,6 +103,7 @@ class SaveHandle(Outcome[SaveReport]):
         self._local_path: Path | None = None
         self.waited_seconds = 0.0
         self._staged: list[Staged] = []
+        self._push: Push | None = None
 
     def wait_staged(self) -> None:
         """Waits until devices have copied their part of the state; on the CPU that is done.
@@ -134,7 +138,25 @@ class SaveHandle(Outcome[SaveReport]):
         """
         if not self._kept.wait(timeout):
             raise TimeoutError(f"step {self.step} is on no disk yet after {timeout} s")
-        return self._local_path or self.result(0)
+        committed: Path = self._local_path or self.result(0)
+        return committed
+
+    def pushed(self, timeout: float | None = None) -> PushReport | None:
+        """Waits until the step is at the Hub, where `push_to_hub` has it pushed.
+
+        Args:
+            timeout: Seconds to wait at most, for the save and again for the push.
+
+        Returns:
+            What is there; None on other ranks than 0, and where this step is not pushed.
+
+        Raises:
+            TimeoutError: If it is not there by then.
+            SaveError: If the save failed, on this rank or on another one.
+            CkptkitError: What went wrong with the push.
+        """
+        self.report(timeout)
+        return None if self._push is None else self._push.report(timeout)
 
     @property
     def skipped(self) -> bool:
@@ -149,6 +171,10 @@ class SaveHandle(Outcome[SaveReport]):
     def staging(self, staged: Staged) -> None:
         """Notes a copy that is under way."""
         self._staged.append(staged)
+
+    def follow(self, push: Push) -> None:
+        """Notes that the step is to be pushed."""
+        self._push = push
 
     def keep(self, path: Path) -> None:
         """Notes that the step is durable on the nodes' own disks, and where on this one."""

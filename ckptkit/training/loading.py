@@ -22,13 +22,14 @@ from ckptkit.core.geometry import find_defect, without_replicas
 from ckptkit.core.index import Box, ChunkTable, Key, Shape, TensorEntry, TensorIndex
 from ckptkit.execution.boxes import Overlap, overlaps
 from ckptkit.execution.crew import run_crew
-from ckptkit.storage.base import Source
+from ckptkit.storage.base import Source, distant
 from ckptkit.storage.machine import usable_cores
 from ckptkit.training.blobs import Blob, BlobReader, PartialBlob, Wish
 from ckptkit.training.pieces import Piece
 from ckptkit.training.target_memory import TargetMemory, memories_of
 
 _MOST_THREADS = 2
+_DISTANT_THREADS = 8  # which mostly wait for a store to answer
 _SHOWN_NAMES = 5
 # Blobs up to this size are read whole, headers included, together with their neighbours.
 _SMALL_BYTES = 64 << 10
@@ -71,7 +72,8 @@ def load_pieces(
         index: Of the DCP directory that holds them.
         source: Where its files lie.
         pieces: What to fill; one without elements only has to be in the checkpoint.
-        threads: How many read at once; 0 for two, or one where there is one core.
+        threads: How many read at once; 0 for two, or one where there is one core, and for more
+            where the files lie in an object store.
 
     Returns:
         What was read, and what is left to be proven.
@@ -91,7 +93,8 @@ def load_pieces(
         for group in groups:
             reader.read(group)
 
-    count = threads or min(_MOST_THREADS, usable_cores())
+    near = min(_MOST_THREADS, usable_cores())
+    count = threads or (near if distant(source) is None else _DISTANT_THREADS)
     run_crew(count, iter(list(_groups(blobs))), read)
     return LoadReport(
         bytes_read=sum(reader.bytes_read for reader in work.readers),

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from ckptkit.core.errors import CkptkitError, SaveError
 
@@ -13,7 +12,7 @@ class Reported(Protocol):
     """What is known of something that ended well."""
 
     @property
-    def path(self) -> Path:
+    def path(self) -> Any:
         """The directory that was made."""
 
 
@@ -39,14 +38,15 @@ class Outcome(Generic[Report]):
         """Waits until it has ended, well or not, and tells whether it has."""
         return self._finished.wait(timeout)
 
-    def result(self, timeout: float | None = None) -> Path:
+    def result(self, timeout: float | None = None) -> Any:
         """Waits until all ranks are done and the directory is there.
 
         Args:
             timeout: Seconds to wait at most; it ends within a bounded time by itself.
 
         Returns:
-            The directory.
+            The directory, as a `Path`; of a run at a URL that of the step, as a `Place`: a text
+            that carries what its storage has to be told.
 
         Raises:
             TimeoutError: If it has not ended by then.

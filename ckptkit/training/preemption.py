@@ -9,12 +9,14 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.training.environment import slurm_end_time
 from ckptkit.training.peers import Peers
 from ckptkit.training.rounds import Rounds, Wish
-from ckptkit.training.run_folder import RunFolder
+from ckptkit.training.runs import Run
+from ckptkit.training.settings import Settings
 from ckptkit.training.signals import SignalWatch
 from ckptkit.training.triggers import Interval
 
@@ -64,7 +66,7 @@ class SaveRequests:
     def __init__(
         self,
         peers: Peers,
-        run: RunFolder,
+        run: Run[Any],
         *,
         interval: Interval = Interval(),  # noqa: B008  a frozen value
         signals: Sequence[str] = (),
@@ -199,3 +201,15 @@ def _job_ends(margin_seconds: float) -> float | None:
         return None
     left = max(end - time.time(), 0.0)
     return time.monotonic() + left - min(margin_seconds, left / 2)
+
+
+def open_requests(peers: Peers, run: Run[Any], settings: Settings) -> SaveRequests:
+    """Begins to gather requests to save; see `SaveRequests`."""
+    return SaveRequests(
+        peers,
+        run,
+        interval=settings.interval,
+        signals=settings.signals,
+        slurm_margin_seconds=settings.slurm_margin_seconds,
+        timeout_seconds=settings.timeout_seconds,
+    )

@@ -13,6 +13,7 @@ from typing import Any
 from ckptkit.core.errors import (
     CkptkitError,
     InputError,
+    MissingFileError,
     ResumeError,
     UnsafePickleError,
     UnsupportedError,
@@ -20,17 +21,19 @@ from ckptkit.core.errors import (
     error_from_json,
 )
 from ckptkit.core.index import TensorIndex
-from ckptkit.core.manifest import MANIFEST_NAME, parse_manifest
 from ckptkit.core.texts import size_text
 from ckptkit.formats.discovery import step_of
+from ckptkit.storage.places import Place
 from ckptkit.storage.run_marks import STEP_PREFIXES
 from ckptkit.training.filling import Loaded, Opening
 from ckptkit.training.loading import first_few
+from ckptkit.training.near_copies import NearPlace
 from ckptkit.training.peers import Peers
 from ckptkit.training.proofs import cross_check, pack, unpack
 from ckptkit.training.run_folder import SavedStep, saved_steps
 from ckptkit.training.state import BoundState
 from ckptkit.training.stored_step import StoredStep
+from ckptkit.training.url_run import steps_of_place
 from ckptkit.writer.merge import few_collections
 
 logger = logging.getLogger(__name__)
@@ -46,7 +49,7 @@ _ALL_DAMAGED = (
 
 def resume(
     bound: BoundState,
-    run: Path,
+    run: Path | Place,
     peers: Peers,
     *,
     timeout_seconds: float,
@@ -59,7 +62,7 @@ def resume(
 
     Args:
         bound: The state to fill.
-        run: The run's directory.
+        run: The run's directory, or its URL.
         peers: The other ranks, which have to call this too.
         timeout_seconds: How long to wait for the slowest of them, for each thing to agree on.
         step: A step to take instead of the newest; then nothing is passed over.
@@ -77,12 +80,12 @@ def resume(
     found = peers.agree(
         _FIRST_ROUND,
         None,
-        lambda _: _found(saved_steps(run, prefix), step, run),
+        lambda _: _found(_steps(run, prefix), step, run),
         timeout_seconds=timeout_seconds,
     )
     for one in found:
         attempt = _Attempt(bound, peers, timeout_seconds)
-        problem = one["problem"] or attempt.load(run / one["folder"], one["step"])
+        problem = one["problem"] or attempt.load_from(run, one["folder"], one["step"])
         if problem is None:
             return int(one["step"])
         if step is not None:
@@ -124,12 +127,14 @@ def _tell_unusable(one: Mapping[str, Any], problem: object) -> None:
         logger.info("step %d was not finished: %s", one["step"], problem)
 
 
-def resume_from(bound: BoundState, folder: Path, peers: Peers, *, timeout_seconds: float) -> int:
+def resume_from(
+    bound: BoundState, folder: Path | Place, peers: Peers, *, timeout_seconds: float
+) -> int:
     """Loads one given directory in place, on all ranks; it may have been written by other tools.
 
     Args:
         bound: The state to fill.
-        folder: A step's directory, with or without a manifest.
+        folder: A step's directory, or its URL, with or without a manifest.
         peers: The other ranks, which have to call this too.
         timeout_seconds: As for `resume`.
 
@@ -149,29 +154,38 @@ def resume_from(bound: BoundState, folder: Path, peers: Peers, *, timeout_second
     return step
 
 
-def _step_in(folder: Path) -> int:
-    if not folder.is_dir():
+def _step_in(folder: Path | Place) -> int:
+    try:
+        with StoredStep.opened(folder) as stored:
+            manifest = stored.manifest
+    except MissingFileError as error:
         raise ResumeError(
             "no directory was found there",
             where=str(folder),
             hint="name the directory of a step, as other ranks see it too",
-        )
-    path = folder / MANIFEST_NAME
-    if path.exists():
-        found = parse_manifest(path.read_bytes(), where=str(path)).source.get("step")
-        if isinstance(found, int):
-            return found
-    return step_of(folder.name) or 0
+        ) from error
+    found = manifest.source.get("step") if manifest is not None else None
+    return found if isinstance(found, int) else step_of(posixpath.basename(folder)) or 0
 
 
-def _found(saved: Sequence[SavedStep], step: int | None, run: Path) -> list[dict[str, Any]]:
+def _steps(run: Path | Place, prefix: str) -> tuple[SavedStep, ...]:
+    return saved_steps(run, prefix) if isinstance(run, Path) else steps_of_place(run, prefix)
+
+
+def _below(run: Path | Place, name: str) -> Path | Place:
+    if isinstance(run, NearPlace):
+        return run.step(name)
+    return run / name if isinstance(run, Path) else run.beside(posixpath.join(run, name))
+
+
+def _found(saved: Sequence[SavedStep], step: int | None, run: Path | Place) -> list[dict[str, Any]]:
     """Lists the steps, newest first, each with what is wrong with it at first sight."""
     found = [
         {
             "step": one.step,
             "folder": one.path.name,
             "problem": None if one.complete else one.problem or "it is not complete",
-            "finished": one.complete or (one.path / MANIFEST_NAME).exists(),
+            "finished": one.finished,
         }
         for one in reversed(saved)
         if step in {None, one.step}
@@ -194,7 +208,19 @@ class _Attempt:
         self._peers = peers
         self._timeout_seconds = timeout_seconds
 
-    def load(self, folder: Path, step: int) -> InputError | None:
+    def load_from(self, run: Path | Place, name: str, step: int) -> InputError | None:
+        """Does what `load` does with a step of a run, if need be without the nodes' own copies.
+
+        Raises:
+            ResumeError: If the step does not fit; also on ranks where it does.
+            PeerError: If a rank does not answer in time.
+        """
+        problem = self.load(_below(run, name), step)
+        if problem is not None and isinstance(run, NearPlace):  # one of these may be damaged
+            return self.load(_below(Place(run, run.options), name), step)
+        return problem
+
+    def load(self, folder: Path | Place, step: int) -> InputError | None:
         """Returns what is damaged, the same on all ranks, or None where all is in place.
 
         Raises:

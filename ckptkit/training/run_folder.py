@@ -1,64 +1,41 @@
-"""The directory of a run: the names in it, what was saved there, and who may write."""
+"""The directory of a run: what was saved there, and who may write."""
 
 from __future__ import annotations
 
 import errno
 import logging
-import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-from ckptkit.core.errors import CkptkitError, FormatError, OutputError, UsageError
+from ckptkit.core.errors import CkptkitError, OutputError, UsageError
 from ckptkit.core.manifest import MANIFEST_NAME, Manifest
-from ckptkit.planning.retention import (
-    Retention,
-    StepFacts,
-    abandoned,
-    missing_metric,
-    steps_to_remove,
-)
 from ckptkit.storage.manifests import read_manifest
-from ckptkit.storage.names import WORK_INFIX
 from ckptkit.storage.run_marks import (
     MARKS_FOLDER,
     STEP_PREFIXES,
-    Owner,
     RunLock,
-    is_step_folder,
     run_identity,
     step_folders,
-    take_request,
     take_run_lock,
 )
+from ckptkit.training.runs import Run, SavedStep, in_order, step_of_manifest, unfinished_step
+from ckptkit.training.writer_process import Patience, WriterProcess
+from ckptkit.writer.command import writer_command
 
 __all__ = ["RunFolder", "RunLock", "SavedStep", "saved_steps"]
 
 logger = logging.getLogger(__name__)
 
 _URL = re.compile(r"(?:^|/)[A-Za-z][A-Za-z0-9+.-]+:/")  # in a path made absolute as well
-_KIND = "training"
 _Identity = tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class SavedStep(StepFacts):
-    """A step that lies in a run.
-
-    Attributes:
-        path: Its directory.
-        problem: Why it is not complete; empty where it is.
-    """
-
-    path: Path = Path()
-    problem: str = ""
-
-
-class RunFolder:
+class RunFolder(Run[Path]):
     """A run's directory on a local or shared file system."""
 
     def __init__(self, path: str | os.PathLike[str], *, prefix: str = STEP_PREFIXES[0]) -> None:
@@ -77,46 +54,13 @@ class RunFolder:
             raise UsageError(
                 "a URL was found where a directory was expected",
                 where=named,
-                hint="save to a local or shared file system, and copy from there",
+                hint="name a directory; a Checkpointer saves to a URL that it is given as a text",
             )
-        self.path = Path(named).absolute()
+        self.path = self.place = Path(named).absolute()
         self.prefix = prefix
         self._known: dict[Path, tuple[_Identity, SavedStep]] = {}
-        self._has_warned = False
         with _translated(self.path):
             _make_writable(self.path)
-
-    def step_folder(self, step: int) -> Path:
-        """Returns where a committed step lies."""
-        return self.path / f"{self.prefix}{step}"
-
-    def named_folder(self, name: str) -> Path:
-        """Returns where a step lies that has a name of its own.
-
-        Raises:
-            UsageError: If it is none for a directory, or that of a step with a number.
-        """
-        if not name or name.startswith(".") or "\0" in name or Path(name).name != name:
-            raise UsageError(
-                f"is {name!r}, where the name of a directory in the run was expected", where="name"
-            )
-        if is_step_folder(name):
-            raise UsageError(
-                f"is {name!r}, which is the name of a step",
-                where="name",
-                hint="leave it out, and give the number as `step`",
-            )
-        return self.path / name
-
-    def working_folder(self, final: Path, nonce: str, attempt: int) -> Path:
-        """Returns where an attempt at a step is written; no tool takes it for a checkpoint.
-
-        Args:
-            final: Where the step will lie.
-            nonce: Of the session: 8 hexadecimal digits.
-            attempt: Of this session at this step.
-        """
-        return self.path / f".{final.name}{WORK_INFIX}{nonce}-{attempt}"
 
     def steps(self) -> tuple[SavedStep, ...]:
         """Returns what lies there, as `saved_steps` does, but looks into no step twice.
@@ -130,26 +74,7 @@ class RunFolder:
         with _translated(self.path):
             folders = step_folders(self.path, (self.prefix,))
         known, self._known = self._known, {}
-        return _in_order(self._step(step, path, known.get(path)) for step, path in folders.items())
-
-    def last_save_number(self) -> int:
-        """Returns the largest `save_number` of the complete steps, 0 where there is none.
-
-        Raises:
-            OutputError: If the run cannot be listed.
-        """
-        return max((step.save_number for step in self.steps()), default=0)
-
-    def save_number_of(self, name: str) -> int:
-        """Returns the `save_number` of the step in a folder of that name, 0 where there is none.
-
-        Numbers of steps that are named by their number are compared with `last_save_number`.
-        """
-        try:
-            number = read_manifest(self.path / name).source.get("save_number")
-        except (CkptkitError, OSError):
-            return 0
-        return number if isinstance(number, int) else 0
+        return in_order(self._step(step, path, known.get(path)) for step, path in folders.items())
 
     def identity(self) -> str:
         """Returns what tells the run from all others; called with the lock of the run.
@@ -159,32 +84,6 @@ class RunFolder:
         """
         with _translated(self.path):
             return run_identity(self.path)
-
-    def retired_by(
-        self, step: int, metrics: Mapping[str, Any], retention: Retention
-    ) -> tuple[Path, ...]:
-        """Returns the steps that go once a new one is durable; nothing is read where all stay.
-
-        The first time that no step has the metric of `keep_best` a warning says so.
-
-        Args:
-            step: The new one, which counts as the one saved last.
-            metrics: Of the new one, as its manifest has them.
-            retention: The rules.
-
-        Raises:
-            OutputError: If the run cannot be listed.
-        """
-        if retention.keeps_all:
-            return ()
-        there = [saved for saved in self.steps() if saved.step != step]
-        number = 1 + max((saved.save_number for saved in there), default=0)
-        every = [*there, StepFacts(step, metrics=_numbers(metrics), save_number=number)]
-        problem = missing_metric(every, retention)
-        if problem and not self._has_warned:
-            self._has_warned = True
-            logger.warning("%s", problem)
-        return tuple(self.step_folder(old) for old in steps_to_remove(every, retention))
 
     def lock(self) -> RunLock | None:
         """Keeps other jobs from writing here, until the lock is closed or this process ends.
@@ -207,16 +106,23 @@ class RunFolder:
             )
         return lock
 
-    def take_request(self) -> Owner | None:
-        """Takes up a request left by `ckptkit save-now`.
+    def process(
+        self, patience: Patience, name: str, *, niceness: int | None = None
+    ) -> WriterProcess:
+        """Returns what will write to the run, not started yet; see `Run`."""
+        if niceness is not None:
+            patience = replace(patience, command=partial(writer_command, niceness=niceness))
+        return WriterProcess(patience, name=name)
 
-        Returns:
-            Whose it was, or None if there is none.
+    def below(self, name: str) -> Path:
+        """Returns where the step of that name lies."""
+        return self.path / name
 
-        Raises:
-            OSError: If there is one, and it cannot be removed.
-        """
-        return take_request(self.path)
+    def _manifest(self, name: str) -> Manifest | None:
+        try:
+            return read_manifest(self.path / name)
+        except (CkptkitError, OSError):
+            return None
 
     def _step(
         self, number: int, path: Path, known: tuple[_Identity, SavedStep] | None
@@ -243,13 +149,7 @@ def saved_steps(run: Path, prefix: str = STEP_PREFIXES[0]) -> tuple[SavedStep, .
     """
     with _translated(run):
         folders = step_folders(run, (prefix,))
-    return _in_order(_saved_step(step, path) for step, path in folders.items())
-
-
-def _in_order(steps: Iterable[SavedStep]) -> tuple[SavedStep, ...]:
-    found = tuple(steps)
-    left = abandoned(found)
-    return tuple(sorted(found, key=lambda saved: (saved.step not in left, saved.step)))
+    return in_order(_saved_step(step, path) for step, path in folders.items())
 
 
 def _make_writable(path: Path) -> None:
@@ -291,49 +191,16 @@ def _identity(path: Path) -> _Identity | None:
 def _saved_step(step: int, path: Path) -> SavedStep:
     try:
         manifest = read_manifest(path)
-        _check(step, path, manifest)
     except FileNotFoundError:
-        return SavedStep(step, complete=False, path=path, problem=f"it has no {MANIFEST_NAME}")
-    except OSError as error:
-        return SavedStep(step, complete=False, path=path, problem=error.strerror or str(error))
-    except CkptkitError as error:
-        return SavedStep(step, complete=False, path=path, problem=str(error))
-    metrics = _numbers(manifest.source.get("metrics"))
-    number = manifest.source.get("save_number")
-    number = number if isinstance(number, int) and number > 0 else 0
-    return SavedStep(step, metrics=metrics, save_number=number, path=path)
+        return unfinished_step(step, path)
+    except (OSError, CkptkitError) as error:
+        problem = getattr(error, "strerror", None) or str(error)
+        return SavedStep(step, complete=False, path=path, problem=problem)
 
-
-def _check(step: int, path: Path, manifest: Manifest) -> None:
-    if manifest.kind != _KIND or manifest.source.get("step") != step:
-        raise FormatError(
-            f"a manifest of kind {manifest.kind!r} and step {manifest.source.get('step')!r} was"
-            f" found against {_KIND!r} and {step}"
-        )
-    for name, record in manifest.files.items():
+    def size_bytes(name: str) -> int | None:
         try:
-            size = (path / name).stat().st_size
+            return (path / name).stat().st_size
         except FileNotFoundError:
-            raise FormatError(f"file {name!r} is missing") from None
-        if size != record.size_bytes:
-            raise FormatError(
-                f"file {name!r} has {size:,} bytes against {record.size_bytes:,} in the manifest"
-            )
+            return None
 
-
-def _numbers(metrics: object) -> Mapping[str, float]:
-    if not isinstance(metrics, dict):
-        return {}
-    table: dict[str, Any] = metrics
-    return {
-        name: float(value)
-        for name, value in table.items()
-        if isinstance(value, (int, float)) and _is_finite(value)
-    }
-
-
-def _is_finite(value: float) -> bool:
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # an integer without bound, in a manifest that somebody else made
-        return False
+    return step_of_manifest(step, path, manifest, size_bytes)

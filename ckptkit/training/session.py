@@ -8,7 +8,7 @@ import math
 import operator
 import time
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -19,15 +19,20 @@ import torch
 from ckptkit.core.errors import CkptkitError, UsageError, error_from_json
 from ckptkit.core.manifest import Manifest
 from ckptkit.core.texts import a_kind
+from ckptkit.storage.places import PathLike, Place, is_url, local_path, place_of
 from ckptkit.storage.run_marks import MARKS_FOLDER
 from ckptkit.training.committing import Attempt
 from ckptkit.training.descriptions import Descriptions
+from ckptkit.training.handle import SaveHandle, SaveReport
 from ckptkit.training.peers import Peers
+from ckptkit.training.pushing import open_pushing
 from ckptkit.training.run_folder import RunFolder, RunLock
+from ckptkit.training.runs import Run
 from ckptkit.training.settings import Settings, check_shared
 from ckptkit.training.sidecar import collect_sidecar, run_facts
 from ckptkit.training.state import BoundState
-from ckptkit.training.writer_process import Patience, WriterProcess
+from ckptkit.training.url_run import UrlRun, check_place
+from ckptkit.training.writer_process import Patience
 from ckptkit.version import __version__
 from ckptkit.writer.sweep import sweep
 
@@ -39,14 +44,14 @@ class Session:
     """What the saves of one job have in common.
 
     Attributes:
-        run: The run's directory.
+        run: The run.
         committer: The process that commits on rank 0; on all of them it drains what earlier jobs
             left on the nodes' disks.
     """
 
     def __init__(
         self,
-        run: RunFolder,
+        run: Run[Any],
         peers: Peers,
         settings: Settings,
         lock: RunLock | None,
@@ -62,10 +67,8 @@ class Session:
             saved_before: The number of the last save of earlier jobs.
         """
         self.run = run
-        self.committer = WriterProcess(
-            Patience(settings.stall_seconds, settings.timeout_seconds),
-            name=f"committer of rank {peers.rank}",
-        )
+        patience = Patience(settings.stall_seconds, settings.timeout_seconds)
+        self.committer = run.process(patience, f"committer of rank {peers.rank}")
         self._peers = peers
         self._settings = settings
         self._lock = lock
@@ -76,6 +79,7 @@ class Session:
         self._saved_before = saved_before
         self._count = 0
         self._tries: Counter[int] = Counter()
+        self._pushing = open_pushing(run, peers.rank, settings.hub, settings.retention)
         self._asked: deque[str] = deque()
 
     def count_from(self, save_number: int) -> None:
@@ -123,6 +127,23 @@ class Session:
             manifest=json.loads(manifest.to_json()),
             retires=name is None,
         )
+
+    def handle(self, attempt: Attempt) -> SaveHandle:
+        """Returns a new handle for an attempt, which tells of its push as well."""
+        handle = SaveHandle(attempt.step)
+        self._pushing.follow(handle, attempt.step_name)
+        return handle
+
+    @property
+    def unpushed(self) -> frozenset[int]:
+        """The steps that wait for their push, and are not retired before."""
+        return self._pushing.outstanding
+
+    def listen(self, report: SaveReport) -> None:
+        """Has a step that was committed pushed, and tells the user's listener."""
+        self._pushing.listen(report)
+        if self._settings.listener is not None:
+            self._settings.listener(report)
 
     def goes(self, attempt: str, *, here: bool) -> bool:
         """Tells whether a save goes ahead on all ranks: the first that asks decides for all.
@@ -180,44 +201,68 @@ class Session:
             step: The one saved last, None if there is none.
         """
         world_size = self._peers.world_size
-        path = str(self.run.path)
+        path = str(self.run.place)
         return {"path": path, "format": "live", "step": step, "world_size": world_size}
 
-    def retired_by(self, step: int, metrics: Mapping[str, float | None]) -> Sequence[Path]:
+    def place_of(self, folder: PathLike) -> Path | Place:
+        """Returns where a folder lies that the user named, with the options of such a URL."""
+        if is_url(folder):
+            return place_of(folder, self._settings.storage_options)
+        return local_path(folder).absolute()
+
+    def retired_by(self, step: int, metrics: Mapping[str, float | None]) -> Sequence[Path | Place]:
         """Returns the steps that go once a new one is durable; none where that cannot be told."""
         try:
-            return self.run.retired_by(step, metrics, self._settings.retention)
+            retired = self.run.retired_by(step, metrics, self._settings.retention)
+            waiting = {str(self.run.step_folder(one)) for one in self.unpushed}
+            return [place for place in retired if str(place) not in waiting]
         except CkptkitError as error:
             logger.warning("no step is retired by step %d: %s", step, error)
             return ()
 
     def close(self) -> None:
-        """Ends the committer, and gives the directory to the next job."""
+        """Ends the committer, gives the directory to the next job, and waits for pushes.
+
+        Raises:
+            HubError: If a push failed, and nobody has asked for its result.
+        """
         self.committer.close()
         if self._peers.rank == 0:
             self._descriptions.close()
         if self._lock is not None:
             self._lock.close()
+        self._pushing.close()
 
 
-def open_session(path: Path, peers: Peers, settings: Settings) -> Session:
-    """Opens a run directory on all ranks; rank 0 makes it, locks it and clears it of wrecks.
+def open_session(run: PathLike, peers: Peers, settings: Settings) -> Session:
+    """Opens a run on all ranks; rank 0 makes it, locks it and clears it of wrecks.
 
     Raises:
-        UsageError: On every rank, if the ranks were given different options.
+        UsageError: On every rank, if the ranks were given different options, or saves cannot go
+            there.
         RefusedError: On every rank, if it cannot be used or another job is writing to it.
         PeerError: If another rank does not come in time.
     """
     held: list[RunLock | None] = []
+    place = _checked_place(run, settings)
+
+    def make() -> Run[Any]:
+        if isinstance(place, Path):
+            return RunFolder(place, prefix=settings.prefix)
+        assert settings.local is not None  # noqa: S101  `_checked_place` has seen to it
+        return UrlRun(place, settings.local, peers.nonce, settings.prefix)
 
     def take(options: Sequence[Mapping[str, Any]]) -> int:
         check_shared(options)
-        run = RunFolder(path, prefix=settings.prefix)
-        held.append(run.lock())
-        if held[0] is not None:  # without a lock somebody else may be at work there
-            for note in sweep(run.path):
-                logger.info("%s", note)
-        return run.last_save_number()
+        made = make()
+        if isinstance(made, UrlRun):
+            made.open()
+        elif isinstance(made, RunFolder):
+            held.append(made.lock())
+            if held[0] is not None:  # without a lock somebody else may be at work there
+                for note in sweep(made.path):
+                    logger.info("%s", note)
+        return made.last_save_number()
 
     with ExitStack() as undo:
         undo.callback(lambda: _give_back(held))
@@ -227,9 +272,35 @@ def open_session(path: Path, peers: Peers, settings: Settings) -> Session:
             take,
             timeout_seconds=settings.timeout_seconds,
         )
-        run = _opened_by_all(path, peers, settings)
+        opened = _opened_by_all(make, peers, settings)
         undo.pop_all()
-    return Session(run, peers, settings, held[0] if held else None, saved_before)
+    return Session(opened, peers, settings, held[0] if held else None, saved_before)
+
+
+def _checked_place(run: PathLike, settings: Settings) -> Path | Place:
+    """Returns where a run lies, as the user named it.
+
+    Raises:
+        UsageError: If saves cannot go there, or with these options.
+    """
+    if not is_url(run):
+        if settings.storage_options:
+            raise UsageError(
+                "are given for a run that is a directory",
+                where="storage_options",
+                hint="leave them out, or save to a URL",
+            )
+        return local_path(run)
+    place = place_of(run, settings.storage_options)
+    check_place(place)
+    if settings.local is None:
+        raise UsageError(
+            "is needed for a run at a URL: steps are durable there first, and uploaded from there",
+            where="local",
+            hint='pass local="/nvme/run": a directory on the node\'s own disk, kept between jobs,'
+            " with room for two steps of its ranks",
+        )
+    return place
 
 
 def _give_back(locks: Sequence[RunLock | None]) -> None:
@@ -238,12 +309,13 @@ def _give_back(locks: Sequence[RunLock | None]) -> None:
             lock.close()
 
 
-def _opened_by_all(path: Path, peers: Peers, settings: Settings) -> RunFolder:
-    """Opens the directory that rank 0 has made; a rank that cannot tells all others."""
-    opened: list[RunFolder] = []
+def _opened_by_all(make: Callable[[], Run[Any]], peers: Peers, settings: Settings) -> Run[Any]:
+    """Opens the run that rank 0 has made; a rank that cannot tells all others."""
+    opened: list[Run[Any]] = []
     problem: dict[str, Any] | None = None
     try:
-        opened.append(RunFolder(path, prefix=settings.prefix))
+        opened.append(make())
+        opened[0].look()
     except CkptkitError as error:
         problem = error.to_json()
     problems = peers.agree(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from ckptkit.training.handle import SaveReport
 from ckptkit.training.layout import MIN_LIMIT_BYTES
 from ckptkit.training.optimizer_fit import Unfit
 from ckptkit.training.peers import name_ranks
+from ckptkit.training.push_settings import HubSettings, HubStrategy, check_hub
 from ckptkit.training.sidecar import check_sidecar
 from ckptkit.training.signals import signal_names
 from ckptkit.training.state import Layout
@@ -41,7 +43,9 @@ class Options(TypedDict, total=False):
         prefix: What comes before the number in the names of steps: "checkpoint-" (default), or
             "checkpoint_" as accelerate's own naming has it.
         local: A directory on the node's own disk, which ranks of one node share. A step is durable
-            there first, and drained to the run's directory from there.
+            there first, and drained to the run's directory from there; a run at a URL needs it.
+        storage_options: What fsspec is given for a run at a URL, such as keys and an endpoint; also
+            those of the environment are found. They stand in no file, message or argument.
         every: When `should_save` says yes: a number of steps, or a time such as "30min".
         keep_last: How many of the newest steps stay; all when left out.
         keep_every: Steps divisible by this stay.
@@ -61,6 +65,16 @@ class Options(TypedDict, total=False):
         staging_limit: Memory for the copy, such as "16GB"; a larger state is staged in waves.
         timeout_seconds: How long other ranks are waited for, by anything that waits for them.
         stall_seconds: How long a writer may give no sign of life before it is killed.
+        push_to_hub: A repository, such as "org/name", to which rank 0 has a process of its own push
+            the model, or the adapter, of each step.
+        hub_strategy: "every_save" (default); "checkpoint" and "all_checkpoints" push the step
+            itself too, as `last-checkpoint` or under its name; "end" pushes the last step alone,
+            when the Checkpointer is closed.
+        hub_private_repo: Whether the repository is private, which one that is made for it is if
+            left out; one that is there has to be as asked for.
+        hub_revision: The branch; `main` when left out.
+        hub_token: Left out, that of HF_TOKEN or of the last login is taken.
+        hub_timeout_seconds: How long `close` waits for pushes.
         listener: Is called with a `SaveReport` once a save has ended well, from the thread that
             writes; while it runs, the next save has to wait.
     """
@@ -68,6 +82,7 @@ class Options(TypedDict, total=False):
     layout: Layout
     prefix: str
     local: str | PathLike[str] | None
+    storage_options: Mapping[str, Any] | None
     every: int | str | None
     keep_last: int | None
     keep_every: int | None
@@ -82,6 +97,12 @@ class Options(TypedDict, total=False):
     staging_limit: int | str | None
     timeout_seconds: float
     stall_seconds: float
+    push_to_hub: str | None
+    hub_strategy: HubStrategy
+    hub_private_repo: bool | None
+    hub_revision: str | None
+    hub_token: str | None
+    hub_timeout_seconds: float
     listener: Callable[[SaveReport], None] | None
 
 
@@ -92,6 +113,7 @@ class Settings:
     layout: Layout = "accelerate"
     prefix: str = STEP_PREFIXES[0]
     local: Path | None = None
+    storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
     interval: Interval = field(default_factory=lambda: Interval.parse(None))
     retention: Retention = field(default_factory=Retention)
     in_flight: InFlight = "wait"
@@ -103,6 +125,7 @@ class Settings:
     staging_limit_bytes: int | None = None
     timeout_seconds: float = 600.0
     stall_seconds: float = 120.0
+    hub: HubSettings | None = None
     listener: Callable[[SaveReport], None] | None = None
 
     def shared(self) -> dict[str, Any]:
@@ -122,7 +145,7 @@ class Settings:
             "unfit_optimizer": self.unfit_optimizer,
             "signals": sorted(self.signals),
             "slurm_margin_seconds": self.slurm_margin_seconds,
-        }
+        } | (self.hub.shared() if self.hub is not None else {"push_to_hub": None})
 
 
 def check_shared(of_ranks: Sequence[Mapping[str, Any]]) -> None:
@@ -169,7 +192,9 @@ def check_options(options: Options) -> Settings:
     }
     return Settings(
         local=_folder(given.pop("local", None)),
+        storage_options=_storage_options(given.pop("storage_options", None)),
         interval=Interval.parse(given.pop("every", None)),
+        hub=check_hub(given),
         retention=Retention(**retention),
         sidecar=check_sidecar(given.pop("sidecar", None)),
         signals=signal_names(given.pop("signals", None)),
@@ -203,6 +228,23 @@ def _folder(value: object) -> Path | None:
         return Path(os.fsdecode(value))
     raise UsageError(
         f"is {value!r}, where a directory on the node's own disk was expected", where="local"
+    )
+
+
+def _storage_options(value: object) -> Mapping[str, Any]:
+    """Checks that options can be told to the process that uploads; no message shows a value."""
+    if value is None:
+        return {}
+    try:
+        if isinstance(value, Mapping):
+            found: Mapping[str, Any] = json.loads(json.dumps(dict(value)))
+            return found
+    except (TypeError, ValueError):
+        pass
+    raise UsageError(
+        f"{a_kind(value)} was found where names and plain values were expected",
+        where="storage_options",
+        hint='pass such as storage_options={"key": …, "secret": …}, or use the environment',
     )
 
 

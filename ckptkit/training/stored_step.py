@@ -9,13 +9,21 @@ from typing import Any, Self, cast, get_args
 
 from ckptkit.core.errors import ChecksumError, MissingFileError, ResumeError
 from ckptkit.core.index import KeyPath, TensorIndex
-from ckptkit.core.manifest import RUN_FACTS, Manifest, check_manifest_size
+from ckptkit.core.manifest import (
+    MANIFEST_NAME,
+    RUN_FACTS,
+    Manifest,
+    check_manifest_size,
+    parse_manifest,
+)
 from ckptkit.formats.base import Candidate
 from ckptkit.formats.dcp import METADATA, DcpReader
 from ckptkit.pipeline.steps import digest_problems, lost_entries
-from ckptkit.storage.local import LocalSource
+from ckptkit.storage.base import Folder
+from ckptkit.storage.places import Place, open_source
 from ckptkit.training import names
 from ckptkit.training.kinds import Layout
+from ckptkit.training.near_copies import NearPlace, with_near_files
 from ckptkit.training.objects_on_disk import read_object, read_torch_file
 from ckptkit.training.saved_entries import SavedEntry, parse_entries
 
@@ -24,18 +32,45 @@ class StoredStep:
     """A step's directory; also one that accelerate or `dcp.save` wrote, without a manifest.
 
     Attributes:
-        path: The directory.
         manifest: Its manifest, None where it has none.
         source: Its files, open.
     """
 
-    def __init__(self, path: Path, manifest: Manifest | None = None) -> None:
-        self.path = path
+    def __init__(self, place: Path | Place, manifest: Manifest | None = None) -> None:
+        """Opens it.
+
+        Args:
+            place: The directory, or its URL.
+            manifest: What it says of itself, where that is known.
+
+        Raises:
+            InputError: If it cannot be opened.
+        """
         self.manifest = manifest
-        self.source = LocalSource(path)
+        self.source: Folder = open_source(place)
         self._indexes: dict[str, TensorIndex] = {}
         self._has_facts = False
         self._entries: tuple[SavedEntry, ...] | None = None
+
+    @classmethod
+    def opened(cls, place: Path | Place) -> Self:
+        """Opens a step with the manifest that lies in it, if there is one.
+
+        Raises:
+            InputError: If it cannot be opened, or its manifest is damaged.
+        """
+        stored = cls(place)
+        try:
+            if stored.has_file(MANIFEST_NAME):
+                data = stored._small_file(MANIFEST_NAME)
+                where = posixpath.join(stored.source.location, MANIFEST_NAME)
+                stored.manifest = parse_manifest(data, where=where)
+                if isinstance(place, NearPlace):
+                    stored.source = with_near_files(stored.source, place.near, stored.manifest)
+        except BaseException:
+            stored.close()
+            raise
+        return stored
 
     @property
     def world_size(self) -> int | None:
@@ -78,9 +113,7 @@ class StoredStep:
         if not self._has_facts:
             self._has_facts = True
             if self.has_file(RUN_FACTS):
-                size = self.source.stat(RUN_FACTS).size_bytes
-                check_manifest_size(size, where=RUN_FACTS)
-                data = self.source.read(RUN_FACTS, 0, size)
+                data = self._small_file(RUN_FACTS)
                 where = posixpath.join(self.source.location, RUN_FACTS)
                 self._entries = parse_entries(data, where=where)
         return self._entries
@@ -158,6 +191,11 @@ class StoredStep:
             for problem in digest_problems(self.source, "", self.manifest, leaving_out=()):
                 where = posixpath.join(self.source.location, problem.where)
                 raise ChecksumError(problem.message, where=where)
+
+    def _small_file(self, path: str) -> bytes:
+        size = self.source.stat(path).size_bytes
+        check_manifest_size(size, where=path)
+        return self.source.read(path, 0, size)
 
     def close(self) -> None:
         """Closes its files."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,7 +16,7 @@ from ckptkit.core.errors import CkptkitError, InputError, SaveError, error_from_
 from ckptkit.core.manifest import source_of_all
 from ckptkit.storage.run_marks import is_step_folder
 from ckptkit.training.peers import Peers, name_ranks
-from ckptkit.training.run_folder import RunFolder
+from ckptkit.training.runs import Run
 from ckptkit.training.tiers import LocalTier, NodeCopy
 from ckptkit.training.writer_process import WriterProcess
 from ckptkit.writer.draining import BESIDE
@@ -32,7 +33,7 @@ class Recovery:
 
     Attributes:
         tier: This node's disk.
-        run: The shared directory.
+        run: The shared place.
         peers: The ranks.
         process: What copies, and on rank 0 commits.
         timeout_seconds: How long other ranks are waited for.
@@ -40,7 +41,7 @@ class Recovery:
     """
 
     tier: LocalTier
-    run: RunFolder
+    run: Run[Any]
     peers: Peers
     process: WriterProcess
     timeout_seconds: float
@@ -135,7 +136,7 @@ class Recovery:
         )
 
     def _target(self, found: Mapping[str, Any]) -> Path:
-        return self.run.working_folder(self.run.path / found["name"], self.peers.nonce, 0)
+        return self.run.working_folder(Path(found["name"]), self.peers.nonce, 0)
 
     def _drained(self, found: Mapping[str, Any]) -> dict[str, Any]:
         """Copies this rank's share of what lies on its node; returns the proofs of it."""
@@ -147,7 +148,7 @@ class Recovery:
         try:
             data = {rank: (folder / path).read_bytes() for rank, path in records.items()}
             # What lies beside is with the files of rank 0, which two nodes may have.
-            further = _further(folder, self.tier) if 0 in mine else ()
+            further = _further(folder, self.tier) if 0 in mine else {}
         except OSError as error:
             raise InputError(f"cannot be read: {error}", where=str(folder)) from error
         request = Drain(
@@ -155,10 +156,11 @@ class Recovery:
             folder=str(folder),
             target=str(self._target(found)),
             records=tuple(records.values()),
-            further=further,
+            further=tuple(further),
         )
         self.process.request(request)
         return {
+            "beside": further,
             "proofs": [
                 {
                     "rank": rank,
@@ -167,7 +169,7 @@ class Recovery:
                     "crc32": crc32(text),
                 }
                 for rank, text in data.items()
-            ]
+            ],
         }
 
     def _share(self, nodes: Mapping[str, Sequence[int]]) -> list[int]:
@@ -192,14 +194,15 @@ class Recovery:
                 key=lambda proof: proof.rank,
             )
             beside = target / BESIDE
+            beside_files = dict(ChainMap(*(value.get("beside", {}) for value in of_ranks)))
             try:
                 self.process.request(
                     Commit(
                         attempt=found["attempt"],
                         folder=str(target),
-                        final=str(self.run.path / found["name"]),
+                        final=str(self.run.below(found["name"])),
                         proofs=tuple(proofs),
-                        manifest=found["manifest"],
+                        manifest={**found["manifest"], "files": beside_files},
                         beside=str(beside) if beside.is_dir() else "",
                     )
                 )
@@ -264,8 +267,15 @@ def _document(copy: NodeCopy) -> dict[str, Any]:
     }
 
 
-def _further(folder: Path, tier: LocalTier) -> tuple[str, ...]:
-    """Returns the files of a node's part that none of its records names: what lies beside."""
+def _further(folder: Path, tier: LocalTier) -> dict[str, dict[str, Any]]:
+    """Returns the files of a node's part that none of its records names: what lies beside.
+
+    Returns:
+        What a manifest says of them, by path.
+
+    Raises:
+        SaveError: If the node's part is gone.
+    """
     copy = next((one for one in tier.copies() if one.path == folder), None)
     if copy is None:
         raise SaveError("it is gone", where=str(folder))
@@ -276,4 +286,8 @@ def _further(folder: Path, tier: LocalTier) -> tuple[str, ...]:
             (folder / FOLDER / f"{rank}.json").read_bytes(), where=str(folder)
         ).files
     }
-    return tuple(sorted(copy.manifest.files.keys() - named))
+    files = copy.manifest.files
+    return {
+        path: {"size_bytes": files[path].size_bytes, "digest": files[path].digest}
+        for path in sorted(files.keys() - named)
+    }

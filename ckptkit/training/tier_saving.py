@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from ckptkit.training.saving import OURS, Save
 from ckptkit.training.settling import Settler, outcome_here
 from ckptkit.training.tiers import LocalTier
 from ckptkit.training.writer_process import Patience, WriterProcess
-from ckptkit.writer.command import writer_command
 from ckptkit.writer.messages import Commit, Discard, Proof
 from ckptkit.writer.tier_messages import Drain
 
@@ -76,7 +74,7 @@ class TierEnding:
 
     def end(self, save: Save) -> None:
         """Makes the save durable on the nodes, and hands it on."""
-        name = save.attempt.final.name
+        name = save.attempt.step_name
         if save.after is not None:
             # A step that is saved again must not replace files that are being drained.
             wait = save.after.wait if self._drains.holds(name) else save.after.wait_freed
@@ -127,10 +125,13 @@ class TierEnding:
     def _agree(self, save: Save, value: Mapping[str, Any]) -> Mapping[str, Any]:
         return self._meeting.agree(
             save.attempt,
-            {"proof": None, "again": save.rewrite is not None, **value},
+            {"proof": None, "again": self._may_write_anew(save), **value},
             _decided,
             timeout_seconds=self._timeout_seconds,
         )
+
+    def _may_write_anew(self, save: Save) -> bool:
+        return self._tier.run.takes_saves and save.rewrite is not None
 
     def _committed(self, save: Save, proofs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Makes the files of this node's ranks a step on its disk, if this rank leads."""
@@ -154,7 +155,7 @@ class TierEnding:
 
     def _note(self, save: Save) -> None:
         save.local_seconds = time.perf_counter() - save.began
-        self._drains.kept(save.attempt.final.name)
+        self._drains.kept(save.attempt.step_name)
         self._tier.keep_only(self._drains.names)
         save.handle.keep(self._tier.final(save.attempt))
 
@@ -188,9 +189,8 @@ class Drains:
         """Starts the thread; the process comes with the first step."""
         self._tier = tier
         self._settler = settler
-        slow = replace(patience, command=partial(writer_command, niceness=_NICENESS))
-        self._process = WriterProcess(slow, name=f"drain of {tier.path}")
-        self._earlier: Path | None = None  # the last step that was drained
+        self._process = tier.run.process(patience, f"drain of {tier.path}", niceness=_NICENESS)
+        self._earlier = ""  # the last step that was drained
         self._waiting: list[Save] = []  # the one under way included
         self._newest = self._coming = ""  # names of steps that lie on the node's disk, or will
         self._is_over = False
@@ -202,13 +202,13 @@ class Drains:
     def names(self) -> set[str]:
         """Returns the names of the steps that have to stay on the node's disk."""
         with self._lock:
-            waiting = {save.attempt.final.name for save in self._waiting}
+            waiting = {save.attempt.step_name for save in self._waiting}
             return {self._newest, self._coming, *waiting}
 
     def holds(self, name: str) -> bool:
         """Tells whether a step of that name is still to be drained."""
         with self._lock:
-            return any(save.attempt.final.name == name for save in self._waiting)
+            return any(save.attempt.step_name == name for save in self._waiting)
 
     def expect(self, name: str) -> None:
         """Notes that a step is about to lie on the node's disk."""
@@ -243,8 +243,8 @@ class Drains:
             self._drain(save)
             is_there = self._settler.settle(save)
             if is_there:
-                self._earlier = save.attempt.final
-                self._tier.note_drained(self._earlier.name)
+                self._earlier = str(save.attempt.final)
+                self._tier.note_drained(save.attempt.step_name)
             with self._lock:
                 self._waiting.remove(save)
             self._free()
@@ -277,7 +277,7 @@ class Drains:
             folder=str(folder),
             target=str(target),
             records=(outcome_here(save)["proof"]["path"],),
-            earlier=str(self._earlier or ""),
+            earlier=self._earlier,
         )
 
     def _free(self) -> None:

@@ -19,6 +19,7 @@ from ckptkit.storage.run_marks import MARKS_FOLDER
 from ckptkit.training.committing import Attempt
 from ckptkit.training.peers import Peers
 from ckptkit.training.run_folder import RunFolder, RunLock
+from ckptkit.training.runs import Run
 from ckptkit.writer.durable import remove_whole
 from ckptkit.writer.failures import as_failure
 from ckptkit.writer.publish import clear
@@ -70,6 +71,7 @@ class LocalTier:
     Attributes:
         path: The directory.
         ranks: Those that share it, in order.
+        run: Where its steps go.
         leads: Whether this rank does what is done once for all of them.
     """
 
@@ -77,6 +79,7 @@ class LocalTier:
         self,
         path: Path,
         ranks: tuple[int, ...],
+        run: Run[Any],
         owner: RunIdentity,
         *,
         leads: bool,
@@ -87,12 +90,14 @@ class LocalTier:
         Args:
             path: The directory.
             ranks: Those that share it, in order.
-            owner: The run that is saved to.
+            run: The run that is saved to.
+            owner: What tells it from others.
             leads: Whether this rank is the first of them.
             lock: Of the directory.
         """
         self.path = path
         self.ranks = ranks
+        self.run = run
         self.leads = leads
         self._owner = owner
         self._lock = lock
@@ -103,7 +108,7 @@ class LocalTier:
 
     def final(self, attempt: Attempt) -> Path:
         """Returns where this node's part of a step lies once it is whole."""
-        return self.path / attempt.final.name
+        return self.path / attempt.step_name
 
     def signed(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
         """Returns a manifest that says which run a node's part belongs to."""
@@ -147,12 +152,12 @@ class LocalTier:
             self._lock.close()
 
 
-def open_tier(local: Path, run: RunFolder, peers: Peers, *, timeout_seconds: float) -> LocalTier:
+def open_tier(local: Path, run: Run[Any], peers: Peers, *, timeout_seconds: float) -> LocalTier:
     """Opens the nodes' own directories on all ranks, clears them of wrecks, and locks them.
 
     Args:
         local: This rank's; equal or unlike on others.
-        run: The directory that all share.
+        run: The place that all share.
         peers: The ranks.
         timeout_seconds: How long they are waited for.
 
@@ -165,7 +170,7 @@ def open_tier(local: Path, run: RunFolder, peers: Peers, *, timeout_seconds: flo
     identity = peers.agree(
         "which run it is", None, lambda _: run.identity(), timeout_seconds=timeout_seconds
     )
-    owner = RunIdentity(identity, str(run.path))
+    owner = RunIdentity(identity, str(run.place))
     opening = _Opening(local, run, owner, peers, timeout_seconds)
     with ExitStack() as undo:
         undo.callback(opening.unmark)
@@ -178,14 +183,15 @@ def open_tier(local: Path, run: RunFolder, peers: Peers, *, timeout_seconds: flo
         opening.unmark()
         undo.pop_all()
     ranks = opening.ranks
-    return LocalTier(opening.path, ranks, owner, leads=ranks[0] == peers.rank, lock=opening.lock)
+    leads = ranks[0] == peers.rank
+    return LocalTier(opening.path, ranks, run, owner, leads=leads, lock=opening.lock)
 
 
 class _Opening:
     """The steps of opening a node's directory; what goes wrong on one rank is told to all."""
 
     def __init__(
-        self, local: Path, run: RunFolder, owner: RunIdentity, peers: Peers, timeout_seconds: float
+        self, local: Path, run: Run[Any], owner: RunIdentity, peers: Peers, timeout_seconds: float
     ) -> None:
         self.path = local
         self.ranks: tuple[int, ...] = ()
@@ -214,7 +220,8 @@ class _Opening:
     def mark(self) -> None:
         """Makes the directory, and leaves this rank's mark there."""
         self.path = self.path.absolute()
-        if self.path.resolve().is_relative_to(self._run.path.resolve()):
+        place = self._run.place
+        if isinstance(place, Path) and self.path.resolve().is_relative_to(place.resolve()):
             raise UsageError(
                 f"is {str(self.path)!r}, which is the directory of the run, or lies in it",
                 where="local",

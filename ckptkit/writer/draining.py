@@ -34,8 +34,8 @@ BESIDE = f"{FOLDER}/beside"
 _STRIDE_BYTES = 8 << 20
 _SYNC_BYTES = 256 << 20  # cached at most, so that the last sync is no long one
 
-
-_Mark = tuple[int, ...]
+Mark = tuple[int, ...]
+"""What changes with a file."""
 
 
 class Drainer:
@@ -44,7 +44,7 @@ class Drainer:
     def __init__(self, capabilities: Capabilities) -> None:
         self._capabilities = capabilities
         # Of files with several names, as frozen weights have: marks of source and copy, by path.
-        self._shared: dict[str, tuple[_Mark | None, _Mark | None]] = {}
+        self._shared: dict[str, tuple[Mark | None, Mark | None]] = {}
 
     def drain(self, request: Drain, tally: Tally) -> Written:
         """Copies files, then the records that prove them; all of it is durable at the end.
@@ -94,16 +94,16 @@ class Drainer:
     def _bring(self, file: WrittenFile, request: Drain, copier: _Copier) -> int:
         """Copies or links a file; returns how many bytes were linked."""
         source, target = Path(request.folder, file.path), Path(request.target, file.path)
-        mark = _mark(source, names=2)
+        mark = shared_mark(source, names=2)
         known = self._shared.pop(file.path, None)
         if mark is not None and request.earlier:
             earlier = Path(request.earlier, file.path)
-            if known == (mark, _mark(earlier)) and self._linked(earlier, target):
-                self._shared[file.path] = mark, _mark(target)
+            if known == (mark, shared_mark(earlier)) and self._linked(earlier, target):
+                self._shared[file.path] = mark, shared_mark(target)
                 return file.size_bytes
         copier.copy(source, target, file.size_bytes)
         if mark is not None:
-            self._shared[file.path] = mark, _mark(target)
+            self._shared[file.path] = mark, shared_mark(target)
         return 0
 
     def _linked(self, earlier: Path, target: Path) -> bool:
@@ -114,8 +114,16 @@ class Drainer:
         return True
 
 
-def _mark(path: Path, *, names: int = 1) -> _Mark | None:
-    """Returns what changes with a file; None where it is not there, or has too few names."""
+def shared_mark(path: Path, *, names: int = 1) -> Mark | None:
+    """Returns what changes with a file.
+
+    Args:
+        path: The file.
+        names: How many it has to have: those that steps have in common have two at least.
+
+    Returns:
+        None where it is not there, or has fewer names.
+    """
     try:
         found = path.stat()
     except OSError:

@@ -12,7 +12,7 @@ import socket
 import sys
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from ckptkit.core.errors import CkptkitError, SaveError
 from ckptkit.storage.syscalls import Capabilities, detect_capabilities
@@ -41,21 +41,35 @@ _IGNORED = (
 )
 
 
+class Worker(Protocol):
+    """Does requests, and answers every failure."""
+
+    def attach(self, message: Buffer, channel: Channel) -> None:
+        """Takes the buffer that the trainer shares."""
+
+    def do(self, message: Message, tally: Tally) -> Answer:
+        """Does a request, and returns its answer."""
+
+
 def main() -> None:
     """Serves the socket whose number is the first argument; the second is the niceness."""
+    run(Desk(detect_capabilities()))
+
+
+def run(desk: Worker) -> None:
+    """Is the program, with what does the requests."""
     # Slurm and people signal all processes of a job; the trainer decides what becomes of it.
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
     with suppress(OSError):
         os.nice(int(sys.argv[2]))
-    serve(socket.socket(fileno=int(sys.argv[1])), detect_capabilities())
+    _serve(socket.socket(fileno=int(sys.argv[1])), desk)
 
 
-def serve(connection: socket.socket, capabilities: Capabilities) -> None:
+def _serve(connection: socket.socket, desk: Worker) -> None:
     """Does one request after the other until the other end, or the parent process, is gone."""
     channel = Channel(connection)
     parent = Parent()
-    desk = Desk(capabilities)
     with connection, suppress(OSError):  # while answering: the other end is gone
         while parent.speaks(connection):
             try:

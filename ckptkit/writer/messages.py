@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, TypeVar
 
 from ckptkit.writer.tier_messages import Drain
+from ckptkit.writer.upload_messages import Finish, Remote, Upload
 
 _LENGTH = struct.Struct("<I")
 _MAX_DESCRIPTORS = 4
@@ -242,7 +243,7 @@ class Failed:
     error: Mapping[str, Any]
 
 
-Request = Buffer | Persist | Commit | Discard | Drain
+Request = Buffer | Persist | Commit | Discard | Drain | Upload | Finish
 Answer = Progress | Written | Committed | Failed
 Message = Request | Answer
 _NESTED: Mapping[str, Any] = {
@@ -250,10 +251,12 @@ _NESTED: Mapping[str, Any] = {
     "inline": lambda items: tuple(Inline(i["path"], base64.b64decode(i["data"])) for i in items),
     "proofs": lambda items: tuple(Proof(**i) for i in items),
     "proof": lambda item: item and Proof(**item),
+    "remote": lambda item: Remote(**item),
     "remove": tuple,
     "removed": tuple,
     "records": tuple,
     "further": tuple,
+    "given_up": tuple,
     "node_ranks": tuple,
     "notes": tuple,
     "links": lambda items: tuple(Link(**i) for i in items),
@@ -263,7 +266,10 @@ _NESTED: Mapping[str, Any] = {
 }
 _KINDS = {
     kind.__name__: kind
-    for kind in (Buffer, Persist, Commit, Discard, Drain, Progress, Written, Committed, Failed)
+    for kind in (
+        *(Buffer, Persist, Commit, Discard, Drain, Upload, Finish),
+        *(Progress, Written, Committed, Failed),
+    )
 }
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from ckptkit.core.errors import OutputExistsError
 from ckptkit.core.manifest import MANIFEST_NAME
+from ckptkit.layouts.dcp_metadata import METADATA_NAME
+from ckptkit.storage.step_marks import claim
 from ckptkit.storage.syscalls import Capabilities, exchange, sync_directory
 from ckptkit.writer.durable import OLD, TRASH, hidden_beside, remove_whole
 
@@ -46,6 +48,8 @@ def publish(folder: Path, final: Path, capabilities: Capabilities) -> Path | Non
 def clear(replaced: Path | None, steps: Sequence[Path]) -> tuple[list[Path], list[str]]:
     """Removes the replaced step and retired ones, as far as that is possible.
 
+    A retired step that somebody reads stays: it is retired once more by the next save.
+
     Returns:
         The retired steps that are gone, and notes on what could not be removed.
     """
@@ -58,14 +62,26 @@ def clear(replaced: Path | None, steps: Sequence[Path]) -> tuple[list[Path], lis
             notes.append(f"what was replaced could not be removed: {error}")
     for step in steps:
         try:
-            remove_whole(step)
+            is_gone = _remove_unread(step)
         except FileNotFoundError:
             continue
         except OSError as error:
             notes.append(f"{step.name} could not be removed: {error}")
-        else:
+            continue
+        if is_gone:
             removed.append(step)
+        else:
+            notes.append(f"{step.name} is being read, and stays until a later save")
     return removed, notes
+
+
+def _remove_unread(step: Path) -> bool:
+    mark = claim(sorted(step.glob(f"*/{METADATA_NAME}")) + sorted(step.glob(METADATA_NAME)))
+    if mark is None:
+        return False
+    with mark:
+        remove_whole(step)
+    return True
 
 
 def _refuse_strangers(final: Path) -> None:

@@ -18,7 +18,7 @@ from ckptkit.core.manifest import MANIFEST_NAME, FileRecord, Manifest
 from ckptkit.planning.retention import Retention, steps_to_remove
 from ckptkit.storage.run_marks import ask_for_save, run_is_live, take_run_lock
 from ckptkit.storage.syscalls import detect_capabilities
-from ckptkit.training import run_folder
+from ckptkit.training import runs
 from ckptkit.training.run_folder import RunFolder, saved_steps
 
 
@@ -108,13 +108,13 @@ def test_a_step_is_looked_into_once_and_again_when_it_was_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looked: list[int] = []
-    check = run_folder._check
+    check = runs._check
 
     def counting(step: int, *rest: Any) -> None:
         looked.append(step)
         check(step, *rest)
 
-    monkeypatch.setattr(run_folder, "_check", counting)
+    monkeypatch.setattr(runs, "_check", counting)
     run = RunFolder(tmp_path)
     commit(run, 1)
     (commit(run, 2) / "data").unlink()
@@ -230,10 +230,17 @@ def test_the_lock_of_a_killed_job_is_free(tmp_path: Path) -> None:
 def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
     lock = RunFolder(tmp_path).lock()
     assert lock is not None
-    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(30,))
+    forking = multiprocessing.get_context("fork")
+    lives = forking.Event()
+
+    def live() -> None:
+        lives.set()
+        time.sleep(30)
+
+    child = forking.Process(target=live)
     child.start()
     try:
-        time.sleep(0.2)
+        assert lives.wait(30)
         assert run_is_live(tmp_path) is True
         lock.close()
         assert run_is_live(tmp_path) is False

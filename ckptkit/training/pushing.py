@@ -1,0 +1,381 @@
+"""Rank 0's end of the process that pushes steps to the Hub: `ckptkit watch`, on its own.
+
+The process is told of commits by a line on its standard input, and of the end of training by the
+end of that. It says on its standard output, in lines of JSON, what became of each step. Whatever
+it does not get done, because it is killed or has no time, the next one does.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shlex
+import socket
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import IO, Any
+
+from ckptkit.core.errors import CkptkitError, HubError, error_from_json
+from ckptkit.planning.retention import Retention
+from ckptkit.storage.places import Place
+from ckptkit.storage.push_journal import WATCH_FOLDER
+from ckptkit.storage.run_marks import is_step_folder
+from ckptkit.training.environment import own_environment
+from ckptkit.training.handle import SaveHandle, SaveReport
+from ckptkit.training.push_handle import Push, PushReport
+from ckptkit.training.push_settings import HubSettings
+from ckptkit.training.runs import Run
+
+logger = logging.getLogger(__name__)
+_OPTIONS_VARIABLE = "CKPTKIT_STORAGE_OPTIONS"
+_TOKEN_VARIABLE = "HF_TOKEN"  # noqa: S105  the name of a variable
+_WORKERS = "2"
+_LEAVE_SECONDS = 10.0
+_LOG = "log"
+_MOST_RESTARTS = 3  # of a process that dies without a word
+
+
+def open_pushing(
+    run: Run[Any], rank: int, settings: HubSettings | None, retention: Retention
+) -> Pushing | NoPushing:
+    """Starts the process that pushes, on rank 0 where it is asked for; see `Pushing`.
+
+    Raises:
+        HubError: If it cannot be started.
+    """
+    if settings is None or rank != 0:
+        return NoPushing()
+    return Pushing(run, settings, retention)
+
+
+class NoPushing:
+    """In the place of `Pushing`, where nothing is pushed or another rank does it."""
+
+    outstanding: frozenset[int] = frozenset()
+
+    @staticmethod
+    def follow(handle: SaveHandle, name: str) -> None:
+        """Follows nothing."""
+
+    @staticmethod
+    def listen(report: SaveReport) -> None:
+        """Takes no notice."""
+
+    @staticmethod
+    def close() -> None:
+        """Has nothing to wait for."""
+
+
+class Pushing:
+    """The pushes of a run, done by a process that lives as long as the run is open."""
+
+    def __init__(self, run: Run[Any], settings: HubSettings, retention: Retention) -> None:
+        """Starts the process.
+
+        Args:
+            run: Whose steps are pushed.
+            settings: Where they go, and which.
+            retention: Which steps stay; the process removes those that waited for their push.
+
+        Raises:
+            HubError: If it cannot be started.
+        """
+        self._place: Path | Place = run.place
+        self._state = run.path / WATCH_FOLDER
+        self._settings = settings
+        self._retention = retention
+        self._lock = threading.Lock()
+        self._pushes: dict[int, list[Push]] = {}  # expected, by step
+        self._committed: dict[int, Path | Place] = {}  # waiting, and where they lie
+        self._ended: list[Push] = []  # with an error that nobody may have heard of
+        self._stray: list[CkptkitError] = []  # errors that are no expected push's
+        self._stopped_by: CkptkitError | None = None  # and nothing was pushed since
+        self._restarts = _MOST_RESTARTS
+        self._starting = threading.Lock()
+        self._process: subprocess.Popen[str] | None = None
+        self._input: socket.socket | None = None
+        self._reader: threading.Thread | None = None
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=partial(_leave, weakref.ref(self)))
+        self._start()
+
+    @property
+    def outstanding(self) -> frozenset[int]:
+        """The steps that are committed and not pushed yet, which must not be retired."""
+        with self._lock:
+            if self._settings.at_end:
+                return frozenset([max(self._committed)]) if self._committed else frozenset()
+            return frozenset(self._committed)
+
+    def follow(self, handle: SaveHandle, name: str) -> None:
+        """Has the handle of a save tell what becomes of its push.
+
+        Args:
+            handle: Of the save.
+            name: Of the directory that it makes; one with a name of its own is not pushed.
+        """
+        if self._settings.at_end or not is_step_folder(name):
+            return
+        push = Push(handle.step)
+        handle.follow(push)
+        with self._lock:
+            self._pushes.setdefault(handle.step, []).append(push)
+
+    def listen(self, report: SaveReport) -> None:
+        """Takes notice of a step that was committed, and has the process look for it."""
+        if not is_step_folder(os.path.basename(os.fspath(report.path))):  # noqa: PTH119  a URL
+            return
+        with self._lock:
+            if not self._settings.at_end and report.step not in self._pushes:
+                return  # it was faster than we are
+            self._committed[report.step] = report.path
+        try:
+            self._start()
+            self._tell()
+        except HubError as error:
+            self._fail_all(error)
+
+    def close(self) -> None:
+        """Waits until all is pushed, for a time with a bound.
+
+        Raises:
+            HubError: If something was not pushed, and nobody has asked for the result.
+        """
+        with self._starting:
+            process, self._process = self._process, None
+            self._restarts = 0
+        if process is not None:
+            self._hang_up()
+            self._wait(process)
+            if self._reader is not None:
+                self._reader.join(_LEAVE_SECONDS)
+        unheard = [push.unheard_error for push in self._ended]
+        problems = (*unheard, *self._stray, self._stopped_by)
+        failure = next((error for error in problems if error is not None), None)
+        for push in self._ended:
+            push.heard()
+        self._stray.clear()
+        self._stopped_by = None
+        if failure is not None:
+            raise failure
+
+    def leave(self) -> None:
+        """In a forked child: lets go of what belongs to the parent."""
+        if self._input is not None:
+            self._input.close()
+        if self._process is not None:
+            self._process.returncode = 0  # not the child's to wait for
+        self._process = self._input = None
+
+    def _start(self) -> None:
+        """Starts the process where none runs."""
+        with self._starting:
+            if self._process is None or self._process.poll() is not None:
+                self._launch()
+
+    def _launch(self) -> None:
+        if self._input is not None:
+            self._input.close()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        with theirs:
+            try:
+                self._state.mkdir(parents=True, exist_ok=True)
+                with (self._state / _LOG).open("ab") as log:
+                    process = subprocess.Popen(  # noqa: S603  our own program
+                        self._command(),
+                        env=self._environment(),
+                        stdin=theirs.fileno(),
+                        stdout=subprocess.PIPE,
+                        stderr=log,
+                        text=True,
+                        start_new_session=True,  # signals to the job are not meant for it
+                    )
+            except OSError as error:
+                ours.close()
+                raise HubError(
+                    f"the process that pushes could not be started: {error.strerror or error}",
+                    where=self._settings.repo_id,
+                ) from error
+        self._process, self._input = process, ours
+        assert process.stdout is not None  # noqa: S101  a pipe was asked for
+        self._reader = threading.Thread(
+            target=self._read, args=(process, process.stdout), name="ckptkit-pushes", daemon=True
+        )
+        self._reader.start()
+
+    def _command(self) -> list[str]:
+        # -P: no file of the directory that training runs in stands in for a module.
+        command = [sys.executable, "-P", "-m", "ckptkit_cli", "watch", os.fspath(self._place)]
+        command += [*self._settings.arguments, "--state", str(self._state), "--workers", _WORKERS]
+        command += self._retention_arguments()
+        command += ["--until-eof", "--wait-for-lock", "--json"]
+        has_options = isinstance(self._place, Place) and self._place.options
+        return [*command, "--src-options-from", _OPTIONS_VARIABLE] if has_options else command
+
+    def _retention_arguments(self) -> list[str]:
+        rules = self._retention
+        given = (
+            ("--keep-last", rules.keep_last),
+            ("--keep-every", rules.keep_every),
+            ("--keep-best", rules.keep_best),
+        )
+        told = [word for name, value in given if value for word in (name, str(value))]
+        return [*told, "--best-mode", rules.best_mode] if rules.keep_best else told
+
+    def _environment(self) -> dict[str, str]:
+        """Returns the environment, with what must stand in no list of arguments."""
+        secret = {}
+        if self._settings.token is not None:
+            secret[_TOKEN_VARIABLE] = self._settings.token
+        if isinstance(self._place, Place) and self._place.options:
+            secret[_OPTIONS_VARIABLE] = json.dumps(dict(self._place.options))
+        return own_environment() | secret
+
+    def _tell(self) -> None:
+        if self._input is not None:
+            with suppress(OSError):  # it has ended, which its reader notices
+                self._input.send(b"\n", socket.MSG_DONTWAIT)
+
+    def _hang_up(self) -> None:
+        if self._input is not None:
+            with suppress(OSError):
+                # Or a forked process, which has a copy, would keep the connection open.
+                self._input.shutdown(socket.SHUT_RDWR)
+            self._input.close()
+            self._input = None
+
+    def _wait(self, process: subprocess.Popen[str]) -> None:
+        seconds = self._settings.timeout_seconds
+        if self.outstanding:
+            logger.info("waiting for pushes to %s", self._settings.repo_id)
+        try:
+            process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            again = shlex.join(["ckptkit", "watch", os.fspath(self._place), *self._once_more()])
+            error = HubError(
+                f"not everything was pushed within {seconds:g} s",
+                where=self._settings.repo_id,
+                hint=f"`{again}` pushes the rest",
+            )
+            self._stopped_by = error
+            self._fail_all(error)
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_LEAVE_SECONDS)
+            process.kill()
+            process.wait()
+
+    def _once_more(self) -> list[str]:
+        state = [] if isinstance(self._place, Path) else ["--state", str(self._state)]
+        return ["--push", self._settings.repo_id, *state, "--once"]
+
+    def _read(self, process: subprocess.Popen[str], stream: IO[str]) -> None:
+        """Takes in what the process says, until it ends."""
+        last: CkptkitError | None = None
+        with stream:
+            for line in stream:
+                try:
+                    last = self._take(json.loads(line)) or last
+                except (ValueError, LookupError, TypeError):
+                    logger.warning("the process that pushes said %.200r", line)
+        status = process.wait()
+        if last is None and status != 0 and self._restarted(status):
+            return
+        if last is None and status != 0:
+            log = self._state / _LOG
+            last = HubError(
+                f"the process that pushes ended with status {status}",
+                where=self._settings.repo_id,
+                hint=f"see {log}; the next save starts it again",
+            )
+        if last is not None:
+            self._stopped_by = self._stopped_by or last
+            self._fail_all(last)
+
+    def _restarted(self, status: int) -> bool:
+        """Starts the process again that died; it goes on where the last one was killed."""
+        with self._starting:
+            if self._restarts == 0:
+                return False
+            self._restarts -= 1
+            logger.warning("the process that pushes ended with status %d; starting again", status)
+            try:
+                self._launch()
+            except HubError:
+                return False
+        return True
+
+    def _take(self, event: Mapping[str, Any]) -> CkptkitError | None:
+        """Takes in an event; returns the error that ended the process, if it is that."""
+        step = event.get("step")
+        match event["event"]:
+            case "pushed":
+                self._ended = [push for push in self._ended if push.step != step]
+                self._stopped_by = None
+                self._end(int(event["step"]), partial(_succeed, event))
+                logger.info("step %s is at %s", step, event["url"])
+            case "failed":
+                self._fail(int(event["step"]), error_from_json(event["error"]))
+            case "passed":
+                reason = f"step {step} was not pushed: {event['reason']}"
+                self._fail(int(event["step"]), HubError(reason, where=self._settings.repo_id))
+            case "retrying":
+                told = error_from_json(event["error"])
+                logger.warning("%s; trying again in %g s", told, event["seconds"])
+            case "warning":
+                logger.info("the process that pushes: %s", event["message"])
+            case "stopped" if "error" in event:
+                return error_from_json(event["error"])
+            case _:
+                pass
+        return None
+
+    def _end(self, step: int, end: Callable[[Push, Path | Place | None], None]) -> bool:
+        """Ends the pushes of a step; returns whether somebody expected one."""
+        with self._lock:
+            place = self._committed.pop(step, None)
+            if self._settings.at_end and place is not None:
+                self._committed.clear()  # of all steps, only the last one was to be pushed
+            pushes = self._pushes.pop(step, [])
+        for push in pushes:
+            end(push, place)
+        self._ended += [push for push in pushes if push.unheard_error is not None]
+        return bool(pushes)
+
+    def _fail(self, step: int, error: CkptkitError) -> None:
+        logger.error("%s", error)
+        if not self._end(step, lambda push, _: push.fail(error)):
+            self._stray.append(error)
+
+    def _fail_all(self, error: CkptkitError) -> None:
+        with self._lock:
+            steps = sorted(self._committed)
+        for step in steps:
+            self._fail(step, error)
+        if not steps:
+            logger.error("%s", error)
+
+
+def _succeed(event: Mapping[str, Any], push: Push, place: Path | Place | None) -> None:
+    report = PushReport(
+        step=push.step,
+        path=place or Path(),
+        repo_id=event["repo_id"],
+        commit=event["commit"],
+        tag=event["tag"],
+        url=event["url"],
+    )
+    push.succeed(report)
+
+
+def _leave(pushing: weakref.ref[Pushing]) -> None:
+    alive = pushing()
+    if alive is not None:
+        alive.leave()

@@ -1,0 +1,99 @@
+"""Runs under torchrun: FSDP2 saves to a URL; each rank is a node, or both are one.
+
+Usage: uploads_run.py FOLDER URL OPTIONS CASE... Each case works in FOLDER/CASE and URL/CASE;
+OPTIONS is the JSON of what the storage is told, by way of a file. Who watches the store ends the
+last case with SIGKILL, for which the processes leave their numbers.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch.distributed.fsdp import fully_shard
+
+import ckptkit
+from ckptkit.storage.places import Place
+from ckptkit.training import Checkpointer
+
+sys.path.append(str(Path(__file__).parents[1] / "crash"))
+troubles: Any = importlib.import_module("troubles")
+LIMIT_SECONDS = 120
+FOLDER, URL = Path(sys.argv[1]), sys.argv[2]
+OPTIONS = json.loads(Path(sys.argv[3]).read_text(encoding="utf-8"))
+
+
+def fresh(seed: int) -> dict[str, Any]:
+    model = troubles.network(seed, 12_000)
+    fully_shard(model[0])
+    fully_shard(model)
+    torch.manual_seed(1_000 * seed + dist.get_rank())
+    state: dict[str, Any] = troubles.state_of(model, seed)
+    return state
+
+
+def opened(case: str, node: int, **options: Any) -> Checkpointer:
+    local = FOLDER / case / f"node{node}"
+    return Checkpointer(f"{URL}/{case}", local=local, storage_options=OPTIONS, **options)
+
+
+def normal() -> None:
+    """Steps are whole at the URL, on two nodes of which each uploads its own files."""
+    rank = dist.get_rank()
+    state = fresh(1)
+    with opened("normal", rank, keep_last=2) as checkpointer:
+        checkpointer.prepare(state)
+        for step in (1, 2):
+            troubles.train(state)
+            checkpointer.save(step, state)
+        troubles.train(state)
+        truth = troubles.facts(state)
+        handle = checkpointer.save(3, state)
+        local = FOLDER / f"normal/node{rank}/checkpoint-3"
+        assert handle.local_result(LIMIT_SECONDS) == local
+        assert handle.result(LIMIT_SECONDS) == f"{URL}/normal/checkpoint-3"
+        troubles.resumes(checkpointer, 3, truth, fresh(2))
+    weights = {n: p.full_tensor() for n, p in state["model"].state_dict().items()}
+    dist.barrier()
+    if rank == 0:
+        place = Place(f"{URL}/normal", OPTIONS)
+        assert ckptkit.verify(place).ok
+        ckptkit.consolidate(place, FOLDER / "whole", names="live")
+        for name, tensor in load_file(FOLDER / "whole/model.safetensors").items():
+            assert torch.equal(tensor, weights[name])
+    dist.barrier()
+
+
+def killed() -> None:
+    """All processes are killed while a step is uploaded that is durable on their node."""
+    state = fresh(1)
+    checkpointer = opened("killed", 0)
+    for step in (1, 2):
+        troubles.train(state)
+        handle = checkpointer.save(step, state)
+        weights = {n: p.full_tensor() for n, p in state["model"].state_dict().items()}
+        if dist.get_rank() == 0:
+            save_file(weights, FOLDER / f"weights-{step}.safetensors")
+        handle.result(LIMIT_SECONDS)  # of the second one, which it does not live to see
+
+
+def main() -> None:
+    """Runs the cases that are named."""
+    dist.init_process_group("gloo")
+    (FOLDER / f"pid-{dist.get_rank()}").write_text(str(os.getpid()), encoding="utf-8")
+    for case in sys.argv[4:]:
+        globals()[case]()
+        sys.stdout.write(f"{case}, rank {dist.get_rank()}: done\n")
+        sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
