@@ -123,7 +123,9 @@ def save_model(
 
 
 def install(accelerator: Accelerator, *, wait: bool = False, **options: Unpack[Options]) -> None:
-    """Has the accelerator's `save_state`, `load_state` and `save_model` go through ckptkit.
+    """Has an accelerator save and load through ckptkit.
+
+    That concerns `save_state`, `load_state`, `save_model` and `get_state_dict`.
 
     As the stock method does, `accelerator.save_state` returns the path of the folder, which is
     not there yet. What fails in the background is in the log, and raised by
@@ -140,6 +142,7 @@ def install(accelerator: Accelerator, *, wait: bool = False, **options: Unpack[O
     accelerator.save_state = functools.partial(saved_like_stock, accelerator)
     accelerator.load_state = functools.partial(loaded_like_stock, accelerator)
     accelerator.save_model = functools.partial(model_saved_like_stock, accelerator)
+    accelerator.get_state_dict = functools.partial(state_like_stock, accelerator)
 
 
 def close(accelerator: Accelerator) -> None:
@@ -224,6 +227,28 @@ def model_saved_like_stock(
     stock_method("save_model")(
         accelerator, model, save_directory, max_shard_size, safe_serialization
     )
+
+
+def state_like_stock(
+    accelerator: Accelerator, model: torch.nn.Module, *further: Any, **options: Any
+) -> Any:
+    """Returns the whole state of a model under the signature of `Accelerator.get_state_dict`.
+
+    As stock's, it is on the first rank, and empty on the others; no collective is issued for it.
+
+    Args:
+        accelerator: Which prepared the model.
+        model: A model; one that FSDP does not shard is left to accelerate itself.
+        *further: For what accelerate itself has to gather.
+        **options: The same.
+    """
+    kind = getattr(accelerator.distributed_type, "value", accelerator.distributed_type)
+    if kind == "FSDP" and is_sharded(model):
+        whole = prepared_model(accelerator, model)
+        found = _saves(accelerator).whole_state(accelerator, whole)
+        if found is not None:
+            return found
+    return stock_method("get_state_dict")(accelerator, model, *further, **options)
 
 
 def _saves(accelerator: Accelerator) -> AcceleratorSaves:

@@ -18,6 +18,7 @@ from ckptkit.integrations import accelerator_folders as folders
 from ckptkit.integrations import accelerator_state as states
 from ckptkit.integrations.accelerator_folders import Chosen
 from ckptkit.integrations.accelerator_state import AUTOMATIC_PREFIX, Registered, Target
+from ckptkit.integrations.accelerator_whole_state import whole_state
 from ckptkit.integrations.model_folders import export_into
 from ckptkit.integrations.open_runs import OpenRun
 from ckptkit.integrations.seams import STOCK
@@ -123,6 +124,17 @@ class AcceleratorSaves:
             export_into(checkpointer, out, model, is_first=is_first, **options)
         finally:
             self._end()
+
+    def whole_state(
+        self, accelerator: Accelerator, model: torch.nn.Module
+    ) -> dict[str, torch.Tensor] | None:
+        """Returns what `get_state_dict` returns; None where accelerate itself has to gather it."""
+        peers, _ = self._meet()
+        found = whole_state(model, peers, timeout_seconds=_PATIENCE_SECONDS)
+        if isinstance(found, str):
+            self._tell(accelerator, f"accelerate itself gathers the model: {found}")
+            return None
+        return found
 
     def load(
         self,

@@ -183,6 +183,11 @@ def _change_accelerate(module: ModuleType, seams: Seams) -> None:
 
         model_saved_like_stock(self, *arguments, **options)
 
+    def get_state_dict(self: Any, *arguments: Any, **options: Any) -> Any:
+        from ckptkit.integrations.accelerate import state_like_stock
+
+        return state_like_stock(self, *arguments, **options)
+
     def init(self: Any, *arguments: Any, **options: Any) -> None:
         getattr(init, STOCK)(self, *arguments, **options)
         seams.tell()
@@ -192,6 +197,7 @@ def _change_accelerate(module: ModuleType, seams: Seams) -> None:
         save_state=save_state,
         load_state=load_state,
         save_model=save_model,
+        get_state_dict=get_state_dict,
         __init__=init,
     )
 

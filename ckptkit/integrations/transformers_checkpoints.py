@@ -15,6 +15,7 @@ from transformers.trainer_utils import SaveStrategy
 from ckptkit.core.errors import CkptkitError, UsageError
 from ckptkit.integrations.open_runs import opened as note_opened
 from ckptkit.integrations.transformers_reports import Reports
+from ckptkit.integrations.transformers_settings import checked_options, hub_options
 from ckptkit.integrations.transformers_state import (
     metrics_of,
     own_state,
@@ -33,19 +34,10 @@ from ckptkit.training import rng
 from ckptkit.training.checkpointer import Checkpointer
 from ckptkit.training.handle import SaveHandle, SaveReport
 from ckptkit.training.run_folder import RunFolder
-from ckptkit.training.settings import Options, check_options
+from ckptkit.training.settings import Options
 from ckptkit.writer.publish import clear
 
 logger = logging.getLogger(__name__)
-
-_TOLD_BY_ARGUMENTS = {
-    "layout": "it is the Trainer's own",
-    "prefix": "it is the Trainer's own",
-    "keep_last": "set save_total_limit in the arguments of the Trainer",
-    "keep_every": "set save_total_limit in the arguments of the Trainer",
-    "keep_best": "set metric_for_best_model in the arguments of the Trainer",
-    "best_mode": "set greater_is_better in the arguments of the Trainer",
-}
 
 
 class TrainerCheckpoints:
@@ -67,12 +59,13 @@ class TrainerCheckpoints:
         self.callback = _Callback(self)
         self._trainer: Any = trainer
         self._wait = wait
-        self._options = _checked(options)
+        self._options = checked_options(options)
         self._checkpointer: Checkpointer | None = None
         self._run = Path()
         self._loaded: tuple[Path, bool] | None = None  # from where, and whether all of the state
         self._handles: dict[int, SaveHandle] = {}  # by step; those that ended well may be left out
         self._best: dict[int, int | None] = {}  # by step to come: the best one when it was saved
+        self._spared: list[int | None] = []  # the best step, where others waited for their push
         self._rotating = threading.Lock()
         self._reports = Reports()
         self._has_told = False
@@ -109,7 +102,7 @@ class TrainerCheckpoints:
             self._wait = wait
         if options and self._checkpointer is not None:
             raise UsageError("options were given while the Trainer trains", where="install")
-        self._options = _checked({**self._options, **options})
+        self._options = checked_options({**self._options, **options})
 
     @contextmanager
     def training(self, trial: Any) -> Iterator[Path]:
@@ -141,7 +134,8 @@ class TrainerCheckpoints:
         """
         is_training = self._checkpointer is not None
         try:
-            yield self._open(self._run if is_training else Path(self._trainer.args.output_dir))
+            run = self._run if is_training else Path(self._trainer.args.output_dir)
+            yield self._open(run, pushes=is_training)
         finally:
             if not is_training:
                 self._close()
@@ -322,12 +316,13 @@ class TrainerCheckpoints:
             checkpointer.resume(state, folder=folder)
         rng.restore(states)
 
-    def _open(self, run: Path) -> Checkpointer:
+    def _open(self, run: Path, *, pushes: bool = True) -> Checkpointer:
         if self._checkpointer is None or run != self._run:
             self._close()
             is_first = self._trainer.is_world_process_zero()
             listener = self._options.get("listener")
             options: Options = {
+                **(hub_options(self._trainer) if pushes else {}),
                 **self._options,
                 "layout": "trainer",
                 "sidecar": sidecar_of(self._trainer) | dict(self._options.get("sidecar") or {}),
@@ -343,6 +338,8 @@ class TrainerCheckpoints:
         self._handles, self._best, self.is_due = {}, {}, False
         if checkpointer is not None:
             checkpointer.close()
+        if self._spared:  # what waited for its push is at the Hub now
+            self._remove_beyond(self._spared.pop())
 
     def _ended(self, report: SaveReport) -> None:
         self._rotate(report.step)
@@ -356,17 +353,23 @@ class TrainerCheckpoints:
         with self._rotating:
             if step not in self._best:
                 return
-            limit, best = self._trainer.args.save_total_limit, self._best.pop(step)
-            if limit is None:
-                return
-            try:
-                gone = steps_beyond(RunFolder(self._run).steps(), limit, best)
-            except CkptkitError as error:
-                logger.warning("no step goes after step %d: %s", step, error)
-                return
-            _, notes = clear(None, [self.folder(old) for old in gone])
-            for note in notes:
-                logger.warning("step %d: %s", step, note)
+            self._remove_beyond(self._best.pop(step))
+
+    def _remove_beyond(self, best: int | None) -> None:
+        """Removes what `save_total_limit` leaves no room for, but for what is not pushed yet."""
+        limit = self._trainer.args.save_total_limit
+        if limit is None:
+            return
+        waiting = self._checkpointer.unpushed if self._checkpointer is not None else ()
+        try:
+            gone = steps_beyond(RunFolder(self._run).steps(), limit, best)
+        except CkptkitError as error:
+            logger.warning("no older step goes: %s", error)
+            return
+        self._spared = [best] if any(old in waiting for old in gone) else []
+        _, notes = clear(None, [self.folder(old) for old in gone if old not in waiting])
+        for note in notes:
+            logger.warning("%s", note)
 
 
 class _Callback(TrainerCallback):  # type: ignore[misc]  # its module is not followed
@@ -383,18 +386,3 @@ class _Callback(TrainerCallback):  # type: ignore[misc]  # its module is not fol
         control.should_save = self._checkpoints.is_asked(state.global_step) or control.should_save
         if self._checkpoints.is_told_to_stop:
             control.should_training_stop = True
-
-
-def _checked(options: Options) -> Options:
-    """Returns the options, if they are for the user to choose.
-
-    Raises:
-        UsageError: If one is not, or has not the form that it needs.
-    """
-    taken = sorted(_TOLD_BY_ARGUMENTS.keys() & options.keys())
-    if taken:
-        raise UsageError(
-            f"{taken[0]!r} is no option here", where="install", hint=_TOLD_BY_ARGUMENTS[taken[0]]
-        )
-    check_options(options)
-    return options

@@ -13,6 +13,7 @@ from transformers.utils import hub
 from ckptkit.integrations.seams import saves_whole_models
 from ckptkit.integrations.transformers_checkpoints import TrainerCheckpoints
 from ckptkit.integrations.transformers_model import save_model
+from ckptkit.integrations.transformers_settings import hub_options
 from ckptkit.integrations.transformers_watchers import replaces_save_model
 from ckptkit.training.handle import SaveHandle
 
@@ -43,6 +44,8 @@ def follow_up(trainer: Any, checkpoints: TrainerCheckpoints, handle: SaveHandle)
         finally:
             checkpoints.is_adding = False
     if not trainer.args.push_to_hub or trainer.args.hub_strategy == HubStrategy.END:
+        return
+    if hub_options(trainer):  # a process of the Checkpointer's pushes each step
         return
     if saves_whole_models(trainer):
         save_model(trainer, checkpoints, None)  # which the Trainer copies from the step

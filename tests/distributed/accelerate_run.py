@@ -22,11 +22,13 @@ from accelerate import Accelerator, DataLoaderConfiguration, FullyShardedDataPar
 from accelerate.utils import ProjectConfiguration
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, StateDictType
 
 import ckptkit
 from ckptkit.core.errors import OutputExistsError
 from ckptkit.integrations.accelerate import close, install, load_state, save_model, save_state
 from ckptkit.writer.record import FOLDER
+from tests.distributed.saving_run import nobody_talks
 
 WIDTH = 12
 
@@ -319,6 +321,43 @@ def installed(training: Training, folder: Path) -> None:
     compare(training, truth, "the model was written without a gather, beside a step and alone")
 
 
+def gathered(training: Training) -> dict[str, torch.Tensor]:
+    """What stock returns; on the CPU, FSDP1 dies where it is to offload to the CPU."""
+    model = training.model
+    if not isinstance(model, FullyShardedDataParallel):
+        found: dict[str, torch.Tensor] = Accelerator.get_state_dict(training.accelerator, model)
+        return found
+    whole = FullStateDictConfig(offload_to_cpu=False, rank0_only=True)
+    with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT, whole):
+        state = model.state_dict()
+    return {name: value.clone() for name, value in state.items()} if dist.get_rank() == 0 else {}
+
+
+def whole_state(training: Training) -> None:
+    """What stock gathers, without a collective, and as it was at that moment."""
+    accelerator, model = training.accelerator, training.model
+    stock = gathered(training)
+    with nobody_talks():
+        ours = accelerator.get_state_dict(model)
+        again = accelerator.get_state_dict(accelerator.unwrap_model(model))
+    truth = training.snapshot()
+    training.wipe()
+    assert list(ours) == list(stock) == list(again)
+    assert bool(ours) == (dist.get_rank() == 0)
+    for name, value in stock.items():
+        assert type(ours[name]) is torch.Tensor
+        assert (ours[name].dtype, ours[name].shape) == (value.dtype, value.shape), name
+        assert torch.equal(ours[name], value), name
+        assert torch.equal(again[name], value), name
+    with torch.no_grad():
+        for (name, parameter), value in zip(
+            training.model.named_parameters(), model.parameters(), strict=True
+        ):
+            _local(value).copy_(truth["tensors"][name])
+            assert parameter is value
+    say("the whole state was put together without a gather")
+
+
 def two_tiers(training: Training, folder: Path) -> None:
     """A step that was not drained before the job ended is loaded from the node's own disk."""
     accelerator, step = training.accelerator, folder / "shared/checkpoint-90"
@@ -373,6 +412,7 @@ def main() -> None:
     given_names(training, folder)
     by_accelerate(training, folder)
     installed(training, folder)
+    whole_state(training)
     two_tiers(training, folder)
     failing(training, folder)
     sys.stdout.flush()

@@ -157,9 +157,10 @@ def test_the_saving_of_the_trainer_s_own_that_a_signal_asks_for_still_works(foun
     assert "own [2] []" in found["signals"]
 
 
-def test_steps_are_pushed_whole(found: Found) -> None:
-    steps = [(f"checkpoint-{step}", True) for step in (2, 4, 6)]
-    assert str(steps) in found["pushing"]
+def test_every_sharded_step_is_pushed_with_its_model_by_a_process_of_its_own(found: Found) -> None:
+    steps = [f"checkpoint-{step}" for step in (2, 4, 6)]
+    pushed = [str([f"Step {step}" for step in (2, 4, 6)]), f"{steps} True"]
+    assert found["pushing"] == [*pushed, "[6]", "True", "done"]
 
 
 def test_a_model_sharded_by_transformers_resumes_bit_for_bit(found: Found) -> None:

@@ -111,6 +111,24 @@ def test_a_script_of_accelerates_that_is_killed_goes_on_to_the_same_end(
 
 @pytest.mark.distributed
 @pytest.mark.slow
+def test_the_documented_ending_gathers_nothing_and_writes_what_it_wrote(
+    launch: Launch, tmp_path: Path
+) -> None:
+    done = launch(HERE / "ending_script.py", tmp_path, wraps="LlamaDecoderLayer")
+    assert "itself gathers" not in done.stderr
+    stock = {
+        path.relative_to(tmp_path / "stock"): path.read_bytes()
+        for path in sorted((tmp_path / "stock").rglob("*"))
+        if path.is_file()
+    }
+    assert {Path("model/all/model.safetensors"), Path("adapter/half.bin")} <= stock.keys()
+    assert len([path for path in stock if path.suffix == ".safetensors"]) > 3
+    for path, data in stock.items():
+        assert (tmp_path / "ours" / path).read_bytes() == data, path
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
 def test_the_sft_script_of_trl_saves_its_checkpoints_through_ckptkit(
     launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,6 +33,7 @@ from tests.distributed.tiny_trainers import (
     trained,
     trainer,
 )
+from tests.hub_server import TOKEN, HubServer
 
 HIDDEN = "hf_not_for_others"
 
@@ -226,18 +227,25 @@ def check_nothing(check: str, folder: Path) -> None:
 
 
 def check_pushing(check: str, folder: Path) -> None:
-    """Whole steps are pushed once they are there."""
-    made = trainer("fsdp2", folder / check, hub_strategy="all_checkpoints")
+    """Each sharded step is pushed by a process of its own, the whole step beside the model."""
+    given = {"hub_strategy": "all_checkpoints", "hub_model_id": "org/tiny", "hub_token": TOKEN}
+    made = trainer("fsdp2", folder / check, save_total_limit=1, **given)
     made.args.push_to_hub = True
-    pushed: list[tuple[str, bool]] = []
-
-    def push(path: str) -> None:
-        pushed.append((Path(path).name, Path(path, "ckptkit.json").is_file()))
-
-    made._push_from_checkpoint = push
-    install(made)
-    made.train()
-    say(check, pushed)
+    with HubServer(xet=False) as hub, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_ENDPOINT", hub.url)  # rank 0 starts the process, and so asks its own
+        patch.setenv("HF_HUB_OFFLINE", "0")
+        patch.setenv("HF_HUB_DISABLE_XET", "1")
+        install(made)
+        made.train()
+        if dist.get_rank() == 0:
+            repo = hub.repo("org/tiny")
+            say(check, [commit.message.split(" (")[0] for commit in repo.commits])
+            steps = {path.split("/")[0] for path in repo.files() if path.startswith("checkpoint-")}
+            say(check, sorted(steps), "model.safetensors" in repo.files())
+            say(check, steps_in(folder / check))
+            whole = folder / check / f"checkpoint-{LAST}"
+            names = [path.relative_to(whole) for path in whole.rglob("*") if path.is_file()]
+            say(check, all(f"checkpoint-{LAST}/{name}" in repo.files() for name in names))
 
 
 def check_native(check: str, folder: Path) -> None:

@@ -23,6 +23,8 @@ class Accelerator:
         print("stock load")
     def save_model(self, model, save_directory):
         print("stock model")
+    def get_state_dict(self, model, unwrap=True):
+        print("stock state")
 """
 SCRIPT = """
 from accelerate import Accelerator
@@ -39,6 +41,8 @@ def loaded_like_stock(accelerator, *arguments, **options):
     print("load", arguments, options)
 def model_saved_like_stock(accelerator, *arguments, **options):
     print("model", arguments, options)
+def state_like_stock(accelerator, *arguments, **options):
+    print("state", arguments, options)
 def install(trainer, **options):
     if trainer.odd:
         raise UnsupportedError("it is odd")
@@ -293,6 +297,7 @@ Accelerator().save_state("out")
 Mine().save_state("out")
 Mine().load_state("out")
 Mine().save_model("it", "out", max_shard_size=3)
+Mine().get_state_dict("it", unwrap=False)
 """
     done = run(put(tmp_path / "script.py", body), CKPTKIT_RUN=choice)
     assert done.stdout.splitlines() == [
@@ -300,6 +305,7 @@ Mine().save_model("it", "out", max_shard_size=3)
         f"save ('out/mine',) {{'waits': {waits}, 'safe_serialization': False}}",
         "load ('out',) {}",
         "model ('it', 'out') {'max_shard_size': 3}",
+        "state ('it',) {'unwrap': False}",
     ], done.stderr
     assert ("and are waited for" in done.stderr) is waits
 

@@ -1,0 +1,119 @@
+"""A Ray cluster of two raylets on this machine, and outputs that its nodes write together.
+
+Prints one JSON document of what happened.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.cluster_utils import Cluster
+
+import ckptkit
+from ckptkit.core.errors import CkptkitError
+from ckptkit.execution.events import BytesWritten, Event, Started
+
+NODE: dict[str, Any] = {
+    "num_cpus": 1,
+    "include_log_monitor": False,
+    "object_store_memory": 80_000_000,
+}
+Act = Callable[[], None]
+
+
+@dataclass
+class Watch:
+    """Listens to a run, and does something once the first part is written."""
+
+    act: Act | None = None
+    announced: int = 0
+    written: list[int] = field(default_factory=list)
+    written_before_the_act: int = 0
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, Started):
+            self.announced = event.total_bytes
+        if isinstance(event, BytesWritten):
+            self.written.append(event.size_bytes)
+            if self.act is not None:
+                self.written_before_the_act = sum(self.written)
+                self.act()
+                self.act = None
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def run(source: Path, out: Path, act: Act | None = None, **options: Any) -> dict[str, Any]:
+    """Writes an output with Ray, and compares it with what this process writes alone."""
+    watch, began = Watch(act), time.monotonic()
+    ckptkit.convert(source, out / "ray", engine="ray", listener=watch, **options)
+    seconds = time.monotonic() - began
+    options.pop("bandwidth", None)
+    ckptkit.convert(source, out / "local", **options)
+    return {
+        "same": content(out / "ray") == content(out / "local"),
+        "verified": ckptkit.verify(out / "ray").ok,
+        "announced": watch.announced,
+        "written": sum(watch.written),
+        "written_before_the_act": watch.written_before_the_act,
+        "parts": len(watch.written),
+        "seconds": round(seconds, 1),
+        "beside": sorted(path.name for path in out.iterdir()),
+    }
+
+
+def damaged(source: Path, out: Path) -> dict[str, Any]:
+    copy = out / "damaged"
+    shutil.copytree(source, copy)
+    data = min(copy.rglob("*.distcp"))
+    with data.open("r+b") as file:
+        file.seek(1_234_567)
+        file.write(b"another")
+    try:
+        ckptkit.convert(copy, out / "ray", to="hf", engine="ray")
+    except CkptkitError as error:
+        beside = sorted(path.name for path in out.iterdir())
+        return error.to_json() | {"beside": beside}
+    return {}
+
+
+def main() -> None:
+    source, out = map(Path, sys.argv[1:])
+    head = NODE | {"include_dashboard": False, "no_monitor": True}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    try:
+        second = cluster.add_node(**NODE)
+        ray.init(address=cluster.address, log_to_driver=False)
+        os.chdir(out)  # relative paths are those of whoever starts the command
+
+        def kill() -> None:
+            cluster.remove_node(second, allow_graceful=False)
+
+        told = {
+            "archive": run(source, Path("a"), to="dcp", max_shard_size="15MB"),
+            "damaged": damaged(source, out / "b"),
+            "killed": run(source, out / "c", kill, to="hf", bandwidth="12MB"),
+        }
+    finally:
+        ray.shutdown()
+        cluster.shutdown()  # type: ignore[no-untyped-call]
+    sys.stdout.write(json.dumps(told) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""One plan run by the nodes of a Ray cluster, one of which is killed in the middle."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+import ckptkit
+from ckptkit.core.errors import EngineError, RefusedError
+from ckptkit.execution.outcome import Outcome
+from ckptkit.pipeline import distributing
+from ckptkit.pipeline.consolidating import Consolidation
+from ckptkit.pipeline.fingerprint import fingerprint_of
+from ckptkit.pipeline.writing import Prepared
+from ckptkit.planning.requests import ConsolidateRequest, Resources
+from ckptkit.planning.shares import Share
+from ckptkit.storage.places import PathLike, Place
+
+pytestmark = pytest.mark.distributed
+SETTINGS = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "RAY_USAGE_STATS_ENABLED": "0"}
+LIMIT_SECONDS = 240
+Told = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("source")
+    chance = np.random.default_rng(0)
+    tensors = {f"layers.{n}.weight": chance.random((4_500_000,), np.float32) for n in range(3)}
+    tensors |= {f"layers.{n}.norm": chance.random((7,), np.float32) for n in range(3)}
+    (folder / "model").mkdir()
+    safetensors.numpy.save_file(tensors, folder / "model/model.safetensors", {"format": "pt"})
+    ckptkit.convert(folder / "model", folder / "dcp", to="dcp")
+    return folder / "dcp"
+
+
+@pytest.fixture(scope="module")
+def told(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Told:
+    out = tmp_path_factory.mktemp("out")
+    for name in "abc":
+        (out / name).mkdir()
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("ray_run.py")), str(source), str(out)],
+        env=os.environ | SETTINGS,
+        timeout=LIMIT_SECONDS,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4_000:] + done.stderr[-8_000:]
+    answer: Told = json.loads(done.stdout.splitlines()[-1])
+    return answer
+
+
+def test_nodes_write_together_what_one_process_writes_alone(told: Told) -> None:
+    one = told["archive"]
+    assert one["same"]
+    assert one["verified"]
+    assert one["parts"] > 2
+    assert one["beside"] == ["local", "ray"]
+
+
+def test_a_node_that_is_killed_changes_no_byte(told: Told) -> None:
+    one = told["killed"]
+    assert one["written_before_the_act"] < one["announced"]
+    assert one["same"]
+    assert one["verified"]
+    assert one["beside"] == ["local", "ray"]
+
+
+@pytest.mark.parametrize("which", ["archive", "killed"])
+def test_progress_of_all_nodes_adds_up_to_what_was_announced(told: Told, which: str) -> None:
+    assert told[which]["written"] == told[which]["announced"]
+
+
+def test_what_a_node_finds_damaged_is_told_and_nothing_is_left(told: Told) -> None:
+    one = told["damaged"]
+    assert one["code"] == "checksum-mismatch"
+    assert "tensor 'model.layers." in one["where"]
+    assert one["beside"] == ["damaged"]
+
+
+# Without a cluster
+
+
+def station_of(
+    source: PathLike, out: Path, fingerprint: str, workers: int | None = None
+) -> distributing.NodeStation:
+    """What a node is sent."""
+    resources = Resources(workers=workers)
+    return distributing.NodeStation(
+        job=Consolidation(source, out, ConsolidateRequest(), resources=resources),
+        out=str(out),
+        nonce="0123456789abcdef",
+        overwrite=False,
+        fingerprint=fingerprint,
+        are_threads_chosen=workers is not None,
+    )
+
+
+def test_where_ray_is_not_installed_the_error_says_what_to_install(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(EngineError, match="Ray is not installed") as caught:
+        ckptkit.convert(source, tmp_path / "out", to="hf", engine="ray")
+    assert "ckptkit-toolkit[ray]" in caught.value.hint
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_url_is_refused_with_what_to_do_instead(source: Path) -> None:
+    with pytest.raises(RefusedError, match="--engine ray needs a directory"):
+        ckptkit.convert(source, "memory://bucket/out", to="hf", engine="ray")
+
+
+def test_a_node_that_makes_another_plan_is_refused(source: Path, tmp_path: Path) -> None:
+    station = station_of(source, tmp_path / "out", "another")
+    with pytest.raises(RefusedError, match="the plan made here is another one"), station.opened(1):
+        pass
+
+
+@pytest.mark.parametrize(("wanted", "threads"), [(None, 1), (3, 3)])
+def test_a_node_has_a_thread_for_each_of_its_cores_unless_told_otherwise(
+    source: Path, tmp_path: Path, wanted: int | None, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Consolidation(source, tmp_path / "out", ConsolidateRequest())
+    with job.prepared() as prepared:
+        fingerprint = fingerprint_of(prepared)
+    found: list[int] = []
+
+    def note(prepared: Prepared, *_: object) -> Outcome:
+        found.append(prepared.settings.workers)
+        return Outcome()
+
+    monkeypatch.setattr(distributing, "run_share", note)
+    station = station_of(source, tmp_path / "out", fingerprint, wanted)
+    with station.opened(1) as run:
+        run(Share(0, 1))
+    assert found == [threads]
+
+
+def test_a_node_is_sent_storage_options_that_no_message_shows(tmp_path: Path) -> None:
+    place = Place("s3://bucket/run", {"key": "user", "secret": "hidden"})
+    station = station_of(place, tmp_path / "out", "any")
+    sent = pickle.loads(pickle.dumps(station))  # noqa: S301, TID251  what Ray does
+    assert sent.job.src.options == place.options
+    assert "hidden" not in repr(sent)
