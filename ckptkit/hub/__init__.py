@@ -1,0 +1,8 @@
+"""To the Hub and back: pushing folders, pulling repositories, watching runs."""
+
+from __future__ import annotations
+
+from ckptkit.hub.pulling import Pulled, pull
+from ckptkit.hub.pushing import Pushed, push
+
+__all__ = ["Pulled", "Pushed", "pull", "push"]

@@ -1,0 +1,269 @@
+"""Talking to the Hub through `huggingface_hub`: what it retries not, and what its errors mean."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from urllib.parse import quote
+
+from ckptkit.core.errors import (
+    CkptkitError,
+    HubError,
+    HubUnavailableError,
+    NoSpaceError,
+    OutputError,
+    UsageError,
+)
+from ckptkit.hub.retrying import (
+    ATTEMPTS,
+    NOT_FOUND,
+    TRANSIENT,
+    UNAUTHORIZED,
+    is_network,
+    is_offline,
+    pause_before,
+    status_of,
+    underlying,
+)
+from ckptkit.hub.scrubbing import is_repo_id
+from ckptkit.hub.secrets import without_secrets
+from ckptkit.storage.syscalls import is_out_of_space
+from ckptkit.version import __version__
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+_SHOWN = 300  # characters of what the Hub says
+_LOGIN = "log in with `hf auth login`, or set HF_TOKEN to a token that may write"
+
+
+class Hub:
+    """A repository of models on a Hub, as the holder of a token sees it.
+
+    Attributes:
+        api: The client.
+        repo_id: `owner/name`.
+        token: What is sent; None where the client knows none. Not shown anywhere.
+    """
+
+    def __init__(
+        self, repo_id: str, *, token: str | None = None, endpoint: str | None = None
+    ) -> None:
+        """Prepares the client; nothing is sent.
+
+        Args:
+            repo_id: `owner/name`; the name alone stands for one of the user's own.
+            token: Left out, the client takes that of HF_TOKEN or of the last login.
+            endpoint: Left out, the client takes that of HF_ENDPOINT.
+
+        Raises:
+            UsageError: If the id is none.
+            HubError: If the client is told to stay offline.
+        """  # noqa: DOC501  `_offline` makes the second
+        if not is_repo_id(repo_id):
+            raise UsageError(
+                f"{repo_id!r:.200} was found where the id of a repository was expected",
+                hint="write it as OWNER/NAME, with letters, digits, '-', '_' and '.'",
+            )
+        from huggingface_hub import HfApi, constants, get_token
+
+        if constants.HF_HUB_OFFLINE:
+            raise _offline(repo_id)
+        self.token = token or get_token()
+        self.api: HfApi = HfApi(
+            endpoint=endpoint,
+            token=self.token or False,
+            library_name="ckptkit",
+            library_version=__version__,
+        )
+        self.repo_id = repo_id
+
+    @property
+    def url(self) -> str:
+        """Where a browser finds the repository."""
+        return f"{self.api.endpoint}/{self.repo_id}"
+
+    def named_by_owner(self) -> None:
+        """Puts the user's name before an id that has none.
+
+        Raises:
+            HubError: If the token is not accepted.
+        """
+        if "/" not in self.repo_id:
+            self.repo_id = f"{self.call(self.api.whoami)['name']}/{self.repo_id}"
+
+    def call(self, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        """Calls the client, again where the Hub is busy or was not reached.
+
+        Raises:
+            HubError: If it does not succeed.
+        """
+        attempt = 0
+        while True:
+            attempt += 1
+            try:
+                return function(*args, **kwargs)
+            except Exception as failure:  # noqa: BLE001  raised again, as one of ours
+                error = underlying(failure)
+                pause = pause_before(error, attempt)
+                if pause is None:
+                    raise self.told(error) from error
+            time.sleep(pause)
+
+    def read(self, path: str, revision: str) -> bytes:
+        """Returns the content of a small file.
+
+        Raises:
+            HubError: If it is not there, or not to be had.
+        """
+        from huggingface_hub.utils import get_session, hf_raise_for_status
+
+        url = f"{self.url}/resolve/{quote(revision, safe='')}/{quote(path)}"
+
+        def get() -> bytes:
+            response = get_session().get(url, headers=self.headers())
+            hf_raise_for_status(response)
+            return bytes(response.content)
+
+        return self.call(get)
+
+    def check_card(self, text: str) -> None:
+        """Has the Hub look at a card's metadata, which it would refuse after the upload.
+
+        Raises:
+            HubError: If it refuses them.
+        """
+        from huggingface_hub.utils import get_session, hf_raise_for_status
+
+        def post() -> list[str]:
+            response = get_session().post(
+                f"{self.api.endpoint}/api/validate-yaml",
+                json={"content": text, "repoType": "model"},
+                headers=self.headers(),
+            )
+            if response.status_code != _BAD_REQUEST:
+                hf_raise_for_status(response)
+                return []
+            said = response.json()
+            return [str(e.get("message")) for e in said.get("errors", ())] or [str(said)]
+
+        for message in self.call(post):
+            said = without_secrets(message, [self.token or ""])[:_SHOWN]
+            raise HubError(
+                f"the Hub does not take the metadata of README.md: {said}",
+                where=self.repo_id,
+                hint="correct the lines between the two '---' at its top",
+            )
+
+    def headers(self) -> dict[str, str]:
+        """Returns what the client sends with every request, the token too."""
+        from huggingface_hub.utils import build_hf_headers
+
+        headers: dict[str, str] = build_hf_headers(
+            token=self.token or False, library_name="ckptkit", library_version=__version__
+        )
+        return headers
+
+    def told(self, error: Exception) -> CkptkitError:
+        """Returns an error of the client as one of ours, without anything secret."""
+        if isinstance(error, CkptkitError):
+            return error
+        if is_network(error):
+            return self._told_of_network(error)
+        if isinstance(error, OSError) and error.errno is not None and status_of(error) is None:
+            return self._told_of_disk(error)
+        return self._told_of_status(error)
+
+    def _told_of_network(self, error: Exception) -> HubError:
+        kind = type(error).__name__
+        return HubUnavailableError(
+            f"{self.api.endpoint} was not reached ({kind})",
+            where=self.repo_id,
+            hint="look at the network, and at HF_ENDPOINT if it is set; then run it again",
+        )
+
+    def _told_of_disk(self, error: OSError) -> CkptkitError:
+        reason = (error.strerror or str(error)).lower()
+        if is_out_of_space(error):
+            return NoSpaceError(reason, where=self.repo_id, hint="make room, then run it again")
+        return OutputError(f"cannot be written: {reason}", where=self.repo_id)
+
+    def _told_of_status(self, error: Exception) -> HubError:
+        status = status_of(error)
+        said = self._said(error)
+        if is_offline(error):
+            return _offline(self.repo_id)
+        if status in TRANSIENT:
+            return HubUnavailableError(
+                f"the Hub answered {status}, {ATTEMPTS} times",
+                where=self.repo_id,
+                hint="run it again later; what was uploaded is not sent again",
+            )
+        for refused, message, hint in _REFUSALS:
+            if refused(error, status):
+                told = f"{message}{said}" if self.token or status != UNAUTHORIZED else _NO_TOKEN
+                return HubError(told, where=self.repo_id, hint=hint)
+        answered = "refused" if status is None else f"answered {status}"
+        return HubError(f"the Hub {answered}{said}", where=self.repo_id)
+
+    def _said(self, error: Exception) -> str:
+        text = getattr(error, "server_message", None)
+        if not text and status_of(error) is None:
+            text = str(error)
+        text = " ".join(without_secrets(text or "", [self.token or ""]).split())
+        return f": {text.rstrip('.')[:_SHOWN]}" if text else ""
+
+
+_BAD_REQUEST, _FORBIDDEN, _TOO_LARGE = 400, 403, 413
+_NO_TOKEN = "the Hub answered 401, and there is no token to send"  # noqa: S105  a message
+_LFS_ERRORS = "LFS batch API returned errors"  # what the client says of files that are refused
+Refused = Callable[[Exception, int | None], bool]
+
+
+def _is_a(name: str) -> Refused:
+    return lambda error, _status: any(kind.__name__ == name for kind in type(error).__mro__)
+
+
+def _has(wanted: int) -> Refused:
+    return lambda _error, status: status == wanted
+
+
+_REFUSALS: tuple[tuple[Refused, str, str], ...] = (
+    (
+        _is_a("GatedRepoError"),
+        "access to the repository is granted by its owners, and not to this token",
+        "ask for access on its page, or pass another token",
+    ),
+    (_has(UNAUTHORIZED), "the token was not accepted, so it is wrong or expired", _LOGIN),
+    (
+        _has(_FORBIDDEN),
+        "the token may not do this there",
+        "take a repository of your own or of your organisation, or a token that may write",
+    ),
+    (
+        _is_a("RevisionNotFoundError"),
+        "the repository has no such revision",
+        "look at its branches and tags on its page",
+    ),
+    (
+        _has(NOT_FOUND),
+        "there is no such repository, or it is private and the token does not open it",
+        "look at the spelling; " + _LOGIN,
+    ),
+    (
+        lambda error, status: status == _TOO_LARGE or _LFS_ERRORS in str(error),
+        "a file, or all of them together, is larger than the Hub takes",
+        "write smaller files with `ckptkit consolidate --max-shard-size 5GB`",
+    ),
+)
+
+
+def _offline(repo_id: str) -> HubError:
+    return HubError(
+        "the Hub is not asked, because offline mode is on",
+        where=repo_id,
+        hint="unset HF_HUB_OFFLINE (and TRANSFORMERS_OFFLINE), then run it again",
+    )

@@ -1,0 +1,305 @@
+"""A sidecar of training: each committed step becomes one commit and one tag at the Hub."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from ckptkit.core.errors import CkptkitError, InputError
+from ckptkit.execution.events import Listener
+from ckptkit.hub.watch_building import Making, make_folder
+from ckptkit.hub.watch_events import EventName, WatchEvent, WatchListener
+from ckptkit.hub.watch_faults import Backoff, is_of_the_step, is_passing
+from ckptkit.hub.watch_remote import AtHub, StepsAtHub
+from ckptkit.hub.watch_run import SeenStep, WatchedRun
+from ckptkit.planning.push_choice import Earlier, PushChoice, waiting_steps
+from ckptkit.storage.push_journal import PushJournal, StepPush
+
+_WORK = "work"
+_MOST_MARKS = 32  # each takes a descriptor or two
+
+
+class Pauses(Protocol):
+    """Where a watch waits: for time to pass, or for its end."""
+
+    @property
+    def ending(self) -> bool:
+        """Whether it ends as soon as nothing waits to be pushed."""
+        ...
+
+    def wait(self, seconds: float) -> None:
+        """Waits, at most so long: less when there may be news."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class WatchSettings:
+    """How a run is watched.
+
+    Attributes:
+        choice: Which steps are pushed.
+        making: What is made of a step.
+        poll_seconds: How often the run is looked at.
+        backoff: How long a failed try is waited after, and how many are made at the end.
+        at_end: Whether nothing is pushed before the end.
+    """
+
+    choice: PushChoice = field(default_factory=PushChoice)
+    making: Making = field(default_factory=Making)
+    poll_seconds: float = 5.0
+    backoff: Backoff = field(default_factory=Backoff)
+    at_end: bool = False
+
+
+class Watch:
+    """Pushes the steps of one run, one after another, until nothing is left to be done.
+
+    Attributes:
+        failures: What could not be pushed as it is, by step.
+    """
+
+    def __init__(
+        self,
+        run: WatchedRun,
+        journal: PushJournal,
+        hub: StepsAtHub,
+        settings: WatchSettings,
+        listener: WatchListener,
+    ) -> None:
+        """Takes what it works with; the lock of the run is the caller's.
+
+        Args:
+            run: What is watched.
+            journal: What was pushed before; what is built lies in a folder beside it.
+            hub: Where it goes.
+            settings: How.
+            listener: Is told of everything.
+        """
+        self.failures: dict[int, CkptkitError] = {}
+        self._run = run
+        self._journal = journal
+        self._hub = hub
+        self._settings = settings
+        self._tell = listener
+        self._work = journal.path.with_suffix(f".{_WORK}")
+        self._failed: dict[int, str] = {}  # digests of steps that cannot be pushed as they are
+        self._announced: dict[int, str] = {}
+        self._marks: dict[str, AbstractContextManager[object]] = {}
+        self._prune: Callable[[], Sequence[int]] | None = None
+        self._is_built = ""  # the digest of the step whose folder is there
+        self._has_begun = False
+        self._has_pushed = False  # since steps were last pruned
+
+    def pruning(self, prune: Callable[[], Sequence[int]]) -> None:
+        """Has steps removed after each push; `prune` does it, and returns which."""
+        self._prune = prune
+
+    def run(self, pauses: Pauses, progress: Listener) -> None:
+        """Watches until it is to end and nothing waits any more.
+
+        Args:
+            pauses: Where it waits.
+            progress: Is told of the bytes of what is made and pushed.
+
+        Raises:
+            CkptkitError: What cannot pass, such as wrong credentials; and what has not passed
+                when the watch was to end.
+        """
+        failed = 0
+        while True:
+            ending = pauses.ending  # asked first: what was committed before is seen by this look
+            try:
+                is_idle = self._go_on(progress, ending=ending)
+            except CkptkitError as error:
+                failed += 1
+                if not is_passing(error) or (
+                    ending and failed >= self._settings.backoff.last_tries
+                ):
+                    raise
+                self._wait_after(error, failed, pauses)
+                continue
+            failed = 0
+            if is_idle and ending:
+                return
+            if is_idle:
+                pauses.wait(self._settings.poll_seconds)
+
+    def close(self) -> None:
+        """Lets go of steps that wait, and removes what was built and not pushed."""
+        for digest in list(self._marks):
+            self._let_go(digest)
+        shutil.rmtree(self._work, ignore_errors=True)
+
+    def _go_on(self, progress: Listener, *, ending: bool) -> bool:
+        """Does what is to be done next, and tells whether there was nothing."""
+        if not self._has_begun:
+            if not ending:  # a token that is wrong is told before the first step has to wait
+                self._hub.check()
+            self._finish_what_was_begun()
+            self._has_begun = True
+        steps = self._run.look()
+        waiting = self._waiting(steps)
+        self._announce(steps, waiting)
+        if waiting and (ending or not self._settings.at_end):
+            self._push(waiting[0], progress)
+            return False
+        if self._has_pushed:
+            self._has_pushed = False
+            self._remove_old()
+        return True
+
+    def _finish_what_was_begun(self) -> None:
+        """Finds out what became of pushes that a kill interrupted, also of steps that are gone."""
+        shutil.rmtree(self._work, ignore_errors=True)
+        for push in list(self._journal.pushes.values()):
+            if push.state == "pushed":
+                continue
+            found = self._hub.find(push)
+            if found is None:
+                self._take_back(push)
+            else:
+                self._settle(push, found, time.monotonic())
+
+    def _waiting(self, steps: Sequence[SeenStep]) -> list[SeenStep]:
+        digests = {step.step: step.digest for step in steps}
+        earlier = {
+            step: Earlier(push.digest, push.save_number, push.metrics)
+            for step, push in self._journal.pushes.items()
+            if push.state == "pushed"
+        }
+        by_number = {step.step: step for step in steps}
+        numbers = waiting_steps(steps, digests, earlier, self._settings.choice)
+        return [by_number[n] for n in numbers if self._failed.get(n) != digests[n]]
+
+    def _announce(self, steps: Sequence[SeenStep], waiting: Sequence[SeenStep]) -> None:
+        """Tells of steps that wait, and keeps them from being pruned until they are pushed."""
+        counts = {"waiting": len(waiting), "newest": max((s.step for s in steps), default=None)}
+        for step in waiting:
+            if self._announced.get(step.step) != step.digest:
+                self._announced[step.step] = step.digest
+                self._say("seen", step.step, digest=step.digest, **counts)
+        wanted = {step.digest: step for step in waiting[:_MOST_MARKS]}
+        for digest in self._marks.keys() - wanted.keys():
+            self._let_go(digest)
+        for digest in wanted.keys() - self._marks.keys():
+            with suppress(InputError):  # it is gone; the next look tells
+                mark = self._run.hold(wanted[digest])
+                mark.__enter__()
+                self._marks[digest] = mark
+
+    def _let_go(self, digest: str) -> None:
+        with suppress(CkptkitError):  # a mark on a store that is gone ends by itself
+            self._marks.pop(digest).__exit__(None, None, None)
+
+    def _push(self, step: SeenStep, progress: Listener) -> None:
+        began = time.monotonic()
+        push = self._begun(step)
+        try:
+            found = self._hub.find(push)
+            if found is None:
+                found = self._upload(step, push, progress)
+            self._settle(push, found, began)
+        except CkptkitError as error:
+            if not is_of_the_step(error):
+                raise
+            self._give_up(step, error)
+
+    def _begun(self, step: SeenStep) -> StepPush:
+        earlier = self._journal.pushes.get(step.step)
+        replaces = ""
+        if earlier is not None:
+            replaces = earlier.commit if earlier.state == "pushed" else earlier.replaces
+        return StepPush(
+            step=step.step,
+            digest=step.digest,
+            state="pushing",
+            repo_id=self._journal.repo_id,
+            tag=self._hub.tag_of(step.step),
+            save_number=step.save_number,
+            metrics=dict(step.metrics),
+            replaces=replaces,
+        )
+
+    def _upload(self, step: SeenStep, push: StepPush, progress: Listener) -> AtHub:
+        folder = self._built(step, progress)
+        self._journal.note(push)
+        self._say("pushing", step.step, repo_id=push.repo_id)
+        whole = self._settings.making.whole_folder(step.step)
+        return self._hub.push(folder, push, whole)
+
+    def _built(self, step: SeenStep, progress: Listener) -> Path:
+        """Returns the folder to be pushed; after a push that failed it is there already."""
+        folder = self._work / f"step-{step.step}"
+        if self._is_built == step.digest:
+            return folder
+        self._is_built = ""
+        self._say("building", step.step)
+        made = make_folder(step.place, folder, step.step, self._settings.making, progress)
+        for note in made.notes:
+            self._say("warning", step.step, message=note)
+        self._is_built = step.digest
+        return folder
+
+    def _settle(self, push: StepPush, found: AtHub, began: float) -> None:
+        """Has the tag point to the commit, and writes down that the step is pushed."""
+        self._hub.tag(push, found)
+        at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        done = replace(push, state="pushed", commit=found.commit, url=found.url, at=at)
+        self._journal.note(replace(done, size_bytes=found.uploaded_bytes))
+        self._has_pushed = True
+        self._is_built = ""
+        shutil.rmtree(self._work, ignore_errors=True)
+        self._say(
+            "pushed",
+            push.step,
+            repo_id=push.repo_id,
+            commit=found.commit,
+            tag=push.tag,
+            url=found.url,
+            uploaded_bytes=found.uploaded_bytes,
+            seconds=round(time.monotonic() - began, 3),
+            resumed=not found.is_new,
+        )
+
+    def _give_up(self, step: SeenStep, error: CkptkitError) -> None:
+        if isinstance(error, InputError) and not self._run.is_there(step):
+            self._say("passed", step.step, reason="it was removed from the run, or replaced")
+            return
+        self._failed[step.step] = step.digest
+        self.failures[step.step] = error
+        push = self._journal.pushes.get(step.step)
+        if push is not None and push.state == "pushing":
+            self._take_back(push)
+        self._say("failed", step.step, error=error.to_json())
+
+    def _take_back(self, push: StepPush) -> None:
+        """Notes that a push came to nothing; an earlier save of the step may still be there."""
+        if push.replaces:
+            earlier = replace(push, state="pushed", digest="", commit=push.replaces, replaces="")
+            self._journal.note(earlier)
+        else:
+            self._journal.forget(push.step)
+
+    def _remove_old(self) -> None:
+        if self._prune is None:
+            return
+        try:
+            removed = self._prune()
+        except CkptkitError as error:
+            self._say("warning", None, message=f"nothing was removed from the run: {error}")
+            return
+        if removed:
+            self._say("pruned", None, steps=list(removed))
+
+    def _wait_after(self, error: CkptkitError, failed: int, pauses: Pauses) -> None:
+        seconds = self._settings.backoff.pause(failed)
+        self._say("retrying", None, error=error.to_json(), tries=failed, seconds=seconds)
+        pauses.wait(seconds)
+
+    def _say(self, name: EventName, step: int | None, **facts: Any) -> None:
+        self._tell(WatchEvent(name, step, facts))

@@ -1,0 +1,172 @@
+"""From a step of a run to the folder that is pushed: a model, or the adapter that was trained."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ckptkit.core.errors import InputError, OutputError, VerificationError
+from ckptkit.core.manifest import Manifest
+from ckptkit.execution.events import Event, Listener, Planned, ignore
+from ckptkit.pipeline.adapters.extracting import run_extraction
+from ckptkit.pipeline.adapters.facts import adapter_facts
+from ckptkit.pipeline.adapters.sources import AdapterRequest
+from ckptkit.pipeline.consolidating import run_consolidation
+from ckptkit.pipeline.folders import SideFolders
+from ckptkit.pipeline.opening import PathLike, opened
+from ckptkit.pipeline.verifying import Verification, run_verification
+from ckptkit.planning.push_choice import PushKind
+from ckptkit.planning.requests import ConsolidateRequest, Resources
+from ckptkit.storage.places import is_url, open_source
+
+_DEPTH = 8
+_READ_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Making:
+    """How a step becomes what is pushed.
+
+    Attributes:
+        kind: `auto` takes the adapter where PEFT trained one, else the whole model.
+        request: Of a model.
+        adapter: Of an adapter.
+        base: A model folder to take what the step lacks from, or None.
+        resources: Threads and memory.
+        state_folder: Where the step itself goes in the folder, with optimizer and all, so that
+            training can be resumed from it; `{step}` stands for its number. Empty for nowhere.
+    """
+
+    kind: PushKind = "auto"
+    request: ConsolidateRequest = field(default_factory=ConsolidateRequest)
+    adapter: AdapterRequest = field(default_factory=AdapterRequest)
+    base: str | None = None
+    resources: Resources = field(default_factory=Resources)
+    state_folder: str = ""
+
+    def whole_folder(self, step: int) -> str:
+        """Returns the name of the folder that a step goes into as it is; empty for none."""
+        return self.state_folder.replace("{step}", str(step))
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A folder that was made of a step, and verified.
+
+    Attributes:
+        manifest: Of the folder.
+        notes: What the user should know.
+    """
+
+    manifest: Manifest
+    notes: tuple[str, ...]
+
+
+def make_folder(
+    src: PathLike, out: Path, step: int, making: Making, listener: Listener | None = None
+) -> Made:
+    """Makes the folder that is pushed of a step, and reads all of it back.
+
+    Args:
+        src: The step's folder.
+        out: What is made; a folder that a kill left half-made there is replaced.
+        step: Its number.
+        making: How.
+        listener: Is told of progress.
+
+    Returns:
+        What was made.
+
+    Raises:
+        InputError: If the step is damaged or incomplete, or vanishes meanwhile.
+        RefusedError: If it cannot be made as it was asked for.
+        VerificationError: If what was written does not read back as it was written.
+    """
+    notes: list[str] = []
+
+    def listen(event: Event) -> None:
+        if isinstance(event, Planned):
+            notes.extend(event.notes)
+        (listener or ignore)(event)
+
+    shutil.rmtree(out, ignore_errors=True)
+    manifest = _make(src, out, making, listen)
+    _check(run_verification(out, listener=listener), VerificationError)
+    if making.state_folder:
+        _check(run_verification(src, listener=listener), InputError)
+        _put_state(src, out / making.whole_folder(step))
+    return Made(manifest, tuple(dict.fromkeys(notes)))
+
+
+def _make(src: PathLike, out: Path, making: Making, listener: Listener) -> Manifest:
+    if making.kind == "adapter" or (making.kind == "auto" and _holds_adapter(src)):
+        return run_extraction(
+            src, out, making.adapter, resources=making.resources, listener=listener
+        ).manifest
+    return run_consolidation(
+        src,
+        out,
+        making.request,
+        base=making.base,
+        resources=making.resources,
+        listener=listener,
+    )
+
+
+def _holds_adapter(src: PathLike) -> bool:
+    """Tells whether PEFT trained what lies there; what is wrong with it is said later."""
+    with ExitStack() as stack:
+        checkpoint = stack.enter_context(opened(src))
+        return adapter_facts(checkpoint, SideFolders(stack, checkpoint, None)) is not None
+
+
+def _check(found: Verification, kind: type[VerificationError | InputError]) -> None:
+    if not found.ok:
+        more = f", and {len(found.problems) - 1} more" if len(found.problems) > 1 else ""
+        raise kind(f"{found.problems[0]}{more}", where=found.path)
+
+
+def _put_state(src: PathLike, out: Path) -> None:
+    """Gives the files of a step a second name in the folder; copies them where that cannot be."""
+    folder = Path(src)
+    try:
+        if is_url(src):
+            _download(src, out)
+            return
+        for path in _files_below(folder):
+            name = out / path.relative_to(folder)
+            name.parent.mkdir(parents=True, exist_ok=True)
+            _link_or_copy(path, name)
+    except FileNotFoundError as error:
+        raise InputError("the step was removed while it was read", where=str(src)) from error
+    except OSError as error:
+        raise OutputError(
+            f"the step cannot be put there: {error.strerror or error}", where=str(out)
+        ) from error
+
+
+def _download(src: PathLike, out: Path) -> None:
+    with open_source(src) as source:
+        for path in source.walk(_DEPTH):
+            size_bytes, name = source.stat(path).size_bytes, out / path
+            name.parent.mkdir(parents=True, exist_ok=True)
+            with name.open("wb") as file:
+                for start in range(0, size_bytes, _READ_BYTES):
+                    file.write(source.read(path, start, min(start + _READ_BYTES, size_bytes)))
+
+
+def _files_below(folder: Path) -> Sequence[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+
+
+def _link_or_copy(path: Path, name: Path) -> None:
+    try:
+        os.link(path, name)
+    except FileNotFoundError:
+        raise
+    except OSError:  # another file system, or one without such names
+        shutil.copyfile(path, name)

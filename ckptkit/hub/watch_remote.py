@@ -1,0 +1,182 @@
+"""What of a run is at the Hub already: the commits of its steps, and their tags.
+
+A step's commit is known by its title, which holds the step's number and the digest of its
+manifest. So whoever was killed between a commit and its own notes finds it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from ckptkit.core.errors import CkptkitError, RefusedError
+from ckptkit.hub.pushing import Pushed
+from ckptkit.storage.push_journal import StepPush
+
+TAG_PREFIX = "step-"
+
+
+@dataclass(frozen=True, slots=True)
+class AtHub:
+    """A step's commit.
+
+    Attributes:
+        commit: Its hash.
+        url: Where people see it.
+        uploaded_bytes: What was uploaded for it just now.
+        is_new: Whether it was made just now.
+    """
+
+    commit: str
+    url: str
+    uploaded_bytes: int = 0
+    is_new: bool = True
+
+
+class Branch(Protocol):
+    """One branch of one repository, and the repository's tags."""
+
+    def commits(self) -> Sequence[tuple[str, str]]:
+        """Returns hash and title of each commit, the newest first; none without a repository.
+
+        Raises:
+            HubError: If it cannot be asked, or refuses.
+        """
+        ...
+
+    def tags(self) -> dict[str, str]:
+        """Returns the commit that each tag points to.
+
+        Raises:
+            HubError: If it cannot be asked, or refuses.
+        """
+        ...
+
+    def create_tag(self, tag: str, commit: str) -> None:
+        """Makes a tag.
+
+        Raises:
+            HubError: If it cannot be made.
+        """
+        ...
+
+    def delete_tag(self, tag: str) -> None:
+        """Removes a tag.
+
+        Raises:
+            HubError: If it cannot be removed.
+        """
+        ...
+
+    def url_of(self, commit: str) -> str:
+        """Returns where people see a commit."""
+        ...
+
+    def push(self, folder: Path, message: str, whole: str) -> Pushed:
+        """Makes one commit of a folder, with one below it that goes as it is.
+
+        Raises:
+            CkptkitError: If that fails.
+        """
+        ...
+
+
+class StepsAtHub:
+    """The steps of a run in one branch of a repository; asks the Hub as rarely as it can."""
+
+    def __init__(self, branch: Branch, tag_prefix: str = TAG_PREFIX) -> None:
+        """Asks nothing yet.
+
+        Args:
+            branch: Where steps are pushed.
+            tag_prefix: What comes before the number in the names of tags.
+        """
+        self._branch = branch
+        self._tag_prefix = tag_prefix
+        self._commits: dict[str, str] | None = None  # by title
+        self._tags: dict[str, str] = {}
+
+    def tag_of(self, step: int) -> str:
+        """Returns the name of a step's tag."""
+        return f"{self._tag_prefix}{step}"
+
+    def check(self) -> None:
+        """Asks the Hub for the first time.
+
+        Raises:
+            HubError: If it cannot be asked, or refuses.
+        """
+        self._known()
+
+    def find(self, push: StepPush) -> AtHub | None:
+        """Returns the commit of a step, None where there is none.
+
+        Raises:
+            HubError: If the Hub cannot be asked.
+            RefusedError: If the step's tag belongs to something else.
+        """
+        commits, title = self._known(), title_of(push)
+        commit = commits.get(title)
+        tagged = self._tags.get(push.tag)
+        if tagged is not None and tagged not in {commit, push.replaces}:
+            raise RefusedError(
+                f"the tag {push.tag!r} is there already, of another commit: {tagged[:12]}",
+                where=push.repo_id,
+                hint="push each run to a repository of its own, or choose another --tag-prefix",
+            )
+        return None if commit is None else AtHub(commit, self._branch.url_of(commit), is_new=False)
+
+    def push(self, folder: Path, push: StepPush, whole: str = "") -> AtHub:
+        """Makes the commit of a step.
+
+        Args:
+            folder: What is pushed.
+            push: The step.
+            whole: A folder below that goes as it is; empty for none.
+
+        Raises:
+            CkptkitError: If that fails; it may have been made all the same.
+        """
+        title = title_of(push)
+        commits, self._commits = self._known(), None  # nobody knows, until it is done
+        done = self._branch.push(folder, title, whole)
+        self._commits = {**commits, title: done.commit}
+        return AtHub(done.commit, done.url, done.bytes_uploaded)
+
+    def tag(self, push: StepPush, found: AtHub) -> None:
+        """Has the step's tag point to its commit.
+
+        Raises:
+            HubError: If the Hub refuses, or cannot be asked.
+        """  # noqa: DOC501  it is passed on
+        self._known()
+        if self._tags.get(push.tag) == found.commit:
+            return
+        try:
+            if push.tag in self._tags:  # an earlier save of the step, see `find`
+                self._branch.delete_tag(push.tag)
+                del self._tags[push.tag]
+            self._branch.create_tag(push.tag, found.commit)
+        except CkptkitError:
+            self._commits = None
+            raise
+        self._tags[push.tag] = found.commit
+
+    def _known(self) -> dict[str, str]:
+        """Returns the commits by their titles; asks where something may have changed."""
+        if self._commits is None:
+            commits = dict(reversed([(title, commit) for commit, title in self._branch.commits()]))
+            self._tags = self._branch.tags() if commits else {}
+            self._commits = commits
+        return self._commits
+
+
+def title_of(push: StepPush) -> str:
+    """Returns the title of a step's commit.
+
+    >>> title_of(StepPush(500, "1f2e3d4c5b6a7988", "pushing", "org/name"))
+    'Step 500 (ckptkit 1f2e3d4c5b6a7988)'
+    """
+    return f"Step {push.step} (ckptkit {push.digest})"

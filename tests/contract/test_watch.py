@@ -1,0 +1,328 @@
+"""Watching a run: which steps reach a Hub, what stops a watch, and what does not."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptkit.core.errors import CkptkitError, HubError, HubUnavailableError, RefusedError
+from ckptkit.hub import pull, retrying
+from ckptkit.hub.watch import WatchSettings
+from ckptkit.hub.watch_branch import BranchSettings
+from ckptkit.hub.watch_building import Making
+from ckptkit.hub.watch_events import WatchEvent
+from ckptkit.hub.watch_faults import Backoff
+from ckptkit.hub.watch_opening import WatchRequest, run_watch
+from ckptkit.pipeline.adapters.sources import AdapterRequest
+from ckptkit.planning.push_choice import PushChoice
+from ckptkit.planning.retention import Retention
+from ckptkit.storage.places import PathLike, Place
+from ckptkit.storage.push_journal import WATCH_FOLDER, pushes_in
+from tests.hub_models import running_hub
+from tests.hub_server import TOKEN, HubServer
+from tests.object_store import ObjectStore
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Use 'content=:DeprecationWarning"  # what the client's own client says of its PUTs
+)
+FIXTURES = Path(__file__).parents[2] / "fixtures"
+OTHER = FIXTURES / "peft_checkpointer/checkpoint/checkpoint-2"
+ADAPTER = FIXTURES / "peft_trl_fsdp2_ckptkit/checkpoint/checkpoint-2"
+MODEL = FIXTURES / "fsdp2_plain/checkpoint"
+REPO = "org/run"
+SOON = Backoff(first_seconds=0.01, most_seconds=0.01, last_tries=2)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[HubServer]:
+    with running_hub(xet=False) as hub:
+        yield hub
+
+
+@pytest.fixture
+def hub(server: HubServer) -> HubServer:
+    server.clear()
+    return server
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    return folder
+
+
+def add(run: Path, step: int, source: Path = ADAPTER, **facts: object) -> Path:
+    """Puts a whole step into a run at once, in the place of an earlier save of it."""
+    draft, final = run / f".draft-{step}", run / f"checkpoint-{step}"
+    shutil.copytree(source, draft)
+    path = draft / "ckptkit.json"
+    manifest = json.loads(path.read_text())
+    manifest["source"] |= {"step": step, "save_number": step} | facts
+    path.write_text(json.dumps(manifest))
+    if final.exists():
+        shutil.rmtree(final)
+    return draft.rename(final)
+
+
+class Pauses:
+    """Does something at each pause of a watch, and has it end when there is nothing left to do."""
+
+    def __init__(self, *moments: Callable[[], object]) -> None:
+        self._moments = list(moments)
+
+    @property
+    def ending(self) -> bool:
+        return not self._moments
+
+    def wait(self, seconds: float) -> None:  # noqa: ARG002  whatever is asked, time is short
+        if self._moments:
+            self._moments.pop(0)()
+
+
+class Watched:
+    """What a watch told, and how it ended."""
+
+    def __init__(self) -> None:
+        self.events: list[WatchEvent] = []
+        self.failures: Mapping[int, CkptkitError] = {}
+
+    def of(self, name: str) -> list[Any]:
+        return [event.step for event in self.events if event.name == name]
+
+
+@pytest.fixture
+def watch(hub: HubServer, run: Path) -> Callable[..., Watched]:
+    def watched(
+        *moments: Callable[[], object],
+        place: PathLike = run,
+        choice: PushChoice | None = None,
+        making: Making | None = None,
+        **options: Any,
+    ) -> Watched:
+        found = Watched()
+        settings = WatchSettings(
+            choice=choice or PushChoice(), making=making or Making(), backoff=SOON
+        )
+        known = {"token": TOKEN, "endpoint": hub.url} | options
+        request = WatchRequest(run=place, repo_id=REPO, settings=settings, **known)
+        done = run_watch(request, Pauses(*moments), found.events.append, lambda _: None)
+        found.failures = done.failures
+        return found
+
+    return watched
+
+
+def titles(hub: HubServer) -> list[str]:
+    return [commit.message.split(" (")[0] for commit in hub.repo(REPO).commits]
+
+
+Watch = Callable[..., Watched]
+
+
+def test_each_step_becomes_one_commit_with_its_tag_as_soon_as_it_is_there(
+    hub: HubServer, run: Path, watch: Watch
+) -> None:
+    found = watch(lambda: add(run, 1), lambda: add(run, 2))
+    assert titles(hub) == ["Step 1", "Step 2"]
+    repo = hub.repo(REPO)
+    assert list(repo.tags.items()) == [
+        ("step-1", repo.commits[0].oid),
+        ("step-2", repo.commits[1].oid),
+    ]
+    assert {"adapter_model.safetensors", "adapter_config.json"} <= repo.files().keys()
+    assert repo.private
+    assert found.of("pushed") == [1, 2]
+    asked = len(hub.log)
+    assert watch().of("pushed") == []
+    assert len(hub.log) == asked  # the journal knows
+    assert [push.tag for push in pushes_in(run / WATCH_FOLDER)] == ["step-1", "step-2"]
+    assert not list((run / WATCH_FOLDER).glob("*.work"))
+
+
+def test_without_its_journal_a_watch_asks_the_hub_and_pushes_nothing_twice(
+    hub: HubServer, run: Path, watch: Watch
+) -> None:
+    add(run, 1)
+    watch()
+    shutil.rmtree(run / ".ckptkit")
+    hub.repo(REPO).tags.clear()  # as after a kill between the commit and the tag
+    found = watch()
+    assert titles(hub) == ["Step 1"]
+    assert list(hub.repo(REPO).tags) == ["step-1"]
+    assert [event.facts["resumed"] for event in found.events if event.name == "pushed"] == [True]
+
+
+def test_rules_choose_the_steps(hub: HubServer, run: Path, watch: Watch) -> None:
+    for step, loss in ((2, 3.0), (3, 1.0), (4, 2.0)):
+        add(run, step, metrics={"loss": loss})
+    watch(choice=PushChoice(best="loss"))
+    assert titles(hub) == ["Step 3"]
+    add(run, 5, metrics={"loss": 1.5})
+    add(run, 6, metrics={"loss": 0.5})
+    add(run, 7, metrics={"loss": 0.4})
+    watch(choice=PushChoice(every=2, last_only=True))
+    assert titles(hub) == ["Step 3", "Step 6"]
+
+
+def test_a_damaged_step_is_reported_and_the_next_one_is_pushed(
+    hub: HubServer, run: Path, watch: Watch
+) -> None:
+    shard = next(add(run, 1).glob("pytorch_model_fsdp_0/*.distcp"))
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    shard.write_bytes(data)
+    add(run, 2)
+    found = watch(lambda: None)
+    assert found.of("failed") == [1]
+    assert found.of("pushed") == [2]
+    assert found.failures[1].exit_status == 3
+    assert titles(hub) == ["Step 2"]
+
+
+def test_a_step_that_vanishes_while_it_is_read_is_passed_over(hub: HubServer, run: Path) -> None:
+    add(run, 1)
+
+    def vanish(event: WatchEvent) -> None:
+        if event.name == "building" and event.step == 1:
+            shutil.rmtree(run / "checkpoint-1")
+
+    found = Watched()
+    settings = WatchSettings(backoff=SOON)
+    request = WatchRequest(run, REPO, settings=settings, token=TOKEN, endpoint=hub.url)
+
+    def listen(event: WatchEvent) -> None:
+        found.events.append(event)
+        vanish(event)
+
+    done = run_watch(request, Pauses(lambda: add(run, 2)), listen, lambda _: None)
+    assert found.of("passed") == [1]
+    assert found.of("pushed") == [2]
+    assert not done.failures
+
+
+def test_a_step_that_is_saved_again_gets_a_commit_of_its_own_and_takes_the_tag(
+    hub: HubServer, run: Path, watch: Watch
+) -> None:
+    making = Making(adapter=AdapterRequest(adapter="default"))
+    watch(lambda: add(run, 1), lambda: add(run, 1, OTHER, save_number=2), making=making)
+    repo = hub.repo(REPO)
+    assert titles(hub) == ["Step 1", "Step 1"]
+    assert repo.tags == {"step-1": repo.commits[1].oid}
+
+
+def test_the_tag_of_another_run_is_left_alone(hub: HubServer, run: Path, watch: Watch) -> None:
+    other = hub.put(REPO, {"model.safetensors": b"x"}).commits[0].oid
+    hub.repo(REPO).tags["step-1"] = other
+    add(run, 1)
+    error = watch().failures[1]
+    assert isinstance(error, RefusedError)
+    assert "--tag-prefix" in error.hint
+    assert hub.repo(REPO).tags == {"step-1": other}
+    assert watch(tag_prefix="b-").of("pushed") == [1]
+
+
+def test_a_hub_that_is_down_is_tried_again_until_it_is_up(
+    hub: HubServer, run: Path, watch: Watch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retrying, "ATTEMPTS", 1)
+    add(run, 1)
+    hub.fail("POST /api/repos/create", [503])
+    found = watch(lambda: None, lambda: None)
+    assert found.of("retrying") == [None]
+    assert titles(hub) == ["Step 1"]
+    add(run, 2)
+    hub.fail("POST /api/repos/create", [503] * 2)
+    with pytest.raises(HubUnavailableError):
+        watch()
+
+
+def test_an_answer_that_was_lost_makes_no_second_commit(
+    hub: HubServer, run: Path, watch: Watch
+) -> None:
+    add(run, 1)
+    hub.fail("POST .*/commit/main", ["lost"])
+    hub.fail("POST .*/tag/", ["lost"])
+    watch()
+    assert titles(hub) == ["Step 1"]
+    assert list(hub.repo(REPO).tags) == ["step-1"]
+
+
+def test_a_wrong_token_ends_a_watch_before_there_is_a_step(hub: HubServer, watch: Watch) -> None:
+    secret = "hf_" + "Bb2" * 12
+    with pytest.raises(HubError) as raised:
+        watch(lambda: None, token=secret)
+    assert secret not in f"{raised.value!r} {raised.value} {raised.value.hint}"
+    assert not hub.has(REPO)
+
+
+def test_the_second_watch_of_a_run_is_refused(run: Path, watch: Watch) -> None:
+    def second() -> None:
+        with pytest.raises(RefusedError, match="another watch is at work"):
+            watch()
+        with pytest.raises(RefusedError, match="another watch is at work"):
+            watch(state=run.parent / "elsewhere")
+
+    watch(second)
+
+
+def test_steps_that_were_pushed_are_pruned_and_those_that_wait_are_not(
+    hub: HubServer, run: Path, watch: Watch
+) -> None:
+    for step in (1, 2, 3):
+        add(run, step)
+    found = watch(retention=Retention(keep_last=1))
+    assert titles(hub) == ["Step 1", "Step 2", "Step 3"]
+    assert [event.facts["steps"] for event in found.events if event.name == "pruned"] == [[1, 2]]
+    assert [path.name for path in run.glob("checkpoint-*")] == ["checkpoint-3"]
+
+
+def test_a_whole_step_beside_the_model_can_be_resumed_from_and_the_next_replaces_it(
+    hub: HubServer, run: Path, watch: Watch, tmp_path: Path
+) -> None:
+    add(run, 1)
+    (run / "checkpoint-1/notes.txt").write_text("of the first")
+    making = Making(state_folder="last-checkpoint")
+    watch(lambda: add(run, 2), making=making, branch=BranchSettings(private=False))
+    files = hub.repo(REPO).files()
+    assert "last-checkpoint/notes.txt" not in files
+    step = run / "checkpoint-2"
+    for path in (path for path in step.rglob("*") if path.is_file()):
+        name = path.relative_to(step).as_posix()
+        assert hub.read(REPO, f"last-checkpoint/{name}") == path.read_bytes()
+    assert not hub.repo(REPO).private
+    pull(REPO, tmp_path / "back", token=TOKEN, endpoint=hub.url)
+
+
+def test_a_run_on_a_store_is_watched_like_a_local_one(
+    hub: HubServer, object_store: ObjectStore, run: Path, watch: Watch, tmp_path: Path
+) -> None:
+    bucket = object_store.bucket("watched")
+    add(run, 1)
+    bucket.put_tree(run, "run")
+    place = Place(f"{bucket.url}/run", bucket.store.options)
+    found = watch(place=place, state=tmp_path / "state")
+    assert found.of("pushed") == [1]
+    assert titles(hub) == ["Step 1"]
+    told = "".join(json.dumps(event.to_json()) for event in found.events)
+    told += "".join(path.read_text() for path in (tmp_path / "state").iterdir())
+    for secret in (TOKEN, bucket.store.options["secret"]):
+        assert secret not in told
+    with pytest.raises(RefusedError, match="the state of the watch has no place"):
+        watch(place=place)
+
+
+def test_a_step_that_others_saved_is_pushed_once_it_stays_the_same(
+    hub: HubServer, run: Path, watch: Watch
+) -> None:
+    def save() -> None:
+        shutil.copytree(MODEL, run / "checkpoint-7")
+
+    found = watch(save, lambda: None, making=Making(kind="model"))
+    assert found.of("pushed") == [7]
+    assert "model.safetensors" in hub.repo(REPO).files()

@@ -1,0 +1,56 @@
+"""A push that is killed, and run again, makes one commit and one tag, and sends nothing twice."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ckptkit.hub import push
+from tests.hub_models import consolidated, running_hub
+from tests.hub_server import TOKEN, HubServer
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = """
+import sys
+from ckptkit.hub import push
+push(sys.argv[1], "me/model", tag="step-30", token=sys.argv[2], endpoint=sys.argv[3])
+"""
+
+
+@pytest.fixture(scope="module")
+def hub() -> Iterator[HubServer]:
+    with running_hub() as server:
+        yield server
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        "POST .*/preupload/",  # large files are in the store, and no commit names them
+        "POST .*/tag/",  # the commit is made, and no tag names it
+    ],
+)
+def test_a_push_killed_anywhere_is_completed_by_the_next(
+    hub: HubServer, tmp_path: Path, request_: str
+) -> None:
+    hub.clear()
+    model = consolidated(tmp_path, seed=len(request_))
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "0"}
+    child = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, str(model), TOKEN, hub.url], env=environment
+    )
+    hub.before.append((re.compile(request_), child.kill))
+    assert child.wait(timeout=120) == -9
+    hub.before.clear()
+    sent = hub.sent_bytes()
+    pushed = push(model, "me/model", tag="step-30", token=TOKEN, endpoint=hub.url)
+    repo = hub.repo("me/model")
+    assert [commit.oid for commit in repo.commits] == [pushed.commit]
+    assert repo.tags == {"step-30": pushed.commit}
+    assert hub.sent_bytes() == sent > 0
