@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckptkit.core.manifest import MANIFEST_NAME, Manifest
+from ckptkit.core.manifest import BY_STORE, MANIFEST_NAME, Manifest
 from ckptkit.core.texts import size_text
 from ckptkit.planning.selection import what_loads_as_random
+from ckptkit.storage.places import is_url
 from ckptkit_cli._output import Output
 from ckptkit_cli._text import counted, escaped, first_of, wrapped
 
@@ -28,12 +29,14 @@ class Consolidated:
         manifest: What was written there.
         seconds: How long it took, planning and syncing included.
         notes: What the user should know.
+        kept: Whether it was there already, and was only verified.
     """
 
     out: str
     manifest: Manifest
     seconds: float
     notes: tuple[str, ...]
+    kept: bool = False
 
     @property
     def size_bytes(self) -> int:
@@ -45,12 +48,18 @@ class Consolidated:
         """Names of tensors whose source stored no checksum."""
         return [n for n, t in self.manifest.tensors.items() if t.proof == "unverified"]
 
+    @property
+    def copied_by_store(self) -> int:
+        """How many tensors have bytes that the store copied, and proved, by itself."""
+        return sum(1 for one in self.manifest.tensors.values() if one.proof == BY_STORE)
+
     def to_json(self) -> dict[str, Any]:
         """Returns the summary as plain values; all details are in the manifest."""
         unverified = self.unverified
         return {
             "out": self.out,
-            "manifest": str(Path(self.out) / MANIFEST_NAME),
+            "kept": self.kept,
+            "manifest": _below(self.out, MANIFEST_NAME),
             "kind": self.manifest.kind,
             "source": dict(self.manifest.source),
             "options": dict(self.manifest.options),
@@ -63,6 +72,7 @@ class Consolidated:
             "seconds": round(self.seconds, 6),
             "bytes_per_second": round(self.size_bytes / self.seconds),
             "proven": len(self.manifest.tensors) - len(unverified),
+            "copied_by_store": self.copied_by_store,
             "unverified": unverified,
             "tied": dict(self.manifest.tied),
             "notes": list(self.notes),
@@ -75,7 +85,7 @@ def consolidation_page(output: Output, done: Consolidated) -> Iterator[str]:
     speed = size_text(round(done.size_bytes / done.seconds))
     yield output.styled(escaped(done.out), "bold")
     yield (
-        f"  wrote      {counted(len(manifest.tensors), 'tensor')} in"
+        f"  {'kept' if done.kept else 'wrote':<10} {counted(len(manifest.tensors), 'tensor')} in"
         f" {counted(len(manifest.files), 'file')}, {size_text(done.size_bytes)}, in"
         f" {done.seconds:.2f} s ({speed}/s)"
     )
@@ -92,6 +102,8 @@ def _proof(output: Output, done: Consolidated) -> Iterator[str]:
     proven = len(done.manifest.tensors) - unverified
     if proven:
         text = f"  checked    {counted(proven, 'tensor')} proven by CRC-32"
+        if done.copied_by_store:
+            text += f", {done.copied_by_store:,} of them copied by the store itself"
         yield output.styled(text, "green")
     if unverified:
         text = f"  unchecked  {counted(unverified, 'tensor')} whose source stored no checksum"
@@ -100,7 +112,9 @@ def _proof(output: Output, done: Consolidated) -> Iterator[str]:
 
 def loading_line(done: Consolidated) -> str:
     """Returns the line of Python that opens the output."""
-    path = repr(done.out)
+    path = repr(str(done.out))
+    if is_url(done.out):
+        return f"ckptkit.open({path})"
     tensors = ((name, one.shape, one.dtype) for name, one in done.manifest.tensors.items())
     if "config.json" in done.manifest.files and not what_loads_as_random(tensors):
         return f"transformers.{_model_class(done)}.from_pretrained({path})"
@@ -108,6 +122,10 @@ def loading_line(done: Consolidated) -> str:
     if len(weights) == 1:
         return f"safetensors.torch.load_file({str(Path(done.out) / weights[0])!r})"
     return f"ckptkit.open({path})"
+
+
+def _below(out: str, name: str) -> str:
+    return f"{out}/{name}" if is_url(out) else str(Path(out) / name)
 
 
 def _model_class(done: Consolidated) -> str:

@@ -5,20 +5,27 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckptkit.core.errors import UsageError
+from ckptkit.core.manifest import Manifest
 from ckptkit.planning.requests import (
     ConsolidateRequest,
     Layout,
     Resources,
+    check_if_exists,
     file_limit,
     make_resources,
     vocabulary_size,
 )
+from ckptkit.planning.shares import Share, parse_slice
 from ckptkit_cli._failures import told
 from ckptkit_cli._output import Output
 from ckptkit_cli._progress import Progress
+from ckptkit_cli._storage_options import located
+
+if TYPE_CHECKING:
+    from ckptkit.pipeline.consolidating import Consolidation
 
 
 def run_command(title: str, layout: Layout, given: Mapping[str, Any]) -> None:
@@ -29,27 +36,55 @@ def run_command(title: str, layout: Layout, given: Mapping[str, Any]) -> None:
         layout: What the output looks like; the request refuses an unknown one.
         given: The options, by the names that they have in `consolidate`.
     """
-    output = Output(as_json=given["as_json"], quiet=given["quiet"])
+    output = Output(as_json=given["as_json"], quiet=given["quiet"], events=given["events"])
     with told(output):
-        request = ConsolidateRequest(
-            dtype=given["dtype"],
-            keep_dtype=tuple(given["keep_dtype"] or ()),
-            include=tuple(given["include"] or ()),
-            exclude=tuple(given["exclude"] or ()),
-            select=given["select"],
-            max_file_bytes=file_limit(given["max_shard_size"], like=given["like"]),
-            names=given["names"],
-            allow_code=given["allow_code"],
-            layout=layout,
-            like=given["like"],
-            vocab_size=vocabulary_size(given["vocab_size"]),
-        )
-        resources = make_resources(
-            worker_count(given["workers"]), given["memory_budget"], given["memory_limit"]
-        )
-        places = _Places(given["src"], given["out"], given["base"], tuple(given["also"] or ()))
-        job = _Job(title, places, request, resources, given["overwrite"])
-        (job.show_plan if given["dry_run"] else job.run)(output)
+        job = job_of(title, layout, given)
+        share = slice_of(given["slice_"], given["engine"])
+        if given["dry_run"]:
+            job.show_plan(output)
+        elif share is not None:
+            job.run_slice(output, share)
+        else:
+            job.run(output)
+
+
+def job_of(title: str, layout: Layout, given: Mapping[str, Any]) -> Job:
+    """Reads the options, by the names that they have in `consolidate`.
+
+    Raises:
+        UsageError: If one has not the form that it needs.
+    """
+    given = located(given)
+    request = ConsolidateRequest(
+        dtype=given["dtype"],
+        keep_dtype=tuple(given["keep_dtype"] or ()),
+        include=tuple(given["include"] or ()),
+        exclude=tuple(given["exclude"] or ()),
+        select=given["select"],
+        max_file_bytes=file_limit(given["max_shard_size"], like=given["like"]),
+        names=given["names"],
+        allow_code=given["allow_code"],
+        layout=layout,
+        like=given["like"],
+        vocab_size=vocabulary_size(given["vocab_size"]),
+    )
+    resources = make_resources(
+        worker_count(given["workers"]),
+        given["memory_budget"],
+        given["memory_limit"],
+        bandwidth=given["bandwidth"],
+        engine=given["engine"],
+    )
+    places = _Places(given["src"], given["out"], given["base"], given["also"])
+    check_if_exists(given["if_exists"], overwrite=given["overwrite"])
+    return Job(
+        title=title,
+        places=places,
+        request=request,
+        resources=resources,
+        overwrite=given["overwrite"],
+        verifies=given["if_exists"] == "verify",
+    )
 
 
 def worker_count(workers: str | None) -> int | None:
@@ -68,6 +103,23 @@ def worker_count(workers: str | None) -> int | None:
         ) from error
 
 
+def slice_of(text: str | None, engine: str) -> Share | None:
+    """Reads which part of the work is to be done, None where all of it is.
+
+    Raises:
+        UsageError: If it is none, or if another engine shares the work out already.
+    """
+    if text is None:
+        return None
+    if engine != "local":
+        raise UsageError(
+            f"stands beside --engine {engine}, which shares the work out by itself",
+            where=f"--slice {text}",
+            hint="leave one of the two out",
+        )
+    return parse_slice(text)
+
+
 @dataclass(frozen=True, slots=True)
 class _Places:
     src: str
@@ -77,35 +129,92 @@ class _Places:
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
+class Job:
+    """What was asked for.
+
+    Attributes:
+        title: The command's name.
+        places: What is read and written.
+        request: What the output should hold.
+        resources: What the execution may use.
+        overwrite: Whether an output that holds something is replaced.
+        verifies: Whether an output that is there is proven to be the one asked for.
+    """
+
     title: str
     places: _Places
     request: ConsolidateRequest
     resources: Resources
     overwrite: bool
+    verifies: bool
 
     def run(self, output: Output) -> None:
-        from ckptkit.pipeline.consolidating import run_consolidation
-        from ckptkit_cli._consolidation_page import Consolidated, consolidation_page
-
-        places = self.places
+        """Writes the output, and tells what was written."""
         began = time.perf_counter()
         with Progress(output, self.title) as progress:
-            manifest = run_consolidation(
-                places.src,
-                places.out,
-                self.request,
-                base=places.base,
-                also=places.also,
-                overwrite=self.overwrite,
-                resources=self.resources,
-                listener=progress.listen,
-            )
-        done = Consolidated(places.out, manifest, time.perf_counter() - began, progress.notes)
+            manifest = self._confirmed(progress) or self._written(progress)
+        self._tell(output, manifest, time.perf_counter() - began, progress)
+
+    def run_slice(self, output: Output, share: Share) -> None:
+        """Writes one part of the output, and puts the whole in place where it is the last."""
+        from ckptkit.pipeline.consolidating import run_consolidation_slice
+        from ckptkit_cli._slice_page import slice_json, slice_page
+
+        began = time.perf_counter()
+        with Progress(output, f"{self.title} {share}") as progress:
+            manifest = self._confirmed(progress)
+            if manifest is None:
+                done = run_consolidation_slice(
+                    self._consolidation(),
+                    share,
+                    overwrite=self.overwrite,
+                    listener=progress.listen,
+                )
+                manifest = done.manifest
+                if manifest is None:
+                    output.document(slice_json(done, self.places.out))
+                    output.lines(slice_page(done, self.places.out))
+                    return
+        self._tell(output, manifest, time.perf_counter() - began, progress)
+
+    def _tell(self, output: Output, manifest: Manifest, seconds: float, progress: Progress) -> None:
+        from ckptkit_cli._consolidation_page import Consolidated, consolidation_page
+
+        done = Consolidated(self.places.out, manifest, seconds, progress.notes, progress.kept)
         for note in done.notes:
             output.warn(note)
         output.document(done.to_json())
         output.lines(consolidation_page(output, done))
+
+    def _confirmed(self, progress: Progress) -> Manifest | None:
+        if not self.verifies:
+            return None
+        from ckptkit.pipeline.existing import confirmed
+
+        return confirmed(self._consolidation(), progress.listen)
+
+    def _consolidation(self) -> Consolidation:
+        from ckptkit.pipeline.consolidating import Consolidation
+
+        places = self.places
+        return Consolidation(
+            *(places.src, places.out, self.request, places.base, places.also), self.resources
+        )
+
+    def _written(self, progress: Progress) -> Manifest:
+        from ckptkit.pipeline.consolidating import run_consolidation
+
+        places = self.places
+        return run_consolidation(
+            places.src,
+            places.out,
+            self.request,
+            base=places.base,
+            also=places.also,
+            overwrite=self.overwrite,
+            resources=self.resources,
+            listener=progress.listen,
+        )
 
     def show_plan(self, output: Output) -> None:
         """Shows what a run would do, and fails where it would fail before its first byte."""

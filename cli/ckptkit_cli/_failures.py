@@ -6,6 +6,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NoReturn
 
 import typer
 
@@ -42,17 +43,26 @@ def told(output: Output) -> Iterator[None]:
         raise typer.Exit(show_bug(output, error)) from error
 
 
-def exit_unless(passed: bool) -> None:
-    """Ends a command that did its work with the status for "something is wrong"."""
+def exit_unless(passed: bool, kind: type[CkptkitError] = VerificationError) -> None:
+    """Ends a command that did its work, and told all of it, with the status of an error."""
     if not passed:
-        raise typer.Exit(VerificationError.exit_status)
+        exit_with(kind.exit_status)
+
+
+def exit_with(status: int) -> NoReturn:
+    """Ends a command that did its work, and told all of it.
+
+    Raises:
+        typer.Exit: With the status.
+    """
+    raise typer.Exit(status)
 
 
 def show_stop(output: Output, stop: Stopped) -> int:
     """Tells that a signal ended the command; returns the exit status."""
     code = "interrupted" if stop.signal.name == "SIGINT" else "terminated"
     message = f"stopped by {stop.signal.name}"
-    _show_document(output, code, "", message, "")
+    _show_document(output, stop.exit_status, code, message)
     output.fail(code, message)
     return stop.exit_status
 
@@ -60,8 +70,10 @@ def show_stop(output: Output, stop: Stopped) -> int:
 def show_bug(output: Output, error: Exception) -> int:
     """Shows the traceback of what must not happen; returns the exit status."""
     lines = "".join(traceback.format_exception(error)).splitlines()
-    sys.stderr.write("".join(f"{escaped(line)}\n" for line in lines))
-    _show_document(output, "internal-error", "", f"{type(error).__name__}: {error}", "")
+    if not output.events:
+        sys.stderr.write("".join(f"{escaped(line)}\n" for line in lines))
+    output.event("traceback", lines=lines)
+    _show_document(output, _BUG_STATUS, "internal-error", f"{type(error).__name__}: {error}")
     output.fail(
         "error[internal-error]",
         f"this is a bug of ckptkit {__version__}",
@@ -71,7 +83,9 @@ def show_bug(output: Output, error: Exception) -> int:
 
 
 def _show_error(output: Output, error: CkptkitError) -> int:
-    _show_document(output, error.code, error.where, error.message, error.hint)
+    _show_document(
+        output, error.exit_status, error.code, error.message, where=error.where, hint=error.hint
+    )
     output.fail(f"error[{error.code}]", str(error), error.hint)
     return error.exit_status
 
@@ -87,5 +101,9 @@ def _show_system_error(output: Output, error: OSError) -> int:
     return show_bug(output, error)
 
 
-def _show_document(output: Output, code: str, where: str, message: str, hint: str) -> None:
-    output.document({"error": {"code": code, "where": where, "message": message, "hint": hint}})
+def _show_document(
+    output: Output, status: int, code: str, message: str, *, where: str = "", hint: str = ""
+) -> None:
+    error = {"code": code, "where": where, "message": message, "hint": hint}
+    output.document({"error": error})
+    output.event("failed", exit_status=status, **error)

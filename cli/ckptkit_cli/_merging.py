@@ -26,6 +26,7 @@ from ckptkit_cli._conversion import worker_count
 from ckptkit_cli._output import Output
 from ckptkit_cli._plan_page import plan_json, plan_page
 from ckptkit_cli._progress import Progress
+from ckptkit_cli._storage_options import sources_of
 from ckptkit_cli._text import counted, escaped, table
 
 _TITLE = "adapter merge"
@@ -130,16 +131,18 @@ def _adapters(
         config=given["adapter_config"],
         overrides=known,
         select=given["select"],
-        also=tuple(given["also"] or ()),
+        also=given["also"],
         allow_untrained=given["allow_untrained"],
         limit_bytes=resources.memory_limit_bytes,
     )
     names = [_weighted(text, "--adapter") for text in given["adapter"] or ()]
     # A path may have an equals sign itself.
-    further = [
+    sources = sources_of(given["src"], given["src_option"])
+    pairs = [
         (text, 1.0) if text and Path(text).exists() else _weighted(text, "--with")
         for text in given["also_adapters"] or ()
     ]
+    further = [(sources.place(text), weight) for text, weight in pairs]
     return choices_of(given["src"], first, names, further)
 
 

@@ -34,7 +34,9 @@ Tuned = Annotated[
 Destination = Annotated[
     str,
     typer.Argument(
-        metavar="OUT", help="A directory that does not exist, or is empty.", show_default=False
+        metavar="OUT",
+        help="A directory that does not exist or is empty, or a URL below which nothing lies.",
+        show_default=False,
     ),
 ]
 Selection = Annotated[
@@ -308,8 +310,7 @@ AllowUntrained = Annotated[
     bool,
     typer.Option(
         "--allow-untrained",
-        help="Take an adapter that changes nothing all the same. One without any tensor is refused"
-        " even so.",
+        help="Take an adapter that changes nothing all the same, also one without any tensor.",
         show_default=False,
     ),
 ]

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import sys
+import time
 from collections.abc import Iterable
 from typing import Any, Literal, TextIO
 
@@ -29,15 +30,17 @@ class Output:
     here.
     """
 
-    def __init__(self, *, as_json: bool = False, quiet: bool = False) -> None:
+    def __init__(self, *, as_json: bool = False, quiet: bool = False, events: bool = False) -> None:
         """Chooses what is shown.
 
         Args:
             as_json: Whether stdout carries one JSON document and nothing else.
             quiet: Whether only errors are shown.
+            events: Whether stderr carries one JSON document per line and nothing else.
         """
         self.as_json = as_json
         self.quiet = quiet
+        self.events = events
         self._colour = _takes_colour(sys.stdout)
         self._colour_messages = _takes_colour(sys.stderr)
 
@@ -49,7 +52,7 @@ class Output:
     @property
     def shows_progress(self) -> bool:
         """Whether somebody watches who could be shown a bar."""
-        return sys.stderr.isatty() and not (self.as_json or self.quiet)
+        return sys.stderr.isatty() and not (self.as_json or self.quiet or self.events)
 
     def styled(self, text: str, style: Style) -> str:
         """Colours a part of a result, where colours are wanted."""
@@ -65,13 +68,30 @@ class Output:
         if self.as_json:
             _write(sys.stdout, json.dumps(value, indent=2, ensure_ascii=True) + "\n")
 
+    def record(self, value: Any) -> None:
+        """Prints one of many results, as one line of JSON, in ASCII."""
+        _write(sys.stdout, json.dumps(value, ensure_ascii=True) + "\n")
+
+    def event(self, name: str, /, **facts: Any) -> None:
+        """Tells programs on stderr what happened; nothing where no events were asked for."""
+        if self.events:
+            line = {"event": name, "time": round(time.time(), 3), **facts}
+            _write(sys.stderr, json.dumps(line, ensure_ascii=True) + "\n")
+
+    def note(self, text: str) -> None:
+        """Passes on to stderr what somebody else has said."""
+        _write(sys.stderr, f"{escaped(text)}\n")
+
     def warn(self, text: str) -> None:
         """Tells on stderr what the user should know."""
-        if not self.quiet:
+        self.event("warning", message=text)
+        if not (self.quiet or self.events):
             self._tell("warning", "yellow", text)
 
     def fail(self, label: str, text: str, hint: str = "") -> None:
-        """Tells on stderr what went wrong, and what to do next."""
+        """Tells people on stderr what went wrong, and what to do next."""
+        if self.events:
+            return
         self._tell(label, "red", text)
         if hint:
             _write(sys.stderr, f"  hint: {escaped(hint)}\n")

@@ -7,8 +7,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ckptkit.core.texts import size_text
+from ckptkit.execution.horizon import planned_reads
 from ckptkit.pipeline.writing import Prepared
 from ckptkit.planning.plan import TASK_BYTES, Compute, OutputFile
+from ckptkit.planning.reads import GAP_BYTES, REQUEST_BYTES
 from ckptkit_cli._output import Output
 from ckptkit_cli._text import counted, escaped, first_of, table, wrapped
 
@@ -33,7 +35,16 @@ def plan_json(prepared: Prepared, out: str) -> dict[str, Any]:
         "bytes_free": estimate.bytes_free,
         "peak_bytes": estimate.peak_bytes,
         "notes": list(plan.notes),
+        **_requests_json(prepared),
     }
+
+
+def _requests_json(prepared: Prepared) -> dict[str, Any]:
+    reads = planned_reads(prepared.plan, prepared.inputs.origins)
+    if reads is None:
+        return {}
+    sizes = {"bytes": reads.size_bytes, "most_bytes": REQUEST_BYTES, "gap_bytes": GAP_BYTES}
+    return {"requests": {"count": reads.requests, **sizes}}
 
 
 def _file_json(file: OutputFile) -> dict[str, Any]:
@@ -75,6 +86,16 @@ def _facts(prepared: Prepared) -> Iterator[tuple[str, str]]:
     for tie in first_of(ties, _LISTED_TIES):
         yield "tied", escaped(tie)
     yield "reads", size_text(estimate.bytes_read)
+    reads = planned_reads(plan, prepared.inputs.origins)
+    if reads is not None:
+        yield (
+            "requests",
+            (
+                f"about {reads.requests:,} for {size_text(reads.size_bytes)}, of at most"
+                f" {size_text(REQUEST_BYTES)} each; gaps of up to {size_text(GAP_BYTES)} are read"
+                " with what lies around them"
+            ),
+        )
     yield (
         "writes",
         (

@@ -6,7 +6,8 @@ import threading
 from types import TracebackType
 from typing import Any, Self
 
-from ckptkit.execution.events import BytesWritten, Event, Planned, Started
+from ckptkit.execution.events import BytesWritten, Event, Kept, Planned, Started
+from ckptkit_cli._event_lines import EventLines
 from ckptkit_cli._output import Output
 
 
@@ -17,6 +18,7 @@ class Progress:
 
     Attributes:
         notes: What the plan has to say to the user, once it is known.
+        kept: Whether the output was there already.
     """
 
     def __init__(self, output: Output, label: str) -> None:
@@ -27,6 +29,8 @@ class Progress:
             label: What stands before the bar.
         """
         self.notes: tuple[str, ...] = ()
+        self.kept = False
+        self._lines = EventLines(output.event)
         self._shown = output.shows_progress
         self._label = label
         self._lock = threading.Lock()
@@ -49,6 +53,9 @@ class Progress:
     def listen(self, event: Event) -> None:
         """Takes notice of an event."""
         with self._lock:
+            self._lines.listen(event)
+            if isinstance(event, Kept):
+                self.kept = True
             if isinstance(event, Planned):
                 self.notes += tuple(event.notes)
             if not self._shown:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from ckptkit_cli import _options as options
+from ckptkit_cli import _storage_options as storage
 from ckptkit_cli._failures import told
+from ckptkit_cli._job_options import Events
 from ckptkit_cli._output import Output
 
 
@@ -19,8 +21,11 @@ def from_diff(
     select: options.Selection = None,
     report: options.Report = False,
     overwrite: options.Overwrite = False,
+    src_option: storage.SrcOption = None,
+    dst_option: storage.DstOption = None,
     as_json: options.AsJson = False,
     quiet: options.Quiet = False,
+    events: Events = False,
 ) -> None:
     """Make a LoRA adapter of what full training changed.
 
@@ -28,7 +33,8 @@ def from_diff(
     factors miss is measured layer by layer, and what changed besides is named: norms, biases and
     embeddings have no factors.
     """
-    output = Output(as_json=as_json, quiet=quiet)
+    output = Output(as_json=as_json, quiet=quiet, events=events)
+    given = {**locals(), "src": tuned, "also": None}
     with told(output):
         from ckptkit.pipeline.adapters.from_diff import make_diff_request
         from ckptkit_cli._difference_page import DiffJob
@@ -41,4 +47,11 @@ def from_diff(
             full=full or (),
             select=select,
         )
-        DiffJob(tuned, out, base, request, overwrite=overwrite, report=report).run(output)
+        places = storage.located(given)
+        job = DiffJob(
+            *(places["src"], places["out"], places["base"]),
+            request,
+            overwrite=overwrite,
+            report=report,
+        )
+        job.run(output)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from ckptkit_cli import _options as options
+from ckptkit_cli import _storage_options as storage
 from ckptkit_cli._failures import told
+from ckptkit_cli._job_options import Events
 from ckptkit_cli._known_adapter import known_of_adapter
 from ckptkit_cli._output import Output
 
@@ -35,8 +37,11 @@ def merge(
     memory_budget: options.MemoryBudget = "64MB",
     memory_limit: options.MemoryLimit = None,
     workers: options.Workers = None,
+    src_option: storage.SrcOption = None,
+    dst_option: storage.DstOption = None,
     as_json: options.AsJson = False,
     quiet: options.Quiet = False,
+    events: Events = False,
 ) -> None:
     """Merge LoRA adapters into their base model.
 
@@ -44,11 +49,11 @@ def merge(
     Each tensor of the adapters is used exactly once, and each of the base is written exactly once.
     OUT appears when it is complete and durable, or not at all.
     """
-    output = Output(as_json=as_json, quiet=quiet)
+    output = Output(as_json=as_json, quiet=quiet, events=events)
     given = locals()
     with told(output):
         from ckptkit_cli._merging import Merging
 
         known = known_of_adapter(lora_alpha, use_rslora, fan_in_fan_out, token_indices)
-        job = Merging.of(given, known)
+        job = Merging.of(storage.located(given), known)
         (job.show_plan if dry_run else job.run)(output)

@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import cast
 
 from ckptkit.planning.requests import Layout
+from ckptkit_cli import _job_options as job_options
+from ckptkit_cli import _machine_options as machines
 from ckptkit_cli import _options as options
+from ckptkit_cli import _storage_options as storage
 from ckptkit_cli._conversion import run_command
 
 
@@ -27,11 +30,18 @@ def convert(
     allow_code: options.AllowCode = False,
     dry_run: options.DryRun = False,
     overwrite: options.Overwrite = False,
+    if_exists: job_options.IfExists = "error",
     memory_budget: options.MemoryBudget = "64MB",
     memory_limit: options.MemoryLimit = None,
     workers: options.Workers = None,
+    bandwidth: machines.Bandwidth = None,
+    engine: machines.EngineName = "local",
+    slice_: machines.Slice = None,
+    src_option: storage.SrcOption = None,
+    dst_option: storage.DstOption = None,
     as_json: options.AsJson = False,
     quiet: options.Quiet = False,
+    events: job_options.Events = False,
 ) -> None:
     """Write a model in another layout.
 

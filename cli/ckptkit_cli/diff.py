@@ -11,6 +11,7 @@ from ckptkit_cli._failures import exit_unless, told
 from ckptkit_cli._options import AsJson
 from ckptkit_cli._output import Output
 from ckptkit_cli._progress import Progress
+from ckptkit_cli._storage_options import SrcOption, sources_of
 from ckptkit_cli._text import counted, escaped, first_of, wrapped
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ def diff(
     b: Annotated[
         str, typer.Argument(metavar="B", help="Another one, of any format.", show_default=False)
     ],
+    src_option: SrcOption = None,
     as_json: AsJson = False,
 ) -> None:
     """Compare two models bit by bit.
@@ -38,7 +40,8 @@ def diff(
         from ckptkit.pipeline.diffing import run_diff
 
         with Progress(output, "diff") as progress:
-            found = run_diff(a, b, listener=progress.listen)
+            sources = sources_of(a, src_option)
+            found = run_diff(sources.first, sources.place(b), listener=progress.listen)
         output.document(found.to_json())
         output.lines(_page(output, found))
         exit_unless(found.same)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ckptkit_cli._failures import told
 from ckptkit_cli._options import Also, AsJson, Selection, Source, TensorPattern
 from ckptkit_cli._output import Output
+from ckptkit_cli._storage_options import SrcOption, sources_of
 
 
 def inspect(
@@ -13,6 +14,7 @@ def inspect(
     tensors: TensorPattern = None,
     select: Selection = None,
     also: Also = None,
+    src_option: SrcOption = None,
 ) -> None:
     """Show what lies in a checkpoint.
 
@@ -25,7 +27,8 @@ def inspect(
         from ckptkit_cli._inspection_page import inspection_page, matching
         from ckptkit_cli._next_command import Given
 
-        inspection = run_inspection(src, select=select, also=also or ())
+        sources = sources_of(src, src_option)
+        inspection = run_inspection(sources.first, select=select, also=sources.further(also or ()))
         if tensors is not None:
             inspection = matching(inspection, tensors)
         if as_json:

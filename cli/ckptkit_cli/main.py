@@ -15,17 +15,23 @@ from ckptkit_cli._plain_command import PlainCommand, PlainGroup
 from ckptkit_cli._signals import Stopped, raise_on_signals
 from ckptkit_cli._streams import flush_streams, prepare_streams
 from ckptkit_cli.adapter import adapter_group
+from ckptkit_cli.batch import batch
 from ckptkit_cli.consolidate import consolidate
 from ckptkit_cli.convert import convert
 from ckptkit_cli.diff import diff
 from ckptkit_cli.inspect import inspect
+from ckptkit_cli.ls import ls
+from ckptkit_cli.prune import prune
+from ckptkit_cli.pull import pull
+from ckptkit_cli.push import push
 from ckptkit_cli.save_now import save_now
 from ckptkit_cli.verify import verify
+from ckptkit_cli.watch import watch
 
 _EPILOG = (
     "Exit statuses: 0 done, 1 a bug of ckptkit, 2 wrong usage, 3 unreadable, damaged or incomplete"
     " input, 4 impossible or refused request, 5 the output exists, 6 verification failed or a"
-    " difference found, 130 interrupted, 143 terminated."
+    " difference found, 7 the Hub refused or was not reached, 130 interrupted, 143 terminated."
 )
 
 
@@ -62,7 +68,20 @@ def _application() -> typer.Typer:
         epilog=_EPILOG,
     )
     application.callback()(_options)
-    for command in (inspect, consolidate, convert, verify, diff, save_now):
+    for command in (
+        inspect,
+        consolidate,
+        convert,
+        verify,
+        diff,
+        save_now,
+        ls,
+        prune,
+        batch,
+        push,
+        pull,
+        watch,
+    ):
         application.command(cls=PlainCommand)(command)
     application.add_typer(adapter_group())
     return application

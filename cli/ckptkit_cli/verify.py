@@ -12,6 +12,7 @@ from ckptkit_cli._failures import exit_unless, told
 from ckptkit_cli._options import Also, AsJson, Selection
 from ckptkit_cli._output import Output
 from ckptkit_cli._progress import Progress
+from ckptkit_cli._storage_options import SrcOption, sources_of
 from ckptkit_cli._text import counted, escaped, first_of, wrapped
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ def verify(
     ],
     select: Selection = None,
     also: Also = None,
+    src_option: SrcOption = None,
     as_json: AsJson = False,
 ) -> None:
     """Check all data against its checksums.
@@ -43,8 +45,10 @@ def verify(
         from ckptkit.pipeline.verifying import run_verification
 
         with Progress(output, "verify") as progress:
+            sources = sources_of(path, src_option)
+            further = sources.further(also or ())
             report = run_verification(
-                path, select=select, also=also or (), listener=progress.listen
+                sources.first, select=select, also=further, listener=progress.listen
             )
         output.document(report.to_json())
         output.lines(_page(output, report))

@@ -86,6 +86,12 @@ def test_help_names_exactly_the_commands_that_exist() -> None:
         "verify",
         "diff",
         "save-now",
+        "ls",
+        "prune",
+        "batch",
+        "push",
+        "pull",
+        "watch",
         "adapter",
     ]
     assert not any(line.endswith("...") for line in lines)
@@ -98,6 +104,8 @@ def test_consolidate_offers_exactly_the_options_that_are_built() -> None:
         *("--select", "--keep-dtype", "--names", "--base", "--max-shard-size", "--include"),
         *("--also", "--exclude", "--allow-code", "--dry-run", "--overwrite", "--memory-budget"),
         *("--memory-limit", "--workers", "--json", "--quiet", "--like", "--vocab-size"),
+        *("--if-exists", "--events", "--src-option", "--dst-option"),
+        *("--engine", "--slice", "--bandwidth"),
     }
 
 

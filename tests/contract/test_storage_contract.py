@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from itertools import pairwise
 from pathlib import Path
 
+import fsspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -22,8 +23,13 @@ from ckptkit.storage.base import Source, Target
 from ckptkit.storage.buffers import aligned_buffer
 from ckptkit.storage.local import LocalSource
 from ckptkit.storage.memory import MemorySource, MemoryTarget
+from ckptkit.storage.places import Place as RemoteLocation
+from ckptkit.storage.places import open_target
+from ckptkit.storage.remote_source import RemoteSource
+from ckptkit.storage.remote_store import store_of
 from ckptkit.storage.staging import LocalTarget
 from ckptkit.storage.syscalls import Capabilities, detect_capabilities
+from tests.object_store import Bucket, ObjectStore
 
 CAPABILITIES = {"native": detect_capabilities(), "portable": Capabilities.none()}
 FILES = {
@@ -57,16 +63,70 @@ class Place:
         return {path.relative_to(self._out).as_posix(): path.read_bytes() for path in found}
 
 
-@pytest.fixture(params=["native", "portable", "memory"])
+class RemotePlace(Place):
+    """The same in a store: that of fsspec in memory, or a bucket on a real server."""
+
+    def __init__(self, location: RemoteLocation, bucket: Bucket | None = None) -> None:
+        self._location = location
+        self._bucket = bucket
+        self._store = store_of(location)  # one connection for all targets
+
+    def target(self, *, overwrite: bool = False) -> Target:
+        return open_target(self._location, overwrite=overwrite)
+
+    def visible(self) -> dict[str, bytes]:
+        if self._bucket is not None:
+            found = ((key, self._bucket.get(key)) for key in self._bucket.keys("parent/out/"))
+            return {key.removeprefix("parent/out/"): data for key, data in found}
+        files = fsspec.filesystem("memory")
+        found = ((path, files.cat_file(path)) for path in files.find("/parent/out"))
+        return {path.removeprefix("/parent/out/"): data for path, data in found}
+
+
+def remote_place(kind: str, object_store: ObjectStore) -> RemotePlace:
+    if kind == "s3":
+        bucket = object_store.bucket("contract")
+        bucket.clear()
+        location = RemoteLocation(f"{bucket.url}/parent/out", object_store.options)
+        return RemotePlace(location, bucket)
+    files = fsspec.filesystem("memory")
+    if files.exists("/parent"):
+        files.rm("/parent", recursive=True)
+    return RemotePlace(RemoteLocation("memory://parent/out"))
+
+
+@pytest.fixture(params=["native", "portable", "memory", "s3", "fsspec"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+    if request.param in {"s3", "fsspec"}:
+        return remote_place(request.param, request.getfixturevalue("object_store"))
     return Place(request.param, tmp_path)
 
 
-@pytest.fixture(params=["native", "portable", "memory"])
+def remote_source(files: Mapping[str, bytes], bucket: Bucket | None) -> RemoteSource:
+    if bucket is not None:
+        bucket.clear()
+        for path, data in files.items():
+            bucket.put(f"read/here/{path}", data)
+        return RemoteSource(RemoteLocation(f"{bucket.url}/read/here", bucket.store.options))
+    store = fsspec.filesystem("memory")
+    if store.exists("/read"):
+        store.rm("/read", recursive=True)
+    for path, data in files.items():
+        store.pipe_file(f"/read/here/{path}", data)
+    return RemoteSource(RemoteLocation("memory://read/here"))
+
+
+@pytest.fixture(params=["native", "portable", "memory", "s3", "fsspec"])
 def open_source(request: pytest.FixtureRequest, tmp_path: Path) -> OpenSource:
     def open_it(files: Mapping[str, bytes]) -> Source:
         if request.param == "memory":
             return MemorySource(files)
+        if request.param in {"s3", "fsspec"}:
+            store = request.getfixturevalue("object_store")
+            bucket = store.bucket("contract-reads") if request.param == "s3" else None
+            remote = remote_source(files, bucket)
+            request.addfinalizer(remote.close)
+            return remote
         for path, data in files.items():
             (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / path).write_bytes(data)
@@ -140,18 +200,23 @@ def test_a_missing_file_is_named(open_source: OpenSource) -> None:
             call()
 
 
-@pytest.mark.parametrize("path", ["../x", "/etc/passwd", "a/../../x", "..", "", ".", "a\0b"])
-def test_a_path_out_of_the_folder_is_refused(
-    open_source: OpenSource, place: Place, path: str
-) -> None:
+OUTSIDE = ["../x", "/etc/passwd", "a/../../x", "..", "", ".", "a\0b"]
+
+
+@pytest.mark.parametrize("path", OUTSIDE)
+def test_a_path_out_of_the_folder_is_not_read(open_source: OpenSource, path: str) -> None:
     source = open_source(FILES)
     with pytest.raises(UnsafePathError):
         source.stat(path)
     with pytest.raises(UnsafePathError):
         source.read(path, 0, 1)
+
+
+def test_a_path_out_of_the_folder_is_not_written(place: Place) -> None:
     target = place.target()
-    with pytest.raises(UnsafePathError):
-        target.create(path, 1)
+    for path in OUTSIDE:
+        with pytest.raises(UnsafePathError):
+            target.create(path, 1)
     target.abandon()
 
 
@@ -168,7 +233,7 @@ def test_many_threads_read_through_one_source(open_source: OpenSource) -> None:
     wrong: list[str] = []
 
     def read(shift: int) -> None:
-        for turn in range(200):
+        for turn in range(20 if isinstance(source, RemoteSource) else 200):
             name = f"{(turn + shift) % 8}.bin"
             target = bytearray(300)
             source.read_into(name, 4800 + shift, memoryview(target))
@@ -192,6 +257,8 @@ def test_nothing_is_visible_before_the_commit_and_everything_after(place: Place)
 
 
 def test_a_file_has_its_exact_size_whatever_was_written(place: Place) -> None:
+    if isinstance(place, RemotePlace):
+        pytest.skip("a store has no files with holes")
     target = place.target()
     target.create("x", 1_000_003)
     target.write("x", 999_999, memoryview(b"tail"))

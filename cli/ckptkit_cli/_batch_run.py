@@ -1,0 +1,155 @@
+"""Running the jobs of a batch: each in a process of its own, so that none can harm another."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from typing import IO, Any, cast
+
+from ckptkit_cli._batch_jobs import BatchJob
+from ckptkit_cli._output import Output
+
+_CHILD = "ckptkit_cli._batch_child"
+_SIGNALLED = 128
+_PATIENCE_SECONDS = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A job that has ended.
+
+    Attributes:
+        job: The job.
+        status: What it exited with.
+        seconds: How long it took.
+        document: What it printed: its result, or what went wrong.
+    """
+
+    job: BatchJob
+    status: int
+    seconds: float
+    document: Any
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the line of the batch's results."""
+        line: dict[str, Any] = {"line": self.job.line}
+        if self.job.name is not None:
+            line["id"] = self.job.name
+        line |= {"command": self.job.command, "exit_status": self.status}
+        line["seconds"] = round(self.seconds, 3)
+        if isinstance(self.document, dict) and "error" in self.document:
+            return line | {"error": self.document["error"]}
+        return line | {"result": self.document}
+
+
+class BatchRun:
+    """Runs jobs, some at a time, and ends them all when it is left."""
+
+    def __init__(self, output: Output, *, at_once: int) -> None:
+        """Prepares.
+
+        Args:
+            output: Where messages of the jobs go.
+            at_once: How many jobs run at a time.
+        """
+        self._output = output
+        self._at_once = at_once
+        self._lock = threading.Lock()
+        self._running: set[subprocess.Popen[bytes]] = set()
+        self._stopped = False
+
+    def run(self, jobs: Sequence[BatchJob]) -> Iterator[Ended]:
+        """Yields each job when it has ended."""
+        with ThreadPoolExecutor(self._at_once) as crew:
+            try:
+                for future in as_completed([crew.submit(self._run, job) for job in jobs]):
+                    ended = future.result()
+                    if ended is not None:
+                        yield ended
+            finally:
+                self._stop()
+                crew.shutdown(cancel_futures=True)
+
+    def _stop(self) -> None:
+        with self._lock:
+            self._stopped = True
+            running = list(self._running)
+            for process in running:
+                process.terminate()
+        for process in running:
+            try:
+                process.wait(_PATIENCE_SECONDS)
+            except subprocess.TimeoutExpired:  # it hangs; what it leaves is swept by the next run
+                process.kill()
+
+    def _run(self, job: BatchJob) -> Ended | None:
+        began = time.perf_counter()
+        with self._lock:
+            if self._stopped:
+                return None
+            process = subprocess.Popen(  # noqa: S603  it is this very program
+                [sys.executable, "-P", "-m", _CHILD],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+            )
+            self._running.add(process)
+        try:
+            text = self._conversation(process, job)
+        finally:
+            with self._lock:
+                self._running.discard(process)
+        status = process.returncode
+        status = status if status >= 0 else _SIGNALLED - status
+        return Ended(job, status, time.perf_counter() - began, _document(text, status))
+
+    def _conversation(self, process: subprocess.Popen[bytes], job: BatchJob) -> bytes:
+        given, answer = cast(IO[bytes], process.stdin), cast(IO[bytes], process.stdout)
+        said = cast(IO[bytes], process.stderr)
+        events = ["--events"] if self._output.events and job.takes_events else []
+        words = [*job.command.split(), "--json", *events, *job.words]
+        with process:
+            listener = threading.Thread(target=self._pass_on, args=(said, job))
+            listener.start()
+            try:
+                given.write(json.dumps(words).encode() + b"\n")
+                given.flush()
+            except BrokenPipeError:  # it died already, and its status says so
+                pass
+            text = answer.read()
+            listener.join()
+            process.wait()
+        return text
+
+    def _pass_on(self, stream: IO[bytes], job: BatchJob) -> None:
+        for line in stream:
+            text = line.decode(errors="backslashreplace").rstrip()
+            with self._lock:
+                self._tell(text, job)
+
+    def _tell(self, text: str, job: BatchJob) -> None:
+        if not self._output.events:
+            self._output.note(f"line {job.line}: {text}")
+            return
+        mark = {"line": job.line} | ({} if job.name is None else {"id": job.name})
+        try:
+            event = json.loads(text)
+            name = event.pop("event")
+            event.pop("time", None)
+        except (ValueError, LookupError, TypeError, AttributeError):
+            name, event = "message", {"message": text}
+        self._output.event(name, **mark, **event)
+
+
+def _document(text: bytes, status: int) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        message = f"the process ended with status {status} and no result"
+        return {"error": {"code": "no-result", "where": "", "message": message, "hint": ""}}

@@ -1,0 +1,202 @@
+"""The run of `ckptkit watch`: from its options to its exit status."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast, get_args
+
+import typer
+
+from ckptkit.core.errors import CkptkitError, UsageError
+from ckptkit.hub.watch import WatchSettings
+from ckptkit.hub.watch_branch import BranchSettings
+from ckptkit.hub.watch_building import Making
+from ckptkit.hub.watch_events import WatchEvent
+from ckptkit.hub.watch_metrics import MetricsServer, WatchMetrics
+from ckptkit.hub.watch_opening import WatchRequest, run_watch
+from ckptkit.pipeline.adapters.sources import AdapterRequest
+from ckptkit.planning.push_choice import PushChoice, PushKind
+from ckptkit.planning.requests import (
+    ConsolidateRequest,
+    check_choice,
+    file_limit,
+    make_resources,
+    positive_number,
+)
+from ckptkit.planning.retention import BestMode, Retention
+from ckptkit.storage.place_options import parse_options
+from ckptkit.storage.places import PathLike, Place, is_url
+from ckptkit_cli._conversion import worker_count
+from ckptkit_cli._output import Output
+from ckptkit_cli._signals import Stopped
+from ckptkit_cli._watch_page import WatchPage
+from ckptkit_cli._watch_pauses import WatchPauses
+
+_LOCAL_SECONDS, _REMOTE_SECONDS = 5.0, 30.0
+_LEAST_SECONDS, _MOST_SECONDS = 0.05, 86_400.0
+_MOST_PORT = 65_535
+_FOLDER_NAME = re.compile(r"(?!ckptkit)[A-Za-z0-9_{][A-Za-z0-9_{}.-]*")
+
+
+def watch_run(output: Output, given: Mapping[str, Any]) -> None:
+    """Runs the command.
+
+    Args:
+        output: Takes messages.
+        given: The options, by the names of their parameters.
+
+    Raises:
+        typer.Exit: With the status of the first step that could not be pushed.
+        CkptkitError: What ended the watch.
+    """
+    metrics = WatchMetrics()
+    page = WatchPage(output, metrics, as_json=given["as_json"])
+    with _last_words(page):
+        request = _request(given)
+        with _served(metrics, given, page):
+            pauses = WatchPauses(ending=given["once"], reads_input=given["until_eof"])
+            done = run_watch(request, pauses, page.listen, page.progress)
+    for error in done.failures.values():
+        raise typer.Exit(error.exit_status)
+
+
+@contextmanager
+def _last_words(page: WatchPage) -> Iterator[None]:
+    """Has the last event tell how the watch ended."""
+    facts: dict[str, Any] = {}
+    try:
+        yield
+    except CkptkitError as error:
+        facts = {"error": error.to_json()}
+        raise
+    except Stopped as stop:
+        facts = {"signal": stop.signal.name}
+        raise
+    except Exception as error:
+        bug = f"{type(error).__name__}: {error}"
+        facts = {"error": {"code": "internal-error", "message": bug, "where": "", "hint": ""}}
+        raise
+    finally:
+        page.listen(WatchEvent("stopped", None, facts))
+
+
+@contextmanager
+def _served(metrics: WatchMetrics, given: Mapping[str, Any], page: WatchPage) -> Iterator[None]:
+    """Serves the metrics, if they are asked for."""
+    if given["metrics_port"] is None:
+        yield
+        return
+    port = _number(given["metrics_port"], "--metrics-port", 0, _MOST_PORT)
+    server = MetricsServer(metrics, int(port), given["metrics_host"])
+    try:
+        page.listen(WatchEvent("serving", None, {"url": server.url}))
+        yield
+    finally:
+        server.close()
+
+
+def _request(given: Mapping[str, Any]) -> WatchRequest:
+    run = _run(given)
+    check_choice("--as", given["make"], get_args(PushKind))
+    check_choice("--best-mode", given["best_mode"], get_args(BestMode))
+    mode = cast(BestMode, given["best_mode"])
+    whole = _folder_name(given["whole_step"])
+    state = None if given["state"] is None else Path(given["state"])
+    return WatchRequest(
+        run=run,
+        repo_id=given["push"],
+        state=state,
+        settings=WatchSettings(
+            choice=PushChoice(
+                every=positive_number(given["every"], option="--every", example=1000),
+                best=given["best"],
+                best_mode=mode,
+                last_only=given["last_only"],
+            ),
+            making=_making(given, whole),
+            poll_seconds=_interval(given["interval"], run),
+            at_end=given["at_end"],
+        ),
+        branch=BranchSettings(
+            private=given["private"],
+            revision=given["revision"],
+        ),
+        tag_prefix=given["tag_prefix"],
+        retention=Retention(
+            keep_last=positive_number(given["keep_last"], option="--keep-last", example=3),
+            keep_every=positive_number(given["keep_every"], option="--keep-every", example=1000),
+            keep_best=given["keep_best"],
+            best_mode=mode,
+        ),
+        waits_for_lock=given["wait_for_lock"],
+    )
+
+
+def _making(given: Mapping[str, Any], whole: str) -> Making:
+    return Making(
+        kind=cast(PushKind, given["make"]),
+        request=ConsolidateRequest(
+            dtype=given["dtype"], max_file_bytes=file_limit(given["max_shard_size"], like=None)
+        ),
+        adapter=AdapterRequest(adapter=given["adapter"], config=given["adapter_config"]),
+        base=given["base"],
+        resources=make_resources(worker_count(given["workers"]), given["memory_budget"], None),
+        state_folder=whole,
+    )
+
+
+def _folder_name(text: str | None) -> str:
+    if text is not None and not _FOLDER_NAME.fullmatch(text):
+        raise UsageError(
+            f"{text!r} is no name of a folder",
+            where="--whole-step",
+            hint="pass --whole-step last-checkpoint, or checkpoint-{step}",
+        )
+    return text or ""
+
+
+def _run(given: Mapping[str, Any]) -> PathLike:
+    """Returns the run, with what its storage has to be told."""
+    options = parse_options(given["src_option"] or (), option="--src-option")
+    name = given["src_options_from"]
+    if name is not None:
+        options |= _from_environment(name)
+    return Place(given["run"], options)
+
+
+def _from_environment(name: str) -> dict[str, Any]:
+    try:
+        found = json.loads(os.environ.get(name, ""))
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise UsageError(
+            f"the environment variable {name!r} holds no JSON object", where="--src-options-from"
+        )
+    return found
+
+
+def _interval(text: str | None, run: PathLike) -> float:
+    if text is None:
+        return _REMOTE_SECONDS if is_url(run) else _LOCAL_SECONDS
+    return _number(text, "--interval", _LEAST_SECONDS, _MOST_SECONDS)
+
+
+def _number(text: str, option: str, least: float, most: float) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if least <= number <= most:
+        return number
+    raise UsageError(
+        f"{text!r} is no number from {least:g} to {most:,.0f}",
+        where=option,
+        hint=f"pass {option} 10" if option == "--interval" else f"pass {option} 9100",
+    )

@@ -1,0 +1,97 @@
+"""`ckptkit push`: a folder that loads becomes one commit on the Hub."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ckptkit.core.texts import size_text
+from ckptkit_cli import _hub_options as options
+from ckptkit_cli._failures import told
+from ckptkit_cli._options import AsJson, Quiet
+from ckptkit_cli._output import Output
+from ckptkit_cli._progress import Progress
+from ckptkit_cli._text import counted, escaped, first_of
+
+if TYPE_CHECKING:
+    from ckptkit.hub.pushing import Pushed
+
+_LISTED = 20
+
+
+def push(
+    folder: options.Folder,
+    repo_id: options.RepoId,
+    private: options.Private = None,
+    revision: options.Revision = None,
+    tag: options.Tag = None,
+    create_pr: options.CreatePr = False,
+    message: options.Message = None,
+    base_model: options.BaseModel = None,
+    include: options.Include = None,
+    include_optimizer: options.IncludeOptimizer = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Show what would be uploaded, skipped and deleted; change nothing.",
+            show_default=False,
+        ),
+    ] = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Publish a model folder on the Hub, in one commit.
+
+    Every byte is checked against the folder's manifest on the way, and the Hub's hashes are
+    compared with what was read. A file that holds a key or a token stops the push. Run again,
+    a push that was interrupted goes on, and one that was done changes nothing. The token is
+    that of HF_TOKEN or of `hf auth login`.
+    """
+    _run(locals())
+
+
+def _run(given: dict[str, Any]) -> None:
+    output = Output(as_json=given.pop("as_json"), quiet=given.pop("quiet"))
+    folder, repo_id = given.pop("folder"), given.pop("repo_id")
+    given["include"] = given["include"] or ()
+    with told(output):
+        from ckptkit.hub.pushing import push as push_folder
+
+        with Progress(output, "push") as progress:
+            pushed = push_folder(folder, repo_id, **given, listener=progress.listen)
+        for note in pushed.notes:
+            output.warn(note)
+        dry_run = given["dry_run"]
+        output.document(pushed.to_json() | {"dry_run": dry_run})
+        output.lines(_page(output, pushed, dry_run=dry_run))
+
+
+def _page(output: Output, pushed: Pushed, *, dry_run: bool) -> Iterator[str]:
+    yield output.styled(escaped(pushed.url), "bold")
+    done = "would upload" if dry_run else "uploaded"
+    if pushed.uploaded:
+        count = counted(len(pushed.uploaded), "file")
+        yield f"  {done:<12} {count}, {size_text(pushed.bytes_uploaded)}"
+        yield from _listed(pushed.uploaded)
+    else:
+        yield "  nothing new: the repository holds the same files"
+    if pushed.unchanged:
+        yield f"  {'unchanged':<12} {counted(len(pushed.unchanged), 'file')}"
+    if pushed.deleted:
+        yield f"  {'would delete' if dry_run else 'deleted':<12} of an earlier layout"
+        yield from _listed(pushed.deleted)
+    if pushed.skipped:
+        yield f"  {'skipped':<12} {counted(len(pushed.skipped), 'file')}"
+        yield from _listed([f"{one.path}: {one.reason}" for one in pushed.skipped])
+    if pushed.tag and not dry_run:
+        yield f"  {'tagged':<12} {escaped(pushed.tag)}"
+    if not dry_run:
+        yield f"  {'checked':<12} the Hub's hashes are those of the files here"
+
+
+def _listed(lines: tuple[str, ...] | list[str]) -> Iterator[str]:
+    for line in first_of([escaped(line) for line in lines], _LISTED):
+        yield f"    {line}"

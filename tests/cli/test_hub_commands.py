@@ -1,0 +1,115 @@
+"""`ckptkit push` and `ckptkit pull` as a shell sees them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ckptkit_cli.main import main
+from tests.hub_models import consolidated, running_hub
+from tests.hub_server import TOKEN, HubServer
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def hub() -> Iterator[HubServer]:
+    with running_hub() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return consolidated(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def at_hub(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> HubServer:
+    """The Hub, as it is for a process whose environment names it."""
+    from huggingface_hub import constants
+
+    hub.clear()
+    template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, hub.url)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    return hub
+
+
+def shell(*words: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "cli"), os.environ.get("PYTHONPATH", "")])
+    return subprocess.run(
+        [sys.executable, "-m", "ckptkit_cli", *map(str, words)],
+        env=os.environ | {"PYTHONPATH": paths} | environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_the_environment_names_hub_and_token_and_the_token_is_nowhere(
+    hub: HubServer, model: Path
+) -> None:
+    environment = {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HUB_OFFLINE": "0"}
+    hub.clear()
+    hub.fail("POST .*/commit/", ["lost", 429], {"Retry-After": "0"})
+    pushed = shell("push", model, "me/model", "--tag", "step-30", "--json", **environment)
+    assert pushed.returncode == 0, pushed.stderr
+    document = json.loads(pushed.stdout)
+    assert document["tag"] == "step-30"
+    assert hub.repo("me/model").tags == {"step-30": document["commit"]}
+    assert TOKEN not in pushed.stdout + pushed.stderr
+    assert all(TOKEN not in seen.path for seen in hub.log)
+
+
+def test_pages_for_people_say_what_went_what_stayed_and_what_was_proven(
+    at_hub: HubServer, model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (model / "notes.txt").write_text("x")
+    at_hub.put("me/model", {"pytorch_model.bin": b"old"})
+    assert main(["push", str(model), "me/model", "--dry-run"]) == 0
+    page = capfd.readouterr().out
+    assert "would upload" in page
+    assert "pytorch_model.bin" in page
+    assert "notes.txt: not a" in page
+    assert main(["push", str(model), "me/model", "--message", "Hello"]) == 0
+    assert at_hub.repo("me/model").head().message == "Hello"
+    assert "the Hub's hashes are those of the files here" in capfd.readouterr().out
+    assert main(["push", str(model), "me/model", "--quiet"]) == 0
+    assert capfd.readouterr().out == ""
+    assert main(["pull", "me/model", str(tmp_path / "back")]) == 0
+    assert "4 tensors against the digests" in capfd.readouterr().out
+    assert main(["verify", str(tmp_path / "back")]) == 0
+    assert main(["convert", str(tmp_path / "back"), str(tmp_path / "dcp"), "--to", "dcp"]) == 0
+    assert main(["diff", str(model), str(tmp_path / "dcp")]) == 0
+
+
+def test_each_failure_has_its_exit_status(
+    at_hub: HubServer,
+    model: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    at_hub.put("me/model")
+    folder = str(model)
+    assert main(["push", folder, "no id", "--json"]) == 2
+    assert json.loads(capfd.readouterr().out)["error"]["code"] == "bad-option"
+    assert main(["push", str(tmp_path / "absent"), "me/model"]) == 3
+    assert main(["push", folder, "me/model", "--private"]) == 4
+    assert main(["push", folder, "other/model"]) == 7
+    assert main(["pull", "me/model", folder]) == 5
+    assert main(["pull", "me/none", str(tmp_path / "none")]) == 7
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert main(["push", folder, "me/model"]) == 7
+    told = "".join(capfd.readouterr())
+    assert TOKEN not in told
+    assert "offline mode is on" in told

@@ -1,0 +1,192 @@
+"""`ckptkit watch` as a shell, cron and Prometheus see it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
+
+import pytest
+
+from ckptkit_cli.main import main
+from tests.hub_models import running_hub
+from tests.hub_server import TOKEN, HubServer
+
+STEP = Path(__file__).parents[2] / "fixtures/peft_trl_fsdp2_ckptkit/checkpoint/checkpoint-2"
+REPO = "org/run"
+
+
+@pytest.fixture(scope="module")
+def hub() -> Iterator[HubServer]:
+    with running_hub(xet=False) as server:
+        yield server
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return tmp_path / "run"
+
+
+def add(run: Path, step: int) -> None:
+    shutil.copytree(STEP, run / f".draft-{step}")
+    path = run / f".draft-{step}/ckptkit.json"
+    manifest = json.loads(path.read_text())
+    manifest["source"] |= {"step": step, "save_number": step}
+    path.write_text(json.dumps(manifest))
+    (run / f".draft-{step}").rename(run / f"checkpoint-{step}")
+
+
+@contextmanager
+def started(hub: HubServer, run: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
+    settings = {
+        "HF_ENDPOINT": hub.url,
+        "HF_TOKEN": TOKEN,
+        "HF_HUB_OFFLINE": "0",
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+    }
+    command = [sys.executable, "-m", "ckptkit_cli", "watch", str(run), "--push", REPO, *options]
+    process = subprocess.Popen(
+        command,
+        env=os.environ | settings,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def event(process: subprocess.Popen[str], name: str) -> dict[str, Any]:
+    """Reads events up to one of a name."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        found: dict[str, Any] = json.loads(line)
+        assert found["time"].endswith("+00:00")
+        if found["event"] == name:
+            return found
+    raise AssertionError(process.stderr.read() if process.stderr else "")
+
+
+def metrics(url: str) -> dict[str, float]:
+    with urlopen(url) as answer:  # noqa: S310  our own server
+        assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+        lines = answer.read().decode().splitlines()
+    names = {line.split()[2] for line in lines if line.startswith("# TYPE")}
+    assert names == {line.split()[2] for line in lines if line.startswith("# HELP")}
+    found = {
+        line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines if line[0] != "#"
+    }
+    assert {name.partition("{")[0] for name in found} <= names
+    return found
+
+
+def test_events_and_metrics_tell_what_happens_and_a_signal_ends_it(
+    hub: HubServer, run: Path
+) -> None:
+    run.mkdir()
+    options = ("--json", "--metrics-port", "0", "--interval", "0.05")
+    with started(hub, run, *options) as process:
+        url = event(process, "serving")["url"]
+        assert url.startswith("http://127.0.0.1:")
+        assert event(process, "started")["repo_id"] == REPO
+        assert metrics(url)["ckptkit_watch_pushed_steps_total"] == 0
+        add(run, 30)
+        assert event(process, "seen")["step"] == 30
+        pushed = event(process, "pushed")
+        assert pushed["tag"] == "step-30"
+        assert pushed["commit"] == hub.repo(REPO).tags["step-30"]
+        found = metrics(url)
+        assert found["ckptkit_watch_pushed_steps_total"] == 1
+        assert found["ckptkit_watch_last_pushed_step"] == 30
+        assert found["ckptkit_watch_waiting_steps"] == 0
+        assert found["ckptkit_watch_uploaded_bytes_total"] == pushed["uploaded_bytes"]
+        process.send_signal(signal.SIGTERM)
+        assert event(process, "stopped")["signal"] == "SIGTERM"
+        assert process.wait() == 143
+        assert process.stderr is not None
+        assert TOKEN not in process.stderr.read()
+
+
+def test_at_the_end_of_standard_input_it_pushes_what_is_there_and_ends(
+    hub: HubServer, run: Path
+) -> None:
+    hub.clear()
+    run.mkdir()
+    with started(hub, run, "--until-eof", "--interval", "3600", "--at-end", "--last-only") as one:
+        assert one.stdin is not None
+        assert one.stdout is not None
+        assert "watching" in one.stdout.readline()
+        add(run, 1)
+        add(run, 2)
+        one.stdin.close()
+        told = one.stdout.read()
+        assert one.wait() == 0, told
+    assert "step 2: pushed as step-2" in told
+    assert list(hub.repo(REPO).tags) == ["step-2"]
+
+
+@pytest.fixture
+def known_hub(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> HubServer:
+    from huggingface_hub import constants
+
+    hub.clear()
+    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    return hub
+
+
+@pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
+def test_once_exits_as_the_steps_went(
+    known_hub: HubServer, run: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    command = ["watch", str(run), "--push", REPO, "--once"]
+    assert main(command) == 3  # there is no run
+    run.mkdir()
+    assert main(command) == 0  # nothing yet
+    add(run, 1)
+    assert main([*command, "--as", "model"]) == 4  # an adapter is no model
+    assert "adapter merge" in capfd.readouterr().out
+    assert main([*command, "--json"]) == 0
+    lines = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+    assert [line["event"] for line in lines][-2:] == ["pushed", "stopped"]
+    known_hub.users.clear()
+    add(run, 2)
+    assert main([*command, "--json"]) == 7
+    lines = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+    assert lines[-1]["error"]["code"] == "hub-error"
+    known_hub.users[TOKEN] = ("me", ("org",))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--every", "0"],
+        ["--interval", "x"],
+        ["--metrics-port", "70000"],
+        ["--as", "both"],
+        ["--best", "loss", "--best-mode", "low"],
+        ["--whole-step", "../out"],
+        ["--keep-last", "0"],
+        ["--src-options-from", "NO_SUCH_VARIABLE"],
+    ],
+)
+def test_an_option_that_is_wrong_is_named(
+    words: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["watch", str(tmp_path), "--push", REPO, "--once", *words]) == 2
+    assert words[-2].removeprefix("--").replace("-", "_") in capfd.readouterr().err.replace(
+        "-", "_"
+    )

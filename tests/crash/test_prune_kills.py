@@ -1,0 +1,56 @@
+"""A pruning that is killed leaves each step whole or gone, and the next one clears up."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+import ckptkit
+from tests.made_up_runs import save_step
+
+_ROOT = Path(__file__).resolve().parents[2]
+# Dies before the n-th change that it makes to the disk.
+_PROGRAM = """
+import os, signal, sys
+import ckptkit.pipeline.pruning
+run, left = sys.argv[1], [int(sys.argv[2])]
+def watch(event, arguments):
+    if event in ("os.rename", "os.remove", "os.rmdir"):
+        left[0] -= 1
+        if left[0] < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+sys.addaudithook(watch)
+import ckptkit
+ckptkit.prune(run, keep_last=1)
+"""
+
+
+def prune_and_die(run: Path, before: int) -> int:
+    command = [sys.executable, "-c", _PROGRAM, str(run), str(before)]
+    environment = os.environ | {"PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, env=environment, timeout=60, check=False).returncode
+
+
+def seen(run: Path) -> Counter[bool]:
+    return Counter(step.complete for step in ckptkit.list_run(run).steps)
+
+
+# A step loses its name, its four files, its folder, and is gone after seven changes.
+@pytest.mark.parametrize(("before", "begun"), [(0, 0), (1, 1), (6, 1), (9, 1)])
+def test_a_kill_leaves_steps_whole_or_gone(tmp_path: Path, before: int, begun: int) -> None:
+    for step in (1, 2, 3):
+        save_step(tmp_path, step)
+    assert prune_and_die(tmp_path, before) == -9
+    after = seen(tmp_path)
+    assert after[False] == 0
+    assert after[True] >= 1
+    hidden = [path for path in tmp_path.iterdir() if path.name.startswith(".checkpoint")]
+    assert len(hidden) == begun
+    pruned = ckptkit.prune(tmp_path, keep_last=1)
+    assert len(pruned.cleared) == len(hidden)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-3"]
