@@ -22,18 +22,19 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
-_HIDDEN, _INTERMEDIATE, _VOCABULARY = 2048, 5632, 32000
+_HIDDEN, _VOCABULARY = 2048, 32000
 
 
-def _config(gigabytes: float) -> LlamaConfig:
+def _config(gigabytes: float, hidden: int) -> LlamaConfig:
     """Returns a configuration with about that many bytes of float32 weights."""
-    per_layer = 4 * (4 * _HIDDEN * _HIDDEN + 3 * _HIDDEN * _INTERMEDIATE)
-    vocabulary = _VOCABULARY if gigabytes >= 1 else _VOCABULARY // 8
-    outside = 2 * 4 * vocabulary * _HIDDEN
+    intermediate = hidden * 11 // 4
+    per_layer = 4 * (4 * hidden * hidden + 3 * hidden * intermediate)
+    vocabulary = _VOCABULARY if gigabytes >= hidden / _HIDDEN else _VOCABULARY // 8
+    outside = 2 * 4 * vocabulary * hidden
     layers = max(1, round((gigabytes * 1e9 - outside) / per_layer))
     return LlamaConfig(
-        hidden_size=_HIDDEN,
-        intermediate_size=_INTERMEDIATE,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
         num_hidden_layers=layers,
         num_attention_heads=16,
         num_key_value_heads=16,
@@ -42,14 +43,13 @@ def _config(gigabytes: float) -> LlamaConfig:
     )
 
 
-def _save(rank: int, ranks: int, gigabytes: float, out: str, port: str) -> None:
+def _save(rank: int, ranks: int, config: LlamaConfig, out: str, port: str) -> None:
     os.environ.update(
         MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK=str(rank), WORLD_SIZE=str(ranks)
     )
     torch.set_num_threads(1)
     distributed.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (ranks,))
-    config = _config(gigabytes)
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
     for layer in model.model.layers:
@@ -69,11 +69,14 @@ def _save(rank: int, ranks: int, gigabytes: float, out: str, port: str) -> None:
     os._exit(0)  # the teardown of gloo's threads now and then aborts a process that is done
 
 
-def make_checkpoint(out: Path, gigabytes: float, ranks: int) -> None:
+def make_checkpoint(out: Path, gigabytes: float, ranks: int, hidden: int = _HIDDEN) -> None:
     """Writes a checkpoint, replacing what is there."""
     shutil.rmtree(out, ignore_errors=True)
     torch.multiprocessing.start_processes(
-        _save, args=(ranks, gigabytes, str(out), "29611"), nprocs=ranks, start_method="spawn"
+        _save,
+        args=(ranks, _config(gigabytes, hidden), str(out), "29611"),
+        nprocs=ranks,
+        start_method="spawn",
     )
 
 
@@ -83,8 +86,9 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--gigabytes", type=float, default=2.0)
     parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--hidden", type=int, default=_HIDDEN)
     options = parser.parse_args()
-    make_checkpoint(options.out, options.gigabytes, options.ranks)
+    make_checkpoint(options.out, options.gigabytes, options.ranks, options.hidden)
 
 
 if __name__ == "__main__":

@@ -89,14 +89,23 @@ def environment() -> dict[str, str]:
     return inherited | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
-def make_checkpoint(gigabytes: float, ranks: int = 4) -> Path:
-    """Returns a checkpoint of that size below `WORK`, made when it is not there yet."""
-    out = WORK / f"checkpoint-{gigabytes:g}GB-{ranks}ranks"
+def make_checkpoint(gigabytes: float, ranks: int = 4, hidden: int = 2048) -> Path:
+    """Returns a checkpoint of that size below `WORK`, made when it is not there yet.
+
+    Args:
+        gigabytes: About how large it is.
+        ranks: Between how many its matrices are split.
+        hidden: The model's width, and so the size of the pieces.
+    """
+    wide = "" if hidden == 2048 else f"-{hidden}wide"  # noqa: PLR2004  the usual one
+    out = WORK / f"checkpoint-{gigabytes:g}GB-{ranks}ranks{wide}"
     done = out / "config.json"  # written last
     if not done.exists():
         print(f"making {out.name} (once)", flush=True)
         maker = [sys.executable, str(HERE / "make_checkpoint.py"), str(out)]
-        measure([*maker, "--gigabytes", str(gigabytes), "--ranks", str(ranks)])
+        measure(
+            [*maker, "--gigabytes", str(gigabytes), "--ranks", str(ranks), "--hidden", str(hidden)]
+        )
     return out
 
 

@@ -1,0 +1,361 @@
+"""Outputs that are written to a real S3 server, by a store that copies, fails and is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, get_args
+
+import fsspec
+import pytest
+import torch
+
+import ckptkit
+from ckptkit.core.errors import (
+    AccessError,
+    ChecksumError,
+    OutputError,
+    OutputExistsError,
+    RefusedError,
+)
+from ckptkit.core.manifest import Manifest
+from ckptkit.planning.requests import Layout
+from ckptkit.storage import retries
+from ckptkit.storage.places import Place
+from tests.object_store import KEY, SECRET, Bucket, Fault, ObjectStore
+from tests.sharded import write_sharded
+
+MANIFEST = "ckptkit.json"
+MIB = 1 << 20
+# Whatever differs in the options makes source and output two stores, between which nothing copies.
+APART = {"config_kwargs": {"request_checksum_calculation": "when_required"}}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two ranks, whose pieces of the large tensors are just as large as the smallest part."""
+    torch.manual_seed(7)
+    large = {f"layers.{i}.weight": torch.randn(2560, 1024) for i in range(2)}
+    small = {f"layers.{i}.norm": torch.randn(1024) for i in range(2)}
+    folder = tmp_path_factory.mktemp("made") / "checkpoint"
+    write_sharded(folder, large | small, ranks=2)
+    return folder
+
+
+@pytest.fixture
+def bucket(object_store: ObjectStore, checkpoint: Path) -> Bucket:
+    bucket = object_store.bucket("writing")
+    bucket.clear()
+    bucket.put_tree(checkpoint, "run")
+    return bucket
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waits are asked for, and not waited."""
+    real = retries.retried
+
+    def hurried(ask, patience, *, what):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+        return real(ask, patience, what=what, sleep=lambda _: None)
+
+    monkeypatch.setattr("ckptkit.storage.s3_uploads.retried", hurried)
+
+
+def place(bucket: Bucket, prefix: str, **further: object) -> Place:
+    return Place(f"{bucket.url}/{prefix}", bucket.store.options | further)
+
+
+def consolidate(bucket: Bucket, out: Place, **options: Any) -> Manifest:
+    return ckptkit.consolidate(place(bucket, "run"), out, names="live", **options)
+
+
+def files_below(bucket: Bucket, prefix: str) -> dict[str, bytes]:
+    keys = bucket.keys(f"{prefix}/")
+    return {key.removeprefix(f"{prefix}/"): bucket.get(key) for key in keys}
+
+
+def weights(files: dict[str, bytes]) -> dict[str, bytes]:
+    return {path: data for path, data in files.items() if path != MANIFEST}
+
+
+def local_files(folder: Path) -> dict[str, bytes]:
+    found = (path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in found}
+
+
+@pytest.mark.parametrize("layout", ["hf", "dcp"])
+def test_what_a_store_copies_is_what_would_have_been_written_here(
+    bucket: Bucket, checkpoint: Path, tmp_path: Path, layout: Layout
+) -> None:
+    ckptkit.convert(checkpoint, tmp_path / "out", to=layout, names="live")
+    bucket.store.proxy.reset()
+    events: list[object] = []
+    manifest = ckptkit.convert(
+        *(place(bucket, "run"), place(bucket, "out")),
+        to=layout,
+        names="live",
+        listener=events.append,
+    )
+    received = bucket.store.proxy.received["PUT"]
+    found = files_below(bucket, "out")
+    assert weights(found) == weights(local_files(tmp_path / "out"))
+    assert bucket.unfinished_uploads() == []
+    copied = {name for name, one in manifest.tensors.items() if one.proof == "store-crc32"}
+    assert copied
+    assert received < sum(map(len, found.values())) - 5 * MIB * len(copied) + 10_000
+    assert ckptkit.verify(place(bucket, "out")).ok
+    told = f"{found[MANIFEST].decode()}{events}{place(bucket, 'out')!r}"
+    assert KEY not in told
+    assert SECRET not in told
+
+
+def test_between_two_accounts_every_byte_is_read_once_and_sent_once(
+    bucket: Bucket, checkpoint: Path, tmp_path: Path
+) -> None:
+    ckptkit.consolidate(checkpoint, tmp_path / "out", names="live")
+    bucket.store.proxy.reset()
+    manifest = consolidate(bucket, place(bucket, "out", **APART))
+    found, model = files_below(bucket, "out"), sum(map(len, local_files(checkpoint).values()))
+    assert weights(found) == weights(local_files(tmp_path / "out"))
+    assert {one.proof for one in manifest.tensors.values()} == {"crc32"}
+    assert bucket.store.proxy.sent["GET"] <= 1.02 * model
+    assert bucket.store.proxy.received["PUT"] <= 1.01 * sum(map(len, found.values()))
+
+
+def test_a_damaged_chunk_that_the_store_copies_is_found_and_nothing_stays(bucket: Bucket) -> None:
+    data = bytearray(bucket.get("run/__1_0.distcp"))
+    data[len(data) - 3 * MIB] ^= 1
+    bucket.put("run/__1_0.distcp", bytes(data))
+    with pytest.raises(ChecksumError, match="CRC-32"):
+        consolidate(bucket, place(bucket, "out"))
+    assert bucket.keys("out/") == bucket.unfinished_uploads() == []
+
+
+@pytest.mark.parametrize("target", ["copies", "sends"])
+def test_a_store_that_fails_now_and_then_makes_no_difference(
+    bucket: Bucket, checkpoint: Path, tmp_path: Path, target: str
+) -> None:
+    ckptkit.consolidate(checkpoint, tmp_path / "out", names="live")
+    proxy = bucket.store.proxy
+    proxy.reset()
+    faults = [
+        proxy.fail(r"PUT .*partNumber=2", 500, times=2),
+        proxy.fail(r"POST .*out/.*\?uploads", 503, "SlowDown"),
+        proxy.add(Fault(r"POST .*safetensors\?uploadId", lose_answer=True)),
+        proxy.add(Fault(r"PUT .*partNumber=3", lose_answer=True)),
+        proxy.fail(r"PUT .*ckptkit.json", 500),
+    ]
+    out = place(bucket, "out", **({} if target == "copies" else APART))
+    consolidate(bucket, out)
+    assert all(fault.met for fault in faults)
+    assert weights(files_below(bucket, "out")) == weights(local_files(tmp_path / "out"))
+
+
+def test_a_store_that_fails_for_good_keeps_nothing(bucket: Bucket) -> None:
+    bucket.store.proxy.fail(r"PUT .*partNumber=2", 500, times=None)
+    with pytest.raises(OutputError) as caught:
+        consolidate(bucket, place(bucket, "out", **APART))
+    assert caught.value.where == f"{bucket.url}/out"
+    assert bucket.keys("out/") == bucket.unfinished_uploads() == []
+
+
+def test_a_store_that_does_not_copy_gets_the_bytes_sent(bucket: Bucket) -> None:
+    bucket.store.proxy.fail(r"PUT .*probe.*partNumber", 501, "NotImplemented", times=None)
+    manifest = consolidate(bucket, place(bucket, "out"))
+    assert {one.proof for one in manifest.tensors.values()} == {"crc32"}
+    assert sorted(files_below(bucket, "out")) == [MANIFEST, "model.safetensors"]
+    assert bucket.unfinished_uploads() == []
+
+
+def test_a_refusal_names_no_secret(bucket: Bucket, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("DEBUG", "ckptkit")
+    bucket.store.proxy.fail(r"(PUT|POST) .*out/", 403, "AccessDenied", times=None)
+    with pytest.raises(AccessError) as caught:
+        consolidate(bucket, place(bucket, "out"))
+    told = f"{caught.value}{caught.value.hint}{caught.value.to_json()}{caplog.text}"
+    assert KEY not in told
+    assert SECRET not in told
+
+
+def test_a_place_that_holds_something_is_refused_before_anything_is_read(bucket: Bucket) -> None:
+    bucket.put("out/notes.txt", b"mine")
+    bucket.store.proxy.reset()
+    with pytest.raises(OutputExistsError):
+        consolidate(bucket, place(bucket, "out"))
+    assert files_below(bucket, "out") == {"notes.txt": b"mine"}
+    assert not [seen for seen in bucket.store.proxy.log if "/run" in seen.path]
+
+
+@pytest.mark.parametrize("out", ["run", "run/out", ""])
+def test_an_output_is_not_written_into_its_source_nor_around_it(bucket: Bucket, out: str) -> None:
+    before = bucket.keys()
+    with pytest.raises(RefusedError, match="inside"):
+        consolidate(bucket, place(bucket, out), overwrite=True)
+    assert bucket.keys() == before
+
+
+def test_a_whole_bucket_is_not_replaced(bucket: Bucket, checkpoint: Path) -> None:
+    before = bucket.keys()
+    with pytest.raises(RefusedError, match="whole bucket"):
+        ckptkit.consolidate(checkpoint, place(bucket, ""), names="live", overwrite=True)
+    assert bucket.keys() == before
+
+
+def test_a_reader_never_sees_the_old_manifest_with_new_files(bucket: Bucket) -> None:
+    old = {"model-00001-of-00002.safetensors": b"old", "model.safetensors": b"older"}
+    for path, data in {**old, MANIFEST: b"{}"}.items():
+        bucket.put(f"out/{path}", data)
+    wrong: list[str] = []
+
+    def look() -> None:
+        found = files_below(bucket, "out")
+        if found.get(MANIFEST) == b"{}" and any(found.get(p) != old[p] for p in old):
+            wrong.append("the old manifest stands beside new files")
+        if found.get(MANIFEST, b"{}") != b"{}" and found["model.safetensors"] == b"older":
+            wrong.append("the new manifest stands beside old files")
+
+    watched = Fault(r"(PUT|POST|DELETE) /writing", times=None, before=look)
+    bucket.store.proxy.add(watched)
+    consolidate(bucket, place(bucket, "out"), overwrite=True)
+    look()
+    assert watched.met > 5
+    assert wrong == []
+    assert sorted(files_below(bucket, "out")) == [MANIFEST, "model.safetensors"]
+
+
+def test_a_run_whose_uploads_another_run_removes_fails_and_leaves_the_other_alone(
+    bucket: Bucket,
+) -> None:
+    reached = threading.Event()
+    gate = Fault(r"PUT .*out/model.safetensors.*partNumber=1", wait=threading.Event())
+    gate.before = reached.set
+    bucket.store.proxy.add(gate)
+    failed: list[BaseException] = []
+
+    def first() -> None:
+        try:
+            consolidate(bucket, place(bucket, "out", **APART))
+        except OutputError as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    assert _until(lambda: bool(bucket.unfinished_uploads()))
+    consolidate(bucket, place(bucket, "out"))
+    kept = files_below(bucket, "out")
+    assert gate.wait is not None
+    gate.wait.set()
+    thread.join()
+    assert failed
+    assert files_below(bucket, "out") == kept
+
+
+def test_any_other_store_of_fsspec_takes_an_output_too(
+    bucket: Bucket, checkpoint: Path, tmp_path: Path
+) -> None:
+    files = fsspec.filesystem("memory")
+    for layout in get_args(Layout):
+        ckptkit.convert(checkpoint, tmp_path / layout, to=layout, names="live")
+        url = f"memory://written/{layout}"
+        ckptkit.convert(place(bucket, "run"), url, to=layout, names="live", workers=3)
+        found = {
+            path.removeprefix(f"/written/{layout}/"): files.cat_file(path)
+            for path in files.find(f"/written/{layout}")
+        }
+        assert weights(found) == weights(local_files(tmp_path / layout))
+        assert ckptkit.verify(url).ok
+    files.rm("/written", recursive=True)
+
+
+def test_a_failure_far_from_its_turn_ends_a_stream_too(checkpoint: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for path in checkpoint.iterdir():
+        data = bytearray(path.read_bytes())
+        if path.name == "__0_0.distcp":
+            data[3 * MIB] ^= 1  # in what is written first
+        (broken / path.name).write_bytes(data)
+    with pytest.raises(ChecksumError):
+        ckptkit.consolidate(broken, "memory://broken/out", names="live", workers=4)
+    assert not fsspec.filesystem("memory").exists("/broken")
+
+
+@contextmanager
+def started(bucket: Bucket, *options: str) -> Iterator[subprocess.Popen[str]]:
+    store = bucket.store
+    command = [
+        *(sys.executable, "-m", "ckptkit_cli", "consolidate"),
+        *(f"{bucket.url}/run", f"{bucket.url}/out", "--names", "live", "--quiet"),
+        *(*store.arguments("--src-option"), *store.arguments("--dst-option"), *options),
+    ]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def _until(holds: object) -> bool:
+    """Waits for a condition, at most a minute."""
+    assert callable(holds)
+    for _ in range(600):
+        if holds():
+            return True
+        threading.Event().wait(0.1)
+    return False
+
+
+def _stuck(bucket: Bucket) -> Fault:
+    """Holds the second part back, when the first are there."""
+    gate = Fault(r"PUT .*out/model.safetensors.*partNumber=2", wait=threading.Event(), times=None)
+    return bucket.store.proxy.add(gate)
+
+
+def test_a_signal_removes_what_was_sent(bucket: Bucket) -> None:
+    gate = _stuck(bucket)
+    with started(bucket) as process:
+        assert _until(lambda: gate.met)
+        process.send_signal(signal.SIGTERM)
+        assert gate.wait is not None
+        gate.wait.set()
+        process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert bucket.keys("out/") == bucket.unfinished_uploads() == []
+
+
+def test_what_a_kill_leaves_is_seen_by_nobody_and_removed_by_the_next_run(bucket: Bucket) -> None:
+    gate = _stuck(bucket)
+    with started(bucket) as process:
+        assert _until(lambda: gate.met)
+        process.kill()
+        process.communicate(timeout=60)
+    bucket.store.proxy.reset()
+    left = bucket.keys("out/")
+    assert [key.rpartition("/")[2].startswith(".ckptkit-") for key in left] == [True]
+    assert bucket.unfinished_uploads() == ["out/model.safetensors"]
+    foreign = bucket.store.client.create_multipart_upload(Bucket=bucket.name, Key="out/theirs")
+    consolidate(bucket, place(bucket, "out"))
+    assert sorted(files_below(bucket, "out")) == [MANIFEST, "model.safetensors"]
+    assert bucket.unfinished_uploads() == [foreign["Key"]]
+    assert json.loads(bucket.get(f"out/{MANIFEST}"))["kind"] == "model"
+
+
+def test_of_a_source_that_lies_in_two_places_the_store_copies_its_own_part(
+    bucket: Bucket, checkpoint: Path, tmp_path: Path
+) -> None:
+    ckptkit.consolidate(checkpoint, tmp_path / "out", names="live")
+    other = tmp_path / "other"
+    other.mkdir()
+    for name in (".metadata", "__1_0.distcp"):
+        (other / name).write_bytes((checkpoint / name).read_bytes())
+    bucket.delete("run/__1_0.distcp")
+    manifest = consolidate(bucket, place(bucket, "out"), also=[other])
+    assert weights(files_below(bucket, "out")) == weights(local_files(tmp_path / "out"))
+    assert "store-crc32" in {one.proof for one in manifest.tensors.values()}

@@ -1,0 +1,245 @@
+"""Slices of one output, written by processes that know nothing of each other but its folder."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+import ckptkit
+from ckptkit.adapters.merging import MergeRequest
+from ckptkit.core.errors import ChecksumError, OutputExistsError, RefusedError, SourceChangedError
+from ckptkit.execution.events import BytesWritten, Event, ignore
+from ckptkit.pipeline.adapters.merging import AdapterChoice, prepared_merge, run_merge
+from ckptkit.pipeline.consolidating import Consolidation, run_consolidation_slice
+from ckptkit.pipeline.slicing import SliceDone, run_slice
+from ckptkit.pipeline.writing import Prepared
+from ckptkit.planning.requests import ConsolidateRequest, Layout, Resources
+from ckptkit.planning.shares import Share
+
+FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
+ONE = Resources(workers=1)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint whose records have checksums, and are larger than a task."""
+    folder = tmp_path_factory.mktemp("slices")
+    chance = np.random.default_rng(0)
+    tensors = {
+        f"layers.{number}.weight": chance.random((1_250_000 * (1 + number),), np.float32)
+        for number in range(4)
+    } | {f"layers.{number}.norm": chance.random((7,), np.float32) for number in range(4)}
+    (folder / "model").mkdir()
+    safetensors.numpy.save_file(tensors, folder / "model/model.safetensors", {"format": "pt"})
+    ckptkit.convert(folder / "model", folder / "dcp", to="dcp", max_shard_size="25MB")
+    return folder / "dcp"
+
+
+def slice_of(
+    source: Path, out: Path, number: int, count: int, *, layout: Layout = "hf", **options: str
+) -> SliceDone:
+    request = ConsolidateRequest(layout=layout, max_file_bytes=30_000_000, **options)  # type: ignore[arg-type]
+    job = Consolidation(source, out, request, resources=ONE)
+    return run_consolidation_slice(job, Share(number, count))
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def leftovers(out: Path) -> list[Path]:
+    return [path for path in out.parent.iterdir() if path.name.startswith(f".{out.name}.")]
+
+
+@pytest.mark.parametrize("layout", ["hf", "torch", "dcp"])
+def test_slices_in_any_order_make_what_one_process_makes(
+    source: Path, tmp_path: Path, layout: Layout
+) -> None:
+    ckptkit.convert(source, tmp_path / "whole", to=layout, max_shard_size=30_000_000)
+    out = tmp_path / "sliced"
+    for number, missing in ((2, (0, 1)), (0, (1,))):
+        done = slice_of(source, out, number, 3, layout=layout)
+        assert (done.missing, done.manifest) == (missing, None)
+        assert not out.exists()
+    last = slice_of(source, out, 1, 3, layout=layout)
+    assert last.manifest is not None
+    assert content(out) == content(tmp_path / "whole")
+    assert ckptkit.verify(out).ok
+    assert not leftovers(out)
+    with pytest.raises(OutputExistsError):
+        slice_of(source, out, 1, 3, layout=layout)
+
+
+def test_of_slices_that_finish_together_one_commits(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with ThreadPoolExecutor(4) as threads:
+        done = list(threads.map(lambda number: slice_of(source, out, number, 4), range(4)))
+    assert sum(one.manifest is not None for one in done) == 1
+    assert ckptkit.verify(out).ok
+    assert not leftovers(out)
+
+
+@pytest.mark.parametrize(
+    "case", ["zero3_bf16", "fsdp1_full_shard_flat", "dtensor_column_split", "torch_nested"]
+)
+def test_sources_of_every_kind_can_be_sliced(case: str, tmp_path: Path) -> None:
+    checkpoint = FIXTURES / case / "checkpoint"
+    request = ConsolidateRequest(max_file_bytes=4_000, names="live")
+    ckptkit.consolidate(checkpoint, tmp_path / "whole", max_shard_size=4_000, names="live")
+    job = Consolidation(checkpoint, tmp_path / "out", request, resources=ONE)
+    for number in (1, 2, 0):
+        run_consolidation_slice(job, Share(number, 3))
+    assert content(tmp_path / "out") == content(tmp_path / "whole")
+
+
+class Merge:
+    """What a merge is made from: kernels that prepare themselves, and two sources."""
+
+    def __init__(self, out: Path) -> None:
+        self.adapters = [AdapterChoice(path=FIXTURES / "peft_qdora_fsdp2_ckptkit" / "checkpoint")]
+        self.request = MergeRequest(max_file_bytes=20_000)
+        self.out = out
+
+    @contextmanager
+    def prepared(self) -> Iterator[Prepared]:
+        with prepared_merge(
+            self.adapters, self.out, self.request, base=None, resources=ONE
+        ) as merge:
+            yield merge.prepared
+
+
+def test_a_merge_can_be_sliced(tmp_path: Path) -> None:
+    job = Merge(tmp_path / "out")
+    run_merge(job.adapters, tmp_path / "whole", job.request)
+    for number in (1, 2, 0):
+        run_slice(job, job.out, Share(number, 3), overwrite=False, listener=ignore)
+    assert content(tmp_path / "out") == content(tmp_path / "whole")
+
+
+def command(source: Path, out: Path, which: str, *options: str) -> list[str]:
+    start = [sys.executable, "-m", "ckptkit_cli", "consolidate", str(source), str(out)]
+    return [*start, "--slice", which, "--workers", "1", *options]
+
+
+def until_written(out: Path, process: subprocess.Popen[bytes]) -> None:
+    """Waits until something of a large tensor lies in the hidden folder."""
+    limit = time.monotonic() + 60
+    while time.monotonic() < limit and process.poll() is None:
+        for path in out.parent.glob(f".{out.name}.*/files/*.safetensors"):
+            with path.open("rb") as file:
+                if any(file.read(1 << 20)[500_000:]):
+                    return
+        time.sleep(0.02)
+    raise AssertionError(f"nothing was written: {process.poll()}")
+
+
+def test_a_killed_slice_is_run_again_and_others_are_not(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    killed = subprocess.Popen(command(source, out, "0/3", "--bandwidth", "10MB"))
+    try:
+        until_written(out, killed)
+    finally:
+        os.kill(killed.pid, signal.SIGKILL)
+        assert killed.wait() == -signal.SIGKILL
+    job = Consolidation(source, out, ConsolidateRequest(), resources=ONE)
+    for number in (1, 2):
+        assert 0 in run_consolidation_slice(job, Share(number, 3)).missing
+    events: list[Event] = []
+    run_consolidation_slice(job, Share(1, 3), listener=events.append)
+    assert not any(isinstance(event, BytesWritten) for event in events)  # it is there already
+    assert run_consolidation_slice(job, Share(0, 3)).manifest is not None
+    ckptkit.consolidate(source, tmp_path / "whole")
+    assert content(out) == content(tmp_path / "whole")
+    assert not leftovers(out)
+
+
+def test_slices_of_different_plans_are_refused(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    slice_of(source, out, 0, 2)
+    with pytest.raises(RefusedError, match="of another plan") as caught:
+        slice_of(source, out, 1, 2, dtype="bfloat16")
+    assert f"rm -r '{leftovers(out)[0]}'" in caught.value.hint
+    with pytest.raises(RefusedError, match="of 2, and this one is of 3"):
+        slice_of(source, out, 1, 3)
+    assert slice_of(source, out, 1, 2).manifest is not None
+
+
+def test_slices_left_over_from_an_older_source_are_recognised(source: Path, tmp_path: Path) -> None:
+    copy, out = tmp_path / "source", tmp_path / "out"
+    shutil.copytree(source, copy)
+    slice_of(copy, out, 0, 2)
+    for path in copy.rglob("*.distcp"):
+        os.utime(path, ns=(1, 1))
+    with pytest.raises(RefusedError, match="of another plan: the source"):
+        slice_of(copy, out, 1, 2)
+    shutil.rmtree(leftovers(out)[0])
+    assert slice_of(copy, out, 1, 2).missing == (0,)
+    assert slice_of(copy, out, 0, 2).manifest is not None
+
+
+def test_a_source_that_changes_between_a_slice_and_the_commit_leaves_nothing(
+    source: Path, tmp_path: Path
+) -> None:
+    copy, out = tmp_path / "source", tmp_path / "out"
+    shutil.copytree(source, copy)
+    slice_of(copy, out, 0, 2)
+
+    class Changing:
+        """Another save comes once this slice has its plan."""
+
+        def prepared(self) -> AbstractContextManager[Prepared]:
+            return self._prepared()
+
+        @contextmanager
+        def _prepared(self) -> Iterator[Prepared]:
+            request = ConsolidateRequest(max_file_bytes=30_000_000)
+            with Consolidation(copy, out, request, resources=ONE).prepared() as prepared:
+                for path in copy.rglob("*.distcp"):
+                    os.utime(path, ns=(1, 1))
+                yield prepared
+
+    with pytest.raises(SourceChangedError):
+        run_slice(Changing(), out, Share(1, 2), overwrite=False, listener=ignore)
+    assert not out.exists()
+    assert not leftovers(out)
+
+
+def test_damage_in_a_record_that_two_slices_share_is_found_by_the_last(
+    source: Path, tmp_path: Path
+) -> None:
+    copy, out = tmp_path / "source", tmp_path / "out"
+    shutil.copytree(source, copy)
+    data = min(copy.rglob("*.distcp"))
+    with data.open("r+b") as file:
+        file.seek(12_345_678)
+        byte = file.read(1)[0]
+        file.seek(12_345_678)
+        file.write(bytes([byte ^ 1]))
+    for number in range(6):
+        slice_of(copy, out, number, 7)
+    with pytest.raises(ChecksumError):
+        slice_of(copy, out, 6, 7)
+    assert not out.exists()
+    assert not leftovers(out)
+
+
+def test_a_url_is_refused_with_what_to_do_instead(source: Path) -> None:
+    job = Consolidation(source, "memory://out", ConsolidateRequest(), resources=ONE)
+    with pytest.raises(RefusedError, match="a URL was found where --slice needs a directory"):
+        run_slice(job, job.out, Share(0, 2), overwrite=False, listener=ignore)

@@ -1,0 +1,220 @@
+"""What is published, what is not, and what is taken out of it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from ckptkit.core.errors import RefusedError
+from ckptkit.hub.card import ModelFacts, base_model_of, is_ours, write_card
+from ckptkit.hub.contents import Small, published, refuse_secrets
+from ckptkit.hub.files import choose_files, stale_files
+from ckptkit.hub.scrubbing import is_repo_id, scrubbed, scrubbed_card
+from ckptkit.hub.secrets import find_secrets, without_secrets
+
+SECRETS = {
+    "a Hugging Face token": "hf_" + "aZ4kQ9xLmP2vR7tY" * 2 + "ab",
+    "an AWS access key": "AKIA" + "Q7ZK4M2XW9PLR5TB",
+    "an AWS secret key": 'aws_secret_access_key = "wJalrXUtnFEMI/K7MDENG/bPxRfiCYzzQ8rT1uVx"',
+    "a private key": "-----BEGIN OPENSSH PRIVATE" + " KEY-----",
+    "a Weights & Biases key": "WANDB_API_KEY=" + "0123456789abcdef0123456789abcdef01234567",
+    "a GitHub token": "ghp_" + "x7Kq2mZp9Rt4Lw8Vn3Bc6Yd1Hf5Js0GaTu2E",
+    "a GitLab token": "glpat-" + "Zk7Qm2Xp9Rt4Lw8Vn3Bc",
+    "an OpenAI or Anthropic key": "sk-proj-" + "9xLmP2vR7tYaZ4kQ9xLmP2vR7tYaZ4kQ",
+    "a Google API key": "AIza" + "SyD9xLmP2vR7tYaZ4kQ9xLmP2vR7tYaZ4kQ",
+    "a Slack token": "xoxb-" + "123456789012-aBcDeFgHiJkLmN",
+    "a password in a URL": "postgres://trainer:" + "hunter2hunter2@db.internal",
+}
+
+
+@pytest.mark.parametrize("kind", SECRETS)
+def test_a_secret_is_told_by_its_kind_and_file_and_never_shown(kind: str) -> None:
+    secret = SECRETS[kind]
+    data = f'{{"note": "use {secret} for it"}}'.encode()
+    assert list(find_secrets(data)) == [kind]
+    with pytest.raises(RefusedError) as raised:
+        refuse_secrets({"config.json": data}, "out", [])
+    assert kind in str(raised.value)
+    assert "config.json" in str(raised.value)
+    assert secret[-12:] not in f"{raised.value} {raised.value.__notes__} {raised.value!r}"
+    assert secret[-12:] not in without_secrets(data.decode())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "pass token=hf_xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx",
+        '"sk-learn": 3, "hf_hub": "task-oriented-language-models-are-few-shot"',
+        "see https://huggingface.co/meta-llama/Llama-3.1-8B@main",
+        "postgres://{user}:{password}@host",
+        "postgres://user:password@localhost",
+        "0123456789abcdef0123456789abcdef01234567",
+    ],
+)
+def test_what_only_looks_like_a_secret_is_let_through(text: str) -> None:
+    assert list(find_secrets(text.encode())) == []
+
+
+def test_the_token_in_use_is_found_in_any_form() -> None:
+    assert list(find_secrets(b"key: corp-7781-token", ["corp-7781-token"])) == ["the token in use"]
+
+
+def test_files_of_a_model_go_and_all_others_stay_with_a_reason() -> None:
+    model = [
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        "model.safetensors.index.json",
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer.model",
+        "chat_template.jinja",
+        "additional_chat_templates/tools.jinja",
+        "README.md",
+        "LICENSE",
+        "ckptkit.json",
+        "reward/adapter_config.json",
+        "reward/adapter_model.safetensors",
+    ]
+    other = [
+        "training_args.bin",
+        "optimizer.bin",
+        "rng_state_0.pth",
+        "trainer_state.json",
+        "modeling_llama.py",
+        ".env",
+        "runs/events.out.tfevents",
+        "wandb/run.log",
+        "notes.txt",
+    ]
+    chosen = choose_files([*model, *other], code=False, optimizer=False)
+    assert set(chosen.files) == set(model)
+    assert {skipped.path for skipped in chosen.skipped} == set(other)
+    assert all(skipped.reason for skipped in chosen.skipped)
+
+
+def test_options_let_more_files_through_but_never_the_training_arguments() -> None:
+    paths = [
+        "training_args.bin",
+        "optimizer.bin",
+        "modeling_x.py",
+        "a.txt",
+        "old/optimizer.bin",
+    ]
+    chosen = choose_files(paths, code=True, optimizer=True, include=["*.txt", "training_args.bin"])
+    assert chosen.files == ("a.txt", "modeling_x.py", "optimizer.bin")
+
+
+def test_weights_of_an_earlier_layout_go_with_a_new_model() -> None:
+    remote = [
+        "model-00001-of-00003.safetensors",
+        "model.safetensors.index.json",
+        "pytorch_model.bin",
+        "adapter_config.json",
+        "adapter_model.bin",
+        "ckptkit.json",
+        "README.md",
+        "model.onnx",
+        "gguf/model.safetensors",
+    ]
+    assert stale_files(remote, ["model.safetensors", "config.json", "ckptkit.json"]) == [
+        "adapter_config.json",
+        "adapter_model.bin",
+        "model-00001-of-00003.safetensors",
+        "model.safetensors.index.json",
+        "pytorch_model.bin",
+    ]
+
+
+def test_an_adapter_takes_the_place_of_an_adapter_and_leaves_a_model_alone() -> None:
+    remote = ["model.safetensors", "adapter_model.bin", "adapter_config.json", "ckptkit.json"]
+    new = ["adapter_model.safetensors", "adapter_config.json"]
+    assert stale_files(remote, new) == ["adapter_model.bin", "ckptkit.json"]
+
+
+@pytest.mark.parametrize("text", ["org/name", "name", "a.b/c_d-e"])
+def test_ids_of_repositories_are_recognised(text: str) -> None:
+    assert is_repo_id(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "a/b/c", "/a/b", "a b", "../x", "a/..", "https://x/a", "a--b/c", "x.git", "ä/b"],
+)
+def test_what_is_no_id_of_a_repository_is_refused(text: str) -> None:
+    assert not is_repo_id(text)
+
+
+def test_paths_of_this_machine_are_taken_out_of_documents() -> None:
+    config = {"_name_or_path": "/home/alice/llama", "model_type": "llama"}
+    assert scrubbed("config.json", config, None) == {"_name_or_path": "", "model_type": "llama"}
+    named = {"_name_or_path": "meta-llama/Llama-3.1-8B"}
+    assert scrubbed("config.json", named, None) == named
+    adapter = {"base_model_name_or_path": "/data/llama", "r": 8}
+    assert scrubbed("adapter_config.json", adapter, "meta/l")["base_model_name_or_path"] == "meta/l"
+    assert scrubbed("adapter_config.json", adapter, None)["base_model_name_or_path"] is None
+    nested = {"text_config": {"_name_or_path": "/x/y"}, "special_tokens_map_file": "/root/.cache/m"}
+    assert scrubbed("tokenizer_config.json", nested | {"eos_token": "/s"}, None) == {
+        "text_config": {"_name_or_path": ""},
+        "special_tokens_map_file": None,
+        "eos_token": "/s",
+    }
+
+
+def test_a_manifest_keeps_the_last_part_of_paths_and_loses_folders_and_hosts() -> None:
+    manifest = {
+        "source": {
+            "path": "runs/secret-project/checkpoint-30",
+            "config": "/home/alice/adapter_config.json",
+            "adapters": [{"path": "s3://bucket-of-alice/run/step-3"}],
+            "format": "dcp",
+        },
+        "options": {"like": "/mnt/nfs07/like", "include": ["model.*"]},
+        "tensors": {"/odd/name": {"file": "model.safetensors"}},
+    }
+    found = scrubbed("ckptkit.json", manifest, None)
+    assert found["source"] == {
+        "path": "checkpoint-30",
+        "config": "adapter_config.json",
+        "adapters": [{"path": "step-3"}],
+        "format": "dcp",
+    }
+    assert found["options"] == {"like": "like", "include": ["model.*"]}
+    assert found["tensors"] == manifest["tensors"]
+
+
+def test_a_card_loses_its_local_base_and_nothing_else() -> None:
+    card = (
+        "---\nbase_model: /home/alice/llama\nlicense: mit\ntags:\n"
+        "- base_model:adapter:/home/alice/llama\n- lora\n---\nSee /home.\n"
+    )
+    assert scrubbed_card(card) == "---\nlicense: mit\ntags:\n- lora\n---\nSee /home.\n"
+    good = "---\nbase_model: meta-llama/Llama-3.1-8B\n---\ntext"
+    assert scrubbed_card(good) == good
+    assert scrubbed_card("# no metadata\n- /data") == "# no metadata\n- /data"
+
+
+def test_a_file_without_paths_is_published_byte_by_byte() -> None:
+    data = b'{"model_type":"llama",  "x": 1}\n'
+    assert published({"config.json": Small("config.json", data, json.loads(data))}, None, []) == {
+        "config.json": data
+    }
+
+
+def test_a_card_tells_what_is_known() -> None:
+    adapter = {"peft_type": "LORA", "r": 16, "lora_alpha": 32, "base_model_name_or_path": "o/base"}
+    base = base_model_of({}, adapter, None)
+    card = write_card(ModelFacts("my-adapter", base, adapter, {}, None))
+    for line in ('base_model: "o/base"', "base_model_relation: adapter", "library_name: peft"):
+        assert line in card.splitlines()
+    assert "# my-adapter" in card
+    assert "- lora" in card
+    assert "| Rank | `16` |" in card
+    assert is_ours(card.encode())
+    assert not is_ours(b"# mine")
+
+
+def test_a_base_that_is_a_path_is_not_in_the_card() -> None:
+    assert base_model_of({"_name_or_path": "/home/alice/llama"}, None, None) is None
+    assert base_model_of({}, {"base_model_name_or_path": "./llama"}, "org/llama") == "org/llama"

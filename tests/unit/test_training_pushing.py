@@ -1,0 +1,155 @@
+"""Training that has its steps pushed by a process of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ckptkit.core.errors import HubError, UsageError
+from ckptkit.storage.push_journal import WATCH_FOLDER
+from ckptkit.training import Checkpointer
+from ckptkit.training.push_settings import HubSettings
+from ckptkit.training.pushing import Pushing
+from ckptkit.training.settings import check_options
+from tests.hub_models import running_hub
+from tests.hub_server import TOKEN, HubServer
+
+REPO = "org/trained"
+WAIT = 120
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[HubServer]:
+    with running_hub(xet=False) as hub:
+        yield hub
+
+
+@pytest.fixture
+def hub(server: HubServer, monkeypatch: pytest.MonkeyPatch) -> HubServer:
+    server.clear()
+    settings = {"HF_ENDPOINT": server.url, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    return server
+
+
+@pytest.fixture
+def processes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Ids of the processes that push, in the order in which they are started."""
+    found: list[int] = []
+    launch = Pushing._launch
+
+    def launched(self: Pushing) -> None:
+        launch(self)
+        assert self._process is not None
+        found.append(self._process.pid)
+
+    monkeypatch.setattr(Pushing, "_launch", launched)
+    return found
+
+
+def state() -> dict[str, Any]:
+    model = nn.Linear(4, 3)
+    return {"model": model, "optimizer": torch.optim.SGD(model.parameters())}
+
+
+def checkpointer(run: Path, **options: Any) -> Checkpointer:
+    known: dict[str, Any] = {"push_to_hub": REPO, "hub_timeout_seconds": WAIT}
+    return Checkpointer(run, **({"hub_token": TOKEN} | known | options))
+
+
+def steps(hub: HubServer) -> list[str]:
+    return [commit.message.split(" (")[0] for commit in hub.repo(REPO).commits]
+
+
+def test_every_save_is_pushed_once_though_the_process_is_killed_and_steps_are_retired(
+    hub: HubServer, tmp_path: Path, processes: list[int]
+) -> None:
+    run, saved = tmp_path / "run", state()
+    with checkpointer(run, hub_private_repo=True, keep_last=1) as saver:
+        command = Path(f"/proc/{processes[0]}/cmdline").read_bytes().decode()
+        assert "watch" in command
+        assert TOKEN not in command
+        report = saver.save(1, saved).pushed(WAIT)
+        assert report is not None
+        assert (report.tag, report.path.name) == ("step-1", "checkpoint-1")
+        os.kill(processes[0], signal.SIGKILL)
+        handles = [saver.save(step, saved) for step in (2, 3, 4)]
+        assert [handle.result(WAIT).name for handle in handles][-1] == "checkpoint-4"
+    assert steps(hub) == ["Step 1", "Step 2", "Step 3", "Step 4"]
+    assert list(hub.repo(REPO).tags) == ["step-1", "step-2", "step-3", "step-4"]
+    assert hub.repo(REPO).private
+    assert [path.name for path in run.glob("checkpoint-*")] == ["checkpoint-4"]
+    assert TOKEN not in (run / WATCH_FOLDER / "log").read_text()
+
+
+def test_what_goes_wrong_is_raised_by_the_handle_and_at_the_close(
+    hub: HubServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    wrong = "hf_" + "Bb2" * 12
+    saver = checkpointer(tmp_path / "run", hub_token=wrong)
+    handle = saver.save(1, state())
+    assert handle.result(WAIT).name == "checkpoint-1"
+    with pytest.raises(HubError, match="token was not accepted"):
+        handle.pushed(WAIT)
+    saver.save(2, state())
+    with pytest.raises(HubError, match="token was not accepted"):
+        saver.close()
+    assert not hub.has(REPO)
+    assert wrong not in caplog.text
+
+
+def test_a_hub_that_is_down_holds_the_close_up_no_longer_than_it_may(
+    hub: HubServer, tmp_path: Path, processes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # where nobody listens
+    saver = checkpointer(tmp_path / "run", hub_timeout_seconds=0.5)
+    saver.save(1, state())
+    with pytest.raises(HubError, match=r"not everything was pushed within 0\.5 s") as raised:
+        saver.close()
+    assert "--once` pushes the rest" in raised.value.hint
+    with pytest.raises(ProcessLookupError):
+        os.kill(processes[0], 0)
+    assert not hub.log
+
+
+def test_at_the_end_the_last_step_alone_is_pushed(hub: HubServer, tmp_path: Path) -> None:
+    with checkpointer(tmp_path / "run", hub_strategy="end") as saver:
+        for step in (1, 2):
+            assert saver.save(step, state()).pushed(WAIT) is None
+        saver.save(2, state(), name="kept")
+    assert steps(hub) == ["Step 2"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"push_to_hub": 3},
+        {"push_to_hub": "--once"},
+        {"push_to_hub": REPO, "hub_strategy": "often"},
+        {"push_to_hub": REPO, "hub_private_repo": "yes"},
+        {"push_to_hub": REPO, "hub_timeout_seconds": 0},
+        {"hub_strategy": "end"},
+    ],
+)
+def test_options_of_the_hub_are_checked(options: dict[str, Any]) -> None:
+    with pytest.raises(UsageError) as raised:
+        check_options(options)  # type: ignore[arg-type]
+    assert raised.value.where in options
+
+
+def test_a_strategy_says_what_is_pushed_and_the_token_is_in_no_text() -> None:
+    whole = HubSettings(REPO, "all_checkpoints", private=True, token=TOKEN)
+    assert whole.arguments == [
+        *("--push", REPO, "--private", "--whole-step", "checkpoint-{step}"),
+    ]
+    assert HubSettings(REPO, "checkpoint").arguments[-1] == "last-checkpoint"
+    assert HubSettings(REPO, "end").arguments[-2:] == ["--at-end", "--last-only"]
+    assert TOKEN not in f"{whole!r} {whole.shared()}"
