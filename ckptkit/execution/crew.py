@@ -10,20 +10,33 @@ Item = TypeVar("Item")
 Worker = Callable[[Iterator[Item]], None]
 
 
-def run_crew(workers: int, items: Iterator[Item], work: Worker[Item]) -> None:
+def run_crew(
+    workers: int,
+    items: Iterator[Item],
+    work: Worker[Item],
+    stopped: threading.Event | None = None,
+) -> None:
     """Runs `work` in that many threads, each with an iterator that takes from `items`.
+
+    Args:
+        workers: How many threads.
+        items: What they share.
+        work: What each of them does.
+        stopped: Set at the first error or signal, for work that waits for something.
 
     Raises:
         BaseException: The first error of any thread, after all have stopped; also what a
             signal raises in the calling thread while it waits.
     """
-    _Crew(workers, items, work).run()
+    _Crew(workers, items, work, stopped or threading.Event()).run()
 
 
 class _Crew(Generic[Item]):
-    def __init__(self, workers: int, items: Iterator[Item], work: Worker[Item]) -> None:
+    def __init__(
+        self, workers: int, items: Iterator[Item], work: Worker[Item], stopped: threading.Event
+    ) -> None:
         self._items, self._work = items, work
-        self._stop = threading.Event()
+        self._stop = stopped
         self._lock = threading.Lock()
         self._errors: list[BaseException] = []
         self._ended = [threading.Event() for _ in range(workers)]

@@ -183,7 +183,7 @@ class Executor:
                 raise
 
         with self._preparations:
-            run_crew(self._settings.workers, tasks, work)
+            run_crew(self._settings.workers, tasks, work, self._throttle.stopped)
 
     def _work(self, tasks: Iterator[Task], put: Put) -> None:
         desk = _Desk(self._inputs, self._preparations)

@@ -43,6 +43,8 @@ def with_store_copies(plan: Plan, origins: Mapping[str, Origin], target: Copying
     """
     candidates = list(_candidates(plan, origins))
     examples = {id(one.store): one for one in map(_source_of, candidates) if one is not None}
+    if not examples:
+        return plan
     reasons = {store: target.why_no_copies(one) for store, one in examples.items()}
     stores = {store for store, reason in reasons.items() if not reason}
     # Also where nothing is copied: many chunks are looked into with one request here, and what

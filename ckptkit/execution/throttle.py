@@ -7,7 +7,11 @@ import time
 
 
 class Throttle:
-    """Makes whoever moves bytes wait until they fit into a rate."""
+    """Makes whoever moves bytes wait until they fit into a rate.
+
+    Attributes:
+        stopped: Set where nothing more is to be moved, so that nobody waits any longer.
+    """
 
     def __init__(self, bytes_per_second: int | None) -> None:
         """Begins with nothing moved.
@@ -18,6 +22,7 @@ class Throttle:
         self._rate = bytes_per_second
         self._lock = threading.Lock()
         self._free_at = 0.0
+        self.stopped = threading.Event()
 
     def take(self, size_bytes: int) -> None:
         """Books bytes that were moved, and waits until the next may be."""
@@ -27,4 +32,4 @@ class Throttle:
             now = time.monotonic()
             self._free_at = max(self._free_at, now) + size_bytes / self._rate
             wait = self._free_at - now
-        time.sleep(wait)
+        self.stopped.wait(wait)

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _SHOWN = 300  # characters of what the Hub says
-_LOGIN = "log in with `hf auth login`, or set HF_TOKEN to a token that may write"
+_LOGIN = "log in with `hf auth login`, or set HF_TOKEN to a token that may do this"
 
 
 class Hub:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ckptkit.core.errors import HubError, VerificationError
+from ckptkit.core.errors import HubError, UsageError, VerificationError
 from ckptkit.hub.client import Hub
 from ckptkit.hub.retrying import is_conflict, is_lost, pause_before, status_of
 
@@ -18,6 +19,7 @@ Tree = Mapping[str, str]
 """Files of a commit: the SHA-256 of large ones and git's id of others, by path."""
 Hashes = Mapping[str, frozenset[str]]
 """What a file may be known by: the Hub decides which ones it keeps with the large."""
+_NO_NAME = re.compile(r"[\x00-\x20\x7f~^:?*\[\\]|\.\.|@\{|//|^@$|^[/.-]|/\.|[/.]$|\.lock(/|$)")
 _MOST_COMMITS = 50  # that others can have made while an answer was lost
 
 
@@ -212,6 +214,21 @@ def find_tag(hub: Hub, name: str) -> Tagged | None:
         return None
     commit = commit_of(hub, name)
     return Tagged(name, commit, tree_of(hub, commit))
+
+
+def check_tag(tag: str) -> None:
+    """Refuses what git takes for no name of a tag, before anything is sent.
+
+    Raises:
+        UsageError: If it is none.
+
+    Source: git-check-ref-format(1).
+    """
+    if not tag or _NO_NAME.search(tag):
+        raise UsageError(
+            f"{tag!r:.200} was found where the name of a tag was expected",
+            hint="write it with letters, digits, '-', '_' and '.', such as step-500",
+        )
 
 
 def tag_commit(hub: Hub, tag: str, commit: str) -> None:

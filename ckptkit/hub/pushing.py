@@ -21,6 +21,7 @@ from ckptkit.hub.committing import (
     Landed,
     Tagged,
     check_landed,
+    check_tag,
     commit_of,
     differing,
     find_tag,
@@ -131,12 +132,15 @@ def push(folder: PathLike, repo_id: str, **options: Unpack[PushOptions]) -> Push
         What was done.
 
     Raises:
-        UsageError: If the repository's id is none.
+        UsageError: If the repository's id, or the tag, is none.
         RefusedError: If the folder is not one that loads, or holds a secret.
         InputError: If it is damaged or incomplete.
         VerificationError: If it is not what its manifest says, or the Hub holds other bytes.
         HubError: If the Hub refuses, or is not reached.
     """
+    tag = options.get("tag")
+    if tag is not None:
+        check_tag(tag)
     hub = Hub(repo_id, token=options.get("token"), endpoint=options.get("endpoint"))
     wishes = Wishes(
         optimizer=options.get("include_optimizer", False),
@@ -148,7 +152,7 @@ def push(folder: PathLike, repo_id: str, **options: Unpack[PushOptions]) -> Push
     request = _Request(
         private=options.get("private"),
         revision=options.get("revision") or _MAIN,
-        tag=options.get("tag"),
+        tag=tag,
         create_pr=options.get("create_pr", False),
         message=options.get("message"),
     )

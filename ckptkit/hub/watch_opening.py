@@ -12,6 +12,7 @@ from pathlib import Path
 from ckptkit.core.errors import NotACheckpointError, OutputError, RefusedError
 from ckptkit.execution.events import Listener
 from ckptkit.hub.client import Hub
+from ckptkit.hub.committing import check_tag
 from ckptkit.hub.quiet import quiet_client
 from ckptkit.hub.watch import Pauses, Watch, WatchSettings
 from ckptkit.hub.watch_branch import BranchSettings, HubBranch
@@ -76,9 +77,11 @@ def run_watch(
         The watch; its `failures` tell which steps could not be pushed as they are.
 
     Raises:
+        UsageError: If the tags would be none.
         RefusedError: If another watch is at work there.
         CkptkitError: What cannot pass, and what has not passed when it was to end.
     """
+    check_tag(f"{request.tag_prefix}1")
     state = state_folder(request)
     with ExitStack() as stack:
         stack.enter_context(_locked(request, state, pauses, listener))

@@ -115,6 +115,8 @@ def loading_line(done: Consolidated) -> str:
     path = repr(str(done.out))
     if is_url(done.out):
         return f"ckptkit.open({path})"
+    if done.manifest.kind == "dcp":
+        return _dcp_line(done)
     tensors = ((name, one.shape, one.dtype) for name, one in done.manifest.tensors.items())
     if "config.json" in done.manifest.files and not what_loads_as_random(tensors):
         return f"transformers.{_model_class(done)}.from_pretrained({path})"
@@ -122,6 +124,12 @@ def loading_line(done: Consolidated) -> str:
     if len(weights) == 1:
         return f"safetensors.torch.load_file({str(Path(done.out) / weights[0])!r})"
     return f"ckptkit.open({path})"
+
+
+def _dcp_line(done: Consolidated) -> str:
+    index = next(name for name in done.manifest.files if Path(name).name == ".metadata")
+    folder = str((Path(done.out) / index).parent)
+    return f"torch.distributed.checkpoint.load({{'model': model.state_dict()}}, {folder!r})"
 
 
 def _below(out: str, name: str) -> str:

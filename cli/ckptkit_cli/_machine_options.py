@@ -14,7 +14,7 @@ EngineName = Annotated[
         "--engine",
         metavar="|".join(get_args(Engine)),
         help="'ray' shares the work among the nodes of a Ray cluster, one process on each, which"
-        " all need to see SRC and OUT; the limits below are then those of each node.",
+        " all need to see SRC and OUT; threads, memory and bandwidth are then those of each node.",
     ),
 ]
 Slice = Annotated[

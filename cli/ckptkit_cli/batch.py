@@ -63,10 +63,12 @@ def batch(
             ended.append(one)
             output.record(one.to_json())
         failed = sorted((one.job.line, one.status) for one in ended if one.status)
+        if failed:
+            named = "line" if len(failed) == 1 else "lines"
+            lines = ", ".join(first_of([str(line) for line, _ in failed], _LISTED))
+            output.warn(f"{len(failed):,} of {counted(len(ended), 'job')} failed: {named} {lines}")
         output.event("ended", jobs=len(ended), failed=len(failed))
         if failed:
-            lines = ", ".join(first_of([str(line) for line, _ in failed], _LISTED))
-            output.warn(f"{len(failed):,} of {counted(len(ended), 'job')} failed: lines {lines}")
             exit_with(failed[0][1])
 
 

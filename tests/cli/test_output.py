@@ -204,3 +204,12 @@ def test_what_transformers_would_fill_with_random_numbers_is_not_said_to_be_load
     adapted = line("base_model.model.q_proj.base_layer.weight")
     assert adapted == "safetensors.torch.load_file('out/model.safetensors')"
     assert line("fc1.weight", "int8", (8, 8)) == line("q_proj.weight", shape=(32, 1)) == adapted
+
+
+def test_shards_for_training_are_not_said_to_be_loaded_by_transformers() -> None:
+    files = {name: FileRecord(2) for name in ("config.json", "folder/.metadata")}
+    manifest = Manifest("dcp", {}, {}, {}, {}, files=files)
+    line = loading_line(Consolidated("out", manifest, 1.0, ()))
+    assert line == (
+        "torch.distributed.checkpoint.load({'model': model.state_dict()}, 'out/folder')"
+    )

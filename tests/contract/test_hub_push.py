@@ -472,3 +472,12 @@ def test_a_secret_in_the_header_of_weights_or_in_a_large_tokenizer_is_found(
     (folder / "tokenizer.json").write_bytes(b" " * 11_000_000 + secret.encode())
     assert "in tokenizer.json" in str(refused(pushes, folder, RefusedError))
     assert hub.log == []
+
+
+@pytest.mark.parametrize("tag", ["", "a tag", "a..b", "-a", "a.lock", "a:b", "/a", "a/", "a@{b"])
+def test_a_tag_that_git_would_not_take_is_refused_before_anything_is_sent(
+    hub: HubServer, pushes: Push, tmp_path: Path, tag: str
+) -> None:
+    with pytest.raises(UsageError, match="the name of a tag was expected"):
+        pushes(write_model(tmp_path / "model"), tag=tag)
+    assert not hub.log

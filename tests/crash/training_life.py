@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import ckptkit
-from ckptkit.training import Checkpointer, endings, save_slot, session, tier_saving
+from ckptkit.training import Checkpointer, endings, run_folder, save_slot, session
 from ckptkit.training.handle import SaveHandle
 from ckptkit.training.writer_process import Patience
 from ckptkit.writer.command import writer_command
@@ -119,7 +119,7 @@ def doomed(
         mock.patch.object(save_slot, "Patience", patience(writer)),
         mock.patch.object(session, "Patience", patience(committer)),
         mock.patch.object(endings, "Patience", patience(keeper)),
-        mock.patch.object(tier_saving, "writer_command", drain_command),
+        mock.patch.object(run_folder, "writer_command", drain_command),
     ):
         yield
 

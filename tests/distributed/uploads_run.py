@@ -11,6 +11,7 @@ import importlib
 import json
 import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,13 @@ from ckptkit.training import Checkpointer
 sys.path.append(str(Path(__file__).parents[1] / "crash"))
 troubles: Any = importlib.import_module("troubles")
 LIMIT_SECONDS = 120
-FOLDER, URL = Path(sys.argv[1]), sys.argv[2]
-OPTIONS = json.loads(Path(sys.argv[3]).read_text(encoding="utf-8"))
+
+
+@dataclass(frozen=True)
+class Job:
+    folder: Path
+    url: str
+    options: dict[str, Any]
 
 
 def fresh(seed: int) -> dict[str, Any]:
@@ -39,16 +45,16 @@ def fresh(seed: int) -> dict[str, Any]:
     return state
 
 
-def opened(case: str, node: int, **options: Any) -> Checkpointer:
-    local = FOLDER / case / f"node{node}"
-    return Checkpointer(f"{URL}/{case}", local=local, storage_options=OPTIONS, **options)
+def opened(job: Job, case: str, node: int, **options: Any) -> Checkpointer:
+    local = job.folder / case / f"node{node}"
+    return Checkpointer(f"{job.url}/{case}", local=local, storage_options=job.options, **options)
 
 
-def normal() -> None:
+def normal(job: Job) -> None:
     """Steps are whole at the URL, on two nodes of which each uploads its own files."""
     rank = dist.get_rank()
     state = fresh(1)
-    with opened("normal", rank, keep_last=2) as checkpointer:
+    with opened(job, "normal", rank, keep_last=2) as checkpointer:
         checkpointer.prepare(state)
         for step in (1, 2):
             troubles.train(state)
@@ -56,40 +62,41 @@ def normal() -> None:
         troubles.train(state)
         truth = troubles.facts(state)
         handle = checkpointer.save(3, state)
-        local = FOLDER / f"normal/node{rank}/checkpoint-3"
+        local = job.folder / f"normal/node{rank}/checkpoint-3"
         assert handle.local_result(LIMIT_SECONDS) == local
-        assert handle.result(LIMIT_SECONDS) == f"{URL}/normal/checkpoint-3"
+        assert handle.result(LIMIT_SECONDS) == f"{job.url}/normal/checkpoint-3"
         troubles.resumes(checkpointer, 3, truth, fresh(2))
     weights = {n: p.full_tensor() for n, p in state["model"].state_dict().items()}
     dist.barrier()
     if rank == 0:
-        place = Place(f"{URL}/normal", OPTIONS)
+        place = Place(f"{job.url}/normal", job.options)
         assert ckptkit.verify(place).ok
-        ckptkit.consolidate(place, FOLDER / "whole", names="live")
-        for name, tensor in load_file(FOLDER / "whole/model.safetensors").items():
+        ckptkit.consolidate(place, job.folder / "whole", names="live")
+        for name, tensor in load_file(job.folder / "whole/model.safetensors").items():
             assert torch.equal(tensor, weights[name])
     dist.barrier()
 
 
-def killed() -> None:
+def killed(job: Job) -> None:
     """All processes are killed while a step is uploaded that is durable on their node."""
     state = fresh(1)
-    checkpointer = opened("killed", 0)
+    checkpointer = opened(job, "killed", 0)
     for step in (1, 2):
         troubles.train(state)
         handle = checkpointer.save(step, state)
         weights = {n: p.full_tensor() for n, p in state["model"].state_dict().items()}
         if dist.get_rank() == 0:
-            save_file(weights, FOLDER / f"weights-{step}.safetensors")
+            save_file(weights, job.folder / f"weights-{step}.safetensors")
         handle.result(LIMIT_SECONDS)  # of the second one, which it does not live to see
 
 
 def main() -> None:
     """Runs the cases that are named."""
+    job = Job(Path(sys.argv[1]), sys.argv[2], json.loads(Path(sys.argv[3]).read_text()))
     dist.init_process_group("gloo")
-    (FOLDER / f"pid-{dist.get_rank()}").write_text(str(os.getpid()), encoding="utf-8")
+    (job.folder / f"pid-{dist.get_rank()}").write_text(str(os.getpid()), encoding="utf-8")
     for case in sys.argv[4:]:
-        globals()[case]()
+        globals()[case](job)
         sys.stdout.write(f"{case}, rank {dist.get_rank()}: done\n")
         sys.stdout.flush()
     os._exit(0)

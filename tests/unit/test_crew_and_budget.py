@@ -16,6 +16,7 @@ import pytest
 from ckptkit.core.errors import NoSpaceError
 from ckptkit.execution.budget import WORKER_BYTES, settle_workers
 from ckptkit.execution.crew import run_crew
+from ckptkit.execution.throttle import Throttle
 
 
 def test_the_first_error_of_a_crew_stops_the_others() -> None:
@@ -34,6 +35,23 @@ def test_the_first_error_of_a_crew_stops_the_others() -> None:
         run_crew(4, iter(range(10_000)), work)
     assert len(done) < 10_000
     assert not [t for t in threading.enumerate() if t.name.startswith("ckptkit-")]
+
+
+@pytest.mark.usefixtures("alarm")
+def test_nobody_waits_for_bandwidth_any_longer_once_another_has_failed() -> None:
+    throttle = Throttle(1)
+    waits = threading.Event()
+
+    def work(items: Any) -> None:
+        for item in items:
+            if item:
+                waits.wait()
+                raise ValueError("failed")
+            waits.set()
+            throttle.take(1_000_000)
+
+    with pytest.raises(ValueError, match="failed"):
+        run_crew(2, iter(range(2)), work, throttle.stopped)
 
 
 def test_every_item_is_worked_on_once() -> None:
