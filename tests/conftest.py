@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from hypothesis import settings
 from tests.object_store import ObjectStore, running_object_store
 
 ROOT = Path(__file__).resolve().parents[1]
+HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 # Machines that run tests are shared and slow by turns: a deadline would fail for no fault of
 # ours. A failing example is printed so that it can be replayed anywhere.
@@ -48,6 +50,16 @@ def object_store(running_store: ObjectStore) -> ObjectStore:
     """An S3 server behind a proxy that counts, and misbehaves on request; see `ObjectStore`."""
     running_store.proxy.reset()
     return running_store
+
+
+@pytest.fixture(autouse=True)
+def signal_handlers() -> Iterator[None]:
+    """Commands that a test runs in its own process handle signals; the next test gets none."""
+    before = {number: signal.getsignal(number) for number in HANDLED}
+    yield
+    for number, handler in before.items():
+        if handler is not None:
+            signal.signal(number, handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
