@@ -26,10 +26,11 @@ from ckptkit.core.errors import CkptkitError, NoSpaceError, RefusedError, error_
 from ckptkit.core.index import Key, Span
 from ckptkit.execution.budget import WORKER_BYTES
 from ckptkit.kernels.arrays import numpy_dtype
+from ckptkit.kernels.given import Given
 from ckptkit.kernels.operands import Operand
 from ckptkit.pipeline.naming_program import program_command
 from ckptkit.planning.hub_names_wire import NamingRequest
-from ckptkit.planning.plan import Demand, Reading, TensorSpec
+from ckptkit.planning.plan import Reading, TensorSpec
 from ckptkit.planning.requests import Resources
 from ckptkit.storage.machine import memory_in_use_bytes
 
@@ -77,7 +78,7 @@ class Converted:
     group: Conversion
     spec: TensorSpec
 
-    def prepared(self, _out: TensorSpec, reading: Reading) -> Finished:
+    def prepared(self, _out: TensorSpec, reading: Reading) -> Given:
         """Returns a kernel that has the elements, converting the group if nobody has yet.
 
         Raises:
@@ -86,7 +87,7 @@ class Converted:
         """
         model = self.group.model
         converter = reading.kept(("conversions", id(model)), partial(Converter, model))
-        return Finished(converter.take(self.group, self.spec, reading))
+        return Given(converter.take(self.group, self.spec, reading))
 
 
 def beside_conversions(resources: Resources, size_bytes: int) -> Resources:
@@ -111,27 +112,6 @@ def beside_conversions(resources: Resources, size_bytes: int) -> Resources:
             hint=f"allow at least {used + size_bytes:,} bytes, or {_LIVE}",
         )
     return replace(resources, memory_limit_bytes=limit - size_bytes)
-
-
-class Finished:
-    """A kernel whose blocks lie in a file already."""
-
-    def __init__(self, values: NDArray[Any]) -> None:
-        self._values = values
-
-    def grain_elements(self, _out: TensorSpec) -> int:
-        """Any element may begin a block."""
-        return 1
-
-    def demands(self, _out: TensorSpec, _block: Span) -> tuple[Demand, ...]:
-        """Nothing more is read."""
-        return ()
-
-    def run(
-        self, _out: TensorSpec, block: Span, _inputs: Sequence[NDArray[Any]], target: NDArray[Any]
-    ) -> None:
-        """Copies a block."""
-        target[...] = self._values[block.start : block.stop]
 
 
 class Converter:

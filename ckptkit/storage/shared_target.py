@@ -13,13 +13,12 @@ from ckptkit.storage.filesystems import why_no_ranges
 from ckptkit.storage.names import WORK_INFIX
 from ckptkit.storage.part_files import PartFile, Row, read_parts
 from ckptkit.storage.publish import publish, publish_inside
-from ckptkit.storage.staged_files import StagedFiles, free_bytes, translated
+from ckptkit.storage.staged_files import StagedFiles, free_bytes, translated, write_small
 from ckptkit.storage.staging import cannot_be_replaced, make_missing, output_exists, remove_empty
 from ckptkit.storage.syscalls import (
     Capabilities,
     detect_capabilities,
     join_file,
-    open_for_writing,
     sync_directory,
 )
 from ckptkit.storage.work_notes import WorkNotes
@@ -225,7 +224,7 @@ class SharedTarget:
             OutputError: If something cannot be made durable or visible.
         """  # noqa: DOC501  `output_exists` makes it
         with translated(self._named):
-            self._put(last, data)
+            write_small(self._work.files / last, data, self._capabilities)
             if not self._publish(last):
                 raise output_exists(self._named)
             sync_directory(self._out.parent, self._capabilities)
@@ -248,18 +247,6 @@ class SharedTarget:
         shutil.rmtree(away, ignore_errors=True)
         self._work.release()
         remove_empty(self._made)
-
-    def _put(self, name: str, data: bytes) -> None:
-        """Writes a small file; into a folder that was given up it fails."""
-        path = self._work.files / name
-        join_file(path, len(data), self._capabilities)
-        file = open_for_writing(path, self._capabilities)
-        try:
-            file.write_at(0, memoryview(data))
-            file.sync()
-        finally:
-            file.close()
-        sync_directory(self._work.files, self._capabilities)
 
     def _publish(self, last: str) -> bool:
         if self._inside:

@@ -19,6 +19,7 @@ from ckptkit.storage.syscalls import (
     Capabilities,
     is_out_of_space,
     is_refused,
+    join_file,
     open_direct,
     open_for_writing,
     sync_directory,
@@ -223,6 +224,22 @@ def _no_space(named: Path, size_bytes: int) -> NoSpaceError:
     else:
         text = f"needs {size_bytes:,} bytes more, but {free:,} are free at {place!r}"
     return NoSpaceError(text, where=str(named), hint="free some space, or name a place with more")
+
+
+def write_small(path: Path, data: bytes, capabilities: Capabilities) -> None:
+    """Makes a small file, durable with its entry in the folder, unless another process has.
+
+    Raises:
+        OSError: If it cannot be written.
+    """
+    join_file(path, len(data), capabilities)
+    file = open_for_writing(path, capabilities)
+    try:
+        file.write_at(0, memoryview(data))
+        file.sync()
+    finally:
+        file.close()
+    sync_directory(path.parent, capabilities)
 
 
 def free_bytes(path: Path) -> int:

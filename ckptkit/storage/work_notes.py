@@ -9,12 +9,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ckptkit.storage.staged_files import translated
+from ckptkit.storage.staged_files import translated, write_small
 from ckptkit.storage.syscalls import (
     Capabilities,
     is_refused,
-    join_file,
-    open_for_writing,
     open_locked,
     sync_directory,
 )
@@ -52,7 +50,7 @@ class WorkNotes:
         with translated(self._named, len(data)):
             try:
                 new.mkdir()
-                self._fill(new / _CONTENT, data)
+                write_small(new / _CONTENT, data, self._capabilities)
                 new.rename(self._folder / name)
             except OSError as error:
                 shutil.rmtree(new, ignore_errors=True)
@@ -96,13 +94,3 @@ class WorkNotes:
         finally:
             if lock is not None:
                 lock.close()
-
-    def _fill(self, path: Path, data: bytes) -> None:
-        join_file(path, len(data), self._capabilities)
-        file = open_for_writing(path, self._capabilities)
-        try:
-            file.write_at(0, memoryview(data))
-            file.sync()
-        finally:
-            file.close()
-        sync_directory(path.parent, self._capabilities)
