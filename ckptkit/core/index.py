@@ -353,12 +353,17 @@ class RunFacts:
         world_size: Number of ranks, or None.
         step: Training step, or None.
         writer: Who wrote it, in words.
+        version: The version of the writer, where the checkpoint tells it; else empty.
+        mesh: The dimensions of the device mesh, each with its name (empty where it has none) and
+            its size; empty where the checkpoint does not tell.
         notes: Further facts for `inspect`, such as what was ignored.
     """
 
     world_size: int | None = None
     step: int | None = None
     writer: str = ""
+    version: str = ""
+    mesh: tuple[tuple[str, int], ...] = ()
     notes: tuple[str, ...] = ()
 
 

@@ -9,23 +9,21 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckptkit.core.errors import FormatError, LimitError, UnsupportedError
+from ckptkit.core.errors import FormatError, LimitError
 from ckptkit.core.index import (
     Box,
     Chunk,
     ChunkTable,
-    FileRef,
     Key,
     KeyPath,
-    Record,
     RecordTable,
     RunFacts,
     TensorEntry,
     TensorIndex,
 )
 from ckptkit.formats.base import Candidate
-from ckptkit.formats.torch_values import TensorRef, parse_values
-from ckptkit.formats.torch_zip import Archive, open_archive
+from ckptkit.formats.torch_archives import ArchiveTable
+from ckptkit.formats.torch_values import TensorRef
 from ckptkit.formats.trees import Membership, classify
 from ckptkit.formats.weight_map import (
     INDEX_ENDING,
@@ -44,8 +42,6 @@ _NOT_A_MODEL = re.compile(
     r"optim.*|scheduler.*|lr_scheduler.*|scaler.*|sampler.*|rng_state.*|random_states.*"
     r"|training_args\.bin|extra_state.*|(bf16_)?zero_pp_rank_.*"
 )
-# Before 1.6, files began with a pickle of this number: 0x1950a86a20f9469cfc6c.
-_OLD_MAGIC = bytes.fromhex("80028a0a6cfc9c46f9206aa850192e")
 _ONLY_TENSOR: KeyPath = ("tensor",)  # the path of a tensor that is in no container
 
 
@@ -72,14 +68,14 @@ class TorchFileReader:
         paths, weight_map = members(source, candidate)
         contents = _Contents()
         for path in paths:
-            contents.add_file(source, source.stat(path))
+            contents.add_file(source, path)
         if weight_map is not None:
             check_weight_map(weight_map, contents.homes(), where=where)
         indices = [path for path in candidate.files if path.endswith(INDEX_ENDING)]
         return TensorIndex(
             format=self.name,
-            files=(*contents.files, *map(source.stat, indices)),
-            records=RecordTable.of(contents.records),
+            files=(*contents.table.files, *map(source.stat, indices)),
+            records=RecordTable.of(contents.table.records),
             tensors=_entries(contents.tensors, where),
             values=contents.values,
             aliases=_aliases(contents.tensors),
@@ -105,54 +101,31 @@ class _Found:
 class _Contents:
     """Collects what the files of one candidate hold."""
 
-    files: list[FileRef] = field(default_factory=list)
-    records: list[Record] = field(default_factory=list)
+    table: ArchiveTable = field(default_factory=ArchiveTable)
     tensors: list[_Found] = field(default_factory=list)
     values: dict[KeyPath, Any] = field(default_factory=dict)
 
-    def add_file(self, source: Source, file: FileRef) -> None:
+    def add_file(self, source: Source, path: str) -> None:
         """Adds the tensors and values of one file."""
-        where = posixpath.join(source.location, file.path)
-        archive = _open(source, file, where)
-        pickle = archive.pickle()
-        root = parse_values(pickle, where=where)
-        number = len(self.files)
-        self.files.append(file)
-        places: dict[str, int] = {}
-        characters = MAX_KEY_CHARACTERS * len(pickle)
+        file = self.table.open(source, path)
+        characters = MAX_KEY_CHARACTERS * file.pickle_bytes
         # No honest pickle reaches more than one value per byte.
-        for path, value in walk(root, limit=len(pickle), where=where):
+        for steps, value in walk(file.root, limit=file.pickle_bytes, where=file.where):
             if not isinstance(value, TensorRef):
-                self.values[path] = value
+                self.values[steps] = value
                 continue
-            record = self._record(archive, number, value, places)
-            found = _Found(path or _ONLY_TENSOR, value, record)
+            found = _Found(steps or _ONLY_TENSOR, value, self.table.record(file, value))
             self.tensors.append(found)
             characters -= len(found.key)
             if characters < 0:
-                raise LimitError("names of tensors are far longer than the pickle", where=where)
+                raise LimitError(
+                    "names of tensors are far longer than the pickle", where=file.where
+                )
 
     def homes(self) -> dict[str, str]:
         """Maps every tensor to the file that holds it."""
-        return {t.key: self.files[self.records[t.record].file].path for t in self.tensors}
-
-    def _record(
-        self, archive: Archive, number: int, tensor: TensorRef, places: dict[str, int]
-    ) -> int:
-        """Returns the position of the record of a tensor's storage, adding it when new."""
-        storage = tensor.storage
-        known = places.get(storage.key)
-        if known is None:
-            start, stop, crc32 = archive.extent(storage)
-            places[storage.key] = known = len(self.records)
-            self.records.append(Record(number, start, stop, crc32=crc32))
-        record = self.records[known]
-        if record.stop - record.start != storage.size_bytes:
-            raise FormatError(
-                f"storage {storage.key!r} has two different lengths",
-                where=archive.where,
-            )
-        return known
+        files, records = self.table.files, self.table.records
+        return {t.key: files[records[t.record].file].path for t in self.tensors}
 
 
 def walk(root: object, *, limit: int, where: str) -> Iterator[tuple[KeyPath, object]]:
@@ -202,19 +175,6 @@ def _step(key: object) -> str | int:
     if key is None or isinstance(key, (bool, float)):
         return repr(key)
     return f"<{type(key).__name__}>"
-
-
-def _open(source: Source, file: FileRef, where: str) -> Archive:
-    def read(start: int, stop: int) -> bytes:
-        return source.read(file.path, start, stop)
-
-    if file.size_bytes >= len(_OLD_MAGIC) and read(0, len(_OLD_MAGIC)) == _OLD_MAGIC:
-        raise UnsupportedError(
-            "file has the layout that torch wrote before 1.6, which is not modelled",
-            where=where,
-            hint="save it again: `torch.save(torch.load(path, weights_only=True), path)`",
-        )
-    return open_archive(read, file.size_bytes, where=where)
 
 
 def _entries(tensors: list[_Found], where: str) -> dict[Key, TensorEntry]:

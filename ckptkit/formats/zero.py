@@ -28,9 +28,10 @@ from ckptkit.core.index import (
 )
 from ckptkit.formats.base import Candidate
 from ckptkit.formats.pickles import shown
+from ckptkit.formats.torch_archives import ArchiveTable
 from ckptkit.formats.torch_values import TensorRef
 from ckptkit.formats.trees import Membership, classify
-from ckptkit.formats.zero_files import FileTable, not_modelled, parse_name
+from ckptkit.formats.zero_files import not_modelled, open_zero_file, parse_name
 from ckptkit.formats.zero_layout import Parameter
 from ckptkit.formats.zero_ranks import MODULE, Contents, checked_names
 from ckptkit.storage.base import Source
@@ -74,9 +75,9 @@ class ZeroReader:
         """
         where = posixpath.join(source.location, candidate.folder)
         names = checked_names(candidate.files, where)
-        table = FileTable()
-        models = [table.open(source, name) for name in names["model"]]
-        ranks = [table.open(source, name) for name in names["optim"]]
+        table = ArchiveTable()
+        models = [open_zero_file(table, source, name) for name in names["model"]]
+        ranks = [open_zero_file(table, source, name) for name in names["optim"]]
         contents = Contents(models, ranks, where)
         contents.check()
         maker = _EntryMaker(table, contents, where)
@@ -100,7 +101,7 @@ class _EntryMaker:
         aliases: Groups of keys that share one storage.
     """
 
-    def __init__(self, table: FileTable, contents: Contents, where: str) -> None:
+    def __init__(self, table: ArchiveTable, contents: Contents, where: str) -> None:
         self._table = table
         self._contents = contents
         self._masters = contents.masters()
@@ -188,7 +189,7 @@ class _EntryMaker:
     def _whole(self, tensor: TensorRef) -> ChunkTable:
         chunk = Chunk(
             Box((0,) * len(tensor.shape), tensor.shape),
-            self._table.record(self._contents.models[0], tensor),
+            self._table.record(self._contents.models[0].archive, tensor),
             byte_offset=tensor.storage_offset * tensor.dtype.itemsize,
             strides=None if tensor.row_major else tensor.strides,
             rank=0,
@@ -199,7 +200,7 @@ class _EntryMaker:
         chunks = [
             Chunk(
                 Span(run.start, run.start + run.count),
-                self._table.record(run.file, run.tensor),
+                self._table.record(run.file.archive, run.tensor),
                 byte_offset=(run.tensor.storage_offset + run.first) * parameter.dtype.itemsize,
                 rank=run.file.name.rank,
             )

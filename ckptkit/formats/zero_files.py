@@ -8,29 +8,22 @@ from __future__ import annotations
 
 import posixpath
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
 
 from ckptkit.core.errors import FormatError, UnsupportedError
-from ckptkit.core.index import FileRef, Record, Shape
 from ckptkit.formats.pickles import (
     Builder,
     Global,
-    InertDict,
-    InertObject,
     inert_class,
-    parse_pickle,
-    shown,
 )
+from ckptkit.formats.torch_archives import ArchiveTable, Document, TorchArchive
 from ckptkit.formats.torch_values import (
     ALLOWED,
-    MAX_DIMENSIONS,
     TensorRef,
     rebuild_tensor_v2,
-    storage_ref,
 )
-from ckptkit.formats.torch_zip import Archive, open_archive
 from ckptkit.storage.base import Source
 
 Kind = Literal["model", "optim"]
@@ -125,176 +118,26 @@ _ALLOWED = {**ALLOWED, **_OWN}
 
 
 @dataclass(frozen=True, slots=True)
-class Document:
-    """A dictionary out of a pickle, whose values may be anything until they are looked at.
-
-    Attributes:
-        values: The dictionary.
-        where: The file, and what of it, for messages.
-    """
-
-    values: Mapping[Any, Any]
-    where: str
-
-    def inner(self, key: str) -> Document:
-        """Returns the dictionary under a key; an empty one where there is none.
-
-        Raises:
-            FormatError: If it is something else.
-        """
-        return _document(self.values.get(key), f"{self.where}, {key!r}")
-
-    def inner_list(self, key: str) -> list[Document]:
-        """Returns the dictionaries in the list under a key; none where there is no list.
-
-        Raises:
-            FormatError: If it is something else.
-        """
-        where = f"{self.where}, {key!r}"
-        return [_document(item, where) for item in self.sequence(key)]
-
-    def sequence(self, key: str) -> Sequence[Any]:
-        """Returns the list under a key; an empty one where there is none.
-
-        Raises:
-            FormatError: If it is something else.
-        """
-        found = self.values.get(key)
-        if found is None:
-            return ()
-        if not isinstance(found, (list, tuple)):
-            raise self.error(f"{key!r} is not a list")
-        return found
-
-    def vectors(self, key: str) -> list[TensorRef]:
-        """Returns the one-dimensional tensors in the list under a key.
-
-        Raises:
-            FormatError: If something else is among them.
-        """
-        found = self.sequence(key)
-        for item in found:
-            if not (isinstance(item, TensorRef) and len(item.shape) == 1 and item.row_major):
-                raise self.error(f"{key!r} holds something that is not a flat tensor")
-        return list(found)
-
-    def count(self, key: str) -> int | None:
-        """Returns the natural number under a key, or None where there is none.
-
-        Raises:
-            FormatError: If it is something else.
-        """
-        found = self.values.get(key)
-        if found is not None and not _is_count(found):
-            raise self.error(f"{key!r} is not a natural number")
-        return found
-
-    def text(self, key: str) -> str:
-        """Returns the text under a key, or an empty one."""
-        found = self.values.get(key)
-        return found if isinstance(found, str) else ""
-
-    def shapes(self) -> dict[str, Shape]:
-        """Returns the dictionary as one of shapes by name.
-
-        Raises:
-            FormatError: If it is none.
-        """
-        for name, shape in self.values.items():
-            whole = isinstance(shape, tuple) and len(shape) <= MAX_DIMENSIONS
-            if not (isinstance(name, str) and whole and all(map(_is_count, shape))):
-                raise self.error("holds something that is not the shape of a parameter")
-        return dict(self.values)
-
-    def tensor(self, name: str) -> TensorRef:
-        """Returns the tensor of a name.
-
-        Raises:
-            FormatError: If it is not there, or is something else.
-        """
-        found = self.values.get(name)
-        if not isinstance(found, TensorRef):
-            raise self.error(f"holds no tensor {shown(name)}")
-        return found
-
-    def error(self, message: str) -> FormatError:
-        """Makes the error to raise for what was found wrong here."""
-        return FormatError(message, where=self.where)
-
-
-def _document(value: object, where: str) -> Document:
-    if value is None:
-        return Document({}, where)
-    if isinstance(value, dict):
-        return Document(value, where)
-    if isinstance(value, InertObject) and isinstance(value.state, dict):
-        return Document(value.state, where)
-    raise FormatError("is not a dictionary", where=where)
-
-
-def _is_count(value: object) -> bool:
-    return type(value) is int and 0 <= value <= _MAX_COUNT
-
-
-@dataclass(frozen=True, slots=True)
 class ZeroFile:
     """An opened file.
 
     Attributes:
         name: What its name tells.
-        number: Its position among the files of the index.
         content: What its pickle holds.
-        archive: The zip archive that it is.
+        archive: The file itself.
     """
 
     name: FileName
-    number: int
     content: Document
-    archive: Archive
+    archive: TorchArchive
 
 
-@dataclass(slots=True)
-class FileTable:
-    """The files that were opened, and the records of the storages in them that are used."""
+def open_zero_file(table: ArchiveTable, source: Source, name: FileName) -> ZeroFile:
+    """Opens a file of DeepSpeed's and parses its pickle.
 
-    files: list[FileRef] = field(default_factory=list)
-    records: list[Record] = field(default_factory=list)
-    _places: dict[tuple[int, str], int] = field(default_factory=dict)
-
-    def open(self, source: Source, name: FileName) -> ZeroFile:
-        """Opens a file and parses its pickle.
-
-        Raises:
-            UnsafePickleError: If the pickle names something outside the allow-list.
-            FormatError: If the file is damaged, or holds something else.
-        """
-        file = source.stat(name.path)
-        where = posixpath.join(source.location, name.path)
-
-        def read(start: int, stop: int) -> bytes:
-            return source.read(name.path, start, stop)
-
-        archive = open_archive(read, file.size_bytes, where=where)
-        root = parse_pickle(archive.pickle(), _ALLOWED, where=where, persistent=storage_ref)
-        if not isinstance(root, (dict, InertDict)):
-            raise FormatError("holds no dictionary, as DeepSpeed writes one", where=where)
-        self.files.append(file)
-        return ZeroFile(name, len(self.files) - 1, Document(root, where), archive)
-
-    def record(self, file: ZeroFile, tensor: TensorRef) -> int:
-        """Returns the position of the record of a tensor's storage, adding it when new.
-
-        Raises:
-            FormatError: If the archive has no such record, or one of another length.
-        """
-        storage = tensor.storage
-        place = file.number, storage.key
-        known = self._places.get(place)
-        if known is None:
-            start, stop, crc32 = file.archive.extent(storage)
-            known = self._places[place] = len(self.records)
-            self.records.append(Record(file.number, start, stop, crc32=crc32))
-        record = self.records[known]
-        if record.stop - record.start != storage.size_bytes:
-            raise file.content.error(f"storage {shown(storage.key)} has two different lengths")
-        return known
+    Raises:
+        UnsafePickleError: If the pickle names something outside the allow-list.
+        FormatError: If the file is damaged, or holds something else.
+    """
+    archive = table.open(source, name.path, _ALLOWED)
+    return ZeroFile(name, archive.document(), archive)

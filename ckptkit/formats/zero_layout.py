@@ -19,8 +19,9 @@ from ckptkit.core.dtypes import BY_NAME, DType
 from ckptkit.core.errors import FormatError, IncompleteCheckpointError, UnsupportedError
 from ckptkit.core.index import Shape
 from ckptkit.formats.pickles import shown
+from ckptkit.formats.torch_archives import Document
 from ckptkit.formats.torch_values import TensorRef
-from ckptkit.formats.zero_files import Document, ZeroFile
+from ckptkit.formats.zero_files import ZeroFile
 
 _SLICES = "param_slice_mappings"
 _FLAT_SLICES = "single_partition_of_fp32_groups"

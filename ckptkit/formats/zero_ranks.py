@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from ckptkit.core.errors import FormatError, MissingFileError, UnsupportedError
 from ckptkit.core.index import RunFacts
+from ckptkit.formats.torch_archives import Document
 from ckptkit.formats.zero_files import (
     UNIVERSAL,
-    Document,
     FileName,
     Kind,
     ZeroFile,
