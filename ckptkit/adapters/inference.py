@@ -111,8 +111,8 @@ def _refuse_unknown(
             "no adapter_config.json was found, and the tensors of the adapter do not tell"
             f" {', '.join(missing)}",
             where=where,
-            hint=f"pass {', '.join(_GIVE[key] for key in missing)}, or the adapter_config.json of"
-            " the run with --adapter-config",
+            hint="pass the adapter_config.json of the run with --adapter-config; the adapter"
+            f" commands also take {', '.join(_GIVE[key] for key in missing)}",
         )
 
 

@@ -62,12 +62,9 @@ class Hub:
         Raises:
             UsageError: If the id is none.
             HubError: If the client is told to stay offline.
-        """  # noqa: DOC501  `_offline` makes the second
+        """  # noqa: DOC501  `_no_id` and `_offline` make them
         if not is_repo_id(repo_id):
-            raise UsageError(
-                f"{repo_id!r:.200} was found where the id of a repository was expected",
-                hint="write it as OWNER/NAME, with letters, digits, '-', '_' and '.'",
-            )
+            raise _no_id(repo_id)
         from huggingface_hub import HfApi, constants, get_token
 
         if constants.HF_HUB_OFFLINE:
@@ -259,6 +256,16 @@ _REFUSALS: tuple[tuple[Refused, str, str], ...] = (
         "write smaller files with `ckptkit consolidate --max-shard-size 5GB`",
     ),
 )
+
+
+def _no_id(text: str) -> UsageError:
+    name, _, revision = text.partition("@")
+    hint = "write it as OWNER/NAME, with letters, digits, '-', '_' and '.'"
+    if revision and is_repo_id(name):
+        hint = f"a branch, a tag or a commit has an option of its own: {name} --revision {revision}"
+    return UsageError(
+        f"{text!r:.200} was found where the id of a repository was expected", hint=f"{hint:.300}"
+    )
 
 
 def _offline(repo_id: str) -> HubError:

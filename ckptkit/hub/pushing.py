@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 _MAIN = "main"
+_PRIVATE, _PUBLIC = "private", "public"
 _RACES = 5  # how often somebody else may commit between our look at the head and our commit
 
 
@@ -61,6 +62,8 @@ class Pushed:
         skipped: Files that stayed here, and why.
         deleted: Files of an earlier layout that the commit removed.
         bytes_uploaded: Sizes of the files that were uploaded, together.
+        new_repository: What a repository is that did not exist: `private` or `public`; empty of
+            one that did.
         notes: What the user should know.
     """
 
@@ -73,6 +76,7 @@ class Pushed:
     skipped: tuple[Skipped, ...]
     deleted: tuple[str, ...]
     bytes_uploaded: int
+    new_repository: str
     notes: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
@@ -183,19 +187,18 @@ class _Push:
         self._package = package
         self._request = request
         self._listener = listener
+        self._new_repository = ""
         self._contents = dict(package.contents)
         self._small = {path: _hashes(data) for path, data in self._contents.items()}
 
     def dry_run(self) -> Pushed:
         """Tells what a push would do, without doing any of it."""
         try:
-            info = self._hub.api.repo_info
-            self._check_visibility(self._hub.call(info, self._hub.repo_id))
-            tree = tree_of(self._hub, self._request.revision)
+            tree = tree_of(self._hub, self._request.revision) if self._is_there() else {}
         except HubError as error:
             if not is_absent(error):
                 raise
-            tree = {}
+            tree = {}  # there is no such branch
         self._choose_card(tree)
         changed = differing(tree, self._small)
         large = [file.path for file in self._package.large]
@@ -224,12 +227,30 @@ class _Push:
 
     def _make_repository(self) -> None:
         hub, request = self._hub, self._request
-        private = request.private is not False
-        hub.call(hub.api.create_repo, hub.repo_id, private=private, exist_ok=True)
-        self._check_visibility(hub.call(hub.api.repo_info, hub.repo_id))
+        if not self._is_there():
+            private = self._visibility == _PRIVATE
+            hub.call(hub.api.create_repo, hub.repo_id, private=private, exist_ok=True)
+            self._check_visibility(hub.call(hub.api.repo_info, hub.repo_id))
         if request.revision != _MAIN and not request.revision.startswith("refs/"):
             make = hub.api.create_branch
             hub.call(make, hub.repo_id, branch=request.revision, exist_ok=True)
+
+    def _is_there(self) -> bool:
+        """Tells whether the repository exists, and refuses one that is not as asked for."""
+        try:
+            info = self._hub.call(self._hub.api.repo_info, self._hub.repo_id)
+        except HubError as error:
+            if not is_absent(error):
+                raise
+            self._new_repository = self._visibility
+            return False
+        self._check_visibility(info)
+        return True
+
+    @property
+    def _visibility(self) -> str:
+        """What a repository is that this push makes."""
+        return _PUBLIC if self._request.private is False else _PRIVATE
 
     def _tagged(self) -> Tagged | None:
         """Looks whether the tag is there: then nothing is committed, but compared.
@@ -245,7 +266,7 @@ class _Push:
         found = info.private
         wanted = self._request.private
         if wanted is not None and found is not None and wanted is not found:
-            words = {True: "private", False: "public"}
+            words = {True: _PRIVATE, False: _PUBLIC}
             raise RefusedError(
                 f"the repository is {words[found]}, and was asked to be {words[wanted]}",
                 where=self._hub.repo_id,
@@ -353,6 +374,7 @@ class _Push:
             skipped=package.skipped,
             deleted=tuple(deleted),
             bytes_uploaded=sum(sizes[path] for path in uploaded),
+            new_repository=self._new_repository,
             notes=package.notes,
         )
 

@@ -28,6 +28,7 @@ from ckptkit.storage.places import PathLike, is_url
 
 _LOADS = frozenset({"safetensors", "torch"})
 _DEPTH = 1
+_RUN_DEPTH = 2
 _WHOLE_DEPTH = 8
 _PUSHED = frozenset({"model", "adapter", "torch"})
 MAX_FILE_BYTES = 500_000_000_000
@@ -145,13 +146,14 @@ def check_complete(
     """Refuses a model with missing or strange weight files.
 
     Raises:
-        RefusedError: If the folder holds no weights.
+        RefusedError: If the folder holds no weights, or is a run with sharded checkpoints in it.
         IncompleteCheckpointError: If an index names files that are not there.
         VerificationError: If the files are not those of the manifest.
     """
     files = list(files)
     weights = [path for path in files if is_weights(path) and not path.endswith(INDEX_ENDING)]
     if not weights:
+        refuse_checkpoints(source, source.walk(_RUN_DEPTH))
         raise RefusedError(
             "holds no weights",
             where=source.location,

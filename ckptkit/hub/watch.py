@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from ckptkit.core.errors import CkptkitError, InputError
+from ckptkit.core.errors import CkptkitError, InputError, RefusedError
 from ckptkit.execution.events import Listener
 from ckptkit.hub.watch_building import Making, make_folder
 from ckptkit.hub.watch_events import EventName, WatchEvent, WatchListener
@@ -92,6 +92,7 @@ class Watch:
         self._marks: dict[str, AbstractContextManager[object]] = {}
         self._prune: Callable[[], Sequence[int]] | None = None
         self._is_built = ""  # the digest of the step whose folder is there
+        self._passed_over: set[str] = set()  # digests of steps that were told of
         self._has_begun = False
         self._has_pushed = False  # since steps were last pruned
 
@@ -133,7 +134,7 @@ class Watch:
         """Lets go of steps that wait, and removes what was built and not pushed."""
         for digest in list(self._marks):
             self._let_go(digest)
-        shutil.rmtree(self._work, ignore_errors=True)
+        self._remove_built()
 
     def _go_on(self, progress: Listener, *, ending: bool) -> bool:
         """Does what is to be done next, and tells whether there was nothing."""
@@ -145,6 +146,7 @@ class Watch:
         steps = self._run.look()
         waiting = self._waiting(steps)
         self._announce(steps, waiting)
+        self._tell_of_passed_over(steps, waiting)
         if waiting and (ending or not self._settings.at_end):
             self._push(waiting[0], progress)
             return False
@@ -155,11 +157,14 @@ class Watch:
 
     def _finish_what_was_begun(self) -> None:
         """Finds out what became of pushes that a kill interrupted, also of steps that are gone."""
-        shutil.rmtree(self._work, ignore_errors=True)
+        self._remove_built()
         for push in list(self._journal.pushes.values()):
             if push.state == "pushed":
                 continue
-            found = self._hub.find(push)
+            try:
+                found = self._hub.find(push)
+            except RefusedError:
+                found = None  # its tag is another's; that is told when the step is pushed again
             if found is None:
                 self._take_back(push)
             else:
@@ -191,6 +196,18 @@ class Watch:
                 mark = self._run.hold(wanted[digest])
                 mark.__enter__()
                 self._marks[digest] = mark
+
+    def _tell_of_passed_over(self, steps: Sequence[SeenStep], waiting: Sequence[SeenStep]) -> None:
+        """Tells of steps that no rule leaves out, and that are not pushed for their order."""
+        if self._settings.choice != PushChoice():
+            return
+        told = {step.digest for step in waiting} | self._passed_over | set(self._failed.values())
+        told |= {push.digest for push in self._journal.pushes.values()}
+        left = {step.digest: str(step.step) for step in steps if step.digest not in told}
+        if left:
+            self._passed_over |= left.keys()
+            why = "they count as saved before one that is pushed, or training went back from them"
+            self._say("warning", None, message=f"not pushed: {', '.join(left.values())}; {why}")
 
     def _let_go(self, digest: str) -> None:
         with suppress(CkptkitError):  # a mark on a store that is gone ends by itself
@@ -237,13 +254,17 @@ class Watch:
         folder = self._work / f"step-{step.step}"
         if self._is_built == step.digest:
             return folder
-        self._is_built = ""
+        self._remove_built()  # of another step, whose push failed
         self._say("building", step.step)
         made = make_folder(step.place, folder, step.step, self._settings.making, progress)
         for note in made.notes:
             self._say("warning", step.step, message=note)
         self._is_built = step.digest
         return folder
+
+    def _remove_built(self) -> None:
+        self._is_built = ""
+        shutil.rmtree(self._work, ignore_errors=True)
 
     def _settle(self, push: StepPush, found: AtHub, began: float) -> None:
         """Has the tag point to the commit, and writes down that the step is pushed."""
@@ -252,8 +273,7 @@ class Watch:
         done = replace(push, state="pushed", commit=found.commit, url=found.url, at=at)
         self._journal.note(replace(done, size_bytes=found.uploaded_bytes))
         self._has_pushed = True
-        self._is_built = ""
-        shutil.rmtree(self._work, ignore_errors=True)
+        self._remove_built()
         self._say(
             "pushed",
             push.step,
@@ -270,6 +290,7 @@ class Watch:
         if isinstance(error, InputError) and not self._run.is_there(step):
             self._say("passed", step.step, reason="it was removed from the run, or replaced")
             return
+        self._remove_built()
         self._failed[step.step] = step.digest
         self.failures[step.step] = error
         push = self._journal.pushes.get(step.step)

@@ -9,6 +9,7 @@ from pathlib import Path
 from ckptkit.core.errors import HubError
 from ckptkit.execution.events import Listener
 from ckptkit.hub.client import Hub
+from ckptkit.hub.committing import tag_commit
 from ckptkit.hub.pushing import Pushed, push
 from ckptkit.hub.retrying import status_of
 
@@ -62,22 +63,26 @@ class HubBranch:
         return [(commit.commit_id, commit.title) for commit in found]
 
     def tags(self) -> dict[str, str]:
-        """Returns the commit that each tag points to.
+        """Returns the commit that each tag points to; none without a repository.
 
         Raises:
             HubError: If it cannot be asked, or refuses.
         """
-        found = self._hub.call(self._hub.api.list_repo_refs, self._hub.repo_id)
+        try:
+            found = self._hub.call(self._hub.api.list_repo_refs, self._hub.repo_id)
+        except HubError as error:
+            if _is_absence(error):
+                return {}
+            raise
         return {tag.name: tag.target_commit for tag in found.tags}
 
     def create_tag(self, tag: str, commit: str) -> None:
-        """Makes a tag.
+        """Makes a tag, which may be there already if it points to the same commit.
 
         Raises:
-            HubError: If it cannot be made.
+            HubError: If it cannot be made, or is of another commit.
         """
-        hub = self._hub
-        hub.call(hub.api.create_tag, hub.repo_id, tag=tag, revision=commit, exist_ok=True)
+        tag_commit(self._hub, tag, commit)
 
     def delete_tag(self, tag: str) -> None:
         """Removes a tag.

@@ -47,7 +47,7 @@ class Branch(Protocol):
         ...
 
     def tags(self) -> dict[str, str]:
-        """Returns the commit that each tag points to.
+        """Returns the commit that each tag points to; none without a repository.
 
         Raises:
             HubError: If it cannot be asked, or refuses.
@@ -55,10 +55,10 @@ class Branch(Protocol):
         ...
 
     def create_tag(self, tag: str, commit: str) -> None:
-        """Makes a tag.
+        """Makes a tag, which may be there already if it points to the same commit.
 
         Raises:
-            HubError: If it cannot be made.
+            HubError: If it cannot be made, or is of another commit.
         """
         ...
 
@@ -168,7 +168,7 @@ class StepsAtHub:
         """Returns the commits by their titles; asks where something may have changed."""
         if self._commits is None:
             commits = dict(reversed([(title, commit) for commit, title in self._branch.commits()]))
-            self._tags = self._branch.tags() if commits else {}
+            self._tags = self._branch.tags()
             self._commits = commits
         return self._commits
 

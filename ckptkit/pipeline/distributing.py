@@ -28,7 +28,7 @@ from ckptkit.pipeline.parts import (
     run_share,
     shared_folder,
 )
-from ckptkit.pipeline.writing import Prepared, refuse_full_disk
+from ckptkit.pipeline.writing import Prepared, marked_as_read, refuse_full_disk
 from ckptkit.planning.requests import Resources
 from ckptkit.planning.shares import Share, shares_for, tasks_of
 from ckptkit.storage.places import PathLike
@@ -128,8 +128,9 @@ def write_on_ray(
                 fingerprint=fingerprint_of(prepared),
                 are_threads_chosen=resources.workers is not None,
             )
-            whole = _run(station, prepared, resources, listener)
-            return commit_shares(prepared, target, whole, listener)
+            with marked_as_read(prepared):
+                whole = _run(station, prepared, resources, listener)
+                return commit_shares(prepared, target, whole, listener)
         except BaseException:
             target.abandon()
             raise

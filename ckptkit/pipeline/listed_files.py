@@ -17,7 +17,7 @@ from ckptkit.core.ranges import FileRange
 from ckptkit.formats.base import Candidate
 from ckptkit.formats.registry import SEARCH_DEPTH, recognise
 from ckptkit.pipeline.steps import step_folder
-from ckptkit.storage.base import Source, distant, foresee
+from ckptkit.storage.base import Source, distant, foresee, is_there
 
 _ARCHIVES = (".bin", ".pt", ".pth", ".ckpt")
 _WEIGHTS = ".safetensors"
@@ -42,7 +42,8 @@ def listed_files(source: Source) -> list[str]:
     manifests += [path for path in expected[:: len(_OF_STEPS)] if path not in known]
     foresee(source, list(_extents(source, manifests)))
     for path in manifests:
-        known.update(one for one in _named(source, path) if one not in known and _is(source, one))
+        named = (one for one in _named(source, path) if one not in known)
+        known.update(one for one in named if is_there(source, one))
     return sorted(known)
 
 
@@ -55,7 +56,7 @@ def foresee_headers(source: Source, candidate: Candidate) -> None:
 def _headers(source: Source, candidate: Candidate) -> Iterator[FileRange]:
     """Yields where readers look first: any such range brings what lies around it."""
     for path in candidate.files:
-        if path.endswith(_NO_HEADERS) or not _is(source, path):
+        if path.endswith(_NO_HEADERS) or not is_there(source, path):
             continue
         size = source.stat(path).size_bytes
         if path.endswith(_ARCHIVES):
@@ -68,7 +69,7 @@ def _headers(source: Source, candidate: Candidate) -> Iterator[FileRange]:
 
 def _extents(source: Source, manifests: Sequence[str]) -> Iterator[FileRange]:
     for path in manifests:
-        if _is(source, path):
+        if is_there(source, path):
             yield FileRange(path, 0, source.stat(path).size_bytes)
 
 
@@ -87,11 +88,3 @@ def _manifest(source: Source, path: str) -> Manifest | None:
         return parse_manifest(source.read(path, 0, size), where=path)
     except InputError:
         return None  # is told when the step is looked at
-
-
-def _is(source: Source, path: str) -> bool:
-    try:
-        source.stat(path)
-    except InputError:
-        return False
-    return True

@@ -307,5 +307,7 @@ def _merged_run(runs: Sequence[RunFacts]) -> RunFacts:
         world_size=max(sizes, default=None),
         step=next((run.step for run in runs if run.step is not None), None),
         writer=next((run.writer for run in runs if run.writer), ""),
+        version=next((run.version for run in runs if run.version), ""),
+        mesh=next((run.mesh for run in runs if run.mesh), ()),
         notes=tuple(dict.fromkeys(note for run in runs for note in run.notes)),
     )

@@ -23,7 +23,7 @@ from ckptkit.pipeline.parts import (
     run_share,
     shared_folder,
 )
-from ckptkit.pipeline.writing import Prepared, refuse_full_disk
+from ckptkit.pipeline.writing import Prepared, marked_as_read, refuse_full_disk
 from ckptkit.planning.shares import Share, tasks_of
 from ckptkit.storage.places import PathLike
 from ckptkit.storage.shared_target import SharedTarget
@@ -68,8 +68,9 @@ def run_slice(
         target = SharedTarget(folder, _NONCE, overwrite=overwrite)
         try:
             _meet(prepared, target, share)
-            _write(prepared, target, share, listener)
-            return _end(prepared, target, share, listener)
+            with marked_as_read(prepared):
+                _write(prepared, target, share, listener)
+                return _end(prepared, target, share, listener)
         finally:
             target.leave()
 

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from ckptkit.core.errors import InputError, NotACheckpointError, UsageError
+from ckptkit.core.errors import NotACheckpointError, UsageError
 from ckptkit.core.manifest import MANIFEST_NAME
-from ckptkit.storage.base import Folder
+from ckptkit.storage.base import Folder, is_there
 from ckptkit.storage.local import LocalSource
 from ckptkit.storage.places import PathLike, Place, is_url, local_path, open_source, place_of
 
@@ -99,15 +99,6 @@ def open_others(stack: ExitStack, root: Folder, also: Sequence[PathLike]) -> Ite
         if _canonical(one) not in seen:
             yield open_folder(stack, one, "--also")
             seen.add(_canonical(one))
-
-
-def is_there(source: Folder, path: str) -> bool:
-    """Tells whether a file is there, also where listings do not show it yet."""
-    try:
-        source.stat(path)
-    except InputError:
-        return False
-    return True
 
 
 def is_folder(place: PathLike) -> bool:

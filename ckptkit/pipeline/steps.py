@@ -19,7 +19,7 @@ from ckptkit.core.manifest import (
 )
 from ckptkit.formats.base import Candidate
 from ckptkit.formats.discovery import is_unit_folder
-from ckptkit.storage.base import Source
+from ckptkit.storage.base import Source, is_there
 
 _WRITER = "ckptkit"
 _READ_BYTES = 1 << 20
@@ -111,7 +111,7 @@ class SavedSteps:
         try:
             found = _read_manifest(self._source, path)
         except MissingFileError:
-            if _is_there(self._source, posixpath.join(folder, RUN_FACTS)):
+            if is_there(self._source, posixpath.join(folder, RUN_FACTS)):
                 self._manifests[folder] = Problem(MissingFileError.code, path, _ABSENT)
             return
         except InputError as error:
@@ -199,14 +199,6 @@ def _read_manifest(source: Source, path: str) -> Manifest:
     size = source.stat(path).size_bytes
     check_manifest_size(size, where=where)
     return parse_manifest(source.read(path, 0, size), where=where)
-
-
-def _is_there(source: Source, path: str) -> bool:
-    try:
-        source.stat(path)
-    except InputError:
-        return False
-    return True
 
 
 def _number(value: object, otherwise: int | None) -> int | None:

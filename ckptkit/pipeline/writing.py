@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -157,8 +158,7 @@ def write_output(prepared: Prepared, target: Target, listener: Listener) -> Mani
         prepared = replace(prepared, plan=plan)
     listener(Planned(prepared.plan.notes))
     executor = Executor(prepared.plan, prepared.inputs, target, prepared.settings, listener)
-    saved = [source for source in prepared.sources if source.manifest is not None]
-    with read_at_store([place_of(source.location).beside(source.path) for source in saved]):
+    with marked_as_read(prepared):
         digests = executor.run()
         for source in prepared.sources:
             refuse_changed(source)
@@ -166,6 +166,18 @@ def write_output(prepared: Prepared, target: Target, listener: Listener) -> Mani
     _commit(manifest, target)
     listener(Committed(target.location))
     return manifest
+
+
+def marked_as_read(prepared: Prepared) -> AbstractContextManager[None]:
+    """Marks those sources as being read that are steps of the hooks on an object store.
+
+    Those on a disk are marked for as long as they are open.
+
+    Raises:
+        InputError: If one is being removed.
+    """
+    saved = [source for source in prepared.sources if source.manifest is not None]
+    return read_at_store([place_of(source.location).beside(source.path) for source in saved])
 
 
 class Room(Protocol):

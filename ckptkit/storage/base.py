@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Protocol, Self, runtime_checkable
 
+from ckptkit.core.errors import InputError
 from ckptkit.core.index import FileRef
 from ckptkit.core.object_parts import CopiedRange, ObjectPart
 from ckptkit.core.ranges import FileRange
@@ -125,6 +126,15 @@ def foresee(source: Source, ranges: Collection[FileRange]) -> None:
     far = distant(source)
     if far is not None:
         far.foresee(ranges)
+
+
+def is_there(source: Source, path: str) -> bool:
+    """Tells whether a file is there and may be read, also where listings do not show it yet."""
+    try:
+        source.stat(path)
+    except InputError:
+        return False
+    return True
 
 
 class Sink(Protocol):

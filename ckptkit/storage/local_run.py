@@ -108,10 +108,10 @@ class LocalRun:
         folder = self._root / step
         trash = self._root / f".{step}{WORK_INFIX}{_TRASH}-{os.urandom(_NONCE_BYTES).hex()}"
         with _removable(folder):
-            if not _holds(folder, step, files):
+            if not self._holds(step, step, files):
                 raise OutputError(_AGAIN, where=str(folder), hint=_JUDGED_ANEW)
             folder.rename(trash)
-            if not _holds(trash, step, files):
+            if not self._holds(trash.name, step, files):
                 trash.rename(folder)
                 raise OutputError(_AGAIN, where=str(folder), hint=_JUDGED_ANEW)
             sync_directory(self._root, detect_capabilities())
@@ -135,6 +135,11 @@ class LocalRun:
                 with _removable(path):
                     _remove_tree(path)
         return found
+
+    def _holds(self, folder: str, step: str, files: Sequence[StoredFile]) -> bool:
+        """Tells whether a folder has the files that were seen in a step, and no others."""
+        seen = {file.path.removeprefix(step): file.identity for file in files}
+        return seen == {f.path.removeprefix(folder): f.identity for f in self._below(folder)}
 
     def _below(self, folder: str) -> Iterator[StoredFile]:
         try:
@@ -165,18 +170,6 @@ def _stored(path: str, status: os.stat_result) -> StoredFile:
         links=status.st_nlink,
         inode=f"{status.st_dev:x}-{status.st_ino:x}",
     )
-
-
-def _holds(folder: Path, step: str, files: Sequence[StoredFile]) -> bool:
-    """Tells whether the files of a step are those that were seen, wherever it lies now."""
-    for file in files:
-        try:
-            status = (folder / file.path.removeprefix(f"{step}/")).lstat()
-        except FileNotFoundError:
-            return False
-        if _stored(file.path, status).identity != file.identity:
-            return False
-    return True
 
 
 def _remove_tree(path: Path) -> None:

@@ -14,7 +14,9 @@ PathLike = str | os.PathLike[str]
 _FILE = "file://"
 _ALIASES = {"s3a": "s3", "gcs": "gs", "abfs": "az"}
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
-_USER = re.compile(r"[^/@]*:[^/@]*@")  # a user with a password, where a host or a bucket begins
+# A user with a password, where a host or a bucket begins; the keys of S3 may hold slashes. Neither
+# the name of an access point is one, nor is a port.
+_USER = re.compile(r"(?!arn:)[^/@]*:(?!\d+/)[^@]*@")
 
 
 class Place(str):
@@ -123,7 +125,7 @@ class Sources:
         Raises:
             UsageError: If a password stands in the URL.
         """
-        fits = not is_url(self.first) or self.first.protocol == Place(path).protocol
+        fits = not is_url(self.first) or _kind(self.first.protocol) == _kind(Place(path).protocol)
         return place_of(path, self._options if fits else None)
 
     def optional(self, path: PathLike | None) -> Place | None:
@@ -167,7 +169,7 @@ def _plain(location: str) -> str:
     if _USER.match(match[2]):
         raise UsageError(
             "holds a password, which would end up in messages and manifests",
-            where=f"{match[1]}://…{match[2].partition('@')[2]}",
+            where=f"{match[1]}://…{match[2].rpartition('@')[2]}",
             hint="pass it with --src-option or --dst-option, or in the environment",
         )
     return f"{match[1]}://{match[2].rstrip('/')}"

@@ -10,6 +10,7 @@ from ckptkit.core.errors import (
     AccessError,
     CkptkitError,
     MissingFileError,
+    NotACheckpointError,
     SourceChangedError,
     StorageError,
     UsageError,
@@ -31,6 +32,7 @@ _BROKEN = frozenset(
     {
         "ClientConnectionError",
         "ClientPayloadError",
+        "ConnectTimeoutError",
         "ConnectionClosedError",
         "EndpointConnectionError",
         "HTTPClientError",
@@ -78,6 +80,11 @@ def is_transient(error: BaseException) -> bool:
     return isinstance(error, (TimeoutError, ConnectionError, EOFError)) or _named(error, _BROKEN)
 
 
+def is_without_bucket(error: BaseException) -> bool:
+    """Tells whether not even the bucket is there in which something was looked for."""
+    return "NoSuchBucket" in _codes(error)
+
+
 def status_of(error: BaseException) -> int | None:
     """Returns the HTTP status that an error of any client tells of, or None."""
     for one in _chain(error):
@@ -122,6 +129,7 @@ def _kind_of(error: BaseException, text: str) -> tuple[type[CkptkitError], str, 
     return {
         "offline": (AccessError, f"cannot be reached: {text}", _GO_ONLINE),
         "denied": (AccessError, f"the storage does not let us in: {text}", ""),
+        "bucketless": (NotACheckpointError, "there is no such bucket", _LOOK_AT_BUCKET),
         "missing": (MissingFileError, "nothing was found there", ""),
         "changed": (SourceChangedError, _REPLACED, _WAIT),
         "misused": (UsageError, f"cannot be opened: {text}", _LOOK_AT_OPTIONS),
@@ -132,6 +140,7 @@ def _kind_of(error: BaseException, text: str) -> tuple[type[CkptkitError], str, 
 def _tests(error: BaseException, status: int | None) -> Iterator[tuple[str, bool]]:
     yield "offline", _named(error, {_OFFLINE})
     yield "denied", _is_denied(error)
+    yield "bucketless", is_without_bucket(error)
     yield "missing", isinstance(error, FileNotFoundError) or status in _GONE
     yield "changed", status == _CHANGED
     yield "misused", isinstance(error, (TypeError, ValueError)) and status is None
@@ -141,6 +150,7 @@ def _tests(error: BaseException, status: int | None) -> Iterator[tuple[str, bool
 _GO_ONLINE = "HF_HUB_OFFLINE is set; unset it, or give a local copy"
 _REPLACED = "is no longer the object that was listed: it was replaced while it was being read"
 _WAIT = "wait until the save is finished, then run again"
+_LOOK_AT_BUCKET = "see whether its name and the endpoint are right"
 _LOOK_AT_OPTIONS = "see whether the URL and the names and forms of the options are right"
 
 

@@ -113,7 +113,7 @@ class RemoteSource:
         self._fill(path, first, memoryview(data))
         if len(data) <= _KEPT_BYTES:
             self._kept.keep(path, first, bytes(data), wide=last - first > stop - start)
-        return bytes(data[start - first : stop - first])
+        return bytes(memoryview(data)[start - first : stop - first])
 
     def read_into(self, path: str, start: int, target: memoryview) -> None:
         """Fills `target` from byte `start` on; thread-safe.

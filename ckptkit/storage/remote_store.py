@@ -17,7 +17,7 @@ from weakref import WeakValueDictionary
 
 from ckptkit.core.errors import RefusedError, UsageError
 from ckptkit.storage.hub_files import hub_range, pinned_root
-from ckptkit.storage.remote_errors import told
+from ckptkit.storage.remote_errors import is_without_bucket, told
 from ckptkit.storage.retries import Patience, retried
 from ckptkit.storage.s3_ranges import S3_PROTOCOLS, s3_head, s3_options, s3_range
 
@@ -69,14 +69,17 @@ class RemoteStore:
         """Returns all objects below a path, by their paths relative to it.
 
         Raises:
-            Exception: Whatever the client raises; an empty or missing folder is no error.
+            Exception: Whatever the client raises; also where there is no such bucket, but not
+                where a folder is empty or missing.
         """
 
         def ask() -> Mapping[str, Mapping[str, Any]]:
             self.filesystem.invalidate_cache()
             try:
                 found: Mapping[str, Mapping[str, Any]] = self.filesystem.find(path, detail=True)
-            except FileNotFoundError:
+            except FileNotFoundError as error:
+                if is_without_bucket(error):
+                    raise
                 return {}
             return found
 
@@ -100,7 +103,9 @@ class RemoteStore:
             self.filesystem.invalidate_cache()
             try:
                 found: list[Mapping[str, Any]] = self.filesystem.ls(path, detail=True)
-            except (FileNotFoundError, NotADirectoryError):
+            except (FileNotFoundError, NotADirectoryError) as error:
+                if is_without_bucket(error):
+                    raise
                 return []
             return found
 

@@ -12,6 +12,7 @@ from typing import TypeVar
 from ckptkit.storage.remote_errors import is_transient
 
 _log = logging.getLogger(__name__)
+_TOLD_AT = 3  # what fails that often is worth a line that users see
 Answer = TypeVar("Answer")
 
 
@@ -69,5 +70,6 @@ def retried(
                 raise
             wait = patience.wait_seconds(failures)
             kind = type(error).__name__
-            _log.info("%s: %s, asking again in %.1f s", what, kind, wait)
+            level = logging.WARNING if failures == _TOLD_AT else logging.INFO
+            _log.log(level, "%s: %s, asking again in %.1f s", what, kind, wait)
             sleep(wait)

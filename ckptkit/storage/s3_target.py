@@ -10,19 +10,21 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from ckptkit.core.crc import crc32
-from ckptkit.core.errors import CkptkitError, OutputError
+from ckptkit.core.errors import OutputError
 from ckptkit.core.object_parts import CopiedRange, ObjectPart
 from ckptkit.storage.base import CopySource
 from ckptkit.storage.names import WORK_INFIX, check_relative, is_work_folder
 from ckptkit.storage.s3_object import S3Object
 from ckptkit.storage.s3_probe import why_no_copies
 from ckptkit.storage.s3_uploads import S3Uploads
-from ckptkit.storage.store_errors import Writing, output_there
+from ckptkit.storage.store_errors import Writing, output_there, quietly
 
+_NONCE_BYTES = 8
 _LOG = logging.getLogger(__name__)
 
 
@@ -56,7 +58,7 @@ class S3Target:
         self._writing = writing
         self._overwrite = overwrite
         self._objects: dict[str, S3Object] = {}
-        self._mark = f"{prefix}{WORK_INFIX}{os.urandom(8).hex()}"
+        self._mark = f"{prefix}{WORK_INFIX}{os.urandom(_NONCE_BYTES).hex()}"
         self._uploads: list[tuple[str, str]] = []
         self._lock = threading.Lock()
         with writing():
@@ -161,7 +163,7 @@ class S3Target:
                 self._objects[path].publish()
         made = {item.key for item in self._objects.values()}
         self._objects.clear()
-        self._quietly(lambda: self._store.delete(sorted(old - made)))
+        quietly(self._writing, lambda: self._store.delete(sorted(old - made)))
         self.abandon()
 
     def abandon(self) -> None:
@@ -169,10 +171,10 @@ class S3Target:
         objects = list(self._objects.values())
         self._objects.clear()
         for item in objects:
-            self._quietly(item.remove)
+            quietly(self._writing, item.remove)
         if self._uploads:
             self._uploads.clear()
-            self._quietly(lambda: self._store.delete([self._mark]))
+            quietly(self._writing, lambda: self._store.delete([self._mark]))
 
     def _note(self, key: str, upload: str) -> None:
         """Writes down that an upload is ours, before it holds any bytes."""
@@ -183,7 +185,10 @@ class S3Target:
 
     def _sweep(self) -> None:
         """Removes the uploads of runs that were killed, by what they wrote down of them."""
-        marks = [key for key in self._store.keys(self._prefix) if self._is_mark(key)]
+        own = re.compile(
+            re.escape(f"{self._prefix}{WORK_INFIX}") + f"[0-9a-f]{{{2 * _NONCE_BYTES}}}"
+        )
+        marks = [key for key in self._store.keys(self._prefix) if own.fullmatch(key)]
         for mark in marks:
             path = self._store.url(mark).removeprefix("s3://")
             for key, upload in _uploads_in(self._store.get(path)):
@@ -202,17 +207,10 @@ class S3Target:
 
     def _keys(self) -> Iterator[str]:
         """Yields the keys of what lies at the place, our own marks left out."""
-        return (key for key in self._store.keys(self._prefix) if not self._is_mark(key))
+        return (key for key in self._store.keys(self._prefix) if not self._is_work(key))
 
-    def _is_mark(self, key: str) -> bool:
+    def _is_work(self, key: str) -> bool:
         return is_work_folder(key[len(self._prefix) :].partition("/")[0])
-
-    def _quietly(self, action: Callable[[], None]) -> None:
-        try:
-            with self._writing():
-                action()
-        except CkptkitError as error:
-            _LOG.warning("something was left behind: %s", error)
 
 
 def _uploads_in(mark: bytes) -> Iterator[tuple[str, str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -16,6 +17,7 @@ from ckptkit.core.errors import (
 )
 from ckptkit.storage.remote_errors import as_input_error, told
 
+_LOG = logging.getLogger(__name__)
 Writing = Callable[[], AbstractContextManager[None]]
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
@@ -38,6 +40,15 @@ def writing_to(location: str, options: Mapping[str, Any]) -> Writing:
             raise _output_error(error, location, options) from None
 
     return writing
+
+
+def quietly(writing: Writing, action: Callable[[], object]) -> None:
+    """Clears something away, and says it on the log where that fails."""
+    try:
+        with writing():
+            action()
+    except CkptkitError as error:
+        _LOG.warning("something was left behind: %s", error)
 
 
 def output_there(location: str) -> OutputExistsError:

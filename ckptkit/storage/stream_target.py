@@ -7,20 +7,18 @@ one by one, the manifest last.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from ckptkit.core.errors import CkptkitError, OutputError
+from ckptkit.core.errors import OutputError
 from ckptkit.storage.names import check_relative
 from ckptkit.storage.places import Place
 from ckptkit.storage.remote_store import RemoteStore
-from ckptkit.storage.store_errors import Writing, output_there, writing_to
+from ckptkit.storage.store_errors import Writing, output_there, quietly, writing_to
 from ckptkit.storage.streams import Room, Stream
 
 _BLOCK_BYTES = 8 << 20
-_LOG = logging.getLogger(__name__)
 
 
 class StreamTarget:
@@ -46,6 +44,7 @@ class StreamTarget:
         self._writing: Writing = writing_to(place.location, self._store.options)
         self._overwrite = overwrite
         self._streams: dict[str, Stream] = {}
+        self._published: list[str] = []
         self._room = Room()
         with self._writing():
             self._path = self._store.path_of(place.location)
@@ -111,18 +110,23 @@ class StreamTarget:
             if last in old:
                 self._remove(last)
             for path in sorted(self._streams, key=lambda path: (path == last, path)):
+                self._published.append(path)
                 self._streams[path].publish()
         made = set(self._streams)
         self._streams.clear()
+        self._published.clear()
         self._filesystem.transaction.files.clear()
         for path in sorted(old.keys() - made):
-            self._quietly(partial(self._remove, path))
+            quietly(self._writing, partial(self._remove, path))
 
     def abandon(self) -> None:
         """Removes what was written; does nothing after a commit."""
         streams, self._streams = self._streams, {}
         for stream in streams.values():
-            self._quietly(stream.discard)
+            quietly(self._writing, stream.discard)
+        published, self._published = self._published, []
+        for path in published:  # the last one of a commit that failed may be visible or not
+            quietly(self._writing, partial(self._remove, path))
         self._filesystem.transaction.files.clear()
 
     def _open(self, path: str) -> Any:
@@ -134,15 +138,9 @@ class StreamTarget:
             return self._filesystem.open(name, "wb", block_size=_BLOCK_BYTES)
 
     def _remove(self, path: str) -> None:
-        self._filesystem.rm_file(f"{self._path}/{path}")
+        with suppress(FileNotFoundError):
+            self._filesystem.rm_file(f"{self._path}/{path}")
 
     def _refuse_filled(self) -> None:
         if not self._overwrite and self._store.listing(self._path):
             raise output_there(self._location)
-
-    def _quietly(self, action: Callable[[], None]) -> None:
-        try:
-            with self._writing():
-                action()
-        except CkptkitError as error:
-            _LOG.warning("something was left behind: %s", error)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
@@ -85,6 +85,23 @@ def kind_of(key: str, value: object) -> Kind:
             hint=_LOADER_HINT if isinstance(value, DataLoader) else _PLAIN_HINT,
         )
     return _kind_by_methods(value)
+
+
+def taken_from(value: object) -> Literal["model", "optimizer"] | None:
+    """Tells of which kind of object a plain value is the state dict, or a list of such.
+
+    What `Module.state_dict` returns has a mark of torch's own; other mappings of nothing but
+    tensors are taken for the same.
+    """
+    for entry in value if isinstance(value, list) else [value]:
+        if not isinstance(entry, Mapping):
+            continue
+        if set(entry) == {"state", "param_groups"}:
+            return "optimizer"
+        tensors = [isinstance(leaf, Tensor) for leaf in entry.values()]
+        if any(tensors) and (hasattr(entry, "_metadata") or all(tensors)):
+            return "model"
+    return None
 
 
 def _kind_by_methods(value: object) -> Kind:

@@ -71,7 +71,7 @@ class Peers:
         self._lock = threading.Lock()
         self._rounds: dict[str, int] = {}
         self._stale: list[tuple[float, str]] = []
-        self._decided: list[tuple[float, str]] = []  # rounds of which all ranks await the answer
+        self._answered: list[tuple[float, str]] = []  # rounds whose answer some may still await
 
     def agree(
         self,
@@ -114,8 +114,6 @@ class Peers:
             self._publish(key, _encoded({"error": document}), timeout_seconds)
             raise
         self._publish(key, answer, timeout_seconds)
-        with self._lock:
-            self._decided.append((time.monotonic() + _GRACE_SECONDS, key))
         return json.loads(answer)["value"]
 
     def refuse(self, topic: str, error: Exception, *, timeout_seconds: float) -> None:
@@ -152,12 +150,16 @@ class Peers:
         self.board.close()
 
     def _all_heard(self) -> bool | None:
-        """Tells whether every rank has taken its values back, as it does after an answer."""
+        """Tells whether every rank has taken its values back, as it does after an answer.
+
+        A rank that did not come has none, and one that had to refuse awaits nothing.
+        """
         now = time.monotonic()
         with self._lock:
-            self._decided = [entry for entry in self._decided if entry[0] > now]
-            keys = [f"{key}/{rank}" for _, key in self._decided for rank in self._others]
-        return all(self.board.get(key) is None for key in keys) or None
+            self._answered = [entry for entry in self._answered if entry[0] > now]
+            keys = [f"{key}/{rank}" for _, key in self._answered for rank in self._others]
+        values = map(self.board.get, keys)
+        return all(value is None or value.startswith(_REFUSED) for value in values) or None
 
     @property
     def _others(self) -> range:
@@ -191,6 +193,8 @@ class Peers:
         if self.world_size > 1:
             self.board.set(f"{key}/answer", answer)
             self._forget(f"{key}/answer", timeout_seconds + 2 * _GRACE_SECONDS)
+            with self._lock:
+                self._answered.append((time.monotonic() + _GRACE_SECONDS, key))
 
     def _ask(self, topic: str, key: str, value: Any, timeout_seconds: float) -> Any:
         """Tells rank 0 this rank's value and returns the decision; for the other ranks."""
@@ -221,7 +225,7 @@ class Peers:
         now = time.monotonic()
         with self._lock:
             due = [key for when, key in self._stale if when <= now]
-            self._decided = [entry for entry in self._decided if entry[0] > now]
+            self._answered = [entry for entry in self._answered if entry[0] > now]
             self._stale = [entry for entry in self._stale if entry[0] > now]
         for key in due:
             self.board.delete(key)

@@ -38,6 +38,7 @@ _OPTIONS_VARIABLE = "CKPTKIT_STORAGE_OPTIONS"
 _TOKEN_VARIABLE = "HF_TOKEN"  # noqa: S105  the name of a variable
 _WORKERS = "2"
 _LEAVE_SECONDS = 10.0
+_LISTED = 20
 _LOG = "log"
 _MOST_RESTARTS = 3  # of a process that dies without a word
 
@@ -295,9 +296,23 @@ class Pushing:
                 where=self._settings.repo_id,
                 hint=f"see {log}; the next save starts it again",
             )
+        if status == 0:
+            last = last or self._passed_over()
         if last is not None:
             self._stopped_by = self._stopped_by or last
             self._fail_all(last)
+
+    def _passed_over(self) -> HubError | None:
+        """Returns what is to be told of steps that the process has seen no reason to push."""
+        with self._lock:
+            steps = ", ".join(str(step) for step in sorted(self._committed)[:_LISTED])
+        if not steps:
+            return None
+        return HubError(
+            f"not pushed: step {steps}, since one that counts as saved later is there already",
+            where=self._settings.repo_id,
+            hint="a run that is started over needs a directory and a repository of its own",
+        )
 
     def _restarted(self, status: int) -> bool:
         """Starts the process again that died; it goes on where the last one was killed."""

@@ -22,7 +22,7 @@ from ckptkit.training.bound import (
 from ckptkit.training.dtensors import Copies, DTensor, Meshes, local_part
 from ckptkit.training.files import checked_file
 from ckptkit.training.flatten import flatten
-from ckptkit.training.kinds import Layout
+from ckptkit.training.kinds import Layout, taken_from
 from ckptkit.training.modules import ModelView, ModelWalk
 from ckptkit.training.optimizer_fit import Unfit, class_of
 from ckptkit.training.optimizers import OptimizerWalk
@@ -177,6 +177,26 @@ class BoundState:
     def _in_dcp(self, leaves: list[tuple[KeyPath, object]]) -> bool:
         return self.layout == "dcp" or any(isinstance(leaf, DTensor) for _, leaf in leaves)
 
+    def check_plain(self, other: BoundObject) -> None:
+        """Refuses tensors that would be hidden in a file of Python objects, where others look.
+
+        Beside a model the state dict of another one, such as an average, is a value as any.
+
+        Raises:
+            UsageError: If it is the state dict of what should be in the mapping itself.
+        """
+        found = taken_from(other.target)
+        if found is None or (found == "model" and self.models):
+            return
+        if self._in_dcp(list(flatten(other.target, other.path))):
+            return
+        raise UsageError(
+            f"the state dict of {'an' if found == 'optimizer' else 'a'} {found} was found, which"
+            " would be stored as a Python object that no other tool looks into",
+            where=other.key,
+            hint=f"pass the {found} itself, without state_dict()",
+        )
+
     def tensors(
         self, *, keep: bool = False, sparing: list[Dispensable] | None = None
     ) -> tuple[list[Piece], list[ObjectValue]]:
@@ -278,8 +298,9 @@ def bind(state: Mapping[str, object], *, layout: Layout, rank: int, world_size: 
         world_size: How many processes train.
 
     Raises:
-        UsageError: If a value is none of these, something is there twice, or an optimizer's
-            parameters belong to no model in the mapping.
+        UsageError: If a value is none of these, something is there twice, an optimizer's
+            parameters belong to no model in the mapping, or a state dict stands where its model
+            or optimizer was to.
     """
     world = Copies(world_size, rank)
     entries = united(place_entries(state, layout, rank=rank), world)
@@ -297,6 +318,9 @@ def bind(state: Mapping[str, object], *, layout: Layout, rank: int, world_size: 
         ),
     )
     _check_optimizers(bound)
+    for other in bound.others:
+        if other.kind == "plain":
+            bound.check_plain(other)
     return bound
 
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from ckptkit.core.errors import CkptkitError, MissingFileError, SaveError, TruncatedFileError
+from ckptkit.core.errors import CkptkitError, SaveError
 from ckptkit.storage.names import check_relative
-from ckptkit.storage.syscalls import Capabilities, OpenFile, open_for_reading
+from ckptkit.storage.syscalls import Capabilities
 from ckptkit.uploading.ledger import Ledger
 from ckptkit.uploading.sending import Sender
 from ckptkit.uploading.steps import claim_step
 from ckptkit.uploading.store import Entry, Store
-from ckptkit.writer.draining import Mark, shared_mark
 from ckptkit.writer.failures import naming
 from ckptkit.writer.messages import Written
-from ckptkit.writer.record import WrittenFile, parse_record
+from ckptkit.writer.own_disk import Mark, open_written, read_small, recorded_files, shared_mark
+from ckptkit.writer.record import WrittenFile
 from ckptkit.writer.upload_messages import Upload
 from ckptkit.writer.watching import Tally
 
@@ -48,12 +48,8 @@ class Uploader:
         """
         began, processor = time.monotonic(), time.process_time()
         folder = Path(request.folder)
-        records = {path: _read(folder, path) for path in request.records}
-        listed = [
-            file
-            for path, data in records.items()
-            for file in parse_record(data, where=str(folder / path)).files
-        ]
+        records = {path: read_small(folder, path) for path in request.records}
+        listed = recorded_files(folder, records)
         listed += [_as_written(folder, path) for path in request.further]
         claim_step(store, request.step, request.attempt)
         step = _Step(self._capabilities, request, store, tally, self._shared)
@@ -132,7 +128,7 @@ class _Step:
 
     def _sent(self, source: Path, target: str, size_bytes: int) -> Entry:
         with naming(source):
-            file = self._opened(source, size_bytes)
+            file = open_written(source, size_bytes, self._capabilities)
         try:
             self._sender.send(file, size_bytes, target)
         finally:
@@ -147,28 +143,6 @@ class _Step:
                 hint="see whether something else writes to the run, or removes from it",
             )
         return found
-
-    def _opened(self, source: Path, size_bytes: int) -> OpenFile:
-        try:
-            file = open_for_reading(source, self._capabilities)
-        except FileNotFoundError as error:
-            raise MissingFileError("nothing was found there", where=str(source)) from error
-        found = file.status().st_size
-        if found != size_bytes:
-            file.close()
-            raise TruncatedFileError(
-                f"{found:,} bytes were found where {size_bytes:,} were written", where=str(source)
-            )
-        file.advise_sequential()
-        return file
-
-
-def _read(folder: Path, path: str) -> bytes:
-    check_relative(path, str(folder))
-    try:
-        return (folder / path).read_bytes()
-    except FileNotFoundError as error:
-        raise MissingFileError("nothing was found there", where=str(folder / path)) from error
 
 
 def _as_written(folder: Path, path: str) -> WrittenFile:

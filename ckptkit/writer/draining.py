@@ -7,8 +7,7 @@ import posixpath
 import time
 from pathlib import Path
 
-from ckptkit.core.errors import MissingFileError, OutputError, TruncatedFileError
-from ckptkit.storage.names import check_relative
+from ckptkit.core.errors import OutputError, TruncatedFileError
 from ckptkit.storage.syscalls import (
     BLOCK_BYTES,
     Capabilities,
@@ -17,14 +16,14 @@ from ckptkit.storage.syscalls import (
     is_refused,
     link_file,
     open_direct,
-    open_for_reading,
     open_for_writing,
     sync_directory,
 )
 from ckptkit.writer.durable import make_folders, put_file
 from ckptkit.writer.failures import naming
 from ckptkit.writer.messages import Written
-from ckptkit.writer.record import FOLDER, WrittenFile, parse_record
+from ckptkit.writer.own_disk import Mark, open_written, read_small, recorded_files, shared_mark
+from ckptkit.writer.record import FOLDER, WrittenFile
 from ckptkit.writer.tier_messages import Drain
 from ckptkit.writer.watching import Tally
 
@@ -33,9 +32,6 @@ BESIDE = f"{FOLDER}/beside"
 
 _STRIDE_BYTES = 8 << 20
 _SYNC_BYTES = 256 << 20  # cached at most, so that the last sync is no long one
-
-Mark = tuple[int, ...]
-"""What changes with a file."""
 
 
 class Drainer:
@@ -64,13 +60,9 @@ class Drainer:
         began, processor = time.monotonic(), time.process_time()
         folder, target = Path(request.folder), Path(request.target)
         _check_place(target.parent)
-        records = {path: _read(folder, path) for path in request.records}
-        listed = [
-            file
-            for path, data in records.items()
-            for file in parse_record(data, where=str(folder / path)).files
-        ]
-        extra = {posixpath.join(BESIDE, path): _read(folder, path) for path in request.further}
+        records = {path: read_small(folder, path) for path in request.records}
+        listed = recorded_files(folder, records)
+        extra = {posixpath.join(BESIDE, path): read_small(folder, path) for path in request.further}
         goals = {posixpath.dirname(p) for p in (*(file.path for file in listed), *extra, *records)}
         made = make_folders(target, goals, self._capabilities)
         copier = _Copier(self._capabilities, tally)
@@ -114,25 +106,6 @@ class Drainer:
         return True
 
 
-def shared_mark(path: Path, *, names: int = 1) -> Mark | None:
-    """Returns what changes with a file.
-
-    Args:
-        path: The file.
-        names: How many it has to have: those that steps have in common have two at least.
-
-    Returns:
-        None where it is not there, or has fewer names.
-    """
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    if found.st_nlink < names:
-        return None
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
-
-
 def _check_place(run: Path) -> None:
     """Refuses to make what is no longer there: below it may be a mount point and a small disk."""
     if not run.is_dir():
@@ -141,14 +114,6 @@ def _check_place(run: Path) -> None:
             where=str(run),
             hint="see whether it is mounted; the step stays on the node's own disk meanwhile",
         )
-
-
-def _read(folder: Path, path: str) -> bytes:
-    check_relative(path, str(folder))
-    try:
-        return (folder / path).read_bytes()
-    except FileNotFoundError as error:
-        raise MissingFileError("nothing was found there", where=str(folder / path)) from error
 
 
 class _Copier:
@@ -168,27 +133,13 @@ class _Copier:
         """
         padded = -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES
         with naming(source):
-            read = self._opened(source, size_bytes)
+            read = open_written(source, size_bytes, self._capabilities)
         try:
             with naming(target):
                 create_file(target, padded, self._capabilities)
                 self._fill(read, source, target, size_bytes)
         finally:
             read.close()
-
-    def _opened(self, source: Path, size_bytes: int) -> OpenFile:
-        try:
-            file = open_for_reading(source, self._capabilities)
-        except FileNotFoundError as error:
-            raise MissingFileError("nothing was found there", where=str(source)) from error
-        found = file.status().st_size
-        if found != size_bytes:
-            file.close()
-            raise TruncatedFileError(
-                f"{found:,} bytes were found where {size_bytes:,} were written", where=str(source)
-            )
-        file.advise_sequential()
-        return file
 
     def _fill(self, read: OpenFile, source: Path, target: Path, size_bytes: int) -> None:
         direct = open_direct(target, self._capabilities)

@@ -12,6 +12,7 @@ from typing import Any, cast
 from ckptkit.core.errors import CkptkitError, UsageError
 from ckptkit.core.texts import a_kind
 from ckptkit.planning.requests import Layout
+from ckptkit.storage.locations import place_of
 from ckptkit_cli._conversion import job_of
 
 _SHORT = {"extract": "adapter extract", "merge": "adapter merge", "from-diff": "adapter from-diff"}
@@ -95,13 +96,19 @@ def _job(
         command=command,
         words=words,
         takes_events=parameters.knows("events"),
-        out=str(values.get("out", "")) if _is_alone(values) else "",
+        out=_written(command, values),
     )
 
 
-def _is_alone(values: Mapping[str, Any]) -> bool:
-    """Tells whether no other job may write to the same output, as slices of one do."""
-    return not (values.get("dry-run") or values.get("slice"))
+def _written(command: str, values: Mapping[str, Any]) -> str:
+    """Returns where no other job may write, unlike slices of one output; empty for nowhere.
+
+    Raises:
+        UsageError: If a password stands in a URL.
+    """
+    if values.get("dry-run") or values.get("slice"):
+        return ""
+    return str(place_of(str(values.get("folder" if command == "pull" else "out", ""))))
 
 
 def _document(line: str) -> Mapping[str, Any]:

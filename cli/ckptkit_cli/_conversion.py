@@ -181,8 +181,7 @@ class Job:
         from ckptkit_cli._consolidation_page import Consolidated, consolidation_page
 
         done = Consolidated(self.places.out, manifest, seconds, progress.notes, progress.kept)
-        for note in done.notes:
-            output.warn(note)
+        progress.warn(done.notes)
         output.document(done.to_json())
         output.lines(consolidation_page(output, done))
 

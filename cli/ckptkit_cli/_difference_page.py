@@ -52,8 +52,7 @@ class DiffJob:
                 listener=progress.listen,
             )
         seconds = time.perf_counter() - began
-        for note in progress.notes:
-            output.warn(note)
+        progress.warn(progress.notes)
         output.document(self._json(manifest, seconds, progress.notes))
         output.lines(self._page(output, manifest, seconds))
 

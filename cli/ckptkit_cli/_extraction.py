@@ -57,8 +57,7 @@ class Extraction:
                 listener=progress.listen,
             )
         seconds = time.perf_counter() - began
-        for note in done.notes:
-            output.warn(note)
+        progress.warn(done.notes)
         output.document(self._json(done, seconds))
         output.lines(self._page(output, done, seconds))
 

@@ -97,8 +97,7 @@ class Merging:
             )
         seconds = time.perf_counter() - began
         done = Consolidated(self.out, merged.manifest, seconds, merged.notes)
-        for note in merged.notes:
-            output.warn(note)
+        progress.warn(merged.notes)
         output.document({**done.to_json(), "layers": layers_json(merged.layers)})
         output.lines(self._page(output, done, merged))
 

@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, TextIO
 
 from ckptkit_cli._text import escaped, wrapped
@@ -75,8 +75,7 @@ class Output:
     def event(self, name: str, /, **facts: Any) -> None:
         """Tells programs on stderr what happened; nothing where no events were asked for."""
         if self.events:
-            line = {"event": name, "time": round(time.time(), 3), **facts}
-            _write(sys.stderr, json.dumps(line, ensure_ascii=True) + "\n")
+            _write(sys.stderr, json.dumps(stamped(name, facts), ensure_ascii=True) + "\n")
 
     def note(self, text: str) -> None:
         """Passes on to stderr what somebody else has said."""
@@ -99,6 +98,16 @@ class Output:
     def _tell(self, label: str, style: Style, text: str) -> None:
         shown = _painted(label, style) if self._colour_messages else label
         _write(sys.stderr, f"{shown}: {wrapped(escaped(text), width=None, first='')[0]}\n")
+
+
+def stamped(name: str, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns an event as programs read it: its name, when it was, in seconds since 1970, and more.
+
+    Args:
+        name: What happened.
+        facts: What else is known.
+    """
+    return {"event": name, "time": round(time.time(), 3), **facts}
 
 
 def _write(stream: TextIO, text: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from types import TracebackType
 from typing import Any, Self
 
@@ -30,6 +31,7 @@ class Progress:
         """
         self.notes: tuple[str, ...] = ()
         self.kept = False
+        self._output = output
         self._lines = EventLines(output.event)
         self._shown = output.shows_progress
         self._label = label
@@ -64,6 +66,13 @@ class Progress:
                 self._start(event.total_bytes)
             elif isinstance(event, BytesWritten) and self._bar is not None:
                 self._bar.update(event.size_bytes)
+
+    def warn(self, notes: Iterable[str]) -> None:
+        """Tells what the user should know, unless an event has told it: that of the plan."""
+        told = self.notes if self._output.events else ()
+        for note in notes:
+            if note not in told:
+                self._output.warn(note)
 
     def _start(self, total_bytes: int) -> None:
         from tqdm import tqdm

@@ -20,7 +20,7 @@ SrcOption = Annotated[
         metavar="K=V",
         help="What fsspec is told of the storage that is read, such as key=..., or"
         " client_kwargs.endpoint_url=...; may be repeated. It is used for every URL of the kind"
-        " that SRC is, and shown nowhere.",
+        " that the first argument is, and shown nowhere.",
         show_default=False,
     ),
 ]

@@ -106,12 +106,6 @@ MetricsHost = Annotated[
         "--metrics-host", metavar="ADDRESS", help="Where to serve them; 0.0.0.0 for all to see."
     ),
 ]
-Revision = Annotated[
-    str | None,
-    typer.Option(
-        "--revision", metavar="BRANCH", help="Push to this branch, not main.", show_default=False
-    ),
-]
 TagPrefix = Annotated[
     str, typer.Option("--tag-prefix", metavar="TEXT", help="What tags have before the step.")
 ]
@@ -127,16 +121,6 @@ JsonLines = Annotated[
     bool,
     typer.Option(
         "--json", help="Print one JSON document per line for each event.", show_default=False
-    ),
-]
-SourceOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--src-option",
-        metavar="K=V",
-        help="What the storage of RUN has to be told, such as"
-        " client_kwargs.endpoint_url=http://localhost:9000; may be repeated.",
-        show_default=False,
     ),
 ]
 SourceOptionsFrom = Annotated[

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
-from datetime import UTC, datetime
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ckptkit.core.texts import size_text
 from ckptkit.execution.events import BytesWritten, Event, Started
 from ckptkit.hub.watch_events import EventName, WatchEvent
 from ckptkit.hub.watch_metrics import WatchMetrics
-from ckptkit_cli._output import Output
-from ckptkit_cli._text import counted, escaped, shortened
+from ckptkit_cli._output import Output, stamped
+from ckptkit_cli._text import counted, escaped, first_of, shortened
 
 _CLEAR = "\r\x1b[K"
 _REDRAW_SECONDS = 0.1
+_LISTED = 20
 _BAD = {"failed": "red", "retrying": "yellow", "warning": "yellow", "passed": "yellow"}
 
 
@@ -77,13 +76,10 @@ class WatchPage:
             self._shows_status = False
 
     def _write(self, event: WatchEvent) -> None:
-        now = datetime.now(UTC)
         if self._as_json:
-            document = {"time": now.isoformat(timespec="milliseconds"), **event.to_json()}
-            sys.stdout.write(json.dumps(document, ensure_ascii=True) + "\n")
-            sys.stdout.flush()
+            self._output.record(stamped(event.name, event.to_json()))
             return
-        at = self._output.styled(now.strftime("%H:%M:%SZ"), "dim")
+        at = self._output.styled(time.strftime("%H:%M:%SZ", time.gmtime()), "dim")
         about = "" if event.step is None else f"step {event.step}: "
         text = escaped(f"{about}{_told(event.name, event.facts)}")
         style = _BAD.get(event.name)
@@ -128,8 +124,17 @@ def _pushed(facts: Mapping[str, Any]) -> str:
 
 def _stopped(facts: Mapping[str, Any]) -> str:
     if "error" in facts:
-        return f"stopped: {_error(facts)}"
-    return f"stopped by {facts['signal']}" if "signal" in facts else "nothing is left to be done"
+        return "stopped by an error"  # which the command tells, as any other does
+    if "signal" in facts:
+        return f"stopped by {facts['signal']}"
+    if "failed" in facts:
+        return f"nothing else is left to be done; {_failed(facts['failed'])}"
+    return "nothing is left to be done"
+
+
+def _failed(steps: Sequence[int]) -> str:
+    listed = ", ".join(first_of([str(step) for step in steps], _LISTED))
+    return f"{counted(len(steps), 'step')} could not be pushed: {listed}"
 
 
 def _error(facts: Mapping[str, Any]) -> str:

@@ -57,30 +57,32 @@ def watch_run(output: Output, given: Mapping[str, Any]) -> None:
     """
     metrics = WatchMetrics()
     page = WatchPage(output, metrics, as_json=given["as_json"])
-    with _last_words(page):
+    with _last_words(page) as last:
         request = _request(given)
         with _served(metrics, given, page):
             pauses = WatchPauses(ending=given["once"], reads_input=given["until_eof"])
             done = run_watch(request, pauses, page.listen, page.progress)
+        if done.failures:
+            last["failed"] = list(done.failures)
     for error in done.failures.values():
         raise typer.Exit(error.exit_status)
 
 
 @contextmanager
-def _last_words(page: WatchPage) -> Iterator[None]:
-    """Has the last event tell how the watch ended."""
+def _last_words(page: WatchPage) -> Iterator[dict[str, Any]]:
+    """Has the last event tell how the watch ended, and what else is put into its facts."""
     facts: dict[str, Any] = {}
     try:
-        yield
+        yield facts
     except CkptkitError as error:
-        facts = {"error": error.to_json()}
+        facts["error"] = error.to_json()
         raise
     except Stopped as stop:
-        facts = {"signal": stop.signal.name}
+        facts["signal"] = stop.signal.name
         raise
     except Exception as error:
         bug = f"{type(error).__name__}: {error}"
-        facts = {"error": {"code": "internal-error", "message": bug, "where": "", "hint": ""}}
+        facts["error"] = {"code": "internal-error", "message": bug, "where": "", "hint": ""}
         raise
     finally:
         page.listen(WatchEvent("stopped", None, facts))

@@ -71,6 +71,9 @@ def _run(given: dict[str, Any]) -> None:
 
 def _page(output: Output, pushed: Pushed, *, dry_run: bool) -> Iterator[str]:
     yield output.styled(escaped(pushed.url), "bold")
+    if pushed.new_repository:
+        makes = "would make" if dry_run else "made"
+        yield f"  {makes:<12} the repository, {pushed.new_repository}"
     done = "would upload" if dry_run else "uploaded"
     if pushed.uploaded:
         count = counted(len(pushed.uploaded), "file")

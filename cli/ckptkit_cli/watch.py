@@ -8,6 +8,7 @@ from ckptkit_cli import _run_options as run_options
 from ckptkit_cli import _watch_options as watch_options
 from ckptkit_cli._failures import told
 from ckptkit_cli._output import Output
+from ckptkit_cli._storage_options import SrcOption
 
 
 def watch(
@@ -22,7 +23,7 @@ def watch(
     at_end: watch_options.AtEnd = False,
     wait_for_lock: watch_options.WaitForLock = False,
     private: hub_options.Private = None,
-    revision: watch_options.Revision = None,
+    revision: hub_options.Revision = None,
     tag_prefix: watch_options.TagPrefix = "step-",
     make: watch_options.As = "auto",
     whole_step: watch_options.WholeStep = None,
@@ -36,7 +37,7 @@ def watch(
     keep_best: run_options.KeepBest = None,
     state: watch_options.State = None,
     interval: watch_options.Interval = None,
-    src_option: watch_options.SourceOption = None,
+    src_option: SrcOption = None,
     src_options_from: watch_options.SourceOptionsFrom = None,
     workers: options.Workers = None,
     memory_budget: options.MemoryBudget = "64MB",

@@ -103,21 +103,24 @@ def test_nothing_is_run_while_a_line_is_wrong_and_all_wrong_lines_are_named(tmp_
         {"command": "batch", "jobs": "x"},
         good | {"overwrite": "yes"},
         {"command": "convert", "src": "a", "out": "b"},
+        {"command": "extract", "src": "a", "out": "s3://key:never-to-be-seen@bucket/b"},
     ]
     result = run("batch", "-", given=written(good, *wrong) + "\n{")
     assert (result.returncode, result.stdout) == (2, "")
-    for number in range(2, 9):
+    for number in range(2, 10):
         assert f"line {number}: " in result.stderr
+    assert "never-to-be-seen" not in result.stderr
     assert "write 'dtype'" in result.stderr
     assert list(tmp_path.iterdir()) == []
 
 
 def test_two_jobs_with_one_output_are_refused(tmp_path: Path) -> None:
     job = {"command": "consolidate", "src": str(LLAMA), "out": str(tmp_path / "a")}
-    result = run("batch", "-", given=written(job, job | {"out": f"{tmp_path}/./a"}))
+    pull = {"command": "pull", "repo_id": "org/model", "dir": str(tmp_path / "a")}
+    result = run("batch", "-", given=written(job, job | {"out": f"{tmp_path}/./a"}, pull))
     assert result.returncode == 2
-    assert "line 2" in result.stderr
-    assert "line 1" in result.stderr
+    for number in (1, 2, 3):
+        assert f"line {number}" in result.stderr
 
 
 def test_a_batch_is_run_again_for_what_is_missing(tmp_path: Path, out: Path) -> None:
@@ -145,9 +148,7 @@ def test_a_batch_that_is_terminated_takes_its_jobs_along(tmp_path: Path) -> None
         assert json.loads(batch.stdout.readline())["exit_status"] == 0
         tasks = list(Path(f"/proc/{batch.pid}/task").glob("*/children"))
         children = {child for task in tasks for child in task.read_text().split()}
-        shown = [
-            path.read_text() for c in children if (path := Path(f"/proc/{c}/cmdline")).exists()
-        ]
+        shown = [command_line(child) for child in children]
         batch.send_signal(signal.SIGTERM)
         said, told = batch.communicate(timeout=60)
     assert batch.returncode == 143

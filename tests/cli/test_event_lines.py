@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
 from ckptkit.execution.events import BytesWritten, Committed, Kept, Planned, Started
 from ckptkit_cli._event_lines import EventLines
+from ckptkit_cli._output import Output
+from ckptkit_cli._progress import Progress
 from ckptkit_cli._run_page import age_text
 
 
@@ -36,6 +39,20 @@ def test_progress_is_told_once_a_second_and_when_a_stage_ends() -> None:
     assert heard.progress()[-1] == 1000
     assert heard.lines[0] == ("planned", {"notes": ["a note"]})
     assert heard.lines[-1] == ("committed", {"path": "out"})
+
+
+@pytest.mark.parametrize(
+    ("events", "told"),
+    [(True, ["planned", "warning"]), (False, ["warning: a note", "warning: another"])],
+)
+def test_a_note_is_told_once(
+    capsys: pytest.CaptureFixture[str], *, events: bool, told: list[str]
+) -> None:
+    with Progress(Output(events=events), "label") as progress:
+        progress.listen(Planned(("a note",)))
+    progress.warn(["a note", "another"])
+    lines = capsys.readouterr().err.splitlines()
+    assert [json.loads(line)["event"] if events else line for line in lines] == told
 
 
 def test_stages_are_counted_apart() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from tests.hub_models import consolidated, running_hub
 from tests.hub_server import TOKEN, HubServer
 
 ROOT = Path(__file__).parents[2]
+SHARDED = ROOT / "fixtures/fsdp2_plain/checkpoint"
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +92,31 @@ def test_pages_for_people_say_what_went_what_stayed_and_what_was_proven(
     assert main(["verify", str(tmp_path / "back")]) == 0
     assert main(["convert", str(tmp_path / "back"), str(tmp_path / "dcp"), "--to", "dcp"]) == 0
     assert main(["diff", str(model), str(tmp_path / "dcp")]) == 0
+
+
+def test_a_repository_that_is_made_is_told(
+    at_hub: HubServer, model: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["push", str(model), "me/new", "--dry-run"]) == 0
+    assert "would make   the repository, private" in capfd.readouterr().out
+    assert not at_hub.has("me/new")
+    assert main(["push", str(model), "me/new", "--public", "--json"]) == 0
+    assert json.loads(capfd.readouterr().out)["new_repository"] == "public"
+    assert not at_hub.repo("me/new").private
+    assert main(["push", str(model), "me/new"]) == 0
+    assert "the repository, " not in capfd.readouterr().out
+
+
+def test_hints_name_the_command_that_was_meant(
+    at_hub: HubServer, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["pull", "me/model@step-5", str(tmp_path / "out")]) == 2
+    assert "me/model --revision step-5" in capfd.readouterr().err
+    run = tmp_path / "run"
+    shutil.copytree(SHARDED, run / "checkpoint-2")
+    assert main(["push", str(run), "me/model"]) == 4
+    assert f"ckptkit consolidate {run} OUT" in capfd.readouterr().err
+    assert not at_hub.has("me/model")
 
 
 def test_each_failure_has_its_exit_status(

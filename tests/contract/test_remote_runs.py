@@ -14,7 +14,11 @@ import pytest
 import ckptkit
 from ckptkit.core.errors import AccessError, MissingFileError, OutputError
 from ckptkit.core.manifest import MANIFEST_NAME
+from ckptkit.execution.events import Event, Started
+from ckptkit.pipeline.consolidating import Consolidation, run_consolidation_slice
 from ckptkit.pipeline.marking import step_in_use
+from ckptkit.planning.requests import ConsolidateRequest
+from ckptkit.planning.shares import Share
 from ckptkit.storage.places import Place
 from tests.made_up_runs import save_step
 from tests.object_store import Bucket, Fault, ObjectStore
@@ -80,6 +84,23 @@ def test_a_step_that_is_being_read_stays(bucket: Bucket, run: Place, tmp_path: P
     assert left(bucket) == ["checkpoint-1", "checkpoint-3"]  # no mark is left
     ckptkit.prune(run, keep_last=1)
     assert left(bucket) == ["checkpoint-3"]
+
+
+def test_a_step_that_a_slice_reads_stays(bucket: Bucket, run: Place, tmp_path: Path) -> None:
+    reasons: list[str] = []
+
+    def prune(event: Event) -> None:
+        if isinstance(event, Started):
+            reasons.append(ckptkit.prune(run, keep_last=1, dry_run=True).steps[0].why)
+
+    job = Consolidation(step_of(run, 1), tmp_path / "out", ConsolidateRequest())
+    done = [run_consolidation_slice(job, Share(number, 2), listener=prune) for number in (1, 0)]
+    assert reasons == ["it is being read"] * 2
+    assert done[-1].manifest is not None
+    ckptkit.consolidate(step_of(run, 1), tmp_path / "whole")
+    for path in (tmp_path / "whole").iterdir():
+        assert path.read_bytes() == (tmp_path / "out" / path.name).read_bytes()
+    assert left(bucket) == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]  # no mark is left
 
 
 def test_a_mark_of_a_process_that_died_long_ago_keeps_nothing(

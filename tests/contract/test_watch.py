@@ -227,6 +227,61 @@ def test_the_tag_of_another_run_is_left_alone(hub: HubServer, run: Path, watch: 
     assert watch(tag_prefix="b-").of("pushed") == [1]
 
 
+def test_a_tag_is_left_alone_too_where_the_branch_is_new(
+    hub: HubServer, run: Path, watch: Watch
+) -> None:
+    hub.put(REPO, {"model.safetensors": b"x"})
+    tags = {"step-1": hub.repo(REPO).commits[0].oid}
+    hub.repo(REPO).tags.update(tags)
+    add(run, 1)
+    found = watch(branch=BranchSettings(revision="dev"))
+    assert isinstance(found.failures[1], RefusedError)
+    assert hub.repo(REPO).tags == tags
+
+
+def test_a_push_that_was_killed_and_whose_tag_somebody_took_stops_no_other_step(
+    hub: HubServer, run: Path, watch: Watch
+) -> None:
+    add(run, 1)
+    watch()
+    (journal,) = (run / WATCH_FOLDER).glob("*.json")
+    document = json.loads(journal.read_text())
+    document["steps"]["1"] |= {"state": "pushing", "commit": ""}
+    journal.write_text(json.dumps(document))
+    hub.repo(REPO).tags["step-1"] = hub.put(REPO, {"notes.txt": b"x"}).commits[-1].oid
+    add(run, 2)
+    found = watch()
+    assert isinstance(found.failures[1], RefusedError)
+    assert found.of("pushed") == [2]
+
+
+def test_a_run_that_was_started_over_in_its_place_is_told(
+    hub: HubServer, run: Path, watch: Watch
+) -> None:
+    for number in (7, 8):
+        add(run, number * 100, save_number=number)
+    assert watch().of("warning") == []
+    for path in run.glob("checkpoint-*"):
+        shutil.rmtree(path)
+    found = watch(lambda: add(run, 100, save_number=1), lambda: None)
+    (warning,) = [event for event in found.events if event.name == "warning"]
+    assert warning.facts["message"].startswith("not pushed: 100; ")
+    assert titles(hub) == ["Step 700", "Step 800"]
+
+
+def test_of_steps_that_cannot_be_pushed_nothing_stays_on_the_disk(run: Path, watch: Watch) -> None:
+    for step in (1, 2):
+        (add(run, step) / "ckptkit/notes.json").write_text(json.dumps({"key": "hf_" + "Aa1" * 12}))
+    built: list[list[str]] = []
+
+    def look() -> None:
+        built.append([path.name for path in (run / WATCH_FOLDER).glob("*.work/*")])
+
+    found = watch(look, making=Making(state_folder="last-checkpoint"))
+    assert sorted(found.failures) == [1, 2]
+    assert built == [[]]
+
+
 def test_a_hub_that_is_down_is_tried_again_until_it_is_up(
     hub: HubServer, run: Path, watch: Watch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -237,7 +292,7 @@ def test_a_hub_that_is_down_is_tried_again_until_it_is_up(
     assert found.of("retrying") == [None]
     assert titles(hub) == ["Step 1"]
     add(run, 2)
-    hub.fail("POST /api/repos/create", [503] * 2)
+    hub.fail("POST /api/validate-yaml", [503] * 2)
     with pytest.raises(HubUnavailableError):
         watch()
 

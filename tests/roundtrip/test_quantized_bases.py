@@ -39,6 +39,7 @@ pytestmark = [
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 Tensors = dict[str, torch.Tensor]
 PREFIX = "base_model.model."
+SAME_BASE = "the base is the one that the adapter was trained on, proven by"
 RANK, SCALING = 4, 2.0
 TARGETS = ["q_proj", "down_proj"]
 PACKED_WITHOUT_LORA = "model.layers.0.self_attn.k_proj.weight"
@@ -171,6 +172,28 @@ def test_an_extracted_adapter_is_merged_as_from_the_checkpoint(
     same(found, load_file(home / "merged_truth.safetensors"))
     assert report.manifest.source["quantization"]["proven"] == 7
     assert {layer.base for layer in report.layers} == {"dequantized"}
+
+
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_an_extracted_adapter_knows_its_packed_base_again(is_packed: bool, tmp_path: Path) -> None:
+    home = FIXTURES / "peft_qlora_fsdp2_uint8"
+    adapter, config = tmp_path / "adapter", home / "adapter_config.json"
+    ckptkit.extract_adapter(home / "checkpoint", adapter, adapter_config=config)
+    _, report = merged(adapter, tmp_path / "right", base=home / "base")
+    assert f"{SAME_BASE} 5 of its weights" in report.notes
+    assert not any("nothing proves" in note for note in report.notes)
+    base = shutil.copytree(home / "base", tmp_path / "base")
+    weights = load_file(base / "model.safetensors")
+    other = {n: -w if ("_proj" in n) == is_packed else w for n, w in weights.items()}
+    save_file(other, base / "model.safetensors", metadata={"format": "pt"})
+    if is_packed:  # a GPU may have packed them, and so this alone is no contradiction
+        _, report = merged(adapter, tmp_path / "out", base=base)
+        assert any("7 of 7 weights have other packed bytes" in note for note in report.notes)
+        assert not any(note.startswith(SAME_BASE) for note in report.notes)
+        return
+    with pytest.raises(RefusedError, match="5 of 5 weights have other checksums"):
+        merged(adapter, tmp_path / "out", base=base)
+    assert not (tmp_path / "out").exists()
 
 
 def test_what_the_record_of_an_extracted_adapter_leaves_open_is_asked_for(

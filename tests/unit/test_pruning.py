@@ -233,6 +233,23 @@ def test_a_step_that_is_saved_again_meanwhile_is_not_removed(
     assert "written again" in pruned.failed[0].why
 
 
+def test_a_file_that_came_to_a_step_since_it_was_listed_is_not_removed(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = LocalRun.remove
+
+    def and_somebody_puts_a_file_there(self: LocalRun, step: str, files: Any) -> None:
+        if step == "checkpoint-200":
+            (run / step / "adapter.safetensors").write_bytes(b"new")
+        real(self, step, files)
+
+    monkeypatch.setattr(LocalRun, "remove", and_somebody_puts_a_file_there)
+    pruned = ckptkit.prune(run, keep_last=1)
+    assert names(run) == ["checkpoint-200", "checkpoint-600"]
+    assert ckptkit.list_run(run).steps[0].complete
+    assert "changed, since it was listed" in pruned.failed[0].why
+
+
 def test_nothing_more_is_removed_once_the_newest_is_gone(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -318,6 +318,35 @@ def test_the_host_of_the_store_does_not_leave_before_its_answer_was_heard() -> N
     other.close()
 
 
+def test_the_host_of_the_store_does_not_leave_before_its_error_was_heard() -> None:
+    store = tcp_store()
+    boards_of = [StoreBoard(store, "test") for _ in range(3)]
+    host, other, refuser = (Peers(rank, 3, board, "nonce") for rank, board in enumerate(boards_of))
+    is_closed = threading.Event()
+    fetch = boards_of[1].get
+
+    def late(key: str) -> bytes | None:
+        is_closed.wait(SHORT)
+        assert not is_closed.is_set()
+        return fetch(key)
+
+    boards_of[1].get = late  # type: ignore[method-assign]
+    problem = NoSpaceError("the disk is full", where="/data")
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(lambda: other.agree("topic", 1, sum, timeout_seconds=10))
+        refuser.refuse("topic", problem, timeout_seconds=10)
+        with pytest.raises(NoSpaceError):
+            host.agree("topic", 1, sum, timeout_seconds=10)
+        began = time.monotonic()
+        host.close()
+        is_closed.set()
+        assert time.monotonic() - began < 4  # whoever refused awaits nothing
+        with pytest.raises(NoSpaceError):
+            answer.result()
+    for peers in (other, refuser):
+        peers.close()
+
+
 def test_the_host_of_the_store_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ckptkit.training.peers._GRACE_SECONDS", SHORT)
     board = StoreBoard(tcp_store(), "test")

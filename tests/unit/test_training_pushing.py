@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -118,6 +119,24 @@ def test_a_hub_that_is_down_holds_the_close_up_no_longer_than_it_may(
     with pytest.raises(ProcessLookupError):
         os.kill(processes[0], 0)
     assert not hub.log
+
+
+def test_a_step_that_is_passed_over_is_an_error_of_its_handle_and_of_the_close(
+    hub: HubServer, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    with checkpointer(run) as saver:
+        for step in (1, 2):
+            saver.save(step, state())
+    for path in run.glob("checkpoint-*"):
+        shutil.rmtree(path)
+    saver = checkpointer(run)
+    handle = saver.save(1, state())
+    with pytest.raises(HubError, match="not pushed: step 1, since"):
+        saver.close()
+    with pytest.raises(HubError, match="not pushed: step 1, since"):
+        handle.pushed(WAIT)
+    assert steps(hub) == ["Step 1", "Step 2"]
 
 
 def test_at_the_end_the_last_step_alone_is_pushed(hub: HubServer, tmp_path: Path) -> None:

@@ -110,6 +110,42 @@ def test_the_layout_of_accelerate_has_a_place_for_everything() -> None:
     assert files["random_states_0.pkl"]["step"] == 5
 
 
+def stepped() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("layout", ["accelerate", "trainer"])
+def test_a_state_dict_in_the_place_of_its_model_or_optimizer_is_refused(layout: Layout) -> None:
+    model, optimizer = stepped()
+    weights = model.state_dict()
+    for state, where, kind in (
+        ({"model": weights}, "model", "model"),
+        ({"model": dict(weights)}, "model", "model"),
+        ({"models": [weights, model.state_dict()], "counts": {"seen": 1}}, "models", "model"),
+        ({"model": model, "optimizer": optimizer.state_dict()}, "optimizer", "optimizer"),
+    ):
+        with pytest.raises(UsageError, match="stored as a Python object") as caught:
+            bind(state, layout=layout, rank=0, world_size=1)
+        assert caught.value.where == where
+        assert caught.value.hint == f"pass the {kind} itself, without state_dict()"
+
+
+def test_state_dicts_that_are_read_as_tensors_or_beside_a_model_are_kept() -> None:
+    model, optimizer = stepped()
+    weights = model.state_dict()
+    whole = holdings({"model": weights, "optimizer": optimizer.state_dict()}, "dcp")
+    assert {"model.weight", "model.bias"} <= {
+        ".".join(map(str, piece.key_path)) for piece in whole.pieces
+    }
+    beside = holdings({"model": model, "average": weights, "counts": {}})
+    files = {file.path: file.data for file in beside.files}
+    assert torch.equal(opened(files["custom_checkpoint_0.pkl"])["weight"], weights["weight"])
+
+
 def test_other_ranks_write_only_what_is_theirs() -> None:
     found = holdings(whole_state(), rank=1)
     assert [file.path for file in found.files] == [

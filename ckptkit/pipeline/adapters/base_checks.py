@@ -78,8 +78,8 @@ class BaseChecks:
 
     def notes(self, quantized: QuantizedBase) -> list[str]:
         """Returns what the user should know, what packed weights tell included."""
-        proven = bool(quantized.facts.get("compared"))  # packed bytes prove what else nothing does
-        unproven = [] if proven else [t for texts in self._unproven.values() for t in texts]
+        texts = () if quantized.is_proven else self._unproven.values()
+        unproven = [text for some in texts for text in some]
         told = () if self._is_onto_originals else quantized.notes  # which saw no packed weight
         return [*self._notes, *unproven, *told]
 
@@ -139,7 +139,8 @@ class BaseChecks:
                 self._check_packing(record.quantization, adapter, choice)
             digests = {n: d for n, d in record.digests.items() if n not in quantized.hidden}
             if digests:
-                self._check_digests(digests, given, adapter)
+                tells_all = quantized.is_proven or not quantized.operands
+                self._check_digests(digests, given, adapter, tells_all=tells_all)
 
     def _check_packing(
         self, told: Quantization, adapter: SourceAdapter, choice: QloraBase | None
@@ -168,7 +169,12 @@ class BaseChecks:
         )
 
     def _check_digests(
-        self, digests: Mapping[str, WeightDigest], given: Weights, adapter: SourceAdapter
+        self,
+        digests: Mapping[str, WeightDigest],
+        given: Weights,
+        adapter: SourceAdapter,
+        *,
+        tells_all: bool,
     ) -> None:
         """Compares the bytes of a few weights with the checksums that were recorded."""
         comparable = {
@@ -184,8 +190,9 @@ class BaseChecks:
         differing = [name for name, one in found.items() if one != digests[name]]
         if not differing:
             self._unproven.pop(adapter.source.position, None)
+            what = "the base" if tells_all else "what was not packed of the base"
             self._notes.append(
-                f"the base is the one that the adapter was trained on, proven by {len(found):,} of"
+                f"{what} is the one that the adapter was trained on, proven by {len(found):,} of"
                 " its weights"
             )
             return

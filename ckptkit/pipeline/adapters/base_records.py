@@ -137,8 +137,24 @@ def record_of(found: OpenedAdapter) -> BaseRecord:
         for name in shapes
         if name in found.base and name not in packed and not found.adapter.settings.changes_base
     }
+    if packed and not frozen:  # the embedding and the norms are left to tell the model by
+        frozen = _beside(packed, found.base)
     digests = stored_digests(Origin(_KIND, found.opened.source, found.opened.index), frozen)
     return BaseRecord(digests or earlier.digests, quantization or earlier.quantization)
+
+
+def _beside(
+    packed: Mapping[str, PackedWeight], base: Mapping[Fqn, TensorEntry]
+) -> dict[str, TensorEntry]:
+    """Returns the weights that surely were left as they are where others were packed."""
+    return {
+        str(name): entry
+        for name, entry in base.items()
+        if name.endswith(".weight")  # biases may have been trained
+        and name not in packed
+        and entry.dtype.kind == "float"
+        and entry.shape[1:] != (1,)  # which packed numbers may have
+    }
 
 
 def _quantization(

@@ -66,6 +66,12 @@ class QuantizedBase:
     originals: Mapping[str, Operand] = field(default_factory=dict)
     facts: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def is_proven(self) -> bool:
+        """Whether packed bytes prove that the original model is the one that was packed."""
+        told = self.facts
+        return bool(told.get("compared") or (told.get("proven") and not told.get("unlike")))
+
 
 def plan_quantized(
     trained: Weights | None,

@@ -12,9 +12,9 @@ from ckptkit.adapters.dialects import DEFAULT
 from ckptkit.core.errors import InputError, MissingFileError
 from ckptkit.core.manifest import SIDE_FOLDER
 from ckptkit.pipeline.folders import SideFolders
-from ckptkit.pipeline.source_places import check_path, is_folder, is_there
+from ckptkit.pipeline.source_places import check_path, is_folder
 from ckptkit.planning.side_files import MAX_JSON_BYTES, parse_json_object
-from ckptkit.storage.base import Source
+from ckptkit.storage.base import Source, is_there
 from ckptkit.storage.places import PathLike, open_source, place_of
 
 ADAPTER_CONFIG = "adapter_config.json"

@@ -100,7 +100,7 @@ class _Requantizing:
             notes=tuple(self._notes(", ".join(facts["kinds"]), len(operands))),
             dequantized=operands,
             originals=originals,
-            facts={**facts, "proven": self._proven},
+            facts={**facts, "proven": self._proven, "unlike": self._differing},
         )
 
     def _weights(self, packing: Packing) -> Iterator[_Weight]:
