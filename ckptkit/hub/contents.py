@@ -13,12 +13,13 @@ from ckptkit.core.manifest import MANIFEST_NAME, FileRecord, Manifest, parse_man
 from ckptkit.formats.weight_map import INDEX_ENDING
 from ckptkit.hub.scrubbing import scrubbed_content
 from ckptkit.hub.secrets import find_secrets
-from ckptkit.kernels.checksums import digest_of
+from ckptkit.kernels.digests import digest_as
 from ckptkit.storage.base import Source
 
 MAX_SMALL_BYTES = 64_000_000
 """Larger files than any text of a model, which tokenizers of 33 MB are, are not held in memory."""
 _PARSED = ("config.json", INDEX_ENDING, MANIFEST_NAME)
+_OF_STEPS = ("config.json", MANIFEST_NAME, "run.json", "trainer_state.json")
 _HINT = (
     "put the file back, or write the folder again; if you changed it on purpose, delete"
     " ckptkit.json, and the push will prove nothing"
@@ -63,11 +64,9 @@ def check_against_manifest(files: Iterable[Small], manifest: Manifest, where: st
     """
     for file in files:
         record = manifest.files.get(file.path)
-        if (
-            record is not None
-            and record.digest
-            and digest_of(memoryview(file.data)) != (record.digest)
-        ):
+        if record is None or not record.digest:
+            continue
+        if digest_as(record.digest, memoryview(file.data)) != record.digest:
             raise VerificationError(
                 "has another digest than the manifest",
                 where=posixpath.join(where, file.path),
@@ -95,6 +94,40 @@ def published(
     return contents
 
 
+def published_step(
+    texts: Mapping[str, bytes], folder: str, base_model: str | None
+) -> dict[str, bytes]:
+    """Returns the texts of a step that is pushed beside a model, without paths of this machine.
+
+    Its manifest is fitted to them, so that it proves what a run resumes from elsewhere.
+
+    Args:
+        texts: The content of its files, by path.
+        folder: The step's name; the paths begin with it.
+        base_model: The base's repository, where it is known.
+    """
+    contents = dict(texts)
+    for path in texts:
+        if path.endswith(_OF_STEPS):
+            document = _parsed(texts[path])
+            contents[path] = scrubbed_content(path, texts[path], document, base_model)
+    own = f"{folder}/{MANIFEST_NAME}"
+    if own in contents:
+        manifest = parse_manifest(contents[own], where=own)
+        inside = {f"{folder}/{path}": path for path in manifest.files}
+        small = {inside[path]: contents[path] for path in inside.keys() & contents.keys()}
+        contents[own] = _fitted(manifest, small, set(manifest.files)).to_json()
+    return contents
+
+
+def _parsed(data: bytes) -> Any:
+    """Returns a JSON document; None for what is none, which is then published as it is."""
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+
+
 def _fitted(manifest: Manifest, contents: Mapping[str, bytes], large: set[str]) -> Manifest:
     """Gives the manifest the sizes and digests of files as they are published, and of no others."""
     there = large | contents.keys()
@@ -102,7 +135,8 @@ def _fitted(manifest: Manifest, contents: Mapping[str, bytes], large: set[str]) 
     tensors = {name: t for name, t in manifest.tensors.items() if t.file in there}
     for path, data in contents.items():
         if path in records and records[path].digest:
-            records[path] = FileRecord(len(data), digest_of(memoryview(data)))
+            digest = digest_as(records[path].digest, memoryview(data))
+            records[path] = FileRecord(len(data), digest)
     return replace(manifest, files=records, tensors=tensors)
 
 

@@ -16,6 +16,7 @@ from ckptkit.hub.contents import (
     Small,
     check_against_manifest,
     published,
+    published_step,
     read_small,
     refuse_secrets,
 )
@@ -45,7 +46,7 @@ class Wishes:
         include: Patterns of further files.
         base_model: The base's repository, where the folder names it by a path.
         secrets: What must not be in any file; the token in use.
-        whole: A folder below that goes as it is, such as a step to resume from; empty for none.
+        whole: A folder below that goes as a whole, such as a step to resume from; empty for none.
     """
 
     optimizer: bool = False
@@ -106,7 +107,7 @@ def prepare(folder: Folder, repo_id: str, wishes: Wishes) -> Package:
     contents = published(small, base_model, large_paths)
     large = _large(folder, large_paths, manifest)
     words = {file.path: file.words for file in large}
-    texts = _texts(folder, whole, refs)
+    texts = published_step(_texts(folder, whole, refs), wishes.whole, base_model)
     refuse_secrets(contents | words | texts, folder.location, wishes.secrets)
     streamed = [path for path in whole if path not in texts]
     return Package(

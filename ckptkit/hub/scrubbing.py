@@ -15,7 +15,8 @@ _PATH = re.compile(r"(?:[A-Za-z]:)?[\\/]|~|\.{1,2}(?:[\\/]|$)|[A-Za-z][A-Za-z0-9
 _REPO = re.compile(r"[A-Za-z0-9_.-]{1,96}(/[A-Za-z0-9_.-]{1,96})?")
 _PATH_KEYS = frozenset({"also", "base", "config", "like", "path"})  # of a manifest
 _BASE_KEY = "base_model_name_or_path"  # of an adapter
-_NAME_KEYS = frozenset({"_name_or_path", "name_or_path"})
+_NAME_KEYS = frozenset({"_name_or_path", "name_or_path", "id"})  # the last one is of a base model
+_BEST = "best_model_checkpoint"  # a path, also where it looks like none of this machine
 _PLACES = ("_file", "_path", "_dir", "_folder")  # endings of other keys that name places
 _FRONT = re.compile(r"\A(---[ \t]*\r?\n)(.*?)(^---[ \t]*\r?$)", re.DOTALL | re.MULTILINE)
 _BASE_LINE = re.compile(r"^(base_model|  ?-|-)(\s*:)?\s*[\"']?(?:base_model:\w+:)?([^\"'\n]*)")
@@ -67,6 +68,8 @@ def _without_places(key: str, value: Any, base_model: str | None) -> Any:
     """
     if isinstance(value, Mapping):
         return {name: _without_places(name, inner, base_model) for name, inner in value.items()}
+    if isinstance(value, str) and key == _BEST:
+        return None
     if not isinstance(value, str) or not is_local(value):
         return value
     if key == _BASE_KEY:

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from ckptkit.core.crc import crc32
 from ckptkit.core.manifest import LEAF_BYTES
-from ckptkit.kernels.checksums import RangeChecksum, join_leaves, leaf_digest
+from ckptkit.kernels.checksums import RangeChecksum, join_leaves, leaf_digest, leaf_ranges
 from ckptkit.kernels.shares import CRC32_SCHEME
 
 
@@ -29,6 +29,14 @@ def digest_like(known: str) -> Digest:
     because that can be joined over ranges of any kind; everything else a tree of XXH3-128.
     """
     return _Crc32() if known.startswith(f"{CRC32_SCHEME}:") else _Tree()
+
+
+def digest_as(known: str, data: memoryview) -> str:
+    """Returns the digest of a whole content in the scheme of a known one."""
+    digest = digest_like(known)
+    for leaf, (start, stop) in enumerate(leaf_ranges(len(data))):
+        digest.add(leaf, data[start:stop])
+    return digest.value(len(data))
 
 
 class _Tree:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import ckptkit
 from ckptkit.core.errors import CkptkitError, HubError, HubUnavailableError, RefusedError
 from ckptkit.hub import pull, retrying
 from ckptkit.hub.watch import WatchSettings
@@ -18,6 +19,7 @@ from ckptkit.hub.watch_building import Making
 from ckptkit.hub.watch_events import WatchEvent
 from ckptkit.hub.watch_faults import Backoff
 from ckptkit.hub.watch_opening import WatchRequest, run_watch
+from ckptkit.kernels.digests import digest_as
 from ckptkit.pipeline.adapters.sources import AdapterRequest
 from ckptkit.planning.push_choice import PushChoice
 from ckptkit.planning.retention import Retention
@@ -349,9 +351,38 @@ def test_a_whole_step_beside_the_model_can_be_resumed_from_and_the_next_replaces
     step = run / "checkpoint-2"
     for path in (path for path in step.rglob("*") if path.is_file()):
         name = path.relative_to(step).as_posix()
-        assert hub.read(REPO, f"last-checkpoint/{name}") == path.read_bytes()
+        if name != "ckptkit.json":
+            assert hub.read(REPO, f"last-checkpoint/{name}") == path.read_bytes()
     assert not hub.repo(REPO).private
     pull(REPO, tmp_path / "back", token=TOKEN, endpoint=hub.url)
+
+
+def test_a_whole_step_is_pushed_without_the_paths_of_this_machine_and_proves_itself_still(
+    hub: HubServer, run: Path, watch: Watch, tmp_path: Path
+) -> None:
+    step = add(run, 1)
+    manifest = json.loads((step / "ckptkit.json").read_text())
+    places = {
+        "trainer_state.json": {"best_model_checkpoint": f"{run}/checkpoint-1"},
+        "ckptkit/config.json": {"_name_or_path": f"{run}/base"},
+        "ckptkit/run.json": {"base_model": {"id": f"{run}/base", "commit_hash": None}},
+    }
+    for path, keys in places.items():
+        data = json.dumps(json.loads((step / path).read_text()) | keys).encode()
+        (step / path).write_bytes(data)
+        digest = digest_as(manifest["files"][path]["digest"], memoryview(data))
+        manifest["files"][path] = {"size_bytes": len(data), "digest": digest}
+    manifest["source"]["path"] = f"{run}/checkpoint-1"
+    (step / "ckptkit.json").write_text(json.dumps(manifest))
+    found = watch(making=Making(state_folder="last-checkpoint"))
+    assert found.failures == {}
+    pushed = {path: hub.read(REPO, path) for path in hub.repo(REPO).files()}
+    texts = {path: data for path, data in pushed.items() if not path.endswith(".safetensors")}
+    assert not [path for path, data in texts.items() if str(tmp_path).encode() in data]
+    state = json.loads(texts["last-checkpoint/trainer_state.json"])
+    assert state["best_model_checkpoint"] is None
+    pull(REPO, tmp_path / "back", token=TOKEN, endpoint=hub.url)
+    assert ckptkit.verify(tmp_path / "back/last-checkpoint").ok
 
 
 def test_a_run_on_a_store_is_watched_like_a_local_one(
