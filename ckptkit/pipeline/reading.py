@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal
 
+from ckptkit.core.closing import Closing
 from ckptkit.core.errors import UsageError
 from ckptkit.core.index import Fqn, RunFacts, Shape, Span, TensorEntry
 from ckptkit.execution.tensors import Origin, TensorReader
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 Framework = Literal["torch", "numpy"]
 
 
-class Checkpoint:
+class Checkpoint(Closing):
     """The model of a checkpoint, read tensor by tensor. Use it as a context manager."""
 
     def __init__(
@@ -125,9 +126,3 @@ class Checkpoint:
 
     def __len__(self) -> int:
         return len(self._entries)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

@@ -7,9 +7,8 @@ import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
+from ckptkit.core.closing import Closing
 from ckptkit.core.errors import (
     CkptkitError,
     InputError,
@@ -38,7 +37,7 @@ _KINDS = (
 )
 
 
-class LocalSource:
+class LocalSource(Closing):
     """A directory that is read and never changed, nor mapped into memory.
 
     Files are read through a bounded number of descriptors. Links are followed as long as they
@@ -148,17 +147,6 @@ class LocalSource:
     def close(self) -> None:
         """Closes all descriptors; what is read afterwards fails."""
         self._pool.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def linked_folders(self) -> list[str]:
         """Returns the names of folders right below that are links, which `walk` does not enter."""

@@ -7,9 +7,9 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from types import TracebackType
-from typing import Self, TypeVar
+from typing import TypeVar
 
+from ckptkit.core.closing import Closing
 from ckptkit.core.errors import (
     AccessError,
     CkptkitError,
@@ -32,7 +32,7 @@ _KEPT_TOGETHER_BYTES = 16 << 20
 Answer = TypeVar("Answer")
 
 
-class RemoteSource:
+class RemoteSource(Closing):
     """A prefix of an object store that is read and never changed.
 
     One listing tells what is there; a file that it lacks is looked up by its name, since a store's
@@ -218,17 +218,6 @@ class RemoteSource:
         """Ends the threads that read."""
         if self._crew is not None:
             self._crew.shutdown(cancel_futures=True)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _objects(self) -> Mapping[str, StoredObject]:
         if self._listed is None:

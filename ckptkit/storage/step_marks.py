@@ -11,9 +11,8 @@ import os
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
+from ckptkit.core.closing import Closing
 from ckptkit.core.errors import MissingFileError
 from ckptkit.storage.syscalls import Capabilities, OpenFile, detect_capabilities, open_for_reading
 
@@ -23,7 +22,7 @@ _TRIES = 10
 _TRY_SECONDS = 0.05
 
 
-class StepMark:
+class StepMark(Closing):
     """Locks of files, held until it is closed or the process ends. Use it as a context manager."""
 
     def __init__(self, files: Iterable[OpenFile] = ()) -> None:
@@ -33,17 +32,6 @@ class StepMark:
         """Gives the locks back; a second call does nothing."""
         for file in self._files:
             file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def hold(paths: Iterable[Path], capabilities: Capabilities | None = None) -> StepMark:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import posixpath
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
+from ckptkit.core.closing import Closing
 from ckptkit.core.errors import CkptkitError, InputError
 from ckptkit.core.index import FileRef
 from ckptkit.core.manifest import Manifest
@@ -74,7 +74,7 @@ def _size(path: Path) -> int:
         return -1
 
 
-class _NearFirst:
+class _NearFirst(Closing):
     """A folder of which some files are read elsewhere, as long as that works."""
 
     def __init__(self, far: Folder, near: LocalSource, names: Collection[str]) -> None:
@@ -130,14 +130,3 @@ class _NearFirst:
     def close(self) -> None:
         self._near.close()
         self._far.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()

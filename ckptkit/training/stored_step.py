@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self, cast, get_args
 
+from ckptkit.core.closing import Closing
 from ckptkit.core.errors import ChecksumError, MissingFileError, ResumeError
 from ckptkit.core.index import KeyPath, TensorIndex
 from ckptkit.core.manifest import (
@@ -28,7 +29,7 @@ from ckptkit.training.objects_on_disk import read_object, read_torch_file
 from ckptkit.training.saved_entries import SavedEntry, parse_entries
 
 
-class StoredStep:
+class StoredStep(Closing):
     """A step's directory; also one that accelerate or `dcp.save` wrote, without a manifest.
 
     Attributes:
@@ -200,12 +201,6 @@ class StoredStep:
     def close(self) -> None:
         """Closes its files."""
         self.source.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _require(self, path: str) -> None:
         if not self.has_file(path):
