@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from ckptkit.core.errors import RefusedError
@@ -21,19 +20,17 @@ from ckptkit.execution.executor import Executor
 from ckptkit.execution.outcome import Outcome
 from ckptkit.execution.ray_engine import NodeLimits, RunShare, imported_ray, run_on_ray
 from ckptkit.pipeline.fingerprint import fingerprint_of
-from ckptkit.pipeline.parts import (
-    Job,
-    commit_shares,
-    refuse_no_ranges,
-    run_share,
-    shared_folder,
-)
+from ckptkit.pipeline.parts import Job, commit_shares, cut_of, refuse_no_ranges, run_share
 from ckptkit.pipeline.writing import Prepared, marked_as_read, refuse_full_disk
 from ckptkit.planning.requests import Resources
 from ckptkit.planning.shares import Share, shares_for, tasks_of
-from ckptkit.storage.places import PathLike
-from ckptkit.storage.shared_target import SharedTarget
+from ckptkit.storage.base import distant
+from ckptkit.storage.places import PathLike, is_url
+from ckptkit.storage.shared_output import Attempt
+from ckptkit.storage.shared_places import SharedPlace
 from ckptkit.storage.workfolder import NONCE_BYTES
+
+_OPTION = "--engine ray"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,16 +40,14 @@ class NodeStation:
     Attributes:
         job: What the plan is made from.
         out: The output.
-        nonce: Of the attempt.
-        overwrite: Whether an output that holds something is replaced by the commit.
+        attempt: What all nodes have in common.
         fingerprint: Of the plan.
         are_threads_chosen: Whether the user has said how many threads there are on a node.
     """
 
     job: Job
-    out: str
-    nonce: str
-    overwrite: bool
+    out: PathLike
+    attempt: Attempt
     fingerprint: str
     are_threads_chosen: bool
 
@@ -78,12 +73,13 @@ class NodeStation:
                 )
 
             threads = prepared.settings.workers
-            if not self.are_threads_chosen:
+            if not self.are_threads_chosen and not _waits_for_a_store(prepared, self.out):
                 threads = min(threads, cores)
+            place, cut = SharedPlace(self.out, _OPTION), cut_of(prepared.plan)
             ready = replace(prepared, settings=replace(prepared.settings, workers=threads))
 
             def run(share: Share) -> dict[str, Any]:
-                target = SharedTarget(Path(self.out), self.nonce, overwrite=self.overwrite)
+                target = place.open(self.attempt, cut)
                 try:
                     return run_share(ready, target, share, ignore).to_json()
                 finally:
@@ -106,12 +102,13 @@ def write_on_ray(
         RefusedError: If the request cannot be met.
         OutputExistsError: If `out` is there and not empty, and `overwrite` is false.
     """
-    folder = shared_folder(out, "--engine ray")
+    place = SharedPlace(out, _OPTION)
     imported_ray()
     with job.prepared() as prepared:
         listener(Planned(prepared.plan.notes))
         nonce = os.urandom(NONCE_BYTES).hex()
-        target = SharedTarget(folder, nonce, overwrite=overwrite)
+        attempt = Attempt(nonce, overwrite=overwrite, is_agreed=False)
+        target = place.open(attempt, cut_of(prepared.plan))
         try:
             target.sweep()
             refuse_full_disk(prepared, target)
@@ -119,12 +116,11 @@ def write_on_ray(
             Executor(
                 prepared.plan, prepared.inputs, target, prepared.settings, listener
             ).create_files()
-            target.sync()
+            target.begin()
             station = NodeStation(
                 job=job,
-                out=str(folder),
-                nonce=nonce,
-                overwrite=overwrite,
+                out=place.place,
+                attempt=attempt,
                 fingerprint=fingerprint_of(prepared),
                 are_threads_chosen=resources.workers is not None,
             )
@@ -150,5 +146,11 @@ def _run(
 
     listener(Started(plan.bytes_written))
     limits = NodeLimits(resources.workers, resources.memory_limit_bytes)
-    run_on_ray(station, partial(shares_for, plan), limits, take)
+    in_parts = SharedPlace(station.out, _OPTION).takes_parts
+    run_on_ray(station, partial(shares_for, plan, in_parts=in_parts), limits, take)
     return whole
+
+
+def _waits_for_a_store(prepared: Prepared, out: PathLike) -> bool:
+    """Tells whether threads wait for answers rather than for a core."""
+    return is_url(out) or any(distant(one.source) is not None for one in prepared.sources)

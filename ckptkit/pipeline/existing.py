@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import posixpath
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckptkit.core.errors import (
+    FormatError,
     MissingFileError,
     NotACheckpointError,
     OutputExistsError,
@@ -22,13 +23,15 @@ from ckptkit.core.manifest import (
 from ckptkit.execution.events import Kept, Listener, Planned, ignore
 from ckptkit.execution.executor import Inputs
 from ckptkit.kernels.checksums import leaf_digest, leaf_ranges, tree_digest
-from ckptkit.pipeline.consolidating import Consolidation
 from ckptkit.pipeline.identity import IDENTITY, source_facts
 from ckptkit.pipeline.opening import PathLike
 from ckptkit.pipeline.verifying import run_verification
 from ckptkit.pipeline.writing import Prepared
 from ckptkit.planning.plan import Literal, OutputFile, RawCopy
 from ckptkit.storage.places import open_source
+
+if TYPE_CHECKING:
+    from ckptkit.pipeline.consolidating import Consolidation
 
 
 def confirmed(job: Consolidation, listener: Listener | None = None) -> Manifest | None:
@@ -70,6 +73,23 @@ def confirmed(job: Consolidation, listener: Listener | None = None) -> Manifest 
         )
     listener(Kept(where))
     return earlier
+
+
+def written_already(wanted: Prepared, out: PathLike) -> Manifest | None:
+    """Returns the manifest of an output that is what a plan would write, as far as it tells.
+
+    Its files are there with their sizes; what is in them is not read.
+    """
+    try:
+        earlier = _earlier(out)
+        if earlier is None or next(_differences(wanted, earlier), None) is not None:
+            return None
+        with open_source(out) as source:
+            sizes = {path: source.stat(path).size_bytes for path in earlier.files}
+    except (FormatError, MissingFileError):
+        return None
+    whole = all(sizes[path] == record.size_bytes for path, record in earlier.files.items())
+    return earlier if whole else None
 
 
 def _earlier(out: PathLike) -> Manifest | None:

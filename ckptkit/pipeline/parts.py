@@ -1,11 +1,9 @@
-"""Shares of a plan, run by processes that see one file system, and what makes them one output."""
+"""Shares of a plan, run by processes that see one place, and what makes them one output."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
 from typing import Protocol
 
 from ckptkit.core.errors import InputError, RefusedError
@@ -15,10 +13,9 @@ from ckptkit.execution.executor import Executor, Inputs
 from ckptkit.execution.outcome import Outcome
 from ckptkit.execution.tensors import Origin
 from ckptkit.pipeline.writing import Prepared, manifest_of, refuse_changed
-from ckptkit.planning.plan import OutputFile, Plan, Task
-from ckptkit.planning.shares import Share, tasks_of
-from ckptkit.storage.places import PathLike, is_url, local_path
-from ckptkit.storage.shared_target import SharedTarget
+from ckptkit.planning.plan import TASK_BYTES, OutputFile, Plan, Task
+from ckptkit.planning.shares import Share, object_parts, tasks_of, tasks_within
+from ckptkit.storage.shared_output import Cut, SharedOutput
 
 
 class Job(Protocol):
@@ -29,24 +26,8 @@ class Job(Protocol):
         ...
 
 
-def shared_folder(out: PathLike, option: str) -> Path:
-    """Returns the directory that several processes are to fill.
-
-    Raises:
-        RefusedError: If it is none.
-    """
-    if is_url(out):
-        raise RefusedError(
-            f"a URL was found where {option} needs a directory that all processes see",
-            where=os.fspath(out),
-            hint="write to a shared disk and copy the finished output, or leave the option out:"
-            " one process writes to a URL without a local disk",
-        )
-    return local_path(out)
-
-
-def refuse_no_ranges(target: SharedTarget) -> None:
-    """Refuses a directory to whose files several processes cannot write at once.
+def refuse_no_ranges(target: SharedOutput) -> None:
+    """Refuses a place to whose files several processes cannot write at once.
 
     Raises:
         RefusedError: If it is one.
@@ -56,7 +37,8 @@ def refuse_no_ranges(target: SharedTarget) -> None:
         raise RefusedError(
             f"several processes cannot write parts of one file there: {reason}",
             where=target.location,
-            hint="choose a directory on a shared file system, or run in one process",
+            hint="choose a directory on a shared file system, or run in one process"
+            f"{', or with --engine ray' if target.takes_parts else ''}",
         )
 
 
@@ -65,8 +47,14 @@ def files_of(plan: Plan, tasks: Iterator[Task]) -> list[OutputFile]:
     return [plan.files[number] for number in sorted({task.file for task in tasks})]
 
 
+def cut_of(plan: Plan) -> Cut:
+    """Returns how the files of a plan are cut into parts, where a store takes nothing else."""
+    files = {file.path: file for file in plan.files}
+    return lambda path: object_parts(files[path])
+
+
 def run_share(
-    prepared: Prepared, target: SharedTarget, share: Share, listener: Listener
+    prepared: Prepared, target: SharedOutput, share: Share, listener: Listener
 ) -> Outcome:
     """Runs the tasks of one share, and makes what they wrote durable; the target is used up.
 
@@ -79,20 +67,14 @@ def run_share(
     plan = prepared.plan
     for file in files_of(plan, tasks_of(plan, share)):
         target.create(file.path, file.size_bytes)
-    # Ledgers of its own: what one share leaves open must not be handed on with the next.
-    origins = {
-        name: Origin(name, origin.source, origin.index)
-        for name, origin in prepared.inputs.origins.items()
-    }
-    inputs = Inputs(origins, prepared.inputs.folders)
-    executor = Executor(plan, inputs, target, prepared.settings, listener)
-    outcome = executor.run_part(tasks_of(plan, share))
+    outcome = _own_executor(prepared, target, listener).run_part(tasks_of(plan, share))
     target.sync()
+    outcome.sent = target.sent()
     return outcome
 
 
 def commit_shares(
-    prepared: Prepared, target: SharedTarget, outcome: Outcome, listener: Listener
+    prepared: Prepared, target: SharedOutput, outcome: Outcome, listener: Listener
 ) -> Manifest:
     """Completes an output of which all shares were run, and makes it visible; for one process.
 
@@ -112,7 +94,11 @@ def commit_shares(
     executor = Executor(prepared.plan, prepared.inputs, target, prepared.settings, ignore)
     with _removed_if_damaged(target):
         executor.create_files()
-        digests = executor.complete(outcome)
+        missing = target.adopt(outcome.sent)
+        if missing:  # parts with checksums of several shares in them
+            tasks = tasks_within(prepared.plan, missing)
+            _own_executor(prepared, target, ignore).run_again(tasks, outcome)
+        digests = executor.complete(outcome, has_trailers=target.takes_parts)
         for source in prepared.sources:  # all processes found the same files when they began
             refuse_changed(source)
     manifest = manifest_of(prepared, digests)
@@ -122,8 +108,21 @@ def commit_shares(
     return manifest
 
 
+def _own_executor(prepared: Prepared, target: SharedOutput, listener: Listener) -> Executor:
+    """Returns one with ledgers of its own: what one share leaves open is not the next one's."""
+    origins = {
+        name: Origin(name, origin.source, origin.index)
+        for name, origin in prepared.inputs.origins.items()
+    }
+    inputs = Inputs(origins, prepared.inputs.folders)
+    settings = prepared.settings
+    if target.takes_parts:
+        settings = settings.with_more(TASK_BYTES)  # what a part may have beyond the usual
+    return Executor(prepared.plan, inputs, target, settings, listener)
+
+
 @contextmanager
-def _removed_if_damaged(target: SharedTarget) -> Iterator[None]:
+def _removed_if_damaged(target: SharedOutput) -> Iterator[None]:
     try:
         yield
     except InputError:

@@ -7,31 +7,27 @@ and `slice-I` what slice I has found out, once what it wrote is durable.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
-from pathlib import Path
+import os
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError, OutputError, RefusedError
 from ckptkit.core.manifest import MANIFEST_NAME, Manifest
-from ckptkit.execution.events import Listener, Planned, Started
+from ckptkit.execution.events import Kept, Listener, Planned, Started
 from ckptkit.execution.outcome import Outcome
+from ckptkit.pipeline.existing import written_already
 from ckptkit.pipeline.fingerprint import fingerprint_of
-from ckptkit.pipeline.parts import (
-    Job,
-    commit_shares,
-    refuse_no_ranges,
-    run_share,
-    shared_folder,
-)
+from ckptkit.pipeline.parts import Job, commit_shares, cut_of, refuse_no_ranges, run_share
 from ckptkit.pipeline.writing import Prepared, marked_as_read, refuse_full_disk
 from ckptkit.planning.shares import Share, tasks_of
 from ckptkit.storage.places import PathLike
-from ckptkit.storage.shared_target import SharedTarget
+from ckptkit.storage.shared_output import Attempt, SharedOutput
+from ckptkit.storage.shared_places import SharedPlace
+from ckptkit.storage.workfolder import NONCE_BYTES
 
 # The same for all slices of an output, whatever their plans, so that those of different plans
 # meet and see it.
 _NONCE = "51ce51ce51ce51ce"
-_PLAN = "plan"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +58,17 @@ def run_slice(
         RefusedError: If the request cannot be met, or if other slices follow another plan.
         OutputExistsError: If `out` is there and not empty, and `overwrite` is false.
     """
-    folder = shared_folder(out, "--slice")
+    place = SharedPlace(out, "--slice")
+    share = replace(share, in_parts=place.takes_parts)
     with job.prepared() as prepared:
         listener(Planned(prepared.plan.notes))
-        target = SharedTarget(folder, _NONCE, overwrite=overwrite)
+        earlier = written_already(prepared, out) if overwrite else None
+        if earlier is not None:  # by these slices, as a rule: this one is repeated
+            listener(Kept(os.fspath(out)))
+            return SliceDone(share, (), earlier)
+        name = fingerprint_of(prepared)[: 2 * NONCE_BYTES]
+        attempt = Attempt(_NONCE, name, overwrite=overwrite)
+        target = place.open(attempt, cut_of(prepared.plan))
         try:
             _meet(prepared, target, share)
             with marked_as_read(prepared):
@@ -75,7 +78,7 @@ def run_slice(
             target.leave()
 
 
-def _meet(prepared: Prepared, target: SharedTarget, share: Share) -> None:
+def _meet(prepared: Prepared, target: SharedOutput, share: Share) -> None:
     """Makes sure that all slices are of one plan, and that there is room for it.
 
     Raises:
@@ -83,25 +86,27 @@ def _meet(prepared: Prepared, target: SharedTarget, share: Share) -> None:
     """
     mine = {"fingerprint": fingerprint_of(prepared), "slices": share.count}
     data = json.dumps(mine).encode()
-    if target.notes.get(_PLAN) is None:
+    if target.plan() is None:
         _check_place(prepared, target)
-    found = target.notes.put(_PLAN, data)
+    found = target.agree(data)
     if found != data:
         theirs = json.loads(found)
         raise RefusedError(
             f"other slices of this output are {_difference(mine, theirs)}",
             where=target.location,
             hint="run all slices with the same options, versions and source; where the others are"
-            f" left over from an earlier attempt, remove them: rm -r '{target.folder}'",
+            f" left over from an earlier attempt, remove them: {target.removal}",
         )
 
 
-def _check_place(prepared: Prepared, target: SharedTarget) -> None:
+def _check_place(prepared: Prepared, target: SharedOutput) -> None:
     try:
         refuse_full_disk(prepared, target)
         refuse_no_ranges(target)
+        if target.takes_parts:  # a directory tells by its locks what is in use
+            target.sweep()
     except CkptkitError:
-        if target.notes.get(_PLAN) is None:
+        if target.plan() is None:
             target.abandon()
             raise
         # Otherwise another slice has begun meanwhile, and what it reserved is what is missing.
@@ -113,7 +118,7 @@ def _difference(mine: dict[str, Any], theirs: dict[str, Any]) -> str:
     return "of another plan: the source, an option or the version of ckptkit is another one"
 
 
-def _write(prepared: Prepared, target: SharedTarget, share: Share, listener: Listener) -> None:
+def _write(prepared: Prepared, target: SharedOutput, share: Share, listener: Listener) -> None:
     name = _note_of(share.number)
     if target.notes.get(name) is None:
         tasks = tasks_of(prepared.plan, share)
@@ -122,7 +127,7 @@ def _write(prepared: Prepared, target: SharedTarget, share: Share, listener: Lis
         target.notes.put(name, json.dumps(outcome.to_json()).encode())
 
 
-def _end(prepared: Prepared, target: SharedTarget, share: Share, listener: Listener) -> SliceDone:
+def _end(prepared: Prepared, target: SharedOutput, share: Share, listener: Listener) -> SliceDone:
     """Commits if all slices are there.
 
     Raises:
@@ -134,7 +139,7 @@ def _end(prepared: Prepared, target: SharedTarget, share: Share, listener: Liste
     found = {number: notes.get(_note_of(number)) for number in numbers}
     missing = tuple(sorted(number for number, data in found.items() if data is None))
     if share.number in missing:
-        if (Path(target.location) / MANIFEST_NAME).exists():
+        if target.has(MANIFEST_NAME):
             return SliceDone(share, (), None)  # somebody has committed it by now
         raise OutputError(
             "what this slice has written was removed by somebody else",
@@ -143,8 +148,8 @@ def _end(prepared: Prepared, target: SharedTarget, share: Share, listener: Liste
         )
     if missing:
         return SliceDone(share, missing, None)
-    with notes.alone("commit") as alone:
-        if not alone or notes.get(_PLAN) is None:
+    with notes.alone("commit", str(share.number)) as alone:
+        if not alone or target.plan() is None:
             return SliceDone(share, (), None)  # another process does it, or has done it
         whole = Outcome.joined(
             Outcome.from_json(json.loads(data or b"")) for data in found.values()

@@ -9,10 +9,12 @@ from contextlib import suppress
 from pathlib import Path
 
 from ckptkit.core.errors import OutputError
+from ckptkit.core.object_parts import ObjectPart
 from ckptkit.storage.filesystems import why_no_ranges
 from ckptkit.storage.names import WORK_INFIX
 from ckptkit.storage.part_files import PartFile, Row, read_parts
 from ckptkit.storage.publish import publish, publish_inside
+from ckptkit.storage.shared_output import SentRows
 from ckptkit.storage.staged_files import StagedFiles, free_bytes, translated, write_small
 from ckptkit.storage.staging import cannot_be_replaced, make_missing, output_exists, remove_empty
 from ckptkit.storage.syscalls import (
@@ -30,6 +32,8 @@ from ckptkit.storage.workfolder import (
     sweep_work_folders,
 )
 
+_PLAN = "plan"
+
 
 class SharedTarget:
     """One process's view of an output that all of them write, each its own ranges.
@@ -38,6 +42,8 @@ class SharedTarget:
     enter it. Where the system knows locks, every process holds one that others may share, so
     that nobody sweeps the folder away before the last of them has ended.
     """
+
+    takes_parts = False
 
     def __init__(
         self,
@@ -97,6 +103,19 @@ class SharedTarget:
     def folder(self) -> Path:
         """The hidden folder in which the output grows."""
         return self._work.path
+
+    @property
+    def removal(self) -> str:
+        """The command by which a user gives up what other processes have begun."""
+        return f"rm -r '{self.folder}'"
+
+    def plan(self) -> bytes | None:
+        """Returns what the processes have agreed on, None where nobody has begun."""
+        return self.notes.get(_PLAN)
+
+    def agree(self, plan: bytes) -> bytes:
+        """Says what is to be done, unless another process has; returns what was agreed on."""
+        return self.notes.put(_PLAN, plan)
 
     @property
     def notes(self) -> WorkNotes:
@@ -192,6 +211,22 @@ class SharedTarget:
             self._files = StagedFiles(self._work.files, self._named, self._capabilities)
             for folder in self._made:
                 sync_directory(folder.parent, self._capabilities)
+
+    def begin(self) -> None:
+        """Makes the created files durable, so that other processes find them."""
+        self.sync()
+
+    def sent(self) -> SentRows:
+        """Returns nothing: what was written lies in its place."""
+        return {}
+
+    def adopt(self, _sent: SentRows) -> Mapping[str, Sequence[ObjectPart]]:
+        """Does nothing: what other processes wrote lies in its place."""
+        return {}
+
+    def has(self, path: str) -> bool:
+        """Tells whether the output is visible already, with that file in it."""
+        return (self._out / path).exists()
 
     def finish(self, mark: str) -> None:
         """Makes what this process wrote durable, and leaves a mark of that.

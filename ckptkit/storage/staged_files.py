@@ -247,3 +247,11 @@ def free_bytes(path: Path) -> int:
     while not path.exists() and path != path.parent:
         path = path.parent
     return shutil.disk_usage(path).free
+
+
+def taken_bytes(path: Path) -> int:
+    """Returns the room that a file takes on its disk; 0 for a folder."""
+    if not path.is_file():
+        return 0
+    status = path.stat()
+    return getattr(status, "st_blocks", 0) * 512 or status.st_size

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
 from ckptkit.core.errors import OutputError, OutputExistsError
+from ckptkit.storage.names import check_relative
 from ckptkit.storage.publish import can_be_replaced, publish, publish_inside
-from ckptkit.storage.staged_files import StagedFiles, free_bytes, translated
+from ckptkit.storage.staged_files import StagedFiles, free_bytes, taken_bytes, translated
 from ckptkit.storage.syscalls import (
     Capabilities,
     create_file,
@@ -19,6 +21,7 @@ from ckptkit.storage.workfolder import (
     WorkFolder,
     claim_work_folder,
     is_empty,
+    reclaim_work_folder,
     sweep_work_folders,
 )
 
@@ -48,16 +51,25 @@ class LocalTarget:
 
     Until then its files grow in a hidden folder beside it, on the same file system. Large
     writes go past the page cache where the file system and the alignment of the data allow.
+
+    Attributes:
+        has_finished: Whether something there is worth to be left to another run.
     """
 
     def __init__(
-        self, out: Path, *, overwrite: bool = False, capabilities: Capabilities | None = None
+        self,
+        out: Path,
+        *,
+        overwrite: bool = False,
+        resume: bool = False,
+        capabilities: Capabilities | None = None,
     ) -> None:
         """Prepares the place, makes missing parents and sweeps away what a kill left behind.
 
         Args:
             out: The directory to be; its name is kept for messages as it is given.
             overwrite: Whether a directory that holds something is replaced by the commit.
+            resume: Whether what a kill left behind is gone on with, where it has a journal.
             capabilities: What the platform offers; detected when left out.
 
         Raises:
@@ -66,6 +78,9 @@ class LocalTarget:
         """
         self._named = out
         self._overwrite = overwrite
+        self._resume = resume
+        self._is_left = False
+        self.has_finished = False
         self._capabilities = capabilities or detect_capabilities()
         self._made: list[Path] = []
         with translated(self._named):
@@ -128,15 +143,61 @@ class LocalTarget:
         self._work.remove()
 
     def abandon(self) -> None:
-        """Removes what was written; does nothing after a commit."""
+        """Removes what was written; does nothing after a commit, or where it was left."""
+        if self._is_left:
+            return
         self._files.close()
         self._work.remove()
         remove_empty(self._made)
 
-    def free_bytes(self) -> int:
-        """Returns how much room there is where the files are staged."""
+    def leave(self) -> None:
+        """Ends without a commit, and leaves what was written to whoever goes on with it."""
+        self._is_left = True
+        self._files.close()
+        self._work.release()
+
+    @property
+    def folder(self) -> Path:
+        """The hidden folder in which the output grows."""
+        return self._work.path
+
+    @property
+    def journal(self) -> Path:
+        """Where it is written down what is finished."""
+        return self._work.journal
+
+    def staged(self, path: str) -> Path:
+        """Returns where a file of the output is until the commit.
+
+        Raises:
+            UnsafePathError: If it would lie outside the output.
+        """
+        check_relative(path, str(self._named))
+        return self._work.files / path
+
+    def keep(self, paths: Collection[str]) -> None:
+        """Takes over finished files of an earlier run, and removes what else it left.
+
+        Args:
+            paths: Relative to the output; they have been proven.
+
+        Raises:
+            OutputError: If something cannot be removed.
+        """
+        kept = {self.staged(path) for path in paths}
         with translated(self._named):
-            return free_bytes(self._work.path)
+            for file in list(self._work.files.rglob("*")):
+                if file not in kept and not file.is_dir():
+                    file.unlink()
+        for path in paths:
+            self._files.create(path, self.staged(path).stat().st_size, _stays)
+        self.has_finished = bool(paths)
+
+    def free_bytes(self) -> int:
+        """Returns how much room there is for the output, with what an earlier run has taken."""
+        with translated(self._named):
+            taken = sum(taken_bytes(path) for path in self._work.files.rglob("*"))
+            return free_bytes(self._work.path) + taken
 
     def _refuse_file(self) -> None:
         if self._out.exists() and not self._out.is_dir():
@@ -146,14 +207,21 @@ class LocalTarget:
             )
 
     def _prepare(self) -> WorkFolder:
-        out, capabilities = self._out, self._capabilities
+        out = self._out
+        found = self._reclaimed() if self._resume else None
         for parent in (out.parent, out):
-            sweep_work_folders(parent, out, capabilities)
-        exists = out.is_dir()
-        if exists and not self._overwrite and not is_empty(out):
+            sweep_work_folders(parent, out, self._capabilities)
+        if out.is_dir() and not self._overwrite and not is_empty(out):
+            if found is not None:
+                found.release()
             raise self._filled()
+        self.has_finished = found is not None
+        return found or self._claimed()
+
+    def _claimed(self) -> WorkFolder:
+        out, exists = self._out, self._out.is_dir()
         try:
-            work = claim_work_folder(out.parent, out.name, capabilities)
+            work = claim_work_folder(out.parent, out.name, self._capabilities)
         except OSError as error:
             if not exists or error.errno not in _NOT_WRITABLE:
                 raise
@@ -162,6 +230,11 @@ class LocalTarget:
                 return work
             work.remove()
         return self._prepare_inside()
+
+    def _reclaimed(self) -> WorkFolder | None:
+        out = self._out
+        found = reclaim_work_folder(out.parent, out, self._capabilities)
+        return found or reclaim_work_folder(out, out, self._capabilities)
 
     def _prepare_inside(self) -> WorkFolder:
         if not is_empty(self._out):
@@ -176,6 +249,10 @@ class LocalTarget:
 
     def _filled(self) -> OutputExistsError:
         return output_exists(self._named)
+
+
+def _stays(_path: Path, _size_bytes: int, _capabilities: Capabilities) -> None:
+    """Makes no file, since it is there."""
 
 
 def make_missing(folder: Path) -> list[Path]:

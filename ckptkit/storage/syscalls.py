@@ -179,6 +179,11 @@ class OpenFile:
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
 
+    def forget(self) -> None:
+        """Takes the content out of the page cache, so that it is next read from the disk."""
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
     def close(self) -> None:
         """Closes the descriptor; a second call does nothing."""
         self._file.close()

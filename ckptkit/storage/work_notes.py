@@ -74,7 +74,7 @@ class WorkNotes:
                 return None
 
     @contextmanager
-    def alone(self, name: str) -> Iterator[bool]:
+    def alone(self, name: str, _owner: str = "") -> Iterator[bool]:
         """Yields whether this process is the only one here; always, where there are no locks."""
         if not self._capabilities.locks:
             yield True

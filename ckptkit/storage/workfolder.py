@@ -7,6 +7,7 @@ Beside OUT (or, where OUT cannot be renamed over, inside it) lies
         files/    the output as it will be
         last      the file that is put in place after all others, where they go one by one
         old/      the previous output, where the two cannot be exchanged in one step
+        journal   which files are finished, of an output that can be continued after a kill
 """
 
 from __future__ import annotations
@@ -36,15 +37,17 @@ class WorkFolder:
         files: Where the output grows.
         last: Where the last file waits.
         old: Where the previous output waits.
+        journal: Where it is written down what is finished.
     """
 
-    __slots__ = ("_lock", "files", "last", "old", "path")
+    __slots__ = ("_lock", "files", "journal", "last", "old", "path")
 
     def __init__(self, path: Path, lock: OpenFile | None) -> None:
         self.path = path
         self.files = path / "files"
         self.last = path / "last"
         self.old = path / "old"
+        self.journal = path / "journal"
         self._lock = lock
 
     def remove(self) -> None:
@@ -112,6 +115,35 @@ def join_work_folder(parent: Path, name: str, nonce: str, capabilities: Capabili
     raise FileNotFoundError(errno.ENOENT, "it is removed again and again", str(path))
 
 
+def reclaim_work_folder(parent: Path, out: Path, capabilities: Capabilities) -> WorkFolder | None:
+    """Enters the newest work folder for `out` that has a journal and whose process is gone.
+
+    Half a commit is undone. Where there are no locks, nobody knows who is alive.
+
+    Returns:
+        The folder, locked, or None where there is none.
+    """
+    if not capabilities.locks:
+        return None
+    journals: list[tuple[float, Path]] = []
+    with suppress(OSError):  # a folder that may be written to but not listed
+        for path in _work_folders(parent, out):
+            with suppress(OSError):
+                journals.append((WorkFolder(path, None).journal.stat().st_mtime, path))
+    for _, path in sorted(journals, reverse=True):
+        with suppress(OSError):  # somebody else was faster, or it belongs to another user
+            lock = open_locked(path / ".lock", capabilities)
+            if lock is None:
+                continue
+            work = WorkFolder(path, lock)
+            _recover(work, out)
+            shutil.rmtree(work.old, ignore_errors=True)
+            work.last.unlink(missing_ok=True)
+            work.files.mkdir(exist_ok=True)
+            return work
+    return None
+
+
 def _lock_work_folder(
     path: Path, capabilities: Capabilities, *, shared: bool = False
 ) -> WorkFolder | None:
@@ -133,13 +165,20 @@ def sweep_work_folders(parent: Path, out: Path, capabilities: Capabilities) -> N
     """
     if not capabilities.locks:
         return
-    pattern = re.compile(re.escape(f".{out.name}{WORK_INFIX}") + f"[0-9a-f]{{{2 * NONCE_BYTES}}}")
     with suppress(OSError):  # a folder that may be written to but not listed
-        for path in list(parent.iterdir()):
-            if pattern.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
-                _sweep(path, out, capabilities)
+        for path in _work_folders(parent, out):
+            _sweep(path, out, capabilities)
         if parent == out and not is_empty(out):
             _sweep_publish_lock(out, capabilities)
+
+
+def _work_folders(parent: Path, out: Path) -> list[Path]:
+    pattern = re.compile(re.escape(f".{out.name}{WORK_INFIX}") + f"[0-9a-f]{{{2 * NONCE_BYTES}}}")
+    return [
+        path
+        for path in parent.iterdir()
+        if pattern.fullmatch(path.name) and path.is_dir() and not path.is_symlink()
+    ]
 
 
 def publish_lock(out: Path) -> Path:

@@ -24,3 +24,5 @@ def slice_page(done: SliceDone, out: str) -> Iterator[str]:
     if done.missing:
         listed = ", ".join(first_of([str(number) for number in done.missing], _LISTED))
         yield f"it appears when these are too: {listed}"
+    else:
+        yield "another slice puts it in place; where that one was killed, run it again"

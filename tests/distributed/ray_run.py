@@ -21,6 +21,7 @@ from ray.cluster_utils import Cluster
 import ckptkit
 from ckptkit.core.errors import CkptkitError
 from ckptkit.execution.events import BytesWritten, Event, Started
+from ckptkit.storage.places import Place
 
 NODE: dict[str, Any] = {
     "num_cpus": 1,
@@ -92,8 +93,33 @@ def damaged(source: Path, out: Path) -> dict[str, Any]:
     return {}
 
 
+def in_a_bucket(store: dict[str, Any], out: Path, act: Act) -> dict[str, Any]:
+    """Writes from a bucket to it with Ray, and from it to the disk, one node being killed."""
+    source, target = (Place(store[name], store["options"]) for name in ("source", "target"))
+    watch = Watch(act)
+    options: dict[str, Any] = {"to": "dcp", "max_shard_size": "30MB", "engine": "ray"}
+    ckptkit.convert(source, target, bandwidth="12MB", listener=watch, **options)
+    ckptkit.convert(source, out / "ray", **options)
+    logs = Path("/tmp/ray/session_latest/logs")  # noqa: S108  Ray's own
+    secrets = [
+        value.encode() for name, value in store["options"].items() if name != "client_kwargs"
+    ]
+    return {
+        "announced": watch.announced,
+        "written": sum(watch.written),
+        "written_before_the_act": watch.written_before_the_act,
+        "beside": sorted(path.name for path in out.iterdir()),
+        "told_by": [
+            path.name
+            for path in logs.iterdir()
+            if path.is_file() and any(secret in path.read_bytes() for secret in secrets)
+        ],
+    }
+
+
 def main() -> None:
-    source, out = map(Path, sys.argv[1:])
+    source, out = map(Path, sys.argv[1:3])
+    store = json.loads(sys.stdin.read())
     head = NODE | {"include_dashboard": False, "no_monitor": True}
     cluster = Cluster(initialize_head=True, head_node_args=head)
     try:
@@ -109,6 +135,8 @@ def main() -> None:
             "damaged": damaged(source, out / "b"),
             "killed": run(source, out / "c", kill, to="hf", bandwidth="12MB"),
         }
+        second = cluster.add_node(**NODE)
+        told["bucket"] = in_a_bucket(store, out / "d", kill)
     finally:
         ray.shutdown()
         cluster.shutdown()  # type: ignore[no-untyped-call]

@@ -24,6 +24,8 @@ from ckptkit.pipeline.writing import Prepared
 from ckptkit.planning.requests import ConsolidateRequest, Resources
 from ckptkit.planning.shares import Share
 from ckptkit.storage.places import PathLike, Place
+from ckptkit.storage.shared_output import Attempt
+from tests.object_store import Bucket, ObjectStore
 
 pytestmark = pytest.mark.distributed
 SETTINGS = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "RAY_USAGE_STATS_ENABLED": "0"}
@@ -44,12 +46,27 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def told(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Told:
+def bucket(source: Path, running_store: ObjectStore) -> Bucket:
+    running_store.proxy.reset()
+    bucket = running_store.bucket("ray")
+    bucket.put_tree(source, "run")
+    return bucket
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("out")
-    for name in "abc":
+    for name in "abcd":
         (out / name).mkdir()
+    return out
+
+
+@pytest.fixture(scope="module")
+def told(source: Path, out: Path, bucket: Bucket) -> Told:
+    store = {"source": f"{bucket.url}/run", "target": f"{bucket.url}/out"}
     done = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("ray_run.py")), str(source), str(out)],
+        input=json.dumps(store | {"options": bucket.store.options}),
         env=os.environ | SETTINGS,
         timeout=LIMIT_SECONDS,
         capture_output=True,
@@ -59,6 +76,11 @@ def told(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Told:
     assert done.returncode == 0, done.stdout[-4_000:] + done.stderr[-8_000:]
     answer: Told = json.loads(done.stdout.splitlines()[-1])
     return answer
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
 def test_nodes_write_together_what_one_process_writes_alone(told: Told) -> None:
@@ -77,7 +99,23 @@ def test_a_node_that_is_killed_changes_no_byte(told: Told) -> None:
     assert one["beside"] == ["local", "ray"]
 
 
-@pytest.mark.parametrize("which", ["archive", "killed"])
+def test_a_node_that_is_killed_changes_no_byte_in_a_bucket_either(
+    told: Told, out: Path, bucket: Bucket, tmp_path: Path
+) -> None:
+    one = told["bucket"]
+    assert one["written_before_the_act"] < one["announced"]
+    found = {key.removeprefix("out/"): bucket.get(key) for key in bucket.keys("out/")}
+    place = Place(f"{bucket.url}/run", bucket.store.options)
+    ckptkit.convert(place, tmp_path / "out", to="dcp", max_shard_size="30MB")
+    assert found == content(tmp_path / "out") == content(out / "d" / "ray")
+    assert bucket.unfinished_uploads() == []
+
+
+def test_no_log_of_ray_shows_what_the_storage_is_told(told: Told) -> None:
+    assert told["bucket"]["told_by"] == []
+
+
+@pytest.mark.parametrize("which", ["archive", "killed", "bucket"])
 def test_progress_of_all_nodes_adds_up_to_what_was_announced(told: Told, which: str) -> None:
     assert told[which]["written"] == told[which]["announced"]
 
@@ -93,15 +131,14 @@ def test_what_a_node_finds_damaged_is_told_and_nothing_is_left(told: Told) -> No
 
 
 def station_of(
-    source: PathLike, out: Path, fingerprint: str, workers: int | None = None
+    source: PathLike, out: PathLike, fingerprint: str, workers: int | None = None
 ) -> distributing.NodeStation:
     """What a node is sent."""
     resources = Resources(workers=workers)
     return distributing.NodeStation(
         job=Consolidation(source, out, ConsolidateRequest(), resources=resources),
-        out=str(out),
-        nonce="0123456789abcdef",
-        overwrite=False,
+        out=out,
+        attempt=Attempt("0123456789abcdef", is_agreed=False),
         fingerprint=fingerprint,
         are_threads_chosen=workers is not None,
     )

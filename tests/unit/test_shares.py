@@ -9,9 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptkit.core.errors import UsageError
+from ckptkit.core.object_parts import MIN_PART_BYTES, MOST_PARTS
 from ckptkit.execution.throttle import Throttle
 from ckptkit.planning.plan import TASK_BYTES, Literal, OutputFile, Plan, RawCopy, contiguous
-from ckptkit.planning.shares import SHARE_BYTES, Share, parse_slice, shares_for, tasks_of
+from ckptkit.planning.shares import (
+    SHARE_BYTES,
+    Share,
+    object_parts,
+    parse_slice,
+    shares_for,
+    tasks_of,
+    tasks_within,
+)
 
 
 def plan_of(sizes: list[int]) -> Plan:
@@ -29,6 +38,42 @@ def test_shares_are_the_plans_tasks_each_once_and_in_order(sizes: list[int], cou
     plan = plan_of(sizes)
     dealt = [task for number in range(count) for task in tasks_of(plan, Share(number, count))]
     assert dealt == list(plan.tasks())
+
+
+@given(st.lists(st.integers(0, 3 * TASK_BYTES), max_size=6), st.integers(1, 9))
+def test_shares_in_parts_have_every_part_whole(sizes: list[int], count: int) -> None:
+    plan = plan_of(sizes)
+    dealt = [list(tasks_of(plan, Share(n, count, in_parts=True))) for n in range(count)]
+    assert [task for tasks in dealt for task in tasks] == list(plan.tasks())
+    for number, file in enumerate(plan.files):
+        parts = object_parts(file)
+        assert [part.start for part in parts] == [0, *(part.stop for part in parts)][: len(parts)]
+        assert sum(part.stop - part.start for part in parts) == file.size_bytes
+        assert all(part.stop - part.start >= MIN_PART_BYTES for part in parts[:-1])
+        for part in parts:
+            owners = {
+                share
+                for share, tasks in enumerate(dealt)
+                for task in tasks
+                if task.file == number and part.start <= task.start < part.stop
+            }
+            assert len(owners) == 1
+
+
+@given(st.integers(1, 9 * TASK_BYTES), st.sets(st.integers(0, 12)))
+def test_the_tasks_of_parts_are_found_again(size: int, chosen: set[int]) -> None:
+    plan = plan_of([TASK_BYTES, size])
+    parts = [part for part in object_parts(plan.files[1]) if part.number in chosen]
+    tasks = list(tasks_within(plan, {"f1": parts}))
+    covered = [(task.file, task.start, task.stop) for task in tasks]
+    assert sum(stop - start for _, start, stop in covered) == sum(p.stop - p.start for p in parts)
+    assert all(any(p.start <= start < p.stop for p in parts) for _, start, _ in covered)
+    assert {file for file, _, _ in covered} <= {1}
+
+
+def test_no_object_has_more_parts_than_a_store_takes() -> None:
+    file = plan_of([20_000 * TASK_BYTES + 5]).files[0]
+    assert len(object_parts(file)) <= MOST_PARTS
 
 
 def test_shares_differ_by_a_task_at_most() -> None:

@@ -1,0 +1,260 @@
+"""`--delete-source`: what was read goes once the output is proven, and nothing else ever."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ckptkit
+from ckptkit.core.errors import (
+    CkptkitError,
+    RefusedError,
+    SourceChangedError,
+    UsageError,
+    VerificationError,
+)
+from ckptkit.execution.events import Committed, Event
+from ckptkit.storage.places import Place
+from tests.object_store import ObjectStore
+
+ROOT = Path(__file__).resolve().parents[2]
+FIXTURES = ROOT / "fixtures"
+SEPARATE = "accelerate_fsdp2_cpu_offload"
+TOGETHER = "fsdp2_plain"
+Act = Callable[[], object]
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Callable[[str], Path]:
+    """Copies a checkpoint to where it may be removed."""
+
+    def copy(name: str) -> Path:
+        return Path(shutil.copytree(FIXTURES / name / "checkpoint", tmp_path / "run"))
+
+    return copy
+
+
+def files(folder: Path) -> set[str]:
+    return {p.relative_to(folder).as_posix() for p in folder.rglob("*") if not p.is_dir()}
+
+
+def consolidated(source: Path, **options: Any) -> Path:
+    out = source.parent / "out"
+    given = {"to": "hf", "names": "live", "delete_source": True, **options}
+    ckptkit.convert(source, out, **given)
+    return out
+
+
+def once_committed(act: Act) -> Callable[[Event], None]:
+    """Does something as soon as the output is in place."""
+
+    def listen(event: Event) -> None:
+        if isinstance(event, Committed):
+            act()
+
+    return listen
+
+
+def refused(source: Path, kind: type[CkptkitError], **options: Any) -> CkptkitError:
+    before = files(source)
+    with pytest.raises(kind) as caught:
+        consolidated(source, **options)
+    assert files(source) == before
+    return caught.value
+
+
+def test_the_files_that_were_read_go_and_others_stay(source: Callable[[str], Path]) -> None:
+    run = source(SEPARATE)
+    before = files(run)
+    gone = {path for path in before if path.startswith("pytorch_model_fsdp_0/")}
+    assert gone
+    assert gone != before
+    out = consolidated(run)
+    assert files(run) == before - gone
+    assert not (run / "pytorch_model_fsdp_0").exists()
+    assert ckptkit.verify(out).ok
+
+
+def test_an_optimizer_in_the_same_files_is_not_lost(source: Callable[[str], Path]) -> None:
+    run = source(TOGETHER)
+    error = refused(run, RefusedError)
+    assert "optimizer tensor" in error.message
+    assert "--optimizer" in error.hint
+    assert not (run.parent / "out").exists()
+    consolidated(run, to="dcp", optimizer=True)
+    assert not run.exists()
+
+
+@pytest.mark.parametrize(
+    "options", [{"include": ["*embed*"]}, {"exclude": ["*norm*"]}, {"exclude": ["lm_head*"]}]
+)
+def test_a_tensor_that_is_left_out_keeps_its_source(
+    source: Callable[[str], Path], options: dict[str, Any]
+) -> None:
+    error = refused(source(SEPARATE), RefusedError, **options)
+    assert "model tensor" in error.message
+
+
+def test_unrounded_weights_of_zero_are_not_lost(source: Callable[[str], Path]) -> None:
+    error = refused(source("zero3_bf16"), RefusedError)
+    assert "not in the output" in error.message
+
+
+def test_a_single_file_goes_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "models"
+    folder.mkdir()
+    found = sorted((FIXTURES / "hf_tied" / "checkpoint").rglob("*.safetensors"))
+    shutil.copy(found[0], folder / "a.safetensors")
+    shutil.copy(found[0], folder / "b.safetensors")
+    ckptkit.consolidate(folder / "a.safetensors", folder / "out", names="live", delete_source=True)
+    assert {path for path in files(folder) if "/" not in path} == {"b.safetensors"}
+
+
+def test_what_is_not_proven_on_the_disk_keeps_its_source(source: Callable[[str], Path]) -> None:
+    run = source(SEPARATE)
+    before, weights = files(run), run.parent / "out" / "model.safetensors"
+
+    def flip() -> None:
+        data = bytearray(weights.read_bytes())
+        data[-1] ^= 1
+        weights.write_bytes(bytes(data))
+
+    with pytest.raises(VerificationError, match="the source was not removed") as caught:
+        consolidated(run, listener=once_committed(flip))
+    assert caught.value.exit_status == 6
+    assert files(run) == before
+
+
+def test_a_manifest_that_is_another_one_on_the_disk_keeps_the_source(
+    source: Callable[[str], Path],
+) -> None:
+    run = source(SEPARATE)
+    manifest = run.parent / "out" / "ckptkit.json"
+
+    def change() -> None:
+        manifest.write_bytes(manifest.read_bytes().replace(b'"tied"', b'"tied" '))
+
+    error = refused(run, VerificationError, listener=once_committed(change))
+    assert "its manifest is another one" in error.message
+
+
+def test_a_source_that_changed_meanwhile_stays(source: Callable[[str], Path]) -> None:
+    run = source(SEPARATE)
+    data = min(run.glob("pytorch_model_fsdp_0/*.distcp"))
+    error = refused(
+        run, SourceChangedError, listener=once_committed(lambda: os.utime(data, ns=(1, 1)))
+    )
+    assert "was not removed" in error.message
+
+
+def test_a_source_that_somebody_reads_stays(source: Callable[[str], Path]) -> None:
+    run = source(SEPARATE)
+    with ckptkit.open(run):
+        error = refused(run, RefusedError)
+    assert "somebody reads the source" in error.message
+
+
+def test_links_are_not_followed_nor_removed(source: Callable[[str], Path]) -> None:
+    run = source(SEPARATE)
+    data = min(run.glob("pytorch_model_fsdp_0/*.distcp"))
+    shutil.move(data, run / "elsewhere")
+    data.symlink_to(run / "elsewhere")
+    error = refused(run, RefusedError)
+    assert "is no file of its own but a link" in error.message
+
+
+def test_an_output_that_is_there_and_proven_lets_its_source_go(
+    source: Callable[[str], Path],
+) -> None:
+    """As after a kill between the commit and the removal."""
+    run = source(SEPARATE)
+    consolidated(run, delete_source=False)
+    consolidated(run, if_exists="verify")
+    assert not (run / "pytorch_model_fsdp_0").exists()
+
+
+def test_source_and_output_within_one_another_are_refused(source: Callable[[str], Path]) -> None:
+    run = source(SEPARATE)
+    before = files(run)
+    with pytest.raises(RefusedError, match="inside"):
+        ckptkit.consolidate(run, run / "out", names="live", delete_source=True)
+    with pytest.raises(RefusedError, match="inside"):
+        ckptkit.consolidate(
+            run / "pytorch_model_fsdp_0", run, names="live", delete_source=True, overwrite=True
+        )
+    assert files(run) == before
+
+
+def test_a_source_in_several_places_is_refused(source: Callable[[str], Path]) -> None:
+    run = source(SEPARATE)
+    error = refused(run, UsageError, also=[run.parent])
+    assert "--also" in error.message
+
+
+def test_a_step_that_ckptkit_saved_is_no_whole_step_afterwards(
+    source: Callable[[str], Path],
+) -> None:
+    run = source("peft_qdora_fsdp2_ckptkit")
+    consolidated(run)
+    assert "ckptkit.json" not in files(run)
+    assert any(path.startswith("optimizer_0/") for path in files(run))
+    assert not [path for path in files(run) if path.startswith("pytorch_model_fsdp_0/")]
+
+
+def test_objects_go_too_and_their_neighbours_stay(
+    object_store: ObjectStore, source: Callable[[str], Path]
+) -> None:
+    run = source(SEPARATE)
+    bucket = object_store.bucket("deleting")
+    bucket.clear()
+    bucket.put_tree(run, "run")
+    before = bucket.keys("run/")
+    place = Place(f"{bucket.url}/run", object_store.options)
+    out = Place(f"{bucket.url}/out", object_store.options)
+    ckptkit.consolidate(place, out, names="live", delete_source=True)
+    assert bucket.keys("run/") == [key for key in before if "pytorch_model_fsdp_0/" not in key]
+    assert ckptkit.verify(out).ok
+
+
+def command(source: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "cli"), os.environ.get("PYTHONPATH", "")])
+    words = ["consolidate", str(source), str(source.parent / "out"), "--names", "live", *options]
+    return subprocess.run(
+        [sys.executable, "-m", "ckptkit_cli", *words],
+        env=os.environ | {"PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_a_dry_run_says_what_would_go_and_a_run_says_what_went(
+    source: Callable[[str], Path],
+) -> None:
+    run = source(SEPARATE)
+    before = files(run)
+    gone = {path for path in before if path.startswith("pytorch_model_fsdp_0/")}
+    planned = command(run, "--delete-source", "--dry-run", "--json")
+    assert set(json.loads(planned.stdout)["deleted"]["files"]) == gone
+    page = command(run, "--delete-source", "--dry-run").stdout
+    assert all(path in page for path in gone)
+    assert files(run) == before
+    done = command(run, "--delete-source")
+    assert f"removed    {len(gone)} files of the source" in done.stdout
+    assert files(run) == before - gone
+
+
+@pytest.mark.parametrize("option", ["--delete-source", "--resume"])
+def test_a_slice_neither_removes_nor_resumes(source: Callable[[str], Path], option: str) -> None:
+    run = source(SEPARATE)
+    done = command(run, option, "--slice", "0/2")
+    assert done.returncode == 2
+    assert option in done.stderr

@@ -1,0 +1,323 @@
+"""Slices of one output that go from a real S3 server to it, sent by processes that are killed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+import ckptkit
+from ckptkit.core.errors import OutputExistsError, RefusedError, SourceChangedError
+from ckptkit.execution.events import BytesWritten, Event, Kept
+from ckptkit.pipeline.consolidating import Consolidation, run_consolidation_slice
+from ckptkit.pipeline.slicing import SliceDone
+from ckptkit.planning.requests import ConsolidateRequest, Layout, Resources
+from ckptkit.planning.shares import Share
+from ckptkit.storage import retries
+from ckptkit.storage.places import PathLike, Place
+from ckptkit.storage.s3_uploads import S3Uploads
+from tests.object_store import KEY, SECRET, Bucket, Fault
+from tests.sharded import write_sharded
+
+MANIFEST = "ckptkit.json"
+ONE = Resources(workers=1)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two ranks; the large tensors are cut into two tasks each."""
+    torch.manual_seed(7)
+    large = {f"layers.{i}.weight": torch.randn(2560, 1024) for i in range(2)}
+    small = {f"layers.{i}.norm": torch.randn(1024) for i in range(2)}
+    folder = tmp_path_factory.mktemp("made") / "checkpoint"
+    write_sharded(folder, large | small, ranks=2)
+    return folder
+
+
+@pytest.fixture
+def bucket(object_store, checkpoint: Path) -> Bucket:  # type: ignore[no-untyped-def]  # noqa: ANN001
+    bucket: Bucket = object_store.bucket("slices")
+    bucket.clear()
+    bucket.put_tree(checkpoint, "run")
+    return bucket
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waits are asked for, and not waited."""
+    real = retries.retried
+
+    def hurried(ask, patience, *, what):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+        return real(ask, patience, what=what, sleep=lambda _: None)
+
+    monkeypatch.setattr("ckptkit.storage.s3_uploads.retried", hurried)
+
+
+def place(bucket: Bucket, prefix: str) -> Place:
+    return Place(f"{bucket.url}/{prefix}", bucket.store.options)
+
+
+def slice_of(
+    bucket: Bucket,
+    number: int,
+    count: int,
+    *,
+    out: PathLike | None = None,
+    overwrite: bool = False,
+    listener: list[Event] | None = None,
+    **options: str,
+) -> SliceDone:
+    request = ConsolidateRequest(names="live", **options)  # type: ignore[arg-type]
+    job = Consolidation(place(bucket, "run"), out or place(bucket, "out"), request, resources=ONE)
+    hear = (lambda _: None) if listener is None else listener.append
+    return run_consolidation_slice(job, Share(number, count), overwrite=overwrite, listener=hear)
+
+
+def remote_files(bucket: Bucket) -> dict[str, bytes]:
+    return {key.removeprefix("out/"): bucket.get(key) for key in bucket.keys("out/")}
+
+
+def local_files(folder: Path) -> dict[str, bytes]:
+    found = (path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in found}
+
+
+def alone(bucket: Bucket, tmp_path: Path, layout: Layout = "hf") -> dict[str, bytes]:
+    """What one process writes to a disk, the manifest included."""
+    ckptkit.convert(place(bucket, "run"), tmp_path / "alone", to=layout, names="live")
+    return local_files(tmp_path / "alone")
+
+
+@pytest.fixture(scope="module")
+def weights(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """What one process makes of the checkpoint, wherever it lies."""
+    out = tmp_path_factory.mktemp("weights") / "out"
+    ckptkit.consolidate(checkpoint, out, names="live")
+    return (out / "model.safetensors").read_bytes()
+
+
+def is_whole(bucket: Bucket, weights: bytes) -> bool:
+    """Says whether the output is all that lies there."""
+    found = remote_files(bucket)
+    return found.keys() == {MANIFEST, "model.safetensors"} and (
+        found["model.safetensors"] == weights
+    )
+
+
+@pytest.mark.parametrize("layout", ["hf", "torch", "dcp"])
+def test_slices_in_any_order_make_in_a_bucket_what_one_process_makes(
+    bucket: Bucket, tmp_path: Path, layout: Layout
+) -> None:
+    whole = alone(bucket, tmp_path, layout)
+    bucket.store.proxy.reset()
+    for number, missing in ((2, (0, 1)), (0, (1,))):
+        done = slice_of(bucket, number, 3, layout=layout)
+        assert (done.missing, done.manifest) == (missing, None)
+        seen = [key for key in bucket.keys("out/") if not key.startswith("out/.ckptkit-")]
+        assert not seen
+        notes = b"".join(map(bucket.get, bucket.keys("out/")))
+        assert KEY.encode() not in notes
+        assert SECRET.encode() not in notes
+    assert slice_of(bucket, 1, 3, layout=layout).manifest is not None
+    assert remote_files(bucket) == whole
+    assert bucket.unfinished_uploads() == []
+    again = 0 if layout == "hf" else 2 * 14 << 20  # the parts that end with others' checksums
+    sent = bucket.store.proxy.received["PUT"]
+    assert sent <= 1.01 * sum(map(len, whole.values())) + again
+    assert ckptkit.verify(place(bucket, "out")).ok
+    with pytest.raises(OutputExistsError):
+        slice_of(bucket, 1, 3, layout=layout)
+
+
+def test_more_slices_than_parts_are_fine(bucket: Bucket, weights: bytes) -> None:
+    done = [slice_of(bucket, number, 6) for number in range(6)]
+    assert [one.manifest is not None for one in done] == [False] * 5 + [True]
+    assert is_whole(bucket, weights)
+
+
+def command(bucket: Bucket, which: str) -> list[str]:
+    store = bucket.store
+    return [
+        *(sys.executable, "-m", "ckptkit_cli", "consolidate", f"{bucket.url}/run"),
+        *(f"{bucket.url}/out", "--names", "live", "--quiet", "--slice", which),
+        *(*store.arguments("--src-option"), *store.arguments("--dst-option"), "--workers", "1"),
+    ]
+
+
+@contextmanager
+def started(bucket: Bucket, which: str) -> Iterator[subprocess.Popen[str]]:
+    arguments = command(bucket, which)
+    with subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True, env=os.environ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def until(holds: object) -> bool:
+    """Waits for a condition, at most a minute."""
+    assert callable(holds)
+    for _ in range(600):
+        if holds():
+            return True
+        threading.Event().wait(0.1)
+    return False
+
+
+def test_of_processes_that_run_at_a_time_one_commits(bucket: Bucket, weights: bytes) -> None:
+    with ThreadPoolExecutor(3) as threads:
+        ended = threads.map(
+            lambda number: subprocess.run(
+                command(bucket, f"{number}/3"), capture_output=True, text=True, check=False
+            ),
+            range(3),
+        )
+        told = [(one.returncode, one.stderr) for one in ended]
+    assert [status for status, _ in told] == [0, 0, 0], told
+    assert is_whole(bucket, weights)
+    assert bucket.unfinished_uploads() == []
+
+
+def test_a_killed_slice_sends_its_parts_again_and_others_do_not(
+    bucket: Bucket, weights: bytes
+) -> None:
+    gate = Fault(r"PUT .*out/model.safetensors.*partNumber=2", wait=threading.Event(), times=None)
+    bucket.store.proxy.add(gate)
+    with started(bucket, "0/2") as process:
+        assert until(lambda: gate.met)
+        process.kill()
+        process.communicate(timeout=60)
+    bucket.store.proxy.reset()
+    assert slice_of(bucket, 1, 2).missing == (0,)
+    heard: list[Event] = []
+    assert slice_of(bucket, 1, 2, listener=heard).missing == (0,)
+    assert not any(isinstance(event, BytesWritten) for event in heard)
+    assert bucket.unfinished_uploads() == ["out/model.safetensors"]
+    assert slice_of(bucket, 0, 2).manifest is not None
+    assert is_whole(bucket, weights)
+    assert bucket.unfinished_uploads() == []
+
+
+def test_a_slice_killed_while_it_commits_finishes_when_it_is_run_again(
+    bucket: Bucket, weights: bytes
+) -> None:
+    slice_of(bucket, 1, 2)
+    gate = Fault(r"POST .*safetensors\?uploadId", wait=threading.Event(), times=None)
+    bucket.store.proxy.add(gate)
+    with started(bucket, "0/2") as process:
+        assert until(lambda: gate.met)
+        process.kill()
+        process.communicate(timeout=60)
+    bucket.store.proxy.reset()
+    assert until(lambda: "out/model.safetensors" in bucket.keys("out/"))  # and nobody heard of it
+    assert f"out/{MANIFEST}" not in bucket.keys("out/")
+    other = slice_of(bucket, 1, 2, overwrite=True)
+    assert (other.missing, other.manifest) == ((), None)  # the other one was at it
+    with pytest.raises(OutputExistsError):
+        slice_of(bucket, 0, 2)
+    assert slice_of(bucket, 0, 2, overwrite=True).manifest is not None
+    assert is_whole(bucket, weights)
+
+
+def test_slices_of_another_plan_are_refused_until_the_first_are_given_up(
+    bucket: Bucket, weights: bytes
+) -> None:
+    slice_of(bucket, 0, 2, dtype="bfloat16")
+    with pytest.raises(RefusedError, match="of another plan") as caught:
+        slice_of(bucket, 1, 2)
+    hint = caught.value.hint
+    key = hint.rpartition("'")[0].rpartition("'")[2].removeprefix(f"{bucket.url}/")
+    assert "aws s3 rm" in hint
+    bucket.delete(key)
+    assert len(bucket.unfinished_uploads()) == 1
+    slice_of(bucket, 0, 2)
+    assert slice_of(bucket, 1, 2).manifest is not None
+    assert is_whole(bucket, weights)
+    assert bucket.unfinished_uploads() == []
+
+
+def test_slices_that_were_given_up_are_cleared_away_by_one_process(bucket: Bucket) -> None:
+    slice_of(bucket, 0, 2)
+    foreign = bucket.store.client.create_multipart_upload(Bucket=bucket.name, Key="out/theirs")
+    ckptkit.consolidate(place(bucket, "run"), place(bucket, "out"), names="live")
+    assert sorted(remote_files(bucket)) == [MANIFEST, "model.safetensors"]
+    assert bucket.unfinished_uploads() == [foreign["Key"]]
+
+
+def test_a_source_that_is_saved_again_between_slices_is_another_plan(bucket: Bucket) -> None:
+    slice_of(bucket, 0, 2)
+    bucket.put("run/__1_0.distcp", bucket.get("run/__1_0.distcp") + b" ")
+    with pytest.raises(RefusedError, match="of another plan"):
+        slice_of(bucket, 1, 2)
+
+
+def test_a_source_that_changes_before_the_commit_leaves_nothing(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slice_of(bucket, 0, 2)
+
+    def changed(_: object) -> None:
+        raise SourceChangedError("changed")
+
+    monkeypatch.setattr("ckptkit.pipeline.parts.refuse_changed", changed)
+    with pytest.raises(SourceChangedError):
+        slice_of(bucket, 1, 2)
+    assert bucket.keys("out/") == bucket.unfinished_uploads() == []
+
+
+def test_what_is_replaced_goes_with_the_commit(bucket: Bucket, weights: bytes) -> None:
+    for path in ("old.safetensors", MANIFEST):
+        bucket.put(f"out/{path}", b"{}")
+    with pytest.raises(OutputExistsError):
+        slice_of(bucket, 0, 2)
+    for number in range(2):
+        assert bucket.get(f"out/{MANIFEST}") == b"{}"
+        slice_of(bucket, number, 2, overwrite=True)
+    assert is_whole(bucket, weights)
+
+
+@pytest.mark.parametrize("where", ["disk", "bucket"])
+def test_a_slice_repeated_after_the_commit_leaves_nothing_behind(
+    bucket: Bucket, tmp_path: Path, where: str
+) -> None:
+    out = tmp_path / "out" if where == "disk" else place(bucket, "out")
+    for number in range(2):
+        slice_of(bucket, number, 2, out=out)
+    heard: list[Event] = []
+    done = slice_of(bucket, 0, 2, out=out, overwrite=True, listener=heard)
+    assert done.manifest is not None
+    assert Kept(os.fspath(out)) in heard
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+    assert not [key for key in bucket.keys("out/") if ".ckptkit-" in key]
+    assert bucket.unfinished_uploads() == []
+
+
+def test_slices_on_a_disk_read_from_a_bucket(bucket: Bucket, tmp_path: Path) -> None:
+    for number in range(3):
+        slice_of(bucket, number, 3, out=tmp_path / "out")
+    found = local_files(tmp_path / "out")
+    assert found == alone(bucket, tmp_path)
+
+
+def test_a_store_that_knows_no_conditions_is_refused_with_what_to_do(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = S3Uploads.put
+
+    def always(self: S3Uploads, key: str, data: bytes, crc32: int, **_: bool) -> bool:
+        real(self, key, data, crc32)
+        return True
+
+    monkeypatch.setattr(S3Uploads, "put_new", always)
+    with pytest.raises(RefusedError, match="the store writes over an object") as caught:
+        slice_of(bucket, 0, 2)
+    assert "--engine ray" in caught.value.hint
+    assert bucket.keys("out/") == bucket.unfinished_uploads() == []
