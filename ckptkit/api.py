@@ -22,6 +22,7 @@ from ckptkit.storage.locations import Sources, place_of
 if TYPE_CHECKING:
     from ckptkit.core.manifest import Manifest
     from ckptkit.execution.events import Listener
+    from ckptkit.pipeline.consolidating import Consolidation
     from ckptkit.pipeline.diffing import Difference
     from ckptkit.pipeline.inspecting import Inspection
     from ckptkit.pipeline.opening import PathLike
@@ -47,6 +48,10 @@ class Options(TypedDict, total=False):
         like: A model folder, or one with its index alone, whose file names and distribution of
             tensors over files are kept; it takes the place of `max_shard_size`.
         vocab_size: How many rows of embeddings and heads are written, where training padded them.
+        optimizer: Whether the states of the optimizer are written too, under the names of the
+            parameters in training: as `optimizer.bin`, or with `to="dcp"` in `optimizer_0`.
+        model_config: A folder with the `config.json` of the model, whose parameters tell what
+            the flat parameters of FSDP1's LOCAL_STATE_DICT are made of.
         max_shard_size: Size at which a new weight file is begun, in bytes or such as "5GB", which
             is the default.
         include: Patterns of names to take; all when empty.
@@ -56,6 +61,11 @@ class Options(TypedDict, total=False):
             endpoint. They are used for other places too if their URLs are of the same kind.
         dst_options: What the storage that is written to has to be told.
         overwrite: Whether an `out` that holds something is replaced.
+        resume: Whether a run that was interrupted is gone on with, where its finished files are
+            proven to be as it wrote them; what this one finishes then stays if it is interrupted.
+        delete_source: Whether the files that were read are removed once all of the output was read
+            back and has the digests of its manifest. They stay if something in them, such as the
+            state of an optimizer, is not in the output, which is refused beforehand.
         if_exists: "verify" returns the manifest of an `out` that holds this very output already,
             made from the same source in the same way, once all its digests are proven; "error",
             the default, refuses it.
@@ -76,6 +86,8 @@ class Options(TypedDict, total=False):
     also: Sequence[PathLike]
     like: PathLike | None
     vocab_size: int | None
+    optimizer: bool
+    model_config: PathLike | None
     max_shard_size: int | str
     include: Sequence[str]
     exclude: Sequence[str]
@@ -83,6 +95,8 @@ class Options(TypedDict, total=False):
     src_options: Mapping[str, Any] | None
     dst_options: Mapping[str, Any] | None
     overwrite: bool
+    resume: bool
+    delete_source: bool
     if_exists: IfExists
     workers: int | None
     memory_budget: int | str | None
@@ -126,6 +140,7 @@ def inspect(
     select: str | None = None,
     also: Sequence[PathLike] = (),
     src_options: Mapping[str, Any] | None = None,
+    model_config: PathLike | None = None,
 ) -> Inspection:
     """Describes the checkpoint at or under a path, reading headers only.
 
@@ -139,7 +154,12 @@ def inspect(
     from ckptkit.pipeline.inspecting import run_inspection
 
     sources = Sources(path, src_options)
-    return run_inspection(sources.first, select=select, also=sources.further(also))
+    return run_inspection(
+        sources.first,
+        select=select,
+        also=sources.further(also),
+        model_config=sources.optional(model_config),
+    )
 
 
 def consolidate(src: PathLike, out: PathLike, **options: Unpack[Options]) -> Manifest:
@@ -178,19 +198,41 @@ def convert(src: PathLike, out: PathLike, *, to: Layout, **options: Unpack[Optio
         InputError: If the source is damaged or incomplete; nothing is left behind.
         RefusedError: If the request cannot be met.
         OutputExistsError: If `out` is not empty.
-        VerificationError: If it is the output asked for, and damaged.
+        VerificationError: If it is the output asked for, and damaged; then no source is removed.
     """
-    from ckptkit.pipeline.consolidating import Consolidation, run_consolidation
+    from ckptkit.execution.events import ignore
+    from ckptkit.pipeline.consolidating import run_consolidation
+    from ckptkit.pipeline.deleting import planned_removal
     from ckptkit.pipeline.existing import confirmed
 
-    sources = Sources(src, options.get("src_options"))
     overwrite = options.get("overwrite", False)
     if_exists, listener = options.get("if_exists", "error"), options.get("listener")
     check_if_exists(if_exists, overwrite=overwrite)
-    job = Consolidation(
+    job = _job(src, out, to, options)
+    removal = planned_removal(job) if options.get("delete_source", False) else None
+    earlier = confirmed(job, listener) if if_exists == "verify" else None
+    manifest = earlier or run_consolidation(
+        *(job.src, job.out, job.request),
+        base=job.base,
+        overwrite=overwrite,
+        resources=job.resources,
+        listener=listener,
+        also=job.also,
+        resume=options.get("resume", False),
+    )
+    if removal is not None:
+        removal.carry_out(manifest, listener or ignore)
+    return manifest
+
+
+def _job(src: PathLike, out: PathLike, to: Layout, options: Options) -> Consolidation:
+    from ckptkit.pipeline.consolidating import Consolidation
+
+    sources = Sources(src, options.get("src_options"))
+    return Consolidation(
         sources.first,
         place_of(out, options.get("dst_options")),
-        make_request(to, {**options, "like": sources.optional(options.get("like"))}),
+        make_request(to, _located(options, sources)),
         base=sources.optional(options.get("base")),
         also=sources.further(options.get("also", ())),
         resources=make_resources(
@@ -200,15 +242,6 @@ def convert(src: PathLike, out: PathLike, *, to: Layout, **options: Unpack[Optio
             bandwidth=options.get("bandwidth"),
             engine=options.get("engine", "local"),
         ),
-    )
-    earlier = confirmed(job, listener) if if_exists == "verify" else None
-    return earlier or run_consolidation(
-        *(job.src, job.out, job.request),
-        base=job.base,
-        overwrite=overwrite,
-        resources=job.resources,
-        listener=listener,
-        also=job.also,
     )
 
 
@@ -235,7 +268,22 @@ def make_request(to: Layout, options: Options) -> ConsolidateRequest:
         layout=to,
         like=like,
         vocab_size=vocabulary_size(options.get("vocab_size")),
+        optimizer=options.get("optimizer", False),
+        model_config=_optional_place(options.get("model_config")),
     )
+
+
+def _optional_place(given: PathLike | None) -> str | None:
+    return None if given is None else place_of(given)
+
+
+def _located(options: Options, sources: Sources) -> Options:
+    """Returns options whose folders are places that the source's storage options go with."""
+    return {
+        **options,
+        "like": sources.optional(options.get("like")),
+        "model_config": sources.optional(options.get("model_config")),
+    }
 
 
 def verify(

@@ -23,8 +23,8 @@ Key = NewType("Key", str)  # unique within one index; the flat key of the format
 Fqn = NewType("Fqn", str)  # the model's own fully qualified name
 KeyPath = tuple[str | int, ...]
 Part = Literal["model", "optimizer", "other"]
-Container = Literal["raw", "torch_zip", "safetensors"]
-CONTAINERS: tuple[Container, ...] = ("raw", "torch_zip", "safetensors")
+Container = Literal["raw", "torch_zip", "safetensors", "zstd_torch_zip"]
+CONTAINERS: tuple[Container, ...] = ("raw", "torch_zip", "safetensors", "zstd_torch_zip")
 UNKNOWN = -1
 
 
@@ -52,7 +52,7 @@ class Record:
         start: First byte, from the start of the file.
         stop: First byte after it.
         container: `raw` when the range is the data itself; otherwise what the range has to be
-            parsed as to find the data inside.
+            parsed as to find the data inside; `zstd_…` can be read from front to back only.
         crc32: Checksum of a raw record's bytes, or None where none was stored or where it has
             to be read from the container first.
     """

@@ -25,6 +25,7 @@ NODE_RUN = "node_run"
 SIDE_FOLDER = "ckptkit"
 """The folder of a step in which lies what describes the run."""
 RUN_FACTS = f"{SIDE_FOLDER}/run.json"
+FLAT_LAYOUT = f"{SIDE_FOLDER}/flat_parameters.json"
 BY_STORE = "store-crc32"
 """The proof of a tensor of which a store copied bytes that nobody else has seen."""
 LEAF_BYTES = 8 << 20  # digests are trees over leaves of this many bytes of a tensor

@@ -8,7 +8,7 @@ from __future__ import annotations
 import posixpath
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from ckptkit.core.index import (
     CONTAINERS,
     ChunkTable,
     FileRef,
+    Ints,
     Key,
     KeyPath,
     Problem,
@@ -26,23 +27,60 @@ from ckptkit.core.index import (
     TensorIndex,
 )
 from ckptkit.formats.base import Candidate
+from ckptkit.formats.dcp_images import Images
 from ckptkit.formats.dcp_join import LEAST_ARCHIVE_BYTES
 from ckptkit.formats.dcp_metadata import DcpMetadata, DcpTensor, parse_metadata
+from ckptkit.formats.frameworks import (
+    LIGHTNING_META,
+    Framework,
+    framework_of_keys,
+    framework_of_meta,
+)
 from ckptkit.formats.trees import classify
+from ckptkit.formats.zip_directory import Read
+from ckptkit.formats.zstd_streams import decoded, is_zstd
 from ckptkit.storage.base import Source
 
 METADATA = ".metadata"
 _DATA = re.compile(r"__(\d+)_(?:frozen_)?\d+\.distcp")  # the latter are ours
 _TORCH_ZIP = CONTAINERS.index("torch_zip")
+_MOST_DECODED_BYTES = 64 << 20  # of one object that is compressed
+_ZSTD = CONTAINERS.index("zstd_torch_zip")
 
 
 @dataclass(frozen=True, slots=True)
 class BlobRef:
-    """A python object of the checkpoint, left where it is until somebody needs it."""
+    """A python object of the checkpoint, left where it is until somebody needs it.
+
+    Attributes:
+        path: Its file.
+        start: First byte of its archive.
+        stop: First byte after it.
+        is_compressed: Whether the archive has to be decoded as a zstd stream first.
+    """
 
     path: str
     start: int
     stop: int
+    is_compressed: bool = False
+
+
+def content_of(source: Source, blob: BlobRef, *, where: str) -> tuple[Read, int]:
+    """Returns how to read the archive of an object, and the archive's length.
+
+    Raises:
+        FormatError: If it is compressed and damaged.
+        LimitError: If it is compressed and too large to be held in memory.
+    """
+
+    def read(start: int, stop: int) -> bytes:
+        return source.read(blob.path, blob.start + start, blob.start + stop)
+
+    size = blob.stop - blob.start
+    if not blob.is_compressed:
+        return read, size
+    content = decoded(read, size, most_bytes=_MOST_DECODED_BYTES, where=where)
+    return lambda start, stop: content[start:stop], len(content)
 
 
 class DcpReader:
@@ -55,13 +93,18 @@ class DcpReader:
         folders: dict[str, list[str]] = {}
         for path in paths:
             base = posixpath.basename(path)
-            if base == METADATA or base.endswith(".distcp"):
+            if base in {METADATA, LIGHTNING_META} or base.endswith(".distcp"):
                 folders.setdefault(posixpath.dirname(path), []).append(path)
-        return [self._candidate(folder, files) for folder, files in sorted(folders.items())]
+        return [
+            self._candidate(folder, files)
+            for folder, files in sorted(folders.items())
+            if any(posixpath.basename(path) != LIGHTNING_META for path in files)
+        ]
 
     def _candidate(self, folder: str, files: list[str]) -> Candidate:
         data = sum(1 for path in files if path.endswith(".distcp"))
-        found = "'.metadata'" if len(files) > data else "no '.metadata'"
+        there = posixpath.join(folder, METADATA) in files
+        found = "'.metadata'" if there else "no '.metadata'"
         reason = f"{found} beside {data} '.distcp' file{'' if data == 1 else 's'}"
         return Candidate(self.name, folder, tuple(sorted(files)), reason)
 
@@ -86,7 +129,8 @@ class DcpReader:
             )
         stat = source.stat(path)
         metadata = parse_metadata(source.read(path, 0, stat.size_bytes), where=where)
-        return _Assembly(source, candidate.folder, stat, metadata, where).index()
+        index = _Assembly(source, candidate.folder, stat, metadata, where).index()
+        return _with_framework(index, source, candidate)
 
 
 class _Assembly:
@@ -95,6 +139,7 @@ class _Assembly:
     def __init__(
         self, source: Source, folder: str, stat: FileRef, metadata: DcpMetadata, where: str
     ) -> None:
+        self.source = source
         self.metadata = metadata
         self.where = where
         self.paths = [posixpath.join(folder, path) for path in metadata.paths]
@@ -104,7 +149,11 @@ class _Assembly:
     def index(self) -> TensorIndex:
         self._check_tied_files()
         tensors = list(self.metadata.tensors.values())
-        places = classify([self._key_path(t.key) for t in tensors], where=self.where)
+        places = classify(
+            [self._key_path(t.key) for t in tensors],
+            where=self.where,
+            values=map(self._key_path, self.metadata.blobs),
+        )
         entries, first = {}, 0
         for tensor, place in zip(tensors, places, strict=True):
             entries[Key(tensor.key)] = TensorEntry(
@@ -118,19 +167,24 @@ class _Assembly:
                 chunks=self._chunks(tensor, first),
             )
             first += len(tensor.file)
+        images = Images(self.source, self.files)
+        records = images.records(tensors) if self.metadata.has_images else self._records(tensors)
         return TensorIndex(
             format=DcpReader.name,
             files=tuple(self.files),
-            records=self._records(tensors),
+            records=records,
             tensors=entries,
             values={
                 self._key_path(blob.key): BlobRef(
-                    self.paths[blob.file], blob.start, blob.start + blob.length
+                    self.paths[blob.file],
+                    blob.start,
+                    blob.start + blob.length,
+                    any(map(is_zstd, blob.transforms)),
                 )
                 for blob in self.metadata.blobs.values()
             },
             run=self._run(),
-            problems=tuple(self._problems()),
+            problems=(*self._problems(), *images.problems),
         )
 
     def _check_tied_files(self) -> None:
@@ -161,7 +215,11 @@ class _Assembly:
         start = np.concatenate([empty, *(t.start for t in tensors)])
         length = np.concatenate([empty, *(t.length for t in tensors)])
         file = np.concatenate([empty, *(t.file for t in tensors)])
-        return RecordTable(file, start, start + length, container=_TORCH_ZIP)
+        container: Ints | int = _TORCH_ZIP  # in no memory, where all are the same
+        if any(tensor.transforms for tensor in tensors):
+            kinds = [_ZSTD if tensor.transforms else _TORCH_ZIP for tensor in tensors]
+            container = np.repeat(kinds, [len(tensor.file) for tensor in tensors])
+        return RecordTable(file, start, start + length, container=container)
 
     def _problems(self) -> list[Problem]:
         return [
@@ -173,14 +231,35 @@ class _Assembly:
             )
             for tensor in self.metadata.tensors.values()
             if tensor.transforms
+            and (self.metadata.has_images or not all(map(is_zstd, tensor.transforms)))
         ]
 
     def _run(self) -> RunFacts:
         ranks = self.ranks[self.ranks >= 0]
+        clothes = ", SerializationFormat.SAFETENSORS" if self.metadata.has_images else ""
+        if any(any(map(is_zstd, t.transforms)) for t in self.metadata.tensors.values()):
+            clothes += ", compressed with zstd"
         return RunFacts(
             world_size=int(ranks.max()) + 1 if len(ranks) else None,
-            writer=f"torch.distributed.checkpoint of {self.metadata.writer}",
+            writer=f"torch.distributed.checkpoint of {self.metadata.writer}{clothes}",
         )
+
+
+def _with_framework(index: TensorIndex, source: Source, candidate: Candidate) -> TensorIndex:
+    """Adds what is known of the framework that let torch save."""
+    meta = posixpath.join(candidate.folder, LIGHTNING_META)
+    paths = [*(entry.key_path for entry in index.tensors.values()), *index.values]
+    found: Framework = (
+        framework_of_meta(source, meta) if meta in candidate.files else framework_of_keys(paths)
+    )
+    run = replace(
+        index.run,
+        step=found.step,
+        writer=", ".join(filter(None, [index.run.writer, found.name])),
+        version=found.version,
+        notes=(*index.run.notes, *found.notes),
+    )
+    return replace(index, run=run, problems=(*index.problems, *found.problems))
 
 
 def _stat_or_missing(source: Source, path: str) -> FileRef:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptkit.core.errors import FormatError
+from ckptkit.core.errors import FormatError, UnsupportedError
 from ckptkit.core.geometry import distinct
 from ckptkit.formats.dcp_columns import MAX_OFFSET, NO_OFFSET, Entries, Ints, TensorRows
 from ckptkit.formats.dcp_shortcuts import flat
@@ -52,6 +52,7 @@ class Join:
         self.by_key = np.argsort(self.key, kind="stable")
         self.bounds = np.searchsorted(self.key[self.by_key], np.arange(len(keys) + 1))
         self.tied_files: dict[int, int] = {}  # where tensors share bytes: the end of the last one
+        self.is_bare = True  # no stored item is longer than its elements
 
     def result(self) -> tuple[dict[str, Columns], dict[str, Place]]:
         """Returns the columns of each tensor, and the place of each python object.
@@ -62,13 +63,19 @@ class Join:
         """
         self._check_entries()
         objects = self._objects()
-        used = [objects]
+        used = []
         tensors: dict[str, Columns] = {}
         for block in self._blocks():
             columns, entries = self._block(block)
             tensors.update(columns)
             used.append(entries)
-        self._check_overlaps(objects, np.concatenate(used))
+        chunks = np.concatenate([objects[:0], *used])
+        is_bare = self.is_bare and len(chunks) > 0
+        self.is_bare = is_bare and not np.isin(self.key[chunks], self.transformed).any()
+        if self.is_bare:
+            self._check_images(objects, chunks)
+        else:
+            self._check_archives(objects, chunks, is_bare=is_bare)
         places = {self.keys[self.key[row]]: self._place(row) for row in objects.tolist()}
         return tensors, places
 
@@ -140,6 +147,7 @@ class Join:
         size_bytes = sizes.prod(axis=1) * self.itemsizes[block][owner]
         short = (self.length[entry] < size_bytes) & ~np.isin(number, self.transformed)
         self._refuse(short, number, "a chunk is stored in fewer bytes than its elements have")
+        self.is_bare &= bool((self.length[entry] == size_bytes).all())
         columns = (offsets, sizes, self.file[entry], self.start[entry], self.length[entry])
         stops = np.cumsum(np.bincount(owner, minlength=len(block))).tolist()
         return {
@@ -230,6 +238,39 @@ class Join:
             inside = file == number
             self._check_holes(order[inside], start[inside], stop[inside])
             self.tied_files[number] = int(stop[inside][-1])
+
+    def _check_archives(self, objects: Ints, chunks: Ints, *, is_bare: bool) -> None:
+        """Checks files of archives, compressed or not; compressed images torch writes wrongly."""
+        try:
+            self._check_overlaps(objects, np.concatenate([objects, chunks]))
+        except FormatError as error:
+            if is_bare:
+                raise UnsupportedError(
+                    "chunks are said to be compressed, and to have the length of their elements:"
+                    " SerializationFormat.SAFETENSORS together with an extension is not read",
+                    where=self.where.text,
+                    hint="save with one of the two",
+                ) from error
+            raise
+
+    def _check_images(self, objects: Ints, chunks: Ints) -> None:
+        """Checks files in which objects come first and all chunks lie in one image after them.
+
+        Of each chunk such files are said to begin where the image does, and to have the length of
+        the chunk; the image itself tells more.
+        """
+        self._check_overlaps(objects, objects)
+        image = np.full(int(self.file.max()) + 1, -1, np.int64)
+        image[self.file[chunks]] = self.start[chunks]
+        bad = image[self.file[chunks]] != self.start[chunks]
+        self._refuse(
+            bad,
+            self.key[chunks].astype(np.int64),
+            "it is said to be in another image of the same file",
+        )
+        start = image[self.file[objects]]
+        bad = (start >= 0) & (self.start[objects] + self.length[objects] > start)
+        self._refuse(bad, self.key[objects].astype(np.int64), "its bytes overlap those of tensors")
 
     def _check_holes(self, order: Ints, start: Ints, stop: Ints) -> None:
         before = np.concatenate([np.zeros(1, np.int64), stop[:-1]])

@@ -82,6 +82,7 @@ class DcpBlob:
     file: int
     start: int
     length: int
+    transforms: tuple[tuple[str, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +100,8 @@ class DcpMetadata:
         writer: The range of torch versions that write such a file, as far as it tells.
         tied_files: The data files in which tensors share bytes, by position in `paths`, and
             where the last bytes end that anything points to.
+        has_images: Whether the data files end with a safetensors image of all their tensors, to
+            whose start each chunk points, and not with one archive for each chunk.
     """
 
     tensors: Mapping[str, DcpTensor]
@@ -108,6 +111,7 @@ class DcpMetadata:
     version: str | None
     writer: str
     tied_files: Mapping[int, int]
+    has_images: bool = False
 
 
 def parse_metadata(data: bytes, *, where: str, shortcuts: bool = True) -> DcpMetadata:
@@ -174,12 +178,16 @@ class _Reader:
             tensors={
                 key: _tensor(key, kind, columns[key], entries) for key, kind in described.items()
             },
-            blobs={key: DcpBlob(key, *place) for key, place in blobs.items()},
+            blobs={
+                key: DcpBlob(key, *place, entries.transforms_of(key))
+                for key, place in blobs.items()
+            },
             paths=tuple(entries.paths),
             planner_data=planner_data,
             version=self._version(),
             writer=self._writer(),
             tied_files=join.tied_files,
+            has_images=join.is_bare,
         )
 
     def _table(self, name: str) -> dict[Any, Any]:

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import posixpath
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 from ckptkit.core.errors import AmbiguousSourceError, CannotPlanError, NotACheckpointError
 from ckptkit.formats.base import Candidate
+from ckptkit.formats.hf_shards import SHARDED_FOLDER, HfShardsReader
+from ckptkit.formats.rank_files import RankFilesReader
+from ckptkit.formats.step_files import files_by_step, is_called_last, place_of_step
+from ckptkit.formats.torch_optimizer import (
+    TorchOptimizerReader,
+    is_optimizer_candidate,
+    number_of,
+    with_their_models,
+)
 
 _STEP = re.compile(
     r"(?:(?:checkpoint|ckpt|step|global_?step|iter(?:ation)?|epoch)?[-_=]?|.*\bstep=)"
@@ -22,7 +31,11 @@ _UNIT_FOLDER = re.compile(
 _OPTIMIZER_FOLDER = re.compile(r"optim(izer)?s?(_\d+)?")
 _MODEL_FILE = re.compile(r"(pytorch_)?model|consolidated|adapter_model")
 # Formats that yield to a model beside them: what is only refused, and what a model was made from.
-_LESSER = {"foreign", "zero"}
+_LESSER = {"foreign", "zero", "universal"}
+_SHARDS = HfShardsReader.name  # told of where they are compared with the model beside them
+_BESIDE = {"foreign", TorchOptimizerReader.name}  # what is no checkpoint by itself
+_OF_RANKS = RankFilesReader.name
+_COPY_OF_RANKS = "huggingface"  # where verl puts the same weights again, gathered
 _HERE = "."  # how the run in the root itself is named and selected
 
 
@@ -60,6 +73,18 @@ class Found:
 
 Complete = Callable[[Candidate], str]
 """Tells what a candidate lacks, in words; empty when it is complete."""
+StepTold = Callable[[Candidate], int | None]
+"""Returns the step that what a candidate holds tells, or None."""
+Nothing = Callable[[str], NotACheckpointError]
+"""Makes the error for a folder, relative to the root, in which nothing was recognised."""
+
+
+def is_certain(candidate: Candidate) -> bool:
+    """Tells whether names alone leave no doubt that a candidate is a checkpoint that we read.
+
+    Files that are only refused, and `.pt` files of any name, may be part of what others read.
+    """
+    return candidate.format not in _BESIDE and (candidate.format != "torch" or _is_model(candidate))
 
 
 def is_unit_folder(name: str) -> bool:
@@ -87,24 +112,29 @@ def step_of(folder: str) -> int | None:
     return None
 
 
-def resolve(
+def resolve(  # noqa: PLR0913  what is asked of whoever has opened the files
     candidates: Sequence[Candidate],
     *,
     location: str,
     select: str | None,
     lacks: Complete,
+    nothing: Nothing,
+    told: StepTold = lambda _candidate: None,
     links: Sequence[str] = (),
 ) -> Found:
     """Decides which candidates are meant.
 
-    Folders named by a step are one run, of which the newest complete step is taken. Everything
-    else that lies side by side is returned together, to be told apart by `--select`.
+    Folders, or files, named by a step are one run, of which the newest complete step is taken;
+    what is called the last of it counts by the step that it holds. Everything else that lies
+    side by side is returned together, to be told apart by `--select`.
 
     Args:
         candidates: What the readers recognised.
         location: The path as the user typed it.
         select: What the user selected, or None.
         lacks: Tells whether a candidate is complete.
+        nothing: Makes the error for a folder in which there is nothing.
+        told: Returns the step that a candidate itself tells.
         links: Folders that are links, which were not searched.
 
     Returns:
@@ -116,7 +146,8 @@ def resolve(
             was selected; or if the newest step is a link.
         CannotPlanError: If what was selected is not there.
     """
-    found = _Resolution(location, lacks).choose(candidates, "", select)
+    resolution = _Resolution(location, lacks, nothing, told)
+    found = resolution.choose(with_their_models(candidates), "", select)
     chosen = step_of(found.folder) if found.folder else None
     newer = [link for link in links if chosen is not None and (step_of(link) or 0) > chosen]
     if newer and select is None:
@@ -131,17 +162,23 @@ def resolve(
 class _Resolution:
     """Walks down from the root, deciding folder by folder."""
 
-    def __init__(self, location: str, lacks: Complete) -> None:
+    def __init__(self, location: str, lacks: Complete, nothing: Nothing, told: StepTold) -> None:
         self._location = location
         self._lacks = lacks
+        self._nothing = nothing
+        self._told = told
+        self._numbers: dict[str, int] = {}  # of steps that are files, or called the last
 
     def choose(self, candidates: Sequence[Candidate], base: str, select: str | None) -> Found:
-        """Decides among candidates that all lie in the folder `base`."""
-        steps, beside = _by_step(candidates, base)
+        """Decides among candidates that all lie in the folder `base`, or are that file."""
+        if [candidate.files for candidate in candidates] == [(base,)]:
+            folder = posixpath.dirname(base)
+            return Found(folder, _units(candidates, folder), select)
+        steps, beside = self._by_step(candidates, base)
         kept = _worth_reading(beside)
         units = _units(kept, base)
         given = steps
-        if any(candidate.format not in _LESSER for candidate in kept):
+        if any(is_certain(one) and one.format not in _LESSER for one in kept):
             steps = {f: c for f, c in steps.items() if any(x.format not in _LESSER for x in c)}
         runs = {_relative(posixpath.dirname(folder), base) for folder in steps}
         if select is not None:
@@ -149,16 +186,14 @@ class _Resolution:
             if chosen is not None:
                 return chosen
         if len(runs) + bool(units) > 1:
-            raise self._ambiguous([*(unit.label for unit in units), *sorted(runs)], select)
+            here = [one for one in steps if posixpath.dirname(one) == base]
+            newest = max(here, key=self._number, default="")
+            labels = [*(unit.label for unit in units), *sorted(runs)]
+            raise self._ambiguous(labels, select, _relative(newest, base))
         if steps:
             return self._newest(steps, select)
         if not units:
-            raise NotACheckpointError(
-                "no checkpoint of a known format lies here",
-                where=posixpath.join(self._location, base) if base else self._location,
-                hint="give a directory with '.metadata' and '.distcp' files, with '.safetensors',"
-                " or with '.bin' or '.pt' files, or one above it",
-            )
+            raise self._nothing(base)
         passed = [one for folder in given.keys() - steps.keys() for one in given[folder]]
         return Found(base, units, select, _ignored([*beside, *passed], kept))
 
@@ -176,11 +211,36 @@ class _Resolution:
         for unit in units:
             rest = _rest(select, unit.label)
             if rest is not None:
-                return Found(base, (unit,), rest or None)
+                return Found(base, (unit, *_optimizers_of(unit, units)), rest or None)
         return None
 
+    def _by_step(
+        self, candidates: Sequence[Candidate], base: str
+    ) -> tuple[_Steps, list[Candidate]]:
+        """Sorts candidates into steps, folders and files, and what lies beside them."""
+        steps, beside = _by_step(candidates, base)
+        files = files_by_step(beside)
+        numbers = {path: number for path, (_, number) in files.items()}
+        made: _Steps = {path: [candidate] for path, (candidate, _) in files.items()}
+        rest = [one for one in beside if [one] not in made.values()]
+        for one in list(rest):
+            place = place_of_step(one)
+            number = self._told(one) if (steps or made) and is_called_last(place) else None
+            if number is not None:
+                numbers[place], made[place] = number, [one]
+                rest.remove(one)
+        if any(is_certain(one) and one.format not in _LESSER for one in rest):
+            return steps, beside
+        self._numbers |= numbers
+        return steps | made, rest
+
+    def _number(self, step: str) -> tuple[int, bool, str]:
+        """Returns what steps are sorted by; of two with one number the last has no other name."""
+        number = self._numbers.get(step, step_of(step) or 0)
+        return number, not is_called_last(step), step
+
     def _newest(self, steps: _Steps, select: str | None) -> Found:
-        ordered = sorted(steps, key=lambda folder: (step_of(folder) or 0, folder), reverse=True)
+        ordered = sorted(steps, key=self._number, reverse=True)
         passed: list[str] = []
         for folder in ordered:
             found, missing = self._inside(steps[folder], folder, select)
@@ -188,7 +248,8 @@ class _Resolution:
             if found is not None and (not missing or len(ordered) == 1):
                 others = len(ordered) - len(passed) - 1
                 older = f"{others} older step{'' if others == 1 else 's'} left alone"
-                notes = [*passed, older] if others else passed
+                taken = [f"{folder} was taken"] if folder in self._numbers else []
+                notes = [*taken, *passed, *([older] if others else [])]
                 return replace(found, notes=(*notes, *found.notes))
             passed.append(f"{folder} was passed over: {missing}")
         raise NotACheckpointError(
@@ -209,9 +270,10 @@ class _Resolution:
         return found, next(filter(None, lacking), "")
 
     def _ambiguous(
-        self, labels: Sequence[str], select: str | None
+        self, labels: Sequence[str], select: str | None, step: str
     ) -> AmbiguousSourceError | CannotPlanError:
-        names = ", ".join(repr(label) for label in labels)
+        shown = (f"'.' with step {step!r}" if label == _HERE else repr(label) for label in labels)
+        names = ", ".join(shown)
         newest = f", or --select {_HERE} for the newest step" if _HERE in labels[1:] else ""
         hint = f"choose one with --select {labels[0]}{newest}, or give its path"
         if select is None:
@@ -250,16 +312,32 @@ def _rest(select: str, label: str) -> str | None:
 
 
 def _units(candidates: Sequence[Candidate], base: str) -> tuple[Unit, ...]:
-    folders = [candidate.folder for candidate in candidates]
+    folders = [
+        candidate.folder for candidate in candidates if not is_optimizer_candidate(candidate)
+    ]
     units = []
     for candidate in candidates:
         relative = _relative(candidate.folder, base)
+        is_beside = is_optimizer_candidate(candidate)
         label = "" if relative == _HERE else relative
-        if not label or folders.count(candidate.folder) > 1:
+        if not label or is_beside or folders.count(candidate.folder) > 1:
             label = posixpath.join(label, _main_file(candidate))
         last = posixpath.basename(candidate.folder)
-        units.append(Unit(label, candidate, is_optimizer_folder(last)))
+        units.append(Unit(label, candidate, is_beside or is_optimizer_folder(last)))
     return tuple(units)
+
+
+def _optimizers_of(model: Unit, units: Sequence[Unit]) -> list[Unit]:
+    """Returns the optimizer's file that has the number of a model in the same folder, if any."""
+    number = number_of(_main_file(model.candidate))
+    return [
+        unit
+        for unit in units
+        if is_optimizer_candidate(unit.candidate)
+        and unit is not model
+        and unit.candidate.folder == model.candidate.folder
+        and number_of(unit.candidate.files[0]) == number
+    ]
 
 
 def _main_file(candidate: Candidate) -> str:
@@ -274,22 +352,47 @@ def _worth_reading(candidates: Sequence[Candidate]) -> list[Candidate]:
     `.bin` form of a model in safetensors.
     """
     safe = {c.folder for c in candidates if c.format == "safetensors" and _is_model(c)}
+    left = [c for c in candidates if is_left_of(c, safe)]
     has_model = bool(safe) or any(
-        c.format == "dcp" or (c.format == "torch" and _is_model(c)) for c in candidates
+        c.format in {"dcp", _SHARDS} or (c.format == "torch" and _is_model(c)) for c in candidates
     )
+    of_ranks = {c.folder for c in candidates if c.format == _OF_RANKS}
 
     def is_kept(candidate: Candidate) -> bool:
-        if candidate.format in _LESSER:
+        if _is_copy(candidate, of_ranks):
+            return False
+        if candidate.format in _LESSER or candidate in left:
             return not has_model
         if candidate.format != "torch":
             return True
-        return candidate.folder not in safe if _is_model(candidate) else not has_model
+        has_better = has_model or bool(of_ranks)
+        return candidate.folder not in safe if _is_model(candidate) else not has_better
 
     return [candidate for candidate in candidates if is_kept(candidate)]
 
 
+def _is_copy(candidate: Candidate, of_ranks: Collection[str]) -> bool:
+    """Tells whether a candidate is what verl gathered of the files of ranks beside it."""
+    above, name = posixpath.split(candidate.folder)
+    return name == _COPY_OF_RANKS and above in of_ranks
+
+
+def is_left_of(candidate: Candidate, models: Collection[str]) -> bool:
+    """Tells whether a candidate is the shards that one of the models was consolidated from.
+
+    Args:
+        candidate: What was recognised.
+        models: Folders that hold models in safetensors.
+    """
+    if candidate.format != _SHARDS:
+        return False
+    above, name = posixpath.split(candidate.folder)
+    return candidate.folder in models or (name == SHARDED_FOLDER and above in models)
+
+
 def _ignored(candidates: Sequence[Candidate], kept: Sequence[Candidate]) -> tuple[str, ...]:
-    names = [c.files[0] for c in candidates if c not in kept]
+    dropped = [c for c in candidates if c not in kept and c.format != _SHARDS]
+    names = [c.files[0] for c in dropped]
     return (f"left alone beside the model: {', '.join(names)}",) if names else ()
 
 

@@ -15,12 +15,8 @@ from ckptkit.formats.base import Candidate
 from ckptkit.storage.base import Source
 
 _FORMATS = {
-    "per-rank DTensor files": re.compile(r"(model|optim|extra_state)_world_size_\d+_rank_\d+\.pt"),
-    "per-rank files of accelerate": re.compile(
-        r"(pytorch_model_fsdp|optimizer)(_\d+)?_rank\d+\.bin"
-    ),
-    "safetensors shards of torch.distributed.checkpoint": re.compile(
-        r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors"
+    "optimizer states and extra states of ranks, without their weights": re.compile(
+        r"(optim|extra_state)_world_size_\d+_rank_\d+\.pt|optimizer(_\d+)?_rank\d+\.bin"
     ),
 }
 

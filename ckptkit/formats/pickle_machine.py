@@ -136,6 +136,21 @@ class Machine:
         Raises:
             InputError: If it is damaged, hostile, or followed by something.
         """
+        value, end = self.run_first()
+        if end != len(self.data):
+            left = len(self.data) - end
+            raise self.malformed(f"pickle ends {left:,} bytes before its file does")
+        return value
+
+    def run_first(self) -> tuple[object, int]:
+        """Executes the pickle, after which something else may follow.
+
+        Returns:
+            Its value, and where it ends.
+
+        Raises:
+            InputError: If it is damaged or hostile.
+        """
         data, table, end = self.data, self.table, len(self.data)
         while self.running:
             at = self.at = self.pos
@@ -146,9 +161,7 @@ class Machine:
         value = self.pop()
         if self.stack or self.marks:
             raise self.malformed("pickle ends with values left over")
-        if self.pos != end:
-            raise self.malformed(f"pickle ends {end - self.pos:,} bytes before its file does")
-        return value
+        return value, self.pos
 
     def place(self) -> str:
         """Says where the current opcode is."""

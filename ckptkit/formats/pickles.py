@@ -29,6 +29,7 @@ __all__ = [
     "Machine",
     "inert_class",
     "ordered_dict",
+    "parse_first_pickle",
     "parse_pickle",
     "shown",
     "with_handlers",
@@ -74,6 +75,23 @@ def parse_pickle(
         LimitError: If it could only have been made to exhaust time.
     """
     return Machine(data, allowed, OPCODES, where=where, persistent=persistent).run()
+
+
+def parse_first_pickle(
+    data: bytes,
+    allowed: Mapping[tuple[str, str], object],
+    *,
+    where: str,
+    persistent: Callable[[object], object] | None = None,
+) -> tuple[object, int]:
+    """Parses the pickle at the start of `data`, after which anything may follow.
+
+    Takes and raises the same as `parse_pickle`.
+
+    Returns:
+        The value, and the position of the first byte after the pickle.
+    """
+    return Machine(data, allowed, OPCODES, where=where, persistent=persistent).run_first()
 
 
 def inert_class(module: str, name: str) -> Builder:

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import math
 import posixpath
-import re
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -50,8 +49,6 @@ _LENGTH = struct.Struct("<Q")
 _METADATA = "__metadata__"
 _FIELDS = {"dtype", "shape", "data_offsets"}
 _MAX_BYTES = 2**63 - 1
-# Pieces that DCP's HuggingFaceStorageWriter leaves: each holds blocks of tensors, not tensors.
-_DCP_PIECE = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +110,16 @@ def parse_header(raw: bytes, size_bytes: int, *, where: str) -> Header:
     return Header(tuple(tensors), metadata)
 
 
-def read_header(source: Source, file: FileRef) -> Header:
-    """Returns the checked header of one file.
+def read_header(source: Source, file: FileRef, start: int = 0) -> Header:
+    """Returns the checked header of one file, or of what lies in a file from `start` to its end.
+
+    Args:
+        source: Where the file lies.
+        file: The file.
+        start: First byte of the length of the header.
+
+    Returns:
+        The header, with the positions of tensors from the start of the file.
 
     Raises:
         FormatError: If the header breaks any rule of the format.
@@ -123,27 +128,36 @@ def read_header(source: Source, file: FileRef) -> Header:
         UnsupportedError: If a dtype is not modelled.
     """
     where = posixpath.join(source.location, file.path)
-    if file.size_bytes < _LENGTH.size:
+    size_bytes = file.size_bytes - start
+    if size_bytes < _LENGTH.size:
         raise TruncatedFileError(
-            f"file has {file.size_bytes:,} bytes, fewer than the {_LENGTH.size} of a header length",
+            f"file has {max(size_bytes, 0):,} bytes{f' from byte {start:,} on' if start else ''},"
+            f" fewer than the {_LENGTH.size} of a header length",
             where=where,
         )
-    (length,) = _LENGTH.unpack(source.read(file.path, 0, _LENGTH.size))
+    (length,) = _LENGTH.unpack(source.read(file.path, start, start + _LENGTH.size))
     if length > MAX_HEADER_BYTES:
         raise LimitError(
             f"header claims {length:,} bytes, at most {MAX_HEADER_BYTES:,} are allowed",
             where=where,
             hint="the file is damaged, or it is no safetensors file",
         )
-    stop = _LENGTH.size + length
+    stop = start + _LENGTH.size + length
     if stop > file.size_bytes:
         raise TruncatedFileError(
             f"header reaches byte {stop:,} but the file ends at byte {file.size_bytes:,}",
             where=where,
             hint="the copy was cut short; compare its size with the source's",
         )
-    raw = source.read(file.path, _LENGTH.size, stop)
-    return parse_header(raw, file.size_bytes, where=where)
+    raw = source.read(file.path, start + _LENGTH.size, stop)
+    return _shifted(parse_header(raw, size_bytes, where=where), start)
+
+
+def _shifted(header: Header, start: int) -> Header:
+    if not start:
+        return header
+    tensors = (replace(t, start=t.start + start, stop=t.stop + start) for t in header.tensors)
+    return replace(header, tensors=tuple(tensors))
 
 
 class SafetensorsReader:
@@ -153,8 +167,7 @@ class SafetensorsReader:
 
     def find(self, paths: Sequence[str]) -> list[Candidate]:
         """Recognises single files, and sets that are numbered or have an index."""
-        own = [path for path in paths if not _DCP_PIECE.fullmatch(posixpath.basename(path))]
-        return [found.candidate(self.name) for found in file_sets(own, (".safetensors",))]
+        return [found.candidate(self.name) for found in file_sets(paths, (".safetensors",))]
 
     def read_index(self, source: Source, candidate: Candidate) -> TensorIndex:
         """Returns the index of all headers of a candidate.

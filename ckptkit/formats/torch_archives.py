@@ -9,18 +9,27 @@ from __future__ import annotations
 import posixpath
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
-from ckptkit.core.errors import FormatError, UnsupportedError
+from ckptkit.core.errors import CkptkitError, FormatError, UnsafePickleError
 from ckptkit.core.index import FileRef, Record, Shape
 from ckptkit.formats.pickles import InertObject, parse_pickle, shown
-from ckptkit.formats.torch_values import ALLOWED, MAX_DIMENSIONS, TensorRef, storage_ref
-from ckptkit.formats.torch_zip import Archive, open_archive
+from ckptkit.formats.torch_legacy import HEAD_BYTES, LegacyArchive, is_legacy, open_legacy
+from ckptkit.formats.torch_values import (
+    ALLOWED,
+    MAX_DIMENSIONS,
+    StorageRef,
+    TensorRef,
+    storage_ref,
+)
+from ckptkit.formats.torch_zip import open_archive
+from ckptkit.formats.zip_directory import Read
 from ckptkit.storage.base import Source
 
 _MAX_COUNT = 2**63 - 1
-# Before 1.6, files began with a pickle of this number: 0x1950a86a20f9469cfc6c.
-_OLD_MAGIC = bytes.fromhex("80028a0a6cfc9c46f9206aa850192e")
+_LOOKED_AT_BYTES = 1 << 20  # of a file in which the pickle's end is not known
+# What every pickle of a `torch.nn.Module` has among its state.
+_MODULE_MARKS = (b"_parameters", b"_buffers", b"_modules", b"training")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +44,7 @@ class Document:
     values: Mapping[Any, Any]
     where: str
 
-    def inner(self, key: str) -> Document:
+    def inner(self, key: str | int) -> Document:
         """Returns the dictionary under a key; an empty one where there is none.
 
         Raises:
@@ -135,6 +144,23 @@ def _is_count(value: object) -> bool:
     return type(value) is int and 0 <= value <= _MAX_COUNT
 
 
+class Extents(Protocol):
+    """Tells where the storages of a file lie."""
+
+    @property
+    def where(self) -> str:
+        """The file, for messages."""
+        ...
+
+    def extent(self, storage: StorageRef) -> tuple[int, int, int | None]:
+        """Returns a storage's first byte, the one after its last, and the checksum stored for it.
+
+        Raises:
+            FormatError: If there is no such record, or if it has another length.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class TorchArchive:
     """An opened file.
@@ -144,14 +170,19 @@ class TorchArchive:
         number: Its position among the files of the index.
         root: What its pickle holds; tensors in it are `TensorRef`s.
         pickle_bytes: How long the pickle is.
-        archive: The zip archive that it is.
+        archive: Where its storages lie.
     """
 
     path: str
     number: int
     root: object
     pickle_bytes: int
-    archive: Archive
+    archive: Extents
+
+    @property
+    def is_legacy(self) -> bool:
+        """Whether it has the layout from before torch 1.6, in which nothing has a checksum."""
+        return isinstance(self.archive, LegacyArchive)
 
     @property
     def where(self) -> str:
@@ -189,8 +220,8 @@ class ArchiveTable:
 
         Raises:
             UnsafePickleError: If the pickle names something else.
-            UnsupportedError: If torch wrote the file before 1.6, or it holds what is not modelled.
-            FormatError: If the file is damaged.
+            UnsupportedError: If the file holds what is not modelled.
+            FormatError: If it is damaged.
         """
         file = source.stat(path)
         where = posixpath.join(source.location, path)
@@ -198,17 +229,9 @@ class ArchiveTable:
         def read(start: int, stop: int) -> bytes:
             return source.read(path, start, stop)
 
-        if file.size_bytes >= len(_OLD_MAGIC) and read(0, len(_OLD_MAGIC)) == _OLD_MAGIC:
-            raise UnsupportedError(
-                "file has the layout that torch wrote before 1.6, which is not modelled",
-                where=where,
-                hint="save it again: `torch.save(torch.load(path, weights_only=True), path)`",
-            )
-        archive = open_archive(read, file.size_bytes, where=where)
-        pickle = archive.pickle()
-        root = parse_pickle(pickle, allowed, where=where, persistent=storage_ref)
+        root, pickle_bytes, archive = _opened(read, file.size_bytes, allowed, where)
         self.files.append(file)
-        return TorchArchive(path, len(self.files) - 1, root, len(pickle), archive)
+        return TorchArchive(path, len(self.files) - 1, root, pickle_bytes, archive)
 
     def record(self, file: TorchArchive, tensor: TensorRef) -> int:
         """Returns the position of the record of a tensor's storage, adding it when new.
@@ -229,3 +252,38 @@ class ArchiveTable:
                 f"storage {shown(storage.key)} has two different lengths", where=file.where
             )
         return known
+
+
+def _opened(
+    read: Read, size_bytes: int, allowed: Mapping[tuple[str, str], object], where: str
+) -> tuple[object, int, Extents]:
+    """Returns what a file holds, how long its pickle is, and where its storages lie."""
+    head = read(0, min(HEAD_BYTES, size_bytes))
+    try:
+        legacy = is_legacy(head)
+    except CkptkitError as error:
+        raise error.located(where) from error
+    if legacy:
+        try:
+            return open_legacy(read, size_bytes, allowed, where=where)
+        except UnsafePickleError as error:
+            raise _explained(error, read(0, min(_LOOKED_AT_BYTES, size_bytes))) from error
+    archive = open_archive(read, size_bytes, where=where)
+    pickle = archive.pickle()
+    try:
+        root = parse_pickle(pickle, allowed, where=where, persistent=storage_ref)
+    except UnsafePickleError as error:
+        raise _explained(error, pickle) from error
+    return root, len(pickle), archive
+
+
+def _explained(error: UnsafePickleError, pickle: bytes) -> UnsafePickleError:
+    """Says what to do about a module that was saved as a whole, as many people do."""
+    if not all(mark in pickle for mark in _MODULE_MARKS):
+        return error
+    return UnsafePickleError(
+        f"file holds a whole module, which needs the code of its classes: {error.message}",
+        where=error.where,
+        hint="if you trust the file, load it where that code is, with `torch.load(path,"
+        " weights_only=False)`, and save the module's `state_dict()` instead",
+    )

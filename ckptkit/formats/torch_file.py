@@ -5,8 +5,8 @@ from __future__ import annotations
 import posixpath
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckptkit.core.errors import FormatError, LimitError
@@ -22,8 +22,10 @@ from ckptkit.core.index import (
     TensorIndex,
 )
 from ckptkit.formats.base import Candidate
+from ckptkit.formats.frameworks import Framework, framework_of_values
 from ckptkit.formats.torch_archives import ArchiveTable
 from ckptkit.formats.torch_values import TensorRef
+from ckptkit.formats.training_values import TRAINING_VALUES
 from ckptkit.formats.trees import Membership, classify
 from ckptkit.formats.weight_map import (
     INDEX_ENDING,
@@ -33,13 +35,13 @@ from ckptkit.formats.weight_map import (
 )
 from ckptkit.storage.base import Source
 
-ENDINGS = (".pt", ".pth", ".bin", ".ckpt")
+ENDINGS = (".pt", ".pth", ".bin", ".ckpt", ".pth.tar")
 MAX_DEPTH = 32
 MAX_KEY_CHARACTERS = 64  # per byte of the pickle, for all keys of a file together
 _SCALARS = frozenset({str, bytes, bool, int, float, type(None)})
 # Files that accelerate, the Trainer and DeepSpeed write beside a model and that hold none.
 _NOT_A_MODEL = re.compile(
-    r"optim.*|scheduler.*|lr_scheduler.*|scaler.*|sampler.*|rng_state.*|random_states.*"
+    r"optim.*|scheduler.*|lr_scheduler.*|scaler.*|sampler.*|rng_state.*|random_states.*|dl_state_dict.*"
     r"|training_args\.bin|extra_state.*|(bf16_)?zero_pp_rank_.*"
 )
 _ONLY_TENSOR: KeyPath = ("tensor",)  # the path of a tensor that is in no container
@@ -66,21 +68,14 @@ class TorchFileReader:
         """
         where = posixpath.join(source.location, candidate.folder)
         paths, weight_map = members(source, candidate)
-        contents = _Contents()
+        contents = TorchContents()
         for path in paths:
             contents.add_file(source, path)
         if weight_map is not None:
             check_weight_map(weight_map, contents.homes(), where=where)
         indices = [path for path in candidate.files if path.endswith(INDEX_ENDING)]
-        return TensorIndex(
-            format=self.name,
-            files=(*contents.table.files, *map(source.stat, indices)),
-            records=RecordTable.of(contents.table.records),
-            tensors=_entries(contents.tensors, where),
-            values=contents.values,
-            aliases=_aliases(contents.tensors),
-            run=RunFacts(writer="torch.save"),
-        )
+        index = contents.index(where)
+        return replace(index, files=(*index.files, *map(source.stat, indices)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,24 +93,45 @@ class _Found:
 
 
 @dataclass(slots=True)
-class _Contents:
+class TorchContents:
     """Collects what the files of one candidate hold."""
 
-    table: ArchiveTable = field(default_factory=ArchiveTable)
-    tensors: list[_Found] = field(default_factory=list)
-    values: dict[KeyPath, Any] = field(default_factory=dict)
+    _table: ArchiveTable = field(default_factory=ArchiveTable)
+    _tensors: list[_Found] = field(default_factory=list)
+    _values: dict[KeyPath, Any] = field(default_factory=dict)
+    _framework: Framework = field(default_factory=Framework)
+    _notes: list[str] = field(default_factory=list)
 
-    def add_file(self, source: Source, path: str) -> None:
-        """Adds the tensors and values of one file."""
-        file = self.table.open(source, path)
+    def add_file(self, source: Source, path: str, under: KeyPath = ()) -> None:
+        """Adds the tensors and values of one file.
+
+        Args:
+            source: Where it lies.
+            path: The file.
+            under: Keys that all its values are put under.
+
+        Raises:
+            UnsafePickleError: If the pickle names something outside the allow-list.
+            UnsupportedError: If the file is of a kind that is not modelled.
+            FormatError: If it is damaged.
+            LimitError: If it was made to exhaust memory.
+        """
+        file = self._table.open(source, path, TRAINING_VALUES)
+        if not self._framework.name:
+            self._framework = framework_of_values(file.root)
+        if file.is_legacy:
+            self._notes.append(
+                f"{posixpath.basename(path)} has the layout of torch before 1.6, without checksums"
+            )
         characters = MAX_KEY_CHARACTERS * file.pickle_bytes
         # No honest pickle reaches more than one value per byte.
         for steps, value in walk(file.root, limit=file.pickle_bytes, where=file.where):
             if not isinstance(value, TensorRef):
-                self.values[steps] = value
+                self._values[(*under, *steps)] = value
                 continue
-            found = _Found(steps or _ONLY_TENSOR, value, self.table.record(file, value))
-            self.tensors.append(found)
+            place = (*under, *(steps or _ONLY_TENSOR))
+            found = _Found(place, value, self._table.record(file, value))
+            self._tensors.append(found)
             characters -= len(found.key)
             if characters < 0:
                 raise LimitError(
@@ -124,8 +140,30 @@ class _Contents:
 
     def homes(self) -> dict[str, str]:
         """Maps every tensor to the file that holds it."""
-        files, records = self.table.files, self.table.records
-        return {t.key: files[records[t.record].file].path for t in self.tensors}
+        files, records = self._table.files, self._table.records
+        return {t.key: files[records[t.record].file].path for t in self._tensors}
+
+    def index(self, where: str) -> TensorIndex:
+        """Returns the index of everything that was added.
+
+        Raises:
+            FormatError: If two tensors have the same name.
+        """
+        writer = self._framework.name or "torch.save"
+        return TensorIndex(
+            format=TorchFileReader.name,
+            files=tuple(self._table.files),
+            records=RecordTable.of(self._table.records),
+            tensors=_entries(self._tensors, self._values, where),
+            values=self._values,
+            aliases=_aliases(self._tensors),
+            run=RunFacts(
+                step=self._framework.step,
+                writer=writer,
+                version=self._framework.version,
+                notes=tuple(self._notes),
+            ),
+        )
 
 
 def walk(root: object, *, limit: int, where: str) -> Iterator[tuple[KeyPath, object]]:
@@ -177,8 +215,10 @@ def _step(key: object) -> str | int:
     return f"<{type(key).__name__}>"
 
 
-def _entries(tensors: list[_Found], where: str) -> dict[Key, TensorEntry]:
-    places = classify([found.path for found in tensors], where=where)
+def _entries(
+    tensors: list[_Found], values: Iterable[KeyPath], where: str
+) -> dict[Key, TensorEntry]:
+    places = classify([found.path for found in tensors], where=where, values=values)
     entries: dict[Key, TensorEntry] = {}
     for found, place in zip(tensors, places, strict=True):
         entry = _entry(found, place)

@@ -18,7 +18,13 @@ from ckptkit.core.errors import ChecksumError, FormatError, LimitError, Unsuppor
 from ckptkit.core.index import Shape
 from ckptkit.formats.pickles import shown
 from ckptkit.formats.torch_values import StorageRef, TensorRef, parse_values
-from ckptkit.formats.zip_directory import Read, ZipEntry, data_start, read_directory
+from ckptkit.formats.zip_directory import (
+    Read,
+    ZipEntry,
+    data_start,
+    read_directory,
+    torchscript,
+)
 from ckptkit.formats.zip_templates import WINDOW_BYTES, Ends, Template, template_of
 
 __all__ = [
@@ -218,11 +224,8 @@ def open_archive(read: Read, size_bytes: int, *, where: str) -> Archive:
     entries = read_directory(read, size_bytes, where=where)
     prefix = next(iter(entries), "").partition("/")[0] + "/"
     if prefix + "constants.pkl" in entries:
-        raise UnsupportedError(
-            "archive holds a TorchScript program, not values",
-            where=where,
-            hint="load it with `torch.jit.load` and save its `state_dict()` with `torch.save`",
-        )
+        program = torchscript(where)
+        raise program
     if prefix + _PICKLE not in entries:
         raise FormatError("zip archive has no 'data.pkl', so torch did not write it", where=where)
     archive = Archive(read, entries, prefix, where)

@@ -36,10 +36,9 @@ _NOT_MODELLED = {
     "the layers of a pipeline": re.compile(r"layer_\d+-.*model_states\.pt"),
 }
 _UNIVERSAL = re.compile(
-    r"(?:(?P<folder>.*)/)?zero/(?:[^/]+/)?(fp32|exp_avg|exp_avg_sq|step|optimizer_state)\.pt"
+    r"(?:(?P<folder>.*)/)?zero/"
+    r"(?:(?P<parameter>[^/]+)/(?P<kind>fp32|exp_avg|exp_avg_sq|step)|optimizer_state)\.pt"
 )
-UNIVERSAL = "a universal checkpoint"
-_MAX_COUNT = 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +78,30 @@ def not_modelled(path: str) -> tuple[str, str] | None:
     for what, pattern in _NOT_MODELLED.items():
         if pattern.fullmatch(name):
             return posixpath.dirname(path), what
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class UniversalPlace:
+    """Where a file of a universal checkpoint lies.
+
+    Attributes:
+        folder: The folder of the checkpoint.
+        parameter: The parameter that it is about; empty for the states that all share.
+        kind: What it holds of the parameter.
+    """
+
+    folder: str
+    parameter: str
+    kind: str
+
+
+def universal_place(path: str) -> UniversalPlace | None:
+    """Returns what the path of a file tells, or None where universal checkpoints have none so."""
     match = _UNIVERSAL.fullmatch(path)
-    return None if match is None else (match["folder"] or "", UNIVERSAL)
+    if match is None:
+        return None
+    return UniversalPlace(match["folder"] or "", match["parameter"] or "", match["kind"] or "")
 
 
 def _stage(*args: object) -> int:
@@ -104,6 +125,7 @@ def _rebuild_from_type(*args: object) -> TensorRef:
 
 
 _SCALERS = "deepspeed.runtime.fp16.loss_scaler"
+_UNIVERSAL_CLASSES = "deepspeed.checkpoint.universal_checkpoint"
 _OWN: Mapping[tuple[str, str], Builder | Global] = {
     (_SCALERS, "LossScaler"): inert_class(_SCALERS, "LossScaler"),
     (_SCALERS, "DynamicLossScaler"): inert_class(_SCALERS, "DynamicLossScaler"),
@@ -111,6 +133,7 @@ _OWN: Mapping[tuple[str, str], Builder | Global] = {
     ("deepspeed.utils.tensor_fragment", "fragment_address"): inert_class(
         "deepspeed.utils.tensor_fragment", "fragment_address"
     ),
+    (_UNIVERSAL_CLASSES, "SubparamShape"): inert_class(_UNIVERSAL_CLASSES, "SubparamShape"),
     ("torch._tensor", "_rebuild_from_type_v2"): _rebuild_from_type,
     ("torch", "Tensor"): Global("torch", "Tensor"),
 }
@@ -139,5 +162,15 @@ def open_zero_file(table: ArchiveTable, source: Source, name: FileName) -> ZeroF
         UnsafePickleError: If the pickle names something outside the allow-list.
         FormatError: If the file is damaged, or holds something else.
     """
-    archive = table.open(source, name.path, _ALLOWED)
+    archive = open_zero_archive(table, source, name.path)
     return ZeroFile(name, archive.document(), archive)
+
+
+def open_zero_archive(table: ArchiveTable, source: Source, path: str) -> TorchArchive:
+    """Opens a file of DeepSpeed's that may hold something else than a dictionary.
+
+    Raises:
+        UnsafePickleError: If the pickle names something outside the allow-list.
+        FormatError: If the file is damaged.
+    """
+    return table.open(source, path, _ALLOWED)

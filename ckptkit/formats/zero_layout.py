@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 from ckptkit.core.dtypes import BY_NAME, DType
 from ckptkit.core.errors import FormatError, IncompleteCheckpointError, UnsupportedError
-from ckptkit.core.index import Shape
+from ckptkit.core.index import Chunk, ChunkTable, Shape, Span
 from ckptkit.formats.pickles import shown
-from ckptkit.formats.torch_archives import Document
+from ckptkit.formats.torch_archives import ArchiveTable, Document
 from ckptkit.formats.torch_values import TensorRef
 from ckptkit.formats.zero_files import ZeroFile
 
@@ -35,6 +35,7 @@ class Run:
     Attributes:
         file: The file.
         tensor: The flat tensor that has them.
+        group: Its position among the vectors of the file, 0 where a file has no list of them.
         first: The first of them, counted in that tensor.
         start: The first of them, counted row-major in the parameter.
         count: How many.
@@ -42,6 +43,7 @@ class Run:
 
     file: ZeroFile
     tensor: TensorRef
+    group: int
     first: int
     start: int
     count: int
@@ -60,6 +62,25 @@ class Parameter:
     shape: Shape
     dtype: DType
     runs: tuple[Run, ...]
+
+
+def chunks_of(table: ArchiveTable, parameter: Parameter) -> ChunkTable:
+    """Returns the chunks that a parameter's runs are.
+
+    Raises:
+        FormatError: If the archive of a run has no record for its tensor.
+    """
+    itemsize = parameter.dtype.itemsize
+    chunks = [
+        Chunk(
+            Span(run.start, run.start + run.count),
+            table.record(run.file.archive, run.tensor),
+            byte_offset=(run.tensor.storage_offset + run.first) * itemsize,
+            rank=run.file.name.rank,
+        )
+        for run in parameter.runs
+    ]
+    return ChunkTable.of(chunks, len(parameter.shape))
 
 
 def partition_counts(optimizer: Document) -> set[int]:
@@ -105,13 +126,13 @@ def sliced_parameters(
                 f"has {len(flat)} vectors and slices for {len(slices)} groups of parameters,"
                 f" where the weights have {len(groups)}"
             )
-        for vector, mapping in zip(flat, slices, strict=True):
+        for group, (vector, mapping) in enumerate(zip(flat, slices, strict=True)):
             for name, run in _slices_of(vector, mapping):
                 if name not in found:
                     raise mapping.error(f"has a slice of {shown(name)}, of which no shape is known")
                 before = found[name][-1] if found[name] else None
                 start = before.start + before.count if before else 0
-                found[name].append(Run(file, vector, run[0], start, run[1]))
+                found[name].append(Run(file, vector, group, run[0], start, run[1]))
     where = ranks[0][1].where
     return {
         name: _whole(name, shape, found[name], where)
@@ -152,48 +173,52 @@ def partitioned_parameters(
         for name, shape in shapes.items():
             elements = math.prod(shape)
             part = -(-elements // len(ranks))
-            vector, first = cursor.take(name, part)
+            group, first = cursor.take(name, part)
             start = rank * part
             count = max(0, min(part, elements - start))
             if count:
-                found[name].append(Run(file, vector, first, start, count))
+                vector = cursor.vectors[group]
+                found[name].append(Run(file, vector, group, first, start, count))
         cursor.finish()
     where = ranks[0][1].where
     return {name: _whole(name, shape, found[name], where) for name, shape in shapes.items()}
 
 
 class _Cursor:
-    """Goes through the vectors of one rank, which hold its part of one parameter after another."""
+    """Goes through the vectors of one rank, which hold its part of one parameter after another.
+
+    Attributes:
+        vectors: All of them.
+    """
 
     def __init__(self, state: Document) -> None:
         self._state = state
-        self._vectors = state.vectors(_FLAT)
+        self.vectors = state.vectors(_FLAT)
         self._number = 0
         self._at = 0
 
-    def take(self, name: str, count: int) -> tuple[TensorRef, int]:
-        """Returns the vector that has the next elements, and the first of them in it."""
-        while count and self._left() == 0 and self._number < len(self._vectors):
+    def take(self, name: str, count: int) -> tuple[int, int]:
+        """Returns the position of the vector that has the next elements, and theirs in it."""
+        while count and self._left() == 0 and self._number < len(self.vectors):
             self._number, self._at = self._number + 1, 0
-        if self._number == len(self._vectors):
+        if self._number == len(self.vectors):
             raise self._state.error(f"ends before its part of {shown(name)}")
-        vector = self._vectors[self._number]
         if count > self._left():
             raise self._state.error(
                 f"{_FLAT!r} has {self._left():,} elements where the part of"
                 f" {shown(name)} has {count:,}: sizes do not add up"
             )
         first, self._at = self._at, self._at + count
-        return vector, first
+        return self._number, first
 
     def _left(self) -> int:
         """Counts what the current vector still has."""
-        at_end = self._number == len(self._vectors)
-        return 0 if at_end else self._vectors[self._number].shape[0] - self._at
+        at_end = self._number == len(self.vectors)
+        return 0 if at_end else self.vectors[self._number].shape[0] - self._at
 
     def finish(self) -> None:
         """Refuses elements that belong to no parameter."""
-        left = sum(vector.shape[0] for vector in self._vectors[self._number :]) - self._at
+        left = sum(vector.shape[0] for vector in self.vectors[self._number :]) - self._at
         if left:
             raise self._state.error(
                 f"{_FLAT!r} has {left:,} elements more than its parameters: sizes do not add up"
@@ -225,7 +250,7 @@ def partitioned_frozen(models: Sequence[ZeroFile]) -> dict[str, Parameter]:
                     f" {part:,}: sizes do not add up"
                 )
             count = max(0, min(part, elements - rank * part))
-            runs.append(Run(file, tensor, 0, rank * part, count))
+            runs.append(Run(file, tensor, 0, 0, rank * part, count))
         found[name] = _whole(name, shape, runs, models[0].content.where)
     return found
 

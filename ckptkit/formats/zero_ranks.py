@@ -7,10 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ckptkit.core.errors import FormatError, MissingFileError, UnsupportedError
-from ckptkit.core.index import RunFacts
+from ckptkit.core.index import RunFacts, Shape
 from ckptkit.formats.torch_archives import Document
 from ckptkit.formats.zero_files import (
-    UNIVERSAL,
     FileName,
     Kind,
     ZeroFile,
@@ -24,8 +23,9 @@ from ckptkit.formats.zero_layout import (
     partitioned_parameters,
     sliced_parameters,
 )
+from ckptkit.formats.zero_optimizer import RankStates, rank_states
+from ckptkit.formats.zero_weights import MODULE
 
-MODULE = "module"
 _STATES = "optimizer_state_dict"
 _PARTITIONED_STAGE = 3
 _NAMED = 7  # missing files
@@ -78,11 +78,11 @@ def checked_names(paths: Sequence[str], where: str) -> Mapping[Kind, list[FileNa
 
 
 def _unsupported(what: str, path: str, where: str) -> UnsupportedError:
-    tool = "ds_to_universal.py made it" if what == UNIVERSAL else "DeepSpeed wrote it"
     return UnsupportedError(
         f"holds {what} ({posixpath.basename(path)!r}), which this version does not read",
         where=where,
-        hint=f"{tool}; read are ZeRO 1 to 3 without pipeline, tensor and expert parallelism",
+        hint="DeepSpeed wrote it; read are ZeRO 1 to 3 without pipeline, tensor and expert"
+        " parallelism",
     )
 
 
@@ -128,16 +128,15 @@ class Contents:
             MissingFileError: If the file of a rank is not there.
             FormatError: If files contradict each other.
         """
-        self._refuse_parallelism()
+        refuse_parallelism(self.models, self.where)
+        self._refuse_expert_groups()
         world = self._world_size()
         expected = range(world)
         if self.is_partitioned:
-            _check_ranks([f.name for f in self.models], expected, self.where)
+            check_ranks([f.name for f in self.models], expected, self.where)
         if self.ranks or self.is_partitioned:
-            _check_ranks([f.name for f in self.ranks], expected, self.where)
-        for key in ("global_steps", "dp_world_size"):
-            if len({file.content.count(key) for file in self.models}) > 1:
-                raise FormatError(f"the files of ranks have several {key!r}", where=self.where)
+            check_ranks([f.name for f in self.ranks], expected, self.where)
+        checked_same(self.models, self.where)
         stages = {state.count("zero_stage") for state in self.states}
         if stages and (len(stages) > 1 or (_PARTITIONED_STAGE in stages) != self.is_partitioned):
             named = " and ".join(str(stage) for stage in stages)
@@ -147,18 +146,7 @@ class Contents:
                 hint="a save went into the folder of another one; take away the files of one",
             )
 
-    def _refuse_parallelism(self) -> None:
-        for file in self.models:
-            content = file.content
-            degrees = content.inner("checkpoint_parallel_dimensions")
-            sizes = {content.count("mp_world_size"), *map(degrees.count, degrees.values)}
-            if sizes - {None, 1}:
-                raise _unsupported("slices of a model-parallel run", file.name.path, self.where)
-            for key, what in _NOT_HERE.items():
-                if content.values.get(key):
-                    raise _unsupported(what, file.name.path, self.where)
-            if content.values.get(MODULE) is None:
-                raise _unsupported("the layers of a pipeline", file.name.path, self.where)
+    def _refuse_expert_groups(self) -> None:
         for file, state in zip(self.ranks, self.states, strict=True):
             if state.values.get("ds_zero_partition_groups"):
                 raise _unsupported("expert groups", file.name.path, self.where)
@@ -177,28 +165,41 @@ class Contents:
             )
         return counts.pop() if counts else recorded or 1
 
-    def facts(self) -> RunFacts:
-        """Returns what is known of the run."""
+    def facts(self, more: Sequence[str] = ()) -> RunFacts:
+        """Returns what is known of the run, with further notes."""
         version = self.first.text("ds_version")
         stage = f", ZeRO stage {self.stage}" if self.stage is not None else ""
-        notes = []
-        if not self.ranks:
+        notes = [*more]
+        if not self.ranks and self.first.values.get("optimizer"):
+            notes.append(
+                "without ZeRO, DeepSpeed keeps optimizer states and master copies by number:"
+                " nothing proves which parameter has which, and they are left out"
+            )
+        elif not self.ranks:
             notes.append("no optimizer states lie beside the weights, and so no master copies")
         return RunFacts(
             world_size=self.first.count("dp_world_size"),
             step=self.first.count("global_steps"),
             writer=f"DeepSpeed {version}".strip() + stage,
+            version=version,
             notes=tuple(notes),
         )
+
+    def groups(self) -> list[dict[str, Shape]]:
+        """Returns the shapes of trained parameters, by name, for each vector of the ranks."""
+        return [group.shapes() for group in self.first.inner_list("param_shapes")]
 
     def masters(self) -> Mapping[str, Parameter]:
         """Returns the master copies of trained parameters, by name."""
         if not self.ranks:
             return {}
-        groups = [group.shapes() for group in self.first.inner_list("param_shapes")]
         pairs = list(zip(self.ranks, self.states, strict=True))
         find = partitioned_parameters if self.is_partitioned else sliced_parameters
-        return find(groups, pairs)
+        return find(self.groups(), pairs)
+
+    def kept(self) -> list[RankStates]:
+        """Returns what the ranks keep of the optimizer."""
+        return [rank_states(*pair) for pair in zip(self.ranks, self.states, strict=True)]
 
     def frozen(self) -> Mapping[str, Parameter]:
         """Returns the frozen parameters that are spread over ranks, by name."""
@@ -206,14 +207,16 @@ class Contents:
 
     def shared(self) -> Mapping[str, str]:
         """Returns the names under which others' parameters are known besides, with the others."""
-        found = self.first.inner("shared_params").values
-        if not all(isinstance(name, str) for pair in found.items() for name in pair):
-            raise self.first.error("'shared_params' names something that is not a text")
-        return found
+        return shared_parameters(self.first)
 
 
-def _check_ranks(names: Sequence[FileName], expected: range, where: str) -> None:
-    """Refuses files that are missing, and files of ranks that the run did not have."""
+def check_ranks(names: Sequence[FileName], expected: range, where: str) -> None:
+    """Refuses files that are missing, and files of ranks that the run did not have.
+
+    Raises:
+        MissingFileError: If the file of a rank is not there.
+        FormatError: If there is one of a rank that the run did not have.
+    """
     found = {name.rank for name in names}
     missing = [rank for rank in expected if rank not in found]
     if missing:
@@ -234,3 +237,45 @@ def _check_ranks(names: Sequence[FileName], expected: range, where: str) -> None
             where=where,
             hint="an earlier save of a larger run left it; take it away",
         )
+
+
+def refuse_parallelism(models: Sequence[ZeroFile], where: str) -> None:
+    """Refuses files of weights that hold only a part of the model, where others are elsewhere.
+
+    Raises:
+        UnsupportedError: If there are any.
+    """  # noqa: DOC501  `_unsupported` makes it
+    for file in models:
+        content = file.content
+        degrees = content.inner("checkpoint_parallel_dimensions")
+        sizes = {content.count("mp_world_size"), *map(degrees.count, degrees.values)}
+        if sizes - {None, 1}:
+            raise _unsupported("slices of a model-parallel run", file.name.path, where)
+        for key, what in _NOT_HERE.items():
+            if content.values.get(key):
+                raise _unsupported(what, file.name.path, where)
+        if content.values.get(MODULE) is None:
+            raise _unsupported("the layers of a pipeline", file.name.path, where)
+
+
+def checked_same(models: Sequence[ZeroFile], where: str) -> None:
+    """Refuses files of weights of several steps, or of several runs.
+
+    Raises:
+        FormatError: If there are any.
+    """
+    for key in ("global_steps", "dp_world_size"):
+        if len({file.content.count(key) for file in models}) > 1:
+            raise FormatError(f"the files of ranks have several {key!r}", where=where)
+
+
+def shared_parameters(model: Document) -> Mapping[str, str]:
+    """Returns the names under which others' parameters are known besides, with the others.
+
+    Raises:
+        FormatError: If a name is none.
+    """
+    found = model.inner("shared_params").values
+    if not all(isinstance(name, str) for pair in found.items() for name in pair):
+        raise model.error("'shared_params' names something that is not a text")
+    return found

@@ -267,11 +267,7 @@ def _read_rows(data: bytes, end: _End, where: str) -> list[_Row]:
             extra = data[extra_start:position]
             size, packed, start = _from_extra(extra, (size, packed, start), f"{where}: {name!r}")
         if method or size != packed or flags & ~_KNOWN_FLAGS:
-            raise UnsupportedError(
-                f"record {name!r} is compressed or encrypted, which torch never does (method "
-                f"{method}, flags {flags:#06x})",
-                where=where,
-            )
+            raise _packed(name, f"method {method}, flags {flags:#06x}", where)
         rows.append((name, start, size, crc32, flags, crc_at))
     if position != len(data):
         raise FormatError(
@@ -279,6 +275,23 @@ def _read_rows(data: bytes, end: _End, where: str) -> list[_Row]:
             where=where,
         )
     return rows
+
+
+def _packed(name: str, how: str, where: str) -> UnsupportedError:
+    if name.split("/")[1:2] == ["code"]:  # what `torch.jit.save` alone writes, and compresses
+        return torchscript(where)
+    return UnsupportedError(
+        f"record {name!r} is compressed or encrypted, which torch never does ({how})", where=where
+    )
+
+
+def torchscript(where: str) -> UnsupportedError:
+    """Makes the error for the archive of a program."""
+    return UnsupportedError(
+        "archive holds a TorchScript program, not values",
+        where=where,
+        hint="load it with `torch.jit.load` and save its `state_dict()` with `torch.save`",
+    )
 
 
 def _checked_name(raw: bytes, where: str) -> str:

@@ -35,6 +35,35 @@ def integer(value: int) -> bytes:
     return b"\x8a%c" % width + value.to_bytes(width, "little", signed=True)
 
 
+def scalar(value: object) -> bytes:
+    """Pushes a number, a text or None.
+
+    Raises:
+        TypeError: If it is something else.
+    """
+    if value is None:
+        return b"N"
+    if isinstance(value, bool):
+        return b"\x88" if value else b"\x89"
+    if isinstance(value, int):
+        return integer(value) if value >= 0 else _negative(value)
+    if isinstance(value, float):
+        return b"G" + struct.pack(">d", value)
+    if isinstance(value, str):
+        return text(value)
+    raise TypeError(f"{type(value).__name__} is no plain value")
+
+
+def _negative(value: int) -> bytes:
+    width = value.bit_length() // 8 + 1
+    return b"\x8a%c" % width + value.to_bytes(width, "little", signed=True)
+
+
+def items(values: Iterable[bytes]) -> bytes:
+    """Pushes a list."""
+    return b"](" + b"".join(values) + b"e"
+
+
 def numbers(values: Sequence[int]) -> bytes:
     """Pushes a tuple of ints."""
     return sequence(map(integer, values))

@@ -7,15 +7,19 @@ Sources: torch/_utils.py `_rebuild_tensor_v2`, `_rebuild_tensor_v3` and torch/se
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from ckptkit.core.geometry import row_major_strides
 from ckptkit.layouts.opcodes import (
     call,
     global_name,
     integer,
+    items,
     mapping,
     numbers,
     pickled,
+    scalar,
     sequence,
     text,
 )
@@ -54,3 +58,31 @@ def state_dict_pickle(specs: Sequence[TensorSpec]) -> bytes:
 def tensor_pickle(spec: TensorSpec) -> bytes:
     """Returns `data.pkl` of a single tensor in the record 0."""
     return pickled(tensor(spec, "0"))
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor among plain values, which fills the storage record `data/{storage}`."""
+
+    spec: TensorSpec
+    storage: str
+
+
+def value_opcodes(value: Any) -> bytes:
+    """Pushes a plain value: numbers, texts, None, and tuples, lists and dictionaries of them.
+
+    Args:
+        value: `Stored` tensors may be in it.
+
+    Raises:
+        TypeError: If something else is.
+    """
+    if isinstance(value, Stored):
+        return tensor(value.spec, value.storage)
+    if isinstance(value, dict):
+        return mapping([(scalar(key), value_opcodes(inner)) for key, inner in value.items()])
+    if isinstance(value, list):
+        return items(map(value_opcodes, value))
+    if isinstance(value, tuple):
+        return sequence(map(value_opcodes, value))
+    return scalar(value)

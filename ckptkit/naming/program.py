@@ -32,6 +32,23 @@ def convert() -> None:
         serve(sys.stdin.buffer, stream)
 
 
+def parameters() -> None:
+    """Lists the parameters of a model; the request is a configuration, and names that are known."""
+    replies = _replies()
+    request = json.loads(sys.stdin.buffer.read())
+    with os.fdopen(replies, "wb") as stream:
+        stream.write(json.dumps(_parameters(request)).encode())
+
+
+def _parameters(request: dict[str, Any]) -> dict[str, Any]:
+    from ckptkit.naming.parameters import listed_parameters
+
+    try:
+        return {"parameters": listed_parameters(request["config"], request["live"])}
+    except CkptkitError as error:
+        return {"error": error.to_json()}
+
+
 def _replies() -> int:
     """Returns where answers go, which no library writes to any more."""
     replies = os.dup(1)

@@ -12,11 +12,12 @@ from ckptkit.pipeline.destination import check_destination
 from ckptkit.pipeline.distributing import write_on_ray
 from ckptkit.pipeline.opening import PathLike
 from ckptkit.pipeline.planning import prepared
+from ckptkit.pipeline.resuming import refuse_resuming, write_resumably
 from ckptkit.pipeline.slicing import SliceDone, run_slice
 from ckptkit.pipeline.writing import Prepared, write_output
 from ckptkit.planning.requests import ConsolidateRequest, Resources
 from ckptkit.planning.shares import Share
-from ckptkit.storage.places import open_target
+from ckptkit.storage.places import is_url, local_path, open_target
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +51,12 @@ def run_consolidation(  # noqa: PLR0913  what the command takes, sorted by stage
     resources: Resources | None = None,
     listener: Listener | None = None,
     also: Sequence[PathLike] = (),
+    resume: bool = False,
 ) -> Manifest:
     """Writes what a request asks for into the directory `out`, whole or not at all.
+
+    With `resume`, an interrupted run is gone on with, and what is finished stays if this one is
+    interrupted too.
 
     Returns:
         The manifest, as it lies in the output.
@@ -65,8 +70,12 @@ def run_consolidation(  # noqa: PLR0913  what the command takes, sorted by stage
     resources = resources or Resources()
     job = Consolidation(src, out, request, base, tuple(also), resources)
     listener = listener or ignore
+    if resume:
+        refuse_resuming(out, resources)
     if resources.engine == "ray":
         return write_on_ray(job, out, resources, overwrite=overwrite, listener=listener)
+    if not is_url(out):
+        return write_resumably(job, local_path(out), listener, overwrite=overwrite, resume=resume)
     target = open_target(out, overwrite=overwrite)
     try:
         with job.prepared() as plan:

@@ -14,9 +14,11 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.core.geometry import distinct
 from ckptkit.core.index import Fqn, Part, Problem, Shape, TensorEntry, TensorIndex
 from ckptkit.execution.locate import Locator
+from ckptkit.formats.surroundings import FileGroup
 from ckptkit.pipeline.adapters.facts import AdapterFacts, adapter_facts
 from ckptkit.pipeline.folders import SideFolders
 from ckptkit.pipeline.opening import Opened, PathLike, opened
+from ckptkit.pipeline.surroundings import ignored_files, saved_mesh
 from ckptkit.planning.coverage import find_problems
 from ckptkit.planning.ties import tie_candidates
 
@@ -75,11 +77,21 @@ class TieLine:
 
 
 @dataclass(frozen=True, slots=True)
+class MeshDimension:
+    """A dimension of the mesh of devices, its name empty where it has none."""
+
+    name: str
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
 class Inspection:
     """Everything that `ckptkit inspect` shows.
 
     The layout, the metrics and the time are told by the manifest of a step that ckptkit saved;
-    `adapter` is None where the one model has none.
+    `adapter` is None where the one model has none. The mesh has the name and the size of each
+    dimension. What is ignored lies in the folder of the step, and no part of the model or of the
+    optimizer is in it.
     """
 
     path: str
@@ -103,6 +115,9 @@ class Inspection:
     metrics: Mapping[str, float] = field(default_factory=dict)
     saved_at: str | None = None
     adapter: AdapterFacts | None = None
+    version: str = ""
+    mesh: tuple[MeshDimension, ...] = ()
+    ignored: tuple[FileGroup, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Returns the report as the contract of `inspect --json` has it."""
@@ -123,7 +138,11 @@ class Inspection:
 
 
 def run_inspection(
-    path: PathLike, *, select: str | None = None, also: Sequence[PathLike] = ()
+    path: PathLike,
+    *,
+    select: str | None = None,
+    also: Sequence[PathLike] = (),
+    model_config: PathLike | None = None,
 ) -> Inspection:
     """Describes the checkpoint at or under a path; reads headers, never tensor data.
 
@@ -135,11 +154,13 @@ def run_inspection(
         AmbiguousSourceError: If several runs lie there and nothing was selected.
     """
     with ExitStack() as stack:
-        checkpoint = stack.enter_context(opened(path, select=select, also=also))
+        checkpoint = stack.enter_context(
+            opened(path, select=select, also=also, model_config=model_config)
+        )
         folders = SideFolders(stack, checkpoint, None)
         config = _config(folders)
         report = _report(checkpoint, config or {}, _ties(checkpoint, config))
-        return replace(report, adapter=adapter_facts(checkpoint, folders))
+        return replace(report, adapter=adapter_facts(checkpoint, folders), mesh=_mesh(checkpoint))
 
 
 def _config(folders: SideFolders) -> Mapping[str, Any] | None:
@@ -176,7 +197,15 @@ def _report(checkpoint: Opened, config: Mapping[str, Any], tied: tuple[TieLine, 
         layout=_text(saved.get("layout")),
         metrics=_numbers(saved.get("metrics")),
         saved_at=_text(saved.get("saved_at")),
+        version=index.run.version,
+        ignored=ignored_files(checkpoint),
     )
+
+
+def _mesh(checkpoint: Opened) -> tuple[MeshDimension, ...]:
+    """Returns the mesh that the checkpoint tells, or that was noted beside a step of ours."""
+    mesh = checkpoint.index.run.mesh or saved_mesh(checkpoint)
+    return tuple(MeshDimension(name, size) for name, size in mesh)
 
 
 def _text(value: object) -> str | None:

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import FormatError, NotACheckpointError
-from ckptkit.core.index import Fqn, TensorIndex
+from ckptkit.core.index import Fqn, Shape, TensorEntry, TensorIndex
 from ckptkit.formats.base import Candidate
 from ckptkit.formats.registry import read_index, recognise
 from ckptkit.formats.weight_map import read_weight_map
@@ -35,13 +35,22 @@ def dtypes_in(folder: PathLike, *, option: str) -> Mapping[Fqn, DType]:
         InputError: If there is no model, or if a header is damaged.
         AmbiguousSourceError: If there are several.
     """
+    return {entry.name: entry.dtype for entry in _model_of(folder, option)}
+
+
+def shapes_in(folder: PathLike, *, option: str) -> Mapping[str, Shape]:
+    """Returns the shape of every tensor of a model; see `dtypes_in`."""
+    return {str(entry.name): entry.shape for entry in _model_of(folder, option)}
+
+
+def _model_of(folder: PathLike, option: str) -> list[TensorEntry]:
     with ExitStack() as stack:
         source = open_folder(stack, folder, option)
         index = pretrained_index(source)
         if index is not None:
-            return {entry.name: entry.dtype for entry in index.of_part("model")}
+            return list(index.of_part("model"))
     with opened(folder) as checkpoint:
-        return {entry.name: entry.dtype for entry in checkpoint.index.of_part("model")}
+        return list(checkpoint.index.of_part("model"))
 
 
 def file_map_of(folder: PathLike, *, option: str) -> FileMap:

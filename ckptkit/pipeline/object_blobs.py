@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ckptkit.core.crc import crc32
 from ckptkit.core.errors import ChecksumError, InputError
 from ckptkit.core.index import Problem, TensorIndex
-from ckptkit.formats.dcp import BlobRef
+from ckptkit.formats.dcp import BlobRef, content_of
 from ckptkit.formats.torch_zip import data_start, open_archive
 from ckptkit.formats.zip_directory import Read
 from ckptkit.storage.base import Source
@@ -53,11 +53,8 @@ def check_objects(source: Source, index: TensorIndex) -> CheckedObjects:
 
 def _is_proven(source: Source, blob: BlobRef, where: str) -> bool:
     """Tells whether checksums are stored for an object, having compared them."""
-
-    def read(start: int, stop: int) -> bytes:
-        return source.read(blob.path, blob.start + start, blob.start + stop)
-
-    archive = open_archive(read, blob.stop - blob.start, where=where)
+    read, size = content_of(source, blob, where=where)
+    archive = open_archive(read, size, where=where)
     sums = []
     for entry in archive.entries.values():
         if entry.crc32 is None:

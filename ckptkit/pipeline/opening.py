@@ -6,6 +6,7 @@ import posixpath
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,9 +30,21 @@ from ckptkit.core.manifest import MANIFEST_NAME, Manifest
 from ckptkit.formats.base import Candidate
 from ckptkit.formats.dcp import METADATA
 from ckptkit.formats.discovery import Found, Unit, resolve, step_of
-from ckptkit.formats.registry import parsing_bytes, read_index, recognise
+from ckptkit.formats.numbered_files import with_numbered_ranks
+from ckptkit.formats.optimizer_names import with_named_states
+from ckptkit.formats.registry import (
+    complaints,
+    nothing_found,
+    parsing_bytes,
+    read_index,
+    recognise,
+)
+from ckptkit.formats.step_files import is_single_file, step_name
+from ckptkit.formats.torch_file import TorchFileReader
 from ckptkit.formats.zero_tags import without_older_tags
 from ckptkit.pipeline.completeness import missing_files
+from ckptkit.pipeline.flat_models import with_model_config
+from ckptkit.pipeline.leftover_shards import LeftShards
 from ckptkit.pipeline.listed_files import foresee_headers, listed_files
 from ckptkit.pipeline.marking import hold_candidates
 from ckptkit.pipeline.source_places import absolute, check_path, open_others, open_root
@@ -44,8 +57,9 @@ from ckptkit.storage.overlay import OverlaySource
 from ckptkit.storage.places import PathLike, place_of
 
 __all__ = ["Opened", "PathLike", "opened"]
-_MARKS = {"trainer_state.json": "Transformers Trainer", "meta.pt": "Lightning"}
+_MARKS = {"trainer_state.json": "Transformers Trainer"}
 _ACCELERATE = "pytorch_model_fsdp_"
+_ACCELERATE_STATE = "random_states_0.pkl"  # which `save_state` always writes
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +75,7 @@ class Opened:
         select: What is left of the user's selection: a state dict within the index, or None.
         notes: What was passed over or left alone, and why.
         manifest: Of a step that ckptkit saved, else None.
+        paths: All files that were looked at, relative to the source's root.
     """
 
     location: str
@@ -71,6 +86,7 @@ class Opened:
     select: str | None
     notes: tuple[str, ...]
     manifest: Manifest | None = None
+    paths: Sequence[str] = ()
 
     @property
     def path(self) -> str:
@@ -85,6 +101,7 @@ def opened(
     select: str | None = None,
     also: Sequence[PathLike] = (),
     limit_bytes: int | None = None,
+    model_config: PathLike | None = None,
 ) -> Iterator[Opened]:
     """Opens whatever checkpoint lies at, or under, a path.
 
@@ -93,6 +110,8 @@ def opened(
         select: Which of several to take.
         also: Further directories, which hold files of the same checkpoint in the same places.
         limit_bytes: Memory that the process may use, or None.
+        model_config: A folder with the configuration of the model that flat parameters of FSDP1
+            are made of, or None.
 
     Yields:
         The checkpoint, its files open.
@@ -113,6 +132,8 @@ def opened(
         folders = [root, *open_others(stack, root, also)]
         source = OverlaySource(folders, compared=(METADATA, MANIFEST_NAME))
         found = _Search(source, location, only, limit_bytes).run(select)
+        if model_config is not None:
+            found = replace(found, index=with_model_config(found.index, model_config))
         stack.enter_context(hold_candidates(folders, [unit.candidate for unit in found.units]))
         yield found
 
@@ -142,12 +163,18 @@ class _Search:
             select=select,
             lacks=self._lacks,
             links=self._source.linked_folders() if self._only is None else (),
+            nothing=partial(nothing_found, self._looked_at(), self._location),
+            told=self._step_inside,
         )
+        shards = LeftShards(self._source, self._location, candidates, self._index)
+        found = shards.settle(found, select)
         self._check_parts(found)
         index = _merge(found.units, [self._index(unit.candidate) for unit in found.units])
-        step = step_of(found.folder or absolute(self._location))
+        index = with_named_states(index, in_order=index.format == TorchFileReader.name)
+        step = _step_named(found, absolute(self._location))
         writer = ", ".join(filter(None, [*self._frameworks(found), index.run.writer]))
-        run = replace(index.run, step=index.run.step or step, writer=writer)
+        known = index.run.step if index.run.step is not None else step
+        run = replace(index.run, step=known, writer=writer)
         saved = step_folder(found.units[0].candidate.folder)
         problems = (*index.problems, *self._steps.problems(saved))
         return Opened(
@@ -157,8 +184,9 @@ class _Search:
             units=found.units,
             index=replace(index, run=self._steps.facts(saved, run), problems=problems),
             select=found.select,
-            notes=(*left_alone, *found.notes),
+            notes=(*left_alone, *found.notes, *complaints()),
             manifest=self._steps.manifest(saved),
+            paths=self._looked_at(),
         )
 
     def _candidates(self) -> list[Candidate]:
@@ -171,10 +199,14 @@ class _Search:
             self._source.lay_over(united.made, without=united.without)
             self._paths = listed_files(self._source)
             candidates = recognise(self._paths)
+        candidates = with_numbered_ranks(self._source, candidates, self._paths)
         if self._only is not None:
             candidates = [c for c in candidates if self._only in c.files]
         self._steps = SavedSteps(self._source, candidates, united.problems)
         return candidates
+
+    def _looked_at(self) -> Sequence[str]:
+        return self._paths if self._only is None else (self._only,)
 
     def _check_parts(self, found: Found) -> None:
         """Refuses a step in parts that do not make a whole."""
@@ -191,7 +223,10 @@ class _Search:
             if any(posixpath.join(folder, file) in self._paths for folder in folders):
                 yield framework
         names = [unit.candidate.folder or self._location for unit in found.units]
-        if any(_ACCELERATE in name for name in names):
+        is_ours = any(self._steps.is_output(step_folder(folder)) for folder in folders)
+        states = (posixpath.join(folder, _ACCELERATE_STATE) for folder in folders)
+        is_named = any(_ACCELERATE in name for name in names)
+        if not is_ours and (is_named or any(path in self._paths for path in states)):
             yield "accelerate"
 
     def _index(self, candidate: Candidate) -> TensorIndex:
@@ -211,6 +246,12 @@ class _Search:
                 hint=f"allow at least {needed:,} bytes",
             )
 
+    def _step_inside(self, candidate: Candidate) -> int | None:
+        try:
+            return self._index(candidate).run.step
+        except InputError:
+            return None
+
     def _lacks(self, candidate: Candidate) -> str:
         unfinished = self._steps.lacks(candidate)
         if unfinished:
@@ -219,6 +260,15 @@ class _Search:
             return missing_files(self._index(candidate))
         except InputError as error:
             return str(error.message)
+
+
+def _step_named(found: Found, location: str) -> int | None:
+    """Returns the step that the name of the chosen file or folder tells."""
+    candidate = found.units[0].candidate
+    name = step_name(candidate.files[0]) if is_single_file(candidate) else None
+    if name is not None and "epoch" not in name.kind:
+        return name.number
+    return step_of(found.folder or location)
 
 
 def _check_places(folders: Sequence[Folder]) -> None:
@@ -278,7 +328,7 @@ def _merge(units: Sequence[Unit], indexes: Sequence[TensorIndex]) -> TensorIndex
         for path, value in index.values.items():
             values[path if path not in values else (unit.label, *path)] = value
     return TensorIndex(
-        format=" + ".join(dict.fromkeys(index.format for index in indexes)),
+        format=_merged_format(units, indexes),
         files=tuple(file for index in indexes for file in index.files),
         records=_merged_records(indexes),
         tensors=tensors,
@@ -287,6 +337,13 @@ def _merge(units: Sequence[Unit], indexes: Sequence[TensorIndex]) -> TensorIndex
         run=_merged_run([index.run for index in indexes]),
         problems=tuple(problems),
     )
+
+
+def _merged_format(units: Sequence[Unit], indexes: Sequence[TensorIndex]) -> str:
+    """Names the formats of the models, or of whatever is there besides them."""
+    pairs = list(zip(units, indexes, strict=True))
+    models = [index.format for unit, index in pairs if not unit.is_optimizer]
+    return " + ".join(dict.fromkeys(models or [index.format for index in indexes]))
 
 
 def _merged_records(indexes: Sequence[TensorIndex]) -> RecordTable:

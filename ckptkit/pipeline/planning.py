@@ -21,6 +21,8 @@ from ckptkit.pipeline.conversions import beside_conversions
 from ckptkit.pipeline.folders import SideFolders
 from ckptkit.pipeline.naming import Named, named
 from ckptkit.pipeline.opening import Opened, PathLike, opened
+from ckptkit.pipeline.optimizer_output import optimizer_output
+from ckptkit.pipeline.reach import check_reach
 from ckptkit.pipeline.shaping import Shaping
 from ckptkit.pipeline.ties_by_bytes import Ties, find_ties
 from ckptkit.pipeline.writing import Prepared, estimated, settings_for
@@ -68,7 +70,13 @@ def prepared(
     with ExitStack() as stack:
         limit = resources.memory_limit_bytes
         checkpoint = stack.enter_context(
-            opened(src, select=request.select, also=also, limit_bytes=limit)
+            opened(
+                src,
+                select=request.select,
+                also=also,
+                limit_bytes=limit,
+                model_config=request.model_config,
+            )
         )
         folders = SideFolders(stack, checkpoint, base)
         if request.names == "auto":
@@ -150,8 +158,9 @@ class _Preparation:
             config = self._shaping.config(self._untied(config, ties))
         files = self._folders.outputs(side, config, allow_code=self._request.allow_code)
         self._note_what_is_absent(config, code)
-        self._notes += (*given.notes, *self._shaping.notes)
-        plan = Plan((*weights, *files), given.dropped, tuple(self._notes))
+        states = optimizer_output(checkpoint, self._request, entries)
+        self._notes += (*given.notes, *self._shaping.notes, *states.notes)
+        plan = Plan((*weights, *states.files, *files), given.dropped, tuple(self._notes))
         read = sum(entry.size_bytes for entry in entries if entry.name not in ties.dropped)
         settings = settings_for(
             beside_conversions(self._resources, given.conversion_bytes),
@@ -166,7 +175,9 @@ class _Preparation:
             inputs=Inputs({SOURCE: origin}, self._folders.sources),
             settings=settings,
             estimate=estimated(
-                plan, settings, out, bytes_read=read, besides_bytes=given.conversion_bytes
+                *(plan, settings, out),
+                bytes_read=read + states.bytes_read,
+                besides_bytes=given.conversion_bytes,
             ),
             kind=_KINDS[self._request.layout],
             options=changed_options(self._request),
@@ -185,6 +196,8 @@ class _Preparation:
         problem = next(find_problems(checkpoint.index, entries), None)
         if problem is not None:
             raise error_of(problem, checkpoint.path)
+        models = {"--base": self._folders.base, "--like": request.like}
+        self._notes += check_reach(checkpoint, entries, models)
         return entries
 
     def _config(self, side: Sequence[SideFile]) -> Mapping[str, Any] | None:

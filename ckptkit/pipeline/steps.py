@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import posixpath
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from ckptkit.core.crc import crc32
 from ckptkit.core.errors import ChecksumError, InputError, MissingFileError, TruncatedFileError
@@ -43,6 +44,7 @@ class SavedSteps:
         """
         self._source = source
         self._manifests: dict[str, Manifest | Problem] = dict(problems or {})
+        self._outputs: dict[str, Manifest] = {}
         for candidate in candidates:
             self._look(step_folder(candidate.folder))
 
@@ -50,6 +52,10 @@ class SavedSteps:
         """Returns the manifest of a step, or None where it is absent, damaged or not ours."""
         found = self._manifests.get(folder)
         return found if isinstance(found, Manifest) else None
+
+    def is_output(self, folder: str) -> bool:
+        """Tells whether a folder holds what ckptkit converted, and not what a run saved."""
+        return folder in self._outputs
 
     def apart(self, candidates: Sequence[Candidate]) -> list[Candidate]:
         """Leaves out what lies in the folder that describes a step: it is no model of its own."""
@@ -83,6 +89,10 @@ class SavedSteps:
 
     def facts(self, folder: str, known: RunFacts) -> RunFacts:
         """Returns what is known of the run, the manifest's word before that of file names."""
+        output = self._outputs.get(folder)
+        if output is not None:
+            step = _number(output.source.get("step"), known.step)
+            return replace(known, writer=_WRITER, version=_version(output), step=step)
         manifest = self.manifest(folder)
         if manifest is None:
             return known
@@ -90,6 +100,8 @@ class SavedSteps:
             world_size=_number(manifest.source.get("world_size"), known.world_size),
             step=_number(manifest.source.get("step"), known.step),
             writer=_WRITER,
+            version=_version(manifest),
+            mesh=known.mesh,
             notes=(
                 *known.notes,
                 *(f"saved without {name}: {why}" for name, why in lost_entries(manifest).items()),
@@ -105,7 +117,7 @@ class SavedSteps:
             yield from file_problems(self._source, folder, found)
 
     def _look(self, folder: str) -> None:
-        if folder in self._manifests:
+        if folder in self._manifests or folder in self._outputs:
             return
         path = posixpath.join(folder, MANIFEST_NAME)
         try:
@@ -119,6 +131,8 @@ class SavedSteps:
             return
         if found.kind == TRAINING:
             self._manifests[folder] = found
+        else:
+            self._outputs[folder] = found
 
 
 _ABSENT = "is not there, and it is written last: the save was not finished"
@@ -199,6 +213,10 @@ def _read_manifest(source: Source, path: str) -> Manifest:
     size = source.stat(path).size_bytes
     check_manifest_size(size, where=where)
     return parse_manifest(source.read(path, 0, size), where=where)
+
+
+def _version(manifest: Manifest) -> str:
+    return str(manifest.versions.get(_WRITER, ""))
 
 
 def _number(value: object, otherwise: int | None) -> int | None:

@@ -22,6 +22,7 @@ from ckptkit.core.manifest import (
 from ckptkit.execution.events import Listener, ignore
 from ckptkit.execution.tensors import Origin
 from ckptkit.formats.registry import read_index, recognise
+from ckptkit.formats.torch_optimizer import TorchOptimizerReader
 from ckptkit.kernels.checksums import leaf_digest, leaf_ranges, tree_digest
 from ckptkit.kernels.digests import digest_like
 from ckptkit.pipeline.object_blobs import CheckedObjects, check_objects
@@ -29,6 +30,7 @@ from ckptkit.pipeline.opening import Opened, PathLike, opened
 from ckptkit.pipeline.scanning import scan
 from ckptkit.pipeline.steps import digest_problems, file_problems, step_folder
 from ckptkit.planning.coverage import find_problems_by_key
+from ckptkit.planning.optimizer_states import OPTIMIZER
 from ckptkit.planning.plan import SOURCE
 from ckptkit.storage.base import Source
 from ckptkit.storage.machine import usable_cores
@@ -175,6 +177,11 @@ def _problem_of(error: CkptkitError, where: str) -> Problem:
     return Problem(error.code, place, error.message)
 
 
+def _name_written(entry: TensorEntry) -> str:
+    """Returns what a manifest calls a tensor of an output."""
+    return f"{OPTIMIZER}.{entry.name}" if entry.part == "optimizer" else str(entry.name)
+
+
 class _Output:
     """Checks one output of ours against its manifest."""
 
@@ -222,38 +229,53 @@ class _Output:
 
     def _tensor_problems(self, listener: Listener) -> tuple[list[Problem], int]:
         try:
-            index = self._index()
+            indexes = self._indexes()
         except CkptkitError as error:
             return [_problem_of(error, "")], 0
-        problems = list(self._differences(index))
+        problems = list(self._differences(indexes))
+        read = 0
+        for index in indexes:
+            found, size_bytes = self._digest_problems(index, listener)
+            problems += [*found, *check_objects(self._source, index).problems]
+            read += size_bytes
+        return problems, read
+
+    def _digest_problems(self, index: TensorIndex, listener: Listener) -> tuple[list[Problem], int]:
         expected = self._manifest.tensors
-        entries = [entry for entry in index.tensors.values() if entry.name in expected]
-        digests = {entry.key: digest_like(expected[entry.name].digest) for entry in entries}
+        names = {entry.key: _name_written(entry) for entry in index.tensors.values()}
+        entries = [entry for entry in index.tensors.values() if names[entry.key] in expected]
+        digests = {entry.key: digest_like(expected[names[entry.key]].digest) for entry in entries}
 
         def visit(entry: TensorEntry, leaf: int, view: memoryview) -> None:
             digests[entry.key].add(leaf, view)
 
         origin = Origin(SOURCE, self._source, index)
         found = scan(origin, entries, visit, workers=usable_cores() + 1, listener=listener)
-        problems += [_problem_of(error, key) for key, error in found.failures.items()]
+        problems = [_problem_of(error, key) for key, error in found.failures.items()]
         problems += [
-            Problem(_MISMATCH, f"tensor {entry.name!r}", "has another digest than the manifest")
+            Problem(_MISMATCH, f"tensor {name!r}", "has another digest than the manifest")
             for entry in entries
             if entry.key not in found.failures
-            and digests[entry.key].value(entry.size_bytes) != expected[entry.name].digest
+            and digests[entry.key].value(entry.size_bytes)
+            != expected[name := names[entry.key]].digest
         ]
         return problems, found.size_bytes
 
-    def _index(self) -> TensorIndex:
+    def _indexes(self) -> list[TensorIndex]:
         wanted = _FORMATS.get(self._manifest.kind)
-        for candidate in recognise(sorted(self._manifest.files)):
-            if candidate.format == wanted:
-                return read_index(self._source, candidate)
-        raise NotACheckpointError(f"the manifest names no {wanted} file", where=self._path)
+        found = [
+            read_index(self._source, candidate)
+            for candidate in recognise(sorted(self._manifest.files))
+            if candidate.format in {wanted, TorchOptimizerReader.name}
+        ]
+        if not any(index.format == wanted for index in found):
+            raise NotACheckpointError(f"the manifest names no {wanted} file", where=self._path)
+        return found
 
-    def _differences(self, index: TensorIndex) -> Iterator[Problem]:
+    def _differences(self, indexes: Sequence[TensorIndex]) -> Iterator[Problem]:
         expected = self._manifest.tensors
-        by_name = {str(entry.name): entry for entry in index.tensors.values()}
+        entries = [entry for index in indexes for entry in index.tensors.values()]
+        by_name = {_name_written(entry): entry for entry in entries}
         for name in sorted(expected.keys() | by_name.keys()):
             where = f"tensor {name!r}"
             if name not in by_name:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -14,6 +14,8 @@ from ckptkit.core.manifest import BY_STORE, MANIFEST_NAME, FileRecord, Manifest,
 from ckptkit.core.object_parts import part_bytes
 from ckptkit.execution.budget import (
     DISTANT_WORKERS,
+    STRAIGHT_TASK_BYTES,
+    STRAIGHT_WORKER_BYTES,
     WORKER_BYTES,
     ExecutionSettings,
     settle_workers,
@@ -22,15 +24,17 @@ from ckptkit.execution.events import Committed, Listener, Planned
 from ckptkit.execution.executor import Executor, Inputs
 from ckptkit.execution.outcome import Digests
 from ckptkit.execution.store_copies import with_store_copies
+from ckptkit.execution.streams import decoding_bytes
 from ckptkit.pipeline.identity import source_facts
 from ckptkit.pipeline.marking import read_at_store
 from ckptkit.pipeline.opening import Opened, PathLike
-from ckptkit.planning.plan import Compute, Copy, Plan, Segment, ServerCopy
+from ckptkit.planning.plan import TASK_BYTES, Compute, Copy, Plan, Segment, ServerCopy
 from ckptkit.planning.reads import READ_AHEAD_BYTES
 from ckptkit.planning.requests import Resources
 from ckptkit.storage.base import CopyingTarget, Target, distant
 from ckptkit.storage.machine import memory_in_use_bytes, usable_cores
 from ckptkit.storage.places import is_url, local_path, place_of
+from ckptkit.storage.s3_ranges import S3_PROTOCOLS
 from ckptkit.version import __version__
 
 
@@ -126,19 +130,42 @@ def settings_for(
     Raises:
         NoSpaceError: If not even one does.
     """
+    sources = tuple(sources)
     is_far = any(distant(one.source) is not None for one in sources)
-    needed = WORKER_BYTES + (READ_AHEAD_BYTES if is_far else 0)
+    needed, task_bytes = WORKER_BYTES + (READ_AHEAD_BYTES if is_far else 0), TASK_BYTES
     if plan is not None and is_url(out):
-        needed += max((part_bytes(file.size_bytes) for file in plan.files), default=0)
+        sent = max((part_bytes(file.size_bytes) for file in plan.files), default=0)
+        needed += sent
+        if is_far and _is_s3(out) and not _computes(plan, sources):
+            # What was fetched beside the block is dropped before anything is sent.
+            needed = STRAIGHT_WORKER_BYTES + max(READ_AHEAD_BYTES, sent)
+            task_bytes = STRAIGHT_TASK_BYTES
     workers = settle_workers(
         resources.workers or (DISTANT_WORKERS if is_far else None),
         cores=usable_cores(),
         budget_bytes=resources.memory_budget_bytes,
         limit_bytes=resources.memory_limit_bytes,
-        used_bytes=memory_in_use_bytes(),
+        used_bytes=memory_in_use_bytes() + _decoding_bytes(sources),
         worker_bytes=needed,
     )
-    return ExecutionSettings(workers, resources.bytes_per_second, needed)
+    return ExecutionSettings(workers, resources.bytes_per_second, needed, task_bytes)
+
+
+def _is_s3(out: PathLike) -> bool:
+    return place_of(out).protocol in S3_PROTOCOLS
+
+
+def _computes(plan: Plan, sources: Sequence[Opened]) -> bool:
+    """Tells whether anything is made of what is read, in memory of its own."""
+    bodies = (segment.body for file in plan.files for segment in file.segments)
+    entries = (entry for source in sources for entry in source.index.tensors.values())
+    return any(isinstance(body, Compute) for body in bodies) or any(
+        entry.rounded_from is not None for entry in entries
+    )
+
+
+def _decoding_bytes(sources: Sequence[Opened]) -> int:
+    return sum(decoding_bytes(one.index) for one in sources)
 
 
 def write_output(prepared: Prepared, target: Target, listener: Listener) -> Manifest:
@@ -163,8 +190,7 @@ def write_output(prepared: Prepared, target: Target, listener: Listener) -> Mani
         for source in prepared.sources:
             refuse_changed(source)
     manifest = manifest_of(prepared, digests)
-    _commit(manifest, target)
-    listener(Committed(target.location))
+    commit_output(manifest, target, listener)
     return manifest
 
 
@@ -224,11 +250,18 @@ def refuse_changed(source: Opened) -> None:
         )
 
 
-def _commit(manifest: Manifest, target: Target) -> None:
+def commit_output(manifest: Manifest, target: Target, listener: Listener) -> None:
+    """Makes an output visible, with its manifest after all other files.
+
+    Raises:
+        OutputExistsError: If the destination was filled by somebody else meanwhile.
+        OutputError: If something cannot be made durable or visible.
+    """
     data = manifest.to_json()
     target.create(MANIFEST_NAME, len(data))
     target.write(MANIFEST_NAME, 0, memoryview(data))
     target.commit(last=MANIFEST_NAME)
+    listener(Committed(target.location))
 
 
 def manifest_of(prepared: Prepared, digests: Digests) -> Manifest:

@@ -262,20 +262,28 @@ class Plan:
                 if segment.spec is not None:
                     yield file, segment, segment.spec
 
-    def tasks(self) -> Iterator[Task]:
-        """Cuts the files into byte ranges of at most `TASK_BYTES`, lazily and in order."""
+    def tasks(self, most_bytes: int | None = None) -> Iterator[Task]:
+        """Cuts the files into byte ranges, lazily and in order.
+
+        Args:
+            most_bytes: Of each, `TASK_BYTES` or a multiple of it; the first if left out.
+
+        Yields:
+            The tasks.
+        """
         for number, file in enumerate(self.files):
-            yield from tasks_of_file(number, file)
+            yield from tasks_of_file(number, file, most_bytes)
 
 
-def tasks_of_file(number: int, file: OutputFile) -> Iterator[Task]:
-    """Cuts one file, the plan's `number`th, into byte ranges of at most `TASK_BYTES`."""
+def tasks_of_file(number: int, file: OutputFile, most_bytes: int | None = None) -> Iterator[Task]:
+    """Cuts one file, the plan's `number`th, as `Plan.tasks` cuts all of them."""
+    most = most_bytes or TASK_BYTES
     parts: list[Part] = []
     start = size = 0
     for part in _parts_of(file):
         length = part.stop - part.start
         is_apart = part.segment.start + part.start != start + size
-        if parts and (is_apart or size + length > TASK_BYTES):
+        if parts and (is_apart or size + length > most or _fills_a_task(part, most)):
             yield Task(number, start, start + size, tuple(parts))
             parts = []
         if not parts:
@@ -284,6 +292,12 @@ def tasks_of_file(number: int, file: OutputFile) -> Iterator[Task]:
         size += length
     if parts:
         yield Task(number, start, start + size, tuple(parts))
+
+
+def _fills_a_task(part: Part, most_bytes: int) -> bool:
+    """Tells whether a task of its own begins with a part: the chunks of a source lie in step."""
+    left = part.segment.stop - part.segment.start - part.start
+    return part.start % most_bytes == 0 and left >= most_bytes
 
 
 def _parts_of(file: OutputFile) -> Iterator[Part]:

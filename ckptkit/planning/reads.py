@@ -21,6 +21,9 @@ READ_AHEAD_BYTES = 8 << 20
 FREE_GAP_BYTES = 4 << 10
 """Up to which a gap is always read: the directory of one archive and the header of the next."""
 
+FREE_GAP_OF_ENDS_BYTES = 32 << 10
+"""The same where all that is wanted are the ends of archives: those of small ones lie close."""
+
 GAP_BYTES = 256 << 10
 """Up to which a gap is read where what is wanted is large enough."""
 
@@ -28,16 +31,19 @@ VAIN_SHARE = 100
 """One byte in so many may lie in larger gaps."""
 
 
-def coalesce(wanted: Iterable[FileRange]) -> list[FileRange]:
+def coalesce(
+    wanted: Iterable[FileRange], *, free_gap_bytes: int = FREE_GAP_BYTES
+) -> list[FileRange]:
     """Joins ranges into those that are read.
 
     Args:
         wanted: In any order; they may overlap.
+        free_gap_bytes: Up to which a gap is read in any case.
 
     Returns:
         Ranges that cover them, apart from each other, sorted.
     """
-    distinct = _joined(sorted(one for one in wanted if one.size_bytes > 0), FREE_GAP_BYTES)
+    distinct = _joined(sorted(one for one in wanted if one.size_bytes > 0), free_gap_bytes)
     allowance = sum(one.size_bytes for one in distinct) // VAIN_SHARE
     limit = -1
     for gap in sorted(_gaps(distinct)):

@@ -132,6 +132,9 @@ class ConsolidateRequest:
         allow_code: Whether `*.py` files and `auto_map` entries are copied.
         like: A model folder whose file names and distribution of tensors are kept, or None.
         vocab_size: How many rows embeddings and heads are cut to, or None for all.
+        optimizer: Whether the states of the optimizer are written too.
+        model_config: A folder with the `config.json` of the model that flat parameters of FSDP1
+            are made of, or None.
     """
 
     dtype: OutputDType = "keep"
@@ -145,6 +148,8 @@ class ConsolidateRequest:
     allow_code: bool = False
     like: str | None = None
     vocab_size: int | None = None
+    optimizer: bool = False
+    model_config: str | None = None
 
     def __post_init__(self) -> None:
         check_choice("--dtype", self.dtype, get_args(OutputDType))

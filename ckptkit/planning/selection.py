@@ -322,10 +322,24 @@ def note_of_masters(entries: Sequence[TensorEntry], products: Iterable[Product])
     masters = {entry.master.key for entry in entries if entry.master is not None}
     read = {key for product in products for key in _keys_read(product)}
     if not masters & read:
-        return ""
+        return _note_of_live(entries)
     return (
         f"{len(masters & read):,} of {len(entries):,} tensors are made from the master copies that"
         " the optimizer works on, the others from the weights as the model has them"
+    )
+
+
+def _note_of_live(entries: Sequence[TensorEntry]) -> str:
+    """Tells that masters are there, and were not what was asked for."""
+    wider = {entry.master.dtype.name for entry in entries if entry.master is not None}
+    if not wider:
+        return ""
+    rounded = any(entry.rounded_from is not None for entry in entries)
+    how = "rounded from them, as training does" if rounded else "as the model has them"
+    listed = " and ".join(sorted(wider))
+    return (
+        f"the optimizer works on master copies in {listed}: weights are written {how};"
+        f" --dtype {min(wider)} writes the master copies themselves"
     )
 
 

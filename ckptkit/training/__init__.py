@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from ckptkit.training.checkpointer import Checkpointer
+from ckptkit.training.flat_layout import write_flat_layout
 from ckptkit.training.handle import SaveHandle, SaveReport, SkippedError
 from ckptkit.training.settings import Options
 
-__all__ = ["Checkpointer", "Options", "SaveHandle", "SaveReport", "SkippedError"]
+__all__ = [
+    "Checkpointer",
+    "Options",
+    "SaveHandle",
+    "SaveReport",
+    "SkippedError",
+    "write_flat_layout",
+]

@@ -62,6 +62,9 @@ class FlatUnit:
         parts: The original parameters, in their order.
         sharing: How many ranks share the flat parameter's elements; 1 if each has them all.
         extent: The number of ranks that hold some of it, and which of them this is.
+        path: The clean name of the module that has it.
+        starts: Where the original parameters begin in the whole flat one, in elements.
+        elements: How many it has on all ranks together, with padding between parameters.
     """
 
     parameter: nn.Parameter
@@ -69,6 +72,9 @@ class FlatUnit:
     parts: tuple[FlatPart, ...]
     sharing: int
     extent: Copies
+    path: str
+    starts: tuple[int, ...]
+    elements: int
 
 
 def has_flat_parameters(model: nn.Module) -> bool:
@@ -116,6 +122,10 @@ def layout_facts(units: Sequence[FlatUnit]) -> list[dict[str, Any]]:
             "elements": [_numel(part.in_shard.shape) for part in unit.parts],
             "aliases": {part.fqn: list(part.aliases) for part in unit.parts if part.aliases},
             "sharing": unit.sharing,
+            "path": unit.path,
+            "starts": list(unit.starts),
+            "size": unit.elements,
+            "axes": [list(part.in_shard.axes) for part in unit.parts],
         }
         for unit in units
     ]
@@ -153,7 +163,16 @@ def _unit(
     group = _Group(copies, sharing, rank, (id(inter), id(handle.process_group)), interned)
     shard = _shard(flat)
     names = _names(flat, prefixes)
-    return FlatUnit(flat, shard, tuple(_parts(flat, shard, names, group)), sharing, group.extent)
+    return FlatUnit(
+        flat,
+        shard,
+        tuple(_parts(flat, shard, names, group)),
+        sharing,
+        group.extent,
+        prefixes[0],
+        tuple(_starts(flat)),
+        _numel(flat._unpadded_unsharded_size),
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,13 @@ from ckptkit_cli._storage_options import located
 
 if TYPE_CHECKING:
     from ckptkit.pipeline.consolidating import Consolidation
+    from ckptkit.pipeline.deleting import SourceRemoval
+
+
+_NOT_SLICED = {
+    "resume": "--resume; a slice that was written is kept anyway, and any other is run again",
+    "delete_source": "--delete-source, for which one process has to know that all is written",
+}
 
 
 def run_command(title: str, layout: Layout, given: Mapping[str, Any]) -> None:
@@ -39,7 +46,7 @@ def run_command(title: str, layout: Layout, given: Mapping[str, Any]) -> None:
     output = Output(as_json=given["as_json"], quiet=given["quiet"], events=given["events"])
     with told(output):
         job = job_of(title, layout, given)
-        share = slice_of(given["slice_"], given["engine"])
+        share = slice_of(given)
         if given["dry_run"]:
             job.show_plan(output)
         elif share is not None:
@@ -67,6 +74,8 @@ def job_of(title: str, layout: Layout, given: Mapping[str, Any]) -> Job:
         layout=layout,
         like=given["like"],
         vocab_size=vocabulary_size(given["vocab_size"]),
+        optimizer=given["optimizer"],
+        model_config=given["model_config"],
     )
     resources = make_resources(
         worker_count(given["workers"]),
@@ -84,6 +93,8 @@ def job_of(title: str, layout: Layout, given: Mapping[str, Any]) -> Job:
         resources=resources,
         overwrite=given["overwrite"],
         verifies=given["if_exists"] == "verify",
+        resumes=given["resume"],
+        deletes=given["delete_source"],
     )
 
 
@@ -103,19 +114,21 @@ def worker_count(workers: str | None) -> int | None:
         ) from error
 
 
-def slice_of(text: str | None, engine: str) -> Share | None:
+def slice_of(given: Mapping[str, Any]) -> Share | None:
     """Reads which part of the work is to be done, None where all of it is.
 
     Raises:
-        UsageError: If it is none, or if another engine shares the work out already.
+        UsageError: If it is none, or stands beside something that a part of the work cannot do.
     """
+    text, engine = given["slice_"], given["engine"]
     if text is None:
         return None
+    other = next((why for option, why in _NOT_SLICED.items() if given[option]), "")
     if engine != "local":
+        other = f"--engine {engine}, which shares the work out by itself"
+    if other:
         raise UsageError(
-            f"stands beside --engine {engine}, which shares the work out by itself",
-            where=f"--slice {text}",
-            hint="leave one of the two out",
+            f"stands beside {other}", where=f"--slice {text}", hint="leave one of the two out"
         )
     return parse_slice(text)
 
@@ -139,6 +152,8 @@ class Job:
         resources: What the execution may use.
         overwrite: Whether an output that holds something is replaced.
         verifies: Whether an output that is there is proven to be the one asked for.
+        resumes: Whether a run that was interrupted is gone on with.
+        deletes: Whether the files that were read are removed when the output is proven.
     """
 
     title: str
@@ -147,13 +162,19 @@ class Job:
     resources: Resources
     overwrite: bool
     verifies: bool
+    resumes: bool = False
+    deletes: bool = False
 
     def run(self, output: Output) -> None:
         """Writes the output, and tells what was written."""
         began = time.perf_counter()
         with Progress(output, self.title) as progress:
+            removal = self._removal() if self.deletes else None
             manifest = self._confirmed(progress) or self._written(progress)
-        self._tell(output, manifest, time.perf_counter() - began, progress)
+            seconds = time.perf_counter() - began
+            if removal is not None:
+                removal.carry_out(manifest, progress.listen)
+        self._tell(output, manifest, seconds, progress, removal)
 
     def run_slice(self, output: Output, share: Share) -> None:
         """Writes one part of the output, and puts the whole in place where it is the last."""
@@ -177,13 +198,22 @@ class Job:
                     return
         self._tell(output, manifest, time.perf_counter() - began, progress)
 
-    def _tell(self, output: Output, manifest: Manifest, seconds: float, progress: Progress) -> None:
+    def _tell(
+        self,
+        output: Output,
+        manifest: Manifest,
+        seconds: float,
+        progress: Progress,
+        removal: SourceRemoval | None = None,
+    ) -> None:
         from ckptkit_cli._consolidation_page import Consolidated, consolidation_page
+        from ckptkit_cli._removal_page import removal_json, removed_page
 
         done = Consolidated(self.places.out, manifest, seconds, progress.notes, progress.kept)
         progress.warn(done.notes)
-        output.document(done.to_json())
+        output.document(done.to_json() | removal_json(removal))
         output.lines(consolidation_page(output, done))
+        output.lines(removed_page(removal))
 
     def _confirmed(self, progress: Progress) -> Manifest | None:
         if not self.verifies:
@@ -213,18 +243,27 @@ class Job:
             overwrite=self.overwrite,
             resources=self.resources,
             listener=progress.listen,
+            resume=self.resumes,
         )
+
+    def _removal(self) -> SourceRemoval:
+        from ckptkit.pipeline.deleting import planned_removal
+
+        return planned_removal(self._consolidation())
 
     def show_plan(self, output: Output) -> None:
         """Shows what a run would do, and fails where it would fail before its first byte."""
         from ckptkit.pipeline.destination import check_destination
         from ckptkit.pipeline.planning import prepared
         from ckptkit_cli._plan_page import plan_json, plan_page
+        from ckptkit_cli._removal_page import planned_page, removal_json
 
         src, out, also = self.places.src, self.places.out, self.places.also
         check_destination(src, out, overwrite=self.overwrite, also=also)
         with prepared(
             src, out, self.request, base=self.places.base, resources=self.resources, also=also
         ) as plan:
-            output.document(plan_json(plan, out))
+            removal = self._removal() if self.deletes else None
+            output.document(plan_json(plan, out) | removal_json(removal))
             output.lines(plan_page(output, plan, out))
+            output.lines(planned_page(output, removal))

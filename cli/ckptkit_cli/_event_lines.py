@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from ckptkit.execution.events import BytesWritten, Committed, Event, Kept, Planned, Started
+from ckptkit.execution.events import BytesWritten, Committed, Event, Kept, Left, Planned, Started
 
 _PAUSE_SECONDS = 1.0
 
@@ -59,6 +59,9 @@ class EventLines:
             case Kept(path):
                 self._end_stage()
                 self._emit("kept", path=path)
+            case Left(path):
+                self._end_stage()
+                self._emit("left", path=path)
 
     def _end_stage(self) -> None:
         if self._done_bytes > self._told_bytes:

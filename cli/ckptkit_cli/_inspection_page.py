@@ -89,14 +89,16 @@ class _Page:
             model = f"{model} ({names})" if model else names
         yield from self._fact("format", escaped(found.format))
         layout = f", layout {found.layout}" if found.layout else ""
-        yield from self._fact("written by", escaped(f"{found.writer}{layout}"))
+        yield from self._fact("written by", escaped(f"{_writer(found)}{layout}"))
         yield from self._fact("step", "" if found.step is None else f"{found.step:,}")
         yield from self._fact("saved at", escaped(found.saved_at or ""))
         yield from self._fact("metrics", ", ".join(starmap(_metric, found.metrics.items())))
         yield from self._fact("ranks", "" if found.world_size is None else f"{found.world_size:,}")
+        yield from self._fact("mesh", escaped(_mesh(found)))
         yield from self._fact("model", model)
         yield from self._fact("on disk", size)
         yield from self._fact("also", self._objects())
+        yield from self._fact("ignored", escaped(", ".join(map(str, found.ignored))))
         if found.problems:
             text = counted(len(found.problems), "problem")
             yield from self._fact("state", self._output.styled(text, "red"))
@@ -219,6 +221,17 @@ class _Page:
     def prose(self, texts: Sequence[str]) -> Iterator[str]:
         for text in texts:
             yield from wrapped(text, width=self._width, rest="    ")
+
+
+def _writer(found: Inspection) -> str:
+    """Returns, for example, `ckptkit 0.1.0`; some writers are told with their version."""
+    is_told = found.version in found.writer
+    return found.writer if is_told else f"{found.writer} {found.version}"
+
+
+def _mesh(found: Inspection) -> str:
+    """Returns, for example, `dp 4, tp 2`."""
+    return ", ".join(f"{axis.name} {axis.size:,}".strip() for axis in found.mesh)
 
 
 def _metric(name: str, value: float) -> str:

@@ -23,3 +23,21 @@ IfExists = Annotated[
         " same source with the same options, once all its digests are proven.",
     ),
 ]
+Resume = Annotated[
+    bool,
+    typer.Option(
+        "--resume",
+        help="Go on with a run that was interrupted, where its finished files are proven to be as"
+        " it wrote them; what this one finishes stays if it is interrupted.",
+        show_default=False,
+    ),
+]
+DeleteSource = Annotated[
+    bool,
+    typer.Option(
+        "--delete-source",
+        help="Remove the files that were read once all of OUT was read back and has the digests of"
+        " its manifest. Refused where they hold what is not in OUT; --dry-run lists them.",
+        show_default=False,
+    ),
+]

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from types import TracebackType
 from typing import Any, Self
 
-from ckptkit.execution.events import BytesWritten, Event, Kept, Planned, Started
+from ckptkit.execution.events import BytesWritten, Event, Kept, Left, Planned, Started
 from ckptkit_cli._event_lines import EventLines
 from ckptkit_cli._output import Output
 
@@ -58,6 +58,8 @@ class Progress:
             self._lines.listen(event)
             if isinstance(event, Kept):
                 self.kept = True
+            if isinstance(event, Left):
+                self._output.warn(f"what is finished stays in {event.path} for --resume")
             if isinstance(event, Planned):
                 self.notes += tuple(event.notes)
             if not self._shown:

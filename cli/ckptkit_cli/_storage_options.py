@@ -11,7 +11,7 @@ from ckptkit.storage.locations import Sources, place_of
 from ckptkit.storage.place_options import parse_options
 
 _SRC, _DST = "--src-option", "--dst-option"
-_SINGLE = ("base", "like", "adapter_config")
+_SINGLE = ("base", "like", "adapter_config", "model_config")
 
 SrcOption = Annotated[
     list[str] | None,

@@ -8,6 +8,7 @@ from ckptkit.planning.requests import Layout
 from ckptkit_cli import _job_options as job_options
 from ckptkit_cli import _machine_options as machines
 from ckptkit_cli import _options as options
+from ckptkit_cli import _part_options as parts
 from ckptkit_cli import _storage_options as storage
 from ckptkit_cli._conversion import run_command
 
@@ -27,9 +28,13 @@ def convert(
     max_shard_size: options.MaxShardSize = None,
     include: options.Include = None,
     exclude: options.Exclude = None,
+    optimizer: parts.Optimizer = False,
     allow_code: options.AllowCode = False,
+    model_config: parts.ModelConfig = None,
     dry_run: options.DryRun = False,
     overwrite: options.Overwrite = False,
+    resume: job_options.Resume = False,
+    delete_source: job_options.DeleteSource = False,
     if_exists: job_options.IfExists = "error",
     memory_budget: options.MemoryBudget = "64MB",
     memory_limit: options.MemoryLimit = None,

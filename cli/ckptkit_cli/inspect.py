@@ -5,6 +5,7 @@ from __future__ import annotations
 from ckptkit_cli._failures import told
 from ckptkit_cli._options import Also, AsJson, Selection, Source, TensorPattern
 from ckptkit_cli._output import Output
+from ckptkit_cli._part_options import ModelConfig
 from ckptkit_cli._storage_options import SrcOption, sources_of
 
 
@@ -14,6 +15,7 @@ def inspect(
     tensors: TensorPattern = None,
     select: Selection = None,
     also: Also = None,
+    model_config: ModelConfig = None,
     src_option: SrcOption = None,
 ) -> None:
     """Show what lies in a checkpoint.
@@ -28,7 +30,12 @@ def inspect(
         from ckptkit_cli._next_command import Given
 
         sources = sources_of(src, src_option)
-        inspection = run_inspection(sources.first, select=select, also=sources.further(also or ()))
+        inspection = run_inspection(
+            sources.first,
+            select=select,
+            also=sources.further(also or ()),
+            model_config=sources.optional(model_config),
+        )
         if tensors is not None:
             inspection = matching(inspection, tensors)
         if as_json:

@@ -9,7 +9,7 @@ import typer
 
 from ckptkit.core.texts import size_text
 from ckptkit_cli._failures import exit_unless, told
-from ckptkit_cli._options import Also, AsJson, Selection
+from ckptkit_cli._options import Also, AsJson, Quiet, Selection
 from ckptkit_cli._output import Output
 from ckptkit_cli._progress import Progress
 from ckptkit_cli._storage_options import SrcOption, sources_of
@@ -34,13 +34,14 @@ def verify(
     also: Also = None,
     src_option: SrcOption = None,
     as_json: AsJson = False,
+    quiet: Quiet = False,
 ) -> None:
     """Check all data against its checksums.
 
     Of an output of ckptkit every digest is checked, of anything else the checksums that its
     format stores, and that no part of a tensor is missing. Exits 6 when something is wrong.
     """
-    output = Output(as_json=as_json)
+    output = Output(as_json=as_json, quiet=quiet)
     with told(output):
         from ckptkit.pipeline.verifying import run_verification
 
@@ -52,7 +53,14 @@ def verify(
             )
         output.document(report.to_json())
         output.lines(_page(output, report))
+        if quiet and not as_json:
+            _tell_problems(output, report)
         exit_unless(report.ok)
+
+
+def _tell_problems(output: Output, report: Verification) -> None:
+    for problem in report.problems[:_LISTED]:
+        output.fail(f"problem[{problem.code}]", str(problem))
 
 
 def _page(output: Output, report: Verification) -> Iterator[str]:

@@ -9,14 +9,22 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 from filelock import FileLock
+from safetensors.numpy import load_file
+
+from ckptkit.formats.registry import READERS
+from tests.contract.fault_bench import consolidated as consolidated_weights
+from tests.contract.fault_bench import weights_in
+from tests.contract.format_faults import CASES
 
 ROOT = Path(__file__).resolve().parents[2]
 CASE = ROOT / "fixtures" / "accelerate_fsdp2_tied_with_config"
@@ -36,9 +44,13 @@ class Environment:
         windows = self.folder / "Scripts" / "python.exe"
         return windows if os.name == "nt" else self.folder / "bin" / "python"
 
+    further: Path | None = None
+
     def run(self, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
         """Runs its Python, without anything that this process added to the search path."""
         clean = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "COV"))}
+        if self.further is not None:
+            clean["PYTHONPATH"] = str(self.further)
         return subprocess.run(
             [self.python, *arguments],
             env=clean,
@@ -66,8 +78,8 @@ def _pip(*arguments: str | Path) -> None:
     )
 
 
-def _build_wheel(folder: Path) -> Path:
-    _pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, ROOT)
+def _build_wheel(folder: Path, project: Path = ROOT) -> Path:
+    _pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, project)
     (wheel,) = folder.glob("*.whl")
     return wheel
 
@@ -125,7 +137,10 @@ def consolidated(bare: Environment, tmp_path_factory: pytest.TempPathFactory) ->
     return out
 
 
-@pytest.mark.parametrize("module", ["torch", "transformers", "accelerate"])
+FRAMEWORKS = ["torch", "transformers", "accelerate", "deepspeed", "lightning", "torchsnapshot"]
+
+
+@pytest.mark.parametrize("module", FRAMEWORKS)
 def test_the_bare_environment_is_bare(bare: Environment, module: str) -> None:
     done = bare.run("-c", f"import {module}")
     assert "ModuleNotFoundError" in done.stderr
@@ -161,6 +176,66 @@ def test_verify_works_without_torch_on_source_and_output(
 
 def test_diff_works_without_torch_across_formats(bare: Environment, consolidated: Path) -> None:
     bare.ckptkit("diff", CASE / "checkpoint", consolidated)
+
+
+CONVERT_ALL = """
+import json, sys
+import ckptkit
+for path, out, options in json.loads(sys.argv[1]):
+    with ckptkit.open(path, select=options.get("select")) as checkpoint:
+        name = next(iter(checkpoint.keys()))
+        checkpoint.read(name, framework="numpy")
+    ckptkit.convert(path, out, **{"to": "hf", **options})
+    print(ckptkit.inspect(path, select=options.get("select")).format)
+"""
+
+
+def test_every_format_is_opened_and_consolidated_without_any_framework(
+    bare: Environment, tmp_path: Path
+) -> None:
+    places = [str(tmp_path / "bare" / case.fixture) for case in CASES]
+    jobs = [
+        (str(case.path), place, dict(case.options))
+        for case, place in zip(CASES, places, strict=True)
+    ]
+    done = bare.run("-c", CONVERT_ALL, json.dumps(jobs))
+    assert done.returncode == 0, done.stderr
+    by_themselves = {reader.name for reader in READERS} - {"foreign", "torch optimizer"}
+    assert set(done.stdout.replace(" + ", "\n").split("\n")) >= by_themselves
+    for case, place in zip(CASES, places, strict=True):
+        here = consolidated_weights(case.path, tmp_path / case.fixture, case.options)
+        assert here, case
+        assert weights_in(Path(place)) == here, case
+
+
+@pytest.fixture(scope="module")
+def with_example(bare: Environment, tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    """The bare environment, and the example of a reader as pip installs it."""
+    folder = tmp_path_factory.mktemp("example")
+    project = shutil.copytree(ROOT / "examples" / "reader_plugin", folder / "project")
+    wheel = _build_wheel(folder, project)
+    installed = folder / "installed"
+    _pip("--python", bare.python, "install", "--no-deps", "--target", installed, wheel)
+    return Environment(bare.folder, further=installed)
+
+
+def test_a_reader_that_pip_installs_teaches_every_command_its_format(
+    bare: Environment, with_example: Environment, tmp_path: Path
+) -> None:
+    rows = tmp_path / "rows"
+    rows.mkdir()
+    np.save(rows / "up.0-of-2.npy", np.arange(6, dtype="float32").reshape(2, 3))
+    np.save(rows / "up.1-of-2.npy", np.full((1, 3), 7, "float32"))
+    without = bare.run("-m", "ckptkit_cli", "inspect", rows)
+    assert without.returncode == 3
+    assert "up.*-of-*.npy (2)" in without.stderr
+    found = json.loads(with_example.ckptkit("inspect", rows, "--json"))
+    assert (found["format"], found["world_size"], found["problems"]) == ("npy-rows", 2, [])
+    with_example.ckptkit("consolidate", rows, tmp_path / "out")
+    with_example.ckptkit("diff", rows, tmp_path / "out")
+    with_example.ckptkit("verify", rows)
+    weights = load_file(tmp_path / "out" / "model.safetensors")
+    assert weights["up"].tolist() == [[0, 1, 2], [3, 4, 5], [7, 7, 7]]
 
 
 def test_names_that_transformers_alone_knows_are_refused_with_both_ways_out(

@@ -105,7 +105,8 @@ def test_consolidate_offers_exactly_the_options_that_are_built() -> None:
         *("--also", "--exclude", "--allow-code", "--dry-run", "--overwrite", "--memory-budget"),
         *("--memory-limit", "--workers", "--json", "--quiet", "--like", "--vocab-size"),
         *("--if-exists", "--events", "--src-option", "--dst-option"),
-        *("--engine", "--slice", "--bandwidth"),
+        *("--engine", "--slice", "--bandwidth", "--optimizer", "--model-config"),
+        *("--resume", "--delete-source"),
     }
 
 
@@ -288,6 +289,14 @@ def test_verify_exits_6_and_lists_what_is_wrong(flipped: Path) -> None:
     report = document(run("verify", flipped, "--json"))
     assert not report["ok"]
     assert report["problems"]
+
+
+def test_verify_quietly_says_only_what_is_wrong(flipped: Path) -> None:
+    whole = run("verify", PLAIN, "--quiet")
+    assert (whole.returncode, whole.stdout, whole.stderr) == (0, "", "")
+    damaged = run("verify", flipped, "--quiet")
+    assert (damaged.returncode, damaged.stdout) == (6, "")
+    assert damaged.stderr.startswith("problem[checksum-mismatch]: ")
 
 
 def test_a_damaged_source_leaves_no_output(flipped: Path, tmp_path: Path) -> None:

@@ -109,3 +109,18 @@ def test_an_adapter_made_of_a_difference_says_how_near_it_comes(tmp_path: Path) 
     same = run(*command[:2], tmp_path / "base", tmp_path / "none", *usual)
     assert same.returncode == 4
     assert "the same numbers as the base model" in same.stderr
+
+
+def test_the_states_of_the_optimizer_are_written_beside_the_model(tmp_path: Path) -> None:
+    source = ROOT / "fixtures" / "zero3_adam" / "checkpoint"
+    shown = run("consolidate", source, tmp_path / "out", "--optimizer", "--dry-run", "--json")
+    assert shown.returncode == 0, shown.stderr
+    assert "optimizer.bin" in shown.stdout
+    assert "rounded from them, as training does" in shown.stdout
+    done = run("convert", source, tmp_path / "out", "--to", "dcp", "--optimizer", "--quiet")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out" / "optimizer_0" / ".metadata").exists()
+    without = ROOT / "fixtures" / "hf_tied" / "checkpoint"
+    refused = run("consolidate", without, tmp_path / "none", "--optimizer")
+    assert refused.returncode == 4
+    assert "holds no states of an optimizer" in refused.stderr

@@ -22,6 +22,9 @@ from tests.object_store import Bucket, ObjectStore
 
 CASES = (
     "accelerate_fsdp2_tied_with_config/checkpoint",
+    "dcp_hf_two_files/checkpoint",
+    "dcp_images_grid/checkpoint",
+    "dcp_zstd_grid/checkpoint",
     "dtensor_column_split/checkpoint",
     "fsdp1_hybrid_shard_flat/checkpoint",
     "hf_sharded/checkpoint",

@@ -94,6 +94,7 @@ def test_what_is_found_is_told(tmp_path: Path) -> None:
     assert {(tree.name, tree.part) for tree in found.trees} == {
         ("module", "model"),
         ("fp32", "other"),
+        ("optimizer", "optimizer"),
     }
     manifest = ckptkit.consolidate(
         FIXTURES / "zero1_bf16" / "checkpoint", tmp_path / "out", dtype="float32"
@@ -345,8 +346,8 @@ def test_files_that_contradict_each_other_are_refused(what: str, tmp_path: Path)
         ("layer_00_expert_1_mp_rank_00_model_states.pt", UnsupportedError, "experts in files"),
         ("expp_rank_0_mp_rank_00_optim_states.pt", UnsupportedError, "experts in files"),
         ("layer_01-model_00-model_states.pt", UnsupportedError, "layers of a pipeline"),
-        ("zero/a.weight/fp32.pt", UnsupportedError, "a universal checkpoint"),
-        ("zero/optimizer_state.pt", UnsupportedError, "a universal checkpoint"),
+        ("zero/a.weight/fp32.pt", FormatError, "beside the files of a universal checkpoint"),
+        ("zero/optimizer_state.pt", FormatError, "beside the files of a universal checkpoint"),
     ],
 )
 def test_a_file_that_does_not_belong_is_named(

@@ -17,12 +17,21 @@ def dcp(folder: str) -> Candidate:
     return Candidate("dcp", folder, (path,), "'.metadata'")
 
 
+def no_place(folder: str) -> NotACheckpointError:
+    return NotACheckpointError("nothing", where=f"here/{folder}".rstrip("/"), hint="give another")
+
+
+def among(candidates: list[Candidate]) -> Found:
+    return resolve(candidates, location="here", select=None, lacks=lambda _: "", nothing=no_place)
+
+
 def found(*folders: str, select: str | None = None, broken: tuple[str, ...] = ()) -> Found:
     return resolve(
         [dcp(folder) for folder in folders],
         location="here",
         select=select,
         lacks=lambda candidate: "a file" if candidate.folder in broken else "",
+        nothing=no_place,
     )
 
 
@@ -109,10 +118,18 @@ def test_a_selection_that_names_nothing_is_refused_with_the_names() -> None:
         found("a/checkpoint-1", "b/checkpoint-3", select="c")
 
 
-def test_nothing_at_all_is_refused_with_what_was_looked_for() -> None:
+def test_nothing_at_all_is_refused_by_whoever_knows_what_is_there() -> None:
     with pytest.raises(NotACheckpointError) as caught:
         found()
-    assert (caught.value.where, ".safetensors" in caught.value.hint) == ("here", True)
+    assert (caught.value.where, caught.value.hint) == ("here", "give another")
+
+
+def test_a_file_of_any_name_beside_deepspeeds_steps_is_not_taken_for_the_model() -> None:
+    paths = ["weights.pt", "global_step2/mp_rank_00_model_states.pt"]
+    with pytest.raises(AmbiguousSourceError, match=r"'weights.pt', '.' with step 'global_step2'"):
+        resolve(
+            recognise(paths), location="here", select=None, lacks=lambda _: "", nothing=no_place
+        )
 
 
 def test_the_bin_form_of_a_model_is_left_out_beside_its_safetensors_form() -> None:
@@ -121,13 +138,14 @@ def test_the_bin_form_of_a_model_is_left_out_beside_its_safetensors_form() -> No
         location="here",
         select=None,
         lacks=lambda _: "",
+        nothing=no_place,
     )
     assert [unit.candidate.format for unit in chosen.units] == ["safetensors"]
 
 
 def test_loose_torch_files_beside_shards_are_left_out() -> None:
     paths = ["pytorch_model_fsdp_0/.metadata", "pytorch_model_fsdp_0/__0_0.distcp", "extra.pt"]
-    chosen = resolve(recognise(paths), location="here", select=None, lacks=lambda _: "")
+    chosen = among(recognise(paths))
     assert labels(chosen) == ["pytorch_model_fsdp_0"]
 
 
@@ -171,8 +189,8 @@ def test_a_run_is_selected_by_its_folder_and_searched_for_its_newest_step() -> N
 def test_the_run_in_the_root_itself_is_selected_by_a_dot() -> None:
     candidates = [dcp("checkpoint-1"), dcp("best")]
     with pytest.raises(AmbiguousSourceError, match=r"'best', '\.'"):
-        resolve(candidates, location="here", select=None, lacks=lambda _: "")
-    chosen = resolve(candidates, location="here", select=".", lacks=lambda _: "")
+        among(candidates)
+    chosen = resolve(candidates, location="here", select=".", lacks=lambda _: "", nothing=no_place)
     assert chosen.folder == "checkpoint-1"
 
 
@@ -200,6 +218,7 @@ def test_files_that_nobody_asked_for_do_not_make_a_step_incomplete(name: str) ->
         location="here",
         select=None,
         lacks=lambda candidate: "its class" if candidate is stray else "",
+        nothing=no_place,
     )
     assert chosen.folder == "checkpoint-2"
     assert f"left alone beside the model: checkpoint-2/{name}" in chosen.notes
@@ -208,7 +227,7 @@ def test_files_that_nobody_asked_for_do_not_make_a_step_incomplete(name: str) ->
 def test_a_full_model_beside_shards_that_are_not_read_is_taken() -> None:
     shard = "checkpoint-5/global_step5/mp_rank_00_model_states.pt"
     paths = ["checkpoint-5/model.safetensors", shard]
-    chosen = resolve(recognise(paths), location="here", select=None, lacks=lambda _: "")
+    chosen = among(recognise(paths))
     assert labels(chosen) == ["model.safetensors"]
 
 
@@ -219,6 +238,7 @@ def test_a_newer_step_that_is_a_link_is_not_passed_over_silently() -> None:
             location="here",
             select=None,
             lacks=lambda _: "",
+            nothing=no_place,
             links=["checkpoint-4", "checkpoint-9"],
         )
     assert caught.value.hint == "give its own path: here/checkpoint-9"

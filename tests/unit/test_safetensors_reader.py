@@ -207,7 +207,6 @@ def test_files_are_grouped_as_they_belong_together() -> None:
         ("b.safetensors",),
         ("c/d.safetensors",),
     ]
-    assert names("shard-00000-model-00001-of-00001.safetensors") == []
     assert names("m/x.safetensors", index) == [(index, "m/x.safetensors")]
 
 

@@ -22,7 +22,6 @@ from ckptkit.core.errors import (
     MissingFileError,
     UnsafePathError,
     UnsafePickleError,
-    UnsupportedError,
 )
 from ckptkit.core.index import Box, TensorEntry, TensorIndex
 from ckptkit.formats.base import Candidate
@@ -227,13 +226,6 @@ def test_files_are_grouped_as_they_belong_together() -> None:
     )
     index = "m/pytorch_model.bin.index.json"
     assert names("m/other.pt", index, *pieces) == [(*pieces, index), ("m/other.pt",)]
-
-
-def test_files_from_before_torch_1_6_are_refused_by_name() -> None:
-    old = saved({"a": torch.zeros(2)}, _use_new_zipfile_serialization=False)
-    with pytest.raises(UnsupportedError, match="the layout that torch wrote before") as caught:
-        read_files({"m.pt": old})
-    assert "torch.save" in caught.value.hint
 
 
 def test_what_is_no_archive_is_refused() -> None:

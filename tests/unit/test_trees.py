@@ -44,6 +44,17 @@ def only(path: KeyPath, *others: KeyPath) -> tuple[str, str, str]:
         (("up.weight",), "", "model", "up.weight"),
         (("model.up.weight",), "", "model", "model.up.weight"),
         (("anything",), "", "model", "anything"),
+        (("generator", "up.weight"), "generator", "model", "up.weight"),
+        (("netG", "up.weight"), "netG", "model", "up.weight"),
+        (("model_ema", "cls_token"), "model_ema", "model", "cls_token"),
+        (("state_dict_ema", "x"), "state_dict_ema", "model", "x"),
+        (("ema", "state_dict", "x"), "ema.state_dict", "model", "x"),
+        (("model", "encoder", "x"), "model", "model", "encoder.x"),
+        (("optimizer_states", 1, "state", 0, "x"), "optimizer_states.1", "optimizer", "state.0.x"),
+        (("g_optimizer", "state", 0, "x"), "g_optimizer", "optimizer", "state.0.x"),
+        (("lr_scheduler_state_dict", "x"), "lr_scheduler_state_dict", "other", "x"),
+        (("scaler_state_dict", "scale"), "scaler_state_dict", "other", "scale"),
+        (("callbacks", "EMA", "decay.weight"), "callbacks", "other", "EMA.decay.weight"),
     ],
 )
 def test_a_path_tells_tree_part_and_name(path: KeyPath, tree: str, part: str, name: str) -> None:
@@ -58,10 +69,34 @@ def test_a_path_tells_tree_part_and_name(path: KeyPath, tree: str, part: str, na
         "layers.0._checkpoint_wrapped_module.w.weight",
         "module.layers.0.w.weight",
         "module._orig_mod.layers.0.w.weight",
+        "_orig_mod.module.layers.0.w.weight",
+        "module.module.layers.0.w.weight",
+        "module.module._orig_mod.layers.0._checkpoint_wrapped_module.w.weight",
+        "_forward_module.layers.0.w.weight",
     ],
 )
 def test_wrapper_segments_are_cut_out_of_model_names(wrapped: str) -> None:
     assert only(("model", wrapped))[2] == "layers.0.w.weight"
+
+
+def test_what_has_groups_of_parameters_is_an_optimizer_whatever_it_is_called() -> None:
+    paths: list[KeyPath] = [("net", "a.weight"), ("adam", "state.a.weight.exp_avg")]
+    groups: list[KeyPath] = [("adam", "param_groups.a.weight.lr")]
+    found = classify(paths, where="x", values=groups)
+    assert [one.part for one in found] == ["model", "optimizer"]
+    (alone,) = classify([("state", 0, "exp_avg")], where="x", values=[("param_groups", 0, "lr")])
+    assert (alone.tree, alone.part, alone.name) == ("", "optimizer", "state.0.exp_avg")
+
+
+def test_the_count_of_an_averaged_model_is_no_weight_of_it() -> None:
+    found = kinds(("ema", "module.a.weight"), ("ema", "n_averaged"))
+    assert found == [("ema", "model", "a.weight"), ("ema", "other", "n_averaged")]
+    assert kinds(("model", "a.weight"), ("model", "n_averaged"))[1][1] == "model"
+
+
+def test_names_of_nothing_but_wrappers_take_no_time() -> None:
+    (found,) = kinds(("model", "module." * 100_000 + "w"))
+    assert found[2].endswith("module.w")
 
 
 def test_module_is_a_wrapper_only_where_every_name_begins_with_it() -> None:

@@ -1,0 +1,214 @@
+"""The reader of what torch_checkpointing and torch's experimental checkpointer write.
+
+Each rank writes a file for each item of the state (`model_0.pt`), or one for all
+(`checkpoint_0.pt`); a `metadata.pkl` may tell how the tensors are spread. DTensors in torch's files
+tell that themselves. Safetensors files hold local tensors, which only `metadata.pkl` places.
+"""
+
+from __future__ import annotations
+
+import posixpath
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ckptkit.core.errors import FormatError, MissingFileError, UnsupportedError
+from ckptkit.core.index import RecordTable, RunFacts, TensorIndex
+from ckptkit.formats.base import Candidate
+from ckptkit.formats.local_images import LocalImages
+from ckptkit.formats.numbered_files import (
+    FORMAT,
+    METADATA_PICKLE,
+    described,
+    numbered,
+)
+from ckptkit.formats.pickles import shown
+from ckptkit.formats.rank_contents import RankContents, RankReading, check_counters
+from ckptkit.formats.rank_files import RankAssembly
+from ckptkit.formats.rank_names import Family, Kind, RankFile
+from ckptkit.formats.spread_metadata import SpreadMetadata, read_spread_metadata
+from ckptkit.storage.base import Source
+
+_WHOLE = "checkpoint"  # the item under which the experimental checkpointer writes all state
+_WRITERS = {
+    True: "torch.distributed.checkpoint's experimental checkpointer",
+    False: "torch_checkpointing",
+}
+_NAMED = 7  # missing ranks
+
+
+class TorchCheckpointingReader:
+    """Reads a file of each rank, for each item of the state or for all of it."""
+
+    name = FORMAT
+
+    def find(self, paths: Sequence[str]) -> list[Candidate]:
+        """Recognises folders with a `metadata.pkl`; others are found by what files hold."""
+        return described(paths)
+
+    def read_index(self, source: Source, candidate: Candidate) -> TensorIndex:
+        """Returns the index of the pickles and headers of all ranks' files.
+
+        Raises:
+            MissingFileError: If the file of a rank is not there.
+            UnsupportedError: If a tensor is spread, or a file stored, in a way not modelled.
+            UnsafePickleError: If a pickle names something outside the allow-list.
+            FormatError: If a file is damaged, or the files contradict each other.
+        """
+        where = posixpath.join(source.location, candidate.folder)
+        path = posixpath.join(candidate.folder, METADATA_PICKLE)
+        is_described = path in candidate.files
+        metadata = read_spread_metadata(source, path) if is_described else SpreadMetadata(0, {})
+        files = _Files.of(candidate, metadata)
+        index = _torch_index(source, candidate.folder, files, where)
+        world_size = metadata.world_size or index.run.world_size or 1
+        if metadata.world_size and index.run.world_size not in {None, world_size}:
+            raise FormatError(
+                f"the files are of runs with {index.run.world_size} and {world_size} ranks",
+                where=where,
+                hint="a save went into the folder of another one; take away the files of one",
+            )
+        files.check(world_size, where)
+        images = LocalImages(source, where)
+        for item, by_rank in files.images.items():
+            if item not in metadata.items:
+                raise UnsupportedError(
+                    f"no {METADATA_PICKLE!r} tells how the tensors of {shown(item)} are spread, and"
+                    f" {posixpath.basename(min(by_rank.values()))!r} does not either",
+                    where=where,
+                    hint="torch_checkpointing tells it of items that are given a resharder",
+                )
+            images.add(item, metadata.items[item], by_rank)
+        extra = [source.stat(path)] if is_described else []
+        joined = _joined(index, images)
+        run = replace(joined.run, world_size=world_size, writer=_WRITERS[_WHOLE in files.archives])
+        return replace(joined, files=(*joined.files, *extra), run=run)
+
+
+@dataclass(frozen=True, slots=True)
+class _Files:
+    """The files of a checkpoint, by item and rank.
+
+    Attributes:
+        archives: Those that `torch.save` wrote.
+        images: Those in safetensors.
+    """
+
+    archives: Mapping[str, Mapping[int, str]]
+    images: Mapping[str, Mapping[int, str]]
+
+    @classmethod
+    def of(cls, candidate: Candidate, metadata: SpreadMetadata) -> _Files:
+        """Sorts files: as the metadata tells where it does, else by their names."""
+        archives: dict[str, dict[int, str]] = defaultdict(dict)
+        images: dict[str, dict[int, str]] = defaultdict(dict)
+        told = set()
+        for item, spread in metadata.items.items():
+            for rank, file in spread.files.items():
+                path = posixpath.join(candidate.folder, file.path)
+                (images if file.is_safetensors else archives)[item][rank] = path
+                told.add(path)
+        for named in filter(None, map(numbered, candidate.files)):
+            if named.path not in told:
+                kind = images if named.is_safetensors else archives
+                kind[named.item].setdefault(named.rank, named.path)
+        return cls(archives, images)
+
+    def check(self, world_size: int, where: str) -> None:
+        """Refuses files of ranks that the run did not have.
+
+        Raises:
+            FormatError: If there are some.
+        """
+        for by_rank in (*self.archives.values(), *self.images.values()):
+            stale = [path for rank, path in by_rank.items() if rank >= world_size]
+            if stale:
+                raise FormatError(
+                    f"{posixpath.basename(stale[0])!r} is of a rank that a run with {world_size}"
+                    " ranks does not have",
+                    where=where,
+                    hint="an earlier save of a larger run left it; take it away",
+                )
+
+
+_Spread = dict[str, set[int]]  # items of which ranks have parts, and which ranks
+
+
+def _torch_index(source: Source, folder: str, files: _Files, where: str) -> TensorIndex:
+    """Makes the index of the files that `torch.save` wrote."""
+    reading = RankReading(source)
+    contents, spread = _contents(reading, files)
+    if not contents:
+        return TensorIndex(FORMAT, (), RecordTable.of([]), {}, run=RunFacts())
+    if _WHOLE in spread and len(spread) > 1:
+        one, other = (min(files.archives[item].values()) for item in [*spread][:2])
+        raise FormatError(
+            f"{posixpath.basename(one)!r} and {posixpath.basename(other)!r} are of two checkpoints",
+            where=where,
+            hint="two saves went into one folder; take away the files of one",
+        )
+    check_counters(contents)
+    first = {path: v for one in contents if one.file.rank == 0 for path, v in one.values.items()}
+    contents[0] = replace(contents[0], values=first)
+    owner = next(iter(spread), next(iter(files.archives)))
+    owned = (RankFile(path, "model", rank) for rank, path in files.archives[owner].items())
+    family = Family(folder, "", owner, tuple(owned))
+    held: dict[Kind, list[RankContents]] = {"model": contents, "optimizer": [], "extra": []}
+    index = replace(RankAssembly(reading, family, held, where).index(), format=FORMAT)
+    _check_ranks(spread, index.run.world_size or 1, where)
+    return index
+
+
+def _contents(reading: RankReading, files: _Files) -> tuple[list[RankContents], _Spread]:
+    """Opens all files: those of the model first, and of each item in the order of ranks."""
+    contents: list[RankContents] = []
+    spread: _Spread = {}
+    for item in sorted(files.archives, key=lambda item: (item != "model", item)):
+        under = () if item == _WHOLE else (item,)
+        for rank, path in sorted(files.archives[item].items()):
+            contents.append(reading.read(RankFile(path, "model", rank), under))
+            if contents[-1].is_spread:
+                spread.setdefault(item, set()).add(rank)
+    return contents, spread
+
+
+def _check_ranks(spread: _Spread, world_size: int, where: str) -> None:
+    """Refuses items of which the parts of a rank are missing."""
+    for item, ranks in spread.items():
+        missing = [rank for rank in range(world_size) if rank not in ranks]
+        if missing:
+            raise MissingFileError(
+                f"the files of {shown(item)} of rank {', '.join(map(str, missing[:_NAMED]))} of"
+                f" {world_size} are not there",
+                where=where,
+                hint="copy the files back, name where other nodes keep theirs with --also, or take"
+                " an earlier checkpoint",
+            )
+
+
+def _joined(index: TensorIndex, images: LocalImages) -> TensorIndex:
+    """Adds what lies in safetensors files to the index of the others."""
+    if not images.files:
+        return index
+    records = [
+        *index.records,
+        *(replace(record, file=record.file + len(index.files)) for record in images.records),
+    ]
+    shifted = {
+        key: replace(entry, chunks=entry.chunks.shifted(len(index.records)))
+        for key, entry in images.entries.items()
+    }
+    both = next((key for key in shifted if key in index.tensors), None)
+    if both is not None:
+        raise FormatError(
+            f"{posixpath.basename(images.files[0].path)!r} and"
+            f" {posixpath.basename(index.files[0].path)!r} hold {shown(both)} both",
+            where=images.where,
+            hint="two saves went into one folder; take away the files of one",
+        )
+    return replace(
+        index,
+        files=(*index.files, *images.files),
+        records=RecordTable.of(records),
+        tensors={**shifted, **index.tensors},
+    )

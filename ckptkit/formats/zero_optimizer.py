@@ -1,0 +1,252 @@
+"""The states of the optimizer, which ZeRO keeps for the flat vectors that parameters lie in.
+
+The optimizer that DeepSpeed wraps knows the vectors alone: what it keeps of a vector element by
+element belongs to the parameters in it, at the same places; a single number belongs to each.
+
+Source: deepspeed/runtime/zero/stage_1_and_2.py (`state_dict`, `_get_base_optimizer_state`),
+deepspeed/runtime/zero/stage3.py (`_rigid_state_dict`), deepspeed/runtime/bf16_optimizer.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ckptkit.core.errors import FormatError
+from ckptkit.core.index import Box, Chunk, ChunkTable, Fqn, Key, KeyPath, Shape, TensorEntry
+from ckptkit.formats.pickles import shown
+from ckptkit.formats.torch_archives import ArchiveTable, Document, TorchArchive
+from ckptkit.formats.torch_values import TensorRef
+from ckptkit.formats.zero_files import ZeroFile
+from ckptkit.formats.zero_layout import Parameter, Run, chunks_of
+
+OPTIMIZER = "optimizer"
+_STATE = "state"
+_STEP = "step"
+_GROUPS = "param_groups"
+_WHOLE = "base_optimizer_state"  # stages 1 and 2
+_PARTITIONED = "optimizer_state_dict"  # stage 3
+_PLAIN = (bool, int, float, str, type(None))
+
+
+@dataclass(frozen=True, slots=True)
+class RankStates:
+    """What one rank's file keeps of the optimizer.
+
+    Attributes:
+        file: The file.
+        vectors: The states of its vectors, by their position.
+        groups: The parameter groups; none where the file does not tell.
+    """
+
+    file: ZeroFile
+    vectors: Mapping[int, Document]
+    groups: Sequence[Document]
+
+
+def rank_states(file: ZeroFile, state: Document) -> RankStates:
+    """Finds the optimizer's states in the file of a rank.
+
+    Raises:
+        FormatError: If they are not kept as DeepSpeed keeps them.
+    """
+    elastic = state.values.get(_WHOLE)
+    if isinstance(elastic, (list, tuple)):  # with `elastic_checkpoint`
+        return RankStates(file, dict(enumerate(state.inner_list(_WHOLE))), ())
+    base = state.inner(_WHOLE if _WHOLE in state.values else _PARTITIONED)
+    held = base.inner(_STATE)
+    vectors = {number: held.inner(number) for number in held.values if type(number) is int}
+    return RankStates(file, vectors, base.inner_list(_GROUPS))
+
+
+@dataclass(frozen=True, slots=True)
+class States:
+    """The optimizer's states as a whole: entries of an index, and what is no tensor."""
+
+    entries: tuple[TensorEntry, ...]
+    values: Mapping[KeyPath, Any]
+    notes: tuple[str, ...]
+
+
+def optimizer_states(
+    table: ArchiveTable,
+    ranks: Sequence[RankStates],
+    parameters: Mapping[str, Parameter],
+    names: Mapping[str, Fqn],
+    groups: Sequence[Sequence[str]],
+) -> States:
+    """Gathers the states of every trained parameter under its name.
+
+    Args:
+        table: The files.
+        ranks: What the ranks keep.
+        parameters: The master copies of trained parameters, by name.
+        names: What parameters are called in the index, by name.
+        groups: The names of parameters, vector by vector.
+
+    Raises:
+        FormatError: If ranks keep different states of a parameter, or are of different steps.
+    """
+    _check_steps(ranks)
+    maker = _Maker(table, {rank.file.name.path: rank for rank in ranks})
+    for name, parameter in parameters.items():
+        maker.add(names[name], parameter)
+    values = dict(maker.values)
+    if ranks:
+        values |= group_values(ranks[0], [[names[n] for n in group] for group in groups])
+    return States(tuple(maker.entries), values, tuple(maker.notes()))
+
+
+def _check_steps(ranks: Sequence[RankStates]) -> None:
+    """Refuses ranks whose vectors were stepped differently often: two saves are mixed.
+
+    A step is a tensor of one number, whose checksum tells it as well as its bytes would.
+
+    Raises:
+        FormatError: If there are any.
+    """
+    seen: dict[int, tuple[object, str]] = {}
+    for rank in ranks:
+        for number, vector in rank.vectors.items():
+            step = step_fingerprint(rank.file.archive, vector.values.get(_STEP))
+            if step is None:
+                continue
+            before = seen.setdefault(number, (step, vector.where))
+            if before[0] != step:
+                raise FormatError(
+                    f"was stepped another number of times than {before[1]}: the files are of two"
+                    " saves",
+                    where=vector.where,
+                    hint="a save was cut short, or went into the folder of another one; take an"
+                    " earlier checkpoint",
+                )
+
+
+def step_fingerprint(file: TorchArchive, value: object) -> object:
+    """Returns what equal steps have in common, or None where nothing is known."""
+    if isinstance(value, TensorRef):
+        if value.shape != () or value.storage.elements != 1:
+            return None
+        crc32 = file.archive.extent(value.storage)[2]
+        return None if crc32 is None else (value.dtype.name, crc32)
+    return value if isinstance(value, (int, float)) else None
+
+
+class _Maker:
+    """Makes entries and values of one parameter after another.
+
+    Attributes:
+        entries: The tensors.
+        values: The numbers, by path.
+    """
+
+    def __init__(self, table: ArchiveTable, ranks: Mapping[str, RankStates]) -> None:
+        self.entries: list[TensorEntry] = []
+        self.values: dict[KeyPath, Any] = {}
+        self._table = table
+        self._ranks = ranks
+        self._odd: dict[str, str] = {}  # kinds that are not kept, and an example
+
+    def add(self, name: Fqn, parameter: Parameter) -> None:
+        """Adds what is kept of a parameter."""
+        states = [self._state(run) for run in parameter.runs]
+        kinds = [set(state.values) for state in states]
+        if any(found != kinds[0] for found in kinds):
+            odd = next(s for s, found in zip(states, kinds, strict=True) if found != kinds[0])
+            raise odd.error(f"does not keep of {shown(name)} what other ranks keep")
+        for kind in states[0].values if states else ():
+            self._add(name, str(kind), parameter, [state.values[kind] for state in states])
+
+    def notes(self) -> Iterator[str]:
+        """Tells what could not be given to parameters."""
+        for kind, name in self._odd.items():
+            yield (
+                f"the optimizer keeps {kind!r} of each rank's own part of {name!r} and others,"
+                " which means nothing for the whole: it is left out"
+            )
+
+    def _state(self, run: Run) -> Document:
+        rank = self._ranks[run.file.name.path]
+        return rank.vectors.get(run.group) or Document({}, rank.file.content.where)
+
+    def _add(self, name: Fqn, kind: str, parameter: Parameter, found: Sequence[object]) -> None:
+        path = (OPTIMIZER, _STATE, name, kind)
+        first = found[0]
+        if isinstance(first, TensorRef) and first.shape == ():
+            self.entries.append(self._number(path, parameter.runs[0].file, first))
+        elif all(map(_holds, found, parameter.runs)):
+            self.entries.append(self._spread(path, parameter, found))
+        elif isinstance(first, _PLAIN):
+            self.values[path] = first
+        else:
+            self._odd.setdefault(kind, name)
+
+    def _number(self, path: KeyPath, file: ZeroFile, tensor: TensorRef) -> TensorEntry:
+        at = tensor.storage_offset * tensor.dtype.itemsize
+        record = self._table.record(file.archive, tensor)
+        chunk = Chunk(Box((), ()), record, byte_offset=at, rank=file.name.rank)
+        return state_entry(path, tensor, (), ChunkTable.of([chunk], 0))
+
+    def _spread(self, path: KeyPath, parameter: Parameter, found: Sequence[object]) -> TensorEntry:
+        tensors = [tensor for tensor in found if isinstance(tensor, TensorRef)]
+        dtypes = {tensor.dtype for tensor in tensors}
+        if len(dtypes) != 1:
+            where = parameter.runs[0].file.content.where
+            raise FormatError(f"{shown(str(path[-1]))} has several element types", where=where)
+        runs = tuple(
+            replace(run, tensor=tensor) for run, tensor in zip(parameter.runs, tensors, strict=True)
+        )
+        whole = replace(parameter, dtype=dtypes.pop(), runs=runs)
+        return state_entry(path, tensors[0], parameter.shape, chunks_of(self._table, whole))
+
+
+def state_entry(path: KeyPath, like: TensorRef, shape: Shape, chunks: ChunkTable) -> TensorEntry:
+    """Makes the entry of a tensor that an optimizer keeps.
+
+    Args:
+        path: `optimizer`, `state`, the parameter's name, and what is kept.
+        like: A tensor of its element type.
+        shape: Its whole shape.
+        chunks: Where its elements lie.
+    """
+    return TensorEntry(
+        key=Key(".".join(map(str, path))),
+        key_path=path,
+        name=Fqn(".".join(map(str, path[1:]))),
+        tree=OPTIMIZER,
+        part="optimizer",
+        dtype=like.dtype,
+        shape=shape,
+        chunks=chunks,
+    )
+
+
+def _holds(tensor: object, run: Run) -> bool:
+    """Tells whether a tensor has something for each element of the vector that a run is of."""
+    return (
+        isinstance(tensor, TensorRef)
+        and tensor.dtype.kind
+        == "float"  # codes of a quantised state mean nothing without their scales
+        and len(tensor.shape) == 1
+        and tensor.row_major
+        and tensor.shape[0] >= max(run.tensor.shape[0], run.first + run.count)
+    )
+
+
+def group_values(rank: RankStates, groups: Sequence[Sequence[Fqn]]) -> dict[KeyPath, Any]:
+    """Returns the settings of groups, with the names of parameters in place of vectors."""
+    values: dict[KeyPath, Any] = {}
+    for number, group in enumerate(rank.groups):
+        for key, value in group.values.items():
+            if key == "params" or not isinstance(key, str):
+                continue
+            values[OPTIMIZER, _GROUPS, number, key] = value
+        members = [
+            name
+            for vector in group.sequence("params")
+            if type(vector) is int and 0 <= vector < len(groups)
+            for name in groups[vector]
+        ]
+        values[OPTIMIZER, _GROUPS, number, "params"] = members
+    return values

@@ -1,0 +1,191 @@
+"""What `--optimizer` adds to an output: the states of the optimizer that trained the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ckptkit.core.errors import FormatError, InputError, RefusedError
+from ckptkit.core.index import KeyPath, TensorEntry
+from ckptkit.formats.dcp import BlobRef, content_of
+from ckptkit.formats.optimizer_names import NUMBERED
+from ckptkit.formats.torch_optimizer import TorchOptimizerReader, read_optimizer_file
+from ckptkit.formats.torch_values import parse_values
+from ckptkit.formats.torch_zip import open_archive
+from ckptkit.layouts.optimizer_states import layout_optimizer_file, layout_optimizer_folder
+from ckptkit.pipeline.opening import Opened
+from ckptkit.planning.coverage import error_of, find_problems
+from ckptkit.planning.flat_groups import with_groups
+from ckptkit.planning.optimizer_states import OptimizerStates, optimizer_states
+from ckptkit.planning.plan import OutputFile
+from ckptkit.planning.requests import ConsolidateRequest
+from ckptkit.storage.base import Source
+
+_MAX_BLOB_BYTES = 64 << 20
+_MAX_VALUES = 10_000_000  # names of parameters, and settings, over all groups
+_MAX_DEPTH = 20
+_LISTED = 5
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerOutput:
+    """The files that are written beside the weights.
+
+    Attributes:
+        files: The files.
+        bytes_read: How much of the source they are made from.
+        notes: What the user should know.
+    """
+
+    files: tuple[OutputFile, ...] = ()
+    bytes_read: int = 0
+    notes: tuple[str, ...] = ()
+
+
+def optimizer_output(
+    checkpoint: Opened, request: ConsolidateRequest, model: Sequence[TensorEntry]
+) -> OptimizerOutput:
+    """Plans the files of the optimizer; none where they were not asked for.
+
+    Args:
+        checkpoint: The source.
+        request: What was asked for.
+        model: The tensors of the model that is written.
+
+    Raises:
+        RefusedError: If there is no optimizer, or if it cannot be told which one is meant.
+        InputError: If its states are damaged or incomplete.
+    """
+    if not request.optimizer:
+        return OptimizerOutput()
+    tree = model[0].tree if model else ""
+    _raise_what_was_passed_over(checkpoint)
+    found, entries = optimizer_states(checkpoint.index, tree, request, location=checkpoint.path)
+    _check_whole(checkpoint, entries)
+    states, notes = _with_plain_values(found, checkpoint.source)
+    states = replace(states, values=with_groups(states.values, request.wants))
+    _check_names(states, model, checkpoint.path)
+    if request.layout == "dcp":
+        files = layout_optimizer_folder(states, request.max_file_bytes)
+    else:
+        files = [layout_optimizer_file(states)]
+    notes += [note for note in checkpoint.index.run.notes if note.endswith(NUMBERED)]
+    return OptimizerOutput(tuple(files), sum(entry.size_bytes for entry in entries), tuple(notes))
+
+
+def _raise_what_was_passed_over(checkpoint: Opened) -> None:
+    """Raises what is wrong with the optimizer's file, which nobody else needs.
+
+    Raises:
+        InputError: If something is.
+    """
+    if next(checkpoint.index.of_part("optimizer"), None) is not None:
+        return
+    for unit in checkpoint.units:
+        if unit.candidate.format == TorchOptimizerReader.name:
+            read_optimizer_file(checkpoint.source, unit.candidate)
+
+
+def _check_whole(checkpoint: Opened, entries: Sequence[TensorEntry]) -> None:
+    problem = next(find_problems(checkpoint.index, entries), None)
+    if problem is not None:
+        raise error_of(problem, checkpoint.path)
+
+
+def _check_names(states: OptimizerStates, model: Sequence[TensorEntry], location: str) -> None:
+    names = {str(entry.name) for entry in model}
+    twice = next((t for t in states.tensors if t.product.spec.name in names), None)
+    if twice is not None:
+        raise RefusedError(
+            f"a weight of the model and a state of its optimizer are both called"
+            f" {twice.product.spec.name!r}",
+            where=f"--optimizer {location}",
+            hint="write them one by one: once without --optimizer",
+        )
+
+
+def _with_plain_values(
+    states: OptimizerStates, source: Source
+) -> tuple[OptimizerStates, list[str]]:
+    """Reads values that lie in the source, and leaves out what is more than plain values."""
+    kept: dict[KeyPath, Any] = {}
+    odd: list[str] = []
+    budget = _Budget()
+    for path, value in states.values.items():
+        found = _value_at(value, source, path) if isinstance(value, BlobRef) else value
+        try:
+            kept[path] = budget.plain(found)
+        except _NotPlainError:
+            odd.append(".".join(map(str, path)))
+    notes = []
+    if odd:
+        more = f" and {len(odd) - _LISTED} more" if len(odd) > _LISTED else ""
+        notes.append(
+            f"{', '.join(map(repr, odd[:_LISTED]))}{more} of the optimizer hold more than numbers"
+            " and texts, and are left out"
+        )
+    return replace(states, values=kept), notes
+
+
+def _value_at(blob: BlobRef, source: Source, path: KeyPath) -> object:
+    """Parses a python object that lies in the source.
+
+    Raises:
+        FormatError: If it is damaged, or larger than any.
+    """
+    where = f"{blob.path}, object {'.'.join(map(str, path))!r}"
+    size = blob.stop - blob.start
+    if size > _MAX_BLOB_BYTES:
+        raise FormatError(
+            f"has {size:,} bytes, more than the {_MAX_BLOB_BYTES:,} that a setting may have",
+            where=where,
+        )
+    archive = open_archive(*content_of(source, blob, where=where), where=where)
+    try:
+        return parse_values(archive.pickle(), where=where)
+    except InputError:
+        return _UNREADABLE
+
+
+_UNREADABLE = object()
+
+
+class _NotPlainError(Exception):
+    """A value is more than numbers and texts."""
+
+
+class _Budget:
+    """Copies values as far as they are plain, and no more of them than an optimizer has."""
+
+    def __init__(self) -> None:
+        self._left = _MAX_VALUES
+
+    def plain(self, value: object, depth: int = 0) -> Any:
+        """Returns a value made of python's own types.
+
+        Raises:
+            _NotPlainError: If something else is in it.
+        """
+        self._left -= 1
+        if self._left < 0 or depth > _MAX_DEPTH:
+            raise _NotPlainError
+        if isinstance(value, str):
+            return _text(value)
+        if value is None or type(value) in {bool, int, float}:
+            return value
+        if isinstance(value, Mapping):
+            items = value.items()
+            return {self.plain(k, depth + 1): self.plain(v, depth + 1) for k, v in items}
+        if isinstance(value, (list, tuple)):
+            made = [self.plain(item, depth + 1) for item in value]
+            return tuple(made) if isinstance(value, tuple) else made
+        raise _NotPlainError
+
+
+def _text(value: str) -> str:
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise _NotPlainError from error
+    return value

@@ -1,0 +1,75 @@
+"""Readers of your own: what ckptkit asks for, and what a reader is made of.
+
+A distribution that declares an entry point in the group `ckptkit.readers` teaches every command a
+further format: `consolidate`, `convert`, `verify`, `diff`, `inspect`, and `ckptkit.open`. The
+entry point names a `CheckpointReader`, or a class that makes one when called without arguments.
+`docs/formats.md` tells when it is asked; `examples/reader_plugin` is one.
+"""
+
+from __future__ import annotations
+
+from ckptkit.core.dtypes import DType, dtype_named
+from ckptkit.core.errors import (
+    CkptkitError,
+    FormatError,
+    IncompleteCheckpointError,
+    InputError,
+    LimitError,
+    MissingFileError,
+    TruncatedFileError,
+    UnsafePickleError,
+    UnsupportedError,
+)
+from ckptkit.core.index import (
+    Box,
+    Chunk,
+    ChunkTable,
+    FileRef,
+    Fqn,
+    Key,
+    Part,
+    Problem,
+    Record,
+    RecordTable,
+    RunFacts,
+    Shape,
+    Span,
+    TensorEntry,
+    TensorIndex,
+)
+from ckptkit.formats.base import Candidate, CheckpointReader
+from ckptkit.formats.plug_ins import GROUP
+from ckptkit.storage.base import Source
+
+__all__ = [
+    "GROUP",
+    "Box",
+    "Candidate",
+    "CheckpointReader",
+    "Chunk",
+    "ChunkTable",
+    "CkptkitError",
+    "DType",
+    "FileRef",
+    "FormatError",
+    "Fqn",
+    "IncompleteCheckpointError",
+    "InputError",
+    "Key",
+    "LimitError",
+    "MissingFileError",
+    "Part",
+    "Problem",
+    "Record",
+    "RecordTable",
+    "RunFacts",
+    "Shape",
+    "Source",
+    "Span",
+    "TensorEntry",
+    "TensorIndex",
+    "TruncatedFileError",
+    "UnsafePickleError",
+    "UnsupportedError",
+    "dtype_named",
+]

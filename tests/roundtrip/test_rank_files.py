@@ -1,0 +1,344 @@
+"""What each rank saved for itself: real files against live state, and ones damaged here."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import ckptkit
+from ckptkit.core.errors import (
+    ChecksumError,
+    CkptkitError,
+    FormatError,
+    IncompleteCheckpointError,
+    InputError,
+    MissingFileError,
+    NotACheckpointError,
+    UnsupportedError,
+)
+from ckptkit.pipeline.opening import opened
+
+FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
+CASES = (
+    *("verl_fsdp1", "verl_fsdp1_sharded", "verl_one_rank", "verl_hsdp"),
+    *("rank_files_tensor_parallel", "rank_files_placements"),
+    *("rank_files_accelerate_fsdp2", "rank_files_accelerate_fsdp1", "rank_files_local_orig"),
+    *("rank_files_torch_2_1", "rank_files_torch_2_4", "rank_files_torch_2_6"),
+    "rank_files_torch_2_9",
+    *("fairscale_fairseq", "fairscale_pair", "fairscale_apart"),
+)
+Tensors = Mapping[str, torch.Tensor]
+
+
+def images(tensors: Tensors) -> dict[str, tuple[Any, ...]]:
+    return {
+        name: (t.dtype, t.shape, t.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        for name, t in tensors.items()
+    }
+
+
+def truth(case: str, name: str = "truth") -> dict[str, tuple[Any, ...]]:
+    return images(load_file(FIXTURES / case / f"{name}.safetensors"))
+
+
+def loaded(path: Path) -> Any:
+    return torch.load(path, weights_only=False)  # noqa: TID251  torch is the oracle
+
+
+def written(source: Path, out: Path, **options: Any) -> dict[str, tuple[Any, ...]]:
+    ckptkit.consolidate(source, out, names="live", **options)
+    return images(load_file(out / "model.safetensors"))
+
+
+def copied(case: str, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(FIXTURES / case / "checkpoint", tmp_path / "copy"))
+
+
+def rank_files(folder: Path, kind: str = "") -> list[Path]:
+    files = [*folder.rglob("*.pt"), *folder.rglob("*.bin")]
+    return sorted(path for path in files if path.name.startswith(kind) and path.name != "data.pt")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_files_of_all_ranks_are_bit_equal_to_the_live_model(case: str, tmp_path: Path) -> None:
+    source = FIXTURES / case / "checkpoint"
+    live = truth(case)
+    assert written(source, tmp_path / "out") == live
+    found = ckptkit.verify(source)
+    assert found.ok
+    assert not found.unverified
+    with ckptkit.open(source) as checkpoint:
+        name = checkpoint.keys()[0]
+        assert images({name: checkpoint[name]})[name] == live[name]
+    assert ckptkit.diff(source, tmp_path / "out").same
+    assert not ckptkit.inspect(source).problems
+
+
+@pytest.mark.parametrize("case", ["rank_files_placements", "rank_files_local_orig"])
+def test_other_layouts_hold_the_same_bits(case: str, tmp_path: Path) -> None:
+    source = FIXTURES / case / "checkpoint"
+    ckptkit.convert(source, tmp_path / "torch", to="torch", names="live")
+    found = loaded(tmp_path / "torch" / "pytorch_model.bin")
+    assert images(found) == truth(case)
+    ckptkit.convert(source, tmp_path / "dcp", to="dcp", names="live")
+    assert written(tmp_path / "dcp", tmp_path / "again") == truth(case)
+
+
+def test_of_a_run_of_verl_the_newest_actor_comes_with_its_configuration(tmp_path: Path) -> None:
+    source = FIXTURES / "verl_fsdp2" / "checkpoint"
+    found = written(source, tmp_path / "actor", select="actor")
+    live = truth("verl_fsdp2", "truth_actor_4")
+    del live["lm_head.weight"]  # tied by the configuration in `huggingface/`
+    assert found == live
+    side = {path.name for path in (tmp_path / "actor").iterdir()}
+    assert {"config.json", "generation_config.json", "tokenizer.json"} <= side
+    assert written(source, tmp_path / "critic", select="critic") == truth(
+        "verl_fsdp2", "truth_critic"
+    )
+    step = source / "global_step_2"
+    older = truth("verl_fsdp2", "truth_actor_2")
+    assert written(step, tmp_path / "older")["model.norm.weight"] == older["model.norm.weight"]
+
+
+def test_weights_that_verl_gathered_beside_the_shards_are_named_and_left(tmp_path: Path) -> None:
+    actor = copied("verl_fsdp2", tmp_path) / "global_step_4" / "actor"
+    torch.save({"model.norm.weight": torch.ones(16)}, actor / "huggingface" / "pytorch_model.bin")
+    report = ckptkit.inspect(actor)
+    assert report.format == "rank-files"
+    assert any("huggingface/pytorch_model.bin" in note for note in report.notes)
+
+
+def test_inspect_tells_writer_step_ranks_and_mesh() -> None:
+    report = ckptkit.inspect(FIXTURES / "verl_hsdp" / "checkpoint")
+    assert report.writer == "verl, FSDP2, one file a rank"
+    assert (report.step, report.world_size) == (2, 4)
+    assert [(d.name, d.size) for d in report.mesh] == [("ddp", 2), ("fsdp", 2)]
+    assert any("bn.running_mean" in note and "rank 0" in note for note in report.notes)
+    plain = ckptkit.inspect(FIXTURES / "rank_files_placements" / "checkpoint")
+    assert (plain.step, plain.world_size) == (7, 4)
+
+
+@pytest.mark.parametrize(
+    ("case", "select"),
+    [
+        ("verl_fsdp2", "actor"),
+        ("verl_hsdp", None),
+        ("rank_files_accelerate_fsdp1", None),
+        ("rank_files_accelerate_fsdp2", None),
+    ],
+)
+def test_optimizer_states_have_the_names_and_values_of_the_live_ones(
+    case: str, select: str | None, tmp_path: Path
+) -> None:
+    source = FIXTURES / case / "checkpoint"
+    with opened(source, select=select) as checkpoint:
+        names = {str(entry.name) for entry in checkpoint.index.of_part("optimizer")}
+    assert names == set(truth(case, "truth_optimizer"))
+    out = tmp_path / "out"
+    ckptkit.convert(source, out, to="torch", names="live", select=select, optimizer=True)
+    found = loaded(out / "optimizer.bin")["state"]
+    flat = {f"state.{n}.{kind}": value for n, held in found.items() for kind, value in held.items()}
+    assert images(flat) == truth(case, "truth_optimizer")
+
+
+@pytest.mark.parametrize("case", ["verl_fsdp1", "verl_fsdp1_sharded"])
+def test_states_of_flat_parameters_are_told_of_and_keep_nothing_from_being_read(case: str) -> None:
+    report = ckptkit.inspect(FIXTURES / case / "checkpoint")
+    assert not any(tree.part == "optimizer" for tree in report.trees)
+    assert any("optimizer states are left alone" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("case", [*CASES, "rank_files_local_flat"])
+def test_each_rank_missing_in_turn_is_refused(case: str, tmp_path: Path) -> None:
+    source = copied(case, tmp_path)
+    files = rank_files(source)
+    for path in files:
+        others = [p for p in files if p.name[0] == path.name[0]]
+        if len(others) == 1:  # of one rank nothing is left
+            continue
+        kept = path.read_bytes()
+        path.unlink()
+        with pytest.raises(CkptkitError) as raised:
+            ckptkit.consolidate(source, tmp_path / "out", names="live")
+        kinds = (MissingFileError, IncompleteCheckpointError)
+        assert isinstance(raised.value, kinds), path.name
+        assert not (tmp_path / "out").exists()
+        path.write_bytes(kept)
+
+
+def test_a_rank_renamed_to_another_is_refused(tmp_path: Path) -> None:
+    for case in ("verl_hsdp", "rank_files_accelerate_fsdp1", "rank_files_torch_2_1"):
+        source = copied(case, tmp_path / case)
+        first, second = rank_files(source, "model" if "acc" not in case else "py")[:2]
+        first.rename(first.with_suffix(".other"))
+        second.rename(first)
+        first.with_suffix(".other").rename(second)
+        with pytest.raises(FormatError, match=r"named after rank|was written by"):
+            ckptkit.inspect(source)
+
+
+def test_a_file_that_a_run_of_another_size_left_is_refused(tmp_path: Path) -> None:
+    source = copied("verl_hsdp", tmp_path)
+    actor = source / "global_step_2" / "actor"
+    shutil.copy(actor / "model_world_size_4_rank_1.pt", actor / "model_world_size_8_rank_1.pt")
+    with pytest.raises(FormatError, match="runs with 4 and 8 ranks"):
+        ckptkit.inspect(source)
+    source = copied("rank_files_accelerate_fsdp1", tmp_path / "acc")
+    shutil.copy(
+        FIXTURES / "rank_files_local_flat" / "checkpoint" / "pytorch_model_fsdp_rank2.bin",
+        source / "pytorch_model_fsdp_0_rank2.bin",
+    )
+    with pytest.raises(FormatError, match="runs with 2 and 3 ranks"):
+        ckptkit.inspect(source)
+    lone = copied("rank_files_torch_2_9", tmp_path / "lone")
+    shutil.copy(lone / "model_rank3.pt", lone / "model_rank4.pt")
+    with pytest.raises(InputError):
+        ckptkit.inspect(lone)
+
+
+def test_a_configuration_of_another_world_size_is_refused(tmp_path: Path) -> None:
+    source = copied("verl_hsdp", tmp_path)
+    config = source / "global_step_2" / "actor" / "fsdp_config.json"
+    config.write_text('{"FSDP_version": 2, "world_size": 8}')
+    with pytest.raises(FormatError, match="8 ranks"):
+        ckptkit.inspect(source)
+
+
+def test_ranks_of_different_steps_are_refused_where_they_tell(tmp_path: Path) -> None:
+    source = copied("verl_hsdp", tmp_path)
+    actor = source / "global_step_2" / "actor"
+    path = actor / "extra_state_world_size_4_rank_2.pt"
+    held = loaded(path)
+    held["lr_scheduler"]["last_epoch"] = 7
+    torch.save(held, path)
+    with pytest.raises(FormatError, match="another step"):
+        ckptkit.inspect(source)
+
+
+def saved(folder: Path, states: list[dict[str, Any]]) -> Path:
+    folder.mkdir(parents=True)
+    for rank, state in enumerate(states):
+        torch.save(state, folder / f"model_rank{rank}.pt")
+    return folder
+
+
+def test_optimizer_counters_that_differ_mean_different_steps(tmp_path: Path) -> None:
+    states: list[dict[str, Any]] = [
+        {
+            "model": {"a.weight": torch.ones(3)},
+            "optimizer": {"state": {0: {"step": torch.tensor(float(n))}}},
+        }
+        for n in (2, 3)
+    ]
+    with pytest.raises(FormatError, match="different steps"):
+        ckptkit.inspect(saved(tmp_path / "ranks", states))
+
+
+def test_plain_tensors_are_taken_once_and_must_be_equal(tmp_path: Path) -> None:
+    equal = [{"a.weight": torch.arange(6.0).view(2, 3)} for _ in range(3)]
+    source = saved(tmp_path / "equal", equal)
+    assert written(source, tmp_path / "out") == images(equal[0])
+    states = [{"a.weight": torch.full((2, 3), float(n)), "b.bias": torch.ones(2)} for n in (0, 1)]
+    source = saved(tmp_path / "differ", states)
+    report = ckptkit.inspect(source)
+    assert [p.where for p in report.problems] == ["a.weight"]
+    with pytest.raises(InputError, match=r"ranks 0 and 1 hold different values"):
+        ckptkit.consolidate(source, tmp_path / "no", names="live")
+    found = written(source, tmp_path / "part", exclude=["a.weight"])
+    assert set(found) == {"b.bias"}
+    other = [{"a.weight": torch.ones(2, 3)}, {"a.weight": torch.ones(3, 3)}]
+    with pytest.raises(FormatError, match="on rank 0"):
+        ckptkit.inspect(saved(tmp_path / "shapes", other))
+
+
+def test_flat_parameters_without_a_layout_are_refused_with_what_is_missing(tmp_path: Path) -> None:
+    source = FIXTURES / "rank_files_local_flat" / "checkpoint"
+    with pytest.raises(UnsupportedError, match=r"--model-config DIR.*write_flat_layout"):
+        ckptkit.consolidate(source, tmp_path / "out", names="live")
+    assert [p.code for p in ckptkit.inspect(source).problems] == ["unsupported"] * 2
+
+
+def test_flat_parameters_are_taken_apart_by_the_model_of_a_configuration(tmp_path: Path) -> None:
+    case = FIXTURES / "rank_files_local_flat"
+    found = written(case / "checkpoint", tmp_path / "out", model_config=case / "config")
+    assert found == truth("rank_files_local_flat")
+
+
+def test_a_folder_without_a_configuration_is_named(tmp_path: Path) -> None:
+    source = FIXTURES / "rank_files_local_flat" / "checkpoint"
+    with pytest.raises(NotACheckpointError, match=r"--model-config .*no 'config.json'"):
+        ckptkit.inspect(source, model_config=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    [
+        (lambda d: d["flat_parameters"][0].update(size=10), FormatError, "outside its vector"),
+        (lambda d: d["flat_parameters"][0].update(size=9999), FormatError, "do not add up"),
+        (lambda d: d["flat_parameters"][0]["starts"].reverse(), FormatError, "lies over another"),
+        (lambda d: d["flat_parameters"].pop(), FormatError, "does not tell"),
+        (lambda d: d["flat_parameters"][1].update(path="down"), FormatError, "does not tell"),
+        (lambda d: d["flat_parameters"][0].update(names=[1]), FormatError, "does not describe"),
+        (lambda d: d["flat_parameters"][0]["axes"].append([1, 0]), UnsupportedError, "row by row"),
+        (lambda d: d.update(layout_version=2), UnsupportedError, "layout version 2"),
+    ],
+)
+def test_a_layout_that_does_not_fit_is_refused(
+    change: Any, error: type[CkptkitError], text: str, tmp_path: Path
+) -> None:
+    source = copied("rank_files_local_orig", tmp_path)
+    layout = source / "ckptkit" / "flat_parameters.json"
+    document = json.loads(layout.read_text())
+    del document["crc32"]
+    change(document)
+    layout.write_text(json.dumps(document))
+    with pytest.raises(error, match=re.escape(text)):
+        ckptkit.inspect(source)
+
+
+def test_a_layout_is_compared_with_where_the_slices_of_the_ranks_lie(tmp_path: Path) -> None:
+    source = copied("rank_files_local_orig", tmp_path)
+    layout = source / "ckptkit" / "flat_parameters.json"
+    document = json.loads(layout.read_text())
+    names = document["flat_parameters"][0]["names"]
+    at, to = names.index("bn.weight"), names.index("bn.bias")  # of one shape
+    names[at], names[to] = names[to], names[at]
+    layout.write_text(json.dumps(document))
+    with pytest.raises(ChecksumError):
+        ckptkit.inspect(source)
+    del document["crc32"]
+    layout.write_text(json.dumps(document))
+    with pytest.raises(FormatError, match=r"puts 'bn\.(weight|bias)' at"):
+        ckptkit.inspect(source)
+
+
+def test_shards_of_fairscale_that_do_not_add_up_are_refused(tmp_path: Path) -> None:
+    source = copied("fairscale_fairseq", tmp_path)
+    path = source / "checkpoint_last-shard1.pt"
+    held = loaded(path)
+    held["model"]["up.flat_param_0"] = torch.zeros(7)
+    torch.save(held, path)
+    with pytest.raises(IncompleteCheckpointError, match=r"'up.flat_param_0' has 88 elements"):
+        ckptkit.inspect(source)
+    held["shard_metadata"]["param_metadata"][1]["no_broadcast_optim_state"] = True
+    torch.save(held, path)
+    with pytest.raises(UnsupportedError, match="experts"):
+        ckptkit.inspect(source)
+
+
+def test_metadata_of_one_rank_of_fairscale_must_be_that_of_all(tmp_path: Path) -> None:
+    source = copied("fairscale_apart", tmp_path)
+    path = source / "metadata_rank_1.pt"
+    held = loaded(path)
+    held["param_metadata"][0]["params"]["flat_param_0"]["names"][0] = "long"
+    torch.save(held, path)
+    with pytest.raises(FormatError, match="other metadata"):
+        ckptkit.inspect(source)

@@ -1,0 +1,39 @@
+"""The page about formats keeps up with the readers."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from ckptkit.formats.registry import READERS
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "formats.md").read_text(encoding="utf-8")
+BESIDE = {"foreign", "torch optimizer"}  # no formats of their own
+SECTIONS = re.split(r"^## ", PAGE, flags=re.MULTILINE)[2:]  # after what holds for all
+TITLES = [section.split("\n", 1)[0] for section in SECTIONS]
+BULLETS = ("Written by", "Recognised by", "Read", "Refused", "Cannot be seen", "Proven by")
+
+
+def anchor(title: str) -> str:
+    """How GitHub names a heading in a link."""
+    return re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
+
+
+def test_every_reader_stands_in_the_table() -> None:
+    rows = [line for line in PAGE.splitlines() if line.startswith("| [")]
+    named = {name for row in rows for name in re.findall(r"`([^`]+)`", row.split(" | ")[2])}
+    assert {reader.name for reader in READERS} - BESIDE <= named
+
+
+def test_every_section_is_linked_from_the_table_and_every_link_leads_somewhere() -> None:
+    links = re.findall(r"^\| \[[^\]]+\]\(#([^)]+)\)", PAGE, flags=re.MULTILINE)
+    assert links == [anchor(title) for title in TITLES]
+    assert set(re.findall(r"\]\(#([^)]+)\)", PAGE)) <= {anchor(title) for title in TITLES}
+
+
+@pytest.mark.parametrize("section", SECTIONS[:-1], ids=TITLES[:-1])
+def test_a_section_says_what_is_read_refused_unseen_and_proven(section: str) -> None:
+    for bullet in (*BULLETS, "Versions"):
+        assert re.search(rf"^- \*\*{bullet}\*\*\S? \S", section, flags=re.MULTILINE), bullet

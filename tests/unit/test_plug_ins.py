@@ -1,0 +1,223 @@
+"""Readers of other distributions: asked where none of ours is certain, and kept from doing harm."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import ckptkit
+from ckptkit.core.errors import InputError, MissingFileError, NotACheckpointError
+from ckptkit.formats.plug_ins import installed
+from ckptkit.formats.registry import EXPECTED, READERS, recognise
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLE = (ROOT / "examples" / "reader_plugin" / "npy_rows.py").read_text(encoding="utf-8")
+WORKING = "class Reader:\n    name = 'theirs'\n    def find(self, paths): {find}\n"
+Installing = Callable[..., None]
+
+
+@pytest.fixture(autouse=True)
+def nothing_loaded() -> Iterator[None]:
+    installed.cache_clear()
+    yield
+    installed.cache_clear()
+
+
+@pytest.fixture
+def install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[str, str, str], None]]:
+    """Lays a distribution with one reader where Python looks for them."""
+    place = tmp_path / "site-packages"
+    place.mkdir()
+    monkeypatch.syspath_prepend(str(place))
+    modules: list[str] = []
+
+    def lay(distribution: str, code: str, target: str = "Reader") -> None:
+        module = distribution.replace("-", "_")
+        modules.append(module)
+        (place / f"{module}.py").write_text(code, encoding="utf-8")
+        facts = place / f"{module}-1.5.dist-info"
+        facts.mkdir()
+        (facts / "METADATA").write_text(f"Name: {distribution}\nVersion: 1.5\n")
+        declared = f"[ckptkit.readers]\nsomething = {module}:{target}\n"
+        (facts / "entry_points.txt").write_text(declared)
+
+    yield lay
+    for module in modules:
+        sys.modules.pop(module, None)
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    """A checkpoint in the format of the example: two ranks' rows."""
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    np.save(folder / "up.weight.0-of-2.npy", np.arange(6, dtype="float32").reshape(2, 3))
+    np.save(folder / "up.weight.1-of-2.npy", np.full((1, 3), 7, "float32"))
+    np.save(folder / "scale.0-of-1.npy", np.array([2], "int64"))
+    return folder
+
+
+@pytest.fixture
+def loose(tmp_path: Path) -> Path:
+    """A file that our readers are not certain of, though they read it."""
+    folder = tmp_path / "loose"
+    folder.mkdir()
+    shutil.copy(ROOT / "fixtures/torch_nested/checkpoint/last.pt", folder / "last.pt")
+    return folder
+
+
+def test_the_example_reads_what_ckptkit_alone_does_not(
+    rows: Path, tmp_path: Path, install: Installing
+) -> None:
+    with pytest.raises(NotACheckpointError):
+        ckptkit.inspect(rows)
+    installed.cache_clear()
+    install("npy-rows", EXAMPLE, "NpyRowsReader")
+    ckptkit.consolidate(rows, tmp_path / "out")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert found["up.weight"].tolist() == [[0, 1, 2], [3, 4, 5], [7, 7, 7]]
+    assert found["scale"].tolist() == [2]
+    report = ckptkit.inspect(rows)
+    assert (report.format, report.world_size) == ("npy-rows", 2)
+    assert report.reasons == ("3 '.npy' files",)
+
+
+def test_the_example_misses_a_rank_and_damage(rows: Path, install: Installing) -> None:
+    install("npy-rows", EXAMPLE, "NpyRowsReader")
+    whole = (rows / "up.weight.0-of-2.npy").read_bytes()
+    (rows / "up.weight.0-of-2.npy").unlink()
+    with pytest.raises(MissingFileError, match="1 ranks against 2"):
+        ckptkit.inspect(rows)
+    for damaged in (whole[:40], whole[:-4], b"", whole.replace(b"(2, 3)", b"(9, 3)")):
+        (rows / "up.weight.0-of-2.npy").write_bytes(damaged)
+        with pytest.raises(InputError):
+            ckptkit.consolidate(rows, rows.parent / "out")
+
+
+def test_readers_of_others_are_not_looked_for_where_ours_are_certain(install: Installing) -> None:
+    install("theirs", "raise SystemError('loaded')")
+    for case in ("fsdp2_plain", "zero3_bf16", "hf_sharded", "torch_bin_tied"):
+        assert not ckptkit.inspect(ROOT / "fixtures" / case / "checkpoint").notes
+    assert installed.cache_info().currsize == 0
+
+
+def test_readers_of_others_come_before_files_of_any_name(install: Installing) -> None:
+    code = "from ckptkit.readers import Candidate\n" + WORKING.format(
+        find="return [Candidate('any', '', tuple(paths), 'all of it')]"
+    )
+    install("greedy", f"{code}    def read_index(self, source, candidate): ...\n")
+    assert [candidate.format for candidate in recognise(["last.pt"])] == ["theirs"]
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("import a_module_that_is_nowhere", "ModuleNotFoundError: No module named"),
+        ("raise SystemError('on  two\\nlines.')", "SystemError: on two lines"),
+        ("Reader = 5", "has no method 'find'"),
+        ("class Reader:\n    def __init__(self, given): ...", "TypeError: "),
+        ("class Other: ...", "has no attribute 'Reader'"),
+        (
+            "class Reader:\n    name = 'dcp'\n    find = read_index = print",
+            "'dcp' is the name of a format that ckptkit reads itself",
+        ),
+        (
+            "class Reader:\n    name = 'A b'\n    find = read_index = print",
+            "its name 'A b' is not one of",
+        ),
+        (
+            f"{WORKING.format(find='return 1 / 0')}    read_index = print",
+            "looking for checkpoints, it failed: ZeroDivisionError: division by zero",
+        ),
+        (f"{WORKING.format(find='return [5]')}    read_index = print", "int is no Candidate"),
+        (
+            "from ckptkit.readers import Candidate\n"
+            + WORKING.format(find="return [Candidate('x', '', ('/etc/passwd',), '')]")
+            + "    read_index = print",
+            "has files that are not among those to choose from",
+        ),
+    ],
+    ids=[
+        "does not import",
+        "fails when imported",
+        "is no reader",
+        "wants arguments",
+        "is not there",
+        "has a name of ours",
+        "has no name",
+        "fails to look",
+        "finds something else",
+        "finds files elsewhere",
+    ],
+)
+def test_one_that_cannot_be_used_is_told_of_and_left_out(
+    code: str, reason: str, loose: Path, tmp_path: Path, install: Installing
+) -> None:
+    install("broken-one", code)
+    notes = ckptkit.inspect(loose).notes
+    told = next(note for note in notes if "broken-one 1.5" in note)
+    assert reason in told
+    assert "was left out" in told
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "a.txt").touch()
+    with pytest.raises(NotACheckpointError) as caught:
+        ckptkit.inspect(tmp_path / "empty")
+    assert told in caught.value.message
+
+
+def test_of_two_with_one_name_the_first_is_used(rows: Path, install: Installing) -> None:
+    install("a-rows", EXAMPLE, "NpyRowsReader")
+    install("b-rows", EXAMPLE, "NpyRowsReader")
+    report = ckptkit.inspect(rows)
+    assert report.format == "npy-rows"
+    assert "of b-rows 1.5 was left out" in report.notes[-1]
+    assert "'npy-rows' is the name of a reader of a-rows 1.5, too" in report.notes[-1]
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        ("return {}['x']", "failed: KeyError: 'x'"),
+        ("return 5", "returned int, where a TensorIndex was expected"),
+        ("return ck.TensorIndex('x', (), R.of([ck.Record(0, 0, 4)]), {})", "a record in a file"),
+        ("return ck.TensorIndex('x', (F,), R.of([ck.Record(0, 4, 0)]), {})", "before it begins"),
+    ],
+)
+def test_one_that_fails_to_read_is_named_with_its_distribution(
+    answer: str, reason: str, rows: Path, install: Installing
+) -> None:
+    find = "return [ck.Candidate('x', '', tuple(paths), 'all')]"
+    install(
+        "bad-reader",
+        "from ckptkit import readers as ck\nR = ck.RecordTable\nF = ck.FileRef('x', 9, '')\n"
+        f"{WORKING.format(find=find)}    def read_index(self, source, candidate): {answer}\n",
+    )
+    with pytest.raises(InputError) as caught:
+        ckptkit.inspect(rows)
+    assert "reader 'theirs' of bad-reader 1.5" in caught.value.message
+    assert reason in caught.value.message
+    assert "bad-reader 1.5" in caught.value.hint
+
+
+def test_where_nothing_is_found_all_formats_and_what_is_there_are_named(tmp_path: Path) -> None:
+    for name in ("notes.txt", "log_1.json", "log_22.json", "logs/a", "logs/deep/b"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    with pytest.raises(NotACheckpointError) as caught:
+        ckptkit.inspect(tmp_path)
+    assert caught.value.message.endswith("but log_*.json (2), logs/ (2), notes.txt")
+    for what in EXPECTED.values():
+        assert what in caught.value.hint
+
+
+def test_every_format_has_its_line_in_that_hint() -> None:
+    by_themselves = {reader.name for reader in READERS} - {"foreign", "torch optimizer"}
+    assert set(EXPECTED) == by_themselves

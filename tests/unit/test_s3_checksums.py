@@ -1,0 +1,126 @@
+"""By which checksums an object on S3 is proven, whichever of them the store tells."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import pytest
+
+from ckptkit.core import object_parts
+from ckptkit.core.errors import ChecksumError
+from ckptkit.core.object_parts import MIN_PART_BYTES, CopiedRange
+from ckptkit.storage.base import CopySource
+from ckptkit.storage.s3_checksums import OF_PARTS, WHOLE, ObjectSums, ToldSum, encoded
+from ckptkit.storage.s3_object import S3Object
+from ckptkit.storage.s3_uploads import Head, S3Uploads, SentPart
+
+PARTS = (b"first part", b"second", b"")
+SUMS = ObjectSums.of([(zlib.crc32(part), len(part)) for part in PARTS])
+COPIED = bytes(range(256)) * (2 * MIN_PART_BYTES // 256)
+
+
+def test_the_sums_are_those_of_the_bytes_and_of_the_checksums_of_the_parts() -> None:
+    of_each = b"".join(zlib.crc32(part).to_bytes(4, "big") for part in PARTS)
+    assert ObjectSums(zlib.crc32(b"".join(PARTS)), zlib.crc32(of_each), 3) == SUMS
+
+
+@pytest.mark.parametrize(
+    ("told", "agrees"),
+    [
+        (ToldSum(SUMS.whole, WHOLE), True),
+        (ToldSum(SUMS.whole), True),
+        (ToldSum(SUMS.of_parts or 0), True),
+        (ToldSum(SUMS.of_parts or 0, OF_PARTS, 3), True),
+        (ToldSum(SUMS.of_parts or 0, OF_PARTS, 2), False),
+        (ToldSum(SUMS.of_parts or 0, WHOLE), False),
+        (ToldSum(SUMS.whole, OF_PARTS, 3), False),
+        (ToldSum(SUMS.whole ^ 1), False),
+        (ToldSum(SUMS.whole ^ 1, WHOLE), False),
+    ],
+)
+def test_a_sum_is_compared_with_the_one_of_its_kind(told: ToldSum, agrees: bool) -> None:
+    assert SUMS.agree_with(told) is agrees
+
+
+def test_what_a_store_answers_is_read_in_all_its_forms() -> None:
+    text = encoded(SUMS.whole)
+    assert ToldSum.in_answer({}) is None
+    assert ToldSum.in_answer({"ChecksumCRC32": text}) == ToldSum(SUMS.whole)
+    assert ToldSum.in_answer({"ChecksumCRC32": f"{text}-7"}) == ToldSum(SUMS.whole, OF_PARTS, 7)
+    whole = {"ChecksumCRC32": text, "ChecksumType": WHOLE}
+    assert ToldSum.in_answer(whole) == ToldSum(SUMS.whole, WHOLE)
+
+
+@dataclass
+class FakeUploads:
+    """A bucket that copies, with what it is told to say of a copied part."""
+
+    tells: int | None
+    has_checksums: bool = True
+    begun: list[bool] = field(default_factory=list)
+    completed: list[tuple[list[SentPart], int | None]] = field(default_factory=list)
+
+    def url(self, key: str) -> str:
+        return f"s3://bucket/{key}"
+
+    def begin(self, _key: str, *, sums_parts: bool = True) -> str:
+        self.begun.append(sums_parts)
+        return "upload"
+
+    def copy(self, _key: str, _upload: str, number: int, *_: Any) -> SentPart:
+        return SentPart(number, f"etag-{number}", self.tells)
+
+    def complete(
+        self, _key: str, _upload: str, parts: list[SentPart], whole: int | None = None
+    ) -> None:
+        self.completed.append((parts, whole))
+
+    def head(self, _key: str) -> Head:
+        parts, whole = self.completed[-1]
+        if whole is not None:
+            return Head(len(COPIED), ToldSum(whole, WHOLE))
+        sums = [(part.crc32 or 0, 1) for part in parts]
+        return Head(len(COPIED), ToldSum(ObjectSums.of(sums).of_parts or 0, OF_PARTS, len(parts)))
+
+
+def _copied(uploads: FakeUploads) -> S3Object:
+    whole = CopiedRange(0, len(COPIED), "chunk", 0, zlib.crc32(COPIED))
+    begun: list[str] = []
+    item = S3Object(
+        cast("S3Uploads", uploads),
+        *("key", len(COPIED), [whole]),
+        begun=lambda *_: begun.append("begun"),
+    )
+    for part in item.copied_parts:
+        item.copy(part, CopySource(cast("Any", None), "bucket/chunk", "etag"))
+    item.publish()
+    return item
+
+
+@pytest.mark.parametrize("tells", [None, zlib.crc32(COPIED)])
+def test_a_copied_part_goes_into_the_object_with_the_checksum_stored_beside_its_source(
+    tells: int | None,
+) -> None:
+    uploads = FakeUploads(tells)
+    _copied(uploads)
+    assert uploads.begun == [True]
+    assert uploads.completed == [([SentPart(1, "etag-1", zlib.crc32(COPIED))], None)]
+
+
+def test_a_store_that_says_it_copied_other_bytes_is_believed_at_once() -> None:
+    uploads = FakeUploads(zlib.crc32(COPIED) ^ 1)
+    with pytest.raises(ChecksumError, match="copied bytes with CRC-32"):
+        _copied(uploads)
+    assert not uploads.completed
+
+
+def test_of_a_range_in_two_parts_the_whole_is_proven(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(object_parts, "MOST_COPIED_BYTES", MIN_PART_BYTES)
+    uploads = FakeUploads(None)
+    _copied(uploads)
+    assert uploads.begun == [False]
+    (parts, whole), *_ = uploads.completed
+    assert [part.crc32 for part in parts] == [None, None]
+    assert whole == zlib.crc32(COPIED)

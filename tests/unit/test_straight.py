@@ -1,0 +1,149 @@
+"""Reading from afar straight into a task's buffer: which bytes, with how many requests, proven."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Collection, Sequence
+
+import numpy as np
+import pytest
+
+from ckptkit.core.dtypes import dtype_named
+from ckptkit.core.errors import ChecksumError
+from ckptkit.core.index import (
+    Box,
+    Chunk,
+    ChunkTable,
+    Fqn,
+    Key,
+    Record,
+    RecordTable,
+    TensorEntry,
+    TensorIndex,
+)
+from ckptkit.core.ranges import FileRange
+from ckptkit.execution.locate import Locator
+from ckptkit.execution.straight import LEAST_BYTES, fill_straight
+from ckptkit.execution.tensors import Origin, TensorReader
+from ckptkit.planning.plan import SOURCE, TASK_BYTES, Copy, Plan, Task, TensorSpec, contiguous
+from ckptkit.storage.memory import MemorySource
+
+NAME = Key("weight")
+COLUMNS = 1024
+ROWS = 5 * TASK_BYTES // (4 * COLUMNS) // 2  # two and a half times what one task takes
+
+
+class FarSource(MemorySource):
+    """A directory in memory that counts what it is asked for, as one far away would be."""
+
+    def __init__(self, files: dict[str, bytes]) -> None:
+        super().__init__(files)
+        self.asked: list[FileRange] = []
+
+    @property
+    def is_distant(self) -> bool:
+        return True
+
+    def fetch(self, reads: Sequence[tuple[FileRange, memoryview]]) -> None:
+        for wanted, view in reads:
+            self.asked.append(wanted)
+            self.read_into(wanted.path, wanted.start, view)
+
+    def foresee(self, ranges: Collection[FileRange]) -> None:
+        pass
+
+
+def _origin(tensor: np.ndarray, boxes: Sequence[Box], *, damaged: bool = False) -> Origin:
+    """Puts each box of a tensor into a file of its own, behind a few other bytes."""
+    files, records, chunks = {}, [], []
+    for number, box in enumerate(boxes):
+        cut = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
+        data = tensor[cut].tobytes()
+        stored = bytes([data[0] ^ damaged]) + data[1:]
+        files[f"__{number}_0.distcp"] = bytes(7) + stored + b"tail"
+        records.append(Record(number, 7, 7 + len(data), "raw", zlib.crc32(data)))
+        chunks.append(Chunk(box, number, 0))
+    entry = TensorEntry(
+        *(NAME, ("weight",), Fqn("weight"), "", "model", dtype_named("float32")),
+        *(tensor.shape, ChunkTable.of(chunks, tensor.ndim)),
+    )
+    source = FarSource(files)
+    stats = [source.stat(path) for path in files]
+    return Origin(SOURCE, source, TensorIndex("t", stats, RecordTable.of(records), {NAME: entry}))
+
+
+def _looked_into(origin: Origin) -> Origin:
+    entry = origin.index.tensors[NAME]
+    locator = Locator(origin.source, origin.index)
+    for row in range(len(entry.chunks)):
+        origin.located.put((NAME, row), locator.locate(entry, entry.chunks, row))
+    return origin
+
+
+def _tasks(tensor: np.ndarray, most_bytes: int) -> list[Task]:
+    spec = TensorSpec(Fqn("weight"), dtype_named("float32"), tensor.shape)
+    file = contiguous("out", [(tensor.nbytes, Copy(SOURCE, NAME), spec)])
+    return list(Plan((file,), {}).tasks(most_bytes))
+
+
+def _filled(origin: Origin, tensor: np.ndarray, most_bytes: int) -> tuple[bytes, list[int]]:
+    readers, data, filled = {SOURCE: TensorReader(origin)}, bytearray(), []
+    for task in _tasks(tensor, most_bytes):
+        view = memoryview(bytearray(task.stop - task.start))
+        filled.append(len(list(fill_straight(task, view, readers))))
+        data += view
+    return bytes(data), filled
+
+
+@pytest.fixture(scope="module")
+def tensor() -> np.ndarray:
+    return np.random.default_rng(3).random((ROWS, COLUMNS), np.float32)
+
+
+def _rows(*counts: int) -> list[Box]:
+    starts = np.cumsum([0, *counts]).tolist()
+    return [Box((at, 0), (n, COLUMNS)) for at, n in zip(starts, counts, strict=False)]
+
+
+def test_runs_are_read_with_one_request_each_and_neighbours_together(tensor: np.ndarray) -> None:
+    third = ROWS // 3
+    origin = _looked_into(_origin(tensor, _rows(third, third, ROWS - 2 * third)))
+    data, filled = _filled(origin, tensor, 2 * TASK_BYTES)
+    assert data == tensor.tobytes()
+    assert filled == [2, 1]
+    source = origin.source
+    assert isinstance(source, FarSource)
+    assert len(source.asked) == 4  # three chunks, the last of them in two tasks
+    assert sum(one.size_bytes for one in source.asked) == tensor.nbytes
+    origin.ledger.finish()
+    assert len(source.asked) == 4
+
+
+def test_a_damaged_run_is_an_error_with_its_last_piece(tensor: np.ndarray) -> None:
+    origin = _looked_into(_origin(tensor, _rows(ROWS // 2, ROWS - ROWS // 2), damaged=True))
+    with pytest.raises(ChecksumError, match="CRC-32"):
+        _filled(origin, tensor, 2 * TASK_BYTES)
+
+
+def test_what_is_not_one_run_is_left_to_others(tensor: np.ndarray) -> None:
+    halves = [Box((0, at), (ROWS, COLUMNS // 2)) for at in (0, COLUMNS // 2)]
+    many = _rows(*[LEAST_BYTES // (4 * COLUMNS) // 4] * 10)
+    rest = many[-1].offsets[0] + many[-1].sizes[0]
+    many.append(Box((rest, 0), (ROWS - rest, COLUMNS)))
+    scattered = _looked_into(_origin(tensor, halves))
+    not_looked_into = _origin(tensor, _rows(ROWS))
+    assert _filled(scattered, tensor, TASK_BYTES)[1] == [0, 0, 0]
+    assert _filled(not_looked_into, tensor, TASK_BYTES)[1] == [0, 0, 0]
+    assert _filled(_looked_into(_origin(tensor, many)), tensor, TASK_BYTES)[1] == [0, 1, 1]
+
+
+def test_a_large_tensor_begins_a_task_so_that_chunks_and_tasks_lie_in_step() -> None:
+    spec = TensorSpec(Fqn("w"), dtype_named("float32"), (TASK_BYTES,))
+    small = TensorSpec(Fqn("s"), dtype_named("float32"), (4,))
+    file = contiguous(
+        "out",
+        [(16, Copy(SOURCE, NAME), small), (4 * TASK_BYTES, Copy(SOURCE, NAME), spec)],
+    )
+    tasks = list(Plan((file,), {}).tasks(2 * TASK_BYTES))
+    assert [task.start for task in tasks] == [0, 16, 16 + 2 * TASK_BYTES]
+    assert tasks[-1].stop == file.size_bytes
