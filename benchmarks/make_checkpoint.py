@@ -25,7 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 _HIDDEN, _VOCABULARY = 2048, 32000
 
 
-def _config(gigabytes: float, hidden: int) -> LlamaConfig:
+def llama_config(gigabytes: float, hidden: int) -> LlamaConfig:
     """Returns a configuration with about that many bytes of float32 weights."""
     intermediate = hidden * 11 // 4
     per_layer = 4 * (4 * hidden * hidden + 3 * hidden * intermediate)
@@ -74,7 +74,7 @@ def make_checkpoint(out: Path, gigabytes: float, ranks: int, hidden: int = _HIDD
     shutil.rmtree(out, ignore_errors=True)
     torch.multiprocessing.start_processes(
         _save,
-        args=(ranks, _config(gigabytes, hidden), str(out), "29611"),
+        args=(ranks, llama_config(gigabytes, hidden), str(out), "29611"),
         nprocs=ranks,
         start_method="spawn",
     )

@@ -12,6 +12,7 @@ import memory
 import merge
 import plan_scale
 import saving
+import zero3
 from measuring import WORK
 
 
@@ -24,6 +25,7 @@ def main() -> None:
     inspect_start.main([])
     plan_scale.main([] if full else ["--sizes", "64x300,256x900"])
     consolidate.main(["--cold"] if full else ["--gigabytes", "0.5", "--repeats", "3"])
+    zero3.main([] if full else ["--gigabytes", "0.5", "--repeats", "3"])
     memory.main([] if full else ["--gigabytes", "0.1,0.5"])
     merge.main(["--memory", "2,8"] if full else ["--gigabytes", "0.5", "--repeats", "3"])
     commit_scale.main([] if full else ["--sizes", "64x900"])

@@ -39,7 +39,7 @@ _WIDE = 4096  # a quarter of its matrices is larger than the smallest part that 
 _BUCKET, _SOURCE = "benchmark", "run"
 _NO_FILES = ("sh", "-c", 'ulimit -f 0; exec "$@"', "sh")
 # Whatever differs in the options of the two sides makes them two stores to ckptkit.
-_THROUGH = "config_kwargs.request_checksum_calculation=when_required"
+_THROUGH = "config_kwargs.user_agent_extra=other"
 
 
 @dataclass(frozen=True, slots=True)

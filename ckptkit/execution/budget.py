@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ckptkit.core.errors import NoSpaceError
 from ckptkit.execution.tensors import RUN_BYTES
@@ -12,6 +12,10 @@ from ckptkit.planning.plan import TASK_BYTES
 # merge reads 2 MB of a 16-bit base and has 1 MB to 3 MB of intermediate results. The factors of
 # a merge come on top, those of the tensors that are being written.
 WORKER_BYTES = TASK_BYTES + RUN_BYTES + (4 << 20)
+STRAIGHT_TASK_BYTES = 2 * TASK_BYTES
+"""What a worker does at a time where nearly all of it is read straight to where it goes."""
+STRAIGHT_WORKER_BYTES = STRAIGHT_TASK_BYTES + RUN_BYTES
+"""Output block and gather scratch, where nothing is computed."""
 DISTANT_WORKERS = 8
 """As many as fit, where they wait for a store and not for a core."""
 
@@ -24,11 +28,19 @@ class ExecutionSettings:
         workers: Threads that read, check and write.
         bytes_per_second: How much they may read together, and how much write; None for no limit.
         worker_bytes: Memory that each of them takes.
+        task_bytes: What each of them does at a time.
     """
 
     workers: int
     bytes_per_second: int | None = None
     worker_bytes: int = WORKER_BYTES
+    task_bytes: int = TASK_BYTES
+
+    def with_more(self, bytes_each: int) -> ExecutionSettings:
+        """Returns as many workers as fit into the same memory if each takes more, at least one."""
+        each = self.worker_bytes + bytes_each
+        workers = max(1, self.workers * self.worker_bytes // each)
+        return replace(self, workers=workers, worker_bytes=each)
 
 
 def settle_workers(

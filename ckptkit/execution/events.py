@@ -41,7 +41,14 @@ class Kept:
     path: str
 
 
-Event = Planned | Started | BytesWritten | Committed | Kept
+@dataclass(frozen=True, slots=True)
+class Left:
+    """The run fails; what it has finished stays in that folder, for one that resumes it."""
+
+    path: str
+
+
+Event = Planned | Started | BytesWritten | Committed | Kept | Left
 Listener = Callable[[Event], None]
 
 

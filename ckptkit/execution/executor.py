@@ -3,29 +3,32 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ckptkit.core.errors import ChecksumError
 from ckptkit.core.index import Key, Span
 from ckptkit.core.manifest import LEAF_BYTES
 from ckptkit.execution.budget import ExecutionSettings
 from ckptkit.execution.crew import run_crew
 from ckptkit.execution.events import BytesWritten, Listener, Started
 from ckptkit.execution.horizon import Horizon
-from ckptkit.execution.outcome import Digests, Outcome
+from ckptkit.execution.outcome import Digests, Outcome, Sealed
 from ckptkit.execution.preparing import Preparations
 from ckptkit.execution.seals import Seals
 from ckptkit.execution.store_copies import StoreCopies, copies_of
+from ckptkit.execution.straight import fill_straight
 from ckptkit.execution.tensors import Origin, TensorReader
 from ckptkit.execution.throttle import Throttle
 from ckptkit.kernels.arrays import numpy_dtype
 from ckptkit.kernels.checksums import leaf_digest
 from ckptkit.planning.plan import (
-    TASK_BYTES,
     Compute,
     Copy,
     Demand,
@@ -76,6 +79,7 @@ class Executor:
         self._lock = threading.Lock()
         self._preparations = Preparations()
         self._seals = Seals(plan.files)
+        self._sealed: set[Sealed] = set()
         self._throttle = Throttle(settings.bytes_per_second)
 
     def run(self) -> Digests:
@@ -92,7 +96,7 @@ class Executor:
         self._listener(Started(self._plan.bytes_written))
         self.create_files()
         self._copy_at_store()
-        self._run(self._plan.tasks(), self._put_whole)
+        self._run(self._plan.tasks(self._settings.task_bytes), self._put_whole)
         self._settle()
         self._digest_copied()
         return self.digests
@@ -113,8 +117,11 @@ class Executor:
     def run_part(self, tasks: Iterator[Task]) -> Outcome:
         """Fills what some of the plan's tasks say; called once, and the files have been made.
 
-        Trailers are left out, since they may name checksums of tasks that others run: `complete`
-        writes them. Every other byte of the tasks is written once.
+        Trailers that name checksums of tasks that others run are left out: `complete` writes them.
+        Every other byte of the tasks is written once.
+
+        Args:
+            tasks: Neighbours in the plan's order, none left out between the first and the last.
 
         Returns:
             What is needed, of all parts together, to complete the output.
@@ -122,19 +129,47 @@ class Executor:
         Raises:
             CkptkitError: The first error of any worker; the others are stopped.
         """
-        self._run(tasks, self._put_around_trailers)
+        first = next(tasks, None)
+        if first is not None:
+            begin = first.file, first.start
+            put = partial(self._put_what_is_known, begin)
+            self._run(chain([first], tasks), put)
         return Outcome(
             digests=self.digests,
+            sealed=self._sealed,
             pieces=dict(self._seals.pieces()),
             open_records={n: o.ledger.still_open() for n, o in self._inputs.origins.items()},
             unverified={n: {*map(str, o.unverified)} for n, o in self._inputs.origins.items()},
         )
 
-    def complete(self, outcome: Outcome) -> Digests:
+    def run_again(self, tasks: Iterator[Task], outcome: Outcome) -> None:
+        """Runs tasks once more, as a whole now that all checksums are known.
+
+        Args:
+            tasks: Of which a part was left out, and which the target takes as a whole only.
+            outcome: Of all parts together; what is found now has to be the same.
+
+        Raises:
+            ChecksumError: If it is not.
+            CkptkitError: The first error of any worker; the others are stopped.
+        """
+        for slot, pieces in outcome.pieces.items():
+            self._seals.add(slot, pieces)
+        self._run(tasks, self._put_whole)
+        other = outcome.digests.first_difference(self.digests)
+        if other is not None:
+            raise ChecksumError(
+                f"other bytes were found in tensor {other!r} than shortly before",
+                where="SRC",
+                hint="the source changed while it was read; run again",
+            )
+
+    def complete(self, outcome: Outcome, *, has_trailers: bool = False) -> Digests:
         """Writes the trailers, and proves what single parts could not, after all are run.
 
         Args:
             outcome: Of all parts together.
+            has_trailers: Whether all trailers are written already.
 
         Returns:
             The digests of the whole.
@@ -152,10 +187,8 @@ class Executor:
             origin.adopt(outcome.open_records.get(name, {}))
         for slot, pieces in outcome.pieces.items():
             self._seals.add(slot, pieces)
-        for task in self._plan.tasks():
-            for part in task.parts:
-                if isinstance(part.segment.body, Trailer):
-                    self._write_trailer(task, part)
+        if not has_trailers:
+            self._write_trailers(outcome.sealed)
         self._settle()
         self.digests = outcome.digests
         return outcome.digests
@@ -186,14 +219,18 @@ class Executor:
             run_crew(self._settings.workers, tasks, work, self._throttle.stopped)
 
     def _work(self, tasks: Iterator[Task], put: Put) -> None:
-        desk = _Desk(self._inputs, self._preparations)
+        desk = _Desk(self._inputs, self._preparations, self._settings.task_bytes)
         for task in tasks:
             data = desk.prepare(task)
+            filled = desk.fill_straight(task, data)
             for at, (part, view) in enumerate(_parts(task, data)):
-                desk.look_ahead(task, at)
+                if at not in filled:
+                    desk.look_ahead(task, at, filled)
                 if not isinstance(part.segment.body, Trailer):
-                    desk.fill(part, view)
+                    if at not in filled:
+                        desk.fill(part, view)
                     self._digest(task, part, view)
+            desk.forget()
             if not put(task, data):
                 return  # another worker has failed, and says why
             self._listener(BytesWritten(len(data)))
@@ -207,18 +244,36 @@ class Executor:
         self._target.write(self._plan.files[task.file].path, task.start, data)
         return True
 
-    def _put_around_trailers(self, task: Task, data: memoryview) -> bool:
+    def _put_what_is_known(self, begin: tuple[int, int], task: Task, data: memoryview) -> bool:
+        """Writes a task but for trailers that name segments which began before this share."""
         path = self._plan.files[task.file].path
         start = at = 0
         for part, view in _parts(task, data):
             if isinstance(part.segment.body, Trailer):
-                if start < at:
-                    self._target.write(path, task.start + start, data[start:at])
-                start = at + len(view)
+                if self._is_ours(begin, task, part.segment.body):
+                    if not self._seals.fill(task.file, part, view):
+                        return False
+                    with self._lock:
+                        self._sealed.add((task.file, part.number, part.start))
+                else:
+                    if start < at:
+                        self._target.write(path, task.start + start, data[start:at])
+                    start = at + len(view)
             at += len(view)
         if start < at:
             self._target.write(path, task.start + start, data[start:at])
         return True
+
+    def _is_ours(self, begin: tuple[int, int], task: Task, body: Trailer) -> bool:
+        segments = self._plan.files[task.file].segments
+        return all((task.file, segments[named].start) >= begin for _, named in body.fields)
+
+    def _write_trailers(self, sealed: Container[Sealed]) -> None:
+        for task in self._plan.tasks():
+            for part in task.parts:
+                is_trailer = isinstance(part.segment.body, Trailer)
+                if is_trailer and (task.file, part.number, part.start) not in sealed:
+                    self._write_trailer(task, part)
 
     def _write_trailer(self, task: Task, part: Part) -> None:
         view = memoryview(bytearray(part.stop - part.start))
@@ -257,11 +312,11 @@ def _parts(task: Task, data: memoryview) -> Iterator[tuple[Part, memoryview]]:
 class _Desk:
     """What one worker has at hand: readers, and buffers that it uses again and again."""
 
-    def __init__(self, inputs: Inputs, preparations: Preparations) -> None:
+    def __init__(self, inputs: Inputs, preparations: Preparations, task_bytes: int) -> None:
         self._inputs = inputs
         self._preparations = preparations
         self._readers = {name: TensorReader(origin) for name, origin in inputs.origins.items()}
-        self._block = aligned_buffer(TASK_BYTES + PAGE_BYTES)
+        self._block = aligned_buffer(task_bytes + PAGE_BYTES)
         self._scratch: dict[int, memoryview] = {}
         self._raw_bytes = 0
         self._horizon = Horizon(inputs.origins, self._readers)
@@ -279,9 +334,18 @@ class _Desk:
         low = task.start % PAGE_BYTES
         return self._block[low : low + task.stop - task.start]
 
-    def look_ahead(self, task: Task, at: int) -> None:
+    def fill_straight(self, task: Task, data: memoryview) -> Container[int]:
+        """Fills what of a task can be read straight into its buffer; returns which parts."""
+        return fill_straight(task, data, self._readers)
+
+    def look_ahead(self, task: Task, at: int, filled: Container[int]) -> None:
         """Fetches what part `at` of a task reads, and what follows it, where that is far away."""
-        self._horizon.reach(task, at)
+        self._horizon.reach(task, at, filled)
+
+    def forget(self) -> None:
+        """Frees what was fetched, so that it takes no room beside what is sent."""
+        for reader in self._readers.values():
+            reader.forget()
 
     def fill(self, part: Part, view: memoryview) -> None:
         """Fills the buffer of one part of a segment."""

@@ -16,7 +16,7 @@ from ckptkit.core.ranges import FileRange
 from ckptkit.execution.locate import Located, LocatedChunks
 from ckptkit.execution.pieces import ChunkLookup, Piece
 from ckptkit.formats.torch_zip import WINDOW_BYTES
-from ckptkit.planning.reads import coalesce, requests
+from ckptkit.planning.reads import FREE_GAP_BYTES, coalesce, requests
 from ckptkit.storage.base import Distant
 
 _MOST_AROUND_BYTES = 16 << 10
@@ -36,14 +36,18 @@ class FetchedRanges:
         """The place as the user named it, for messages."""
         return self._source.location
 
-    def fetch(self, wanted: Iterable[FileRange]) -> None:
+    def fetch(self, wanted: Iterable[FileRange], *, free_gap_bytes: int = FREE_GAP_BYTES) -> None:
         """Fetches ranges, in as few requests as they fit into; what was there before is gone.
+
+        Args:
+            wanted: The ranges.
+            free_gap_bytes: Up to which a gap between two of them is always read.
 
         Raises:
             InputError: If one cannot be read.
         """
-        reads = coalesce(wanted)
-        self._ranges.clear()
+        reads = coalesce(wanted, free_gap_bytes=free_gap_bytes)
+        self.forget()
         starts: dict[str, list[int]] = {}
         jobs: list[tuple[FileRange, memoryview]] = []
         for one in reads:
@@ -54,6 +58,11 @@ class FetchedRanges:
         self._starts = starts
         if jobs:
             self._source.fetch([(part, view[: part.size_bytes]) for part, view in jobs])
+
+    def forget(self) -> None:
+        """Frees the memory of what was fetched."""
+        self._starts = {}
+        self._ranges.clear()
 
     def read(self, path: str, start: int, stop: int) -> bytes:
         """Returns exactly the bytes `[start, stop)`; raises what the source raises."""
@@ -101,6 +110,8 @@ def ranges_of(
             yield from _known(lookup, piece, found)
             continue
         record = index.records[int(lookup.chunks.record[piece.row])]
+        if record.container == "zstd_torch_zip":
+            continue  # is fetched by whoever decodes it, from front to back
         path = index.files[record.file].path
         first, size = _bytes_of(lookup, piece)
         if record.container != "torch_zip":
@@ -125,7 +136,7 @@ def windows_of(index: TensorIndex, lookup: ChunkLookup, row: int) -> Iterator[Fi
 
 
 def _known(lookup: ChunkLookup, piece: Piece, found: Located) -> Iterator[FileRange]:
-    if found.strides is None:
+    if found.strides is None and found.compressed is None:
         first, size = _bytes_of(lookup, piece)
         start = found.origin + first
         yield FileRange(found.path, start, start + size)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 
 from ckptkit.core.index import Key, Span
@@ -37,12 +37,13 @@ class Horizon:
         self._task: Task | None = None
         self._reached = 0
 
-    def reach(self, task: Task, at: int) -> None:
+    def reach(self, task: Task, at: int, filled: Container[int] = ()) -> None:
         """Fetches what a part of a task reads, with as many of the following ones as fit in.
 
         Args:
             task: What is done next.
             at: The part of it that comes now.
+            filled: The parts that need nothing any more.
 
         Raises:
             InputError: If something cannot be read.
@@ -54,8 +55,8 @@ class Horizon:
         if at < self._reached:
             return
         wanted: list[_Wanted] = []
-        for following in task.parts[at:]:
-            more = list(self._far(_reads_of(following)))
+        for number, following in enumerate(task.parts[at:], at):
+            more = [] if number in filled else list(self._far(_reads_of(following)))
             if self._bytes([*wanted, *more]) > READ_AHEAD_BYTES:
                 break
             wanted += more

@@ -95,6 +95,7 @@ class ChecksumLedger:
     def __init__(self, records: int) -> None:
         self._lock = threading.Lock()
         self._open: dict[int, Account] = {}
+        self._others: list[Callable[[], None]] = []
         self._settled = bytearray(records)
 
     def expect(self, record: int, account: Account) -> None:
@@ -115,14 +116,26 @@ class ChecksumLedger:
                 return
             account.pieces.append(piece)
             account.seen_bytes += piece[1]
-            if account.seen_bytes < account.stop - account.start:
+            if account.seen_bytes < account.stop - account.start or self._settled[record]:
                 return
-            del self._open[record]
             self._settled[record] = 1
         _settle(account)
+        with self._lock:  # not before: whoever asks what is open must not take it for proven
+            self._open.pop(record, None)
 
     def still_open(self) -> dict[int, OpenRecord]:
-        """Returns the records that are not settled, for a ledger that knows the other parts."""
+        """Returns the records that are not settled, for a ledger that knows the other parts.
+
+        What is kept elsewhere is settled here: it cannot be handed on.
+
+        Raises:
+            ChecksumError: If something of that has another checksum than the stored one.
+        """
+        self._finish_others()
+        return self.open_now()
+
+    def open_now(self) -> dict[int, OpenRecord]:
+        """Returns the records that are not settled yet, and settles nothing."""
         with self._lock:
             return {
                 record: OpenRecord(
@@ -139,12 +152,21 @@ class ChecksumLedger:
             known = self._open.setdefault(record, account)
             known.pieces.extend(found.pieces)
 
+    def finish_with(self, finish: Callable[[], None]) -> None:
+        """Has `finish` call that of records whose checksums are kept elsewhere."""
+        self._others.append(finish)
+
+    def _finish_others(self) -> None:
+        for other in self._others:
+            other()
+
     def finish(self) -> None:
         """Reads what is missing of every open record, and settles it.
 
         Raises:
             ChecksumError: If a record has another checksum than the stored one.
         """
+        self._finish_others()
         while self._open:
             _, account = self._open.popitem()
             _settle(account)

@@ -27,6 +27,8 @@ class Located:
         crc32: Checksum of `[start, stop)`, or None where none was stored.
         origin: Byte of the chunk's first element.
         strides: In elements; None for row-major.
+        compressed: The record, where all positions are those in what it decodes to; its checksum
+            is then proven by whoever decodes it. Else None.
     """
 
     path: str
@@ -35,6 +37,7 @@ class Located:
     crc32: int | None
     origin: int
     strides: Shape | None
+    compressed: int | None = None
 
 
 class Readable(Protocol):
@@ -82,7 +85,8 @@ class Locator:
         """Finds the data of chunk `row` of a table of a tensor's chunks.
 
         Returns:
-            Where its bytes are, and what is known of them.
+            Where its bytes are, and what is known of them; of a compressed record just that it
+            is one.
 
         Raises:
             InputError: If the record is not what the index says, or is damaged.
@@ -99,6 +103,7 @@ class Locator:
             crc32=record.crc32,
             origin=record.start + (chunk.byte_offset or 0),
             strides=chunk.strides,
+            compressed=chunk.record if record.container == "zstd_torch_zip" else None,
         )
 
     def _in_torch_zip(self, entry: TensorEntry, chunks: ChunkTable, row: int) -> Located:
@@ -114,7 +119,7 @@ class Locator:
         if payload.dtype != entry.dtype or payload.shape != sizes:
             raise FormatError(
                 f"holds {payload.dtype.name} {list(payload.shape)} against {entry.dtype.name}"
-                f" {list(sizes)} in '.metadata'",
+                f" {list(sizes)} in the index",
                 where=where,
                 hint="the file belongs to another save, or was damaged",
             )

@@ -12,8 +12,10 @@ from ckptkit.execution.ledger import OpenRecord
 from ckptkit.execution.seals import Slot
 from ckptkit.kernels.checksums import ChecksumPiece, join_leaves
 from ckptkit.kernels.shares import CRC32_SCHEME
+from ckptkit.storage.shared_output import SentRows
 
 Leaves = dict[str, dict[int, bytes]]
+Sealed = tuple[int, int, int]
 
 
 def _no_leaves() -> Leaves:
@@ -52,6 +54,14 @@ class Digests:
                 return name
         return None
 
+    def first_difference(self, other: Digests) -> str | None:
+        """Returns the first tensor or side file of which a leaf in `other` is another one here."""
+        for mine, theirs in ((self.tensors, other.tensors), (self.files, other.files)):
+            for name, leaves in theirs.items():
+                if not leaves.items() <= mine.get(name, {}).items():
+                    return name
+        return None
+
     def update(self, other: Digests) -> None:
         """Adds the leaves of another part."""
         for mine, theirs in ((self.tensors, other.tensors), (self.files, other.files)):
@@ -68,12 +78,16 @@ class Outcome:
         pieces: The checksums that trailers wait for, by file and segment.
         open_records: By origin, the source records of which other tasks read the rest.
         unverified: By origin, the tensors of which some bytes had no stored checksum.
+        sealed: The trailers that are written already: file, segment, and first byte in it.
+        sent: What a store has told of the parts that it took, by file; see `SharedOutput`.
     """
 
     digests: Digests = field(default_factory=Digests)
     pieces: dict[Slot, Sequence[ChecksumPiece]] = field(default_factory=dict)
     open_records: dict[str, dict[int, OpenRecord]] = field(default_factory=dict)
     unverified: dict[str, set[str]] = field(default_factory=dict)
+    sealed: set[Sealed] = field(default_factory=set)
+    sent: SentRows = field(default_factory=dict)
 
     @classmethod
     def joined(cls, parts: Iterable[Outcome]) -> Outcome:
@@ -98,6 +112,9 @@ class Outcome:
                 mine[number] = record.joined(mine[number]) if number in mine else record
         for origin, keys in part.unverified.items():
             self.unverified.setdefault(origin, set()).update(keys)
+        self.sealed |= part.sealed
+        for path, rows in part.sent.items():
+            self.sent.setdefault(path, []).extend(rows)
 
     def to_json(self) -> dict[str, Any]:
         """Returns JSON values; names are sorted, so that equal outcomes give equal text."""
@@ -113,6 +130,8 @@ class Outcome:
                 for origin, records in sorted(self.open_records.items())
             },
             "unverified": {o: sorted(keys) for o, keys in sorted(self.unverified.items())},
+            "sealed": sorted(self.sealed),
+            "sent": {path: sorted(rows) for path, rows in sorted(self.sent.items())},
         }
 
     @classmethod
@@ -129,6 +148,8 @@ class Outcome:
                 for origin, records in values["open_records"].items()
             },
             unverified={origin: set(keys) for origin, keys in values["unverified"].items()},
+            sealed={(file, segment, start) for file, segment, start in values["sealed"]},
+            sent={path: list(rows) for path, rows in values["sent"].items()},
         )
 
 

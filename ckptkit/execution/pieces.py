@@ -18,6 +18,7 @@ from ckptkit.core.geometry import (
     without_replicas,
 )
 from ckptkit.core.index import Box, Shape, Span, TensorEntry
+from ckptkit.core.ranges import FileRange
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,24 @@ class Piece:
     elements: int
     target_start: int
     placement: Placement | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Bytes of a tensor that lie together where they are stored and where they go.
+
+    Attributes:
+        place: Where they are stored.
+        target: The first of them, from the start of what was asked for.
+        record: The record that they are part of.
+        checked_at: The first of them, from the start of what the record's checksum was stored
+            for; None where there is none.
+    """
+
+    place: FileRange
+    target: int
+    record: int
+    checked_at: int | None
 
 
 class ChunkLookup:

@@ -108,6 +108,8 @@ class _Sum:
 
     def add(self, pieces: Iterable[ChecksumPiece]) -> bool:
         for piece in pieces:
+            if self.is_whole:
+                break  # a part of it is run again
             self.pieces.append(piece)
             self._seen_bytes += piece[1]
         return self.is_whole

@@ -17,6 +17,7 @@ from ckptkit.execution.locate import Located, Locator
 from ckptkit.execution.pieces import ChunkLookup, Piece
 from ckptkit.execution.tensors import Origin
 from ckptkit.planning.plan import Copy, OutputFile, Plan, Segment, ServerCopy
+from ckptkit.planning.reads import FREE_GAP_OF_ENDS_BYTES
 from ckptkit.storage.base import CopyingTarget, CopySource, ObjectSource, distant
 
 # What takes no memory here and hardly a processor, but time on the way and at the store.
@@ -140,6 +141,8 @@ class _Candidate:
         for piece in self.pieces:
             size = piece.elements * itemsize
             located = locator.locate(self.lookup.entry, self.lookup.chunks, piece.row)
+            if located.compressed is not None:
+                continue
             self.origin.located.put((self.lookup.entry.key, piece.row), located)
             source = _object_of(self.origin, located.path)
             if source is None or id(source.store) not in stores:
@@ -194,7 +197,10 @@ def _located(
             far = distant(batch[0].origin.source)
             source = None if far is None else FetchedRanges(far)
             if source is not None:
-                source.fetch(one for candidate in batch for one in candidate.windows())
+                source.fetch(
+                    (one for candidate in batch for one in candidate.windows()),
+                    free_gap_bytes=FREE_GAP_OF_ENDS_BYTES,
+                )
             origin = batch[0].origin
             locator = Locator(source or origin.source, origin.index)
             for one in batch:

@@ -14,10 +14,12 @@ from numpy.typing import NDArray
 from ckptkit.core.crc import crc32
 from ckptkit.core.geometry import flat_offset, hull, intersect
 from ckptkit.core.index import Box, Key, Span, TensorIndex
+from ckptkit.core.ranges import FileRange
 from ckptkit.execution.foresight import FetchedRanges, ranges_of
 from ckptkit.execution.ledger import Account, ChecksumLedger, OpenRecord
 from ckptkit.execution.locate import Located, LocatedChunks, Locator
-from ckptkit.execution.pieces import ChunkLookup, Piece
+from ckptkit.execution.pieces import ChunkLookup, Piece, Run
+from ckptkit.execution.streams import DecodedRecords
 from ckptkit.kernels.casts import Caster, overflow_error
 from ckptkit.planning.reads import READ_AHEAD_BYTES
 from ckptkit.storage.base import Source, distant
@@ -27,6 +29,7 @@ from ckptkit.storage.base import Source, distant
 RUN_BYTES = 4 << 20
 _Place = tuple[Box, NDArray[Any]]  # a box of a chunk, and where its elements go
 _LOOKUPS = 16
+_MOST_RUNS = 8  # of chunks that are smaller, several are better read with one request
 _LOCATED = 4096
 
 
@@ -37,6 +40,7 @@ class Origin:
         ledger: The checksums of its records.
         unverified: Keys of tensors of which some bytes had no stored checksum.
         located: The chunks that somebody has looked into already.
+        decoded: What is decoded of its compressed records.
     """
 
     def __init__(self, name: str, source: Source, index: TensorIndex) -> None:
@@ -46,6 +50,8 @@ class Origin:
         self.ledger = ChecksumLedger(len(index.records))
         self.unverified: set[Key] = set()
         self.located = LocatedChunks()
+        self.decoded = DecodedRecords(source, index)
+        self.ledger.finish_with(self.decoded.finish)
 
     def adopt(self, records: Mapping[int, OpenRecord]) -> None:
         """Takes over what other processes have left open in their ledgers."""
@@ -94,6 +100,58 @@ class TensorReader:
     def is_distant(self) -> bool:
         """Whether reading costs round trips, so that `foresee` is worth a call."""
         return self._ahead is not None
+
+    def runs(self, key: Key, span: Span) -> Sequence[Run]:
+        """Returns the runs that a span consists of; none where it has others, or too many.
+
+        Nothing is read: chunks that nobody has looked into yet are not known to hold runs.
+        """
+        lookup = self._lookup(key)
+        itemsize = lookup.entry.stored_dtype.itemsize
+        runs: list[Run] = []
+        for piece in lookup.pieces(span):
+            known = self._origin.located.get((key, piece.row))
+            if known is None or piece.placement is not None or len(runs) == _MOST_RUNS:
+                return ()
+            if known.strides is not None or known.compressed is not None:
+                return ()
+            located = self._locate(lookup, piece.row)
+            start = located.origin + piece.source_start * itemsize
+            runs.append(
+                Run(
+                    FileRange(located.path, start, start + piece.elements * itemsize),
+                    piece.target_start * itemsize,
+                    int(lookup.chunks.record[piece.row]),
+                    None if located.crc32 is None else start - located.start,
+                )
+            )
+        return () if lookup.entry.rounded_from is not None else runs
+
+    def fetch(self, reads: Sequence[tuple[FileRange, memoryview]]) -> None:
+        """Fills buffers from a distant source; what they hold is still to be booked.
+
+        Raises:
+            InputError: If something cannot be read.
+        """
+        far = distant(self._origin.source)
+        assert far is not None  # noqa: S101  nobody asks for it otherwise
+        far.fetch(reads)
+        self.bytes_read += sum(wanted.size_bytes for wanted, _ in reads)
+
+    def book(self, run: Run, data: memoryview) -> None:
+        """Checks the bytes of a run, as soon as all of its record are read.
+
+        Raises:
+            ChecksumError: If the record has another checksum.
+        """
+        if run.checked_at is not None:
+            self._origin.ledger.add(run.record, (run.checked_at, len(data), crc32(data)))
+
+    def forget(self) -> None:
+        """Frees the memory of what was fetched."""
+        if self._ahead is not None:
+            self._ahead.forget()
+        self._foreseen = ()
 
     def foresee(self, wanted: Sequence[tuple[Key, Span]]) -> None:
         """Fetches what the following calls of `fill` read, if it is not at hand already.
@@ -195,16 +253,18 @@ class TensorReader:
         self, lookup: ChunkLookup, located: Located, piece: Piece, target: memoryview
     ) -> None:
         start = located.origin + piece.source_start * lookup.entry.stored_dtype.itemsize
-        self._read_into(located.path, start, target)
+        self._read_into(located, start, target)
         if located.crc32 is not None:
             booked = (start - located.start, len(target), crc32(target))
             self._origin.ledger.add(int(lookup.chunks.record[piece.row]), booked)
 
-    def _read_into(self, path: str, start: int, target: memoryview) -> None:
-        if self._ahead is None:
-            self._origin.source.read_into(path, start, target)
+    def _read_into(self, located: Located, start: int, target: memoryview) -> None:
+        if located.compressed is not None:
+            self._origin.decoded.read_into(located.compressed, start, target)
+        elif self._ahead is None:
+            self._origin.source.read_into(located.path, start, target)
         else:
-            self._ahead.read_into(path, start, target)
+            self._ahead.read_into(located.path, start, target)
         self.bytes_read += len(target)
 
     def _gather(self, located: Located, wanted: Sequence[_Place]) -> None:
@@ -221,7 +281,7 @@ class TensorReader:
         if extent <= RUN_BYTES:
             scratch = self._scratch_of(extent)
             start = located.origin + flat_offset(box.offsets, strides) * itemsize
-            self._read_into(located.path, start, scratch)
+            self._read_into(located, start, scratch)
             steps = [s * itemsize for s in strides]
             whole = _elements(scratch, itemsize)
             found = np.lib.stride_tricks.as_strided(whole, box.sizes, steps, writeable=False)
@@ -259,7 +319,11 @@ class TensorReader:
         located = self._origin.located.get(chunk)
         if located is None:
             located = self._locator.locate(lookup.entry, lookup.chunks, row)
+            if located.compressed is not None:
+                located = self._look_into_stream(lookup, row)
             self._origin.located.put(chunk, located)
+        if located.compressed is not None:
+            return located
         if located.crc32 is None:
             self._origin.unverified.add(lookup.entry.key)
             return located
@@ -276,6 +340,10 @@ class TensorReader:
             ),
         )
         return located
+
+    def _look_into_stream(self, lookup: ChunkLookup, row: int) -> Located:
+        mark = partial(self._origin.unverified.add, lookup.entry.key)
+        return self._origin.decoded.locate(lookup.entry, lookup.chunks, row, mark)
 
     def _scratch_of(self, size_bytes: int) -> memoryview:
         if self._scratch is None or len(self._scratch) < size_bytes:

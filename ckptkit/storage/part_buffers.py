@@ -24,6 +24,7 @@ class PartBuffers:
         self._parts = parts
         self._starts = [part.start for part in parts]
         self._filling: dict[int, _Filling] = {}
+        self._free: list[BytesIO] = []  # new memory would have to be cleared page by page
         self._lock = threading.Lock()
 
     def add(self, start: int, data: memoryview) -> Iterator[tuple[ObjectPart, BytesIO]]:
@@ -34,7 +35,7 @@ class PartBuffers:
             data: Its bytes, one dimension; disjoint from those of all other writes.
 
         Yields:
-            Parts with their bytes, which are the caller's from then on.
+            Parts with their bytes, which are the caller's until the next one is asked for.
 
         Raises:
             ValueError: If a byte lies outside the object, or in a part that the store copies.
@@ -45,7 +46,8 @@ class PartBuffers:
             whole = self._put(part, low, data[low - start : high - start])
             if whole is not None:
                 yield part, whole
-            del whole  # before the next one is made
+                with self._lock:
+                    self._free.append(whole)
 
     def _between(self, start: int, stop: int) -> Iterator[ObjectPart]:
         size = self._parts[-1].stop if self._parts else 0
@@ -64,7 +66,7 @@ class PartBuffers:
         with self._lock:
             filling = self._filling.get(part.number)
             if filling is None:
-                filling = self._filling[part.number] = _Filling(BytesIO(bytes(size)), size)
+                filling = self._filling[part.number] = _Filling(self._buffer(size), size)
         low = start - part.start
         with filling.data.getbuffer() as view:
             view[low : low + data.nbytes] = data
@@ -74,3 +76,13 @@ class PartBuffers:
                 return None
             del self._filling[part.number]
         return filling.data
+
+    def _buffer(self, size_bytes: int) -> BytesIO:
+        """Returns a buffer of exactly that size, one that was used before if there is one."""
+        for at, known in enumerate(self._free):
+            if known.getbuffer().nbytes == size_bytes:
+                return self._free.pop(at)
+        made = BytesIO()
+        made.seek(size_bytes - 1)
+        made.write(b"\0")
+        return made

@@ -3,20 +3,89 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from ckptkit.core.crc import crc32, crc32_combine
+from ckptkit.core.crc import crc32
 from ckptkit.core.errors import ChecksumError, OutputError
 from ckptkit.core.object_parts import CopiedRange, ObjectPart, cut_into_parts
 from ckptkit.storage.part_buffers import PartBuffers
-from ckptkit.storage.s3_uploads import S3Uploads, SentPart
+from ckptkit.storage.s3_checksums import ObjectSums
+from ckptkit.storage.s3_uploads import Head, S3Uploads, SentPart
 
 if TYPE_CHECKING:  # the process that uploads does without numpy
     from ckptkit.storage.base import CopySource
 
 SMALL_BYTES = 1 << 20
 """Up to which an object is kept in memory and sent by one request, when it may be visible."""
+
+
+_DAMAGED = (
+    "what was saved is damaged, or was on its way; `ckptkit verify` on the source tells which"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Upload:
+    """An upload that is to become an object.
+
+    Attributes:
+        key: What the object will be called.
+        name: What the store calls the upload.
+        size_bytes: Of the object.
+    """
+
+    key: str
+    name: str
+    size_bytes: int
+
+
+def complete_upload(
+    store: S3Uploads, upload: Upload, parts: Sequence[SentPart], whole: int | None = None
+) -> None:
+    """Makes an object of an upload, also where that was done already and nobody heard of it.
+
+    Args:
+        store: The bucket.
+        upload: The upload.
+        parts: All of its parts.
+        whole: The CRC-32 of all bytes, where the object's checksum is to be that.
+
+    Raises:
+        FileNotFoundError: If somebody has removed the upload.
+    """
+    try:
+        store.complete(upload.key, upload.name, parts, whole)
+    except FileNotFoundError:
+        # Also where the answer to a first try was lost: then the object is there.
+        if store.head(upload.key).size_bytes != upload.size_bytes:
+            raise
+
+
+def check_object(store: S3Uploads, upload: Upload, expected: ObjectSums) -> Head:
+    """Compares an object with what the store was given for it.
+
+    Returns:
+        What the store says of it.
+
+    Raises:
+        ChecksumError: If it is another one.
+    """
+    head = store.head(upload.key)
+    agrees = head.told is None or expected.agree_with(head.told)
+    if head.size_bytes != upload.size_bytes or not agrees:
+        found = "unknown" if head.told is None else f"{head.told.crc32:08x}"
+        kind = "" if head.told is None or not head.told.kind else f" ({head.told.kind.lower()})"
+        sums = [f"{one:08x}" for one in (expected.whole, expected.of_parts) if one is not None]
+        raise ChecksumError(
+            f"the store has {head.size_bytes:,} bytes with CRC-32 {found}{kind} against"
+            f" {upload.size_bytes:,} with {sums[0]}, or {sums[-1]} of {expected.parts} parts",
+            where=store.url(upload.key),
+            hint=_DAMAGED,
+        )
+    return head
 
 
 class S3Object:
@@ -30,6 +99,7 @@ class S3Object:
         copies: Sequence[CopiedRange] = (),
         *,
         begun: Callable[[str, str], None],
+        sums_parts: bool = True,
     ) -> None:
         """Prepares it; the store hears of it with the first bytes.
 
@@ -39,6 +109,8 @@ class S3Object:
             size_bytes: Its size.
             copies: What the store is to copy, as `choose_copies` chose it.
             begun: Called with key and upload before the upload gets its first part.
+            sums_parts: Whether the store is to keep the checksum of those of its parts, which
+                costs it least; else it is that of all bytes, which a copy of the object keeps.
         """
         self.key = key
         self.size_bytes = size_bytes
@@ -46,6 +118,12 @@ class S3Object:
         self._begun = begun
         self._is_small = size_bytes <= SMALL_BYTES and not copies
         self._parts = _parts(size_bytes, copies, in_one=self._is_small)
+        # Of a copied range that is cut in two, nobody knows the checksums of the halves.
+        self._is_split = any(
+            one.copied is not None and one.copied is other.copied
+            for one, other in pairwise(self._parts)
+        )
+        self._sums_parts = sums_parts and not self._is_split
         self._buffers = PartBuffers(self._parts)
         self._small = b""
         self._upload = ""
@@ -73,10 +151,25 @@ class S3Object:
                 )
 
     def copy(self, part: ObjectPart, source: CopySource) -> None:
-        """Has the store copy a part."""
+        """Has the store copy a part.
+
+        Raises:
+            ChecksumError: If the store says that it has copied other bytes.
+        """
+        assert part.copied is not None  # noqa: S101  that is what `copied_parts` gave
         span = part.source_start, part.source_start + part.stop - part.start
-        upload = self._begin()
-        self._sent[part.number] = self._store.copy(self.key, upload, part.number, source, span)
+        sent = self._store.copy(self.key, self._begin(), part.number, source, span)
+        if not self._is_split:
+            expected = part.copied.crc32
+            if sent.crc32 not in {None, expected}:
+                raise ChecksumError(
+                    f"the store has copied bytes with CRC-32 {sent.crc32:08x},"
+                    f" {expected:08x} was stored beside them",
+                    where=self._store.url(self.key),
+                    hint=_DAMAGED,
+                )
+            sent = replace(sent, crc32=expected)
+        self._sent[part.number] = sent
 
     @property
     def is_whole(self) -> bool:
@@ -96,7 +189,7 @@ class S3Object:
             raise ValueError(f"{self.key!r} lacks {len(self._parts) - len(self._sent)} parts")
         expected = self._expected()
         if self._is_small:
-            self._store.put(self.key, self._small, expected)
+            self._store.put(self.key, self._small, expected.whole)
             self._is_visible = True
             return
         self._complete(expected)
@@ -110,46 +203,40 @@ class S3Object:
         elif self._upload:
             self._store.abort(self.key, self._upload)
 
-    def _complete(self, expected: int) -> None:
+    def _complete(self, expected: ObjectSums) -> None:
         parts = [self._sent[part.number] for part in self._parts]
-        try:
-            self._store.complete(self.key, self._upload, parts, expected)
-        except FileNotFoundError:
-            # Also where the answer to a first try was lost: then the object is there.
-            if self._store.head(self.key).size_bytes != self.size_bytes:
-                raise
+        whole = None if self._sums_parts else expected.whole
+        complete_upload(self._store, self._whole_upload, parts, whole)
+
+    @property
+    def _whole_upload(self) -> Upload:
+        return Upload(self.key, self._upload, self.size_bytes)
 
     def _begin(self) -> str:
         with self._lock:
             if not self._upload:
-                upload = self._store.begin(self.key)
+                upload = self._store.begin(self.key, sums_parts=self._sums_parts)
                 self._begun(self.key, upload)
                 self._upload = upload
             return self._upload
 
-    def _expected(self) -> int:
-        """Returns the CRC-32 of the whole, from those sent and those stored beside the sources."""
-        whole, last = 0, None
+    def _expected(self) -> ObjectSums:
+        """Returns the checksums, from those sent and those stored beside the sources."""
+        sums = ObjectSums.of(self._checksums())
+        return replace(sums, of_parts=None, parts=len(self._parts)) if self._is_split else sums
+
+    def _checksums(self) -> Iterator[tuple[int, int]]:
+        last = None
         for part in self._parts:
             if part.copied is None:
-                size = part.stop - part.start
-                whole = crc32_combine(whole, self._sums[part.number], size)
+                yield self._sums[part.number], part.stop - part.start
             elif part.copied is not last:
-                whole = crc32_combine(whole, part.copied.crc32, part.copied.size_bytes)
+                yield part.copied.crc32, part.copied.size_bytes
             last = part.copied
-        return whole
 
-    def _check(self, expected: int) -> None:
-        head = self._store.head(self.key)
-        if head.size_bytes != self.size_bytes or head.crc32 not in {None, expected}:
-            raise ChecksumError(
-                f"the store has {head.size_bytes:,} bytes with CRC-32"
-                f" {_shown(head.crc32)} against {self.size_bytes:,} with {expected:08x}",
-                where=self._store.url(self.key),
-                hint="what was saved is damaged, or was on its way; `ckptkit verify` on the source"
-                " tells which",
-            )
-        if head.crc32 is None and self.copied_parts:
+    def _check(self, expected: ObjectSums) -> None:
+        head = check_object(self._store, self._whole_upload, expected)
+        if head.told is None and self.copied_parts:
             raise OutputError(
                 "the store tells no CRC-32 of what it copied, so that nothing proves it",
                 where=self._store.url(self.key),
@@ -164,7 +251,3 @@ def _parts(
     if in_one:
         return (ObjectPart(1, 0, size_bytes),) if size_bytes else ()
     return cut_into_parts(size_bytes, copies)
-
-
-def _shown(checksum: int | None) -> str:
-    return "unknown" if checksum is None else f"{checksum:08x}"

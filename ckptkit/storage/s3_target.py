@@ -7,12 +7,10 @@ left behind. The commit completes the uploads, and writes the manifest last.
 
 from __future__ import annotations
 
-import json
-import logging
 import os
-import re
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from ckptkit.core.crc import crc32
 from ckptkit.core.errors import OutputError
@@ -21,11 +19,11 @@ from ckptkit.storage.base import CopySource
 from ckptkit.storage.names import WORK_INFIX, check_relative, is_work_folder
 from ckptkit.storage.s3_object import S3Object
 from ckptkit.storage.s3_probe import why_no_copies
+from ckptkit.storage.s3_sweep import NONCE_BYTES, mark_of, sweep_uploads
 from ckptkit.storage.s3_uploads import S3Uploads
 from ckptkit.storage.store_errors import Writing, output_there, quietly
 
-_NONCE_BYTES = 8
-_LOG = logging.getLogger(__name__)
+_PUBLISHED_AT_ONCE = 8  # a store may take minutes to complete a large upload
 
 
 class S3Target:
@@ -58,12 +56,12 @@ class S3Target:
         self._writing = writing
         self._overwrite = overwrite
         self._objects: dict[str, S3Object] = {}
-        self._mark = f"{prefix}{WORK_INFIX}{os.urandom(_NONCE_BYTES).hex()}"
+        self._mark = f"{prefix}{WORK_INFIX}{os.urandom(NONCE_BYTES).hex()}"
         self._uploads: list[tuple[str, str]] = []
         self._lock = threading.Lock()
         with writing():
             self._refuse_filled()
-            self._sweep()
+            sweep_uploads(store, prefix)
 
     @property
     def location(self) -> str:
@@ -159,8 +157,8 @@ class S3Target:
             old = set(self._keys())
             if self._prefix + last in old:
                 self._store.delete([self._prefix + last])
-            for path in ordered:
-                self._objects[path].publish()
+            _publish([self._objects[path] for path in ordered[:-1]])
+            self._objects[last].publish()
         made = {item.key for item in self._objects.values()}
         self._objects.clear()
         quietly(self._writing, lambda: self._store.delete(sorted(old - made)))
@@ -180,23 +178,8 @@ class S3Target:
         """Writes down that an upload is ours, before it holds any bytes."""
         with self._lock:
             self._uploads.append((key, upload))
-            data = json.dumps({"uploads": self._uploads}).encode()
+            data = mark_of(self._uploads)
             self._store.put(self._mark, data, crc32(data))
-
-    def _sweep(self) -> None:
-        """Removes the uploads of runs that were killed, by what they wrote down of them."""
-        own = re.compile(
-            re.escape(f"{self._prefix}{WORK_INFIX}") + f"[0-9a-f]{{{2 * _NONCE_BYTES}}}"
-        )
-        marks = [key for key in self._store.keys(self._prefix) if own.fullmatch(key)]
-        for mark in marks:
-            path = self._store.url(mark).removeprefix("s3://")
-            for key, upload in _uploads_in(self._store.get(path)):
-                if key.startswith(self._prefix):
-                    _LOG.info("removing an unfinished upload of an earlier run: %s", key)
-                    self._store.abort(key, upload)
-        if marks:
-            self._store.delete(marks)
 
     def _refuse_filled(self) -> None:
         if self._overwrite:
@@ -213,10 +196,13 @@ class S3Target:
         return is_work_folder(key[len(self._prefix) :].partition("/")[0])
 
 
-def _uploads_in(mark: bytes) -> Iterator[tuple[str, str]]:
-    """Yields key and name of the uploads that a mark names; of one that is damaged, none."""
-    try:
-        for key, upload in json.loads(mark)["uploads"]:
-            yield str(key), str(upload)
-    except (ValueError, TypeError, KeyError):
-        return
+def _publish(items: Sequence[S3Object]) -> None:
+    """Publishes objects, many at a time; at the first error no further one is begun."""
+    with ThreadPoolExecutor(_PUBLISHED_AT_ONCE, thread_name_prefix="ckptkit-publish") as pool:
+        futures = [pool.submit(item.publish) for item in items]
+        try:
+            for future in futures:
+                future.result()
+        finally:
+            for future in futures:
+                future.cancel()

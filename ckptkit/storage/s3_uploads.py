@@ -6,21 +6,21 @@ Source:
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
+from ckptkit.storage.remote_errors import status_of
 from ckptkit.storage.remote_store import RemoteStore
 from ckptkit.storage.retries import retried
+from ckptkit.storage.s3_checksums import CHECKSUM, OF_PARTS, WHOLE, ToldSum, encoded
 
 if TYPE_CHECKING:  # the process that uploads does without numpy
     from ckptkit.storage.base import CopySource
 
 _DELETED_AT_ONCE = 1000
-_CHECKSUM = "ChecksumCRC32"
-_WHOLE = "FULL_OBJECT"  # as against a checksum of the checksums of the parts
+_THERE = frozenset({409, 412})  # another one is being written, or is there
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,15 +34,15 @@ class SentPart:
     def to_request(self) -> dict[str, Any]:
         """Returns what the request to complete an upload says of it."""
         said: dict[str, Any] = {"PartNumber": self.number, "ETag": self.etag}
-        return said if self.crc32 is None else said | {_CHECKSUM: _encoded(self.crc32)}
+        return said if self.crc32 is None else said | {CHECKSUM: encoded(self.crc32)}
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What a store says of an object: its size, and the CRC-32 of all its bytes if it knows it."""
+    """What a store says of an object: its size, and its CRC-32 if it knows it."""
 
     size_bytes: int
-    crc32: int | None
+    told: ToldSum | None
 
 
 class S3Uploads:
@@ -81,6 +81,11 @@ class S3Uploads:
                 return
             more = {"ContinuationToken": page["NextContinuationToken"]}
 
+    def unfinished(self, prefix: str) -> Iterator[tuple[str, str]]:
+        """Yields key and name of uploads whose keys begin with a prefix, a thousand at most."""
+        found = self._ask("list_multipart_uploads", prefix, Prefix=prefix).get("Uploads", ())
+        yield from ((item["Key"], item["UploadId"]) for item in found)
+
     def get(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
         """Returns bytes of an object of any bucket, which its path names."""
         read = self.store.filesystem.cat_file
@@ -92,6 +97,42 @@ class S3Uploads:
     def put(self, key: str, data: bytes, crc32: int) -> None:
         """Writes a small object, which is visible at once."""
         self._ask("put_object", key, Key=key, Body=data, **self._proof(crc32))
+
+    def put_new(self, key: str, data: bytes, crc32: int, *, in_parts: bool) -> bool:
+        """Writes a small object unless there is one; returns whether it did.
+
+        Stores that take no notice of the condition write it in any case.
+
+        Args:
+            key: What it is called.
+            data: Its bytes, at least one.
+            crc32: Their checksum.
+            in_parts: Whether the condition goes with the end of an upload in parts, since some
+                stores know it there alone.
+
+        Raises:
+            OSError: If the store does not take it.
+        """
+        try:
+            if in_parts:
+                self._put_in_parts(key, data, crc32)
+            else:
+                body = {"Key": key, "Body": data, **self._proof(crc32)}
+                self._ask("put_object", key, **body, IfNoneMatch="*")
+        except OSError as error:
+            if status_of(error) not in _THERE:
+                raise
+            return False
+        return True
+
+    def _put_in_parts(self, key: str, data: bytes, crc32: int) -> None:
+        upload = self.begin(key)
+        try:
+            part = self.send(key, upload, 1, BytesIO(data), crc32)
+            self.complete(key, upload, [part], IfNoneMatch="*")
+        except OSError:
+            self.abort(key, upload)
+            raise
 
     def delete(self, keys: Sequence[str]) -> None:
         """Removes objects; those that are not there do not matter.
@@ -106,9 +147,19 @@ class S3Uploads:
             if kept is not None:
                 raise OSError(f"{kept.get('Key')!r} is not removed: {kept.get('Message')}")
 
-    def begin(self, key: str) -> str:
-        """Begins an upload in parts, and returns its name."""
-        wanted = {"ChecksumAlgorithm": "CRC32", "ChecksumType": _WHOLE}
+    def begin(self, key: str, *, sums_parts: bool = True) -> str:
+        """Begins an upload in parts.
+
+        Args:
+            key: Of the object to be.
+            sums_parts: Whether its checksum is that of the checksums of its parts, all of which
+                `complete` has to know; else it is that of its bytes.
+
+        Returns:
+            What the store calls the upload.
+        """
+        kind = OF_PARTS if sums_parts else WHOLE
+        wanted = {"ChecksumAlgorithm": "CRC32", "ChecksumType": kind}
         given = wanted if self.has_checksums else {}
         answer = self._ask("create_multipart_upload", key, Key=key, **given)
         return str(answer["UploadId"])
@@ -148,13 +199,29 @@ class S3Uploads:
             CopySourceIfMatch=source.etag,
             CopySourceRange=f"bytes={span[0]}-{span[1] - 1}",
         )["CopyPartResult"]
-        return SentPart(number, answer["ETag"], _decoded(answer.get(_CHECKSUM)))
+        told = ToldSum.in_answer(answer)
+        return SentPart(number, answer["ETag"], told.crc32 if told else None)
 
-    def complete(self, key: str, upload: str, parts: Sequence[SentPart], crc32: int) -> None:
-        """Makes an object of an upload; a store may refuse it if it has another checksum."""
-        proof = self._proof(crc32)
+    def complete(
+        self,
+        key: str,
+        upload: str,
+        parts: Sequence[SentPart],
+        whole: int | None = None,
+        **conditions: str,
+    ) -> None:
+        """Makes an object of an upload; a store may refuse it if it has another checksum.
+
+        Args:
+            key: Of the object.
+            upload: As `begin` returned it.
+            parts: All parts.
+            whole: The CRC-32 of all bytes, where the object's checksum is to be that.
+            conditions: Other arguments of the request.
+        """
+        proof = {} if whole is None else self._proof(whole)
         if proof:
-            proof["ChecksumType"] = _WHOLE
+            proof["ChecksumType"] = WHOLE
         listed = {"Parts": [part.to_request() for part in parts]}
         self._ask(
             "complete_multipart_upload",
@@ -163,6 +230,7 @@ class S3Uploads:
             UploadId=upload,
             MultipartUpload=listed,
             **proof,
+            **conditions,
         )
 
     def abort(self, key: str, upload: str) -> None:
@@ -176,9 +244,7 @@ class S3Uploads:
         """Asks what the store knows of an object."""
         asked = {"ChecksumMode": "ENABLED"} if self.has_checksums else {}
         answer = self._ask("head_object", key, Key=key, **asked)
-        whole = answer.get("ChecksumType", _WHOLE) == _WHOLE
-        crc32 = _decoded(answer.get(_CHECKSUM)) if whole else None
-        return Head(int(answer["ContentLength"]), crc32)
+        return Head(int(answer["ContentLength"]), ToldSum.in_answer(answer))
 
     def _ask(self, request: str, key: str, **given: Any) -> Any:
         call = self.store.filesystem.call_s3
@@ -189,15 +255,4 @@ class S3Uploads:
         )
 
     def _proof(self, crc32: int) -> dict[str, str]:
-        return {_CHECKSUM: _encoded(crc32)} if self.has_checksums else {}
-
-
-def _encoded(crc32: int) -> str:
-    return base64.b64encode(crc32.to_bytes(4, "big")).decode("ascii")
-
-
-def _decoded(text: str | None) -> int | None:
-    """Reads a checksum; that of checksums has a number of parts behind it, and is none."""
-    if text is None or "-" in text:
-        return None
-    return int.from_bytes(base64.b64decode(text), "big")
+        return {CHECKSUM: encoded(crc32)} if self.has_checksums else {}

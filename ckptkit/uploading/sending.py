@@ -60,7 +60,7 @@ class Sender:
     def _send_parts(self, s3: S3Uploads, file: Readable, size_bytes: int, path: str) -> None:
         before = self._tally.done_bytes
         key = self._store.key(path)
-        sent = S3Object(s3, key, size_bytes, begun=lambda *_: None)
+        sent = S3Object(s3, key, size_bytes, begun=lambda *_: None, sums_parts=False)
         try:
             with ThreadPoolExecutor(_PARTS_AT_ONCE, thread_name_prefix="ckptkit-part") as pool:
                 self._fill(sent, pool, file, size_bytes)

@@ -36,6 +36,7 @@ MANIFEST = "ckptkit.json"
 MIB = 1 << 20
 # Whatever differs in the options makes source and output two stores, between which nothing copies.
 APART = {"config_kwargs": {"request_checksum_calculation": "when_required"}}
+ALSO_APART = {"config_kwargs": {"user_agent_extra": "other"}}  # and the store knows checksums
 
 
 @pytest.fixture(scope="module")
@@ -116,12 +117,13 @@ def test_what_a_store_copies_is_what_would_have_been_written_here(
     assert SECRET not in told
 
 
+@pytest.mark.parametrize("further", [APART, ALSO_APART])
 def test_between_two_accounts_every_byte_is_read_once_and_sent_once(
-    bucket: Bucket, checkpoint: Path, tmp_path: Path
+    bucket: Bucket, checkpoint: Path, tmp_path: Path, further: dict[str, object]
 ) -> None:
     ckptkit.consolidate(checkpoint, tmp_path / "out", names="live")
     bucket.store.proxy.reset()
-    manifest = consolidate(bucket, place(bucket, "out", **APART))
+    manifest = consolidate(bucket, place(bucket, "out", **further))
     found, model = files_below(bucket, "out"), sum(map(len, local_files(checkpoint).values()))
     assert weights(found) == weights(local_files(tmp_path / "out"))
     assert {one.proof for one in manifest.tensors.values()} == {"crc32"}
@@ -129,12 +131,15 @@ def test_between_two_accounts_every_byte_is_read_once_and_sent_once(
     assert bucket.store.proxy.received["PUT"] <= 1.01 * sum(map(len, found.values()))
 
 
-def test_a_damaged_chunk_that_the_store_copies_is_found_and_nothing_stays(bucket: Bucket) -> None:
+@pytest.mark.parametrize("further", [{}, APART, ALSO_APART])
+def test_a_damaged_chunk_is_found_whoever_copies_it_and_nothing_stays(
+    bucket: Bucket, further: dict[str, object]
+) -> None:
     data = bytearray(bucket.get("run/__1_0.distcp"))
     data[len(data) - 3 * MIB] ^= 1
     bucket.put("run/__1_0.distcp", bytes(data))
     with pytest.raises(ChecksumError, match="CRC-32"):
-        consolidate(bucket, place(bucket, "out"))
+        consolidate(bucket, place(bucket, "out", **further))
     assert bucket.keys("out/") == bucket.unfinished_uploads() == []
 
 
