@@ -63,9 +63,11 @@ class Bucket:
         answer = self.store.client.list_multipart_uploads(Bucket=self.name)
         return [upload["Key"] for upload in answer.get("Uploads", ())]
 
-    def clear(self) -> None:
+    def clear(self, *, kept: str = "") -> None:
+        """Removes all objects but those below a prefix, and all uploads."""
         for key in self.keys():
-            self.delete(key)
+            if not (kept and key.startswith(kept)):
+                self.delete(key)
         for upload in self.store.client.list_multipart_uploads(Bucket=self.name).get("Uploads", ()):
             self.store.client.abort_multipart_upload(
                 Bucket=self.name, Key=upload["Key"], UploadId=upload["UploadId"]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckptkit.core.crc import crc32
-from ckptkit.core.errors import ChecksumError
+from ckptkit.core.errors import ChecksumError, CkptkitError
 from ckptkit.kernels.checksums import ChecksumPiece as Piece
 from ckptkit.kernels.checksums import crc32_combine, joined_pieces
 
@@ -28,6 +28,7 @@ class Account:
         read_into: Reads from the file, for pieces that nobody else reads.
         pieces: What was read so far.
         seen_bytes: The lengths of all pieces together.
+        is_refused: Whether what is wrong with it was told already.
     """
 
     start: int
@@ -37,6 +38,7 @@ class Account:
     read_into: ReadInto
     pieces: list[Piece] = field(default_factory=list)
     seen_bytes: int = 0
+    is_refused: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +111,7 @@ class ChecksumLedger:
 
         Raises:
             ChecksumError: If it completes the record and the checksum is another one.
+            CkptkitError: If it completes the record, and that cannot be read where it has to be.
         """
         with self._lock:
             account = self._open.get(record)
@@ -119,7 +122,11 @@ class ChecksumLedger:
             if account.seen_bytes < account.stop - account.start or self._settled[record]:
                 return
             self._settled[record] = 1
-        _settle(account)
+        try:
+            _settle(account)
+        except CkptkitError:
+            account.is_refused = True  # it stays open: it is not proven
+            raise
         with self._lock:  # not before: whoever asks what is open must not take it for proven
             self._open.pop(record, None)
 
@@ -164,12 +171,14 @@ class ChecksumLedger:
         """Reads what is missing of every open record, and settles it.
 
         Raises:
-            ChecksumError: If a record has another checksum than the stored one.
+            ChecksumError: If a record has another checksum than the stored one, and `add` has
+                not said so.
         """
         self._finish_others()
         while self._open:
             _, account = self._open.popitem()
-            _settle(account)
+            if not account.is_refused:
+                _settle(account)
 
 
 def _settle(account: Account) -> None:

@@ -24,7 +24,7 @@ _MAX_CONFIG_BYTES = 4 << 20
 _EMBEDDING = re.compile(
     r"(^|\.)(embed_tokens|word_embeddings|shared|wte|tok_embeddings|embed_in)\.weight$"
 )
-_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block|layer)\.(\d+)\.")
+_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block|layer)\.(\d{1,9})\.")
 _TEXT = "text_config"
 _TOKENS = ("vocab_size",)
 _HIDDEN = ("hidden_size", "n_embd", "d_model")

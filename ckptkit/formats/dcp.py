@@ -42,7 +42,7 @@ from ckptkit.formats.zstd_streams import decoded, is_zstd
 from ckptkit.storage.base import Source
 
 METADATA = ".metadata"
-_DATA = re.compile(r"__(\d+)_(?:frozen_)?\d+\.distcp")  # the latter are ours
+_DATA = re.compile(r"__(\d{1,7})_(?:frozen_)?\d+\.distcp")  # the latter are ours
 _TORCH_ZIP = CONTAINERS.index("torch_zip")
 _MOST_DECODED_BYTES = 64 << 20  # of one object that is compressed
 _ZSTD = CONTAINERS.index("zstd_torch_zip")
@@ -249,9 +249,8 @@ def _with_framework(index: TensorIndex, source: Source, candidate: Candidate) ->
     """Adds what is known of the framework that let torch save."""
     meta = posixpath.join(candidate.folder, LIGHTNING_META)
     paths = [*(entry.key_path for entry in index.tensors.values()), *index.values]
-    found: Framework = (
-        framework_of_meta(source, meta) if meta in candidate.files else framework_of_keys(paths)
-    )
+    has_meta = meta in candidate.files
+    found: Framework = framework_of_meta(source, meta) if has_meta else framework_of_keys(paths)
     run = replace(
         index.run,
         step=found.step,
@@ -259,7 +258,8 @@ def _with_framework(index: TensorIndex, source: Source, candidate: Candidate) ->
         version=found.version,
         notes=(*index.run.notes, *found.notes),
     )
-    return replace(index, run=run, problems=(*index.problems, *found.problems))
+    files = (*index.files, _stat_or_missing(source, meta)) if has_meta else index.files
+    return replace(index, files=files, run=run, problems=(*index.problems, *found.problems))
 
 
 def _stat_or_missing(source: Source, path: str) -> FileRef:

@@ -102,11 +102,16 @@ def _placed(held: Mapping[Any, Any], rank: int, read: ReadNumbers) -> tuple[Shap
     if not isinstance(mesh, TensorRef):
         raise FormatError("mesh of devices does not tell its ranks")
     ranks = read(mesh)
-    at, coordinate = _position(ranks, rank), []
-    for size in reversed(mesh.shape):
-        at, here = divmod(at, size)
+    return mesh.shape, coordinate_of(_position(ranks, rank), mesh.shape), max(ranks)
+
+
+def coordinate_of(position: int, sizes: Shape) -> Shape:
+    """Returns where in a mesh the rank is that is at a position of all, row-major."""
+    coordinate = []
+    for size in reversed(sizes):
+        position, here = divmod(position, size)
         coordinate.append(here)
-    return mesh.shape, tuple(reversed(coordinate)), max(ranks)
+    return tuple(reversed(coordinate))
 
 
 def _ranks_of_layout(held: Mapping[Any, Any], read: ReadNumbers) -> Sequence[int]:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import posixpath
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from ckptkit.core.errors import AmbiguousSourceError, CannotPlanError, NotACheckpointError
 from ckptkit.formats.base import Candidate
-from ckptkit.formats.hf_shards import SHARDED_FOLDER, HfShardsReader
-from ckptkit.formats.rank_files import RankFilesReader
+from ckptkit.formats.precedence import (
+    is_chosen_first,
+    main_file,
+    note_of_ignored,
+    worth_reading,
+    yields,
+)
 from ckptkit.formats.step_files import files_by_step, is_called_last, place_of_step
 from ckptkit.formats.torch_optimizer import (
-    TorchOptimizerReader,
     is_optimizer_candidate,
     number_of,
     with_their_models,
@@ -29,13 +33,6 @@ _UNIT_FOLDER = re.compile(
     r"|pytorch_model(_\d+)?"  # the tags under which accelerate lets DeepSpeed save
 )
 _OPTIMIZER_FOLDER = re.compile(r"optim(izer)?s?(_\d+)?")
-_MODEL_FILE = re.compile(r"(pytorch_)?model|consolidated|adapter_model")
-# Formats that yield to a model beside them: what is only refused, and what a model was made from.
-_LESSER = {"foreign", "zero", "universal"}
-_SHARDS = HfShardsReader.name  # told of where they are compared with the model beside them
-_BESIDE = {"foreign", TorchOptimizerReader.name}  # what is no checkpoint by itself
-_OF_RANKS = RankFilesReader.name
-_COPY_OF_RANKS = "huggingface"  # where verl puts the same weights again, gathered
 _HERE = "."  # how the run in the root itself is named and selected
 
 
@@ -77,14 +74,6 @@ StepTold = Callable[[Candidate], int | None]
 """Returns the step that what a candidate holds tells, or None."""
 Nothing = Callable[[str], NotACheckpointError]
 """Makes the error for a folder, relative to the root, in which nothing was recognised."""
-
-
-def is_certain(candidate: Candidate) -> bool:
-    """Tells whether names alone leave no doubt that a candidate is a checkpoint that we read.
-
-    Files that are only refused, and `.pt` files of any name, may be part of what others read.
-    """
-    return candidate.format not in _BESIDE and (candidate.format != "torch" or _is_model(candidate))
 
 
 def is_unit_folder(name: str) -> bool:
@@ -175,11 +164,11 @@ class _Resolution:
             folder = posixpath.dirname(base)
             return Found(folder, _units(candidates, folder), select)
         steps, beside = self._by_step(candidates, base)
-        kept = _worth_reading(beside)
+        kept = worth_reading(beside)
         units = _units(kept, base)
         given = steps
-        if any(is_certain(one) and one.format not in _LESSER for one in kept):
-            steps = {f: c for f, c in steps.items() if any(x.format not in _LESSER for x in c)}
+        if any(is_chosen_first(one) for one in kept):
+            steps = {f: c for f, c in steps.items() if any(not yields(x) for x in c)}
         runs = {_relative(posixpath.dirname(folder), base) for folder in steps}
         if select is not None:
             chosen = self._selected(given, _units(beside, base), base, select)
@@ -195,7 +184,7 @@ class _Resolution:
         if not units:
             raise self._nothing(base)
         passed = [one for folder in given.keys() - steps.keys() for one in given[folder]]
-        return Found(base, units, select, _ignored([*beside, *passed], kept))
+        return Found(base, units, select, note_of_ignored([*beside, *passed], kept))
 
     def _selected(
         self, steps: _Steps, units: Sequence[Unit], base: str, select: str
@@ -229,7 +218,7 @@ class _Resolution:
             if number is not None:
                 numbers[place], made[place] = number, [one]
                 rest.remove(one)
-        if any(is_certain(one) and one.format not in _LESSER for one in rest):
+        if any(is_chosen_first(one) for one in rest):
             return steps, beside
         self._numbers |= numbers
         return steps | made, rest
@@ -321,7 +310,7 @@ def _units(candidates: Sequence[Candidate], base: str) -> tuple[Unit, ...]:
         is_beside = is_optimizer_candidate(candidate)
         label = "" if relative == _HERE else relative
         if not label or is_beside or folders.count(candidate.folder) > 1:
-            label = posixpath.join(label, _main_file(candidate))
+            label = posixpath.join(label, main_file(candidate))
         last = posixpath.basename(candidate.folder)
         units.append(Unit(label, candidate, is_beside or is_optimizer_folder(last)))
     return tuple(units)
@@ -329,7 +318,7 @@ def _units(candidates: Sequence[Candidate], base: str) -> tuple[Unit, ...]:
 
 def _optimizers_of(model: Unit, units: Sequence[Unit]) -> list[Unit]:
     """Returns the optimizer's file that has the number of a model in the same folder, if any."""
-    number = number_of(_main_file(model.candidate))
+    number = number_of(main_file(model.candidate))
     return [
         unit
         for unit in units
@@ -338,63 +327,3 @@ def _optimizers_of(model: Unit, units: Sequence[Unit]) -> list[Unit]:
         and unit.candidate.folder == model.candidate.folder
         and number_of(unit.candidate.files[0]) == number
     ]
-
-
-def _main_file(candidate: Candidate) -> str:
-    names = [posixpath.basename(path) for path in candidate.files]
-    return next((name for name in names if name.endswith(".index.json")), names[0])
-
-
-def _worth_reading(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Drops what accompanies a model, or is the same model in a lesser format.
-
-    Beside a readable model these are loose `.pt` files, formats that are not read, and the
-    `.bin` form of a model in safetensors.
-    """
-    safe = {c.folder for c in candidates if c.format == "safetensors" and _is_model(c)}
-    left = [c for c in candidates if is_left_of(c, safe)]
-    has_model = bool(safe) or any(
-        c.format in {"dcp", _SHARDS} or (c.format == "torch" and _is_model(c)) for c in candidates
-    )
-    of_ranks = {c.folder for c in candidates if c.format == _OF_RANKS}
-
-    def is_kept(candidate: Candidate) -> bool:
-        if _is_copy(candidate, of_ranks):
-            return False
-        if candidate.format in _LESSER or candidate in left:
-            return not has_model
-        if candidate.format != "torch":
-            return True
-        has_better = has_model or bool(of_ranks)
-        return candidate.folder not in safe if _is_model(candidate) else not has_better
-
-    return [candidate for candidate in candidates if is_kept(candidate)]
-
-
-def _is_copy(candidate: Candidate, of_ranks: Collection[str]) -> bool:
-    """Tells whether a candidate is what verl gathered of the files of ranks beside it."""
-    above, name = posixpath.split(candidate.folder)
-    return name == _COPY_OF_RANKS and above in of_ranks
-
-
-def is_left_of(candidate: Candidate, models: Collection[str]) -> bool:
-    """Tells whether a candidate is the shards that one of the models was consolidated from.
-
-    Args:
-        candidate: What was recognised.
-        models: Folders that hold models in safetensors.
-    """
-    if candidate.format != _SHARDS:
-        return False
-    above, name = posixpath.split(candidate.folder)
-    return candidate.folder in models or (name == SHARDED_FOLDER and above in models)
-
-
-def _ignored(candidates: Sequence[Candidate], kept: Sequence[Candidate]) -> tuple[str, ...]:
-    dropped = [c for c in candidates if c not in kept and c.format != _SHARDS]
-    names = [c.files[0] for c in dropped]
-    return (f"left alone beside the model: {', '.join(names)}",) if names else ()
-
-
-def _is_model(candidate: Candidate) -> bool:
-    return _MODEL_FILE.match(_main_file(candidate)) is not None

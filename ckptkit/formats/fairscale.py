@@ -176,7 +176,8 @@ def _container(first: RankContents, flats: Sequence[_Flat]) -> KeyPath:
     for container, inside in held.items():
         if names <= inside:
             return container
-    missing = next(n for n in sorted(names) if not any(n in inside for inside in held.values()))
+    fullest = max(held.values(), key=lambda inside: len(names & inside), default=set())
+    missing = min(names - fullest)
     raise FormatError(f"has no flat parameter {shown(missing)}", where=first.archive.where)
 
 

@@ -96,13 +96,13 @@ def parse_layout(data: bytes, where: str) -> list[FlatVector]:
         return []
     told = document.get("crc32")
     found = crc32(json.dumps(units, sort_keys=True).encode())
-    if told not in {None, found}:
+    if told is not None and told != found:
         raise ChecksumError(f"has CRC-32 {found:#010x}, {told!r} was stored", where=where)
     try:
         return [_vector(unit, where) for unit in units]
     except FormatError:
         raise
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise FormatError("does not describe flat parameters", where=where) from error
 
 

@@ -1,6 +1,6 @@
-"""Formats that are recognised so that they can be refused by name, and not misread as others.
+"""Files of ranks that are recognised so that they can be refused by name: those without a model.
 
-Some of them are ordinary `.pt` or `.safetensors` files one by one, each with a part of the model.
+Optimizer states and extra states are read together with the weights that the same ranks wrote.
 """
 
 from __future__ import annotations
@@ -14,40 +14,37 @@ from ckptkit.core.index import TensorIndex
 from ckptkit.formats.base import Candidate
 from ckptkit.storage.base import Source
 
-_FORMATS = {
-    "optimizer states and extra states of ranks, without their weights": re.compile(
-        r"(optim|extra_state)_world_size_\d+_rank_\d+\.pt|optimizer(_\d+)?_rank\d+\.bin"
-    ),
-}
+_WITHOUT_WEIGHTS = re.compile(
+    r"(optim|extra_state)_world_size_\d+_rank_\d+\.pt|optimizer(_\d+)?_rank\d+\.bin"
+)
 
 
 class ForeignReader:
-    """Recognises what this version does not read."""
+    """Recognises what ranks wrote beside their weights, where the weights are not there."""
 
     name = "foreign"
 
     def find(self, paths: Sequence[str]) -> list[Candidate]:
-        """Groups such files by folder and format."""
-        groups: dict[tuple[str, str], list[str]] = {}
+        """Groups such files by folder."""
+        folders: dict[str, list[str]] = {}
         for path in paths:
-            name = posixpath.basename(path)
-            kind = next((k for k, pattern in _FORMATS.items() if pattern.fullmatch(name)), None)
-            if kind is not None:
-                groups.setdefault((posixpath.dirname(path), kind), []).append(path)
+            if _WITHOUT_WEIGHTS.fullmatch(posixpath.basename(path)):
+                folders.setdefault(posixpath.dirname(path), []).append(path)
+        reason = "optimizer states and extra states of ranks, without their weights"
         return [
-            Candidate(self.name, folder, tuple(sorted(files)), kind)
-            for (folder, kind), files in sorted(groups.items())
+            Candidate(self.name, folder, tuple(sorted(files)), reason)
+            for folder, files in sorted(folders.items())
         ]
 
     def read_index(self, source: Source, candidate: Candidate) -> TensorIndex:
         """Refuses.
 
         Raises:
-            UnsupportedError: Always, with the name of the format.
+            UnsupportedError: Always, with what the files are.
         """
         raise UnsupportedError(
-            f"holds {candidate.reason}, which this version does not read",
+            f"holds {candidate.reason}",
             where=posixpath.join(source.location, candidate.folder),
-            hint="read are torch.distributed.checkpoint ('.metadata' and '.distcp'), DeepSpeed's"
-            " ZeRO, '.safetensors' and whole '.bin' or '.pt' files",
+            hint="copy the ranks' files of weights beside them, such as"
+            " 'model_world_size_2_rank_0.pt' or 'pytorch_model_fsdp_0_rank0.bin'",
         )

@@ -49,6 +49,7 @@ _ENDING = ".safetensors"
 _INCOMPLETE = IncompleteCheckpointError.code
 _MAX_BYTES = 2**63 - 1
 _NAMED = 3
+_MOST_RANKS = 10_000_000
 UNPROVEN = (
     "the shards tell neither their number nor full shapes: shapes are what they reach to, and a"
     " shard missing at the end would not show; put the model's config.json beside them, or name"
@@ -321,6 +322,9 @@ def _check_model_files(numbers: Sequence[_Numbers], where: str) -> None:
             where=where,
             hint="they are of different saves: take the older ones away",
         )
+    last = max(number.rank for number in numbers)
+    if last > _MOST_RANKS:
+        raise FormatError(f"a shard is named as that of rank {last:.3g}", where=where)
     there = {number.model_file for number in numbers}
     missing = next((n for n in range(1, counts[0] + 1) if n not in there), None)
     if missing is not None or max(there) > counts[0] or min(n.rank for n in numbers) < 1:

@@ -127,15 +127,13 @@ class LocalImages:
         self, name: str, spreading: Spreading, local: Mapping[int, _Local]
     ) -> Mapping[int, LocalPart]:
         """Returns what each rank has; splits were made in the order that fits the sizes."""
+        meshes = spreading.seen_from_ranks()
         for inner_first in (True, False):
             found = {
                 rank: local_part(
-                    spreading.shape,
-                    spreading.seen_from(rank),
-                    spreading.placements,
-                    inner_first=inner_first,
+                    spreading.shape, mesh, spreading.placements, inner_first=inner_first
                 )
-                for rank in spreading.ranks
+                for rank, mesh in meshes.items()
             }
             fitting = {
                 rank: part

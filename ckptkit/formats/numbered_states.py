@@ -12,75 +12,56 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ckptkit.core.index import KeyPath, Shape
+from ckptkit.core.index import Fqn, KeyPath, Shape
+from ckptkit.formats.optimizer_names import members_of, plain_names, told_names
 from ckptkit.formats.rank_tensors import Spread
 
-_STATE: KeyPath = ("optimizer", "state")
-_GROUPS: KeyPath = ("optimizer", "param_groups")
-_GROUP_PATH = 4  # optimizer, param_groups, the group's number, what it has
-_STATE_PATH = 3
+OPTIMIZER: KeyPath = ("optimizer",)
+_STATE: KeyPath = (*OPTIMIZER, "state")
+_STATE_PATH = len(_STATE) + 1
 
 
-def named_states(
+def names_of_states(
     spread: Mapping[KeyPath, Spread], values: Mapping[KeyPath, Any]
-) -> dict[KeyPath, Spread]:
-    """Puts names in place of the numbers of parameters, where there is no doubt about them.
+) -> tuple[dict[int, Fqn], bool]:
+    """Returns the names of numbered parameters, where there is no doubt about them.
 
     Args:
         spread: The tensors of model and optimizer.
         values: What is no tensor among them.
+
+    Returns:
+        The names by number, none where there is doubt, and whether the order tells them.
     """
-    numbers = [path[2] for path in spread if path[:2] == _STATE and len(path) > _STATE_PATH - 1]
+    numbers = [path[2] for path in spread if path[:2] == _STATE and len(path) >= _STATE_PATH]
     if not numbers or not all(isinstance(number, int) for number in numbers):
-        return dict(spread)
-    names = _recorded(values) or _counted(spread, values)
-    return {_renamed(path, names): one for path, one in spread.items()}
+        return {}, False
+    groups = members_of(values, OPTIMIZER)
+    names = told_names(groups)
+    if names:
+        return names, False
+    counted = _counted(spread, [group.get("params") for group in groups.values()])
+    return counted, bool(counted)
 
 
-def _renamed(path: KeyPath, names: Mapping[int, str]) -> KeyPath:
-    if path[:2] != _STATE or len(path) < _STATE_PATH or not isinstance(path[2], int):
-        return path
-    return (*_STATE, names.get(path[2], path[2]), *path[3:])
-
-
-def _groups(values: Mapping[KeyPath, Any], key: str) -> dict[int | str, list[Any]]:
-    return {
-        path[2]: list(value)
-        for path, value in values.items()
-        if len(path) == _GROUP_PATH
-        and path[:2] == _GROUPS
-        and path[3] == key
-        and isinstance(value, (list, tuple))
-    }
-
-
-def _recorded(values: Mapping[KeyPath, Any]) -> dict[int, str]:
-    """Returns the names that the optimizer was given."""
-    numbers, names = _groups(values, "params"), _groups(values, "param_names")
-    found: dict[int, str] = {}
-    for group, inside in numbers.items():
-        pairs = list(zip(inside, names.get(group, ()), strict=False))
-        found |= {number: name for number, name in pairs if isinstance(name, str)}
-    return found
-
-
-def _counted(spread: Mapping[KeyPath, Spread], values: Mapping[KeyPath, Any]) -> dict[int, str]:
+def _counted(spread: Mapping[KeyPath, Spread], groups: Sequence[object]) -> dict[int, Fqn]:
     """Returns the names of the model's parameters in order, if one choice of them fits alone.
 
     An optimizer may lack some, which are frozen. The first and the last choice whose shapes fit
     are the same only if there is no other one.
     """
-    groups = list(_groups(values, "params").values())
-    if len(groups) != 1 or groups[0] != list(range(len(groups[0]))):
+    members = groups[0] if len(groups) == 1 else None
+    if not isinstance(members, list) or members != list(range(len(members))):
         return {}
-    wanted = _state_shapes(spread, len(groups[0]))
+    wanted = _state_shapes(spread, len(members))
     parameters = _parameters(spread)
     shapes = [spread[path].shape for path in parameters]
     first = None if wanted is None else _chosen(wanted, shapes)
     last = None if wanted is None else _chosen(wanted[::-1], shapes[::-1])
     if first is None or last is None or first != [len(shapes) - 1 - at for at in reversed(last)]:
         return {}
-    return {n: ".".join(map(str, parameters[at][1:])) for n, at in enumerate(first)}
+    names = plain_names([".".join(map(str, parameters[at][1:])) for at in first])
+    return dict(enumerate(names))
 
 
 def _state_shapes(spread: Mapping[KeyPath, Spread], count: int) -> list[Shape | None] | None:

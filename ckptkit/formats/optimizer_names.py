@@ -96,9 +96,9 @@ def _named(
     states: Sequence[TensorEntry],
     models: Sequence[Sequence[TensorEntry]],
 ) -> TensorIndex:
-    groups = _groups(index.values, container)
+    groups = members_of(index.values, container)
     notes = index.run.notes
-    names = _told_names(groups)
+    names = told_names(groups)
     if not names:
         fitting = [names for model in models if (names := _names_by_order(groups, states, model))]
         if len(fitting) != 1:
@@ -109,13 +109,18 @@ def _named(
     return replace(
         index,
         tensors=tensors,
-        values=_renamed_values(index.values, container, names),
+        values=renamed_values(index.values, container, names),
         run=replace(index.run, notes=notes),
     )
 
 
-def _groups(values: Mapping[KeyPath, Any], container: KeyPath) -> dict[int, dict[str, Any]]:
-    """Returns what is kept of each group's members: their numbers, and maybe their names."""
+def members_of(values: Mapping[KeyPath, Any], container: KeyPath) -> dict[int, dict[str, Any]]:
+    """Returns what is kept of each group's members: their numbers, and maybe their names.
+
+    Args:
+        values: What is no tensor, by path.
+        container: The keys above `param_groups`.
+    """
     start = (*container, _GROUPS)
     groups: dict[int, dict[str, Any]] = defaultdict(dict)
     for path, value in values.items():
@@ -127,7 +132,7 @@ def _groups(values: Mapping[KeyPath, Any], container: KeyPath) -> dict[int, dict
     return groups
 
 
-def _told_names(groups: Mapping[int, Mapping[str, Any]]) -> dict[int, Fqn]:
+def told_names(groups: Mapping[int, Mapping[str, Any]]) -> dict[int, Fqn]:
     """Returns the names that the groups tell; nothing where one does not."""
     numbers: list[int] = []
     names: list[str] = []
@@ -136,11 +141,15 @@ def _told_names(groups: Mapping[int, Mapping[str, Any]]) -> dict[int, Fqn]:
         names += _list_of(str, group.get(_NAMES))
     if not names or len(numbers) != len(names) or len(set(numbers)) != len(numbers):
         return {}
+    return dict(zip(numbers, plain_names(names), strict=False))
+
+
+def plain_names(names: Sequence[str]) -> list[Fqn]:
+    """Returns the names of parameters without what wraps them; none where they cannot be told."""
     try:
-        places = classify([("model", name) for name in names], where="")
+        return [place.name for place in classify([("model", name) for name in names], where="")]
     except FormatError:
-        return {}
-    return {number: place.name for number, place in zip(numbers, places, strict=True)}
+        return []
 
 
 def _list_of(kind: type, value: object) -> list[Any]:
@@ -170,13 +179,13 @@ def _names_by_order(
 
 
 def _renamed(entry: TensorEntry, container: KeyPath, names: Mapping[int, Fqn]) -> TensorEntry:
-    path = _path(entry.key_path, container, names)
+    path = renamed_path(entry.key_path, container, names)
     if entry.part != "optimizer" or path == entry.key_path:
         return entry
     return replace(entry, key_path=path, name=Fqn(".".join(map(str, path[len(container) :]))))
 
 
-def _path(path: KeyPath, container: KeyPath, names: Mapping[int, Fqn]) -> KeyPath:
+def renamed_path(path: KeyPath, container: KeyPath, names: Mapping[int, Fqn]) -> KeyPath:
     """Returns a path with the name of the parameter in place of its number."""
     at = len(container) + 1
     if path[:at] != (*container, _STATE) or len(path) == at:
@@ -186,9 +195,12 @@ def _path(path: KeyPath, container: KeyPath, names: Mapping[int, Fqn]) -> KeyPat
     return path if name is None else (*path[:at], name, *path[at + 1 :])
 
 
-def _renamed_values(
+def renamed_values(
     values: Mapping[KeyPath, Any], container: KeyPath, names: Mapping[int, Fqn]
 ) -> dict[KeyPath, Any]:
+    """Returns values with the names of parameters in place of their numbers, also in groups."""
+    if not names:
+        return dict(values)
     start = (*container, _GROUPS)
     made: dict[KeyPath, Any] = {}
     for path, value in values.items():
@@ -198,5 +210,5 @@ def _renamed_values(
         if is_group and path[-1] == _MEMBERS:
             made[path] = [names.get(number, number) for number in _list_of(int, value)]
         else:
-            made[_path(path, container, names)] = value
+            made[renamed_path(path, container, names)] = value
     return made

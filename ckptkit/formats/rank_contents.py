@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import posixpath
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -171,12 +172,10 @@ def check_ranks(family: Family, world_size: int, where: str) -> None:
     """
     for kind, what in _WORDS.items():
         ranks = {file.rank for file in family.of(kind)}
-        missing = [rank for rank in range(world_size) if rank not in ranks]
+        missing = absent_ranks(ranks, world_size)
         if ranks and missing:
-            more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
-            listed = ", ".join(map(str, missing[:_NAMED])) + more
             raise MissingFileError(
-                f"the {what} of rank {listed} of {world_size} are not there",
+                f"the {what} of rank {missing} of {world_size} are not there",
                 where=where,
                 hint="copy the files back, name where other nodes keep theirs with --also, or take"
                 " an earlier checkpoint",
@@ -189,6 +188,17 @@ def check_ranks(family: Family, world_size: int, where: str) -> None:
                 where=where,
                 hint="an earlier save of a larger run left it; take it away",
             )
+
+
+def absent_ranks(ranks: set[int], world_size: int) -> str:
+    """Names the ranks of a run that are not among those found; an empty text where all are.
+
+    A file may tell of any number of ranks, so that no list of them is made.
+    """
+    absent = world_size - sum(rank < world_size for rank in ranks)
+    first = itertools.islice((rank for rank in range(world_size) if rank not in ranks), _NAMED)
+    more = f" and {absent - _NAMED} more" if absent > _NAMED else ""
+    return ", ".join(map(str, first)) + more
 
 
 def told_sizes(contents: Sequence[RankContents]) -> dict[int, RankContents]:

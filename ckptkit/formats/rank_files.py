@@ -16,6 +16,7 @@ from ckptkit.core.errors import FormatError
 from ckptkit.core.index import (
     Chunk,
     ChunkTable,
+    Fqn,
     Key,
     KeyPath,
     Problem,
@@ -29,7 +30,8 @@ from ckptkit.formats.cut_states import NOTE, is_of_optimizer, without_cut_states
 from ckptkit.formats.fairscale import fairscale_shards
 from ckptkit.formats.flat_layouts import with_layout_beside
 from ckptkit.formats.flat_parameters import SLICES, has_flat
-from ckptkit.formats.numbered_states import named_states
+from ckptkit.formats.numbered_states import OPTIMIZER, names_of_states
+from ckptkit.formats.optimizer_names import NUMBERED, renamed_path, renamed_values
 from ckptkit.formats.rank_contents import (
     RankContents,
     RankReading,
@@ -41,7 +43,7 @@ from ckptkit.formats.rank_contents import (
     without_slices,
 )
 from ckptkit.formats.rank_names import ACCELERATE, FAIRSEQ, VERL, Family, Kind, families
-from ckptkit.formats.rank_tensors import Held, Placing, Spread, differing_ranks
+from ckptkit.formats.rank_tensors import Held, Placing, Spread, differing_ranks, unproven_ranks
 from ckptkit.formats.trees import Membership, classify
 from ckptkit.formats.verl_config import with_verl_config
 from ckptkit.storage.base import Source
@@ -132,6 +134,7 @@ class RankAssembly:
         self.problems: list[Problem] = []
         self.notes: list[str] = []
         self._slices: dict[KeyPath, tuple[int, int]] = {}
+        self._names: dict[int, Fqn] = {}  # of the parameters that the optimizer numbers
 
     def index(self) -> TensorIndex:
         """Returns the index."""
@@ -146,7 +149,7 @@ class RankAssembly:
             files=tuple(self._reading.table.files),
             records=RecordTable.of(self._reading.table.records),
             tensors=self.entries,
-            values=self._values(),
+            values=renamed_values(self._values(), OPTIMIZER, self._names),
             aliases=_aliases(self.entries),
             run=self._facts(world_size),
             problems=tuple(self.problems),
@@ -161,11 +164,11 @@ class RankAssembly:
 
     def _differs(self, path: KeyPath, held: Held) -> bool:
         spread = self._placing.place(path, held)
-        return spread.is_plain and self._differing(spread) is not None
+        return spread.is_plain and unproven_ranks(spread, self._checksums(spread)) is not None
 
-    def _differing(self, spread: Spread) -> tuple[int, int] | None:
+    def _checksums(self, spread: Spread) -> list[int | None]:
         records = self._reading.table.records
-        return differing_ranks(spread, [records[s.chunk.record].crc32 for s in spread.stored])
+        return [records[stored.chunk.record].crc32 for stored in spread.stored]
 
     def _world_size(self, contents: Sequence[RankContents]) -> int:
         """Returns how many ranks the run had, which all that tells it must agree on."""
@@ -187,13 +190,20 @@ class RankAssembly:
     def _add(self, spread: dict[KeyPath, Spread]) -> None:
         """Adds every tensor, with what is wrong with it."""
         drifted: list[str] = []
-        named = named_states(spread, self._values())
+        self._names, in_order = names_of_states(spread, self._values())
+        if in_order:
+            self.notes.append(f"the optimizer {NUMBERED}")
+        named = {renamed_path(path, OPTIMIZER, self._names): one for path, one in spread.items()}
+        # Beside parts that are marked as such, plain tensors are what all ranks have alike.
+        is_marked = not all(one.is_plain for one in spread.values())
         places = classify(list(named), where=self._where)
         for (path, one), place in zip(named.items(), places, strict=True):
             entry = _entry(path, one, place)
             self.entries[entry.key] = entry
-            ranks = self._differing(one)
+            ranks = differing_ranks(one, self._checksums(one))
             if ranks is None:
+                unproven = None if is_marked else unproven_ranks(one, self._checksums(one))
+                self.problems += [_unproven(entry, unproven)] if unproven else []
                 continue
             if is_of_optimizer(path) and not one.shape:
                 raise self._of_different_steps(path, ranks)
@@ -270,6 +280,16 @@ def _differing(entry: TensorEntry, spread: Spread, ranks: tuple[int, int]) -> Pr
         entry.key,
         f"ranks {ranks[0]} and {ranks[1]} hold different values {kept}, so that they are no"
         " replicas; slices that are not marked as such are not modelled",
+    )
+
+
+def _unproven(entry: TensorEntry, ranks: tuple[int, int]) -> Problem:
+    return Problem(
+        FormatError.code,
+        entry.key,
+        f"nothing proves that ranks {ranks[0]} and {ranks[1]} hold the same plain tensor: they are"
+        " different views, or have no checksums; if every rank has the whole of it, give the file"
+        " of one rank, in a folder of its own",
     )
 
 

@@ -30,6 +30,8 @@ _NEITHER = re.compile(
     r".*(rng|random|extra|sched|scaler|sampler|loader|dl_state|train_state|args|grad|log).*",
     re.IGNORECASE,
 )
+# `lora_rank8.pt` tells the rank of matrices; processes are counted from 0.
+_LOW_RANK = re.compile(r".*(lora|dora|adapter).*", re.IGNORECASE)
 _KINDS: Mapping[str, Kind] = {"model": "model", "optim": "optimizer", "extra_state": "extra"}
 VERL, ACCELERATE, FAIRSEQ = "verl", "accelerate", "fairseq"
 
@@ -90,13 +92,18 @@ def families(paths: Sequence[str]) -> list[Family]:
         if parsed is not None:
             place, file = parsed
             found[place].append(file)
-    models = {place for place, files in found.items() if any(f.kind == "model" for f in files)}
+    models = {place for place, files in found.items() if _is_of_a_model(place[2], files)}
     groups = {place: list(found[place]) for place in sorted(models)}
     for place, files in sorted(found.items()):
         homes = [model for model in models if model[:2] == place[:2]]
         if place not in models and len(homes) == 1 and not place[1]:
             groups[homes[0]] += files
     return [Family(*place, tuple(sorted(files, key=_order))) for place, files in groups.items()]
+
+
+def _is_of_a_model(stem: str, files: Sequence[RankFile]) -> bool:
+    ranks = {file.rank for file in files if file.kind == "model"}
+    return bool(ranks) and (0 in ranks or not _LOW_RANK.fullmatch(stem))
 
 
 def _order(file: RankFile) -> tuple[str, int, int, str]:

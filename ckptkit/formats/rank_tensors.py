@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ckptkit.core.dtypes import DType
-from ckptkit.core.errors import CkptkitError, FormatError
+from ckptkit.core.errors import CkptkitError, FormatError, LimitError
 from ckptkit.core.geometry import is_row_major
 from ckptkit.core.index import Box, Chunk, KeyPath, Shape
 from ckptkit.formats.device_mesh import Mesh, mesh_of, read_numbers
@@ -19,6 +19,8 @@ from ckptkit.formats.torch_archives import ArchiveTable, TorchArchive
 from ckptkit.formats.torch_values import TensorRef
 from ckptkit.storage.base import Source
 
+_MIN_CHUNKS = 1 << 16  # of one file, whatever the length of its pickle
+_BYTES_OF_A_CHUNK = 8  # of the pickle; a tensor alone takes over 70
 Held = Sequence[tuple[RankContents, Tensor]]
 
 
@@ -69,11 +71,13 @@ class Placing:
         source: Where the files lie.
         table: The records in them.
         meshes: Every mesh of every file.
+        counts: How many chunks each file was found to have.
     """
 
     source: Source
     table: ArchiveTable
     meshes: dict[tuple[int, int], tuple[InertObject, Mesh]] = field(default_factory=dict)
+    counts: dict[int, int] = field(default_factory=dict)
 
     def place(self, path: KeyPath, held: Held) -> Spread:
         """Returns the chunks of a tensor that some ranks have parts of.
@@ -159,6 +163,7 @@ class Placing:
         return self._stored(here.contents, local, piece.box, skipped)
 
     def _stored(self, one: RankContents, tensor: TensorRef, box: Box, skipped: int = 0) -> Stored:
+        self._count(one.archive)
         dense = is_row_major(box.sizes, tensor.strides)
         chunk = Chunk(
             box,
@@ -168,6 +173,18 @@ class Placing:
             rank=one.file.rank,
         )
         return Stored(chunk, tensor)
+
+    def _count(self, archive: TorchArchive) -> None:
+        """Bounds the memory that chunks take: a pickle may name the same parts any number of times.
+
+        Raises:
+            LimitError: If a file has far more of them than its pickle can describe.
+        """
+        counted = self.counts[archive.number] = self.counts.get(archive.number, 0) + 1
+        if counted > _MIN_CHUNKS + archive.pickle_bytes // _BYTES_OF_A_CHUNK:
+            raise LimitError(
+                "tensors are cut into far more pieces than any real ones", where=archive.where
+            )
 
 
 def _check_meshes(path: KeyPath, seen: Sequence[_Seen]) -> None:
@@ -265,6 +282,33 @@ def differing_ranks(spread: Spread, crc32: Sequence[int | None]) -> tuple[int, i
                 continue
             return other.chunk.rank or 0, stored.chunk.rank or 0
     return None
+
+
+def unproven_ranks(spread: Spread, crc32: Sequence[int | None]) -> tuple[int, int] | None:
+    """Finds two ranks of which nothing proves that they hold the same plain tensor.
+
+    Proof is that both have the same view of storages of the same checksum: slices of one tensor
+    are saved as different views of the whole of it.
+
+    Args:
+        spread: The tensor, which every rank has whole.
+        crc32: Of the record of each of its chunks, in order.
+
+    Returns:
+        The ranks; None where all are proven to be alike.
+    """
+    if 0 in spread.shape:
+        return None
+    first, known = spread.stored[0], crc32[0]
+    for stored, crc in zip(spread.stored[1:], crc32[1:], strict=True):
+        if crc is None or crc != known or _view(stored) != _view(first):
+            return first.chunk.rank or 0, stored.chunk.rank or 0
+    return None
+
+
+def _view(stored: Stored) -> tuple[int, int, Shape]:
+    tensor = stored.tensor
+    return tensor.storage.size_bytes, tensor.storage_offset, tensor.strides
 
 
 def _differ(first: Stored, second: Stored) -> bool:

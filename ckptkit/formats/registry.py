@@ -9,11 +9,11 @@ from ckptkit.core.errors import NotACheckpointError
 from ckptkit.core.index import TensorIndex
 from ckptkit.formats.base import Candidate, CheckpointReader
 from ckptkit.formats.dcp import METADATA, DcpReader
-from ckptkit.formats.discovery import is_certain
 from ckptkit.formats.foreign import ForeignReader
 from ckptkit.formats.hf_shards import HfShardsReader
 from ckptkit.formats.numbered_files import METADATA_PICKLE
 from ckptkit.formats.plug_ins import PlugIns, installed
+from ckptkit.formats.precedence import is_certain
 from ckptkit.formats.rank_files import RankFilesReader
 from ckptkit.formats.safetensors import SafetensorsReader
 from ckptkit.formats.surroundings import grouped
@@ -86,10 +86,13 @@ def nothing_found(paths: Sequence[str], location: str, base: str) -> NotACheckpo
         base: The folder below it that was looked into; empty for itself.
     """
     inside = [path for path in paths if not base or path.startswith(f"{base}/")]
-    there = ", ".join(map(str, grouped(inside, base=base))) or "no file"
+    there = ", ".join(map(str, grouped(inside, base=base)))
+    found = (
+        f"no checkpoint of a known format lies here, but {there}" if there else "no file is here"
+    )
     expected = "; ".join(f"{name}: {what}" for name, what in EXPECTED.items())
     return NotACheckpointError(
-        "; ".join([f"no checkpoint of a known format lies here, but {there}", *complaints()]),
+        "; ".join([found, *complaints()]),
         where=posixpath.join(location, base) if base else location,
         hint=f"give a directory with one of these, or one up to {SEARCH_DEPTH - 1} above it:"
         f" {expected}",

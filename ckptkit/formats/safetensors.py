@@ -33,6 +33,7 @@ from ckptkit.core.index import (
     TensorIndex,
 )
 from ckptkit.formats.base import Candidate
+from ckptkit.formats.sharding_info import check_whole
 from ckptkit.formats.trees import Membership, classify
 from ckptkit.formats.weight_map import (
     INDEX_ENDING,
@@ -174,12 +175,13 @@ class SafetensorsReader:
 
         Raises:
             MissingFileError: If a file of the set is not there.
+            UnsupportedError: If a file holds pieces of tensors, as one rank had them.
             InputError: If a header or the index is damaged, or they contradict each other.
         """
         where = posixpath.join(source.location, candidate.folder)
         paths, weight_map = members(source, candidate)
         files = [source.stat(path) for path in paths]
-        headers = [read_header(source, file) for file in files]
+        headers = [_whole_header(source, file) for file in files]
         homes = _homes(files, headers, where)
         if weight_map is not None:
             check_weight_map(weight_map, homes, where=where)
@@ -194,6 +196,12 @@ class SafetensorsReader:
             values=_values(headers),
             run=RunFacts(writer=self.name),
         )
+
+
+def _whole_header(source: Source, file: FileRef) -> Header:
+    header = read_header(source, file)
+    check_whole(header, where=posixpath.join(source.location, file.path))
+    return header
 
 
 def _stored_tensor(name: str, fields: object, data_start: int, where: str) -> StoredTensor:

@@ -9,11 +9,14 @@ Source: torch/distributed/checkpoint/{filesystem,_hf_utils}.py, torch 2.8 to 2.1
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-from ckptkit.core.errors import FormatError, UnsupportedError
+from ckptkit.core.errors import FormatError, InputError, UnsupportedError
 from ckptkit.core.index import Shape
-from ckptkit.formats.safetensors import Header
 from ckptkit.formats.weight_map import loads_strictly
+
+if TYPE_CHECKING:
+    from ckptkit.formats.safetensors import Header
 
 _INFO = "DCP_SHARDING_INFO"
 _VERSION = "DCP_VERSION"
@@ -52,6 +55,31 @@ def saved_offsets(header: Header, *, where: str) -> Mapping[str, Shape]:
             hint="it was written by a newer torch: look for a newer ckptkit",
         )
     return _checked(loads_strictly(text.encode(), where=f"{where}: {_INFO}"), header, where)
+
+
+def check_whole(header: Header, *, where: str) -> None:
+    """Refuses a file that holds pieces, where it is about to be taken for whole tensors.
+
+    Files that torch wrote whole say that each tensor begins at its begin. What cannot be
+    understood is let pass: it tells of no piece.
+
+    Raises:
+        UnsupportedError: If the header says that a tensor begins elsewhere.
+    """
+    if _INFO not in header.metadata:
+        return
+    try:
+        found = saved_offsets(header, where=where)
+    except InputError:
+        return
+    for name, offsets in found.items():
+        if any(offsets):
+            raise UnsupportedError(
+                f"holds of tensor {name!r} the piece from {list(offsets)} on, and no whole tensor",
+                where=where,
+                hint="it is the shard of one rank under another name: give the directory that"
+                " holds the shards of all ranks, named as torch named them",
+            )
 
 
 def _checked(found: object, header: Header, where: str) -> Mapping[str, Shape]:

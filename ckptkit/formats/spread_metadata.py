@@ -16,7 +16,7 @@ from typing import Any
 
 from ckptkit.core.errors import FormatError, LimitError, UnsafePathError, UnsupportedError
 from ckptkit.core.index import KeyPath, Shape
-from ckptkit.formats.device_mesh import MAX_RANKS, Mesh
+from ckptkit.formats.device_mesh import MAX_RANKS, Mesh, coordinate_of
 from ckptkit.formats.dtensor_places import Placement
 from ckptkit.formats.pickles import parse_pickle, shown
 from ckptkit.formats.torch_values import MAX_DIMENSIONS
@@ -45,13 +45,13 @@ class Spreading:
     mesh: Shape
     placements: tuple[Placement, ...]
 
-    def seen_from(self, rank: int) -> Mesh:
-        """Returns the mesh with the coordinate of one of its ranks."""
-        at, coordinate = self.ranks.index(rank), []
-        for size in reversed(self.mesh):
-            at, here = divmod(at, size)
-            coordinate.append(here)
-        return Mesh(self.mesh, (), tuple(reversed(coordinate)), max(self.ranks))
+    def seen_from_ranks(self) -> dict[int, Mesh]:
+        """Returns for each rank of the mesh how it sees it."""
+        highest = max(self.ranks)
+        return {
+            rank: Mesh(self.mesh, (), coordinate_of(at, self.mesh), highest)
+            for at, rank in enumerate(self.ranks)
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +111,7 @@ class _Parser:
     def __init__(self, size_bytes: int) -> None:
         self._left = size_bytes
         self._meshes: dict[int, tuple[Shape, tuple[int, ...]]] = {}
+        self._ranks: dict[int, tuple[int, ...]] = {}
 
     def metadata(self, root: object) -> SpreadMetadata:
         content = _dictionary(root, "metadata")
@@ -132,9 +133,7 @@ class _Parser:
         content = _dictionary(value, f"item {shown(name)}")
         layouts = _dictionary(content.get("rank_to_layout_info"), f"layout of {shown(name)}")
         tensors = _dictionary(content.get("nested_path_to_metadata"), f"item {shown(name)}")
-        self._left -= len(layouts) + len(tensors)
-        if self._left < 0:
-            raise LimitError("unfolds into more values than it has bytes")
+        self._count(len(layouts) + sum(map(_length, tensors)))
         if len(layouts) != world or not all(rank in layouts for rank in range(world)):
             raise FormatError(f"item {shown(name)} does not tell the files of {world} ranks")
         return SpreadItem(
@@ -165,12 +164,30 @@ class _Parser:
         known = self._meshes.get(id(mesh))
         if known is None:
             sizes = _counts(mesh.get("mesh_shape"))
-            ranks = _counts(mesh.get("mesh_data"), MAX_RANKS)
-            whole = len(set(ranks)) == len(ranks) == math.prod(sizes)
-            if not whole or not ranks or max(ranks) >= world:
+            ranks = self._ranks_of(mesh.get("mesh_data"), world)
+            if len(ranks) != math.prod(sizes):
                 raise FormatError(f"a mesh has other ranks than the run of {world}")
             known = self._meshes[id(mesh)] = sizes, ranks
         return known
+
+    def _ranks_of(self, value: object, world: int) -> tuple[int, ...]:
+        """Returns the ranks of a mesh, once for all meshes that share them."""
+        known = self._ranks.get(id(value))
+        if known is None:
+            known = _counts(value, MAX_RANKS)
+            if not known or len(set(known)) != len(known) or max(known) >= world:
+                raise FormatError(f"a mesh has other ranks than the run of {world}")
+            self._ranks[id(value)] = known
+        return known
+
+    def _count(self, looked_at: int) -> None:
+        self._left -= looked_at
+        if self._left < 0:
+            raise LimitError("unfolds into more values than it has bytes")
+
+
+def _length(path: object) -> int:
+    return len(path) if isinstance(path, str) else 1
 
 
 def _file(item: str, rank: int, layout: object) -> ItemFile:

@@ -23,18 +23,14 @@ from ckptkit.formats.numbered_files import (
     numbered,
 )
 from ckptkit.formats.pickles import shown
-from ckptkit.formats.rank_contents import RankContents, RankReading, check_counters
+from ckptkit.formats.rank_contents import RankContents, RankReading, absent_ranks, check_counters
 from ckptkit.formats.rank_files import RankAssembly
 from ckptkit.formats.rank_names import Family, Kind, RankFile
 from ckptkit.formats.spread_metadata import SpreadMetadata, read_spread_metadata
 from ckptkit.storage.base import Source
 
 _WHOLE = "checkpoint"  # the item under which the experimental checkpointer writes all state
-_WRITERS = {
-    True: "torch.distributed.checkpoint's experimental checkpointer",
-    False: "torch_checkpointing",
-}
-_NAMED = 7  # missing ranks
+_EXPERIMENTAL = "torch.distributed.checkpoint's experimental checkpointer"
 
 
 class TorchCheckpointingReader:
@@ -81,7 +77,12 @@ class TorchCheckpointingReader:
             images.add(item, metadata.items[item], by_rank)
         extra = [source.stat(path)] if is_described else []
         joined = _joined(index, images)
-        run = replace(joined.run, world_size=world_size, writer=_WRITERS[_WHOLE in files.archives])
+        writer = joined.run.writer  # anybody may number the files of ranks
+        if is_described:
+            writer = "torch_checkpointing"
+        elif _WHOLE in files.archives:
+            writer = _EXPERIMENTAL
+        run = replace(joined.run, world_size=world_size, writer=writer)
         return replace(joined, files=(*joined.files, *extra), run=run)
 
 
@@ -175,11 +176,10 @@ def _contents(reading: RankReading, files: _Files) -> tuple[list[RankContents], 
 def _check_ranks(spread: _Spread, world_size: int, where: str) -> None:
     """Refuses items of which the parts of a rank are missing."""
     for item, ranks in spread.items():
-        missing = [rank for rank in range(world_size) if rank not in ranks]
+        missing = absent_ranks(ranks, world_size)
         if missing:
             raise MissingFileError(
-                f"the files of {shown(item)} of rank {', '.join(map(str, missing[:_NAMED]))} of"
-                f" {world_size} are not there",
+                f"the files of {shown(item)} of rank {missing} of {world_size} are not there",
                 where=where,
                 hint="copy the files back, name where other nodes keep theirs with --also, or take"
                 " an earlier checkpoint",

@@ -203,8 +203,9 @@ class _Pickles:
 
 def _check_facts(version: object, machine: object, where: str) -> None:
     if version != _VERSION:
+        found = f"version {version}" if type(version) is int else "no number for a version"
         raise UnsupportedError(
-            f"layout has version {version!r:.40}, only {_VERSION:,} is modelled",
+            f"layout has {found}, only {_VERSION:,} is modelled",
             where=where,
             hint=_SAVE_AGAIN,
         )

@@ -24,6 +24,7 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.index import Box, KeyPath, Shape
 from ckptkit.formats.pickles import shown
+from ckptkit.formats.torchsnapshot_values import PRIMITIVES, plain_value
 from ckptkit.formats.weight_map import loads_strictly
 from ckptkit.storage.base import Source
 
@@ -34,7 +35,6 @@ _MAX_DIMENSIONS = 64
 _NUMBER = re.compile(r"-?\d{1,18}")
 _VERSION = re.compile(r"0\.1\.\d+.*")
 _RAW, _ARCHIVE = "buffer_protocol", "torch_save"
-_PRIMITIVES = frozenset({"int", "str", "bool", "bytes", "float"})
 _CONTAINERS = frozenset({"list", "dict", "OrderedDict"})
 Share = Literal["own", "replicated", "sharded"]
 
@@ -207,8 +207,8 @@ class _Parser:
         """Returns what an entry says: of a tensor, of an object, or a plain value."""
         if kind == "object":
             return SavedObject(_location(entry.get("location")))
-        if isinstance(kind, str) and kind in _PRIMITIVES:
-            return entry.get("serialized_value")
+        if isinstance(kind, str) and kind in PRIMITIVES:
+            return plain_value(kind, entry.get("serialized_value"))
         maker = self._makers.get(kind) if isinstance(kind, str) else None
         if maker is None:
             raise UnsupportedError(f"entry is of the kind {shown(str(kind))}, not modelled")
@@ -225,9 +225,7 @@ class _Parser:
         for depth, token in enumerate(tokens[1:], 1):
             above = "/".join(tokens[:depth])
             number = int(token) if _NUMBER.fullmatch(token) else None
-            if number is not None and (
-                above in self._lists or number in self._numbers.get(above, ())
-            ):
+            if number is not None and self._has_number(above, number):
                 found.append(number)
             else:
                 found.append(_decoded(token))

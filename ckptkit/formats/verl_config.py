@@ -39,7 +39,7 @@ def with_verl_config(index: TensorIndex, source: Source, folder: str) -> TensorI
     except (ValueError, RecursionError) as error:
         raise FormatError("is not JSON", where=where) from error
     size = told.get("world_size") if isinstance(told, dict) else None
-    if size not in {None, index.run.world_size}:
+    if size is not None and size != index.run.world_size:
         raise FormatError(
             f"tells of a run with {size!r} ranks, and the files are of {index.run.world_size}",
             where=where,

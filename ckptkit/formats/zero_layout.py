@@ -128,8 +128,10 @@ def sliced_parameters(
             )
         for group, (vector, mapping) in enumerate(zip(flat, slices, strict=True)):
             for name, run in _slices_of(vector, mapping):
-                if name not in found:
-                    raise mapping.error(f"has a slice of {shown(name)}, of which no shape is known")
+                if name not in groups[group]:
+                    raise mapping.error(
+                        f"has a slice of {shown(name)}, of which no shape is known in that group"
+                    )
                 before = found[name][-1] if found[name] else None
                 start = before.start + before.count if before else 0
                 found[name].append(Run(file, vector, group, run[0], start, run[1]))

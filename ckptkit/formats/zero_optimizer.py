@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckptkit.core.errors import FormatError
+from ckptkit.core.errors import FormatError, LimitError
 from ckptkit.core.index import Box, Chunk, ChunkTable, Fqn, Key, KeyPath, Shape, TensorEntry
 from ckptkit.formats.pickles import shown
 from ckptkit.formats.torch_archives import ArchiveTable, Document, TorchArchive
@@ -27,6 +27,7 @@ _STEP = "step"
 _GROUPS = "param_groups"
 _WHOLE = "base_optimizer_state"  # stages 1 and 2
 _PARTITIONED = "optimizer_state_dict"  # stage 3
+_MAX_KINDS = 64  # of states of one vector; each is met again for every parameter in it
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -50,7 +51,20 @@ def rank_states(file: ZeroFile, state: Document) -> RankStates:
 
     Raises:
         FormatError: If they are not kept as DeepSpeed keeps them.
+        LimitError: If there are more kinds of them than any optimizer has.
     """
+    found = _rank_states(file, state)
+    for vector in found.vectors.values():
+        if len(vector.values) > _MAX_KINDS:
+            raise LimitError(
+                f"keeps {len(vector.values):,} kinds of states of one vector, more than"
+                f" {_MAX_KINDS}",
+                where=vector.where,
+            )
+    return found
+
+
+def _rank_states(file: ZeroFile, state: Document) -> RankStates:
     elastic = state.values.get(_WHOLE)
     if isinstance(elastic, (list, tuple)):  # with `elastic_checkpoint`
         return RankStates(file, dict(enumerate(state.inner_list(_WHOLE))), ())
@@ -235,18 +249,43 @@ def _holds(tensor: object, run: Run) -> bool:
 
 
 def group_values(rank: RankStates, groups: Sequence[Sequence[Fqn]]) -> dict[KeyPath, Any]:
-    """Returns the settings of groups, with the names of parameters in place of vectors."""
+    """Returns the settings of groups, with the names of parameters in place of vectors.
+
+    Raises:
+        FormatError: If a vector is in two groups.
+    """
+    _check_unfolded(rank)
     values: dict[KeyPath, Any] = {}
+    seen: set[int] = set()
     for number, group in enumerate(rank.groups):
         for key, value in group.values.items():
             if key == "params" or not isinstance(key, str):
                 continue
             values[OPTIMIZER, _GROUPS, number, key] = value
-        members = [
-            name
-            for vector in group.sequence("params")
-            if type(vector) is int and 0 <= vector < len(groups)
-            for name in groups[vector]
-        ]
+        members: list[Fqn] = []
+        for vector in group.sequence("params"):
+            if type(vector) is not int or not 0 <= vector < len(groups):
+                continue
+            if vector in seen:
+                raise group.error(f"has vector {vector}, which is in two groups")
+            seen.add(vector)
+            members += groups[vector]
         values[OPTIMIZER, _GROUPS, number, "params"] = members
     return values
+
+
+def _check_unfolded(rank: RankStates) -> None:
+    """Refuses groups that are few bytes, shared over and over: none has a setting without one.
+
+    Raises:
+        LimitError: If there are any.
+    """
+    limit = rank.file.archive.pickle_bytes
+    met = 0
+    for group in rank.groups:
+        met += len(group.values) + len(group.sequence("params"))
+        if met > limit:
+            raise LimitError(
+                f"groups of the optimizer unfold into more than {limit:,} values",
+                where=rank.file.archive.where,
+            )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from ckptkit.core.errors import FormatError, MissingFileError, UnsupportedError
 from ckptkit.core.index import RunFacts, Shape
+from ckptkit.formats.pickles import shown
 from ckptkit.formats.torch_archives import Document
 from ckptkit.formats.zero_files import (
     FileName,
@@ -81,8 +82,9 @@ def _unsupported(what: str, path: str, where: str) -> UnsupportedError:
     return UnsupportedError(
         f"holds {what} ({posixpath.basename(path)!r}), which this version does not read",
         where=where,
-        hint="DeepSpeed wrote it; read are ZeRO 1 to 3 without pipeline, tensor and expert"
-        " parallelism",
+        hint="load it where it was trained, and save the gathered state dict of the whole model"
+        " with `torch.save`, or use the converter of what trained it; read are ZeRO 1 to 3 without"
+        " pipeline, tensor and expert parallelism",
     )
 
 
@@ -187,7 +189,7 @@ class Contents:
 
     def groups(self) -> list[dict[str, Shape]]:
         """Returns the shapes of trained parameters, by name, for each vector of the ranks."""
-        return [group.shapes() for group in self.first.inner_list("param_shapes")]
+        return parameter_groups(self.first)
 
     def masters(self) -> Mapping[str, Parameter]:
         """Returns the master copies of trained parameters, by name."""
@@ -267,6 +269,24 @@ def checked_same(models: Sequence[ZeroFile], where: str) -> None:
     for key in ("global_steps", "dp_world_size"):
         if len({file.content.count(key) for file in models}) > 1:
             raise FormatError(f"the files of ranks have several {key!r}", where=where)
+
+
+def parameter_groups(model: Document) -> list[dict[str, Shape]]:
+    """Returns the shapes of trained parameters, by name, for each vector of the ranks.
+
+    Raises:
+        FormatError: If a parameter is in two groups, as no optimizer allows.
+    """
+    groups: list[dict[str, Shape]] = []
+    seen: set[str] = set()
+    for document in model.inner_list("param_shapes"):
+        group = document.shapes()
+        twice = next((name for name in group if name in seen), None)
+        if twice is not None:
+            raise document.error(f"has {shown(twice)} in two groups")
+        seen.update(group)
+        groups.append(group)
+    return groups
 
 
 def shared_parameters(model: Document) -> Mapping[str, str]:

@@ -35,6 +35,7 @@ from ckptkit.formats.zero_ranks import (
     check_ranks,
     checked_names,
     checked_same,
+    parameter_groups,
     refuse_parallelism,
     shared_parameters,
 )
@@ -144,7 +145,7 @@ class UniversalContents:
 
     def groups(self) -> list[dict[str, Shape]]:
         """Returns the shapes of trained parameters, by name, for each vector of the ranks."""
-        return [group.shapes() for group in self.first.inner_list("param_shapes")]
+        return parameter_groups(self.first)
 
     def masters(self) -> Mapping[str, Parameter]:
         """Returns the master copies of trained parameters, by name."""

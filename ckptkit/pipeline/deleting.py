@@ -178,6 +178,7 @@ def removal_of(prepared: Prepared, src: PathLike, out: PathLike) -> SourceRemova
     _refuse_lost(list(_not_written(lost, prepared, read)), root)
     ordered = dict.fromkeys([*_first(folder, units), *sorted(paths)])
     files = tuple(_stat(folder, path) for path in ordered)
+    _refuse_unknown([file for file in files if file.path in paths], checkpoint.index, root)
     refuse_unremovable(root, ordered)
     _refuse_step_in_use(root, files)
     return SourceRemoval(
@@ -217,11 +218,17 @@ def _not_written(
     index = prepared.checkpoint.index
     tied = {str(name) for name in prepared.plan.dropped}
     kept = {key for group in index.aliases if group & read for key in group}
+    # Another model may have a tensor of the same name, of which nothing was compared.
+    trees = {entry.tree for entry in index.tensors.values() if _best(entry) in read}
     for entry in entries:
-        best = entry.key if entry.master is None else entry.master.key
-        is_tied = entry.part == "model" and str(entry.name) in tied
-        if entry.elements and best not in read and entry.key not in kept and not is_tied:
+        is_tied = entry.part == "model" and entry.tree in trees and str(entry.name) in tied
+        if entry.elements and _best(entry) not in read and entry.key not in kept and not is_tied:
             yield entry
+
+
+def _best(entry: TensorEntry) -> Key:
+    """Returns where the values of a tensor lie unrounded."""
+    return entry.key if entry.master is None else entry.master.key
 
 
 def _refuse_lost(lost: list[TensorEntry], root: Place) -> None:
@@ -236,6 +243,25 @@ def _refuse_lost(lost: list[TensorEntry], root: Place) -> None:
         hint="write it too (--optimizer, --dtype float32, no --include, --exclude or --select), or"
         " remove the checkpoint by hand",
     )
+
+
+def _refuse_unknown(files: list[FileRef], index: TensorIndex, root: Place) -> None:
+    """Refuses a folder with files that look like the checkpoint's, and are of something else.
+
+    Such as those of further ranks that saved there before.
+
+    Raises:
+        RefusedError: If there is one.
+    """
+    known = {file.path for file in index.files}
+    unknown = [file.path for file in files if file.size_bytes and file.path not in known]
+    if unknown:
+        more = f", and {len(unknown) - 1:,} more" if len(unknown) > 1 else ""
+        raise RefusedError(
+            f"{unknown[0]!r}{more} would go with the checkpoint, and is no part of it",
+            where=f"{_OPTION} {root.location}",
+            hint="see what it is and move it elsewhere, or remove the checkpoint by hand",
+        )
 
 
 def _first(folder: Folder, units: list[Unit]) -> Iterator[str]:

@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from ckptkit.core.errors import AmbiguousSourceError, InputError
 from ckptkit.core.index import TensorEntry, TensorIndex
 from ckptkit.formats.base import Candidate
-from ckptkit.formats.discovery import Found, Unit, is_left_of
+from ckptkit.formats.discovery import Found, Unit
+from ckptkit.formats.precedence import is_left_of
 from ckptkit.storage.base import Source
 
 Read = Callable[[Candidate], TensorIndex]

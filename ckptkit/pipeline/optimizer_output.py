@@ -6,7 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckptkit.core.errors import FormatError, InputError, RefusedError
+from ckptkit.core.errors import (
+    FormatError,
+    RefusedError,
+    UnsafePickleError,
+    UnsupportedError,
+)
 from ckptkit.core.index import KeyPath, TensorEntry
 from ckptkit.formats.dcp import BlobRef, content_of
 from ckptkit.formats.optimizer_names import NUMBERED
@@ -17,7 +22,11 @@ from ckptkit.layouts.optimizer_states import layout_optimizer_file, layout_optim
 from ckptkit.pipeline.opening import Opened
 from ckptkit.planning.coverage import error_of, find_problems
 from ckptkit.planning.flat_groups import with_groups
-from ckptkit.planning.optimizer_states import OptimizerStates, optimizer_states
+from ckptkit.planning.optimizer_states import (
+    OptimizerStates,
+    only_wanted_members,
+    optimizer_states,
+)
 from ckptkit.planning.plan import OutputFile
 from ckptkit.planning.requests import ConsolidateRequest
 from ckptkit.storage.base import Source
@@ -64,7 +73,8 @@ def optimizer_output(
     found, entries = optimizer_states(checkpoint.index, tree, request, location=checkpoint.path)
     _check_whole(checkpoint, entries)
     states, notes = _with_plain_values(found, checkpoint.source)
-    states = replace(states, values=with_groups(states.values, request.wants))
+    values = only_wanted_members(states.values, states.unwrapped, request)
+    states = replace(states, values=with_groups(values, request.wants))
     _check_names(states, model, checkpoint.path)
     if request.layout == "dcp":
         files = layout_optimizer_folder(states, request.max_file_bytes)
@@ -132,7 +142,8 @@ def _value_at(blob: BlobRef, source: Source, path: KeyPath) -> object:
     """Parses a python object that lies in the source.
 
     Raises:
-        FormatError: If it is damaged, or larger than any.
+        FormatError: If it is larger than any.
+        InputError: If it is damaged.
     """
     where = f"{blob.path}, object {'.'.join(map(str, path))!r}"
     size = blob.stop - blob.start
@@ -144,7 +155,7 @@ def _value_at(blob: BlobRef, source: Source, path: KeyPath) -> object:
     archive = open_archive(*content_of(source, blob, where=where), where=where)
     try:
         return parse_values(archive.pickle(), where=where)
-    except InputError:
+    except (UnsafePickleError, UnsupportedError):  # sound, but of more than plain values
         return _UNREADABLE
 
 

@@ -72,7 +72,8 @@ def open_root(stack: ExitStack, place: PathLike) -> tuple[Folder, str | None]:
         return stack.enter_context(LocalSource(path)), None
     if path.is_file():
         return stack.enter_context(LocalSource(path.parent)), path.name
-    raise NotACheckpointError("no such file or directory", where=os.fspath(place))
+    there = "neither a file nor a directory" if path.exists() else "no such file or directory"
+    raise NotACheckpointError(there, where=os.fspath(place))
 
 
 def _open_remote_root(stack: ExitStack, place: Place) -> tuple[Folder, str | None]:

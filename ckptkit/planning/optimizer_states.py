@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import posixpath
 import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,10 +41,13 @@ class OptimizerStates:
     Attributes:
         tensors: Its tensors.
         values: What else it has, by path; not yet known to be plain.
+        unwrapped: The names that the model has in the output, by those that it had in training
+            where wrapper segments were in them.
     """
 
     tensors: tuple[StateTensor, ...]
     values: Mapping[KeyPath, Any]
+    unwrapped: Mapping[str, str]
 
 
 def optimizer_states(
@@ -61,22 +65,68 @@ def optimizer_states(
         The states, and the entries of the tensors in them.
 
     Raises:
-        RefusedError: If there is no optimizer, or several that could be meant.
+        RefusedError: If there is no optimizer, or several that could be meant, or if states of two
+            parameters would have one name.
     """
     entries = [entry for entry in index.of_part("optimizer") if _held(entry) is not None]
     tree = _chosen({entry.tree: None for entry in entries}, model, location)
     entries = [entry for entry in entries if entry.tree == tree]
     _refuse_numbers(entries, location)
     container = _container(entries[0])
-    wanted = [entry for entry in entries if _is_wanted(_inner(entry), request)]
+    unwrapped = _unwrapped(index, model)
+    placed = {entry.key: _renamed(_inner(entry), unwrapped) for entry in entries}
+    _refuse_collisions(placed.values(), location)
+    wanted = [entry for entry in entries if _is_wanted(placed[entry.key], request)]
     values = {
-        path[len(container) :]: value
+        _renamed(path[len(container) :], unwrapped): value
         for path, value in index.values.items()
         if path[: len(container)] == container and len(path) > len(container)
     }
+    values = _with_whole_members(values)
     kept = {path: value for path, value in values.items() if _is_wanted(path, request)}
-    tensors = tuple(_tensor(entry) for entry in wanted)
-    return OptimizerStates(tensors, _only_wanted_members(kept, request)), wanted
+    tensors = tuple(_tensor(entry, placed[entry.key]) for entry in wanted)
+    return OptimizerStates(tensors, kept, unwrapped), wanted
+
+
+def _unwrapped(index: TensorIndex, model: str) -> dict[str, str]:
+    """Finds the parameters that training knew under longer names, as FSDP1's optimizers do.
+
+    Source: torch/distributed/fsdp/_optim_utils.py (`clean_tensor_name` leaves `_orig_mod`).
+    """
+    found = {}
+    for entry in index.of_part("model"):
+        saved, name = str(entry.key_path[-1]), str(entry.name)
+        if entry.tree == model and saved != name and _is_within(name, saved):
+            found[saved] = name
+    return found
+
+
+def _is_within(name: str, saved: str) -> bool:
+    """Tells whether a name is another one without some of its segments."""
+    segments = iter(saved.split("."))
+    return all(segment in segments for segment in name.split("."))
+
+
+def _renamed(path: KeyPath, unwrapped: Mapping[str, str]) -> KeyPath:
+    if path[0] != _STATE or len(path) == 1:
+        return path
+    return (path[0], unwrapped.get(str(path[1]), path[1]), *path[2:])
+
+
+def _refuse_collisions(paths: Collection[KeyPath], location: str) -> None:
+    """Refuses states of two parameters whose names differ by wrapper segments alone.
+
+    Raises:
+        RefusedError: If there are any.
+    """
+    if len(set(paths)) == len(paths):
+        return
+    twice, _ = Counter(paths).most_common(1)[0]
+    raise RefusedError(
+        f"two states are both named {'.'.join(map(str, twice))!r}",
+        where=f"--optimizer {location}",
+        hint="names must stay distinct when wrapper segments are cut out; leave --optimizer out",
+    )
 
 
 def _refuse_numbers(entries: Sequence[TensorEntry], location: str) -> None:
@@ -146,24 +196,45 @@ def _is_wanted(path: KeyPath, request: ConsolidateRequest) -> bool:
     return path[0] != _STATE or len(path) == 1 or request.wants(str(path[1]))
 
 
-def _tensor(entry: TensorEntry) -> StateTensor:
-    inner = _inner(entry)
+def _tensor(entry: TensorEntry, inner: KeyPath) -> StateTensor:
     name = Fqn(".".join(map(str, (OPTIMIZER, *inner))))
     spec = TensorSpec(name, entry.dtype, entry.shape)
     return StateTensor(inner, Product(spec, Copy(SOURCE, entry.key)))
 
 
-def _only_wanted_members(
-    values: Mapping[KeyPath, Any], request: ConsolidateRequest
+def _with_whole_members(values: Mapping[KeyPath, Any]) -> dict[KeyPath, Any]:
+    """Puts the members of groups into lists again where they are kept one by one."""
+    made: dict[KeyPath, Any] = {}
+    single: dict[KeyPath, dict[int, Any]] = {}
+    for path, value in values.items():
+        *above, last = path
+        if path[0] == _GROUPS and above[-1:] == [_MEMBERS] and isinstance(last, int):
+            single.setdefault(tuple(above), {})[last] = value
+        else:
+            made[path] = value
+    return made | {path: [one[at] for at in sorted(one)] for path, one in single.items()}
+
+
+def only_wanted_members(
+    values: Mapping[KeyPath, Any], unwrapped: Mapping[str, str], request: ConsolidateRequest
 ) -> dict[KeyPath, Any]:
-    """Leaves parameters out of their groups whose states are left out."""
+    """Leaves parameters out of their groups whose states are left out.
+
+    Args:
+        values: Plain values of an optimizer, by path.
+        unwrapped: The names of parameters in the output, where training had others.
+        request: Says which parameters are wanted.
+    """
     return {
-        path: _wanted_names(value, request)
+        path: _wanted_names(value, unwrapped, request)
         if path[0] == _GROUPS and path[-1] == _MEMBERS and isinstance(value, (list, tuple))
         else value
         for path, value in values.items()
     }
 
 
-def _wanted_names(members: Sequence[Any], request: ConsolidateRequest) -> list[Any]:
-    return [m for m in members if not isinstance(m, str) or request.wants(m)]
+def _wanted_names(
+    members: Sequence[Any], unwrapped: Mapping[str, str], request: ConsolidateRequest
+) -> list[Any]:
+    named = [unwrapped.get(m, m) if isinstance(m, str) else m for m in members]
+    return [m for m in named if not isinstance(m, str) or request.wants(m)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any, Literal, get_args
 
@@ -22,6 +23,7 @@ DEFAULT_BUDGET_BYTES = 64_000_000
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _BINARY_UNITS = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _MOST_DIGITS = 12
+_ALIKE = 0.5  # from which two words are taken for one; 'fp16' and 'float16' are so by 0.55
 _SIZE = re.compile(r"\s*(\d{1,15}(?:\.\d{1,6})?)\s*([A-Za-z]*)\s*")
 
 
@@ -200,10 +202,11 @@ def check_choice(option: str, value: str, choices: tuple[str, ...]) -> None:
         UsageError: If it is not.
     """
     if value not in choices:
+        nearest = get_close_matches(value, choices, n=1, cutoff=_ALIKE) or choices
         raise UsageError(
             f"{value!r} is not among {', '.join(choices)}",
             where=option,
-            hint=f"pass {option} {choices[0]}",
+            hint=f"pass {option} {nearest[0]}",
         )
 
 

@@ -120,10 +120,17 @@ def loading_line(done: Consolidated) -> str:
     tensors = ((name, one.shape, one.dtype) for name, one in done.manifest.tensors.items())
     if "config.json" in done.manifest.files and not what_loads_as_random(tensors):
         return f"transformers.{_model_class(done)}.from_pretrained({path})"
-    weights = [name for name in done.manifest.files if name.endswith(".safetensors")]
+    return _weights_line(done)
+
+
+def _weights_line(done: Consolidated) -> str:
+    files = done.manifest.files
+    weights = [name for name in files if name.endswith(".safetensors")]
     if len(weights) == 1:
         return f"safetensors.torch.load_file({str(Path(done.out) / weights[0])!r})"
-    return f"ckptkit.open({path})"
+    if "pytorch_model.bin" in files:
+        return f"torch.load({str(Path(done.out) / 'pytorch_model.bin')!r}, weights_only=True)"
+    return f"ckptkit.open({str(done.out)!r})"
 
 
 def _dcp_line(done: Consolidated) -> str:

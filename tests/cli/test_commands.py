@@ -417,3 +417,11 @@ def test_a_signal_leaves_nothing_behind(
     assert stdout == ""
     assert f"stopped by {signals[0].name}" in stderr
     assert "Traceback" not in stderr
+
+
+def test_a_place_that_holds_nothing_to_read_is_told_by_what_it_is(tmp_path: Path) -> None:
+    empty = run("inspect", tmp_path)
+    assert empty.returncode == 3
+    assert f"{tmp_path}: no file is here\n" in empty.stderr
+    device = run("inspect", "/dev/null")
+    assert device.stderr == "error[not-a-checkpoint]: /dev/null: neither a file nor a directory\n"

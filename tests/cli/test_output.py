@@ -206,6 +206,14 @@ def test_what_transformers_would_fill_with_random_numbers_is_not_said_to_be_load
     assert line("fc1.weight", "int8", (8, 8)) == line("q_proj.weight", shape=(32, 1)) == adapted
 
 
+def test_a_file_of_torch_is_said_to_be_loaded_by_torch() -> None:
+    files = {name: FileRecord(2) for name in ("optimizer.bin", "pytorch_model.bin")}
+    line = loading_line(
+        Consolidated("out", Manifest("torch", {}, {}, {}, {}, files=files), 1.0, ())
+    )
+    assert line == "torch.load('out/pytorch_model.bin', weights_only=True)"
+
+
 def test_shards_for_training_are_not_said_to_be_loaded_by_transformers() -> None:
     files = {name: FileRecord(2) for name in ("config.json", "folder/.metadata")}
     manifest = Manifest("dcp", {}, {}, {}, {}, files=files)

@@ -87,14 +87,13 @@ def _accelerate(
     )
 
 
-def _zero(fixture: str, *, step: int, other: str = "", **further: Any) -> FaultCase:
+def _zero(fixture: str, *, step: int, **further: Any) -> FaultCase:
     folder, last = f"global_step{step}", "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
     return FaultCase(
         fixture,
         ranks=("*_states.pt",),
         archives=("*_states.pt",),
         stale={f"{folder}/{last.replace('rank_1', 'rank_7')}": f"{folder}/{last}"},
-        of_another_step={f"{folder}/{last}": other} if other else {},
         **further,
     )
 

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed import checkpoint as dcp
 
 import ckptkit
 from ckptkit.core.errors import (
@@ -169,6 +171,51 @@ def test_links_are_not_followed_nor_removed(source: Callable[[str], Path]) -> No
     data.symlink_to(run / "elsewhere")
     error = refused(run, RefusedError)
     assert "is no file of its own but a link" in error.message
+
+
+@pytest.mark.parametrize(
+    ("case", "path"),
+    [
+        (SEPARATE, "pytorch_model_fsdp_0/__7_0.distcp"),  # of an earlier save, of more ranks
+        ("torchsnapshot_dtensor", "100/model.safetensors"),  # where other ranks keep theirs
+    ],
+)
+def test_a_file_that_is_no_part_of_the_checkpoint_keeps_all_of_it(
+    source: Callable[[str], Path], case: str, path: str
+) -> None:
+    run = source(case)
+    (run / path).parent.mkdir(exist_ok=True)
+    (run / path).write_bytes(b"another")
+    error = refused(run, RefusedError)
+    assert f"'{path}' would go with the checkpoint, and is no part of it" in error.message
+    (run / path).write_bytes(b"")  # what a rank without anything leaves
+    consolidated(run)
+    assert not (run / path).exists()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_name_that_is_tied_in_one_model_is_not_lost_of_another(tmp_path: Path) -> None:
+    """Only the first has both names in one tensor; the second has nothing else."""
+    tied = torch.arange(32.0).reshape(8, 4)
+    models = {
+        "model": {"model.embed_tokens.weight": tied, "lm_head.weight": tied.clone()},
+        "ema": {"lm_head.weight": -tied},
+    }
+    run = tmp_path / "run"
+    dcp.save(models, checkpoint_id=run, no_dist=True)
+    (run / "config.json").write_text(
+        json.dumps({"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True})
+    )
+    error = refused(run, RefusedError, select="model")
+    assert "model tensor 'lm_head.weight'" in error.message
+
+
+def test_what_lightning_keeps_beside_its_shards_goes_with_them(
+    source: Callable[[str], Path],
+) -> None:
+    run = source("lightning_fabric_sharded")
+    consolidated(run, to="dcp", optimizer=True)
+    assert not (run / "state.ckpt").exists()
 
 
 def test_an_output_that_is_there_and_proven_lets_its_source_go(

@@ -45,8 +45,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def bucket(object_store, checkpoint: Path) -> Bucket:  # type: ignore[no-untyped-def]  # noqa: ANN001
     bucket: Bucket = object_store.bucket("slices")
-    bucket.clear()
-    bucket.put_tree(checkpoint, "run")
+    bucket.clear(kept="run/")
+    if not bucket.keys("run/"):  # for all tests: nobody changes it for good
+        bucket.put_tree(checkpoint, "run")
     return bucket
 
 
@@ -138,8 +139,8 @@ def test_slices_in_any_order_make_in_a_bucket_what_one_process_makes(
 
 
 def test_more_slices_than_parts_are_fine(bucket: Bucket, weights: bytes) -> None:
-    done = [slice_of(bucket, number, 6) for number in range(6)]
-    assert [one.manifest is not None for one in done] == [False] * 5 + [True]
+    done = [slice_of(bucket, number, 4) for number in range(4)]
+    assert [one.manifest is not None for one in done] == [False] * 3 + [True]
     assert is_whole(bucket, weights)
 
 
@@ -173,15 +174,15 @@ def until(holds: object) -> bool:
 
 
 def test_of_processes_that_run_at_a_time_one_commits(bucket: Bucket, weights: bytes) -> None:
-    with ThreadPoolExecutor(3) as threads:
+    with ThreadPoolExecutor(2) as threads:
         ended = threads.map(
             lambda number: subprocess.run(
-                command(bucket, f"{number}/3"), capture_output=True, text=True, check=False
+                command(bucket, f"{number}/2"), capture_output=True, text=True, check=False
             ),
-            range(3),
+            range(2),
         )
         told = [(one.returncode, one.stderr) for one in ended]
-    assert [status for status, _ in told] == [0, 0, 0], told
+    assert [status for status, _ in told] == [0, 0], told
     assert is_whole(bucket, weights)
     assert bucket.unfinished_uploads() == []
 
@@ -254,9 +255,13 @@ def test_slices_that_were_given_up_are_cleared_away_by_one_process(bucket: Bucke
 
 def test_a_source_that_is_saved_again_between_slices_is_another_plan(bucket: Bucket) -> None:
     slice_of(bucket, 0, 2)
-    bucket.put("run/__1_0.distcp", bucket.get("run/__1_0.distcp") + b" ")
-    with pytest.raises(RefusedError, match="of another plan"):
-        slice_of(bucket, 1, 2)
+    data = bucket.get("run/__1_0.distcp")
+    try:
+        bucket.put("run/__1_0.distcp", data + b" ")
+        with pytest.raises(RefusedError, match="of another plan"):
+            slice_of(bucket, 1, 2)
+    finally:
+        bucket.put("run/__1_0.distcp", data)
 
 
 def test_a_source_that_changes_before_the_commit_leaves_nothing(

@@ -161,7 +161,9 @@ def check_failing(check: str, folder: Path) -> None:
             made.train()
         except CkptkitError as error:
             say(check, name, type(error).__name__, error.message[:40])
-        complete = sorted(int(path.parent.name[11:]) for path in run.glob("*/ckptkit.json"))
+        complete = sorted(
+            int(path.parent.name[11:]) for path in run.glob("checkpoint-*/ckptkit.json")
+        )
         say(check, name, made.state.global_step, complete)
     run = folder
     for name, is_installed in (("beside install", True), ("beside stock", False)):

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 import ckptkit
-from ckptkit.core.errors import RefusedError
+from ckptkit.core.errors import ChecksumError, RefusedError
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 STAGES = (
@@ -122,6 +122,18 @@ def test_a_changed_state_or_setting_of_an_output_is_noticed(
         assert not ckptkit.verify(tmp_path).ok
     path.write_bytes(whole)
     assert ckptkit.verify(tmp_path).ok
+
+
+def test_a_damaged_setting_is_refused_and_not_left_out(tmp_path: Path) -> None:
+    source, out = FIXTURES / "zero1_adam" / "checkpoint", tmp_path / "dcp"
+    ckptkit.convert(source, out, to="dcp", optimizer=True)
+    path = out / "optimizer_0" / "__0_0.distcp"
+    whole = path.read_bytes()
+    at = whole.index(b"G" + struct.pack(">d", 0.02)) + 8
+    path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+    with pytest.raises(ChecksumError):
+        ckptkit.convert(out, tmp_path / "again", to="torch", optimizer=True)
+    assert not (tmp_path / "again").exists()
 
 
 def _their_faults(case: str) -> frozenset[str]:

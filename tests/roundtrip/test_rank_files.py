@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Mapping
+import tracemalloc
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +22,12 @@ from ckptkit.core.errors import (
     FormatError,
     IncompleteCheckpointError,
     InputError,
+    LimitError,
     MissingFileError,
     NotACheckpointError,
     UnsupportedError,
 )
+from ckptkit.formats import rank_tensors
 from ckptkit.pipeline.opening import opened
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
@@ -144,9 +148,12 @@ def test_optimizer_states_have_the_names_and_values_of_the_live_ones(
     assert names == set(truth(case, "truth_optimizer"))
     out = tmp_path / "out"
     ckptkit.convert(source, out, to="torch", names="live", select=select, optimizer=True)
-    found = loaded(out / "optimizer.bin")["state"]
+    optimizer = loaded(out / "optimizer.bin")
+    found = optimizer["state"]
     flat = {f"state.{n}.{kind}": value for n, held in found.items() for kind, value in held.items()}
     assert images(flat) == truth(case, "truth_optimizer")
+    members = [name for group in optimizer["param_groups"] for name in group["params"]]
+    assert set(members) == set(found)
 
 
 @pytest.mark.parametrize("case", ["verl_fsdp1", "verl_fsdp1_sharded"])
@@ -212,6 +219,13 @@ def test_a_configuration_of_another_world_size_is_refused(tmp_path: Path) -> Non
         ckptkit.inspect(source)
 
 
+def test_a_configuration_that_tells_no_number_is_refused(tmp_path: Path) -> None:
+    source = copied("verl_fsdp2", tmp_path) / "global_step_2" / "actor"
+    (source / "fsdp_config.json").write_text('{"world_size": [2]}')
+    with pytest.raises(FormatError, match=r"a run with \[2\] ranks"):
+        ckptkit.inspect(source)
+
+
 def test_ranks_of_different_steps_are_refused_where_they_tell(tmp_path: Path) -> None:
     source = copied("verl_hsdp", tmp_path)
     actor = source / "global_step_2" / "actor"
@@ -259,6 +273,79 @@ def test_plain_tensors_are_taken_once_and_must_be_equal(tmp_path: Path) -> None:
         ckptkit.inspect(saved(tmp_path / "shapes", other))
 
 
+@pytest.mark.parametrize("how", ["views of the whole", "without checksums", "legacy"])
+def test_slices_of_equal_shape_are_not_taken_for_replicas(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = torch.arange(8.0)
+    slices = list(whole.chunk(2))
+    if how != "views of the whole":
+        slices = [part.clone() for part in slices]
+    save = torch.save
+    if how == "legacy":
+        old = {"_use_new_zipfile_serialization": False}
+        monkeypatch.setattr(torch, "save", lambda held, path: save(held, path, **old))
+    with_checksums = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(how != "without checksums")
+    try:
+        source = saved(tmp_path / "ranks", [{"a.weight": part} for part in slices])
+    finally:
+        torch.serialization.set_crc32_options(with_checksums)
+    with pytest.raises(InputError, match="nothing proves that ranks 0 and 1 hold the same"):
+        ckptkit.consolidate(source, tmp_path / "no", names="live")
+    (source / "model_rank1.pt").unlink()
+    assert written(source, tmp_path / "one") == images({"a.weight": slices[0]})
+
+
+def test_equal_views_on_all_ranks_are_replicas(tmp_path: Path) -> None:
+    states = [{"a.weight": torch.arange(8.0)[2:6]} for _ in range(2)]
+    source = saved(tmp_path / "ranks", states)
+    assert written(source, tmp_path / "out") == images(states[0])
+
+
+def test_the_rank_of_an_adapter_is_not_that_of_a_process(tmp_path: Path) -> None:
+    state = {"a.weight": torch.ones(3)}
+    torch.save(state, tmp_path / "lora_rank8.pt")
+    assert written(tmp_path / "lora_rank8.pt", tmp_path / "out") == images(state)
+    ranks = tmp_path / "ranks"
+    ranks.mkdir()
+    for rank in range(2):
+        torch.save(state, ranks / f"lora_rank{rank}.pt")
+    report = ckptkit.inspect(ranks)
+    assert (report.format, report.world_size) == ("rank-files", 2)
+
+
+def test_a_name_may_tell_of_any_number_of_ranks(tmp_path: Path) -> None:
+    torch.save({"a.weight": torch.ones(3)}, tmp_path / "model_world_size_9999999_rank_1.pt")
+    text = r"rank 0, 2, 3, 4, 5, 6, 7 and 9999991 more of 9999999 are not there"
+    with allocating(10_000_000), pytest.raises(MissingFileError, match=text):
+        ckptkit.inspect(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "case", ["rank_files_placements", "verl_fsdp1_sharded", "rank_files_torch_2_4"]
+)
+def test_more_parts_than_a_pickle_can_describe_are_refused(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_tensors, "_MIN_CHUNKS", 1)
+    ckptkit.inspect(FIXTURES / case / "checkpoint")
+    monkeypatch.setattr(rank_tensors, "_BYTES_OF_A_CHUNK", 1 << 20)
+    with pytest.raises(LimitError, match="more pieces than any real ones"):
+        ckptkit.inspect(FIXTURES / case / "checkpoint")
+
+
+@contextmanager
+def allocating(most_bytes: int) -> Iterator[None]:
+    """Fails if more memory than that is ever held inside."""
+    tracemalloc.start()
+    try:
+        yield
+        assert tracemalloc.get_traced_memory()[1] < most_bytes
+    finally:
+        tracemalloc.stop()
+
+
 def test_flat_parameters_without_a_layout_are_refused_with_what_is_missing(tmp_path: Path) -> None:
     source = FIXTURES / "rank_files_local_flat" / "checkpoint"
     with pytest.raises(UnsupportedError, match=r"--model-config DIR.*write_flat_layout"):
@@ -289,6 +376,9 @@ def test_a_folder_without_a_configuration_is_named(tmp_path: Path) -> None:
         (lambda d: d["flat_parameters"][0].update(names=[1]), FormatError, "does not describe"),
         (lambda d: d["flat_parameters"][0]["axes"].append([1, 0]), UnsupportedError, "row by row"),
         (lambda d: d.update(layout_version=2), UnsupportedError, "layout version 2"),
+        (lambda d: d.update(crc32=[]), ChecksumError, "[] was stored"),
+        (lambda d: d.update(flat_parameters=["up"]), FormatError, "does not describe"),
+        (lambda d: d["flat_parameters"][0].update(aliases=[1]), FormatError, "does not describe"),
     ],
 )
 def test_a_layout_that_does_not_fit_is_refused(
@@ -341,4 +431,14 @@ def test_metadata_of_one_rank_of_fairscale_must_be_that_of_all(tmp_path: Path) -
     held["param_metadata"][0]["params"]["flat_param_0"]["names"][0] = "long"
     torch.save(held, path)
     with pytest.raises(FormatError, match="other metadata"):
+        ckptkit.inspect(source)
+
+
+def test_flat_parameters_of_fairscale_in_two_state_dicts_are_refused(tmp_path: Path) -> None:
+    source = copied("fairscale_fairseq", tmp_path)
+    for path in source.glob("*.pt"):
+        held = loaded(path)
+        held["other"] = {"up.flat_param_0": held["model"].pop("up.flat_param_0")}
+        torch.save(held, path)
+    with pytest.raises(FormatError, match=r"has no flat parameter 'up.flat_param_0'"):
         ckptkit.inspect(source)

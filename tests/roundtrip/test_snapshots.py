@@ -62,6 +62,18 @@ def test_the_state_of_the_optimizer_is_the_live_one(case: str, tmp_path: Path) -
     assert found == images(FIXTURES / case / "truth_optimizer.safetensors")
 
 
+def test_settings_of_the_optimizer_are_numbers_again_and_its_members_a_list(tmp_path: Path) -> None:
+    source = FIXTURES / "torchsnapshot_fsdp1" / "checkpoint"
+    ckptkit.convert(source, tmp_path / "out", to="torch", optimizer=True)
+    saved = torch.load(tmp_path / "out" / "optimizer.bin", weights_only=True)  # noqa: TID251
+    (group,) = saved["param_groups"]
+    assert (group["lr"], group["eps"], group["weight_decay"]) == (0.01, 1e-8, 0.01)
+    assert group["amsgrad"] is False
+    assert group["decoupled_weight_decay"] is True
+    assert isinstance(group["params"], list)
+    assert set(saved["state"]) <= set(group["params"])
+
+
 def test_states_that_ddp_numbered_are_listed_and_not_guessed_at(tmp_path: Path) -> None:
     source = FIXTURES / "torchsnapshot_ddp" / "checkpoint"
     truth = load_file(FIXTURES / "torchsnapshot_ddp" / "truth_optimizer.safetensors")
@@ -77,6 +89,7 @@ def test_states_that_ddp_numbered_are_listed_and_not_guessed_at(tmp_path: Path) 
     [
         ("torchsnapshot_dtensor", "torchsnapshot", "torchsnapshot", None),
         ("torch_checkpointing", "torch-checkpointing", "torch_checkpointing", 2),
+        ("torch_checkpointing_bare", "torch-checkpointing", "torch.save on every rank", 2),
         (
             "torch_experimental",
             "torch-checkpointing",

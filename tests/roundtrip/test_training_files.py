@@ -425,3 +425,39 @@ def test_truncated_legacy_files_are_refused_wherever_they_end(tmp_path: Path) ->
         file.write_bytes(data[:length])
         with pytest.raises(FormatError):
             ckptkit.consolidate(file, tmp_path / "out")
+
+
+def _loaded(path: Path) -> Any:
+    return torch.load(path, weights_only=True)  # noqa: TID251  the oracle
+
+
+def test_states_have_the_names_of_the_model_that_is_written_where_blocks_were_compiled(
+    tmp_path: Path,
+) -> None:
+    """FSDP1's own state dict of an optimizer keeps the segments of `torch.compile`."""
+    names = ["up._orig_mod.weight", "up._orig_mod.bias", "plain.weight"]
+    groups = [{"lr": 0.5, "params": names}]
+    states = {name: {"exp_avg": torch.full((2,), 0.25 * n)} for n, name in enumerate(names)}
+    weights = {name: torch.ones(2) for name in names}
+    source = tmp_path / "last.pt"
+    whole = {"model": weights, "optimizer": {"state": states, "param_groups": groups}}
+    torch.save(whole, source)
+    ckptkit.convert(source, tmp_path / "out", to="torch", optimizer=True)
+    found = _loaded(tmp_path / "out" / "optimizer.bin")
+    model = _loaded(tmp_path / "out" / "pytorch_model.bin")
+    assert set(found["state"]) == set(model) == {"up.weight", "up.bias", "plain.weight"}
+    assert found["param_groups"][0]["params"] == ["up.weight", "up.bias", "plain.weight"]
+    assert found["state"]["up.bias"]["exp_avg"].tolist() == [0.25, 0.25]
+    ckptkit.convert(source, tmp_path / "one", to="torch", optimizer=True, include=["up.bias"])
+    found = _loaded(tmp_path / "one" / "optimizer.bin")
+    assert list(found["state"]) == found["param_groups"][0]["params"] == ["up.bias"]
+
+
+def test_states_that_differ_by_wrapper_segments_alone_are_refused(tmp_path: Path) -> None:
+    states = {name: {"exp_avg": torch.ones(2)} for name in ("a.weight", "_orig_mod.a.weight")}
+    optimizer = {"state": states, "param_groups": [{"params": [*states]}]}
+    weights = {"_orig_mod.a.weight": torch.ones(2)}
+    torch.save({"model": weights, "optimizer": optimizer}, tmp_path / "last.pt")
+    with pytest.raises(RefusedError, match=r"both named 'state\.a\.weight\.exp_avg'"):
+        ckptkit.convert(tmp_path / "last.pt", tmp_path / "out", to="torch", optimizer=True)
+    assert not (tmp_path / "out").exists()

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from ckptkit import inspect
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import (
     FormatError,
@@ -385,3 +386,15 @@ def test_hostile_calls_are_refused(function: Any, args: Any, name: str | None) -
         return
     with pytest.raises(UnsafePickleError, match=name):
         parse(metadata)
+
+
+def test_a_file_with_a_rank_longer_than_any_real_one_is_of_no_known_rank(
+    tmp_path: pathlib.Path,
+) -> None:
+    metadata = sample(ranks=1)
+    for info in metadata.storage_data.values():
+        info.relative_path = f"__{10**20}_0.distcp"
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    found = inspect(tmp_path)
+    assert found.world_size is None
+    assert {problem.code for problem in found.problems} == {"missing-file"}

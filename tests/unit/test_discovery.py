@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptkit.core.errors import AmbiguousSourceError, CannotPlanError, NotACheckpointError
+from ckptkit import inspect
+from ckptkit.core.errors import (
+    AmbiguousSourceError,
+    CannotPlanError,
+    NotACheckpointError,
+    UnsupportedError,
+)
 from ckptkit.formats.base import Candidate
 from ckptkit.formats.discovery import Found, resolve, step_of
 from ckptkit.formats.registry import recognise
@@ -242,3 +250,17 @@ def test_a_newer_step_that_is_a_link_is_not_passed_over_silently() -> None:
             links=["checkpoint-4", "checkpoint-9"],
         )
     assert caught.value.hint == "give its own path: here/checkpoint-9"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["optim_world_size_2_rank_0.pt", "extra_state_world_size_2_rank_1.pt", "optimizer_rank0.bin"],
+)
+def test_what_ranks_wrote_beside_their_weights_is_refused_by_name_where_the_weights_are_gone(
+    tmp_path: Path, name: str
+) -> None:
+    (tmp_path / name).write_bytes(b"")
+    with pytest.raises(UnsupportedError, match="of ranks, without their weights") as told:
+        inspect(tmp_path)
+    assert told.value.where.rstrip("/") == str(tmp_path)
+    assert "model_world_size_2_rank_0.pt" in str(told.value.hint)

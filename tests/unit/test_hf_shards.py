@@ -158,6 +158,33 @@ def test_a_rank_that_wrote_no_file_is_believed_where_an_index_names_all_tensors(
         ckptkit.inspect(run)
 
 
+def test_numbers_longer_than_any_real_one_are_no_reason_to_fall(
+    halves: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "moved").mkdir()
+    (halves / shard_name(1)).rename(tmp_path / "moved" / shard_name(10**20))
+    write_index(tmp_path / "moved", "w", "gain")
+    with pytest.raises(FormatError, match="rank 1e\\+20"):
+        ckptkit.inspect(tmp_path / "moved")
+    name = f"layers.{'1' * 5_000}.weight"
+    write_shards(tmp_path / "other", [{name: (torch.ones(2, 2), [0, 0])}])
+    assert [line.name for line in ckptkit.inspect(tmp_path / "other").tensors] == [name]
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model-00001-of-00001.safetensors"])
+def test_a_shard_under_another_name_is_not_taken_for_a_model(
+    halves: Path, tmp_path: Path, name: str
+) -> None:
+    (tmp_path / "moved").mkdir()
+    for rank in (1, 2):
+        shutil.copy(halves / shard_name(rank), tmp_path / "moved" / name)
+        if rank == 1:  # every tensor begins where its piece does
+            assert not ckptkit.inspect(tmp_path / "moved").problems
+            continue
+        with pytest.raises(UnsupportedError, match=r"of tensor 'w' the piece from \[2, 0\] on"):
+            ckptkit.inspect(tmp_path / "moved")
+
+
 def write_index(folder: Path, *names: str) -> None:
     document = {"metadata": {}, "weight_map": dict.fromkeys(names, "model-00001-of-00001.bin")}
     (folder / INDEX).write_text(json.dumps(document))

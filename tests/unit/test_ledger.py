@@ -162,3 +162,14 @@ def test_threads_may_add_pieces_at_once() -> None:
         thread.join()
     ledger.finish()
     assert reads.size_bytes == 0
+
+
+def test_what_was_told_of_a_damaged_record_is_not_told_again_and_it_is_never_taken_for_proven() -> (
+    None
+):
+    ledger = ChecksumLedger(1)
+    ledger.expect(0, account(Reads(), expected=1))
+    with pytest.raises(ChecksumError):
+        ledger.add(0, piece(0, len(DATA)))
+    assert set(ledger.open_now()) == {0}
+    ledger.finish()

@@ -76,6 +76,16 @@ def test_a_choice_outside_the_list_is_refused_with_the_list(options: dict[str, A
 
 
 @pytest.mark.parametrize(
+    ("given", "nearest"),
+    [("bf16", "bfloat16"), ("fp16", "float16"), ("fp32", "float32"), ("int8", "keep")],
+)
+def test_the_choice_that_is_most_alike_is_proposed(given: str, nearest: str) -> None:
+    with pytest.raises(UsageError, match="is not among") as caught:
+        ConsolidateRequest(dtype=given)  # type: ignore[arg-type]
+    assert caught.value.hint == f"pass --dtype {nearest}"
+
+
+@pytest.mark.parametrize(
     ("include", "exclude", "wanted"),
     [
         ((), (), ["a.weight", "a.bias", "b.weight"]),

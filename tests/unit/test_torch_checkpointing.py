@@ -25,6 +25,7 @@ from ckptkit.core.errors import (
 )
 from ckptkit.formats import spread_metadata
 from ckptkit.formats.pickles import parse_pickle
+from ckptkit.storage.local import LocalSource
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 Change = Callable[[dict[str, Any]], object]
@@ -189,6 +190,47 @@ def test_metadata_of_shared_parts_does_not_take_time(tmp_path: Path) -> None:
     rewrite(folder, bomb)
     with pytest.raises(LimitError, match="unfolds into more values than it has bytes"):
         ckptkit.consolidate(folder, tmp_path / "out")
+
+
+def test_a_path_that_many_items_share_does_not_take_memory(tmp_path: Path) -> None:
+    folder = copied("torch_checkpointing_safetensors", tmp_path)
+
+    def bomb(document: dict[str, Any]) -> None:
+        item = document["metadata"]["model"]
+        spread = {f'["{"w" * 10_000}"]': [group(document)]}
+        document["metadata"] = {
+            f"{number}": {**item, "nested_path_to_metadata": spread} for number in range(50)
+        }
+
+    rewrite(folder, bomb)
+    with pytest.raises(LimitError, match="unfolds into more values than it has bytes"):
+        ckptkit.consolidate(folder, tmp_path / "out")
+
+
+def test_ranks_that_many_meshes_share_are_kept_once(tmp_path: Path) -> None:
+    count = 1000
+    ranks = list(range(count))
+    split = {"global_shape": [count], "placements": [{"type": "Shard", "dim": 0}]}
+    tensors = {
+        f'["w{number}"]': [
+            {
+                "sharding_metadata": {
+                    "type": "DTensorShardingMetadata",
+                    "data": {**split, "mesh_spec": {"mesh_shape": [count], "mesh_data": ranks}},
+                }
+            }
+        ]
+        for number in range(200)
+    }
+    item = {
+        "rank_to_layout_info": dict.fromkeys(range(count)),
+        "nested_path_to_metadata": tensors,
+    }
+    document = {"version": "2.0", "world_size": count, "metadata": {"model": item}}
+    (tmp_path / "metadata.pkl").write_bytes(pickle.dumps(document))
+    with LocalSource(tmp_path) as source:
+        found = spread_metadata.read_spread_metadata(source, "metadata.pkl")
+    assert len({id(spread.ranks) for spread in found.items["model"].tensors.values()}) == 1
 
 
 def test_metadata_beyond_all_size_is_not_read(

@@ -144,6 +144,7 @@ def test_hostile_pickles_are_refused_in_every_place() -> None:
     ("parts", "error", "message"),
     [
         ((MAGIC, 1002), UnsupportedError, "layout has version 1002, only 1,001"),
+        ((MAGIC, [1001]), UnsupportedError, "layout has no number for a version, only 1,001"),
         ((MAGIC, 1001, {**FACTS, "little_endian": False}), UnsupportedError, "big-endian"),
         ((MAGIC, 1001, []), FormatError, "does not tell the byte order"),
         ((MAGIC, 1001, FACTS, {}, "keys"), FormatError, "is not one of keys"),

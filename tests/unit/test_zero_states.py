@@ -22,6 +22,7 @@ from ckptkit.core.errors import (
     CkptkitError,
     FormatError,
     IncompleteCheckpointError,
+    LimitError,
     MissingFileError,
     UnsafePickleError,
     UnsupportedError,
@@ -271,4 +272,48 @@ def test_a_rank_without_its_states_makes_a_checkpoint_incomplete(tmp_path: Path)
 
     source = changed("zero1_adam", tmp_path, {f"*{STATES}": states(emptied)})
     with pytest.raises(IncompleteCheckpointError, match="elements, of which the ranks hold"):
+        ckptkit.inspect(source)
+
+
+def _groups(groups: list[Any]) -> Change:
+    return states(lambda state: state["base_optimizer_state"].update(param_groups=groups))
+
+
+_SHARED: dict[str, Any] = dict.fromkeys(map(str, range(2000)), 0) | {"params": []}
+_KINDS = {f"kind{number}": torch.tensor(1.0) for number in range(65)}
+_SHAPES = {f"name{number}": torch.Size([0]) for number in range(2000)}
+UNFOLDING: dict[str, tuple[str, Change, type[CkptkitError], str]] = {
+    "settings": (
+        "*zero_pp_rank_0_*optim*",
+        _groups([_SHARED] * 2000),
+        LimitError,
+        "unfold into more than",
+    ),
+    "members": (
+        *("*zero_pp_rank_0_*optim*", _groups([{"params": [0] * 2000}] * 2)),
+        *(FormatError, "vector 0, which is in two groups"),
+    ),
+    "kinds": (
+        "*zero_pp_rank_0_*optim*",
+        states(lambda state: vectors(state)[0].update(_KINDS)),
+        *(LimitError, "kinds of states of one vector, more than 64"),
+    ),
+    "shapes": (
+        "*model_states.pt",
+        lambda document: document | {"param_shapes": [_SHAPES] * 2000},
+        *(FormatError, "'name0' in two groups"),
+    ),
+    "slices": (
+        "*zero_pp_rank_0_*optim*",
+        states(lambda state: state["param_slice_mappings"].reverse()),
+        *(FormatError, "of which no shape is known in that group"),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", UNFOLDING)
+def test_what_is_shared_to_unfold_without_end_is_refused_at_once(what: str, tmp_path: Path) -> None:
+    file, change, error, message = UNFOLDING[what]
+    source = changed("zero1_adam", tmp_path, {file: change})
+    with pytest.raises(error, match=message):
         ckptkit.inspect(source)
