@@ -22,6 +22,8 @@ from ckptkit.core.errors import ChecksumError, RefusedError
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 STAGES = (
     *("zero1_adam", "zero1_adam_bf16_optimizer", "zero1_adam_one_rank"),
+    *("zero1_adam_three_ranks", "zero1_adam_four_ranks", "zero2_adam_one_rank"),
+    *("zero3_adam_one_rank", "zero3_adam_float32"),
     *("zero2_adam_float16", "zero2_adam_float32", "zero2_adam_no_frozen"),
     *("zero3_adam", "zero3_adam_float16", "zero3_adam_no_frozen"),
 )
