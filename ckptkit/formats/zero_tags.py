@@ -22,6 +22,8 @@ from ckptkit.formats.zero_universal import UniversalReader
 from ckptkit.storage.base import Source
 
 _LATEST = {ZeroReader.name: "latest", UniversalReader.name: "latest_universal"}
+TAG_FILES = frozenset(_LATEST.values())
+"""Files that name a tag, beside the folders of tags."""
 _MADE = re.compile(r"(.+?)[-_.]?(?:universal|ucp|uni)", re.IGNORECASE)
 _MAX_TAG_BYTES = 4096
 

@@ -10,6 +10,7 @@ from typing import Any
 from ckptkit.core.errors import InputError
 from ckptkit.core.manifest import MANIFEST_NAME, RUN_FACTS, SIDE_FOLDER
 from ckptkit.formats.surroundings import FileGroup, grouped
+from ckptkit.formats.zero_tags import TAG_FILES
 from ckptkit.pipeline.opening import Opened
 from ckptkit.pipeline.steps import step_folder
 from ckptkit.planning.side_files import MAX_JSON_BYTES, is_side_file
@@ -34,7 +35,8 @@ def _describes(path: str, base: str) -> bool:
     """Tells whether a file describes the model or the step, and is known by its name."""
     first, _, rest = posixpath.relpath(path, base or ".").partition("/")
     name = posixpath.basename(path)
-    return (rest != "" and first in _DESCRIBING) or name == MANIFEST_NAME or is_side_file(name)
+    is_known = name == MANIFEST_NAME or name in TAG_FILES or is_side_file(name)
+    return is_known or (rest != "" and first in _DESCRIBING)
 
 
 def saved_mesh(checkpoint: Opened) -> tuple[tuple[str, int], ...]:

@@ -62,6 +62,10 @@ def test_side_files_that_consolidation_takes_along_are_not_ignored() -> None:
     assert [group.name for group in found.ignored] == ["random_states_*.pkl"]
 
 
+def test_files_that_choose_a_tag_are_not_ignored() -> None:
+    assert ckptkit.inspect(FIXTURES / "universal_zero1/checkpoint").ignored == ()
+
+
 def test_a_step_of_ours_tells_its_version_and_its_mesh() -> None:
     found = ckptkit.inspect(FIXTURES / SAVED)
     assert (found.writer, found.version) == ("ckptkit", "0.1.0")
