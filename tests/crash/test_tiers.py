@@ -271,19 +271,17 @@ def test_a_close_that_is_interrupted_in_a_drain_can_go_on_and_an_exit_leaves_it(
     assert handle.result().name == "checkpoint-2"
 
     checkpointer = opened(tmp_path, timeout_seconds=0.5)
-    truth = troubles.saved(checkpointer, 3, state)
+    troubles.saved(checkpointer, 3, state)
     stop(processes(checkpointer)[1])
-    handles = []
-    for step in (4, 5):
-        troubles.train(state)
-        truth = troubles.facts(state)
-        handles.append(checkpointer.save(step, state))
-        handles[-1].local_result(SECONDS)
+    troubles.train(state)
+    truth = troubles.facts(state)
+    handle = checkpointer.save(4, state)  # a further one would have the process started again
+    handle.local_result(SECONDS)
     checkpointer._close_at_exit()
-    assert all(handle.exception() is not None for handle in handles)
+    assert handle.exception() is not None
     assert names(tmp_path / "run") == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
     with opened(tmp_path) as checkpointer:
-        troubles.resumes(checkpointer, 5, truth, fresh(2))
+        troubles.resumes(checkpointer, 4, truth, fresh(2))
 
 
 def test_a_directory_within_the_run_is_refused(tmp_path: Path) -> None:
