@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
+from ckptkit.core.arguments import check_arguments
 from ckptkit.storage.locations import Sources, place_of
 
 if TYPE_CHECKING:
     from ckptkit.core.manifest import Manifest
     from ckptkit.execution.events import Listener
     from ckptkit.pipeline.opening import PathLike
+    from ckptkit.planning.requests import DTypeLike
 
 
 class AdapterOptions(TypedDict, total=False):
@@ -47,6 +49,7 @@ class AdapterOptions(TypedDict, total=False):
     listener: Listener | None
 
 
+@check_arguments
 def extract_adapter(src: PathLike, out: PathLike, **options: Unpack[AdapterOptions]) -> Manifest:
     """Takes a LoRA adapter out of a checkpoint, into a folder that PEFT loads.
 
@@ -111,7 +114,7 @@ class DiffOptions(TypedDict, total=False):
     include: Sequence[str]
     exclude: Sequence[str]
     full: Sequence[str]
-    dtype: str
+    dtype: str | DTypeLike
     select: str | None
     overwrite: bool
     src_options: Mapping[str, Any] | None
@@ -119,6 +122,7 @@ class DiffOptions(TypedDict, total=False):
     listener: Listener | None
 
 
+@check_arguments
 def adapter_from_diff(
     tuned: PathLike, out: PathLike, *, base: PathLike, rank: int, **options: Unpack[DiffOptions]
 ) -> Manifest:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
+from ckptkit.core.arguments import check_arguments
 from ckptkit.planning.requests import (
     ConsolidateRequest,
+    DTypeLike,
     Engine,
     IfExists,
     Layout,
@@ -35,7 +37,8 @@ class Options(TypedDict, total=False):
 
     Attributes:
         select: Which model to take where there are several.
-        dtype: Element type of floating tensors, "keep" by default; integers are never cast.
+        dtype: Element type of floating tensors, "keep" by default; integers are never cast. An
+            alias such as "bf16", or a dtype of torch or numpy, is understood too.
             "base" takes the type of each tensor from the files of `base`.
         keep_dtype: Patterns of names that keep their stored type.
         names: "auto", the default, writes the names of `save_pretrained`, asking the installed
@@ -79,7 +82,7 @@ class Options(TypedDict, total=False):
     """
 
     select: str | None
-    dtype: OutputDType
+    dtype: OutputDType | DTypeLike
     keep_dtype: Sequence[str]
     names: NameChoice
     base: PathLike | None
@@ -106,6 +109,7 @@ class Options(TypedDict, total=False):
     listener: Listener | None
 
 
+@check_arguments
 def open(  # noqa: A001
     path: PathLike,
     *,
@@ -134,6 +138,7 @@ def open(  # noqa: A001
     return Checkpoint(sources.first, select=select, also=sources.further(also))
 
 
+@check_arguments
 def inspect(
     path: PathLike,
     *,
@@ -162,6 +167,7 @@ def inspect(
     )
 
 
+@check_arguments
 def consolidate(src: PathLike, out: PathLike, **options: Unpack[Options]) -> Manifest:
     """Merges the shards of a checkpoint into a folder that Transformers loads.
 
@@ -181,6 +187,7 @@ def consolidate(src: PathLike, out: PathLike, **options: Unpack[Options]) -> Man
     return convert(src, out, to="hf", **options)
 
 
+@check_arguments
 def convert(src: PathLike, out: PathLike, *, to: Layout, **options: Unpack[Options]) -> Manifest:
     """Writes the model of a checkpoint in another layout.
 
@@ -286,6 +293,7 @@ def _located(options: Options, sources: Sources) -> Options:
     }
 
 
+@check_arguments
 def verify(
     path: PathLike,
     *,
@@ -310,6 +318,7 @@ def verify(
     )
 
 
+@check_arguments
 def diff(
     a: PathLike,
     b: PathLike,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
-from ckptkit.planning.requests import DEFAULT_MAX_FILE_BYTES, make_resources, parse_size
+from ckptkit.core.arguments import check_arguments
+from ckptkit.planning.requests import DEFAULT_MAX_FILE_BYTES, DTypeLike, make_resources, parse_size
 from ckptkit.storage.locations import Sources, place_of
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ class MergeOptions(TypedDict, total=False):
     match_peft: bool
     qlora_base: QloraBase | None
     double_quant: bool | None
-    dtype: MergeDType
+    dtype: MergeDType | DTypeLike
     allow_untrained: bool
     allow_other_base: bool
     select: str | None
@@ -69,6 +70,7 @@ class MergeOptions(TypedDict, total=False):
     listener: Listener | None
 
 
+@check_arguments
 def merge_adapter(src: PathLike, out: PathLike, **options: Unpack[MergeOptions]) -> Manifest:
     """Merges LoRA adapters into their base, into a folder that Transformers loads without PEFT.
 

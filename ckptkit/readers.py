@@ -8,7 +8,9 @@ entry point names a `CheckpointReader`, or a class that makes one when called wi
 
 from __future__ import annotations
 
-from ckptkit.core.dtypes import DType, dtype_named
+from ckptkit.core import dtypes
+from ckptkit.core.arguments import check_arguments
+from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import (
     CkptkitError,
     FormatError,
@@ -40,6 +42,8 @@ from ckptkit.core.index import (
 from ckptkit.formats.base import Candidate, CheckpointReader
 from ckptkit.formats.plug_ins import GROUP
 from ckptkit.storage.base import Source
+
+dtype_named = check_arguments(dtypes.dtype_named)
 
 __all__ = [
     "GROUP",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ckptkit.core.arguments import check_arguments
 from ckptkit.planning.retention import BestMode, Retention
 
 if TYPE_CHECKING:
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     from ckptkit.pipeline.pruning import Pruned
 
 
+@check_arguments
 def list_run(run: PathLike, *, state: PathLike | None = None) -> RunListing:
     """Lists the steps of a run; headers alone are read.
 
@@ -30,6 +32,7 @@ def list_run(run: PathLike, *, state: PathLike | None = None) -> RunListing:
     return listing.list_run(run, state=state)
 
 
+@check_arguments
 def prune(
     run: PathLike,
     *,

@@ -8,9 +8,9 @@ from typing import Any, Literal, get_args
 
 from ckptkit.adapters.changes import Change, LowRank, Replaced, Rows, Shift, is_frozen, tensors_of
 from ckptkit.adapters.generations import NORM_OF_UNMERGED, version_of
-from ckptkit.core.errors import AdapterError, RefusedError, UsageError
+from ckptkit.core.errors import AdapterError, RefusedError
 from ckptkit.core.index import Fqn, TensorEntry
-from ckptkit.planning.requests import DEFAULT_MAX_FILE_BYTES
+from ckptkit.planning.requests import DEFAULT_MAX_FILE_BYTES, check_choice, choose_dtype
 
 MergeDType = Literal["keep", "float32", "bfloat16", "float16"]
 QloraBase = Literal["dequantized", "original"]
@@ -43,9 +43,9 @@ class MergeRequest:
     report: bool = False
 
     def __post_init__(self) -> None:
-        _check_choice("--dtype", self.dtype, get_args(MergeDType))
+        object.__setattr__(self, "dtype", choose_dtype(self.dtype, get_args(MergeDType)))
         if self.qlora_base is not None:
-            _check_choice("--qlora-base", self.qlora_base, get_args(QloraBase))
+            check_choice("--qlora-base", self.qlora_base, get_args(QloraBase))
 
     def changed(self) -> dict[str, Any]:
         """Returns the options that differ from their defaults, as JSON values."""
@@ -55,15 +55,6 @@ class MergeRequest:
             for field in fields(self)
             if (value := getattr(self, field.name)) != getattr(default, field.name)
         }
-
-
-def _check_choice(option: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise UsageError(
-            f"{value!r} is not among {', '.join(choices)}",
-            where=option,
-            hint=f"pass {option} {choices[0]}",
-        )
 
 
 def combine(

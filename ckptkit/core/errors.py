@@ -69,6 +69,12 @@ class UsageError(CkptkitError, ValueError):
     exit_status = 2
 
 
+class ArgumentError(UsageError, TypeError):
+    """A function was given an option that it does not have, or a value of another kind."""
+
+    code = "bad-argument"
+
+
 class InputError(CkptkitError):
     """The input is unreadable, damaged or incomplete."""
 

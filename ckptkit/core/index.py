@@ -162,7 +162,7 @@ class ChunkTable(Sequence[Chunk]):
 
     __slots__ = ("byte_offset", "flat", "offsets", "rank", "record", "sizes", "strides")
 
-    def __init__(  # noqa: PLR0913  one argument per column
+    def __init__(
         self,
         offsets: Ints,
         sizes: Ints,

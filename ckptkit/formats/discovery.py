@@ -101,7 +101,7 @@ def step_of(folder: str) -> int | None:
     return None
 
 
-def resolve(  # noqa: PLR0913  what is asked of whoever has opened the files
+def resolve(
     candidates: Sequence[Candidate],
     *,
     location: str,

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ckptkit.core.arguments import check_arguments
 from ckptkit.core.errors import CkptkitError, RefusedError, VerificationError
 from ckptkit.core.manifest import MANIFEST_NAME, Manifest, parse_manifest
 from ckptkit.execution.events import BytesWritten, Committed, Listener, Started, ignore
@@ -65,6 +66,7 @@ class _Remote:
     blob_id: str
 
 
+@check_arguments
 def pull(
     repo_id: str,
     folder: PathLike,

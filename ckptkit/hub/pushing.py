@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
+from ckptkit.core.arguments import check_arguments
 from ckptkit.core.errors import HubError, RefusedError
 from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.execution.events import Listener, Planned, Started, ignore
@@ -79,6 +80,10 @@ class Pushed:
     new_repository: str
     notes: tuple[str, ...] = ()
 
+    def __bool__(self) -> bool:
+        """Returns whether the Hub holds the model; false for a dry run."""
+        return bool(self.commit)
+
     def to_json(self) -> dict[str, Any]:
         """Returns the report as plain values."""
         return asdict(self)
@@ -120,6 +125,7 @@ class PushOptions(TypedDict, total=False):
     listener: Listener | None
 
 
+@check_arguments
 def push(folder: PathLike, repo_id: str, **options: Unpack[PushOptions]) -> Pushed:
     """Publishes a model folder, or an adapter's, as one commit.
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 
+from ckptkit.core.arguments import check_names
 from ckptkit.core.errors import CkptkitError, UsageError
 from ckptkit.integrations.accelerator_saves import AcceleratorSaves, stock_method
 from ckptkit.integrations.accelerator_state import prepared_model
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 _SAVES: weakref.WeakKeyDictionary[Accelerator, AcceleratorSaves] = weakref.WeakKeyDictionary()
 
 
+@check_names
 def save_state(
     accelerator: Accelerator,
     output_dir: str | os.PathLike[str] | None = None,
@@ -68,6 +70,7 @@ def save_state(
     return _saves(accelerator).save(accelerator, output_dir, options, {})
 
 
+@check_names
 def load_state(
     accelerator: Accelerator,
     input_dir: str | os.PathLike[str] | None = None,
@@ -90,6 +93,7 @@ def load_state(
     _saves(accelerator).load(accelerator, input_dir, options, {})
 
 
+@check_names
 def save_model(
     accelerator: Accelerator,
     model: torch.nn.Module,
@@ -122,6 +126,7 @@ def save_model(
     _saves(accelerator).save_model(accelerator, whole, Path(save_directory).absolute(), options)
 
 
+@check_names
 def install(accelerator: Accelerator, *, wait: bool = False, **options: Unpack[Options]) -> None:
     """Has an accelerator save and load through ckptkit.
 
@@ -145,6 +150,7 @@ def install(accelerator: Accelerator, *, wait: bool = False, **options: Unpack[O
     accelerator.get_state_dict = functools.partial(state_like_stock, accelerator)
 
 
+@check_names
 def close(accelerator: Accelerator) -> None:
     """Waits for the saves of an accelerator and gives back what they need.
 

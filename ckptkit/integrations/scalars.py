@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ckptkit.core.arguments import check_names
 from ckptkit.core.errors import UsageError
 from ckptkit.core.texts import a_kind
 from ckptkit.training.handle import SaveReport
@@ -14,6 +15,7 @@ _GB = 1e9  # bytes
 _Write = Callable[[Mapping[str, float], int], object]
 
 
+@check_names
 def scalars(writer: Any, *, prefix: str = "ckptkit/") -> Callable[[SaveReport], None] | None:
     """Returns a listener for a `Checkpointer` that writes what every save cost.
 

@@ -20,6 +20,7 @@ from typing import Any, Unpack
 import transformers
 from transformers import Trainer
 
+from ckptkit.core.arguments import check_names
 from ckptkit.core.errors import UnsupportedError, UsageError
 from ckptkit.core.texts import a_kind
 from ckptkit.integrations.transformers_checkpoints import TrainerCheckpoints
@@ -51,6 +52,7 @@ _SEAMS: dict[str, tuple[str, ...]] = {
 }
 
 
+@check_names
 def install(
     trainer: Trainer, *, wait: bool | None = None, **options: Unpack[Options]
 ) -> TrainerCheckpoints:

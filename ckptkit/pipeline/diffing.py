@@ -65,6 +65,9 @@ class Difference:
     changed: tuple[TensorDifference, ...]
     note: str = ""
 
+    def __bool__(self) -> bool:
+        return self.same
+
     @property
     def same(self) -> bool:
         """Whether both hold the same tensors."""

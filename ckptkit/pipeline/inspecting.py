@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from ckptkit.core.arguments import ambiguous_truth
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.geometry import distinct
 from ckptkit.core.index import Fqn, Part, Problem, Shape, TensorEntry, TensorIndex
@@ -118,6 +119,9 @@ class Inspection:
     version: str = ""
     mesh: tuple[MeshDimension, ...] = ()
     ignored: tuple[FileGroup, ...] = ()
+
+    def __bool__(self) -> bool:
+        raise ambiguous_truth(self, "`not inspection.problems`, or ckptkit.verify")
 
     def to_json(self) -> dict[str, Any]:
         """Returns the report as the contract of `inspect --json` has it."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
+from ckptkit.core.arguments import ambiguous_truth
 from ckptkit.core.errors import CkptkitError, NotACheckpointError
 from ckptkit.core.manifest import MANIFEST_NAME, NODE_RANKS, TRAINING, Manifest
 from ckptkit.formats.base import Candidate
@@ -118,6 +119,9 @@ class RunListing:
     steps: tuple[RunStep, ...]
     best: frozenset[str] = frozenset()
     notes: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        raise ambiguous_truth(self, "listing.steps, or `step.complete` of one of them")
 
     @property
     def size_bytes(self) -> int:

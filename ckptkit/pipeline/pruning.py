@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from ckptkit.core.arguments import ambiguous_truth
 from ckptkit.core.errors import CkptkitError, OutputError, RefusedError, UsageError
 from ckptkit.pipeline.listing import RunListing, RunStep, list_run
 from ckptkit.pipeline.run_places import open_run
@@ -60,6 +61,9 @@ class Pruned:
     freed_bytes: int
     cleared: tuple[str, ...]
     notes: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        raise ambiguous_truth(self, "pruned.removed or pruned.failed")
 
     @property
     def removed(self) -> tuple[RunStep, ...]:

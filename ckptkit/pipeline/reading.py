@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Literal
 
+from ckptkit.core.arguments import check_arguments
 from ckptkit.core.closing import Closing
 from ckptkit.core.errors import UsageError
 from ckptkit.core.index import Fqn, RunFacts, Shape, Span, TensorEntry
@@ -75,6 +76,7 @@ class Checkpoint(Closing):
         """Returns torch's name of a tensor's element type, such as `bfloat16`."""
         return self._entry(name).dtype.name
 
+    @check_arguments
     def read(self, name: str, framework: Framework = "torch") -> torch.Tensor | NDArray[Any]:
         """Assembles a tensor, checking every stored checksum.
 

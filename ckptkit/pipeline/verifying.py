@@ -68,6 +68,9 @@ class Verification:
     unverified: tuple[str, ...]
     proven: tuple[str, ...] = ()
 
+    def __bool__(self) -> bool:
+        return self.ok
+
     @property
     def ok(self) -> bool:
         """Whether nothing was found wrong."""

@@ -9,10 +9,12 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any, Literal, get_args
 
-from ckptkit.core.errors import UsageError
+from ckptkit.core.errors import ArgumentError, UsageError
+from ckptkit.core.texts import a_kind
 
 DTypeChoice = Literal["keep", "float32", "bfloat16", "float16"]
 OutputDType = Literal[DTypeChoice, "base"]
+DTypeLike = Any  # a name or alias, or a dtype of torch or numpy; see `choose_dtype`
 FACTOR_DTYPES = ("float32", "bfloat16", "float16")
 Layout = Literal["hf", "torch", "dcp"]
 NameChoice = Literal["auto", "live", "hub"]
@@ -154,7 +156,7 @@ class ConsolidateRequest:
     model_config: str | None = None
 
     def __post_init__(self) -> None:
-        check_choice("--dtype", self.dtype, get_args(OutputDType))
+        object.__setattr__(self, "dtype", choose_dtype(self.dtype, get_args(OutputDType)))
         check_choice("--names", self.names, get_args(NameChoice))
         check_choice("--to", self.layout, get_args(Layout))
         if self.names == "hub" and self.layout != "hf":
@@ -195,12 +197,48 @@ def matches(name: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
+_DTYPE_ALIASES = {
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "f16": "float16",
+    "half": "float16",
+    "fp32": "float32",
+    "f32": "float32",
+    "float": "float32",
+}
+
+
+def choose_dtype(value: object, choices: tuple[str, ...]) -> Any:
+    """Reads an element type: a name, a common alias such as `bf16`, or a dtype of torch or numpy.
+
+    Returns:
+        One of the choices.
+
+    Raises:
+        UsageError: If it is none of them.
+        ArgumentError: If it is no element type.
+    """
+    kind = value if isinstance(value, type) else type(value)
+    if isinstance(value, str):
+        name = value.removeprefix("torch.")
+    elif kind.__module__.partition(".")[0] in {"torch", "numpy", "ml_dtypes"}:
+        name = str(getattr(value, "__name__", value)).removeprefix("torch.")
+    else:
+        raise ArgumentError(f"is {a_kind(value)}, where a text was expected", where="--dtype")
+    name = _DTYPE_ALIASES.get(name, name)
+    check_choice("--dtype", name, choices)
+    return name
+
+
 def check_choice(option: str, value: str, choices: tuple[str, ...]) -> None:
     """Refuses a value that is not among those of an option.
 
     Raises:
         UsageError: If it is not.
+        ArgumentError: If it is no text.
     """
+    if not isinstance(value, str):
+        raise ArgumentError(f"is {a_kind(value)}, where a text was expected", where=option)
     if value not in choices:
         nearest = get_close_matches(value, choices, n=1, cutoff=_ALIKE) or choices
         raise UsageError(

@@ -14,6 +14,7 @@ from os import PathLike
 from types import TracebackType
 from typing import Self, Unpack
 
+from ckptkit.core.arguments import check_names
 from ckptkit.core.errors import CkptkitError, UsageError
 from ckptkit.storage.descriptors import Closable
 from ckptkit.training.binding import Binding
@@ -50,6 +51,7 @@ class Checkpointer:
     Methods may be called from one thread at a time.
     """
 
+    @check_names
     def __init__(self, run: str | PathLike[str], **options: Unpack[Options]) -> None:
         """Opens a run, and waits for the other ranks to do the same.
 
@@ -90,6 +92,7 @@ class Checkpointer:
         # Threads end with the interpreter, and a save under way would be lost.
         atexit.register(self._close_at_exit)
 
+    @check_names
     def prepare(self, state: Mapping[str, object]) -> None:
         """Makes the first save as quick as the later ones: buffers, writer, what lies beside.
 
@@ -108,6 +111,7 @@ class Checkpointer:
                 slot.wait()
                 slot.prepare(bound)
 
+    @check_names
     def save(
         self,
         step: int,
@@ -169,6 +173,7 @@ class Checkpointer:
         slot.take(save, find_state)
         return save.handle
 
+    @check_names
     def export(
         self,
         out: str | PathLike[str],
@@ -204,6 +209,7 @@ class Checkpointer:
         self._was_asked = was_asked
         return handle
 
+    @check_names
     def resume(
         self,
         state: Mapping[str, object],
@@ -255,6 +261,7 @@ class Checkpointer:
             bound, run.place, self._peers, timeout_seconds=timeout, step=step, prefix=run.prefix
         )
 
+    @check_names
     def should_save(self, step: int) -> bool:
         """Tells whether it is time to save; the answer is the same on all ranks.
 
@@ -266,6 +273,7 @@ class Checkpointer:
         self._was_asked = due and interval.seconds is None and not interval.due_at_step(step)
         return due
 
+    @check_names
     def request_save(self, *, stop: bool = False) -> None:
         """Asks all ranks to save at one of the next steps; may be called on any rank.
 
@@ -285,6 +293,7 @@ class Checkpointer:
         """The steps that wait for their push to the Hub, and should stay until then."""
         return self._session.unpushed
 
+    @check_names
     def close(self) -> None:
         """Waits for the last save, and for pushes to the Hub, and ends threads and processes.
 

@@ -15,12 +15,14 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, TypedDict
 
-from ckptkit.core.errors import RefusedError, UsageError
+from ckptkit.core.arguments import refuse_unknown
+from ckptkit.core.errors import RefusedError
 from ckptkit.pipeline.source_places import check_path
 from ckptkit.planning.requests import (
     DEFAULT_MAX_FILE_BYTES,
     ConsolidateRequest,
     DTypeChoice,
+    DTypeLike,
     parse_size,
 )
 from ckptkit.training.export_attempt import Attempt, SaveInstead
@@ -43,7 +45,7 @@ class ExportOptions(TypedDict, total=False):
         overwrite: Whether an output that holds something is replaced.
     """
 
-    dtype: DTypeChoice
+    dtype: DTypeChoice | DTypeLike
     max_shard_size: int | str
     overwrite: bool
 
@@ -64,7 +66,7 @@ def make_request(
     """
     path = os.fspath(out)
     check_path(path, "out")
-    _check_known(options)
+    refuse_unknown(options, ExportOptions.__annotations__, where="export")
     target, overwrite = Path(path).resolve(), options.get("overwrite", False)
     for place in (Path.cwd(), Path(source["path"]).resolve()) if overwrite else ():
         if target == place or target in place.parents:
@@ -79,15 +81,6 @@ def make_request(
         max_file_bytes=parse_size(size, option="max_shard_size"),
     )
     return ExportRequest(Path(path).absolute(), request, overwrite, source)
-
-
-def _check_known(options: ExportOptions) -> None:
-    known = ExportOptions.__annotations__
-    unknown = next((name for name in options if name not in known), None)
-    if unknown is not None:
-        raise UsageError(
-            f"unknown option {unknown!r}; known are {', '.join(known)}", where="export"
-        )
 
 
 class Exporter:

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch import nn
 
+from ckptkit.core.arguments import check_names
 from ckptkit.core.crc import crc32
 from ckptkit.core.errors import UsageError
 from ckptkit.core.manifest import FLAT_LAYOUT
@@ -20,6 +21,7 @@ from ckptkit.writer.durable import put_file
 _VERSION = 1
 
 
+@check_names
 def write_flat_layout(model: nn.Module, folder: str | os.PathLike[str]) -> Path | None:
     """Writes which parameters the flat parameters of FSDP1 are made of.
 

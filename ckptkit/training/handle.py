@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ckptkit.core.arguments import check_names
 from ckptkit.core.errors import CkptkitError, SaveError
 from ckptkit.core.texts import size_text
 from ckptkit.training.outcome import Outcome
@@ -119,10 +120,12 @@ class SaveHandle(Outcome[SaveReport]):
         """Whether the next save may begin, though this one may not have ended."""
         return self._freed.is_set()
 
+    @check_names
     def wait_freed(self, timeout: float | None = None) -> bool:
         """Waits until the next save may begin, and tells whether it may."""
         return self._freed.wait(timeout)
 
+    @check_names
     def local_result(self, timeout: float | None = None) -> Path:
         """Waits until the step is durable on the nodes' own disks; without these, as `result`.
 
@@ -141,6 +144,7 @@ class SaveHandle(Outcome[SaveReport]):
         committed: Path = self._local_path or self.result(0)
         return committed
 
+    @check_names
     def pushed(self, timeout: float | None = None) -> PushReport | None:
         """Waits until the step is at the Hub, where `push_to_hub` has it pushed.
 

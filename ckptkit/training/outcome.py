@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any, Generic, Protocol, TypeVar
 
+from ckptkit.core.arguments import check_names
 from ckptkit.core.errors import CkptkitError, SaveError
 
 
@@ -34,10 +35,12 @@ class Outcome(Generic[Report]):
         """Tells whether it has ended, well or not."""
         return self._finished.is_set()
 
+    @check_names
     def wait(self, timeout: float | None = None) -> bool:
         """Waits until it has ended, well or not, and tells whether it has."""
         return self._finished.wait(timeout)
 
+    @check_names
     def result(self, timeout: float | None = None) -> Any:
         """Waits until all ranks are done and the directory is there.
 
@@ -54,6 +57,7 @@ class Outcome(Generic[Report]):
         """
         return self.report(timeout).path
 
+    @check_names
     def report(self, timeout: float | None = None) -> Report:
         """Waits as `result` does, and returns what it cost.
 
@@ -68,6 +72,7 @@ class Outcome(Generic[Report]):
             raise self._error or SaveError(f"{self._what} was given up")
         return self._report
 
+    @check_names
     def exception(self, timeout: float | None = None) -> CkptkitError | None:
         """Waits as `result` does, and returns what went wrong instead of raising it."""
         try:

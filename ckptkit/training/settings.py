@@ -6,12 +6,12 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from os import PathLike
 from pathlib import Path
 from signal import Signals
 from typing import Any, Literal, TypedDict, get_args
 
+from ckptkit.core.arguments import refuse_unknown
 from ckptkit.core.errors import UsageError
 from ckptkit.core.texts import a_kind
 from ckptkit.planning.requests import parse_size
@@ -175,7 +175,7 @@ def check_options(options: Options) -> Settings:
         UsageError: If one of them is unknown, or does not have the form that it needs.
     """
     given: dict[str, Any] = dict(options)
-    _check_known(given)
+    refuse_unknown(sorted(given), sorted(Options.__annotations__), where="Checkpointer")
     _check_choice(given, "layout", get_args(Layout))
     _check_choice(given, "prefix", STEP_PREFIXES)
     _check_choice(given, "in_flight", get_args(InFlight))
@@ -201,18 +201,6 @@ def check_options(options: Options) -> Settings:
         staging_limit_bytes=_limit_bytes(given.pop("staging_limit", None)),
         **given,
     )
-
-
-def _check_known(given: Mapping[str, Any]) -> None:
-    known = sorted(Options.__annotations__)
-    unknown = sorted(given.keys() - Options.__annotations__.keys())
-    if unknown:
-        near = get_close_matches(unknown[0], known, 1)
-        raise UsageError(
-            f"unknown option {unknown[0]!r}; known are {', '.join(known)}",
-            where="Checkpointer",
-            hint=f"pass {near[0]}={given[unknown[0]]!r:.40}" if near else "",
-        )
 
 
 def _check_choice(given: Mapping[str, Any], name: str, choices: Sequence[str]) -> None:

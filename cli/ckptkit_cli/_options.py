@@ -68,7 +68,8 @@ DType = Annotated[
     typer.Option(
         "--dtype",
         metavar="|".join(get_args(OutputDType)),
-        help="Element type of floating tensors; 'base' takes each one's from the base's files.",
+        help="Element type of floating tensors, also as bf16, fp16 or fp32; 'base' takes each one's"
+        " from the base's files.",
     ),
 ]
 KeepDType = Annotated[

@@ -62,7 +62,7 @@ def test_any_number_of_workers_writes_the_same_bytes(dtype: str, source: Path, o
         ckptkit.consolidate(
             source,
             out.with_name(f"out{workers}"),
-            dtype=dtype,  # type: ignore[arg-type]
+            dtype=dtype,
             workers=workers,
             memory_budget="1GB",
         )

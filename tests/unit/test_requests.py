@@ -77,7 +77,7 @@ def test_a_choice_outside_the_list_is_refused_with_the_list(options: dict[str, A
 
 @pytest.mark.parametrize(
     ("given", "nearest"),
-    [("bf16", "bfloat16"), ("fp16", "float16"), ("fp32", "float32"), ("int8", "keep")],
+    [("bf6", "bfloat16"), ("flaot16", "float16"), ("float23", "float32"), ("int8", "keep")],
 )
 def test_the_choice_that_is_most_alike_is_proposed(given: str, nearest: str) -> None:
     with pytest.raises(UsageError, match="is not among") as caught:

@@ -111,13 +111,13 @@ def test_a_count_that_is_none_is_told_against_what_was_expected() -> None:
 
 def test_an_unknown_option_is_told_with_the_one_that_was_meant() -> None:
     with pytest.raises(
-        UsageError, match="unknown option 'keep_lats'; known are best_mode"
+        UsageError, match="unknown option 'keep_lats'; did you mean 'keep_last'"
     ) as found:
         checked(keep_lats=2)
-    assert found.value.hint == "pass keep_last=2"
-    with pytest.raises(UsageError) as found:
+    assert not found.value.hint
+    with pytest.raises(UsageError, match=r"unknown option 'quite_something_else'") as found:
         checked(quite_something_else=1)
-    assert found.value.hint == ""
+    assert found.value.hint.startswith("known are best_mode, every, ")
 
 
 def test_options_that_differ_between_ranks_are_refused_with_the_ranks() -> None:

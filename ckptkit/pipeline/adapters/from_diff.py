@@ -47,7 +47,7 @@ from ckptkit.planning.plan import (
 from ckptkit.planning.requests import (
     FACTOR_DTYPES,
     Resources,
-    check_choice,
+    choose_dtype,
     matches,
     positive_number,
 )
@@ -74,7 +74,7 @@ def make_diff_request(
         UsageError: If the rank is no positive number, or the element type not among those known.
     """
     number = positive_number(rank, option="--rank", example=16)
-    check_choice("--dtype", dtype, FACTOR_DTYPES)
+    dtype = choose_dtype(dtype, FACTOR_DTYPES)
     patterns = DiffPatterns(tuple(include), tuple(exclude), tuple(full))
     return DiffRequest(rank=number or 0, patterns=patterns, dtype=dtype, select=select)
 

@@ -67,7 +67,7 @@ class PlannedMerge:
     layers: Sequence[MergedLayer]
 
 
-def run_merge(  # noqa: PLR0913  what the command takes, sorted by stage
+def run_merge(
     adapters: Sequence[AdapterChoice],
     out: PathLike,
     request: MergeRequest,

@@ -1,0 +1,245 @@
+"""Checks of what callers give to public functions: names that exist, and values of the right kind.
+
+Annotations are read as the text that they are, so that nothing they name has to be imported.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import numbers
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any, ParamSpec, TypeVar
+
+from ckptkit.core.errors import ArgumentError
+from ckptkit.core.texts import a_kind
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_ALIKE = 0.5  # from which two names are taken for one
+
+
+def _is_path(value: Any) -> bool:
+    return isinstance(value, str) or (_has_path(value) and isinstance(value.__fspath__(), str))
+
+
+def _has_path(value: Any) -> bool:
+    return hasattr(type(value), "__fspath__")
+
+
+def _is_switch(value: object) -> bool:
+    """Tells whether a value is a bool, of numpy too, or one of the numbers 0 and 1."""
+    if type(value).__name__ in {"bool", "bool_"}:
+        return True
+    return isinstance(value, numbers.Integral) and value in {0, 1}
+
+
+def _is_whole(value: object) -> bool:
+    return hasattr(type(value), "__index__") and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping))
+
+
+_KINDS: Mapping[str, tuple[Callable[[object], bool], str]] = {
+    "None": (lambda value: value is None, "None"),
+    "str": (lambda value: isinstance(value, str), "a text"),
+    "PathLike": (_is_path, "a path"),
+    "bool": (_is_switch, "True or False"),
+    "int": (_is_whole, "a whole number"),
+    "float": (_is_number, "a number"),
+    "Mapping": (lambda value: isinstance(value, Mapping), "a dict"),
+    "Sequence": (_is_list, "a list"),
+    "tuple": (lambda value: isinstance(value, tuple), "a tuple"),
+    "Callable": (callable, "a function"),
+    "Listener": (callable, "a function"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Signature:
+    """What a function takes.
+
+    Attributes:
+        where: Its name, for messages.
+        positional: The names that may be given by position, in order.
+        annotations: All names, and the annotation of each as text.
+        takes_any: Whether it passes on names that are not among them.
+    """
+
+    where: str
+    positional: tuple[str, ...]
+    annotations: Mapping[str, str]
+    takes_any: bool
+
+
+def check_arguments(function: Callable[P, R]) -> Callable[P, R]:
+    """Makes a function refuse unknown option names, and values that its annotations do not allow.
+
+    Options that a function takes as `**options: Unpack[SomeTypedDict]` are checked likewise.
+    """
+
+    @functools.wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        signature = _check_names(function, kwargs)
+        for name, value in (*zip(signature.positional, args, strict=False), *kwargs.items()):
+            _check_kind(name, value, signature.annotations.get(name, ""), signature.where)
+        return function(*args, **kwargs)
+
+    return checked
+
+
+def check_names(function: Callable[P, R]) -> Callable[P, R]:
+    """Makes a function refuse unknown option names.
+
+    For functions that all ranks call: an error of a value has to reach the other ranks, too.
+    """
+
+    @functools.wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        _check_names(function, kwargs)
+        return function(*args, **kwargs)
+
+    return checked
+
+
+def _check_names(function: Callable[..., Any], given: Iterable[str]) -> _Signature:
+    signature = _signature(function)
+    if not signature.takes_any:
+        refuse_unknown(given, signature.annotations, where=signature.where)
+    return signature
+
+
+@functools.cache
+def _signature(function: Callable[..., Any]) -> _Signature:
+    code, stated = function.__code__, function.__annotations__
+    count = code.co_argcount + code.co_kwonlyargcount
+    names = {name: stated.get(name, "") for name in code.co_varnames[:count]}
+    takes_any = False
+    if code.co_flags & inspect.CO_VARKEYWORDS:
+        at = count + bool(code.co_flags & inspect.CO_VARARGS)
+        rest = stated.get(code.co_varnames[at], "")
+        options = rest.removeprefix("Unpack[").removesuffix("]")
+        takes_any = options == rest
+        if not takes_any:
+            names |= option_annotations(function.__globals__[options])
+    where = function.__qualname__.removesuffix(".__init__")
+    return _Signature(where, code.co_varnames[: code.co_argcount], names, takes_any)
+
+
+def option_annotations(options: type) -> dict[str, str]:
+    """Returns the names of a TypedDict's options, and the annotation of each as text."""
+    return {
+        name: getattr(annotation, "__forward_arg__", "")
+        for name, annotation in options.__annotations__.items()
+    }
+
+
+def refuse_unknown(given: Iterable[str], known: Collection[str], *, where: str) -> None:
+    """Refuses names that are not among those known, proposing the nearest one.
+
+    Raises:
+        ArgumentError: If there is one.
+    """
+    unknown = next((name for name in given if name not in known), None)
+    if unknown is None:
+        return
+    names = [name for name in known if name != "self"]
+    near = get_close_matches(unknown, names, 1, _ALIKE)
+    raise ArgumentError(
+        f"unknown option {unknown!r}" + (f"; did you mean {near[0]!r}?" if near else ""),
+        where=where,
+        hint="" if near else f"known are {', '.join(names)}",
+    )
+
+
+def ambiguous_truth(value: object, ask: str) -> ArgumentError:
+    """Returns the error of a result whose truth could mean several things.
+
+    Args:
+        value: The result.
+        ask: What to write instead.
+    """
+    return ArgumentError(f"the truth value of {a_kind(value)} is ambiguous", hint=f"use {ask}")
+
+
+def _check_kind(name: str, value: object, annotation: str, where: str) -> None:
+    """Refuses a value that no alternative of an annotation allows; messages show no value."""
+    if not annotation or _fits(value, annotation):
+        return
+    expected = " or ".join(dict.fromkeys(_named(one) for one in _alternatives(annotation)))
+    lone = (isinstance(value, str) or _has_path(value)) and "Sequence[" in annotation
+    raise ArgumentError(
+        f"is {a_kind(value)}{_element(value, annotation)}, where {expected} was expected",
+        where=f"{where}: {name}",
+        hint=f"pass {name}=[…]" if lone else "",
+    )
+
+
+def _element(value: object, annotation: str) -> str:
+    """Names the first element that keeps a list from being what was expected."""
+    if isinstance(value, Iterable) and _is_list(value) and "Sequence[" in annotation:
+        wrong = [one for one in value if not _fits(one, _inner(annotation))]
+        return f" with {a_kind(wrong[0])} in it" if wrong else ""
+    return ""
+
+
+def _fits(value: object, annotation: str) -> bool:
+    return any(_fits_one(value, one) for one in _alternatives(annotation))
+
+
+def _fits_one(value: object, annotation: str) -> bool:
+    head = annotation.partition("[")[0]
+    if head not in _KINDS:
+        return True
+    if not _KINDS[head][0](value):
+        return False
+    if head == "Sequence" and isinstance(value, Sequence | set | frozenset):
+        return all(_fits(one, _inner(annotation)) for one in value)
+    return True
+
+
+def _inner(annotation: str) -> str:
+    """Returns what stands in the brackets after `Sequence`."""
+    start = annotation.index("Sequence[") + len("Sequence[")
+    depth, at = 1, start
+    while depth:
+        depth += {"[": 1, "]": -1}.get(annotation[at], 0)
+        at += 1
+    return annotation[start : at - 1]
+
+
+def _named(annotation: str) -> str:
+    head = annotation.partition("[")[0]
+    named = _KINDS[head][1]
+    if head != "Sequence":
+        return named
+    inner = " or ".join(
+        _KINDS[one.partition("[")[0]][1].removeprefix("a ")
+        for one in _alternatives(_inner(annotation))
+        if one.partition("[")[0] in _KINDS
+    )
+    return f"{named} of {inner}s" if inner and " or " not in inner else named
+
+
+def _alternatives(annotation: str) -> list[str]:
+    """Cuts a union at the bars that stand in no brackets.
+
+    >>> _alternatives("Sequence[str | int] | None")
+    ['Sequence[str | int]', 'None']
+    """
+    found, depth, start = [], 0, 0
+    for at, character in enumerate(annotation):
+        depth += {"[": 1, "]": -1}.get(character, 0)
+        if character == "|" and depth == 0:
+            found.append(annotation[start:at].strip())
+            start = at + 1
+    return [*found, annotation[start:].strip()]
