@@ -66,7 +66,7 @@ def run_consolidation(  # noqa: PLR0913  what the command takes, sorted by stage
         RefusedError: If the request cannot be met.
         OutputExistsError: If `out` is there and not empty, and `overwrite` is false.
     """
-    check_destination(src, out, overwrite=overwrite, also=also)
+    check_destination(src, out, overwrite=overwrite, also=also, base=base, like=request.like)
     resources = resources or Resources()
     job = Consolidation(src, out, request, base, tuple(also), resources)
     listener = listener or ignore
@@ -97,5 +97,8 @@ def run_consolidation_slice(
         RefusedError: If the request cannot be met, or if other slices follow another plan.
         OutputExistsError: If the output is there and not empty, and `overwrite` is false.
     """
-    check_destination(job.src, job.out, overwrite=overwrite, also=job.also)
+    like = job.request.like
+    check_destination(
+        job.src, job.out, overwrite=overwrite, also=job.also, base=job.base, like=like
+    )
     return run_slice(job, job.out, share, overwrite=overwrite, listener=listener or ignore)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from ckptkit.core.errors import RefusedError
 from ckptkit.formats.dcp import METADATA
 from ckptkit.pipeline.opening import PathLike
 from ckptkit.pipeline.source_places import check_path
+from ckptkit.storage.place_identity import Overlap, find_overlap
 from ckptkit.storage.places import Place, is_url, local_path, place_of
 from ckptkit.storage.staging import output_exists
 from ckptkit.storage.workfolder import is_empty
@@ -22,6 +24,7 @@ def check_destination(
     overwrite: bool,
     also: Sequence[PathLike] = (),
     base: PathLike | None = None,
+    like: PathLike | None = None,
 ) -> None:
     """Refuses destinations that could not be written, before any work is done.
 
@@ -31,6 +34,7 @@ def check_destination(
         overwrite: Whether an output that holds something is replaced.
         also: Further directories of the source.
         base: The model that is read besides, or None.
+        like: The model whose file names are kept, or None; the output may take its place.
 
     Raises:
         UsageError: If one of them is no usable path.
@@ -43,38 +47,44 @@ def check_destination(
     read = [(one, "source") for one in (src, *also)]
     if base is not None:
         read.append((base, "base"))
+    for place, what in read:
+        _refuse_nested(place_of(place), place_of(out), what, overwrite=overwrite)
+    if like is not None and find_overlap(out, like) is Overlap.AROUND:
+        _refuse_around(place_of(out), "model of --like")
     if is_url(out):
-        _check_remote(read, place_of(out), overwrite=overwrite)
+        from ckptkit.storage.remote_target import check_remote_target  # late: it imports fsspec
+
+        check_remote_target(place_of(out), overwrite=overwrite)
+    else:
+        _check_local(local_path(out), overwrite=overwrite)
+
+
+def _refuse_nested(source: Place, out: Place, what: str, *, overwrite: bool) -> None:
+    folder, is_single = source, False
+    if not is_url(source) and local_path(source).is_file():
+        path = local_path(source).resolve()
+        folder = place_of(path.parent)
+        # A file may be converted into a folder in its own, unless it is a part of a checkpoint.
+        is_single = path.suffix != ".distcp" and path.name != METADATA
+    overlap = find_overlap(out, folder)
+    if overlap is Overlap.NONE or (overlap is Overlap.INSIDE and is_single):
         return
-    for place, what in read:
-        if not is_url(place):
-            _check_apart(local_path(place).resolve(), local_path(out), what, overwrite=overwrite)
-    _check_local(local_path(out), overwrite=overwrite)
-
-
-def _check_remote(read: Sequence[tuple[PathLike, str]], out: Place, *, overwrite: bool) -> None:
-    from ckptkit.storage.remote_target import check_remote_target  # late: it imports fsspec
-
-    for place, what in read:
-        if is_url(place):
-            _refuse_nested(place_of(place), out, what)
-    check_remote_target(out, overwrite=overwrite)
-
-
-def _refuse_nested(source: Place, out: Place, what: str) -> None:
-    if not source.shares_store(out):
-        return
-    outer, inner = f"{source.inner_path}/", f"{out.inner_path}/"
-    if inner.startswith(outer):
+    if overlap is Overlap.INSIDE or (overlap is Overlap.SAME and not is_single):
         raise RefusedError(
             f"the output would lie inside the {what}",
             where=out.location,
             hint="choose a place beside the checkpoint",
         )
-    if outer.startswith(inner):
-        raise RefusedError(
-            f"the {what} lies inside the output", where=out.location, hint="choose another place"
-        )
+    if overwrite or is_url(out):
+        _refuse_around(out, what)
+
+
+def _refuse_around(out: Place, what: str) -> NoReturn:
+    raise RefusedError(
+        f"the {what} lies inside the output, which is to be replaced",
+        where=out.location,
+        hint="choose another place",
+    )
 
 
 def _check_local(out: Path, *, overwrite: bool) -> None:
@@ -87,22 +97,3 @@ def _check_local(out: Path, *, overwrite: bool) -> None:
         )
     if not overwrite and target.is_dir() and not is_empty(target):
         raise output_exists(out)
-
-
-def _check_apart(source: Path, out: Path, what: str, *, overwrite: bool) -> None:
-    target = out.resolve()
-    # A file may well be converted into a folder beside it, unless it is a part of many.
-    folder = source if source.is_dir() else source.parent
-    is_part = source.suffix == ".distcp" or source.name == METADATA
-    if (source.is_dir() or is_part) and (target == folder or folder in target.parents):
-        raise RefusedError(
-            f"the output would lie inside the {what}",
-            where=os.fspath(out),
-            hint="choose a directory beside the checkpoint",
-        )
-    if overwrite and (target == folder or target in folder.parents):
-        raise RefusedError(
-            f"the {what} lies inside the output, which is to be replaced",
-            where=os.fspath(out),
-            hint="choose another output directory",
-        )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from ckptkit.storage.staged_files import translated
@@ -21,22 +23,56 @@ _SEPARATE_CACHES = frozenset({"9p", "afs", "cifs", "ncpfs", "nfs", "nfs4", "smb3
 _OTHER_FUSE = ("fuse.ceph-fuse", "fuse.fuse-overlayfs", "fuse.lxcfs")
 
 
-def filesystem_of(path: Path, *, mounts: Path = _MOUNTS) -> str:
-    """Returns the type of the file system that holds a path, or will; empty where unknown.
+@dataclass(frozen=True, slots=True)
+class Mount:
+    """A file system, or a folder of one, that is mounted somewhere.
+
+    Attributes:
+        device: The numbers of the file system.
+        root: The folder of it that is mounted.
+        place: Where.
+        kind: Its type.
+    """
+
+    device: str
+    root: Path
+    place: Path
+    kind: str
+
+
+def mounts_of(mounts: Path = _MOUNTS) -> tuple[Mount, ...]:
+    """Returns what is mounted, in its order; nothing where the system does not tell.
 
     Source:
         https://man7.org/linux/man-pages/man5/proc_pid_mountinfo.5.html
     """
-    found, kind = -1, ""
+    found = []
     with suppress(OSError):
-        real = path.resolve()
-        for line in mounts.read_text(encoding="utf-8", errors="surrogateescape").splitlines():
+        text = mounts.read_text(encoding="utf-8", errors="surrogateescape")
+        for line in text.splitlines():
             left, _, right = line.partition(" - ")
-            place = Path(_unescaped(left.split()[4]))
-            depth = len(place.parts)
-            if real.is_relative_to(place) and depth >= found:  # later ones lie over earlier ones
-                found, kind = depth, right.split()[0]
-    return kind
+            _, _, device, root, place = left.split()[:5]
+            kind = right.split()[0]
+            found.append(Mount(device, Path(_unescaped(root)), Path(_unescaped(place)), kind))
+    return tuple(found)
+
+
+def mount_of(path: Path, mounts: Sequence[Mount]) -> Mount | None:
+    """Returns the mount that holds a path, links followed; None where that is not known."""
+    best = None
+    for mount in mounts:
+        is_deeper = best is None or len(mount.place.parts) >= len(best.place.parts)
+        if is_deeper and path.is_relative_to(mount.place):
+            best = mount  # later ones cover earlier ones
+    return best
+
+
+def filesystem_of(path: Path, *, mounts: Path = _MOUNTS) -> str:
+    """Returns the type of the file system that holds a path, or will; empty where unknown."""
+    with suppress(OSError):
+        found = mount_of(path.resolve(), mounts_of(mounts))
+        return "" if found is None else found.kind
+    return ""
 
 
 def why_not_shared(kind: str, *, is_one_machine: bool = False) -> str:

@@ -11,8 +11,8 @@ from typing import Any, Self
 from ckptkit.core.errors import UsageError
 
 PathLike = str | os.PathLike[str]
-_FILE = "file://"
-_ALIASES = {"s3a": "s3", "gcs": "gs", "abfs": "az"}
+_FILE = re.compile(r"(?:file|local)://(?:localhost(?=/|$))?", re.IGNORECASE)
+_ALIASES = {"s3a": "s3", "gcs": "gs", "abfs": "az", "abfss": "az", "sftp": "ssh"}
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 # A user with a password, where a host or a bucket begins; the keys of S3 may hold slashes. Neither
 # the name of an access point is one, nor is a port.
@@ -71,10 +71,6 @@ class Place(str):
         match = _URL.fullmatch(self)
         return match[2].strip("/") if match else self.location
 
-    def shares_store(self, other: Place) -> bool:
-        """Tells whether two URLs may lie in one store: a name is another bucket at another end."""
-        return (_kind(self.protocol), _end(self)) == (_kind(other.protocol), _end(other))
-
     def beside(self, location: str) -> Place:
         """Returns another location on the same storage."""
         return Place(location, self.options)
@@ -125,7 +121,8 @@ class Sources:
         Raises:
             UsageError: If a password stands in the URL.
         """
-        fits = not is_url(self.first) or _kind(self.first.protocol) == _kind(Place(path).protocol)
+        kinds = {store_kind(one.protocol) for one in (self.first, Place(path))}
+        fits = not is_url(self.first) or len(kinds) == 1
         return place_of(path, self._options if fits else None)
 
     def optional(self, path: PathLike | None) -> Place | None:
@@ -147,22 +144,16 @@ def local_path(place: PathLike) -> Path:
     return Path(_plain(os.fspath(place)))
 
 
-def _kind(protocol: str) -> str:
+def store_kind(protocol: str) -> str:
+    """Returns one name for the protocols of one kind of store."""
     return _ALIASES.get(protocol, protocol)
-
-
-def _end(place: Place) -> str:
-    """Returns the endpoint that the options name, wherever a client takes it from."""
-    inner = place.options.get("client_kwargs")
-    named = inner.get("endpoint_url") if isinstance(inner, Mapping) else None
-    return str(named or place.options.get("endpoint_url") or "")
 
 
 def _plain(location: str) -> str:
     """Returns a path for a `file://` URL, and other locations without slashes at the end."""
-    if location.startswith(_FILE):
-        path = location.removeprefix(_FILE).removeprefix("localhost")
-        return path or "/"
+    local = _FILE.match(location)
+    if local is not None:
+        return location[local.end() :] or "/"
     match = _URL.fullmatch(location)
     if match is None:
         return location

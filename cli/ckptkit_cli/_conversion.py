@@ -258,10 +258,16 @@ class Job:
         from ckptkit_cli._plan_page import plan_json, plan_page
         from ckptkit_cli._removal_page import planned_page, removal_json
 
-        src, out, also = self.places.src, self.places.out, self.places.also
-        check_destination(src, out, overwrite=self.overwrite, also=also)
+        src, out, also, base = (
+            self.places.src,
+            self.places.out,
+            self.places.also,
+            self.places.base,
+        )
+        like = self.request.like
+        check_destination(src, out, overwrite=self.overwrite, also=also, base=base, like=like)
         with prepared(
-            src, out, self.request, base=self.places.base, resources=self.resources, also=also
+            src, out, self.request, base=base, resources=self.resources, also=also
         ) as plan:
             removal = self._removal() if self.deletes else None
             output.document(plan_json(plan, out) | removal_json(removal))

@@ -1,0 +1,262 @@
+"""Whether two places are one, or one lies inside the other, however they are written."""
+
+from __future__ import annotations
+
+import posixpath
+import re
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import cached_property
+from ipaddress import ip_address
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from ckptkit.storage.filesystems import mount_of, mounts_of
+from ckptkit.storage.locations import PathLike, Place, is_url, local_path, place_of, store_kind
+
+_LOCAL = "file"
+_S3 = "s3"
+_IN_MEMORY = "memory"
+_ENDPOINTS = ("endpoint_url", "account_host", "account_name", "host")
+_ACCOUNT = re.compile(r"AccountName=([^;]+)", re.IGNORECASE)
+_CONTAINER = re.compile(r"([^/@]+)@([^/]+)")  # of Azure: container and account
+_ACCESS_POINT = re.compile(r"arn:[^/]*(?::accesspoint[/:][^/]+)|[^/]+-s3alias")
+_DEFAULT_PORTS = {"http": 80, "https": 443}
+_AMAZON = re.compile(r"(?:.*\.)?amazonaws\.com(\.cn)?")
+_THIS_MACHINE = "localhost"
+
+
+class Overlap(Enum):
+    """How a first place is related to a second one."""
+
+    NONE = "none"
+    SAME = "same"
+    INSIDE = "inside"
+    """The first lies inside the second."""
+    AROUND = "around"
+    """The second lies inside the first."""
+
+
+@dataclass(frozen=True, eq=False)
+class PlaceIdentity:
+    """What a place is: a kind of store, names from its top to the place, and the way to it.
+
+    Attributes:
+        place: The place.
+        kind: Of its store; `s3a` is `s3`.
+        names: Of bucket and folders, or of the file system and its folders.
+    """
+
+    place: Place
+    kind: str = field(init=False)
+    names: tuple[str, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        is_remote = is_url(self.place)
+        kind = store_kind(self.place.protocol) if is_remote else _LOCAL
+        names = _remote_names(self.place, kind) if is_remote else _local_names(self._path)
+        object.__setattr__(self, "kind", kind)
+        object.__setattr__(self, "names", names)
+
+    def overlap(self, other: PlaceIdentity) -> Overlap:
+        """Returns how this place is related to another one.
+
+        Places of which nothing shows that they lie in different stores are taken to lie in one.
+        """
+        if self.kind != other.kind:
+            return Overlap.NONE
+        if self.kind == _LOCAL:
+            named = _by_names(self.names, other.names)
+            return self._by_files(other) if named is Overlap.NONE else named
+        first, second = self.names, other.names
+        if _ACCESS_POINT.fullmatch(first[0]) or _ACCESS_POINT.fullmatch(second[0]):
+            first, second = first[1:], second[1:]  # it stands for a bucket of another name
+        found = _by_names(first, second)
+        return Overlap.NONE if found is Overlap.NONE or self._differs(other) else found
+
+    def _differs(self, other: PlaceIdentity) -> bool:
+        """Tells whether the stores, which are of one kind, are certainly two."""
+        first, second = self.place, other.place
+        if self.kind == _IN_MEMORY or (
+            first.protocol == second.protocol and first.options == second.options
+        ):
+            return False
+        ends = self._endpoint, other._endpoint
+        return all(ends) and not _may_be_one(*ends)
+
+    @cached_property
+    def _endpoint(self) -> str:
+        """The address of the store; empty where that is not known."""
+        if self.kind == _S3:
+            return _s3_endpoint(self.place)
+        inner = self.place.options.get("client_kwargs")
+        given = {**(inner if isinstance(inner, Mapping) else {}), **self.place.options}
+        container = _CONTAINER.match(self.place.inner_path)
+        account = _ACCOUNT.search(str(given.get("connection_string", "")))
+        named = [str(given[name]) for name in _ENDPOINTS if given.get(name)]
+        named += [container[2].partition(".")[0]] if container else []
+        return next(iter(named), account[1] if account else "")
+
+    @property
+    def _path(self) -> Path:
+        return local_path(self.place)
+
+    @cached_property
+    def _files(self) -> tuple[tuple[tuple[int, int], ...], tuple[str, ...]]:
+        """The numbers of the folders above the path and of itself, and what is not there yet."""
+        path = self._path.resolve()
+        missing: list[str] = []
+        while not path.exists() and path != path.parent:
+            missing.append(path.name)
+            path = path.parent
+        stats = [one.stat() for one in (path, *path.parents)]
+        numbers = tuple((stat.st_dev, stat.st_ino) for stat in reversed(stats))
+        return numbers, tuple(reversed(missing))
+
+    def _by_files(self, other: PlaceIdentity) -> Overlap:
+        """Compares by the numbers of folders: file systems may take names of other case for one."""
+        try:
+            (mine, my_rest), (theirs, their_rest) = self._files, other._files
+        except OSError:
+            return Overlap.NONE
+        if mine[-1] == theirs[-1]:
+            return _by_names(my_rest, their_rest)
+        if not their_rest and theirs[-1] in mine:
+            return Overlap.INSIDE
+        return Overlap.AROUND if not my_rest and mine[-1] in theirs else Overlap.NONE
+
+
+def identify_place(place: PathLike) -> PlaceIdentity:
+    """Returns what a place is, to be compared with others.
+
+    Args:
+        place: A path, or a `Place` with the options of its storage.
+
+    Raises:
+        UsageError: If a password stands in the URL.
+    """
+    return PlaceIdentity(place_of(place))
+
+
+def find_overlap(first: PathLike, second: PathLike) -> Overlap:
+    """Returns how the first of two places is related to the second.
+
+    Places are compared by what they are: links and mounts are followed, `file://` is a path,
+    `s3a://` is `s3://`, and an endpoint is that which the client uses, wherever it is configured.
+    Where nothing shows that two endpoints are different stores, they count as one.
+
+    Raises:
+        UsageError: If a password stands in a URL.
+    """
+    return identify_place(first).overlap(identify_place(second))
+
+
+def find_overlaps(places: Sequence[PathLike]) -> Iterator[tuple[int, int, Overlap]]:
+    """Yields pairs of places that are one, or of which the first lies inside the second.
+
+    Many places take little time: each is compared with those alone whose names it begins with.
+
+    Yields:
+        The indexes of both, and how the first is related to the second.
+
+    Raises:
+        UsageError: If a password stands in a URL.
+    """
+    known = [identify_place(place) for place in places]
+    order = sorted(range(len(known)), key=lambda index: (known[index].kind, known[index].names))
+    around: list[int] = []
+    for index in order:
+        one = known[index]
+        around = [
+            other
+            for other in around
+            if known[other].kind == one.kind
+            and known[other].names == one.names[: len(known[other].names)]
+        ]
+        for other in around:
+            found = one.overlap(known[other])
+            if found is not Overlap.NONE:
+                yield index, other, found
+        around.append(index)
+
+
+def _by_names(first: Sequence[str], second: Sequence[str]) -> Overlap:
+    if first == second:
+        return Overlap.SAME
+    if first[: len(second)] == second:
+        return Overlap.INSIDE
+    return Overlap.AROUND if second[: len(first)] == first else Overlap.NONE
+
+
+def _remote_names(place: Place, kind: str) -> tuple[str, ...]:
+    inner = place.inner_path
+    if kind == "az":
+        inner = _CONTAINER.sub(r"\1", inner, count=1)
+    bucket, _, key = inner.partition("/")
+    access_point = _ACCESS_POINT.match(inner)
+    if access_point is not None:
+        bucket, key = access_point[0], inner[access_point.end() :].lstrip("/")
+    # What some clients make of `..` and of double slashes on the way.
+    plain = posixpath.normpath(key).strip("/") if key else ""
+    return (bucket, *(plain.split("/") if plain not in {"", "."} else ()))
+
+
+def _local_names(path: Path) -> tuple[str, ...]:
+    """Returns the file system, and the names from its own top on: a path may be mounted twice."""
+    real = path.resolve()
+    mount = mount_of(real, mounts_of())
+    if mount is None:
+        return ("", *real.parts)
+    return (mount.device, *mount.root.parts, *real.relative_to(mount.place).parts)
+
+
+def _s3_endpoint(place: Place) -> str:
+    """Returns the URL that the client would ask, from options, environment or its own files."""
+    from ckptkit.storage.remote_store import store_of  # late: it imports fsspec
+
+    try:
+        filesystem = store_of(place).filesystem
+        filesystem.connect()
+        return str(filesystem.s3.meta.endpoint_url)
+    except Exception:  # noqa: BLE001  what cannot be opened is refused by who opens it
+        return ""
+
+
+def _may_be_one(first: str, second: str) -> bool:
+    """Tells whether two endpoints may be those of one store."""
+    try:
+        (host, port), (other, other_port) = _address(first), _address(second)
+    except ValueError:
+        return True
+    amazon = _AMAZON.fullmatch(host), _AMAZON.fullmatch(other)
+    if amazon[0] and amazon[1]:  # names of buckets are unique in all regions
+        return amazon[0][1] == amazon[1][1]
+    if port != other_port:
+        return False
+    return host == other or bool(_addresses(host) & _addresses(other))
+
+
+def _address(endpoint: str) -> tuple[str, int]:
+    """Returns host and port; that of `http` stands for that of `https`."""
+    parts = urlsplit(endpoint if "//" in endpoint else f"//{endpoint}")
+    host = (parts.hostname or "").rstrip(".")
+    port = parts.port or _DEFAULT_PORTS.get(parts.scheme, 443)
+    return host, 443 if port in _DEFAULT_PORTS.values() else port
+
+
+def _addresses(host: str) -> frozenset[str]:
+    """Returns the addresses of a host, all those of this machine by one name."""
+    try:
+        found = {str(one[4][0]) for one in socket.getaddrinfo(host, None)}
+    except (OSError, UnicodeError):
+        return frozenset()
+    return frozenset(_address_name(one) for one in found)
+
+
+def _address_name(text: str) -> str:
+    address = ip_address(text.partition("%")[0])
+    mapped = getattr(address, "ipv4_mapped", None) or address
+    is_here = mapped.is_loopback or mapped.is_unspecified
+    return _THIS_MACHINE if is_here else str(mapped)

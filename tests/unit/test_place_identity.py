@@ -1,0 +1,168 @@
+"""Two places are compared by what they are, however they are written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptkit.storage import filesystems, place_identity
+from ckptkit.storage.locations import Place
+from ckptkit.storage.place_identity import (
+    Overlap,
+    find_overlap,
+    find_overlaps,
+    identify_place,
+)
+
+KEYS = {"key": "k", "secret": "secret-value"}
+HERE = "http://127.0.0.1:9000"
+
+
+def place(url: str, endpoint: str = "", *, style: str = "client", **more: Any) -> Place:
+    options: dict[str, Any] = {**KEYS, **more}
+    if endpoint and style == "client":
+        options["client_kwargs"] = {"endpoint_url": endpoint}
+    elif endpoint:
+        options["endpoint_url"] = endpoint
+    return Place(url, options)
+
+
+@pytest.fixture(autouse=True)
+def no_configuration(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nothing of the machine's own settings names an endpoint."""
+    for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (place("s3://b/p", HERE), place("s3://b/p/", f"{HERE}/")),
+        (place("s3://b/p", HERE), place("s3a://b/p", HERE)),
+        (place("S3://b/p", HERE), place("s3://b/p", HERE)),
+        (place("s3://b/p", HERE), place("s3://b/p", HERE, style="top")),
+        (place("s3://b/p", HERE), place("s3://b/p", HERE, anon=False)),
+        (place("s3://b/p", "http://s3.example"), place("s3://b/p", "http://S3.Example:80/")),
+        (place("s3://b/p", "https://s3.example"), place("s3://b/p", "https://s3.example.:443")),
+        (place("s3://b/p", "https://s3.example"), place("s3://b/p", "http://s3.example")),
+        (place("s3://b/p", HERE), place("s3://b/p", "http://localhost:9000")),
+        (place("s3://b/p", HERE), place("s3://b/p", "http://127.0.0.2:9000")),
+        (place("s3://b/p", HERE), place("s3://b/p", "http://[::1]:9000")),
+        (place("s3://b/p"), place("s3://b/p", "https://s3.eu-west-1.amazonaws.com")),
+        (place("s3://b/p"), place("s3://b/p", client_kwargs={"region_name": "eu-west-3"})),
+        (place("s3://b/p"), place("s3://b/p", config_kwargs={"s3": {"addressing_style": "path"}})),
+        (place("s3://b/p", HERE), place("s3://b//p/./", HERE)),
+        (place("s3://b/p"), place("s3://arn:aws:s3:eu-1:123456789012:accesspoint/name/p")),
+        (place("s3://b/p", endpoint="no URL at all"), place("s3://b/p")),
+        (place("gs://b/p"), place("gcs://b/p", "https://storage.googleapis.com", style="top")),
+        (Place("az://c/p", {"account_name": "a"}), Place("abfs://c@a.dfs.core.windows.net/p")),
+        (Place("memory://a/p"), Place("memory:///a/p", {"any": "option"})),
+    ],
+    ids=str,
+)
+def test_one_place_written_in_two_ways(first: Place, second: Place) -> None:
+    one, two = identify_place(first), identify_place(second)
+    assert one.overlap(two) is Overlap.SAME
+    assert two.overlap(one) is Overlap.SAME
+    below = identify_place(Place(f"{first.location}/checkpoint-4", first.options))
+    assert below.overlap(two) is Overlap.INSIDE
+    assert two.overlap(below) is Overlap.AROUND
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (place("s3://b/p", HERE), place("s3://b/p", "http://127.0.0.1:9001")),
+        (place("s3://b/p", HERE), place("s3://b/p")),
+        (place("s3://b/p", "http://one.example"), place("s3://b/p", "http://two.example")),
+        (place("s3://b/p"), place("s3://b/p", "https://s3.cn-north-1.amazonaws.com.cn")),
+        (place("s3://b/p", HERE), place("s3://b/pq", HERE)),
+        (place("s3://b/p", HERE), place("s3://b2/p", HERE)),
+        (place("s3://b/exp[1]", HERE), place("s3://b/exp1", HERE)),
+        (place("s3://b/e\u0301", HERE), place("s3://b/\u00e9", HERE)),
+        (place("s3://b/P", HERE), place("s3://b/p", HERE)),
+        (Place("az://c/p", {"account_name": "a"}), Place("az://c/p", {"account_name": "other"})),
+        (Place("gs://b/p"), Place("s3://b/p")),
+        (Place("/b/p"), Place("memory://b/p")),
+    ],
+    ids=str,
+)
+def test_places_that_are_two(first: Place, second: Place) -> None:
+    one, two = identify_place(first), identify_place(second)
+    assert one.overlap(two) is Overlap.NONE
+    assert two.overlap(one) is Overlap.NONE
+
+
+@pytest.mark.parametrize("variable", ["AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"])
+def test_an_endpoint_of_the_environment_is_that_of_an_option(
+    variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, f"{HERE}/")
+    assert find_overlap(place("s3://b/p/checkpoint-4"), place("s3://b/p", HERE)) is Overlap.INSIDE
+    other = place("s3://b/p", "http://127.0.0.1:9001")
+    assert find_overlap(place("s3://b/p"), other) is Overlap.NONE
+
+
+def test_an_endpoint_of_a_profile_is_that_of_an_option(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "config"
+    file.write_text(f"[profile in-house]\nregion = eu-1\nendpoint_url = {HERE}\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(file))
+    first = Place("s3://b/p", {**KEYS, "profile": "in-house"})
+    assert find_overlap(first, place("s3://b/p", HERE)) is Overlap.SAME
+
+
+def test_paths_are_followed_to_what_they_name(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    (run / "checkpoint-4").mkdir(parents=True)
+    link = tmp_path / "link"
+    link.symlink_to(run)
+    for one in (f"file://{run}", f"FILE://localhost{run}", f"local://{run}", f"{run}/../run", link):
+        assert find_overlap(Place(one), Place(run)) is Overlap.SAME, one
+        assert find_overlap(Place(run / "checkpoint-4"), Place(one)) is Overlap.INSIDE, one
+        assert find_overlap(Place(f"{one}/new/out"), Place(run)) is Overlap.INSIDE, one
+    assert find_overlap(Place(run), Place(tmp_path / "run2")) is Overlap.NONE
+
+
+def test_a_folder_that_is_mounted_twice_is_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk, mounted = tmp_path / "disk", tmp_path / "mounted here"
+    (disk / "runs" / "a").mkdir(parents=True)
+    mounted.mkdir()
+    table = tmp_path / "mountinfo"
+    escaped = str(mounted).replace(" ", "\\040")
+    table.write_text(
+        "22 1 8:1 / / rw - ext4 /dev/sda1 rw\n"
+        f"30 22 8:2 / {disk} rw - ext4 /dev/sdb1 rw\n"
+        f"31 22 8:2 /runs {escaped} rw - ext4 /dev/sdb1 rw\n"
+    )
+    found = filesystems.mounts_of(table)
+    monkeypatch.setattr(place_identity, "mounts_of", lambda: found)
+    out = mounted / "a" / "new"
+    assert find_overlap(Place(out), Place(disk / "runs" / "a")) is Overlap.INSIDE
+    assert find_overlap(Place(disk), Place(out)) is Overlap.AROUND
+    assert find_overlap(Place(mounted), Place(disk / "runs")) is Overlap.SAME
+    assert find_overlap(Place(mounted), Place(tmp_path / "runs")) is Overlap.NONE
+
+
+def test_of_many_places_those_that_overlap_are_found(tmp_path: Path) -> None:
+    places = [
+        place("s3://b/p/inner", HERE),
+        place("s3://b/p", "http://127.0.0.1:9001"),
+        place("s3a://b/p", f"{HERE}/"),
+        place("s3://b/p/", HERE),
+        Place(tmp_path / "x"),
+        Place(f"file://{tmp_path}/x/y"),
+        Place(tmp_path / "xy"),
+    ]
+    found = {frozenset((one, two)) for one, two, _ in find_overlaps(places)}
+    assert found == {frozenset(pair) for pair in [(0, 2), (0, 3), (2, 3), (4, 5)]}
+    inside = [(one, two) for one, two, how in find_overlaps(places) if how is Overlap.INSIDE]
+    assert (5, 4) in inside
+    assert (0, 2) in inside
