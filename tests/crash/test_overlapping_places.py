@@ -54,7 +54,7 @@ def test_an_output_around_its_source_is_refused(
         with pytest.raises(RefusedError, match=r"lies? inside the"):
             ckptkit.consolidate(source, out, overwrite=True)
     with pytest.raises(CkptkitError):
-        ckptkit.consolidate(source, out)
+        ckptkit.consolidate(source, f"{bucket.url}/p")
     assert bucket.keys() == before
 
 
