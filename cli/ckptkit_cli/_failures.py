@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import typer
 
-from ckptkit.core.errors import CkptkitError, OutputError, VerificationError
+from ckptkit.core.errors import CkptkitError, OutputError, UsageError, VerificationError
 from ckptkit.version import __version__
 from ckptkit_cli._output import Output
 from ckptkit_cli._signals import Stopped
@@ -56,6 +56,23 @@ def exit_with(status: int) -> NoReturn:
         typer.Exit: With the status.
     """
     raise typer.Exit(status)
+
+
+def show_usage(words: Sequence[str], failure: Any) -> int:
+    """Tells that a command line was not understood; returns the exit status.
+
+    Args:
+        words: The command line, of which nothing but `--json` and `--events` is looked for.
+        failure: What typer raised.
+    """
+    options = words[: words.index("--")] if "--" in words else words
+    output = Output(as_json="--json" in options, events="--events" in options)
+    where = failure.ctx.command_path if failure.ctx is not None else ""
+    code = UsageError.code
+    _show_document(output, failure.exit_code, code, failure.format_message(), where=where)
+    if not output.events:
+        failure.show()
+    return int(failure.exit_code)
 
 
 def show_stop(output: Output, stop: Stopped) -> int:

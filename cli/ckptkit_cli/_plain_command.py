@@ -1,4 +1,4 @@
-"""Commands whose values are text and flags alone, so that nothing needs converting.
+"""Commands whose values are text and flags alone, each given at most once.
 
 typer converts values with pydantic since its version 0.28, even text to text, and importing
 pydantic takes longer than inspecting a small checkpoint. With older versions this changes nothing.
@@ -6,10 +6,29 @@ pydantic takes longer than inspecting a small checkpoint. With older versions th
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from difflib import get_close_matches
+from functools import partial
 from typing import Any
 
+import typer
 from typer.core import TyperCommand, TyperGroup
+
+from ckptkit_cli._text import escaped
+
+UsageFailure: Any = typer.BadParameter.__mro__[1]
+"""The base of what typer raises for a command line that it does not understand."""
+
+_ALIKE = 0.75  # from which two options are taken for one; '--tokenizer' and '--optimizer' are 0.7
+_MEANT = {
+    "--config": "--base DIR takes configuration and tokenizer from a model folder",
+    "--tokenizer": "--base DIR takes configuration and tokenizer from a model folder",
+    "--output": "the output is the last argument, without an option",
+    "--out": "the output is the last argument, without an option",
+    "--force": "--overwrite replaces an output that holds something",
+    "--threads": "--workers N sets the number of threads",
+    "--format": "`ckptkit convert SRC OUT --to hf|torch|dcp` writes other formats",
+}
 
 
 class PlainCommand(TyperCommand):
@@ -19,6 +38,10 @@ class PlainCommand(TyperCommand):
         """Returns the parameters, `--help` among them."""
         return _left_as_typed(super().get_params(ctx))
 
+    def make_parser(self, ctx: Any) -> Any:
+        """Returns a parser that takes each option once."""
+        return _taking_once(super().make_parser(ctx), ctx)
+
 
 class PlainGroup(TyperGroup):
     """The same for the options that stand before a command."""
@@ -26,6 +49,64 @@ class PlainGroup(TyperGroup):
     def get_params(self, ctx: Any) -> list[Any]:
         """Returns the parameters, `--help` among them."""
         return _left_as_typed(super().get_params(ctx))
+
+    def make_parser(self, ctx: Any) -> Any:
+        """Returns a parser that takes each option once."""
+        return _taking_once(super().make_parser(ctx), ctx)
+
+
+def _taking_once(parser: Any, context: Any) -> Any:
+    """Makes a parser refuse an option that is given twice, and takes one value."""
+    parser.parse_args = partial(_parse_once, parser.parse_args, context)
+    return parser
+
+
+def _parse_once(parse: Callable[..., Any], context: Any, args: list[str]) -> Any:
+    try:
+        values, rest, order = parse(args=args)
+    except UsageFailure as failure:
+        name = getattr(failure, "option_name", "")
+        if type(failure).__name__ != "NoSuchOption":
+            failure.ctx = failure.ctx or context
+            raise
+        raise UsageFailure(_unknown(name, _options_of(context)), ctx=context) from None
+    for parameter in dict.fromkeys(order):
+        if _takes_one(parameter) and order.count(parameter) > 1:
+            raise UsageFailure(_given_twice(parameter), ctx=context)
+    return values, rest, order
+
+
+def _takes_one(parameter: Any) -> bool:
+    """Tells whether a second value would replace the first; a lone flag says the same twice."""
+    if parameter.param_type_name != "option" or parameter.multiple:
+        return False
+    return not parameter.is_flag or bool(parameter.secondary_opts)
+
+
+def _given_twice(parameter: Any) -> str:
+    name = " / ".join([*parameter.opts, *parameter.secondary_opts])
+    return f"Option '{name}' takes one value, and was given more than once."
+
+
+def _unknown(name: str, options: Sequence[str]) -> str:
+    """Returns the message of an option that the command does not have."""
+    message = f"No such option: {escaped(name)}"
+    longer = [option for option in options if option.startswith(name)]
+    near = dict.fromkeys([*longer, *get_close_matches(name, options, 3, _ALIKE)])
+    if near:
+        return f"{message}. Did you mean {' or '.join(near)}?"
+    meant = _MEANT.get(name, "")
+    if meant and all(word in options for word in meant.split() if word.startswith("--")):
+        return f"{message}; {meant}."
+    return f"{message}."
+
+
+def _options_of(context: Any) -> list[str]:
+    found = []
+    for parameter in context.command.get_params(context):
+        if parameter.param_type_name == "option":
+            found += [*parameter.opts, *parameter.secondary_opts]
+    return found
 
 
 class _AsTyped:

@@ -9,9 +9,9 @@ from typing import Annotated
 import typer
 
 from ckptkit.version import __version__
-from ckptkit_cli._failures import show_bug, show_stop
+from ckptkit_cli._failures import show_bug, show_stop, show_usage
 from ckptkit_cli._output import Output
-from ckptkit_cli._plain_command import PlainCommand, PlainGroup
+from ckptkit_cli._plain_command import PlainCommand, PlainGroup, UsageFailure
 from ckptkit_cli._signals import Stopped, raise_on_signals
 from ckptkit_cli._streams import flush_streams, prepare_streams
 from ckptkit_cli.adapter import adapter_group
@@ -56,7 +56,8 @@ def _options(
     """Turns sharded training checkpoints into model folders that load, with proof of every byte."""
 
 
-def _application() -> typer.Typer:
+def make_application() -> typer.Typer:
+    """Returns the program: all commands, by their names."""
     application = typer.Typer(
         name="ckptkit",
         cls=PlainGroup,
@@ -111,7 +112,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(arguments: Sequence[str] | None) -> int:
     words = sys.argv[1:] if arguments is None else list(arguments)
     try:
-        _application()(args=words, prog_name="ckptkit")
+        status = make_application()(args=words, prog_name="ckptkit", standalone_mode=False)
+    except UsageFailure as failure:
+        return show_usage(words, failure)
     except SystemExit as end:
-        return end.code if isinstance(end.code, int) else 0
-    return 0
+        status = end.code
+    return status if isinstance(status, int) else 0
