@@ -16,7 +16,7 @@ from typing import Any
 
 from ckptkit.core.errors import InputError
 from ckptkit.core.index import Shape
-from ckptkit.formats.weight_map import loads_strictly
+from ckptkit.core.model_configs import parse_model_config
 from ckptkit.storage.base import Source, is_there
 
 CONFIG_NAME = "config.json"
@@ -84,10 +84,9 @@ def _parsed(source: Source, path: str) -> Mapping[str, Any]:
         size = source.stat(path).size_bytes
         if size > _MAX_CONFIG_BYTES:
             return {}
-        found = loads_strictly(source.read(path, 0, size), where=path)
+        return parse_model_config(source.read(path, 0, size), where=path)
     except InputError:
         return {}  # is told by those who need more of it
-    return found if isinstance(found, dict) else {}
 
 
 def _extents(path: str, config: Mapping[str, Any]) -> ConfigExtents:

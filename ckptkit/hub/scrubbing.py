@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckptkit.core.manifest import MANIFEST_NAME
+from ckptkit.core.model_configs import model_config_to_json, to_json
 from ckptkit.hub.files import ADAPTER_CONFIG, CARD
-from ckptkit.planning.side_files import to_json
+from ckptkit.planning.side_files import CONFIG
 
 _PATH = re.compile(r"(?:[A-Za-z]:)?[\\/]|~|\.{1,2}(?:[\\/]|$)|[A-Za-z][A-Za-z0-9+.-]*://")
 _REPO = re.compile(r"[A-Za-z0-9_.-]{1,96}(/[A-Za-z0-9_.-]{1,96})?")
@@ -123,4 +124,6 @@ def scrubbed_content(path: str, data: bytes, document: Any, base_model: str | No
         changed = scrubbed_card(data.decode(errors="surrogateescape"))
         return changed.encode(errors="surrogateescape")
     new = scrubbed(path, document, base_model)
-    return data if new == document else to_json(new)
+    if new == document:
+        return data
+    return model_config_to_json(new) if posixpath.basename(path) == CONFIG else to_json(new)

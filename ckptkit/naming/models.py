@@ -13,6 +13,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ckptkit.core.errors import CannotPlanError
 
+_LONGEST = 300  # characters of what another library says
 # Heads that people train, the likely ones first: for configurations that name no architecture.
 _TASKS = (
     *("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "SEQ_TO_SEQ_CAUSAL_LM", "MASKED_LM"),
@@ -39,13 +40,24 @@ def build_model(config: Mapping[str, Any], live: Collection[str]) -> Any:
         raise CannotPlanError(
             f"transformers {transformers.__version__} has no model type {model_type!r}"
         )
-    parsed = CONFIG_MAPPING[model_type].from_dict(dict(config))
+    parsed = _parsed(CONFIG_MAPPING[model_type], config)
     parsed._attn_implementation = "eager"  # noqa: SLF001  kernels of others need not be there
     named = _named_class(config)
     if named is not None:
         return _built(named, parsed)
     models = (_built(cls, parsed) for cls in _classes_for(type(parsed)))
     return _closest(models, live, model_type)
+
+
+def _parsed(config_class: Any, config: Mapping[str, Any]) -> Any:
+    try:
+        return config_class.from_dict(dict(config))
+    except Exception as error:  # each class checks its fields in its own way
+        said = " ".join(str(error).split())
+        raise CannotPlanError(
+            f"transformers {transformers.__version__} refuses config.json: {said[:_LONGEST]}",
+            hint="compare config.json with the one that save_pretrained writes for this model",
+        ) from error
 
 
 def _closest(models: Iterator[Any], live: Collection[str], model_type: str) -> Any:

@@ -7,11 +7,12 @@ from contextlib import ExitStack
 
 from ckptkit.core.errors import FormatError, MissingFileError, NotACheckpointError
 from ckptkit.core.index import TensorIndex
+from ckptkit.core.model_configs import parse_model_config
 from ckptkit.formats.flat_models import ModelParameter, vectors_of
 from ckptkit.formats.flat_parameters import SLICES, flat_parameters, is_flat, unflattened
 from ckptkit.pipeline.naming_program import ask_parameters
 from ckptkit.pipeline.source_places import open_folder
-from ckptkit.planning.side_files import CONFIG, MAX_JSON_BYTES, parse_json_object
+from ckptkit.planning.side_files import CONFIG, MAX_JSON_BYTES
 from ckptkit.storage.places import PathLike
 
 _OPTION = "--model-config"
@@ -59,4 +60,4 @@ def _config(folder: PathLike) -> dict[str, object]:
             ) from error
         if size > MAX_JSON_BYTES:
             raise FormatError(f"has {size:,} bytes, more than any configuration", where=where)
-        return parse_json_object(source.read(CONFIG, 0, size), where=where)
+        return parse_model_config(source.read(CONFIG, 0, size), where=where)

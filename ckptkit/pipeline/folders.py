@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.core.errors import FormatError, InputError
+from ckptkit.core.model_configs import parse_json_object, parse_model_config
 from ckptkit.formats.discovery import is_unit_folder, step_of
 from ckptkit.pipeline.opening import Opened
 from ckptkit.pipeline.source_places import absolute, open_folder
@@ -22,7 +23,6 @@ from ckptkit.planning.side_files import (
     choose_side_files,
     content_as_written,
     is_side_file,
-    parse_json_object,
 )
 from ckptkit.storage.base import Folder, Prefix, Source
 from ckptkit.storage.local import LocalSource
@@ -110,7 +110,7 @@ class SideFolders:
         if file is None or file.size_bytes > MAX_JSON_BYTES:
             return None
         where = posixpath.join(self.sources[file.origin].location, file.path)
-        return parse_json_object(self.read(file), where=where)
+        return parse_model_config(self.read(file), where=where)
 
 
 class _Opener:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
 from ckptkit.core.dtypes import DType
-from ckptkit.core.errors import FormatError
 from ckptkit.core.index import TensorEntry
+from ckptkit.core.model_configs import model_config_to_json, parse_json_object, to_json
 
 CONFIG = "config.json"
 # What `from_pretrained` of models, tokenizers and processors reads, and nothing else: a run's
@@ -108,24 +107,6 @@ def _fits(name: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def parse_json_object(data: bytes, *, where: str) -> dict[str, Any]:
-    """Parses a configuration file.
-
-    Returns:
-        The object.
-
-    Raises:
-        FormatError: If it is not a JSON object.
-    """
-    try:
-        document = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"is not JSON: {error}", where=where) from error
-    if not isinstance(document, dict):
-        raise FormatError(f"is a JSON {type(document).__name__} against an object", where=where)
-    return document
-
-
 def dense_config(
     config: Mapping[str, Any] | None, entries: Iterable[TensorEntry]
 ) -> Mapping[str, Any] | None:
@@ -189,7 +170,7 @@ def content_as_written(
         FormatError: If a configuration is not a JSON object.
     """
     if name == CONFIG and config is not None:
-        return to_json(config)
+        return model_config_to_json(config)
     is_config = name.endswith("config.json") and size_bytes <= MAX_JSON_BYTES
     if allow_code or not is_config:
         return None
@@ -205,14 +186,6 @@ def without_auto_map(document: Mapping[str, Any]) -> dict[str, Any]:
 def has_auto_map(document: Mapping[str, Any]) -> bool:
     """Tells whether a configuration names python files that loading would run."""
     return _AUTO_MAP in document
-
-
-def to_json(document: Mapping[str, Any]) -> bytes:
-    """Returns a configuration as Transformers writes it: indented, keys as they come."""
-    try:
-        return (json.dumps(document, indent=2, ensure_ascii=False) + "\n").encode()
-    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can escape and UTF-8 not hold
-        return (json.dumps(document, indent=2) + "\n").encode()
 
 
 def bytes_by_dtype(sizes: Iterable[tuple[DType, int]]) -> dict[DType, int]:

@@ -22,6 +22,7 @@ from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import RefusedError, UsageError
 from ckptkit.core.geometry import row_major_strides
 from ckptkit.core.index import Box, ChunkTable, Fqn, Ints, Key, Shape, TensorEntry
+from ckptkit.core.model_configs import parse_json_object, parse_model_config
 from ckptkit.kernels.cast_kernel import CastKernel
 from ckptkit.layouts.hf_weights import layout_adapter, layout_hf_weights
 from ckptkit.planning.plan import (
@@ -47,7 +48,6 @@ from ckptkit.planning.side_files import (
     config_as_written,
     content_as_written,
     is_side_file,
-    parse_json_object,
 )
 from ckptkit.planning.ties import tie_candidates, tie_conflicts, ties_to_drop, untied_config
 from ckptkit.storage.syscalls import PAGE_BYTES
@@ -291,7 +291,7 @@ def _extents(table: Table) -> dict[Fqn, tuple[DType, Shape]]:
 def config_in(side: Mapping[str, bytes]) -> dict[str, Any] | None:
     """Returns the model's configuration among what lies beside its weights, if it is there."""
     data = side.get(CONFIG)
-    return None if data is None else parse_json_object(data, where=CONFIG)
+    return None if data is None else parse_model_config(data, where=CONFIG)
 
 
 def _side_files(

@@ -12,7 +12,7 @@ import pytest
 
 import ckptkit
 from ckptkit.core.dtypes import dtype_named
-from ckptkit.core.errors import RefusedError
+from ckptkit.core.errors import CannotPlanError, RefusedError
 from ckptkit.core.index import Box, Fqn
 from ckptkit.pipeline import naming
 from ckptkit.pipeline.naming import disk_names
@@ -70,6 +70,41 @@ LATENT = {
     "v_head_dim": 8,
     "first_k_dense_replace": 1,
 }
+MAMBA = {
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_heads": 4,
+    "head_dim": 8,
+    "state_size": 8,
+    "n_groups": 2,
+    "chunk_size": 8,
+}
+NEMOTRON_H = TEXT | {
+    "layers_block_type": ["mamba", "moe", "attention"],
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 8,
+    "n_groups": 2,
+    "ssm_state_size": 8,
+    "n_routed_experts": 2,
+    "num_experts_per_tok": 1,
+    "moe_intermediate_size": 8,
+    "moe_shared_expert_intermediate_size": 8,
+    "n_group": 1,
+    "topk_group": 1,
+}
+GRANITE_HYBRID = (
+    {key: value for key, value in TEXT.items() if key != "head_dim"}
+    | EXPERTS
+    | {
+        "layer_types": ["mamba", "attention"],
+        "shared_intermediate_size": 8,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 8,
+        "mamba_d_state": 8,
+        "mamba_n_groups": 2,
+    }
+)
 T5 = {"vocab_size": 40, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2}
 GPT2 = {"vocab_size": 40, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 24}
 
@@ -143,6 +178,10 @@ CASES = [
         {key: value for key, value in TEXT.items() if key != "head_dim"},
     ),
     Case("GPT2LMHeadModel", "GPT2Config", GPT2),
+    # Their configurations hold an infinity, which JSON has not.
+    Case("NemotronHForCausalLM", "NemotronHConfig", NEMOTRON_H, differs=True),
+    Case("GraniteMoeHybridForCausalLM", "GraniteMoeHybridConfig", GRANITE_HYBRID, differs=True),
+    Case("Mamba2ForCausalLM", "Mamba2Config", MAMBA | {"tie_word_embeddings": True}),
     Case("T5ForConditionalGeneration", "T5Config", T5),
     # Joins two tensors into one on the way to disk.
     Case("Dinov2Model", "Dinov2Config", VISION | {"use_swiglu_ffn": True}, differs=True),
@@ -243,6 +282,13 @@ def test_a_configuration_without_a_class_leads_to_the_same_names(
     ckptkit.consolidate(source, tmp_path / "out")
     assert_same_model(tmp_path / "out", reference)
     assert len(asked) == 1
+
+
+@pytest.mark.parametrize("limit", [{"__float__": "Infinite"}, {"__float__": 1}, "Infinity"])
+def test_a_field_that_transformers_refuses_is_named(limit: Any) -> None:
+    config = {"model_type": "nemotron_h", "time_step_limit": [0.0, limit]}
+    with pytest.raises(CannotPlanError, match=r"refuses config\.json.*time_step_limit"):
+        answer(NamingRequest(config, None))
 
 
 @pytest.fixture

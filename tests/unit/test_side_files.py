@@ -16,13 +16,12 @@ from safetensors.torch import load_file, save_file
 import ckptkit
 from ckptkit.core.dtypes import dtype_named
 from ckptkit.core.errors import FormatError, NotACheckpointError
+from ckptkit.core.model_configs import parse_json_object, to_json
 from ckptkit.planning.side_files import (
     bytes_by_dtype,
     choose_side_files,
     config_as_written,
     has_auto_map,
-    parse_json_object,
-    to_json,
     without_auto_map,
 )
 

@@ -23,6 +23,7 @@ from ckptkit.core.dtypes import dtype_named
 from ckptkit.core.errors import RefusedError
 from ckptkit.core.index import Fqn
 from ckptkit.core.manifest import Manifest
+from ckptkit.core.model_configs import to_json
 from ckptkit.execution.events import Listener, Started, ignore
 from ckptkit.execution.executor import Inputs
 from ckptkit.execution.tensors import Origin
@@ -51,7 +52,6 @@ from ckptkit.planning.requests import (
     matches,
     positive_number,
 )
-from ckptkit.planning.side_files import to_json
 from ckptkit.storage.places import open_target
 
 _CONFIG = "adapter_config.json"

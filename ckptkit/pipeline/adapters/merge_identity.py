@@ -15,6 +15,7 @@ from ckptkit.adapters.identity import Expected, Judgement, expected_of, found_at
 from ckptkit.core.errors import CkptkitError, InputError, RefusedError
 from ckptkit.core.index import Span, TensorEntry
 from ckptkit.core.manifest import RUN_FACTS
+from ckptkit.core.model_configs import parse_json_object
 from ckptkit.execution.tensors import RUN_BYTES, Origin, TensorReader
 from ckptkit.kernels.arrays import numpy_dtype
 from ckptkit.kernels.casts import Caster
@@ -22,7 +23,7 @@ from ckptkit.pipeline.adapters.dequantizing import Weights
 from ckptkit.pipeline.adapters.merge_base import BaseSource, open_base
 from ckptkit.pipeline.opening import Opened
 from ckptkit.pipeline.source_places import absolute, resolved
-from ckptkit.planning.side_files import MAX_JSON_BYTES, parse_json_object
+from ckptkit.planning.side_files import MAX_JSON_BYTES
 from ckptkit.storage.places import is_url
 
 _LISTED = 3

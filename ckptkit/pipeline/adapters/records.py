@@ -11,9 +11,10 @@ from typing import Any
 from ckptkit.adapters.dialects import DEFAULT
 from ckptkit.core.errors import InputError, MissingFileError
 from ckptkit.core.manifest import SIDE_FOLDER
+from ckptkit.core.model_configs import parse_json_object
 from ckptkit.pipeline.folders import SideFolders
 from ckptkit.pipeline.source_places import check_path, is_folder
-from ckptkit.planning.side_files import MAX_JSON_BYTES, parse_json_object
+from ckptkit.planning.side_files import MAX_JSON_BYTES
 from ckptkit.storage.base import Source, is_there
 from ckptkit.storage.places import PathLike, open_source, place_of
 

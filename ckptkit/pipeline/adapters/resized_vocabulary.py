@@ -10,7 +10,8 @@ from ckptkit.adapters.dialects import plain_name
 from ckptkit.adapters.names import is_input_embedding, vocabulary_of
 from ckptkit.core.errors import InputError
 from ckptkit.core.index import Fqn, TensorEntry
-from ckptkit.planning.side_files import CONFIG, MAX_JSON_BYTES, parse_json_object
+from ckptkit.core.model_configs import parse_model_config
+from ckptkit.planning.side_files import CONFIG, MAX_JSON_BYTES
 from ckptkit.storage.local import LocalSource
 from ckptkit.storage.places import is_url
 
@@ -57,7 +58,7 @@ def _tokens_of(folder: str | None) -> int | None:
     try:
         with LocalSource(Path(folder)) as source:
             size_bytes = min(source.stat(CONFIG).size_bytes, MAX_JSON_BYTES)
-            document = parse_json_object(source.read(CONFIG, 0, size_bytes), where=CONFIG)
+            document = parse_model_config(source.read(CONFIG, 0, size_bytes), where=CONFIG)
     except InputError:
         return None
     tokens = document.get("vocab_size")
