@@ -349,6 +349,21 @@ def _path(*args: object) -> None:
         raise UnsafePickleError("a path is not made from strings")
 
 
+def _save_plan(*_: object) -> None:
+    """Refuses the save plans of all ranks, which Megatron-Core adds to the metadata.
+
+    Source: megatron/core/dist_checkpointing/strategies/torch.py, `all_local_plans`.
+
+    Raises:
+        UnsupportedError: Always.
+    """
+    raise UnsupportedError(
+        "a Megatron-Core distributed checkpoint ('all_local_plans' holds the save plans of its"
+        " ranks) is not yet supported",
+        hint="export it to Hugging Face's format by a tool such as Megatron Bridge",
+    )
+
+
 def _allowed() -> dict[tuple[str, str], object]:
     classes = ("Metadata", "StorageMeta", "TensorStorageMetadata", "BytesStorageMetadata")
     named = [Global(_CHECKPOINT, name) for name in (*classes, "TensorProperties")]
@@ -362,6 +377,7 @@ def _allowed() -> dict[tuple[str, str], object]:
         ("torch.serialization", "_get_layout"): _layout,
         (_CHECKPOINT, "_MEM_FORMAT_ENCODING"): _memory_format,
         (_SHARDED, "MEM_FORMAT_ENCODING"): _memory_format,
+        ("torch.distributed.checkpoint.planner", "SavePlan"): _save_plan,
         **{(module, name): _path for module in ("pathlib", "pathlib._local") for name in paths},
     }
 
