@@ -18,7 +18,7 @@ from ckptkit.core.arguments import check_names
 from ckptkit.core.errors import CkptkitError, UsageError
 from ckptkit.storage.descriptors import Closable
 from ckptkit.training.binding import Binding
-from ckptkit.training.calls import OneCall, first_of
+from ckptkit.training.calls import FailedSaves, OneCall, first_of, plain_torch
 from ckptkit.training.committing import Attempt
 from ckptkit.training.endings import open_ending
 from ckptkit.training.export import Exporter, ExportHandle, ExportOptions, make_request
@@ -75,8 +75,11 @@ class Checkpointer:
             self._ending = open_ending(self._session, self._peers, settings)
             undo.pop_all()
         self._frozen = FrozenFiles(self._peers.nonce, self._peers.rank, settings.max_in_flight)
-        slots = range(settings.max_in_flight)
-        self._slots = [SaveSlot(self._peers, settings, self._ending, self._frozen) for _ in slots]
+        with plain_torch():
+            self._slots = [
+                SaveSlot(self._peers, settings, self._ending, self._frozen)
+                for _ in range(settings.max_in_flight)
+            ]
         self._binding = Binding(
             settings.layout, rank=self._peers.rank, world_size=self._peers.world_size
         )
@@ -84,6 +87,7 @@ class Checkpointer:
         self._unclosed: list[Closable] = [self._exporter, *self._slots, self._ending]
         self._unclosed += [self._frozen, self._requests, self._session, self._peers]
         self._handles: list[SaveHandle] = []  # of saves under way, and of failures to be raised
+        self._failed = FailedSaves()
         self._taken: SaveHandle | None = None  # the last one that was not skipped
         self._was_asked = False  # whether somebody wants the next save
         self._busy = threading.Lock()
@@ -104,7 +108,8 @@ class Checkpointer:
             NoSpaceError: If there is not enough memory; see `staging_limit`.
             OutputError: If the directory of the run cannot be written any more.
         """
-        with self._calling("prepare"):
+        with self._calling("prepare") as call:
+            call.check_modes()
             bound = self._binding.of(state)
             self._session.put_beside(bound)
             for slot in self._slots:
@@ -143,11 +148,17 @@ class Checkpointer:
                 rank where it is so; on the others it is the outcome of the save.
         """
         began = time.perf_counter()
-        with self._calling("save"):
-            attempt = self._session.attempt(step, name)
-            return self._save(
-                began, attempt, lambda: self._binding.of(state).beside(files), metrics
-            )
+        try:
+            with self._calling("save") as call:
+
+                def find_bound() -> BoundState:
+                    call.check_modes()
+                    return self._binding.of(state).beside(files)
+
+                attempt = self._session.attempt(step, name)
+                return self._save(began, attempt, find_bound, metrics)
+        finally:
+            self._failed.warn()
 
     def _save(
         self,
@@ -160,6 +171,7 @@ class Checkpointer:
         save = Save(placed, self._session.handle(placed), began, after=self._taken)
         self._handles = [h for h in self._handles if not h.done() or h.unheard_error]
         self._handles.append(save.handle)
+        self._failed.follow(save.handle)
         slot = self._slot_for(save)
         if slot is None:
             return save.handle
@@ -196,11 +208,15 @@ class Checkpointer:
         Raises:
             CkptkitError: What went wrong on this rank; on the others it is the outcome.
         """
-        with self._calling("export"):
+        with self._calling("export") as call:
+
+            def find_bound() -> BoundState:
+                call.check_modes()
+                return self._binding.again(state)
+
             step = self._taken.step if self._taken else None
             request = make_request(out, options, self._session.origin(step))
-            find = partial(self._binding.again, state)
-            return self._exporter.export(find, request, partial(self._save_as, step or 0))
+            return self._exporter.export(find_bound, request, partial(self._save_as, step or 0))
 
     def _save_as(self, step: int, bound: BoundState, name: str) -> SaveHandle:
         attempt, was_asked = self._session.attempt(step, name), self._was_asked
@@ -236,12 +252,13 @@ class Checkpointer:
             ResumeError: If what is there does not fit the state, or if all of it is damaged.
             PeerError: If another rank does not take part in time.
         """
-        with self._calling("resume"):
+        with self._calling("resume") as call:
             for handle in self._handles:
                 handle.wait()
             self._ending.recover()
             self._frozen.forget()
             try:
+                call.check_modes()
                 bound = self._binding.of(state).resuming(self._settings.unfit_optimizer)
             except Exception as error:
                 decline(self._peers, error, timeout_seconds=self._settings.timeout_seconds)
@@ -271,6 +288,7 @@ class Checkpointer:
         self._check_open("should_save")
         due, interval = self._requests.should_save(step), self._settings.interval
         self._was_asked = due and interval.seconds is None and not interval.due_at_step(step)
+        self._failed.warn()
         return due
 
     @check_names
@@ -316,7 +334,8 @@ class Checkpointer:
         finally:
             self._requests.close()
         atexit.unregister(self._close_at_exit)
-        failure = first_of([handle.unheard_error for handle in self._handles])
+        unheard = first_of([handle.unheard_error for handle in self._handles])
+        failure = unheard or self._failed.error()
         for handle in self._handles:
             handle.heard()
         if problems:
@@ -392,12 +411,12 @@ class Checkpointer:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if kind is None:
+        if error is None:
             self.close()
             return
         try:
             self.close()
-        except CkptkitError:  # was logged when it happened, and what ended the loop says more
-            pass
+        except CkptkitError as failure:  # logged when it happened; what ended the loop says more
+            error.add_note(f"while it was raised, the Checkpointer closed with: {failure}")
         except Exception:
             logger.exception("closing the Checkpointer")

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch._subclasses import FakeTensor
 from torch.distributed import device_mesh
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -24,7 +25,16 @@ try:
 except ImportError:  # torch 2.4
     from torch.distributed._tensor import DTensor  # type: ignore[attr-defined]
 
-__all__ = ["Copies", "DTensor", "Meshes", "inner_tensors", "is_composed", "local_part", "lying"]
+__all__ = [
+    "Copies",
+    "DTensor",
+    "Meshes",
+    "has_data",
+    "inner_tensors",
+    "is_composed",
+    "local_part",
+    "lying",
+]
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -188,9 +198,16 @@ def _own_part(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
+def has_data(tensor: torch.Tensor) -> bool:
+    """Tells whether there is memory behind a plain tensor."""
+    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
+
+
 def lying(tensor: torch.Tensor) -> tuple[Any, ...] | None:
     """Returns where and how this rank's elements lie in memory, None if they have no memory."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # noqa: SLF001
+    if isinstance(local, FakeTensor):  # which warns when it is asked for its memory
+        return None
     try:
         return local.data_ptr(), local.shape, local.stride(), local.dtype
     except RuntimeError:  # a sparse tensor, which is refused later by its name

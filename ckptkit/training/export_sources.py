@@ -21,7 +21,7 @@ from ckptkit.core.index import Box, Fqn
 from ckptkit.core.manifest import SIDE_FOLDER
 from ckptkit.formats.trees import EXTRA_STATE
 from ckptkit.planning.plan import TensorSpec
-from ckptkit.training.dtensors import Copies
+from ckptkit.training.dtensors import Copies, has_data
 from ckptkit.training.export_plan import ADAPTER_CONFIG, Table
 from ckptkit.training.modules import ModelWalk
 from ckptkit.training.names import innermost
@@ -186,7 +186,7 @@ def _named(pieces: Sequence[Piece], adapter: AdapterNames | None) -> Iterator[tu
 
 def _spec(name: Fqn, piece: Piece) -> TensorSpec:
     local = piece.local
-    if local.layout is not torch.strided or local.is_quantized or local.is_meta:
+    if local.layout is not torch.strided or local.is_quantized or not has_data(local):
         raise UnsupportedError(
             "a tensor that is sparse, quantized or without data was found where a dense one was"
             " expected",

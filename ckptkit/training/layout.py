@@ -24,6 +24,7 @@ from ckptkit.core.errors import UnsupportedError, UsageError
 from ckptkit.core.geometry import slabs
 from ckptkit.core.index import Box, KeyPath, Span
 from ckptkit.training.copies import CopyStep, Sample, sample_of, slab_spans
+from ckptkit.training.dtensors import has_data
 from ckptkit.training.pieces import Entry, Piece
 from ckptkit.training.signatures import Signature, signature_of
 from ckptkit.training.tensor_archives import archive_of_tensor
@@ -350,10 +351,10 @@ def storable_dtype(piece: Piece) -> DType:
         UnsupportedError: If the tensor is sparse, quantized or has no data, naming its key.
     """
     local = piece.local
-    if local.layout is not torch.strided or local.is_quantized or local.is_meta:
+    if local.layout is not torch.strided or local.is_quantized or not has_data(local):
         kind = "a quantized" if local.is_quantized else f"a {local.layout}"
         raise UnsupportedError(
-            f"{'a tensor without data' if local.is_meta else kind + ' tensor'} was found where a"
+            f"{kind + ' tensor' if has_data(local) else 'a tensor without data'} was found where a"
             " dense one was expected",
             where=piece.key,
             hint=_SAVE_HINT,

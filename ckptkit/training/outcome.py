@@ -82,6 +82,11 @@ class Outcome(Generic[Report]):
         return None
 
     @property
+    def error(self) -> CkptkitError | None:
+        """What went wrong, if it has ended and something did."""
+        return self._error
+
+    @property
     def unheard_error(self) -> CkptkitError | None:
         """What went wrong, if something did and nobody has asked for the result."""
         return None if self._asked else self._error

@@ -103,12 +103,16 @@ def _group_of(
 
 def _are_alike(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     return one.keys() == other.keys() and all(
-        bool(torch.as_tensor(value).equal(torch.as_tensor(other[key])))
-        if isinstance(value, torch.Tensor) or isinstance(other[key], torch.Tensor)
-        else value == other[key]
-        for key, value in one.items()
-        if key != _PARAMS
+        _are_equal(value, other[key]) for key, value in one.items() if key != _PARAMS
     )
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    dtype = next((side.dtype for side in (one, other) if isinstance(side, torch.Tensor)), None)
+    if dtype is None:
+        return bool(one == other)
+    # The dtype of a number alone would be the default dtype of the process.
+    return torch.as_tensor(one, dtype=dtype).equal(torch.as_tensor(other, dtype=dtype))
 
 
 def _no_group(number: int, own: frozenset[str], groups: Sequence[Mapping[str, Any]]) -> str:
@@ -166,7 +170,8 @@ def _set_group(group: MutableMapping[str, Any], found: Mapping[str, Any]) -> Non
             continue
         live = group.get(name)
         if isinstance(live, torch.Tensor):
-            live.copy_(torch.as_tensor(value))
+            # Of a number the default dtype would keep fewer digits than the live tensor has.
+            live.copy_(torch.as_tensor(value, dtype=live.dtype))
         elif isinstance(value, torch.Tensor) and value.numel() == 1 and name in group:
             group[name] = value.item()
         else:
