@@ -88,12 +88,12 @@ def plain_torch() -> Iterator[str]:
     """
     with ExitStack() as undo:
         active: list[Any] = []
-        if dispatch._len_torch_dispatch_stack():  # noqa: SLF001 - disabling them is private, and slow to import
+        if torch._C._len_torch_dispatch_stack():  # noqa: SLF001 - disabling them is private, and slow to import
             active = undo.enter_context(dispatch._disable_current_modes()) or []  # noqa: SLF001
         # Of a function that torch.compile runs, what is called from here is not to be compiled.
         undo.callback(eval_frame.set_eval_frame, eval_frame.set_eval_frame(None))
         undo.enter_context(_no_function_modes())
-        undo.enter_context(torch._C._DisableAutocast())  # type: ignore[attr-defined]  # noqa: SLF001 - for all devices
+        undo.enter_context(torch._C._DisableAutocast())  # noqa: SLF001 - for all devices
         undo.enter_context(torch.inference_mode(mode=False))
         undo.enter_context(torch.no_grad())
         kinds = [kind.__name__ for mode in active for kind in type(mode).__mro__]

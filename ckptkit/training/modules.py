@@ -25,6 +25,7 @@ from ckptkit.training.fsdp1 import (
     managed_parameters,
     strategy_of,
 )
+from ckptkit.training.in_use import check_registered, check_unused
 from ckptkit.training.names import clean_fqn, parallel_prefixes, wrapper_names
 from ckptkit.training.packed import lasting_scales, lost_scales, packed_weights
 from ckptkit.training.pieces import ObjectValue, Piece, Replicas, Watched
@@ -138,8 +139,10 @@ class ModelWalk:
         """
         if not self._structure.is_of(self._model):  # a head was replaced, a layer was added
             self._structure, self._kept = _Structure.of(self._model, *self._place), None
+        check_unused(self._structure.modules)
         for reshard in self._structure.reshards:  # evaluations may leave root parameters whole
             reshard()
+        check_registered(self._structure.modules)
         kept = self._kept
         if keep and kept is not None:
             names, stamp, view = kept

@@ -41,7 +41,7 @@ class Scaling(TorchFunctionMode):
         return result * 2 if getattr(func, "__name__", "") in {"detach", "narrow"} else result
 
 
-class Refusing(TorchDispatchMode):
+class Refusing(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Lets nothing be called in it."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -181,7 +181,8 @@ def test_a_model_on_the_meta_device_is_resumed_in_every_mode(tmp_path: Path, mod
     with torch.device("meta"):
         model = network()
     rate = torch.tensor(0.3, dtype=torch.float64)
-    fresh = {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=rate)}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+    fresh: dict[str, Any] = {"model": model, "optimizer": optimizer}
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, state).result(60)
         with MODES[mode]():
@@ -208,7 +209,7 @@ def test_a_model_that_was_built_under_inference_mode_is_saved_and_resumed(tmp_pa
         model = network()
         shadow = {"weights": [parameter.clone() for parameter in model.parameters()]}
     for parameter in model.parameters():
-        parameter.requires_grad_(requires_grad=False)  # such are watched, to be linked
+        parameter.requires_grad = False  # such are watched, to be linked
     expected = model[0].weight.clone()  # type: ignore[index]
     state = {"model": model, "shadow": shadow}
     with Checkpointer(tmp_path, layout="dcp") as checkpointer:
