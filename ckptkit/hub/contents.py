@@ -8,10 +8,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckptkit.core.errors import FormatError, RefusedError, VerificationError
+from ckptkit.core.errors import FormatError, VerificationError
 from ckptkit.core.manifest import MANIFEST_NAME, FileRecord, Manifest, parse_manifest
 from ckptkit.formats.weight_map import INDEX_ENDING
 from ckptkit.hub.scrubbing import scrubbed_content
+from ckptkit.hub.searching import refuse_found, secrets_in
 from ckptkit.hub.secrets import find_secrets
 from ckptkit.kernels.digests import digest_as
 from ckptkit.storage.base import Source
@@ -95,7 +96,7 @@ def published(
 
 
 def published_step(
-    texts: Mapping[str, bytes], folder: str, base_model: str | None
+    texts: Mapping[str, bytes], others: Iterable[str], folder: str, base_model: str | None
 ) -> dict[str, bytes]:
     """Returns the texts of a step that is pushed beside a model, without paths of this machine.
 
@@ -103,6 +104,7 @@ def published_step(
 
     Args:
         texts: The content of its files, by path.
+        others: Its other files that are pushed.
         folder: The step's name; the paths begin with it.
         base_model: The base's repository, where it is known.
     """
@@ -116,7 +118,8 @@ def published_step(
         manifest = parse_manifest(contents[own], where=own)
         inside = {f"{folder}/{path}": path for path in manifest.files}
         small = {inside[path]: contents[path] for path in inside.keys() & contents.keys()}
-        contents[own] = _fitted(manifest, small, set(manifest.files)).to_json()
+        large = {path.removeprefix(f"{folder}/") for path in others}
+        contents[own] = _fitted(manifest, small, large).to_json()
     return contents
 
 
@@ -140,20 +143,26 @@ def _fitted(manifest: Manifest, contents: Mapping[str, bytes], large: set[str]) 
     return replace(manifest, files=records, tensors=tensors)
 
 
-def refuse_secrets(contents: Mapping[str, bytes], where: str, known: Sequence[str]) -> None:
+def refuse_secrets(
+    contents: Mapping[str, bytes], where: str, known: Sequence[str], others: Iterable[str] = ()
+) -> None:
     """Refuses to publish keys and tokens.
+
+    Args:
+        contents: The content of files, by path.
+        where: The folder that the files lie in.
+        known: Secrets that are in use.
+        others: Further files that are published, whose names alone are searched.
 
     Raises:
         RefusedError: If there is one; the error tells file and kind, and never the secret.
     """
-    found = [
-        f"{kind} in {path}"
-        for path, data in sorted(contents.items())
-        for kind in find_secrets(data, known)
-    ]
-    if found:
-        raise RefusedError(
-            f"a push would publish {', '.join(found)}",
-            where=where,
-            hint="take it out of the file, and revoke it if it was ever published",
-        )
+    paths = "\n".join([*contents, *others])
+    found = [f"{kind} in the name of a file" for kind in find_secrets(paths.encode(), known)]
+    if not found:
+        found = [
+            f"{kind} in {path}"
+            for path, data in sorted(contents.items())
+            for kind in secrets_in([data], known)
+        ]
+    refuse_found(found, where)

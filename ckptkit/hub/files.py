@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import posixpath
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from ckptkit.core.manifest import MANIFEST_NAME
+from ckptkit.core.manifest import MANIFEST_NAME, SIDE_FOLDER
 from ckptkit.planning.side_files import is_side_file
 
 CARD = "README.md"
@@ -24,6 +24,22 @@ _OPTIMIZER = re.compile(
     r"(optimizer|scheduler|scaler)(_\d+)?\.(bin|pt)|rng_state(_\d+)?\.pth"
     r"|random_states_\d+\.pkl|trainer_state\.json"
 )
+_TENSORS = r"(safetensors|bin|pt|pth|pth\.tar|ckpt|pkl)"
+_STATES = (  # how the files of a step begin that hold tensors or states
+    "adapter|bf16|checkpoint|ckpt|common|consolidated|custom_checkpoint|data|dataloader|dl_state"
+    "|ema|embedding|epoch|exp_avg|expert|extra_state|fp16|fp32|last|layer|metadata|meta|model"
+    "|mp_rank|optim|optimizer|pytorch_model|random_states|rank|rng_state|sampler|scaler|scheduler"
+    "|shard|state|step|train_state|weights|zero_pp_rank|zero"
+)
+_OF_STEP = re.compile(
+    r"\.metadata|\.snapshot_metadata|\w+\.distcp|latest(_universal)?|zero_to_fp32\.py"
+    r"|latest_checkpointed_iteration\.txt|trainer_state\.json|fsdp_config\.json"
+    r"|(run|flat_parameters|metadata|meta)\.json"
+    rf"|({_STATES})([\w.=-]*)\.{_TENSORS}(\.index\.json)?"
+)
+_SNAPSHOT = ".snapshot_metadata"
+_OF_SNAPSHOT = re.compile(r"(\d+|batched|replicated|sharded)/.+")
+_DATA = re.compile(rf"[^.].*\.({_TENSORS[1:-1]}|csv|jinja|json|jsonl|model|npy|npz|txt|ya?ml)")
 _CODE = "*.py"
 _ADAPTER = re.compile(r"adapter_model\.(safetensors|bin)|adapter_config\.json")
 
@@ -66,6 +82,46 @@ def choose_files(
         else:
             files.append(path)
     return Chosen(tuple(files), tuple(skipped))
+
+
+def choose_step_files(
+    paths: Iterable[str], recorded: Collection[str], include: Sequence[str] = ()
+) -> Chosen:
+    """Sorts the files of a step that goes to the Hub as it is.
+
+    Args:
+        paths: All files, relative to the step's folder.
+        recorded: Those that its manifest names.
+        include: Patterns of further files.
+    """
+    all_paths = sorted(paths)
+    is_snapshot = _SNAPSHOT in all_paths
+    files, skipped = [], []
+    for path in all_paths:
+        name = posixpath.basename(path)
+        wanted = any(fnmatchcase(path, pattern) for pattern in include)
+        known = _is_of_step(path, name) or (is_snapshot and _OF_SNAPSHOT.fullmatch(path))
+        if path in recorded or path.startswith(f"{SIDE_FOLDER}/"):
+            known = known or _DATA.fullmatch(name)
+        if name == NEVER:
+            skipped.append(Skipped(path, "it can hold the token of whoever trained"))
+        elif known or wanted:
+            files.append(path)
+        else:
+            skipped.append(Skipped(path, "not a file that a step is known to be made of"))
+    return Chosen(tuple(files), tuple(skipped))
+
+
+def _is_of_step(path: str, name: str) -> bool:
+    if fnmatchcase(name, _CODE):
+        return _OF_STEP.fullmatch(name) is not None
+    kinds = (_OF_STEP, _WEIGHTS, _DOCUMENTS)
+    return (
+        name in {MANIFEST_NAME, ADAPTER_CONFIG}
+        or any(kind.fullmatch(name) for kind in kinds)
+        or is_side_file(name)
+        or is_side_file("/".join(path.split("/")[-2:]))  # additional_chat_templates
+    )
 
 
 def is_weights(path: str) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ckptkit.core.errors import VerificationError
 from ckptkit.core.index import FileRef
-from ckptkit.core.manifest import MANIFEST_NAME, Manifest
+from ckptkit.core.manifest import MANIFEST_NAME, Manifest, parse_manifest
 from ckptkit.formats.weight_map import INDEX_ENDING
 from ckptkit.hub.card import ModelFacts, base_model_of, write_card
 from ckptkit.hub.contents import (
@@ -20,8 +20,17 @@ from ckptkit.hub.contents import (
     read_small,
     refuse_secrets,
 )
-from ckptkit.hub.files import ADAPTER_CONFIG, CARD, Skipped, choose_files, is_weights
+from ckptkit.hub.files import (
+    ADAPTER_CONFIG,
+    CARD,
+    Chosen,
+    Skipped,
+    choose_files,
+    choose_step_files,
+    is_weights,
+)
 from ckptkit.hub.reading import LargeFile, large_file
+from ckptkit.hub.searching import refuse_found, secrets_in
 from ckptkit.hub.sources import (
     check_complete,
     files_below,
@@ -43,7 +52,7 @@ class Wishes:
 
     Attributes:
         optimizer: Whether the state of the optimizer goes too.
-        include: Patterns of further files.
+        include: Patterns of further files, also of the folder that goes as a whole.
         base_model: The base's repository, where the folder names it by a path.
         secrets: What must not be in any file; the token in use.
         whole: A folder below that goes as a whole, such as a step to resume from; empty for none.
@@ -89,14 +98,14 @@ def prepare(folder: Folder, repo_id: str, wishes: Wishes) -> Package:
         InputError: If it is damaged or incomplete.
         VerificationError: If it is not what its manifest says.
     """
-    whole = files_of_whole(folder, wishes.whole)
-    paths = sorted(set(files_below(folder)) - set(whole))
+    step = _step_files(folder, wishes)
+    paths = sorted(path for path in files_below(folder) if not _is_below(path, wishes.whole))
     manifest = read_manifest(folder, paths)
     refuse_checkpoints(folder, paths)
     chosen = choose_files(
         paths, code=_names_code(folder, paths), optimizer=wishes.optimizer, include=wishes.include
     )
-    refs = stat_all(folder, [*chosen.files, *whole])
+    refs = stat_all(folder, [*chosen.files, *step.files])
     small_paths = [path for path in chosen.files if _is_small(path, refs[path].size_bytes)]
     small = read_small(folder, small_paths)
     large_paths = [path for path in chosen.files if path not in small]
@@ -107,19 +116,65 @@ def prepare(folder: Folder, repo_id: str, wishes: Wishes) -> Package:
     contents = published(small, base_model, large_paths)
     large = _large(folder, large_paths, manifest)
     words = {file.path: file.words for file in large}
-    texts = published_step(_texts(folder, whole, refs), wishes.whole, base_model)
-    refuse_secrets(contents | words | texts, folder.location, wishes.secrets)
-    streamed = [path for path in whole if path not in texts]
+    texts = _texts(folder, step.files, refs)
+    streamed = [path for path in step.files if path not in texts]
+    texts = published_step(texts, streamed, wishes.whole, base_model)
+    found = contents | words | texts
+    refuse_secrets(found, folder.location, wishes.secrets, [*large_paths, *streamed])
+    _refuse_in_strangers(folder, refs, [*large_paths, *streamed], wishes)
     return Package(
         contents=contents | texts,
         large=large + tuple(LargeFile(path, refs[path].size_bytes, ()) for path in streamed),
         refs=refs,
-        skipped=chosen.skipped,
+        skipped=chosen.skipped + step.skipped,
         card=None if CARD in contents else write_card(facts),
         step=facts.step,
         notes=tuple(_notes(small, contents)),
         whole=wishes.whole,
     )
+
+
+def _is_below(path: str, whole: str) -> bool:
+    return bool(whole) and path.startswith(f"{whole}/")
+
+
+def _step_files(folder: Folder, wishes: Wishes) -> Chosen:
+    """Sorts the files of the step that goes as it is; the paths are those in the repository."""
+    whole = wishes.whole
+    if not whole:
+        return Chosen((), ())
+    paths = [path.removeprefix(f"{whole}/") for path in files_of_whole(folder, whole)]
+    own = f"{whole}/{MANIFEST_NAME}"
+    recorded: Mapping[str, object] = {}
+    if MANIFEST_NAME in paths:
+        data = folder.read(own, 0, folder.stat(own).size_bytes)
+        recorded = parse_manifest(data, where=own).files
+    patterns = [pattern.removeprefix(f"{whole}/") for pattern in wishes.include]
+    chosen = choose_step_files(paths, recorded.keys(), patterns)
+    return Chosen(
+        tuple(f"{whole}/{path}" for path in chosen.files),
+        tuple(Skipped(f"{whole}/{one.path}", one.reason) for one in chosen.skipped),
+    )
+
+
+def _refuse_in_strangers(
+    folder: Folder, refs: Mapping[str, FileRef], paths: Sequence[str], wishes: Wishes
+) -> None:
+    """Searches files that `include` alone names before anything is sent, whatever their size.
+
+    The others are searched on their way to the Hub.
+    """
+    known = choose_files(paths, code=True, optimizer=True).files
+    step = [path.removeprefix(f"{wishes.whole}/") for path in paths if path not in known]
+    known += tuple(f"{wishes.whole}/{path}" for path in choose_step_files(step, ()).files)
+    found: list[str] = []
+    for path in paths:
+        if path not in known:
+            size = refs[path].size_bytes
+            starts = range(0, size, MAX_SMALL_BYTES)
+            blocks = (folder.read(path, at, min(at + MAX_SMALL_BYTES, size)) for at in starts)
+            found += [f"{kind} in {path}" for kind in secrets_in(blocks, wishes.secrets)]
+    refuse_found(found, folder.location)
 
 
 def _texts(folder: Folder, paths: Sequence[str], refs: Mapping[str, FileRef]) -> dict[str, bytes]:

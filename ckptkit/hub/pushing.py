@@ -34,6 +34,8 @@ from ckptkit.hub.preparing import Package, Wishes, prepare
 from ckptkit.hub.quiet import quiet_client
 from ckptkit.hub.reading import LargeFile
 from ckptkit.hub.retrying import is_absent
+from ckptkit.hub.searching import refuse_found
+from ckptkit.hub.secrets import find_secrets
 from ckptkit.hub.sources import check_unchanged, local_folder
 from ckptkit.hub.uploading import Sender, Sent, add_large
 from ckptkit.pipeline.marking import hold_source
@@ -151,6 +153,9 @@ def push(folder: PathLike, repo_id: str, **options: Unpack[PushOptions]) -> Push
     tag = options.get("tag")
     if tag is not None:
         check_tag(tag)
+    words = "\n".join([options.get("message") or "", tag or "", options.get("revision") or ""])
+    kinds = find_secrets(words.encode(errors="replace"))
+    refuse_found([f"{kind} in the message or tag of the commit" for kind in kinds], repo_id)
     hub = Hub(repo_id, token=options.get("token"), endpoint=options.get("endpoint"))
     wishes = Wishes(
         optimizer=options.get("include_optimizer", False),
@@ -301,6 +306,7 @@ class _Push:
             revision=request.revision,
             create_pr=request.create_pr,
             listener=self._listener,
+            secrets=[self._hub.token or ""],
         )
         seem_there = self._seem_there(tree)
         hashes = sender.hashed(seem_there)

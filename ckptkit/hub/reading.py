@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import posixpath
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckptkit.core.errors import VerificationError
 from ckptkit.core.manifest import LEAF_BYTES, Manifest
 from ckptkit.execution.events import BytesWritten, Listener
 from ckptkit.formats.safetensors import StoredTensor, read_header
+from ckptkit.hub.searching import SecretSearch, refuse_found
 from ckptkit.kernels.checksums import leaf_ranges
 from ckptkit.kernels.digests import Digest, digest_like
 from ckptkit.storage.base import Source
@@ -99,10 +100,13 @@ def _tensors(
 class OneReading:
     """Reads a file from its first to its last byte, once."""
 
-    def __init__(self, source: Source, file: LargeFile, listener: Listener) -> None:
+    def __init__(
+        self, source: Source, file: LargeFile, listener: Listener, secrets: Sequence[str] = ()
+    ) -> None:
         self._source = source
         self._file = file
         self._listener = listener
+        self._search = SecretSearch(secrets)
         self._digests: Mapping[int, Digest] = {
             number: digest_like(part.digest) for number, part in enumerate(file.parts)
         }
@@ -112,11 +116,15 @@ class OneReading:
 
         Raises:
             VerificationError: If a digest is not the manifest's.
+            RefusedError: If there is a secret in it; the sink is not given the block that has it.
             InputError: If the file cannot be read, or ends early.
         """
         for block in self._blocks():
             start, stop = block[0][0], block[-1][1]
             data = self._source.read(self._file.path, start, stop)
+            self._search.add(data)
+            where = self._source.location
+            refuse_found([f"{kind} in {self._file.path}" for kind in self._search.found], where)
             sink(data)
             view = memoryview(data)
             for piece_start, piece_stop, number, leaf in block:

@@ -2,58 +2,212 @@
 
 from __future__ import annotations
 
+import base64
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
-_KINDS: tuple[tuple[str, re.Pattern[bytes]], ...] = (
-    ("a Hugging Face token", re.compile(rb"\b(?:hf|api_org)_[A-Za-z0-9]{30,}\b")),
-    ("an AWS access key", re.compile(rb"\b(?:AKIA|ASIA)[A-Z0-9]{16}\b")),
-    (
+TOKEN_IN_USE = "the token in use"  # noqa: S105  a kind of secret
+PRIVATE_KEY = "a private key"
+_FEWEST_CHARACTERS = 6  # of different ones: a placeholder of one letter is no secret
+_BEFORE, _AFTER = 80, 600  # what of a text a pattern needs around its anchor
+_WINDOW = 2 * _AFTER  # anchors in the first half of it need no search of their own
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """A kind of secret.
+
+    Attributes:
+        name: As users read it.
+        anchors: Texts, in lower case, of which each secret of the kind holds one. A search for
+            these is many times faster than one for the pattern.
+        pattern: The secret with what tells it from other texts.
+    """
+
+    name: str
+    anchors: tuple[bytes, ...]
+    pattern: re.Pattern[bytes]
+
+
+def _kind(name: str, anchors: str, pattern: bytes) -> _Kind:
+    return _Kind(name, tuple(anchors.lower().encode().split()), re.compile(pattern))
+
+
+_IS = rb"[\"'\\]{0,2}\s*[=:]\s*[\"'\\]{0,2}"  # between a name and its value, in any syntax
+_GAP = rb"(?:\s|\\[nrt])+"  # also as escaped in JSON
+# In binary data, the length of a text comes before it, which may look like a letter of it.
+_ALONE = rb"(?:(?<![A-Za-z0-9])|(?<=[\x00-\x08\x0b\x0c\x0e-\x1f\x8c\xc4\xd9UC][\x00-\xff]))"
+_KINDS: tuple[_Kind, ...] = (
+    _kind("a Hugging Face token", "hf_ api_org_", _ALONE + rb"(?:hf|api_org)_[A-Za-z0-9]{30,}"),
+    _kind("an AWS access key", "akia asia", _ALONE + rb"(?:AKIA|ASIA)[A-Z0-9]{16}(?![A-Z0-9])"),
+    _kind(
         "an AWS secret key",
-        re.compile(rb"(?i)aws_?secret_?(?:access_?)?key[\"']?\s*[=:]\s*[\"']?[a-z0-9/+]{40}"),
+        "aws_secret awssecret secretaccesskey secret_access_key aws_session_token sessiontoken",
+        rb"(?i)(?:aws_?secret_?(?:access_?)?key|secret_?access_?key|(?:aws_)?session_?token)"
+        + _IS
+        + rb"[a-z0-9/+]{40}",
     ),
-    ("a private key", re.compile(rb"-----BEGIN (?:[A-Z0-9]+ ){0,3}PRIVATE KEY(?: BLOCK)?-----")),
-    (
+    _kind(
+        PRIVATE_KEY,
+        "-----begin ssh2 putty-user-key-file age-secret-key-1",
+        rb"-----BEGIN (?:[A-Z0-9]+ ){0,3}PRIVATE KEY(?: BLOCK)?-----"
+        rb"|---- BEGIN SSH2 (?:ENCRYPTED )?PRIVATE KEY ----"
+        rb"|-----BEGIN OpenVPN Static key V1-----"
+        rb"|PuTTY-User-Key-File-\d: \S+|AGE-SECRET-KEY-1[0-9A-Z]{50,}",
+    ),
+    _kind(
         "a Weights & Biases key",
-        re.compile(
-            rb"(?i)wandb[_-]?(?:api)?[_-]?(?:key|token)?[\"']?\s*[=:]\s*[\"']?[0-9a-f]{40}\b"
-        ),
+        "wandb",
+        rb"(?i)wandb[_-]?(?:api)?[_-]?(?:key|token)?" + _IS + rb"[0-9a-f]{40}(?![0-9a-f])"
+        rb"|wandb\W+login\W+(?:--\S+\s+)*[0-9a-f]{40}(?![0-9a-f])"
+        rb"|wandb[\w.]*"
+        + _GAP
+        + rb"login\s+[^\s\\]+"
+        + _GAP
+        + rb"password\s+[0-9a-f]{40}(?![0-9a-f])"
+        rb"|wandb_v\d_[A-Za-z0-9_]{40,}",
     ),
-    ("a Weights & Biases key", re.compile(rb"\bwandb_v\d_[A-Za-z0-9_]{40,}")),
-    ("a GitHub token", re.compile(rb"\b(?:gh[pousr]_[A-Za-z0-9]{36,}|github_pat_\w{50,})\b")),
-    ("a GitLab token", re.compile(rb"\bglpat-[A-Za-z0-9_-]{20,}")),
-    (
+    _kind(
+        "a GitHub token",
+        "ghp_ gho_ ghu_ ghs_ ghr_ github_pat_",
+        _ALONE + rb"(?:gh[pousr]_[A-Za-z0-9]{36,}|github_pat_\w{50,})",
+    ),
+    _kind(
+        "a GitLab token",
+        "glpat- gldt- glrt- glptt- glcbt- glft- glsoat- glagent-",
+        _ALONE + rb"gl(?:pat|dt|rt|ptt|cbt|ft|soat|agent)-[\w-]{20,}",
+    ),
+    _kind(
         "an OpenAI or Anthropic key",
-        re.compile(rb"\bsk-(?=[A-Za-z_-]*[0-9])[A-Za-z0-9_-]{32,}"),
+        "sk-",
+        _ALONE + rb"sk-(?=[A-Za-z_-]*[0-9])[A-Za-z0-9_-]{32,}",
     ),
-    ("a Google API key", re.compile(rb"\bAIza[0-9A-Za-z_-]{35}\b")),
-    ("a Slack token", re.compile(rb"\bxox[abprs]-[0-9]{6,}-[A-Za-z0-9-]{10,}")),
-    (
+    _kind(
+        "a Google API key",
+        "aiza gocspx- ya29. 1//0",
+        _ALONE + rb"(?:AIza[0-9A-Za-z_-]{35}|GOCSPX-[\w-]{28}|ya29\.[\w-]{50,}|1//0[\w-]{40,})",
+    ),
+    _kind(
+        "a Slack token",
+        "xox xapp- hooks.slack.com/",
+        _ALONE + rb"(?:xox[abeoprs][.-](?:xox[a-z]-)?[0-9]+-[A-Za-z0-9-]{10,}"
+        rb"|xapp-\d-[A-Z0-9]+-\d+-[a-z0-9]{32,}"
+        rb"|hooks\.slack\.com/(?:services|workflows)/[A-Za-z0-9/]{20,})",
+    ),
+    _kind(
         "a password in a URL",
-        # Not those of examples. It begins with what is rare, as 33 MB of tokenizer are searched.
-        re.compile(
-            rb"://[^/\s:@\"']{1,64}:(?!(?i:pass|secret|your|x{3}|[*]{3}))[^/\s:@\"'{}<>$]{6,64}"
-            rb"@[a-z0-9]"
-        ),
+        "://",
+        # Not those of examples.
+        rb"://[^/\s:@\"']{1,64}:(?!(?i:pass|secret|your|x{3}|[*]{3}))[^/\s:@\"'{}<>$]{6,64}"
+        rb"@[a-z0-9]",
+    ),
+    _kind(
+        "an Azure key",
+        "accountkey account_key sharedaccesskey storage_key access_key sig= 8q~",
+        rb"(?i:(?:account|shared_?access|storage|access)_?key" + _IS + rb"[a-z0-9+/]{43,88}={1,2})"
+        rb"|[?&;\"'\s]sig=[A-Za-z0-9%+/]{40,}(?:%3[Dd]|=)"
+        rb"|" + _ALONE + rb"[A-Za-z0-9_~.]{3}8Q~[A-Za-z0-9_~.-]{31,34}",
+    ),
+    _kind(
+        "a JSON web token",
+        "eyj",
+        _ALONE + rb"eyJ[A-Za-z0-9_-]{10,}\.eyJ[A-Za-z0-9_-]{10,}",
+    ),
+    _kind(
+        "a Neptune token", "eyjhcglf", _ALONE + rb"eyJhcGlf(?:YWRk|dXJs)[A-Za-z0-9+/_-]{20,}={0,2}"
+    ),
+    _kind("an npm token", "npm_", _ALONE + rb"npm_[A-Za-z0-9]{36}"),
+    _kind("a PyPI token", "pypi-", _ALONE + rb"pypi-[A-Za-z0-9_-]{50,}"),
+    _kind(
+        "a Kaggle key",
+        "kaggle kgat_ username",
+        rb"(?i)kaggle_?(?:api_?)?(?:key|token)" + _IS + rb"[0-9a-f]{32}(?![0-9a-f])"
+        rb"|" + _ALONE + rb"KGAT_[0-9a-f]{32}(?![0-9a-f])"
+        rb"|\"username[\"\\]+\s*:\s*[\"\\]+[^\"]+\"\s*,\s*[\"\\]+key" + _IS + rb"[0-9a-f]{32}[\"\\]"
+        rb"|\"key" + _IS + rb"[0-9a-f]{32}[\"\\]+\s*,\s*[\"\\]+username[\"\\]",
+    ),
+    _kind(
+        "a key of a model service",
+        "gsk_ r8_ xai- pplx- tgp_v1_ nvapi- pcsk_ lsv2_ rpa_ fw_ dapi jina_",
+        _ALONE + rb"(?:gsk_[A-Za-z0-9]{48,}|r8_[A-Za-z0-9]{37,}|xai-[A-Za-z0-9]{60,}"
+        rb"|pplx-[A-Za-z0-9]{40,}|tgp_v1_[\w-]{40,}|nvapi-[\w-]{50,}|pcsk_[\w-]{50,}"
+        rb"|lsv2_(?:pt|sk)_[0-9a-f]{32}_[0-9a-f]{10}|rpa_[A-Z0-9]{40,}|fw_[A-Za-z0-9]{22,24}(?![A-Za-z0-9])"
+        rb"|dapi[0-9a-f]{32}|jina_[0-9a-f]{32}[\w-]{20,})",
+    ),
+    _kind(
+        "a token of a web service",
+        "k_live_ k_test_ sg. dop_v1_ dckr_pat_ dp.pt. hvs. .atlasv1. lin_api_ ntn_ shp sbp_ glsa_"
+        " glc_ sntrys_ atatt3 key-",
+        _ALONE + rb"(?:[sr]k_(?:live|test)_[A-Za-z0-9]{20,}|SG\.[\w-]{22}\.[\w-]{43}"
+        rb"|dop_v1_[0-9a-f]{64}|dckr_pat_[\w-]{27}|dp\.pt\.[A-Za-z0-9]{40,}|hvs\.[\w-]{24,}"
+        rb"|[A-Za-z0-9]{14}\.atlasv1\.[\w-]{60,}|lin_api_[A-Za-z0-9]{40}|ntn_[A-Za-z0-9]{40,}"
+        rb"|shp(?:at|ca|pa|ss)_[0-9a-f]{32}|sbp_[0-9a-f]{40}|glsa_[A-Za-z0-9]{32}_[0-9a-f]{8}"
+        rb"|glc_[A-Za-z0-9+/=]{50,}|sntrys_[A-Za-z0-9+/=_]{50,}|ATATT3[\w=-]{100,}"
+        rb"|key-[0-9a-f]{32}(?![0-9a-f]))",
+    ),
+    _kind(
+        "a bot's token",
+        ":aa discord",
+        _ALONE + rb"\d{8,10}:AA[\w-]{33}|discord(?:app)?\.com/api/webhooks/\d+/[\w-]{60,}",
     ),
 )
-_FEWEST_CHARACTERS = 6  # of different ones: a placeholder of one letter is no secret
+_NAMED: tuple[_Kind, ...] = (  # what only its name tells: looked for where nothing else is found
+    _kind(
+        "a password or key",
+        "password passwd passphrase pwd apikey api_key api-key api_token api-token auth_token"
+        " access_token refresh_token auth-token authtoken client_secret secret_key secretkey"
+        " api_secret app_secret access_key private_token secret_token bearer_token",
+        rb"(?i)(?:password|passwd|passphrase|(?<![a-z])pwd|api[_-]?key|api[_-]?(?:token|secret)"
+        rb"|(?:access|auth|refresh|private|secret|bearer)[_-]?token|(?:client|app)_?secret"
+        rb"|(?:secret|access)_?key)(?P<is>[\"'\\]{0,2}\s*[=:]\s*)(?P<quote>[\"'\\]{0,2})"
+        rb"(?P<value>[^\s\"'\\,;)}\]]{8,})",
+    ),
+    _kind(
+        "a password or key",
+        "machine",
+        rb"\bmachine\s+[^\s\\]+" + _GAP + rb"(?:(?:login|account)\s+[^\s\\]+" + _GAP + rb"){0,2}"
+        rb"password\s+(?P<value>[^\s\\\"']{6,})",
+    ),
+    _kind(
+        "a password or key",
+        "authorization",
+        rb"(?i)authorization[\"']?\s*[:=]\s*[\"']?(?:bearer|basic|token)\s+"
+        rb"(?P<value>[\w.~+/=-]{16,})",
+    ),
+)
+_PLACEHOLDER = re.compile(
+    rb"(?i)your|example|placeholder|change.?me|dummy|redacted|hidden|secret|password|passwd|insert"
+    rb"|xxx|\*\*\*|\.\.\.|123456|abc123|token|none|null|true|false|environ|getenv|getpass|config"
+    rb"|args|self|[(){}<>$%\[|]|^[a-z_]+(?:\.[a-z_]+)+$|://|^/|^~"
+)
+_DIGIT, _LETTER = re.compile(rb"\d"), re.compile(rb"[A-Za-z]")
+_MARK = re.compile(rb"[^\w/.:-]")
 
 
-def find_secrets(data: bytes, known: Sequence[str] = ()) -> Iterator[str]:
-    """Yields what kinds of secrets a file's content holds, each once.
+def find_secrets(text: bytes, known: Sequence[str] = ()) -> Iterator[str]:
+    """Yields what kinds of secrets a text holds, each once.
 
     Args:
-        data: The content, or a part of it.
-        known: Secrets that are in use, which are found in whatever form they have.
+        text: The text, in UTF-8; see `ckptkit.hub.searching` for files of any kind.
+        known: Secrets that are in use, which are found in whatever form they have, also as base64
+            or hexadecimal digits.
     """
-    if any(len(secret) > _FEWEST_CHARACTERS and secret.encode() in data for secret in known):
-        yield "the token in use"
-    seen: set[str] = set()
-    for kind, pattern in _KINDS:
-        if kind not in seen and any(_is_real(match[0]) for match in pattern.finditer(data)):
-            seen.add(kind)
-            yield kind
+    if any(form in text for secret in known for form in _forms(secret)):
+        yield TOKEN_IN_USE
+    lower = text.lower()
+    found = False
+    for kind in _KINDS:
+        if _is_in(kind, text, lower, lambda match: _is_real(match[0])):
+            found = True
+            yield kind.name
+    if not found and any(_is_in(kind, text, lower, _is_credential) for kind in _NAMED):
+        yield _NAMED[0].name
+
+
+def is_worth_searching(secret: str) -> bool:
+    """Tells whether a secret is long enough to be no part of an ordinary text."""
+    return len(secret) > _FEWEST_CHARACTERS
 
 
 def without_secrets(text: str, known: Sequence[str] = ()) -> str:
@@ -61,12 +215,52 @@ def without_secrets(text: str, known: Sequence[str] = ()) -> str:
     for secret in known:
         if secret:
             text = text.replace(secret, "[secret]")
-    data = text.encode()
-    for _, pattern in _KINDS:
-        data = pattern.sub(b"[secret]", data)
+    data = text.encode(errors="surrogateescape")
+    for kind in _KINDS:
+        data = kind.pattern.sub(b"[secret]", data)
+    for kind in _NAMED:
+        data = kind.pattern.sub(lambda m: b"[secret]" if _is_credential(m) else m[0], data)
     return data.decode(errors="replace")
+
+
+def _is_in(
+    kind: _Kind, text: bytes, lower: bytes, is_real: Callable[[re.Match[bytes]], bool]
+) -> bool:
+    for anchor in kind.anchors:
+        at = lower.find(anchor)
+        while at >= 0:
+            start, stop = max(at - _BEFORE, 0), at + _WINDOW
+            if any(is_real(match) for match in kind.pattern.finditer(text, start, stop)):
+                return True
+            at = lower.find(anchor, at + _WINDOW - _AFTER)
+    return False
 
 
 def _is_real(found: bytes) -> bool:
     tail = found[-16:]
-    return len(set(tail)) >= _FEWEST_CHARACTERS or found.endswith(b"-----")
+    return len(set(tail)) >= _FEWEST_CHARACTERS or found.rstrip(b"-").endswith(b"KEY")
+
+
+def _is_credential(match: re.Match[bytes]) -> bool:
+    """Tells whether a value under the name of a password or key is one, and no placeholder."""
+    value = match["value"].rstrip(b".")
+    if len(set(value)) < _FEWEST_CHARACTERS or _PLACEHOLDER.search(value):
+        return False
+    is_mixed = _LETTER.search(value) is not None and _DIGIT.search(value) is not None
+    return is_mixed or (_MARK.search(value) is not None and bool(match.groupdict().get("quote")))
+
+
+def _forms(secret: str) -> Iterator[bytes]:
+    """Yields how a secret can be written."""
+    if not is_worth_searching(secret):
+        return
+    plain = secret.encode()
+    yield plain
+    yield plain.hex().encode()
+    yield plain.hex().upper().encode()
+    for shift in range(3):  # base64 depends on where in its text the secret begins
+        coded = base64.b64encode(b"\0" * shift + plain)
+        stop = len(coded.rstrip(b"=")) - (1 if coded.endswith(b"=") else 0)
+        inner = coded[-(-shift * 8 // 6) if shift else 0 : stop]
+        yield inner
+        yield inner.replace(b"+", b"-").replace(b"/", b"_")

@@ -21,7 +21,7 @@ from ckptkit.core.manifest import MANIFEST_NAME, TRAINING, Manifest, parse_manif
 from ckptkit.formats.registry import recognise
 from ckptkit.formats.weight_map import INDEX_ENDING
 from ckptkit.hub.contents import Small
-from ckptkit.hub.files import NEVER, is_weights, named_by_index
+from ckptkit.hub.files import is_weights, named_by_index
 from ckptkit.pipeline.steps import file_problems
 from ckptkit.storage.base import Folder, Source
 from ckptkit.storage.places import PathLike, is_url
@@ -103,15 +103,14 @@ def files_below(source: Source) -> list[str]:
 
 
 def files_of_whole(source: Source, whole: str) -> list[str]:
-    """Lists the files of a folder that is pushed as it is, but for what must not be.
+    """Lists the files of a folder that is pushed as it is.
 
     Args:
         source: What it lies in.
         whole: Its name; empty for none.
     """
     paths = source.walk(_WHOLE_DEPTH) if whole else iter(())
-    inside = (path for path in paths if path.startswith(f"{whole}/"))
-    return [path for path in inside if posixpath.basename(path) != NEVER]
+    return [path for path in paths if path.startswith(f"{whole}/")]
 
 
 def stat_all(source: Source, paths: Iterable[str]) -> dict[str, FileRef]:

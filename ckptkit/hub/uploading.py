@@ -49,13 +49,21 @@ class Sender:
     """Sends files of one folder to the store of one repository."""
 
     def __init__(
-        self, hub: Hub, folder: Folder, *, revision: str, create_pr: bool, listener: Listener
+        self,
+        hub: Hub,
+        folder: Folder,
+        *,
+        revision: str,
+        create_pr: bool,
+        listener: Listener,
+        secrets: Sequence[str] = (),
     ) -> None:
         self._hub = hub
         self._folder = folder
         self._revision = revision
         self._create_pr = create_pr
         self._listener = listener
+        self._secrets = secrets
         self._stopped = threading.Event()
 
     def hashed(self, files: Sequence[LargeFile]) -> dict[str, str]:
@@ -85,7 +93,7 @@ class Sender:
         return self._streamed(files) if self._takes_streams() else self._sent_by_client(files)
 
     def _reading(self, file: LargeFile) -> OneReading:
-        return OneReading(self._folder, file, self._listener)
+        return OneReading(self._folder, file, self._listener, self._secrets)
 
     def _takes_streams(self) -> bool:
         """Tells whether the store of this repository takes streams from this machine."""

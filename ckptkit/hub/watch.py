@@ -7,11 +7,13 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
 from ckptkit.core.errors import CkptkitError, InputError, RefusedError
 from ckptkit.execution.events import Listener
+from ckptkit.hub.files import NEVER
+from ckptkit.hub.secrets import without_secrets
 from ckptkit.hub.watch_building import Making, make_folder
 from ckptkit.hub.watch_events import EventName, WatchEvent, WatchListener
 from ckptkit.hub.watch_faults import Backoff, is_of_the_step, is_passing
@@ -21,6 +23,7 @@ from ckptkit.planning.push_choice import Earlier, PushChoice, waiting_steps
 from ckptkit.storage.push_journal import PushJournal, StepPush
 
 _WORK = "work"
+_LISTED = 5  # of files that were not pushed
 _MOST_MARKS = 32  # each takes a descriptor or two
 
 
@@ -247,7 +250,12 @@ class Watch:
         self._journal.note(push)
         self._say("pushing", step.step, repo_id=push.repo_id)
         whole = self._settings.making.whole_folder(step.step)
-        return self._hub.push(folder, push, whole)
+        found = self._hub.push(folder, push, whole)
+        left = [one.path.removeprefix(f"{whole}/") for one in found.skipped]
+        left = [path for path in left if PurePosixPath(path).name != NEVER]
+        if left:
+            self._say("warning", step.step, message=_text_of_skipped(left))
+        return found
 
     def _built(self, step: SeenStep, progress: Listener) -> Path:
         """Returns the folder to be pushed; after a push that failed it is there already."""
@@ -324,3 +332,9 @@ class Watch:
 
     def _say(self, name: EventName, step: int | None, **facts: Any) -> None:
         self._tell(WatchEvent(name, step, facts))
+
+
+def _text_of_skipped(paths: Sequence[str]) -> str:
+    names = without_secrets(", ".join(paths[:_LISTED]))
+    more = f" and {len(paths) - _LISTED:,} more" if len(paths) > _LISTED else ""
+    return f"not pushed with the step: {names}{more}; --include GLOB adds files without secrets"

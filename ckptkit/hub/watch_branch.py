@@ -24,10 +24,12 @@ class BranchSettings:
     Attributes:
         private: Whether a repository that is made is private; None for the Hub's default.
         revision: The branch; `main` when None.
+        include: Patterns of files of a step that go with it, besides those that it is made of.
     """
 
     private: bool | None = None
     revision: str | None = None
+    include: Sequence[str] = ()
 
 
 class HubBranch:
@@ -111,6 +113,7 @@ class HubBranch:
             token=self._hub.token,
             endpoint=self._hub.api.endpoint,
             whole=whole,
+            include=self._settings.include if whole else (),
             listener=self._listener,
         )
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ckptkit.core.errors import CkptkitError, RefusedError
+from ckptkit.hub.files import Skipped
 from ckptkit.hub.pushing import Pushed
 from ckptkit.storage.push_journal import StepPush
 
@@ -27,12 +28,14 @@ class AtHub:
         url: Where people see it.
         uploaded_bytes: What was uploaded for it just now.
         is_new: Whether it was made just now.
+        skipped: Files of the step that were not pushed with it, and why.
     """
 
     commit: str
     url: str
     uploaded_bytes: int = 0
     is_new: bool = True
+    skipped: tuple[Skipped, ...] = ()
 
 
 class Branch(Protocol):
@@ -143,7 +146,7 @@ class StepsAtHub:
         commits, self._commits = self._known(), None  # nobody knows, until it is done
         done = self._branch.push(folder, title, whole)
         self._commits = {**commits, title: done.commit}
-        return AtHub(done.commit, done.url, done.bytes_uploaded)
+        return AtHub(done.commit, done.url, done.bytes_uploaded, skipped=done.skipped)
 
     def tag(self, push: StepPush, found: AtHub) -> None:
         """Has the step's tag point to its commit.

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import glob
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 from transformers import trainer as trainer_module
 from transformers.trainer_utils import HubStrategy
 from transformers.utils import hub
 
+from ckptkit.hub.contents import MAX_SMALL_BYTES
+from ckptkit.hub.files import is_weights
+from ckptkit.hub.searching import secrets_in
 from ckptkit.integrations.seams import saves_whole_models
 from ckptkit.integrations.transformers_checkpoints import TrainerCheckpoints
 from ckptkit.integrations.transformers_model import save_model
@@ -17,6 +24,7 @@ from ckptkit.integrations.transformers_settings import hub_options
 from ckptkit.integrations.transformers_watchers import replaces_save_model
 from ckptkit.training.handle import SaveHandle
 
+logger = logging.getLogger(__name__)
 _NEVER_PUSHED = [".ckptkit*", ".checkpoint-*"]
 """What is no part of a model: the run's lock, and folders that are being written."""
 
@@ -56,6 +64,22 @@ def follow_up(trainer: Any, checkpoints: TrainerCheckpoints, handle: SaveHandle)
     trainer._push_from_checkpoint(str(folder))  # noqa: SLF001  there is no public way
 
 
+def _with_secrets(folder: Path, ignored: list[str], token: object) -> list[str]:
+    """Returns patterns of the files that hold a secret, and logs which these are."""
+    found = []
+    known = [token] if isinstance(token, str) else []
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if any(fnmatchcase(name, pattern) for pattern in ignored) or is_weights(name):
+            continue
+        if path.is_file() and path.stat().st_size < MAX_SMALL_BYTES:
+            kinds = secrets_in([path.read_bytes()], known)
+            if kinds:
+                logger.warning("%s is not pushed: it holds %s", name, ", ".join(kinds))
+                found.append(glob.escape(name))
+    return found
+
+
 @contextmanager
 def only_what_is_meant() -> Iterator[None]:
     """Has uploads leave out what of a run is no part of a model.
@@ -70,7 +94,9 @@ def only_what_is_meant() -> Iterator[None]:
     def upload_folder(**given: Any) -> Any:
         ignored = given.pop("ignore_patterns", None) or []
         ignored = [ignored] if isinstance(ignored, str) else list(ignored)
-        return upload(**given, ignore_patterns=[*ignored, *_NEVER_PUSHED])
+        ignored += _NEVER_PUSHED
+        ignored += _with_secrets(Path(given["folder_path"]), ignored, given.get("token"))
+        return upload(**given, ignore_patterns=ignored)
 
     uploader.upload_folder = upload_folder
     try:

@@ -15,6 +15,7 @@ HUB_OPTIONS = (
     "hub_strategy",
     "hub_private_repo",
     "hub_revision",
+    "hub_include",
     "hub_token",
     "hub_timeout_seconds",
 )
@@ -34,6 +35,7 @@ class HubSettings:
         private: Whether a repository that is made is private; None for the usual, private.
         revision: The branch; None for `main`.
         token: Of the Hub; None for that of the environment, or of the last login.
+        include: Patterns of files that go with the step itself.
         timeout_seconds: How long `close` waits for pushes.
     """
 
@@ -42,6 +44,7 @@ class HubSettings:
     private: bool | None = None
     revision: str | None = None
     token: str | None = field(default=None, repr=False)
+    include: tuple[str, ...] = ()
     timeout_seconds: float = 3600.0
 
     @property
@@ -58,6 +61,7 @@ class HubSettings:
         told += ["--revision", self.revision] if self.revision else []
         told += ["--at-end", "--last-only"] if self.at_end else []
         folder = _WHOLE_STEPS.get(self.strategy)
+        told += [f"--include={pattern}" for pattern in self.include]
         return [*told, "--whole-step", folder] if folder else told
 
     def shared(self) -> dict[str, Any]:
@@ -67,6 +71,7 @@ class HubSettings:
             "hub_strategy": self.strategy,
             "hub_private_repo": self.private,
             "hub_revision": self.revision,
+            "hub_include": list(self.include),
         }
 
 
@@ -101,6 +106,7 @@ def check_hub(given: dict[str, Any]) -> HubSettings | None:
         strategy=strategy,
         private=found.get("hub_private_repo"),
         revision=found.get("hub_revision"),
+        include=_include(found.get("hub_include", ()), strategy),
         token=found.get("hub_token"),
         timeout_seconds=_seconds(found.get("hub_timeout_seconds", HubSettings("").timeout_seconds)),
     )
@@ -119,6 +125,23 @@ def _check_texts(repo_id: object, found: Mapping[str, Any]) -> None:
             raise UsageError(
                 f"{a_kind(found[name])} was found where a {kind.__name__} was expected", where=name
             )
+
+
+def _include(value: object, strategy: HubStrategy) -> tuple[str, ...]:
+    patterns = [value] if isinstance(value, str) else value
+    if not isinstance(patterns, (list, tuple)) or not all(
+        isinstance(pattern, str) and pattern for pattern in patterns
+    ):
+        raise UsageError(
+            f"is {value!r:.100}, where patterns of file names were expected", where="hub_include"
+        )
+    if patterns and strategy not in _WHOLE_STEPS:
+        raise UsageError(
+            f"adds files to the step itself, which hub_strategy={strategy!r} does not push",
+            where="hub_include",
+            hint=f"pass hub_strategy as one of {', '.join(_WHOLE_STEPS)}",
+        )
+    return tuple(patterns)
 
 
 def _seconds(value: object) -> float:

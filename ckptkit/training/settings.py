@@ -73,6 +73,8 @@ class Options(TypedDict, total=False):
         hub_private_repo: Whether the repository is private, which one that is made for it is if
             left out; one that is there has to be as asked for.
         hub_revision: The branch; `main` when left out.
+        hub_include: Patterns of files that are pushed with the step itself although they are not
+            known as part of one, such as "notes/*". A file with a secret is never pushed.
         hub_token: Left out, that of HF_TOKEN or of the last login is taken.
         hub_timeout_seconds: How long `close` waits for pushes.
         listener: Is called with a `SaveReport` once a save has ended well, from the thread that
@@ -101,6 +103,7 @@ class Options(TypedDict, total=False):
     hub_strategy: HubStrategy
     hub_private_repo: bool | None
     hub_revision: str | None
+    hub_include: Sequence[str]
     hub_token: str | None
     hub_timeout_seconds: float
     listener: Callable[[SaveReport], None] | None

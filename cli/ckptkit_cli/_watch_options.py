@@ -73,6 +73,16 @@ WholeStep = Annotated[
         show_default=False,
     ),
 ]
+Include = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--include",
+        metavar="GLOB",
+        help="With --whole-step: push matching files of the step too, which are not known as part"
+        " of one; may be repeated.",
+        show_default=False,
+    ),
+]
 State = Annotated[
     str | None,
     typer.Option(

@@ -128,6 +128,7 @@ def _request(given: Mapping[str, Any]) -> WatchRequest:
         branch=BranchSettings(
             private=given["private"],
             revision=given["revision"],
+            include=_include(given, whole),
         ),
         tag_prefix=given["tag_prefix"],
         retention=Retention(
@@ -161,6 +162,17 @@ def _folder_name(text: str | None) -> str:
             hint="pass --whole-step last-checkpoint, or checkpoint-{step}",
         )
     return text or ""
+
+
+def _include(given: Mapping[str, Any], whole: str) -> tuple[str, ...]:
+    include = tuple(given["include"] or ())
+    if include and not whole:
+        raise UsageError(
+            "adds files of a step to what --whole-step pushes, and that was not passed",
+            where="--include",
+            hint="pass --whole-step last-checkpoint as well",
+        )
+    return include
 
 
 def _run(given: Mapping[str, Any]) -> PathLike:

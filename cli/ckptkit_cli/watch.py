@@ -27,6 +27,7 @@ def watch(
     tag_prefix: watch_options.TagPrefix = "step-",
     make: watch_options.As = "auto",
     whole_step: watch_options.WholeStep = None,
+    include: watch_options.Include = None,
     adapter: options.Adapter = None,
     adapter_config: options.AdapterConfig = None,
     dtype: options.DType = "keep",

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 import shutil
 import signal
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from transformers.utils import hub as transformers_hub
 
-from ckptkit.core.errors import HubError, UsageError
+from ckptkit.core.errors import HubError, RefusedError, UsageError
+from ckptkit.hub.searching import secrets_in
+from ckptkit.integrations.transformers_pushing import only_what_is_meant
 from ckptkit.storage.push_journal import WATCH_FOLDER
 from ckptkit.training import Checkpointer
-from ckptkit.training.push_settings import HubSettings
+from ckptkit.training.push_settings import HubSettings, HubStrategy
 from ckptkit.training.pushing import Pushing
 from ckptkit.training.settings import check_options
 from tests.hub_models import running_hub
 from tests.hub_server import TOKEN, HubServer
+from tests.planted_secrets import SECRETS
 
 REPO = "org/trained"
 WAIT = 120
@@ -172,3 +178,64 @@ def test_a_strategy_says_what_is_pushed_and_the_token_is_in_no_text() -> None:
     assert HubSettings(REPO, "checkpoint").arguments[-1] == "last-checkpoint"
     assert HubSettings(REPO, "end").arguments[-2:] == ["--at-end", "--last-only"]
     assert TOKEN not in f"{whole!r} {whole.shared()}"
+
+
+@pytest.mark.parametrize("strategy", ["every_save", "checkpoint", "all_checkpoints"])
+def test_no_secret_that_lies_in_a_step_is_pushed(
+    hub: HubServer, tmp_path: Path, strategy: HubStrategy
+) -> None:
+    text = f"export HF_TOKEN={TOKEN} WANDB_API_KEY=0f3a9c4e7b1d5826af90c3e71b4d8265ea7f3019"
+    strangers = dict.fromkeys([".env", "train.sh", "more/train.log", "id.pem"], text.encode())
+    files = {**strangers, "kept.json": b"{}", "asked.log": b"step 1"}
+    more = {} if strategy == "every_save" else {"hub_include": ["asked.log"]}
+    with checkpointer(tmp_path / "run", hub_strategy=strategy, **more) as saver:
+        saver.save(1, state(), files=files)
+    there = {path: hub.read(REPO, path) for path in hub.repo(REPO).files()}
+    assert not [path for path, data in there.items() if secrets_in([data], [TOKEN])]
+    folder = {"checkpoint": "last-checkpoint/", "all_checkpoints": "checkpoint-1/"}.get(strategy)
+    whole = {path.removeprefix(folder) for path in there if folder and path.startswith(folder)}
+    assert bool(whole) == (folder is not None)
+    assert not whole & strangers.keys()
+    assert not whole or {"kept.json", "asked.log"} < whole
+
+
+def test_a_step_with_a_secret_that_is_asked_for_is_not_pushed(
+    hub: HubServer, tmp_path: Path
+) -> None:
+    more = {"hub_strategy": "checkpoint", "hub_include": "*.log"}
+    saver = checkpointer(tmp_path / "run", **more)
+    saver.save(1, state(), files={"train.log": SECRETS["github classic"].encode()})
+    with pytest.raises(RefusedError, match=r"a GitHub token in last-checkpoint/train\.log"):
+        saver.close()
+    assert not hub.has(REPO)
+
+
+def test_files_with_secrets_are_left_out_where_the_trainer_itself_uploads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    found: list[list[str]] = []
+    api = transformers_hub.hf_api()
+    monkeypatch.setattr(
+        api, "upload_folder", lambda **given: found.append(given["ignore_patterns"])
+    )
+    for name in (".env", "logs/[a]*.txt", "train.sh", "_out/x.txt", "checkpoint-1/x.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(SECRETS["wandb netrc"])
+    (tmp_path / "README.md").write_text("nothing")
+    (tmp_path / "tokens.gz").write_bytes(gzip.compress(TOKEN.encode()))
+    with only_what_is_meant():
+        api.upload_folder(folder_path=str(tmp_path), token=TOKEN, ignore_patterns="_*")
+    (patterns,) = found
+    names = [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")]
+    kept = [name for name in names if not any(fnmatchcase(name, one) for one in patterns)]
+    assert sorted(kept) == ["README.md", "checkpoint-1", "logs"]
+    assert "train.sh is not pushed: it holds a Weights & Biases key" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"hub_include": [3], "hub_strategy": "checkpoint"}, {"hub_include": ["*"]}],
+)
+def test_patterns_that_are_none_or_for_nothing_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="hub_include"):
+        check_options({"push_to_hub": REPO, **options})
