@@ -237,5 +237,6 @@ def test_files_with_secrets_are_left_out_where_the_trainer_itself_uploads(
     [{"hub_include": [3], "hub_strategy": "checkpoint"}, {"hub_include": ["*"]}],
 )
 def test_patterns_that_are_none_or_for_nothing_are_refused(options: dict[str, Any]) -> None:
+    given: dict[str, Any] = {"push_to_hub": REPO} | options
     with pytest.raises(UsageError, match="hub_include"):
-        check_options({"push_to_hub": REPO, **options})
+        check_options(given)  # type: ignore[arg-type]
