@@ -209,27 +209,31 @@ def convert(src: PathLike, out: PathLike, *, to: Layout, **options: Unpack[Optio
     """
     from ckptkit.execution.events import ignore
     from ckptkit.pipeline.consolidating import run_consolidation
-    from ckptkit.pipeline.deleting import planned_removal
+    from ckptkit.pipeline.deleting import write_and_remove
     from ckptkit.pipeline.existing import confirmed
 
     overwrite = options.get("overwrite", False)
     if_exists, listener = options.get("if_exists", "error"), options.get("listener")
     check_if_exists(if_exists, overwrite=overwrite)
     job = _job(src, out, to, options)
-    removal = planned_removal(job) if options.get("delete_source", False) else None
+
+    def write() -> Manifest:
+        return run_consolidation(
+            job.src,
+            job.out,
+            job.request,
+            base=job.base,
+            overwrite=overwrite,
+            resources=job.resources,
+            listener=listener,
+            also=job.also,
+            resume=options.get("resume", False),
+        )
+
+    if options.get("delete_source", False):
+        return write_and_remove(job, write, listener or ignore, overwrite=overwrite)[0]
     earlier = confirmed(job, listener) if if_exists == "verify" else None
-    manifest = earlier or run_consolidation(
-        *(job.src, job.out, job.request),
-        base=job.base,
-        overwrite=overwrite,
-        resources=job.resources,
-        listener=listener,
-        also=job.also,
-        resume=options.get("resume", False),
-    )
-    if removal is not None:
-        removal.carry_out(manifest, listener or ignore)
-    return manifest
+    return earlier or write()
 
 
 def _job(src: PathLike, out: PathLike, to: Layout, options: Options) -> Consolidation:

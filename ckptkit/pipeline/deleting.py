@@ -2,22 +2,31 @@
 
 Only files that were read go, and only if nothing in them is lost: every tensor that they hold has
 to be in the output.
+
+A removal that is killed is finished by the same command. Before the first file goes, a record of
+all of them is written into the source, and it goes last.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import posixpath
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import xxhash
 
 from ckptkit.core.errors import (
+    CkptkitError,
     InputError,
+    MissingFileError,
+    NotACheckpointError,
+    OutputExistsError,
     RefusedError,
     SourceChangedError,
     UsageError,
@@ -25,18 +34,23 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.index import FileRef, Key, TensorEntry, TensorIndex
 from ckptkit.core.manifest import MANIFEST_NAME, Manifest
-from ckptkit.execution.events import Listener
-from ckptkit.formats.discovery import Unit, step_of
+from ckptkit.execution.events import Kept, Listener, Planned
+from ckptkit.formats.discovery import Unit, is_unit_folder, step_of
+from ckptkit.pipeline.existing import confirmed, earlier_output
 from ckptkit.pipeline.identity import IDENTITY, source_facts
 from ckptkit.pipeline.marking import marker
+from ckptkit.pipeline.opening import opened
 from ckptkit.pipeline.run_places import open_run, recorded_pushes
+from ckptkit.pipeline.source_places import resolved
 from ckptkit.pipeline.steps import step_folder
 from ckptkit.pipeline.verifying import run_verification
 from ckptkit.pipeline.writing import Prepared
 from ckptkit.planning.plan import SOURCE, Compute, Copy, Plan
+from ckptkit.planning.requests import changed_options
 from ckptkit.storage.base import Folder, is_there
+from ckptkit.storage.names import check_relative
 from ckptkit.storage.places import PathLike, Place, is_url, local_path, open_source, place_of
-from ckptkit.storage.removal import refuse_unremovable, remove_files
+from ckptkit.storage.removal import put_record, refuse_unremovable, remove_files
 from ckptkit.storage.step_marks import claim
 from ckptkit.storage.syscalls import detect_capabilities, open_for_reading
 
@@ -58,6 +72,8 @@ class SourceRemoval:
         markers: The files by which whoever reads it is known.
         identity: Of the source, as the manifest of the output has it.
         values: How many values that are no tensors the source holds; they are in no output.
+        request: What the output was made by, as JSON values.
+        manifest: Digest of the output's manifest, of a removal that was begun already; else empty.
     """
 
     root: Place
@@ -66,6 +82,8 @@ class SourceRemoval:
     markers: tuple[str, ...]
     identity: str
     values: int
+    request: Mapping[str, Any]
+    manifest: str = ""
 
     @property
     def size_bytes(self) -> int:
@@ -84,6 +102,8 @@ class SourceRemoval:
     def carry_out(self, manifest: Manifest, listener: Listener) -> None:
         """Removes the files, once all of the output was read back and found to be right.
 
+        Of a removal that was begun already, those that are left.
+
         Args:
             manifest: Of the output.
             listener: Is told how far the reading is.
@@ -98,19 +118,39 @@ class SourceRemoval:
         if manifest.source.get(IDENTITY) != self.identity:
             raise self._changed("it is another one than the output was made of")
         with open_source(self.root) as source:
-            other = source.changed(self.files)
+            left = [f for f in self.files if not self.manifest or is_there(source, f.path)]
+            other = source.changed(left)
         if other is not None:
             raise self._changed(f"{other.path!r} changed after it was read")
+        refuse_unremovable(self.root, [file.path for file in left])
         _refuse_step_in_use(self.root, self.files)
-        paths = [file.path for file in self.files]
         if is_url(self.root):
-            remove_files(self.root, paths)
+            self._remove(manifest)
             return
         mark = claim(local_path(self.root) / path for path in self.markers)
         if mark is None:
             raise _in_use(self.root)
         with mark:
-            remove_files(self.root, paths)
+            self._remove(manifest)
+
+    def _remove(self, manifest: Manifest) -> None:
+        name = _record_name(self.out)
+        if not self.manifest:
+            put_record(self.root, name, self._record(manifest))
+        remove_files(self.root, [file.path for file in self.files], last=name)
+
+    def _record(self, manifest: Manifest) -> bytes:
+        files = [[file.path, file.size_bytes, file.identity] for file in self.files]
+        record = {
+            "out": resolved(self.out),
+            "request": self.request,
+            "manifest": _digest(manifest.to_json()),
+            "identity": self.identity,
+            "values": self.values,
+            "markers": self.markers,
+            "files": files,
+        }
+        return json.dumps(record).encode()
 
     def _verify(self, manifest: Manifest, listener: Listener) -> None:
         where = os.fspath(self.out)
@@ -119,6 +159,7 @@ class SourceRemoval:
         with open_source(self.out) as output:
             size = output.stat(MANIFEST_NAME).size_bytes
             is_same = output.read(MANIFEST_NAME, 0, size) == manifest.to_json()
+            is_same = is_same and self.manifest in {"", _digest(manifest.to_json())}
         found = run_verification(self.out, listener=listener)
         if is_same and found.ok:
             return
@@ -137,8 +178,51 @@ class SourceRemoval:
         )
 
 
+def write_and_remove(
+    job: Consolidation, write: Callable[[], Manifest], listener: Listener, *, overwrite: bool
+) -> tuple[Manifest, SourceRemoval | None]:
+    """Writes an output and removes its source, each as far as an earlier run has not done it.
+
+    Args:
+        job: What is to be written.
+        write: Writes it.
+        listener: Is told how far the reading is.
+        overwrite: Whether an output that is there is written anew while its source is whole.
+
+    Returns:
+        The manifest, and what was removed; None where an earlier run has removed all of it.
+
+    Raises:
+        OutputExistsError: If the output that is there is another one; the source stays.
+        CkptkitError: What else went wrong; what is left of the source stays.
+    """
+    try:
+        removal = planned_removal(job)
+    except CkptkitError:
+        manifest = _finished(job, listener)
+        if manifest is None:
+            raise
+        return manifest, None
+    if removal.manifest:
+        manifest = earlier_output(job.out)
+        if manifest is None:
+            raise OutputExistsError(
+                "the removal of the source was begun, and its output is not there any more",
+                where=os.fspath(job.out),
+                hint="bring the output back, and run again; what is left of the source stays",
+            )
+        listener(Kept(os.fspath(job.out)))
+    else:
+        manifest = (None if overwrite else confirmed(job, listener)) or write()
+    removal.carry_out(manifest, listener)
+    return manifest, removal
+
+
 def planned_removal(job: Consolidation) -> SourceRemoval:
     """Finds what goes with the source of a job, before anything is written.
+
+    Returns:
+        All of it, or what an earlier run that was killed has recorded.
 
     Raises:
         InputError: If the source cannot be read.
@@ -151,24 +235,129 @@ def planned_removal(job: Consolidation) -> SourceRemoval:
             where=_OPTION,
             hint="leave it out, and remove the files by hand",
         )
+    refuse_linked(job.src)
+    earlier = _unfinished(job)
+    if earlier is not None:
+        return earlier
     with job.prepared() as prepared:
-        return removal_of(prepared, job.src, job.out)
+        return _removal_of(prepared, job)
 
 
-def removal_of(prepared: Prepared, src: PathLike, out: PathLike) -> SourceRemoval:
-    """Finds what goes with the source of a plan.
+def refuse_linked(src: PathLike) -> None:
+    """Refuses a source that is a link, or that lies in a step which is one.
 
-    Args:
-        prepared: The plan.
-        src: The source as it was given.
-        out: The output.
+    A link further up, such as one to another disk, is a way to the same files as any other.
 
     Raises:
-        RefusedError: If something would be lost that is not in the output.
+        RefusedError: If it is one.
     """
+    if is_url(src):
+        return
+    path = local_path(src).absolute()
+    for one in (path, *path.parents):
+        target = one.resolve().name
+        if one.is_symlink() and (one == path or _is_of_step(one.name) or _is_of_step(target)):
+            raise RefusedError(
+                f"{str(one)!r} is a link to {str(one.resolve())!r}, whose files are not removed",
+                where=f"{_OPTION} {os.fspath(src)}",
+                hint="name the directory that the link stands for, or leave --delete-source out",
+            )
+
+
+def _is_of_step(name: str) -> bool:
+    return step_of(name) is not None or is_unit_folder(name)
+
+
+def _request_of(job: Consolidation) -> dict[str, Any]:
+    base = None if job.base is None else os.fspath(job.base)
+    facts = {**changed_options(job.request), "base": base, "src": resolved(job.src)}
+    plain: dict[str, Any] = json.loads(json.dumps(facts, default=os.fspath))
+    return plain
+
+
+def _record_name(out: PathLike) -> str:
+    return f".ckptkit-removal-{_digest(resolved(out).encode(errors='surrogateescape'))}"
+
+
+def _digest(data: bytes) -> str:
+    return xxhash.xxh3_128(data).hexdigest()
+
+
+def _unfinished(job: Consolidation) -> SourceRemoval | None:
+    """Returns the removal that a killed run of the same command has begun; None for none."""
+    src, name = place_of(job.src), _record_name(job.out)
+    for root in (src, src.beside(posixpath.dirname(src.rstrip("/")))):
+        record = _read_record(root, name)
+        if record is None or record["out"] != resolved(job.out):
+            continue
+        if record["request"] != _request_of(job):
+            raise OutputExistsError(
+                "the source is being removed for an output that was made with other options",
+                where=os.fspath(job.out),
+                hint="run the same command as before, to finish the removal",
+            )
+        for path, _, _ in record["files"]:
+            check_relative(path, f"{root.location}/{name}")
+        return SourceRemoval(
+            root=root,
+            out=job.out,
+            files=tuple(FileRef(*file) for file in record["files"]),
+            markers=tuple(record["markers"]),
+            identity=record["identity"],
+            values=record["values"],
+            request=record["request"],
+            manifest=record["manifest"],
+        )
+    return None
+
+
+def _read_record(root: Place, name: str) -> Any:
+    try:
+        with open_source(root) as source:
+            size = source.stat(name).size_bytes
+            return json.loads(source.read(name, 0, size))
+    except (MissingFileError, NotACheckpointError, ValueError, OSError):
+        return None
+
+
+def _finished(job: Consolidation, listener: Listener) -> Manifest | None:
+    """Returns the manifest of an output whose source was removed by an earlier run of the command.
+
+    Nothing of the model is in the source any more, and the output was made from there in the same
+    way, and is proven.
+    """
+    if job.also or _holds_model(job.src):
+        return None
+    manifest = earlier_output(job.out)
+    if manifest is None or manifest.options != changed_options(job.request):
+        return None
+    made_of, src = resolved(str(manifest.source.get("path", ""))), resolved(job.src)
+    if made_of != src and not made_of.startswith(f"{src}/"):
+        return None
+    if not run_verification(job.out, listener=listener).ok:
+        return None
+    listener(Kept(os.fspath(job.out)))
+    listener(Planned((f"the source {src} was removed by an earlier run",)))
+    if not is_url(src):
+        with suppress(OSError):  # something else lies there, as it may
+            local_path(src).rmdir()
+    return manifest
+
+
+def _holds_model(src: PathLike) -> bool:
+    try:
+        with opened(src) as checkpoint:
+            return next(iter(checkpoint.index.of_part("model")), None) is not None
+    except NotACheckpointError:
+        return False
+    except CkptkitError:
+        return True
+
+
+def _removal_of(prepared: Prepared, job: Consolidation) -> SourceRemoval:
     checkpoint = prepared.checkpoint
     folder = checkpoint.source.folders[0]
-    root = place_of(src).beside(folder.location)
+    root = place_of(job.src).beside(folder.location)
     read = _read_keys(prepared.plan)
     holding = _files_by_key(checkpoint.index)
     used = {path for key in read for path in holding.get(key, ())}
@@ -183,11 +372,12 @@ def removal_of(prepared: Prepared, src: PathLike, out: PathLike) -> SourceRemova
     _refuse_step_in_use(root, files)
     return SourceRemoval(
         root=root,
-        out=out,
+        out=job.out,
         files=files,
         markers=tuple(marker(unit.candidate) for unit in units),
         identity=source_facts(prepared.sources)[IDENTITY],
         values=len(checkpoint.index.values),
+        request=_request_of(job),
     )
 
 
@@ -308,8 +498,7 @@ def _in_use(place: Place) -> RefusedError:
     return RefusedError(
         "somebody reads the source at this moment; it was not removed",
         where=place.location,
-        hint="wait until that is done, and remove it by hand or with the same command and"
-        " --if-exists verify",
+        hint="wait until that is done, and run the same command again",
     )
 
 

@@ -48,7 +48,7 @@ def confirmed(job: Consolidation, listener: Listener | None = None) -> Manifest 
         InputError: If the source cannot be read.
         RefusedError: If the request cannot be met.
     """
-    earlier = _earlier(job.out)
+    earlier = earlier_output(job.out)
     if earlier is None:
         return None
     listener = listener or ignore
@@ -81,7 +81,7 @@ def written_already(wanted: Prepared, out: PathLike) -> Manifest | None:
     Its files are there with their sizes; what is in them is not read.
     """
     try:
-        earlier = _earlier(out)
+        earlier = earlier_output(out)
         if earlier is None or next(_differences(wanted, earlier), None) is not None:
             return None
         with open_source(out) as source:
@@ -92,7 +92,8 @@ def written_already(wanted: Prepared, out: PathLike) -> Manifest | None:
     return earlier if whole else None
 
 
-def _earlier(out: PathLike) -> Manifest | None:
+def earlier_output(out: PathLike) -> Manifest | None:
+    """Returns the manifest of an output of ours that is there; None for none."""
     try:
         with open_source(out) as source:
             size = source.stat(MANIFEST_NAME).size_bytes

@@ -90,7 +90,7 @@ def write_resumably(
         with job.prepared() as plan:
             return _write(plan, target, listener, resume=resume)
     except BaseException:
-        if resume and target.has_finished:
+        if resume and target.has_finished and not target.is_filled:
             target.leave()
             listener(Left(str(target.folder)))
         raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -11,6 +12,7 @@ from ckptkit.storage.locations import Place, is_url, local_path
 from ckptkit.storage.remote_store import RemoteStore, store_of
 from ckptkit.storage.retries import retried
 from ckptkit.storage.store_errors import writing_to
+from ckptkit.storage.syscalls import OpenFile, detect_capabilities, sync_directory
 
 _READ_ONLY = frozenset({"hf", "http", "https"})
 
@@ -44,39 +46,79 @@ def refuse_unremovable(root: Place, paths: Collection[str]) -> None:
             )
 
 
-def remove_files(root: Place, paths: Sequence[str]) -> None:
+def put_record(root: Place, name: str, data: bytes) -> None:
+    """Writes a small file that is durable and whole, or not there.
+
+    Raises:
+        OutputError: If it cannot be written.
+    """
+    if is_url(root):
+        store = store_of(root)
+        with writing_to(root.location, store.options)():
+            path = f"{store.path_of(root.location)}/{name}"
+            retried(lambda: store.filesystem.pipe_file(path, data), store.patience, what=name)
+        return
+    folder, capabilities = local_path(root).resolve(), detect_capabilities()
+    new = folder / f"{name}.new"
+    try:
+        file = OpenFile(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, capabilities)
+        try:
+            file.write_at(0, memoryview(data))
+            file.sync()
+        finally:
+            file.close()
+        new.replace(folder / name)
+        sync_directory(folder, capabilities)
+    except OSError as error:
+        raise OutputError(
+            f"the removal cannot be recorded: {error.strerror}",
+            where=root.location,
+            hint="the output is whole and verified; the source was not removed",
+        ) from error
+
+
+def remove_files(root: Place, paths: Sequence[str], *, last: str) -> None:
     """Removes files in the order that they are given in, and folders that are empty then.
 
     Args:
         root: The place that they lie in; it stays, unless it is left empty.
-        paths: Relative to it.
+        paths: Relative to it; some may have been removed already.
+        last: The file by which the removal is known, which goes after all folders.
 
     Raises:
         OutputError: If one stays; so do those after it.
     """
     if is_url(root):
-        _remove_objects(root, paths)
+        _remove_objects(root, [*paths, last])
         return
     folder = local_path(root).resolve()
+    (folder / f"{last}.new").unlink(missing_ok=True)
     for number, path in enumerate(paths):
-        try:
-            (folder / path).unlink()
-        except OSError as error:
-            raise OutputError(
-                f"{path!r} cannot be removed, nor {len(paths) - number - 1} files after it:"
-                f" {error.strerror}",
-                where=root.location,
-                hint="the output is whole and verified; remove the rest by hand",
-            ) from error
-    with suppress(OSError):  # something else lies there, as it may
-        for parent in sorted({(folder / path).parent for path in paths}, reverse=True):
-            _remove_empty(parent, folder)
+        _remove_file(root, folder / path, f"{path!r}, and {len(paths) - number - 1} files after it")
+    for parent in sorted({(folder / path).parent for path in paths}, reverse=True):
+        _remove_empty(parent, folder)
+    _remove_file(root, folder / last, "the record of the removal")
+    _remove_empty(folder, folder)
+
+
+def _remove_file(root: Place, path: Path, what: str) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise OutputError(
+            f"cannot be removed: {what}: {error.strerror}",
+            where=root.location,
+            hint="the output is whole and verified; run the same command again, or remove the"
+            " rest by hand",
+        ) from error
 
 
 def _remove_empty(path: Path, root: Path) -> None:
-    while path.is_relative_to(root) and not any(path.iterdir()):
-        path.rmdir()
-        path = path.parent
+    with suppress(OSError):  # something else lies there, as it may
+        while path.is_relative_to(root):
+            if path.exists():
+                path.rmdir()
+            path = path.parent
 
 
 def _remove_objects(root: Place, paths: Sequence[str]) -> None:

@@ -141,6 +141,16 @@ class LocalTarget:
             for folder in {self._out.parent, *(path.parent for path in made)}:
                 sync_directory(folder, self._capabilities)
         self._work.remove()
+        self._sweep()  # what killed runs left to be resumed is of no use any more
+
+    @property
+    def is_filled(self) -> bool:
+        """Whether another process has filled the destination, so that nothing can be committed."""
+        return not self._overwrite and self._out.is_dir() and not is_empty(self._out)
+
+    def _sweep(self) -> None:
+        for parent in (self._out.parent, self._out):
+            sweep_work_folders(parent, self._out, self._capabilities)
 
     def abandon(self) -> None:
         """Removes what was written; does nothing after a commit, or where it was left."""
@@ -207,13 +217,11 @@ class LocalTarget:
             )
 
     def _prepare(self) -> WorkFolder:
-        out = self._out
         found = self._reclaimed() if self._resume else None
-        for parent in (out.parent, out):
-            sweep_work_folders(parent, out, self._capabilities)
-        if out.is_dir() and not self._overwrite and not is_empty(out):
+        self._sweep()
+        if self.is_filled:
             if found is not None:
-                found.release()
+                found.remove()
             raise self._filled()
         self.has_finished = found is not None
         return found or self._claimed()

@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 
-from ckptkit_cli.main import main
+from ckptkit_cli.main import end_on_signals, main
 
 _STDIN = 0
 
@@ -35,6 +35,7 @@ def _end_with_batch() -> None:
 
 def run() -> int:
     """Runs the job; returns its exit status."""
+    end_on_signals()
     words = json.loads(_first_line())
     threading.Thread(target=_end_with_batch, daemon=True).start()
     return main(words)

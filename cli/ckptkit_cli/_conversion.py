@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.core.errors import UsageError
@@ -169,11 +170,12 @@ class Job:
         """Writes the output, and tells what was written."""
         began = time.perf_counter()
         with Progress(output, self.title) as progress:
-            removal = self._removal() if self.deletes else None
-            manifest = self._confirmed(progress) or self._written(progress)
+            removal = None
+            if self.deletes:
+                manifest, removal = self._written_and_removed(progress)
+            else:
+                manifest = self._confirmed(progress) or self._written(progress)
             seconds = time.perf_counter() - began
-            if removal is not None:
-                removal.carry_out(manifest, progress.listen)
         self._tell(output, manifest, seconds, progress, removal)
 
     def run_slice(self, output: Output, share: Share) -> None:
@@ -246,6 +248,16 @@ class Job:
             resume=self.resumes,
         )
 
+    def _written_and_removed(self, progress: Progress) -> tuple[Manifest, SourceRemoval | None]:
+        from ckptkit.pipeline.deleting import write_and_remove
+
+        return write_and_remove(
+            self._consolidation(),
+            partial(self._written, progress),
+            progress.listen,
+            overwrite=self.overwrite,
+        )
+
     def _removal(self) -> SourceRemoval:
         from ckptkit.pipeline.deleting import planned_removal
 
@@ -258,6 +270,11 @@ class Job:
         from ckptkit_cli._plan_page import plan_json, plan_page
         from ckptkit_cli._removal_page import planned_page, removal_json
 
+        removal = self._removal() if self.deletes else None
+        if removal is not None and removal.manifest:  # it was begun already
+            output.document(removal_json(removal))
+            output.lines(planned_page(output, removal))
+            return
         src, out, also, base = (
             self.places.src,
             self.places.out,
@@ -269,7 +286,6 @@ class Job:
         with prepared(
             src, out, self.request, base=base, resources=self.resources, also=also
         ) as plan:
-            removal = self._removal() if self.deletes else None
             output.document(plan_json(plan, out) | removal_json(removal))
             output.lines(plan_page(output, plan, out))
             output.lines(planned_page(output, removal))

@@ -1,91 +1,16 @@
-"""The entry point: commands, streams, signals and exit statuses."""
+"""The entry point. It imports next to nothing, so that signals are handled before the rest is."""
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]  # `signal` imports enum, which takes longer
+import os
 import sys
-from collections.abc import Sequence
-from typing import Annotated
 
-import typer
+TYPE_CHECKING = False  # typing.TYPE_CHECKING would import typing
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
-from ckptkit.version import __version__
-from ckptkit_cli._failures import show_bug, show_stop, show_usage
-from ckptkit_cli._output import Output
-from ckptkit_cli._plain_command import PlainCommand, PlainGroup, UsageFailure
-from ckptkit_cli._signals import Stopped, raise_on_signals
-from ckptkit_cli._streams import flush_streams, prepare_streams
-from ckptkit_cli.adapter import adapter_group
-from ckptkit_cli.batch import batch
-from ckptkit_cli.consolidate import consolidate
-from ckptkit_cli.convert import convert
-from ckptkit_cli.diff import diff
-from ckptkit_cli.inspect import inspect
-from ckptkit_cli.ls import ls
-from ckptkit_cli.prune import prune
-from ckptkit_cli.pull import pull
-from ckptkit_cli.push import push
-from ckptkit_cli.save_now import save_now
-from ckptkit_cli.verify import verify
-from ckptkit_cli.watch import watch
-
-_EPILOG = (
-    "Exit statuses: 0 done, 1 a bug of ckptkit, 2 wrong usage, 3 unreadable, damaged or incomplete"
-    " input, 4 impossible or refused request, 5 the output exists, 6 verification failed or a"
-    " difference found, 7 the Hub refused or was not reached, 130 interrupted, 143 terminated."
-)
-
-
-def _show_version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"ckptkit {__version__}")
-        raise typer.Exit
-
-
-def _options(
-    _version: Annotated[
-        bool,
-        typer.Option(
-            "--version",
-            help="Show the version and exit.",
-            is_eager=True,
-            callback=_show_version,
-            show_default=False,
-        ),
-    ] = False,
-) -> None:
-    """Turns sharded training checkpoints into model folders that load, with proof of every byte."""
-
-
-def make_application() -> typer.Typer:
-    """Returns the program: all commands, by their names."""
-    application = typer.Typer(
-        name="ckptkit",
-        cls=PlainGroup,
-        add_completion=False,
-        no_args_is_help=True,
-        rich_markup_mode=None,
-        pretty_exceptions_enable=False,
-        context_settings={"help_option_names": ["-h", "--help"]},
-        epilog=_EPILOG,
-    )
-    application.callback()(_options)
-    for command in (
-        inspect,
-        consolidate,
-        convert,
-        verify,
-        diff,
-        save_now,
-        ls,
-        prune,
-        batch,
-        push,
-        pull,
-        watch,
-    ):
-        application.command(cls=PlainCommand)(command)
-    application.add_typer(adapter_group())
-    return application
+_SIGNALLED = 128
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -97,24 +22,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit status.
     """
-    prepare_streams()
-    raise_on_signals()
-    try:
-        status = _run(arguments)
-    except Stopped as stop:
-        status = show_stop(Output(), stop)
-    except Exception as error:  # noqa: BLE001  whatever escapes to here is a bug, and told as one
-        status = show_bug(Output(), error)
-    flush_streams()
-    return status
+    end_on_signals()
+    from ckptkit_cli._application import run_application
+
+    return run_application(sys.argv[1:] if arguments is None else list(arguments))
 
 
-def _run(arguments: Sequence[str] | None) -> int:
-    words = sys.argv[1:] if arguments is None else list(arguments)
+def end_on_signals() -> None:
+    """Makes a signal end the process with one line; there is nothing to clean up yet.
+
+    Signals that the parent chose to ignore, as nohup does, stay ignored.
+    """
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):  # Windows has no SIGHUP
+        number = getattr(_signal, name, None)
+        if number is not None and _signal.getsignal(number) != _signal.SIG_IGN:
+            _signal.signal(number, _end)
+
+
+def _end(number: int, _frame: object) -> None:
+    name = next(n for n in ("SIGINT", "SIGTERM", "SIGHUP") if getattr(_signal, n, 0) == number)
+    code = "interrupted" if name == "SIGINT" else "terminated"
     try:
-        status = make_application()(args=words, prog_name="ckptkit", standalone_mode=False)
-    except UsageFailure as failure:
-        return show_usage(words, failure)
-    except SystemExit as end:
-        status = end.code
-    return status if isinstance(status, int) else 0
+        os.write(2, f"{code}: stopped by {name}\n".encode())
+    finally:
+        os._exit(_SIGNALLED + number)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import typer
 
+from ckptkit_cli._application import make_application
 from ckptkit_cli.main import main
-from ckptkit_cli.main import make_application as application
 
 
 def all_commands(group: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -21,7 +21,7 @@ def all_commands(group: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[tupl
             yield (*words, name), command
 
 
-COMMANDS = dict(all_commands(typer.main.get_command(application())))
+COMMANDS = dict(all_commands(typer.main.get_command(make_application())))
 OPTIONS = [
     (words, option)
     for words, command in COMMANDS.items()

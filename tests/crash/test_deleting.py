@@ -18,6 +18,7 @@ from torch.distributed import checkpoint as dcp
 import ckptkit
 from ckptkit.core.errors import (
     CkptkitError,
+    OutputExistsError,
     RefusedError,
     SourceChangedError,
     UsageError,
@@ -305,3 +306,181 @@ def test_a_slice_neither_removes_nor_resumes(source: Callable[[str], Path], opti
     done = command(run, option, "--slice", "0/2")
     assert done.returncode == 2
     assert option in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("case", "options"),
+    [
+        (SEPARATE, {}),
+        (TOGETHER, {"to": "dcp", "optimizer": True}),
+        ("dcp_hf_fsdp2", {}),
+        ("deepspeed_0_17_zero3", {"to": "dcp", "optimizer": True, "dtype": "float32"}),
+        ("verl_fsdp1", {}),
+        ("hf_sharded", {}),
+        ("torch_bin_sharded", {}),
+        ("accelerate_ddp_bin", {}),
+    ],
+)
+def test_a_removal_that_is_killed_is_finished_by_the_same_command(
+    tmp_path: Path, case: str, options: dict[str, Any]
+) -> None:
+    program = [sys.executable, "-m", "tests.crash.removal_kills", FIXTURES / case / "checkpoint"]
+    done = subprocess.run(
+        [*map(str, program), str(tmp_path), json.dumps(options)],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["wrong"] == {}
+    assert found["kills"] >= 4
+
+
+def interrupted(run: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Path:
+    """Leaves a removal after its first file; the record of it is in the source then."""
+    unlink, gone = Path.unlink, []
+
+    def stop_after_one(path: Path, **others: Any) -> None:
+        if path.is_relative_to(run) and path.suffix == ".distcp":
+            raise KeyboardInterrupt
+        unlink(path, **others)
+        gone.append(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", stop_after_one)
+        with pytest.raises(KeyboardInterrupt):
+            consolidated(run, **options)
+    assert gone
+    return run.parent / "out"
+
+
+def test_what_is_left_stays_if_it_changed_after_the_kill(
+    source: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = source(SEPARATE)
+    interrupted(run, monkeypatch)
+    data = min(run.glob("pytorch_model_fsdp_0/*.distcp"))
+    data.write_bytes(data.read_bytes() + b"x")
+    assert "was not removed" in refused(run, SourceChangedError).message
+
+
+def test_what_is_left_stays_if_the_output_is_damaged_or_gone(
+    source: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = source(SEPARATE)
+    out = interrupted(run, monkeypatch)
+    weights = out / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    refused(run, VerificationError)
+    shutil.rmtree(out)
+    assert "its output is not there any more" in refused(run, OutputExistsError).message
+
+
+def test_other_options_do_not_finish_a_removal(
+    source: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = source(SEPARATE)
+    interrupted(run, monkeypatch)
+    error = refused(run, OutputExistsError, dtype="bfloat16")
+    assert "made with other options" in error.message
+    assert "run the same command" in error.hint
+
+
+def test_a_removal_is_finished_where_the_newest_step_of_a_run_was_taken(
+    source: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = source(SEPARATE)
+    run = checkpoint.parent / "steps"
+    shutil.copytree(checkpoint, run / "checkpoint-1")
+    shutil.copytree(checkpoint, run / "checkpoint-2")
+    interrupted(run, monkeypatch)
+    consolidated(run)
+    assert not (run / "checkpoint-2" / "pytorch_model_fsdp_0").exists()
+    assert files(run / "checkpoint-1") == files(checkpoint)
+    assert not [path for path in files(run) if "ckptkit-removal" in path]
+
+
+def test_a_removal_is_finished_by_the_command_and_shown_by_a_dry_run(
+    source: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = source(SEPARATE)
+    interrupted(run, monkeypatch)
+    before = files(run)
+    planned = command(run, "--delete-source", "--dry-run", "--json")
+    assert len(json.loads(planned.stdout)["deleted"]["files"]) == 3
+    assert files(run) == before
+    done = command(run, "--delete-source")
+    assert (done.returncode, "removed    3 files" in done.stdout) == (0, True), done.stderr
+    again = command(run, "--delete-source")
+    assert again.returncode == 0, again.stderr
+    assert "was removed by an earlier run" in again.stderr
+
+
+def test_objects_that_are_left_are_removed_by_the_same_command(
+    object_store: ObjectStore, source: Callable[[str], Path]
+) -> None:
+    run = source(SEPARATE)
+    bucket = object_store.bucket("deleting")
+    bucket.clear()
+    bucket.put_tree(run, "run")
+    before = bucket.keys("run/")
+    place = Place(f"{bucket.url}/run", object_store.options)
+    out = Place(f"{bucket.url}/out", object_store.options)
+
+    def consolidate() -> None:
+        ckptkit.consolidate(place, out, names="live", delete_source=True)
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ckptkit.storage.removal._remove_object", stop)
+        with pytest.raises(KeyboardInterrupt):
+            consolidate()
+    assert len(bucket.keys("run/")) == len(before) + 1  # the record
+    for _ in range(2):
+        consolidate()
+        stays = [key for key in before if "pytorch_model_fsdp_0/" not in key]
+        assert bucket.keys("run/") == stays
+
+
+@pytest.mark.parametrize("given", ["latest", "latest/", "latest/pytorch_model_fsdp_0"])
+def test_a_source_that_is_a_link_is_refused(source: Callable[[str], Path], given: str) -> None:
+    checkpoint = source(SEPARATE)
+    step = checkpoint.parent / "checkpoint-2"
+    checkpoint.rename(step)
+    (step.parent / "latest").symlink_to(step.name)
+    before = files(step)
+    with pytest.raises(RefusedError, match="is a link to") as caught:
+        ckptkit.consolidate(
+            f"{step.parent}/{given}", step.parent / "out", names="live", delete_source=True
+        )
+    assert "name the directory that the link stands for" in caught.value.hint
+    assert files(step) == before
+    assert not (step.parent / "out").exists()
+
+
+def test_a_step_of_a_run_that_is_a_link_is_not_followed(source: Callable[[str], Path]) -> None:
+    checkpoint = source(SEPARATE)
+    run = checkpoint.parent / "steps"
+    run.mkdir()
+    (run / "checkpoint-2").symlink_to(checkpoint)
+    before = files(checkpoint)
+    with pytest.raises(CkptkitError):
+        ckptkit.consolidate(run, run.parent / "out", names="live", delete_source=True)
+    assert files(checkpoint) == before
+
+
+def test_a_link_far_above_the_source_is_a_way_like_any_other(
+    source: Callable[[str], Path],
+) -> None:
+    checkpoint = source(SEPARATE)
+    disk = checkpoint.parent / "disk"
+    disk.mkdir()
+    checkpoint.rename(disk / "run")
+    (disk.parent / "home").symlink_to(disk)
+    consolidated(disk.parent / "home" / "run")
+    assert not (disk / "run" / "pytorch_model_fsdp_0").exists()

@@ -17,7 +17,13 @@ import pytest
 import safetensors.numpy
 
 import ckptkit
-from ckptkit.core.errors import ChecksumError, CkptkitError, NoSpaceError, RefusedError
+from ckptkit.core.errors import (
+    ChecksumError,
+    CkptkitError,
+    NoSpaceError,
+    OutputExistsError,
+    RefusedError,
+)
 from ckptkit.execution.events import BytesWritten, Event, Left, Planned, Started
 from ckptkit.execution.ledger import ChecksumLedger
 from ckptkit.planning.requests import Layout
@@ -315,3 +321,54 @@ def test_where_nothing_can_be_resumed_it_is_refused(
     with pytest.raises(kind, match="--resume") as caught:
         resumed(source, place, **options)  # type: ignore[arg-type]
     assert "--slice" in caught.value.hint
+
+
+def started(source: Path, out: Path) -> subprocess.Popen[str]:
+    """Starts a run that takes long enough for others to begin meanwhile."""
+    root = Path(__file__).resolve().parents[2]
+    return subprocess.Popen(
+        [
+            *(sys.executable, "-m", "ckptkit_cli", "consolidate", str(source), str(out)),
+            *("--resume", "--max-shard-size", SIZE, "--bandwidth", "12MB", "--names", "live"),
+        ],
+        env=os.environ | {"PYTHONPATH": f"{root}:{root / 'cli'}", "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_of_three_runs_at_once_one_wins_and_the_others_leave_nothing(
+    source: Path, tmp_path: Path, *, dies: bool
+) -> None:
+    out = tmp_path / "out"
+    runs = [started(source, out) for _ in range(3)]
+    end = time.monotonic() + 60
+    while len(hidden(out)) < 3 and time.monotonic() < end:
+        time.sleep(0.01)
+    while not journaled(out) and time.monotonic() < end:
+        time.sleep(0.01)
+    if dies:
+        runs[0].kill()
+    told = [run.communicate(timeout=120)[1] for run in runs]
+    statuses = sorted(run.returncode for run in runs)
+    assert statuses == ([-9, 0, 5] if dies else [0, 5, 5]), told
+    losers = [text for run, text in zip(runs, told, strict=True) if run.returncode == 5]
+    assert all("error[output-exists]" in text and "Traceback" not in text for text in losers)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert ckptkit.verify(out)
+
+
+def test_what_a_killed_run_left_goes_once_another_run_has_filled_the_place(
+    source: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    interrupted(source, out, files=1, error=Stop())
+    assert len(hidden(out)) == 1
+    (out / "mine").mkdir(parents=True)
+    (out / "mine" / "x").touch()
+    with pytest.raises(OutputExistsError):
+        LocalTarget(out, resume=True)
+    assert hidden(out) == []
+    assert (out / "mine" / "x").exists()

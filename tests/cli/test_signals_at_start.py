@@ -1,0 +1,88 @@
+"""Signals while the command starts: one line, and the exit status that a shell expects."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LLAMA = ROOT / "fixtures" / "accelerate_fsdp2_tied_with_config" / "checkpoint"
+ENVIRONMENT = os.environ | {
+    "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "cli")]),
+    "OMP_NUM_THREADS": "1",
+}
+# What a console script does, and what `python -m` does. The pipe tells when the first import begins
+# that takes time; what ends the interpreter before is told by the interpreter.
+ANNOUNCED = """
+import os, sys
+def watch(event, arguments):
+    if event == "import" and arguments[0] == "ckptkit_cli._application":
+        os.write(1, b"x")
+sys.addaudithook(watch)
+"""
+SCRIPT = f"{ANNOUNCED}\nfrom ckptkit_cli.main import main; sys.exit(main())"
+MODULE = f"{ANNOUNCED}\nimport runpy; runpy.run_module('ckptkit_cli', run_name='__main__')"
+TOLD = {
+    signal.SIGINT: (130, "interrupted: stopped by SIGINT\n"),
+    signal.SIGTERM: (143, "terminated: stopped by SIGTERM\n"),
+    signal.SIGHUP: (129, "terminated: stopped by SIGHUP\n"),
+}
+# Milliseconds from the first instruction on, up to well into the command.
+DELAYS = [0, 1, 2, 4, 7, 10, 15, 20, 30, 40, 55, 70, 90, 120, 150, 190, 240, 300, 400]
+
+
+def signalled(program: str, number: signal.Signals, delay: float) -> tuple[int, str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, "inspect", str(LLAMA)],
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.read(1) == "x"
+    time.sleep(delay)
+    process.send_signal(number)
+    _, told = process.communicate(timeout=60)
+    return process.returncode, told
+
+
+@pytest.mark.parametrize("program", [SCRIPT, MODULE], ids=["script", "module"])
+@pytest.mark.parametrize("number", TOLD, ids=lambda number: number.name)
+def test_a_signal_at_any_time_of_the_start_is_told_in_one_line(
+    number: signal.Signals, program: str
+) -> None:
+    ended = set()
+    delays = DELAYS if (number, program) == (signal.SIGINT, SCRIPT) else DELAYS[::5]
+    for delay in delays:
+        status, told = signalled(program, number, delay / 1000)
+        ended.add(status)
+        if status:
+            assert (status, told) == TOLD[number], f"after {delay} ms"
+    assert TOLD[number][0] in ended
+
+
+def test_a_signal_that_the_parent_ignores_stays_ignored() -> None:
+    program = f"import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n{SCRIPT}"
+    assert signalled(program, signal.SIGINT, 0.02)[0] == 0
+
+
+def test_the_first_module_imports_next_to_nothing() -> None:
+    program = (
+        "import sys; before = set(sys.modules); import ckptkit_cli.main;"
+        "print(*sorted(set(sys.modules) - before))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert set(done.stdout.split()) <= {"__future__", "ckptkit_cli", "ckptkit_cli.main"}
