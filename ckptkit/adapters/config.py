@@ -27,6 +27,7 @@ from ckptkit.adapters.config_values import (
     whole,
 )
 from ckptkit.core.errors import FormatError, UnsupportedError
+from ckptkit.planning.peft_names import advice_on, refusal_of
 
 _Value = TypeVar("_Value")
 Bias = Literal["none", "all", "lora_only"]
@@ -200,9 +201,9 @@ def _refuse_other_methods(document: Mapping[str, Any], where: str) -> None:
     method = document.get("peft_type", "LORA")
     if method != "LORA":
         raise UnsupportedError(
-            f"holds an adapter of PEFT's method {method!r}; LoRA, rsLoRA and DoRA are modelled",
+            f"holds an adapter of PEFT's method {method!r}{refusal_of(str(method))}",
             where=where,
-            hint=_HINT,
+            hint=advice_on(str(method)),
         )
 
 

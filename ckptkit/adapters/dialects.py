@@ -13,9 +13,10 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ckptkit.adapters.config import PEFT_PREFIX, LoraSettings
-from ckptkit.adapters.names import AdapterNames, tuner_of, vocabulary_of
+from ckptkit.adapters.names import AdapterNames, vocabulary_of
 from ckptkit.core.errors import FormatError, UnsupportedError
 from ckptkit.core.index import Fqn, TensorEntry
+from ckptkit.planning.peft_names import LORA, advice_on, find_adapter, refusal_of
 
 DEFAULT = "default"
 """PEFT's name for an adapter that nobody named."""
@@ -24,6 +25,7 @@ LORA_A, LORA_B = "lora_A", "lora_B"
 EMBEDDING_A, EMBEDDING_B = "lora_embedding_A", "lora_embedding_B"
 MAGNITUDE = "lora_magnitude_vector"
 TOKENS = "trainable_tokens_delta"
+_OF_LORA = "lora_"
 _OF_TOKENS = "token_adapter"
 BASE_LAYER = "base_layer"
 _MODULES_TO_SAVE = "modules_to_save"
@@ -77,8 +79,8 @@ def sort_entries(entries: Iterable[TensorEntry], *, keep_module: bool = False) -
     live: dict[str, dict[Fqn, TensorEntry]] = {}
     stripped: dict[Fqn, TensorEntry] = {}
     rest: dict[Fqn, TensorEntry] = {}
-    cut = False
-    for entry in entries:
+    cut, held = False, list(entries)
+    for entry in held:
         parts = _cleaned(entry.name, keep_module=keep_module)
         holder = next((at for at, part in enumerate(parts) if part in _HOLDERS), -1)
         if holder < 0:
@@ -88,7 +90,7 @@ def sort_entries(entries: Iterable[TensorEntry], *, keep_module: bool = False) -
         adapter = _adapter_at(parts, holder)
         group = stripped if adapter is None else live.setdefault(adapter, {})
         _add(group, _in_file(parts, holder, live=adapter is not None), entry)
-    _refuse_other_methods(rest, is_live=bool(live))
+    _refuse_other_methods([entry.name for entry in held], rest, is_live=bool(live))
     own = stripped if stripped and not live else _alone(live, rest)
     repeated: dict[Fqn, TensorEntry] = {}
     if own is not None:  # a file of PEFT's, or a save of what was trained: it is all the adapter's
@@ -280,26 +282,32 @@ def _saved_embeddings(
     return embeddings if set(targets) & EMBEDDINGS else []
 
 
-def _refuse_other_methods(rest: Mapping[Fqn, TensorEntry], *, is_live: bool) -> None:
-    """Refuses tensors of methods that are not modelled.
+def _refuse_other_methods(names: Collection[str], rest: Iterable[str], *, is_live: bool) -> None:
+    """Refuses tensors of methods that are not modelled, and of LoRA's variants.
 
     Args:
-        rest: What is not LoRA's.
-        is_live: Whether adapters are named in names: then what follows the name of a method
-            tells its tensors from modules of the model that are called alike.
+        names: Of all tensors.
+        rest: Of those that LoRA is not known to have.
+        is_live: Whether adapters are named in names: then what follows a segment tells LoRA's
+            tensors from modules of the model that are called alike.
 
     Raises:
         UnsupportedError: If there is one.
     """
+    sign = find_adapter(names)
+    if sign is not None and sign.method not in {"", LORA}:
+        raise UnsupportedError(
+            f"tensor {sign.name!r} is of PEFT's method {sign.method!r}{refusal_of(sign.method)}",
+            hint=advice_on(sign.method),
+        )
     own = {*_PARAMETERS, BASE_LAYER, _ORIGINAL} if is_live else set()
     for name in rest:
         parts = name.split(".")
         followed = zip(parts, [*parts[1:], ""], strict=True)
-        methods = (tuner_of(part) for part, after in followed if after not in own)
-        method = next(filter(None, methods), "")
-        if method and name.startswith(PEFT_PREFIX):
+        is_variant = any(part.startswith(_OF_LORA) and after not in own for part, after in followed)
+        if is_variant and name.startswith(PEFT_PREFIX):
             raise UnsupportedError(
-                f"tensor {name!r} is of PEFT's method {method!r}, or of a variant of it; LoRA,"
-                " rsLoRA and DoRA are modelled",
-                hint="load it with PEFT, and save or merge it there",
+                f"tensor {name!r} is of a variant of PEFT's method 'LORA'; LoRA, rsLoRA and DoRA"
+                " are modelled",
+                hint=advice_on(LORA),
             )

@@ -106,11 +106,6 @@ def vocabulary_of(modules: Iterable[str]) -> set[str]:
     return {module for module in found if module.rpartition(".")[2] != "embed_tokens"}
 
 
-def tuner_of(part: str) -> str:
-    """Returns the method of PEFT that names its parameters so, such as `ia3`; mostly empty."""
-    return next((tuner.rstrip("_") for tuner in _TUNERS if part.startswith(tuner)), "")
-
-
 def _without_adapter(parts: list[str], at: int) -> list[str]:
     holder = parts[at - 1]
     if holder == _WHOLE_MODULES:

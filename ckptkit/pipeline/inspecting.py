@@ -16,11 +16,18 @@ from ckptkit.core.geometry import distinct
 from ckptkit.core.index import Fqn, Part, Problem, Shape, TensorEntry, TensorIndex
 from ckptkit.execution.locate import Locator
 from ckptkit.formats.surroundings import FileGroup
-from ckptkit.pipeline.adapters.facts import AdapterFacts, adapter_facts
+from ckptkit.pipeline.adapters.facts import (
+    AdapterFacts,
+    PeftFinding,
+    adapter_facts,
+    config_of,
+    find_peft,
+)
 from ckptkit.pipeline.folders import SideFolders
 from ckptkit.pipeline.opening import Opened, PathLike, opened
 from ckptkit.pipeline.surroundings import ignored_files, saved_mesh
 from ckptkit.planning.coverage import find_problems
+from ckptkit.planning.selection import what_loads_as_random
 from ckptkit.planning.ties import tie_candidates
 
 _TIE_CHUNKS = 4096  # looking at more blobs than this would make inspect slow
@@ -92,7 +99,8 @@ class Inspection:
     The layout, the metrics and the time are told by the manifest of a step that ckptkit saved;
     `adapter` is None where the one model has none. The mesh has the name and the size of each
     dimension. What is ignored lies in the folder of the step, and no part of the model or of the
-    optimizer is in it.
+    optimizer is in it. `peft` is set for adapters of every method, and `refusals` says of each
+    state dict why it is not consolidated.
     """
 
     path: str
@@ -119,6 +127,8 @@ class Inspection:
     version: str = ""
     mesh: tuple[MeshDimension, ...] = ()
     ignored: tuple[FileGroup, ...] = ()
+    peft: PeftFinding | None = None
+    refusals: Mapping[str, str] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         raise ambiguous_truth(self, "`not inspection.problems`, or ckptkit.verify")
@@ -162,16 +172,30 @@ def run_inspection(
             opened(path, select=select, also=also, model_config=model_config)
         )
         folders = SideFolders(stack, checkpoint, None)
-        config = _config(folders)
+        config = config_of(folders)
         report = _report(checkpoint, config or {}, _ties(checkpoint, config))
-        return replace(report, adapter=adapter_facts(checkpoint, folders), mesh=_mesh(checkpoint))
+        peft = find_peft(checkpoint, folders)
+        return replace(
+            report,
+            adapter=adapter_facts(checkpoint, folders),
+            mesh=_mesh(checkpoint),
+            peft=peft,
+            refusals=_refusals(report.tensors, peft, config),
+        )
 
 
-def _config(folders: SideFolders) -> Mapping[str, Any] | None:
-    try:
-        return folders.config(folders.choose(allow_code=False)[0])
-    except CkptkitError:
-        return None  # a broken configuration is no reason not to show the tensors
+def _refusals(
+    tensors: Sequence[TensorLine], peft: PeftFinding | None, config: Mapping[str, Any] | None
+) -> dict[str, str]:
+    """Returns why state dicts are not consolidated, by their names."""
+    trees: dict[str, list[tuple[str, Shape, str]]] = {}
+    for line in tensors:
+        if line.part == "model":
+            trees.setdefault(line.tree, []).append((line.name, line.shape, line.dtype))
+    if peft is not None and len(trees) == 1:
+        return dict.fromkeys(trees, peft.refusal)
+    found = {tree: what_loads_as_random(held, config=config) for tree, held in trees.items()}
+    return {tree: told for tree, told in found.items() if told}
 
 
 def _report(checkpoint: Opened, config: Mapping[str, Any], tied: tuple[TieLine, ...]) -> Inspection:

@@ -6,9 +6,10 @@ import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+from ckptkit.core.errors import RefusedError
 from ckptkit.core.index import Fqn, TensorEntry
 from ckptkit.execution.executor import Inputs
 from ckptkit.execution.tensors import Origin
@@ -16,7 +17,7 @@ from ckptkit.kernels.cast_kernel import CastKernel
 from ckptkit.layouts.dcp import layout_dcp
 from ckptkit.layouts.hf_weights import layout_hf_weights
 from ckptkit.layouts.torch_full import layout_torch_full
-from ckptkit.pipeline.adapters.facts import adapter_facts, choices, step_of_base
+from ckptkit.pipeline.adapters.facts import adapter_facts, choices, find_peft, step_of_base
 from ckptkit.pipeline.conversions import beside_conversions
 from ckptkit.pipeline.folders import SideFolders
 from ckptkit.pipeline.naming import Named, named
@@ -30,9 +31,11 @@ from ckptkit.planning.coverage import error_of, find_problems
 from ckptkit.planning.plan import SOURCE, OutputFile, Plan, Product
 from ckptkit.planning.requests import ConsolidateRequest, Resources, changed_options
 from ckptkit.planning.selection import (
+    hint_on_raw,
     make_products,
+    model_trees,
     note_of_masters,
-    refuse_what_would_load_as_random,
+    refuse_packed,
     select_model,
     under_tied_names,
 )
@@ -79,43 +82,59 @@ def prepared(
             )
         )
         folders = SideFolders(stack, checkpoint, base)
-        if request.names == "auto":
-            chosen = choices(request.select, also)
-            source = os.fspath(src) if chosen else checkpoint.path
-            _refuse_adapters(checkpoint, folders, source, chosen, out)
+        if request.names != "live":
+            _refuse_adapters(checkpoint, folders, request, _Typed(src, out, also))
         shaping = Shaping(request, base, checkpoint.path)
         yield _Preparation(checkpoint, folders, request, resources, shaping).run(out)
 
 
+@dataclass(frozen=True, slots=True)
+class _Typed:
+    """What a user named, for commands that are proposed."""
+
+    src: PathLike
+    out: PathLike
+    also: Sequence[PathLike]
+
+
 def _refuse_adapters(
-    checkpoint: Opened, folders: SideFolders, source: str, chosen: Sequence[str], out: PathLike
+    checkpoint: Opened, folders: SideFolders, request: ConsolidateRequest, typed: _Typed
 ) -> None:
-    """Refuses an adapter, or what has one in it, with the commands that make something of it.
+    """Refuses an adapter, or what has one in it, with what makes something of it.
 
     Raises:
         RefusedError: If there is one.
     """
-    facts = adapter_facts(checkpoint, folders)
-    step = step_of_base(checkpoint)
-    if facts is None and step:
-        merge = shlex.join(["ckptkit", "adapter", "merge", step, os.fspath(out)])
-        refuse_what_would_load_as_random(
-            checkpoint.index.of_part("model"),
-            location=checkpoint.path,
-            advice=f"this is the base that training left as it was; for the trained model run"
-            f" `{merge}`",
-        )
-    if facts is None:
+    peft = find_peft(checkpoint, folders)
+    if peft is None:
         return
-    merge = facts.merge(source, os.fspath(out), chosen=chosen)
-    extract = facts.extract(source, os.fspath(out), chosen=chosen)
+    advice = _advice_on_lora(checkpoint, folders, request, typed) if peft.is_of_lora else ""
+    if not advice:
+        if checkpoint.select is None and len(model_trees(checkpoint.index)) > 1:
+            return  # which of them is meant has to be told first
+        peft = find_peft(checkpoint, folders, request.wants)
+        advice = "" if peft is None else peft.advice
+    if peft is not None:
+        raise RefusedError(peft.refusal, where=checkpoint.path, hint=hint_on_raw(advice))
+
+
+def _advice_on_lora(
+    checkpoint: Opened, folders: SideFolders, request: ConsolidateRequest, typed: _Typed
+) -> str:
+    """Returns the commands that make something of LoRA; empty where none does."""
+    facts = adapter_facts(checkpoint, folders)
+    out = os.fspath(typed.out)
+    if facts is None:
+        step = step_of_base(checkpoint)
+        merge = shlex.join(["ckptkit", "adapter", "merge", step, out])
+        of_base = "this is the base that training left as it was; for the trained model run"
+        return f"{of_base} `{merge}`" if step else ""
+    chosen = choices(request.select, typed.also)
+    source = os.fspath(typed.src) if chosen else checkpoint.path
+    extract = facts.extract(source, out, chosen=chosen)
     alone = "" if facts.is_ready else f", for the adapter alone `{extract}`"
     remark = f" ({facts.remark})" if facts.remark else ""
-    refuse_what_would_load_as_random(
-        checkpoint.index.of_part("model"),
-        location=checkpoint.path,
-        advice=f"for the merged model run `{merge}`{alone}{remark}",
-    )
+    return f"for the merged model run `{facts.merge(source, out, chosen=chosen)}`{alone}{remark}"
 
 
 class _Preparation:
@@ -192,7 +211,7 @@ class _Preparation:
             request = request.selecting(checkpoint.select)
         entries = select_model(checkpoint.index, request, location=checkpoint.path)
         if request.names != "live":
-            refuse_what_would_load_as_random(entries, location=checkpoint.path)
+            refuse_packed(entries, location=checkpoint.path)
         problem = next(find_problems(checkpoint.index, entries), None)
         if problem is not None:
             raise error_of(problem, checkpoint.path)

@@ -15,16 +15,13 @@ from ckptkit.core.errors import (
     RefusedError,
 )
 from ckptkit.core.index import Fqn, Key, Shape, TensorEntry, TensorIndex
+from ckptkit.planning.peft_names import LORA, find_adapter, own_adapters, title_of
 from ckptkit.planning.plan import SOURCE, Compute, Copy, Kernel, Product, TensorSpec
 from ckptkit.planning.requests import ConsolidateRequest, matches
 
 CastFactory = Callable[[str, Key, DType, DType], Kernel]
 """Makes the kernel that casts a tensor of an origin from one element type to another."""
 
-_PEFT = re.compile(
-    r"(^|\.)(lora_(A|B|embedding_A|embedding_B|magnitude_vector)|modules_to_save|base_layer"
-    r"|token_adapter|original_module|prompt_encoder)(\.|$)"
-)
 # What stands beside `x.weight` in fp8 and compressed tensors, and `x.qweight` in GPTQ and AWQ.
 _SCALE_ENDINGS = ("_scale", "_scale_inv", "_scale_2", "_scales")
 _SCALE = re.compile(r"(.*)(?:_scale|_scale_inv|_scale_2|_scales|\.scales)")
@@ -34,6 +31,7 @@ _PROJECTION = re.compile(
     r"|dense_h_to_4h|dense_4h_to_h)\.weight$"
 )
 _MATRIX = 2
+PACKED_WEIGHT = "a packed 4-bit or 8-bit weight"
 _PACKED = re.compile(r"\.(quant_state\.bitsandbytes__\w+|absmax|quant_map|SCB)$")
 
 
@@ -74,8 +72,14 @@ def select_model(
 
 def _of_peft(index: TensorIndex) -> str:
     """Says where several models are a base that training left as it was, and its adapter."""
-    if not any(_PEFT.search(entry.name) for entry in index.of_part("model")):
+    sign = find_adapter(entry.name for entry in index.of_part("model"))
+    if sign is None:
         return ""
+    if sign.method not in {"", LORA}:
+        return (
+            f"tensor {sign.name!r} belongs to {title_of(sign.method)}: choose the model with"
+            " --select"
+        )
     return (
         "they are a base and what PEFT trained on it: `ckptkit adapter merge` makes one model of"
         " them, `ckptkit adapter extract` takes the adapter out; --select takes one of the"
@@ -111,25 +115,12 @@ def lost_adapter(names: Iterable[str]) -> str:
     Returns:
         What happened and what to do, in words; empty where there was none.
     """
-    if not any(_PEFT.search(name) for name in names):
+    if find_adapter(names) is None:
         return ""
     return (
         "only the optimizer's state of an adapter is here: under FSDP1, PEFT 0.21 finds no weights"
         " to save; save through ckptkit.integrations, or with FSDP2"
     )
-
-
-def foreign_part(name: str, shape: Shape = (), dtype: str = "") -> str:
-    """Tells what a tensor belongs to that Transformers does not load by that name; mostly empty.
-
-    Args:
-        name: Of the tensor.
-        shape: Its shape: sharding makes one column of a packed weight, without a trace of how.
-        dtype: torch's name of its element type: a matrix of bytes is no weight either.
-    """
-    if _PEFT.search(name):
-        return "an adapter of PEFT"
-    return "a packed 4-bit or 8-bit weight" if looks_packed(name, shape, dtype) else ""
 
 
 def looks_packed(name: str, shape: Shape, dtype: str = "") -> bool:
@@ -145,28 +136,49 @@ def looks_packed(name: str, shape: Shape, dtype: str = "") -> bool:
     return bool(in_one_column or of_bytes or _PACKED.search(name))
 
 
-def what_loads_as_random(tensors: Iterable[tuple[str, Shape, str]]) -> str:
+def what_loads_as_random(
+    tensors: Iterable[tuple[str, Shape, str]],
+    *,
+    config: Mapping[str, Any] | None = None,
+) -> str:
     """Tells in words why Transformers would load another model, without an error; mostly empty.
 
     Bytes with a scale beside them are known to Transformers, as in compressed tensors.
 
     Args:
         tensors: Names, shapes and element types of a whole model.
+        config: The model's configuration: adapters that it declares are a part of the model.
     """
     held = list(tensors)
+    sign = find_adapter((name for name, _, _ in held), own_adapters(config))
+    if sign is not None:
+        return as_random(sign.name, title_of(sign.method))
+    return _packed_among(held)
+
+
+def _packed_among(held: Sequence[tuple[str, Shape, str]]) -> str:
     names = {name for name, _, _ in held}
     for name, shape, dtype in held:
         is_scaled = any(name + end in names for end in _SCALE_ENDINGS)
-        if what := foreign_part(name, shape, "" if is_scaled else dtype):
-            return (
-                f"tensor {name!r} belongs to {what}; under these names Transformers would load a"
-                " model with random weights"
-            )
+        if looks_packed(name, shape, "" if is_scaled else dtype):
+            return as_random(name, PACKED_WEIGHT)
     return ""
 
 
+def as_random(name: str, what: str) -> str:
+    """Returns why tensors of PEFT's, or packed ones, are no model that Transformers loads."""
+    return (
+        f"tensor {name!r} belongs to {what}; under these names Transformers would load a"
+        " model with random weights"
+    )
+
+
 def refuse_what_would_load_as_random(
-    entries: Iterable[TensorEntry], *, location: str, advice: str = ""
+    entries: Iterable[TensorEntry],
+    *,
+    location: str,
+    advice: str = "",
+    config: Mapping[str, Any] | None = None,
 ) -> None:
     """Refuses adapters and packed weights, which load as another model without an error.
 
@@ -174,18 +186,29 @@ def refuse_what_would_load_as_random(
         entries: What would be written.
         location: The source, for messages.
         advice: What to do instead, if there is something; it stands in the hint.
+        config: See `what_loads_as_random`.
 
     Raises:
         RefusedError: Naming the first tensor that gives the source away.
     """
-    told = what_loads_as_random((entry.name, entry.shape, entry.dtype.name) for entry in entries)
-    if told:
-        raise RefusedError(
-            told,
-            where=location,
-            hint=f"{advice}{'; ' if advice else ''}pass --names live to write the raw state dict"
-            " all the same",
-        )
+    if told := what_loads_as_random(map(_described, entries), config=config):
+        raise RefusedError(told, where=location, hint=hint_on_raw(advice))
+
+
+def refuse_packed(entries: Iterable[TensorEntry], *, location: str) -> None:
+    """Refuses packed weights; see `refuse_what_would_load_as_random`."""
+    if told := _packed_among(list(map(_described, entries))):
+        raise RefusedError(told, where=location, hint=hint_on_raw())
+
+
+def _described(entry: TensorEntry) -> tuple[str, Shape, str]:
+    return entry.name, entry.shape, entry.dtype.name
+
+
+def hint_on_raw(advice: str = "") -> str:
+    """Returns a hint that ends with how to write a state dict that is no model."""
+    raw = "pass --names live to write the raw state dict all the same"
+    return f"{advice}; {raw}" if advice else raw
 
 
 def refuse_casting_quantized(

@@ -143,7 +143,7 @@ def plan_model(
         RefusedError: If the model would load as another one, or cannot be written like this.
     """
     config, entries = config_in(side), [_entry(spec) for spec in table.values()]
-    refuse_what_would_load_as_random(entries, location=where)
+    refuse_what_would_load_as_random(entries, location=where, config=config)
     refuse_casting_quantized(entries, options, config, location=where)
     same, broken = dict[Fqn, Fqn](), dict(tie_conflicts(config, _extents(table)))
     for target, source in declared_ties(table, side).items():

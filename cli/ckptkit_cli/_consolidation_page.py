@@ -11,6 +11,7 @@ from typing import Any
 from ckptkit.core.manifest import BY_STORE, MANIFEST_NAME, Manifest
 from ckptkit.core.texts import size_text
 from ckptkit.planning.selection import what_loads_as_random
+from ckptkit.planning.side_files import CONFIG
 from ckptkit.storage.places import is_url
 from ckptkit_cli._output import Output
 from ckptkit_cli._text import counted, escaped, first_of, wrapped
@@ -118,8 +119,9 @@ def loading_line(done: Consolidated) -> str:
     if done.manifest.kind == "dcp":
         return _dcp_line(done)
     tensors = ((name, one.shape, one.dtype) for name, one in done.manifest.tensors.items())
-    if "config.json" in done.manifest.files and not what_loads_as_random(tensors):
-        return f"transformers.{_model_class(done)}.from_pretrained({path})"
+    config = _config_of(done)
+    if config is not None and not what_loads_as_random(tensors, config=config):
+        return f"transformers.{_model_class(done, config)}.from_pretrained({path})"
     return _weights_line(done)
 
 
@@ -143,12 +145,21 @@ def _below(out: str, name: str) -> str:
     return f"{out}/{name}" if is_url(out) else str(Path(out) / name)
 
 
-def _model_class(done: Consolidated) -> str:
+def _config_of(done: Consolidated) -> dict[str, Any] | None:
+    """Returns the configuration that was written; empty where it cannot be read."""
+    if CONFIG not in done.manifest.files:
+        return None
+    try:
+        return dict(json.loads((Path(done.out) / CONFIG).read_bytes()))
+    except (OSError, ValueError, TypeError):
+        return {}
+
+
+def _model_class(done: Consolidated, config: dict[str, Any]) -> str:
     manifest = done.manifest
     try:
-        config = json.loads((Path(done.out) / "config.json").read_bytes())
         name = str(config["architectures"][0])
-    except (OSError, ValueError, LookupError, TypeError):
+    except (LookupError, TypeError):
         name = _CAUSAL[0] if _HEAD in manifest.tensors or _HEAD in manifest.tied else "AutoModel"
     if name.endswith(_CAUSAL):
         return "AutoModelForCausalLM"

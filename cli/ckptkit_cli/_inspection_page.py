@@ -96,6 +96,8 @@ class _Page:
         yield from self._fact("ranks", "" if found.world_size is None else f"{found.world_size:,}")
         yield from self._fact("mesh", escaped(_mesh(found)))
         yield from self._fact("model", model)
+        if found.peft is not None and not found.peft.is_of_lora:
+            yield from self._fact("adapter", found.peft.title)
         yield from self._fact("on disk", size)
         yield from self._fact("also", self._objects())
         yield from self._fact("ignored", escaped(", ".join(map(str, found.ignored))))

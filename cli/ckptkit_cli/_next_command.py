@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from ckptkit.pipeline.adapters.facts import AdapterFacts, choices
 from ckptkit.pipeline.inspecting import Inspection
-from ckptkit.planning.selection import lost_adapter, what_loads_as_random
+from ckptkit.planning.selection import lost_adapter
 from ckptkit_cli._text import escaped
 
 
@@ -60,6 +60,9 @@ def _of_a_model(inspection: Inspection, models: list[str], path: str, given: Giv
         return _of_adapter(inspection.adapter, path, given)
     if len(models) > 1:
         return _choice(inspection, models, path, given)
+    if inspection.peft is not None:
+        peft = inspection.peft
+        return NextStep("", escaped(f"this is {peft.title}, and no model; {peft.advice}"))
     if inspection.format == "safetensors" and inspection.model_type:
         return NextStep(
             _command("verify", path, given=given),
@@ -81,27 +84,24 @@ def _of_adapter(adapter: AdapterFacts, path: str, given: Given) -> NextStep:
 
 
 def _choice(inspection: Inspection, models: list[str], path: str, given: Given) -> NextStep:
-    if told := _refusal(inspection):
-        return NextStep("", f"nothing to consolidate: {escaped(told)}")
-    return NextStep(
-        _command("consolidate", path, "OUT", given=replace(given, select=models[0])),
-        f"or another of the {len(models)} models: {', '.join(map(escaped, models[1:]))}",
-    )
+    taken = [name for name in models if name not in inspection.refusals]
+    if not taken:
+        return NextStep("", f"nothing to consolidate: {escaped(inspection.refusals[models[0]])}")
+    command = _command("consolidate", path, "OUT", given=replace(given, select=taken[0]))
+    if len(taken) == 1:
+        return NextStep(command, f"the only model of {len(models)} that is written as one")
+    others = ", ".join(map(escaped, taken[1:]))
+    return NextStep(command, f"or another of the {len(taken)} models: {others}")
 
 
 def _consolidation(inspection: Inspection, path: str, given: Given) -> NextStep:
-    told = _refusal(inspection)
+    told = next(iter(inspection.refusals.values()), "")
     if not told:
         return NextStep(_command("consolidate", path, "OUT", given=given))
     return NextStep(
         _command("consolidate", path, "OUT", "--names", "live", given=given),
         f"writes the raw state dict, since {escaped(told)}",
     )
-
-
-def _refusal(inspection: Inspection) -> str:
-    lines = [line for line in inspection.tensors if line.part == "model"]
-    return what_loads_as_random((line.name, line.shape, line.dtype) for line in lines)
 
 
 def _command(name: str, *arguments: str, given: Given) -> str:

@@ -33,7 +33,7 @@ from ckptkit.planning.plan import SOURCE, Compute, Copy
 from ckptkit.planning.requests import ConsolidateRequest
 from ckptkit.planning.selection import (
     DTypePolicy,
-    foreign_part,
+    looks_packed,
     make_products,
     model_trees,
     refuse_casting_quantized,
@@ -134,7 +134,7 @@ def test_what_would_load_as_random_is_refused_by_name(name: str) -> None:
 def test_weights_of_one_column_are_packed_where_no_layer_has_one_input(
     name: str, shape: tuple[int, ...], is_packed: bool
 ) -> None:
-    assert ("packed" in foreign_part(name, shape)) is is_packed
+    assert looks_packed(name, shape) is is_packed
 
 
 def test_a_matrix_of_bytes_is_a_packed_weight_unless_its_scale_lies_beside_it() -> None:

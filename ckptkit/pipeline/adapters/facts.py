@@ -6,8 +6,9 @@ import os
 import posixpath
 import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ckptkit.adapters.dialects import BASE_LAYER, DEFAULT
 from ckptkit.core.errors import CkptkitError
@@ -18,6 +19,8 @@ from ckptkit.pipeline.adapters.records import ADAPTER_CONFIG, AdapterRecords
 from ckptkit.pipeline.folders import SideFolders
 from ckptkit.pipeline.opening import Opened, PathLike
 from ckptkit.pipeline.source_places import absolute, is_folder
+from ckptkit.planning.peft_names import LORA, advice_on, find_adapter, own_adapters, title_of
+from ckptkit.planning.selection import as_random
 from ckptkit.storage.places import Place, place_of
 
 _SCALES = ".absmax"
@@ -90,6 +93,108 @@ class AdapterFacts:
         return [*name, *config, *chosen]
 
 
+@dataclass(frozen=True, slots=True)
+class PeftFinding:
+    """An adapter of PEFT, of any method, or a model that PEFT wraps.
+
+    Attributes:
+        method: Its `peft_type`; empty where nothing tells it.
+        tensor: The tensor that shows it; empty where PEFT's files alone do.
+        folder: PEFT's folder of it; empty for other checkpoints.
+    """
+
+    method: str
+    tensor: str
+    folder: str
+
+    @property
+    def is_of_lora(self) -> bool:
+        """Whether `ckptkit adapter` may handle it."""
+        return self.method in {"", LORA}
+
+    @property
+    def title(self) -> str:
+        """What it is, such as `an IA3 adapter of PEFT`."""
+        return title_of(self.method)
+
+    @property
+    def advice(self) -> str:
+        """What to do with it, where `ckptkit adapter` does not handle it; empty where it does."""
+        if self.method == LORA:
+            return ""
+        return f"`ckptkit adapter` handles LoRA alone: {advice_on(self.method, self.folder)}"
+
+    @property
+    def refusal(self) -> str:
+        """Why it is not written as a model."""
+        if self.tensor:
+            return as_random(self.tensor, self.title)
+        return f"{ADAPTER_CONFIG} says that its weights are {self.title}, and no model"
+
+
+def find_peft(
+    checkpoint: Opened, folders: SideFolders, wants: Callable[[str], bool] | None = None
+) -> PeftFinding | None:
+    """Finds out whether PEFT trained what would be consolidated.
+
+    Evidence are the names of the tensors, and PEFT's own files: `adapter_model.*` with an
+    `adapter_config.json` in the same folder.
+
+    Args:
+        checkpoint: Whatever was opened.
+        folders: Those that may hold its side files.
+        wants: Tells which tensors are taken; None takes all.
+    """
+    select = checkpoint.select
+    model = [e.name for e in checkpoint.index.of_part("model") if select in {None, e.tree}]
+    names = [name for name in model if wants is None or wants(name)]
+    folder = _folder_of_peft(checkpoint)
+    sign = find_adapter(names)
+    if sign is None and not folder:
+        return None
+    recorded, is_beside = _recorded_method(folders, folder)
+    sign = sign and find_adapter(names, own_adapters(config_of(folders)))
+    if sign is None and not is_beside:
+        return None
+    told = "" if sign is None else sign.method
+    return PeftFinding(
+        told if told not in {"", LORA} else recorded or told,
+        "" if sign is None else sign.name,
+        folder if is_beside else "",
+    )
+
+
+def config_of(folders: SideFolders) -> Mapping[str, Any] | None:
+    """Returns the model's configuration; None where there is none, or none that can be read."""
+    try:
+        return folders.config(folders.choose(allow_code=False)[0])
+    except CkptkitError:
+        return None
+
+
+def _folder_of_peft(checkpoint: Opened) -> str:
+    """Returns the folder of a checkpoint whose only weights have the name of PEFT's file."""
+    files = {file for unit in checkpoint.units for file in unit.candidate.files}
+    if not files or not all(_OF_PEFT.fullmatch(posixpath.basename(file)) for file in files):
+        return ""
+    folders = {unit.candidate.folder for unit in checkpoint.units}
+    root = checkpoint.source.folders[0].location
+    return posixpath.join(root, *folders).rstrip("/") if len(folders) == 1 else ""
+
+
+def _recorded_method(folders: SideFolders, folder: str) -> tuple[str, bool]:
+    """Returns the method that the nearest configuration names, and whether it lies in a folder."""
+    try:
+        record = AdapterRecords(folders).find(DEFAULT, is_only_one=True)
+    except CkptkitError:
+        return "", False
+    if record is None:
+        return "", False
+    method = record.document.get("peft_type")
+    is_beside = bool(folder) and posixpath.dirname(record.path) == folder
+    return method if isinstance(method, str) else "", is_beside
+
+
 def adapter_facts(checkpoint: Opened, folders: SideFolders) -> AdapterFacts | None:
     """Tells what of PEFT lies in a checkpoint; None where nothing does, or nothing modelled.
 
@@ -97,6 +202,9 @@ def adapter_facts(checkpoint: Opened, folders: SideFolders) -> AdapterFacts | No
         checkpoint: Whatever was opened.
         folders: Those that may hold its side files.
     """
+    peft = find_peft(checkpoint, folders)
+    if peft is None or not peft.is_of_lora:
+        return None
     try:
         trees = sort_trees(checkpoint)
         records = AdapterRecords(folders)

@@ -26,6 +26,7 @@ from ckptkit.pipeline.adapters.values import AdapterValues, tied_tokens
 from ckptkit.pipeline.folders import SideFolders
 from ckptkit.pipeline.opening import Opened, PathLike, opened
 from ckptkit.planning.coverage import error_of, find_problems
+from ckptkit.planning.peft_names import LORA
 from ckptkit.planning.plan import SOURCE
 
 
@@ -205,15 +206,16 @@ class _Opening:
         return trees, choice, record
 
     def _sorted(self, records: AdapterRecords, given: AdapterRecord | None) -> Mapping[str, Sorted]:
-        """Sorts the tensors; where none is LoRA's, a configuration tells best what they are."""
+        """Sorts the tensors; of other methods than LoRA a configuration tells best."""
+        names = (*records.names(), self._request.adapter or "default")
+        found = given or next(
+            filter(None, (records.find(name, is_only_one=True) for name in names)), None
+        )
+        if found is not None and found.document.get("peft_type", LORA) != LORA:
+            LoraSettings.parse(found.document, where=found.path)  # refuses it by name
         trees = sort_trees(self._checkpoint)
-        if not any(one.holds_adapter for one in trees.values()):
-            names = (*records.names(), self._request.adapter or "default")
-            found = given or next(
-                filter(None, (records.find(name, is_only_one=True) for name in names)), None
-            )
-            if found is not None:
-                LoraSettings.parse(found.document, where=found.path)
+        if found is not None and not any(one.holds_adapter for one in trees.values()):
+            LoraSettings.parse(found.document, where=found.path)
         return trees
 
     def _inferred(

@@ -21,9 +21,10 @@ from ckptkit.pipeline.ties_by_bytes import find_ties
 from ckptkit.planning.coverage import error_of, find_problems
 from ckptkit.planning.files import name_order
 from ckptkit.planning.hub_names import HubNames
+from ckptkit.planning.peft_names import find_adapter, own_adapters, title_of
 from ckptkit.planning.plan import SOURCE
 from ckptkit.planning.requests import ConsolidateRequest, matches
-from ckptkit.planning.selection import foreign_part, select_model
+from ckptkit.planning.selection import PACKED_WEIGHT, looks_packed, select_model
 from ckptkit.planning.ties import tied_names_absent
 from ckptkit.storage.places import place_of
 
@@ -128,15 +129,20 @@ def _open_tuned(stack: ExitStack, path: PathLike, select: str | None) -> BaseSou
 def _refuse_quantized(
     entries: Sequence[TensorEntry], config: Mapping[str, Any] | None, location: str
 ) -> None:
-    for entry in entries:
-        if what := foreign_part(entry.name, entry.shape, entry.dtype.name):
-            raise RefusedError(
-                f"tensor {entry.name!r} belongs to {what}, against the weights of a whole model",
-                where=location,
-                hint="name the model in the element type that it was trained in; an adapter is"
-                " taken out with `ckptkit adapter extract`, and `ckptkit adapter merge` makes a"
-                " whole model of it",
-            )
+    sign = find_adapter((entry.name for entry in entries), own_adapters(config))
+    found = None if sign is None else (sign.name, title_of(sign.method))
+    for entry in entries if found is None else ():
+        if looks_packed(entry.name, entry.shape, entry.dtype.name):
+            found = entry.name, PACKED_WEIGHT
+            break
+    if found is not None:
+        raise RefusedError(
+            f"tensor {found[0]!r} belongs to {found[1]}, against the weights of a whole model",
+            where=location,
+            hint="name the model in the element type that it was trained in; an adapter of LoRA is"
+            " taken out with `ckptkit adapter extract`, and `ckptkit adapter merge` makes a"
+            " whole model of it",
+        )
     if (config or {}).get("quantization_config"):
         raise RefusedError(
             "the configuration has a 'quantization_config': packed numbers have no difference that"

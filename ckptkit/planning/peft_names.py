@@ -1,0 +1,332 @@
+"""Which names of tensors are those of an adapter that PEFT trained, and of which method.
+
+PEFT puts `base_model.model.` before the names of a model, wraps the layers that it adapts, and
+gives its own tensors names that tell the method. No word alone is taken for a sign that a class
+of Transformers has among its own names: `prompt_encoder` is a module of SAM.
+
+Source: peft 0.21, `tuners/*/layer.py` and `model.py` (`adapter_layer_names`, `other_param_names`)
+for the segments, `peft_model.py` and `utils/save_and_load.py` for those of prompts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """A method of PEFT.
+
+    Attributes:
+        key: Its `peft_type` in `adapter_config.json`.
+        title: What people call one of its adapters, with the article.
+        segments: The segments of tensor names that this method alone has.
+        merges: Whether `merge_and_unload` of PEFT makes one model of base and adapter.
+    """
+
+    key: str
+    title: str
+    segments: tuple[str, ...] = ()
+    merges: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterSign:
+    """What shows that tensors are an adapter's.
+
+    Attributes:
+        name: The first tensor that does.
+        method: The key of the method; empty where names do not tell it.
+    """
+
+    name: str
+    method: str
+
+
+LORA, ADALORA, XLORA = "LORA", "ADALORA", "XLORA"
+_MULTITASK = "MULTITASK_PROMPT_TUNING"
+_TABLE = (
+    # Those that build on another method come first: they have its segments too.
+    Method(XLORA, "an XLoRA adapter", ("internal_xlora_classifier",)),
+    Method(ADALORA, "an AdaLoRA adapter", ("lora_E", "ranknum")),
+    Method("ADAMSS", "an AdaMSS adapter", ("adamss_A", "adamss_B")),
+    Method(
+        "ADAPTION_PROMPT", "an AdaptionPrompt", ("adaption_prompt", "adaption_gate"), merges=False
+    ),
+    Method("BEFT", "a BEFT adapter", ("beft_bias",)),
+    Method("BOFT", "a BOFT adapter", ("boft_R", "boft_s")),
+    Method("BONE", "a Bone adapter", ("bone_block",)),  # called MiSS since PEFT 0.18
+    Method("C3A", "a C3A adapter", ("c3a_kernel",)),
+    Method("DEFT", "a DEFT adapter", ("deft_P", "deft_R")),
+    Method(
+        "DELORA", "a DeLoRA adapter", ("delora_A", "delora_B", "delora_lambda", "delora_w_norm")
+    ),
+    Method("FOURIERFT", "a FourierFT adapter", ("fourierft_spectrum",)),
+    Method(
+        "FROD",
+        "a FRoD adapter",
+        ("frod_lambda_l", "frod_lambda_s_values", "frod_V", "frod_s_indices", "frod_s_size"),
+    ),
+    Method("GLORA", "a GLoRA adapter", ("glora_A", "glora_B", "glora_C", "glora_D", "glora_E")),
+    Method(
+        "GRALORA",
+        "a GraLoRA adapter",
+        ("gralora_A", "gralora_B", "gralora_A_general", "gralora_B_general"),
+    ),
+    Method("HIRA", "a HiRA adapter", ("hira_A", "hira_B", "hira_embedding_A", "hira_embedding_B")),
+    Method("HRA", "an HRA adapter", ("hra_u",)),
+    Method("IA3", "an IA3 adapter", ("ia3_l",)),
+    Method("LILY", "a Lily adapter", ("lily_A", "lily_B", "lily_router"), merges=False),
+    Method("LN_TUNING", "an LN-tuning adapter", ("ln_tuning_layers",)),
+    Method(
+        "LOHA",
+        "a LoHa adapter",
+        ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b", "hada_t1", "hada_t2"),
+    ),
+    Method(
+        "LOKR",
+        "a LoKr adapter",
+        (
+            *("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b"),
+            "lokr_t2",
+        ),
+    ),
+    Method("MISS", "a MiSS adapter", ("miss_block",)),
+    Method("OFT", "an OFT adapter", ("oft_R", "oft_embedding_R", "oft_r")),
+    Method("OSF", "an OSF adapter", ("osf_svd_params",)),
+    Method(
+        "PEANUT",
+        "a PEANuT adapter",
+        ("peanut_A", "peanut_B", "peanut_encoders", "peanut_decoders"),
+    ),
+    Method("POLY", "a Poly adapter", ("poly_lora_A", "poly_lora_B", "poly_router"), merges=False),
+    Method("PSOFT", "a PSOFT adapter", ("psoft_R",)),
+    Method("PVERA", "a PVeRA adapter", ("pvera_lambda_b", "pvera_lambda_d", "pvera_A", "pvera_B")),
+    Method(
+        "RANDLORA",
+        "a RandLora adapter",
+        ("randlora_lambda", "randlora_gamma", "randlora_A", "randlora_B"),
+    ),
+    Method("ROAD", "a RoAd adapter", ("road_theta", "road_alpha")),
+    Method(
+        "SHADOW",
+        "a Shadow adapter",
+        (
+            *("shadow_down", "shadow_up", "shadow_update_transform", "shadow_update_gate"),
+            *("shadow_backbone", "shadow_dropout"),
+        ),
+        merges=False,
+    ),
+    Method("SHIRA", "a SHiRA adapter", ("shira_weight", "shira_indices")),
+    Method(
+        "SUPERTUNING",
+        "a Supertuning adapter",
+        (
+            *("supertuning_values", "supertuning_indices"),
+            *("supertuning_lora_A", "supertuning_lora_B"),
+        ),
+    ),
+    Method(
+        "TINYLORA",
+        "a TinyLoRA adapter",
+        ("tinylora_v", "tinylora_A", "tinylora_B", "tinylora_P"),
+    ),
+    Method("UNILORA", "a UniLoRA adapter", ("unilora_theta_d",)),
+    Method(
+        "VBLORA",
+        "a VBLoRA adapter",
+        ("vblora_logits_A", "vblora_logits_B", "vblora_vector_bank"),
+    ),
+    Method("VERA", "a VeRA adapter", ("vera_lambda_b", "vera_lambda_d", "vera_A", "vera_B")),
+    Method("WAVEFT", "a WaveFT adapter", ("waveft_spectrum",)),
+    Method(
+        LORA,
+        "a LoRA adapter",
+        (
+            *("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B"),
+            *("lora_magnitude_vector", "lora_diag", "lora_velora_embed"),
+        ),
+    ),
+    Method("TRAINABLE_TOKENS", "a TrainableTokens adapter", ("trainable_tokens_delta",)),
+    # Prompts: PEFT's files hold what a module computes, `prompt_embeddings`, whatever the method.
+    Method(_MULTITASK, "a multitask prompt", merges=False),
+    Method("P_TUNING", "a P-tuning prompt", merges=False),
+    Method("CPT", "a CPT prompt", merges=False),
+    Method("CARTRIDGE", "a Cartridge prompt", merges=False),
+    Method("PREFIX_TUNING", "a prefix-tuning prompt", merges=False),
+    Method("PROMPT_TUNING", "a prompt-tuning prompt", merges=False),
+)
+METHODS: Mapping[str, Method] = {method.key: method for method in _TABLE}
+"""All methods by their `peft_type`, those that build on another one before it."""
+
+_BY_SEGMENT = {segment: method.key for method in _TABLE for segment in method.segments}
+# Any method may train rows of embeddings besides, in a module of their own.
+_SEGMENT = re.compile(
+    r"(?:^|(?<!token_adapter)\.)("
+    + "|".join(sorted(_BY_SEGMENT, key=len, reverse=True))
+    + r")(?=\.|$)"
+)
+# What tells a method by more than one segment; the module of a prompt is `prompt_encoder`.
+_MARKS: Mapping[str, re.Pattern[str]] = {
+    XLORA: re.compile(r"(?:^|\.)base_model\.lora_model\."),
+    **{
+        key: re.compile(rf"(?:^|\.)prompt_encoder\.[^.]+\.(?:{parts})$")
+        for key, parts in {
+            _MULTITASK: r"prefix_task_(?:cols|rows)",
+            "P_TUNING": r"(?:mlp_head\.\d+|lstm_head)\.\w+",
+            "CPT": r"delta_embedding\.weight",
+            "CARTRIDGE": r"(?:trainable|frozen)_embedding",
+            "PREFIX_TUNING": r"transform\.\d+\.(?:weight|bias)",
+        }.items()
+    },
+}
+# What PEFT puts around layers, and a prompt of whatever method; then what it puts around a model.
+# A `base_layer` holds parameters and nothing else.
+_AROUND = (
+    re.compile(
+        r"(?:^|\.)(?:base_layer\.[^.\d][^.]*(?:\.(?:nested_)?(?:absmax|quant_map)|\.quant_state\.\w+)?$"
+        r"|token_adapter\.trainable_tokens_delta(?:\.|$)|modules_to_save\.|original_module\."
+        r"|prompt_encoder\.[^.]+\.embedding\.weight$)"
+    ),
+    re.compile(r"(?:^|\.)base_model\.model\."),
+)
+_WRAPPER = "base_model."
+_OF_TASKS = "prefix_task_cols"
+_PROMPT_FILE = frozenset({"prompt_embeddings", _OF_TASKS, "prefix_task_rows"})
+# torch's parametrizations hold the LoRA that Jina's models consist of.
+_PARAMETRIZED = re.compile(r"(?:^|\.)parametrizations\.")
+_OWN_FACTOR = re.compile(r"(.*)\.lora_(?:A|B)\.([^.]+)\.(?:weight|bias)$")
+_OWN_BASE = re.compile(r"(.*)\.base_layer\.(?:weight|bias)$")
+_OWN_LORA = "_lora"
+_WORDS = frozenset(
+    {
+        *_BY_SEGMENT,
+        *_PROMPT_FILE,
+        *("base_model", "base_layer", "modules_to_save", "original_module", "prompt_encoder"),
+    }
+)
+
+
+def find_adapter(names: Iterable[str], own: Collection[str] = ()) -> AdapterSign | None:
+    """Finds out whether tensors are an adapter's, or those of a model that PEFT wraps.
+
+    Args:
+        names: Of a whole state dict.
+        own: Names of the adapters that are a part of the model; see `own_adapters`.
+
+    Returns:
+        None where nothing shows it.
+
+    Example:
+        >>> find_adapter(["base_model.model.norm.weight", "base_model.model.q_proj.ia3_l"])
+        AdapterSign(name='base_model.model.q_proj.ia3_l', method='IA3')
+        >>> find_adapter(["prompt_encoder.shared_embedding.positional_embedding"]) is None
+        True
+    """
+    held = list(names)
+    if _WORDS.isdisjoint(segment for name in held for segment in name.split(".")):
+        return None  # nearly always, and soon
+    if modules := _modules_of_own(held, own):
+        held = [name for name in held if not _is_own(name, modules, own)]
+    methods = _methods_of(held)
+    if methods:
+        method = next(method for method in METHODS if method in methods)
+        return AdapterSign(methods[method], method)
+    found = (name for part in _AROUND for name in held if part.search(name) is not None)
+    around = next(found, "")
+    return AdapterSign(around or held[0], "") if around or _are_wrapped(held) else None
+
+
+def _methods_of(names: Sequence[str]) -> dict[str, str]:
+    """Returns the methods that names show, each with the first name that does."""
+    found: dict[str, str] = {}
+    for name in names:
+        for method in methods_in(name):
+            found.setdefault(method, name)
+    if _are_wrapped(names):
+        found |= dict.fromkeys([_MULTITASK] if _OF_TASKS in names else [], _OF_TASKS)
+    return found
+
+
+def _are_wrapped(names: Sequence[str]) -> bool:
+    """Tells whether all names are those of a model that PEFT wraps, or of its file of a prompt."""
+    return bool(names) and all(n in _PROMPT_FILE or n.startswith(_WRAPPER) for n in names)
+
+
+def methods_in(name: str) -> Iterator[str]:
+    """Yields the methods of PEFT that the name of a tensor shows."""
+    if _PARAMETRIZED.search(name) is None:
+        yield from (_BY_SEGMENT[match[1]] for match in _SEGMENT.finditer(name))
+    yield from (method for method, mark in _MARKS.items() if mark.search(name) is not None)
+
+
+def own_adapters(config: Mapping[str, Any] | None) -> frozenset[str]:
+    """Returns the names of the LoRA adapters that a model itself consists of.
+
+    Source: `Phi4MMForCausalLM`, whose layers have `lora_A.speech`, `lora_A.vision` and
+    `base_layer`, and whose `config.json` has `speech_lora` and `vision_lora`.
+    """
+    return frozenset(
+        key.removesuffix(_OWN_LORA)
+        for key, value in (config or {}).items()
+        if key.endswith(_OWN_LORA) and isinstance(value, Mapping)
+    )
+
+
+def title_of(method: str) -> str:
+    """Returns what an adapter is, such as `an IA3 adapter of PEFT`; LoRA goes without saying."""
+    known = METHODS.get(method)
+    if known is None or known.key == LORA:
+        return "an adapter of PEFT"
+    return f"{known.title} of PEFT"
+
+
+def advice_on(method: str, folder: str = "") -> str:
+    """Returns what to do with an adapter that `ckptkit adapter` does not handle.
+
+    Args:
+        method: Its method; empty where it is not known.
+        folder: PEFT's folder of it; empty where it lies in a checkpoint.
+    """
+    known = METHODS.get(method)
+    merged = (
+        "merge_and_unload() makes one model of it and its base"
+        if known is None or known.merges
+        else "PEFT has no merged form of it"
+    )
+    if folder:
+        return f"load it with peft.PeftModel.from_pretrained(base, {folder!r}); {merged}"
+    return (
+        "load this state dict into the PEFT model that was trained, as peft.get_peft_model builds"
+        f" it; its save_pretrained writes PEFT's folder, and {merged}"
+    )
+
+
+def refusal_of(method: str) -> str:
+    """Returns why `ckptkit adapter` refuses a method, to follow what was found."""
+    if method == ADALORA:
+        return (
+            ", whose factors go with singular values ('lora_E') and with ranks that training"
+            " changed; LoRA, rsLoRA and DoRA are modelled"
+        )
+    return "; LoRA, rsLoRA and DoRA are modelled"
+
+
+def _modules_of_own(names: Sequence[str], own: Collection[str]) -> frozenset[str]:
+    if not own:
+        return frozenset()
+    if any(_AROUND[1].search(name) is not None for name in names):
+        return frozenset()  # what PEFT wraps was trained since
+    factors = (_OWN_FACTOR.match(name) for name in names)
+    return frozenset(match[1] for match in factors if match is not None and match[2] in own)
+
+
+def _is_own(name: str, modules: Collection[str], own: Collection[str]) -> bool:
+    """Tells whether a tensor is a factor that the model consists of, or what such ones wrap."""
+    factor, base = _OWN_FACTOR.match(name), _OWN_BASE.match(name)
+    if factor is not None:
+        return factor[2] in own
+    return base is not None and base[1] in modules
