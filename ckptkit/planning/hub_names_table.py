@@ -33,9 +33,10 @@ CONVERTED = frozenset(
     "qwen4_exp qwen4_exp_text radio rf_detr rt_detr rt_detr_v2 sam3_tracker "
     "sam3_tracker_video sam3_video sapiens2 segformer shieldgemma2 solar_open step3p5_vision "
     "step3p7 swin t5gemma2 t5gemma2_encoder timesfm2_5 tipsv2 tipsv2_dpt tipsv2_text_model "
-    "tipsv2_vision_model ultrabert ultravbert unlimited_ocr vibevoice_asr video_llava "
-    "videomae vipllava vision-encoder-decoder vision-text-dual-encoder vit vit_mae vit_msn "
-    "vivit voxtral voxtral_realtime yolos zoedepth".split()
+    "tipsv2_vision_model ultrabert ultravbert unlimited_ocr unlimited_ocr_text "
+    "unlimited_ocr_vision vibevoice_asr video_llava videomae vipllava vision-encoder-decoder "
+    "vision-text-dual-encoder vit vit_mae vit_msn vivit voxtral voxtral_realtime yolos "
+    "zoedepth".split()
 )
 # Only a prefix may differ, and only if the files that training began from have it.
 PREFIXED = frozenset(
@@ -140,13 +141,13 @@ UNCONVERTED = frozenset(
     "step3p5 superglue superpoint swiftformer swin2sr swinv2 switch_transformers t5 "
     "t5_gemma_module t5gemma t5gemma2_decoder t5gemma2_text table-transformer tapas textnet "
     "time_series_transformer timesfm timesformer timm_backbone trocr tvp udop umt5 unispeech "
-    "unispeech-sat univnet unlimited_ocr_sam_vision_model unlimited_ocr_text "
-    "unlimited_ocr_vision unlimited_ocr_vision_encoder upernet uvdoc uvdoc_backbone "
-    "vaultgemma vibevoice vibevoice_acoustic_tokenizer vibevoice_acoustic_tokenizer_decoder "
-    "vibevoice_acoustic_tokenizer_encoder vibevoice_diffusion video_llama_3 "
-    "video_llama_3_vision videomt videoprism videoprism_text_model videoprism_vision_model "
-    "vilt visual_bert vitdet vitmatte vitpose vitpose_backbone vits vjepa2 voxtral_encoder "
-    "voxtral_realtime_encoder voxtral_realtime_text wav2vec2 wav2vec2-bert wav2vec2-conformer "
-    "wavlm whisper xclip xclip_text_model xclip_vision_model xcodec xcodec2 xglm xlm "
-    "xlm-roberta xlm-roberta-xl xlnet xlstm xmod yoso youtu zamba zamba2 zaya".split()
+    "unispeech-sat univnet unlimited_ocr_sam_vision_model unlimited_ocr_vision_encoder "
+    "upernet uvdoc uvdoc_backbone vaultgemma vibevoice vibevoice_acoustic_tokenizer "
+    "vibevoice_acoustic_tokenizer_decoder vibevoice_acoustic_tokenizer_encoder "
+    "vibevoice_diffusion video_llama_3 video_llama_3_vision videomt videoprism "
+    "videoprism_text_model videoprism_vision_model vilt visual_bert vitdet vitmatte vitpose "
+    "vitpose_backbone vits vjepa2 voxtral_encoder voxtral_realtime_encoder "
+    "voxtral_realtime_text wav2vec2 wav2vec2-bert wav2vec2-conformer wavlm whisper xclip "
+    "xclip_text_model xclip_vision_model xcodec xcodec2 xglm xlm xlm-roberta xlm-roberta-xl "
+    "xlnet xlstm xmod yoso youtu zamba zamba2 zaya".split()
 )

@@ -1,8 +1,7 @@
 """What the model classes of transformers 5.23.0 tie; data, written by a program.
 
-Written by `fixtures/generators/tied_names.py`; not edited by hand. Left out are pairs that
-transformers gives as patterns or whole modules (detection heads, Zamba's shared blocks).
-Pairs are target -> source; a `*` stands for one segment of a name.
+Written by `fixtures/generators/tied_names.py`; not edited by hand. Pairs are target -> source; a
+`*` stands for one segment of a name.
 """
 # ruff: noqa: E501, SIM905 - names are as long as they are, and split strings stay readable
 
@@ -65,17 +64,28 @@ BY_ROOT: dict[str, dict[str, str]] = {
     "AudioFlamingo3ForConditionalGeneration BailingHybridForCausalLM BarkModel "
     "BigBirdPegasusForCausalLM Blip2ForConditionalGeneration Blip2Model "
     "Cosmos3EdgeForConditionalGeneration EncoderDecoderModel EvollaForProteinText2Text "
-    "Florence2Model Inkling2ForCausalLM Inkling2ForConditionalGeneration InklingForCausalLM "
-    "InklingForConditionalGeneration InstructBlipForConditionalGeneration "
+    "Florence2Model GlmImageForConditionalGeneration Inkling2ForCausalLM "
+    "Inkling2ForConditionalGeneration InklingForCausalLM InklingForConditionalGeneration "
+    "InstructBlipForConditionalGeneration "
     "InstructBlipVideoForConditionalGeneration KimiLinearForCausalLM "
     "Kosmos2_5ForConditionalGeneration Llama4ForConditionalGeneration MllamaForCausalLM "
     "MllamaForConditionalGeneration Molmo2ForConditionalGeneration MoshiForCausalLM "
     "MuseSparkForConditionalGeneration MusicFlamingoForConditionalGeneration "
-    "MusicgenForConditionalGeneration MusicgenMelodyForConditionalGeneration "
-    "PPFormulaNetForConditionalGeneration Qwen2AudioForConditionalGeneration "
-    "Qwen2_5OmniForConditionalGeneration SpeechEncoderDecoderModel "
+    "MusicgenForConditionalGeneration "
+    "MusicgenMelodyForConditionalGeneration PPFormulaNetForConditionalGeneration "
+    "Qwen2AudioForConditionalGeneration Qwen2_5OmniForConditionalGeneration RagModel "
+    "RagSequenceForGeneration RagTokenForGeneration SpeechEncoderDecoderModel "
     "VibeVoiceAsrForConditionalGeneration VisionEncoderDecoderModel "
     "VoxtralForConditionalGeneration": {},
+    "BarkFineModel": {
+        "lm_heads.0.weight": "input_embeds_layers.1.weight",
+        "lm_heads.1.weight": "input_embeds_layers.2.weight",
+        "lm_heads.2.weight": "input_embeds_layers.3.weight",
+        "lm_heads.3.weight": "input_embeds_layers.4.weight",
+        "lm_heads.4.weight": "input_embeds_layers.5.weight",
+        "lm_heads.5.weight": "input_embeds_layers.6.weight",
+        "lm_heads.6.weight": "input_embeds_layers.7.weight",
+    },
     "BartForConditionalGeneration BigBirdPegasusForConditionalGeneration "
     "BlenderbotForConditionalGeneration BlenderbotSmallForConditionalGeneration "
     "M2M100ForConditionalGeneration MBartForConditionalGeneration MarianMTModel "
@@ -102,13 +112,14 @@ BY_ROOT: dict[str, dict[str, str]] = {
         "encoder.embed_tokens.weight": "shared.weight",
     },
     "BertForMaskedLM BertForPreTraining BertLMHeadModel BigBirdForCausalLM BigBirdForMaskedLM "
-    "BigBirdForPreTraining DebertaForMaskedLM DebertaV2ForMaskedLM ErnieForCausalLM "
-    "ErnieForMaskedLM ErnieForPreTraining FNetForMaskedLM FNetForPreTraining "
+    "BigBirdForPreTraining BlipTextLMHeadModel DebertaForMaskedLM DebertaV2ForMaskedLM "
+    "ErnieForCausalLM ErnieForMaskedLM ErnieForPreTraining FNetForMaskedLM FNetForPreTraining "
     "LayoutLMForMaskedLM MegatronBertForCausalLM MegatronBertForMaskedLM "
     "MegatronBertForPreTraining MobileBertForMaskedLM MobileBertForPreTraining MraForMaskedLM "
     "NomicBertForMaskedLM NystromformerForMaskedLM RoCBertForCausalLM RoCBertForMaskedLM "
     "RoCBertForPreTraining RoFormerForCausalLM RoFormerForMaskedLM SqueezeBertForMaskedLM "
-    "TapasForMaskedLM VisualBertForPreTraining YosoForMaskedLM": {
+    "TapasForMaskedLM VisualBertForPreTraining VisualBertForRegionToPhraseAlignment "
+    "YosoForMaskedLM": {
         "cls.predictions.decoder.bias": "cls.predictions.bias",
         "cls.predictions.decoder.weight": "*.embeddings.word_embeddings.weight",
     },
@@ -127,6 +138,9 @@ BY_ROOT: dict[str, dict[str, str]] = {
         "text_decoder.cls.predictions.decoder.weight": "text_decoder.bert.embeddings.word_embeddings.weight",
     },
     "BltForCausalLM": {"model.local_encoder.embed_tokens.weight": "lm_head.weight"},
+    "BridgeTowerForMaskedLM": {
+        "mlm_score.decoder.weight": "bridgetower.text_model.embeddings.word_embeddings.weight"
+    },
     "CTRLLMHeadModel": {"lm_head.weight": "transformer.w.weight"},
     "CanaryForConditionalGeneration CohereAsrForConditionalGeneration "
     "MoonshineForConditionalGeneration MoonshineStreamingForConditionalGeneration "
@@ -188,6 +202,8 @@ BY_ROOT: dict[str, dict[str, str]] = {
         "led.decoder.embed_tokens.weight": "led.shared.weight",
         "led.encoder.embed_tokens.weight": "led.shared.weight",
     },
+    "LongT5EncoderModel MT5EncoderModel SwitchTransformersEncoderModel T5EncoderModel "
+    "UMT5EncoderModel": {"encoder.embed_tokens.weight": "shared.weight"},
     "LongT5ForConditionalGeneration MT5ForConditionalGeneration "
     "SwitchTransformersForConditionalGeneration T5ForConditionalGeneration "
     "UMT5ForConditionalGeneration": {
@@ -201,9 +217,6 @@ BY_ROOT: dict[str, dict[str, str]] = {
     },
     "LxmertForPreTraining": {
         "cls.predictions.decoder.weight": "*.embeddings.word_embeddings.weight"
-    },
-    "MT5EncoderModel T5EncoderModel UMT5EncoderModel": {
-        "encoder.embed_tokens.weight": "shared.weight"
     },
     "MT5ForSequenceClassification T5ForSequenceClassification UMT5ForSequenceClassification": {
         "transformer.decoder.embed_tokens.weight": "transformer.shared.weight",
@@ -222,6 +235,7 @@ BY_ROOT: dict[str, dict[str, str]] = {
         "lm_head.weight": "model.embed_tokens.word_embeddings.weight",
         "unembedding_projection.weight": "model.embed_tokens.embedding_projection.weight",
     },
+    "OpenAIGPTDoubleHeadsModel": {"transformer.tokens_embed.weight": "lm_head.weight"},
     "OpenAIGPTLMHeadModel": {"lm_head.weight": "transformer.tokens_embed.weight"},
     "ProphetNetForCausalLM": {
         "lm_head.weight": "prophetnet.word_embeddings.weight",
@@ -236,7 +250,15 @@ BY_ROOT: dict[str, dict[str, str]] = {
         "decoder.word_embeddings.weight": "word_embeddings.weight",
         "encoder.word_embeddings.weight": "word_embeddings.weight",
     },
+    "Qwen3OmniMoeTalkerCodePredictorModelForConditionalGeneration": {
+        "lm_head.weight": "model.embed_tokens.weight"
+    },
     "RwkvForCausalLM": {"head.weight": "rwkv.embeddings.weight"},
+    "SeamlessM4TForSpeechToSpeech SeamlessM4Tv2ForSpeechToSpeech": {
+        "lm_head.weight": "shared.weight",
+        "t2u_model.lm_head.weight": "t2u_model.model.decoder.embed_tokens.weight",
+        "text_decoder.embed_tokens.weight": "shared.weight",
+    },
     "SeamlessM4TForSpeechToText SeamlessM4Tv2ForSpeechToText": {
         "lm_head.weight": "shared.weight",
         "text_decoder.embed_tokens.weight": "shared.weight",
@@ -275,6 +297,12 @@ BY_ROOT: dict[str, dict[str, str]] = {
         "lm_head.out_proj.weight": "model.decoder.embed_tokens.weight"
     },
     "TrOCRForCausalLM": {"output_projection.weight": "model.decoder.embed_tokens.weight"},
+    "UdopEncoderModel": {
+        "encoder.embed_patches.proj.bias": "patch_embed.proj.bias",
+        "encoder.embed_patches.proj.weight": "patch_embed.proj.weight",
+        "encoder.embed_tokens.weight": "shared.weight",
+        "encoder.relative_bias.biases.0.relative_attention_bias.weight": "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight",
+    },
     "UdopForConditionalGeneration": {
         "decoder.embed_tokens.weight": "shared.weight",
         "decoder.relative_bias.biases.0.relative_attention_bias.weight": "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight",
@@ -291,6 +319,9 @@ BY_ROOT: dict[str, dict[str, str]] = {
         "encoder.embed_tokens.weight": "shared.weight",
     },
     "UltrabertForMaskedLM": {"head.decoder.weight": "model.embed_tokens.weight"},
+    "ViltForMaskedLM": {
+        "mlm_score.decoder.weight": "vilt.embeddings.text_embeddings.word_embeddings.weight"
+    },
     "XLNetLMHeadModel": {"lm_loss.weight": "transformer.word_embedding.weight"},
 }
 # By path and model type of a configuration inside, and class, what its flag ties.
@@ -310,6 +341,18 @@ BY_NESTED: dict[tuple[str, str], dict[str, dict[str, str]]] = {
             "fine_acoustics.lm_heads.4.weight": "fine_acoustics.input_embeds_layers.5.weight",
             "fine_acoustics.lm_heads.5.weight": "fine_acoustics.input_embeds_layers.6.weight",
             "fine_acoustics.lm_heads.6.weight": "fine_acoustics.input_embeds_layers.7.weight",
+        },
+    },
+    ("generator", "bart"): {
+        "RagModel": {
+            "generator.lm_head.weight": "generator.model.shared.weight",
+            "generator.model.decoder.embed_tokens.weight": "generator.model.shared.weight",
+            "generator.model.encoder.embed_tokens.weight": "generator.model.shared.weight",
+        },
+        "RagSequenceForGeneration RagTokenForGeneration": {
+            "rag.generator.lm_head.weight": "rag.generator.model.shared.weight",
+            "rag.generator.model.decoder.embed_tokens.weight": "rag.generator.model.shared.weight",
+            "rag.generator.model.encoder.embed_tokens.weight": "rag.generator.model.shared.weight",
         },
     },
     ("text_config", "bart"): {
@@ -359,4 +402,67 @@ BY_NESTED: dict[tuple[str, str], dict[str, dict[str, str]]] = {
             "thinker.lm_head.weight": "thinker.model.language_model.embed_tokens.weight"
         },
     },
+}
+# By class, in order: prefix of a module, pattern of targets in it, pattern of their
+# sources, the field that decides it if any, and the value that the field has by default.
+PATTERNS: dict[str, tuple[tuple[str, str, str, str, bool], ...]] = {
+    "DFineForObjectDetection": (
+        ("", "bbox_embed.(?![0])\\d+", "bbox_embed.0", "", True),
+        ("", "class_embed.(?![0])\\d+", "^class_embed.0", "", True),
+        ("", "class_embed", "model.decoder.class_embed", "", True),
+        ("", "bbox_embed", "model.decoder.bbox_embed", "", True),
+    ),
+    "DeformableDetrForObjectDetection": (
+        ("", "bbox_embed.(?![0])\\d+", "bbox_embed.0", "", True),
+        ("", "class_embed.(?![0])\\d+", "class_embed.0", "", True),
+        ("", "bbox_embed", "model.decoder.bbox_embed", "with_box_refine", False),
+        ("", "class_embed", "model.decoder.class_embed", "two_stage", False),
+    ),
+    "Deimv2ForObjectDetection": (
+        ("", "class_embed.(?![0])\\d+", "^class_embed.0", "", True),
+        ("", "class_embed", "model.decoder.class_embed", "", True),
+        ("", "bbox_embed", "model.decoder.bbox_embed", "", True),
+    ),
+    "GroundingDinoForObjectDetection": (
+        ("", "bbox_embed.(?![0])\\d+", "bbox_embed.0", "decoder_bbox_embed_share", True),
+        ("", "model.decoder.bbox_embed", "bbox_embed", "", True),
+    ),
+    "MMGroundingDinoForObjectDetection": (
+        ("", "bbox_embed.(?![0])\\d+", "bbox_embed.0", "decoder_bbox_embed_share", True),
+        ("", "class_embed.(?![0])\\d+", "^class_embed.0", "decoder_cls_embed_share", True),
+        ("", "model.decoder.bbox_embed", "bbox_embed", "", True),
+        ("", "model.decoder.class_embed", "class_embed", "", True),
+    ),
+    "PPDocLayoutV3ForObjectDetection": (
+        ("model.", "decoder.class_embed", "enc_score_head", "", True),
+        ("model.", "decoder.bbox_embed", "enc_bbox_head", "", True),
+    ),
+    "PPDocLayoutV3Model": (
+        ("", "decoder.class_embed", "enc_score_head", "", True),
+        ("", "decoder.bbox_embed", "enc_bbox_head", "", True),
+    ),
+    "RTDetrV2ForObjectDetection": (
+        ("", "bbox_embed.(?![0])\\d+", "bbox_embed.0", "", True),
+        ("", "class_embed.(?![0])\\d+", "^class_embed.0", "", True),
+        ("", "class_embed", "model.decoder.class_embed", "", True),
+        ("", "bbox_embed", "model.decoder.bbox_embed", "", True),
+    ),
+    "SamHQModel": (
+        (
+            "",
+            "prompt_encoder.shared_embedding.positional_embedding",
+            "shared_image_embedding.positional_embedding",
+            "",
+            True,
+        ),
+    ),
+    "SamModel": (
+        (
+            "",
+            "prompt_encoder.shared_embedding.positional_embedding",
+            "shared_image_embedding.positional_embedding",
+            "",
+            True,
+        ),
+    ),
 }

@@ -17,12 +17,14 @@ from typing import Any
 
 from ckptkit.core.dtypes import DType
 from ckptkit.core.index import Fqn, Shape
+from ckptkit.planning.tie_patterns import SHARED_BLOCKS, TiePattern, expanded_ties, shared_blocks
 from ckptkit.planning.tied_names import (
     ALWAYS_TIED,
     BY_NESTED,
     BY_ROOT,
     FLAG_SCALES_OUTPUTS,
     HEADS,
+    PATTERNS,
     TIED_AS_TEXT,
     TIED_BY_DEFAULT,
     TIED_OR_TEXT,
@@ -32,6 +34,7 @@ Specs = Mapping[Fqn, tuple[DType, Shape]]
 _FLAG = "tie_word_embeddings"
 _OLD_FLAG = "tie_embedding"  # LFM2's first name for it, which still overrides the other
 _HEADED = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
+_DISTINCT_BLOCKS = "num_mem_blocks"
 _NESTING = 4  # real configurations nest twice
 _ROOT_PAIRS = {name: pairs for names, pairs in BY_ROOT.items() for name in names.split()}
 _NESTED_PAIRS = {
@@ -139,7 +142,20 @@ def _declared_pairs(config: Mapping[str, Any] | None, names: Collection[Fqn]) ->
         if _is_tied(config, flag_path):
             pairs |= _present(rules, names)
     # Of names tied in a chain only the first source is kept, as the others are targets too.
-    return {target: _first_source(target, pairs) for target in pairs}
+    pairs = {target: _first_source(target, pairs) for target in pairs}
+    return pairs | expanded_ties(_patterns(config, names), names) if _is_tied(config, "") else pairs
+
+
+def _patterns(config: Mapping[str, Any], names: Collection[Fqn]) -> list[TiePattern]:
+    """Returns what the model's class ties by patterns or whole modules."""
+    name = _architecture(config)
+    if name.startswith("Zamba") and _text(config, "model_type") in SHARED_BLOCKS:
+        return shared_blocks(names, config.get(_DISTINCT_BLOCKS))
+    return [
+        TiePattern(prefix, target, source)
+        for prefix, target, source, condition, default in PATTERNS.get(name, ())
+        if not condition or config.get(condition, default) is True
+    ]
 
 
 def _rules(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, str]]]:

@@ -1,0 +1,287 @@
+"""Consolidates a small model of every class of Transformers: is it what `save_pretrained` writes?
+
+    python -m tests.all_model_types --results results.jsonl --page docs/model-families.md
+
+Each class is built with random weights; its live state dict is saved by
+`torch.distributed.checkpoint`, consolidated, and compared with what `save_pretrained` writes: the
+names, element types, shapes and bytes of all tensors, and the configuration. Then the output is
+loaded by `from_pretrained`, which must miss nothing, ignore nothing and hold the live values. All
+1,700 classes take an hour on one core. Classes that have a result in the file are not tried again:
+delete their lines, or the file, to do so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import logging
+import re
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+import transformers
+from safetensors.torch import load_file
+
+import ckptkit
+from ckptkit.core.errors import CkptkitError
+from ckptkit.naming.answers import answer
+from ckptkit.pipeline import naming
+from ckptkit.planning.hub_names import HubNames
+from ckptkit.planning.hub_names_wire import NamingRequest, names_from_json, names_to_json
+from tests.small_models import class_named, model_classes, small_model_config, time_limit
+
+WEIGHTS = "model.safetensors"
+SECONDS_PER_CLASS = 300
+CLASSES_PER_PROCESS = 200
+LONGEST = 300
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of one class.
+
+    Attributes:
+        name: Of the class.
+        model_type: Of its configuration.
+        outcome: `ok`, `not built`, `not saved` where `save_pretrained` fails, `not reloaded` where
+            stock files do not load as they were saved, `refused`, or `differs`.
+        reason: Why it is not `ok`.
+        tensors: Number of tensors that `save_pretrained` writes.
+        left_out: Number of live names that it leaves out.
+    """
+
+    name: str
+    model_type: str
+    outcome: str
+    reason: str = ""
+    tensors: int = 0
+    left_out: int = 0
+
+
+@contextmanager
+def asking_in_process() -> Iterator[None]:
+    """Asks Transformers in this process, which saves the start of another per model."""
+
+    def ask(request: NamingRequest) -> HubNames:
+        found = answer(NamingRequest.from_json(request.to_json()))
+        return names_from_json(json.loads(json.dumps(names_to_json(found))))
+
+    before = naming.ask_transformers
+    naming.ask_transformers = ask
+    try:
+        yield
+    finally:
+        naming.ask_transformers = before
+
+
+def try_class(name: str, folder: Path) -> Result:
+    """Consolidates a small model of a class, and compares."""
+    model_class = class_named(name)
+    kind = model_class.config_class.model_type or "(none)"
+    reference, out = folder / "reference", folder / "out"
+    try:
+        model = model_class(small_model_config(model_class))
+    except Exception as error:  # noqa: BLE001  any class may want what is not here
+        return Result(name, kind, "not built", _said(error))
+    fill(model)
+    try:
+        model.save_pretrained(reference)
+    except Exception as error:  # noqa: BLE001  and may not be saved
+        return Result(name, kind, "not saved", _said(error))
+    theirs = load_file(reference / WEIGHTS)
+    outcome, reason = _compared(model, folder / "source", out, reference)
+    return Result(
+        name, kind, outcome, reason, len(theirs), len(model.state_dict().keys() - theirs.keys())
+    )
+
+
+def _compared(model: Any, source: Path, out: Path, reference: Path) -> tuple[str, str]:
+    """Consolidates what training holds; returns the outcome and its reason."""
+    dcp.save(dict(model.state_dict()), checkpoint_id=source, no_dist=True)
+    model.config.save_pretrained(source)
+    try:
+        ckptkit.consolidate(source, out)
+    except CkptkitError as error:
+        return "refused", _said(error)
+    found = _differences(load_file(out / WEIGHTS), load_file(reference / WEIGHTS))
+    found = found or _of_configs(out, reference)
+    if found:
+        return "differs", found
+    try:  # the files are the same: what is wrong now is wrong with those of save_pretrained
+        found = _reloaded(model, out)
+    except Exception as error:  # noqa: BLE001
+        found = _said(error)
+    return ("not reloaded", found) if found else ("ok", "")
+
+
+def fill(model: Any) -> None:
+    """Gives all floating tensors of a model values of their own; tied ones stay tied."""
+    torch.manual_seed(7)
+    seen = set()
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            if tensor.is_floating_point() and tensor.data_ptr() not in seen:
+                seen.add(tensor.data_ptr())
+                tensor.normal_()
+
+
+def _said(error: BaseException) -> str:
+    text = re.sub(r"/\S*/model-types-\w+/", "", " ".join(str(error).split()))
+    name = "" if isinstance(error, CkptkitError) else f"{type(error).__name__}: "
+    return f"{name}{text}"[:LONGEST]
+
+
+def _differences(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
+    """Says how the tensors of two files differ; empty where they do not."""
+    more, fewer = sorted(ours.keys() - theirs.keys()), sorted(theirs.keys() - ours.keys())
+    if more or fewer:
+        return f"{len(more)} names more {more[:3]}, {len(fewer)} fewer {fewer[:3]}"
+    unlike = [name for name, tensor in theirs.items() if not _equal(ours[name], tensor)]
+    return f"{len(unlike)} tensors have other bytes {unlike[:3]}" if unlike else ""
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    as_bytes = (tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other))
+    return torch.equal(*as_bytes)
+
+
+def _of_configs(out: Path, reference: Path) -> str:
+    ours, theirs = (json.loads((f / "config.json").read_bytes()) for f in (out, reference))
+    unlike = [k for k in ours.keys() | theirs.keys() if ours.get(k, ...) != theirs.get(k, ...)]
+    return f"config.json differs in {sorted(unlike)[:5]}" if unlike else ""
+
+
+def _reloaded(model: Any, folder: Path) -> str:
+    """Loads a folder; says what it lacks against the live model."""
+    loaded, loading = type(model).from_pretrained(folder, output_loading_info=True)
+    wrong = {key: sorted(map(str, value))[:3] for key, value in loading.items() if value}
+    if wrong:
+        return f"loads with {wrong}"[:LONGEST]
+    ignored = set(model._keys_to_ignore_on_save or ())  # loading makes them anew
+    found = loaded.state_dict()
+    mine = {k: v for k, v in model.state_dict().items() if k not in ignored}
+    return _differences({k: v for k, v in found.items() if k not in ignored}, mine)
+
+
+def run_class(name: str) -> Result:
+    """Tries a class in a folder of its own; what fails unexpectedly is an outcome too."""
+    warnings.simplefilter("ignore")
+    logging.disable(logging.ERROR)
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    gc.freeze()  # what libraries hold is not looked through again for each model
+    with tempfile.TemporaryDirectory(prefix="model-types-") as folder, asking_in_process():
+        try:
+            with time_limit(SECONDS_PER_CLASS):
+                return try_class(name, Path(folder))
+        except Exception as error:  # noqa: BLE001 - is listed, and the others go on
+            return Result(name, "", "failed", _said(error))
+
+
+def main() -> None:
+    """Runs the classes that have no result yet, and writes the page."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--results", type=Path, required=True, help="JSON Lines, appended to")
+    parser.add_argument("--only", default="", help="regular expression of class names")
+    parser.add_argument("--workers", type=int, default=1, help="processes; 1 unless given")
+    parser.add_argument("--page", type=Path, help="Markdown page to write from all results")
+    options = parser.parse_args()
+    done = {result.name for result in read_results(options.results)}
+    names = [n for n in _main_first() if n not in done and re.search(options.only, n)]
+    chunk = CLASSES_PER_PROCESS * options.workers
+    for start in range(0, len(names), chunk):
+        run_classes(names[start : start + chunk], options.results, options.workers)
+    if options.page:
+        options.page.write_text(page_of(read_results(options.results)), encoding="utf-8")
+
+
+HEADER = """# Model families
+
+What `ckptkit consolidate` writes, compared with what `save_pretrained` of transformers {version}
+writes, for a small model of every class that it exports: names, element types, shapes and bytes of
+all tensors, and `config.json`; then the output is loaded by `from_pretrained`, which has to find
+every tensor, leave none over and hold the values that training held.
+
+This page is written by `python -m tests.all_model_types`; a sample runs with the tests.
+
+| outcome | classes | model types |
+|---|--:|--:|
+"""
+OUTCOMES = {
+    "ok": "equal",
+    "not reloaded": "equal, and `from_pretrained` does not load the files of `save_pretrained`",
+    "not saved": "`save_pretrained` fails",
+    "not built": "no small model can be built here",
+    "refused": "refused",
+    "differs": "differs",
+    "failed": "fails",
+}
+
+
+def page_of(results: Sequence[Result]) -> str:
+    """Returns the page as Markdown: totals, exceptions with their reasons, and all types."""
+    rows = [HEADER.format(version=transformers.__version__)]
+    for outcome, words in OUTCOMES.items():
+        found = [result for result in results if result.outcome == outcome]
+        if found:
+            types = len({result.model_type for result in found})
+            rows.append(f"| {words} | {len(found):,} | {types:,} |\n")
+    rows.append("\n## Exceptions\n\n| class | outcome | reason |\n|---|---|---|\n")
+    for result in sorted(results, key=lambda r: (list(OUTCOMES).index(r.outcome), r.name)):
+        if result.outcome != "ok":
+            reason = result.reason.replace("|", "\\|")
+            rows.append(f"| `{result.name}` | {OUTCOMES[result.outcome]} | {reason} |\n")
+    rows.append("\n## Equal\n\n| model type | classes |\n|---|---|\n")
+    by_type: dict[str, list[str]] = {}
+    for result in sorted(results, key=lambda r: (r.model_type, r.name)):
+        if result.outcome == "ok":
+            by_type.setdefault(result.model_type, []).append(f"`{result.name}`")
+    rows += [f"| `{kind}` | {', '.join(names)} |\n" for kind, names in by_type.items()]
+    return "".join(rows)
+
+
+def _main_first() -> list[str]:
+    """Returns the classes, those first that tie something, then one of each type."""
+    classes = model_classes()
+    tied = [n for n, one in classes.items() if getattr(one, "_tied_weights_keys", None)]
+    others = sorted(classes, key=lambda n: ("For" not in n, n))
+    by_type: dict[str, str] = {}
+    for name in [*tied, *others]:
+        by_type.setdefault(classes[name].config_class.model_type, name)
+    return list(dict.fromkeys([*by_type.values(), *tied, *others]))
+
+
+def run_classes(names: list[str], results: Path, workers: int) -> None:
+    """Tries classes in new processes, which end with them, and appends what came of them."""
+    with (
+        results.open("a") as file,
+        ProcessPoolExecutor(workers, get_context("spawn")) as pool,
+    ):
+        for future in as_completed([pool.submit(run_class, name) for name in names]):
+            file.write(json.dumps(asdict(future.result())) + "\n")
+            file.flush()
+
+
+def read_results(path: Path) -> list[Result]:
+    """Returns the results that a file holds."""
+    if not path.exists():
+        return []
+    return [Result(**json.loads(line)) for line in path.read_text().splitlines()]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

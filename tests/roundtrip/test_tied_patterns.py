@@ -1,0 +1,79 @@
+"""Ties that classes of Transformers give as patterns, as modules or by their layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ckptkit.core.dtypes import dtype_named
+from ckptkit.core.index import Fqn
+from ckptkit.core.model_configs import parse_model_config
+from ckptkit.planning.ties import tie_candidates, tie_conflicts
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers", minversion="5")
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+from tests.small_models import class_named, on_meta, small_model_config
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # those of models, about their own defaults
+TIED_BY_PATTERNS: dict[str, list[dict[str, Any]]] = {
+    "DFineForObjectDetection": [],
+    "DeformableDetrForObjectDetection": [
+        {"with_box_refine": True},
+        {"with_box_refine": True, "two_stage": True},
+    ],
+    "Deimv2ForObjectDetection": [],
+    "GroundingDinoForObjectDetection": [{"decoder_bbox_embed_share": False}],
+    "MMGroundingDinoForObjectDetection": [
+        {"decoder_bbox_embed_share": False},
+        {"decoder_cls_embed_share": False},
+    ],
+    "PPDocLayoutV3ForObjectDetection": [],
+    "RTDetrV2ForObjectDetection": [],
+    "SamModel": [],
+    "UdopEncoderModel": [],
+    "Zamba2ForCausalLM": [{"num_mem_blocks": 2}, {"tie_word_embeddings": False}],
+    "Zamba2Model": [],
+    "ZambaForCausalLM": [{"tie_word_embeddings": False}],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [(name, fields) for name, more in TIED_BY_PATTERNS.items() for fields in [{}, *more]],
+)
+def test_names_that_save_pretrained_leaves_out_are_known_without_it(
+    name: str, fields: dict[str, Any]
+) -> None:
+    config = small_model_config(class_named(name))
+    for field, value in fields.items():
+        setattr(config, field, value)
+    model = on_meta(class_named(name), config)
+    state = model.state_dict()
+    kept = remove_tied_weights_from_state_dict(dict(state), model)
+    specs = {Fqn(n): (dtype_named(str(t.dtype)), tuple(t.shape)) for n, t in state.items()}
+    told = parse_model_config(model.config.to_json_string().encode(), where=name)
+    told["architectures"] = [name]
+    assert set(tie_candidates(told, specs)) == state.keys() - kept.keys()
+    assert not tie_conflicts(told, specs)
+    if not fields:
+        assert kept.keys() < state.keys()
+
+
+def test_a_class_with_code_of_its_own_is_tied_by_no_pattern() -> None:
+    names = {Fqn(f"class_embed.{i}.weight"): (dtype_named("float32"), (2, 2)) for i in range(3)}
+    names |= {Fqn(f"model.decoder.{name}"): spec for name, spec in names.items()}
+    config: dict[str, Any] = {
+        "architectures": ["GroundingDinoForObjectDetection"],
+        "model_type": "grounding-dino",
+        "auto_map": {"AutoModel": "own.Own"},
+    }
+    assert not tie_candidates(config, names)
+
+
+def test_a_pattern_that_does_not_fit_the_names_ties_nothing() -> None:
+    config = {"architectures": ["RTDetrV2ForObjectDetection"], "model_type": "rt_detr_v2"}
+    names = {Fqn("bbox_embed.1.weight"): (dtype_named("float32"), (2, 2))}
+    assert not tie_candidates(config, names)
