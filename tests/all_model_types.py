@@ -17,7 +17,6 @@ import gc
 import json
 import logging
 import re
-import sys
 import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
@@ -27,6 +26,7 @@ from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -77,12 +77,8 @@ def asking_in_process() -> Iterator[None]:
         found = answer(NamingRequest.from_json(request.to_json()))
         return names_from_json(json.loads(json.dumps(names_to_json(found))))
 
-    before = naming.ask_transformers
-    naming.ask_transformers = ask
-    try:
+    with patch.object(naming, "ask_transformers", ask):
         yield
-    finally:
-        naming.ask_transformers = before
 
 
 def try_class(name: str, folder: Path) -> Result:
@@ -284,4 +280,4 @@ def read_results(path: Path) -> list[Result]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -79,6 +79,7 @@ _HYBRID = {
     "num_hidden_layers": 5,
     "layers_block_type": ["mamba", "hybrid", "hybrid", "mamba", "hybrid"],
 }
+_ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 _PREDICTION = {"prediction_length": 4, "context_length": 8}
 
 # By model type: where a larger divisor leaves heads with an odd width, which saving then refuses.
@@ -88,6 +89,16 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "autoformer": _PREDICTION,
     "beit": {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4]},
     "bridgetower": {"contrastive_hidden_size": 16},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE}},
+    "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"]},
+    "diffusion_gemma_text": {
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 16,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "num_hidden_layers": 2,
+    },
+    "hunyuan_vl_text": {"head_dim": 8},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1},
     "esm": {"vocab_size": 33, "pad_token_id": 1},
     "hiera": {"decoder_hidden_size": 16, "decoder_depth": 1, "decoder_num_heads": 2},
@@ -163,12 +174,13 @@ def _small(config: Any, divisor: int, *, cut: bool, explicit: bool) -> dict[str,
     ]
     for name, value in whole.items():
         if isinstance(value, PretrainedConfig):
-            given = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+            own = vars(value)  # getattr would refuse fields that vary from layer to layer
+            given = {f.name: own[f.name] for f in dataclasses.fields(value) if f.name in own}
             small = _small(value, divisor, cut=cut, explicit=explicit)
             given = given if explicit else {}
             if getattr(value, "out_features", None):  # of a backbone, which is no field
                 given["out_features"] = value.out_features
-            fields[name] = type(value)(**given | small)
+            fields[name] = type(value)(**given | small | OVERRIDES.get(value.model_type, {}))
         elif name in ("rope_parameters", "rope_scaling") and isinstance(value, dict):
             fields[name] = _scaled_mapping(value, divisor)
         else:

@@ -66,17 +66,15 @@ BY_ROOT: dict[str, dict[str, str]] = {
     "Cosmos3EdgeForConditionalGeneration EncoderDecoderModel EvollaForProteinText2Text "
     "Florence2Model GlmImageForConditionalGeneration Inkling2ForCausalLM "
     "Inkling2ForConditionalGeneration InklingForCausalLM InklingForConditionalGeneration "
-    "InstructBlipForConditionalGeneration "
-    "InstructBlipVideoForConditionalGeneration KimiLinearForCausalLM "
-    "Kosmos2_5ForConditionalGeneration Llama4ForConditionalGeneration MllamaForCausalLM "
-    "MllamaForConditionalGeneration Molmo2ForConditionalGeneration MoshiForCausalLM "
-    "MuseSparkForConditionalGeneration MusicFlamingoForConditionalGeneration "
-    "MusicgenForConditionalGeneration "
-    "MusicgenMelodyForConditionalGeneration PPFormulaNetForConditionalGeneration "
-    "Qwen2AudioForConditionalGeneration Qwen2_5OmniForConditionalGeneration RagModel "
-    "RagSequenceForGeneration RagTokenForGeneration SpeechEncoderDecoderModel "
-    "VibeVoiceAsrForConditionalGeneration VisionEncoderDecoderModel "
-    "VoxtralForConditionalGeneration": {},
+    "InstructBlipForConditionalGeneration InstructBlipVideoForConditionalGeneration "
+    "KimiLinearForCausalLM Kosmos2_5ForConditionalGeneration Llama4ForConditionalGeneration "
+    "MllamaForCausalLM MllamaForConditionalGeneration Molmo2ForConditionalGeneration "
+    "MoshiForCausalLM MuseSparkForConditionalGeneration MusicFlamingoForConditionalGeneration "
+    "MusicgenForConditionalGeneration MusicgenMelodyForConditionalGeneration "
+    "PPFormulaNetForConditionalGeneration Qwen2AudioForConditionalGeneration "
+    "Qwen2_5OmniForConditionalGeneration RagModel RagSequenceForGeneration "
+    "RagTokenForGeneration SpeechEncoderDecoderModel VibeVoiceAsrForConditionalGeneration "
+    "VisionEncoderDecoderModel VoxtralForConditionalGeneration": {},
     "BarkFineModel": {
         "lm_heads.0.weight": "input_embeds_layers.1.weight",
         "lm_heads.1.weight": "input_embeds_layers.2.weight",
@@ -149,10 +147,6 @@ BY_ROOT: dict[str, dict[str, str]] = {
     },
     "ConvBertForMaskedLM ElectraForCausalLM ElectraForMaskedLM": {
         "generator_lm_head.weight": "*.embeddings.word_embeddings.weight"
-    },
-    "DiffusionGemmaModel": {
-        "encoder.language_model.embed_tokens.weight": "decoder.embed_tokens.weight",
-        "encoder.language_model.norm.weight": "decoder.norm.weight",
     },
     "DistilBertForMaskedLM": {"vocab_projector.weight": "*.embeddings.word_embeddings.weight"},
     "EsmForMaskedLM GteForMaskedLM": {
@@ -412,6 +406,7 @@ PATTERNS: dict[str, tuple[tuple[str, str, str, str, bool], ...]] = {
         ("", "class_embed", "model.decoder.class_embed", "", True),
         ("", "bbox_embed", "model.decoder.bbox_embed", "", True),
     ),
+    "DabDetrForObjectDetection": (("", "model.decoder.bbox_embed", "bbox_predictor", "", True),),
     "DeformableDetrForObjectDetection": (
         ("", "bbox_embed.(?![0])\\d+", "bbox_embed.0", "", True),
         ("", "class_embed.(?![0])\\d+", "class_embed.0", "", True),
@@ -422,6 +417,90 @@ PATTERNS: dict[str, tuple[tuple[str, str, str, str, bool], ...]] = {
         ("", "class_embed.(?![0])\\d+", "^class_embed.0", "", True),
         ("", "class_embed", "model.decoder.class_embed", "", True),
         ("", "bbox_embed", "model.decoder.bbox_embed", "", True),
+    ),
+    "DiffusionGemmaForBlockDiffusion": (
+        ("model.", "encoder.language_model.norm.weight", "decoder.norm.weight", "", True),
+        (
+            "model.",
+            "encoder.language_model.layers\\.(?:[^.]+\\.)*weight",
+            "decoder.layers\\.(?:[^.]+\\.)*weight",
+            "",
+            True,
+        ),
+        (
+            "model.",
+            "encoder.language_model.layers\\.(?:[^.]+\\.)*scale",
+            "decoder.layers\\.(?:[^.]+\\.)*scale",
+            "",
+            True,
+        ),
+        (
+            "model.",
+            "encoder.language_model.layers\\.(?:[^.]+\\.)*per_expert_scale",
+            "decoder.layers\\.(?:[^.]+\\.)*per_expert_scale",
+            "",
+            True,
+        ),
+        (
+            "model.",
+            "encoder.language_model.layers\\.(?:[^.]+\\.)*gate_up_proj",
+            "decoder.layers\\.(?:[^.]+\\.)*gate_up_proj",
+            "",
+            True,
+        ),
+        (
+            "model.",
+            "encoder.language_model.layers\\.(?:[^.]+\\.)*down_proj",
+            "decoder.layers\\.(?:[^.]+\\.)*down_proj",
+            "",
+            True,
+        ),
+        (
+            "model.",
+            "encoder.language_model.embed_tokens.weight",
+            "decoder.embed_tokens.weight",
+            "",
+            True,
+        ),
+    ),
+    "DiffusionGemmaModel": (
+        ("", "encoder.language_model.norm.weight", "decoder.norm.weight", "", True),
+        (
+            "",
+            "encoder.language_model.layers\\.(?:[^.]+\\.)*weight",
+            "decoder.layers\\.(?:[^.]+\\.)*weight",
+            "",
+            True,
+        ),
+        (
+            "",
+            "encoder.language_model.layers\\.(?:[^.]+\\.)*scale",
+            "decoder.layers\\.(?:[^.]+\\.)*scale",
+            "",
+            True,
+        ),
+        (
+            "",
+            "encoder.language_model.layers\\.(?:[^.]+\\.)*per_expert_scale",
+            "decoder.layers\\.(?:[^.]+\\.)*per_expert_scale",
+            "",
+            True,
+        ),
+        (
+            "",
+            "encoder.language_model.layers\\.(?:[^.]+\\.)*gate_up_proj",
+            "decoder.layers\\.(?:[^.]+\\.)*gate_up_proj",
+            "",
+            True,
+        ),
+        (
+            "",
+            "encoder.language_model.layers\\.(?:[^.]+\\.)*down_proj",
+            "decoder.layers\\.(?:[^.]+\\.)*down_proj",
+            "",
+            True,
+        ),
+        ("", "encoder.language_model.embed_tokens.weight", "decoder.embed_tokens.weight", "", True),
     ),
     "GroundingDinoForObjectDetection": (
         ("", "bbox_embed.(?![0])\\d+", "bbox_embed.0", "decoder_bbox_embed_share", True),
