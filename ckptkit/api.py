@@ -17,6 +17,7 @@ from ckptkit.planning.requests import (
     check_if_exists,
     file_limit,
     make_resources,
+    name_prefixes,
     vocabulary_size,
 )
 from ckptkit.storage.locations import Sources, place_of
@@ -50,6 +51,8 @@ class Options(TypedDict, total=False):
             copy of its ranks' files; a file has the same path in each of them as below `src`.
         like: A model folder, or one with its index alone, whose file names and distribution of
             tensors over files are kept; it takes the place of `max_shard_size`.
+        strip_prefix: What is taken from the beginning of names, or several such texts: "net." where
+            training wrapped the model. All other options see the names without it.
         vocab_size: How many rows of embeddings and heads are written, where training padded them.
         optimizer: Whether the states of the optimizer are written too, under the names of the
             parameters in training: as `optimizer.bin`, or with `to="dcp"` in `optimizer_0`.
@@ -88,6 +91,7 @@ class Options(TypedDict, total=False):
     base: PathLike | None
     also: Sequence[PathLike]
     like: PathLike | None
+    strip_prefix: str | Sequence[str]
     vocab_size: int | None
     optimizer: bool
     model_config: PathLike | None
@@ -281,6 +285,7 @@ def make_request(to: Layout, options: Options) -> ConsolidateRequest:
         vocab_size=vocabulary_size(options.get("vocab_size")),
         optimizer=options.get("optimizer", False),
         model_config=_optional_place(options.get("model_config")),
+        strip_prefix=name_prefixes(options.get("strip_prefix")),
     )
 
 

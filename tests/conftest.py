@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import os
 import signal
+import warnings
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+from ckptkit.pipeline import naming_program
+from ckptkit.pipeline.naming_program import NamingProgram
 
 from tests.object_store import ObjectStore, running_object_store
 
@@ -36,6 +43,39 @@ def real_checkpoints() -> Path:
 def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     """No test may reach a network by accident."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture(scope="session")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for what transformers has answered, one for all processes of the tests."""
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    return shared / "cache"
+
+
+@pytest.fixture(autouse=True)
+def asked_here(monkeypatch: pytest.MonkeyPatch, answers: Path) -> None:
+    """Answers what transformers is asked in this process, which saves its import each time.
+
+    Tests that replace the program, and commands that tests start, have processes of their own.
+    """
+    monkeypatch.setenv("XDG_CACHE_HOME", str(answers))
+    start = NamingProgram.ask
+    usual = naming_program._PROGRAM
+
+    def ask(program: NamingProgram, question: bytes) -> Future[bytes]:
+        if naming_program._PROGRAM != usual or program._entry != "main":
+            return start(program, question)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            from ckptkit.naming.program import answered
+
+            reply = answered(json.loads(question))
+        future: Future[bytes] = Future()
+        future.set_result(json.dumps(reply).encode())
+        return future
+
+    monkeypatch.setattr(NamingProgram, "ask", ask)
 
 
 @pytest.fixture(scope="session")

@@ -42,7 +42,7 @@ def build_model(config: Mapping[str, Any], live: Collection[str]) -> Any:
         )
     parsed = _parsed(CONFIG_MAPPING[model_type], config)
     parsed._attn_implementation = "eager"  # noqa: SLF001  kernels of others need not be there
-    named = _named_class(config)
+    named = named_class(config)
     if named is not None:
         return _built(named, parsed)
     models = (_built(cls, parsed) for cls in _classes_for(type(parsed)))
@@ -74,7 +74,7 @@ def _closest(models: Iterator[Any], live: Collection[str], model_type: str) -> A
     return best
 
 
-def _named_class(config: Mapping[str, Any]) -> Any:
+def named_class(config: Mapping[str, Any]) -> Any:
     """Returns the class that a configuration names, if transformers has it."""
     for name in config.get("architectures") or ():
         found = getattr(transformers, str(name).removeprefix("FSDP"), None)

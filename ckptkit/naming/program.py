@@ -11,16 +11,18 @@ import sys
 from importlib.util import find_spec
 from typing import Any
 
-from ckptkit.core.errors import CkptkitError
+from ckptkit.core.errors import CannotPlanError, CkptkitError
 from ckptkit.planning.hub_names_wire import NamingRequest, names_to_json
+from ckptkit.planning.load_report import LoadRequest
 
 
 def main() -> None:
-    """Answers the request on standard input; an error of ours is an answer too."""
+    """Answers questions, a JSON value a line; an error of ours is an answer too."""
     replies = _replies()
-    request = NamingRequest.from_json(sys.stdin.buffer.read())
     with os.fdopen(replies, "wb") as stream:
-        stream.write(json.dumps(_answer(request)).encode())
+        for line in sys.stdin.buffer:
+            stream.write(json.dumps(answered(json.loads(line))).encode() + b"\n")
+            stream.flush()
 
 
 def convert() -> None:
@@ -35,9 +37,9 @@ def convert() -> None:
 def parameters() -> None:
     """Lists the parameters of a model; the request is a configuration, and names that are known."""
     replies = _replies()
-    request = json.loads(sys.stdin.buffer.read())
+    request = json.loads(sys.stdin.buffer.readline())
     with os.fdopen(replies, "wb") as stream:
-        stream.write(json.dumps(_parameters(request)).encode())
+        stream.write(json.dumps(_parameters(request)).encode() + b"\n")
 
 
 def _parameters(request: dict[str, Any]) -> dict[str, Any]:
@@ -55,28 +57,34 @@ def _replies() -> int:
     os.dup2(2, 1)
     # No model is looked up anywhere, whatever its configuration names.
     os.environ.update({"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"})
+    os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # tensors without elements need no threads
     return replies
 
 
-def _answer(request: NamingRequest) -> dict[str, Any]:
+def answered(question: dict[str, Any]) -> dict[str, Any]:
+    """Answers a request for names, or for what loading would report; for the process alone.
+
+    Args:
+        question: As a line of JSON holds it.
+    """
     if find_spec("transformers.core_model_loading") is None:
         import transformers
 
-        return _too_old(transformers.__version__)
-    from ckptkit.naming.answers import answer
-
+        return {"error": _too_old(transformers.__version__).to_json()}
     try:
-        return names_to_json(answer(request))
+        if "loading" in question:
+            from ckptkit.naming.loading import report_loading
+
+            return report_loading(LoadRequest.from_json(question["loading"])).to_json()
+        from ckptkit.naming.answers import answer
+
+        return names_to_json(answer(NamingRequest.from_document(question)))
     except CkptkitError as error:
         return {"error": error.to_json()}
 
 
-def _too_old(version: str) -> dict[str, Any]:
-    return {
-        "error": {
-            "code": "cannot-plan",
-            "message": f"found transformers {version}, and 5 or newer knows the names on disk",
-            "where": "",
-            "hint": "run `pip install --upgrade transformers`, or pass --names live",
-        }
-    }
+def _too_old(version: str) -> CkptkitError:
+    return CannotPlanError(
+        f"found transformers {version}, and 5 or newer knows the names on disk",
+        hint="run `pip install --upgrade transformers`, or pass --names live",
+    )

@@ -124,8 +124,10 @@ def write_on_ray(
                 fingerprint=fingerprint_of(prepared),
                 are_threads_chosen=resources.workers is not None,
             )
+            prepared.comparison.begin()
             with marked_as_read(prepared):
                 whole = _run(station, prepared, resources, listener)
+                prepared.comparison.finish(listener)
                 return commit_shares(prepared, target, whole, listener)
         except BaseException:
             target.abandon()

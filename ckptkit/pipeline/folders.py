@@ -22,6 +22,7 @@ from ckptkit.planning.side_files import (
     SideFile,
     choose_side_files,
     content_as_written,
+    has_auto_map,
     is_side_file,
 )
 from ckptkit.storage.base import Folder, Prefix, Source
@@ -31,6 +32,7 @@ from ckptkit.storage.places import PathLike, is_url, place_of
 _SHALLOW = ("ckptkit", "huggingface", "additional_chat_templates")
 _NESTED = ("ckptkit", "huggingface")  # where the training hooks, and verl, put them
 _HUB, _REPOSITORY = "hf://", 3  # slashes before the end of hf://org/name
+_AUTO_MAP = "auto_map"
 _CLIMB = 2  # from checkpoint-500/pytorch_model_fsdp_0 up to the run
 
 
@@ -52,6 +54,7 @@ class SideFolders:
                 source = None if path in self.sources else opener.open(path)
                 if source is not None:
                     self.sources[path] = source
+        self._base_location = None if given is None else given.location
         if given is not None:
             self.sources.setdefault(given.location, given)
 
@@ -99,6 +102,17 @@ class SideFolders:
             return parse_json_object(self.read(file), where=file.path)
         except FormatError:
             return None
+
+    def code_of(self, files: Sequence[SideFile]) -> dict[str, Any]:
+        """Returns what a configuration says of code of its own, which is not written with it."""
+        found = self.config(files) or {}
+        return {_AUTO_MAP: found[_AUTO_MAP]} if has_auto_map(found) else {}
+
+    def base_of_config(self, files: Sequence[SideFile]) -> str | None:
+        """Returns the base that the user named, if the configuration is taken from there."""
+        file = next((file for file in files if file.name == CONFIG), None)
+        is_of_base = file is not None and file.origin == self._base_location
+        return self.base if is_of_base else None
 
     def config(self, files: Sequence[SideFile]) -> dict[str, Any] | None:
         """Returns the model's configuration, or None where there is none.

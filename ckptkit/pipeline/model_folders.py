@@ -43,6 +43,17 @@ def shapes_in(folder: PathLike, *, option: str) -> Mapping[str, Shape]:
     return {str(entry.name): entry.shape for entry in _model_of(folder, option)}
 
 
+def shapes_there(folder: PathLike) -> Mapping[str, Shape]:
+    """Returns the shapes of a model's tensors by their headers; none where it has no weights.
+
+    Raises:
+        InputError: If a header is damaged, or a file is missing.
+    """
+    with open_source(folder) as source:
+        index = pretrained_index(source)
+    return {} if index is None else {str(e.name): e.shape for e in index.of_part("model")}
+
+
 def _model_of(folder: PathLike, option: str) -> list[TensorEntry]:
     with ExitStack() as stack:
         source = open_folder(stack, folder, option)

@@ -13,7 +13,7 @@ from ckptkit.kernels.operands import Operand, Stored
 from ckptkit.kernels.rearranged import Computed, Rearranged, Stretch
 from ckptkit.pipeline.conversions import Conversion, Converted
 from ckptkit.pipeline.model_folders import names_in
-from ckptkit.pipeline.naming_program import ask_transformers
+from ckptkit.pipeline.naming_program import NamingProgram, ask_transformers
 from ckptkit.planning.hub_names import HubNames, HubTensor, whole_of
 from ckptkit.planning.hub_names_need import naming_need, why_unsure
 from ckptkit.planning.hub_names_wire import NamingRequest
@@ -36,6 +36,8 @@ class Named:
         notes: What the user should know.
         versions: The libraries that told the names, with their versions.
         conversion_bytes: What the largest group of tensors takes that is converted as a whole.
+        left_out: Element types and shapes of tensors that the user left out, by the names that
+            they would have.
     """
 
     products: Sequence[Product]
@@ -43,6 +45,7 @@ class Named:
     notes: tuple[str, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
     conversion_bytes: int = 0
+    left_out: Specs = field(default_factory=dict)
 
 
 def named(
@@ -53,6 +56,7 @@ def named(
     *,
     choice: NameChoice,
     base: str | None,
+    program: NamingProgram | None = None,
 ) -> Named:
     """Gives tensors the names, and the forms, that `save_pretrained` would give them.
 
@@ -64,13 +68,14 @@ def named(
         config: The model's parsed `config.json`, or None.
         choice: `auto` leaves names that nobody can tell as they are, `hub` refuses.
         base: A folder of the model that training began from, or None.
+        program: What asks transformers, if it is needed for other questions too.
 
     Raises:
         RefusedError: If the names are needed and cannot be told.
     """
-    disk = _told(config, tensors, choice=choice, base=base)
+    disk = _told(config, tensors, choice=choice, base=base, program=program)
     if disk.names is None or disk.request is None:
-        return Named(products, dropped, disk.notes)
+        return Named(products, dropped, disk.notes, left_out=left_out(products, dropped, tensors))
     maker = _Maker(disk.names, disk.request, {p.spec.name: p for p in products})
     made = tuple(maker.products())
     called = {s: n for n, t in disk.names.tensors.items() if (s := whole_of(t, disk.names.live))}
@@ -79,7 +84,15 @@ def named(
     library = disk.names.library
     notes = (*disk.notes, *maker.notes, *(_said_of(name, library) for name in unsaved))
     versions = {"transformers": library}
-    return Named(made, ties, notes, versions, maker.largest_bytes)
+    specs = {n: (tensors[t.sources[0]][0], t.shape) for n, t in disk.names.tensors.items()}
+    rest = left_out(made, ties, specs)
+    return Named(made, ties, notes, versions, maker.largest_bytes, rest)
+
+
+def left_out(products: Sequence[Product], dropped: Mapping[Fqn, Fqn], tensors: Specs) -> Specs:
+    """Returns the tensors that are not written, and that no other stands for."""
+    written = {*dropped, *(product.spec.name for product in products)}
+    return {name: spec for name, spec in tensors.items() if name not in written}
 
 
 def _said_of(unsaved: Fqn, library: str) -> str:
@@ -142,6 +155,7 @@ def _told(
     *,
     choice: NameChoice,
     base: str | None,
+    program: NamingProgram | None = None,
 ) -> DiskNames:
     # Weights of the base that nobody needs may be damaged, or not be there.
     may_need = choice != "live" and naming_need(config, has_base=True).kind != "none"
@@ -154,7 +168,7 @@ def _told(
     if reason or config is None:
         return _left_live(reason, choice, has_config=config is not None)
     request = NamingRequest(_without_code(config), tensors, known)
-    names = ask_transformers(request)
+    names = ask_transformers(request, program)
     if names.unknown and config.get("auto_map"):
         reason = (
             f"tensor {names.unknown[0]!r} is not one of transformers' own model, so that the code"

@@ -18,9 +18,11 @@ from ckptkit.layouts.dcp import layout_dcp
 from ckptkit.layouts.hf_weights import layout_hf_weights
 from ckptkit.layouts.torch_full import layout_torch_full
 from ckptkit.pipeline.adapters.facts import adapter_facts, choices, find_peft, step_of_base
+from ckptkit.pipeline.comparing import NOTHING, Comparison, Subject, plan_comparison
 from ckptkit.pipeline.conversions import beside_conversions
 from ckptkit.pipeline.folders import SideFolders
-from ckptkit.pipeline.naming import Named, named
+from ckptkit.pipeline.naming import Named, left_out, named
+from ckptkit.pipeline.naming_program import NamingProgram
 from ckptkit.pipeline.opening import Opened, PathLike, opened
 from ckptkit.pipeline.optimizer_output import optimizer_output
 from ckptkit.pipeline.reach import check_reach
@@ -85,7 +87,8 @@ def prepared(
         if request.names != "live":
             _refuse_adapters(checkpoint, folders, request, _Typed(src, out, also))
         shaping = Shaping(request, base, checkpoint.path)
-        yield _Preparation(checkpoint, folders, request, resources, shaping).run(out)
+        program = stack.enter_context(NamingProgram())
+        yield _Preparation(checkpoint, folders, request, resources, shaping, program).run(out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +148,9 @@ class _Preparation:
         request: ConsolidateRequest,
         resources: Resources,
         shaping: Shaping,
+        program: NamingProgram,
     ) -> None:
+        self._program = program
         self._shaping = shaping
         self._checkpoint = checkpoint
         self._folders = folders
@@ -171,12 +176,10 @@ class _Preparation:
         given = self._named(made, config, ties)
         products = self._shaping.products(given.products, config)
         weights = self._weights(products, config, given.dropped)
-        written = bytes_by_dtype((p.spec.dtype, p.spec.size_bytes) for p in products)
-        if config is not None:
-            config = config_as_written(config, written, allow_code=self._request.allow_code)
-            config = self._shaping.config(self._untied(config, ties))
+        config = self._written_config(config, products, ties)
         files = self._folders.outputs(side, config, allow_code=self._request.allow_code)
         self._note_what_is_absent(config, code)
+        comparison = self._comparison(config, side, products, given)
         states = optimizer_output(checkpoint, self._request, entries)
         self._notes += (*given.notes, *self._shaping.notes, *states.notes)
         plan = Plan((*weights, *states.files, *files), given.dropped, tuple(self._notes))
@@ -202,7 +205,42 @@ class _Preparation:
             options=changed_options(self._request),
             facts=self._shaping.facts,
             versions=given.versions,
+            comparison=comparison,
         )
+
+    def _comparison(
+        self,
+        config: Mapping[str, Any] | None,
+        side: Sequence[SideFile],
+        products: Sequence[Product],
+        given: Named,
+    ) -> Comparison:
+        """Compares names and shapes with the model that the configuration describes."""
+        if config is None:
+            return NOTHING
+        if self._request.names == "live":
+            self._notes.append(
+                "names and shapes are not compared with the model of config.json: --names live"
+            )
+            return NOTHING
+        specs = {p.spec.name: (p.spec.dtype, p.spec.shape) for p in products}
+        if given.left_out:
+            self._notes.append(
+                f"left out by --include or --exclude: {len(given.left_out):,} of"
+                f" {len(given.left_out) + len(specs):,} tensors; the model of config.json may need"
+                " them"
+            )
+        subject = Subject(
+            config={**config, **self._folders.code_of(side)},
+            tensors={str(name): spec for name, spec in {**given.left_out, **specs}.items()},
+            left_out=frozenset(map(str, given.left_out)),
+            where=self._checkpoint.path,
+            base=self._folders.base_of_config(side),
+            is_live=self._request.layout != "hf",
+        )
+        comparison, notes = plan_comparison(subject, self._program)
+        self._notes += notes
+        return comparison
 
     def _entries(self) -> Sequence[TensorEntry]:
         checkpoint = self._checkpoint
@@ -229,6 +267,15 @@ class _Preparation:
             )
         return config
 
+    def _written_config(
+        self, config: Mapping[str, Any] | None, products: Sequence[Product], ties: Ties
+    ) -> dict[str, Any] | None:
+        if config is None:
+            return None
+        written = bytes_by_dtype((p.spec.dtype, p.spec.size_bytes) for p in products)
+        made = config_as_written(config, written, allow_code=self._request.allow_code)
+        return self._shaping.config(self._untied(made, ties))
+
     def _ties(self, config: Mapping[str, Any] | None, entries: Sequence[TensorEntry]) -> Ties:
         if self._request.layout == "dcp":  # training loads every name of a tied weight
             return Ties({}, {})
@@ -240,18 +287,19 @@ class _Preparation:
         self, products: Sequence[Product], config: Mapping[str, Any] | None, ties: Ties
     ) -> Named:
         """Gives tensors the names on disk; only model folders are loaded by those."""
-        request = self._request
-        if request.layout != "hf":
-            return Named(products, ties.dropped)
-        checkpoint = self._checkpoint
+        request, checkpoint = self._request, self._checkpoint
         whole = replace(request, select=checkpoint.select, include=(), exclude=())
         entries = select_model(checkpoint.index, whole, location=checkpoint.path)
         tensors = {entry.name: (entry.dtype, entry.shape) for entry in entries}
         tensors |= {p.spec.name: (p.spec.dtype, p.spec.shape) for p in products}
+        if request.layout != "hf":
+            rest = left_out(products, ties.dropped, tensors)
+            return Named(products, ties.dropped, left_out=rest)
         return named(
             *(products, ties.dropped, tensors, config),
             choice=request.names,
             base=self._folders.base,
+            program=self._program,
         )
 
     def _weights(

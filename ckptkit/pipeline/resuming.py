@@ -108,9 +108,15 @@ def _write(
     if resume:
         kept = _Earlier(prepared, target, fingerprint).proven(listener)
     listener(Planned((*prepared.plan.notes, *kept.notes)))
+    prepared.comparison.begin()
     target.keep(kept.paths)
     with _journal(target, fingerprint, is_new=not kept.paths) as journal:
         digests = _write_rest(prepared, _JournaledSink(prepared, target, journal), kept, listener)
+    try:
+        prepared.comparison.finish(listener)
+    except RefusedError:
+        target.has_finished = False  # no later run can finish what is refused
+        raise
     manifest = manifest_of(prepared, digests)
     commit_output(manifest, target, listener)
     return manifest

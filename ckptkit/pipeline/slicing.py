@@ -71,8 +71,10 @@ def run_slice(
         target = place.open(attempt, cut_of(prepared.plan))
         try:
             _meet(prepared, target, share)
+            prepared.comparison.begin()
             with marked_as_read(prepared):
                 _write(prepared, target, share, listener)
+                _compare(prepared, target, listener)
                 return _end(prepared, target, share, listener)
         finally:
             target.leave()
@@ -125,6 +127,15 @@ def _write(prepared: Prepared, target: SharedOutput, share: Share, listener: Lis
         listener(Started(sum(task.stop - task.start for task in tasks)))
         outcome = run_share(prepared, target, share, listener)
         target.notes.put(name, json.dumps(outcome.to_json()).encode())
+
+
+def _compare(prepared: Prepared, target: SharedOutput, listener: Listener) -> None:
+    """Refuses an output that would not load; every slice finds the same, and removes it."""
+    try:
+        prepared.comparison.finish(listener)
+    except CkptkitError:
+        target.abandon()
+        raise
 
 
 def _end(prepared: Prepared, target: SharedOutput, share: Share, listener: Listener) -> SliceDone:

@@ -25,6 +25,7 @@ from ckptkit.execution.executor import Executor, Inputs
 from ckptkit.execution.outcome import Digests
 from ckptkit.execution.store_copies import with_store_copies
 from ckptkit.execution.streams import decoding_bytes
+from ckptkit.pipeline.comparing import NOTHING, Comparison
 from ckptkit.pipeline.identity import source_facts
 from ckptkit.pipeline.marking import read_at_store
 from ckptkit.pipeline.opening import Opened, PathLike
@@ -69,6 +70,7 @@ class Prepared:
         options: The options that differ from their defaults, as JSON values.
         facts: What the manifest says of the source besides where it lies.
         versions: The libraries besides ours that the output follows from, with their versions.
+        comparison: Finds out whether the output would load as the model of its configuration.
     """
 
     sources: tuple[Opened, ...]
@@ -80,6 +82,7 @@ class Prepared:
     options: Mapping[str, Any]
     facts: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
+    comparison: Comparison = NOTHING
 
     @property
     def checkpoint(self) -> Opened:
@@ -184,11 +187,13 @@ def write_output(prepared: Prepared, target: Target, listener: Listener) -> Mani
         plan = with_store_copies(prepared.plan, prepared.inputs.origins, target)
         prepared = replace(prepared, plan=plan)
     listener(Planned(prepared.plan.notes))
+    prepared.comparison.begin()
     executor = Executor(prepared.plan, prepared.inputs, target, prepared.settings, listener)
     with marked_as_read(prepared):
         digests = executor.run()
         for source in prepared.sources:
             refuse_changed(source)
+    prepared.comparison.finish(listener)
     manifest = manifest_of(prepared, digests)
     commit_output(manifest, target, listener)
     return manifest

@@ -40,7 +40,11 @@ class NamingRequest:
     @classmethod
     def from_json(cls, data: bytes) -> NamingRequest:
         """Returns the request that bytes of JSON hold."""
-        document = json.loads(data)
+        return cls.from_document(json.loads(data))
+
+    @classmethod
+    def from_document(cls, document: Mapping[str, Any]) -> NamingRequest:
+        """Returns the request that plain values hold."""
         listed = document["tensors"]
         tensors = (
             None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -117,6 +117,25 @@ def vocabulary_size(text: str | int | None) -> int | None:
     return positive_number(text, option="--vocab-size", example=151_643)
 
 
+def name_prefixes(given: str | Sequence[str] | None) -> tuple[str, ...]:
+    """Reads what names begin with as the user gives it; each ends with a dot afterwards.
+
+    Raises:
+        UsageError: If one is empty.
+
+    >>> name_prefixes("net"), name_prefixes(["net.", "module"])
+    (('net.',), ('net.', 'module.'))
+    """
+    listed = (given,) if isinstance(given, str) else tuple(given or ())
+    if not all(prefix.strip(".") for prefix in listed):
+        raise UsageError(
+            "a prefix has at least one character besides dots",
+            where="--strip-prefix",
+            hint="pass what the names begin with, such as --strip-prefix net.",
+        )
+    return tuple(prefix if prefix.endswith(".") else f"{prefix}." for prefix in listed)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConsolidateRequest:
     """What the output of a consolidation should hold.
@@ -139,6 +158,8 @@ class ConsolidateRequest:
         optimizer: Whether the states of the optimizer are written too.
         model_config: A folder with the `config.json` of the model that flat parameters of FSDP1
             are made of, or None.
+        strip_prefix: What is taken from the beginning of names, before anything else looks at
+            them; each ends with a dot.
     """
 
     dtype: OutputDType = "keep"
@@ -154,8 +175,15 @@ class ConsolidateRequest:
     vocab_size: int | None = None
     optimizer: bool = False
     model_config: str | None = None
+    strip_prefix: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        if self.strip_prefix and self.optimizer:
+            raise UsageError(
+                "cannot be combined with --optimizer, whose states have the names of training",
+                where=f"--strip-prefix {self.strip_prefix[0]}",
+                hint="leave one of the two out",
+            )
         object.__setattr__(self, "dtype", choose_dtype(self.dtype, get_args(OutputDType)))
         check_choice("--names", self.names, get_args(NameChoice))
         check_choice("--to", self.layout, get_args(Layout))

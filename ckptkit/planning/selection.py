@@ -47,7 +47,8 @@ def select_model(
 
     Raises:
         AmbiguousSourceError: If there are several and none was selected.
-        CannotPlanError: If the selection or the patterns leave nothing.
+        CannotPlanError: If the selection or the patterns leave nothing, or if a prefix cannot be
+            stripped.
         IncompleteCheckpointError: If the checkpoint holds no model tensor at all.
     """
     trees = model_trees(index)
@@ -60,6 +61,8 @@ def select_model(
         )
     tree = _chosen(trees, request.select, location, advice=_of_peft(index))
     whole = [entry for entry in index.of_part("model") if entry.tree == tree]
+    if request.strip_prefix:
+        whole = _without_prefixes(whole, request.strip_prefix, location)
     taken = [entry for entry in whole if request.wants(entry.name)]
     if not taken:
         raise CannotPlanError(
@@ -68,6 +71,34 @@ def select_model(
             hint="patterns must fit whole names, such as 'model.layers.*'",
         )
     return taken
+
+
+def _without_prefixes(
+    entries: Sequence[TensorEntry], prefixes: Sequence[str], location: str
+) -> list[TensorEntry]:
+    """Takes the longest of the prefixes that a name begins with from each name."""
+    longest = sorted(prefixes, key=len, reverse=True)
+    for prefix in longest:
+        if not any(entry.name.startswith(prefix) for entry in entries):
+            raise CannotPlanError(
+                f"no name of {len(entries):,} tensors begins with {prefix!r}; the first is"
+                f" {entries[0].name!r}",
+                where=location,
+                hint="leave --strip-prefix out, or pass what the names begin with",
+            )
+    found: dict[Fqn, TensorEntry] = {}
+    for entry in entries:
+        prefix = next((p for p in longest if entry.name.startswith(p)), "")
+        name = Fqn(entry.name.removeprefix(prefix))
+        if name in found or not name:
+            other = found[name].key if name else "no name"
+            raise CannotPlanError(
+                f"without {prefix!r}, tensor {entry.key!r} has the name of {other!r}",
+                where=location,
+                hint="leave one of them out of the checkpoint, or --strip-prefix out",
+            )
+        found[name] = replace(entry, name=name)
+    return list(found.values())
 
 
 def _of_peft(index: TensorIndex) -> str:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptkit.core.errors import UsageError
 from ckptkit.core.manifest import Manifest
+from ckptkit.execution.events import Event, Planned
 from ckptkit.planning.requests import (
     ConsolidateRequest,
     Layout,
@@ -17,6 +18,7 @@ from ckptkit.planning.requests import (
     check_if_exists,
     file_limit,
     make_resources,
+    name_prefixes,
     vocabulary_size,
 )
 from ckptkit.planning.shares import Share, parse_slice
@@ -77,6 +79,7 @@ def job_of(title: str, layout: Layout, given: Mapping[str, Any]) -> Job:
         vocab_size=vocabulary_size(given["vocab_size"]),
         optimizer=given["optimizer"],
         model_config=given["model_config"],
+        strip_prefix=name_prefixes(given["strip_prefix"]),
     )
     resources = make_resources(
         worker_count(given["workers"]),
@@ -132,6 +135,11 @@ def slice_of(given: Mapping[str, Any]) -> Share | None:
             f"stands beside {other}", where=f"--slice {text}", hint="leave one of the two out"
         )
     return parse_slice(text)
+
+
+def _warn(output: Output, event: Event) -> None:
+    for note in event.notes if isinstance(event, Planned) else ():
+        output.warn(note)
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,6 +294,7 @@ class Job:
         with prepared(
             src, out, self.request, base=base, resources=self.resources, also=also
         ) as plan:
+            plan.comparison.finish(partial(_warn, output))
             output.document(plan_json(plan, out) | removal_json(removal))
             output.lines(plan_page(output, plan, out))
             output.lines(planned_page(output, removal))

@@ -25,3 +25,13 @@ ModelConfig = Annotated[
         show_default=False,
     ),
 ]
+StripPrefix = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--strip-prefix",
+        metavar="PREFIX",
+        help="Take PREFIX from the beginning of names, such as 'net.' of a module that wraps the"
+        " model; may be repeated. All other options see the names without it.",
+        show_default=False,
+    ),
+]

@@ -17,6 +17,7 @@ def consolidate(
     dtype: options.DType = "keep",
     keep_dtype: options.KeepDType = None,
     names: options.Names = "auto",
+    strip_prefix: parts.StripPrefix = None,
     base: options.Base = None,
     also: options.Also = None,
     like: options.Like = None,

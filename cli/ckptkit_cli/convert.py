@@ -21,6 +21,7 @@ def convert(
     dtype: options.DType = "keep",
     keep_dtype: options.KeepDType = None,
     names: options.Names = "auto",
+    strip_prefix: parts.StripPrefix = None,
     base: options.Base = None,
     also: options.Also = None,
     like: options.Like = None,

@@ -211,7 +211,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[NamingRequest]:
     """Asks transformers in this process, which saves its import; returns what was asked."""
     requests: list[NamingRequest] = []
 
-    def ask(request: NamingRequest) -> HubNames:
+    def ask(request: NamingRequest, _program: object = None) -> HubNames:
         requests.append(NamingRequest.from_json(request.to_json()))
         found = answer(requests[-1])
         return names_from_json(json.loads(json.dumps(names_to_json(found))))
@@ -502,7 +502,7 @@ def test_a_model_with_code_of_its_own_keeps_its_names(
     assert asked
 
 
-def test_tensors_that_the_class_has_not_are_written_too(
+def test_tensors_that_the_class_has_not_are_refused_unless_they_are_left_out(
     mixtral: tuple[Any, Path], tmp_path: Path, asked: list[NamingRequest]
 ) -> None:
     model, _ = mixtral
@@ -510,9 +510,12 @@ def test_tensors_that_the_class_has_not_are_written_too(
     source = tmp_path / "with a head"
     dcp.save(model.state_dict() | head, checkpoint_id=source, no_dist=True)
     model.config.save_pretrained(source)
-    ckptkit.consolidate(source, tmp_path / "out")
-    model.save_pretrained(tmp_path / "reference", state_dict=model.state_dict() | head)
-    assert_same_model(tmp_path / "out", tmp_path / "reference")
+    with pytest.raises(RefusedError, match=r"2 tensors would not be used, 'v_head.*") as caught:
+        ckptkit.consolidate(source, tmp_path / "out")
+    assert "--exclude 'v_head.*'" in caught.value.hint
+    assert not (tmp_path / "out").exists()
+    ckptkit.consolidate(source, tmp_path / "out", exclude=["v_head.*"])
+    assert_same_model(tmp_path / "out", saved(model, tmp_path / "reference"))
     assert asked
 
 
