@@ -15,7 +15,6 @@ from hypothesis import settings
 
 from ckptkit.pipeline import naming_program
 from ckptkit.pipeline.naming_program import NamingProgram
-
 from tests.object_store import ObjectStore, running_object_store
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -64,7 +63,7 @@ def asked_here(monkeypatch: pytest.MonkeyPatch, answers: Path) -> None:
     usual = naming_program._PROGRAM
 
     def ask(program: NamingProgram, question: bytes) -> Future[bytes]:
-        if naming_program._PROGRAM != usual or program._entry != "main":
+        if usual != naming_program._PROGRAM or program._entry != "main":
             return start(program, question)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

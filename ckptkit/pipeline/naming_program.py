@@ -142,14 +142,13 @@ class NamingProgram:
 
 
 def _exchange(process: subprocess.Popen[bytes], question: bytes, answer: Future[bytes]) -> None:
+    assert process.stdin is not None and process.stdout is not None  # noqa: S101, PT018  pipes
     line = b""
-    try:
-        if process.stdin is not None and process.stdout is not None:
-            process.stdin.write(question + b"\n")
-            process.stdin.flush()
-            line = process.stdout.readline()
-    except (OSError, ValueError):  # it ended, or was closed meanwhile
-        line = b""
+    with suppress(OSError, ValueError):  # it may have ended, after an answer or without one
+        process.stdin.write(question + b"\n")
+        process.stdin.flush()
+    with suppress(OSError, ValueError):
+        line = process.stdout.readline()
     answer.set_result(line)
 
 

@@ -23,6 +23,7 @@ _MADE = re.compile(
 _LAYER = re.compile(r"^((?:[a-z_]+\.){0,3}(?:layers|h|blocks|block|layer))\.(\d{1,9})\.")
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
+_PREDICTING = ("nextn", "mtp")  # keys of layers that predict further tokens
 _MATRIX = 2
 Shapes = Mapping[str, Shape | None]
 _KNOWN = CONVERTED | PREFIXED | UNCONVERTED
@@ -160,6 +161,8 @@ def _layers(
         return (), ()
     ((stack, there),) = stacks.items()
     missing = tuple(f"{stack}.{i}.*" for i in range(min(count, 10_000)) if i not in there)
+    if any(word in key for key in config for word in _PREDICTING):
+        return missing, ()  # files may hold further layers, which transformers does not load
     extra = [n for i, names in there.items() if i >= count for n in names]
     return missing, tuple(sorted(name for name in extra if name not in request.left_out))
 
