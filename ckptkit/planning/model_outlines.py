@@ -72,7 +72,7 @@ def compare_with_base(request: LoadRequest, base: Shapes, model: str) -> LoadRep
     )
 
 
-def _as_in_base(request: LoadRequest, base: Shapes) -> tuple[dict[str, Shape | None], set[str]]:
+def _as_in_base(request: LoadRequest, base: Shapes) -> tuple[Shapes, set[str]]:
     """Returns the tensors, and those left out, with the prefix of base models as the base has it.
 
     Transformers adds and strips that prefix as needed.

@@ -160,7 +160,7 @@ def test_a_bare_model_passes_as_what_it_is(tmp_path: Path) -> None:
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_a_base_of_other_sizes_is_refused(
-    tmp_path: Path, changed: dict[str, int], said: str
+    tmp_path: Path, changed: dict[str, Any], said: str
 ) -> None:
     model, base = model_of(), model_of(**changed)
     base.save_pretrained(tmp_path / "base")
@@ -203,7 +203,7 @@ def test_what_the_user_leaves_out_is_not_missing(tmp_path: Path) -> None:
 
 
 def test_experts_are_counted_under_their_names_on_disk(tmp_path: Path) -> None:
-    values = {"num_local_experts": 3, "num_experts_per_tok": 2}
+    values: dict[str, Any] = {"num_local_experts": 3, "num_experts_per_tok": 2}
     model = model_of("Mixtral", **values)
     src = trained(tmp_path / "src", model.state_dict(), model.config)
     ckptkit.consolidate(src, tmp_path / "out")
@@ -321,7 +321,8 @@ def test_a_base_is_compared_where_transformers_is_not(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "base", max_shard_size="20KB")
     src = trained(tmp_path / "src", model.state_dict())
     assert not notes_of(src, tmp_path / "good", base=tmp_path / "base")
-    for number, change in enumerate(({"attention_bias": True}, {"intermediate_size": 40})):
+    changes: list[dict[str, Any]] = [{"attention_bias": True}, {"intermediate_size": 40}]
+    for number, change in enumerate(changes):
         other = trained(tmp_path / f"other{number}", model_of(**change).state_dict())
         refused(other, tmp_path, base=tmp_path / "base")
     for path in (tmp_path / "base").glob("*.safetensors"):
