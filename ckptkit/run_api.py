@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from ckptkit.core.arguments import check_arguments
 from ckptkit.planning.retention import BestMode, Retention
+from ckptkit.storage.locations import place_of
 
 if TYPE_CHECKING:
     from ckptkit.pipeline.listing import RunListing
@@ -29,7 +30,7 @@ def list_run(run: PathLike, *, state: PathLike | None = None) -> RunListing:
     """
     from ckptkit.pipeline import listing
 
-    return listing.list_run(run, state=state)
+    return listing.list_run(place_of(run), state=None if state is None else place_of(state))
 
 
 @check_arguments

@@ -150,6 +150,7 @@ def push(folder: PathLike, repo_id: str, **options: Unpack[PushOptions]) -> Push
         VerificationError: If it is not what its manifest says, or the Hub holds other bytes.
         HubError: If the Hub refuses, or is not reached.
     """
+    place = local_folder(folder)
     tag = options.get("tag")
     if tag is not None:
         check_tag(tag)
@@ -171,7 +172,7 @@ def push(folder: PathLike, repo_id: str, **options: Unpack[PushOptions]) -> Push
         create_pr=options.get("create_pr", False),
         message=options.get("message"),
     )
-    with quiet_client(), open_source(local_folder(folder)) as source, hold_source(source):
+    with quiet_client(), open_source(place) as source, hold_source(source):
         package = prepare(source, repo_id, wishes)
         hub.named_by_owner()
         one = _Push(hub, source, package, request, options.get("listener") or ignore)

@@ -11,6 +11,8 @@ from typing import Any, Self
 from ckptkit.core.errors import UsageError
 
 PathLike = str | os.PathLike[str]
+_MOST_NAME_BYTES = 255  # of Linux and macOS
+_MOST_PATH_BYTES = 4095
 _FILE = re.compile(r"(?:file|local)://(?:localhost(?=/|$))?", re.IGNORECASE)
 _ALIASES = {"s3a": "s3", "gcs": "gs", "abfs": "az", "abfss": "az", "sftp": "ssh"}
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
@@ -149,8 +151,28 @@ def store_kind(protocol: str) -> str:
     return _ALIASES.get(protocol, protocol)
 
 
+def _check_usable(location: str) -> None:
+    """Refuses what no system call and no store takes.
+
+    Bytes of a name that are no UTF-8 are surrogates here, which paths may hold and URLs may not.
+
+    Raises:
+        UsageError: If a character is a NUL or has no bytes, or if a name is too long.
+    """
+    is_remote = "://" in location
+    try:
+        data = location.encode(errors="strict" if is_remote else "surrogateescape")
+    except UnicodeEncodeError:
+        data = b"\0"
+    too_long = len(data) > _MOST_PATH_BYTES or max(map(len, data.split(b"/"))) > _MOST_NAME_BYTES
+    if b"\0" in data or (too_long and not is_remote):
+        what = "holds a character that no path has" if b"\0" in data else "is too long for a path"
+        raise UsageError(f"{ascii(location)[:80]} {what}", hint="see where the path comes from")
+
+
 def _plain(location: str) -> str:
     """Returns a path for a `file://` URL, and other locations without slashes at the end."""
+    _check_usable(location)
     local = _FILE.match(location)
     if local is not None:
         return location[local.end() :] or "/"

@@ -165,15 +165,16 @@ def find_overlaps(places: Sequence[PathLike]) -> Iterator[tuple[int, int, Overla
         UsageError: If a password stands in a URL.
     """
     known = [identify_place(place) for place in places]
-    order = sorted(range(len(known)), key=lambda index: (known[index].kind, known[index].names))
+    # Names of other case may be one file.
+    names = [tuple(name.casefold() for name in one.names) for one in known]
+    order = sorted(range(len(known)), key=lambda index: (known[index].kind, names[index]))
     around: list[int] = []
     for index in order:
         one = known[index]
         around = [
             other
             for other in around
-            if known[other].kind == one.kind
-            and known[other].names == one.names[: len(known[other].names)]
+            if known[other].kind == one.kind and names[other] == names[index][: len(names[other])]
         ]
         for other in around:
             found = one.overlap(known[other])

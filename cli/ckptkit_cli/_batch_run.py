@@ -63,9 +63,11 @@ class BatchRun:
         self._lock = threading.Lock()
         self._running: set[subprocess.Popen[bytes]] = set()
         self._stopped = False
+        self._ends: dict[int, threading.Event] = {}
 
     def run(self, jobs: Sequence[BatchJob]) -> Iterator[Ended]:
         """Yields each job when it has ended."""
+        self._ends = {job.line: threading.Event() for job in jobs}
         with ThreadPoolExecutor(self._at_once) as crew:
             try:
                 for future in as_completed([crew.submit(self._run, job) for job in jobs]):
@@ -89,6 +91,15 @@ class BatchRun:
                 process.kill()
 
     def _run(self, job: BatchJob) -> Ended | None:
+        """Runs a job after those that it depends on, which come earlier and are under way."""
+        try:
+            for line in job.after:
+                self._ends[line].wait()
+            return self._run_now(job)
+        finally:
+            self._ends[job.line].set()
+
+    def _run_now(self, job: BatchJob) -> Ended | None:
         began = time.perf_counter()
         with self._lock:
             if self._stopped:

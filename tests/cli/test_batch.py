@@ -14,11 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
 import ckptkit
 from ckptkit.core.errors import OutputExistsError, UsageError, VerificationError
 from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.storage.places import Place
+from ckptkit_cli._application import make_application
+from ckptkit_cli._batch_jobs import read_jobs
 from tests.made_up_runs import save_step
 from tests.object_store import ObjectStore
 
@@ -29,6 +32,7 @@ ENVIRONMENT = os.environ | {
     "OMP_NUM_THREADS": "1",
 }
 
+COMMANDS = typer.main.get_command(make_application()).commands  # type: ignore[attr-defined]
 Result = subprocess.CompletedProcess[str]
 
 
@@ -249,3 +253,107 @@ def test_an_output_on_a_store_is_confirmed_too(object_store: ObjectStore) -> Non
     assert ckptkit.consolidate(LLAMA, place, if_exists="verify").tensors
     assert object_store.proxy.requests["PUT"] == object_store.proxy.requests["POST"] == 0
     assert bucket.keys() == before
+
+
+def job(src: str | Path, out: str | Path, **more: Any) -> dict[str, Any]:
+    return {"command": "consolidate", "src": str(src), "out": str(out), **more}
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"command": "consolidate", "src": "a", "out": 5}', "out: is an int, where a text was"),
+        ('{"command": "consolidate", "src": NaN, "out": "b"}', "NaN is no value that it has"),
+        ('{"command": "consolidate", "src": -Infinity, "out": "b"}', "-Infinity is no value"),
+        ('{"command": "consolidate", "src": "a\\u0000", "out": "b"}', "a character that no text"),
+        ('{"command": "consolidate", "src": "a", "out": "\\ud800"}', "a character that no text"),
+        ('{"command": "consolidate", "src": ["a"], "out": "b"}', "src: is a list, where one value"),
+        ('{"command": "consolidate", "src": "a", "out": ""}', "out: is empty, where a path was"),
+        ('{"command": "consolidate", "src": "a", "out": null}', "out: is missing"),
+        ('{"command": ["consolidate"], "src": "a"}', "command: is a list, where a text was"),
+        ('{"command": "consolidate", "src": "a", "src": "b", "out": "c"}', "src: is given twice"),
+        (
+            '{"command": "verify", "path": "a", "src-option": "k=1", "src_option": "k=2"}',
+            "src-option: is given twice",
+        ),
+        ('{"command": "consolidate", "src": "a", "out": "b", "base": 5}', "base: is an int"),
+        ('{"command": "consolidate", "src": "a", "out": "b", "workers": 1e999}', "no value can"),
+        ('{"command": "consolidate", "src": "a", "out": "b", "include": [1, {}]}', "is a dict"),
+        ('{"command": "push", "folder": "a", "repo_id": 5}', "repo-id: is an int"),
+        ("5", "is an int, where an object was expected"),
+    ],
+)
+def test_a_malformed_line_is_wrong_usage(line: str, message: str) -> None:
+    result = run("batch", "-", given=f"\n{line}\n")
+    assert (result.returncode, result.stdout) == (2, ""), result.stderr
+    assert "line 2: " in result.stderr
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        ("a", "a/", "writes to the same directory as line 1"),
+        ("a", "b/../a", "writes to the same directory as line 1"),
+        ("a", "link/a", "writes to the same directory as line 1"),
+        ("a", "a/b", "writes inside the output of line 1"),
+        ("a/b/c", "link/a", "writes around the output of line 1"),
+        ("s3://bucket/a", "s3://bucket/a/b", "writes inside the output of line 1"),
+        ("s3://bucket/a/", "s3a://bucket//a", "writes to the same directory as line 1"),
+    ],
+)
+def test_outputs_that_lie_inside_one_another_are_refused(
+    tmp_path: Path, first: str, second: str, message: str
+) -> None:
+    (tmp_path / "link").symlink_to(tmp_path)
+    places = [place if "://" in place else f"{tmp_path}/{place}" for place in (first, second)]
+    result = run("batch", "-", given=written(*(job(LLAMA, place) for place in places)))
+    assert (result.returncode, result.stdout) == (2, ""), result.stderr
+    assert "line 2: " in result.stderr
+    assert message in result.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["link"]
+
+
+def test_one_url_at_two_endpoints_is_two_places() -> None:
+    ends = [f"client_kwargs.endpoint_url=http://127.0.0.1:{port}" for port in (9, 10)]
+    two = [job(LLAMA, "s3://bucket/a", dst_option=[end]) for end in ends]
+    found, errors = read_jobs([json.dumps(one) for one in two], COMMANDS, {})
+    assert (len(found), errors) == (2, [])
+    same = [job(LLAMA, "s3://bucket/a", dst_option=[ends[0]]) for _ in range(2)]
+    _, errors = read_jobs([json.dumps(one) for one in same], COMMANDS, {})
+    assert "writes to the same directory as line 1" in str(errors[0])
+
+
+def test_slices_of_one_output_may_share_it_and_nothing_else_may(tmp_path: Path) -> None:
+    slices = [job(LLAMA, tmp_path / "a", slice=f"{part}/2") for part in range(2)]
+    found, errors = read_jobs([json.dumps(one) for one in slices], COMMANDS, {})
+    assert ([one.after for one in found], errors) == ([frozenset(), frozenset()], [])
+    _, errors = read_jobs(
+        [json.dumps(one) for one in (*slices, job(LLAMA, tmp_path / "a" / "b"))], COMMANDS, {}
+    )
+    assert {str(error) for error in errors}
+
+
+def test_a_job_waits_for_those_that_write_or_remove_what_it_reads(tmp_path: Path) -> None:
+    lines_ = [
+        job(LLAMA, tmp_path / "a"),
+        {"command": "verify", "path": f"{tmp_path}/./a"},
+        job(LLAMA, tmp_path / "b", base=str(tmp_path / "a")),
+        job(tmp_path / "run", tmp_path / "c"),
+        job(tmp_path / "run", tmp_path / "d", delete_source=True),
+        {"command": "diff", "a": str(tmp_path / "run" / "checkpoint-1"), "b": str(LLAMA)},
+        job(LLAMA, tmp_path / "e"),
+    ]
+    found, errors = read_jobs([json.dumps(line) for line in lines_], COMMANDS, {})
+    assert errors == []
+    after = {one.line: set(one.after) for one in found}
+    assert after == {1: set(), 2: {1}, 3: {1}, 4: set(), 5: {4}, 6: {5}, 7: set()}
+
+
+def test_jobs_that_depend_on_one_another_run_in_order(tmp_path: Path) -> None:
+    a, b, c = (str(tmp_path / name) for name in "abc")
+    jobs = [job(LLAMA, a), job(a, b), job(b, c), {"command": "verify", "path": c}]
+    result = run("batch", "-", "--jobs", "4", given=written(*jobs))
+    assert result.returncode == 0, result.stderr
+    assert [line["line"] for line in lines(result.stdout)] == [1, 2, 3, 4]

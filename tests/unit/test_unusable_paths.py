@@ -1,0 +1,57 @@
+"""Paths that no system call takes are wrong usage, in every function, and never a bug."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import ckptkit
+import ckptkit.hub
+from ckptkit.core.errors import UsageError
+from ckptkit.storage.locations import Place, is_url, local_path
+
+ROOT = Path(__file__).resolve().parents[2]
+LLAMA = ROOT / "fixtures" / "accelerate_fsdp2_tied_with_config" / "checkpoint"
+OUT = "/nowhere/out"
+UNUSABLE = ["a\0b", "\ud800", "s3://bucket/\0", "s3://bucket/\udcff", "file:///a\0", "x" * 300]
+CALLS: dict[str, Callable[[str], object]] = {
+    "open": ckptkit.open,
+    "inspect": ckptkit.inspect,
+    "inspect also": lambda path: ckptkit.inspect(LLAMA, also=[path]),
+    "inspect model_config": lambda path: ckptkit.inspect(LLAMA, model_config=path),
+    "verify": ckptkit.verify,
+    "diff": lambda path: ckptkit.diff(path, LLAMA),
+    "diff other": lambda path: ckptkit.diff(LLAMA, path),
+    "consolidate": lambda path: ckptkit.consolidate(path, OUT),
+    "consolidate out": lambda path: ckptkit.consolidate(LLAMA, path),
+    "consolidate base": lambda path: ckptkit.consolidate(LLAMA, OUT, base=path),
+    "consolidate like": lambda path: ckptkit.consolidate(LLAMA, OUT, like=path),
+    "consolidate also": lambda path: ckptkit.consolidate(LLAMA, OUT, also=[path]),
+    "list_run": ckptkit.list_run,
+    "list_run state": lambda path: ckptkit.list_run(LLAMA, state=path),
+    "prune": lambda path: ckptkit.prune(path, keep_last=1),
+    "extract_adapter": lambda path: ckptkit.extract_adapter(path, OUT),
+    "extract_adapter config": lambda path: ckptkit.extract_adapter(LLAMA, OUT, adapter_config=path),
+    "merge_adapter": lambda path: ckptkit.merge_adapter(path, OUT),
+    "merge_adapter base": lambda path: ckptkit.merge_adapter(LLAMA, OUT, base=path),
+    "merge_adapter further": lambda path: ckptkit.merge_adapter(LLAMA, OUT, further=[path]),
+    "adapter_from_diff": lambda path: ckptkit.adapter_from_diff(LLAMA, OUT, base=path, rank=2),
+    "push": lambda path: ckptkit.hub.push(path, "org/name"),
+    "pull": lambda path: ckptkit.hub.pull("org/name", path),
+}
+
+
+@pytest.mark.parametrize("path", UNUSABLE, ids=ascii)
+@pytest.mark.parametrize("call", CALLS)
+def test_a_path_that_cannot_be_one_is_wrong_usage(call: str, path: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        CALLS[call](path)
+    str(caught.value).encode()  # so that any stream can show it
+
+
+def test_names_that_are_no_utf_8_and_long_urls_are_paths() -> None:
+    assert local_path("a\udcff/b").name == "b"
+    assert is_url(f"s3://bucket/{'x' * 300}")
+    assert Place("x" * 255) == "x" * 255
