@@ -13,6 +13,7 @@ from ckptkit.pipeline.opening import PathLike
 from ckptkit.pipeline.source_places import check_path
 from ckptkit.storage.place_identity import Overlap, find_overlap
 from ckptkit.storage.places import Place, is_url, local_path, place_of
+from ckptkit.storage.replacing import refuse_unnamed_in
 from ckptkit.storage.staging import output_exists
 from ckptkit.storage.workfolder import is_empty
 
@@ -97,3 +98,5 @@ def _check_local(out: Path, *, overwrite: bool) -> None:
         )
     if not overwrite and target.is_dir() and not is_empty(target):
         raise output_exists(out)
+    if overwrite and target.is_dir():
+        refuse_unnamed_in(target, os.fspath(out))

@@ -27,3 +27,22 @@ def check_relative(path: str, where: str) -> None:
             f"the file name {path!r} was found where a path inside the folder was expected",
             where=where,
         )
+
+
+def check_below(name: str, place: str) -> None:
+    """Refuses to remove what does not lie below a place that was named.
+
+    Args:
+        name: Of an object, relative to the place; a slash at its end belongs to a folder's marker.
+        place: Bucket and folders.
+
+    Raises:
+        UnsafePathError: If it leads out of the place, or is the place itself.
+    """
+    parts = name.removesuffix("/").split("/")
+    if not place.strip("/") or not set(parts).isdisjoint({"", ".", ".."}):
+        raise UnsafePathError(
+            f"{name!r} was to be removed, which is no name below the place",
+            where=place,
+            hint="nothing was removed; remove it by hand if it is not needed",
+        )

@@ -5,17 +5,14 @@ from __future__ import annotations
 import json
 import posixpath
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, TypeVar
 
 from ckptkit.core.errors import CkptkitError, OutputError
 from ckptkit.storage.places import Place
 from ckptkit.storage.remote_errors import as_input_error, told
 from ckptkit.storage.remote_store import StoredObject, store_of
-from ckptkit.storage.retries import retried
 
 _MOST_BYTES = 64 << 20
-_PATTERN = frozenset("*?[")
 Answer = TypeVar("Answer")
 
 
@@ -72,11 +69,9 @@ class MarkObjects:
         if found is None or found.size_bytes > _MOST_BYTES:
             return None
 
-        def ask() -> bytes:
-            data: bytes = self._store.filesystem.cat_file(self._at(path))
-            return data
-
-        data = self._read(path, lambda: retried(ask, self._store.patience, what=f"read {path}"))
+        data = self._read(path, lambda: self._store.get_small(self._at(path)))
+        if data is None:
+            return None
         try:
             return json.loads(data)
         except (ValueError, RecursionError):
@@ -89,9 +84,8 @@ class MarkObjects:
             OutputError: If it cannot be written.
         """
         data = json.dumps(value).encode()
-        self._change(
-            "written", path, lambda: self._store.filesystem.pipe_file(self._at(path), data)
-        )
+
+        self._change("written", path, lambda: self._store.put_small(self._at(path), data))
 
     def delete(self, paths: Sequence[str]) -> None:
         """Deletes objects; those that are gone already are no error.
@@ -99,19 +93,17 @@ class MarkObjects:
         Raises:
             OutputError: If one cannot be deleted.
         """
-        plain = [path for path in paths if not _PATTERN & set(path)]
-        if self._store.is_s3 and plain:  # a thousand with one request
-            names = [self._at(path) for path in plain]
-            self._change("removed", plain[0], lambda: self._store.filesystem.rm(names))
-            paths = [path for path in paths if path not in set(plain)]
-        for path in paths:
-            self._change("removed", path, partial(self._delete, path))
+        if paths:
+            self._change("removed", paths[0], lambda: self._store.delete(self._root, paths))
 
-    def _delete(self, path: str) -> None:
-        try:
-            self._store.filesystem.rm_file(self._at(path))
-        except FileNotFoundError:
-            return
+    def folder_markers(self, folder: str) -> list[str]:
+        """Returns the empty objects that stand for a folder and for those in it, by their paths.
+
+        Raises:
+            InputError: If they cannot be listed.
+        """
+        names = self._read(folder, lambda: self._store.folder_markers(self._at(folder)))
+        return [f"{folder}/{name}" for name in names]
 
     def _at(self, path: str) -> str:
         return f"{self._root}/{path}" if path else self._root
@@ -128,7 +120,7 @@ class MarkObjects:
 
     def _change(self, verb: str, path: str, ask: Callable[[], object]) -> None:
         try:
-            retried(ask, self._store.patience, what=f"{path} is {verb}")
+            ask()
         except CkptkitError:
             raise
         except Exception as error:  # noqa: BLE001  clients raise what they like

@@ -152,6 +152,7 @@ class RemoteRun:
             )
         self._begun.add(step)
         self._remove_in_order([f"{step}/{path}" for path in now])
+        self._objects.delete(self._objects.folder_markers(step))
         self._objects.delete([_claim_path(step)])
 
     def clear_up(self, *, remove: bool) -> Sequence[str]:
@@ -175,6 +176,7 @@ class RemoteRun:
             found += [step] if left else []
             if remove:
                 self._remove_in_order(left)
+                self._objects.delete(self._objects.folder_markers(step))
                 self._objects.delete([path])
         return found
 

@@ -14,12 +14,15 @@ from ckptkit.core.errors import (
     AccessError,
     CkptkitError,
     MissingFileError,
+    NotACheckpointError,
     TruncatedFileError,
 )
 from ckptkit.core.index import FileRef
+from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.core.ranges import FileRange
 from ckptkit.storage.base import CopySource
 from ckptkit.storage.names import check_relative, is_work_folder
+from ckptkit.storage.output_claim import CLAIM_NAME
 from ckptkit.storage.places import Place
 from ckptkit.storage.remote_errors import as_input_error
 from ckptkit.storage.remote_store import CONNECTIONS, StoredObject, store_of
@@ -211,7 +214,7 @@ class RemoteSource(Closing):
         """
         other = RemoteSource(self.place.beside(location))
         found = other._asked("", lambda: other._store.listing_of(other._root, folders))
-        other._listed = {path: one for path, one in found.items() if _is_ours(path)}
+        other._listed = other._finished(found)
         return other
 
     def close(self) -> None:
@@ -226,7 +229,24 @@ class RemoteSource(Closing):
 
     def _list(self) -> Mapping[str, StoredObject]:
         found = self._asked("", lambda: self._store.listing(self._root))
-        return {path: one for path, one in found.items() if _is_ours(path)}
+        return self._finished(found)
+
+    def _finished(self, found: Mapping[str, StoredObject]) -> dict[str, StoredObject]:
+        """Leaves out outputs that are being put in place, of which only a part may be there."""
+        claims = (path for path in found if path.rpartition("/")[2] == CLAIM_NAME)
+        folders = [path.removesuffix(CLAIM_NAME) for path in claims]
+        begun = tuple(one for one in folders if f"{one}{MANIFEST_NAME}" not in found)
+        if "" in begun:
+            raise NotACheckpointError(
+                "an output is not finished there: a run is putting it in place, or was interrupted",
+                where=self.location,
+                hint="wait for that run, or run its command again with --overwrite",
+            )
+        return {
+            path: one
+            for path, one in found.items()
+            if _is_ours(path) and not path.startswith(begun)
+        }
 
     def _known(self, path: str) -> StoredObject:
         check_relative(path, self.location)

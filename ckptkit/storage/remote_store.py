@@ -9,17 +9,29 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 from ckptkit.core.errors import RefusedError, UsageError
 from ckptkit.storage.hub_files import hub_range, pinned_root
-from ckptkit.storage.remote_errors import is_without_bucket, told
+from ckptkit.storage.names import check_below
+from ckptkit.storage.remote_errors import is_without_bucket, status_of, told
 from ckptkit.storage.retries import Patience, retried
-from ckptkit.storage.s3_ranges import S3_PROTOCOLS, s3_head, s3_options, s3_range
+from ckptkit.storage.s3_ranges import (
+    S3_PROTOCOLS,
+    s3_delete,
+    s3_get,
+    s3_head,
+    s3_listing,
+    s3_options,
+    s3_range,
+    split_s3_path,
+)
 
 if TYPE_CHECKING:  # the process that uploads does without numpy
     from ckptkit.storage.places import Place
@@ -28,6 +40,9 @@ CONNECTIONS = 32
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure"}
 _MARKS = ("ETag", "etag", "md5", "generation", "mtime", "LastModified", "last_modified", "created")
 _HUB = "hf"
+_OTHER_IS_THERE = frozenset({409, 412})
+_GONE = 404
+_UNKNOWN_CONDITION = frozenset({400, 501})
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +69,15 @@ class RemoteStore:
         self.protocol = protocol
         self.options = dict(options)
         self.is_s3 = protocol in S3_PROTOCOLS
+        self.has_conditions = True
         # Other clients ask again by themselves.
         self.patience = Patience() if self.is_s3 else Patience(attempts=2)
         self.filesystem = _filesystem(protocol, self.options, where)
 
     def path_of(self, location: str) -> str:
         """Returns what the client calls a URL; one of the Hub is fixed to the commit it has now."""
+        if self.is_s3:
+            return location.partition("://")[2].strip("/")
         path: str = self.filesystem._strip_protocol(location)  # noqa: SLF001  fsspec's own name
         if self.protocol == _HUB:
             return retried(lambda: pinned_root(self.filesystem, path), self.patience, what=location)
@@ -72,8 +90,21 @@ class RemoteStore:
             Exception: Whatever the client raises; also where there is no such bucket, but not
                 where a folder is empty or missing.
         """
+        return {name: one for name, one in self._listed(path).items() if not _is_marker(name)}
 
-        def ask() -> Mapping[str, Mapping[str, Any]]:
+    def folder_markers(self, path: str) -> list[str]:
+        """Returns the names of empty objects below a path that stand for folders, or for it.
+
+        Raises:
+            Exception: Whatever the client raises.
+        """
+        found = self._listed(path).items() if self.is_s3 else ()
+        return [name for name, one in found if _is_marker(name) and not one.size_bytes]
+
+    def _listed(self, path: str) -> dict[str, StoredObject]:
+        def ask() -> dict[str, StoredObject]:
+            if self.is_s3:
+                return {n: _object_of(one) for n, one in s3_listing(self.filesystem, path)}
             self.filesystem.invalidate_cache()
             try:
                 found: Mapping[str, Mapping[str, Any]] = self.filesystem.find(path, detail=True)
@@ -81,16 +112,14 @@ class RemoteStore:
                 if is_without_bucket(error):
                     raise
                 return {}
-            return found
+            prefix = f"{path}/".lstrip("/")
+            return {
+                name.lstrip("/").removeprefix(prefix): _object_of(one)
+                for name, one in found.items()
+                if name.lstrip("/").startswith(prefix) and one.get("type") == "file"
+            }
 
-        found = retried(ask, self.patience, what=f"list {path}")
-        prefix = f"{path}/".lstrip("/")
-        objects = {}
-        for name, info in found.items():
-            relative = name.lstrip("/").removeprefix(prefix)
-            if relative != name.lstrip("/") and info.get("type") == "file":
-                objects[relative] = _object_of(info)
-        return objects
+        return retried(ask, self.patience, what=f"list {path}")
 
     def listing_of(self, path: str, folders: Collection[str]) -> dict[str, StoredObject]:
         """Returns the objects right below a path, and those in some folders there.
@@ -112,12 +141,130 @@ class RemoteStore:
         objects = {}
         for info in retried(ask, self.patience, what=f"list {path}"):
             name = info["name"].rstrip("/").rpartition("/")[2]
-            if info.get("type") == "file":
+            if info["name"].rstrip("/") == path:
+                continue  # the marker of the folder itself
+            if info.get("type") == "file" and not _is_marker(info["name"]):
                 objects[name] = _object_of(info)
             elif name in folders:
                 inside = self.listing(f"{path}/{name}")
                 objects |= {f"{name}/{inner}": one for inner, one in inside.items()}
         return objects
+
+    def get_small(self, path: str) -> bytes | None:
+        """Returns the bytes of a small object; None where there is none.
+
+        Raises:
+            Exception: Whatever the client raises but that.
+        """
+
+        def ask() -> bytes | None:
+            try:
+                if self.is_s3:
+                    return s3_get(self.filesystem, path)
+                data: bytes = self.filesystem.cat_file(path)
+            except FileNotFoundError:
+                return None
+            return data
+
+        return retried(ask, self.patience, what=f"read {path}")
+
+    def put_small(self, path: str, data: bytes) -> None:
+        """Writes a small object.
+
+        Raises:
+            Exception: Whatever the client raises.
+        """
+
+        def ask() -> object:
+            if not self.is_s3:
+                return self.filesystem.pipe_file(path, data)
+            bucket, key, _ = split_s3_path(self.filesystem, path)
+            return self.filesystem.call_s3("put_object", Bucket=bucket, Key=key, Body=data)
+
+        retried(ask, self.patience, what=f"write {path}")
+
+    def put_if(self, path: str, data: bytes, expected: str) -> str | None:
+        """Writes a small object if what is there is what is expected; asks the store once.
+
+        Stores that know no such condition write in any case; `has_conditions` is false then.
+
+        Args:
+            path: The object.
+            data: Its bytes.
+            expected: The ETag of what is there; empty if there is to be nothing.
+
+        Returns:
+            The new ETag, empty where the store knows none; None if something else is there.
+
+        Raises:
+            Exception: Whatever the client raises.
+        """
+        if not self.is_s3:
+            return self._put_new(path, data, may_exist=bool(expected))
+        bucket, key, _ = split_s3_path(self.filesystem, path)
+        condition = {"IfMatch": expected} if expected else {"IfNoneMatch": "*"}
+        given = condition if self.has_conditions else {}
+        try:
+            answer = self.filesystem.call_s3(
+                "put_object", Bucket=bucket, Key=key, Body=data, **given
+            )
+        except Exception as error:
+            status = status_of(error)
+            if given and (status in _OTHER_IS_THERE or (expected and status == _GONE)):
+                return None
+            if not given or status not in _UNKNOWN_CONDITION:
+                raise
+            self.has_conditions = False
+            return self.put_if(path, data, expected)
+        return str(answer["ETag"])
+
+    def _put_new(self, path: str, data: bytes, *, may_exist: bool) -> str | None:
+        for _ in range(2):
+            try:
+                if may_exist or not self.has_conditions:
+                    self.filesystem.pipe_file(path, data)
+                else:
+                    self.filesystem.pipe_file(path, data, mode="create")
+            except FileExistsError:
+                return None
+            except FileNotFoundError:  # a store with folders that have to be made
+                self.filesystem.makedirs(path.rpartition("/")[0], exist_ok=True)
+            except (TypeError, ValueError, NotImplementedError):
+                self.has_conditions = False
+            else:
+                break
+        return ""
+
+    def delete(self, root: str, names: Sequence[str]) -> None:
+        """Removes objects below a path, by exact names; those that are gone already are no error.
+
+        Everything that is removed from a store is removed here.
+
+        Args:
+            root: Bucket and prefix of the place that was named.
+            names: Relative to it.
+
+        Raises:
+            UnsafePathError: If a name leads out of the place; nothing is removed then.
+            Exception: Whatever the client raises.
+        """
+        for name in names:
+            check_below(name, root)
+        if self.is_s3 and names:
+            bucket, prefix, _ = split_s3_path(self.filesystem, root)
+            start = f"{prefix}/" if prefix else ""
+            keys = [start + name for name in names]
+            self._retried(lambda: s3_delete(self.filesystem, bucket, keys), f"delete {root}")
+        elif names:
+            for name in names:
+                self._retried(partial(self._delete, f"{root}/{name}"), f"delete {root}/{name}")
+
+    def _delete(self, path: str) -> None:
+        with suppress(FileNotFoundError):  # also where the answer to a first try was lost
+            self.filesystem.rm_file(path)
+
+    def _retried(self, ask: Callable[[], object], what: str) -> None:
+        retried(ask, self.patience, what=what)
 
     def look_up(self, path: str) -> StoredObject | None:
         """Returns a single object, whether or not listings show it yet; None where it is not.
@@ -177,6 +324,11 @@ def store_of(place: Place) -> RemoteStore:
         if store is None:
             store = _stores[key] = RemoteStore(place.protocol, place.options, str(place))
         return store
+
+
+def _is_marker(name: str) -> bool:
+    """Tells whether a name is that of a folder, for which some clients leave an empty object."""
+    return not name or name.endswith("/")
 
 
 def _filesystem(protocol: str, options: Mapping[str, Any], where: str) -> Any:

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from ckptkit.core.errors import OutputError, RefusedError
 from ckptkit.storage.locations import Place, is_url, local_path
-from ckptkit.storage.remote_store import RemoteStore, store_of
-from ckptkit.storage.retries import retried
+from ckptkit.storage.remote_store import store_of
 from ckptkit.storage.store_errors import writing_to
 from ckptkit.storage.syscalls import OpenFile, detect_capabilities, sync_directory
 
@@ -125,10 +124,5 @@ def _remove_objects(root: Place, paths: Sequence[str]) -> None:
     store = store_of(root)
     with writing_to(root.location, store.options)():
         base = store.path_of(root.location)
-        for path in paths:
-            _remove_object(store, f"{base}/{path}")
-
-
-def _remove_object(store: RemoteStore, path: str) -> None:
-    with suppress(FileNotFoundError):  # also where the answer to a first try was lost
-        retried(lambda: store.filesystem.rm_file(path), store.patience, what=f"remove {path}")
+        for path in paths:  # one by one, in their order
+            store.delete(base, [path])

@@ -60,7 +60,8 @@ def complete_upload(
         store.complete(upload.key, upload.name, parts, whole)
     except FileNotFoundError:
         # Also where the answer to a first try was lost: then the object is there.
-        if store.head(upload.key).size_bytes != upload.size_bytes:
+        found = store.head(upload.key)
+        if found.size_bytes != upload.size_bytes or found.writer != store.writer:
             raise
 
 
@@ -108,7 +109,8 @@ class S3Object:
             key: What it will be called.
             size_bytes: Its size.
             copies: What the store is to copy, as `choose_copies` chose it.
-            begun: Called with key and upload before the upload gets its first part.
+            begun: Called with the key and an empty name right before the upload begins, and with
+                its name before it gets its first part.
             sums_parts: Whether the store is to keep the checksum of those of its parts, which
                 costs it least; else it is that of all bytes, which a copy of the object keeps.
         """
@@ -128,6 +130,7 @@ class S3Object:
         self._small = b""
         self._upload = ""
         self._is_visible = False
+        self.etag = ""
         self._lock = threading.Lock()
         self._sent: dict[int, SentPart] = {}
         self._sums: dict[int, int] = {}
@@ -189,12 +192,31 @@ class S3Object:
             raise ValueError(f"{self.key!r} lacks {len(self._parts) - len(self._sent)} parts")
         expected = self._expected()
         if self._is_small:
-            self._store.put(self.key, self._small, expected.whole)
-            self._is_visible = True
+            self._is_visible = True  # also where the answer is lost
+            self.etag = self._store.put(self.key, self._small, expected.whole)
             return
         self._complete(expected)
         self._is_visible = True
         self._check(expected)
+
+    def publish_new(self) -> None:
+        """Makes it visible unless there is an object of that name; a large one in any case.
+
+        Raises:
+            OutputError: If there is another one.
+        """
+        if not self._is_small or not self.is_whole:
+            self.publish()
+            return
+        data, expected = self._small, self._expected()
+        is_put = self._store.put_new(self.key, data, expected.whole, in_parts=False)
+        if not is_put and self._store.head(self.key).writer != self._store.writer:
+            raise OutputError(
+                "another run has put its file there meanwhile",
+                where=self._store.url(self.key),
+                hint="run one command at a time for an output, and this one again",
+            )
+        self._is_visible = True
 
     def remove(self) -> None:
         """Removes what was sent, and the object if it is visible already."""
@@ -215,6 +237,7 @@ class S3Object:
     def _begin(self) -> str:
         with self._lock:
             if not self._upload:
+                self._begun(self.key, "")
                 upload = self._store.begin(self.key, sums_parts=self._sums_parts)
                 self._begun(self.key, upload)
                 self._upload = upload
@@ -236,6 +259,7 @@ class S3Object:
 
     def _check(self, expected: ObjectSums) -> None:
         head = check_object(self._store, self._whole_upload, expected)
+        self.etag = head.etag
         if head.told is None and self.copied_parts:
             raise OutputError(
                 "the store tells no CRC-32 of what it copied, so that nothing proves it",

@@ -1,12 +1,16 @@
-"""What S3 can do that fsspec has no words for: reads that depend on the object being the same."""
+"""Requests to S3 by exact keys: fsspec takes some names for patterns, and knows no conditions."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 S3_PROTOCOLS = frozenset({"s3", "s3a"})
 _BLOCK = 256 << 10
+_DELETED_AT_ONCE = 1000
+_ACCESS_POINT = re.compile(r"(arn:[^/]+:accesspoint[/:][^/]+|arn:[^/]+/[^/]+)(?:/(.*))?", re.DOTALL)
+_NOT_IN_XML = re.compile(r"[^\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def s3_options(options: Mapping[str, Any], *, connections: int) -> dict[str, Any]:
@@ -20,6 +24,69 @@ def s3_options(options: Mapping[str, Any], *, connections: int) -> dict[str, Any
     config.setdefault("retries", {"total_max_attempts": 1})
     config.setdefault("max_pool_connections", connections)
     return {**options, "config_kwargs": config}
+
+
+def split_s3_path(filesystem: Any, path: str) -> tuple[str, str, str]:
+    """Returns bucket, key, and version of an object; every character of a key is its own.
+
+    Args:
+        filesystem: An `s3fs.S3FileSystem`; only one that is told of versions takes `?versionId=`
+            for more than a part of the key.
+        path: Bucket and key.
+    """
+    arn = _ACCESS_POINT.fullmatch(path)
+    bucket, key = (arn[1], arn[2] or "") if arn is not None else path.partition("/")[::2]
+    version = ""
+    if filesystem.version_aware:
+        key, _, version = key.partition("?versionId=")
+    return bucket, key, version
+
+
+def s3_listing(filesystem: Any, path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yields all keys below a prefix, relative to it, with what a listing says of them.
+
+    Args:
+        filesystem: An `s3fs.S3FileSystem`.
+        path: Bucket and prefix, without the slash at its end.
+
+    Raises:
+        Exception: Whatever the client raises.
+    """
+    bucket, key, _ = split_s3_path(filesystem, path)
+    prefix = f"{key}/" if key else ""
+    more: dict[str, str] = {}
+    while True:
+        page = filesystem.call_s3("list_objects_v2", Bucket=bucket, Prefix=prefix, **more)
+        for item in page.get("Contents", ()):
+            yield item["Key"][len(prefix) :], {**item, "size": item["Size"], "type": "file"}
+        if not page.get("IsTruncated"):
+            return
+        more = {"ContinuationToken": page["NextContinuationToken"]}
+
+
+def s3_delete(filesystem: Any, bucket: str, keys: Sequence[str]) -> None:
+    """Removes the objects of exactly these keys; those that are not there do not matter.
+
+    Args:
+        filesystem: An `s3fs.S3FileSystem`.
+        bucket: Of the objects.
+        keys: Their names.
+
+    Raises:
+        OSError: If the store keeps one.
+    """
+    # The body of a request for many is XML, whose readers change such characters.
+    odd = [key for key in keys if _NOT_IN_XML.search(key)]
+    for key in odd:
+        filesystem.call_s3("delete_object", Bucket=bucket, Key=key)
+    plain = [key for key in keys if key not in set(odd)]
+    for first in range(0, len(plain), _DELETED_AT_ONCE):
+        some = [{"Key": key} for key in plain[first : first + _DELETED_AT_ONCE]]
+        wanted = {"Objects": some, "Quiet": True}
+        answer = filesystem.call_s3("delete_objects", Bucket=bucket, Delete=wanted)
+        kept = next(iter(answer.get("Errors", ())), None)
+        if kept is not None:
+            raise OSError(f"{kept.get('Key')!r} is not removed: {kept.get('Message')}")
 
 
 def s3_range(filesystem: Any, path: str, start: int, target: memoryview, etag: str) -> None:
@@ -58,15 +125,39 @@ def s3_head(filesystem: Any, path: str) -> Mapping[str, Any]:
         FileNotFoundError: If there is none.
         Exception: Whatever else the client raises.
     """
-    bucket, key, version = filesystem.split_path(path)
+    bucket, key, version = split_s3_path(filesystem, path)
     given = {"VersionId": version} if version else {}
     found = filesystem.call_s3("head_object", Bucket=bucket, Key=key, **given)
     facts = {name: found[name] for name in ("ETag", "LastModified") if name in found}
     return {**facts, "size": found["ContentLength"], "type": "file"}
 
 
+def s3_get(filesystem: Any, path: str) -> bytes:
+    """Returns all bytes of a small object; `cat_file` takes a part of some keys for a version.
+
+    Raises:
+        Exception: Whatever the client raises.
+    """
+    from fsspec.asyn import sync
+
+    data: bytes = sync(filesystem.loop, _get, filesystem, path)
+    return data
+
+
+async def _get(filesystem: Any, path: str) -> bytes:
+    bucket, key, version = split_s3_path(filesystem, path)
+    given = {"VersionId": version} if version else {}
+    answer = await filesystem._call_s3("get_object", Bucket=bucket, Key=key, **given)  # noqa: SLF001
+    body = answer["Body"]
+    try:
+        data: bytes = await body.read()
+    finally:
+        body.close()
+    return data
+
+
 async def _fill(filesystem: Any, path: str, start: int, target: memoryview, etag: str) -> None:
-    bucket, key, version = filesystem.split_path(path)
+    bucket, key, version = split_s3_path(filesystem, path)
     given = {"Range": f"bytes={start}-{start + len(target) - 1}"}
     if etag:
         given["IfMatch"] = etag

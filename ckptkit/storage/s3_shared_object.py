@@ -19,6 +19,7 @@ class S3SharedObject:
 
     Attributes:
         key: What it will be called.
+        etag: Of the object, once it is published.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class S3SharedObject:
             upload: Returns the upload of all processes; asked once, with the first part.
         """
         self.key = key
+        self.etag = ""
         self._store = store
         self._parts = {part.number: part for part in parts}
         self._buffers = PartBuffers(parts)
@@ -74,7 +76,7 @@ class S3SharedObject:
             ValueError: If parts are missing.
         """
         if not self._parts:
-            self._store.put(self.key, b"", 0)
+            self.etag = self._store.put(self.key, b"", 0)
             return
         if self.missing():
             raise ValueError(f"{self.key!r} lacks {len(self.missing())} parts")
@@ -86,7 +88,7 @@ class S3SharedObject:
             parts.append(SentPart(number, etag, checksum if self._store.has_checksums else None))
         upload = Upload(self.key, self._begun(), size)
         complete_upload(self._store, upload, parts)
-        check_object(self._store, upload, ObjectSums.of(sums))
+        self.etag = check_object(self._store, upload, ObjectSums.of(sums)).etag
 
     def _begun(self) -> str:
         with self._lock:

@@ -12,22 +12,24 @@ No reader sees the uploads, and the next run finds them by these notes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from ckptkit.core.crc import crc32
 from ckptkit.core.errors import OutputError
+from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.core.object_parts import ObjectPart
-from ckptkit.storage.names import WORK_INFIX, check_relative, is_work_folder
+from ckptkit.storage.names import WORK_INFIX, check_relative
+from ckptkit.storage.s3_commit import S3Commit
 from ckptkit.storage.s3_notes import S3Notes
 from ckptkit.storage.s3_shared_object import S3SharedObject
 from ckptkit.storage.s3_sweep import UPLOADS, mark_of, sweep_uploads, uploads_in
 from ckptkit.storage.s3_uploads import S3Uploads
 from ckptkit.storage.shared_output import Attempt, Cut, SentRows
-from ckptkit.storage.store_errors import Writing, output_there, quietly
+from ckptkit.storage.store_errors import Writing, quietly
 
 _PLAN = "plan"
+_PLANNED = ".planned"
 _REQUESTS_AT_A_TIME = 8
 
 
@@ -65,13 +67,15 @@ class S3SharedTarget:
             OutputExistsError: If something lies there and is not to be replaced.
         """
         self._place, self._attempt, self._cut = place, attempt, cut
-        self._store, self._writing = place.store, place.writing
+        self._store = S3Uploads(place.store.store, place.store.root, writer=attempt.nonce)
+        self._writing = place.writing
         self._folder = f"{place.key}{WORK_INFIX}{attempt.nonce}/"
         self._common = S3Notes(self._store, self._folder, self._writing)
         self._notes = S3Notes(self._store, f"{self._folder}{attempt.name}/", self._writing)
         self._objects: dict[str, S3SharedObject] = {}
-        with self._writing():
-            self._refuse_filled()
+        self._commit = S3Commit(
+            self._store, place.location, place.writing, overwrite=attempt.overwrite
+        )
 
     @property
     def location(self) -> str:
@@ -106,8 +110,7 @@ class S3SharedTarget:
 
     def sweep(self) -> None:
         """Removes what killed and given up attempts left behind; for one of the processes."""
-        with self._writing():
-            sweep_uploads(self._store, self._place.key, kept=f"{self._folder}{self._attempt.name}/")
+        self._commit.sweep(kept=f"{self._folder}{self._attempt.name}/")
 
     def create(self, path: str, size_bytes: int) -> None:
         """Takes note of a file of that size; parts of it that were not sent are forgotten.
@@ -177,20 +180,15 @@ class S3SharedTarget:
             ChecksumError: If the store has other bytes than it was given.
             OutputExistsError: If the place was filled by somebody else meanwhile.
             OutputError: If the store refuses.
+            ValueError: If `last` is not the manifest.
         """
-        final = self._place.key + last
-        made = {final, *(item.key for item in self._objects.values())}
-        with self._writing():
-            self._refuse_filled()
-            old = set(self._keys())
-            if final in old:
-                self._store.delete([final])
-            with ThreadPoolExecutor(_REQUESTS_AT_A_TIME) as threads:
-                for _ in threads.map(S3SharedObject.publish, self._objects.values()):
-                    pass
-            self._store.put(final, data, crc32(data))
-        quietly(self._writing, lambda: self._store.delete(sorted(old - made)))
-        quietly(self._writing, self._remove)
+        if last != MANIFEST_NAME:
+            raise ValueError(f"{last!r} is no manifest")
+        try:
+            self._commit.run(list(self._objects.values()), data, self._has_uploads)
+            quietly(self._writing, self._remove)
+        finally:
+            self._commit.release()
 
     def leave(self) -> None:
         """Ends this process's part, whatever becomes of the whole."""
@@ -204,20 +202,20 @@ class S3SharedTarget:
         self._store.delete([self._folder + _PLAN])
         sweep_uploads(self._store, self._place.key, only=self._folder)
 
-    def _refuse_filled(self) -> None:
-        if not self._attempt.overwrite and next(self._keys(), None) is not None:
-            raise output_there(self.location)
+    def _has_uploads(self) -> bool:
+        """Tells whether no other run has removed the notes of the uploads, and so these."""
+        with_parts = [path for path, item in self._objects.items() if item.rows()]
+        return not with_parts or self._notes.get(_note_of(with_parts[0])) is not None
 
-    def _keys(self) -> Iterator[str]:
-        """Yields the keys of what lies at the place, notes and marks left out."""
-        start = len(self._place.key)
-        for key in self._store.keys(self._place.key):
-            if not is_work_folder(key[start:].partition("/")[0]):
-                yield key
+    def _plan_one(self, path: str) -> None:
+        """Writes down an upload that is about to begin, for the next run after a kill."""
+        key = self._place.key + path
+        self._notes.leave(f"{_note_of(path)}{_PLANNED}", mark_of([], [key]))
 
     def _begin_one(self, path: str) -> None:
         with self._writing():
             key = self._place.key + path
+            self._plan_one(path)
             upload = self._store.begin(key)
             self._notes.leave(_note_of(path), mark_of([(key, upload)]))
 
@@ -226,6 +224,7 @@ class S3SharedTarget:
         found = self._notes.get(_note_of(path))
         if found is None and self._attempt.is_agreed:
             key = self._place.key + path
+            self._plan_one(path)
             mine = self._store.begin(key)
             found = self._notes.put(_note_of(path), mark_of([(key, mine)]))
             if found != mark_of([(key, mine)]):

@@ -7,23 +7,20 @@ left behind. The commit completes the uploads, and writes the manifest last.
 
 from __future__ import annotations
 
-import os
 import threading
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 
 from ckptkit.core.crc import crc32
 from ckptkit.core.errors import OutputError
 from ckptkit.core.object_parts import CopiedRange, ObjectPart
 from ckptkit.storage.base import CopySource
-from ckptkit.storage.names import WORK_INFIX, check_relative, is_work_folder
+from ckptkit.storage.names import WORK_INFIX, check_relative
+from ckptkit.storage.s3_commit import S3Commit
 from ckptkit.storage.s3_object import S3Object
 from ckptkit.storage.s3_probe import why_no_copies
-from ckptkit.storage.s3_sweep import NONCE_BYTES, mark_of, sweep_uploads
+from ckptkit.storage.s3_sweep import mark_of
 from ckptkit.storage.s3_uploads import S3Uploads
-from ckptkit.storage.store_errors import Writing, output_there, quietly
-
-_PUBLISHED_AT_ONCE = 8  # a store may take minutes to complete a large upload
+from ckptkit.storage.store_errors import Writing, quietly
 
 
 class S3Target:
@@ -45,23 +42,24 @@ class S3Target:
             prefix: Of the keys, with the slash at its end; empty for the bucket itself.
             location: What messages call it.
             writing: A context that makes errors of ours of what the store raises.
-            overwrite: Whether what lies there is replaced by the commit.
+            overwrite: Whether an earlier output is replaced by the commit.
 
         Raises:
             OutputExistsError: If something lies there and is not to be replaced.
+            RefusedError: If something lies there that is not of an earlier output, or if another
+                run is putting its output there.
         """
         self._store = store
         self._prefix = prefix
         self._location = location
         self._writing = writing
-        self._overwrite = overwrite
         self._objects: dict[str, S3Object] = {}
-        self._mark = f"{prefix}{WORK_INFIX}{os.urandom(NONCE_BYTES).hex()}"
+        self._mark = f"{prefix}{WORK_INFIX}{store.writer}"
         self._uploads: list[tuple[str, str]] = []
+        self._planned: frozenset[str] = frozenset()
         self._lock = threading.Lock()
-        with writing():
-            self._refuse_filled()
-            sweep_uploads(store, prefix)
+        self._commit = S3Commit(store, location, writing, overwrite=overwrite)
+        self._commit.sweep()
 
     @property
     def location(self) -> str:
@@ -141,7 +139,8 @@ class S3Target:
         Readers of what is replaced lose its `last` file first, and so never take old for new.
 
         Raises:
-            OutputExistsError: If the place was filled by somebody else meanwhile.
+            OutputExistsError: If the place was filled by another run meanwhile.
+            RefusedError: If another run is putting its output there.
             ChecksumError: If the store has other bytes than it was given.
             OutputError: If the store refuses.
             ValueError: If `last` was not created, or a file lacks bytes.
@@ -151,17 +150,13 @@ class S3Target:
         lacking = [path for path, item in self._objects.items() if not item.is_whole]
         if lacking:
             raise ValueError(f"bytes are missing of {lacking[0]!r}")
-        ordered = sorted(self._objects, key=lambda path: (path == last, path))
-        with self._writing():
-            self._refuse_filled()
-            old = set(self._keys())
-            if self._prefix + last in old:
-                self._store.delete([self._prefix + last])
-            _publish([self._objects[path] for path in ordered[:-1]])
-            self._objects[last].publish()
-        made = {item.key for item in self._objects.values()}
+        items = [item for path, item in sorted(self._objects.items()) if path != last]
+        try:
+            self._commit.run(items, self._objects[last], self._has_mark)
+        except BaseException:
+            self.abandon()
+            raise
         self._objects.clear()
-        quietly(self._writing, lambda: self._store.delete(sorted(old - made)))
         self.abandon()
 
     def abandon(self) -> None:
@@ -170,39 +165,24 @@ class S3Target:
         self._objects.clear()
         for item in objects:
             quietly(self._writing, item.remove)
-        if self._uploads:
+        if self._planned:
             self._uploads.clear()
+            self._planned = frozenset()
             quietly(self._writing, lambda: self._store.delete([self._mark]))
+        self._commit.release()
 
     def _note(self, key: str, upload: str) -> None:
-        """Writes down that an upload is ours, before it holds any bytes."""
+        """Writes down that an upload is ours, before it begins and before it holds any bytes."""
         with self._lock:
-            self._uploads.append((key, upload))
-            data = mark_of(self._uploads)
+            if upload:
+                self._uploads.append((key, upload))
+            elif key in self._planned:
+                return
+            self._planned = frozenset(item.key for item in self._objects.values())
+            data = mark_of(self._uploads, self._planned)
             self._store.put(self._mark, data, crc32(data))
 
-    def _refuse_filled(self) -> None:
-        if self._overwrite:
-            return
-        found = next(self._keys(), None)
-        if found is not None:
-            raise output_there(self._location)
-
-    def _keys(self) -> Iterator[str]:
-        """Yields the keys of what lies at the place, our own marks left out."""
-        return (key for key in self._store.keys(self._prefix) if not self._is_work(key))
-
-    def _is_work(self, key: str) -> bool:
-        return is_work_folder(key[len(self._prefix) :].partition("/")[0])
-
-
-def _publish(items: Sequence[S3Object]) -> None:
-    """Publishes objects, many at a time; at the first error no further one is begun."""
-    with ThreadPoolExecutor(_PUBLISHED_AT_ONCE, thread_name_prefix="ckptkit-publish") as pool:
-        futures = [pool.submit(item.publish) for item in items]
-        try:
-            for future in futures:
-                future.result()
-        finally:
-            for future in futures:
-                future.cancel()
+    def _has_mark(self) -> bool:
+        """Tells whether no other run has removed what was written down, and the uploads."""
+        path = self._store.url(self._mark).removeprefix("s3://")
+        return not self._planned or self._store.store.look_up(path) is not None

@@ -6,20 +6,22 @@ Source:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
+from ckptkit.core.errors import UnsafePathError
 from ckptkit.storage.remote_errors import status_of
 from ckptkit.storage.remote_store import RemoteStore
 from ckptkit.storage.retries import retried
 from ckptkit.storage.s3_checksums import CHECKSUM, OF_PARTS, WHOLE, ToldSum, encoded
+from ckptkit.storage.s3_ranges import split_s3_path
 
 if TYPE_CHECKING:  # the process that uploads does without numpy
     from ckptkit.storage.base import CopySource
 
-_DELETED_AT_ONCE = 1000
+_WRITER = "ckptkit-writer"
 _THERE = frozenset({409, 412})  # another one is being written, or is there
 
 
@@ -39,10 +41,12 @@ class SentPart:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What a store says of an object: its size, and its CRC-32 if it knows it."""
+    """What a store says of an object: size, CRC-32 if it knows it, ETag, and who wrote it."""
 
     size_bytes: int
     told: ToldSum | None
+    etag: str = ""
+    writer: str = ""
 
 
 class S3Uploads:
@@ -50,17 +54,27 @@ class S3Uploads:
 
     What fails raises what s3fs makes of it, an `OSError` as a rule, after it was tried again
     where that may help.
+
+    Attributes:
+        store: The client.
+        root: Bucket and prefix of the place.
+        writer: The name that all written objects carry; empty for none.
+        prefix: Of the keys of the place, with the slash at its end; empty for a whole bucket.
     """
 
-    def __init__(self, store: RemoteStore, bucket: str) -> None:
+    def __init__(self, store: RemoteStore, root: str, *, writer: str = "") -> None:
         """Connects.
 
         Args:
             store: The client.
-            bucket: The name of the bucket.
+            root: Bucket and prefix of the place that was named; nothing else is removed.
+            writer: The name that all objects of one output carry in their metadata.
         """
         self.store = store
-        self._bucket = bucket
+        self.root = root
+        self.writer = writer
+        self._bucket, prefix, _ = split_s3_path(store.filesystem, root)
+        self.prefix = f"{prefix}/" if prefix else ""
         store.filesystem.connect()
         config = store.filesystem.s3.meta.config
         # Stores that know no checksums are used with this setting of the client's.
@@ -73,18 +87,34 @@ class S3Uploads:
 
     def keys(self, prefix: str) -> Iterator[str]:
         """Yields the keys that begin with a prefix, in their order."""
+        yield from self.objects(prefix)
+
+    def objects(self, prefix: str) -> dict[str, str]:
+        """Returns the ETags of the objects whose keys begin with a prefix, in their order."""
+        return {item["Key"]: str(item.get("ETag", "")) for item in self._listed(prefix)}
+
+    def _listed(self, prefix: str) -> Iterator[Mapping[str, Any]]:
         more: dict[str, str] = {}
         while True:
             page = self._ask("list_objects_v2", prefix, Prefix=prefix, **more)
-            yield from (item["Key"] for item in page.get("Contents", ()))
+            yield from page.get("Contents", ())
             if not page.get("IsTruncated"):
                 return
             more = {"ContinuationToken": page["NextContinuationToken"]}
 
     def unfinished(self, prefix: str) -> Iterator[tuple[str, str]]:
-        """Yields key and name of uploads whose keys begin with a prefix, a thousand at most."""
-        found = self._ask("list_multipart_uploads", prefix, Prefix=prefix).get("Uploads", ())
-        yield from ((item["Key"], item["UploadId"]) for item in found)
+        """Yields key and name of uploads whose keys begin with a prefix."""
+        more: dict[str, str] = {}
+        while True:
+            page = self._ask("list_multipart_uploads", prefix, Prefix=prefix, **more)
+            found = page.get("Uploads", ())
+            yield from ((item["Key"], item["UploadId"]) for item in found)
+            if not page.get("IsTruncated") or not found:
+                return
+            more = {
+                "KeyMarker": str(page.get("NextKeyMarker") or found[-1]["Key"]),
+                "UploadIdMarker": str(page.get("NextUploadIdMarker") or found[-1]["UploadId"]),
+            }
 
     def get(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
         """Returns bytes of an object of any bucket, which its path names."""
@@ -94,9 +124,10 @@ class S3Uploads:
         )
         return data
 
-    def put(self, key: str, data: bytes, crc32: int) -> None:
-        """Writes a small object, which is visible at once."""
-        self._ask("put_object", key, Key=key, Body=data, **self._proof(crc32))
+    def put(self, key: str, data: bytes, crc32: int) -> str:
+        """Writes a small object, which is visible at once; returns its ETag."""
+        body = {"Key": key, "Body": data, **self._proof(crc32), **self._signed()}
+        return str(self._ask("put_object", key, **body)["ETag"])
 
     def put_new(self, key: str, data: bytes, crc32: int, *, in_parts: bool) -> bool:
         """Writes a small object unless there is one; returns whether it did.
@@ -117,7 +148,7 @@ class S3Uploads:
             if in_parts:
                 self._put_in_parts(key, data, crc32)
             else:
-                body = {"Key": key, "Body": data, **self._proof(crc32)}
+                body = {"Key": key, "Body": data, **self._proof(crc32), **self._signed()}
                 self._ask("put_object", key, **body, IfNoneMatch="*")
         except OSError as error:
             if status_of(error) not in _THERE:
@@ -138,14 +169,16 @@ class S3Uploads:
         """Removes objects; those that are not there do not matter.
 
         Raises:
+            UnsafePathError: If one does not lie below the place that was named.
             OSError: If the store keeps one.
         """
-        for first in range(0, len(keys), _DELETED_AT_ONCE):
-            some = [{"Key": key} for key in keys[first : first + _DELETED_AT_ONCE]]
-            answer = self._ask("delete_objects", "", Delete={"Objects": some, "Quiet": True})
-            kept = next(iter(answer.get("Errors", ())), None)
-            if kept is not None:
-                raise OSError(f"{kept.get('Key')!r} is not removed: {kept.get('Message')}")
+        root = f"{self._bucket}/{self.prefix}"
+        for key in keys:
+            if not key.startswith(self.prefix):
+                raise UnsafePathError(
+                    f"{key!r} was to be removed, which does not lie below the place", where=root
+                )
+        self.store.delete(root.rstrip("/"), [key[len(self.prefix) :] for key in keys])
 
     def begin(self, key: str, *, sums_parts: bool = True) -> str:
         """Begins an upload in parts.
@@ -160,7 +193,7 @@ class S3Uploads:
         """
         kind = OF_PARTS if sums_parts else WHOLE
         wanted = {"ChecksumAlgorithm": "CRC32", "ChecksumType": kind}
-        given = wanted if self.has_checksums else {}
+        given = (wanted if self.has_checksums else {}) | self._signed()
         answer = self._ask("create_multipart_upload", key, Key=key, **given)
         return str(answer["UploadId"])
 
@@ -209,7 +242,7 @@ class S3Uploads:
         parts: Sequence[SentPart],
         whole: int | None = None,
         **conditions: str,
-    ) -> None:
+    ) -> str:
         """Makes an object of an upload; a store may refuse it if it has another checksum.
 
         Args:
@@ -218,12 +251,15 @@ class S3Uploads:
             parts: All parts.
             whole: The CRC-32 of all bytes, where the object's checksum is to be that.
             conditions: Other arguments of the request.
+
+        Returns:
+            The ETag of the object.
         """
         proof = {} if whole is None else self._proof(whole)
         if proof:
             proof["ChecksumType"] = WHOLE
         listed = {"Parts": [part.to_request() for part in parts]}
-        self._ask(
+        answer = self._ask(
             "complete_multipart_upload",
             key,
             Key=key,
@@ -232,6 +268,7 @@ class S3Uploads:
             **proof,
             **conditions,
         )
+        return str(answer.get("ETag", ""))
 
     def abort(self, key: str, upload: str) -> None:
         """Removes an upload and its parts; one that is not there does not matter."""
@@ -244,7 +281,9 @@ class S3Uploads:
         """Asks what the store knows of an object."""
         asked = {"ChecksumMode": "ENABLED"} if self.has_checksums else {}
         answer = self._ask("head_object", key, Key=key, **asked)
-        return Head(int(answer["ContentLength"]), ToldSum.in_answer(answer))
+        writer = str((answer.get("Metadata") or {}).get(_WRITER, ""))
+        etag = str(answer.get("ETag", ""))
+        return Head(int(answer["ContentLength"]), ToldSum.in_answer(answer), etag, writer)
 
     def _ask(self, request: str, key: str, **given: Any) -> Any:
         call = self.store.filesystem.call_s3
@@ -253,6 +292,9 @@ class S3Uploads:
             self.store.patience,
             what=f"{request} {key}",
         )
+
+    def _signed(self) -> dict[str, Any]:
+        return {"Metadata": {_WRITER: self.writer}} if self.writer else {}
 
     def _proof(self, crc32: int) -> dict[str, str]:
         return {CHECKSUM: encoded(crc32)} if self.has_checksums else {}

@@ -66,7 +66,8 @@ def _connected(place: Place) -> Prefix:
     store = store_of(place)
     writing = writing_to(place.location, store.options)
     with writing():
-        bucket, _, key = store.path_of(place.location).partition("/")
-        if not bucket:
+        root = store.path_of(place.location)
+        if not root:
             raise UsageError("names no bucket", where=place.location)
-        return Prefix(S3Uploads(store, bucket), f"{key}/" if key else "", place.location, writing)
+        uploads = S3Uploads(store, root)
+        return Prefix(uploads, uploads.prefix, place.location, writing)

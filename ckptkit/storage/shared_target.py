@@ -9,11 +9,13 @@ from contextlib import suppress
 from pathlib import Path
 
 from ckptkit.core.errors import OutputError
+from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.core.object_parts import ObjectPart
 from ckptkit.storage.filesystems import why_no_ranges
 from ckptkit.storage.names import WORK_INFIX
 from ckptkit.storage.part_files import PartFile, Row, read_parts
 from ckptkit.storage.publish import publish, publish_inside
+from ckptkit.storage.replacing import refuse_unnamed_in
 from ckptkit.storage.shared_output import SentRows
 from ckptkit.storage.staged_files import StagedFiles, free_bytes, translated, write_small
 from ckptkit.storage.staging import cannot_be_replaced, make_missing, output_exists, remove_empty
@@ -259,6 +261,8 @@ class SharedTarget:
             OutputError: If something cannot be made durable or visible.
         """  # noqa: DOC501  `output_exists` makes it
         with translated(self._named):
+            if last == MANIFEST_NAME and self._overwrite and self._out.is_dir():
+                refuse_unnamed_in(self._out, str(self._named))
             write_small(self._work.files / last, data, self._capabilities)
             if not self._publish(last):
                 raise output_exists(self._named)

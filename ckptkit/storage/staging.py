@@ -8,8 +8,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from ckptkit.core.errors import OutputError, OutputExistsError
+from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.storage.names import check_relative
 from ckptkit.storage.publish import can_be_replaced, publish, publish_inside
+from ckptkit.storage.replacing import refuse_unnamed_in
 from ckptkit.storage.staged_files import StagedFiles, free_bytes, taken_bytes, translated
 from ckptkit.storage.syscalls import (
     Capabilities,
@@ -126,7 +128,8 @@ class LocalTarget:
         """Makes everything durable and visible at once, the file `last` after all others.
 
         Raises:
-            OutputExistsError: If the destination was filled by somebody else meanwhile.
+            OutputExistsError: If the destination was filled by another run meanwhile.
+            RefusedError: If it holds files that are not of an earlier output.
             NoSpaceError: If the disk is full.
             OutputError: If something cannot be made durable or visible.
             ValueError: If `last` was not created.
@@ -135,6 +138,8 @@ class LocalTarget:
             raise ValueError(f"file {last!r} was not created")
         with translated(self._named):
             self._files.sync()
+            if last == MANIFEST_NAME and self._overwrite and self._out.is_dir():
+                refuse_unnamed_in(self._out, str(self._named))
             if not self._publish(last):
                 raise self._filled()
             made, self._made = self._made, []

@@ -7,14 +7,17 @@ one by one, the manifest last.
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any
 
-from ckptkit.core.errors import OutputError
-from ckptkit.storage.names import check_relative
+from ckptkit.core.errors import OutputError, OutputExistsError
+from ckptkit.core.manifest import MANIFEST_NAME
+from ckptkit.storage.names import check_relative, is_work_folder
+from ckptkit.storage.output_claim import OutputClaim
 from ckptkit.storage.places import Place
-from ckptkit.storage.remote_store import RemoteStore
+from ckptkit.storage.remote_store import RemoteStore, StoredObject, store_of
+from ckptkit.storage.replacing import refuse_unnamed
 from ckptkit.storage.store_errors import Writing, output_there, quietly, writing_to
 from ckptkit.storage.streams import Room, Stream
 
@@ -48,7 +51,11 @@ class StreamTarget:
         self._room = Room()
         with self._writing():
             self._path = self._store.path_of(place.location)
-            self._refuse_filled()
+            # Not by the client of the transaction, which shows nothing before its end.
+            self._claim = OutputClaim(store_of(place), self._path, self._location, self._writing)
+            self._claim.refuse_taken()
+            self._seen = self._objects()
+            self._refuse_filled(self._seen)
         self._filesystem.start_transaction()
 
     @property
@@ -104,20 +111,29 @@ class StreamTarget:
         lacking = [path for path, stream in self._streams.items() if not stream.is_whole]
         if lacking:
             raise ValueError(f"bytes are missing of {lacking[0]!r}")
-        with self._writing():
-            self._refuse_filled()
-            old = self._store.listing(self._path) if self._overwrite else {}
-            if last in old:
-                self._remove(last)
-            for path in sorted(self._streams, key=lambda path: (path == last, path)):
-                self._published.append(path)
-                self._streams[path].publish()
+        try:
+            with self._writing():
+                self._claim.take()
+                old = self._objects()
+                self._refuse_changed(old, last)
+                self._claim.add_names({*old, *self._streams})
+                self._claim.check()
+                if last in old:
+                    self._remove(last)
+                for path in sorted(self._streams, key=lambda path: (path == last, path)):
+                    self._claim.check()
+                    self._published.append(path)
+                    self._streams[path].publish()
+        except BaseException:
+            self.abandon()
+            raise
         made = set(self._streams)
         self._streams.clear()
         self._published.clear()
         self._filesystem.transaction.files.clear()
         for path in sorted(old.keys() - made):
             quietly(self._writing, partial(self._remove, path))
+        self._claim.release(is_clean=True)
 
     def abandon(self) -> None:
         """Removes what was written; does nothing after a commit."""
@@ -128,6 +144,13 @@ class StreamTarget:
         for path in published:  # the last one of a commit that failed may be visible or not
             quietly(self._writing, partial(self._remove, path))
         self._filesystem.transaction.files.clear()
+        if self._claim.is_held:
+            quietly(self._writing, self._release)
+
+    def _release(self) -> None:
+        """Gives the claim back; what lies there without a manifest stays named."""
+        left = self._objects()
+        self._claim.release(is_clean=not left or MANIFEST_NAME in left)
 
     def _open(self, path: str) -> Any:
         name = f"{self._path}/{path}"
@@ -138,9 +161,26 @@ class StreamTarget:
             return self._filesystem.open(name, "wb", block_size=_BLOCK_BYTES)
 
     def _remove(self, path: str) -> None:
-        with suppress(FileNotFoundError):
-            self._filesystem.rm_file(f"{self._path}/{path}")
+        self._store.delete(self._path, [path])
 
-    def _refuse_filled(self) -> None:
-        if not self._overwrite and self._store.listing(self._path):
+    def _objects(self) -> dict[str, StoredObject]:
+        found = self._store.listing(self._path).items()
+        return {path: one for path, one in found if not is_work_folder(path.split("/")[0])}
+
+    def _refuse_filled(self, found: Collection[str]) -> None:
+        if found and not self._overwrite:
             raise output_there(self._location)
+
+    def _refuse_changed(self, found: Mapping[str, StoredObject], last: str) -> None:
+        """Refuses what is not to be replaced."""
+        self._refuse_filled(found)
+        if last in found and found[last] != self._seen.get(last):
+            raise OutputExistsError(
+                "another run has put its output there since this one began",
+                where=self._location,
+                hint="run one command at a time for an output, and this one again",
+            )
+        if found and last == MANIFEST_NAME:
+            path = f"{self._path}/{last}"
+            data = self._store.get_small(path) if last in found else None
+            refuse_unnamed(set(found), data, self._location, self._claim.names)

@@ -25,6 +25,7 @@ from ckptkit.planning.requests import (
     DTypeLike,
     parse_size,
 )
+from ckptkit.storage.replacing import refuse_unnamed_in
 from ckptkit.training.export_attempt import Attempt, SaveInstead
 from ckptkit.training.export_handle import ExportHandle
 from ckptkit.training.export_plan import ExportRequest
@@ -62,7 +63,8 @@ def make_request(
 
     Raises:
         UsageError: If something does not have the form that it needs.
-        RefusedError: If the run, or the current directory, would be replaced.
+        RefusedError: If the run, the current directory, or files that are not of an earlier
+            output would be replaced.
     """
     path = os.fspath(out)
     check_path(path, "out")
@@ -75,6 +77,8 @@ def make_request(
                 where=path,
                 hint="name a directory below it",
             )
+    if overwrite and target.is_dir():
+        refuse_unnamed_in(target, path)
     size = options.get("max_shard_size", DEFAULT_MAX_FILE_BYTES)
     request = ConsolidateRequest(
         dtype=options.get("dtype", "keep"),

@@ -106,7 +106,7 @@ class Sender:
             with suppress(Exception):
                 target.discard()
             with suppress(Exception):  # some show it from its first byte on
-                self._store.filesystem.rm_file(address)
+                self._store.remove(path)
             raise
 
 

@@ -71,6 +71,7 @@ def remove_step(store: Store, step: str) -> None:
     """
     store.remove(f"{step}/{MANIFEST_NAME}")
     store.remove_all(tuple(store.entries(step)))
+    store.remove_all(store.folder_markers(step))
 
 
 def remove_unfinished(store: Store, step: str) -> None:

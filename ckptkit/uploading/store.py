@@ -66,7 +66,7 @@ class Store:
         """The requests of S3; None where the store is another one."""
         if not self._store.is_s3:
             return None
-        return self._made("", lambda: S3Uploads(self._store, self._root.partition("/")[0]))
+        return self._made("", lambda: S3Uploads(self._store, self._root))
 
     def address(self, path: str) -> str:
         """Returns the name by which fsspec knows an object."""
@@ -119,15 +119,7 @@ class Store:
 
     def get(self, path: str) -> bytes | None:
         """Returns a small object, None where there is none."""
-
-        def ask() -> bytes | None:
-            try:
-                data: bytes = self.filesystem.cat_file(self.address(path))
-            except FileNotFoundError:
-                return None
-            return data
-
-        return self._made(path, ask)
+        return self.perform(path, partial(self._store.get_small, self.address(path)))
 
     def get_many(self, paths: Collection[str]) -> Iterator[bytes | None]:
         """Yields small objects in order, some of them asked for ahead."""
@@ -143,7 +135,7 @@ class Store:
         if s3 is not None:
             self.perform(path, partial(s3.put, self.key(path), data, crc32(data)))
         else:
-            self._made(path, partial(self.filesystem.pipe_file, self.address(path), data))
+            self.perform(path, partial(self._store.put_small, self.address(path), data))
 
     def copy(self, source: str, target: str) -> None:
         """Has the store copy an object; above 5 GB S3 does so part by part."""
@@ -152,23 +144,18 @@ class Store:
 
     def remove(self, path: str) -> None:
         """Removes an object, if it is there."""
-
-        def ask() -> None:
-            try:
-                self.filesystem.rm_file(self.address(path))
-            except FileNotFoundError:
-                return
-
-        self._made(path, ask)
+        self.remove_all([path])
 
     def remove_all(self, paths: Collection[str]) -> None:
         """Removes objects, as far as they are there."""
-        s3 = self.s3
-        if s3 is not None:
-            self.perform("", partial(s3.delete, list(map(self.key, paths))))
-            return
-        for path in paths:
-            self.remove(path)
+        some = list(paths)
+        where = some[0] if len(some) == 1 else ""
+        self.perform(where, partial(self._store.delete, self._root, some))
+
+    def folder_markers(self, folder: str) -> list[str]:
+        """Returns the empty objects that stand for a folder and for those in it, by their paths."""
+        ask = partial(self._store.folder_markers, self.address(folder))
+        return [f"{folder}/{name}" for name in self.perform(folder, ask)]
 
     def abort_unfinished(self) -> int:
         """Removes the parts of uploads that were begun and never ended; returns of how many.
@@ -178,12 +165,9 @@ class Store:
         s3 = self.s3
         if s3 is None:
             return 0
-        bucket, _, prefix = self._root.partition("/")
-        start = {"Prefix": f"{prefix}/"} if prefix else {}
-        ask = partial(self.filesystem.call_s3, "list_multipart_uploads", Bucket=bucket, **start)
-        uploads = self._made("", ask).get("Uploads") or ()
-        for one in uploads:
-            self.perform("", partial(s3.abort, one["Key"], one["UploadId"]))
+        uploads = self.perform("", lambda: list(s3.unfinished(s3.prefix)))
+        for key, upload in uploads:
+            self.perform("", partial(s3.abort, key, upload))
         return len(uploads)
 
     def _made(self, path: str, ask: Callable[[], _T]) -> _T:

@@ -247,8 +247,14 @@ def test_quiet_prints_nothing_but_errors(tmp_path: Path) -> None:
 def test_overwrite_replaces_an_output(tmp_path: Path) -> None:
     run("consolidate", LLAMA, tmp_path / "out")
     (tmp_path / "out" / "stray").touch()
+    refused = run("consolidate", LLAMA, tmp_path / "out", "--overwrite")
+    assert refused.returncode == 4
+    assert "'stray'" in refused.stderr
+    assert (tmp_path / "out" / "stray").exists()
+    (tmp_path / "out" / "stray").unlink()
+    (tmp_path / "out" / "model.safetensors").write_bytes(b"")
     assert run("consolidate", LLAMA, tmp_path / "out", "--overwrite").returncode == 0
-    assert not (tmp_path / "out" / "stray").exists()
+    assert (tmp_path / "out" / "model.safetensors").stat().st_size
 
 
 def test_patterns_may_be_repeated(tmp_path: Path) -> None:

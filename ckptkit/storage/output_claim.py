@@ -1,0 +1,301 @@
+"""The claim of the run that puts its output in place in a store: one at a time, and not for ever.
+
+OUT/.ckptkit-commit names the run, its process and every file that OUT may hold of unfinished
+commits. It is written only if there is none, renewed while the commit takes, and removed at its
+end. While it is there and the manifest is not, what lies at OUT is no finished output.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ckptkit.core.errors import CkptkitError, OutputError, RefusedError
+from ckptkit.storage.remote_store import RemoteStore
+from ckptkit.storage.retries import retried
+from ckptkit.storage.store_errors import Writing
+
+CLAIM_NAME = ".ckptkit-commit"
+_RENEWAL_SECONDS = 15.0
+_TRUSTED_SECONDS = 60.0  # without a renewal, after which the holder itself changes nothing more
+_LEASE_SECONDS = 120.0  # without one, after which the holder counts as dead
+_WAIT_SECONDS = 10.0  # for a commit of another run, which is short as a rule
+_POLL_SECONDS = 0.5
+_SETTLE_SECONDS = 2.0  # in a store that knows no conditions, before the claim is read back
+_MOST_BYTES = 4 << 20
+_TRIES = 20
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A claim as it was read: its content, and what a condition can be made of."""
+
+    etag: str
+    document: Mapping[str, Any]
+    is_old: bool
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The files that unfinished commits may have left."""
+        names = self.document.get("names")
+        return frozenset(str(name) for name in names) if isinstance(names, list) else frozenset()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether its run has given it up, or is certainly dead."""
+        return not self.document.get("writer") or self.is_old or _is_dead(self.document)
+
+
+class OutputClaim:
+    """One run's claim on a place in a store; threads share it."""
+
+    def __init__(self, store: RemoteStore, root: str, location: str, writing: Writing) -> None:
+        """Takes nothing yet.
+
+        Args:
+            store: The client.
+            root: What the client calls the place.
+            location: What messages call it.
+            writing: A context that makes errors of ours of what the store raises.
+        """
+        self._store = store
+        self._path = f"{root}/{CLAIM_NAME}"
+        self._root = root
+        self._location = location
+        self._writing = writing
+        self._writer = os.urandom(8).hex()
+        self._lock = threading.Lock()
+        self._etag = ""
+        self._names: frozenset[str] = frozenset()
+        self._confirmed = 0.0
+        self._ended: threading.Event | None = None
+
+    @property
+    def is_held(self) -> bool:
+        """Whether this run may change what lies at the place."""
+        return self._ended is not None
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The files that this commit and unfinished ones before it may have written."""
+        return self._names
+
+    def refuse_taken(self) -> frozenset[str]:
+        """Refuses a place where another run is putting its output.
+
+        Returns:
+            The files that interrupted commits may have left.
+
+        Raises:
+            RefusedError: If one is.
+        """
+        found = self._read()
+        if found is not None and not found.is_over:
+            raise self._taken()
+        return frozenset() if found is None else found.names
+
+    def take(self) -> None:
+        """Claims the place; waits a moment for another run, and takes over from one that is dead.
+
+        Raises:
+            RefusedError: If another run is putting its output there.
+            OutputError: If the claim cannot be written.
+        """
+        for _ in range(_TRIES):
+            found = self._wait_for_end()
+            if self._try(found):
+                return
+        raise self._taken()
+
+    def _wait_for_end(self) -> _Found | None:
+        """Returns the claim that this run may take over, None if there is none.
+
+        Raises:
+            RefusedError: If another run that is alive holds it.
+        """
+        began, first = time.monotonic(), self._read()
+        found = first
+        while first is not None and found is not None and not found.is_over:
+            waited = time.monotonic() - began
+            is_alive = found.etag != first.etag or _is_here(found.document)
+            if is_alive and waited > _WAIT_SECONDS:
+                raise self._taken()
+            if waited > _LEASE_SECONDS:
+                break
+            time.sleep(_POLL_SECONDS)
+            found = self._read()
+        return found
+
+    def add_names(self, names: Collection[str]) -> None:
+        """Notes the files that the place may hold until the commit has ended.
+
+        Raises:
+            OutputError: If the claim is lost.
+        """
+        if not self._names.issuperset(names):
+            self._names |= set(names)
+            self._renew()
+            self.check()
+
+    def check(self) -> None:
+        """Sees that the place is still this run's own, right before something there is changed.
+
+        Raises:
+            OutputError: If another run may have taken over.
+        """
+        if not self.is_held or time.monotonic() - self._confirmed > _TRUSTED_SECONDS:
+            raise OutputError(
+                "another run may have taken this place over, since this one stood still",
+                where=self._location,
+                hint="run one command at a time for an output, and this one again",
+            )
+
+    def release(self, *, is_clean: bool) -> None:
+        """Gives the claim back.
+
+        Args:
+            is_clean: Whether nothing unfinished lies at the place; else the names of it stay.
+        """
+        ended, self._ended = self._ended, None
+        if ended is None:
+            return
+        ended.set()
+        trusted = time.monotonic() - self._confirmed <= _TRUSTED_SECONDS
+        if not trusted:
+            return
+        try:
+            with self._writing():
+                if is_clean or not self._names:
+                    self._store.delete(self._root, [CLAIM_NAME])
+                else:
+                    self._write(self._document(writer=""), self._etag)
+        except CkptkitError as error:
+            _LOG.warning("the claim %s was left behind: %s", CLAIM_NAME, error)
+
+    def _try(self, found: _Found | None) -> bool:
+        """Writes the claim in place of what was found there; returns whether it is this run's."""
+        if found is not None:
+            self._names |= found.names
+        data = self._document()
+        with self._writing():
+            self._write(data, found.etag if found is not None else "")
+            if self._store.get_small(self._path) != data:
+                return False
+            if not self._store.has_conditions or self._write(data, "") is not None:
+                _LOG.warning("the store knows no conditional writes; a claim is read back instead")
+                time.sleep(_SETTLE_SECONDS)
+                if self._store.get_small(self._path) != data:
+                    return False
+            known = self._store.look_up(self._path)
+        if known is None:
+            return False
+        self._etag = known.etag or known.identity
+        self._confirmed = time.monotonic()
+        self._ended = threading.Event()
+        thread = threading.Thread(target=self._keep, args=(self._ended,), name="ckptkit-claim")
+        thread.daemon = True
+        thread.start()
+        return True
+
+    def _keep(self, ended: threading.Event) -> None:
+        while not ended.wait(_RENEWAL_SECONDS):
+            try:
+                self._renew()
+            except CkptkitError as error:
+                _LOG.warning("the claim on %s is not renewed: %s", self._location, error)
+
+    def _renew(self) -> None:
+        with self._lock, self._writing():
+            if not self.is_held:
+                return
+            asked = time.monotonic()
+            data = self._document()
+            etag = self._write(data, self._etag)
+            if etag is None and self._store.get_small(self._path) == data:
+                known = self._store.look_up(self._path)  # the answer to a first try was lost
+                etag = known.etag if known is not None else None
+            if etag is not None:
+                self._etag, self._confirmed = etag or self._etag, asked
+            else:
+                self._confirmed = 0.0
+
+    def _read(self) -> _Found | None:
+        with self._writing():
+            known = self._store.look_up(self._path)
+            data = self._store.get_small(self._path) if known is not None else None
+        if known is None or data is None:
+            return None
+        try:
+            document = json.loads(data)
+        except ValueError:
+            document = {}
+        is_old = bool(known.modified) and known.modified + 30 * _LEASE_SECONDS < time.time()
+        etag = known.etag or known.identity
+        return _Found(etag, document if isinstance(document, dict) else {}, is_old)
+
+    def _write(self, data: bytes, expected: str) -> str | None:
+        return retried(
+            lambda: self._store.put_if(self._path, data, expected),
+            self._store.patience,
+            what=f"write {self._path}",
+        )
+
+    def _document(self, *, writer: str | None = None) -> bytes:
+        return json.dumps(
+            {
+                "writer": self._writer if writer is None else writer,
+                "machine": _machine(),
+                "process": _process(os.getpid()),
+                "beat": time.monotonic_ns(),
+                "names": sorted(self._names),
+            }
+        ).encode()
+
+    def _taken(self) -> RefusedError:
+        return RefusedError(
+            "another run is putting its output there",
+            where=self._location,
+            hint="run one command at a time for an output; if that run was killed, run again in"
+            f" {_LEASE_SECONDS:.0f} s",
+        )
+
+
+def _machine() -> str:
+    """Returns what tells the processes that this one sees from those of other machines."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{socket.gethostname()} {boot} {Path('/proc/self/ns/pid').readlink()}"
+    except OSError:
+        return ""
+
+
+def _process(number: int) -> str:
+    """Returns what tells a process from all others of the machine; empty if there is none."""
+    try:
+        stat = Path(f"/proc/{number}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+    state, *fields = stat.rpartition(")")[2].split()
+    return "" if state in {"Z", "X"} else f"{number} {fields[18]}"
+
+
+def _is_here(document: Mapping[str, Any]) -> bool:
+    """Tells whether a claim is that of a process of this machine that is alive."""
+    return bool(_machine()) and document.get("machine") == _machine() and not _is_dead(document)
+
+
+def _is_dead(document: Mapping[str, Any]) -> bool:
+    process = str(document.get("process", ""))
+    if not _machine() or document.get("machine") != _machine() or not process:
+        return False
+    number = process.partition(" ")[0]
+    return not number.isdecimal() or _process(int(number)) != process

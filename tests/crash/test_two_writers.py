@@ -1,0 +1,243 @@
+"""Two runs that write to one place on S3 at a time: one wins whole, and the other says so."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+import ckptkit
+from ckptkit.core.errors import CkptkitError, NotACheckpointError, RefusedError
+from ckptkit.core.manifest import MANIFEST_NAME
+from ckptkit.storage import output_claim, s3_object
+from ckptkit.storage.output_claim import CLAIM_NAME
+from ckptkit.storage.places import Place
+from tests.faulty_proxy import Fault, Proxy
+from tests.object_store import KEY, SECRET, Bucket, ObjectStore
+
+STEP = Path(__file__).resolve().parents[2] / "fixtures" / "accelerate_fsdp2_tied_with_config"
+FIRST: dict[str, Any] = {"dtype": "bfloat16"}
+SECOND: dict[str, Any] = {"max_shard_size": "64KB"}
+OUT = "exp[1]/out"
+EVERY = 3  # request of a writer is tried
+CHANGING = r"^(PUT|POST|DELETE) "
+
+
+@pytest.fixture
+def bucket(object_store: ObjectStore) -> Bucket:
+    bucket = object_store.bucket("two-writers")
+    bucket.clear()
+    return bucket
+
+
+@pytest.fixture(autouse=True)
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights go in parts, as large ones do, and a claim of another run is waited for briefly."""
+    monkeypatch.setattr(s3_object, "SMALL_BYTES", 2048)
+    monkeypatch.setattr(output_claim, "_WAIT_SECONDS", 0.2)
+    monkeypatch.setattr(output_claim, "_POLL_SECONDS", 0.05)
+
+
+@pytest.fixture
+def own_proxy(object_store: ObjectStore) -> Iterator[Proxy]:
+    """A second way to the same server, for the requests of one writer alone."""
+    parts = urlsplit(object_store.direct)
+    proxy = Proxy(str(parts.hostname), int(parts.port or 0))
+    yield proxy
+    proxy.close()
+
+
+def write(place: Place, options: dict[str, Any], **more: Any) -> str:
+    """Returns how a run ended: empty where it succeeded."""
+    try:
+        ckptkit.consolidate(
+            STEP / "checkpoint", place, names="live", overwrite=True, **options, **more
+        )
+    except CkptkitError as error:
+        return f"{error.exit_status} {error}"
+    return ""
+
+
+def by_way_of(bucket: Bucket, endpoint: str = "") -> Place:
+    store = bucket.store
+    return Place(f"{bucket.url}/{OUT}", store.options_for(KEY, SECRET, endpoint=endpoint))
+
+
+def found(bucket: Bucket) -> dict[str, bytes]:
+    return {
+        key.removeprefix(f"{OUT}/"): bucket.get(key)
+        for key in bucket.keys(f"{OUT}/")
+        if not key.endswith(MANIFEST_NAME)
+    }
+
+
+@pytest.fixture
+def known(bucket: Bucket) -> dict[str, dict[str, bytes]]:
+    """The files of each whole output; the earlier one is in place afterwards."""
+    outputs = {}
+    for name, options in (("first", FIRST), ("second", SECOND), ("earlier", {})):
+        assert write(by_way_of(bucket), options) == ""
+        outputs[name] = found(bucket)
+    return outputs
+
+
+def see_one_whole(
+    bucket: Bucket, known: dict[str, dict[str, bytes]], first: str, second: str
+) -> None:
+    """Sees that what lies there is one output, that of the run that succeeded."""
+    winner = {(False, True): "first", (True, False): "second", (True, True): "earlier"}
+    # Both succeed where the first one looked at the place only after the second had ended.
+    name = winner.get((bool(first), bool(second)), "first")
+    assert found(bucket) == known[name], (first, second)
+    assert ckptkit.verify(by_way_of(bucket)).ok
+    assert bucket.unfinished_uploads() == []
+
+
+def test_a_writer_that_is_held_back_anywhere_mixes_nothing(
+    bucket: Bucket, known: dict[str, dict[str, bytes]], own_proxy: Proxy
+) -> None:
+    """The first run is held at one request after another until the second has ended."""
+    earlier = {key: bucket.get(key) for key in set(bucket.keys())}
+    assert write(by_way_of(bucket, own_proxy.url), FIRST) == ""
+    requests, both = len(own_proxy.log), 0
+    assert requests > 20
+    for number in range(requests % EVERY, requests, EVERY):
+        bucket.clear()
+        for key, data in earlier.items():
+            bucket.put(key, data)
+        own_proxy.reset()
+        gate = _Gate(own_proxy, number)
+        with ThreadPoolExecutor(1) as pool:
+            first = pool.submit(write, by_way_of(bucket, own_proxy.url), FIRST)
+            assert gate.reached.wait(60)
+            second = write(by_way_of(bucket), SECOND)
+            gate.open.set()
+            ended = first.result(60)
+        own_proxy.reset()
+        see_one_whole(bucket, known, ended, second)
+        both += not ended and not second
+    assert both <= 3
+
+
+class _Gate:
+    """Holds the request of one number back."""
+
+    def __init__(self, proxy: Proxy, number: int) -> None:
+        self.reached, self.open = threading.Event(), threading.Event()
+        self._left = number
+        self._lock = threading.Lock()
+        proxy.add(Fault(".", None, before=self._come))
+
+    def _come(self) -> None:
+        with self._lock:
+            self._left -= 1
+            is_held = self._left == -1
+        if is_held:
+            self.reached.set()
+            self.open.wait(60)
+
+
+def test_two_processes_at_once_leave_one_output(
+    bucket: Bucket, known: dict[str, dict[str, bytes]], own_proxy: Proxy
+) -> None:
+    own_proxy.slow(CHANGING, 0.05)
+    for delay in (0.0, 0.4):
+        first = _started(bucket, own_proxy.url, "--dtype", "bfloat16")
+        time.sleep(delay)
+        second = _started(bucket, bucket.store.endpoint, "--max-shard-size", "64KB")
+        ends = [process.communicate(timeout=120)[1] for process in (first, second)]
+        statuses = first.returncode, second.returncode
+        assert set(statuses) <= {0, 1, 3, 4, 5}
+        assert 1 not in statuses, ends
+        if statuses == (0, 0):  # one had ended before the other began to look
+            assert found(bucket) in (known["first"], known["second"])
+            assert ckptkit.verify(by_way_of(bucket)).ok
+        else:
+            see_one_whole(
+                bucket, known, *(e if s else "" for e, s in zip(ends, statuses, strict=True))
+            )
+        for end, status in zip(ends, statuses, strict=True):
+            assert not status or "another run" in end or "uploads" in end, end
+        bucket.clear()
+        assert write(by_way_of(bucket), {}) == ""
+
+
+def _started(bucket: Bucket, endpoint: str, *options: str) -> subprocess.Popen[str]:
+    given = [
+        f"key={KEY}",
+        f"secret={SECRET}",
+        f"client_kwargs.endpoint_url={endpoint}",
+        "client_kwargs.region_name=us-east-1",
+    ]
+    command = [
+        *(sys.executable, "-m", "ckptkit_cli", "consolidate", str(STEP / "checkpoint")),
+        *(f"{bucket.url}/{OUT}", "--overwrite", "--names", "live", "--quiet", *options),
+        *(word for pair in given for word in ("--dst-option", pair)),
+    ]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ)
+
+
+def test_a_kill_in_the_commit_blocks_nothing_and_is_seen(
+    bucket: Bucket, known: dict[str, dict[str, bytes]], own_proxy: Proxy
+) -> None:
+    gate = Fault(r"PUT .*config\.json", wait=threading.Event(), times=None)
+    own_proxy.add(gate)
+    process = _started(bucket, own_proxy.url, "--dtype", "bfloat16")
+    until = time.monotonic() + 60
+    while not gate.met and time.monotonic() < until:
+        time.sleep(0.02)
+    with pytest.raises(RefusedError, match="another run is putting its output there"):
+        ckptkit.consolidate(STEP / "checkpoint", by_way_of(bucket), names="live", overwrite=True)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert f"{OUT}/{CLAIM_NAME}" in set(bucket.keys())
+    assert f"{OUT}/{MANIFEST_NAME}" not in set(bucket.keys())
+    with pytest.raises(NotACheckpointError, match="not finished"):
+        ckptkit.inspect(by_way_of(bucket))
+    began = time.monotonic()
+    assert write(by_way_of(bucket), SECOND) == ""
+    assert time.monotonic() - began < 30
+    assert found(bucket) == known["second"]
+    assert bucket.unfinished_uploads() == []
+
+
+@pytest.mark.usefixtures("known")
+def test_a_file_of_the_user_in_an_output_on_s3_is_not_removed(bucket: Bucket) -> None:
+    bucket.put(f"{OUT}/notes.md", b"mine")
+    told = write(by_way_of(bucket), FIRST)
+    assert told.startswith("4 ")
+    assert "'notes.md'" in told
+    bucket.delete(f"{OUT}/notes.md")
+    bucket.put(f"{OUT}/", b"")  # a folder's marker is nobody's file
+    assert write(by_way_of(bucket), FIRST) == ""
+
+
+def test_what_comes_while_an_output_is_made_stays_too(
+    bucket: Bucket, known: dict[str, dict[str, bytes]], own_proxy: Proxy
+) -> None:
+    own_proxy.add(Fault(r"PUT .*partNumber=1", before=lambda: bucket.put(f"{OUT}/late", b"mine")))
+    told = write(by_way_of(bucket, own_proxy.url), FIRST)
+    assert told.startswith("4 ")
+    assert found(bucket) == {**known["earlier"], "late": b"mine"}
+    assert bucket.unfinished_uploads() == []
+
+
+@pytest.mark.usefixtures("known")
+def test_all_objects_of_an_output_carry_the_name_of_their_writer(bucket: Bucket) -> None:
+    client = bucket.store.client
+    writers = {
+        client.head_object(Bucket=bucket.name, Key=key)["Metadata"].get("ckptkit-writer")
+        for key in bucket.keys(f"{OUT}/")
+    }
+    assert len(writers) == 1
+    assert None not in writers

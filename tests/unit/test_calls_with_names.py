@@ -1,0 +1,188 @@
+"""Every call that may take a name for a pattern, or a list of names for a command, is known."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+CLIENTS = {"filesystem", "_filesystem"}
+PATTERNS = {
+    "expand_path",
+    "fnmatch",
+    "fnmatchcase",
+    "glob",
+    "glob1",
+    "iglob",
+    "rglob",
+    "rsync",
+    "system",
+    "popen",
+}
+MODULES = {"fnmatch", "fsspec", "glob", "subprocess"}
+EXACT = "the client takes the name as it is"
+CONSTANT = "the pattern is a constant of ours, and the folder is no pattern"
+GIVEN = "the pattern is the user's option, and the name is none"
+PROGRAM = "a list of arguments without a shell, which holds no name of a checkpoint"
+NAMELESS = "no name is given there"
+S3 = "requests of S3 by exact keys"
+
+ALLOWED = {
+    ("ckptkit/hub/files", "_reason", "fnmatchcase"): GIVEN,
+    ("ckptkit/hub/files", "choose_files", "fnmatchcase"): GIVEN,
+    ("ckptkit/hub/partial", "Partial._files", "files.rglob"): CONSTANT,
+    ("ckptkit/hub/watch_building", "_files_below", "folder.rglob"): CONSTANT,
+    ("ckptkit/integrations/accelerator_folders", "_files_below", "folder.rglob"): CONSTANT,
+    ("ckptkit/integrations/accelerator_state", "files_of_hooks", "folder.rglob"): CONSTANT,
+    ("ckptkit/integrations/model_folders", "_move_into", "hidden.rglob"): CONSTANT,
+    ("ckptkit/integrations/model_folders", "_move_into", "out.glob"): CONSTANT,
+    ("ckptkit/pipeline/conversions", "Converter._started", "subprocess.Popen"): PROGRAM,
+    ("ckptkit/pipeline/naming_program", "_run", "subprocess.Popen"): PROGRAM,
+    ("ckptkit/planning/requests", "matches", "fnmatchcase"): GIVEN,
+    ("ckptkit/planning/side_files", "_fits", "fnmatchcase"): GIVEN,
+    ("ckptkit/storage/hub_files", "hub_range", "filesystem.open"): EXACT,
+    ("ckptkit/storage/hub_files", "pinned_root", "filesystem.endpoint"): NAMELESS,
+    ("ckptkit/storage/hub_files", "pinned_root", "filesystem.resolve_path"): EXACT,
+    ("ckptkit/storage/hub_files", "pinned_root", "filesystem.token"): NAMELESS,
+    ("ckptkit/storage/place_identity", "_s3_endpoint", "filesystem.connect"): NAMELESS,
+    ("ckptkit/storage/place_identity", "_s3_endpoint", "filesystem.s3"): NAMELESS,
+    ("ckptkit/storage/publish", "_place_all", "files.rglob"): CONSTANT,
+    ("ckptkit/storage/push_journal", "pushes_in", "state.glob"): CONSTANT,
+    ("ckptkit/storage/remote_store", "RemoteStore._delete", "filesystem.rm_file"): EXACT,
+    ("ckptkit/storage/remote_store", "RemoteStore._listed.ask", "filesystem.find"): EXACT,
+    (
+        "ckptkit/storage/remote_store",
+        "RemoteStore._listed.ask",
+        "filesystem.invalidate_cache",
+    ): NAMELESS,
+    ("ckptkit/storage/remote_store", "RemoteStore._put_new", "filesystem.makedirs"): EXACT,
+    ("ckptkit/storage/remote_store", "RemoteStore._put_new", "filesystem.pipe_file"): EXACT,
+    ("ckptkit/storage/remote_store", "RemoteStore.get_small.ask", "filesystem.cat_file"): EXACT,
+    (
+        "ckptkit/storage/remote_store",
+        "RemoteStore.listing_of.ask",
+        "filesystem.invalidate_cache",
+    ): NAMELESS,
+    ("ckptkit/storage/remote_store", "RemoteStore.listing_of.ask", "filesystem.ls"): EXACT,
+    ("ckptkit/storage/remote_store", "RemoteStore.look_up.ask", "filesystem.info"): EXACT,
+    ("ckptkit/storage/remote_store", "RemoteStore.path_of", "filesystem._strip_protocol"): EXACT,
+    ("ckptkit/storage/remote_store", "RemoteStore.put_if", "filesystem.call_s3"): S3,
+    ("ckptkit/storage/remote_store", "RemoteStore.put_small.ask", "filesystem.call_s3"): S3,
+    ("ckptkit/storage/remote_store", "RemoteStore.put_small.ask", "filesystem.pipe_file"): EXACT,
+    ("ckptkit/storage/remote_store", "RemoteStore.read_into.ask", "filesystem.cat_file"): EXACT,
+    ("ckptkit/storage/remote_store", "_filesystem", "filesystem.retries"): NAMELESS,
+    ("ckptkit/storage/remote_store", "_filesystem", "fsspec.filesystem"): NAMELESS,
+    ("ckptkit/storage/s3_ranges", "_fill", "filesystem._call_s3"): S3,
+    ("ckptkit/storage/s3_ranges", "_get", "filesystem._call_s3"): S3,
+    ("ckptkit/storage/s3_ranges", "s3_delete", "filesystem.call_s3"): S3,
+    ("ckptkit/storage/s3_ranges", "s3_get", "filesystem.loop"): NAMELESS,
+    ("ckptkit/storage/s3_ranges", "s3_get", "sync"): NAMELESS,
+    ("ckptkit/storage/s3_ranges", "s3_head", "filesystem.call_s3"): S3,
+    ("ckptkit/storage/s3_ranges", "s3_listing", "filesystem.call_s3"): S3,
+    ("ckptkit/storage/s3_ranges", "s3_range", "filesystem.loop"): NAMELESS,
+    ("ckptkit/storage/s3_ranges", "s3_range", "sync"): NAMELESS,
+    ("ckptkit/storage/s3_ranges", "split_s3_path", "filesystem.version_aware"): NAMELESS,
+    ("ckptkit/storage/s3_uploads", "S3Uploads.__init__", "filesystem.connect"): NAMELESS,
+    ("ckptkit/storage/s3_uploads", "S3Uploads.__init__", "filesystem.s3"): NAMELESS,
+    ("ckptkit/storage/s3_uploads", "S3Uploads._ask", "filesystem.call_s3"): S3,
+    ("ckptkit/storage/s3_uploads", "S3Uploads.get", "filesystem.cat_file"): EXACT,
+    ("ckptkit/storage/s3_uploads", "S3Uploads.send", "filesystem.call_s3"): S3,
+    ("ckptkit/storage/staged_files", "StagedFiles.sync", "folder.rglob"): CONSTANT,
+    ("ckptkit/storage/staging", "LocalTarget.free_bytes", "files.rglob"): CONSTANT,
+    ("ckptkit/storage/staging", "LocalTarget.keep", "files.rglob"): CONSTANT,
+    (
+        "ckptkit/storage/stream_target",
+        "StreamTarget.__init__",
+        "filesystem.start_transaction",
+    ): NAMELESS,
+    ("ckptkit/storage/stream_target", "StreamTarget._open", "filesystem.makedirs"): EXACT,
+    ("ckptkit/storage/stream_target", "StreamTarget._open", "filesystem.open"): EXACT,
+    ("ckptkit/storage/stream_target", "StreamTarget.abandon", "filesystem.transaction"): NAMELESS,
+    ("ckptkit/storage/stream_target", "StreamTarget.commit", "filesystem.transaction"): NAMELESS,
+    ("ckptkit/storage/workfolder", "take_back", "files.rglob"): CONSTANT,
+    ("ckptkit/training/pushing", "Pushing._launch", "subprocess.Popen"): PROGRAM,
+    ("ckptkit/training/sidecar", "_below", "folder.rglob"): CONSTANT,
+    ("ckptkit/training/tiers", "_Opening.take", "parent.glob"): CONSTANT,
+    ("ckptkit/training/writer_process", "WriterProcess._launch", "subprocess.Popen"): PROGRAM,
+    ("ckptkit/uploading/finishing", "_Step._put_beside", "folder.rglob"): CONSTANT,
+    ("ckptkit/uploading/ledger", "Ledger.of", ".glob"): CONSTANT,
+    ("ckptkit/uploading/sending", "Sender._stream", "filesystem.open"): EXACT,
+    ("ckptkit/uploading/store", "Store.copy", "filesystem.cp_file"): EXACT,
+    ("ckptkit/writer/commit", "_Attempt.copy_from", "source.rglob"): CONSTANT,
+    ("ckptkit/writer/publish", "_remove_unread", "step.glob"): CONSTANT,
+    ("cli/ckptkit_cli/_batch_run", "BatchRun._run", "subprocess.Popen"): PROGRAM,
+}
+
+
+def calls(tree: ast.Module, names: set[str]) -> Iterator[tuple[str, str]]:
+    """Yields the enclosing function and the text of each call that is looked for."""
+    stack: list[tuple[ast.AST, str]] = [(tree, "")]
+    while stack:
+        node, where = stack.pop()
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            where = f"{where}.{node.name}".lstrip(".")
+        text = ""
+        if isinstance(node, ast.Call):
+            text = _wanted(node, names)
+        elif isinstance(node, ast.Attribute) and _last(node.value) in CLIENTS:
+            text = f"filesystem.{node.attr}"  # also where it is only kept, to be called later
+        if text:
+            yield where, text
+        stack += [(child, where) for child in ast.iter_child_nodes(node)]
+
+
+def _wanted(call: ast.Call, names: set[str]) -> str:
+    function = call.func
+    if any(one.arg == "shell" for one in call.keywords):
+        return "shell="
+    if isinstance(function, ast.Name):
+        return function.id if function.id in names | {"fnmatchcase"} else ""
+    if not isinstance(function, ast.Attribute):
+        return ""
+    last = _last(function.value)
+    return f"{last}.{function.attr}" if last in MODULES or function.attr in PATTERNS else ""
+
+
+def _last(node: ast.expr) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else str(getattr(node, "id", ""))
+
+
+def found() -> set[tuple[str, str, str]]:
+    """Returns module, function and call of each call in the source."""
+    rows = set()
+    for folder in ("ckptkit", "cli"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+            # What is imported from such a module by name.
+            names = {
+                alias.asname or alias.name
+                for node in ast.walk(tree)
+                if isinstance(node, ast.ImportFrom)
+                and (node.module or "").partition(".")[0] in MODULES
+                for alias in node.names
+            }
+            module = path.relative_to(ROOT).with_suffix("").as_posix()
+            rows |= {(module, where, text) for where, text in calls(tree, names)}
+    return rows
+
+
+def test_every_call_is_known_and_has_its_reason() -> None:
+    now = found()
+    assert sorted(now - ALLOWED.keys()) == [], "is a name taken for a pattern there?"
+    assert sorted(ALLOWED.keys() - now) == []
+
+
+def test_objects_are_removed_in_one_function_alone() -> None:
+    removing = {"rm", "rm_file", "_rm", "_rm_file", "rmdir", "delete", "mv", "rename"}
+    clients = {row for row in found() if row[2].partition(".")[2] in removing}
+    assert clients == {
+        ("ckptkit/storage/remote_store", "RemoteStore._delete", "filesystem.rm_file")
+    }
+    requests = {
+        (path.stem, node.value)
+        for path in (ROOT / "ckptkit").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and node.value in {"delete_object", "delete_objects"}
+    }
+    assert {name for name, _ in requests} == {"s3_ranges"}
