@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ckptkit.core.errors import OutputError, RefusedError
 from ckptkit.storage.locations import Place, is_url, local_path
-from ckptkit.storage.remote_store import store_of
+from ckptkit.storage.remote_store import RemoteStore, store_of
 from ckptkit.storage.store_errors import writing_to
 from ckptkit.storage.syscalls import OpenFile, detect_capabilities, sync_directory
 
@@ -55,7 +55,7 @@ def put_record(root: Place, name: str, data: bytes) -> None:
         store = store_of(root)
         with writing_to(root.location, store.options)():
             path = f"{store.path_of(root.location)}/{name}"
-            retried(lambda: store.filesystem.pipe_file(path, data), store.patience, what=name)
+            store.put_small(path, data)
         return
     folder, capabilities = local_path(root).resolve(), detect_capabilities()
     new = folder / f"{name}.new"
@@ -124,5 +124,10 @@ def _remove_objects(root: Place, paths: Sequence[str]) -> None:
     store = store_of(root)
     with writing_to(root.location, store.options)():
         base = store.path_of(root.location)
-        for path in paths:  # one by one, in their order
-            store.delete(base, [path])
+        for path in paths:
+            _remove_object(store, base, path)
+
+
+def _remove_object(store: RemoteStore, base: str, path: str) -> None:
+    """Removes one object, so that they go in their order."""
+    store.delete(base, [path])

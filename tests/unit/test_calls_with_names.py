@@ -29,6 +29,11 @@ NAMELESS = "no name is given there"
 S3 = "requests of S3 by exact keys"
 
 ALLOWED = {
+    ("ckptkit/hub/files", "_is_of_step", "fnmatchcase"): CONSTANT,
+    ("ckptkit/hub/files", "choose_step_files", "fnmatchcase"): GIVEN,
+    ("ckptkit/integrations/transformers_pushing", "_with_secrets", "fnmatchcase"): CONSTANT,
+    ("ckptkit/integrations/transformers_pushing", "_with_secrets", "folder.rglob"): CONSTANT,
+    ("ckptkit/integrations/transformers_pushing", "_with_secrets", "glob.escape"): EXACT,
     ("ckptkit/hub/files", "_reason", "fnmatchcase"): GIVEN,
     ("ckptkit/hub/files", "choose_files", "fnmatchcase"): GIVEN,
     ("ckptkit/hub/partial", "Partial._files", "files.rglob"): CONSTANT,
