@@ -209,7 +209,7 @@ class AcceleratorSaves:
 
     def _meet(self) -> tuple[Peers, Votes]:
         if self._met is None:
-            peers = open_peers(_TOPIC, timeout_seconds=_PATIENCE_SECONDS)
+            peers = open_peers(_TOPIC, timeout_seconds=_PATIENCE_SECONDS, is_place=False)
             self._met = peers, Votes(peers.board)
         return self._met
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from ckptkit.core.errors import UsageError
 from ckptkit.formats.discovery import step_of
 from ckptkit.training import names, rng
+from ckptkit.training.files import StepFile
 from ckptkit.training.serialising import saved
 from ckptkit.training.settings import Options
 
@@ -233,7 +234,7 @@ def files_of(accelerator: Accelerator, rank: int) -> dict[str, bytes]:
     knows where it is in an accumulation of gradients.
     """
     states = {"step": int(accelerator.step), **rng.capture()}
-    files = {names.random_states_file(rank): saved(states)}
+    files: dict[str, bytes] = {names.random_states_file(rank): StepFile(saved(states))}
     if rank == 0:  # stock accelerate lets all ranks write one file
         for name, loader in stateful_loaders(accelerator):
             files[name] = saved(loader.state_dict())

@@ -152,7 +152,7 @@ def load(state: Mapping[str, Any], path: Path, *, timeout_seconds: float) -> Non
         InputError: If the directory does not fit, or is damaged.
         PeerError: If another rank does not take part in time.
     """
-    peers = open_peers(str(path.absolute()), timeout_seconds=timeout_seconds)
+    peers = open_peers(path, timeout_seconds=timeout_seconds)
     try:
         try:
             bound = bind(state, layout="dcp", rank=peers.rank, world_size=peers.world_size)

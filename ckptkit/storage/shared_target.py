@@ -201,6 +201,15 @@ class SharedTarget:
         with translated(self._named):
             return free_bytes(self._work.path)
 
+    def room_bytes(self, paths: Iterable[str]) -> int:
+        """Returns how much room there is for these files, with what they take already.
+
+        Any process that writes to the output may have made them, of their full size.
+        """
+        with translated(self._named):
+            free = free_bytes(self._work.path)  # before the rest, which only grows meanwhile
+            return free + sum(self._files.taken_bytes(path) for path in paths)
+
     def sync(self) -> None:
         """Makes what this process wrote durable; what it writes next it has to create again.
 

@@ -53,6 +53,10 @@ class StagedFiles:
     def __contains__(self, path: object) -> bool:
         return path in self._sizes
 
+    def taken_bytes(self, path: str) -> int:
+        """Returns the room that a file takes, 0 where nobody has made it."""
+        return taken_bytes(self.folder / path)
+
     def create(self, path: str, size_bytes: int, create: Create) -> None:
         """Makes a file of that size, its content undefined until written.
 

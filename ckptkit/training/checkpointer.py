@@ -65,7 +65,7 @@ class Checkpointer:
             PeerError: If another rank does not open it in time.
         """
         self._settings = settings = check_options(options)
-        self._peers = open_peers(str(run), timeout_seconds=settings.timeout_seconds)
+        self._peers = open_peers(run, timeout_seconds=settings.timeout_seconds)
         with ExitStack() as undo:
             undo.callback(self._peers.close)
             self._session: Session = open_session(run, self._peers, settings)
@@ -148,17 +148,16 @@ class Checkpointer:
                 rank where it is so; on the others it is the outcome of the save.
         """
         began = time.perf_counter()
-        try:
-            with self._calling("save") as call:
+        with self._calling("save") as call:
 
-                def find_bound() -> BoundState:
-                    call.check_modes()
-                    return self._binding.of(state).beside(files)
+            def find_bound() -> BoundState:
+                call.check_modes()
+                return self._binding.of(state).beside(files)
 
-                attempt = self._session.attempt(step, name)
-                return self._save(began, attempt, find_bound, metrics)
-        finally:
-            self._failed.warn()
+            attempt = self._session.attempt(step, name)
+            handle = self._save(began, attempt, find_bound, metrics)
+        self._failed.warn()
+        return handle
 
     def _save(
         self,
@@ -171,7 +170,6 @@ class Checkpointer:
         save = Save(placed, self._session.handle(placed), began, after=self._taken)
         self._handles = [h for h in self._handles if not h.done() or h.unheard_error]
         self._handles.append(save.handle)
-        self._failed.follow(save.handle)
         slot = self._slot_for(save)
         if slot is None:
             return save.handle
@@ -183,6 +181,7 @@ class Checkpointer:
             return bound
 
         slot.take(save, find_state)
+        self._failed.follow(save.handle)  # not of a call that raises, which training hears anyway
         return save.handle
 
     @check_names

@@ -71,13 +71,7 @@ def write_parts(
         OutputError: If something cannot be written.
         OverflowRefusedError: If a number does not fit the element type.
     """
-    size = sum(part.size_bytes for part in parts)
-    free = target.free_bytes()
-    if size > free:
-        raise NoSpaceError(
-            f"this rank needs {size:,} bytes and {free:,} are free",
-            hint="export to another disk, or with a smaller dtype",
-        )
+    _check_room(target, plan, parts)
     sizes = {file.path: file.size_bytes for file in plan.files}
     for path in dict.fromkeys(part.place.path for part in parts):
         target.create(path, sizes[path])
@@ -93,6 +87,26 @@ def write_parts(
         for written in under_way:
             written.result()
     return dict(desk.shares)
+
+
+def _check_room(target: SharedTarget | PartFile, plan: Plan, parts: Sequence[Part]) -> None:
+    """Refuses an output that does not fit, before this rank writes its part.
+
+    Raises:
+        NoSpaceError: If it does not.
+    """
+    if isinstance(target, PartFile):
+        size, room = sum(part.size_bytes for part in parts), target.free_bytes()
+        what = "this rank's part"
+    else:
+        size = sum(file.size_bytes for file in plan.files)
+        room = target.room_bytes(file.path for file in plan.files)
+        what = "the output"
+    if size > room:
+        raise NoSpaceError(
+            f"{what} needs {size:,} bytes and {room:,} are free",
+            hint="export to another disk, or with a smaller dtype",
+        )
 
 
 def _buffer() -> memoryview:

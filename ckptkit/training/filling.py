@@ -5,25 +5,32 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Self
 
+import torch
+
+from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import ResumeError
+from ckptkit.core.index import Key, TensorEntry, TensorIndex
 from ckptkit.storage.places import Place
 from ckptkit.training.dtensors import Copies
 from ckptkit.training.extra_state import extra_keys, extra_state_changes
+from ckptkit.training.fsdp1 import cast_buffers
 from ckptkit.training.loaders import loaders_alike
 from ckptkit.training.loading import (
     LoadReport,
     first_few,
     load_pieces,
     match_entries,
+    names_of,
     unexpected_keys,
 )
 from ckptkit.training.materialising import materialise
 from ckptkit.training.modules import ModelView, ModelWalk
+from ckptkit.training.names import parallel_prefixes
 from ckptkit.training.optimizer_fit import LOST_HINT, check_optimizer
 from ckptkit.training.optimizer_memory import allocate, check_state
 from ckptkit.training.packed import is_scale
@@ -43,6 +50,7 @@ from ckptkit.training.state import BoundModel, BoundOptimizer, BoundState, Layou
 from ckptkit.training.stored_step import StoredStep
 
 logger = logging.getLogger(__name__)
+_COMPARED = 1 << 20  # elements at once, so that little memory is needed
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +60,13 @@ class Loaded:
     Attributes:
         reports: What was read of each DCP directory.
         changes: What puts all that is not in place yet there.
+        untied: By the name of a tensor that is left out, because the model holds it as one with
+            another: that one's name, and the largest absolute difference on this rank.
     """
 
     reports: Mapping[str, LoadReport] = field(default_factory=dict)
     changes: Sequence[Callable[[], object]] = ()
+    untied: Mapping[str, tuple[str, float]] = field(default_factory=dict)
 
 
 class Opening:
@@ -154,6 +165,7 @@ class Opening:
             allocate(self.stored, optimizer, slots, self._world)
         pieces = self._pieces_by_unit(fresh)
         self._check_models(pieces)
+        changes += self._uncast_buffers(pieces)
         reports = {
             unit: load_pieces(self.stored.index(unit), self.stored.source, of_unit)
             for unit, of_unit in pieces.items()
@@ -163,7 +175,36 @@ class Opening:
         for optimizer in fresh:
             changes += self._without_state(optimizer)
         changes += self._further_changes(step, alike)
-        return Loaded(reports, changes)
+        return Loaded(reports, changes, self._compare_tied(pieces))
+
+    def _compare_tied(self, pieces: Mapping[str, Sequence[Piece]]) -> dict[str, tuple[str, float]]:
+        """Compares what the model holds as one tensor and the step as several, as far as read."""
+        found: dict[str, tuple[str, float]] = {}
+        starts = {unit: len(m.path) for m in self.bound.models for unit in m.places.units}
+        for unit, depth in starts.items():
+            for piece in pieces.get(unit, ()):
+                if piece.aliases and piece.elements:
+                    for name, kept, difference in self._differing(unit, piece, depth):
+                        before = found.get(name, (kept, 0.0))[1]
+                        found[name] = kept, max(before, difference)
+        return found
+
+    def _differing(self, unit: str, piece: Piece, depth: int) -> Iterator[tuple[str, str, float]]:
+        index = self.stored.index(unit)
+        stored = [index.tensors.get(Key(key)) for key in names_of(piece)]
+        kept, *further = (entry for entry in stored if entry is not None)
+        for entry in further:
+            if _records_of(index, entry) == _records_of(index, kept):
+                continue
+            difference = float("inf")
+            if entry.shape == kept.shape and entry.dtype == kept.dtype:
+                read = torch.empty_like(piece.local)
+                other = replace(piece, key_path=entry.key_path, aliases=(), local=read)
+                load_pieces(index, self.stored.source, [other])
+                difference = _largest_difference(piece.local, read)
+            if difference:
+                name, of_kept = (".".join(map(str, one.key_path[depth:])) for one in (entry, kept))
+                yield name, of_kept, difference
 
     def _pieces_by_unit(self, fresh: Sequence[BoundOptimizer]) -> dict[str, list[Piece]]:
         pieces: dict[str, list[Piece]] = defaultdict(list)
@@ -171,6 +212,27 @@ class Opening:
             if piece.unit not in self._absent:
                 pieces[piece.unit].append(piece)
         return pieces
+
+    def _uncast_buffers(self, pieces: dict[str, list[Piece]]) -> list[Callable[[], object]]:
+        """Has buffers that FSDP1 casts read in the dtype of the step, and returns what casts them.
+
+        Steps hold them as they were before the cast, or as they were after it; so do models,
+        before and after their first forward pass.
+        """
+        changes: list[Callable[[], object]] = []
+        for model in self.bound.models:
+            dtypes = cast_buffers(model.module, parallel_prefixes(model.module))
+            places = {model.places.of(name): pair for name, pair in dtypes.items()}
+            for unit in model.places.units if places else ():
+                stored = self.stored.index(unit).tensors if unit in pieces else {}
+                for number, piece in enumerate(pieces.get(unit, ())):
+                    entry, known = stored.get(Key(piece.key)), places.get(piece.entry, ())
+                    kept = {dtype for dtype in known if entry and _is_dtype(dtype, entry.dtype)}
+                    if kept and piece.local.dtype in known and piece.local.dtype not in kept:
+                        read = torch.empty_like(piece.local, dtype=kept.pop())
+                        pieces[unit][number] = replace(piece, local=read)
+                        changes.append(partial(piece.local.copy_, read))
+        return changes
 
     def _without_state(self, bound: BoundOptimizer) -> Iterator[Callable[[], object]]:
         """Yields what empties an optimizer; hyperparameters are taken up if they are its own."""
@@ -285,6 +347,27 @@ class Opening:
     def __exit__(self, *error: object) -> None:
         if self._stored is not None:
             self._stored.close()
+
+
+def _is_dtype(dtype: torch.dtype, stored: DType) -> bool:
+    return str(dtype) == f"torch.{stored.name}"
+
+
+def _records_of(index: TensorIndex, entry: TensorEntry) -> list[tuple[int, int]]:
+    records = [index.records[int(number)] for number in entry.chunks.record]
+    return sorted((record.file, record.start) for record in records)
+
+
+def _largest_difference(one: torch.Tensor, other: torch.Tensor) -> float:
+    """Returns the largest absolute difference; NaN equals NaN, and is infinitely far from else."""
+    largest = 0.0
+    for start in range(0, one.numel(), _COMPARED):
+        left, right = (t.reshape(-1)[start : start + _COMPARED] for t in (one, other))
+        wide = torch.complex128 if one.is_complex() else torch.float64
+        apart = (left.to(wide) - right.to(wide)).abs()
+        apart[(left == right) | (left.isnan() & right.isnan())] = 0
+        largest = max(largest, float(apart.nan_to_num(float("inf"), float("inf")).max()))
+    return largest
 
 
 def _bound_again(bound: BoundState, layout: Layout) -> BoundState:

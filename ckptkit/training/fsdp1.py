@@ -36,6 +36,9 @@ class FlatPart:
             optimizer state is cut likewise; None without.
         parameter: The original parameter that the optimizer has, None as before.
         span: The elements on this rank, in the order of the flat parameter.
+        assigned: What holds the elements instead of the flat parameter, until FSDP1 takes them up
+            in its next forward pass: `parameter.data` was set, or the module was given another
+            parameter. None mostly.
     """
 
     fqn: str
@@ -44,6 +47,7 @@ class FlatPart:
     on_its_own: Slot | None
     parameter: nn.Parameter | None
     span: Span
+    assigned: nn.Parameter | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -82,6 +86,35 @@ def has_flat_parameters(model: nn.Module) -> bool:
     return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
 
 
+def cast_buffers(
+    model: nn.Module, parallel: Sequence[str] = ()
+) -> dict[str, tuple[torch.dtype, torch.dtype]]:
+    """Returns the buffers that mixed precision casts in the first forward pass, by clean name.
+
+    Args:
+        model: With FSDP1 somewhere inside.
+        parallel: What `names.parallel_prefixes` returned for it.
+
+    Returns:
+        The dtype that each had when it was wrapped, in which state dicts have it, and the one
+        that it is cast to.
+
+    Source: `_common_unshard_post_state_dict_hook` in `torch.distributed.fsdp._state_dict_utils`.
+    """
+    found: dict[str, tuple[torch.dtype, torch.dtype]] = {}
+    for raw, module in model.named_modules(remove_duplicate=False):
+        cast = isinstance(module, FullyShardedDataParallel) and module.mixed_precision.buffer_dtype
+        if not cast:
+            continue
+        ignored: Any = getattr(module, "_ignored_buffer_names", ())
+        originals: Mapping[str, torch.dtype] = getattr(module, "_buffer_name_to_orig_dtype", {})
+        for name, dtype in originals.items():
+            if dtype.is_floating_point and name not in ignored:
+                fqn = clean_fqn(f"{raw}.{name}" if raw else name, parallel)
+                found[fqn] = dtype, cast  # the innermost wrapper comes last
+    return found
+
+
 def strategy_of(model: nn.Module) -> str:
     """Returns the name of the outermost FSDP1 wrapper's sharding strategy."""
     wrappers = (m for m in model.modules() if isinstance(m, FullyShardedDataParallel))
@@ -92,7 +125,11 @@ def managed_parameters(units: Sequence[FlatUnit]) -> frozenset[int]:
     """Returns the identities of all parameters whose elements are those of a flat one."""
     flats = {id(unit.parameter) for unit in units}
     parts = {
-        id(part.parameter) for unit in units for part in unit.parts if part.parameter is not None
+        id(parameter)
+        for unit in units
+        for part in unit.parts
+        for parameter in (part.parameter, part.assigned)
+        if parameter is not None
     }
     return frozenset(flats | parts)
 
@@ -132,15 +169,103 @@ def layout_facts(units: Sequence[FlatUnit]) -> list[dict[str, Any]]:
 
 
 def flat_shards(model: nn.Module) -> list[torch.Tensor]:
-    """Returns this rank's parts of all flat parameters."""
+    """Returns this rank's parts of all flat parameters, and what holds elements instead of them."""
     wrappers = (m for m in model.modules() if isinstance(m, FullyShardedDataParallel))
-    return [_shard(m._handle.flat_param) for m in wrappers if m._handle is not None]
+    handles = [m._handle for m in wrappers if m._handle is not None]
+    shards = [_shard(handle.flat_param) for handle in handles]
+    found = (_assigned(h, index) for h in handles for index in range(len(h.flat_param._fqns)))
+    return [*shards, *(tensor for tensor in found if tensor is not None)]
 
 
 def _shard(flat: Any) -> torch.Tensor:
     """Returns the shard, the same object each time; before a forward pass, flat holds it itself."""
     shard: torch.Tensor = getattr(flat, "_local_shard", flat)
     return shard
+
+
+def _assigned(handle: Any, index: int) -> torch.Tensor | None:
+    """Returns the tensor that FSDP1's next forward pass would write back to the flat parameter.
+
+    It is read, and loaded, where it is: the write-back itself would overwrite the elements that
+    a user has put aside as `parameter.data`, which are those of the flat parameter.
+
+    Source: `FlatParamHandle._writeback_orig_params`.
+    """
+    flat = handle.flat_param
+    checked = flat._params is not None and not getattr(handle, "_skip_writeback_check", False)
+    if not checked or not flat._shard_param_infos[index].in_shard:
+        return None
+    owner = flat._param_infos[index]
+    found: torch.Tensor | None = getattr(owner.module, owner.param_name, None)
+    if found is None:
+        return None
+    if _is_between_passes(handle):
+        whole = handle._unsharded_flat_param_for_skipped_views
+        return None if _share_memory(found, whole) else found
+    # In a pass the modules have views of the whole flat parameter, which are no parameters.
+    in_pass = handle.uses_sharded_strategy and not handle.is_sharded(flat)
+    if in_pass or not isinstance(found, nn.Parameter):
+        return None
+    return None if found is flat._params[index] and _share_memory(found, flat) else found
+
+
+def _is_between_passes(handle: Any) -> bool:
+    """Tells whether parameters are left whole after a forward pass, for the backward pass."""
+    return bool(handle.uses_sharded_strategy and handle._skipped_use_sharded_views)
+
+
+def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+def _checked(found: torch.Tensor, handle: Any, index: int, fqn: str) -> nn.Parameter:
+    """Refuses what FSDP1 could not write back.
+
+    Raises:
+        UnsupportedError: If `found`, which `_assigned` returned, is such a tensor.
+    """
+    flat, sharded = handle.flat_param, handle.uses_sharded_strategy
+    if _is_between_passes(handle):
+        raise UnsupportedError(
+            "the parameter was replaced between the forward and the backward pass, which FSDP1 does"
+            f" not support with {handle._sharding_strategy.name}",
+            where=fqn,
+            hint="replace parameters after the backward pass",
+        )
+    shape = (flat._shard_param_infos[index].numel_in_shard,) if sharded else flat._shapes[index]
+    here = (tuple(found.shape), found.dtype, found.device)
+    expected = (tuple(shape), flat.dtype, flat.device)
+    if here != expected or not isinstance(found, nn.Parameter):
+        raise UnsupportedError(
+            f"the parameter was replaced by one of {_described(*here)}, where"
+            f" {_described(*expected)} was expected",
+            where=fqn,
+            hint="set `parameter.data` to a tensor like the one that it had",
+        )
+    return found
+
+
+def _described(shape: Shape, dtype: torch.dtype, device: torch.device) -> str:
+    return f"shape {list(shape)} in {str(dtype).removeprefix('torch.')} on {device}"
+
+
+def _refuse_dropped(handle: Any, fqn: str) -> None:
+    """Refuses a flat parameter of which `.data` was set: FSDP1 takes it back after the next pass.
+
+    Raises:
+        UnsupportedError: If the flat parameter has other elements than the shard.
+    """
+    flat = handle.flat_param
+    shard = getattr(flat, "_local_shard", None)
+    is_idle = getattr(handle._training_state, "name", "") == "IDLE"
+    if shard is None or not is_idle or _share_memory(flat, shard):
+        return
+    if flat.shape == shard.shape and flat.dtype == shard.dtype and not flat.equal(shard):
+        raise UnsupportedError(
+            "`.data` of a flat parameter was set, which FSDP1 undoes after the next forward pass",
+            where=fqn,
+            hint="copy the values in place, or wrap the model with use_orig_params=True",
+        )
 
 
 def _numel(shape: Shape) -> int:
@@ -163,10 +288,12 @@ def _unit(
     group = _Group(copies, sharing, rank, (id(inter), id(handle.process_group)), interned)
     shard = _shard(flat)
     names = _names(flat, prefixes)
+    if flat._params is None:
+        _refuse_dropped(handle, names[0][0])
     return FlatUnit(
         flat,
         shard,
-        tuple(_parts(flat, shard, names, group)),
+        tuple(_parts(handle, shard, names, group)),
         sharing,
         group.extent,
         prefixes[0],
@@ -220,8 +347,9 @@ def _names(flat: Any, prefixes: Sequence[str]) -> list[list[str]]:
 
 
 def _parts(
-    flat: Any, shard: torch.Tensor, names: Sequence[Sequence[str]], group: _Group
+    handle: Any, shard: torch.Tensor, names: Sequence[Sequence[str]], group: _Group
 ) -> Iterator[FlatPart]:
+    flat = handle.flat_param
     starts = list(_starts(flat))
     for index, info in enumerate(flat._shard_param_infos):
         if flat._param_extensions[index] is not None:
@@ -246,7 +374,10 @@ def _parts(
         )
         parameter = flat._params[index] if flat._params is not None else None
         own = None if parameter is None else _on_its_own(slot, group.sharing)
-        yield FlatPart(slot.fqn, tuple(names[index][1:]), slot, own, parameter, Span(start, stop))
+        found = _assigned(handle, index)
+        assigned = None if found is None else _checked(found, handle, index, slot.fqn)
+        aliases, span = tuple(names[index][1:]), Span(start, stop)
+        yield FlatPart(slot.fqn, aliases, slot, own, parameter, span, assigned)
 
 
 def _on_its_own(slot: Slot, sharing: int) -> Slot:

@@ -130,7 +130,7 @@ def match_entries(index: TensorIndex, pieces: Sequence[Piece]) -> list[TensorEnt
 
 def unexpected_keys(index: TensorIndex, pieces: Sequence[Piece]) -> list[Key]:
     """Returns the stored tensors, sorted, that no piece asks for under any of its names."""
-    wanted = {name for piece in pieces for name in _names(piece)}
+    wanted = {name for piece in pieces for name in names_of(piece)}
     return sorted(key for key in index.tensors if key not in wanted)
 
 
@@ -140,13 +140,14 @@ def first_few(names: Sequence[str]) -> str:
     return ", ".join(map(repr, names[:_SHOWN_NAMES])) + (f" and {more:,} more" if more > 0 else "")
 
 
-def _names(piece: Piece) -> Iterator[Key]:
+def names_of(piece: Piece) -> Iterator[Key]:
+    """Yields the keys that a piece may have in a checkpoint."""
     yield Key(piece.key)
     yield from (Key(".".join(map(str, path))) for path in piece.aliases)
 
 
 def _entry(index: TensorIndex, piece: Piece) -> TensorEntry | None:
-    return next((index.tensors[name] for name in _names(piece) if name in index.tensors), None)
+    return next((index.tensors[name] for name in names_of(piece) if name in index.tensors), None)
 
 
 def _check_fit(piece: Piece, entry: TensorEntry) -> None:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ckptkit.core.errors import PeerError
+from ckptkit.core.errors import PeerError, UsageError
 from ckptkit.training.boards import Board
 from ckptkit.training.committing import Attempt
 from ckptkit.training.peers import Peers
@@ -59,8 +59,8 @@ class Meeting:
         self._tell()
         answer: Mapping[str, Any] = self._peers.agree(
             f"the {self._about} of step {attempt.step}, attempt {attempt.name}",
-            value,
-            lambda values: {"number": number, "outcome": decide(values)},
+            {"name": attempt.step_name, "value": value},
+            lambda told: {"number": number, "outcome": decide(_values_of(told))},
             timeout_seconds=timeout_seconds,
         )
         self._lead = answer["number"] - attempt.number
@@ -83,6 +83,23 @@ class Meeting:
                     hint=_HINT,
                 )
         return None
+
+
+def _values_of(told: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """Returns what all ranks say of an attempt, where they mean the same directory.
+
+    Raises:
+        UsageError: If they do not.
+    """
+    for rank, one in enumerate(told):
+        if one["name"] != told[0]["name"]:
+            raise UsageError(
+                f"is {one['name']!r} on rank {rank} and {told[0]['name']!r} on rank 0, where the"
+                " same was expected on all ranks",
+                where="name",
+                hint="save under the same name on every rank",
+            )
+    return [one["value"] for one in told]
 
 
 class _WatchedBoard:

@@ -18,6 +18,7 @@ from ckptkit.training.flatten import flatten
 from ckptkit.training.frozen_watch import watched_beside, watched_by
 from ckptkit.training.fsdp1 import (
     FlatUnit,
+    cast_buffers,
     flat_shards,
     flat_units,
     has_flat_parameters,
@@ -163,6 +164,8 @@ class ModelWalk:
     def _fresh(self, *, keep: bool) -> tuple[ModelView, set[int]]:
         units = self._units()
         entries = list(self._named(units))
+        if keep and self._structure.flat:
+            entries = self._with_original_buffers(entries)
         packed = packed_weights(self._model, self._structure.parallel)
         if keep:
             entries += lost_scales(packed, {name for name, _ in entries})
@@ -236,6 +239,19 @@ class ModelWalk:
                 if id(value) not in managed and name not in names:
                     yield name, value
 
+    def _with_original_buffers(self, entries: list[tuple[str, object]]) -> list[tuple[str, object]]:
+        """Returns the entries with buffers in the dtype that they had before FSDP1 cast them."""
+        dtypes = cast_buffers(self._model, self._structure.parallel)
+        made: dict[int, torch.Tensor] = {}
+
+        def original(name: str, value: object) -> object:
+            dtype = dtypes[name][0] if name in dtypes else None
+            if not isinstance(value, torch.Tensor) or dtype in {None, value.dtype}:
+                return value
+            return made.setdefault(id(value), value.to(dtype))
+
+        return [(name, original(name, value)) for name, value in entries]
+
     def _unsaved_parameters(
         self, known: Mapping[int, object]
     ) -> Iterator[tuple[str, nn.Parameter]]:
@@ -289,11 +305,15 @@ class _Look:
     def take_unit(self, unit: FlatUnit) -> None:
         self.slots[id(unit.parameter)] = tuple(part.in_shard for part in unit.parts)
         for part in unit.parts:
-            own = unit.parameter if part.parameter is None else part.parameter
+            own = part.assigned if part.assigned is not None else part.parameter
+            own = unit.parameter if own is None else own
             watched = watched_by(own, unit.parameter, unit.shard)
-            self._add(part.in_shard, part.names, unit.shard, watched)
+            if part.assigned is None or part.on_its_own is None:
+                self._add(part.in_shard, part.names, unit.shard, watched)
+            else:
+                self._add(part.on_its_own, part.names, apart(part.assigned), watched)
             if part.parameter is not None and part.on_its_own is not None:
-                self.slots[id(part.parameter)] = (part.on_its_own,)
+                self.slots[id(part.parameter)] = self.slots[id(own)] = (part.on_its_own,)
             self.parameters[part.fqn] = own
 
     def take_tensor(

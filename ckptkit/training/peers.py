@@ -5,19 +5,20 @@ Whoever waits for others asks again and again, with growing pauses, until a dead
 
 from __future__ import annotations
 
-import hashlib
 import json
 import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from os import PathLike
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import distributed
 
 from ckptkit.core.errors import CkptkitError, PeerError, UsageError, error_from_json
 from ckptkit.training.boards import MAX_VALUE_BYTES, Board, LocalBoard, StoreBoard, first_line
+from ckptkit.training.same_place import check_same_place, place_facts
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -30,6 +31,7 @@ _NAMED_RANKS = 8
 _REFUSED = b"!"  # before the error of a rank that has no value; no JSON begins like this
 _LONGEST_ERROR = 2_000
 _MOST_OPENINGS = 10_000
+_OPENING = threading.Lock()  # openings are numbered, and so must come one after another
 
 T = TypeVar("T")
 
@@ -231,33 +233,45 @@ class Peers:
             self.board.delete(key)
 
 
-def open_peers(run: str, *, timeout_seconds: float) -> Peers:
+def open_peers(run: str | PathLike[str], *, timeout_seconds: float, is_place: bool = True) -> Peers:
     """Finds the other ranks of this training and agrees with them on a new session.
 
-    All ranks of the default process group have to call this, equally often for a run. Where
+    All ranks of the default process group have to call this, in the same order. Where
     torch.distributed is not initialised there is one rank.
 
     Args:
-        run: Names what the ranks work on; the same text on all of them.
+        run: What the ranks work on; the same on all of them.
         timeout_seconds: How long to wait for all ranks to come here.
+        is_place: Whether `run` is a directory or a URL, which ranks may spell in different ways.
 
     Returns:
         The ranks.
 
     Raises:
+        UsageError: If the ranks were given different things to work on.
         PeerError: If a rank did not come in time, or the store failed.
     """
     if not (distributed.is_available() and distributed.is_initialized()):
         return Peers(0, 1, LocalBoard(), _new_nonce())
     rank, world_size = distributed.get_rank(), distributed.get_world_size()
-    digest = hashlib.sha256(run.encode(errors="surrogateescape")).hexdigest()[:16]
-    board = StoreBoard(_default_store(), f"ckptkit/{digest}")
-    try:
-        nonce = meet(board, rank, world_size, timeout_seconds=timeout_seconds)
-    except BaseException:
-        board.close()
-        raise
-    return Peers(rank, world_size, board.under(nonce), nonce)
+    topic = {"named": str(run), "machine": "", "path": str(run), "inode": []}
+    facts = place_facts(run) if is_place else topic
+    # One meeting for all that ranks open: those that open different things meet, and are told.
+    with _OPENING:
+        board = StoreBoard(_default_store(), "ckptkit/runs")
+        try:
+            nonce = meet(board, rank, world_size, timeout_seconds=timeout_seconds)
+            peers = Peers(rank, world_size, board.under(nonce), nonce)
+            peers.agree(
+                "what the ranks open",
+                facts,
+                lambda of_ranks: check_same_place(of_ranks, "the directory of the run"),
+                timeout_seconds=timeout_seconds,
+            )
+        except BaseException:
+            board.close()
+            raise
+    return peers
 
 
 def meet(board: Board, rank: int, world_size: int, *, timeout_seconds: float) -> str:

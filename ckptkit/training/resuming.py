@@ -31,6 +31,7 @@ from ckptkit.training.near_copies import NearPlace
 from ckptkit.training.peers import Peers
 from ckptkit.training.proofs import cross_check, pack, unpack
 from ckptkit.training.run_folder import SavedStep, saved_steps
+from ckptkit.training.same_place import check_same_place, place_facts
 from ckptkit.training.state import BoundState
 from ckptkit.training.stored_step import StoredStep
 from ckptkit.training.url_run import steps_of_place
@@ -79,8 +80,8 @@ def resume(
     _check_count(step, peers, timeout_seconds)
     found = peers.agree(
         _FIRST_ROUND,
-        None,
-        lambda _: _found(_steps(run, prefix), step, run),
+        {"step": step},
+        lambda asked: _found_by_all(asked, _steps(run, prefix), run),
         timeout_seconds=timeout_seconds,
     )
     for one in found:
@@ -146,12 +147,59 @@ def resume_from(
         PeerError: If another rank does not answer in time.
     """
     step: int = peers.agree(
-        _FIRST_ROUND, None, lambda _: _step_in(folder), timeout_seconds=timeout_seconds
+        _FIRST_ROUND,
+        {"folder": place_facts(folder)},
+        lambda asked: _step_of_all(asked, folder),
+        timeout_seconds=timeout_seconds,
     )
     problem = _Attempt(bound, peers, timeout_seconds).load(folder, step)
     if problem is not None:
         raise problem
     return step
+
+
+def _found_by_all(
+    asked: Sequence[Mapping[str, Any]], saved: Sequence[SavedStep], run: Path | Place
+) -> list[dict[str, Any]]:
+    """Lists the steps to try, where all ranks ask for the same.
+
+    Raises:
+        UsageError: If they do not.
+        ResumeError: If the step that they ask for is not complete.
+    """
+    _check_alike(asked, "folder")
+    for rank, one in enumerate(asked):
+        if one["step"] != asked[0]["step"]:
+            raise UsageError(
+                f"is {one['step']} on rank {rank} and {asked[0]['step']} on rank 0, where the same"
+                " was expected on all ranks",
+                where="step",
+                hint="resume from the same step on every rank",
+            )
+    return _found(saved, asked[0]["step"], run)
+
+
+def _step_of_all(asked: Sequence[Mapping[str, Any]], folder: Path | Place) -> int:
+    """Returns the number of the step in a directory, where all ranks name the same one.
+
+    Raises:
+        UsageError: If they do not.
+        ResumeError: If it is not there.
+    """
+    _check_alike(asked, "step")
+    check_same_place([one["folder"] for one in asked], "folder")
+    return _step_in(folder)
+
+
+def _check_alike(asked: Sequence[Mapping[str, Any]], other: str) -> None:
+    odd = next((rank for rank, one in enumerate(asked) if other in one), None)
+    if odd is not None:
+        raise UsageError(
+            f"was given on some ranks only: rank {0 if other == 'step' else odd} resumes from a"
+            f" folder, and rank {odd if other == 'step' else 0} from the run",
+            where="folder",
+            hint="resume from the same directory on every rank",
+        )
 
 
 def _step_in(folder: Path | Place) -> int:
@@ -287,6 +335,7 @@ class _Attempt:
         value = {
             "problem": None if error is None else _problem(error),
             "partial": pack(partial, world_size=self._peers.world_size),
+            "untied": loaded.untied,
         }
         answer: dict[str, Any] | None = self._peers.agree(
             "what was loaded of a step",
@@ -344,7 +393,21 @@ def _verdict(values: Sequence[Mapping[str, Any]], opening: Opening) -> dict[str,
         _prove(opening.stored, [value["partial"] for value in values])
     except Exception as error:  # noqa: BLE001  the other ranks have to hear of it
         return _problem(error)
+    _warn_of_ties([value["untied"] for value in values])
     return None
+
+
+def _warn_of_ties(of_ranks: Sequence[Mapping[str, Sequence[Any]]]) -> None:
+    for name in sorted({name for of_rank in of_ranks for name in of_rank}):
+        found = [of_rank[name] for of_rank in of_ranks if name in of_rank]
+        logger.warning(
+            "%s was saved apart from %s, and the model holds them as one tensor: the values of %s"
+            " are dropped, which differ by up to %.3g",
+            name,
+            found[0][0],
+            name,
+            max(difference for _, difference in found),
+        )
 
 
 def _prove(stored: StoredStep, packed: Sequence[Mapping[str, Any]]) -> None:

@@ -73,7 +73,7 @@ class Run(Generic[PlaceT]):
             raise UsageError(
                 f"is {name!r}, where the name of a directory in the run was expected", where="name"
             )
-        if is_step_folder(name):
+        if is_step_folder(name.lower()):  # some file systems take no notice of case
             raise UsageError(
                 f"is {name!r}, which is the name of a step",
                 where="name",

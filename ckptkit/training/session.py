@@ -37,6 +37,8 @@ from ckptkit.version import __version__
 from ckptkit.writer.sweep import sweep
 
 logger = logging.getLogger(__name__)
+_LOCK = "the lock of the run"
+_STEPS = 10**18  # numbers with more digits are not found among the names of directories
 _REMEMBERED = 64  # decisions that stay on the board
 
 
@@ -244,7 +246,7 @@ def open_session(run: PathLike, peers: Peers, settings: Settings) -> Session:
         PeerError: If another rank does not come in time.
     """
     held: list[RunLock | None] = []
-    place = _checked_place(run, settings)
+    place = _place_or_refusal(run, peers, settings)
 
     def make() -> Run[Any]:
         if isinstance(place, Path):
@@ -267,7 +269,7 @@ def open_session(run: PathLike, peers: Peers, settings: Settings) -> Session:
     with ExitStack() as undo:
         undo.callback(lambda: _give_back(held))
         saved_before = peers.agree(
-            "the lock of the run",
+            _LOCK,
             settings.shared(),
             take,
             timeout_seconds=settings.timeout_seconds,
@@ -275,6 +277,15 @@ def open_session(run: PathLike, peers: Peers, settings: Settings) -> Session:
         opened = _opened_by_all(make, peers, settings)
         undo.pop_all()
     return Session(opened, peers, settings, held[0] if held else None, saved_before)
+
+
+def _place_or_refusal(run: PathLike, peers: Peers, settings: Settings) -> Path | Place:
+    """Returns what `_checked_place` does; where it refuses, the other ranks need not wait."""
+    try:
+        return _checked_place(run, settings)
+    except UsageError as error:
+        peers.refuse(_LOCK, error, timeout_seconds=settings.timeout_seconds)
+        raise
 
 
 def _checked_place(run: PathLike, settings: Settings) -> Path | Place:
@@ -337,6 +348,12 @@ def _checked_step(step: object) -> int:
         count = -1
     if count < 0:
         raise UsageError(f"is {step!r}, where a count of steps was expected", where="step")
+    if count >= _STEPS:
+        raise UsageError(
+            f"is {count}, where a count of at most {len(str(_STEPS)) - 1} digits was expected",
+            where="step",
+            hint="count steps from 0, or give the directory a name of its own with `name`",
+        )
     return count
 
 

@@ -20,7 +20,7 @@ from ckptkit.training.bound import (
     place_entries,
 )
 from ckptkit.training.dtensors import Copies, DTensor, Meshes, local_part
-from ckptkit.training.files import checked_file
+from ckptkit.training.files import checked_files
 from ckptkit.training.flatten import flatten
 from ckptkit.training.kinds import Layout, taken_from
 from ckptkit.training.modules import ModelView, ModelWalk
@@ -82,7 +82,8 @@ class BoundState:
         """
         if not files:
             return self
-        return replace(self, _files=tuple(checked_file(*item) for item in files.items()))
+        own = [name for other in self.others for name in (other.unit, other.file)]
+        return replace(self, _files=checked_files(files, own))
 
     def resuming(self, unfit_optimizer: Unfit) -> BoundState:
         """Returns the same state, with what to do about an optimizer that cannot go on."""

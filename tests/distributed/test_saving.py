@@ -60,3 +60,12 @@ def test_a_save_on_a_grid_of_ranks_consolidates_to_the_live_model(
     run_ranks(SCRIPT, 4, tmp_path, "save:hsdp")
     case = tmp_path / "save_hsdp"
     same_as_live(case / "run", case / "truth.safetensors", tmp_path / "out")
+
+
+@pytest.mark.distributed
+def test_ranks_that_name_different_places_hear_of_it_at_once(
+    run_ranks: Callable[..., Any], tmp_path: Path
+) -> None:
+    run_ranks(Path(__file__).with_name("naming_run.py"), 2, tmp_path)
+    assert (tmp_path / "done0").exists()
+    assert (tmp_path / "done1").exists()

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +19,7 @@ import ckptkit
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import (
     CkptkitError,
+    NoSpaceError,
     OutputExistsError,
     OverflowRefusedError,
     RefusedError,
@@ -273,3 +278,38 @@ def test_a_handle_tells_how_it_ends(tmp_path: Path) -> None:
     assert [*unheard, handle.unheard_error is not None] == [True, False]
     report = ExportReport(tmp_path, 10, 20, 1.0, 2.0, command="ckptkit consolidate a b")
     assert str(report).endswith("to make a folder of them: ckptkit consolidate a b")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 4 MiB of its own."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mount, umount = shutil.which("mount"), shutil.which("umount")
+    if mount is None or umount is None or os.geteuid() != 0:
+        pytest.skip("only root may mount a file system")
+    command = [mount, "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(place)]
+    done = subprocess.run(command, capture_output=True, check=False)
+    if done.returncode:
+        pytest.skip(f"mount was refused: {done.stderr.decode().strip()}")
+    yield place
+    subprocess.run([umount, "-l", str(place)], check=True)
+
+
+def test_an_export_fits_where_all_of_it_fits(small_disk: Path, tmp_path: Path) -> None:
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(12)))  # 3.2 MB of 4.2 MB
+    with Checkpointer(tmp_path / "run") as checkpointer:
+        handle = checkpointer.export(small_disk / "out", state={"model": model})
+        assert ckptkit.verify(handle.result(60)).ok
+
+
+def test_an_export_that_does_not_fit_leaves_the_disk_as_it_was(
+    small_disk: Path, tmp_path: Path
+) -> None:
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(17)))
+    with (
+        Checkpointer(tmp_path / "run") as checkpointer,
+        pytest.raises(NoSpaceError, match=r"free|full|space"),
+    ):
+        checkpointer.export(small_disk / "out", state={"model": model}).result(60)
+    assert list(small_disk.iterdir()) == []

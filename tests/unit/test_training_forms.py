@@ -6,7 +6,7 @@ import json
 import random
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import peft
@@ -15,6 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
+import ckptkit
 from ckptkit.core.errors import ResumeError, UsageError
 from ckptkit.training import Checkpointer
 
@@ -84,12 +85,56 @@ def test_further_files_lie_in_the_step_and_are_in_its_manifest(tmp_path: Path) -
     assert json.loads((step / "ckptkit.json").read_bytes())["files"]["notes/a.json"]["digest"]
 
 
-@pytest.mark.parametrize("name", ["/a", "../a", "ckptkit.json", "ckptkit/config.json", ""])
-def test_further_files_do_not_take_the_names_of_others(tmp_path: Path, name: str) -> None:
-    checkpointer = Checkpointer(tmp_path)
-    with pytest.raises(UsageError, match="files"):
-        checkpointer.save(3, trained(), files={name: b""})
-    checkpointer.close()
+@pytest.mark.parametrize("layout", ["accelerate", "dcp", "trainer"])
+def test_further_files_do_not_take_the_names_of_others(tmp_path: Path, layout: Any) -> None:
+    names = [
+        *("", ".", "..", "/a", "../a", "a/../b", "a//b", "a/", "./a", "a.", "a ", "a./b", "a\\b"),
+        *("a\0b", "a\nb", "a\ud800"),
+        *("ckptkit.json", "CkptKit.JSON", "a/ckptkit.json", "ckptkit", "ckptkit/config.json"),
+        *(".ckptkit", ".ckptkit-x/a", ".metadata", "a/.METADATA", ".ranks/0.json"),
+        *("__0_0.distcp", "a/b.DISTCP", "optimizer_0", "optimizer_0/a", "Optimizer_12/a"),
+        *(
+            "pytorch_model_fsdp_0/a",
+            "base_model_1/a",
+            "random_states_0.pkl",
+            "RANDOM_states_17.pkl",
+        ),
+        *("scheduler.bin", "scheduler_1.bin", "scheduler.pt", "scaler.pt", "scaler_2.pt"),
+        *("custom_checkpoint_0.pkl", "rng_state.pth", "rng_state_3.pth"),
+    ]
+    with Checkpointer(tmp_path, layout=layout) as checkpointer:
+        for name in names:
+            with pytest.raises(UsageError, match="files"):
+                checkpointer.save(3, trained(), files={name: b""})
+        with pytest.raises(UsageError, match=r"files.*mapping|files.*by file name"):
+            checkpointer.save(3, trained(), files=cast("Any", [("a", b"")]))
+        for pair in (("a", "A"), ("a", "a/b"), ("A/c", "a")):
+            with pytest.raises(UsageError, match="cannot lie in one directory"):
+                checkpointer.save(3, trained(), files=dict.fromkeys(pair, b""))
+        fine = dict.fromkeys((".env/a", "optimizer.txt", "random_states.pkl", "a/b", "a/c"), b"x")
+        step = checkpointer.save(4, trained(), files=fine).result()
+        assert checkpointer.resume(trained(1)) == 4
+    assert ckptkit.verify(step).ok
+
+
+def test_a_file_in_the_place_of_an_object_is_refused(tmp_path: Path) -> None:
+    state = trained() | {"ema": {"weights": [1]}}
+    with Checkpointer(tmp_path) as checkpointer:
+        for name in ("ema_0", "EMA_0/a"):
+            with pytest.raises(UsageError, match="taken"):
+                checkpointer.save(3, state, files={name: b""})
+
+
+def test_a_step_that_would_not_be_found_again_is_refused(tmp_path: Path) -> None:
+    state = trained()
+    with Checkpointer(tmp_path) as checkpointer:
+        for step in (10**18, 10**25):
+            with pytest.raises(UsageError, match="at most 18 digits"):
+                checkpointer.save(step, state)
+        checkpointer.save(10**18 - 1, state).result()
+        assert checkpointer.resume(trained(1)) == 10**18 - 1
+        with pytest.raises(UsageError, match="name of a step"):
+            checkpointer.save(1, state, name="Checkpoint-7")
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:

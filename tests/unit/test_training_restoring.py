@@ -27,7 +27,7 @@ from torch.optim.lr_scheduler import StepLR
 from ckptkit.core.errors import CkptkitError, ResumeError, UsageError
 from ckptkit.core.manifest import FileRecord, Manifest
 from ckptkit.storage.local import LocalSource
-from ckptkit.training import filling, rng
+from ckptkit.training import Checkpointer, filling, rng
 from ckptkit.training.boards import LocalBoard
 from ckptkit.training.peers import Peers
 from ckptkit.training.resuming import decline, resume, resume_from
@@ -352,3 +352,48 @@ def test_dcp_keys_of_other_objects_are_put_together_again(tmp_path: Path, layout
     assert new["counts"] == {"seen": 9, "best": 0.5}
     assert new["scheduler"].state_dict() == old["scheduler"].state_dict()
     assert torch.equal(new["model"][1].bias, old["model"][1].bias)
+
+
+class Twins(nn.Module):
+    """Two weights that may be one."""
+
+    def __init__(self, *, tied: bool) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, 3)
+        self.head = nn.Linear(3, 7, bias=False)
+        if tied:
+            self.head.weight = self.table.weight
+
+
+@pytest.mark.parametrize("layout", ["accelerate", "dcp"])
+def test_values_that_a_tie_drops_are_warned_of(
+    tmp_path: Path, layout: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    apart, tied = Twins(tied=False), Twins(tied=True)
+    with torch.no_grad():
+        apart.head.weight.copy_(apart.table.weight)
+        apart.head.weight[2, 1] += 0.25
+    with Checkpointer(tmp_path, layout=layout) as checkpointer:
+        checkpointer.save(1, {"model": apart}).result(60)
+        checkpointer.resume({"model": tied})
+    (found,) = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+    assert "head.weight was saved apart from table.weight" in found
+    assert "differ by up to 0.25" in found
+    assert torch.equal(tied.table.weight, apart.table.weight)
+
+
+@pytest.mark.parametrize("layout", ["accelerate", "dcp"])
+@pytest.mark.parametrize("saved_tied", [True, False])
+def test_a_tie_that_drops_nothing_is_not_warned_of(
+    tmp_path: Path, layout: Any, caplog: pytest.LogCaptureFixture, *, saved_tied: bool
+) -> None:
+    saved, other = Twins(tied=saved_tied), Twins(tied=not saved_tied)
+    with torch.no_grad():
+        saved.table.weight[0, 0] = torch.nan
+        saved.head.weight.copy_(saved.table.weight)
+    with Checkpointer(tmp_path, layout=layout) as checkpointer:
+        checkpointer.save(1, {"model": saved}).result(60)
+        checkpointer.resume({"model": other})
+    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
+    for weight in (other.table.weight, other.head.weight):
+        assert weight.detach().numpy().tobytes() == saved.table.weight.detach().numpy().tobytes()
