@@ -58,7 +58,7 @@ def _folders_of(name: str) -> list[str]:
     return ["/".join(parts[:end]) for end in range(1, len(parts))]
 
 
-def _check_file(name: str, data: bytes, own: Collection[str]) -> None:
+def _check_file(name: object, data: object, own: Collection[str]) -> None:
     where = f"files[{name!r}]"
     if not isinstance(name, str) or not _is_relative(name):
         raise UsageError(
