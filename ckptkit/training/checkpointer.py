@@ -48,7 +48,8 @@ class Checkpointer:
     rest. Gradients are not saved, so a save in the middle of gradient accumulation resumes from
     the parameters as they are, without what was accumulated so far.
 
-    Methods may be called from one thread at a time.
+    Methods may be called from one thread at a time. They run outside of the caller's modes of
+    torch, such as `inference_mode` or a default device.
     """
 
     @check_names
@@ -318,6 +319,7 @@ class Checkpointer:
 
         Raises:
             SaveError: If a save failed, and nobody has asked for its result; the first of them.
+                Also if the last three saves or more failed, whoever has asked.
         """
         if os.getpid() != self._pid:  # in a forked child, to which nothing of it belongs
             return
