@@ -36,11 +36,13 @@ class FileRef:
         path: Relative to the checkpoint's root, with `/` between segments.
         size_bytes: Its size when the index was made; -1 when it is named but not there.
         identity: Changes when the file is replaced or rewritten (inode and mtime, or ETag).
+        modified: When it was written, in seconds since 1970; 0 where unknown.
     """
 
     path: str
     size_bytes: int
     identity: str
+    modified: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import posixpath
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 from ckptkit.core.errors import AmbiguousSourceError, CannotPlanError, NotACheckpointError
@@ -70,6 +70,7 @@ class Found:
 
 Complete = Callable[[Candidate], str]
 """Tells what a candidate lacks, in words; empty when it is complete."""
+LeftBehind = Callable[[Sequence[str]], Collection[str]]
 StepTold = Callable[[Candidate], int | None]
 """Returns the step that what a candidate holds tells, or None."""
 Nothing = Callable[[str], NotACheckpointError]
@@ -109,6 +110,7 @@ def resolve(
     lacks: Complete,
     nothing: Nothing,
     told: StepTold = lambda _candidate: None,
+    left_behind: LeftBehind = lambda _folders: (),
     links: Sequence[str] = (),
 ) -> Found:
     """Decides which candidates are meant.
@@ -124,6 +126,7 @@ def resolve(
         lacks: Tells whether a candidate is complete.
         nothing: Makes the error for a folder in which there is nothing.
         told: Returns the step that a candidate itself tells.
+        left_behind: Returns those of some folders of steps that training went back from.
         links: Folders that are links, which were not searched.
 
     Returns:
@@ -135,7 +138,7 @@ def resolve(
             was selected; or if the newest step is a link.
         CannotPlanError: If what was selected is not there.
     """
-    resolution = _Resolution(location, lacks, nothing, told)
+    resolution = _Resolution(location, lacks, nothing, told, left_behind)
     found = resolution.choose(with_their_models(candidates), "", select)
     chosen = step_of(found.folder) if found.folder else None
     newer = [link for link in links if chosen is not None and (step_of(link) or 0) > chosen]
@@ -151,11 +154,19 @@ def resolve(
 class _Resolution:
     """Walks down from the root, deciding folder by folder."""
 
-    def __init__(self, location: str, lacks: Complete, nothing: Nothing, told: StepTold) -> None:
+    def __init__(
+        self,
+        location: str,
+        lacks: Complete,
+        nothing: Nothing,
+        told: StepTold,
+        left_behind: LeftBehind,
+    ) -> None:
         self._location = location
         self._lacks = lacks
         self._nothing = nothing
         self._told = told
+        self._left_behind = left_behind
         self._numbers: dict[str, int] = {}  # of steps that are files, or called the last
 
     def choose(self, candidates: Sequence[Candidate], base: str, select: str | None) -> Found:
@@ -229,16 +240,19 @@ class _Resolution:
         return number, not is_called_last(step), step
 
     def _newest(self, steps: _Steps, select: str | None) -> Found:
-        ordered = sorted(steps, key=self._number, reverse=True)
+        left = self._left(steps, select)
+        ordered = sorted(steps, key=lambda step: (step not in left, self._number(step)))[::-1]
         passed: list[str] = []
         for folder in ordered:
             found, missing = self._inside(steps[folder], folder, select)
             # What is wrong with the only step, its reader tells better.
             if found is not None and (not missing or len(ordered) == 1):
-                others = len(ordered) - len(passed) - 1
+                back = sorted(left - {folder}, key=self._number)
+                others = len(ordered) - len(passed) - 1 - len(back)
+                gone = [f"{', '.join(back)} left alone: training went back from it"] if back else []
                 older = f"{others} older step{'' if others == 1 else 's'} left alone"
                 taken = [f"{folder} was taken"] if folder in self._numbers else []
-                notes = [*taken, *passed, *([older] if others else [])]
+                notes = [*taken, *passed, *gone, *([older] if others > 0 else [])]
                 return replace(found, notes=(*notes, *found.notes))
             passed.append(f"{folder} was passed over: {missing}")
         raise NotACheckpointError(
@@ -246,6 +260,14 @@ class _Resolution:
             where=self._location,
             hint=f"see `ckptkit inspect {posixpath.join(self._location, ordered[0])}`",
         )
+
+    def _left(self, steps: _Steps, select: str | None) -> frozenset[str]:
+        """Returns the complete steps that training went back from."""
+        if not self._left_behind(list(steps)):
+            return frozenset()
+        inside = {folder: self._inside(steps[folder], folder, select) for folder in steps}
+        whole = [folder for folder, (found, lacks) in inside.items() if found and not lacks]
+        return frozenset(self._left_behind(whole))
 
     def _inside(
         self, candidates: Sequence[Candidate], folder: str, select: str | None

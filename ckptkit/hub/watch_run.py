@@ -94,7 +94,7 @@ class WatchedRun:
         return SeenStep(
             step=step.step,
             metrics=step.metrics,
-            save_number=step.save_number,
+            save_number=step.order,
             digest=digest,
             name=step.name,
             place=self._place(step.name),

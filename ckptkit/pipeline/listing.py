@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import math
 import posixpath
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
 from ckptkit.core.arguments import ambiguous_truth
-from ckptkit.core.errors import CkptkitError, NotACheckpointError
+from ckptkit.core.errors import NotACheckpointError
 from ckptkit.core.manifest import MANIFEST_NAME, NODE_RANKS, TRAINING, Manifest
 from ckptkit.formats.base import Candidate
 from ckptkit.formats.discovery import step_of
@@ -21,6 +19,13 @@ from ckptkit.pipeline.completeness import what_is_missing
 from ckptkit.pipeline.listed_files import listed_files
 from ckptkit.pipeline.marking import marker
 from ckptkit.pipeline.run_places import open_run, recorded_pushes
+from ckptkit.pipeline.save_order import (
+    TRAINER_STATE,
+    SavedFolder,
+    save_orders,
+    series_of,
+    trainer_state,
+)
 from ckptkit.pipeline.steps import SavedSteps, file_problems
 from ckptkit.storage.base import Folder
 from ckptkit.storage.places import PathLike, open_source
@@ -28,13 +33,11 @@ from ckptkit.storage.push_journal import StepPush
 from ckptkit.storage.run_marks import is_step_folder
 from ckptkit.storage.run_store import RunStore, StoredFile
 
-TRAINER_STATE = "trainer_state.json"
 _SENTINEL = "checkpoint-is-incomplete.txt"  # of the Trainer, see `transformers_steps`
 _RANDOM_STATES = "random_states_0.pkl"
 _WRITTEN_LAST = (TRAINER_STATE, _RANDOM_STATES)  # by the Trainer, and by accelerate
-_MOST_BYTES = 64 << 20
+_BEST = "best_model_checkpoint"
 _NAMED = 5
-_NUMBER = re.compile(r"\d+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,8 @@ class RunStep:
         modified: When its newest file was written, in seconds since 1970; 0 where unknown.
         metrics: The numbers that were saved with it.
         save_number: Counts the saves of a run; 0 where it is not known.
+        order: The larger, the later the step was saved, also of steps that others saved; 0 where
+            it is not known.
         pushes: Where it was pushed to, or is being pushed.
         markers: The files by which its readers are known, relative to the run.
     """
@@ -66,6 +71,7 @@ class RunStep:
     modified: float = 0.0
     metrics: Mapping[str, float | None] = field(default_factory=dict)
     save_number: int = 0
+    order: int = 0
     pushes: tuple[StepPush, ...] = ()
     markers: tuple[str, ...] = field(default=(), repr=False)
 
@@ -140,15 +146,6 @@ class RunListing:
         }
 
 
-def series_of(name: str) -> str:
-    """Returns what the name of a step's folder has beside numbers.
-
-    >>> series_of("checkpoint-500"), series_of("epoch=3-step=500")
-    ('checkpoint-', 'epoch=-step=')
-    """
-    return _NUMBER.sub("", name)
-
-
 def bytes_of(files: Iterable[StoredFile]) -> int:
     """Returns what files take together, each one once, however many names it has."""
     sizes = {file.inode or file.path: file.size_bytes for file in files}
@@ -194,7 +191,7 @@ class _Listing:
         names = [n for n in self._files if n in self._candidates or is_step_folder(n)]
         if not names:
             raise self._nothing()
-        steps = [self._step(name) for name in names]
+        steps = self._ordered([self._step(name) for name in names])
         steps.sort(key=lambda step: (step.step, step.name))
         links = [n for n in self._source.linked_folders() if step_of(n) is not None]
         return RunListing(
@@ -204,6 +201,19 @@ class _Listing:
             best=frozenset(self._best_of_trainer(steps)),
             notes=tuple(f"{name} is a link, which is not followed" for name in links),
         )
+
+    def _ordered(self, steps: Sequence[RunStep]) -> list[RunStep]:
+        """Finds out in which order the complete steps of each series were saved."""
+        orders: dict[str, int] = {}
+        for series in {step.series for step in steps}:
+            complete = [step for step in steps if step.complete and step.series == series]
+            orders |= save_orders(self._source, [self._saved_folder(step) for step in complete])
+        return [replace(step, order=orders.get(step.name, 0)) for step in steps]
+
+    def _saved_folder(self, step: RunStep) -> SavedFolder:
+        is_ours = self._saved.manifest(step.name) is not None
+        number = step.save_number if is_ours else None
+        return SavedFolder(step.name, step.step, number, step.modified)
 
     def _step(self, name: str) -> RunStep:
         files = tuple(self._files[name])
@@ -220,7 +230,7 @@ class _Listing:
             size_bytes=bytes_of(files),
             files=files,
             modified=max((file.modified for file in files), default=0.0),
-            metrics=self._metrics(name, files, manifest, step),
+            metrics=self._metrics(name, manifest, step),
             save_number=number if isinstance(number, int) else 0,
             pushes=tuple(push for push in self._pushes if push.step == step),
             markers=tuple(sorted(map(marker, candidates))),
@@ -269,13 +279,13 @@ class _Listing:
         return self._saved.lacks(candidate) or what_is_missing(self._source, candidate)
 
     def _metrics(
-        self, name: str, files: Sequence[StoredFile], manifest: Manifest | None, step: int
+        self, name: str, manifest: Manifest | None, step: int
     ) -> Mapping[str, float | None]:
         if manifest is not None:
             found = _numbers(manifest.source.get("metrics"))
             if found:
                 return found
-        state = self._trainer_state(name, files)
+        state = trainer_state(self._source, name)
         entries = state.get("log_history")
         found = {}
         for entry in entries if isinstance(entries, list) else ():
@@ -283,26 +293,20 @@ class _Listing:
                 found |= {k: v for k, v in _numbers(entry).items() if k.startswith("eval_")}
         return found
 
-    def _trainer_state(self, name: str, files: Sequence[StoredFile]) -> Mapping[str, Any]:
-        path = f"{name}/{TRAINER_STATE}"
-        file = next((file for file in files if file.path == path), None)
-        if file is None or file.size_bytes > _MOST_BYTES:
-            return {}
-        try:
-            document = json.loads(self._source.read(path, 0, file.size_bytes))
-        except (CkptkitError, ValueError, RecursionError):
-            return {}
-        return document if isinstance(document, dict) else {}
-
     def _best_of_trainer(self, steps: Sequence[RunStep]) -> Iterator[str]:
-        """Yields the step that the newest state of a Trainer calls the best."""
-        for step in reversed(steps):
-            state = self._trainer_state(step.name, step.files)
-            if state:
-                best = state.get("best_model_checkpoint")
-                if isinstance(best, str):
-                    yield posixpath.basename(best.replace("\\", "/").rstrip("/"))
-                return
+        """Yields the step that the newest state of a Trainer calls the best.
+
+        Where times and numbers disagree on which state that is, both count.
+        """
+        ordered = sorted(steps, key=lambda step: (step.order, step.step), reverse=True)
+        orders = [ordered]
+        if not any(step.order for step in steps):
+            orders.append(sorted(steps, key=lambda step: step.modified, reverse=True))
+        for candidates in orders:
+            states = (trainer_state(self._source, step.name) for step in candidates)
+            best = next(filter(None, states), {}).get(_BEST)
+            if isinstance(best, str):
+                yield posixpath.basename(best.replace("\\", "/").rstrip("/"))
 
     def _nothing(self) -> NotACheckpointError:
         location = self._store.location

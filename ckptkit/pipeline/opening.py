@@ -47,6 +47,7 @@ from ckptkit.pipeline.flat_models import with_model_config
 from ckptkit.pipeline.leftover_shards import LeftShards
 from ckptkit.pipeline.listed_files import foresee_headers, listed_files
 from ckptkit.pipeline.marking import hold_candidates
+from ckptkit.pipeline.save_order import SavedFolder, left_behind, series_of
 from ckptkit.pipeline.source_places import absolute, check_path, open_others, open_root
 from ckptkit.pipeline.steps import SavedSteps, step_folder
 from ckptkit.pipeline.uniting import unite
@@ -165,6 +166,7 @@ class _Search:
             links=self._source.linked_folders() if self._only is None else (),
             nothing=partial(nothing_found, self._looked_at(), self._location),
             told=self._step_inside,
+            left_behind=self._left_behind,
         )
         shards = LeftShards(self._source, self._location, candidates, self._index)
         found = shards.settle(found, select)
@@ -188,6 +190,28 @@ class _Search:
             manifest=self._steps.manifest(saved),
             paths=self._looked_at(),
         )
+
+    def _left_behind(self, folders: Sequence[str]) -> frozenset[str]:
+        """Returns the steps, folders of one run, that training went back from."""
+        found: set[str] = set()
+        series: dict[str, list[SavedFolder]] = {}
+        for folder in folders:
+            place = posixpath.dirname(folder), series_of(posixpath.basename(folder))
+            step = step_of(folder)
+            if step is not None and len(folders) > 1:
+                series.setdefault("/".join(place), []).append(self._saved_folder(folder, step))
+        for steps in series.values():
+            found |= left_behind(self._source, steps)
+        return frozenset(found)
+
+    def _saved_folder(self, folder: str, step: int) -> SavedFolder:
+        manifest = self._steps.manifest(folder)
+        if manifest is not None:
+            number = manifest.source.get("save_number")
+            return SavedFolder(folder, step, number if isinstance(number, int) else 0, 0.0)
+        names = (path for path in self._paths if posixpath.dirname(path) == folder)
+        times = [self._source.stat(path).modified for path in names]
+        return SavedFolder(folder, step, None, max(times, default=0.0))
 
     def _candidates(self) -> list[Candidate]:
         """Recognises what lies there; what lies in parts is laid over the parts as a whole."""

@@ -140,6 +140,7 @@ class _Verdicts:
         self._listing = listing
         self._retention = retention
         self._protected = protected
+        self._newest_files = frozenset(_with_newest_files(listing.steps))
 
     def all(self) -> list[PrunedStep]:
         self._refuse_unknown_metric()
@@ -174,7 +175,7 @@ class _Verdicts:
             complete=step.complete,
             metrics=step.metrics,
             protected=bool(self._protection(step)),
-            save_number=step.save_number,
+            save_number=step.order,
         )
 
     def _protection(self, step: RunStep) -> str:
@@ -183,6 +184,8 @@ class _Verdicts:
             return f"its push to {pushing.repo_id} has begun"
         if step.name in self._listing.best:
             return "the Trainer calls it the best"
+        if step.name in self._newest_files:
+            return "its files are the newest"
         return "it was asked for" if step.step in self._protected else ""
 
     def _rules(self) -> Iterator[tuple[str, Retention]]:
@@ -208,6 +211,17 @@ class _Verdicts:
             where=f"--keep-best {self._retention.keep_best}",
             hint="name one that `ckptkit ls` shows",
         )
+
+
+def _with_newest_files(steps: Sequence[RunStep]) -> Iterator[str]:
+    """Yields the step of each series whose files are the newest, if no number tells its order.
+
+    It may be the one that training goes on from, where training went back.
+    """
+    for series in {step.series for step in steps}:
+        complete = [step for step in steps if step.complete and step.series == series]
+        if complete and not any(step.order for step in complete):
+            yield max(complete, key=lambda step: (step.modified, step.step)).name
 
 
 class _Pruning:

@@ -84,16 +84,18 @@ def waiting_steps(
     complete = [facts for facts in steps if facts.complete and facts.step in digests]
     left = abandoned(complete)
     latest = max(((e.save_number, step) for step, e in earlier.items()), default=(-1, -1))
+    highest = max(earlier, default=-1)  # for a step of which only its number tells the order
     waiting = [
         facts
         for facts in complete
         if facts.step not in left
         and not _is_pushed(facts.step, digests, earlier)
-        and (facts.save_number, facts.step) >= latest
+        and (_saved(facts) >= latest if facts.save_number else facts.step >= highest)
         and (choice.every is None or facts.step % choice.every == 0)
     ]
     if choice.best is not None:
-        waiting = _best_of(waiting, complete, earlier, choice)
+        live = [facts for facts in complete if facts.step not in left]
+        waiting = _best_of(waiting, live, earlier, choice)
     waiting.sort(key=_saved)
     return tuple(facts.step for facts in (waiting[-1:] if choice.last_only else waiting))
 

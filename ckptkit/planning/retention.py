@@ -100,6 +100,7 @@ def steps_to_remove(steps: Sequence[StepFacts], retention: Retention) -> tuple[i
     is a protected one. An abandoned step, see `abandoned`, is never counted among the newest,
     and stays only if another rule keeps it. Steps that lack the metric of `keep_best`, or whose
     value is no finite number, are not among the best; of equal values the higher step is better.
+    After training went back, the best of all steps stay, and the best without the abandoned ones.
 
     Args:
         steps: All steps of the run, in any order.
@@ -121,6 +122,7 @@ def steps_to_remove(steps: Sequence[StepFacts], retention: Retention) -> tuple[i
     if retention.keep_every is not None:
         kept |= {facts.step for facts in complete if facts.step % retention.keep_every == 0}
     kept |= {facts.step for facts in _best(complete, retention)}
+    kept |= {facts.step for facts in _best([f for f in complete if f.step not in left], retention)}
     return tuple(facts.step for facts in complete if facts.step not in kept and not facts.protected)
 
 

@@ -96,7 +96,7 @@ class LocalSource(Closing):
             status = self._resolve(path).stat()
             self._check_regular(path, status)
         identity = f"{status.st_ino:x}-{status.st_mtime_ns:x}-{status.st_size:x}"
-        return FileRef(path, status.st_size, identity)
+        return FileRef(path, status.st_size, identity, status.st_mtime)
 
     def read(self, path: str, start: int, stop: int) -> bytes:
         """Returns exactly the bytes `[start, stop)`.

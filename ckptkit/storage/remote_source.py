@@ -94,7 +94,7 @@ class RemoteSource(Closing):
             AccessError: If the storage does not let us in.
         """
         known = self._known(path)
-        return FileRef(path, known.size_bytes, known.identity)
+        return FileRef(path, known.size_bytes, known.identity, known.modified)
 
     def read(self, path: str, start: int, stop: int) -> bytes:
         """Returns exactly the bytes `[start, stop)`.
