@@ -17,6 +17,7 @@ from ckptkit.core.errors import (
 )
 from ckptkit.hub.retrying import (
     ATTEMPTS,
+    FIRST_ATTEMPTS,
     NOT_FOUND,
     TRANSIENT,
     UNAUTHORIZED,
@@ -70,6 +71,7 @@ class Hub:
         if constants.HF_HUB_OFFLINE:
             raise _offline(repo_id)
         self.token = token or get_token()
+        self._was_reached = False
         self.api: HfApi = HfApi(
             endpoint=endpoint,
             token=self.token or False,
@@ -87,9 +89,15 @@ class Hub:
         """Puts the user's name before an id that has none.
 
         Raises:
+            UsageError: If there is no token, and so no user.
             HubError: If the token is not accepted.
         """
         if "/" not in self.repo_id:
+            if self.token is None:
+                raise UsageError(
+                    f"{self.repo_id!r} names no owner, and nobody is logged in whose it could be",
+                    hint=f"pass OWNER/{self.repo_id}, or {_LOGIN}",
+                )
             self.repo_id = f"{self.call(self.api.whoami)['name']}/{self.repo_id}"
 
     def call(self, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -102,12 +110,17 @@ class Hub:
         while True:
             attempt += 1
             try:
-                return function(*args, **kwargs)
+                result = function(*args, **kwargs)
             except Exception as failure:  # noqa: BLE001  raised again, as one of ours
                 error = underlying(failure)
-                pause = pause_before(error, attempt)
+                self._was_reached |= not is_network(error)
+                most = ATTEMPTS if self._was_reached else FIRST_ATTEMPTS
+                pause = pause_before(error, attempt, most)
                 if pause is None:
                     raise self.told(error) from error
+            else:
+                self._was_reached = True
+                return result
             time.sleep(pause)
 
     def read(self, path: str, revision: str) -> bytes:

@@ -11,6 +11,8 @@ from ckptkit.core.errors import HubError
 TRANSIENT = frozenset({408, 429, 500, 502, 503, 504})
 """HTTP statuses that another attempt may not meet."""
 ATTEMPTS = 7
+FIRST_ATTEMPTS = 3
+"""Of a Hub that has never been reached: most likely this machine is offline."""
 UNAUTHORIZED, NOT_FOUND = 401, 404
 _CONFLICT = 412
 _HTTP_LIBRARIES = frozenset({"httpcore", "httpcore2", "httpx", "httpx2", "requests", "urllib3"})
@@ -65,14 +67,15 @@ def is_lost(error: BaseException) -> bool:
     return is_network(error) or (status is not None and status >= 500)  # noqa: PLR2004  HTTP
 
 
-def pause_before(error: BaseException, attempt: int) -> float | None:
+def pause_before(error: BaseException, attempt: int, most: int = ATTEMPTS) -> float | None:
     """Returns how long to wait before asking again, in seconds; None where that is no use.
 
     Args:
         error: What the last attempt ended with.
         attempt: How many there were.
+        most: How many there may be.
     """
-    pause = None if attempt >= ATTEMPTS else _pause(error, attempt)
+    pause = None if attempt >= most else _pause(error, attempt)
     if pause is not None:
         status = status_of(error)
         what = "was not reached" if status is None else f"answered {status}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import posixpath
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ckptkit.core.manifest import MANIFEST_NAME
@@ -20,7 +20,10 @@ _NAME_KEYS = frozenset({"_name_or_path", "name_or_path", "id"})  # the last one 
 _BEST = "best_model_checkpoint"  # a path, also where it looks like none of this machine
 _PLACES = ("_file", "_path", "_dir", "_folder")  # endings of other keys that name places
 _FRONT = re.compile(r"\A(---[ \t]*\r?\n)(.*?)(^---[ \t]*\r?$)", re.DOTALL | re.MULTILINE)
-_BASE_LINE = re.compile(r"^(base_model|  ?-|-)(\s*:)?\s*[\"']?(?:base_model:\w+:)?([^\"'\n]*)")
+_KEY = re.compile(r"([A-Za-z_][\w-]*)\s*:\s*[\"']?([^\"'\n]*)")  # of the outermost mapping
+_ITEM = re.compile(r"\s*-\s+[\"']?([^\"'\n]*)")
+_BASE_MODEL = "base_model"
+_BASE_TAG = re.compile(r"^base_model:(?:\w+:)?(?!//)")
 
 
 def is_local(text: str) -> bool:
@@ -102,13 +105,24 @@ def scrubbed_card(text: str) -> str:
     found = _FRONT.match(text)
     if found is None:
         return text
-    kept = [line for line in found[2].splitlines(keepends=True) if not _names_local(line)]
+    kept = _without_local_bases(found[2].splitlines(keepends=True))
     return f"{found[1]}{''.join(kept)}{found[3]}{text[found.end() :]}"
 
 
-def _names_local(line: str) -> bool:
-    match = _BASE_LINE.match(line)
-    return match is not None and is_local(match[3].strip())
+def _without_local_bases(lines: Iterable[str]) -> Iterator[str]:
+    """Yields the lines of a card's metadata without local places under `base_model`.
+
+    Libraries write these. All other keys are the author's, whatever they hold.
+    """
+    below = ""
+    for line in lines:
+        key, item = _KEY.match(line), _ITEM.match(line)
+        below = key[1] if key is not None else below
+        told = key[2] if key is not None else item[1] if item is not None else ""
+        place = _BASE_TAG.sub("", told.strip())
+        is_of_base = below == _BASE_MODEL or place != told.strip()
+        if not (is_of_base and is_local(place)):
+            yield line
 
 
 def scrubbed_content(path: str, data: bytes, document: Any, base_model: str | None) -> bytes:

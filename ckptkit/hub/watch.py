@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
@@ -50,6 +50,9 @@ class WatchSettings:
         poll_seconds: How often the run is looked at.
         backoff: How long a failed try is waited after, and how many are made at the end.
         at_end: Whether nothing is pushed before the end.
+        settle_seconds: How long the end waits for steps that others are writing.
+        metrics: Metrics that a rule needs, by the option that names them. Where no step has one,
+            a watch that is to end is refused, and another one warns.
     """
 
     choice: PushChoice = field(default_factory=PushChoice)
@@ -57,6 +60,8 @@ class WatchSettings:
     poll_seconds: float = 5.0
     backoff: Backoff = field(default_factory=Backoff)
     at_end: bool = False
+    settle_seconds: float = 120.0
+    metrics: Mapping[str, str] = field(default_factory=dict)
 
 
 class Watch:
@@ -97,6 +102,8 @@ class Watch:
         self._is_built = ""  # the digest of the step whose folder is there
         self._passed_over: set[str] = set()  # digests of steps that were told of
         self._has_begun = False
+        self._settling_since = 0.0
+        self._told_of_metrics: set[str] = set()
         self._has_pushed = False  # since steps were last pruned
 
     def pruning(self, prune: Callable[[], Sequence[int]]) -> None:
@@ -129,9 +136,34 @@ class Watch:
                 continue
             failed = 0
             if is_idle and ending:
-                return
+                if not self._settles(pauses):
+                    return
+                continue
             if is_idle:
                 pauses.wait(self._settings.poll_seconds)
+
+    def _settles(self, pauses: Pauses) -> bool:
+        """Waits for steps that may still be written to; tells whether there were any."""
+        pushed = {push.digest for push in self._journal.pushes.values()}
+        found = self._run.unsettled.items()
+        unsettled = [name for name, digest in found if digest not in pushed]
+        if not unsettled:
+            return False
+        names = ", ".join(unsettled[:_LISTED])
+        now = time.monotonic()
+        if not self._settling_since:
+            self._settling_since = now
+            text = f"{names}: written less than a minute ago; waiting until it stays the same"
+            self._say("waiting", None, message=text, steps=unsettled)
+        if now - self._settling_since > self._settings.settle_seconds:
+            raise RefusedError(
+                f"{names}: still written to after {self._settings.settle_seconds:g} s",
+                where=names,
+                hint="run it again once the save has finished",
+            )
+        pauses.wait(0)  # the end itself counts as news, and a step has to stay the same for longer
+        pauses.wait(self._settings.poll_seconds)
+        return True
 
     def close(self) -> None:
         """Lets go of steps that wait, and removes what was built and not pushed."""
@@ -147,6 +179,7 @@ class Watch:
             self._finish_what_was_begun()
             self._has_begun = True
         steps = self._run.look()
+        self._check_metrics(steps, ending=ending)
         waiting = self._waiting(steps)
         self._announce(steps, waiting)
         self._tell_of_passed_over(steps, waiting)
@@ -183,6 +216,25 @@ class Watch:
         by_number = {step.step: step for step in steps}
         numbers = waiting_steps(steps, digests, earlier, self._settings.choice)
         return [by_number[n] for n in numbers if self._failed.get(n) != digests[n]]
+
+    def _check_metrics(self, steps: Sequence[SeenStep], *, ending: bool) -> None:
+        pushed = [push.metrics for push in self._journal.pushes.values()]
+        found = [*(step.metrics for step in steps), *pushed]
+        known = sorted({name for metrics in found for name in metrics})
+        for option, name in self._settings.metrics.items():
+            if not steps or any(metrics.get(name) is not None for metrics in found):
+                continue
+            error = RefusedError(
+                "no complete step was saved with a number as that metric;"
+                f" {'found are ' + ', '.join(known) if known else 'no step has any'}",
+                where=f"{option} {name}",
+                hint="name one that `ckptkit ls` shows",
+            )
+            if ending and not self._run.unsettled:
+                raise error
+            if option not in self._told_of_metrics:
+                self._told_of_metrics.add(option)
+                self._say("warning", None, message=f"{error} ({error.hint})")
 
     def _announce(self, steps: Sequence[SeenStep], waiting: Sequence[SeenStep]) -> None:
         """Tells of steps that wait, and keeps them from being pruned until they are pushed."""

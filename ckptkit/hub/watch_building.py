@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ckptkit.core.errors import InputError, OutputError, VerificationError
+from ckptkit.core.errors import InputError, OutputError, RefusedError, VerificationError
 from ckptkit.core.manifest import Manifest
 from ckptkit.execution.events import Event, Listener, Planned, ignore
 from ckptkit.pipeline.adapters.extracting import run_extraction
@@ -21,6 +21,7 @@ from ckptkit.pipeline.opening import PathLike, opened
 from ckptkit.pipeline.verifying import Verification, run_verification
 from ckptkit.planning.push_choice import PushKind
 from ckptkit.planning.requests import ConsolidateRequest, Resources
+from ckptkit.planning.side_files import CONFIG
 from ckptkit.storage.places import is_url, open_source
 
 _DEPTH = 8
@@ -37,6 +38,7 @@ class Making:
         adapter: Of an adapter.
         base: A model folder to take what the step lacks from, or None.
         resources: Threads and memory.
+        needs_config: Whether a model without a configuration, which does not load, is refused.
         state_folder: Where the step itself goes in the folder, with optimizer and all, so that
             training can be resumed from it; `{step}` stands for its number. Empty for nowhere.
     """
@@ -46,6 +48,7 @@ class Making:
     adapter: AdapterRequest = field(default_factory=AdapterRequest)
     base: str | None = None
     resources: Resources = field(default_factory=Resources)
+    needs_config: bool = False
     state_folder: str = ""
 
     def whole_folder(self, step: int) -> str:
@@ -95,6 +98,12 @@ def make_folder(
 
     shutil.rmtree(out, ignore_errors=True)
     manifest = _make(src, out, making, listen)
+    if making.needs_config and manifest.kind == "model" and not (out / CONFIG).is_file():
+        raise RefusedError(
+            "neither the step nor a base has a config.json, without which the model does not load",
+            where=os.fspath(src),
+            hint="pass --base DIR_OR_REPO of the model that was trained, or --weights-only",
+        )
     _check(run_verification(out, listener=listener), VerificationError)
     if making.state_folder:
         _check(run_verification(src, listener=listener), InputError)

@@ -170,8 +170,9 @@ class StepsAtHub:
     def _known(self) -> dict[str, str]:
         """Returns the commits by their titles; asks where something may have changed."""
         if self._commits is None:
-            commits = dict(reversed([(title, commit) for commit, title in self._branch.commits()]))
+            # Tags first: for these the client tries once, and for pages of commits for minutes.
             self._tags = self._branch.tags()
+            commits = dict(reversed([(title, commit) for commit, title in self._branch.commits()]))
             self._commits = commits
         return self._commits
 

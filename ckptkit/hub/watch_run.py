@@ -53,6 +53,7 @@ class WatchedRun:
         self._state = state
         self._digests: dict[str, tuple[str, str]] = {}  # by folder: identity, and digest
         self._unsettled: dict[str, str] = {}  # steps without a manifest, as they were last
+        self._taken: set[str] = set()  # those among them that the last look returned
 
     def look(self) -> tuple[SeenStep, ...]:
         """Returns the complete steps, the lowest number first; none where there is no run yet.
@@ -65,15 +66,23 @@ class WatchedRun:
         try:
             listing = list_run(self._run, state=self._state)
         except NotACheckpointError:
+            self._unsettled, self._taken = {}, set()
             return ()
         steps = [step for step in listing.steps if step.complete and step_of(step.name) is not None]
         before, self._unsettled = self._unsettled, {}
+        self._taken = set()
         seen: dict[int, SeenStep] = {}
         for step in steps:
             digest = self._digest(step, before)
             if digest:
                 seen[step.step] = self._seen(step, digest)
         return tuple(seen.values())
+
+    @property
+    def unsettled(self) -> Mapping[str, str]:
+        """Digests, by name, of the steps that the last look found in flux, perhaps unfinished."""
+        found = self._unsettled.items()
+        return {name: digest for name, digest in found if name not in self._taken}
 
     def hold(self, step: SeenStep) -> AbstractContextManager[object]:
         """Keeps a step from being pruned until the result is left.
@@ -121,7 +130,10 @@ class WatchedRun:
         digest = _short_digest(listed.encode())
         self._unsettled[step.name] = digest
         is_quiet = step.modified > 0 and time.time() - step.modified > _QUIET_SECONDS
-        return digest if is_quiet or before.get(step.name) == digest else ""
+        if is_quiet or before.get(step.name) == digest:
+            self._taken.add(step.name)
+            return digest
+        return ""
 
     def _digest_of(self, path: str, size_bytes: int) -> str:
         with open_source(self._run) as source:

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import posixpath
 from pathlib import Path
 
+from ckptkit.core.errors import AmbiguousSourceError, NotACheckpointError
 from ckptkit.formats.discovery import step_of
+from ckptkit.formats.registry import recognise
+from ckptkit.pipeline.listed_files import listed_files
+from ckptkit.pipeline.steps import step_folder
 from ckptkit.storage.local_run import LocalRun
-from ckptkit.storage.places import PathLike, is_url, local_path
+from ckptkit.storage.places import PathLike, Place, is_url, local_path, open_source
 from ckptkit.storage.push_journal import WATCH_FOLDER, StepPush, pushes_in
 from ckptkit.storage.run_store import RunStore
+
+_LISTED = 5
 
 
 def open_run(run: PathLike) -> RunStore:
@@ -39,3 +47,35 @@ def recorded_pushes(run: PathLike, state: PathLike | None) -> tuple[StepPush, ..
     if state is not None:
         return pushes_in(Path(state))
     return () if is_url(run) else pushes_in(local_path(run) / WATCH_FOLDER)
+
+
+def run_below(run: PathLike) -> PathLike:
+    """Returns the run that a place stands for: itself, or the only run in a folder below it.
+
+    A place without any step, which may get some, stands for itself.
+
+    Raises:
+        AmbiguousSourceError: If there are several runs below it.
+        NotACheckpointError: If it is a step, or there is no such directory.
+    """
+    with open_source(run) as source:
+        folders = {step_folder(one.folder) for one in recognise(listed_files(source))}
+    steps = {folder for folder in folders if step_of(folder) is not None}
+    location = os.fspath(run).rstrip("/")
+    if not steps and folders and step_of(posixpath.basename(location)) is not None:
+        raise NotACheckpointError(
+            "is a step, where a run was expected",
+            where=location,
+            hint=f"pass the directory above it: {posixpath.dirname(location) or '.'}",
+        )
+    runs = sorted({posixpath.dirname(folder) for folder in steps})
+    if not runs or "" in runs:
+        return run
+    if len(runs) > 1:
+        raise AmbiguousSourceError(
+            f"holds {len(runs):,} runs: {', '.join(runs[:_LISTED])}",
+            where=location,
+            hint=f"pass one of them, such as {location}/{runs[0]}",
+        )
+    below = f"{location}/{runs[0]}"
+    return run.beside(below) if isinstance(run, Place) else below

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 
 from ckptkit.core.texts import size_text
 from ckptkit.pipeline.listing import RunListing, RunStep
 from ckptkit.pipeline.pruning import Pruned, PrunedStep
+from ckptkit.pipeline.run_places import run_below
+from ckptkit.storage.places import PathLike
 from ckptkit_cli._output import Output
 from ckptkit_cli._text import counted, escaped, table, wrapped
 
@@ -25,6 +28,14 @@ def age_text(seconds: float) -> str:
         if seconds >= 2 * size:
             return f"{int(seconds // size)} {unit}"
     return f"{max(seconds, 0):.0f} s"
+
+
+def taken_run(output: Output, run: PathLike) -> PathLike:
+    """Returns the run that is meant, and tells of one that lies below what was named."""
+    below = run_below(run)
+    if os.fspath(below) != os.fspath(run):
+        output.warn(f"no step lies in {os.fspath(run)}; the run {os.fspath(below)} was taken")
+    return below
 
 
 def listing_page(output: Output, listing: RunListing, *, now: float) -> Iterator[str]:

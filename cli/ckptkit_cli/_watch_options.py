@@ -73,6 +73,14 @@ WholeStep = Annotated[
         show_default=False,
     ),
 ]
+WeightsOnly = Annotated[
+    bool,
+    typer.Option(
+        "--weights-only",
+        help="Push weights without a config.json too, where neither the step nor --base has one.",
+        show_default=False,
+    ),
+]
 Include = Annotated[
     list[str] | None,
     typer.Option(

@@ -84,6 +84,9 @@ class WatchPage:
         text = escaped(f"{about}{_told(event.name, event.facts)}")
         style = _BAD.get(event.name)
         shown = self._output.styled(text, style) if style else text  # type: ignore[arg-type]
+        if event.name == "waiting" and "message" in event.facts:
+            self._output.warn(text)
+            return
         self._output.lines([f"{at} {shown}"])
 
     def _draw(self) -> None:
@@ -147,7 +150,7 @@ def _error(facts: Mapping[str, Any]) -> str:
 _TEXTS: dict[EventName, Callable[[Mapping[str, Any]], str]] = {
     "serving": lambda facts: f"metrics are at {facts['url']}",
     "started": lambda facts: f"watching {facts['run']} for {facts['repo_id']}",
-    "waiting": lambda facts: f"waiting: {_error(facts)}",
+    "waiting": lambda facts: f"waiting: {_error(facts) if 'error' in facts else facts['message']}",
     "seen": lambda _: "is to be pushed",
     "building": lambda _: "building what is pushed",
     "pushing": lambda facts: f"pushing to {facts['repo_id']}",

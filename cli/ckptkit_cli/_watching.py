@@ -8,19 +8,27 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast, get_args
 
 import typer
 
-from ckptkit.core.errors import CkptkitError, UsageError
+from ckptkit.core.errors import (
+    AmbiguousSourceError,
+    CkptkitError,
+    NotACheckpointError,
+    UsageError,
+)
 from ckptkit.hub.watch import WatchSettings
 from ckptkit.hub.watch_branch import BranchSettings
 from ckptkit.hub.watch_building import Making
 from ckptkit.hub.watch_events import WatchEvent
+from ckptkit.hub.watch_faults import Backoff
 from ckptkit.hub.watch_metrics import MetricsServer, WatchMetrics
 from ckptkit.hub.watch_opening import WatchRequest, run_watch
 from ckptkit.pipeline.adapters.sources import AdapterRequest
+from ckptkit.pipeline.run_places import run_below
 from ckptkit.planning.push_choice import PushChoice, PushKind
 from ckptkit.planning.requests import (
     ConsolidateRequest,
@@ -40,6 +48,7 @@ from ckptkit_cli._watch_pauses import WatchPauses
 
 _LOCAL_SECONDS, _REMOTE_SECONDS = 5.0, 30.0
 _LEAST_SECONDS, _MOST_SECONDS = 0.05, 86_400.0
+_ONCE_TRIES = 2  # whoever starts a watch that ends at once is there, or starts it again
 _MOST_PORT = 65_535
 _FOLDER_NAME = re.compile(r"(?!ckptkit)[A-Za-z0-9_{][A-Za-z0-9_{}.-]*")
 
@@ -58,7 +67,7 @@ def watch_run(output: Output, given: Mapping[str, Any]) -> None:
     metrics = WatchMetrics()
     page = WatchPage(output, metrics, as_json=given["as_json"])
     with _last_words(page) as last:
-        request = _request(given)
+        request = _at_run(_request(given), page, given)
         with _served(metrics, given, page):
             pauses = WatchPauses(ending=given["once"], reads_input=given["until_eof"])
             done = run_watch(request, pauses, page.listen, page.progress)
@@ -66,6 +75,31 @@ def watch_run(output: Output, given: Mapping[str, Any]) -> None:
             last["failed"] = list(done.failures)
     for error in done.failures.values():
         raise typer.Exit(error.exit_status)
+
+
+def _at_run(request: WatchRequest, page: WatchPage, given: Mapping[str, Any]) -> WatchRequest:
+    """Has a watch of a folder above a run take that run."""
+    if given["wait_for_lock"]:
+        return request
+    # One that goes on for ever keeps to the folder that it was given, which may get steps.
+    ends = given["once"] or given["until_eof"]
+    try:
+        below = run_below(request.run)
+    except (AmbiguousSourceError, NotACheckpointError) as error:
+        if ends or isinstance(error, NotACheckpointError):
+            raise
+        page.listen(WatchEvent("warning", None, {"message": f"{error} ({error.hint})"}))
+        return request
+    except CkptkitError:
+        if is_url(request.run):  # the watch tries again
+            return request
+        raise
+    if os.fspath(below) == os.fspath(request.run):
+        return request
+    text = f"no step lies in {os.fspath(request.run)}; the run {os.fspath(below)}"
+    text += " was taken" if ends else " below it holds steps, and is not watched"
+    page.listen(WatchEvent("warning", None, {"message": text}))
+    return replace(request, run=below) if ends else request
 
 
 @contextmanager
@@ -124,6 +158,8 @@ def _request(given: Mapping[str, Any]) -> WatchRequest:
             making=_making(given, whole),
             poll_seconds=_interval(given["interval"], run),
             at_end=given["at_end"],
+            backoff=Backoff(last_tries=_ONCE_TRIES) if given["once"] else Backoff(),
+            metrics=_metrics(given),
         ),
         branch=BranchSettings(
             private=given["private"],
@@ -141,6 +177,12 @@ def _request(given: Mapping[str, Any]) -> WatchRequest:
     )
 
 
+def _metrics(given: Mapping[str, Any]) -> Mapping[str, str]:
+    """Returns the metrics that rules need; training, which starts a watch, looks at its own."""
+    named = {"--best": given["best"], "--keep-best": given["keep_best"]}
+    return {} if given["wait_for_lock"] else {k: v for k, v in named.items() if v is not None}
+
+
 def _making(given: Mapping[str, Any], whole: str) -> Making:
     return Making(
         kind=cast(PushKind, given["make"]),
@@ -149,6 +191,7 @@ def _making(given: Mapping[str, Any], whole: str) -> Making:
         ),
         adapter=AdapterRequest(adapter=given["adapter"], config=given["adapter_config"]),
         base=given["base"],
+        needs_config=not given["weights_only"],
         resources=make_resources(worker_count(given["workers"]), given["memory_budget"], None),
         state_folder=whole,
     )

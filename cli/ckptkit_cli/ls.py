@@ -25,9 +25,9 @@ def ls(
     output = Output(as_json=as_json)
     with told(output):
         from ckptkit.pipeline.listing import list_run
-        from ckptkit_cli._run_page import listing_page
+        from ckptkit_cli._run_page import listing_page, taken_run
 
-        listing = list_run(sources_of(run, src_option).first, state=state)
+        listing = list_run(taken_run(output, sources_of(run, src_option).first), state=state)
         now = time.time()
         output.document(listing.to_json(now=now))
         output.lines(listing_page(output, listing, now=now))

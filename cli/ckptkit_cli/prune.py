@@ -35,7 +35,7 @@ def prune(
     output = Output(as_json=as_json)
     with told(output):
         from ckptkit.pipeline.pruning import prune_run
-        from ckptkit_cli._run_page import pruned_page
+        from ckptkit_cli._run_page import pruned_page, taken_run
 
         check_choice("--best-mode", best_mode, get_args(BestMode))
         retention = Retention(
@@ -44,7 +44,7 @@ def prune(
             keep_best=keep_best,
             best_mode=cast(BestMode, best_mode),
         )
-        place = sources_of(run, src_option).first
+        place = taken_run(output, sources_of(run, src_option).first)
         pruned = prune_run(place, retention, dry_run=dry_run, state=state)
         now = time.time()
         output.document(pruned.to_json(now=now))

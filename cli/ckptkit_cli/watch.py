@@ -32,6 +32,7 @@ def watch(
     adapter_config: options.AdapterConfig = None,
     dtype: options.DType = "keep",
     base: options.Base = None,
+    weights_only: watch_options.WeightsOnly = False,
     max_shard_size: options.MaxShardSize = None,
     keep_last: run_options.KeepLast = None,
     keep_every: run_options.KeepEvery = None,

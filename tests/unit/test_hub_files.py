@@ -190,6 +190,14 @@ def test_a_card_loses_its_local_base_and_nothing_else() -> None:
         "- base_model:adapter:/home/alice/llama\n- lora\n---\nSee /home.\n"
     )
     assert scrubbed_card(card) == "---\nlicense: mit\ntags:\n- lora\n---\nSee /home.\n"
+    listed = "---\nbase_model:\n- org/base\n  - ~/llama\n- s3://bucket/llama\nlicense: mit\n---\n"
+    assert scrubbed_card(listed) == "---\nbase_model:\n- org/base\nlicense: mit\n---\n"
+    theirs = (
+        "---\ndatasets:\n- https://example.org/data\n- /r/programming\nwidget:\n"
+        "- src: https://example.org/cat.png\n- ./cat.png\nextra:\n  - ~user\n  - ../up\n"
+        "base_model: org/base\nlinks:\n- s3://public/x\nurl: https://example.org\n---\n- /a\n"
+    )
+    assert scrubbed_card(theirs) == theirs
     good = "---\nbase_model: meta-llama/Llama-3.1-8B\n---\ntext"
     assert scrubbed_card(good) == good
     assert scrubbed_card("# no metadata\n- /data") == "# no metadata\n- /data"

@@ -128,11 +128,11 @@ def test_a_watch_pushes_the_live_branch_and_its_best(went_back: Path, tmp_path: 
 def test_a_copy_with_other_times_is_no_rollback(tmp_path: Path) -> None:
     run, copy = tmp_path / "run", tmp_path / "copy"
     save = by_trainer(run)
-    for step in (50, 100, 1000, 200):
-        save(step) if step != 1000 else None
+    for step in (50, 100, 200):
+        save(step)
     save(1000, best="checkpoint-100")
-    for number, step in enumerate(sorted(run.iterdir())):  # 100, 1000, 200, 50
-        dated(Path(shutil.copytree(step, copy / step.name)), 1.8e9 + number)
+    for number, folder in enumerate(sorted(run.iterdir())):  # 100, 1000, 200, 50
+        dated(Path(shutil.copytree(folder, copy / folder.name)), 1.8e9 + number)
     with opened(copy) as found:
         assert found.folder == "checkpoint-1000"
     pruned = ckptkit.prune(copy, keep_last=1)

@@ -1,0 +1,177 @@
+"""`ckptkit watch --once` does what it was asked for, or says by its status that it did not."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptkit.hub.watch import WatchSettings
+from ckptkit_cli.main import main
+from tests.hub_models import running_hub, write_model
+from tests.hub_server import TOKEN, HubServer
+from tests.made_up_runs import save_step, save_stock_step
+
+FIXTURES = Path(__file__).parents[2] / "fixtures"
+ADAPTER = FIXTURES / "peft_trl_fsdp2_ckptkit/checkpoint/checkpoint-2"
+REPO = "org/run"
+pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[HubServer]:
+    with running_hub(xet=False) as hub:
+        yield hub
+
+
+@pytest.fixture
+def hub(server: HubServer, monkeypatch: pytest.MonkeyPatch) -> HubServer:
+    from huggingface_hub import constants
+
+    server.clear()
+    monkeypatch.setattr(constants, "ENDPOINT", server.url)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    return server
+
+
+def command(run: Path, *words: str) -> list[str]:
+    return ["watch", str(run), "--push", REPO, "--once", "--interval", "0.1", *words]
+
+
+def test_steps_of_others_are_waited_for_until_they_are_settled(
+    hub: HubServer, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    save_stock_step(tmp_path, 2)
+    save_stock_step(tmp_path, 4)
+    assert main(command(tmp_path, "--weights-only")) == 0
+    assert sorted(hub.repo(REPO).tags) == ["step-2", "step-4"]
+    said = capfd.readouterr()
+    assert "checkpoint-2, checkpoint-4: written less than a minute ago" in said.err
+    save_stock_step(tmp_path, 6)
+    assert main(command(tmp_path, "--weights-only", "--json")) == 0
+    events = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+    waiting = [event for event in events if event["event"] == "waiting"]
+    assert [event["steps"] for event in waiting] == [["checkpoint-6"]]
+    assert "step-6" in hub.repo(REPO).tags
+
+
+def test_a_step_that_goes_on_changing_is_no_success(
+    hub: HubServer,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from ckptkit_cli import _watching
+
+    def hurried(**given: Any) -> WatchSettings:
+        return WatchSettings(**given, settle_seconds=0.5)
+
+    monkeypatch.setattr(_watching, "WatchSettings", hurried)
+    step, ended = save_stock_step(tmp_path, 2), threading.Event()
+
+    def write() -> None:
+        while not ended.wait(0.01):
+            (step / "rng_state_0.pth").write_bytes(os.urandom(99))
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        assert main(command(tmp_path)) == 4
+    finally:
+        ended.set()
+        writer.join()
+    assert "still written to" in capfd.readouterr().err
+    assert not hub.has(REPO)
+
+
+def test_the_run_below_is_taken_and_of_several_none(
+    hub: HubServer, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(ADAPTER, tmp_path / "runs/a/checkpoint-2")
+    assert main(command(tmp_path)) == 0
+    assert list(hub.repo(REPO).tags) == ["step-2"]
+    assert f"the run {tmp_path}/runs/a was taken" in capfd.readouterr().out
+    assert main(["ls", str(tmp_path), "--json"]) == 0
+    said = capfd.readouterr()
+    assert [step["name"] for step in json.loads(said.out)["steps"]] == ["checkpoint-2"]
+    assert "was taken" in said.err
+    assert main(["prune", str(tmp_path), "--keep-last", "1"]) == 0
+    capfd.readouterr()
+    assert main(command(tmp_path / "runs/a/checkpoint-2")) == 3
+    assert "is a step, where a run was expected" in capfd.readouterr().err
+    shutil.copytree(ADAPTER, tmp_path / "runs/b/checkpoint-2")
+    for words in (
+        command(tmp_path),
+        ["ls", str(tmp_path)],
+        ["prune", str(tmp_path), "--keep-last=1"],
+    ):
+        assert main(words) == 4
+        assert "holds 2 runs: runs/a, runs/b" in capfd.readouterr().err
+    assert (tmp_path / "runs/a/checkpoint-2").is_dir()
+
+
+@pytest.mark.parametrize("option", ["--best", "--keep-best"])
+def test_a_metric_that_no_step_has_is_refused_before_anything_is_pushed(
+    hub: HubServer, tmp_path: Path, capfd: pytest.CaptureFixture[str], option: str
+) -> None:
+    save_step(tmp_path, 1, metrics={"loss": 1.0, "accuracy": 0.5})
+    assert main(command(tmp_path, "--weights-only", option, "eval_loss")) == 4
+    error = capfd.readouterr().err
+    assert f"{option} eval_loss" in error
+    assert "found are accuracy, loss" in error
+    assert not hub.has(REPO)
+    assert main(command(tmp_path, "--weights-only", option, "loss")) == 0
+
+
+def test_a_model_without_a_configuration_is_no_model(
+    hub: HubServer, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    save_step(tmp_path, 1)
+    assert main(command(tmp_path)) == 4
+    said = capfd.readouterr().out
+    assert "has a config.json" in said
+    assert "--base" in said
+    assert not hub.has(REPO)
+    assert main(command(tmp_path, "--weights-only")) == 0
+
+
+@pytest.mark.usefixtures("hub")
+def test_offline_it_ends_soon_and_says_so_once(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    shutil.copytree(ADAPTER, tmp_path / "checkpoint-2")
+    began = time.monotonic()
+    assert main(command(tmp_path)) == 7
+    assert time.monotonic() - began < 20
+    assert "was not reached" in capfd.readouterr().err
+    model = write_model(tmp_path / "model")
+    began = time.monotonic()
+    assert main(["push", str(model), REPO, "--dry-run"]) == 7
+    assert time.monotonic() - began < 10
+    assert len(capfd.readouterr().err.splitlines()) <= 4
+
+
+def test_a_name_without_an_owner_needs_a_login(
+    hub: HubServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.delenv("HF_TOKEN")
+    assert main(["push", str(write_model(tmp_path / "model")), "mymodel"]) == 2
+    error = capfd.readouterr().err
+    assert "'mymodel' names no owner" in error
+    assert "pass OWNER/mymodel, or log in with `hf auth login`" in error
+    assert not hub.log
