@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
+from ckptkit.core.texts import without_url_secrets
+
 
 class CkptkitError(Exception):
     """The base of every error that ckptkit raises on purpose.
@@ -27,6 +29,7 @@ class CkptkitError(Exception):
     """What to do next where whoever raises it knows nothing better."""
 
     def __init__(self, message: str, *, where: str = "", hint: str = "") -> None:
+        message, where, hint = map(without_url_secrets, (message, where, hint))
         super().__init__(f"{where}: {message}" if where else message)
         self.message = message
         self.where = where

@@ -2,6 +2,17 @@
 
 from __future__ import annotations
 
+import re
+
+_END = r"[^\s'\"<>\\]*"
+_SIGNED = re.compile(
+    # A query of the web, and one with a signature or a token wherever it stands.
+    rf"(https?://[^\s?'\"<>\\]+)\?{_END}"
+    rf"|(\w[\w+.-]*://[^\s?'\"<>\\]+)\?{_END}?"
+    rf"(?:sig|signature|token|credential|password|passwd|secret|key)={_END}",
+    re.IGNORECASE,
+)
+_USER = re.compile(r"(\w[\w+.-]*://)[^\s/@:'\"]*:[^\s/@'\"]+@")
 _UNITS = ("KB", "MB", "GB", "TB", "PB")
 _KILO = 1000
 _ROUNDS_UP = 999.5  # from here on three digits would read 1,000
@@ -34,3 +45,16 @@ def a_kind(value: object) -> str:
         return "None"
     name = type(value).__name__
     return f"{'an' if name[0] in 'aeiouAEIO' else 'a'} {name}"
+
+
+def without_url_secrets(text: str) -> str:
+    """Returns a text whose URLs show neither a signed query nor a user with a password.
+
+    >>> without_url_secrets("https://me:pw@host/m.safetensors?X-Amz-Signature=0a1b: is gone")
+    'https://…@host/m.safetensors?… is gone'
+    >>> without_url_secrets("s3://bucket/what?/checkpoint-4")
+    's3://bucket/what?/checkpoint-4'
+    """
+    if "://" not in text:
+        return text
+    return _USER.sub(r"\1…@", _SIGNED.sub(lambda found: f"{found[1] or found[2]}?…", text))

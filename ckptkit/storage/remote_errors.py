@@ -15,6 +15,7 @@ from ckptkit.core.errors import (
     StorageError,
     UsageError,
 )
+from ckptkit.core.texts import without_url_secrets
 from ckptkit.storage.place_options import without_values
 
 _PASSING = frozenset({408, 425, 429, 500, 502, 503, 504, 509, 529})
@@ -157,7 +158,8 @@ _LOOK_AT_OPTIONS = "see whether the URL and the names and forms of the options a
 def told(error: BaseException, options: Mapping[str, Any]) -> str:
     """Returns the first line of an error's text, without secrets."""
     lines = str(error).strip().splitlines() or [""]
-    text = _QUERY.sub(r"\1?…", without_values(lines[0], options)).rstrip(". ")
+    text = without_url_secrets(_QUERY.sub(r"\1?…", without_values(lines[0], options)))
+    text = text.rstrip(". ")
     return text[:_LONGEST] or type(error).__name__
 
 

@@ -20,6 +20,7 @@ from ckptkit.core.errors import (
 from ckptkit.core.index import FileRef
 from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.core.ranges import FileRange
+from ckptkit.core.texts import without_url_secrets
 from ckptkit.storage.base import CopySource
 from ckptkit.storage.names import check_relative, is_work_folder
 from ckptkit.storage.output_claim import CLAIM_NAME
@@ -68,8 +69,8 @@ class RemoteSource(Closing):
 
     @property
     def location(self) -> str:
-        """The URL as the user named it."""
-        return self.place.location
+        """The URL as the user named it, without a signed query."""
+        return without_url_secrets(self.place.location)
 
     @property
     def is_distant(self) -> bool:
@@ -199,7 +200,7 @@ class RemoteSource(Closing):
             for path, one in self._objects().items()
             if path.startswith(prefix)
         }
-        place = self.place.beside(posixpath.join(self.location, folder))
+        place = self.place.beside(posixpath.join(self.place.location, folder))
         return RemoteSource(place, listed=listed, root=posixpath.join(self._root, folder))
 
     def above(self, location: str, *, folders: Collection[str]) -> RemoteSource:

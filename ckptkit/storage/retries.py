@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
+from ckptkit.core.texts import without_url_secrets
 from ckptkit.storage.remote_errors import is_transient
 
 _log = logging.getLogger(__name__)
@@ -71,5 +72,5 @@ def retried(
             wait = patience.wait_seconds(failures)
             kind = type(error).__name__
             level = logging.WARNING if failures == _TOLD_AT else logging.INFO
-            _log.log(level, "%s: %s, asking again in %.1f s", what, kind, wait)
+            _log.log(level, "%s: %s, asking again in %.1f s", without_url_secrets(what), kind, wait)
             sleep(wait)

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import typer
 
 from ckptkit.core.errors import CkptkitError, OutputError, UsageError, VerificationError
+from ckptkit.core.texts import without_url_secrets
 from ckptkit.version import __version__
 from ckptkit_cli._output import Output
 from ckptkit_cli._signals import Stopped
@@ -88,7 +89,7 @@ def show_bug(output: Output, error: Exception) -> int:
     """Shows the traceback of what must not happen; returns the exit status."""
     lines = "".join(traceback.format_exception(error)).splitlines()
     if not output.events:
-        sys.stderr.write("".join(f"{escaped(line)}\n" for line in lines))
+        sys.stderr.write(without_url_secrets("".join(f"{escaped(line)}\n" for line in lines)))
     output.event("traceback", lines=lines)
     _show_document(output, _BUG_STATUS, "internal-error", f"{type(error).__name__}: {error}")
     output.fail(

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, TextIO
 
+from ckptkit.core.texts import without_url_secrets
 from ckptkit_cli._text import escaped, wrapped
 
 Style = Literal["bold", "dim", "red", "green", "yellow", "cyan"]
@@ -111,7 +112,7 @@ def stamped(name: str, facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _write(stream: TextIO, text: str) -> None:
-    stream.write(text)
+    stream.write(without_url_secrets(text))
     stream.flush()
 
 
