@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import warnings
 from collections import deque
@@ -117,6 +118,14 @@ def _no_function_modes() -> Iterator[None]:
             torch._C._push_on_torch_function_stack(mode)  # noqa: SLF001
 
 
+def _callers_level() -> int:
+    """Returns the level of the stack, as seen by the calling function, that is not ckptkit's."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("ckptkit."):
+        level, frame = level + 1, frame.f_back
+    return level
+
+
 class FailedSaves:
     """Counts the saves that failed in a row, so that training hears of it."""
 
@@ -133,7 +142,7 @@ class FailedSaves:
         """Warns the caller of the Checkpointer's method if many saves have failed in a row."""
         error = self.error()
         if error is not None:
-            warnings.warn(str(error), RuntimeWarning, stacklevel=3)
+            warnings.warn(str(error), RuntimeWarning, stacklevel=_callers_level())
 
     def error(self) -> SaveError | None:
         """Returns what many failures in a row come to, None if there were fewer."""
