@@ -17,7 +17,6 @@ from ckptkit.core.errors import (
 )
 from ckptkit.hub.retrying import (
     ATTEMPTS,
-    FIRST_ATTEMPTS,
     NOT_FOUND,
     TRANSIENT,
     UNAUTHORIZED,
@@ -114,8 +113,7 @@ class Hub:
             except Exception as failure:  # noqa: BLE001  raised again, as one of ours
                 error = underlying(failure)
                 self._was_reached |= not is_network(error)
-                most = ATTEMPTS if self._was_reached else FIRST_ATTEMPTS
-                pause = pause_before(error, attempt, most)
+                pause = pause_before(error, attempt, reached=self._was_reached)
                 if pause is None:
                     raise self.told(error) from error
             else:

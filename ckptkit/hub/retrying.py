@@ -67,14 +67,15 @@ def is_lost(error: BaseException) -> bool:
     return is_network(error) or (status is not None and status >= 500)  # noqa: PLR2004  HTTP
 
 
-def pause_before(error: BaseException, attempt: int, most: int = ATTEMPTS) -> float | None:
+def pause_before(error: BaseException, attempt: int, *, reached: bool = True) -> float | None:
     """Returns how long to wait before asking again, in seconds; None where that is no use.
 
     Args:
         error: What the last attempt ended with.
         attempt: How many there were.
-        most: How many there may be.
+        reached: Whether the Hub was reached before.
     """
+    most = ATTEMPTS if reached else min(ATTEMPTS, FIRST_ATTEMPTS)
     pause = None if attempt >= most else _pause(error, attempt)
     if pause is not None:
         status = status_of(error)

@@ -55,7 +55,7 @@ class HubSettings:
     @property
     def arguments(self) -> list[str]:
         """What of it `ckptkit watch` is told; not the token."""
-        told = ["--push", self.repo_id, "--weights-only"]
+        told = ["--push", self.repo_id]
         visibility = {True: ["--private"], False: ["--public"], None: []}
         told += visibility[self.private]
         told += ["--revision", self.revision] if self.revision else []

@@ -216,7 +216,7 @@ class Pushing:
         command = [sys.executable, "-P", "-m", "ckptkit_cli", "watch", os.fspath(self._place)]
         command += [*self._settings.arguments, "--state", str(self._state), "--workers", _WORKERS]
         command += self._retention_arguments()
-        command += ["--until-eof", "--wait-for-lock", "--json"]
+        command += ["--until-eof", "--wait-for-lock", "--weights-only", "--json"]
         has_options = isinstance(self._place, Place) and self._place.options
         return [*command, "--src-options-from", _OPTIONS_VARIABLE] if has_options else command
 
