@@ -260,7 +260,7 @@ def _deque(*args: object) -> InertDeque:
     raise FormatError("'deque' is made from something that is not its limit")
 
 
-def _kept(module: str, name: str) -> Builder:
+def inert_value(module: str, name: str) -> Builder:
     """Makes a builder that keeps a class's name and arguments, whatever they are."""
     cls = Global(module, name)
 
@@ -280,7 +280,9 @@ _KEPT = (
     *(("builtins", n) for n in ("list", "dict", "tuple", "int", "float", "str", "bool")),
     ("argparse", "Namespace"),
     ("collections", "Counter"),
-    *(("datetime", n) for n in ("date", "datetime", "timedelta")),
+    *(("datetime", n) for n in ("date", "datetime", "time", "timedelta", "timezone")),
+    ("decimal", "Decimal"),
+    ("fractions", "Fraction"),
     *(("pathlib", n) for n in ("Path", "PosixPath", "WindowsPath", "PurePosixPath")),
     *(("pathlib._local", n) for n in ("Path", "PosixPath", "WindowsPath", "PurePosixPath")),
     ("numpy", "dtype"),
@@ -305,7 +307,7 @@ _TENSOR_GLOBALS: dict[tuple[str, str], object] = {
 }
 ALLOWED: Mapping[tuple[str, str], object] = {
     **_TENSOR_GLOBALS,
-    **{name: _kept(*name) for name in _KEPT},
+    **{name: inert_value(*name) for name in _KEPT},
     ("collections", "defaultdict"): _default_dict,
     ("collections", "deque"): _deque,
     ("torch", "Size"): _size,

@@ -108,6 +108,11 @@ class BoundObject:
         """The key and the position that it is found again by."""
         return self.key, self.position
 
+    @property
+    def where(self) -> str:
+        """Its path in the user's state, for messages."""
+        return path_in_state(self.key, self.position)
+
     def state(self) -> Any:
         """Returns its state, which may still be shared with it."""
         return self.target if self.kind == "plain" else self.target.state_dict()
@@ -187,6 +192,15 @@ class _Naming:
 def index_of(position: int | None) -> tuple[int, ...]:
     """Returns the position in a list as the end of a key path, which is empty without a list."""
     return () if position is None else (position,)
+
+
+def path_in_state(key: str, position: int | None) -> str:
+    """Returns where an entry of the mapping stands in it.
+
+    >>> path_in_state("critic", None), path_in_state("models", 1)
+    ("state['critic']", "state['models'][1]")
+    """
+    return f"state[{key!r}]" if position is None else f"state[{key!r}][{position}]"
 
 
 def shown_name(key: str, position: int | None) -> str:

@@ -23,9 +23,15 @@ _EXTRA = "_extra_state"  # as `nn.Module.state_dict` calls it
 
 
 def extra_state_changes(
-    stored: StoredStep, model: BoundModel, *, rank: int
+    stored: StoredStep, model: BoundModel, pieces: list[Piece], *, rank: int
 ) -> Iterator[Callable[[], object]]:
     """Reads what a model's modules saved beside tensors.
+
+    Args:
+        stored: The step.
+        model: The model.
+        pieces: Gets the sharded tensors in it, to be filled before.
+        rank: Of this process.
 
     Yields:
         What gives it to each of them.
@@ -42,9 +48,11 @@ def extra_state_changes(
         found = {other for other in left if other[: len(path)] == path}
         left -= found
         live = module.get_extra_state()
-        if found:
+        if found or stored.structure(model.unit, path) is not None:
             where = f"{model.key}, {name}"
-            state = unflattened(stored, Place(model.unit, path, where), live, saved=True)
+            made = unflattened(stored, Place(model.unit, path, where), live, saved=True)
+            pieces += made.pieces
+            state = made.value
             yield lambda module=module, state=state: module.set_extra_state(state)  # type: ignore[misc]
         elif list(flatten(live)) != [((), None)]:
             missing.append(name)

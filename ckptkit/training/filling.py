@@ -31,19 +31,18 @@ from ckptkit.training.loading import (
 from ckptkit.training.materialising import materialise
 from ckptkit.training.modules import ModelView, ModelWalk
 from ckptkit.training.names import parallel_prefixes
-from ckptkit.training.optimizer_fit import LOST_HINT, check_optimizer
-from ckptkit.training.optimizer_memory import allocate, check_state
-from ckptkit.training.packed import is_scale
-from ckptkit.training.pieces import Piece
-from ckptkit.training.restoring import (
+from ckptkit.training.optimizer_fit import LOST_HINT, check_optimizer, unwrapped
+from ckptkit.training.optimizer_keys import STATE
+from ckptkit.training.optimizer_memory import allocate, check_state, composed_places
+from ckptkit.training.optimizer_values import (
     group_changes,
-    object_changes,
-    random_changes,
     stored_groups,
-    tensor_pieces,
     unbound_changes,
     value_changes,
 )
+from ckptkit.training.packed import is_scale
+from ckptkit.training.pieces import Piece
+from ckptkit.training.restoring import object_changes, random_changes, tensor_pieces
 from ckptkit.training.saved_entries import matched
 from ckptkit.training.slots import Slot
 from ckptkit.training.state import BoundModel, BoundOptimizer, BoundState, Layout, bind
@@ -67,6 +66,19 @@ class Loaded:
     reports: Mapping[str, LoadReport] = field(default_factory=dict)
     changes: Sequence[Callable[[], object]] = ()
     untied: Mapping[str, tuple[str, float]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What one rank has found to fit, before it fills any tensor.
+
+    Attributes:
+        pieces: The tensors to fill, by DCP directory.
+        changes: What puts everything else in place.
+    """
+
+    pieces: Mapping[str, Sequence[Piece]] = field(default_factory=dict)
+    changes: Sequence[Callable[[], object]] = ()
 
 
 class Opening:
@@ -120,7 +132,7 @@ class Opening:
         found: dict[str, str] = {}
         for optimizer in self.bound.optimizers:
             try:
-                self._checked_groups(optimizer)
+                self._checked_groups(optimizer, [])
                 self._check_state(optimizer)
             except ResumeError as error:
                 found[optimizer.name] = str(error)
@@ -137,16 +149,16 @@ class Opening:
         depth = len(optimizer.path)
         pieces = [
             piece
-            for piece in tensor_pieces(self.bound)
+            for piece in self._stored_pieces()
             if piece.unit == optimizer.unit and piece.key_path[:depth] == optimizer.path
         ]
         match_entries(self.stored.index(optimizer.unit), pieces)
         list(value_changes(self.stored, optimizer, self._slots, self._world))
 
-    def load(
+    def prepare(
         self, step: int, alike: Mapping[str, bool], anew: Collection[str] = frozenset()
-    ) -> Loaded:
-        """Fills the tensors, and reads everything else.
+    ) -> Prepared:
+        """Reads everything but the tensors, and sees that these fit; overwrites none of them.
 
         Args:
             step: The number of the step.
@@ -160,22 +172,37 @@ class Opening:
         bound, slots = self.bound, self._slots
         fresh = [o for o in bound.optimizers if o.name in anew]
         going_on = [o for o in bound.optimizers if o not in fresh]
-        changes = [change for one in going_on for change in self._checked_groups(one)]
-        for optimizer in going_on:
-            allocate(self.stored, optimizer, slots, self._world)
-        pieces = self._pieces_by_unit(fresh)
-        self._check_models(pieces)
-        changes += self._uncast_buffers(pieces)
-        reports = {
-            unit: load_pieces(self.stored.index(unit), self.stored.source, of_unit)
-            for unit, of_unit in pieces.items()
-        }
+        further: list[Piece] = []
+        changes = [change for one in going_on for change in self._checked_groups(one, further)]
         for optimizer in going_on:
             changes += value_changes(self.stored, optimizer, slots, self._world)
         for optimizer in fresh:
             changes += self._without_state(optimizer)
-        changes += self._further_changes(step, alike)
-        return Loaded(reports, changes, self._compare_tied(pieces))
+        changes += self._further_changes(step, alike, further)
+        for optimizer in going_on:
+            allocate(self.stored, optimizer, slots, self._world)
+        pieces: dict[str, list[Piece]] = defaultdict(list)
+        for piece in self._stored_pieces(fresh):
+            pieces[piece.unit].append(piece)
+        self._check_models(pieces)
+        changes += self._uncast_buffers(pieces)
+        for piece in further:
+            pieces[piece.unit].append(piece)
+        for unit, of_unit in pieces.items():
+            match_entries(self.stored.index(unit), of_unit)
+        return Prepared(pieces, changes)
+
+    def fill(self, prepared: Prepared) -> Loaded:
+        """Fills the tensors.
+
+        Raises:
+            InputError: If the step is damaged.
+        """
+        reports = {
+            unit: load_pieces(self.stored.index(unit), self.stored.source, of_unit)
+            for unit, of_unit in prepared.pieces.items()
+        }
+        return Loaded(reports, prepared.changes, self._compare_tied(prepared.pieces))
 
     def _compare_tied(self, pieces: Mapping[str, Sequence[Piece]]) -> dict[str, tuple[str, float]]:
         """Compares what the model holds as one tensor and the step as several, as far as read."""
@@ -206,12 +233,29 @@ class Opening:
                 name, of_kept = (".".join(map(str, one.key_path[depth:])) for one in (entry, kept))
                 yield name, of_kept, difference
 
-    def _pieces_by_unit(self, fresh: Sequence[BoundOptimizer]) -> dict[str, list[Piece]]:
-        pieces: dict[str, list[Piece]] = defaultdict(list)
-        for piece in tensor_pieces(self.bound, fresh):
-            if piece.unit not in self._absent:
-                pieces[piece.unit].append(piece)
-        return pieces
+    def _stored_pieces(self, fresh: Sequence[BoundOptimizer] = ()) -> list[Piece]:
+        """Returns the pieces to fill: what a live optimizer has beyond the step is dropped later.
+
+        Args:
+            fresh: Optimizers whose state is not filled.
+        """
+        dropped: set[int] = set()
+        pieces = [p for p in tensor_pieces(self.bound, fresh) if p.unit not in self._absent]
+        for optimizer in self.bound.optimizers:
+            if optimizer in fresh or self._is_built_otherwise(optimizer):
+                continue
+            start = (*optimizer.path, STATE)
+            composed = {(*start, n, *names) for n, names in composed_places(self.stored, optimizer)}
+            keys = self.stored.index(optimizer.unit).tensors
+            for piece in pieces:
+                path = piece.key_path
+                if piece.unit != optimizer.unit or path[: len(start)] != start:
+                    continue
+                direct = len(path) == len(start) + 2  # the parameter, and a name
+                inside = any(path[:end] in composed for end in range(len(start) + 2, len(path)))
+                if not (direct or inside) or piece.key not in keys:
+                    dropped.add(id(piece))
+        return [piece for piece in pieces if id(piece) not in dropped]
 
     def _uncast_buffers(self, pieces: dict[str, list[Piece]]) -> list[Callable[[], object]]:
         """Has buffers that FSDP1 casts read in the dtype of the step, and returns what casts them.
@@ -238,8 +282,7 @@ class Opening:
         """Yields what empties an optimizer; hyperparameters are taken up if they are its own."""
         yield bound.optimizer.state.clear
         try:
-            groups = self._groups_of(bound)
-            yield from list(group_changes(bound, self._slots, groups, self._world))
+            yield from self._group_changes(bound, self._groups_of(bound))
         except ResumeError as error:
             logger.debug("hyperparameters stay as they are: %s", error)
 
@@ -255,17 +298,32 @@ class Opening:
             logger.info("%s: only the adapter was saved, and the base stays as it is", self._folder)
         return absent
 
+    def _is_built_otherwise(self, bound: BoundOptimizer) -> bool:
+        """Tells whether an optimizer has other flags than were saved, such as `amsgrad`.
+
+        Then tensors in its state that the step lacks are no leftovers of later steps.
+        """
+        defaults: Mapping[str, Any] = getattr(unwrapped(bound.optimizer), "defaults", {})
+        flags = {name: value for name, value in defaults.items() if isinstance(value, bool)}
+        return any(
+            group.get(name, value) is not value
+            for group in self._groups_of(bound)
+            for name, value in flags.items()
+        )
+
     def _further_changes(
-        self, step: int, alike: Mapping[str, bool]
+        self, step: int, alike: Mapping[str, bool], pieces: list[Piece]
     ) -> Iterator[Callable[[], object]]:
         bound = self.bound
         for model in bound.models:
-            yield from extra_state_changes(self.stored, model, rank=bound.rank)
-        yield from object_changes(self.stored, bound, alike)
+            yield from extra_state_changes(self.stored, model, pieces, rank=bound.rank)
+        yield from object_changes(self.stored, bound, alike, pieces)
         # Last, as loading a state dict may draw numbers.
         yield from random_changes(self.stored, bound, step)
 
-    def _checked_groups(self, bound: BoundOptimizer) -> list[Callable[[], object]]:
+    def _checked_groups(
+        self, bound: BoundOptimizer, pieces: list[Piece]
+    ) -> list[Callable[[], object]]:
         """Sees that an optimizer can go on, and returns what puts its hyperparameters in place."""
         where = bound.name
         lost = self.stored.lost.get(where)
@@ -276,9 +334,15 @@ class Opening:
         groups = self._groups_of(bound)
         check_state(self.stored, bound, self._slots, self._world)
         return [
-            *group_changes(bound, self._slots, groups, self._world),
-            *unbound_changes(self.stored, bound, groups),
+            *self._group_changes(bound, groups),
+            *unbound_changes(self.stored, bound, groups, pieces),
         ]
+
+    def _group_changes(
+        self, bound: BoundOptimizer, groups: Sequence[Mapping[str, Any]]
+    ) -> list[Callable[[], object]]:
+        exact = self.stored.has_structures
+        return list(group_changes(bound, self._slots, groups, self._world, exact=exact))
 
     def _groups_of(self, bound: BoundOptimizer) -> list[dict[str, Any]]:
         """Returns an optimizer's groups in the step, which those of another kind are not."""

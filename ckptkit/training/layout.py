@@ -351,22 +351,40 @@ def storable_dtype(piece: Piece) -> DType:
         UnsupportedError: If the tensor is sparse, quantized or has no data, naming its key.
     """
     local = piece.local
-    if local.layout is not torch.strided or local.is_quantized or not has_data(local):
-        kind = "a quantized" if local.is_quantized else f"a {local.layout}"
+    if _is_dense(local):
+        try:
+            return _known_dtype(local.dtype)
+        except UnsupportedError:
+            pass
+    return check_storable(local, piece.key)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_quantized and has_data(tensor)
+
+
+def check_storable(tensor: torch.Tensor, where: str) -> DType:
+    """Returns the type of a tensor's elements.
+
+    Args:
+        tensor: The elements on this rank.
+        where: Its name, for messages.
+
+    Raises:
+        UnsupportedError: If it is sparse, quantized or has no data.
+    """
+    if not _is_dense(tensor):
+        kind = "a quantized" if tensor.is_quantized else f"a {tensor.layout}"
         raise UnsupportedError(
-            f"{kind + ' tensor' if has_data(local) else 'a tensor without data'} was found where a"
+            f"{kind + ' tensor' if has_data(tensor) else 'a tensor without data'} was found where a"
             " dense one was expected",
-            where=piece.key,
+            where=where,
             hint=_SAVE_HINT,
         )
-    return _dtype(local.dtype, piece)
-
-
-def _dtype(dtype: torch.dtype, piece: Piece) -> DType:
     try:
-        return _known_dtype(dtype)
+        return _known_dtype(tensor.dtype)
     except UnsupportedError as error:
-        raise UnsupportedError(error.message, where=piece.key, hint=_SAVE_HINT) from error
+        raise UnsupportedError(error.message, where=where, hint=_SAVE_HINT) from error
 
 
 @lru_cache

@@ -247,7 +247,7 @@ def _allocate(
     state: dict[str, Any] = optimizer.state[parameter]
     slot = present[0]
     for name, entry in stored[slot.fqn].items():
-        if name not in state:
+        if not isinstance(state.get(name), torch.Tensor):
             state[name] = _empty(parameter, slot, name, entry, on_device=on_device)
 
 

@@ -31,8 +31,10 @@ from ckptkit.training.names import clean_fqn, parallel_prefixes, wrapper_names
 from ckptkit.training.packed import lasting_scales, lost_scales, packed_weights
 from ckptkit.training.pieces import ObjectValue, Piece, Replicas, Watched
 from ckptkit.training.places import TensorPlaces
+from ckptkit.training.serialising import kept_object, step_of
 from ckptkit.training.slots import Slot, whole_slot
 from ckptkit.training.stamps import Stamp, apart
+from ckptkit.training.structures import Structure, take_apart
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -47,6 +49,7 @@ class ModelView:
         meshes: The device meshes of the model.
         values: Which ranks hold what there is once per model.
         managed: The identities of the parameters that flat ones of FSDP1 stand for.
+        structures: Of the objects, where their leaves do not tell them.
     """
 
     pieces: tuple[Piece, ...]
@@ -55,6 +58,7 @@ class ModelView:
     meshes: Meshes
     values: Replicas
     managed: frozenset[int] = frozenset()
+    structures: tuple[Structure, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +71,7 @@ class _Wrapping:
         group: The ranks of the data parallel wrapper, if any.
         equal: The identities of the parameters that it keeps equal.
         meshes: Of the DTensors found so far.
+        where: The model's path in the user's state, for messages.
     """
 
     places: TensorPlaces
@@ -74,6 +79,7 @@ class _Wrapping:
     group: Copies | None
     equal: frozenset[int]
     meshes: Meshes
+    where: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,14 +103,14 @@ class _Structure:
     wrapping: _Wrapping
 
     @classmethod
-    def of(cls, model: nn.Module, places: TensorPlaces, world: Copies) -> _Structure:
+    def of(cls, model: nn.Module, places: TensorPlaces, world: Copies, where: str) -> _Structure:
         group, ranks, equal = _data_parallel(model)
         return cls(
             *_outline(model),
             parallel_prefixes(model),
             has_flat_parameters(model),
             tuple(_reshards(model)),
-            _Wrapping(places, world, group, equal, Meshes(group or Copies(), ranks)),
+            _Wrapping(places, world, group, equal, Meshes(group or Copies(), ranks), where),
         )
 
     def is_of(self, model: nn.Module) -> bool:
@@ -117,16 +123,19 @@ class _Structure:
 class ModelWalk:
     """Walks one model, again for each save; what does not change in between is kept."""
 
-    def __init__(self, model: nn.Module, places: TensorPlaces, *, world: Copies) -> None:
+    def __init__(
+        self, model: nn.Module, places: TensorPlaces, *, world: Copies, where: str = "model"
+    ) -> None:
         """Notes how the model is wrapped; wrap it before.
 
         Args:
             model: The outermost module.
             places: Where its tensors lie in a step.
             world: The number of ranks of the job, and this one.
+            where: The model's path in the user's state, for messages.
         """
         self._model = model
-        self._place = places, world
+        self._place = places, world, where
         self._structure = _Structure.of(model, *self._place)
         self._kept: tuple[tuple[object, ...], Stamp, ModelView] | None = None
 
@@ -135,8 +144,9 @@ class ModelWalk:
 
         Args:
             keep: As saves want it: whether to keep the answer, and to return it again as long as
-                all modules and tensors are the same and stay where they are; and whether to add
-                the scales of packed weights that state dicts lack, which need not be loaded.
+                all modules and tensors are the same and stay where they are; to add the scales of
+                packed weights that state dicts lack, which need not be loaded; and to refuse what
+                a resume would not give back.
         """
         if not self._structure.is_of(self._model):  # a head was replaced, a layer was added
             self._structure, self._kept = _Structure.of(self._model, *self._place), None
@@ -169,7 +179,9 @@ class ModelWalk:
         packed = packed_weights(self._model, self._structure.parallel)
         if keep:
             entries += lost_scales(packed, {name for name, _ in entries})
-        look = _Look.of(self._structure.wrapping, units, entries, lasting_scales(packed))
+        look = _Look.of(
+            self._structure.wrapping, units, entries, lasting_scales(packed), for_save=keep
+        )
         for fqn, parameter in self._unsaved_parameters(look.slots):
             look.take_unsaved(fqn, parameter)
         return look.view(managed_parameters(units)), {id(value) for _, value in entries}
@@ -271,6 +283,7 @@ class _Look:
     slots: dict[int, tuple[Slot, ...]] = field(default_factory=dict)
     pieces: list[Piece] = field(default_factory=list)
     objects: list[ObjectValue] = field(default_factory=list)
+    structures: list[Structure] = field(default_factory=list)
     parameters: dict[str, torch.Tensor] = field(default_factory=dict)
     scales: frozenset[int] = frozenset()
 
@@ -281,6 +294,8 @@ class _Look:
         units: tuple[FlatUnit, ...],
         entries: list[tuple[str, object]],
         scales: frozenset[int],
+        *,
+        for_save: bool,
     ) -> _Look:
         wrapping.meshes.learn(value for _, value in entries)
         group = wrapping.group
@@ -295,12 +310,23 @@ class _Look:
             look.take_tensor(names, tensor, tied)
         for name, value in entries:
             if not isinstance(value, torch.Tensor):
-                look.take_other(name, value)
+                if for_save:
+                    look.take_other(name, value)
+                else:
+                    look.take_live(name, value)
         return look
 
     def view(self, managed: frozenset[int]) -> ModelView:
         pieces, objects = tuple(self.pieces), tuple(self.objects)
-        return ModelView(pieces, objects, self.slots, self.wrapping.meshes, self.values, managed)
+        return ModelView(
+            pieces,
+            objects,
+            self.slots,
+            self.wrapping.meshes,
+            self.values,
+            managed,
+            tuple(self.structures),
+        )
 
     def take_unit(self, unit: FlatUnit) -> None:
         self.slots[id(unit.parameter)] = tuple(part.in_shard for part in unit.parts)
@@ -330,6 +356,20 @@ class _Look:
         self._add(slot, names, local, watched)
 
     def take_other(self, name: str, value: object) -> None:
+        unit, start = self.wrapping.places.of(name)
+        leaves, nodes = take_apart(value, self.wrapping.where + step_of(name))
+        if nodes is not None and self.values.own == 0:
+            self.structures.append(Structure(unit, start, nodes))
+        for leaf in leaves:
+            path = (*start, *leaf.path)
+            if isinstance(leaf.value, torch.Tensor):
+                slot = self._slot(".".join(map(str, path)), leaf.value)
+                self.pieces.extend(slot.pieces(unit, path, apart(leaf.value)))
+            elif self.values.own == 0:
+                self.objects.append(kept_object(unit, path, leaf.value, leaf.where))
+
+    def take_live(self, name: str, value: object) -> None:
+        """Takes what a resume replaces, of which not all need be fit to be saved."""
         unit, start = self.wrapping.places.of(name)
         for path, leaf in flatten(value, start):
             if isinstance(leaf, torch.Tensor):

@@ -11,6 +11,9 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 RNG = "rng"
 """Under this key the random number generators lie with the layout `dcp`."""
 
+VALUES_FILES = "ckptkit/values_rank_"
+"""What the names of these files begin with; see `ckptkit.training.structures`."""
+
 TRAINER_STATE = "trainer_state.json"
 """The file in which the Trainer keeps its own state."""
 
@@ -77,6 +80,11 @@ def custom_file(index: int) -> str:
 def dataloader_file(index: int, rank: int) -> str:
     """Returns the file with the state of a rank's dataloader at `index`."""
     return f"ckptkit/dataloader_{index}_rank_{rank}.bin"
+
+
+def values_file(rank: int) -> str:
+    """Returns the file in which a rank says how nested values are put together."""
+    return f"{VALUES_FILES}{rank}.bin"
 
 
 def clean_fqn(name: str, parallel: Sequence[str] = ()) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,6 +16,7 @@ from ckptkit.training.flatten import flatten
 from ckptkit.training.loading import load_pieces
 from ckptkit.training.pieces import Piece, Replicas
 from ckptkit.training.stored_step import StoredStep
+from ckptkit.training.structures import Nodes, adapt, leaf_paths, put_together
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,40 +34,82 @@ class Place:
     name: str
 
 
-def unflattened(stored: StoredStep, place: Place, live: Any, *, saved: bool) -> Any:
+class Unflattened(NamedTuple):
+    """A value that was put together.
+
+    Attributes:
+        value: The value, but for what sharded tensors hold.
+        pieces: The sharded tensors in it, which are the live value's own, to be filled in place.
+    """
+
+    value: Any
+    pieces: list[Piece]
+
+
+def unflattened(
+    stored: StoredStep, place: Place, live: Any, *, saved: bool, leaving: Collection[str] = ()
+) -> Unflattened:
     """Puts a value together from the keys of a DCP directory.
 
-    Sharded tensors are the live value's own, filled in place; what DCP does not store (empty
-    mappings) is taken from it.
+    Steps without structures, which older versions and other tools write, do not tell all types,
+    and hold nothing of empty mappings: then both are taken from the live value.
 
     Args:
         stored: The step.
         place: Of the value.
         live: What is there now in its stead.
         saved: Whether it is known to have been saved, so that it may have no leaves.
+        leaving: Names on the first level that belong to something else.
 
     Raises:
         ResumeError: If nothing was saved there.
         InputError: If it is damaged.
     """
-    leaves = dict(flatten(live, place.path))
-    own = {path: leaf for path, leaf in leaves.items() if isinstance(leaf, DTensor)}
-    state: Any = [] if isinstance(live, list) else _empty_mappings(live)
-    _fill_sharded(stored, place.unit, own)
-    found: list[tuple[KeyPath, Any]] = [(path[len(place.path) :], own[path]) for path in own]
-    found += stored.values(place.unit, place.path)
-    found += whole_tensors(stored, place.unit, place.path, frozenset(own))
-    if not found and leaves and not saved:
+    nodes = stored.structure(place.unit, place.path)
+    sharded = {path: leaf for path, leaf in flatten(live) if isinstance(leaf, DTensor)}
+    leaves = dict(_read(stored, place, _paths(stored, place, nodes, leaving), sharded))
+    keys = {entry.key_path for entry in stored.index(place.unit).tensors.values()}
+    own = {path: leaf for path, leaf in sharded.items() if (*place.path, *path) in keys}
+    leaves |= own
+    if not leaves and nodes is None and not saved and next(flatten(live), None) is not None:
         raise ResumeError(
             "was not saved with this step",
             where=place.name,
             hint="resume without it, or leave it out of the state",
         )
-    for rest, value in sorted(found, key=lambda item: _order(item[0])):
-        if not rest:
-            return value
-        put(state, _own_path(live, rest), value)
-    return state
+    value: Any = []
+    if leaves or nodes is not None or not isinstance(live, list):
+        value = put_together(nodes, leaves, where=f"{stored.source.location}, {place.name}")
+    if not stored.has_structures:
+        value = adapt(value, live)
+    return Unflattened(value, list(_pieces_of(place, own)))
+
+
+def _paths(
+    stored: StoredStep, place: Place, nodes: Nodes | None, leaving: Collection[str]
+) -> list[KeyPath]:
+    """Returns the paths of the leaves below a place."""
+    if nodes is not None:
+        return leaf_paths(nodes, place.name)
+    index, depth = stored.index(place.unit), len(place.path)
+    keys = chain(index.values, (entry.key_path for entry in index.tensors.values()))
+    found = (key[depth:] for key in keys if key[:depth] == place.path)
+    return [path for path in found if not (path and str(path[0]) in leaving)]
+
+
+def _read(
+    stored: StoredStep, place: Place, paths: Iterable[KeyPath], skip: Container[KeyPath]
+) -> Iterator[tuple[KeyPath, Any]]:
+    """Yields the leaves at some paths below a place, tensors read as a whole."""
+    depth, tensors = len(place.path), []
+    for path in paths:
+        key = (*place.path, *path)
+        if stored.has_value(place.unit, key):
+            yield path, stored.value(place.unit, key)
+        elif path not in skip:
+            tensors.append(key)
+    for key, tensor in read_tensors(stored, place.unit, tensors):
+        yield key[depth:], tensor
 
 
 def put(target: Any, path: KeyPath, value: Any) -> None:
@@ -95,16 +139,6 @@ def _own_key(target: Mapping[Any, Any], name: str | int) -> Any:
     return name if name in target else next((k for k in target if str(k) == str(name)), name)
 
 
-def whole_tensors(
-    stored: StoredStep, unit: str, start: KeyPath, skip: frozenset[KeyPath] = frozenset()
-) -> Iterator[tuple[KeyPath, torch.Tensor]]:
-    """Yields the tensors below a key path, each read as a whole."""
-    paths = [entry.key_path for entry in stored.index(unit).tensors.values()]
-    wanted = [path for path in paths if path[: len(start)] == start and path not in skip]
-    for path, tensor in read_tensors(stored, unit, wanted):
-        yield path[len(start) :], tensor
-
-
 def read_tensors(
     stored: StoredStep, unit: str, paths: Iterable[KeyPath]
 ) -> Iterator[tuple[KeyPath, torch.Tensor]]:
@@ -123,37 +157,10 @@ def _whole_piece(unit: str, entry: TensorEntry) -> Piece:
     return Piece(unit, entry.key_path, entry.shape, places, local)
 
 
-def _own_path(live: Any, path: KeyPath) -> KeyPath:
-    """Returns the path with the object's own keys, as far as it has them; DCP has texts."""
-    found: list[Any] = []
-    for name in path:
-        own = _own_key(live, name) if isinstance(live, Mapping) else name
-        live = live.get(own) if isinstance(live, Mapping) else None
-        found.append(own)
-    return tuple(found)
-
-
-def _fill_sharded(stored: StoredStep, unit: str, tensors: Mapping[KeyPath, DTensor]) -> None:
+def _pieces_of(place: Place, tensors: Mapping[KeyPath, DTensor]) -> Iterator[Piece]:
     meshes = Meshes(Copies())
     meshes.learn(tensors.values())
-    pieces = [
-        piece
-        for path, tensor in tensors.items()
-        for piece in meshes.slot(".".join(map(str, path)), tensor, Replicas()).pieces(
-            unit, path, local_part(tensor)
-        )
-    ]
-    if pieces:
-        load_pieces(stored.index(unit), stored.source, pieces)
-
-
-def _order(path: KeyPath) -> list[tuple[bool, int, str]]:
-    return [(isinstance(p, str), p if isinstance(p, int) else 0, str(p)) for p in path]
-
-
-def _empty_mappings(value: Any) -> dict[Any, Any]:
-    return {
-        key: _empty_mappings(inner)
-        for key, inner in (value.items() if isinstance(value, Mapping) else ())
-        if isinstance(inner, Mapping)
-    }
+    for path, tensor in tensors.items():
+        key = (*place.path, *path)
+        slot = meshes.slot(".".join(map(str, key)), tensor, Replicas())
+        yield from slot.pieces(place.unit, key, local_part(tensor))

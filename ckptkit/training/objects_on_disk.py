@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import datetime as dt
+import decimal
+import fractions
 import math
 import pathlib
 import posixpath
@@ -27,14 +29,16 @@ from ckptkit.core.errors import (
     UnsafePickleError,
 )
 from ckptkit.formats.dcp import BlobRef
-from ckptkit.formats.pickles import Global, InertDict, InertObject, shown
+from ckptkit.formats.pickles import Global, InertDict, InertObject, parse_pickle, shown
 from ckptkit.formats.torch_values import (
+    ALLOWED,
     DTypeName,
     InertDefaultDict,
     InertDeque,
     StorageRef,
     TensorRef,
-    parse_values,
+    inert_value,
+    storage_ref,
 )
 from ckptkit.formats.torch_zip import Archive, open_archive
 from ckptkit.storage.base import Source
@@ -47,6 +51,14 @@ _HINT = (
     " tensors and arrays only, or leave the object out of the state and restore it yourself"
 )
 _PLAIN = (type(None), bool, int, float, str, bytes)
+_PARAMETER = ("torch._utils", "_rebuild_parameter")
+_SIZE = ("torch", "Size")
+# A reader of weights takes these for the tensor and the tuple in them.
+_ALLOWED: Mapping[tuple[str, str], object] = {
+    **ALLOWED,
+    _PARAMETER: inert_value(*_PARAMETER),
+    _SIZE: inert_value(*_SIZE),
+}
 
 
 def read_object(source: Source, blob: BlobRef, *, where: str) -> Any:
@@ -82,11 +94,21 @@ def is_readable(data: bytes) -> str:
     What tensors hold is not looked at, so that this costs little.
     """
     try:
-        archive, inert = _parsed(data, where="")
-        _DryThaw(archive).value(inert, 0)
+        object_without_data(data)
     except CkptkitError as error:
         return error.message
     return ""
+
+
+def object_without_data(data: bytes) -> Any:
+    """Returns what `object_from_bytes` does, but for what tensors hold.
+
+    Raises:
+        ResumeError: If it holds something of another class.
+        InputError: If it is damaged.
+    """
+    archive, inert = _parsed(data, where="")
+    return _DryThaw(archive).value(inert, 0)
 
 
 def object_from_bytes(data: bytes, *, where: str) -> Any:
@@ -110,7 +132,9 @@ def object_from_bytes(data: bytes, *, where: str) -> Any:
 def _parsed(data: bytes, *, where: str) -> tuple[Archive, object]:
     archive = open_archive(lambda start, stop: data[start:stop], len(data), where=where)
     try:
-        return archive, parse_values(archive.pickle(), where=where)
+        return archive, parse_pickle(
+            archive.pickle(), _ALLOWED, where=where, persistent=storage_ref
+        )
     except UnsafePickleError as error:
         raise ResumeError(error.message, where=error.where, hint=_HINT) from error
 
@@ -234,7 +258,7 @@ class _DryThaw(_Thaw):
 
 
 Maker = Callable[[list[Any], Any], Any]
-_FACTORIES: Mapping[str, Callable[[], Any]] = {
+FACTORIES: Mapping[str, Callable[[], Any]] = {  # of a `defaultdict`, by the names in pickles
     "list": list,
     "dict": dict,
     "set": set,
@@ -256,7 +280,7 @@ _FACTORIES: Mapping[str, Callable[[], Any]] = {
 def _factory(name: object) -> Callable[[], Any] | None:
     if name is None:
         return None
-    found = _FACTORIES.get(name.name) if isinstance(name, Global) else None
+    found = FACTORIES.get(name.name) if isinstance(name, Global) else None
     if found is None:
         raise ResumeError(f"a defaultdict of {name} cannot be restored", hint=_HINT)
     return found
@@ -275,6 +299,22 @@ def _container(kind: Callable[..., Any]) -> Maker:
         return kind(*args)
 
     return make
+
+
+def _parameter(args: list[Any], _: Any) -> torch.nn.Parameter:
+    tensor, trained = args[:2]
+    return torch.nn.Parameter(tensor, requires_grad=bool(trained))
+
+
+def _size(args: list[Any], _: Any) -> torch.Size:
+    if not all(isinstance(arg, tuple | list) for arg in args):
+        raise TypeError(args)
+    return torch.Size(*args)
+
+
+def _time_zone(args: list[Any], _: Any) -> dt.timezone:
+    # Python writes `timezone.utc` as this call, and gives the same object back.
+    return dt.timezone(*args)
 
 
 def _namespace(args: list[Any], state: Any) -> argparse.Namespace:
@@ -341,13 +381,19 @@ _MAKERS: Mapping[tuple[str, str], Maker] = {
         ("datetime", name): _plain(kind)
         for name, kind in (("date", dt.date), ("datetime", dt.datetime))
     },
+    ("datetime", "time"): _plain(dt.time),
     ("datetime", "timedelta"): _plain(dt.timedelta),
+    ("datetime", "timezone"): _time_zone,
+    ("decimal", "Decimal"): _plain(decimal.Decimal),
+    ("fractions", "Fraction"): _plain(fractions.Fraction),
     **{
-        (module, name): _plain(pathlib.Path)
+        (module, name): _plain(pathlib.PurePosixPath if name == "PurePosixPath" else pathlib.Path)
         for module in ("pathlib", "pathlib._local")
         for name in ("Path", "PosixPath", "WindowsPath", "PurePosixPath")
     },
     ("torch", "device"): _plain(torch.device),
+    _SIZE: _size,
+    _PARAMETER: _parameter,
     ("numpy", "dtype"): _numpy_dtype,
     **{
         (f"numpy.{core}.multiarray", name): make

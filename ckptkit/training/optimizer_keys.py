@@ -22,6 +22,7 @@ from ckptkit.core.index import KeyPath
 
 STATE = "state"
 GROUPS = "param_groups"
+PARAMS = "params"
 
 
 def below(paths: Iterable[KeyPath], start: KeyPath, part: str) -> Iterator[tuple[KeyPath, KeyPath]]:

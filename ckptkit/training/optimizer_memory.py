@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ from ckptkit.training.optimizer_fit import RESET_HINT, class_of
 from ckptkit.training.optimizer_keys import STATE, below
 from ckptkit.training.slots import Slot
 from ckptkit.training.stored_step import StoredStep
+from ckptkit.training.structures import leaves_by_key
 
 Kinds = Sequence[tuple[Sequence[str | int], str]]
 """Of the tensors in a parameter's state: where each lies in it, and what it is."""
@@ -86,6 +87,10 @@ def allocate(stored: StoredStep, bound: BoundOptimizer, slots: Slots, world: Cop
         InputError: If the step is damaged.
     """
     live, composed = _live(bound, slots), composed_kinds(stored, bound)
+    for name, one in live.items():
+        nodes = stored.structure(bound.unit, (*bound.path, STATE, name))
+        if nodes is not None:
+            _rename(bound.optimizer.state, one.parameter, leaves_by_key(nodes, name))
     layout = _layout(stored, bound, live, world)
     own = {} if layout is None else layout.kinds()
     _make_state(bound, [*composed.values(), *own.values()], _names_with_state(stored, bound))
@@ -102,6 +107,19 @@ def allocate(stored: StoredStep, bound: BoundOptimizer, slots: Slots, world: Cop
     for name in composed.keys() & live.keys():
         state = bound.optimizer.state.get(live[name].parameter, {})
         _check_kinds(bound, state, [(tuple(names), kind) for names, kind in composed[name]])
+
+
+def _rename(
+    state: MutableMapping[Any, Any], parameter: torch.Tensor, paths: Mapping[Any, KeyPath]
+) -> None:
+    """Gives the tensors in a parameter's state the names that they have in a step.
+
+    All that is no tensor is left out: it comes from the step.
+    """
+    live = state.pop(parameter, None)
+    if isinstance(live, Mapping):
+        tensors = {key: live[key] for key in paths if isinstance(live.get(key), torch.Tensor)}
+        state[parameter] = {paths[key][0]: tensor for key, tensor in tensors.items()}
 
 
 def composed_kinds(stored: StoredStep, bound: BoundOptimizer) -> dict[str, Kinds]:
@@ -136,8 +154,7 @@ def state_values(index: TensorIndex, path: KeyPath, rank: int) -> dict[str, list
     start = (*path, rank_bound.STATES)
     for keys in (below(index.values, path, STATE), below(index.values, start, str(rank))):
         for rest, key_path in keys:
-            if len(rest) > 1:
-                found.setdefault(str(rest[0]), []).append(_Value(rest[1:], key_path))
+            found.setdefault(str(rest[0]), []).append(_Value(rest[1:], key_path))
     return found
 
 
@@ -146,6 +163,12 @@ class _Value(NamedTuple):
 
     names: KeyPath
     key_path: KeyPath
+
+
+def has_layout(stored: StoredStep, bound: BoundOptimizer) -> bool:
+    """Tells whether a step has state that is bound to the ranks that saved it."""
+    index = stored.index(bound.unit)
+    return next(below(index.values, bound.path, rank_bound.LAYOUTS), None) is not None
 
 
 def _live(bound: BoundOptimizer, slots: Slots) -> dict[str, _Live]:
@@ -248,7 +271,7 @@ def _fit_state(
     state = bound.optimizer.state[parameter]
     for names, kind in kinds:
         entry = entries[names]
-        if kind == "Tensor" and entry is not None and rank_bound.leaf(state, names) is None:
+        if kind == "Tensor" and entry is not None and rank_bound.tensor_at(state, names) is None:
             dtype: torch.dtype = getattr(torch, entry.dtype.name)
             put(state, names, torch.empty(entry.shape, dtype=dtype, device=parameter.device))
     _check_kinds(bound, state, kinds)
@@ -258,7 +281,7 @@ def _check_kinds(
     bound: BoundOptimizer, state: Mapping[Any, Any], kinds: Sequence[tuple[KeyPath, str]]
 ) -> None:
     for names, kind in kinds:
-        found = rank_bound.leaf(state, names)
+        found = rank_bound.tensor_at(state, names)
         here = "nothing" if found is None else rank_bound.kind_of(found)
         if here != kind:
             raise ResumeError(

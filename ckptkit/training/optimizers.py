@@ -7,8 +7,9 @@ yet; here neither happens, and the keys are the same.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -26,13 +27,15 @@ from ckptkit.training.dtensors import (
     local_part,
 )
 from ckptkit.training.flatten import flatten
-from ckptkit.training.layout import storable_dtype
+from ckptkit.training.layout import check_storable, storable_dtype
 from ckptkit.training.modules import ModelView
+from ckptkit.training.optimizer_keys import GROUPS, PARAMS, STATE
 from ckptkit.training.pieces import ObjectValue, Piece, Replicas
 from ckptkit.training.rank_bound import Held
-from ckptkit.training.serialising import is_plain, serialised
+from ckptkit.training.serialising import kept_object
 from ckptkit.training.slots import Slot, whole_slot
 from ckptkit.training.stamps import Stamp, apart
+from ckptkit.training.structures import Leaf, Structure, take_apart
 
 _STATE_HINT = "use an optimizer that keeps tensors and plain values"
 
@@ -40,7 +43,15 @@ _STATE_HINT = "use an optimizer that keeps tensors and plain values"
 class OptimizerWalk:
     """Walks one optimizer, again for each save; what does not change in between is kept."""
 
-    def __init__(self, optimizer: Optimizer, unit: str, path: KeyPath, *, world: Copies) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        unit: str,
+        path: KeyPath,
+        *,
+        world: Copies,
+        where: str = "optimizer",
+    ) -> None:
         """Notes the optimizer.
 
         Args:
@@ -48,14 +59,27 @@ class OptimizerWalk:
             unit: The DCP directory.
             path: What comes before `state` and `param_groups` in the key paths.
             world: The number of ranks of the job, and this one.
+            where: The optimizer's path in the user's state, for messages.
         """
         self._optimizer = optimizer
-        self._place = _Place(unit, path, world)
-        self._kept = _Kept(_States((), (), ()), ())
+        self._place = _Place(unit, path, world, where)
+        self._kept = _Kept(_States(), ())
 
-    def look(
-        self, views: Sequence[ModelView], *, keep: bool = False
-    ) -> tuple[list[Piece], list[ObjectValue]]:
+    def states(self, views: Sequence[ModelView]) -> list[Piece]:
+        """Returns the tensors in the states of its parameters, which a resume fills in place.
+
+        Nothing else is looked at, as a resume replaces it.
+
+        Raises:
+            UsageError: If a parameter belongs to none of the models, or two have the same name.
+            UnsupportedError: If some tensor cannot be stored.
+        """
+        walk = _Walk(views, self._place, for_save=False)
+        if rank_bound.is_paged(self._optimizer):
+            _wait_for_pages(_Now.of(self._optimizer, views).values)
+        return list(walk.take_states(self._optimizer).pieces)
+
+    def look(self, views: Sequence[ModelView], *, keep: bool = False) -> Found:
         """Returns the tensors on this rank, and the objects that it has to write.
 
         Hyperparameters lie under `param_groups` and the number of their group. Where parameters
@@ -71,9 +95,9 @@ class OptimizerWalk:
 
         Raises:
             UsageError: If a parameter belongs to none of the models, or two have the same name.
-            UnsupportedError: If some state cannot be stored.
+            UnsupportedError: If some state cannot be stored, or would not come back equal.
         """
-        optimizer, walk = self._optimizer, _Walk(views, self._place)
+        optimizer, walk = self._optimizer, _Walk(views, self._place, for_save=True)
         now = _Now.of(optimizer, views)
         if rank_bound.is_paged(optimizer):
             _wait_for_pages(now.values)
@@ -83,22 +107,20 @@ class OptimizerWalk:
             if keep and all(isinstance(value, torch.Tensor) for value in now.values):
                 kept.stamp = Stamp.of(now.values, forget=kept.forget)
                 self._kept = kept
-        walk.pieces += kept.states.pieces
-        walk.objects += kept.states.objects
+        walk.found.add(kept.states)
         for index, group in enumerate(optimizer.param_groups):
             walk.take_group(index, group, kept.states.groups[index])
         walk.take_unbound(optimizer.state)
-        for value in walk.objects:
-            _check_storable(value)
-        return walk.pieces, walk.objects
+        return walk.found
 
 
 class _Place(NamedTuple):
-    """Where the state of an optimizer lies in a step, and who writes it."""
+    """Where the state of an optimizer lies in a step, who writes it, and its name in messages."""
 
     unit: str
     path: KeyPath
     world: Copies
+    where: str
 
 
 class _Group(NamedTuple):
@@ -111,9 +133,31 @@ class _Group(NamedTuple):
 class _States(NamedTuple):
     """The states of all parameters on this rank, what says how they lie, and the groups."""
 
-    pieces: tuple[Piece, ...]
-    objects: tuple[ObjectValue, ...]
-    groups: tuple[_Group, ...]
+    pieces: tuple[Piece, ...] = ()
+    objects: tuple[ObjectValue, ...] = ()
+    structures: tuple[Structure, ...] = ()
+    groups: tuple[_Group, ...] = ()
+
+
+@dataclass(slots=True)
+class Found:
+    """What a walk has found.
+
+    Attributes:
+        pieces: The tensors on this rank.
+        objects: The values that it has to write.
+        structures: How nested values are put together, where their leaves do not tell it.
+    """
+
+    pieces: list[Piece] = field(default_factory=list)
+    objects: list[ObjectValue] = field(default_factory=list)
+    structures: list[Structure] = field(default_factory=list)
+
+    def add(self, other: Found | ModelView | _States) -> None:
+        """Adds what another walk has found."""
+        self.pieces += other.pieces
+        self.objects += other.objects
+        self.structures += other.structures
 
 
 class _Now(NamedTuple):
@@ -170,7 +214,7 @@ class _Kept:
 
     def forget(self) -> None:
         """Lets go of the tensors' memory, as the optimizer has done."""
-        self.states, self.stamp = _States((), (), ()), None
+        self.states, self.stamp = _States(), None
 
     def still_holds(self, now: _Now) -> bool:
         stamp = self.stamp
@@ -180,11 +224,11 @@ class _Kept:
 class _Walk:
     """One walk over an optimizer."""
 
-    def __init__(self, views: Sequence[ModelView], place: _Place) -> None:
-        self.pieces: list[Piece] = []
-        self.objects: list[ObjectValue] = []
+    def __init__(self, views: Sequence[ModelView], place: _Place, *, for_save: bool) -> None:
+        self.found = Found()
         self._views = views
-        self._unit, self._path, self._world = place
+        self._for_save = for_save
+        self._unit, self._path, self._world, self._where = place
         self._seen: set[str] = set()
 
     def take_states(self, optimizer: Optimizer) -> _States:
@@ -197,8 +241,7 @@ class _Walk:
             for parameter in group["params"]:
                 model, slots = self._find(parameter)
                 names += [slot.fqn for slot in slots]
-                leaves = list(flatten(optimizer.state.get(parameter, {})))
-                held.append((Held(slots, leaves), self._views[model].meshes))
+                held.append((self._held(slots, optimizer, parameter), self._views[model].meshes))
             groups.append(_Group(names, model))
         all_held = [one for one, _ in held]
         bound = rank_bound.is_rank_bound(optimizer, all_held)
@@ -212,26 +255,45 @@ class _Walk:
                 objects += rank_bound.composed_of(one, self._unit, self._path)
         for piece in pieces:
             storable_dtype(piece)
-        return _States(tuple(pieces), tuple(objects), tuple(groups))
+        found = self.found
+        self.found = Found()
+        objects += found.objects
+        return _States(tuple(pieces), tuple(objects), tuple(found.structures), tuple(groups))
+
+    def _held(self, slots: Sequence[Slot], optimizer: Optimizer, parameter: torch.Tensor) -> Held:
+        state: Any = optimizer.state.get(parameter, {})
+        where = f"{self._where}.state[{slots[0].fqn!r}]"
+        if type(state) is dict and not state:  # which looking for a state may leave
+            return Held(slots, ())
+        if not self._for_save:
+            return Held(slots, [Leaf(path, leaf, where) for path, leaf in flatten(state)])
+        with _of_optimizer():
+            leaves, nodes = take_apart(state, where, any_tensor=True)
+        for leaf in leaves:
+            if type(leaf.value) is torch.Tensor:
+                check_storable(leaf.value, leaf.where)
+        return Held(slots, leaves, nodes)
 
     def take_group(self, index: int, group: Mapping[str, Any], known: _Group) -> None:
-        view, path = self._views[known.model], (*self._path, "param_groups")
+        view, path = self._views[known.model], (*self._path, GROUPS)
+        where = f"{self._where}.param_groups[{index}]"
+        values = {key: value for key, value in group.items() if key != PARAMS}
         if view.values.count < self._world.number:
             for name in known.names:
-                for key, value in group.items():
-                    if key != "params":
-                        self._take_shared((*path, name, key), value, view)
+                self._take_shared((*path, name), values, view, where)
             return
-        for key, value in group.items():
-            shared = known.names if key == "params" else value
-            self._take_shared((*path, index, key), shared, view)
+        self._take_shared((*path, index), values, view, where)
+        if view.values.own == 0:
+            key = (*path, index, PARAMS)
+            self.found.objects.append(ObjectValue(self._unit, key, known.names))
 
     def take_unbound(self, state: Mapping[Any, Any]) -> None:
         """Takes what an optimizer keeps beside the states of its parameters: that of rank 0."""
-        for key, value in state.items():
-            if not isinstance(key, torch.Tensor):
-                view = replace(self._views[0], values=Replicas(*self._world, spread=False))
-                self._take_shared((*self._path, "state", str(key)), value, view)
+        values = {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
+        if values:
+            view = replace(self._views[0], values=Replicas(*self._world, spread=False))
+            where = f"{self._where}.state"
+            self._take_shared((*self._path, STATE), values, view, where, taken=self._seen)
 
     def _find(self, parameter: torch.Tensor) -> tuple[int, tuple[Slot, ...]]:
         for number, view in enumerate(self._views):
@@ -259,17 +321,41 @@ class _Walk:
 
     def _states_of(self, held: Held, meshes: Meshes, *, bound: bool) -> Iterator[Piece]:
         if bound and held.sharded:
-            self.objects += rank_bound.objects_of(held, self._unit, self._path, self._world.own)
-            return rank_bound.pieces_of(held, self._unit, self._path, self._world.own)
+            return self._rank_bound_pieces(held)
         self._take_values(held)
         return self._placed_pieces(held, meshes)
 
+    def _take_values(self, held: Held) -> None:
+        for slot in held.slots:
+            if slot.values.own or not self._for_save:
+                continue
+            start: KeyPath = (*self._path, STATE, slot.fqn)
+            if held.nodes is not None:
+                self.found.structures.append(Structure(self._unit, start, held.nodes))
+            for leaf in held.leaves:
+                if not isinstance(leaf.value, torch.Tensor):
+                    self._keep((*start, *leaf.path), leaf)
+
+    def _keep(self, path: KeyPath, leaf: Leaf) -> None:
+        with _of_optimizer():
+            self.found.objects.append(kept_object(self._unit, path, leaf.value, leaf.where))
+
     def _placed_pieces(self, held: Held, meshes: Meshes) -> Iterator[Piece]:
         for slot in held.slots:
-            start: KeyPath = (*self._path, "state", slot.fqn)
-            for names, value in held.leaves:
-                if isinstance(value, torch.Tensor):
-                    yield from self._pieces_of(value, slot, meshes, (*start, *names))
+            start: KeyPath = (*self._path, STATE, slot.fqn)
+            for leaf in held.leaves:
+                if isinstance(leaf.value, torch.Tensor):
+                    yield from self._pieces_of(leaf.value, slot, meshes, (*start, *leaf.path))
+
+    def _rank_bound_pieces(self, held: Held) -> Iterator[Piece]:
+        """Takes the values of a state that is bound to this rank, and returns its tensors."""
+        start = (*self._path, rank_bound.STATES, str(self._world.own), held.name)
+        if held.nodes is not None:
+            self.found.structures.append(Structure(self._unit, start, held.nodes))
+        for leaf in held.leaves if self._for_save else ():
+            if not isinstance(leaf.value, torch.Tensor):
+                self._keep((*start, *leaf.path), leaf)
+        return rank_bound.pieces_of(held, self._unit, self._path, self._world.own)
 
     def _pieces_of(
         self, value: torch.Tensor, slot: Slot, meshes: Meshes, path: KeyPath
@@ -282,29 +368,33 @@ class _Walk:
             part = whole_slot(slot.fqn, inner, slot.replicas, slot.values)
             yield from part.pieces(self._unit, (*path, *rest), apart(inner))
 
-    def _take_values(self, held: Held) -> None:
-        for slot in held.slots:
-            for names, value in held.leaves:
-                if slot.values.own == 0 and not isinstance(value, torch.Tensor):
-                    path = (*self._path, "state", slot.fqn, *names)
-                    self.objects.append(ObjectValue(self._unit, path, value))
-
-    def _take_shared(self, path: KeyPath, value: object, view: ModelView) -> None:
-        for names, leaf in flatten(value, path):
-            if isinstance(leaf, torch.Tensor):
-                pieces = list(_shared_pieces(self._unit, names, leaf, view))
-                list(map(storable_dtype, pieces))
-                self.pieces += pieces
+    def _take_shared(
+        self,
+        path: KeyPath,
+        value: object,
+        view: ModelView,
+        where: str,
+        *,
+        taken: Collection[str] = (),
+    ) -> None:
+        with _of_optimizer():
+            leaves, nodes = take_apart(value, where, taken=taken)
+        if nodes is not None and view.values.own == 0:
+            self.found.structures.append(Structure(self._unit, path, nodes))
+        for leaf in leaves:
+            names = (*path, *leaf.path)
+            if isinstance(leaf.value, torch.Tensor):
+                self.found.pieces += _shared_pieces(self._unit, names, leaf.value, view)
             elif view.values.own == 0:
-                self.objects.append(ObjectValue(self._unit, names, leaf))
+                self._keep(names, leaf)
 
 
-def _check_storable(item: ObjectValue) -> None:
-    if is_plain(item.value):
-        return
+@contextmanager
+def _of_optimizer() -> Iterator[None]:
+    """Turns what blames the user's own objects into an error that costs the optimizer only."""
     try:
-        serialised(item.value, ".".join(map(str, item.key_path)))
-    except UsageError as error:  # which blames the user's own objects
+        yield
+    except UsageError as error:
         raise UnsupportedError(error.message, where=error.where, hint=_STATE_HINT) from error
 
 

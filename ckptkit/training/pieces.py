@@ -97,11 +97,13 @@ class ObjectValue:
         unit: The DCP directory.
         key_path: As for a piece.
         value: What `torch.save` will be given.
+        archive: What it wrote; empty for plain values, of which it writes the same each time.
     """
 
     unit: str
     key_path: KeyPath
     value: object
+    archive: bytes = field(default=b"", repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ from ckptkit.training.dtensors import Copies, DTensor, inner_tensors, is_compose
 from ckptkit.training.optimizer_fit import unwrapped
 from ckptkit.training.pieces import ObjectValue, Piece
 from ckptkit.training.slots import Slot, whole_places
+from ckptkit.training.structures import Leaf, Nodes
 
 STATES = "rank_bound"
 LAYOUTS = "rank_layout"
@@ -44,10 +45,12 @@ class Held:
     Attributes:
         slots: The original parameters that it stands for.
         leaves: The values in its state, each with the path of names to it.
+        nodes: How they are put together, where they do not tell it.
     """
 
     slots: Sequence[Slot]
-    leaves: Sequence[tuple[KeyPath, object]]
+    leaves: Sequence[Leaf]
+    nodes: Nodes | None = None
 
     @property
     def name(self) -> str:
@@ -68,10 +71,10 @@ def is_rank_bound(optimizer: Optimizer, held: Iterable[Held]) -> bool:
     has no place.
     """
     return is_low_bit(optimizer) or any(
-        isinstance(value, torch.Tensor) and not _has_place(value, slot)
+        isinstance(leaf.value, torch.Tensor) and not _has_place(leaf.value, slot)
         for one in held
         if one.sharded
-        for _, value in one.leaves
+        for leaf in one.leaves
         for slot in one.slots
     )
 
@@ -121,20 +124,12 @@ def pieces_of(held: Held, unit: str, path: KeyPath, rank: int) -> Iterator[Piece
         rank: Of this process.
     """
     start = (*path, STATES, str(rank), held.name)
-    for names, value in held.leaves:
-        if isinstance(value, torch.Tensor):
-            for rest, inner in inner_tensors(value):
+    for leaf in held.leaves:
+        if isinstance(leaf.value, torch.Tensor):
+            for rest, inner in inner_tensors(leaf.value):
                 shape = tuple(inner.shape)
-                key = (*start, *names, *rest)
+                key = (*start, *leaf.path, *rest)
                 yield Piece(unit, key, shape, whole_places(shape), inner.detach())
-
-
-def objects_of(held: Held, unit: str, path: KeyPath, rank: int) -> Iterator[ObjectValue]:
-    """Yields the values of a parameter's state that are no tensors; see `pieces_of`."""
-    start = (*path, STATES, str(rank), held.name)
-    for names, value in held.leaves:
-        if not isinstance(value, torch.Tensor):
-            yield ObjectValue(unit, (*start, *names), value)
 
 
 def layouts_of(
@@ -156,16 +151,17 @@ def layouts_of(
 
 
 def _facts(held: Held) -> dict[str, Any]:
-    kinds = [(names, kind_of(v)) for names, v in held.leaves if isinstance(v, torch.Tensor)]
+    tensors = [leaf for leaf in held.leaves if isinstance(leaf.value, torch.Tensor)]
+    kinds = [(leaf.path, kind_of(leaf.value)) for leaf in tensors]
     return {**part_of(held.slots), "kinds": kinds}
 
 
 def composed_of(held: Held, unit: str, path: KeyPath) -> Iterator[ObjectValue]:
     """Yields what tells the kinds of the composed tensors in a whole parameter's state."""
     kinds = [
-        (names, kind_of(value))
-        for names, value in held.leaves
-        if isinstance(value, torch.Tensor) and is_composed(value)
+        (leaf.path, kind_of(leaf.value))
+        for leaf in held.leaves
+        if isinstance(leaf.value, torch.Tensor) and is_composed(leaf.value)
     ]
     if kinds and held.slots[0].values.own == 0:
         yield ObjectValue(unit, (*path, COMPOSED, held.name), json.dumps(kinds))
@@ -191,7 +187,7 @@ def kind_of(tensor: torch.Tensor) -> str:
     return "DTensor" if isinstance(tensor, DTensor) else "Tensor"
 
 
-def leaf(state: Any, names: KeyPath) -> torch.Tensor | None:
+def tensor_at(state: Any, names: KeyPath) -> torch.Tensor | None:
     """Returns the tensor at a place in a parameter's state, None where there is none."""
     for name in names:
         if isinstance(state, Mapping):

@@ -92,6 +92,8 @@ class _Plain:
 
 def _archive_of(item: ObjectValue) -> bytes:
     value = item.value
+    if item.archive:
+        return item.archive
     if is_plain(value):
         return _archive_of_plain(_Plain(repr(value), value))
     if item.key_path[0] == RNG:  # our own, and long: known to be readable

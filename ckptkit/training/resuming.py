@@ -25,7 +25,7 @@ from ckptkit.core.texts import size_text
 from ckptkit.formats.discovery import step_of
 from ckptkit.storage.places import Place
 from ckptkit.storage.run_marks import STEP_PREFIXES
-from ckptkit.training.filling import Loaded, Opening
+from ckptkit.training.filling import Loaded, Opening, Prepared
 from ckptkit.training.loading import first_few
 from ckptkit.training.near_copies import NearPlace
 from ckptkit.training.peers import Peers
@@ -274,25 +274,50 @@ class _Attempt:
         Raises:
             ResumeError: If the step does not fit; also on ranks where it does.
             PeerError: If a rank does not answer in time.
-        """  # noqa: DOC501
+        """
         start = time.perf_counter()
         with few_collections(), Opening(folder, self._bound) as opening:
-            loaded, error = Loaded(), None
             alike = self._ask_rank_0(opening.loaders_alike)
             anew = self._starting_anew(opening)
+            loaded, prepared = Loaded(), Prepared()
             try:
-                loaded = opening.load(step, alike, anew)
+                prepared = opening.prepare(step, alike, anew)
+            except Exception as caught:  # noqa: BLE001  the other ranks have to hear of it
+                return self._stopped(self._agree_to_fill(caught), caught)
+            problem = self._stopped(self._agree_to_fill(None), None)
+            if problem is not None:
+                return problem
+            error: Exception | None = None
+            try:
+                loaded = opening.fill(prepared)
             except Exception as caught:  # noqa: BLE001  the other ranks have to hear of it
                 error = caught
-            verdict = self._agree(opening, loaded, error)
-            if verdict is not None:
-                if verdict["misfit"]:
-                    raise error_from_json(verdict["error"]) from error
-                found = error_from_json(verdict["error"])
-                return found if isinstance(found, InputError) else InputError(str(found))
+            problem = self._stopped(self._agree(opening, loaded, error), error)
+            if problem is not None:
+                return problem
             self._apply(loaded.changes)
         self._report(step, loaded, time.perf_counter() - start)
         return None
+
+    def _agree_to_fill(self, error: Exception | None) -> dict[str, Any] | None:
+        """Agrees that everything fits on all ranks, before any of them overwrites a tensor."""
+        answer: dict[str, Any] | None = self._peers.agree(
+            "what fits of a step",
+            None if error is None else _problem(error),
+            _first_problem,
+            timeout_seconds=self._timeout_seconds,
+        )
+        return answer
+
+    @staticmethod
+    def _stopped(verdict: Mapping[str, Any] | None, error: Exception | None) -> InputError | None:
+        """Returns what is damaged, None where nothing is; raises what does not fit."""
+        if verdict is None:
+            return None
+        found = error_from_json(verdict["error"])
+        if verdict["misfit"]:
+            raise found from error
+        return found if isinstance(found, InputError) else InputError(str(found))
 
     def _ask_rank_0(self, look: Callable[[], dict[str, bool]]) -> dict[str, bool]:
         """Returns what rank 0 finds; where it fails it does so again when it loads the step."""
@@ -382,12 +407,10 @@ def _problem(error: Exception) -> dict[str, Any]:
 
 
 def _verdict(values: Sequence[Mapping[str, Any]], opening: Opening) -> dict[str, Any] | None:
-    """Decides for all ranks, on rank 0: what does not fit comes before what is damaged."""
-    problems = [(rank, v["problem"]) for rank, v in enumerate(values) if v["problem"] is not None]
-    problems.sort(key=lambda entry: not entry[1]["misfit"])
-    for rank, problem in problems:
-        logger.debug("rank %d: %s", rank, problem["error"]["message"])
-        return dict(problem)
+    """Decides for all ranks, on rank 0."""
+    problem = _first_problem([value["problem"] for value in values])
+    if problem is not None:
+        return problem
     try:
         opening.stored.check_digests()
         _prove(opening.stored, [value["partial"] for value in values])
@@ -408,6 +431,16 @@ def _warn_of_ties(of_ranks: Sequence[Mapping[str, Sequence[Any]]]) -> None:
             name,
             max(difference for _, difference in found),
         )
+
+
+def _first_problem(found: Sequence[Mapping[str, Any] | None]) -> dict[str, Any] | None:
+    """Returns the problem to tell all ranks: what does not fit comes before what is damaged."""
+    problems = [(rank, problem) for rank, problem in enumerate(found) if problem is not None]
+    problems.sort(key=lambda entry: not entry[1]["misfit"])
+    for rank, problem in problems:
+        logger.debug("rank %d: %s", rank, problem["error"]["message"])
+        return dict(problem)
+    return None
 
 
 def _prove(stored: StoredStep, packed: Sequence[Mapping[str, Any]]) -> None:

@@ -7,7 +7,7 @@ import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckptkit.core.errors import FormatError, ResumeError
 from ckptkit.core.index import KeyPath
@@ -55,22 +55,34 @@ class SavedEntry:
         return shown_name(self.key, self.position)
 
 
-def parse_entries(data: bytes, *, where: str) -> tuple[SavedEntry, ...] | None:
-    """Returns the entries that the facts of a run name.
+class SavedFacts(NamedTuple):
+    """What a step says of itself.
+
+    Attributes:
+        entries: Of the mapping that it was saved from, None where the step was saved before they
+            were written down.
+        has_structures: Whether it says how nested values are put together, see `structures`.
+    """
+
+    entries: tuple[SavedEntry, ...] | None = None
+    has_structures: bool = False
+
+
+def parse_facts(data: bytes, *, where: str) -> SavedFacts:
+    """Returns what the facts of a run tell of its steps.
 
     Args:
         data: The file of the facts.
         where: It, for messages.
 
-    Returns:
-        The entries, None where the step was saved before they were written down.
-
     Raises:
         FormatError: If the file is damaged.
     """
     try:
-        found = json.loads(data).get("entries")
-        return None if found is None else tuple(_entry(document) for document in found)
+        document = json.loads(data)
+        found = document.get("entries")
+        entries = None if found is None else tuple(_entry(entry) for entry in found)
+        return SavedFacts(entries, bool(document.get("structures")))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise FormatError("does not name what the step holds", where=where) from error
 

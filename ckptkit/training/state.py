@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from ckptkit.training.bound import (
     BoundObject,
     BoundOptimizer,
     index_of,
+    path_in_state,
     place_entries,
 )
 from ckptkit.training.dtensors import Copies, DTensor, Meshes, local_part
@@ -25,7 +27,7 @@ from ckptkit.training.flatten import flatten
 from ckptkit.training.kinds import Layout, taken_from
 from ckptkit.training.modules import ModelView, ModelWalk
 from ckptkit.training.optimizer_fit import Unfit, class_of
-from ckptkit.training.optimizers import OptimizerWalk
+from ckptkit.training.optimizers import Found, OptimizerWalk
 from ckptkit.training.pieces import (
     Dispensable,
     Holdings,
@@ -34,9 +36,10 @@ from ckptkit.training.pieces import (
     Replicas,
     SmallFile,
 )
-from ckptkit.training.serialising import saved, serialised
-from ckptkit.training.slots import whole_slot
+from ckptkit.training.serialising import check_nesting, kept_bytes, kept_object, saved
+from ckptkit.training.slots import Slot, whole_slot
 from ckptkit.training.stages import united
+from ckptkit.training.structures import VERSION, Leaf, Structure, tables_of, take_apart
 
 __all__ = ["BoundModel", "BoundObject", "BoundOptimizer", "BoundState", "Layout", "bind"]
 
@@ -104,13 +107,17 @@ class BoundState:
             UnsupportedError: If the place of some elements of a model cannot be told.
         """
         dispensable: list[Dispensable] = []
-        pieces, objects = self.tensors(keep=True, sparing=dispensable)
+        found = self.tensors(keep=True, sparing=dispensable)
         files = [*self._files]
         for other in self.others:
-            more, values, file = self._other(other)
-            pieces, objects, files = pieces + more, objects + values, files + file
-        self._add_random_states(step, objects, files)
-        return Holdings(tuple(pieces), tuple(objects), tuple(files), tuple(dispensable))
+            self._take_other(other, found, files)
+        self._add_random_states(step, found.objects, files)
+        if self.layout == "dcp" and any("." in entry["key"] for entry in self._entries()):
+            check_keys(found.pieces, found.objects)
+        if found.structures:
+            data = saved(tables_of(found.structures))
+            files.append(SmallFile(names.values_file(self.rank), data))
+        return Holdings(tuple(found.pieces), tuple(found.objects), tuple(files), tuple(dispensable))
 
     def _add_random_states(
         self, step: int, objects: list[ObjectValue], files: list[SmallFile]
@@ -128,14 +135,10 @@ class BoundState:
             files.append(SmallFile(file, saved(rng.under_trainer_keys(states))))
 
     def pieces(self) -> tuple[Piece, ...]:
-        """Returns the tensors on this rank only: what a resume writes into."""
-        pieces, _ = self.tensors()
-        for other in self.others:
-            if other.kind not in _PER_RANK:
-                leaves = list(flatten(other.state(), other.path))
-                if self._in_dcp(leaves):
-                    pieces += self._leaf_pieces(other, leaves)
-        return tuple(pieces)
+        """Returns the tensors of models and optimizers on this rank: what a resume writes into."""
+        views = [walk.look() for walk in self._walks]
+        states = [walk.states(views) for walk in self._optimizer_walks]
+        return tuple(chain(*(view.pieces for view in views), *states))
 
     def facts(self) -> dict[str, Any]:
         """Returns what a reader of the checkpoint wants to know of the run, as plain values."""
@@ -149,6 +152,7 @@ class BoundState:
             "layout": self.layout,
             "models": models,
             "entries": self._entries(),
+            "structures": VERSION,
         }
 
     def _entries(self) -> list[dict[str, Any]]:
@@ -175,8 +179,8 @@ class BoundState:
                 first["class"] = ""
         return list(entries.values())
 
-    def _in_dcp(self, leaves: list[tuple[KeyPath, object]]) -> bool:
-        return self.layout == "dcp" or any(isinstance(leaf, DTensor) for _, leaf in leaves)
+    def _in_dcp(self, value: object) -> bool:
+        return self.layout == "dcp" or any(isinstance(leaf, DTensor) for _, leaf in flatten(value))
 
     def check_plain(self, other: BoundObject) -> None:
         """Refuses tensors that would be hidden in a file of Python objects, where others look.
@@ -189,7 +193,7 @@ class BoundState:
         found = taken_from(other.target)
         if found is None or (found == "model" and self.models):
             return
-        if self._in_dcp(list(flatten(other.target, other.path))):
+        if self._in_dcp(other.target):
             return
         raise UsageError(
             f"the state dict of {'an' if found == 'optimizer' else 'a'} {found} was found, which"
@@ -198,9 +202,7 @@ class BoundState:
             hint=f"pass the {found} itself, without state_dict()",
         )
 
-    def tensors(
-        self, *, keep: bool = False, sparing: list[Dispensable] | None = None
-    ) -> tuple[list[Piece], list[ObjectValue]]:
+    def tensors(self, *, keep: bool = False, sparing: list[Dispensable] | None = None) -> Found:
         """Returns what this rank holds of the models and optimizers.
 
         Args:
@@ -213,23 +215,22 @@ class BoundState:
             UsageError: If an optimizer's parameter belongs to no model in the mapping.
         """
         views: list[ModelView] = [walk.look(keep=keep) for walk in self._walks]
-        pieces = [piece for view in views for piece in view.pieces]
-        objects = [value for view in views for value in view.objects]
+        found = Found()
+        for view in views:
+            found.add(view)
         for bound, walk in zip(self.optimizers, self._optimizer_walks, strict=True):
             problem = ""
             try:
-                more, values = walk.look(views, keep=keep)
+                found.add(walk.look(views, keep=keep))
             except UsageError:  # such as a parameter of no model, which the user can put right
                 raise
             except Exception as error:
                 if sparing is None:
                     raise
-                more, values, problem = [], [], _shown(bound, error)
-            pieces += more
-            objects += values
+                problem = _shown(bound, error)
             if sparing is not None:
                 sparing.append(Dispensable(bound.name, bound.unit, bound.path, problem))
-        return pieces, objects
+        return found
 
     def trained_by(self, optimizer: BoundOptimizer) -> frozenset[tuple[str, KeyPath]]:
         """Returns the units and key paths of the parameters that an optimizer changes."""
@@ -243,48 +244,59 @@ class BoundState:
             for slot in slots
         )
 
-    def _other(self, bound: BoundObject) -> tuple[list[Piece], list[ObjectValue], list[SmallFile]]:
-        if bound.kind in _PER_RANK:
-            return self._of_each_rank(bound)
+    def _take_other(self, bound: BoundObject, found: Found, files: list[SmallFile]) -> None:
+        """Adds what this rank holds of an entry that is no model and no optimizer."""
         state = bound.state()
-        leaves = list(flatten(state, bound.path))
-        if self._in_dcp(leaves):
-            return [*self._leaf_pieces(bound, leaves)], [*self._leaf_objects(bound, leaves)], []
-        if self.rank:
-            return [], [], []
-        return [], [], [SmallFile(bound.file, serialised(state, bound.key))]
-
-    def _of_each_rank(
-        self, bound: BoundObject
-    ) -> tuple[list[Piece], list[ObjectValue], list[SmallFile]]:
-        state = bound.state()
-        if self.layout == "dcp":
+        check_nesting(state, bound.where)
+        if bound.kind in _PER_RANK and self.layout == "dcp":
             path = (*bound.path, str(self.rank))
-            return [], [ObjectValue(bound.unit, path, state)], []
-        return [], [], [SmallFile(bound.file, serialised(state, bound.key))]
+            found.objects.append(kept_object(bound.unit, path, state, bound.where))
+        elif bound.kind not in _PER_RANK and self._in_dcp(state):
+            self._take_leaves(bound, state, found)
+        elif bound.kind in _PER_RANK or self.rank == 0:
+            files.append(SmallFile(bound.file, kept_bytes(state, bound.where)))
 
-    def _leaf_pieces(
-        self, bound: BoundObject, leaves: list[tuple[KeyPath, object]]
-    ) -> Iterator[Piece]:
+    def _take_leaves(self, bound: BoundObject, state: object, found: Found) -> None:
+        leaves, nodes = take_apart(state, bound.where)
+        if nodes is not None and self.rank == 0:
+            found.structures.append(Structure(bound.unit, bound.path, nodes))
         meshes = Meshes(Copies())
-        meshes.learn(leaf for _, leaf in leaves)
+        meshes.learn(leaf.value for leaf in leaves)
         values = Replicas(self.world_size, self.rank, spread=False)
-        for path, leaf in leaves:
-            if isinstance(leaf, torch.Tensor):
-                name = ".".join(map(str, path))
-                slot = (
-                    meshes.slot(name, leaf, values)
-                    if isinstance(leaf, DTensor)
-                    else whole_slot(name, leaf, values, values)
-                )
-                yield from slot.pieces(bound.unit, path, local_part(leaf))
+        for leaf in leaves:
+            path = (*bound.path, *leaf.path)
+            if isinstance(leaf.value, torch.Tensor):
+                slot = placed_slot(leaf, path, meshes, values)
+                found.pieces += slot.pieces(bound.unit, path, local_part(leaf.value))
+            elif self.rank == 0:
+                found.objects.append(kept_object(bound.unit, path, leaf.value, leaf.where))
 
-    def _leaf_objects(
-        self, bound: BoundObject, leaves: list[tuple[KeyPath, object]]
-    ) -> Iterator[ObjectValue]:
-        for path, leaf in leaves:
-            if self.rank == 0 and not isinstance(leaf, torch.Tensor):
-                yield ObjectValue(bound.unit, path, leaf)
+
+def placed_slot(leaf: Leaf, path: KeyPath, meshes: Meshes, values: Replicas) -> Slot:
+    """Returns where the tensor of a leaf lies."""
+    name = ".".join(map(str, path))
+    if isinstance(leaf.value, DTensor):
+        return meshes.slot(name, leaf.value, values)
+    return whole_slot(name, leaf.value, values, values)
+
+
+def check_keys(pieces: Iterable[Piece], objects: Iterable[ObjectValue]) -> None:
+    """Refuses two values of which the names in the mapping make one key.
+
+    Raises:
+        UsageError: If there are some.
+    """
+    taken: dict[tuple[str, str], KeyPath] = {}
+    items: Iterable[Piece | ObjectValue] = chain(pieces, objects)
+    for item in items:
+        key = item.unit, ".".join(map(str, item.key_path))
+        if taken.setdefault(key, item.key_path) != item.key_path:
+            raise UsageError(
+                f"{'/'.join(map(str, item.key_path))} and {'/'.join(map(str, taken[key]))} would be"
+                " stored under one key",
+                where=key[1],
+                hint="use keys without dots",
+            )
 
 
 def bind(state: Mapping[str, object], *, layout: Layout, rank: int, world_size: int) -> BoundState:
@@ -312,9 +324,20 @@ def bind(state: Mapping[str, object], *, layout: Layout, rank: int, world_size: 
         entries.models,
         entries.optimizers,
         entries.others,
-        tuple(ModelWalk(one.module, one.places, world=world) for one in entries.models),
         tuple(
-            OptimizerWalk(one.optimizer, one.unit, one.path, world=world)
+            ModelWalk(
+                one.module, one.places, world=world, where=path_in_state(one.key, one.position)
+            )
+            for one in entries.models
+        ),
+        tuple(
+            OptimizerWalk(
+                one.optimizer,
+                one.unit,
+                one.path,
+                world=world,
+                where=path_in_state(one.key, one.position),
+            )
             for one in entries.optimizers
         ),
     )

@@ -26,7 +26,8 @@ from ckptkit.training import names
 from ckptkit.training.kinds import Layout
 from ckptkit.training.near_copies import NearPlace, with_near_files
 from ckptkit.training.objects_on_disk import read_object, read_torch_file
-from ckptkit.training.saved_entries import SavedEntry, parse_entries
+from ckptkit.training.saved_entries import SavedEntry, SavedFacts, parse_facts
+from ckptkit.training.structures import Nodes, parse_structures
 
 
 class StoredStep(Closing):
@@ -50,8 +51,8 @@ class StoredStep(Closing):
         self.manifest = manifest
         self.source: Folder = open_source(place)
         self._indexes: dict[str, TensorIndex] = {}
-        self._has_facts = False
-        self._entries: tuple[SavedEntry, ...] | None = None
+        self._facts: SavedFacts | None = None
+        self._structures: dict[tuple[str, KeyPath], Nodes] | None = None
 
     @classmethod
     def opened(cls, place: Path | Place) -> Self:
@@ -111,13 +112,42 @@ class StoredStep(Closing):
         Raises:
             InputError: If what says so is damaged.
         """
-        if not self._has_facts:
-            self._has_facts = True
+        return self._known_facts().entries
+
+    @property
+    def has_structures(self) -> bool:
+        """Whether the step says how nested values are put together: older ones do not.
+
+        Raises:
+            InputError: If what says so is damaged.
+        """
+        return self._known_facts().has_structures
+
+    def _known_facts(self) -> SavedFacts:
+        if self._facts is None:
+            self._facts = SavedFacts()
             if self.has_file(RUN_FACTS):
                 data = self._small_file(RUN_FACTS)
                 where = posixpath.join(self.source.location, RUN_FACTS)
-                self._entries = parse_entries(data, where=where)
-        return self._entries
+                self._facts = parse_facts(data, where=where)
+        return self._facts
+
+    def structure(self, unit: str, path: KeyPath) -> Nodes | None:
+        """Returns how a nested value is put together; None where its leaves tell that.
+
+        Raises:
+            InputError: If what says so is damaged.
+        """
+        if self._structures is None:
+            self._structures = dict(self._read_structures()) if self.has_structures else {}
+        return self._structures.get((unit, path))
+
+    def _read_structures(self) -> Iterator[tuple[tuple[str, KeyPath], Nodes]]:
+        for file in self.manifest.files if self.manifest is not None else ():
+            if file.startswith(names.VALUES_FILES):
+                where = posixpath.join(self.source.location, file)
+                for one in parse_structures(self.file(file), where=where):
+                    yield (one.unit, one.path), one.nodes
 
     def entry(self, key: str, position: int | None) -> SavedEntry | None:
         """Returns an entry of the mapping, None where there was none, or none is known."""

@@ -19,7 +19,7 @@ from ckptkit.training.boards import LocalBoard
 from ckptkit.training.filling import Opening
 from ckptkit.training.peers import Peers
 from ckptkit.training.resuming import resume
-from ckptkit.training.saved_entries import parse_entries
+from ckptkit.training.saved_entries import SavedFacts, parse_facts
 from ckptkit.training.state import bind
 
 LAYOUTS = ["accelerate", "dcp"]
@@ -88,8 +88,8 @@ def test_what_was_not_saved_under_its_name_is_refused(tmp_path: Path, layout: st
 def test_entries_that_make_no_sense_are_damage(tmp_path: Path) -> None:
     for text in ("{", "[]", '{"entries": [{}]}', '{"entries": [{"key": 1}]}'):
         with pytest.raises(FormatError, match="does not name what the step holds"):
-            parse_entries(text.encode(), where="file")
-    assert parse_entries(b"{}", where="file") is None
+            parse_facts(text.encode(), where="file")
+    assert parse_facts(b"{}", where="file").entries is None
     assert Opening(tmp_path, bind({}, layout="dcp", rank=0, world_size=1)).stored.entries is None
 
 
@@ -146,7 +146,9 @@ def test_another_optimizer_is_refused(
 ) -> None:
     save(tmp_path, trained(SGD, momentum=0.9))
     if not known:
-        monkeypatch.setattr("ckptkit.training.stored_step.parse_entries", lambda *_, **__: None)
+        monkeypatch.setattr(
+            "ckptkit.training.stored_step.parse_facts", lambda *_, **__: SavedFacts()
+        )
     model = nn.Linear(3, 2)
     with pytest.raises(ResumeError, match=r"optimizer: the state of another .* against AdamW") as e:
         load(tmp_path, {"model": model, "optimizer": AdamW(model.parameters())})
