@@ -28,11 +28,11 @@ class Power:
         self.base = base
 
     def __call__(self, step: float) -> float:
-        return self.base**step
+        return float(self.base**step)
 
 
 def power(base: float, step: float) -> float:
-    return base**step
+    return float(base**step)
 
 
 OF_TORCH: dict[str, Make] = {
