@@ -81,7 +81,7 @@ def account(
 
 def _layer_row(layer: LoraLayer, settings: LoraSettings, base: Mapping[Fqn, TensorEntry]) -> Row:
     is_tied = settings.ensure_weight_tying and is_vocabulary(layer.module)
-    if is_target(settings, layer.module) or is_tied:
+    if is_target(settings, layer.owner) or is_tied:
         row = _module_row(layer, settings)
         _check_base(layer, base)
     elif parameters := parameters_of(layer, settings, base):
@@ -97,7 +97,7 @@ def _layer_row(layer: LoraLayer, settings: LoraSettings, base: Mapping[Fqn, Tens
 
 
 def _module_row(layer: LoraLayer, settings: LoraSettings) -> Row:
-    rank = settings.rank(layer.module)
+    rank = settings.rank(layer.owner)
     where = f"module {layer.module!r}"
     if layer.inner != rank:
         raise AdapterError(
@@ -125,7 +125,7 @@ def _module_row(layer: LoraLayer, settings: LoraSettings) -> Row:
         module=layer.module,
         kind="convolution" if layer.is_convolution else kind,
         rank=rank,
-        scaling=settings.scaling(layer.module),
+        scaling=settings.scaling(layer.owner),
         is_dora=layer.magnitude is not None,
         shape=layer.shape,
         names=layer.names,

@@ -34,6 +34,7 @@ _WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_o
 _MODULE = "module"  # what DDP and others call what they wrap, and a name that models use too
 _HOLDERS = {LORA_A, LORA_B, EMBEDDING_A, EMBEDDING_B, MAGNITUDE, TOKENS, _MODULES_TO_SAVE}
 _PARAMETERS = {"weight", "bias"}
+_ADAPTER_AND_BIAS = 3  # the length of `modules_to_save.default.bias`
 EMBEDDINGS = {"embed_tokens", "lm_head"}  # peft 0.21, EMBEDDING_LAYER_NAMES
 _PREFIX = tuple(PEFT_PREFIX.rstrip(".").split("."))
 
@@ -91,11 +92,11 @@ def sort_entries(entries: Iterable[TensorEntry], *, keep_module: bool = False) -
         group = stripped if adapter is None else live.setdefault(adapter, {})
         _add(group, _in_file(parts, holder, live=adapter is not None), entry)
     _refuse_other_methods([entry.name for entry in held], rest, is_live=bool(live))
+    repeated = _repeats_in_file(live, rest) if stripped else {}
     own = stripped if stripped and not live else _alone(live, rest)
-    repeated: dict[Fqn, TensorEntry] = {}
     if own is not None:  # a file of PEFT's, or a save of what was trained: it is all the adapter's
         plain = {_with_prefix(name): entry for name, entry in rest.items()}
-        repeated = {name: own[name] for name in plain if name in own}
+        repeated |= {name: own[name] for name in plain if name in own}
         own |= plain
         rest = {}
     return Sorted(live, stripped, rest, cut, repeated)
@@ -131,6 +132,27 @@ def of_adapter(
         if names.file_name(name) is not None
     }
     return {**own, **beside}
+
+
+def second_name(name: str, *, keep_module: bool) -> Fqn | None:
+    """Returns the name under which PEFT saves a tensor once more with `bias="all"`; mostly None.
+
+    It takes every name that ends with `bias` then, also in modules that were trained whole, and
+    leaves out the name of the adapter where that is the last segment but one.
+
+    Args:
+        name: As the model or the checkpoint has it.
+        keep_module: See `sort_entries`.
+
+    Source: peft 0.21, `_get_learnable_bias_state_dict` and `_remove_adapter_name_from_key`.
+    """
+    parts = _cleaned(name, keep_module=keep_module)
+    if _MODULES_TO_SAVE not in parts or parts[-1] != "bias":
+        return None
+    at = parts.index(_MODULES_TO_SAVE)
+    if len(parts) == at + _ADAPTER_AND_BIAS:
+        parts = [*parts[: at + 1], parts[-1]]
+    return _with_prefix(Fqn(".".join(parts)))
 
 
 def plain_entries(rest: Mapping[Fqn, TensorEntry]) -> dict[Fqn, TensorEntry]:
@@ -174,6 +196,17 @@ def _alone(
         if parts[-1] != "bias" and (BASE_LAYER in parts or _ORIGINAL in parts):
             return None
     return next(iter(live.values())) if len(live) == 1 else None
+
+
+def _repeats_in_file(
+    live: dict[str, dict[Fqn, TensorEntry]], rest: Mapping[Fqn, TensorEntry]
+) -> dict[Fqn, TensorEntry]:
+    """Takes out of live tensors what a file of PEFT has twice, see `second_name`."""
+    plain = {_with_prefix(name) for name in rest}
+    found: dict[Fqn, TensorEntry] = {}
+    for adapter in [one for one, tensors in live.items() if plain.issuperset(tensors)]:
+        found |= live.pop(adapter)
+    return found
 
 
 def _with_prefix(name: Fqn) -> Fqn:

@@ -102,19 +102,26 @@ def is_conv1d(module: str, model_types: frozenset[str]) -> bool:
 
 
 def _convolution(factors: Factors) -> Form:
+    apart, rest = divmod(factors.down[0], factors.up[1])
+    if apart > 1 and not rest:
+        raise _without_merged_form(factors, apart)
     _check_rank(factors, factors.rank)
     out, inside, kernel = factors.up[0], factors.down[1], factors.down[2:]
     if factors.weight == (out, inside, *kernel) and all(size == 1 for size in factors.up[2:]):
         return "conv"
     groups, rest = divmod(inside, factors.weight[1] if len(factors.weight) > 1 else inside + 1)
     if groups > 1 and not rest and factors.weight[:1] == (out,) and factors.weight[2:] == kernel:
-        raise RefusedError(
-            f"module {factors.module!r} is a convolution of {groups} groups, whose LoRA has no"
-            " merged form",
-            where=factors.where,
-            hint="keep this adapter beside its base; PEFT does not merge it either",
-        )
+        raise _without_merged_form(factors, groups)
     raise misfit(factors)
+
+
+def _without_merged_form(factors: Factors, groups: int) -> RefusedError:
+    return RefusedError(
+        f"module {factors.module!r} is a convolution of {groups} groups, whose LoRA has no"
+        " merged form: each group of outputs sees all inputs through it",
+        where=factors.where,
+        hint="keep this adapter apart from its base; PEFT does not merge it either",
+    )
 
 
 def _experts(factors: Factors) -> Form:

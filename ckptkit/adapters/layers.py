@@ -29,6 +29,7 @@ _PARTS = {
     EMBEDDING_B: "up",
     MAGNITUDE: "magnitude",
 }
+_OUTPUT = f".{BASE_LAYER}.out_proj"
 _LONGEST = 2  # segments of a key of `_PARTS`
 
 
@@ -42,12 +43,14 @@ class LoraLayer:
             than one parameter of it is targeted.
         down: The factor next to the input: [rank, in], for convolutions [rank, in, ...], for
             embeddings [rank, rows], for parameters of E experts [E * rank, in].
-        up: The factor next to the output: [out, rank], for convolutions [out, rank, 1, ...],
-            for parameters of E experts [out, rank * E].
+        up: The factor next to the output: [out, rank], for convolutions of G groups
+            [out, rank / G, 1, ...], for parameters of E experts [out, rank * E].
         is_embedding: Whether the factors are those of an embedding.
         up_bias: The bias of `up`, or None.
         magnitude: DoRA's magnitudes, or None.
         names: The names of all of them in the adapter's file.
+        owner: The module by which a configuration means it: its own, but of the output of torch's
+            MultiheadAttention, which PEFT adapts with the module that it lies in.
     """
 
     module: str
@@ -58,6 +61,20 @@ class LoraLayer:
     up_bias: TensorEntry | None
     magnitude: TensorEntry | None
     names: tuple[Fqn, ...]
+    owner: str
+
+    @property
+    def times(self) -> int:
+        """How often PEFT adds the product: twice in the output of MultiheadAttention.
+
+        Source: peft 0.21, `MultiheadAttention.merge`, which its `forward` calls as well.
+        """
+        return 1 if self.owner == self.module else 2
+
+    @property
+    def groups(self) -> int:
+        """How many groups of channels a convolution has; 1 of all others."""
+        return self.inner // self.up.shape[1] if self.is_convolution else 1
 
     @property
     def is_convolution(self) -> bool:
@@ -145,6 +162,7 @@ def _layer(module: str, parts: Mapping[str, Fqn], tensors: Mapping[Fqn, TensorEn
         up_bias=entries.get("up_bias"),
         magnitude=entries.get("magnitude"),
         names=tuple(parts.values()),
+        owner=plain_name(module.removesuffix(_OUTPUT) if module.endswith(_OUTPUT) else module),
     )
     _check_shapes(layer)
     return layer
@@ -153,7 +171,8 @@ def _layer(module: str, parts: Mapping[str, Fqn], tensors: Mapping[Fqn, TensorEn
 def _check_shapes(layer: LoraLayer) -> None:
     down, up = layer.down.shape, layer.up.shape
     same = len(down) == len(up) >= _MATRIX and 0 not in (*down, *up)
-    if not same or down[0] != up[1]:
+    groups = down[0] // up[1] if same and len(down) > _MATRIX else 1
+    if not same or down[0] != groups * up[1] or up[0] % groups:
         raise AdapterError(
             f"LoRA's factor A of shape {list(down)} was found with a B of shape {list(up)}; the"
             " rows of A have to be as many as the columns of B",

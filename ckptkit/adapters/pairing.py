@@ -193,7 +193,7 @@ class _Pairing:
 
     def _low_rank(self, layer: LoraLayer, weight: Fqn) -> LowRank:
         is_parameter = any(fits_target(name, weight) for name in self._settings.target_parameters)
-        key = weight if is_parameter else layer.module
+        key = weight if is_parameter else layer.owner
         factors = self._factors(key, weight, layer)
         form = (embedding_form if layer.is_embedding else form_of)(factors)
         if is_parameter and form == "linear":
@@ -208,13 +208,13 @@ class _Pairing:
         return LowRank(
             source=self._source,
             weight=weight,
-            module=key,
+            module=weight if is_parameter else layer.module,
             form=form,
             down=layer.down,
             up=layer.up,
             magnitude=layer.magnitude,
             rank=factors.rank,
-            scaling=self._settings.scaling(key) * self._weight,
+            scaling=self._settings.scaling(key) * self._weight * layer.times,
         )
 
     def _shift(self, module: str, bias: TensorEntry) -> Shift:

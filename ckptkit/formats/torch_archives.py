@@ -11,7 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from ckptkit.core.errors import CkptkitError, FormatError, UnsafePickleError
+from ckptkit.core.errors import (
+    CkptkitError,
+    FormatError,
+    UnsafePickleError,
+    UnsupportedError,
+)
 from ckptkit.core.index import FileRef, Record, Shape
 from ckptkit.formats.pickles import InertObject, parse_pickle, shown
 from ckptkit.formats.torch_legacy import HEAD_BYTES, LegacyArchive, is_legacy, open_legacy
@@ -254,6 +259,23 @@ class ArchiveTable:
         return known
 
 
+# What the pickles of quantized tensors name: storages of torch's own, and classes of torchao.
+_QUANTIZED = {
+    **dict.fromkeys(
+        (
+            "torch.QInt8Storage",
+            "torch.QUInt8Storage",
+            "torch.QInt32Storage",
+            "torch.QUInt4x2Storage",
+            "torch.QUInt2x4Storage",
+            "torch._utils._rebuild_qtensor",
+        ),
+        "torch",
+    ),
+    "'torchao.": "torchao",
+}
+
+
 def _opened(
     read: Read, size_bytes: int, allowed: Mapping[tuple[str, str], object], where: str
 ) -> tuple[object, int, Extents]:
@@ -277,8 +299,17 @@ def _opened(
     return root, len(pickle), archive
 
 
-def _explained(error: UnsafePickleError, pickle: bytes) -> UnsafePickleError:
-    """Says what to do about a module that was saved as a whole, as many people do."""
+def _explained(error: UnsafePickleError, pickle: bytes) -> UnsafePickleError | UnsupportedError:
+    """Says what to do about quantized tensors, and about a module that was saved as a whole."""
+    kind = next((kind for mark, kind in _QUANTIZED.items() if mark in error.message), "")
+    if kind:
+        return UnsupportedError(
+            f"file holds tensors that {kind} quantized, packed numbers with scales:"
+            f" {error.message.partition(', which')[0]}",
+            where=error.where,
+            hint="load the file with torch, and save `{name: tensor.dequantize() if"
+            " tensor.is_quantized else tensor}` of its state dict, or the weights from before",
+        )
     if not all(mark in pickle for mark in _MODULE_MARKS):
         return error
     return UnsafePickleError(

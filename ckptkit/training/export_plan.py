@@ -59,8 +59,17 @@ BLOCK_BYTES = 8 << 20
 _LONG_BYTES = 1 << 20  # runs from here on are written past the page cache, each on its own
 _OF_MODELS = frozenset({CONFIG, "generation_config.json"})
 ADAPTER_CONFIG = "adapter_config.json"
+# SHiRA's files have indices that its state dict lacks, those of prompts what a module computes.
 _COMPUTED = frozenset(
-    {"CPT", "MULTITASK_PROMPT_TUNING", "PREFIX_TUNING", "PROMPT_TUNING", "P_TUNING"}
+    {
+        "CARTRIDGE",
+        "CPT",
+        "MULTITASK_PROMPT_TUNING",
+        "PREFIX_TUNING",
+        "PROMPT_TUNING",
+        "P_TUNING",
+        "SHIRA",
+    }
 )
 
 Table = Mapping[Fqn, TensorSpec]

@@ -171,6 +171,28 @@ def test_an_adapter_is_refused_by_its_name(
     assert not out.exists()
 
 
+@pytest.mark.parametrize("method", METHODS_HERE)
+def test_an_export_is_what_peft_saves_or_refused_by_name(
+    method: str, built: Callable[[str], Built], tmp_path: Path
+) -> None:
+    model = built(method).model
+    model.save_pretrained(tmp_path / "truth")
+    told = ""
+    try:
+        with Checkpointer(tmp_path / "run") as checkpointer:
+            checkpointer.export(tmp_path / "out", state={"model": model}).result(60)
+    except RefusedError as error:
+        told = str(error)
+    if told:
+        assert "of PEFT" in told or f"type {method}" in told
+        assert not (tmp_path / "out").exists()
+        return
+    truth = load_file(tmp_path / "truth" / "adapter_model.safetensors")
+    found = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert all(torch.equal(tensor, found[name]) for name, tensor in truth.items())
+    assert truth.keys() == found.keys() or method in {"TRAINABLE_TOKENS", "VERA"}  # has more
+
+
 def called(method: str) -> str:
     known = METHODS.get(method)
     return "an adapter of PEFT" if known is None else f"{known.title} of PEFT"

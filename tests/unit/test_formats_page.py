@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from ckptkit.core.dtypes import BY_NAME
 from ckptkit.formats.registry import READERS
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "formats.md").read_text(encoding="utf-8")
@@ -37,3 +38,14 @@ def test_every_section_is_linked_from_the_table_and_every_link_leads_somewhere()
 def test_a_section_says_what_is_read_refused_unseen_and_proven(section: str) -> None:
     for bullet in (*BULLETS, "Versions"):
         assert re.search(rf"^- \*\*{bullet}\*\*\S? \S", section, flags=re.MULTILINE), bullet
+
+
+def test_dtypes_of_torch_that_are_refused_stand_on_the_page() -> None:
+    torch = pytest.importorskip("torch")
+    found = {str(one)[6:] for one in vars(torch).values() if isinstance(one, torch.dtype)}
+    refused = found - BY_NAME.keys()
+    ranges = re.compile(r"u?int[1-7]|bits\w+|qu?int\w+")
+    assert {"complex32", "float4_e2m1fn_x2"} <= refused
+    assert [
+        name for name in refused if f"`{name}`" not in PAGE and not ranges.fullmatch(name)
+    ] == []

@@ -111,7 +111,8 @@ def prepared_extraction(
     """
     with ExitStack() as stack:
         found = open_adapter(stack, src, request)
-        tensors = found.adapter.tensors
+        own = found.adapter.tensors
+        tensors = {**own, **{name: own[first] for name, first in found.twice.items()}}
         products = [
             Product(TensorSpec(name, entry.dtype, entry.shape), Copy(SOURCE, entry.key))
             for name, entry in tensors.items()

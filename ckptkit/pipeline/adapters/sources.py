@@ -12,7 +12,7 @@ from typing import Any
 from ckptkit.adapters.accounting import Row, account, old_alphas
 from ckptkit.adapters.adapter import Adapter
 from ckptkit.adapters.config import LoraSettings
-from ckptkit.adapters.dialects import TOKENS, Sorted, of_adapter, plain_entries
+from ckptkit.adapters.dialects import TOKENS, Sorted, of_adapter, plain_entries, second_name
 from ckptkit.adapters.inference import infer
 from ckptkit.adapters.layers import table_of
 from ckptkit.adapters.targets import fits_target
@@ -73,6 +73,8 @@ class OpenedAdapter:
         rows: What the adapter holds for each module; every tensor is in one row.
         norms: By module, the Frobenius norm of what its factors add to the weight.
         notes: What the user should know.
+        twice: Names under which PEFT's file has tensors once more, each with the name that the
+            adapter has the tensor by.
     """
 
     opened: Opened
@@ -83,6 +85,7 @@ class OpenedAdapter:
     rows: tuple[Row, ...]
     norms: Mapping[str, float]
     notes: tuple[str, ...]
+    twice: Mapping[Fqn, Fqn] = field(default_factory=dict)
 
 
 def open_adapter(stack: ExitStack, path: PathLike, request: AdapterRequest = _ANY) -> OpenedAdapter:
@@ -155,6 +158,7 @@ class _Opening:
             rows=rows,
             norms=norms,
             notes=(*self._checkpoint.notes, *self._notes),
+            twice=_twice(adapter, found),
         )
 
     def _empty(self, choice: Choice, record: AdapterRecord | None) -> OpenedAdapter:
@@ -272,6 +276,18 @@ class _Opening:
             )
         kept = {name: one for name, one in adapter.tensors.items() if name not in repeated}
         return replace(adapter, tensors=kept)
+
+
+def _twice(adapter: Adapter, found: Sorted) -> dict[Fqn, Fqn]:
+    """Returns names that PEFT gives biases of whole modules besides, see `second_name`."""
+    if adapter.settings.bias != "all":
+        return {}
+    held = {**adapter.tensors, **found.repeated}
+    named = {
+        name: second_name(entry.name, keep_module=not found.cut_module)
+        for name, entry in held.items()
+    }
+    return {second: name for name, second in named.items() if second not in {None, name}}
 
 
 def _refuse_differing(values: AdapterValues, adapter: Adapter, found: Sorted) -> None:

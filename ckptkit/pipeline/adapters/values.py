@@ -84,6 +84,9 @@ class AdapterValues:
             if entry is not None:
                 values = self._factor(entry)
                 changes |= entry is layer.up_bias and bool(values.any())
+        if layer.groups > 1:
+            total = _grouped_norm(down, up, layer.groups)
+            return abs(row.scaling or 0.0) * math.sqrt(max(total, 0.0)), changes
         rank = row.rank or layer.inner
         experts = layer.inner // rank
         left = down.reshape(experts, rank, -1)
@@ -111,6 +114,13 @@ def _product_norm(down: NDArray[Any], up: NDArray[Any]) -> float:
     """Returns the square of the Frobenius norm of a product, from the factors' Gram matrices."""
     with np.errstate(all="ignore"):  # too large to be told, which is no norm then
         return float(np.vdot((up.T @ up).astype(np.float64), (down @ down.T).astype(np.float64)))
+
+
+def _grouped_norm(down: NDArray[Any], up: NDArray[Any], groups: int) -> float:
+    """Returns the same of a grouped convolution, as the sum over its groups."""
+    left = down.reshape(groups, down.shape[0] // groups, -1)
+    right = up.reshape(groups, up.shape[0] // groups, -1)
+    return sum(_product_norm(left[group], right[group]) for group in range(groups))
 
 
 def _refuse_wild(block: NDArray[Any], entry: TensorEntry) -> None:

@@ -1,0 +1,54 @@
+"""Files of tensors that torch or torchao quantized are called that, and not unsafe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ckptkit
+from ckptkit.core.errors import UnsupportedError
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own quantization is deprecated
+
+
+def of_one_scale() -> Any:
+    return torch.quantize_per_tensor(torch.randn(4, 4), 0.1, 0, torch.qint8)
+
+
+def of_many_scales() -> Any:
+    scales, zeros = torch.full((4,), 0.1), torch.zeros(4)
+    return torch.quantize_per_channel(torch.randn(4, 4), scales, zeros, 0, torch.quint8)
+
+
+def of_wide_numbers() -> Any:
+    return torch.quantize_per_tensor(torch.randn(4, 4), 0.1, 0, torch.qint32)
+
+
+@pytest.mark.parametrize("make", [of_one_scale, of_many_scales, of_wide_numbers])
+@pytest.mark.parametrize("is_zip", [True, False], ids=["zip", "legacy"])
+@pytest.mark.parametrize("name", ["model.pt", "pytorch_model.bin"])
+def test_quantized_tensors_are_refused_as_what_they_are(
+    make: Callable[[], Any], is_zip: bool, name: str, tmp_path: Path
+) -> None:
+    state = {"fc.weight": make(), "fc.bias": torch.randn(4)}
+    source = tmp_path / "source"
+    source.mkdir()
+    torch.save(state, source / name, _use_new_zipfile_serialization=is_zip)
+    with pytest.raises(UnsupportedError, match="tensors that torch quantized") as caught:
+        ckptkit.consolidate(source, tmp_path / "out")
+    assert "dequantize()" in caught.value.hint
+    assert caught.value.exit_status == 3
+    assert not (tmp_path / "out").exists()
+
+
+def test_tensors_of_torchao_are_refused_as_what_they_are(tmp_path: Path) -> None:
+    quantization = pytest.importorskip("torchao.quantization")
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64))
+    quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    with pytest.raises(UnsupportedError, match="tensors that torchao quantized"):
+        ckptkit.inspect(tmp_path)
