@@ -83,7 +83,14 @@ _ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 _PREDICTION = {"prediction_length": 4, "context_length": 8}
 
 # By model type: where a larger divisor leaves heads with an odd width, which saving then refuses.
-LARGEST_DIVISOR = {"kimi_k25": 4, "kimi_k25_vision": 4, "step3p7": 16, "step3p5_vision": 16}
+LARGEST_DIVISOR = {
+    "ernie4_5_vl_moe": 8,
+    "ernie4_5_vl_moe_text": 8,
+    "kimi_k25": 4,
+    "kimi_k25_vision": 4,
+    "step3p7": 16,
+    "step3p5_vision": 16,
+}
 # By model type: fields of its configuration, by dotted path.
 OVERRIDES: dict[str, dict[str, Any]] = {
     "autoformer": _PREDICTION,
@@ -98,6 +105,17 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"],
         "num_hidden_layers": 2,
     },
+    "emu3": {"vocabulary_map": {"<image>": 5, "<|extra_200|>": 6}},
+    "emu3_vqgan": {"base_channels": 32},
+    "ernie4_5_vl_moe_text": {
+        "rope_parameters": _ROPE | {"mrope_section": [3, 3, 2]},
+    },
+    "mimi": {"upsample_groups": 4},
+    "muse_spark_audio": {"num_hidden_layers": 4},
+    "perceiver": {"d_latents": 40, "d_model": 24, "num_self_attends_per_block": 2},
+    "vibevoice_acoustic_tokenizer": {"num_filters": 4},
+    "vibevoice_acoustic_tokenizer_decoder": {"num_filters": 4},
+    "vibevoice_acoustic_tokenizer_encoder": {"num_filters": 4},
     "hunyuan_vl_text": {"head_dim": 8},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1},
     "esm": {"vocab_size": 33, "pad_token_id": 1},

@@ -53,6 +53,8 @@ TIED_OR_TEXT = frozenset(
 TIED_AS_TEXT = frozenset("vibevoice".split())
 # Tied whatever the flag says.
 ALWAYS_TIED = frozenset("longt5 mt5 pop2piano t5 udop umt5 vilt".split())
+# Tied by a flag of another name, which is set unless it is given.
+OTHER_FLAG = {"csm": "tie_codebooks_embeddings"}
 # The flag also scales the head's input.
 FLAG_SCALES_OUTPUTS = frozenset("switch_transformers".split())
 # By class, what the flag of the root ties.
@@ -147,6 +149,9 @@ BY_ROOT: dict[str, dict[str, str]] = {
     },
     "ConvBertForMaskedLM ElectraForCausalLM ElectraForMaskedLM": {
         "generator_lm_head.weight": "*.embeddings.word_embeddings.weight"
+    },
+    "CsmForConditionalGeneration": {
+        "backbone_model.embed_tokens.embed_audio_tokens.weight": "depth_decoder.model.embed_tokens.weight"
     },
     "DistilBertForMaskedLM": {"vocab_projector.weight": "*.embeddings.word_embeddings.weight"},
     "EsmForMaskedLM GteForMaskedLM": {

@@ -24,6 +24,7 @@ from ckptkit.planning.tied_names import (
     BY_ROOT,
     FLAG_SCALES_OUTPUTS,
     HEADS,
+    OTHER_FLAG,
     PATTERNS,
     TIED_AS_TEXT,
     TIED_BY_DEFAULT,
@@ -130,6 +131,8 @@ def _untied(config: Mapping[str, Any], depth: int, *, is_root: bool) -> dict[str
         changed[_FLAG] = False
     if _OLD_FLAG in config:
         changed[_OLD_FLAG] = False
+    if model_type in OTHER_FLAG:
+        changed[OTHER_FLAG[model_type]] = False
     return changed
 
 
@@ -211,6 +214,9 @@ def _is_tied(config: Mapping[str, Any], flag_path: str) -> bool:
 
 
 def _own_flag(config: Mapping[str, Any], *, has_default: bool = True) -> bool:
+    other = OTHER_FLAG.get(_text(config, "model_type"))
+    if other is not None:
+        return config.get(other, has_default) is True
     default = has_default and _text(config, "model_type") in TIED_BY_DEFAULT
     return config.get(_FLAG, default) is True and config.get(_OLD_FLAG, True) is True
 

@@ -19,12 +19,15 @@ from tests.small_models import class_named, on_meta, small_model_config
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of models, about their own defaults
 TIED_BY_PATTERNS: dict[str, list[dict[str, Any]]] = {
+    "CsmForConditionalGeneration": [],
     "DFineForObjectDetection": [],
+    "DabDetrForObjectDetection": [],
     "DeformableDetrForObjectDetection": [
         {"with_box_refine": True},
         {"with_box_refine": True, "two_stage": True},
     ],
     "Deimv2ForObjectDetection": [],
+    "DiffusionGemmaForBlockDiffusion": [{"tie_word_embeddings": False}],
     "GroundingDinoForObjectDetection": [{"decoder_bbox_embed_share": False}],
     "MMGroundingDinoForObjectDetection": [
         {"decoder_bbox_embed_share": False},

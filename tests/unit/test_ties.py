@@ -223,3 +223,22 @@ def test_names_that_training_has_besides_are_found_for_models_with_a_head() -> N
     assert tied_names_absent(llama | {"architectures": ["LlamaModel"]}, {embedding}) == {}
     assert tied_names_absent(llama, {embedding, Fqn("lm_head.weight")}) == {}
     assert tied_names_absent(None, {embedding}) == {}
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_tied"),
+    [
+        ({}, True),
+        ({"tie_word_embeddings": False}, True),  # as older versions wrote it
+        ({"tie_codebooks_embeddings": False}, False),
+        ({"tie_codebooks_embeddings": False, "tie_word_embeddings": True}, False),
+    ],
+)
+def test_a_flag_of_another_name_decides_alone(fields: dict[str, Any], is_tied: bool) -> None:
+    config = {"model_type": "csm", "architectures": ["CsmForConditionalGeneration"]} | fields
+    names = (
+        "backbone_model.embed_tokens.embed_audio_tokens.weight",
+        "depth_decoder.model.embed_tokens.weight",
+    )
+    assert pairs(config, *names) == ({names[0]: names[1]} if is_tied else {})
+    assert pairs(untied_config(config), *names) == {}
