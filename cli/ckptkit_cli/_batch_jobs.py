@@ -118,7 +118,8 @@ def _job(
         takes_events=parameters.knows("events"),
         out=None if values.get("dry-run") else out,
         reads=reads,
-        removes=not values.get("dry-run") and (command == "prune" or "delete-source" in values),
+        removes=not values.get("dry-run")
+        and (command == "prune" or values.get("delete-source", False)),
         shares="slice" in values,
     )
 
@@ -129,7 +130,7 @@ def _by_option(document: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in document.items():
         name = key.replace("_", "-")
         if name in given:
-            raise UsageError("is given twice", where=name)
+            raise UsageError("is given twice", where=ascii(name)[1:-1])
         given[name] = value
     return given
 
