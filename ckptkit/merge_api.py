@@ -10,7 +10,7 @@ from ckptkit.planning.requests import DEFAULT_MAX_FILE_BYTES, DTypeLike, make_re
 from ckptkit.storage.locations import Sources, place_of
 
 if TYPE_CHECKING:
-    from ckptkit.adapters.merging import MergeDType, MergeRequest, QloraBase
+    from ckptkit.adapters.merging import MergeDType, MergeNames, MergeRequest, QloraBase
     from ckptkit.core.manifest import Manifest
     from ckptkit.execution.events import Listener
     from ckptkit.pipeline.opening import PathLike
@@ -33,6 +33,8 @@ class MergeOptions(TypedDict, total=False):
         dtype: Element type of floating tensors, "keep" by default.
         allow_untrained: Whether an adapter that changes nothing is merged all the same.
         allow_other_base: Whether a base that is proven to be another is taken all the same.
+        names: "auto", the default, refuses what would not load as the model of the configuration;
+            "live" compares nothing.
         select: Which model to take where there are several.
         also: Further directories that hold files of the same checkpoint, see `Options`.
         max_shard_size: Size at which a new weight file is begun, in bytes or such as "5GB".
@@ -57,6 +59,7 @@ class MergeOptions(TypedDict, total=False):
     dtype: MergeDType | DTypeLike
     allow_untrained: bool
     allow_other_base: bool
+    names: MergeNames
     select: str | None
     also: Sequence[PathLike]
     max_shard_size: int | str
@@ -134,5 +137,6 @@ def _request(options: MergeOptions) -> MergeRequest:
         qlora_base=options.get("qlora_base"),
         double_quant=options.get("double_quant"),
         allow_other_base=options.get("allow_other_base", False),
+        names=options.get("names", "auto"),
         allow_code=options.get("allow_code", False),
     )

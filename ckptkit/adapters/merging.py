@@ -14,6 +14,7 @@ from ckptkit.planning.requests import DEFAULT_MAX_FILE_BYTES, check_choice, choo
 
 MergeDType = Literal["keep", "float32", "bfloat16", "float16"]
 QloraBase = Literal["dequantized", "original"]
+MergeNames = Literal["auto", "live"]
 NormOf = Literal["base", "running"]
 
 
@@ -30,6 +31,8 @@ class MergeRequest:
             beside the weights tells; None where nobody said.
         allow_other_base: Whether a base that is not the recorded one is taken all the same.
         allow_code: Whether `*.py` files and `auto_map` entries are copied.
+        names: `auto` refuses what would not load as the model of the configuration; `live`
+            compares nothing.
         report: Whether norms are measured, which reads the changed weights once more.
     """
 
@@ -40,10 +43,12 @@ class MergeRequest:
     double_quant: bool | None = None
     allow_other_base: bool = False
     allow_code: bool = False
+    names: MergeNames = "auto"
     report: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", choose_dtype(self.dtype, get_args(MergeDType)))
+        check_choice("--names", self.names, get_args(MergeNames))
         if self.qlora_base is not None:
             check_choice("--qlora-base", self.qlora_base, get_args(QloraBase))
 

@@ -39,7 +39,10 @@ from ckptkit.hub.sources import (
     refuse_checkpoints,
     stat_all,
 )
+from ckptkit.pipeline.comparing import Subject, compare_now
+from ckptkit.pipeline.model_folders import pretrained_index
 from ckptkit.pipeline.verifying import run_verification
+from ckptkit.planning.load_report import PUSH
 from ckptkit.planning.side_files import CONFIG, has_auto_map
 from ckptkit.storage.base import Folder
 
@@ -55,6 +58,7 @@ class Wishes:
         include: Patterns of further files, also of the folder that goes as a whole.
         base_model: The base's repository, where the folder names it by a path.
         secrets: What must not be in any file; the token in use.
+        names: `live` where names and shapes are not compared with the model of config.json.
         whole: A folder below that goes as a whole, such as a step to resume from; empty for none.
     """
 
@@ -63,6 +67,7 @@ class Wishes:
     base_model: str | None = None
     secrets: Sequence[str] = ()
     whole: str = ""
+    names: str = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +122,7 @@ def prepare(folder: Folder, repo_id: str, wishes: Wishes) -> Package:
     large = _large(folder, large_paths, manifest)
     words = {file.path: file.words for file in large}
     texts = _texts(folder, step.files, refs)
+    compared = _compared(folder, small, manifest, wishes.names)
     streamed = [path for path in step.files if path not in texts]
     texts = published_step(texts, streamed, wishes.whole, base_model)
     found = contents | words | texts
@@ -129,7 +135,7 @@ def prepare(folder: Folder, repo_id: str, wishes: Wishes) -> Package:
         skipped=chosen.skipped + step.skipped,
         card=None if CARD in contents else write_card(facts),
         step=facts.step,
-        notes=tuple(_notes(small, contents)),
+        notes=(*_notes(small, contents), *compared),
         whole=wishes.whole,
     )
 
@@ -175,6 +181,26 @@ def _refuse_in_strangers(
             blocks = (folder.read(path, at, min(at + MAX_SMALL_BYTES, size)) for at in starts)
             found += [f"{kind} in {path}" for kind in secrets_in(blocks, wishes.secrets)]
     refuse_found(found, folder.location)
+
+
+def _compared(
+    folder: Folder, small: Mapping[str, Small], manifest: Manifest | None, names: str
+) -> tuple[str, ...]:
+    """Refuses weights that would not load as the model of config.json; returns notes."""
+    config = _document(small, CONFIG)
+    options = {} if manifest is None else manifest.options
+    chosen = [f"--{key}" for key in ("names", "include", "exclude") if key in options]
+    if config is None or ADAPTER_CONFIG in small or (manifest and manifest.kind == "adapter"):
+        return ()
+    if names == "live" or chosen:
+        said = "--names live" if names == "live" else f"the folder was written with {chosen[0]}"
+        return (f"names and shapes are not compared with the model of config.json: {said}",)
+    index = pretrained_index(folder)
+    if index is None:
+        return ()
+    tensors = {str(one.name): (one.dtype, one.shape) for one in index.of_part("model")}
+    subject = Subject(config, tensors, frozenset(), folder.location, advice=PUSH)
+    return compare_now(subject)
 
 
 def _texts(folder: Folder, paths: Sequence[str], refs: Mapping[str, FileRef]) -> dict[str, bytes]:

@@ -39,6 +39,7 @@ from ckptkit.hub.secrets import find_secrets
 from ckptkit.hub.sources import check_unchanged, local_folder
 from ckptkit.hub.uploading import Sender, Sent, add_large
 from ckptkit.pipeline.marking import hold_source
+from ckptkit.planning.requests import check_choice
 from ckptkit.storage.base import Folder
 from ckptkit.storage.places import PathLike, open_source
 
@@ -105,6 +106,8 @@ class PushOptions(TypedDict, total=False):
         endpoint: Left out, HF_ENDPOINT is taken, as it was when `huggingface_hub` was imported.
         include: Patterns of files to push besides those that belong to a model.
         include_optimizer: Whether the state of the optimizer and of random numbers goes too.
+        names: "auto", the default, refuses weights that would not load as the model of config.json;
+            "live" compares nothing.
         base_model: The repository of the model that was trained, where a path names it here.
         dry_run: Whether to tell only what would be done.
         whole: The name of a folder right below that is pushed as it is, all of it, such as a step
@@ -121,6 +124,7 @@ class PushOptions(TypedDict, total=False):
     endpoint: str | None
     include: Sequence[str]
     include_optimizer: bool
+    names: str
     base_model: str | None
     dry_run: bool
     whole: str
@@ -164,7 +168,9 @@ def push(folder: PathLike, repo_id: str, **options: Unpack[PushOptions]) -> Push
         base_model=options.get("base_model"),
         secrets=[hub.token or ""],
         whole=options.get("whole", ""),
+        names=options.get("names", "auto"),
     )
+    check_choice("--names", wishes.names, ("auto", "live"))
     request = _Request(
         private=options.get("private"),
         revision=options.get("revision") or _MAIN,

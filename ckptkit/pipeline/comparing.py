@@ -14,7 +14,7 @@ from typing import Any
 
 from ckptkit.core.errors import CkptkitError, InputError
 from ckptkit.core.index import Shape
-from ckptkit.execution.events import Listener, Planned
+from ckptkit.execution.events import Event, Listener, Planned
 from ckptkit.pipeline.answer_cache import transformers_version
 from ckptkit.pipeline.model_folders import names_in, shapes_there
 from ckptkit.pipeline.naming_program import LoadQuestion, NamingProgram, what_is_not_installed
@@ -124,10 +124,27 @@ def plan_comparison(subject: Subject, program: NamingProgram) -> tuple[Compariso
     question = LoadQuestion(subject.request, program)
     report = question.known()
     if report is not None:
-        return NOTHING, _judged(subject, report)
+        return NOTHING, judge(subject, report)
     if _looks_wrong(subject):  # then nothing is written before it is known
         return NOTHING, _asked(subject, question)
     return Comparison(subject, question), ()
+
+
+def compare_now(subject: Subject) -> tuple[str, ...]:
+    """Compares, and waits for the outcome; returns what the user should know.
+
+    Raises:
+        RefusedError: If the tensors would not load as what they are to be.
+    """
+    late: list[str] = []
+
+    def listen(event: Event) -> None:
+        late.extend(event.notes if isinstance(event, Planned) else ())
+
+    with NamingProgram() as program:
+        comparison, notes = plan_comparison(subject, program)
+        comparison.finish(listen)
+    return (*notes, *late)
 
 
 def _why_not_asked(subject: Subject) -> str:
@@ -149,10 +166,11 @@ def _asked(subject: Subject, question: LoadQuestion) -> tuple[str, ...]:
         report = question.finish(_PATIENCE_SECONDS)
     except CkptkitError as error:
         return _compared_otherwise(subject, error.message)
-    return _judged(subject, report)
+    return judge(subject, report)
 
 
-def _judged(subject: Subject, report: LoadReport) -> tuple[str, ...]:
+def judge(subject: Subject, report: LoadReport) -> tuple[str, ...]:
+    """Refuses what a report says would not load; returns what the user should know."""
     if report.is_clean:
         return ()
     if subject.has_code:

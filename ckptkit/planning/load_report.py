@@ -159,7 +159,11 @@ class Advice:
 
 
 CONSOLIDATE = Advice()
-MERGE = Advice(shapes=False)
+MERGE = Advice(strips=False, shapes=False)
+PUSH = Advice("pass --names live to publish the tensors as they are", strips=False, shapes=False)
+EXPORT = Advice(
+    'pass names="live" to write the tensors as training holds them', strips=False, shapes=False
+)
 
 
 def refusal(

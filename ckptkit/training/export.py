@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from os import PathLike
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 from ckptkit.core.arguments import refuse_unknown
 from ckptkit.core.errors import RefusedError
@@ -44,11 +44,15 @@ class ExportOptions(TypedDict, total=False):
         max_shard_size: Size at which a new weight file is begun, in bytes or such as "5GB"; by
             default as `ckptkit consolidate` has it.
         overwrite: Whether an output that holds something is replaced.
+        names: "auto" (default) writes the names of `save_pretrained`, and refuses what would not
+            load as the model of the configuration; "live" writes those of training, and compares
+            nothing.
     """
 
     dtype: DTypeChoice | DTypeLike
     max_shard_size: int | str
     overwrite: bool
+    names: Literal["auto", "live"]
 
 
 def make_request(
@@ -82,6 +86,7 @@ def make_request(
     size = options.get("max_shard_size", DEFAULT_MAX_FILE_BYTES)
     request = ConsolidateRequest(
         dtype=options.get("dtype", "keep"),
+        names=options.get("names", "auto"),
         max_file_bytes=parse_size(size, option="max_shard_size"),
     )
     return ExportRequest(Path(path).absolute(), request, overwrite, source)

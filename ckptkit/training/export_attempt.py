@@ -27,6 +27,7 @@ from ckptkit.storage.part_files import Row
 from ckptkit.storage.shared_target import SharedTarget
 from ckptkit.training.environment import ranks_of_this_machine
 from ckptkit.training.export_commit import answer_of, commit, mark_of, part_of
+from ckptkit.training.export_comparing import compare_with_model
 from ckptkit.training.export_handle import ExportHandle, ExportReport
 from ckptkit.training.export_names import DiskNames, disk_names
 from ckptkit.training.export_plan import (
@@ -222,7 +223,9 @@ class Attempt:
         table, options = self._whole(exported), self._request.options
         if exported.is_adapter:
             return plan_adapter(table, side, options), DiskNames(None)
-        names = disk_names(parts_of_model(bound), table, config_in(side))
+        names = DiskNames(None)
+        if options.names != "live":
+            names = disk_names(parts_of_model(bound), table, config_in(side))
         self._request = replace(self._request, versions=names.versions)
 
         def is_tied(one: Fqn, other: Fqn) -> bool:
@@ -257,6 +260,8 @@ class Attempt:
         decided: list[Mapping[str, Any]] = []
 
         def decide(answers: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+            if not written.is_adapter:
+                compare_with_model(written.plan, self._request)
             patience = min(_VISIBLE_SECONDS, self._timeout_seconds / 2)
             committed = commit(
                 target,
@@ -353,6 +358,8 @@ def _arguments(options: ConsolidateRequest) -> list[str]:
     usual, found = ConsolidateRequest(), list[str]()
     if options.dtype != usual.dtype:
         found += ["--dtype", options.dtype]
+    if options.names != usual.names:
+        found += ["--names", options.names]
     if options.max_file_bytes != usual.max_file_bytes:
         found += ["--max-shard-size", str(options.max_file_bytes)]
     return found

@@ -67,6 +67,7 @@ class Merging:
             qlora_base=given["qlora_base"],
             double_quant=given["double_quant"],
             allow_other_base=given["allow_other_base"],
+            names=given["names"],
             allow_code=given["allow_code"],
             report=given["report"],
         )

@@ -100,6 +100,15 @@ Names = Annotated[
         " model; 'hub' insists on it; 'live' writes the raw state dict.",
     ),
 ]
+ComparedNames = Annotated[
+    str,
+    typer.Option(
+        "--names",
+        metavar="auto|live",
+        help="'auto' refuses names and shapes that would not load as the model of config.json;"
+        " 'live' compares nothing.",
+    ),
+]
 Base = Annotated[
     str | None,
     typer.Option(

@@ -27,6 +27,7 @@ def merge(
     dtype: options.MergeDType = "keep",
     allow_untrained: options.AllowUntrained = False,
     allow_other_base: options.AllowOtherBase = False,
+    names: options.ComparedNames = "auto",
     report: options.MergeReport = False,
     select: options.Selection = None,
     also: options.Also = None,

@@ -10,7 +10,7 @@ import typer
 from ckptkit.core.texts import size_text
 from ckptkit_cli import _hub_options as options
 from ckptkit_cli._failures import told
-from ckptkit_cli._options import AsJson, Quiet
+from ckptkit_cli._options import AsJson, ComparedNames, Quiet
 from ckptkit_cli._output import Output
 from ckptkit_cli._progress import Progress
 from ckptkit_cli._text import counted, escaped, first_of
@@ -31,6 +31,7 @@ def push(
     message: options.Message = None,
     base_model: options.BaseModel = None,
     include: options.Include = None,
+    names: ComparedNames = "auto",
     include_optimizer: options.IncludeOptimizer = False,
     dry_run: Annotated[
         bool,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 from ckptkit.adapters.adapter import Adapter
@@ -50,8 +51,11 @@ from ckptkit.pipeline.adapters.tied_changes import (
     refuse_differing_bases,
     ties_in_words,
 )
+from ckptkit.pipeline.comparing import NOTHING, Comparison, Subject, plan_comparison
 from ckptkit.pipeline.folders import SideFolders
+from ckptkit.pipeline.naming_program import NamingProgram
 from ckptkit.pipeline.writing import Prepared, estimated, settings_for
+from ckptkit.planning.load_report import MERGE
 from ckptkit.planning.plan import Plan, Product
 from ckptkit.planning.requests import Resources
 from ckptkit.planning.side_files import bytes_by_dtype, config_as_written
@@ -85,6 +89,7 @@ class MergePreparation:
         Raises:
             RefusedError: If there is no base, or if an adapter needs another one.
         """
+        self._program = stack.enter_context(NamingProgram())
         self._adapters = adapters
         self._given = given
         self._request = request
@@ -131,8 +136,10 @@ class MergePreparation:
         layers = reported(self._adapters, tensors, changes, quantized, self._request, self._origins)
         config = self._configured(config, products, changes, shapes, ties)
         self._notes += [*alignment.notes, *self._checks.notes(quantized)]
+        comparison = self._comparison(products, config)
         plan = self._plan(products, config, written_ties(ties, tensors))
-        return self._prepared(out, plan, alignment, quantized), layers
+        prepared = self._prepared(out, plan, alignment, quantized)
+        return replace(prepared, comparison=comparison), layers
 
     # --- the base ---
 
@@ -296,6 +303,29 @@ class MergePreparation:
         if ties.untied or ties.broken:
             made = untied_config(made)
         return without_quantization(made)
+
+    def _comparison(
+        self, products: Sequence[Product], config: Mapping[str, Any] | None
+    ) -> Comparison:
+        """Compares names and shapes with the model that the configuration describes."""
+        if config is None:
+            return NOTHING
+        if self._request.names == "live":
+            self._notes.append(
+                "names and shapes are not compared with the model of config.json: --names live"
+            )
+            return NOTHING
+        subject = Subject(
+            config={**config, **self._folders.code_of(self._side)},
+            tensors={str(p.spec.name): (p.spec.dtype, p.spec.shape) for p in products},
+            left_out=frozenset(),
+            where=self._base.opened.path,
+            is_live=self._base.is_live,
+            advice=MERGE,
+        )
+        comparison, notes = plan_comparison(subject, self._program)
+        self._notes += notes
+        return comparison
 
     def _plan(
         self,
