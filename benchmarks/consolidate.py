@@ -36,6 +36,7 @@ from measuring import (
     warm,
 )
 
+_UNASKED = 'cache=$(mktemp -d); XDG_CACHE_HOME=$cache "$@"; s=$?; rm -r "$cache"; exit $s'
 COLD_TOOLS = ("cp", "bare", "bare_huge", "ckptkit", "accelerate")
 _COPY = 'cp -r "$1" "$2" && find "$2" -type f -exec sync {} +'
 
@@ -82,6 +83,17 @@ TOOLS: Mapping[str, Tool] = {
     "ckptkit": Tool(
         "`ckptkit consolidate`", lambda job: ckptkit("consolidate", str(job.src), str(job.out))
     ),
+    "unasked": Tool(
+        "`ckptkit consolidate`, no answer of transformers kept",
+        lambda job: [
+            *("sh", "-c", _UNASKED, "sh"),
+            *ckptkit("consolidate", str(job.src), str(job.out)),
+        ],
+    ),
+    "live": Tool(
+        "`ckptkit consolidate --names live`, nothing compared",
+        lambda job: ckptkit("consolidate", str(job.src), str(job.out), "--names", "live"),
+    ),
     "bfloat16": Tool(
         "`ckptkit consolidate --dtype bfloat16`",
         lambda job: ckptkit("consolidate", str(job.src), str(job.out), "--dtype", "bfloat16"),
@@ -101,6 +113,9 @@ TOOLS: Mapping[str, Tool] = {
 }
 
 Samples = dict[str, list[Sample]]
+
+
+DEFAULT_TOOLS = tuple(name for name in TOOLS if name not in {"unasked", "live"})
 
 
 def run_rounds(job: Job, names: Sequence[str], repeats: int, *, cold: bool) -> Samples:
@@ -177,7 +192,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--gigabytes", type=float, default=2.0, help="what to make without SRC")
     parser.add_argument("--out-dir", type=Path, default=WORK / "out")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--tools", default=",".join(TOOLS), help=f"of {', '.join(TOOLS)}")
+    parser.add_argument("--tools", default=",".join(DEFAULT_TOOLS), help=f"of {', '.join(TOOLS)}")
     parser.add_argument("--cold", action="store_true", help="also with a cold page cache")
     options = parser.parse_args(arguments)
     names = options.tools.split(",")

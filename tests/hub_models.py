@@ -17,7 +17,7 @@ from tests.hub_server import HubServer
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
+    "model_type": "made_up",  # a llama would have all the other tensors too
     "_name_or_path": "/home/alice/models/llama",
 }
 

@@ -60,6 +60,7 @@ from ckptkit.planning.plan import Plan, Product
 from ckptkit.planning.requests import Resources
 from ckptkit.planning.side_files import bytes_by_dtype, config_as_written
 from ckptkit.planning.ties import untied_config
+from ckptkit.planning.vocabulary import is_head
 from ckptkit.storage.places import PathLike
 
 _EXPERT = re.compile(r"\.experts\.\d+\.")  # disk names of what training holds fused
@@ -315,10 +316,13 @@ class MergePreparation:
                 "names and shapes are not compared with the model of config.json: --names live"
             )
             return NOTHING
+        # Where an adapter brought another head, that of the base stays in the output, unused.
+        is_headed = config.get("architectures") != (self._config or {}).get("architectures")
+        heads = {str(p.spec.name) for p in products if is_headed and is_head(p.spec.name)}
         subject = Subject(
             config={**config, **self._folders.code_of(self._side)},
             tensors={str(p.spec.name): (p.spec.dtype, p.spec.shape) for p in products},
-            left_out=frozenset(),
+            left_out=frozenset(heads),
             where=self._base.opened.path,
             is_live=self._base.is_live,
             advice=MERGE,
