@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ckptkit.core.dtypes import DType, dtype_named
 from ckptkit.core.errors import VerificationError
-from ckptkit.core.index import FileRef
+from ckptkit.core.index import FileRef, Shape
 from ckptkit.core.manifest import MANIFEST_NAME, Manifest, parse_manifest
 from ckptkit.formats.weight_map import INDEX_ENDING
 from ckptkit.hub.card import ModelFacts, base_model_of, write_card
@@ -195,12 +196,20 @@ def _compared(
     if names == "live" or chosen:
         said = "--names live" if names == "live" else f"the folder was written with {chosen[0]}"
         return (f"names and shapes are not compared with the model of config.json: {said}",)
-    index = pretrained_index(folder)
-    if index is None:
+    tensors = _tensors_of(folder, manifest)
+    if not tensors:
         return ()
-    tensors = {str(one.name): (one.dtype, one.shape) for one in index.of_part("model")}
     subject = Subject(config, tensors, frozenset(), folder.location, advice=PUSH)
     return compare_now(subject)
+
+
+def _tensors_of(folder: Folder, manifest: Manifest | None) -> dict[str, tuple[DType, Shape]]:
+    """Returns element types and shapes of what is pushed; the manifest has them, or the headers."""
+    if manifest is not None:
+        return {n: (dtype_named(t.dtype), t.shape) for n, t in manifest.tensors.items()}
+    index = pretrained_index(folder)
+    entries = () if index is None else index.of_part("model")
+    return {str(one.name): (one.dtype, one.shape) for one in entries}
 
 
 def _texts(folder: Folder, paths: Sequence[str], refs: Mapping[str, FileRef]) -> dict[str, bytes]:

@@ -162,15 +162,7 @@ def push(folder: PathLike, repo_id: str, **options: Unpack[PushOptions]) -> Push
     kinds = find_secrets(words.encode(errors="replace"))
     refuse_found([f"{kind} in the message or tag of the commit" for kind in kinds], repo_id)
     hub = Hub(repo_id, token=options.get("token"), endpoint=options.get("endpoint"))
-    wishes = Wishes(
-        optimizer=options.get("include_optimizer", False),
-        include=options.get("include", ()),
-        base_model=options.get("base_model"),
-        secrets=[hub.token or ""],
-        whole=options.get("whole", ""),
-        names=options.get("names", "auto"),
-    )
-    check_choice("--names", wishes.names, ("auto", "live"))
+    wishes = _wishes(hub, options)
     request = _Request(
         private=options.get("private"),
         revision=options.get("revision") or _MAIN,
@@ -183,6 +175,18 @@ def push(folder: PathLike, repo_id: str, **options: Unpack[PushOptions]) -> Push
         hub.named_by_owner()
         one = _Push(hub, source, package, request, options.get("listener") or ignore)
         return one.dry_run() if options.get("dry_run") else one.run()
+
+
+def _wishes(hub: Hub, options: PushOptions) -> Wishes:
+    check_choice("--names", options.get("names", "auto"), ("auto", "live"))
+    return Wishes(
+        optimizer=options.get("include_optimizer", False),
+        include=options.get("include", ()),
+        base_model=options.get("base_model"),
+        secrets=[hub.token or ""],
+        whole=options.get("whole", ""),
+        names=options.get("names", "auto"),
+    )
 
 
 @dataclass(frozen=True, slots=True)
