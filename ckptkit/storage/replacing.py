@@ -1,9 +1,9 @@
-"""What an output may take the place of: an earlier output, and nothing that was put there since."""
+"""What an output may replace: an earlier output, and no checkpoint that is not part of it."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 
@@ -14,12 +14,17 @@ from ckptkit.storage.workfolder import entries
 _EXAMPLES = 3
 _TRAINING = "training"
 _COUNTED = 1000
+_NAMES = frozenset({".metadata", ".snapshot_metadata", "latest"})
+_ENDINGS = (
+    *(".distcp", ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".gguf", ".metadata"),
+    *(".npz", ".h5", ".msgpack", ".onnx", ".index.json"),
+)
 
 
 def refuse_unnamed(
     found: Collection[str], manifest: bytes | None, location: str, known: Collection[str] = ()
 ) -> None:
-    """Refuses to replace files that no manifest there names.
+    """Refuses to replace checkpoints and weights that no manifest there names.
 
     Args:
         found: The files of the place, relative to it.
@@ -28,21 +33,21 @@ def refuse_unnamed(
         known: Further files that may go, such as those of an unfinished commit.
 
     Raises:
-        RefusedError: If there is a file that is not of an earlier output.
+        RefusedError: If there is one.
     """
-    named = {MANIFEST_NAME, *known, *named_files(manifest, location)}
-    _refuse(sorted(set(found) - named), location, has_manifest=manifest is not None)
+    refused = sorted(name for name in set(found) - set(known) if _is_of_checkpoint(name))
+    _refuse(_unnamed(refused, manifest, location), location, has_manifest=manifest is not None)
 
 
 def refuse_unnamed_in(out: Path, named_as: str) -> None:
-    """Refuses to replace a directory with files that its manifest does not name.
+    """Refuses to replace a directory with checkpoints or weights that its manifest does not name.
 
     Args:
         out: The directory.
         named_as: What messages call it.
 
     Raises:
-        RefusedError: If there is a file that is not of an earlier output.
+        RefusedError: If there is one.
     """
     path = out / MANIFEST_NAME
     try:
@@ -50,9 +55,49 @@ def refuse_unnamed_in(out: Path, named_as: str) -> None:
         manifest: bytes | None = path.read_bytes()
     except (OSError, CkptkitError):
         manifest = None
-    named = {MANIFEST_NAME, *named_files(manifest, named_as)}
-    unnamed = (file for file in _files_in(out) if file not in named)
-    _refuse(list(islice(unnamed, _COUNTED)), named_as, has_manifest=manifest is not None)
+    found = (name for name in _files_in(out) if _is_of_checkpoint(name))
+    unnamed = list(islice(_unnamed(found, manifest, named_as), _COUNTED))
+    _refuse(unnamed, named_as, has_manifest=manifest is not None)
+
+
+def removable(
+    found: Collection[str], manifest: bytes | None, where: str, known: Collection[str] = ()
+) -> set[str]:
+    """Returns the files of a place in a store that go when its output is replaced.
+
+    Files that the earlier manifest does not name stay; all files go where it cannot be read.
+    """
+    if manifest is not None and not _is_readable(manifest, where):
+        return set(found)
+    return set(found) & {MANIFEST_NAME, *known, *named_files(manifest, where)}
+
+
+def _unnamed(found: Iterable[str], manifest: bytes | None, where: str) -> Iterator[str]:
+    named = named_files(manifest, where)
+    # A manifest that cannot be read is that of a damaged output, whose files stand next to it.
+    is_damaged = manifest is not None and not _is_readable(manifest, where)
+    for name in found:
+        if name not in named and not (is_damaged and "/" not in name):
+            yield name
+
+
+def _is_of_checkpoint(name: str) -> bool:
+    """Tells by its name whether a file holds weights or state of a training, or is a manifest.
+
+    >>> _is_of_checkpoint("checkpoint-4/optimizer_0/.metadata"), _is_of_checkpoint("notes.md")
+    (True, False)
+    """
+    last = name.rpartition("/")[2]
+    is_nested_manifest = last == MANIFEST_NAME and name != MANIFEST_NAME
+    return last in _NAMES or is_nested_manifest or last.lower().endswith(_ENDINGS)
+
+
+def _is_readable(manifest: bytes, where: str) -> bool:
+    try:
+        parse_manifest(manifest, where=where)
+    except CkptkitError:
+        return False
+    return True
 
 
 def named_files(manifest: bytes | None, where: str) -> frozenset[str]:
@@ -80,17 +125,17 @@ def _files_in(out: Path) -> Iterator[str]:
                 yield Path(folder, name).relative_to(out).as_posix()
 
 
-def _refuse(unnamed: list[str], location: str, *, has_manifest: bool) -> None:
-    if not unnamed:
+def _refuse(unnamed: Iterable[str], location: str, *, has_manifest: bool) -> None:
+    listed = list(unnamed)
+    if not listed:
         return
-    examples = ", ".join(repr(name) for name in unnamed[:_EXAMPLES])
-    rest = len(unnamed) - _EXAMPLES
+    examples = ", ".join(repr(name) for name in listed[:_EXAMPLES])
+    rest = len(listed) - _EXAMPLES
     more = f" and {rest:,} more" if rest > 0 else ""
-    whose = f"its {MANIFEST_NAME}" if has_manifest else f"no {MANIFEST_NAME}"
-    verb = "does not name as those of an output" if has_manifest else "names"
+    by = f"its {MANIFEST_NAME} does not name" if has_manifest else f"no {MANIFEST_NAME} names"
     raise RefusedError(
-        f"holds files that {whose} {verb}, and only an earlier output is replaced:"
-        f" {examples}{more}",
+        f"holds checkpoint or weight files that {by} as files of an output, and --overwrite"
+        f" replaces an earlier output only: {examples}{more}",
         where=location,
         hint="move them away, or remove them by hand; or choose another place",
     )

@@ -16,7 +16,7 @@ from ckptkit.core.errors import OutputError, OutputExistsError
 from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.storage.names import is_work_folder
 from ckptkit.storage.output_claim import OutputClaim
-from ckptkit.storage.replacing import refuse_unnamed
+from ckptkit.storage.replacing import refuse_unnamed, removable
 from ckptkit.storage.s3_sweep import has_leftovers, sweep_uploads
 from ckptkit.storage.s3_uploads import S3Uploads
 from ckptkit.storage.store_errors import Writing, output_there, quietly
@@ -135,10 +135,19 @@ class S3Commit:
             manifest = self._refuse_changed(old)
             made = {self._manifest, *(item.key for item in items)}
             start = len(self._store.prefix)
-            self.claim.add_names({key[start:] for key in {*made, *old}})
+            goes = self._removable({key[start:] for key in old}, manifest)
+            self.claim.add_names({*goes, *(key[start:] for key in made)})
             self._replace(items, last, manifest)
             self._is_dirty = False
-        quietly(self._writing, lambda: self._delete(sorted(old.keys() - made)))
+        kept = {key[start:] for key in made}
+        rest = sorted(self._store.prefix + name for name in goes - kept)
+        quietly(self._writing, lambda: self._delete(rest))
+
+    def _removable(self, names: set[str], manifest: bytes | None) -> set[str]:
+        """Returns the files that go with the earlier output; files of others stay."""
+        if self._manifest != self._store.prefix + MANIFEST_NAME:
+            return names
+        return removable(names, manifest, self._location, self.claim.names)
 
     def release(self) -> None:
         """Gives the claim back, if it is held."""

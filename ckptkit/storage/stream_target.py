@@ -17,7 +17,7 @@ from ckptkit.storage.names import check_relative, is_work_folder
 from ckptkit.storage.output_claim import OutputClaim
 from ckptkit.storage.places import Place
 from ckptkit.storage.remote_store import RemoteStore, StoredObject, store_of
-from ckptkit.storage.replacing import refuse_unnamed
+from ckptkit.storage.replacing import refuse_unnamed, removable
 from ckptkit.storage.store_errors import Writing, output_there, quietly, writing_to
 from ckptkit.storage.streams import Room, Stream
 
@@ -115,8 +115,8 @@ class StreamTarget:
             with self._writing():
                 self._claim.take()
                 old = self._objects()
-                self._refuse_changed(old, last)
-                self._claim.add_names({*old, *self._streams})
+                goes = self._refuse_changed(old, last)
+                self._claim.add_names({*goes, *self._streams})
                 self._claim.check()
                 if last in old:
                     self._remove(last)
@@ -131,7 +131,7 @@ class StreamTarget:
         self._streams.clear()
         self._published.clear()
         self._filesystem.transaction.files.clear()
-        for path in sorted(old.keys() - made):
+        for path in sorted(goes - made):
             quietly(self._writing, partial(self._remove, path))
         self._claim.release(is_clean=True)
 
@@ -171,8 +171,8 @@ class StreamTarget:
         if found and not self._overwrite:
             raise output_there(self._location)
 
-    def _refuse_changed(self, found: Mapping[str, StoredObject], last: str) -> None:
-        """Refuses what is not to be replaced."""
+    def _refuse_changed(self, found: Mapping[str, StoredObject], last: str) -> set[str]:
+        """Refuses what is not to be replaced; returns the files that go with it."""
         self._refuse_filled(found)
         if last in found and found[last] != self._seen.get(last):
             raise OutputExistsError(
@@ -184,3 +184,5 @@ class StreamTarget:
             path = f"{self._path}/{last}"
             data = self._store.get_small(path) if last in found else None
             refuse_unnamed(set(found), data, self._location, self._claim.names)
+            return removable(set(found), data, self._location, self._claim.names)
+        return set(found)

@@ -247,14 +247,24 @@ def test_quiet_prints_nothing_but_errors(tmp_path: Path) -> None:
 def test_overwrite_replaces_an_output(tmp_path: Path) -> None:
     run("consolidate", LLAMA, tmp_path / "out")
     (tmp_path / "out" / "stray").touch()
+    assert run("consolidate", LLAMA, tmp_path / "out", "--overwrite").returncode == 0
+    assert not (tmp_path / "out" / "stray").exists()
+
+
+@pytest.mark.parametrize(
+    "path", ["model-2.safetensors", "llama/model.safetensors", "checkpoint-3/optimizer_0/.metadata"]
+)
+def test_overwrite_replaces_no_checkpoint_that_is_not_of_the_output(
+    tmp_path: Path, path: str
+) -> None:
+    run("consolidate", LLAMA, tmp_path / "out")
+    other = tmp_path / "out" / path
+    other.parent.mkdir(parents=True, exist_ok=True)
+    other.touch()
     refused = run("consolidate", LLAMA, tmp_path / "out", "--overwrite")
     assert refused.returncode == 4
-    assert "'stray'" in refused.stderr
-    assert (tmp_path / "out" / "stray").exists()
-    (tmp_path / "out" / "stray").unlink()
-    (tmp_path / "out" / "model.safetensors").write_bytes(b"")
-    assert run("consolidate", LLAMA, tmp_path / "out", "--overwrite").returncode == 0
-    assert (tmp_path / "out" / "model.safetensors").stat().st_size
+    assert f"'{path}'" in refused.stderr
+    assert other.exists()
 
 
 def test_patterns_may_be_repeated(tmp_path: Path) -> None:

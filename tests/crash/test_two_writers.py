@@ -212,23 +212,26 @@ def test_a_kill_in_the_commit_blocks_nothing_and_is_seen(
 
 
 @pytest.mark.usefixtures("known")
-def test_a_file_of_the_user_in_an_output_on_s3_is_not_removed(bucket: Bucket) -> None:
-    bucket.put(f"{OUT}/notes.md", b"mine")
+def test_files_of_the_user_in_an_output_on_s3_are_not_removed(bucket: Bucket) -> None:
+    bucket.put(f"{OUT}/other/model.safetensors", b"mine")
     told = write(by_way_of(bucket), FIRST)
     assert told.startswith("4 ")
-    assert "'notes.md'" in told
-    bucket.delete(f"{OUT}/notes.md")
+    assert "'other/model.safetensors'" in told
+    bucket.delete(f"{OUT}/other/model.safetensors")
+    bucket.put(f"{OUT}/notes.md", b"mine")
     bucket.put(f"{OUT}/", b"")  # a folder's marker is nobody's file
     assert write(by_way_of(bucket), FIRST) == ""
+    assert bucket.get(f"{OUT}/notes.md") == b"mine"
 
 
 def test_what_comes_while_an_output_is_made_stays_too(
     bucket: Bucket, known: dict[str, dict[str, bytes]], own_proxy: Proxy
 ) -> None:
-    own_proxy.add(Fault(r"PUT .*partNumber=1", before=lambda: bucket.put(f"{OUT}/late", b"mine")))
+    late = f"{OUT}/checkpoint-2/.metadata"
+    own_proxy.add(Fault(r"PUT .*partNumber=1", before=lambda: bucket.put(late, b"mine")))
     told = write(by_way_of(bucket, own_proxy.url), FIRST)
     assert told.startswith("4 ")
-    assert found(bucket) == {**known["earlier"], "late": b"mine"}
+    assert found(bucket) == {**known["earlier"], "checkpoint-2/.metadata": b"mine"}
     assert bucket.unfinished_uploads() == []
 
 
