@@ -124,7 +124,12 @@ class DiffOptions(TypedDict, total=False):
 
 @check_arguments
 def adapter_from_diff(
-    tuned: PathLike, out: PathLike, *, base: PathLike, rank: int, **options: Unpack[DiffOptions]
+    tuned: PathLike,
+    out: PathLike,
+    *,
+    base: PathLike,
+    rank: int | str,
+    **options: Unpack[DiffOptions],
 ) -> Manifest:
     """Makes a LoRA adapter of what full training changed in a model.
 

@@ -62,6 +62,8 @@ def check_destination(
 
 def _refuse_nested(source: Place, out: Place, what: str, *, overwrite: bool) -> None:
     folder, is_single = source, False
+    if not is_url(source) and not local_path(source).exists():
+        return  # the reader says that it is missing
     if not is_url(source) and local_path(source).is_file():
         path = local_path(source).resolve()
         folder = place_of(path.parent)
