@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 from ckptkit.core.arguments import check_arguments
 from ckptkit.planning.requests import (
     ConsolidateRequest,
+    CountLike,
     DTypeLike,
     Engine,
     IfExists,
@@ -92,7 +93,7 @@ class Options(TypedDict, total=False):
     also: Sequence[PathLike]
     like: PathLike | None
     strip_prefix: str | Sequence[str]
-    vocab_size: int | None
+    vocab_size: CountLike | None
     optimizer: bool
     model_config: PathLike | None
     max_shard_size: int | str

@@ -14,6 +14,7 @@ from ckptkit.core.texts import a_kind
 
 DTypeChoice = Literal["keep", "float32", "bfloat16", "float16"]
 OutputDType = Literal[DTypeChoice, "base"]
+CountLike = int | str  # as a user gives it; see `positive_number`
 DTypeLike = Any  # a name or alias, or a dtype of torch or numpy; see `choose_dtype`
 FACTOR_DTYPES = ("float32", "bfloat16", "float16")
 Layout = Literal["hf", "torch", "dcp"]

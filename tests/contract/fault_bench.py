@@ -86,6 +86,8 @@ class Bench:
         assert list(self._outbox.iterdir()) == [], "something was left behind"
         if refusal.exit_status in _REFUSALS:
             return refusal.code
+        if "the output would not load as" in refusal.message:  # config.json means another model
+            return refusal.code
         is_gone = "select" in self.case.options and isinstance(refusal, CannotPlanError)
         return refusal.code if is_gone else f"EXIT {refusal.exit_status}, {refusal}"
 

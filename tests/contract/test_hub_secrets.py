@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ckptkit.core.errors import CkptkitError, RefusedError
 from ckptkit.hub import push
@@ -220,7 +221,11 @@ def test_weights_are_searched_on_their_way(hub: HubServer, tmp_path: Path) -> No
         data = (folder / "model.safetensors").read_bytes()
         (folder / "model.safetensors").unlink()
         secret = SECRETS["aws secret"].encode()
-        (folder / name).write_bytes(data[: -len(secret)] + secret)
+        if name.endswith(".bin"):
+            hidden = torch.frombuffer(bytearray(secret), dtype=torch.uint8)
+            torch.save({"model.layers.0.mlp.up_proj.weight": hidden}, folder / name)
+        else:
+            (folder / name).write_bytes(data[: -len(secret)] + secret)
         with pytest.raises(RefusedError, match="an AWS secret key in"):
             push(folder, REPO, token=TOKEN, endpoint=hub.url)
     assert published(hub) == {}

@@ -414,7 +414,9 @@ def check(label: str, scenario: Scenario) -> None:
         targets = bound.pieces()
     for one, two in zip(holdings.pieces, again.pieces, strict=True):
         assert one is two or "param_groups" in one.key_path, label
-    for one, two in zip(again.pieces, targets, strict=True):
+    # Tensors in groups are restored as values.
+    cut = [piece for piece in again.pieces if "param_groups" not in piece.key_path]
+    for one, two in zip(cut, targets, strict=True):
         assert one.key_path == two.key_path, label
         assert one.local.data_ptr() == two.local.data_ptr(), label
     found = gathered(again)

@@ -133,7 +133,7 @@ def test_a_model_that_has_an_adapter_in_its_folder_is_written_without_it(tmp_pat
     save_file(tensors(f"{FACTORS}.weight"), source / "model.safetensors")
     own = tensors(*(f"base_model.model.{FACTORS}.lora_{factor}.weight" for factor in "AB"))
     save_file(own, source / "adapter_model.safetensors")
-    (source / "config.json").write_text('{"model_type": "granite_speech"}')
+    (source / "config.json").write_text('{"model_type": "made_up"}')
     (source / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4}')
     step = next_step(ckptkit.inspect(source), Given(str(source)))
     assert step.command == f"ckptkit consolidate {source} OUT --select model.safetensors"

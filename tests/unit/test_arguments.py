@@ -152,7 +152,7 @@ def test_the_nearest_option_is_the_one_that_was_meant(tmp_path: Path) -> None:
         ({"workers": "2"}, "workers: is a str, where a whole number or None was expected"),
         ({"workers": True}, "workers: is a bool, where a whole number or None was expected"),
         ({"workers": -1}, "--workers: -1 is not at least 1"),
-        ({"vocab_size": 2.5}, "vocab_size: is a float, where a whole number or None"),
+        ({"vocab_size": 2.5}, "--vocab-size: 2.5 is no positive whole number"),
         ({"vocab_size": -1}, "--vocab-size: -1 is no positive whole number"),
         ({"overwrite": "no"}, "overwrite: is a str, where True or False was expected"),
         ({"delete_source": None}, "delete_source: is None, where True or False was expected"),

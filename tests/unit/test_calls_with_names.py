@@ -42,8 +42,9 @@ ALLOWED = {
     ("ckptkit/integrations/accelerator_state", "files_of_hooks", "folder.rglob"): CONSTANT,
     ("ckptkit/integrations/model_folders", "_move_into", "hidden.rglob"): CONSTANT,
     ("ckptkit/integrations/model_folders", "_move_into", "out.glob"): CONSTANT,
+    ("ckptkit/pipeline/answer_cache", "_library", ".glob"): CONSTANT,
     ("ckptkit/pipeline/conversions", "Converter._started", "subprocess.Popen"): PROGRAM,
-    ("ckptkit/pipeline/naming_program", "_run", "subprocess.Popen"): PROGRAM,
+    ("ckptkit/pipeline/naming_program", "NamingProgram.ask", "subprocess.Popen"): PROGRAM,
     ("ckptkit/planning/requests", "matches", "fnmatchcase"): GIVEN,
     ("ckptkit/planning/side_files", "_fits", "fnmatchcase"): GIVEN,
     ("ckptkit/storage/hub_files", "hub_range", "filesystem.open"): EXACT,
@@ -116,7 +117,7 @@ ALLOWED = {
     ("ckptkit/uploading/store", "Store.copy", "filesystem.cp_file"): EXACT,
     ("ckptkit/writer/commit", "_Attempt.copy_from", "source.rglob"): CONSTANT,
     ("ckptkit/writer/publish", "_remove_unread", "step.glob"): CONSTANT,
-    ("cli/ckptkit_cli/_batch_run", "BatchRun._run", "subprocess.Popen"): PROGRAM,
+    ("cli/ckptkit_cli/_batch_run", "BatchRun._run_now", "subprocess.Popen"): PROGRAM,
 }
 
 

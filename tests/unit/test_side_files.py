@@ -25,8 +25,15 @@ from ckptkit.planning.side_files import (
     without_auto_map,
 )
 
-HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+HEAD, EMBEDDING, NORM = "lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"
+LLAMA = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "num_hidden_layers": 0,
+    "hidden_size": 2,
+    "num_attention_heads": 1,
+    "vocab_size": 4,
+}
 F32, BF16, I64 = (dtype_named(name) for name in ("float32", "bfloat16", "int64"))
 
 
@@ -137,7 +144,8 @@ def test_configurations_keep_their_order_and_their_letters() -> None:
 def make_source(folder: Path, files: Mapping[str, Any], *, head: float = 1.0) -> Path:
     folder.mkdir()
     embedding = torch.ones(4, 2)
-    save_file({EMBEDDING: embedding, HEAD: embedding * head}, folder / "model.safetensors")
+    tensors = {EMBEDDING: embedding, HEAD: embedding * head, NORM: torch.ones(2)}
+    save_file(tensors, folder / "model.safetensors")
     for name, content in files.items():
         data = content if isinstance(content, str) else json.dumps(content)
         (folder / name).write_text(data, encoding="utf-8")
@@ -155,7 +163,7 @@ def config_in(out: Path) -> Any:
 def test_weights_that_are_equal_and_declared_tied_are_written_once(tmp_path: Path) -> None:
     source = make_source(tmp_path / "s", {"config.json": LLAMA | {"tie_word_embeddings": True}})
     manifest = ckptkit.consolidate(source, tmp_path / "out")
-    assert names_in(tmp_path / "out") == {EMBEDDING}
+    assert names_in(tmp_path / "out") == {EMBEDDING, NORM}
     assert dict(manifest.tied) == {HEAD: EMBEDDING}
     assert config_in(tmp_path / "out")["tie_word_embeddings"] is True
 
@@ -169,7 +177,7 @@ def test_weights_that_are_equal_by_accident_are_both_written(
     files: dict[str, Any], tmp_path: Path
 ) -> None:
     manifest = ckptkit.consolidate(make_source(tmp_path / "s", files), tmp_path / "out")
-    assert names_in(tmp_path / "out") == {EMBEDDING, HEAD}
+    assert names_in(tmp_path / "out") == {EMBEDDING, HEAD, NORM}
     assert not manifest.tied
 
 
@@ -179,7 +187,7 @@ def test_weights_that_are_declared_tied_but_differ_are_both_written_and_untied(
     config = LLAMA | {"tie_word_embeddings": True}
     source = make_source(tmp_path / "s", {"config.json": config}, head=2.0)
     manifest = ckptkit.consolidate(source, tmp_path / "out")
-    assert names_in(tmp_path / "out") == {EMBEDDING, HEAD}
+    assert names_in(tmp_path / "out") == {EMBEDDING, HEAD, NORM}
     assert not manifest.tied
     assert config_in(tmp_path / "out")["tie_word_embeddings"] is False
 
@@ -187,7 +195,7 @@ def test_weights_that_are_declared_tied_but_differ_are_both_written_and_untied(
 def test_a_sharded_output_for_training_keeps_every_tied_name(tmp_path: Path) -> None:
     source = make_source(tmp_path / "s", {"config.json": LLAMA | {"tie_word_embeddings": True}})
     manifest = ckptkit.convert(source, tmp_path / "out", to="dcp")
-    assert set(manifest.tensors) == {EMBEDDING, HEAD}
+    assert set(manifest.tensors) == {EMBEDDING, HEAD, NORM}
 
 
 CODE = {
