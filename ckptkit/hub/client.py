@@ -94,7 +94,7 @@ class Hub:
         if "/" not in self.repo_id:
             if self.token is None:
                 raise UsageError(
-                    f"{self.repo_id!r} names no owner, and nobody is logged in whose it could be",
+                    f"{self.repo_id!r} names no owner, and no user is logged in",
                     hint=f"pass OWNER/{self.repo_id}, or {_LOGIN}",
                 )
             self.repo_id = f"{self.call(self.api.whoami)['name']}/{self.repo_id}"

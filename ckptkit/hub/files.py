@@ -76,7 +76,7 @@ def choose_files(
         reason = _reason(path, code=code, optimizer=optimizer)
         wanted = any(fnmatchcase(path, pattern) for pattern in include)
         if posixpath.basename(path) == NEVER:
-            skipped.append(Skipped(path, "it can hold the token of whoever trained"))
+            skipped.append(Skipped(path, "it can hold the token that training used"))
         elif reason and not wanted:
             skipped.append(Skipped(path, reason))
         else:
@@ -104,7 +104,7 @@ def choose_step_files(
         if path in recorded or path.startswith(f"{SIDE_FOLDER}/"):
             known = known or _DATA.fullmatch(name)
         if name == NEVER:
-            skipped.append(Skipped(path, "it can hold the token of whoever trained"))
+            skipped.append(Skipped(path, "it can hold the token that training used"))
         elif known or wanted:
             files.append(path)
         else:
