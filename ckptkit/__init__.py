@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from ckptkit.adapter_api import adapter_from_diff, extract_adapter
-from ckptkit.api import (
-    consolidate,
-    convert,
-    diff,
-    inspect,
-    open,  # noqa: A004
-    verify,
-)
-from ckptkit.merge_api import merge_adapter
-from ckptkit.run_api import list_run, prune
 from ckptkit.version import __version__
+
+TYPE_CHECKING = False  # typing.TYPE_CHECKING would import typing
+if TYPE_CHECKING:
+    from ckptkit.adapter_api import adapter_from_diff, extract_adapter
+    from ckptkit.api import (
+        consolidate,
+        convert,
+        diff,
+        inspect,
+        open,  # noqa: A004
+        verify,
+    )
+    from ckptkit.merge_api import merge_adapter
+    from ckptkit.run_api import list_run, prune
 
 __all__ = [
     "__version__",
@@ -29,3 +32,34 @@ __all__ = [
     "prune",
     "verify",
 ]
+
+# A function's module is imported when the function is first used: the writer's process and the
+# command line import `ckptkit` at their start and use none of them.
+_MODULES = {
+    "adapter_from_diff": "ckptkit.adapter_api",
+    "consolidate": "ckptkit.api",
+    "convert": "ckptkit.api",
+    "diff": "ckptkit.api",
+    "extract_adapter": "ckptkit.adapter_api",
+    "inspect": "ckptkit.api",
+    "list_run": "ckptkit.run_api",
+    "merge_adapter": "ckptkit.merge_api",
+    "open": "ckptkit.api",
+    "prune": "ckptkit.run_api",
+    "verify": "ckptkit.api",
+}
+
+
+def __getattr__(name: str) -> object:
+    module = _MODULES.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    value = getattr(import_module(module), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -8,11 +8,7 @@ from collections.abc import Sequence
 
 from ckptkit.core.index import TensorIndex
 from ckptkit.formats.base import Candidate
-from ckptkit.formats.torch_archives import ArchiveTable
 from ckptkit.formats.zero_files import not_modelled, open_zero_file, parse_name
-from ckptkit.formats.zero_optimizer import optimizer_states
-from ckptkit.formats.zero_ranks import Contents, checked_names
-from ckptkit.formats.zero_weights import Weights, index_of
 from ckptkit.storage.base import Source
 
 
@@ -50,6 +46,12 @@ class ZeroReader:
             UnsafePickleError: If a pickle names something outside the allow-list.
             InputError: If a file is damaged, or the files contradict each other.
         """
+        # Every source is searched for this format, and few are of it.
+        from ckptkit.formats.torch_archives import ArchiveTable
+        from ckptkit.formats.zero_optimizer import optimizer_states
+        from ckptkit.formats.zero_ranks import Contents, checked_names
+        from ckptkit.formats.zero_weights import Weights, index_of
+
         where = posixpath.join(source.location, candidate.folder)
         names = checked_names(candidate.files, where)
         table = ArchiveTable()

@@ -18,10 +18,7 @@ from collections.abc import Sequence
 
 from ckptkit.core.index import TensorIndex
 from ckptkit.formats.base import Candidate
-from ckptkit.formats.torch_archives import ArchiveTable
 from ckptkit.formats.zero_files import parse_name, universal_place
-from ckptkit.formats.zero_universal_parts import UniversalContents
-from ckptkit.formats.zero_weights import Weights, index_of
 from ckptkit.storage.base import Source
 
 
@@ -61,6 +58,11 @@ class UniversalReader:
             UnsafePickleError: If a pickle names something outside the allow-list.
             InputError: If a file is damaged, or the files contradict each other.
         """
+        # Every source is searched for this format, and few are of it.
+        from ckptkit.formats.torch_archives import ArchiveTable
+        from ckptkit.formats.zero_universal_parts import UniversalContents
+        from ckptkit.formats.zero_weights import Weights, index_of
+
         where = posixpath.join(source.location, candidate.folder)
         table = ArchiveTable()
         contents = UniversalContents.open(table, source, candidate.files, where)

@@ -10,7 +10,6 @@ from ckptkit.core.index import TensorIndex
 from ckptkit.core.model_configs import parse_model_config
 from ckptkit.formats.flat_models import ModelParameter, vectors_of
 from ckptkit.formats.flat_parameters import SLICES, flat_parameters, is_flat, unflattened
-from ckptkit.pipeline.naming_program import ask_parameters
 from ckptkit.pipeline.source_places import open_folder
 from ckptkit.planning.side_files import CONFIG, MAX_JSON_BYTES
 from ckptkit.storage.places import PathLike
@@ -33,6 +32,8 @@ def with_model_config(index: TensorIndex, folder: PathLike) -> TensorIndex:
     flat = flat_parameters(index)
     if not flat:
         return index
+    from ckptkit.pipeline.naming_program import ask_parameters  # needed with --model-config alone
+
     config = _config(folder)
     alone = {entry.name for entry in index.of_part("model") if not is_flat(entry)}
     slices = {str(path[-1]): value for path, value in index.values.items() if path[:1] == SLICES}

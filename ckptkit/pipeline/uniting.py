@@ -10,6 +10,7 @@ import posixpath
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from typing import TYPE_CHECKING
 
 from ckptkit.core.errors import CkptkitError, FormatError, InputError, MissingFileError
 from ckptkit.core.index import Problem
@@ -23,11 +24,11 @@ from ckptkit.core.manifest import (
     parse_manifest,
     source_of_all,
 )
-from ckptkit.layouts.dcp_metadata import METADATA_NAME, metadata_pickle
 from ckptkit.storage.base import Folder
 from ckptkit.storage.overlay import OverlaySource
-from ckptkit.writer.merge import Merged, Merger
-from ckptkit.writer.record import FOLDER, parse_record
+
+if TYPE_CHECKING:
+    from ckptkit.writer.merge import Merged
 
 _NAMED = 8
 
@@ -123,6 +124,8 @@ class _Step:
         whole = next((copy for copy in self._copies if copy.ranks is None), None)
         if whole is not None:
             return {path: whole.manifest.to_json()}, []
+        from ckptkit.layouts.dcp_metadata import METADATA_NAME, metadata_pickle
+
         merged = self._merged(self._world_size())
         made = {
             posixpath.join(name, METADATA_NAME): metadata_pickle(unit.tensors, unit.objects)
@@ -178,6 +181,9 @@ class _Step:
         return world_size
 
     def _merged(self, world_size: int) -> Merged:
+        from ckptkit.writer.merge import Merger
+        from ckptkit.writer.record import FOLDER, parse_record
+
         merger = Merger(world_size)
         for rank in range(world_size):
             path = posixpath.join(self._folder, FOLDER, f"{rank}.json")

@@ -3,35 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Annotated
 
 import typer
 
 from ckptkit.version import __version__
-from ckptkit_cli._failures import show_bug, show_stop, show_usage
+from ckptkit_cli._failures import show_bug, show_stop, show_system_error, show_usage
 from ckptkit_cli._output import Output
 from ckptkit_cli._plain_command import PlainCommand, PlainGroup, UsageFailure
 from ckptkit_cli._signals import Stopped, raise_on_signals
 from ckptkit_cli._streams import flush_streams, prepare_streams
-from ckptkit_cli.adapter import adapter_group
-from ckptkit_cli.batch import batch
-from ckptkit_cli.consolidate import consolidate
-from ckptkit_cli.convert import convert
-from ckptkit_cli.diff import diff
-from ckptkit_cli.inspect import inspect
-from ckptkit_cli.ls import ls
-from ckptkit_cli.prune import prune
-from ckptkit_cli.pull import pull
-from ckptkit_cli.push import push
-from ckptkit_cli.save_now import save_now
-from ckptkit_cli.verify import verify
-from ckptkit_cli.watch import watch
 
 _EPILOG = (
     "Exit statuses: 0 done, 1 a bug of ckptkit, 2 wrong usage, 3 unreadable, damaged or incomplete"
     " input, 4 impossible or refused request, 5 the output exists, 6 verification failed or a"
     " difference found, 7 the Hub refused or was not reached, 130 interrupted, 143 terminated."
 )
+
+
+# A command's module is imported only when the command runs: to import them all takes longer than
+# to inspect a small checkpoint.
+_COMMANDS = {
+    "inspect": "ckptkit_cli.inspect",
+    "consolidate": "ckptkit_cli.consolidate",
+    "convert": "ckptkit_cli.convert",
+    "verify": "ckptkit_cli.verify",
+    "diff": "ckptkit_cli.diff",
+    "save-now": "ckptkit_cli.save_now",
+    "ls": "ckptkit_cli.ls",
+    "prune": "ckptkit_cli.prune",
+    "batch": "ckptkit_cli.batch",
+    "push": "ckptkit_cli.push",
+    "pull": "ckptkit_cli.pull",
+    "watch": "ckptkit_cli.watch",
+}
+_GROUP = "adapter"
 
 
 def _show_version(wanted: bool) -> None:
@@ -55,8 +62,12 @@ def _options(
     """Turns sharded training checkpoints into model folders that load, with proof of every byte."""
 
 
-def make_application() -> typer.Typer:
-    """Returns the program: all commands, by their names."""
+def make_application(command: str | None = None) -> typer.Typer:
+    """Returns the program.
+
+    Args:
+        command: The only command that is needed; all of them when this names none.
+    """
     application = typer.Typer(
         name="ckptkit",
         cls=PlainGroup,
@@ -68,22 +79,13 @@ def make_application() -> typer.Typer:
         epilog=_EPILOG,
     )
     application.callback()(_options)
-    for command in (
-        inspect,
-        consolidate,
-        convert,
-        verify,
-        diff,
-        save_now,
-        ls,
-        prune,
-        batch,
-        push,
-        pull,
-        watch,
-    ):
-        application.command(cls=PlainCommand)(command)
-    application.add_typer(adapter_group())
+    names = [command] if command in (*_COMMANDS, _GROUP) else [*_COMMANDS, _GROUP]
+    for name in names:
+        if name == _GROUP:
+            application.add_typer(import_module("ckptkit_cli.adapter").adapter_group())
+        else:
+            function = getattr(import_module(_COMMANDS[name]), name.replace("-", "_"))
+            application.command(name, cls=PlainCommand)(function)
     return application
 
 
@@ -95,6 +97,8 @@ def run_application(words: Sequence[str]) -> int:
         status = _run(words)
     except Stopped as stop:
         status = show_stop(Output(), stop)
+    except OSError as error:
+        status = show_system_error(Output(), error)
     except Exception as error:  # noqa: BLE001  whatever escapes to here is a bug, and told as one
         status = show_bug(Output(), error)
     flush_streams()
@@ -103,7 +107,8 @@ def run_application(words: Sequence[str]) -> int:
 
 def _run(words: Sequence[str]) -> int:
     try:
-        status = make_application()(args=words, prog_name="ckptkit", standalone_mode=False)
+        application = make_application(words[0] if words else None)
+        status = application(args=words, prog_name="ckptkit", standalone_mode=False)
     except UsageFailure as failure:
         return show_usage(words, failure)
     except SystemExit as end:

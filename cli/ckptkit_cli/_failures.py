@@ -39,7 +39,7 @@ def told(output: Output) -> Iterator[None]:
     except Stopped as stop:
         raise typer.Exit(show_stop(output, stop)) from stop
     except OSError as error:
-        raise typer.Exit(_show_system_error(output, error)) from error
+        raise typer.Exit(show_system_error(output, error)) from error
     except Exception as error:
         raise typer.Exit(show_bug(output, error)) from error
 
@@ -108,7 +108,7 @@ def _show_error(output: Output, error: CkptkitError) -> int:
     return error.exit_status
 
 
-def _show_system_error(output: Output, error: OSError) -> int:
+def show_system_error(output: Output, error: OSError) -> int:
     """Tells of a stdout that takes nothing more; any other system error here is our bug."""
     try:
         sys.stdout.flush()

@@ -23,9 +23,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit status.
     """
     end_on_signals()
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    if words == ["--version"] and _show_version():
+        return 0
     from ckptkit_cli._application import run_application
 
-    return run_application(sys.argv[1:] if arguments is None else list(arguments))
+    return run_application(words)
+
+
+def _show_version() -> bool:
+    """Writes the version without typer, which takes longer to import than this takes to run."""
+    from ckptkit.version import __version__
+
+    try:
+        print(f"ckptkit {__version__}", flush=True)  # noqa: T201  the streams are not prepared yet
+    except (OSError, ValueError):
+        return False  # the program itself handles streams that take nothing
+    return sys.stdout is not None
 
 
 def end_on_signals() -> None:

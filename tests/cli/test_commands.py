@@ -375,6 +375,33 @@ def test_a_bug_exits_1_with_a_traceback_and_asks_for_a_report() -> None:
     assert document(result)["error"]["code"] == "internal-error"
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize(
+    "words",
+    [["--version"], ["--help"], ["inspect", "--help"], ["adapter", "-h"], ["inspect", PLAIN]],
+)
+def test_a_full_disk_behind_stdout_is_named_whatever_is_shown(words: list[str]) -> None:
+    with open("/dev/full", "wb") as full:  # noqa: PTH123
+        command = [sys.executable, "-m", "ckptkit_cli", *map(str, words)]
+        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, check=False)
+    line = b"error[unwritable-output]: standard output: No space left on device\n"
+    assert (result.returncode, result.stderr) == (4, line)
+
+
+def test_a_command_imports_the_modules_of_no_other_command() -> None:
+    code = (
+        "import sys\n"
+        "from ckptkit_cli.main import main\n"
+        "status = main(sys.argv[1:])\n"
+        "absent = ('ckptkit_cli.watch', 'ckptkit_cli.consolidate', 'ckptkit.hub', 'ckptkit.naming',"
+        " 'ckptkit.writer.merge', 'ckptkit.kernels.four_bit', 'ckptkit.formats.zero_weights')\n"
+        "print([name for name in absent if name in sys.modules], file=sys.__stderr__)\n"
+        "sys.exit(status)\n"
+    )
+    result = run("inspect", PLAIN, code=code)
+    assert (result.returncode, result.stderr) == (0, "[]\n")
+
+
 def test_inspect_imports_nothing_that_is_slow_to_import() -> None:
     code = (
         "import sys\n"

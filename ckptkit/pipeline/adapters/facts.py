@@ -8,12 +8,11 @@ import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckptkit.adapters.dialects import BASE_LAYER, DEFAULT
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.index import Fqn, TensorEntry
-from ckptkit.pipeline.adapters.base_records import Quantization, read_record_of_base
 from ckptkit.pipeline.adapters.choice import Choice, adapters_in, sort_trees
 from ckptkit.pipeline.adapters.records import ADAPTER_CONFIG, AdapterRecords
 from ckptkit.pipeline.folders import SideFolders
@@ -22,6 +21,9 @@ from ckptkit.pipeline.source_places import absolute, is_folder
 from ckptkit.planning.peft_names import LORA, advice_on, find_adapter, own_adapters, title_of
 from ckptkit.planning.selection import as_random
 from ckptkit.storage.places import Place, place_of
+
+if TYPE_CHECKING:
+    from ckptkit.pipeline.adapters.base_records import Quantization
 
 _SCALES = ".absmax"
 _MODEL = "pytorch_model_fsdp_"
@@ -213,6 +215,9 @@ def adapter_facts(checkpoint: Opened, folders: SideFolders) -> AdapterFacts | No
         if not names or len(names) < len(found) or _others(trees, found):
             return None
         record = records.find(names[0], is_only_one=len(names) == 1)
+        # With what unpacks weights behind it: most checkpoints that are inspected need none.
+        from ckptkit.pipeline.adapters.base_records import read_record_of_base
+
         packing = read_record_of_base(checkpoint).quantization
     except CkptkitError:
         return None  # the commands say what is wrong with it
