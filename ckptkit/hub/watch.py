@@ -53,6 +53,7 @@ class WatchSettings:
         settle_seconds: How long the end waits for steps that others are writing.
         metrics: Metrics that a rule needs, by the option that names them. Where no step has one,
             a watch that is to end is refused, and another one warns.
+        needs_steps: Whether a watch is an error that ends without having seen a complete step.
     """
 
     choice: PushChoice = field(default_factory=PushChoice)
@@ -62,6 +63,7 @@ class WatchSettings:
     at_end: bool = False
     settle_seconds: float = 120.0
     metrics: Mapping[str, str] = field(default_factory=dict)
+    needs_steps: bool = False
 
 
 class Watch:
@@ -137,6 +139,7 @@ class Watch:
             failed = 0
             if is_idle and ending:
                 if not self._settles(pauses):
+                    self._check_seen()
                     return
                 continue
             if is_idle:
@@ -164,6 +167,15 @@ class Watch:
         pauses.wait(0)  # the end itself counts as news, and a step has to stay the same for longer
         pauses.wait(self._settings.poll_seconds)
         return True
+
+    def _check_seen(self) -> None:
+        """Refuses to call it done where there was never a step to push.
+
+        A run of which all steps were pushed and removed is done.
+        """
+        absence = self._run.absence
+        if self._settings.needs_steps and absence is not None and not self._journal.pushes:
+            raise absence
 
     def close(self) -> None:
         """Lets go of steps that wait, and removes what was built and not pushed."""

@@ -10,16 +10,17 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptkit.core.errors import InputError, NotACheckpointError
+from ckptkit.core.errors import IncompleteCheckpointError, InputError, NotACheckpointError
 from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.formats.discovery import step_of
-from ckptkit.pipeline.listing import RunStep, list_run
+from ckptkit.pipeline.listing import RunListing, RunStep, list_run
 from ckptkit.pipeline.run_places import open_run
 from ckptkit.planning.retention import StepFacts
 from ckptkit.storage.places import PathLike, Place, is_url, open_source
 
 _QUIET_SECONDS = 60.0  # after which nobody adds to a step that has no manifest
 _DIGEST_LENGTH = 16  # hexadecimal digits
+_LISTED = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,7 @@ class WatchedRun:
         self._digests: dict[str, tuple[str, str]] = {}  # by folder: identity, and digest
         self._unsettled: dict[str, str] = {}  # steps without a manifest, as they were last
         self._taken: set[str] = set()  # those among them that the last look returned
+        self._absence: InputError | None = None  # of any step, at the last look
 
     def look(self) -> tuple[SeenStep, ...]:
         """Returns the complete steps, the lowest number first; none where there is no run yet.
@@ -65,9 +67,10 @@ class WatchedRun:
         """
         try:
             listing = list_run(self._run, state=self._state)
-        except NotACheckpointError:
-            self._unsettled, self._taken = {}, set()
+        except NotACheckpointError as error:
+            self._unsettled, self._taken, self._absence = {}, set(), error
             return ()
+        self._absence = _absence(listing)
         steps = [step for step in listing.steps if step.complete and step_of(step.name) is not None]
         before, self._unsettled = self._unsettled, {}
         self._taken = set()
@@ -77,6 +80,11 @@ class WatchedRun:
             if digest:
                 seen[step.step] = self._seen(step, digest)
         return tuple(seen.values())
+
+    @property
+    def absence(self) -> InputError | None:
+        """What the last look found instead of a complete step; None where it found one."""
+        return self._absence
 
     @property
     def unsettled(self) -> Mapping[str, str]:
@@ -138,6 +146,19 @@ class WatchedRun:
     def _digest_of(self, path: str, size_bytes: int) -> str:
         with open_source(self._run) as source:
             return _short_digest(source.read(path, 0, size_bytes))
+
+
+def _absence(listing: RunListing) -> InputError | None:
+    """Says what lies in a run without a complete step."""
+    steps = [step for step in listing.steps if step_of(step.name) is not None]
+    if not steps or any(step.complete for step in steps):
+        return None
+    found = "; ".join(f"{step.name}: {step.problem}" for step in steps[-_LISTED:])
+    return IncompleteCheckpointError(
+        f"no step is complete; {found}",
+        where=listing.location,
+        hint="run it again once a step has been saved; `ckptkit ls` shows all of them",
+    )
 
 
 def _short_digest(data: bytes) -> str:

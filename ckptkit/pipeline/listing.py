@@ -18,7 +18,7 @@ from ckptkit.formats.registry import recognise
 from ckptkit.pipeline.completeness import what_is_missing
 from ckptkit.pipeline.listed_files import listed_files
 from ckptkit.pipeline.marking import marker
-from ckptkit.pipeline.run_places import open_run, recorded_pushes
+from ckptkit.pipeline.run_places import open_run, recorded_pushes, runs_nearby
 from ckptkit.pipeline.save_order import (
     TRAINER_STATE,
     SavedFolder,
@@ -179,6 +179,7 @@ class _Listing:
     ) -> None:
         self._source = source
         self._store = store
+        self._run = run
         self._pushes = recorded_pushes(run, state)
         candidates = recognise(listed_files(source))
         self._saved = SavedSteps(source, candidates)
@@ -310,13 +311,25 @@ class _Listing:
 
     def _nothing(self) -> NotACheckpointError:
         location = self._store.location
+        found = "no step of a run lies here"
         if step_of(posixpath.basename(location.rstrip("/"))) is not None:
             hint = "that is a step itself; give the directory above it"
+            return NotACheckpointError(found, where=location, hint=hint)
+        links = [name for name in self._source.linked_folders() if step_of(name) is not None]
+        found += f"; {', '.join(links[:_NAMED])}: links, which are not followed" if links else ""
+        nearby = runs_nearby(self._run)
+        hint = "give the directory that holds the checkpoint-N folders"
+        if nearby:
+            hint += f": {' or '.join(nearby)}"
         else:
-            hint = "give the directory that holds the checkpoint-N folders"
-            below = sorted({path.split("/", 1)[0] for path in self._source.walk(2) if "/" in path})
+            apart = sorted(name for name in self._candidates if step_of(name) is None)
+            if apart:
+                names = ", ".join(name or "." for name in apart[:_NAMED])
+                found += f"; checkpoints whose names have no step: {names}"
+            walked = (path.split("/", 1)[0] for path in self._source.walk(2) if "/" in path)
+            below = sorted({name for name in walked if not name.startswith(".")})
             hint += f"; below it are {', '.join(below[:_NAMED])}" if below else ""
-        return NotACheckpointError("no step of a run lies here", where=location, hint=hint)
+        return NotACheckpointError(found, where=location, hint=hint)
 
 
 def _main(candidates: Sequence[Candidate]) -> list[Candidate]:

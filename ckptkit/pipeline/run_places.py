@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import posixpath
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 from ckptkit.core.errors import AmbiguousSourceError, NotACheckpointError
@@ -14,9 +16,12 @@ from ckptkit.pipeline.steps import step_folder
 from ckptkit.storage.local_run import LocalRun
 from ckptkit.storage.places import PathLike, Place, is_url, local_path, open_source
 from ckptkit.storage.push_journal import WATCH_FOLDER, StepPush, pushes_in
+from ckptkit.storage.run_marks import is_step_folder
 from ckptkit.storage.run_store import RunStore
 
 _LISTED = 5
+_MOST_FOLDERS = 5_000  # that are looked at for steps
+_MOST_ABOVE = 4
 
 
 def open_run(run: PathLike) -> RunStore:
@@ -79,3 +84,54 @@ def run_below(run: PathLike) -> PathLike:
         )
     below = f"{location}/{runs[0]}"
     return run.beside(below) if isinstance(run, Place) else below
+
+
+def runs_nearby(run: PathLike) -> tuple[str, ...]:
+    """Returns folders that hold folders of steps, by their names, near one that holds none.
+
+    Those below come first; where there are none, the nearest one above is the only one. Of a URL
+    the name alone is looked at, since listing the storage around it may take minutes.
+    """
+    location = os.fspath(run).rstrip("/")
+    if is_url(run):
+        named = _run_in_name(location)
+        return (named,) if named else ()
+    folder = local_path(run).absolute()
+    below = sorted(set(_runs_below(folder)))
+    if below:
+        return tuple(below[:_LISTED])
+    named = _run_in_name(str(folder))
+    if named:
+        return (named,)
+    return tuple(islice((str(p) for p in folder.parents[:_MOST_ABOVE] if _holds_steps(p)), 1))
+
+
+def _run_in_name(location: str) -> str:
+    """Returns the folder of the step that a path leads through; empty where it names none."""
+    while location:
+        location, name = posixpath.split(location.rstrip("/"))
+        if name and is_step_folder(name):
+            return location
+        if not name:
+            break
+    return ""
+
+
+def _runs_below(folder: Path) -> Iterator[str]:
+    """Yields the folders below one, however deep, that hold a folder of a step."""
+    walked = islice(os.walk(folder), _MOST_FOLDERS)  # what cannot be listed is passed over
+    for place, names, _ in walked:
+        steps = [name for name in names if is_step_folder(name)]
+        if steps:
+            yield place
+        names[:] = [name for name in names if name not in steps and not name.startswith(".")]
+
+
+def _holds_steps(folder: Path) -> bool:
+    try:
+        with os.scandir(folder) as entries:
+            return any(
+                is_step_folder(e.name) and e.is_dir() for e in islice(entries, _MOST_FOLDERS)
+            )
+    except OSError:
+        return False

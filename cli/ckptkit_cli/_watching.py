@@ -160,6 +160,8 @@ def _request(given: Mapping[str, Any]) -> WatchRequest:
             at_end=given["at_end"],
             backoff=Backoff(last_tries=_ONCE_TRIES) if given["once"] else Backoff(),
             metrics=_metrics(given),
+            # Training, which starts a watch too, may end before its first step.
+            needs_steps=not given["wait_for_lock"],
         ),
         branch=BranchSettings(
             private=given["private"],

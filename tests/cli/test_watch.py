@@ -156,7 +156,7 @@ def test_once_exits_as_the_steps_went(
     command = ["watch", str(run), "--push", REPO, "--once"]
     assert main(command) == 3  # there is no run
     run.mkdir()
-    assert main(command) == 0  # nothing yet
+    assert main(command) == 3  # no step yet
     add(run, 1)
     capfd.readouterr()
     assert main([*command, "--as", "model"]) == 4  # an adapter is no model

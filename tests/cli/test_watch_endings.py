@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -115,6 +116,69 @@ def test_the_run_below_is_taken_and_of_several_none(
         assert main(words) == 4
         assert "holds 2 runs: runs/a, runs/b" in capfd.readouterr().err
     assert (tmp_path / "runs/a/checkpoint-2").is_dir()
+
+
+@pytest.mark.parametrize("ending", ["--once", "--until-eof"])
+@pytest.mark.parametrize(
+    ("there", "named", "said"),
+    [
+        ("", "", "no step of a run lies here"),
+        ("runs/a/b/c/d/checkpoint-2", "", "checkpoint-N folders: {}/runs/a/b/c/d"),
+        ("checkpoint-2", "logs", "checkpoint-N folders: {}"),
+        ("checkpoint-2", "checkpoint-2/logs", "checkpoint-N folders: {}"),
+        ("best/model", "", "below it are best"),
+        ("checkpoint-2/model_0", "", "no checkpoint of a known format lies here"),
+    ],
+)
+def test_a_folder_without_a_complete_step_is_no_success_and_says_what_lies_there(
+    hub: HubServer,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    ending: str,
+    there: str,
+    named: str,
+    said: str,
+) -> None:
+    run = tmp_path / "run"
+    for folder in (there, named):
+        (run / folder).mkdir(parents=True, exist_ok=True)
+    if there:
+        (run / there / "events.out").write_text("no checkpoint")
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    words = ["watch", str(run / named), "--push", REPO, ending, "--interval", "0.1"]
+    assert main(words) == 3
+    printed = capfd.readouterr()
+    assert said.format(run) in printed.err
+    assert "nothing is left to be done" not in printed.out
+    assert not hub.has(REPO)
+
+
+def test_a_model_that_is_no_step_is_not_pushed_and_named(
+    hub: HubServer, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write_model(tmp_path / "final")
+    assert main(command(tmp_path)) == 3
+    assert "checkpoints whose names have no step: final" in capfd.readouterr().err
+    assert main(command(tmp_path / "final")) == 3
+    assert "have no step: ." in capfd.readouterr().err
+    links = tmp_path / "links"
+    links.mkdir()
+    (links / "checkpoint-7").symlink_to(tmp_path / "final")
+    assert main(command(links)) == 3
+    assert "checkpoint-7: links, which are not followed" in capfd.readouterr().err
+    assert not hub.has(REPO)
+
+
+def test_of_a_run_whose_steps_were_pushed_and_removed_nothing_is_left(
+    hub: HubServer, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(ADAPTER, tmp_path / "checkpoint-2")
+    assert main(command(tmp_path)) == 0
+    shutil.rmtree(tmp_path / "checkpoint-2")
+    assert main(command(tmp_path)) == 0
+    assert "nothing is left to be done" in capfd.readouterr().out
+    assert len(hub.repo(REPO).commits) == 1
 
 
 @pytest.mark.parametrize("option", ["--best", "--keep-best"])
