@@ -44,21 +44,22 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
-@pytest.fixture(scope="session")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="session", autouse=True)
+def answers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder for what transformers has answered, one for all processes of the tests."""
     base = tmp_path_factory.getbasetemp()
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-    return shared / "cache"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(shared / "cache"))
+        yield shared / "cache"
 
 
 @pytest.fixture(autouse=True)
-def asked_here(monkeypatch: pytest.MonkeyPatch, answers: Path) -> None:
+def asked_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers what transformers is asked in this process, which saves its import each time.
 
     Tests that replace the program, and commands that tests start, have processes of their own.
     """
-    monkeypatch.setenv("XDG_CACHE_HOME", str(answers))
     start = NamingProgram.ask
     usual = naming_program._PROGRAM
 

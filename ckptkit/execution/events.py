@@ -28,6 +28,13 @@ class BytesWritten:
 
 
 @dataclass(frozen=True, slots=True)
+class Waiting:
+    """All bytes are written; the output becomes visible once `what` is done."""
+
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
 class Committed:
     """The output is durable and visible."""
 
@@ -48,7 +55,7 @@ class Left:
     path: str
 
 
-Event = Planned | Started | BytesWritten | Committed | Kept | Left
+Event = Planned | Started | BytesWritten | Waiting | Committed | Kept | Left
 Listener = Callable[[Event], None]
 
 

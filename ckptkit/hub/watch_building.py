@@ -15,10 +15,13 @@ from ckptkit.execution.events import Event, Listener, Planned, ignore
 from ckptkit.pipeline.adapters.extracting import run_extraction
 from ckptkit.pipeline.adapters.facts import adapter_facts
 from ckptkit.pipeline.adapters.sources import AdapterRequest
-from ckptkit.pipeline.consolidating import run_consolidation
+from ckptkit.pipeline.consolidating import Consolidation
+from ckptkit.pipeline.destination import check_destination
 from ckptkit.pipeline.folders import SideFolders
 from ckptkit.pipeline.opening import PathLike, opened
+from ckptkit.pipeline.resuming import write_resumably
 from ckptkit.pipeline.verifying import Verification, run_verification
+from ckptkit.planning.load_report import WATCH
 from ckptkit.planning.push_choice import PushKind
 from ckptkit.planning.requests import ConsolidateRequest, Resources
 from ckptkit.planning.side_files import CONFIG
@@ -116,14 +119,11 @@ def _make(src: PathLike, out: Path, making: Making, listener: Listener) -> Manif
         return run_extraction(
             src, out, making.adapter, resources=making.resources, listener=listener
         ).manifest
-    return run_consolidation(
-        src,
-        out,
-        making.request,
-        base=making.base,
-        resources=making.resources,
-        listener=listener,
+    job = Consolidation(
+        src, out, making.request, making.base, resources=making.resources, advice=WATCH
     )
+    check_destination(src, out, overwrite=False, base=making.base)
+    return write_resumably(job, out, listener, overwrite=False, resume=False)
 
 
 def _holds_adapter(src: PathLike) -> bool:

@@ -57,6 +57,7 @@ def _replies() -> int:
     os.dup2(2, 1)
     # No model is looked up anywhere, whatever its configuration names.
     os.environ.update({"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"})
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # training may hold all of a GPU's memory
     os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # tensors without elements need no threads
     return replies
 

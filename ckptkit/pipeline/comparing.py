@@ -14,7 +14,7 @@ from typing import Any
 
 from ckptkit.core.errors import CkptkitError, InputError
 from ckptkit.core.index import Shape
-from ckptkit.execution.events import Event, Listener, Planned
+from ckptkit.execution.events import Event, Listener, Planned, Waiting
 from ckptkit.pipeline.answer_cache import transformers_version
 from ckptkit.pipeline.model_folders import names_in, shapes_there
 from ckptkit.pipeline.naming_program import LoadQuestion, NamingProgram, what_is_not_installed
@@ -24,6 +24,7 @@ from ckptkit.planning.model_outlines import compare_with_base, compare_with_coun
 
 _OLDEST = 5  # the first transformers whose loading can be asked
 _PATIENCE_SECONDS = 120  # after all is copied
+_SILENT_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,7 @@ class Comparison:
         """Waits for the outcome; called before an output becomes visible.
 
         Args:
-            listener: Is given a note if nothing could be compared.
+            listener: Is told that an answer is waited for, and given a note if there is none.
 
         Raises:
             RefusedError: If the output would not load as what it is to be.
@@ -95,6 +96,8 @@ class Comparison:
         if self._subject is None or self._question is None:
             return
         question, self._question = self._question, None
+        if not question.is_answered(_SILENT_SECONDS):
+            listener(Waiting("transformers has compared the names with the model"))
         notes = _asked(self._subject, question)
         if notes:
             listener(Planned(notes))

@@ -15,6 +15,7 @@ from ckptkit.pipeline.planning import prepared
 from ckptkit.pipeline.resuming import refuse_resuming, write_resumably
 from ckptkit.pipeline.slicing import SliceDone, run_slice
 from ckptkit.pipeline.writing import Prepared, write_output
+from ckptkit.planning.load_report import CONSOLIDATE, Advice
 from ckptkit.planning.requests import ConsolidateRequest, Resources
 from ckptkit.planning.shares import Share
 from ckptkit.storage.places import is_url, local_path, open_target
@@ -22,7 +23,10 @@ from ckptkit.storage.places import is_url, local_path, open_target
 
 @dataclass(frozen=True, slots=True)
 class Consolidation:
-    """What a consolidation is made from, as values; see `run_consolidation`."""
+    """What a consolidation is made from, as values; see `run_consolidation`.
+
+    `advice` says which options there are where the output would not load.
+    """
 
     src: PathLike
     out: PathLike
@@ -30,6 +34,7 @@ class Consolidation:
     base: str | None = None
     also: tuple[PathLike, ...] = ()
     resources: Resources = field(default_factory=Resources)
+    advice: Advice = CONSOLIDATE
 
     def prepared(self) -> AbstractContextManager[Prepared]:
         """Opens the sources and plans; writes nothing."""
@@ -38,6 +43,7 @@ class Consolidation:
             base=self.base,
             resources=self.resources,
             also=self.also,
+            advice=self.advice,
         )
 
 

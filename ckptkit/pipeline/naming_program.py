@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from importlib.util import find_spec
@@ -216,6 +216,11 @@ class LoadQuestion:
         """Asks; returns at once."""
         if self._answer is None:
             self._answer = self._program.ask(self._question)
+
+    def is_answered(self, seconds: float) -> bool:
+        """Tells whether there is an answer, or the program ended; waits so long at most."""
+        self.begin()
+        return bool(self._answer and wait([self._answer], seconds).done)
 
     def finish(self, seconds: float | None = None) -> LoadReport:
         """Waits for the answer.

@@ -30,6 +30,7 @@ from ckptkit.pipeline.shaping import Shaping
 from ckptkit.pipeline.ties_by_bytes import Ties, find_ties
 from ckptkit.pipeline.writing import Prepared, estimated, settings_for
 from ckptkit.planning.coverage import error_of, find_problems
+from ckptkit.planning.load_report import CONSOLIDATE, Advice
 from ckptkit.planning.plan import SOURCE, OutputFile, Plan, Product
 from ckptkit.planning.requests import ConsolidateRequest, Resources, changed_options
 from ckptkit.planning.selection import (
@@ -62,6 +63,7 @@ def prepared(
     base: str | None,
     resources: Resources,
     also: Sequence[PathLike] = (),
+    advice: Advice = CONSOLIDATE,
 ) -> Iterator[Prepared]:
     """Opens a source, proves that it is whole, and plans the output; writes nothing.
 
@@ -88,7 +90,8 @@ def prepared(
             _refuse_adapters(checkpoint, folders, request, _Typed(src, out, also))
         shaping = Shaping(request, base, checkpoint.path)
         program = stack.enter_context(NamingProgram())
-        yield _Preparation(checkpoint, folders, request, resources, shaping, program).run(out)
+        asking = _Asking(program, advice)
+        yield _Preparation(checkpoint, folders, request, resources, shaping, asking).run(out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +143,14 @@ def _advice_on_lora(
     return f"for the merged model run `{facts.merge(source, out, chosen=chosen)}`{alone}{remark}"
 
 
+@dataclass(frozen=True, slots=True)
+class _Asking:
+    """What answers for transformers, and what is advised where an output would not load."""
+
+    program: NamingProgram
+    advice: Advice
+
+
 class _Preparation:
     def __init__(
         self,
@@ -148,9 +159,10 @@ class _Preparation:
         request: ConsolidateRequest,
         resources: Resources,
         shaping: Shaping,
-        program: NamingProgram,
+        asking: _Asking,
     ) -> None:
-        self._program = program
+        self._program = asking.program
+        self._advice = asking.advice
         self._shaping = shaping
         self._checkpoint = checkpoint
         self._folders = folders
@@ -237,6 +249,7 @@ class _Preparation:
             where=self._checkpoint.path,
             base=self._folders.base_of_config(side),
             is_live=self._request.layout != "hf",
+            advice=self._advice,
         )
         comparison, notes = plan_comparison(subject, self._program)
         self._notes += notes

@@ -149,20 +149,43 @@ class Advice:
 
     Attributes:
         anyway: What writes, or publishes, the tensors all the same.
-        strips: Whether it takes `--strip-prefix`.
-        shapes: Whether it takes `--vocab-size` and `--exclude`.
+        strip: What takes `{prefix}` from the names; `{module}` is the same without its last dot.
+        config: Where another configuration is given.
+        shapes: Whether the command takes `--vocab-size` and `--exclude`.
     """
 
     anyway: str = "pass --names live to write the tensors as they are"
-    strips: bool = True
+    strip: str = "pass --strip-prefix {prefix} to write the names without it"
+    config: str = (
+        "use the config.json of the model that was trained, beside the source or with --base"
+    )
     shapes: bool = True
 
 
+_AGAIN = "write {what} again with `ckptkit consolidate {source} OUT --strip-prefix {{prefix}}`"
 CONSOLIDATE = Advice()
-MERGE = Advice(strips=False, shapes=False)
-PUSH = Advice("pass --names live to publish the tensors as they are", strips=False, shapes=False)
+MERGE = Advice(
+    strip=f"{_AGAIN.format(what='the base', source='BASE')} and pass that with --base",
+    config="pass the model that the adapter was trained on, with its own config.json, with --base",
+    shapes=False,
+)
+PUSH = Advice(
+    anyway="pass --names live to publish the tensors as they are",
+    strip=f"{_AGAIN.format(what='the folder', source='FOLDER')} and push that",
+    config="put the config.json of the model that was trained into the folder",
+    shapes=False,
+)
+WATCH = Advice(
+    anyway="pass --names live to push the tensors of each step as they are",
+    strip="pass --strip-prefix {prefix} to push the names without it",
+    config="use the config.json of the model that was trained, in the step or with --base",
+    shapes=False,
+)
 EXPORT = Advice(
-    'pass names="live" to write the tensors as training holds them', strips=False, shapes=False
+    anyway='pass names="live" to write the tensors as training holds them',
+    strip='pass state={{"model": model.{module}}} to export the module inside',
+    config='pass sidecar={"config.json": …} with the configuration of the model that is trained',
+    shapes=False,
 )
 
 
@@ -208,8 +231,8 @@ def _findings(report: LoadReport) -> Iterator[str]:
 
 
 def _hints(report: LoadReport, names: Collection[str], advice: Advice) -> Iterator[str]:
-    if report.prefix and advice.strips:
-        yield f"pass --strip-prefix {report.prefix} to write the names without it"
+    if report.prefix:
+        yield advice.strip.format(prefix=report.prefix, module=report.prefix.rstrip("."))
         return
     rows = _padded_rows(report)
     if rows and advice.shapes:
@@ -227,7 +250,7 @@ def _hints(report: LoadReport, names: Collection[str], advice: Advice) -> Iterat
     pattern = _pattern(report.unexpected, names)
     if pattern and advice.shapes and not (report.missing or report.mismatched):
         yield f"leave what the model has not out with --exclude {pattern!r}"
-    yield "use the config.json of the model that was trained, beside the source or with --base"
+    yield advice.config
 
 
 def _padded_rows(report: LoadReport) -> int:

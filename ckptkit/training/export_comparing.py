@@ -1,16 +1,16 @@
 """Whether an export would load as the model of its configuration; only rank 0 asks.
 
 It does so while the other ranks wait for the commit in the background, as they do for its bytes.
+A process of its own answers, though training may have imported transformers: building a model
+changes torch's default element type for a moment, and may communicate under ZeRO-3.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import sys
 
-from ckptkit.core.errors import CkptkitError
-from ckptkit.pipeline.comparing import Subject, compare_now, judge
+from ckptkit.pipeline.comparing import Subject, compare_now
 from ckptkit.planning.load_report import EXPORT
 from ckptkit.planning.plan import Literal, Plan
 from ckptkit.planning.side_files import CONFIG
@@ -30,7 +30,7 @@ def compare_with_model(plan: Plan, request: ExportRequest) -> None:
         return
     tensors = {str(spec.name): (spec.dtype, spec.shape) for _, _, spec in plan.specs()}
     subject = Subject(config, tensors, frozenset(), str(request.out), advice=EXPORT)
-    for note in _asked_here(subject) if "transformers" in sys.modules else compare_now(subject):
+    for note in compare_now(subject):
         logger.warning("%s: %s", request.out, note)
 
 
@@ -41,16 +41,3 @@ def _config_of(plan: Plan) -> dict[str, object] | None:
             found = json.loads(body.data)
             return found if isinstance(found, dict) else None
     return None
-
-
-def _asked_here(subject: Subject) -> tuple[str, ...]:
-    """Asks transformers in this process, which has it."""
-    try:
-        from ckptkit.naming.loading import report_loading
-
-        report = report_loading(subject.request)
-    except CkptkitError:
-        return compare_now(subject)
-    except Exception as error:  # noqa: BLE001  whatever goes wrong there, it is written
-        return (f"names were not compared with the model: {type(error).__name__}: {error}",)
-    return judge(subject, report)

@@ -6,7 +6,16 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from ckptkit.execution.events import BytesWritten, Committed, Event, Kept, Left, Planned, Started
+from ckptkit.execution.events import (
+    BytesWritten,
+    Committed,
+    Event,
+    Kept,
+    Left,
+    Planned,
+    Started,
+    Waiting,
+)
 
 _PAUSE_SECONDS = 1.0
 
@@ -53,15 +62,12 @@ class EventLines:
                 self._done_bytes += size_bytes
                 if self._clock() - self._told_at >= _PAUSE_SECONDS:
                     self._tell_progress()
-            case Committed(path):
+            case Waiting(what):
                 self._end_stage()
-                self._emit("committed", path=path)
-            case Kept(path):
+                self._emit("waiting", message=what)
+            case Committed(path) | Kept(path) | Left(path):
                 self._end_stage()
-                self._emit("kept", path=path)
-            case Left(path):
-                self._end_stage()
-                self._emit("left", path=path)
+                self._emit(type(event).__name__.lower(), path=path)
 
     def _end_stage(self) -> None:
         if self._done_bytes > self._told_bytes:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from types import TracebackType
 from typing import Any, Self
 
-from ckptkit.execution.events import BytesWritten, Event, Kept, Left, Planned, Started
+from ckptkit.execution.events import BytesWritten, Event, Kept, Left, Planned, Started, Waiting
 from ckptkit_cli._event_lines import EventLines
 from ckptkit_cli._output import Output
 
@@ -66,6 +66,8 @@ class Progress:
                 return
             if isinstance(event, Started):
                 self._start(event.total_bytes)
+            elif isinstance(event, Waiting):
+                self._draw(desc=f"waiting until {event.what}", bar_format="{desc}")
             elif isinstance(event, BytesWritten) and self._bar is not None:
                 self._bar.update(event.size_bytes)
 
@@ -77,16 +79,12 @@ class Progress:
                 self._output.warn(note)
 
     def _start(self, total_bytes: int) -> None:
+        self._draw(total=total_bytes, desc=self._label, unit="B", unit_scale=True)
+
+    def _draw(self, **given: Any) -> None:
         from tqdm import tqdm
 
         tqdm.monitor_interval = 0  # its watching thread would outlive the bar
         if self._bar is not None:  # of a stage before
             self._bar.close()
-        self._bar = tqdm(
-            total=total_bytes,
-            desc=self._label,
-            unit="B",
-            unit_scale=True,
-            dynamic_ncols=True,
-            leave=False,
-        )
+        self._bar = tqdm(**given, dynamic_ncols=True, leave=False)

@@ -35,6 +35,7 @@ from ckptkit.planning.requests import (
     check_choice,
     file_limit,
     make_resources,
+    name_prefixes,
     positive_number,
 )
 from ckptkit.planning.retention import BestMode, Retention
@@ -189,7 +190,10 @@ def _making(given: Mapping[str, Any], whole: str) -> Making:
     return Making(
         kind=cast(PushKind, given["make"]),
         request=ConsolidateRequest(
-            dtype=given["dtype"], max_file_bytes=file_limit(given["max_shard_size"], like=None)
+            dtype=given["dtype"],
+            max_file_bytes=file_limit(given["max_shard_size"], like=None),
+            names=given["names"],
+            strip_prefix=name_prefixes(given["strip_prefix"]),
         ),
         adapter=AdapterRequest(adapter=given["adapter"], config=given["adapter_config"]),
         base=given["base"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ckptkit_cli import _hub_options as hub_options
 from ckptkit_cli import _options as options
+from ckptkit_cli import _part_options as parts
 from ckptkit_cli import _run_options as run_options
 from ckptkit_cli import _watch_options as watch_options
 from ckptkit_cli._failures import told
@@ -32,6 +33,8 @@ def watch(
     adapter_config: options.AdapterConfig = None,
     dtype: options.DType = "keep",
     base: options.Base = None,
+    names: options.Names = "auto",
+    strip_prefix: parts.StripPrefix = None,
     weights_only: watch_options.WeightsOnly = False,
     max_shard_size: options.MaxShardSize = None,
     keep_last: run_options.KeepLast = None,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ckptkit.execution.events import BytesWritten, Committed, Kept, Planned, Started
+from ckptkit.execution.events import BytesWritten, Committed, Kept, Planned, Started, Waiting
 from ckptkit_cli._event_lines import EventLines
 from ckptkit_cli._output import Output
 from ckptkit_cli._progress import Progress
@@ -35,8 +35,10 @@ def test_progress_is_told_once_a_second_and_when_a_stage_ends() -> None:
         heard.now += 0.0625
         heard.events.listen(BytesWritten(10))
     assert heard.progress() == [160, 320, 480, 640, 800, 960]
-    heard.events.listen(Committed("out"))
+    heard.events.listen(Waiting("it is compared"))
     assert heard.progress()[-1] == 1000
+    assert heard.lines[-1] == ("waiting", {"message": "it is compared"})
+    heard.events.listen(Committed("out"))
     assert heard.lines[0] == ("planned", {"notes": ["a note"]})
     assert heard.lines[-1] == ("committed", {"path": "out"})
 

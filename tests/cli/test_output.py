@@ -43,7 +43,8 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 def run(*words: str | Path, **variables: str) -> str:
     paths = os.pathsep.join([str(ROOT), str(ROOT / "cli"), os.environ.get("PYTHONPATH", "")])
     inherited = {k: v for k, v in os.environ.items() if k not in {"NO_COLOR", "COLUMNS"}}
-    given_here = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "TERM": "xterm"} | variables
+    given_here = {"OMP_NUM_THREADS": "1", "TERM": "xterm"} | variables
+    given_here["PYTHONPATH"] = os.pathsep.join([variables.get("PYTHONPATH", ""), paths])
     return subprocess.run(
         [sys.executable, *map(str, words)],
         env=inherited | given_here,
@@ -75,6 +76,25 @@ def hostile(tmp_path: Path) -> Path:
     config = {"model_type": HOSTILE, "architectures": [HOSTILE]}
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+SLOW_CHILD = """
+import os, sys, time
+if "ckptkit.naming.program" in " ".join(sys.orig_argv):
+    time.sleep(float(os.environ["SLOW_SECONDS"]))
+    os._exit(9)
+"""
+
+
+def test_a_terminal_shows_what_is_waited_for_once_all_is_copied(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(SLOW_CHILD)
+    slow = {"PYTHONPATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    shown = on_terminal(100, "consolidate", LLAMA, tmp_path / "out", SLOW_SECONDS="2.5", **slow)
+    waited = "waiting until transformers has compared the names with the model"
+    assert waited in shown
+    assert shown.index(waited) < shown.index("wrote")
+    quick = on_terminal(100, "consolidate", LLAMA, tmp_path / "again", SLOW_SECONDS="0", **slow)
+    assert "waiting" not in quick
 
 
 @given(st.text())

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 
 import ckptkit  # noqa: E402
 from ckptkit.core.errors import CkptkitError, RefusedError, UsageError  # noqa: E402
+from ckptkit.execution.events import BytesWritten, Committed, Waiting  # noqa: E402
 from ckptkit.pipeline import comparing, naming_program  # noqa: E402
 from ckptkit.pipeline.naming_program import NamingProgram  # noqa: E402
 
@@ -383,6 +384,22 @@ def program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         monkeypatch.setattr(naming_program, "_PROGRAM", "roots = {!r}; " + code)
 
     return replace
+
+
+def test_a_listener_is_told_of_an_answer_that_takes_longer_than_the_copying(
+    tmp_path: Path, program: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program("import time; time.sleep(0.6)")
+    src = trained(tmp_path / "src", {"a.weight": torch.ones(2, 2)})
+    (src / "config.json").write_text('{"model_type": "my_own"}')
+    for silent_seconds, waits in ((0.2, True), (60, False)):
+        monkeypatch.setattr(comparing, "_SILENT_SECONDS", silent_seconds)
+        events: list[Any] = []
+        ckptkit.consolidate(src, tmp_path / f"out{waits}", listener=events.append)
+        kinds = [type(event) for event in events]
+        assert (Waiting in kinds) == waits
+        if waits:
+            assert kinds.index(BytesWritten) < kinds.index(Waiting) < kinds.index(Committed)
 
 
 @pytest.mark.parametrize(
