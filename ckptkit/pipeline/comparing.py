@@ -20,7 +20,7 @@ from ckptkit.pipeline.model_folders import names_in, shapes_there
 from ckptkit.pipeline.naming_program import LoadQuestion, NamingProgram, what_is_not_installed
 from ckptkit.planning.hub_names_need import naming_need
 from ckptkit.planning.load_report import CONSOLIDATE, Advice, LoadReport, LoadRequest, refusal
-from ckptkit.planning.model_outlines import compare_with_base, compare_with_counts
+from ckptkit.planning.model_outlines import compare_with_base, compare_with_counts, lacking_parts
 
 _OLDEST = 5  # the first transformers whose loading can be asked
 _PATIENCE_SECONDS = 120  # after all is copied
@@ -174,11 +174,23 @@ def _asked(subject: Subject, question: LoadQuestion) -> tuple[str, ...]:
 
 def judge(subject: Subject, report: LoadReport) -> tuple[str, ...]:
     """Refuses what a report says would not load; returns what the user should know."""
+    if report.is_clean and subject.request.is_packed:
+        # Transformers was asked for weights; what a method packs beside them, the base has.
+        return _compared_with_base(subject)
     if report.is_clean:
         return ()
     if subject.has_code:
         return _compared_otherwise(subject, "the model has code of its own beside config.json")
     raise refusal(report, subject.written, subject.where, subject.advice)
+
+
+def _compared_with_base(subject: Subject) -> tuple[str, ...]:
+    base = _base_of(subject)
+    if base:
+        report = lacking_parts(subject.request, base, f"the model in {subject.base}")
+        if not report.is_clean:
+            raise refusal(report, subject.written, subject.where, subject.advice)
+    return ()
 
 
 def _looks_wrong(subject: Subject) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -39,6 +39,7 @@ def compare_with_base(request: LoadRequest, base: Shapes, model: str) -> LoadRep
     """
     given, left_out = _as_in_base(request, base)
     wanted = base
+    parts = _lacking_parts(given, left_out, base)
     if request.is_packed or any(dense_name(name) != name for name in base):
         given = {dense_name(name): None for name in given}
         wanted = {dense_name(name): None for name in base}
@@ -65,11 +66,28 @@ def compare_with_base(request: LoadRequest, base: Shapes, model: str) -> LoadRep
     return LoadReport(
         model=model,
         given=len(given) - len(left_out),
-        missing=tuple(sorted(missing)),
+        missing=tuple(sorted({*missing, *parts})),
         unexpected=tuple(sorted(unexpected)),
         mismatched=tuple(mismatched),
         prefix=_prefix(unexpected, wanted),
     )
+
+
+def lacking_parts(request: LoadRequest, base: Shapes, model: str) -> LoadReport:
+    """Compares what belongs to packed weights alone; see `compare_with_base`."""
+    given, left_out = _as_in_base(request, base)
+    missing = tuple(sorted(_lacking_parts(given, left_out, base)))
+    return LoadReport(model, len(given) - len(left_out), missing)
+
+
+def _lacking_parts(given: Shapes, left_out: Collection[str], base: Shapes) -> set[str]:
+    """Returns what packed weights of a base have beside them and the same weights here have not.
+
+    A weight that is packed in the base alone, as training leaves it, lacks nothing.
+    """
+    packed = {dense_name(name) for name in given if dense_name(name) != name}
+    apart = {*given, *left_out}
+    return {name for name in base if dense_name(name) in packed and name not in apart}
 
 
 def _as_in_base(request: LoadRequest, base: Shapes) -> tuple[Shapes, set[str]]:
@@ -126,10 +144,10 @@ def compare_with_counts(request: LoadRequest) -> LoadReport | None:
     prefix = _foreign_prefix(names)
     if prefix:
         return LoadReport(model, given, unexpected=tuple(sorted(names)), prefix=prefix)
-    if model_type not in COUNTED or request.is_packed:
+    if model_type not in COUNTED:
         return None  # nothing else is certain
     missing, unexpected = _layers(config, request)
-    mismatched = tuple(_sizes(config, request))
+    mismatched = () if request.is_packed else tuple(_sizes(config, request))
     return LoadReport(model, given, missing, unexpected, mismatched)
 
 

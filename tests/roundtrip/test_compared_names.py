@@ -15,7 +15,6 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-import torch.distributed.checkpoint as dcp  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 import ckptkit  # noqa: E402
@@ -23,32 +22,9 @@ from ckptkit.core.errors import CkptkitError, RefusedError, UsageError  # noqa: 
 from ckptkit.execution.events import BytesWritten, Committed, Waiting  # noqa: E402
 from ckptkit.pipeline import comparing, naming_program  # noqa: E402
 from ckptkit.pipeline.naming_program import NamingProgram  # noqa: E402
+from tests.compared_models import SIZES, State, model_of, trained  # noqa: E402
 
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
 pytestmark = pytest.mark.filterwarnings("ignore:.*process group.*", "ignore:.*single process.*")
-State = dict[str, Any]
-
-
-def model_of(family: str = "Llama", kind: str = "ForCausalLM", **values: Any) -> Any:
-    torch.manual_seed(3)
-    config = getattr(transformers, f"{family}Config")(**(SIZES | values))
-    model = getattr(transformers, f"{family}{kind}")(config)
-    model.config.architectures = [type(model).__name__]
-    return model
-
-
-def trained(folder: Path, state: State, config: Any = None) -> Path:
-    dcp.save(dict(state), checkpoint_id=folder, no_dist=True)
-    if config is not None:
-        config.save_pretrained(folder)
-    return folder
 
 
 def refused(src: Path, tmp_path: Path, **options: Any) -> RefusedError:

@@ -1,0 +1,417 @@
+"""Every command refuses names that are not those of the model, and says what it can do."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+
+from safetensors.torch import load_file, save_file  # noqa: E402
+
+import ckptkit  # noqa: E402
+from ckptkit.core.errors import RefusedError  # noqa: E402
+from ckptkit.execution.events import BytesWritten, Event  # noqa: E402
+from ckptkit.hub import push  # noqa: E402
+from ckptkit.pipeline import comparing  # noqa: E402
+from ckptkit.pipeline.consolidating import Consolidation, run_consolidation_slice  # noqa: E402
+from ckptkit.pipeline.naming_program import NamingProgram  # noqa: E402
+from ckptkit.pipeline.slicing import SliceDone  # noqa: E402
+from ckptkit.planning.requests import ConsolidateRequest, Resources  # noqa: E402
+from ckptkit.planning.shares import Share  # noqa: E402
+from ckptkit.storage.places import Place  # noqa: E402
+from ckptkit.training import Checkpointer  # noqa: E402
+from ckptkit_cli.main import main  # noqa: E402
+from tests.compared_models import State, model_of, trained  # noqa: E402
+from tests.hub_models import running_hub  # noqa: E402
+from tests.hub_server import TOKEN, HubServer  # noqa: E402
+from tests.object_store import ObjectStore  # noqa: E402
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*process group.*", "ignore:.*single process.*"),
+    pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated"),  # PEFT asks
+]
+REPO = "me/model"
+
+
+def wrapped(state: State) -> State:
+    return {f"net.{name}": value for name, value in state.items()}
+
+
+def without_a_layer(state: State) -> State:
+    return {name: value for name, value in state.items() if ".layers.1." not in name}
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return model_of()
+
+
+@pytest.fixture(scope="module")
+def saved(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `save_pretrained` writes."""
+    folder = tmp_path_factory.mktemp("models") / "saved"
+    model.save_pretrained(folder)
+    return folder
+
+
+def changed(saved: Path, out: Path, change: Callable[[State], State], **config: Any) -> Path:
+    """Copies a model folder with other tensors, or another configuration."""
+    shutil.copytree(saved, out)
+    tensors = change(load_file(out / "model.safetensors"))
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    document = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps(document | config))
+    return out
+
+
+# --- the Hub ---
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[HubServer]:
+    with running_hub(xet=False) as hub:
+        yield hub
+
+
+@pytest.fixture
+def hub(server: HubServer, monkeypatch: pytest.MonkeyPatch) -> HubServer:
+    from huggingface_hub import constants
+
+    server.clear()
+    monkeypatch.setattr(constants, "ENDPOINT", server.url)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    return server
+
+
+def test_a_push_of_another_models_names_is_refused_before_anything_is_sent(
+    hub: HubServer, saved: Path, tmp_path: Path
+) -> None:
+    net = changed(saved, tmp_path / "net", wrapped)
+    less = changed(saved, tmp_path / "less", without_a_layer)
+    said = {net: "21 of 21 names begin with 'net.'", less: "9 parameters would be missing"}
+    for folder, part in said.items():
+        with pytest.raises(RefusedError) as caught:
+            push(folder, REPO)
+        assert part in caught.value.message
+        assert "pass --names live to publish" in caught.value.hint
+        assert "with --base" not in caught.value.hint  # which push has not
+    assert "consolidate FOLDER OUT --strip-prefix net." in refusal_of(net)
+    assert "put the config.json" in refusal_of(less)
+    assert not hub.has(REPO)
+    notes = push(net, REPO, names="live").notes
+    assert [note for note in notes if "not compared" in note and "--names live" in note]
+    assert hub.has(REPO)
+
+
+def refusal_of(folder: Path) -> str:
+    with pytest.raises(RefusedError) as caught:
+        push(folder, REPO)
+    return caught.value.hint
+
+
+def test_what_was_written_as_it_is_is_pushed_with_a_note(
+    hub: HubServer, saved: Path, tmp_path: Path
+) -> None:
+    net = changed(saved, tmp_path / "net", wrapped)
+    ckptkit.consolidate(net, tmp_path / "live", names="live")
+    assert [note for note in push(tmp_path / "live", REPO).notes if "not compared" in note]
+    ckptkit.consolidate(net, tmp_path / "out", strip_prefix="net.")
+    assert not [note for note in push(tmp_path / "out", REPO).notes if "not compared" in note]
+    assert len(hub.repo(REPO).commits) == 2
+
+
+def test_a_watch_pushes_no_step_of_another_models_names_and_ends_with_its_status(
+    hub: HubServer, model: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    with Checkpointer(run) as checkpointer:
+        checkpointer.save(1, {"model": torch.nn.ModuleDict({"net": model})}).result(60)
+    model.config.save_pretrained(tmp_path / "base")
+    words = ["watch", str(run), "--push", REPO, "--once", "--interval", "0.1"]
+    words += ["--base", str(tmp_path / "base")]
+    assert main(words) == 4
+    said = capfd.readouterr().out
+    assert "step 1: cannot be pushed" in said
+    assert "21 of 21 names begin with 'net.'" in said
+    assert "--strip-prefix net." in said
+    assert "1 step could not be pushed: 1" in said
+    assert not hub.has(REPO)
+    assert main([*words, "--strip-prefix", "net."]) == 0
+    assert "warning" not in capfd.readouterr().out
+    names = load_bytes(hub.read(REPO, "model.safetensors"))
+    assert names == model.state_dict().keys()
+    shutil.rmtree(run / ".ckptkit/watch")
+    hub.clear()
+    assert main([*words, "--names", "live"]) == 0
+    assert "warning: names and shapes are not compared" in capfd.readouterr().out
+    assert all(name.startswith("net.") for name in load_bytes(hub.read(REPO, "model.safetensors")))
+
+
+def load_bytes(data: bytes) -> set[str]:
+    from safetensors.torch import load
+
+    return set(load(data))
+
+
+# --- adapters ---
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    settings = peft.LoraConfig(r=2, target_modules=["q_proj"], layers_to_transform=[0])
+    trained_one = peft.get_peft_model(model_of(), settings)
+    with torch.no_grad():
+        for name, parameter in trained_one.named_parameters():
+            if "lora_" in name:
+                parameter.add_(0.1)
+    folder = tmp_path_factory.mktemp("adapters") / "adapter"
+    trained_one.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("change", "config", "said", "hint"),
+    [
+        (wrapped, {}, "begin with 'net.'", "consolidate BASE OUT --strip-prefix net."),
+        (without_a_layer, {}, "9 parameters would be missing", "with --base"),
+        (dict, {"num_hidden_layers": 3}, "9 parameters would be missing", "with --base"),
+        (dict, {"hidden_size": 16}, "21 parameters have other shapes", "with --base"),
+    ],
+)
+def test_a_merge_into_a_base_that_is_not_the_model_of_its_configuration_is_refused(
+    saved: Path,
+    adapter: Path,
+    tmp_path: Path,
+    change: Callable[[State], State],
+    config: dict[str, Any],
+    said: str,
+    hint: str,
+) -> None:
+    base = changed(saved, tmp_path / "base", change, **config)
+    with pytest.raises(RefusedError) as caught:
+        ckptkit.merge_adapter(adapter, tmp_path / "out", base=base)
+    assert said in caught.value.message
+    assert hint in caught.value.hint
+    assert "--names live" in caught.value.hint
+    assert [path.name for path in tmp_path.iterdir()] == ["base"]
+    ckptkit.merge_adapter(adapter, tmp_path / "out", base=base, names="live")
+
+
+def test_a_merge_into_a_base_of_another_width_names_the_option(
+    adapter: Path, tmp_path: Path
+) -> None:
+    model_of(hidden_size=16).save_pretrained(tmp_path / "base")
+    with pytest.raises(ckptkit.core.errors.CkptkitError, match="do not fit") as caught:
+        ckptkit.merge_adapter(adapter, tmp_path / "out", base=tmp_path / "base")
+    assert "--base" in caught.value.hint
+    assert not (tmp_path / "out").exists()
+
+
+# --- exports of live models ---
+
+
+class Wrapper(torch.nn.Module):  # type: ignore[misc,name-defined]
+    """A module of the user's own around a model of transformers, whose configuration it shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = model_of()
+        self.config = self.net.config
+
+
+def test_an_export_of_a_wrapped_model_is_refused_and_that_of_the_model_inside_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process answers, though transformers is at hand: training goes on meanwhile."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "run/cache"))
+    questions: list[bytes] = []
+    ask = NamingProgram.ask
+
+    def counted(program: NamingProgram, question: bytes) -> Any:
+        questions.append(question)
+        return ask(program, question)
+
+    monkeypatch.setattr(NamingProgram, "ask", counted)
+    wrapper = Wrapper()
+    with Checkpointer(tmp_path / "run") as checkpointer:
+        with pytest.raises(RefusedError) as caught:
+            checkpointer.export(tmp_path / "out", state={"model": wrapper}).result(60)
+        assert "21 of 21 names begin with 'net.'" in caught.value.message
+        assert 'state={"model": model.net}' in caught.value.hint
+        assert 'names="live"' in caught.value.hint
+        assert "--" not in caught.value.hint  # Python has no options
+        assert [path.name for path in tmp_path.iterdir()] == ["run"]
+        live = checkpointer.export(tmp_path / "live", state={"model": wrapper}, names="live")
+        inner = checkpointer.export(tmp_path / "inner", state={"model": wrapper.net})
+        names = load_file(live.result(60) / "model.safetensors").keys()
+        assert all(name.startswith("net.") for name in names)
+        found = type(wrapper.net).from_pretrained(inner.result(60), output_loading_info=True)
+    assert not found[1]["missing_keys"] | found[1]["unexpected_keys"]
+    assert len(questions) == 2
+
+
+# --- slices ---
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has nothing be seen before the copying, as with a bias, which counts do not tell."""
+    monkeypatch.setattr(comparing, "_looks_wrong", lambda _subject: False)
+
+
+def slice_of(src: Path, out: Path, number: int, listener: Any = None) -> SliceDone:
+    job = Consolidation(src, out, ConsolidateRequest(), resources=Resources(workers=1))
+    return run_consolidation_slice(job, Share(number, 2), listener=listener)
+
+
+@pytest.mark.usefixtures("late")
+def test_two_slices_compare_the_whole_and_whichever_ends_first_refuses_it(
+    model: Any, tmp_path: Path
+) -> None:
+    bias = {"model.layers.0.self_attn.q_proj.bias": torch.ones(32)}
+    src = trained(tmp_path / "src", model.state_dict() | bias, model.config)
+    for number in (0, 1, 0):
+        with pytest.raises(RefusedError, match="1 tensor would not be used"):
+            slice_of(src, tmp_path / "out", number)
+        assert [path.name for path in tmp_path.iterdir()] == ["src"]
+
+
+@pytest.mark.usefixtures("late")
+def test_slices_that_run_at_once_are_refused_both_and_leave_nothing(
+    model: Any, tmp_path: Path
+) -> None:
+    """The first to be refused removes what the other still writes to."""
+    bias = {"model.layers.0.self_attn.q_proj.bias": torch.ones(32)}
+    src = trained(tmp_path / "src", model.state_dict() | bias, model.config)
+    has_ended, errors = threading.Event(), list[Exception]()
+
+    def wait(event: Event) -> None:
+        if isinstance(event, BytesWritten):
+            has_ended.wait(30)
+
+    def second() -> None:
+        try:
+            slice_of(src, tmp_path / "out", 1, wait)
+        except Exception as error:  # noqa: BLE001  which one is what is looked at
+            errors.append(error)
+
+    thread = threading.Thread(target=second)
+    thread.start()
+    with pytest.raises(RefusedError, match="1 tensor would not be used"):
+        slice_of(src, tmp_path / "out", 0)
+    has_ended.set()
+    thread.join()
+    assert [type(error) for error in errors] == [RefusedError]
+    assert [path.name for path in tmp_path.iterdir()] == ["src"]
+
+
+def test_two_slices_of_the_right_names_make_a_model_that_was_compared(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    finish = comparing.Comparison.finish
+
+    def count(comparison: comparing.Comparison, listener: Any) -> None:
+        asked.append("here")
+        finish(comparison, listener)
+
+    monkeypatch.setattr(comparing.Comparison, "finish", count)
+    src = trained(tmp_path / "src", model.state_dict(), model.config)
+    assert slice_of(src, tmp_path / "out", 1).missing == (0,)
+    assert slice_of(src, tmp_path / "out", 0).manifest is not None
+    assert len(asked) == 2
+    _, info = type(model).from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not info["missing_keys"] | info["unexpected_keys"]
+
+
+# --- where the names come from ---
+
+
+@pytest.mark.parametrize(
+    ("missing", "change", "said"),
+    [
+        ([], wrapped, "begin with 'net.'"),
+        (["transformers"], without_a_layer, "9 parameters would be missing"),
+    ],
+)
+def test_a_base_on_a_store_is_compared(
+    model: Any,
+    saved: Path,
+    object_store: ObjectStore,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    missing: list[str],
+    change: Callable[[State], State],
+    said: str,
+) -> None:
+    monkeypatch.setattr(comparing, "what_is_not_installed", lambda: missing)
+    base = Place(object_store.bucket("bases").put_tree(saved, "base"), object_store.options)
+    notes: list[str] = []
+    ckptkit.consolidate(
+        trained(tmp_path / "good", model.state_dict()),
+        tmp_path / "out",
+        base=base,
+        listener=lambda event: notes.extend(getattr(event, "notes", ())),
+    )
+    assert not [note for note in notes if "not compared" in note]
+    assert (tmp_path / "out/config.json").is_file()
+    wrong = trained(tmp_path / "wrong", change(model.state_dict()))
+    with pytest.raises(RefusedError, match=said):
+        ckptkit.consolidate(wrong, tmp_path / "no", base=base)
+    assert not (tmp_path / "no").exists()
+
+
+def gptq(state: State) -> State:
+    """Packs the projections of a model as GPTQ names its tensors; the values are nothing."""
+    packed: State = {}
+    for name, value in state.items():
+        module, (rows, columns) = name.removesuffix(".weight"), (*value.shape, 1)[:2]
+        if not name.endswith("_proj.weight"):
+            packed[name] = value.half()
+            continue
+        packed |= {
+            f"{module}.qweight": torch.zeros(columns // 8, rows, dtype=torch.int32),
+            f"{module}.qzeros": torch.zeros(1, rows // 8, dtype=torch.int32),
+            f"{module}.scales": torch.ones(1, rows).half(),
+            f"{module}.g_idx": torch.zeros(columns, dtype=torch.int32),
+        }
+    return packed
+
+
+@pytest.mark.parametrize("missing", [[], ["transformers"]], ids=["asked", "not-installed"])
+def test_packed_weights_are_compared_with_a_base_or_by_their_layers(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: list[str]
+) -> None:
+    monkeypatch.setattr(comparing, "what_is_not_installed", lambda: missing)
+    settings = {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128}}
+    base = changed(saved, tmp_path / "base", gptq, **settings)
+    lacking = "model.layers.0.self_attn.q_proj.scales"
+    changes: dict[str, Callable[[State], State]] = {
+        "good": dict,
+        "net": wrapped,
+        "less": without_a_layer,
+        "lacking": lambda state: {name: v for name, v in state.items() if name != lacking},
+    }
+    for name, change in changes.items():
+        own = changed(base, tmp_path / name, change)
+        bare = changed(base, tmp_path / f"bare-{name}", change)
+        (bare / "config.json").unlink()
+        for src, given in ((own, None), (bare, base)):
+            if name == "good" or (name == "lacking" and given is None):  # only the base knows
+                ckptkit.consolidate(src, tmp_path / "out", base=given, overwrite=True)
+                continue
+            with pytest.raises(RefusedError, match="would not load as"):
+                ckptkit.consolidate(src, tmp_path / "no", base=given)
+    with pytest.raises(RefusedError, match=lacking):
+        ckptkit.consolidate(tmp_path / "bare-lacking", tmp_path / "no", base=base)
+    assert not (tmp_path / "no").exists()
