@@ -18,7 +18,7 @@ peft = pytest.importorskip("peft")
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 import ckptkit  # noqa: E402
-from ckptkit.core.errors import RefusedError  # noqa: E402
+from ckptkit.core.errors import CkptkitError, RefusedError  # noqa: E402
 from ckptkit.execution.events import BytesWritten, Event  # noqa: E402
 from ckptkit.hub import push  # noqa: E402
 from ckptkit.pipeline import comparing  # noqa: E402
@@ -211,7 +211,7 @@ def test_a_merge_into_a_base_of_another_width_names_the_option(
     adapter: Path, tmp_path: Path
 ) -> None:
     model_of(hidden_size=16).save_pretrained(tmp_path / "base")
-    with pytest.raises(ckptkit.core.errors.CkptkitError, match="do not fit") as caught:
+    with pytest.raises(CkptkitError, match="do not fit") as caught:
         ckptkit.merge_adapter(adapter, tmp_path / "out", base=tmp_path / "base")
     assert "--base" in caught.value.hint
     assert not (tmp_path / "out").exists()
