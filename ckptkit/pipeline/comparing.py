@@ -14,6 +14,7 @@ from typing import Any
 
 from ckptkit.core.errors import CkptkitError, InputError
 from ckptkit.core.index import Shape
+from ckptkit.core.texts import without_url_secrets
 from ckptkit.execution.events import Event, Listener, Planned, Waiting
 from ckptkit.pipeline.answer_cache import transformers_version
 from ckptkit.pipeline.model_folders import names_in, shapes_there
@@ -187,7 +188,7 @@ def judge(subject: Subject, report: LoadReport) -> tuple[str, ...]:
 def _compared_with_base(subject: Subject) -> tuple[str, ...]:
     base = _base_of(subject)
     if base:
-        report = lacking_parts(subject.request, base, f"the model in {subject.base}")
+        report = lacking_parts(subject.request, base, _words_for(subject.base))
         if not report.is_clean:
             raise refusal(report, subject.written, subject.where, subject.advice)
     return ()
@@ -214,7 +215,7 @@ def _otherwise(subject: Subject) -> list[LoadReport]:
     counts = None if subject.has_code else compare_with_counts(request)
     base = _base_of(subject)
     if base:
-        found.append(compare_with_base(request, base, f"the model in {subject.base}"))
+        found.append(compare_with_base(request, base, _words_for(subject.base)))
     if counts is not None:
         found.append(counts)
     return found
@@ -231,6 +232,10 @@ def _base_of(subject: Subject) -> Mapping[str, Shape | None]:
             if found:
                 return found
     return {}
+
+
+def _words_for(base: str | None) -> str:
+    return f"the model in {without_url_secrets(str(base))}"
 
 
 def _names_there(folder: str) -> Mapping[str, Shape | None]:

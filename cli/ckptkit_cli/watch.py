@@ -53,9 +53,8 @@ def watch(
 ) -> None:
     """Push each step of a run to the Hub as it is committed.
 
-    Each step becomes a model folder, or the adapter that PEFT trained, which is verified and
-    pushed as one commit with one tag. A kill at any moment neither loses nor repeats a push. With
-    --keep-last, --keep-every or --keep-best, steps are then removed from RUN as prune does.
+    Each step becomes a verified model folder or adapter, and one commit with one tag; a kill
+    neither loses nor repeats it. With --keep-last and others, prune then removes steps of RUN.
     """
     given = dict(locals())
     output = Output(quiet=quiet or as_json)
