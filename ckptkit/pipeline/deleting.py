@@ -196,13 +196,10 @@ def write_and_remove(
         OutputExistsError: If the output that is there is another one; the source stays.
         CkptkitError: What else went wrong; what is left of the source stays.
     """
-    try:
-        removal = planned_removal(job)
-    except CkptkitError:
-        manifest = _finished(job, listener)
-        if manifest is None:
-            raise
-        return manifest, None
+    finished = _finished(job, listener)
+    if finished is not None:
+        return finished, None
+    removal = planned_removal(job)
     if removal.manifest:
         manifest = earlier_output(job.out)
         if manifest is None:
@@ -229,18 +226,22 @@ def planned_removal(job: Consolidation) -> SourceRemoval:
         RefusedError: If something would be lost that is not in the output.
         UsageError: If the source lies in several places.
     """
-    if job.also:
-        raise UsageError(
-            "stands beside --also: what lies in several places is not removed",
-            where=_OPTION,
-            hint="leave it out, and remove the files by hand",
-        )
+    _refuse_several(job)
     refuse_linked(job.src)
     earlier = _unfinished(job)
     if earlier is not None:
         return earlier
     with job.prepared() as prepared:
         return _removal_of(prepared, job)
+
+
+def _refuse_several(job: Consolidation) -> None:
+    if job.also:
+        raise UsageError(
+            "stands beside --also: what lies in several places is not removed",
+            where=_OPTION,
+            hint="leave it out, and remove the files by hand",
+        )
 
 
 def refuse_linked(src: PathLike) -> None:
@@ -323,35 +324,51 @@ def _read_record(root: Place, name: str) -> Any:
 def _finished(job: Consolidation, listener: Listener) -> Manifest | None:
     """Returns the manifest of an output whose source was removed by an earlier run of the command.
 
-    Nothing of the model is in the source any more, and the output was made from there in the same
-    way, and is proven.
+    Nothing of what the output was made of is there any more, it was made in the same way, and it
+    is proven. Older steps may lie beside: they stay, also with `overwrite`, which would replace
+    the newest step by an older one otherwise.
     """
-    if job.also or _holds_model(job.src):
+    if job.also or _unfinished(job) is not None:
         return None
-    manifest = earlier_output(job.out)
+    try:
+        manifest = earlier_output(job.out)
+    except CkptkitError:  # damaged; the run that would replace it goes on
+        return None
     if manifest is None or manifest.options != changed_options(job.request):
         return None
     made_of, src = resolved(str(manifest.source.get("path", ""))), resolved(job.src)
-    if made_of != src and not made_of.startswith(f"{src}/"):
-        return None
-    if not run_verification(job.out, listener=listener).ok:
+    if not (_is_removed(job.src, src, made_of) and run_verification(job.out, listener=listener).ok):
         return None
     listener(Kept(os.fspath(job.out)))
-    listener(Planned((f"the source {src} was removed by an earlier run",)))
+    listener(Planned((f"the source {made_of} was removed by an earlier run",)))
     if not is_url(src):
         with suppress(OSError):  # something else lies there, as it may
             local_path(src).rmdir()
     return manifest
 
 
-def _holds_model(src: PathLike) -> bool:
-    try:
-        with opened(src) as checkpoint:
-            return next(iter(checkpoint.index.of_part("model")), None) is not None
-    except NotACheckpointError:
+def _is_removed(place: PathLike, src: str, made_of: str) -> bool:
+    """Tells whether a source holds no model, or nothing but steps older than the removed one."""
+    if made_of != src and not made_of.startswith(f"{src}/"):
         return False
-    except CkptkitError:
+    left = _model_at(place)
+    if left is None:
         return True
+    removed, found = step_of(made_of), step_of(resolved(left))
+    is_older = removed is not None and found is not None and found < removed
+    return is_older and made_of != src and _model_at(place_of(place).beside(made_of)) is None
+
+
+def _model_at(place: PathLike) -> str | None:
+    """Returns where the model lies that a command would take there; None where there is none."""
+    try:
+        with opened(place) as checkpoint:
+            holds = next(iter(checkpoint.index.of_part("model")), None) is not None
+            return checkpoint.path if holds else None
+    except NotACheckpointError:
+        return None
+    except CkptkitError:
+        return os.fspath(place)
 
 
 def _removal_of(prepared: Prepared, job: Consolidation) -> SourceRemoval:

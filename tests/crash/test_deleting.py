@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 from torch.distributed import checkpoint as dcp
@@ -24,6 +25,7 @@ from ckptkit.core.errors import (
     UsageError,
     VerificationError,
 )
+from ckptkit.core.manifest import Manifest
 from ckptkit.execution.events import Committed, Event
 from ckptkit.storage.places import Place
 from tests.object_store import ObjectStore
@@ -401,6 +403,40 @@ def test_a_removal_is_finished_where_the_newest_step_of_a_run_was_taken(
     assert not (run / "checkpoint-2" / "pytorch_model_fsdp_0").exists()
     assert files(run / "checkpoint-1") == files(checkpoint)
     assert not [path for path in files(run) if "ckptkit-removal" in path]
+
+
+@pytest.mark.parametrize("store", ["local", "memory"])
+def test_after_a_whole_removal_older_steps_stay_and_the_same_command_succeeds(
+    source: Callable[[str], Path], store: str
+) -> None:
+    """Nothing is left of the step that was removed, so that an older one is the newest now."""
+    model = source(SEPARATE) / "pytorch_model_fsdp_0"
+    steps = fsspec.filesystem("file" if store == "local" else "memory")
+    run = f"{model.parent}/steps" if store == "local" else "memory://deleting/steps"
+
+    def save(step: int) -> set[str]:
+        for path in model.iterdir():
+            folder = f"{run}/checkpoint-{step}/{model.name}"
+            steps.makedirs(folder, exist_ok=True)
+            steps.pipe_file(f"{folder}/{path.name}", path.read_bytes())
+        return set(steps.find(f"{run}/checkpoint-{step}"))
+
+    def consolidate(**options: Any) -> Manifest:
+        out = model.parent.parent / "out"
+        return ckptkit.consolidate(run, out, names="live", delete_source=True, **options)
+
+    first, second = save(1), save(2)
+    manifest = consolidate()
+    for options in ({}, {"overwrite": True}):
+        assert consolidate(**options) == manifest
+        assert set(steps.find(run)) == first != second
+    with pytest.raises(OutputExistsError):
+        consolidate(dtype="bfloat16")
+    third = save(3)  # another source, which no earlier run has removed
+    with pytest.raises(OutputExistsError):
+        consolidate()
+    assert set(steps.find(run)) == first | third
+    steps.rm(run, recursive=True)
 
 
 def test_a_removal_is_finished_by_the_command_and_shown_by_a_dry_run(
