@@ -21,7 +21,8 @@ from ckptkit.hub.watch_remote import TAG_PREFIX, StepsAtHub
 from ckptkit.hub.watch_run import WatchedRun
 from ckptkit.pipeline.pruning import prune_run
 from ckptkit.planning.retention import Retention
-from ckptkit.storage.places import PathLike, is_url
+from ckptkit.storage.place_identity import identify_place
+from ckptkit.storage.places import PathLike, is_url, local_path
 from ckptkit.storage.push_journal import (
     WATCH_FOLDER,
     WatchLock,
@@ -88,7 +89,8 @@ def run_watch(
         stack.enter_context(quiet_client())
         hub = Hub(request.repo_id, token=request.token, endpoint=request.endpoint)
         hub.named_by_owner()
-        journal, note = open_journal(state, hub.repo_id, _identity(request.run))
+        identity, *former = _identities(request.run)
+        journal, note = open_journal(state, hub.repo_id, identity, former)
         started = {"run": os.fspath(request.run), "repo_id": hub.repo_id, "state": str(state)}
         listener(WatchEvent("started", None, started))
         if note:
@@ -118,19 +120,25 @@ def state_folder(request: WatchRequest) -> Path:
             where=location,
             hint="name a directory with --state",
         )
-    if not Path(location).is_dir():
+    if not local_path(location).is_dir():
         raise NotACheckpointError(
             "no directory was found where that of a run was expected",
             where=location,
             hint="pass the directory that the training saves to",
         )
-    return Path(location) / WATCH_FOLDER
+    return local_path(location) / WATCH_FOLDER
 
 
-def _identity(run: PathLike) -> str:
-    """Returns what tells a run from an earlier one of its place, where the run has such a mark."""
-    own = "" if is_url(run) else watch_identity(Path(run) / WATCH_FOLDER)
-    return own or hashlib.sha256(os.fspath(run).rstrip("/").encode()).hexdigest()
+def _identities(run: PathLike) -> list[str]:
+    """Returns what tells a run from an earlier one of its place, where the run has such a mark.
+
+    A run at a URL is known by what its place is, however it is written; after that comes what
+    older versions knew it by.
+    """
+    own = "" if is_url(run) else watch_identity(local_path(run) / WATCH_FOLDER)
+    named = os.fspath(run).rstrip("/")
+    texts = [identify_place(run).name, named] if is_url(run) else [named]
+    return [own] if own else [hashlib.sha256(text.encode()).hexdigest() for text in texts]
 
 
 def _pruned(request: WatchRequest, state: Path) -> Sequence[int]:
@@ -155,7 +163,7 @@ def _locked(
 def _taken(
     request: WatchRequest, state: Path, pauses: Pauses, listener: WatchListener
 ) -> WatchLock:
-    own = None if is_url(request.run) else Path(request.run) / WATCH_FOLDER
+    own = None if is_url(request.run) else local_path(request.run) / WATCH_FOLDER
     has_told = False
     while True:
         try:

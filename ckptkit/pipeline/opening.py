@@ -130,7 +130,7 @@ def opened(
         root, only = open_root(stack, location)
         if only is not None and also:
             raise UsageError("stands beside a file, where a directory was expected", where="--also")
-        folders = [root, *open_others(stack, root, also)]
+        folders = [root, *open_others(stack, location, also)]
         source = OverlaySource(folders, compared=(METADATA, MANIFEST_NAME))
         found = _Search(source, location, only, limit_bytes).run(select)
         if model_config is not None:

@@ -12,6 +12,7 @@ from ckptkit.core.errors import NotACheckpointError, UsageError
 from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.storage.base import Folder, is_there
 from ckptkit.storage.local import LocalSource
+from ckptkit.storage.place_identity import Overlap, find_overlaps
 from ckptkit.storage.places import PathLike, Place, is_url, local_path, open_source, place_of
 
 _DEEP = 64  # folders below a prefix; more than any path has
@@ -88,18 +89,21 @@ def _open_remote_root(stack: ExitStack, place: Place) -> tuple[Folder, str | Non
     raise NotACheckpointError("no object lies there, nor below it", where=place)
 
 
-def open_others(stack: ExitStack, root: Folder, also: Sequence[PathLike]) -> Iterator[Folder]:
+def open_others(stack: ExitStack, first: Place, also: Sequence[PathLike]) -> Iterator[Folder]:
     """Opens the further directories that a checkpoint is spread over, none of them twice.
+
+    Places are compared by what they are: a URL may be written with another endpoint or protocol.
 
     Yields:
         Those that are not the first one, nor one another.
     """
-    seen = {_canonical(root.location)}
     for one in also:
         check_path(one, "--also")
-        if _canonical(one) not in seen:
+    pairs = find_overlaps([first, *also]) if also else ()
+    repeated = {max(pair) for *pair, how in pairs if how is Overlap.SAME}
+    for number, one in enumerate(also, 1):
+        if number not in repeated:
             yield open_folder(stack, one, "--also")
-            seen.add(_canonical(one))
 
 
 def is_folder(place: PathLike) -> bool:
@@ -130,10 +134,6 @@ def absolute(place: PathLike) -> str:
 def resolved(place: PathLike) -> str:
     """Returns a path with its links followed; object stores have none."""
     return os.fspath(place) if is_url(place) else str(local_path(place).resolve())
-
-
-def _canonical(place: PathLike) -> str:
-    return os.fspath(place_of(place)) if is_url(place) else resolved(place)
 
 
 def _holds_something(source: Folder) -> bool:

@@ -76,6 +76,15 @@ class PlaceIdentity:
         found = _by_names(first, second)
         return Overlap.NONE if found is Overlap.NONE or self._differs(other) else found
 
+    @cached_property
+    def name(self) -> str:
+        """A text that places which are written in different ways have in common.
+
+        It holds the address of the store where that is known, of Amazon's the partition alone.
+        """
+        end = "" if self.kind in {_LOCAL, _IN_MEMORY} else _store_name(self._endpoint)
+        return f"{self.kind}://{end}/{'/'.join(self.names)}"
+
     def _differs(self, other: PlaceIdentity) -> bool:
         """Tells whether the stores, which are of one kind, are certainly two."""
         first, second = self.place, other.place
@@ -237,6 +246,26 @@ def _may_be_one(first: str, second: str) -> bool:
     if port != other_port:
         return False
     return host == other or bool(_addresses(host) & _addresses(other))
+
+
+def _store_name(endpoint: str) -> str:
+    """Returns one name for the ways to write an endpoint that no lookup is needed for."""
+    try:
+        host, port = _address(endpoint)
+    except ValueError:
+        return endpoint
+    amazon = _AMAZON.fullmatch(host)
+    if amazon or not host:
+        return f"amazon{amazon[1] or ''}" if amazon else ""
+    is_here = host == _THIS_MACHINE or _is_loopback(host)
+    return f"{_THIS_MACHINE if is_here else host}:{port}"
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return _address_name(host) == _THIS_MACHINE
+    except ValueError:
+        return False
 
 
 def _address(endpoint: str) -> tuple[str, int]:

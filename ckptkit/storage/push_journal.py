@@ -16,7 +16,7 @@ import os
 import re
 import secrets
 import socket
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -132,7 +132,9 @@ def journal_path(state: Path, repo_id: str) -> Path:
     return state / f"{_UNSAFE.sub('--', repo_id)}{_SUFFIX}"
 
 
-def open_journal(state: Path, repo_id: str, run: str) -> tuple[PushJournal, str]:
+def open_journal(
+    state: Path, repo_id: str, run: str, former: Collection[str] = ()
+) -> tuple[PushJournal, str]:
     """Opens the journal of a run's pushes to a repository, an empty one where there is none.
 
     A file that is damaged, or of another run that had this place before, is put aside: the Hub
@@ -142,6 +144,7 @@ def open_journal(state: Path, repo_id: str, run: str) -> tuple[PushJournal, str]
         state: The folder that it lies in.
         repo_id: The repository.
         run: What tells the run from all others.
+        former: What did so in older versions.
 
     Returns:
         The journal, and what is to be said of the file that was found; mostly nothing.
@@ -152,7 +155,7 @@ def open_journal(state: Path, repo_id: str, run: str) -> tuple[PushJournal, str]
     path = journal_path(state, repo_id)
     try:
         found, pushes = _read(path)
-        if found == run:
+        if found == run or found in former:
             return PushJournal(path, repo_id, run, pushes), ""
         why = "is of another run"
     except FileNotFoundError:

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from ckptkit.core.errors import InputError, OutputError, RefusedError, UsageError
+from ckptkit.storage.places import local_path
 from ckptkit.storage.run_marks import ask_for_save, committed_steps, run_is_live
 from ckptkit_cli._failures import told
 from ckptkit_cli._options import AsJson
@@ -45,7 +46,7 @@ def save_now(
     output = Output(as_json=as_json)
     with told(output):
         seconds = _seconds(wait)
-        path = Path(run)
+        path = local_path(run)
         before = _leave_request(output, run, path)
         saved = None if seconds is None else _wait(path, before, seconds)
         output.document({"run": run, "asked": True, "saved": saved})

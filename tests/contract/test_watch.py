@@ -401,6 +401,13 @@ def test_a_run_on_a_store_is_watched_like_a_local_one(
         assert secret not in told
     with pytest.raises(RefusedError, match="the state of the watch has no place"):
         watch(place=place)
+    # The same run, written in another way: what was pushed is known.
+    client = {"endpoint_url": f"{bucket.store.endpoint}/", "region_name": "us-east-1"}
+    options = {**bucket.store.options, "client_kwargs": client}
+    for url in (f"s3a://{bucket.name}/run", f"{bucket.url}//run/"):
+        found = watch(place=Place(url, options), state=tmp_path / "state")
+        assert found.of("warning") == found.of("pushed") == []
+        assert sorted(one.name for one in (tmp_path / "state").glob("*.aside")) == []
 
 
 def test_a_step_that_others_saved_is_pushed_once_it_stays_the_same(

@@ -10,6 +10,7 @@ import pytest
 
 import ckptkit
 from ckptkit.core.errors import CkptkitError, RefusedError
+from ckptkit.pipeline.opening import opened
 from ckptkit.storage.places import Place
 from tests.object_store import KEY, SECRET, Bucket, ObjectStore
 
@@ -78,6 +79,28 @@ def test_so_is_one_around_a_base_or_a_further_source(bucket: Bucket) -> None:
             overwrite=True,
         )
     assert bucket.keys() == before
+
+
+def test_a_further_source_that_is_the_source_or_another_one_is_opened_once(
+    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", bucket.store.endpoint)
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    source = Place(f"{bucket.url}/p/run/checkpoint-4", bucket.store.options)
+    ways = written_otherwise(bucket)
+    also = [
+        Place(f"{kind}://{bucket.name}/p/run/checkpoint-4{end}", options)
+        for kind, end, options in zip(("s3a", "s3") * 3, ("/", "", "//") * 2, ways, strict=False)
+    ]
+    with opened(source, also=also) as found:
+        assert [one.location for one in found.source.folders] == [source.location]
+    node = tmp_path / "node"
+    shutil.copytree(STEP, node)
+    bucket.put_tree(STEP, "p/other/checkpoint-4")
+    other = Place(f"{bucket.url}/p/other/checkpoint-4", bucket.store.options)
+    also += [node, f"file://{node}", f"local://{node}/", other.beside(f"s3a{other[2:]}"), other]
+    with opened(source, also=also) as found:
+        assert len(found.source.folders) == 3
 
 
 @pytest.mark.parametrize("written", ["file://{}", "FILE://localhost{}", "local://{}", "link"])

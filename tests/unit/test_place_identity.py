@@ -97,6 +97,30 @@ def test_places_that_are_two(first: Place, second: Place) -> None:
     assert two.overlap(one) is Overlap.NONE
 
 
+def test_the_name_of_a_place_is_one_for_all_ways_to_write_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    amazon = [
+        place("s3://b/p"),
+        place("s3a://b/p/", "https://s3.eu-west-1.amazonaws.com"),
+        place("S3://b//p", client_kwargs={"region_name": "eu-west-3"}),
+    ]
+    ours = [
+        place("s3://b/p", HERE),
+        place("s3a://b/p//", f"{HERE}/"),
+        place("s3://b/p", "http://localhost:9000", style="top"),
+    ]
+    example = [place("s3://b/p", "http://S3.Example/"), place("s3://b/p", "https://s3.example.")]
+    other = [place("s3://b/p", "http://127.0.0.1:9001")]
+    local = [Place(tmp_path), Place(f"file://{tmp_path}/."), Place(f"local://{tmp_path}")]
+    names = [{identify_place(one).name for one in group} for group in (amazon, ours, example)]
+    names += [{identify_place(one).name for one in group} for group in (other, local)]
+    assert [len(group) for group in names] == [1] * 5
+    assert len(set.union(*names)) == 5
+    monkeypatch.setenv("AWS_ENDPOINT_URL", HERE)
+    assert identify_place(place("s3://b/p")).name in names[1]
+
+
 @pytest.mark.parametrize("variable", ["AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"])
 def test_an_endpoint_of_the_environment_is_that_of_an_option(
     variable: str, monkeypatch: pytest.MonkeyPatch

@@ -89,6 +89,8 @@ def test_a_journal_is_read_back_and_is_that_of_its_run_and_repository(tmp_path: 
     journal.forget(6)
     assert pushes_in(tmp_path) == (PUSH,)
     assert not open_journal(tmp_path, "org/other", "run")[0].pushes
+    known, note = open_journal(tmp_path, "org/name", "its name now", ["run"])
+    assert (known.pushes, note) == ({5: PUSH}, "")
     other, note = open_journal(tmp_path, "org/name", "another run")
     assert not other.pushes
     assert "is of another run" in note
