@@ -131,10 +131,14 @@ def info(hub: HubServer, request: Request) -> Answer:
 
 def tree(hub: HubServer, request: Request) -> Answer:
     head = _commit_of(hub.find(request), request.groups["rev"])
+    below = f"{request.groups['path']}/" if request.groups.get("path") else ""
     entries = [
         {"type": "file", "path": path, "size": blob.size, "oid": _blob_id(blob)} | _lfs(blob)
         for path, blob in sorted(head.files.items())
+        if path.startswith(below)
     ]
+    if below and not entries:
+        raise HubRefusalError(404, "The path does not exist", "EntryNotFound")
     return Answer(200, entries)
 
 
@@ -265,7 +269,7 @@ _TABLE: list[tuple[str, str, Route]] = [
     ("POST", model_route("/commit/(?P<rev>.+)"), commit),
     ("GET", model_route("/xet-(?P<kind>write|read)-token/(?P<rev>.+)"), xet_token),
     ("GET", model_route("/revision/(?P<rev>.+)"), info),
-    ("GET", model_route("/tree/(?P<rev>.+)"), tree),
+    ("GET", model_route(r"/tree/(?P<rev>refs/pr/\d+|[^/]+)(?:/(?P<path>.+))?"), tree),
     ("POST", model_route("/paths-info/(?P<rev>.+)"), paths_info),
     ("GET", model_route("/commits/(?P<rev>.+)"), commits),
     ("GET", model_route("/refs"), refs),

@@ -63,7 +63,8 @@ class Answer:
 class HubRefusalError(Exception):
     def __init__(self, status: int, message: str, code: str = "") -> None:
         super().__init__(message)
-        headers = {"X-Error-Message": message} | ({"X-Error-Code": code} if code else {})
+        told = message.encode("ascii", "replace").decode()
+        headers = {"X-Error-Message": told} | ({"X-Error-Code": code} if code else {})
         self.answer = Answer(status, {"error": message}, headers)
 
 

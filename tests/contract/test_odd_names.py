@@ -7,16 +7,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import fsspec
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 import ckptkit
-from ckptkit.core.errors import UnsafePathError
-from ckptkit.storage.places import Place
+from ckptkit.core.errors import CkptkitError, UnsafePathError
+from ckptkit.storage.places import Place, is_url
 from ckptkit.storage.remote_store import store_of
 from tests.made_up_runs import save_step
 from tests.object_store import Bucket, ObjectStore
 
-STEP = Path(__file__).resolve().parents[2] / "fixtures" / "accelerate_fsdp2_tied_with_config"
+FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
+STEP = FIXTURES / "accelerate_fsdp2_tied_with_config"
+SEPARATE = FIXTURES / "accelerate_fsdp2_cpu_offload"
+LORA = FIXTURES / "peft_trl_fsdp2_ckptkit"
 ODD = [
     "exp[1]",
     "exp*",
@@ -31,6 +36,7 @@ ODD = [
     "exp\u0301",
     "\u1ebcxp\U0001f680",
     "exp?versionId=1",
+    "exp?key=1&sig=2",
     "[!a]*",
 ]
 PLAIN = ["exp1", "exp2", "expx", "exp", "exp 1", "exp\u00e9", "expabc"]
@@ -93,26 +99,46 @@ def test_pruning_in_memory_takes_nothing_from_its_neighbours(run: Path) -> None:
     files.rm("/odd", recursive=True)
 
 
-@pytest.mark.parametrize("name", ["exp[1]", "-a*?#%20\n\u0301\U0001f680'\"\\{b}"])
-@pytest.mark.parametrize("store", ["s3", "memory", "local"])
-def test_every_command_reads_and_writes_a_place_of_an_odd_name(
-    bucket: Bucket, tmp_path: Path, name: str, store: str
-) -> None:
-    if store == "s3":
-        name = name.replace("\n", "")  # the server of the tests takes no such key
+class Places:
+    """Places of one store, by their paths in it."""
 
-    def at(path: str) -> Place:
-        if store == "s3":
-            return Place(f"{bucket.url}/{path}", bucket.store.options)
-        return Place(f"memory://every/{path}" if store == "memory" else tmp_path / path)
+    def __init__(self, store: str, bucket: Bucket, folder: Path) -> None:
+        top = {"s3": bucket.url, "memory": "memory://every", "local": f"{folder}"}
+        self._top = top.get(store, f"{store}://{folder}")
+        self._options = bucket.store.options if store == "s3" else {}
 
-    source = at(f"{name}/checkpoint-4")
-    if store == "s3":
-        bucket.put_tree(STEP / "checkpoint", f"{name}/checkpoint-4")
-    elif store == "memory":
-        fsspec.filesystem("memory").put(str(STEP / "checkpoint"), source, recursive=True)
-    else:
-        shutil.copytree(STEP / "checkpoint", source)
+    def at(self, path: str) -> Place:
+        return Place(f"{self._top}/{path}", self._options)
+
+    def put(self, tree: Path, path: str) -> Place:
+        place = self.at(path)
+        store = store_of(place).filesystem if is_url(place) else fsspec.filesystem("file")
+        for file in tree.rglob("*"):
+            if file.is_file():
+                name = f"{place.inner_path}/{file.relative_to(tree).as_posix()}"
+                store.makedirs(str(Path(name).parent), exist_ok=True)
+                store.pipe_file(name, file.read_bytes())
+        return place
+
+
+WORST = "-a*?#%20\n\u0301\U0001f680'\"\\{b}+&key=1"
+
+
+@pytest.fixture(params=["s3", "memory", "local"])
+def places(request: pytest.FixtureRequest, bucket: Bucket, tmp_path: Path) -> Places:
+    return Places(request.param, bucket, tmp_path)
+
+
+def named(name: str, places: Places) -> str:
+    # The server of the tests takes no such key.
+    return name.replace("\n", "") if places.at("").protocol == "s3" else name
+
+
+@pytest.mark.parametrize("name", ["exp[1]", WORST])
+def test_every_command_reads_and_writes_a_place_of_an_odd_name(places: Places, name: str) -> None:
+    name = named(name, places)
+    at = places.at
+    source = places.put(STEP / "checkpoint", f"{name}/checkpoint-4")
     found = ckptkit.inspect(source)
     assert found.tensors
     out = at(f"out {name}")
@@ -125,6 +151,44 @@ def test_every_command_reads_and_writes_a_place_of_an_odd_name(
     with ckptkit.open(out) as opened:
         assert set(opened.keys()) == set(manifest.tensors)
     assert [one.name for one in ckptkit.list_run(at(name)).steps] == ["checkpoint-4"]
+
+
+@pytest.fixture(scope="module")
+def base_and_tuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    base, tuned = folder / "base", folder / "tuned"
+    ckptkit.consolidate(STEP / "checkpoint", base, dtype="float32")
+    shutil.copytree(base, tuned)
+    (tuned / "ckptkit.json").unlink()
+    tensors = load_file(tuned / "model.safetensors")
+    changed = next(name for name in tensors if "q_proj" in name)
+    tensors[changed] = tensors[changed] + np.float32(0.5)
+    save_file(tensors, tuned / "model.safetensors", {"format": "pt"})
+    return base, tuned
+
+
+@pytest.mark.parametrize("places", ["s3", "file"], indirect=True)
+def test_so_do_the_commands_for_adapters_and_a_removal(
+    places: Places, base_and_tuned: tuple[Path, Path]
+) -> None:
+    name = named(WORST, places)
+    at = places.at
+    lora = places.put(LORA / "checkpoint" / "checkpoint-2", f"{name}/lora/checkpoint-2")
+    adapter = ckptkit.extract_adapter(lora, at(f"{name} adapter"))
+    assert adapter.tensors
+    ckptkit.merge_adapter(lora, at(f"{name} merged"))
+    base, tuned = (places.put(one, f"{name} {one.name}") for one in base_and_tuned)
+    ckptkit.adapter_from_diff(tuned, at(f"{name} back"), base=base, rank=2)
+    for out in ("adapter", "merged", "back"):
+        assert ckptkit.verify(at(f"{name} {out}")).ok
+    # A removal takes what lies below the name, and leaves what the name would fit as a pattern.
+    source = places.put(SEPARATE / "checkpoint", f"{name}/run")
+    other = places.put(SEPARATE / "checkpoint", "-a1/run")
+    for _ in range(2):
+        ckptkit.consolidate(source, at(f"{name} out"), names="live", delete_source=True)
+    with pytest.raises(CkptkitError):
+        ckptkit.consolidate(source, at(f"{name} again"), names="live")
+    assert ckptkit.verify(other).ok
 
 
 def test_nothing_outside_of_the_named_place_is_removed(bucket: Bucket) -> None:

@@ -54,7 +54,7 @@ def hub(server: HubServer) -> HubServer:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    folder = tmp_path / "run"
+    folder = tmp_path / "-run[1]*?#%20 {b}\n'\"e\u0301\U0001f680"  # no name is a pattern
     folder.mkdir()
     return folder
 
@@ -390,8 +390,9 @@ def test_a_run_on_a_store_is_watched_like_a_local_one(
 ) -> None:
     bucket = object_store.bucket("watched")
     add(run, 1)
-    bucket.put_tree(run, "run")
-    place = Place(f"{bucket.url}/run", bucket.store.options)
+    name = "exp[1]*?#%20 +{b}&key=e\u0301"
+    bucket.put_tree(run, name)
+    place = Place(f"{bucket.url}/{name}", bucket.store.options)
     found = watch(place=place, state=tmp_path / "state")
     assert found.of("pushed") == [1]
     assert titles(hub) == ["Step 1"]
@@ -404,7 +405,7 @@ def test_a_run_on_a_store_is_watched_like_a_local_one(
     # The same run, written in another way: what was pushed is known.
     client = {"endpoint_url": f"{bucket.store.endpoint}/", "region_name": "us-east-1"}
     options = {**bucket.store.options, "client_kwargs": client}
-    for url in (f"s3a://{bucket.name}/run", f"{bucket.url}//run/"):
+    for url in (f"s3a://{bucket.name}/{name}", f"{bucket.url}//{name}/"):
         found = watch(place=Place(url, options), state=tmp_path / "state")
         assert found.of("warning") == found.of("pushed") == []
         assert sorted(one.name for one in (tmp_path / "state").glob("*.aside")) == []

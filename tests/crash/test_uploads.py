@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, unquote
 
 import pytest
 import torch
@@ -36,6 +37,7 @@ from tests.object_store import KEY, SECRET, Bucket, Fault, ObjectStore
 
 troubles: Any = importlib.import_module("troubles")  # put there by conftest.py
 SECONDS = 60.0
+RUN = "exp[1]*?#%20 +{b}&e\u0301\U0001f680"  # no name is a pattern, or a part of a URL
 WEIGHT = "pytorch_model_fsdp_0/__0_0.distcp"
 
 
@@ -54,7 +56,7 @@ def fresh(seed: int) -> dict[str, Any]:
 def opened(bucket: Bucket, folder: Path, **options: Any) -> Checkpointer:
     given: dict[str, Any] = {"local": folder / "node", "storage_options": bucket.store.options}
     given |= options
-    return Checkpointer(f"{bucket.url}/run", **given)
+    return Checkpointer(f"{bucket.url}/{RUN}", **given)
 
 
 def uploader_of(checkpointer: Checkpointer) -> Any:
@@ -65,7 +67,7 @@ def uploader_of(checkpointer: Checkpointer) -> Any:
 
 def steps_of(bucket: Bucket) -> dict[str, bool]:
     """Returns the folders of the run, and whether they look whole."""
-    keys = [key.removeprefix("run/") for key in bucket.keys("run/")]
+    keys = [key.removeprefix(f"{RUN}/") for key in bucket.keys(f"{RUN}/")]
     folders = {key.partition("/")[0] for key in keys if not key.startswith(".")}
     return {name: f"{name}/ckptkit.json" in keys for name in sorted(folders)}
 
@@ -100,7 +102,7 @@ def test_steps_at_a_url_are_whole_retired_and_resumed_from_and_frozen_weights_co
 ) -> None:
     model = Partly()
     state, frozen_bytes = model.state(), 1024 * 1024 * 4
-    in_use = "run/.ckptkit/in-use/checkpoint-1/0123.json"
+    in_use = f"{RUN}/.ckptkit/in-use/checkpoint-1/0123.json"
 
     def uploaded(step: int, **options: Any) -> int:
         bucket.store.proxy.reset()
@@ -117,30 +119,30 @@ def test_steps_at_a_url_are_whole_retired_and_resumed_from_and_frozen_weights_co
         assert steps_of(bucket) == {"checkpoint-1": True, "checkpoint-2": True}  # one is read
         bucket.delete(in_use)
         # Somebody has changed what would be copied: it is uploaded again.
-        key = copy.path.removeprefix("/uploads/")
+        key = unquote(copy.path.removeprefix("/uploads/"))
         bucket.put(key, bytes(len(bucket.get(key))))
         assert uploaded(3) > frozen_bytes
         assert steps_of(bucket) == {"checkpoint-3": True}
         assert uploaded(0, name="best") < frozen_bytes // 10
         assert uploaded(3) < frozen_bytes // 10  # a step that is there is replaced
-        bucket.put("run/checkpoint-4/model.safetensors", b"somebody's")
+        bucket.put(f"{RUN}/checkpoint-4/model.safetensors", b"somebody's")
         troubles.fails(checkpointer.save(4, state), OutputExistsError, "something without")
         assert uploaded(5) > 0
-        assert bucket.get("run/checkpoint-4/model.safetensors") == b"somebody's"
+        assert bucket.get(f"{RUN}/checkpoint-4/model.safetensors") == b"somebody's"
         assert steps_of(bucket) == {"best": True, "checkpoint-4": False, "checkpoint-5": True}
         resumes_partly(checkpointer, model, bucket)
-    ckptkit.consolidate(place(bucket, "run/checkpoint-5"), tmp_path / "out", names="live")
+    ckptkit.consolidate(place(bucket, f"{RUN}/checkpoint-5"), tmp_path / "out", names="live")
     assert (tmp_path / "out/model.safetensors").stat().st_size > frozen_bytes
     assert bucket.unfinished_uploads() == []
 
 
 def resumes_partly(checkpointer: Checkpointer, model: Partly, bucket: Bucket) -> None:
-    assert not any(".ranks/" in key for key in bucket.keys("run/"))
+    assert not any(".ranks/" in key for key in bucket.keys(f"{RUN}/"))
     other = Partly()
     assert checkpointer.resume(other.state()) == 5
     assert torch.equal(other.base.weight, model.base.weight)
     assert torch.equal(other.head.weight, model.head.weight)
-    assert checkpointer.resume(Partly().state(), folder=f"{bucket.url}/run/best") == 0
+    assert checkpointer.resume(Partly().state(), folder=f"{bucket.url}/{RUN}/best") == 0
 
 
 def test_errors_that_pass_cost_no_step_and_a_killed_uploader_one_save(
@@ -178,7 +180,7 @@ def test_errors_that_pass_cost_no_step_and_a_killed_uploader_one_save(
         assert len(bucket.unfinished_uploads()) == 1
         troubles.resumes(checkpointer, 2, truth, fresh(2))
         assert steps_of(bucket) == {"checkpoint-1": True, "checkpoint-2": True}
-    assert ckptkit.verify(place(bucket, "run/checkpoint-1")).ok
+    assert ckptkit.verify(place(bucket, f"{RUN}/checkpoint-1")).ok
 
 
 def saved(checkpointer: Checkpointer, step: int, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -210,7 +212,7 @@ def test_what_could_not_be_uploaded_fails_loudly_and_is_uploaded_by_the_next_job
         with pytest.raises(OutputError, match=r"checkpoint-3/scheduler.bin: .* refused access"):
             checkpointer.close()
         told += [record.getMessage() for record in log.records]
-    before = sent(bucket, "checkpoint-3")[f"/uploads/run/checkpoint-3/{WEIGHT}"]
+    before = sent(bucket, "checkpoint-3")[f"/uploads/{quote(RUN)}/checkpoint-3/{WEIGHT}"]
     proxy.reset()
     with opened(bucket, tmp_path) as checkpointer:
         troubles.resumes(checkpointer, 3, truth, fresh(2))
@@ -220,7 +222,7 @@ def test_what_could_not_be_uploaded_fails_loudly_and_is_uploaded_by_the_next_job
             troubles.fails(refused, RefusedError, "another job has opened the run")
     assert steps_of(bucket) == {"checkpoint-2": True, "checkpoint-3": True, "checkpoint-4": False}
     # What was uploaded already is not uploaded again.
-    assert before > 1 << 20 > sent(bucket, WEIGHT)[f"/uploads/run/checkpoint-3/{WEIGHT}"]
+    assert before > 1 << 20 > sent(bucket, WEIGHT)[f"/uploads/{quote(RUN)}/checkpoint-3/{WEIGHT}"]
     tells_no_secret(bucket, tmp_path, told)
 
 

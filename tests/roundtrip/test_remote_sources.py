@@ -260,6 +260,11 @@ def test_a_model_of_the_hub_is_a_source_and_a_base(
     assert (tmp_path / "with-base/config.json").exists()
     ckptkit.consolidate(model, tmp_path / "alike", like=base, base=base, dtype="base")
     assert files(tmp_path / "alike").keys() == files(model).keys()
+    odd = "-a [1]*?#%20+{b}&e\u0301\U0001f680"  # no name is a pattern, or a part of a URL
+    moved = {f"{odd}/{p.name}": p.read_bytes() for p in model.iterdir()}
+    hub.put("org/odd", moved | {f"{odd[:3]}1/config.json": b"{}", "a/config.json": b"{}"})
+    ckptkit.consolidate(f"hf://org/odd/{odd}", tmp_path / "odd", src_options=options)
+    assert files(tmp_path / "odd") == files(tmp_path / "local")
     hub.put("org/gated", {"config.json": b"{}"})
     hub.gated.add("org/gated")
     anonymous = Place("hf://org/gated", {"endpoint": hub.url, "token": False})
