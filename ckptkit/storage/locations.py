@@ -16,6 +16,7 @@ _MOST_PATH_BYTES = 4095
 _FILE = re.compile(r"(?:file|local)://(?:localhost(?=/|$))?", re.IGNORECASE)
 _ALIASES = {"s3a": "s3", "gcs": "gs", "abfs": "az", "abfss": "az", "sftp": "ssh"}
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
+_WEB = frozenset({"http", "https"})
 # A user with a password, where a host or a bucket begins; the keys of S3 may hold slashes. Neither
 # the name of an access point is one, nor is a port.
 _USER = re.compile(r"(?!arn:)[^/@]*:(?!\d+/)[^@]*@")
@@ -43,7 +44,8 @@ class Place(str):
             options: For fsspec.
 
         Raises:
-            UsageError: If a password stands in the URL, from where it would reach messages.
+            UsageError: If a password stands in the URL, or a URL of the web has a query, from where
+                they would reach messages and manifests.
         """
         place = super().__new__(cls, _plain(os.fspath(location)))
         place.options = dict(options or {})
@@ -184,5 +186,12 @@ def _plain(location: str) -> str:
             "holds a password, which would end up in messages and manifests",
             where=f"{match[1]}://…{match[2].rpartition('@')[2]}",
             hint="pass it with --src-option or --dst-option, or in the environment",
+        )
+    if match[1].lower() in _WEB and "?" in match[2]:
+        raise UsageError(
+            "has a query, as signed URLs do, with which the server is asked for one file alone",
+            where=f"{match[1]}://{match[2].partition('?')[0]}?…",
+            hint="name the folder or the file without a query, or download it first; an object of"
+            " a bucket is named as s3://bucket/key, with its keys in --src-option",
         )
     return f"{match[1]}://{match[2].rstrip('/')}"

@@ -20,7 +20,6 @@ from ckptkit.core.errors import (
 from ckptkit.core.index import FileRef
 from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.core.ranges import FileRange
-from ckptkit.core.texts import without_url_secrets
 from ckptkit.storage.base import CopySource
 from ckptkit.storage.names import check_relative, is_work_folder
 from ckptkit.storage.output_claim import CLAIM_NAME
@@ -69,8 +68,8 @@ class RemoteSource(Closing):
 
     @property
     def location(self) -> str:
-        """The URL as the user named it, without a signed query."""
-        return without_url_secrets(self.place.location)
+        """The URL as the user named it; that of a place holds no secrets."""
+        return self.place.location
 
     @property
     def is_distant(self) -> bool:

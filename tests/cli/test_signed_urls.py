@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from ckptkit.core.errors import StorageError
+from ckptkit.core.errors import StorageError, UsageError
 from ckptkit.core.texts import without_url_secrets
+from ckptkit.storage.places import Place
 from ckptkit_cli.main import main
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
@@ -62,6 +63,15 @@ def test_an_error_holds_no_secret_anywhere() -> None:
     error = StorageError(f"{SIGNED} is gone", where=SAS, hint=f"see {USER}")
     assert PLANTED not in str(error) + json.dumps(error.to_json()) + "".join(error.__notes__)
     assert PLANTED not in str(error.located(SIGNED))
+
+
+@pytest.mark.parametrize("url", [SIGNED, SAS, SIGNED.replace("https", "HTTP"), SAS + "#/x/y"])
+def test_a_url_of_the_web_with_a_query_is_no_place(url: str) -> None:
+    """So no manifest, journal, log, event or command to copy can hold it."""
+    with pytest.raises(UsageError, match="has a query, as signed URLs do") as caught:
+        Place(url)
+    assert PLANTED not in str(caught.value)
+    assert "a query" not in str(Place("s3://bucket/what?key=1"))
 
 
 @pytest.mark.parametrize(
