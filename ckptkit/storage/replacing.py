@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 
-from ckptkit.core.errors import CkptkitError, RefusedError
+from ckptkit.core.errors import CkptkitError, OutputExistsError, RefusedError
 from ckptkit.core.manifest import MANIFEST_NAME, check_manifest_size, parse_manifest
 from ckptkit.storage.workfolder import entries
 
@@ -58,6 +58,35 @@ def refuse_unnamed_in(out: Path, named_as: str) -> None:
     found = (name for name in _files_in(out) if _is_of_checkpoint(name))
     unnamed = list(islice(_unnamed(found, manifest, named_as), _COUNTED))
     _refuse(unnamed, named_as, has_manifest=manifest is not None)
+
+
+def manifest_mark(out: Path) -> tuple[int, ...]:
+    """Returns what tells the manifest in a directory from one that another run puts there."""
+    try:
+        found = (out / MANIFEST_NAME).stat()
+    except OSError:
+        return ()
+    return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size
+
+
+def refuse_newer(out: Path, seen: tuple[int, ...], named_as: str) -> None:
+    """Refuses to replace an output that was put in a directory after this run had looked at it.
+
+    Args:
+        out: The directory.
+        seen: What `manifest_mark` returned then.
+        named_as: What messages call it.
+
+    Raises:
+        OutputExistsError: If another run has put its output there.
+    """
+    now = manifest_mark(out)
+    if now and now != seen:
+        raise OutputExistsError(
+            "another run has put its output there since this one began",
+            where=named_as,
+            hint="run one command at a time for an output, and this one again",
+        )
 
 
 def removable(

@@ -11,7 +11,7 @@ from ckptkit.core.errors import OutputError, OutputExistsError
 from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.storage.names import check_relative
 from ckptkit.storage.publish import can_be_replaced, publish, publish_inside
-from ckptkit.storage.replacing import refuse_unnamed_in
+from ckptkit.storage.replacing import manifest_mark, refuse_newer, refuse_unnamed_in
 from ckptkit.storage.staged_files import StagedFiles, free_bytes, taken_bytes, translated
 from ckptkit.storage.syscalls import (
     Capabilities,
@@ -94,6 +94,7 @@ class LocalTarget:
             except BaseException:
                 remove_empty(self._made)
                 raise
+        self._seen = manifest_mark(self._out)
         self._inside = self._work.path.parent == self._out
         self._files = StagedFiles(self._work.files, out, self._capabilities)
 
@@ -128,7 +129,8 @@ class LocalTarget:
         """Makes everything durable and visible at once, the file `last` after all others.
 
         Raises:
-            OutputExistsError: If the destination was filled by another run meanwhile.
+            OutputExistsError: If another run has filled the destination, or replaced what was
+                there, since this target was made.
             RefusedError: If it holds files that are not of an earlier output.
             NoSpaceError: If the disk is full.
             OutputError: If something cannot be made durable or visible.
@@ -139,6 +141,7 @@ class LocalTarget:
         with translated(self._named):
             self._files.sync()
             if last == MANIFEST_NAME and self._overwrite and self._out.is_dir():
+                refuse_newer(self._out, self._seen, str(self._named))
                 refuse_unnamed_in(self._out, str(self._named))
             if not self._publish(last):
                 raise self._filled()

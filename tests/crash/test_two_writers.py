@@ -1,7 +1,9 @@
-"""Two runs that write to one place on S3 at a time: one wins whole, and the other says so."""
+"""Two runs that write to one place at a time: one wins whole, and the other says so."""
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
 import signal
 import subprocess
@@ -19,13 +21,15 @@ import pytest
 import ckptkit
 from ckptkit.core.errors import CkptkitError, NotACheckpointError, RefusedError
 from ckptkit.core.manifest import MANIFEST_NAME
+from ckptkit.execution.events import BytesWritten, Event, Planned, Started
 from ckptkit.storage import output_claim, s3_object
 from ckptkit.storage.output_claim import CLAIM_NAME
 from ckptkit.storage.places import Place
 from tests.faulty_proxy import Fault, Proxy
 from tests.object_store import KEY, SECRET, Bucket, ObjectStore
 
-STEP = Path(__file__).resolve().parents[2] / "fixtures" / "accelerate_fsdp2_tied_with_config"
+ROOT = Path(__file__).resolve().parents[2]
+STEP = ROOT / "fixtures" / "accelerate_fsdp2_tied_with_config"
 FIRST: dict[str, Any] = {"dtype": "bfloat16"}
 SECOND: dict[str, Any] = {"max_shard_size": "64KB"}
 OUT = "exp[1]/out"
@@ -147,6 +151,34 @@ class _Gate:
             self.open.wait(60)
 
 
+@pytest.mark.parametrize("event", [Planned, Started, BytesWritten])
+def test_a_writer_to_a_directory_does_not_replace_what_came_after_it_began(
+    tmp_path: Path, event: type[Event]
+) -> None:
+    out = Place(tmp_path / "exp[1]" / "out")
+    if event is not Planned:  # replaced; else both write where nothing is
+        assert write(out, {}) == ""
+    reached, opened = threading.Event(), threading.Event()
+
+    def hold(one: Event) -> None:
+        if isinstance(one, event) and not reached.is_set():
+            reached.set()
+            opened.wait(60)
+
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(write, out, FIRST, listener=hold)
+        assert reached.wait(60)
+        assert write(out, SECOND) == ""
+        written = {path.name: path.read_bytes() for path in Path(out).iterdir()}
+        opened.set()
+        ended = first.result(60)
+    assert ended.startswith("5 ")
+    assert "another run has put its output there" in ended
+    assert {path.name: path.read_bytes() for path in Path(out).iterdir()} == written
+    assert [path.name for path in Path(out).parent.iterdir()] == ["out"]
+    assert ckptkit.verify(out).ok
+
+
 def test_two_processes_at_once_leave_one_output(
     bucket: Bucket, known: dict[str, dict[str, bytes]], own_proxy: Proxy
 ) -> None:
@@ -209,6 +241,73 @@ def test_a_kill_in_the_commit_blocks_nothing_and_is_seen(
     assert time.monotonic() - began < 30
     assert found(bucket) == known["second"]
     assert bucket.unfinished_uploads() == []
+
+
+@pytest.fixture
+def dying(bucket: Bucket, own_proxy: Proxy) -> Iterator[_Dying]:
+    place = by_way_of(bucket, own_proxy.url)
+    options = {"names": "live", "overwrite": True, **FIRST}
+    given = json.dumps({"storage": place.options, "options": options})
+    command = [sys.executable, "-m", "tests.crash.request_kills", STEP / "checkpoint", place, given]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        yield _Dying(process, own_proxy)
+
+
+class _Dying:
+    """A program that runs the command in a new process each time it is asked to."""
+
+    def __init__(self, process: subprocess.Popen[str], proxy: Proxy) -> None:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self._asked, self._answers = process.stdin, process.stdout
+        self._proxy = proxy
+
+    def run(self, number: int | None, *, is_done: bool = False) -> int:
+        """Kills the process at a request, which the server then sees or not; returns its end."""
+        self._proxy.reset()
+        self._say()
+        process = int(self._answers.readline())
+        left = itertools.count()
+
+        def come() -> None:
+            if next(left) == number:
+                os.kill(process, signal.SIGKILL)
+                if not is_done:
+                    raise OSError("the request was not sent")
+
+        self._proxy.add(Fault(".", None, before=come))
+        self._say()
+        return int(self._answers.readline())
+
+    def _say(self) -> None:
+        self._asked.write("\n")
+        self._asked.flush()
+
+
+def test_after_a_kill_at_any_request_the_same_command_leaves_nothing_but_its_output(
+    bucket: Bucket, known: dict[str, dict[str, bytes]], own_proxy: Proxy, dying: _Dying
+) -> None:
+    """The request that is the last one is tried as one that the store has met, and has not."""
+    earlier = {key: bucket.get(key) for key in set(bucket.keys())}
+    assert dying.run(None) == 0
+    requests = own_proxy.log
+    changing = {at for at, one in enumerate(requests) if one.method in {"PUT", "POST", "DELETE"}}
+    left_behind = 0
+    for at, number in enumerate(sorted(changing | set(range(0, len(requests), 2 * EVERY)))):
+        bucket.clear()
+        for key, data in earlier.items() if at % 2 else ():  # replaced, or written anew
+            bucket.put(key, data)
+        # The order of requests is not always the same, and so is not the number of the last one.
+        assert dying.run(number, is_done=at % 3 > 0) in {-signal.SIGKILL, 0}
+        own_proxy.reset()
+        left = bucket.unfinished_uploads()
+        left_behind += bool(left)
+        assert write(by_way_of(bucket), FIRST) == "", number
+        assert found(bucket) == known["first"], (number, requests[number])
+        assert bucket.unfinished_uploads() == [], (left, number, requests[number])
+    assert left_behind > 3
 
 
 @pytest.mark.usefixtures("known")
