@@ -98,7 +98,8 @@ def test_a_further_source_that_is_the_source_or_another_one_is_opened_once(
     shutil.copytree(STEP, node)
     bucket.put_tree(STEP, "p/other/checkpoint-4")
     other = Place(f"{bucket.url}/p/other/checkpoint-4", bucket.store.options)
-    also += [node, f"file://{node}", f"local://{node}/", other.beside(f"s3a{other[2:]}"), other]
+    also += [Place(one) for one in (node, f"file://{node}", f"local://{node}/")]
+    also += [other.beside(f"s3a{other[2:]}"), other]
     with opened(source, also=also) as found:
         assert len(found.source.folders) == 3
 

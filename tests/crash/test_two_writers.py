@@ -248,7 +248,8 @@ def dying(bucket: Bucket, own_proxy: Proxy) -> Iterator[_Dying]:
     place = by_way_of(bucket, own_proxy.url)
     options = {"names": "live", "overwrite": True, **FIRST}
     given = json.dumps({"storage": place.options, "options": options})
-    command = [sys.executable, "-m", "tests.crash.request_kills", STEP / "checkpoint", place, given]
+    words = [str(STEP / "checkpoint"), place.location, given]
+    command = [sys.executable, "-m", "tests.crash.request_kills", *words]
     with subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
