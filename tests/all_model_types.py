@@ -35,7 +35,8 @@ import transformers
 from safetensors.torch import load_file
 
 import ckptkit
-from ckptkit.core.errors import CkptkitError
+from ckptkit.core.errors import CannotPlanError, CkptkitError
+from ckptkit.execution.events import Event, Planned
 from ckptkit.naming.program import answered
 from ckptkit.pipeline.naming_program import NamingProgram
 from tests.small_models import class_named, model_classes, small_model_config, time_limit
@@ -54,8 +55,11 @@ class Result:
         name: Of the class.
         model_type: Of its configuration.
         outcome: `ok`, `not built`, `not saved` where `save_pretrained` fails, `not reloaded` where
-            stock files do not load as they were saved, `refused`, or `differs`.
+            stock files do not load as they were saved, `refused too` where neither stock files
+            load nor ckptkit writes any, `refused`, or `differs`.
         reason: Why it is not `ok`.
+        not_compared: Why its names were not compared with the model of its configuration, which
+            `consolidate` does before it writes; empty where they were.
         tensors: Number of tensors that `save_pretrained` writes.
         left_out: Number of live names that it leaves out.
     """
@@ -66,6 +70,7 @@ class Result:
     reason: str = ""
     tensors: int = 0
     left_out: int = 0
+    not_compared: str = ""
 
 
 @contextmanager
@@ -74,12 +79,16 @@ def asking_in_process() -> Iterator[None]:
 
     def ask(_program: NamingProgram, question: bytes) -> Future[bytes]:
         found: Future[bytes] = Future()
-        found.set_result(json.dumps(answered(json.loads(question))).encode())
+        try:
+            reply = answered(json.loads(question))
+        except Exception as error:  # noqa: BLE001  what ends the program is an error there
+            reply = {"error": CannotPlanError(_said(error)).to_json()}
+        found.set_result(json.dumps(reply).encode())
         return found
 
     with (
         tempfile.TemporaryDirectory() as cache,
-        patch.dict(os.environ, {"XDG_CACHE_HOME": cache}),
+        patch.dict(os.environ, {"XDG_CACHE_HOME": cache, "HF_DEACTIVATE_ASYNC_LOAD": "1"}),
         patch.object(NamingProgram, "ask", ask),
     ):
         yield
@@ -100,29 +109,42 @@ def try_class(name: str, folder: Path) -> Result:
     except Exception as error:  # noqa: BLE001  and may not be saved
         return Result(name, kind, "not saved", _said(error))
     theirs = load_file(reference / WEIGHTS)
-    outcome, reason = _compared(model, folder / "source", out, reference)
-    return Result(
-        name, kind, outcome, reason, len(theirs), len(model.state_dict().keys() - theirs.keys())
-    )
+    notes: list[str] = []
+    outcome, reason = _compared(model, folder / "source", out, reference, notes)
+    left_out = len(model.state_dict().keys() - theirs.keys())
+    not_compared = _said(next((n for n in notes if "not compared" in n), ""))
+    return Result(name, kind, outcome, reason, len(theirs), left_out, not_compared)
 
 
-def _compared(model: Any, source: Path, out: Path, reference: Path) -> tuple[str, str]:
-    """Consolidates what training holds; returns the outcome and its reason."""
+def _compared(
+    model: Any, source: Path, out: Path, reference: Path, notes: list[str]
+) -> tuple[str, str]:
+    """Consolidates what training holds; returns the outcome and its reason, and adds notes."""
     dcp.save(dict(model.state_dict()), checkpoint_id=source, no_dist=True)
     model.config.save_pretrained(source)
+
+    def listen(event: Event) -> None:
+        notes.extend(event.notes if isinstance(event, Planned) else ())
+
     try:
-        ckptkit.consolidate(source, out)
+        ckptkit.consolidate(source, out, listener=listen)
     except CkptkitError as error:
-        return "refused", _said(error)
+        found = _own_fault(model, reference)
+        return ("refused too", found) if found else ("refused", _said(error))
     found = _differences(load_file(out / WEIGHTS), load_file(reference / WEIGHTS))
     found = found or _of_configs(out, reference)
     if found:
         return "differs", found
-    try:  # the files are the same: what is wrong now is wrong with those of save_pretrained
-        found = _reloaded(model, out)
-    except Exception as error:  # noqa: BLE001
-        found = _said(error)
+    found = _own_fault(model, out)  # as the files are the same
     return ("not reloaded", found) if found else ("ok", "")
+
+
+def _own_fault(model: Any, folder: Path) -> str:
+    """Says what is wrong with the files of `save_pretrained`; empty if they load as they were."""
+    try:
+        return _reloaded(model, folder)
+    except Exception as error:  # noqa: BLE001  loading may fail in any way
+        return _said(error)
 
 
 def fill(model: Any) -> None:
@@ -136,9 +158,9 @@ def fill(model: Any) -> None:
                 tensor.normal_()
 
 
-def _said(error: BaseException) -> str:
+def _said(error: BaseException | str) -> str:
     text = re.sub(r"/\S*/model-types-\w+/", "", " ".join(str(error).split()))
-    name = "" if isinstance(error, CkptkitError) else f"{type(error).__name__}: "
+    name = "" if isinstance(error, (CkptkitError, str)) else f"{type(error).__name__}: "
     return f"{name}{text}"[:LONGEST]
 
 
@@ -224,6 +246,7 @@ This page is written by `python -m tests.all_model_types`; a sample runs with th
 OUTCOMES = {
     "ok": "equal",
     "not reloaded": "equal; `from_pretrained` loads neither as it was",
+    "refused too": "refused; `from_pretrained` does not load what `save_pretrained` writes",
     "not saved": "`save_pretrained` fails",
     "not built": "no small model can be built here",
     "refused": "refused",

@@ -35,18 +35,26 @@ def build_model(config: Mapping[str, Any], live: Collection[str]) -> Any:
     Raises:
         CannotPlanError: If the installed transformers has no such model.
     """
-    model_type = str(config.get("model_type"))
-    if model_type not in CONFIG_MAPPING:
-        raise CannotPlanError(
-            f"transformers {transformers.__version__} has no model type {model_type!r}"
-        )
-    parsed = _parsed(CONFIG_MAPPING[model_type], config)
+    parsed = _parsed(_config_class(config), config)
     parsed._attn_implementation = "eager"  # noqa: SLF001  kernels of others need not be there
     named = named_class(config)
     if named is not None:
         return _built(named, parsed)
     models = (_built(cls, parsed) for cls in _classes_for(type(parsed)))
-    return _closest(models, live, model_type)
+    return _closest(models, live, str(config.get("model_type")))
+
+
+def _config_class(config: Mapping[str, Any]) -> Any:
+    model_type = str(config.get("model_type"))
+    if model_type in CONFIG_MAPPING:
+        return CONFIG_MAPPING[model_type]
+    # A part of a model may be saved on its own, and its type is not registered.
+    own = getattr(named_class(config), "config_class", None)
+    if own is None or own.model_type != model_type:
+        raise CannotPlanError(
+            f"transformers {transformers.__version__} has no model type {model_type!r}"
+        )
+    return own
 
 
 def _parsed(config_class: Any, config: Mapping[str, Any]) -> Any:

@@ -9,6 +9,7 @@ prints is one thing that was found.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import shutil
@@ -122,6 +123,7 @@ def main() -> None:
     logging.getLogger("ckptkit").setLevel(logging.INFO)
     if not dist.is_initialized():
         dist.init_process_group("gloo")
+    gc.freeze()  # the Trainer collects garbage each time; what libraries hold is not looked through
     for check in sys.argv[2:]:
         CHECKS[check](check, Path(sys.argv[1]))
         say(check, "done")

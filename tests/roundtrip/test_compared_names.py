@@ -221,6 +221,18 @@ def test_a_model_inside_another_is_compared(tmp_path: Path) -> None:
     assert "layers.1." in refused(trained(tmp_path / "b", state, model.config), tmp_path).message
 
 
+def test_a_part_of_a_model_whose_type_is_not_registered_is_compared(tmp_path: Path) -> None:
+    sizes = {"block_size": 8, "input_vocab_size": 32, "output_vocab_size": 32, "num_layers": 2}
+    config = transformers.BarkCoarseConfig(**sizes, num_heads=4, hidden_size=16)
+    model = transformers.BarkCoarseModel(config)
+    model.config.architectures = [type(model).__name__]
+    src = trained(tmp_path / "whole", model.state_dict(), model.config)
+    assert not [n for n in notes_of(src, tmp_path / "out") if "compared" in n]
+    loaded(tmp_path / "out", model)
+    state = {n: v for n, v in model.state_dict().items() if "layers.1." not in n}
+    assert "layers.1." in refused(trained(tmp_path / "part", state, config), tmp_path).message
+
+
 def test_every_layout_is_compared(tmp_path: Path) -> None:
     model = model_of()
     wrong = {f"net.{name}": value for name, value in model.state_dict().items()}
