@@ -268,6 +268,7 @@ def page_of(results: Sequence[Result]) -> str:
         if result.outcome != "ok":
             reason = result.reason.replace("|", "\\|")
             rows.append(f"| `{result.name}` | {OUTCOMES[result.outcome]} | {reason} |\n")
+    rows += _not_compared(results)
     rows.append("\n## Equal\n\n| model type | classes |\n|---|---|\n")
     by_type: dict[str, list[str]] = {}
     for result in sorted(results, key=lambda r: (r.model_type, r.name)):
@@ -275,6 +276,14 @@ def page_of(results: Sequence[Result]) -> str:
             by_type.setdefault(result.model_type, []).append(f"`{result.name}`")
     rows += [f"| `{kind}` | {', '.join(names)} |\n" for kind, names in by_type.items()]
     return "".join(rows)
+
+
+def _not_compared(results: Sequence[Result]) -> Iterator[str]:
+    found = [r for r in results if r.not_compared]
+    if found:
+        yield "\n## Names that were not compared with the model before\n\n"
+        yield "| class | reason |\n|---|---|\n"
+        yield from (f"| `{r.name}` | {r.not_compared.rpartition(': ')[2]} |\n" for r in found)
 
 
 def _main_first() -> list[str]:

@@ -27,7 +27,7 @@ from ckptkit.pipeline.opening import Opened, PathLike, opened
 from ckptkit.pipeline.optimizer_output import optimizer_output
 from ckptkit.pipeline.reach import check_reach
 from ckptkit.pipeline.shaping import Shaping
-from ckptkit.pipeline.ties_by_bytes import Ties, find_ties
+from ckptkit.pipeline.ties_by_bytes import Ties, absent_twins, find_ties
 from ckptkit.pipeline.writing import Prepared, estimated, settings_for
 from ckptkit.planning.coverage import error_of, find_problems
 from ckptkit.planning.load_report import CONSOLIDATE, Advice
@@ -180,8 +180,9 @@ class _Preparation:
             self._shaping.regard(self._folders.tokenizer(side))
         ties = self._ties(config, entries)
         if self._request.layout == "dcp":
-            absent = tied_names_absent(config, {entry.name for entry in entries})
+            absent, note = absent_twins(config, {entry.name for entry in entries})
             entries = under_tied_names(entries, absent)
+            self._notes += filter(None, [note])
         before = self._shaping.before_names
         made = make_products(entries, before, ties.dropped, CastKernel)
         self._notes += filter(None, [note_of_masters(entries, made)])

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ckptkit.core.errors import RefusedError
 from ckptkit.core.index import Fqn, Span, TensorEntry
 from ckptkit.execution.tensors import RUN_BYTES, Origin, TensorReader
+from ckptkit.pipeline.naming_program import ask_parameters
 from ckptkit.pipeline.scanning import same_bytes
-from ckptkit.planning.ties import tie_candidates, tie_conflicts, ties_to_drop
+from ckptkit.planning.ties import (
+    patterns_without_targets,
+    tie_candidates,
+    tie_conflicts,
+    tied_names_absent,
+    ties_to_drop,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +54,33 @@ def find_ties(
         equal = _same_values(reader, by_name[target], by_name[source])
         (same if equal else broken)[target] = source
     return Ties(ties_to_drop(config, same, broken), broken)
+
+
+def absent_twins(
+    config: Mapping[str, Any] | None, names: Collection[Fqn]
+) -> tuple[Mapping[Fqn, Fqn], str]:
+    """Finds the names of tied weights that a live model has besides.
+
+    Returns:
+        From each absent name to the one in `names` that holds its bytes, and what the user
+        should know; empty if that is all.
+    """
+    absent = dict(tied_names_absent(config, names))
+    model_class = patterns_without_targets(config, {*names, *absent})
+    if config is None or model_class is None:
+        return absent, ""
+    try:
+        groups = ask_parameters(config, [])
+    except RefusedError as error:
+        return absent, (
+            f"{model_class} ties further names, which are not written, as they cannot be told"
+            f" ({error.message}); training that loads every name will miss them"
+        )
+    for group in groups:
+        there = [name for name in group["names"] if name in names]
+        if there:
+            absent |= {Fqn(n): Fqn(there[0]) for n in group["names"] if n not in names}
+    return absent, ""
 
 
 def _same_values(reader: TensorReader, first: TensorEntry, second: TensorEntry) -> bool:

@@ -107,6 +107,25 @@ def tied_names_absent(
     return absent
 
 
+def patterns_without_targets(
+    config: Mapping[str, Any] | None, names: Collection[Fqn]
+) -> str | None:
+    """Finds the class that ties names by patterns of which none are there.
+
+    Which names a live model has there is not in the configuration.
+
+    Returns:
+        The class; None where all is there, or nothing is tied in this way.
+    """
+    name = _architecture(config or {})
+    is_shared = name.startswith("Zamba") and _text(config or {}, "model_type") in SHARED_BLOCKS
+    if config is None or not (name in PATTERNS or is_shared) or not _is_tied(config, ""):
+        return None
+    patterns = _patterns(config, names)
+    is_needed = bool(patterns) or is_shared
+    return name if is_needed and not expanded_ties(patterns, names) else None
+
+
 def untied_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a copy of the configuration that ties nothing.
 

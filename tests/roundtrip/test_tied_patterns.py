@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import ckptkit
 from ckptkit.core.dtypes import dtype_named
 from ckptkit.core.index import Fqn
 from ckptkit.core.model_configs import parse_model_config
+from ckptkit.pipeline import naming_program
 from ckptkit.planning.ties import tie_candidates, tie_conflicts
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 pytest.importorskip("transformers", minversion="5")
-from transformers.modeling_utils import remove_tied_weights_from_state_dict
+import torch.distributed.checkpoint as dcp  # noqa: E402
+from safetensors.torch import save_file  # noqa: E402
+from transformers.modeling_utils import remove_tied_weights_from_state_dict  # noqa: E402
 
-from tests.small_models import class_named, on_meta, small_model_config
+from tests.small_models import class_named, on_meta, small_model_config  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of models, about their own defaults
 TIED_BY_PATTERNS: dict[str, list[dict[str, Any]]] = {
@@ -63,6 +69,40 @@ def test_names_that_save_pretrained_leaves_out_are_known_without_it(
     assert not tie_conflicts(told, specs)
     if not fields:
         assert kept.keys() < state.keys()
+
+
+@pytest.mark.parametrize(
+    "name", ["GroundingDinoForObjectDetection", "SamModel", "Zamba2ForCausalLM"]
+)
+def test_a_sharded_checkpoint_holds_every_tied_name(name: str, tmp_path: Path) -> None:
+    model_class = class_named(name)
+    model = model_class(small_model_config(model_class))
+    model.save_pretrained(tmp_path / "hub")
+    ckptkit.convert(tmp_path / "hub", tmp_path / "out", to="dcp")
+    state, tied = model.state_dict(), model.all_tied_weights_keys
+    found = {n: torch.zeros_like(state[n]) for n in {*tied, *tied.values()}}
+    assert found
+    dcp.load({"model": found}, checkpoint_id=tmp_path / "out/pytorch_model_fsdp_0", no_dist=True)
+    assert not [n for n, tensor in found.items() if not torch.equal(tensor, state[n])]
+
+
+def test_tied_names_that_cannot_be_told_are_left_out_with_a_note(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "RTDetrV2ForObjectDetection"
+    config = {"architectures": [name], "model_type": "rt_detr_v2"}
+    (tmp_path / "hub").mkdir()
+    (tmp_path / "hub/config.json").write_text(json.dumps(config))
+    tensors = {"model.decoder.bbox_embed.0.weight": torch.ones(2)}
+    save_file(tensors, tmp_path / "hub/model.safetensors")
+    monkeypatch.setattr(naming_program, "_NEEDED", ("no_such_library",))
+    notes: list[str] = []
+    ckptkit.convert(
+        *(tmp_path / "hub", tmp_path / "out"),
+        to="dcp",
+        listener=lambda event: notes.extend(getattr(event, "notes", ())),
+    )
+    assert any(f"{name} ties further names, which are not written" in note for note in notes)
 
 
 def test_a_class_with_code_of_its_own_is_tied_by_no_pattern() -> None:
