@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import glob
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import get_token, run_as_future
 from transformers import trainer as trainer_module
 from transformers.trainer_utils import HubStrategy
 from transformers.utils import hub
 
 from ckptkit.hub.contents import MAX_SMALL_BYTES
-from ckptkit.hub.files import is_weights
 from ckptkit.hub.searching import secrets_in
 from ckptkit.integrations.seams import saves_whole_models
 from ckptkit.integrations.transformers_checkpoints import TrainerCheckpoints
@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 _NEVER_PUSHED = [".ckptkit*", ".checkpoint-*"]
 """What is no part of a model: the run's lock, and folders that are being written."""
 
+_BLOCK_BYTES = 8 << 20  # of files that are not held in memory as a whole
 _WHOLE_STEPS = (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS)
 
 
@@ -67,17 +68,36 @@ def follow_up(trainer: Any, checkpoints: TrainerCheckpoints, handle: SaveHandle)
 def _with_secrets(folder: Path, ignored: list[str], token: object) -> list[str]:
     """Returns patterns of the files that hold a secret, and logs which these are."""
     found = []
-    known = [token] if isinstance(token, str) else []
+    known = [one for one in (token, get_token()) if isinstance(one, str)]
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
-        if any(fnmatchcase(name, pattern) for pattern in ignored) or is_weights(name):
+        if any(fnmatchcase(name, pattern) for pattern in ignored) or not path.is_file():
             continue
-        if path.is_file() and path.stat().st_size < MAX_SMALL_BYTES:
-            kinds = secrets_in([path.read_bytes()], known)
-            if kinds:
-                logger.warning("%s is not pushed: it holds %s", name, ", ".join(kinds))
-                found.append(glob.escape(name))
+        try:
+            kinds = secrets_in(_blocks(path), known)
+        except OSError as error:  # removed meanwhile, or without permission
+            kinds = [f"what cannot be read ({error.strerror or error})"]
+        if kinds:
+            logger.warning("%s is not pushed: it holds %s", name, ", ".join(kinds))
+            found.append(glob.escape(name))
     return found
+
+
+def _blocks(path: Path) -> Iterator[bytes]:
+    """Yields the content of a file; archives are searched where they are one block."""
+    is_small = path.stat().st_size < MAX_SMALL_BYTES
+    with path.open("rb") as file:
+        while block := file.read(MAX_SMALL_BYTES if is_small else _BLOCK_BYTES):
+            yield block
+
+
+def _upload(upload: Callable[..., Any], given: dict[str, Any]) -> Any:
+    """Uploads a folder but for files with secrets, which are looked for right before."""
+    ignored = given.pop("ignore_patterns", None) or []
+    ignored = [ignored] if isinstance(ignored, str) else list(ignored)
+    ignored += _NEVER_PUSHED
+    ignored += _with_secrets(Path(given["folder_path"]), ignored, given.get("token"))
+    return upload(**given, ignore_patterns=ignored)
 
 
 @contextmanager
@@ -92,11 +112,11 @@ def only_what_is_meant() -> Iterator[None]:
     upload = uploader.upload_folder
 
     def upload_folder(**given: Any) -> Any:
-        ignored = given.pop("ignore_patterns", None) or []
-        ignored = [ignored] if isinstance(ignored, str) else list(ignored)
-        ignored += _NEVER_PUSHED
-        ignored += _with_secrets(Path(given["folder_path"]), ignored, given.get("token"))
-        return upload(**given, ignore_patterns=ignored)
+        if not given.pop("run_as_future", False):
+            return _upload(upload, given)
+        # The search reads all files, which training does not wait for either.
+        run = getattr(uploader, "run_as_future", run_as_future)
+        return run(_upload, upload, given)
 
     uploader.upload_folder = upload_folder
     try:

@@ -22,3 +22,14 @@ def test_weights_that_were_set_and_buffers_that_were_cast_are_saved_and_resumed(
     run_ranks(SCRIPT, 2, tmp_path, *KINDS)
     for kind in KINDS:  # the last of what the script tries
         assert (tmp_path / kind / "buffers" / "checkpoint-3").is_dir()
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_weights_that_were_set_are_saved_and_resumed_on_a_grid_and_with_offloading(
+    run_ranks: Callable[..., Any], tmp_path: Path
+) -> None:
+    kinds = ("hybrid", "offload")
+    run_ranks(SCRIPT, 4, tmp_path, *(f"{kind}:swaps,resumes" for kind in kinds))
+    for kind in kinds:
+        assert (tmp_path / kind / "resumes" / "checkpoint-1").is_dir()

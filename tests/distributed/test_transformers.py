@@ -14,7 +14,17 @@ pytestmark = pytest.mark.distributed
 HERE = Path(__file__).parent
 SCRIPT = HERE / "transformers_run.py"
 RESUMING = ("fsdp2", "fsdp1", "lora2", "lora1")
-OPTIONS = ("keeping", "only_model", "failing", "model", "signals", "pushing", "native", "nothing")
+OPTIONS = (
+    "keeping",
+    "only_model",
+    "failing",
+    "model",
+    "signals",
+    "pushing",
+    "secrets",
+    "native",
+    "nothing",
+)
 EDGES = ("asked", "skipping", "adding", "uploading", "adapters")
 Found = dict[str, list[str]]  # by check
 
@@ -161,6 +171,17 @@ def test_every_sharded_step_is_pushed_with_its_model_by_a_process_of_its_own(fou
     steps = [f"checkpoint-{step}" for step in (2, 4, 6)]
     pushed = [str([f"Step {step}" for step in (2, 4, 6)]), f"{steps} True"]
     assert found["pushing"] == [*pushed, "[6]", "True", "done"]
+
+
+@pytest.mark.parametrize("strategy", ["checkpoint", "all_checkpoints", "every_save", "end"])
+def test_no_secret_of_a_run_or_a_step_is_pushed_by_the_trainer_itself(
+    strategy: str, found: Found
+) -> None:
+    assert f"FULL_STATE_DICT {strategy} leaked [] True" in found["secrets"]
+
+
+def test_no_secret_of_a_sharded_step_is_pushed(found: Found) -> None:
+    assert "SHARDED_STATE_DICT checkpoint leaked [] True" in found["secrets"]
 
 
 def test_a_model_sharded_by_transformers_resumes_bit_for_bit(found: Found) -> None:

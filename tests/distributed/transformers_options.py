@@ -15,8 +15,11 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM, Trainer, TrainerCallback
 from transformers.distributed import DistributedConfig
+from transformers.utils import hub
 
 from ckptkit.core.errors import CkptkitError, UnsupportedError, UsageError
+from ckptkit.hub.contents import MAX_SMALL_BYTES
+from ckptkit.hub.searching import secrets_in
 from ckptkit.integrations.transformers import install
 from ckptkit.training import Checkpointer
 from tests.distributed.tiny_trainers import (
@@ -33,7 +36,9 @@ from tests.distributed.tiny_trainers import (
     trained,
     trainer,
 )
+from tests.hub_models import running_hub
 from tests.hub_server import TOKEN, HubServer
+from tests.planted_secrets import SECRETS
 
 HIDDEN = "hf_not_for_others"
 
@@ -248,6 +253,71 @@ def check_pushing(check: str, folder: Path) -> None:
             whole = folder / check / f"checkpoint-{LAST}"
             names = [path.relative_to(whole) for path in whole.rglob("*") if path.is_file()]
             say(check, all(f"checkpoint-{LAST}/{name}" in repo.files() for name in names))
+
+
+class Planting(Trainer):  # type: ignore[misc]
+    """Puts files with secrets beside each model, as scripts that copy their folder do."""
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        super().save_model(output_dir, _internal_call)
+        if dist.get_rank() == 0:
+            plant(Path(output_dir or self.args.output_dir))
+
+
+def plant(folder: Path) -> None:
+    """Plants a secret in files of several kinds; of those that searches once passed by too."""
+    own, other = f"export HF_TOKEN={TOKEN}", SECRETS["github classic"]
+    weights = b"\x80\x02" + bytes(99) + TOKEN.encode()
+    logs = folder / "more/logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    (logs / "train.log").write_bytes(b"step 1\n" * 9 + other.encode())
+    (folder / ".env").write_text(own)
+    (folder / "train.sh").write_text(own)
+    (folder / "id.pem").write_text(SECRETS["rsa"])
+    (folder / "notes.bin").write_bytes(weights)
+    if not folder.name.startswith("checkpoint-"):  # where it would make another model of the step
+        (folder / "pytorch_model-00001-of-00002.bin").write_bytes(weights)
+    with (folder / "all.log").open("wb") as file:  # too large to be held in memory
+        file.truncate(MAX_SMALL_BYTES)
+        file.seek(MAX_SMALL_BYTES // 2)
+        file.write(other.encode())
+    (folder / "notes.txt").write_text("nothing to hide")
+
+
+def check_secrets(check: str, folder: Path) -> None:
+    """Whichever way a run is pushed, by the Checkpointer or the Trainer, no secret goes along."""
+    ways = [("SHARDED_STATE_DICT", "checkpoint")]  # others are tried with the Checkpointer alone
+    strategies = ("checkpoint", "all_checkpoints", "every_save", "end")
+    ways += [("FULL_STATE_DICT", strategy) for strategy in strategies]
+    with running_hub(xet=False) as server, pytest.MonkeyPatch.context() as patch:
+        settings = {"HF_ENDPOINT": server.url, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+        for name, value in settings.items():
+            patch.setenv(name, value)
+        patch.setattr(hub.hf_api(), "endpoint", server.url)
+        for form, strategy in ways:
+            server.clear()
+            run = folder / f"{check}-{form}-{strategy}"
+            changes = {"hub_strategy": strategy, "hub_model_id": "org/tiny", "hub_token": TOKEN}
+            made = trainer(
+                "fsdp2", run, state_dict_type=form, made_by=Planting, max_steps=2, **changes
+            )
+            made.args.push_to_hub = True
+            if form == "FULL_STATE_DICT":
+                made.init_hf_repo()
+            if dist.get_rank() == 0:
+                plant(run)
+            dist.barrier()
+            install(made)
+            made.train()
+            if strategy == "end":
+                made.push_to_hub()
+            made._finish_current_push()
+            if dist.get_rank() == 0:
+                repo = server.repo("org/tiny")
+                there = {path: server.read("org/tiny", path) for path in repo.files()}
+                leaked = sorted(p for p, data in there.items() if secrets_in([data], [TOKEN]))
+                say(check, form, strategy, "leaked", leaked, {"model.safetensors"} <= set(there))
+            dist.barrier()
 
 
 def check_native(check: str, folder: Path) -> None:

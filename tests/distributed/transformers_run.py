@@ -47,6 +47,7 @@ from tests.distributed.transformers_options import (
     check_nothing,
     check_only_model,
     check_pushing,
+    check_secrets,
     check_signals,
 )
 
@@ -109,6 +110,7 @@ CHECKS: dict[str, Callable[[str, Path], None]] = {
     "nothing": check_nothing,
     "native": check_native,
     "pushing": check_pushing,
+    "secrets": check_secrets,
     "model": check_model,
     "asked": check_asked,
     "skipping": check_skipping,

@@ -232,6 +232,21 @@ def test_files_with_secrets_are_left_out_where_the_trainer_itself_uploads(
     assert "train.sh is not pushed: it holds a Weights & Biases key" in caplog.text
 
 
+def test_a_token_of_any_form_that_the_environment_has_is_looked_for_by_value(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[list[str]] = []
+    api = transformers_hub.hf_api()
+    monkeypatch.setattr(
+        api, "upload_folder", lambda **given: found.append(given["ignore_patterns"])
+    )
+    monkeypatch.setenv("HF_TOKEN", "company-93hf7Kq20dLw81")
+    (tmp_path / "state.dat").write_bytes(b"\0\1company-93hf7Kq20dLw81\0")
+    with only_what_is_meant():
+        api.upload_folder(folder_path=str(tmp_path), token=None)
+    assert "state.dat" in found[0]
+
+
 @pytest.mark.parametrize(
     "options",
     [{"hub_include": [3], "hub_strategy": "checkpoint"}, {"hub_include": ["*"]}],
