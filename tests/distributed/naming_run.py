@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,7 +20,8 @@ from ckptkit.core.errors import UsageError
 from ckptkit.training import Checkpointer
 
 PATIENCE_SECONDS = 60.0
-SOON_SECONDS = 5.0  # far from the time that ranks wait for each other, on any machine
+SOON_SECONDS = 1.0  # most of it is needed by a save, which writes first; all else takes 0.02 s
+TRIES = 3  # the best one counts: other programs may keep the machine busy
 
 
 def model() -> nn.Module:
@@ -28,15 +30,21 @@ def model() -> nn.Module:
 
 
 def fails_soon(what: str, call: Callable[[], object]) -> None:
-    dist.barrier()
-    began = time.monotonic()
-    text = ""
-    try:
-        call()
-    except UsageError as error:
-        text = str(error)
-    assert all(part in text for part in (what, "rank 0", "rank 1")), (what, text)
-    assert time.monotonic() - began < SOON_SECONDS, what
+    """Makes a call on all ranks, which fails on each of them within a second, and says why."""
+    took = []
+    while not took or (took[-1] >= SOON_SECONDS and len(took) < TRIES):
+        dist.barrier()
+        began = time.monotonic()
+        text = ""
+        try:
+            call()
+        except UsageError as error:
+            text = str(error)
+        slowest = torch.tensor(time.monotonic() - began)
+        assert all(part in text for part in (what, "rank 0", "rank 1")), (what, text)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        took.append(slowest.item())
+    assert min(took) < SOON_SECONDS, (what, took)
 
 
 def opened(folder: str | Path, **options: object) -> Checkpointer:
@@ -62,8 +70,9 @@ def opens(rank: int, folder: Path) -> None:
 def saves_and_resumes(rank: int, folder: Path) -> None:
     with opened("real") as checkpointer:
         state = {"model": model()}
-        handle = checkpointer.save(7, state, name=f"name{rank}")
-        fails_soon("'name1'", lambda: handle.result(PATIENCE_SECONDS))
+        named = f"name{rank}"
+        saved = partial(checkpointer.save, 7, state, name=named)
+        fails_soon("'name1'", lambda: saved().result(PATIENCE_SECONDS))
         for step in (8, 9):
             checkpointer.save(step, state).result(PATIENCE_SECONDS)
         fails_soon("is 9 on rank 1", lambda: checkpointer.resume(state, step=8 + rank))
