@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, DataLoaderConfiguration, FullyShardedDataParallelPlugin
+from accelerate.state import AcceleratorState
 from accelerate.utils import ProjectConfiguration
 from safetensors.torch import load_file
 from torch import nn
@@ -56,6 +57,18 @@ class Net(nn.Module):
         return loss
 
 
+class Averaging(Net):
+    """Keeps an average in a buffer, which mixed precision casts in the first forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.full((WIDTH,), 0.3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean.mul_(0.9).add_(0.01)
+        return super().forward(x + self.mean)
+
+
 class Counter:
     def __init__(self) -> None:
         self.batches = 0
@@ -77,7 +90,7 @@ class Odd(Counter):
 class Training:
     """All that an accelerate script has."""
 
-    def __init__(self, folder: Path, version: int) -> None:
+    def __init__(self, folder: Path, version: int, kind: type[Net] = Net, **options: Any) -> None:
         plugin: dict[str, Any] = {
             "fsdp_version": version,
             "state_dict_type": "SHARDED_STATE_DICT",
@@ -94,9 +107,10 @@ class Training:
                 project_dir=str(folder), automatic_checkpoint_naming=True, total_limit=2
             ),
             dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True),
+            **options,
         )
         torch.manual_seed(3)
-        model: Any = Net()
+        model: Any = kind()
         if version == 1:  # whose parameters are others once they are sharded
             model = self.accelerator.prepare(model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -376,6 +390,42 @@ def two_tiers(training: Training, folder: Path) -> None:
     install(accelerator)
 
 
+def in_low_precision(folder: Path, version: int) -> None:
+    """A job in bfloat16 is started again, and loads before it has run a forward pass."""
+
+    def started() -> Training:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        return Training(folder, version, Averaging, mixed_precision="bf16")
+
+    def buffer(training: Training, name: str) -> torch.Tensor:
+        found = training.model.named_buffers()  # with FSDP1's names of its wrappers before it
+        return next(value.float() for path, value in found if path.split(".")[-1] == name)
+
+    first = started()
+    first.accelerator.project_configuration.automatic_checkpoint_naming = False
+    first.train(3)
+    mean = buffer(first, "mean")
+    assert not torch.equal(mean, torch.full((WIDTH,), 0.3))
+    save_state(first.accelerator, folder / "low").result()
+    first.accelerator.save_state(str(folder / "low_stock"))
+    close(first.accelerator)
+    dist.barrier()
+    for name in ("low", "low_stock"):
+        with ckptkit.open(folder / name / "pytorch_model_fsdp_0") as step:
+            assert step["mean"].dtype == torch.float32
+            assert torch.equal(step["mean"], mean)
+        again = started()
+        load_state(again.accelerator, folder / name)
+        assert torch.equal(buffer(again, "mean"), mean)
+        assert buffer(again, "seen").item() == 7
+        again.train(2)
+    again = started()
+    again.accelerator.load_state(str(folder / "low"))
+    assert torch.equal(buffer(again, "mean"), mean)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    say("a job in bfloat16 was loaded before its first forward pass")
+
+
 def failing(training: Training, folder: Path) -> None:
     """A save that fails in the background costs no other one, and the end of training tells it."""
     accelerator, run, rank = training.accelerator, folder / "checkpoints", dist.get_rank()
@@ -406,6 +456,7 @@ def failing(training: Training, folder: Path) -> None:
 
 def main() -> None:
     folder = Path(sys.argv[1]).absolute()
+    in_low_precision(folder / "bf16", int(sys.argv[2]))
     training = Training(folder, int(sys.argv[2]))
     logging.basicConfig(level=logging.INFO, format="%(name)s %(message)s")
     automatic_names(training, folder / "checkpoints")

@@ -26,6 +26,7 @@ def test_saves_and_loads_mean_what_they_mean_in_accelerate(
 ) -> None:
     done = run_ranks(SCRIPT, 2, tmp_path, version)
     assert done.stdout.splitlines() == [
+        "a job in bfloat16 was loaded before its first forward pass",
         "the newest was loaded after its save",
         "the oldest went",
         "accelerate loaded what ckptkit wrote",
