@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import chain
 from typing import Any
 
+import torch
 from torch import nn
 
 from ckptkit.core.index import Key, KeyPath, TensorIndex
+from ckptkit.training.dtensors import local_part
 from ckptkit.training.flatten import flatten
+from ckptkit.training.fsdp1 import has_flat_parameters
 from ckptkit.training.loading import first_few
 from ckptkit.training.names import clean_fqn, parallel_prefixes
 from ckptkit.training.objects_in_units import Place, unflattened
@@ -20,6 +25,7 @@ from ckptkit.training.stored_step import StoredStep
 logger = logging.getLogger(__name__)
 
 _EXTRA = "_extra_state"  # as `nn.Module.state_dict` calls it
+_PLAIN = frozenset((torch.Tensor, nn.Parameter))
 
 
 def extra_state_changes(
@@ -60,6 +66,62 @@ def extra_state_changes(
         _tell("was not saved with the step, and stays as it is", model.key, missing)
         keys = sorted(".".join(map(str, path)) for path in left)
         _tell("was saved, and no module of the model takes it", model.key, keys)
+
+
+def copied_changes(
+    model: BoundModel, pieces: Mapping[str, Sequence[Piece]]
+) -> Iterator[Callable[[], object]]:
+    """Finds tensors that `state_dict` of a module copies, so that filling them changes nothing.
+
+    Modules of torchmetrics copy their states, and hooks may cast parameters.
+
+    Args:
+        model: The model.
+        pieces: What is filled, by directory.
+
+    Yields:
+        What gives the copies, once they are filled, to `load_state_dict`.
+    """
+    raw_names = () if has_flat_parameters(model.module) else _copied(model.module)
+    if not raw_names:
+        return
+    parallel = parallel_prefixes(model.module)
+    filled = {
+        (unit, path): piece
+        for unit in model.places.units
+        for piece in pieces.get(unit, ())
+        for path in (piece.key_path, *piece.aliases)
+    }
+    found: dict[str, torch.Tensor] = {}
+    for raw in raw_names:
+        piece = filled.get(model.places.of(clean_fqn(raw, parallel)))
+        if piece is not None and piece.local.shape == piece.shape:
+            found[raw] = piece.local
+    if found:
+        yield partial(model.module.load_state_dict, found, strict=False)
+
+
+def _copied(model: nn.Module) -> list[str]:
+    """Returns the names under which a state dict has memory that it was given for it alone."""
+    own = {_memory(tensor) for tensor in chain(model.parameters(), model.buffers())}
+    # What is no parameter and no buffer may be a module's own all the same: then it is so twice.
+    strange = {
+        name: value
+        for name, value in model.state_dict(keep_vars=True).items()
+        if type(value) in _PLAIN and value.numel() and _memory(value) not in own
+    }
+    strange = {name: v for name, v in strange.items() if name.rpartition(".")[2] != _EXTRA}
+    again: Mapping[str, Any] = model.state_dict(keep_vars=True) if strange else {}
+    return [
+        name
+        for name, value in strange.items()
+        if type(again.get(name)) in _PLAIN and _memory(again[name]) != _memory(value)
+    ]
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    local = local_part(tensor)
+    return local.untyped_storage().data_ptr() if type(local) in _PLAIN else 0
 
 
 def is_extra(path: KeyPath, model: KeyPath) -> bool:

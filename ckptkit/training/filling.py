@@ -17,7 +17,7 @@ from ckptkit.core.errors import ResumeError
 from ckptkit.core.index import Key, TensorEntry, TensorIndex
 from ckptkit.storage.places import Place
 from ckptkit.training.dtensors import Copies
-from ckptkit.training.extra_state import extra_keys, extra_state_changes
+from ckptkit.training.extra_state import copied_changes, extra_keys, extra_state_changes
 from ckptkit.training.fsdp1 import cast_buffers
 from ckptkit.training.loaders import loaders_alike
 from ckptkit.training.loading import (
@@ -186,6 +186,8 @@ class Opening:
             pieces[piece.unit].append(piece)
         self._check_models(pieces)
         changes += self._uncast_buffers(pieces)
+        for model in bound.models:
+            changes += copied_changes(model, pieces)
         for piece in further:
             pieces[piece.unit].append(piece)
         for unit, of_unit in pieces.items():

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.optim import lr_scheduler as schedulers
+from torchmetrics import MeanMetric
 
 from ckptkit.core.crc import crc32
 from ckptkit.core.errors import ResumeError, UsageError
@@ -180,3 +181,34 @@ def test_a_damaged_structure_is_found(tmp_path: Path, layout: Any, node: Any) ->
         (folder / "ckptkit.json").write_text(json.dumps(manifest))
         with pytest.raises(ResumeError, match="every step that was found is damaged"):
             checkpointer.resume(build())
+
+
+class Casting(nn.Linear):
+    """Has its weight in a state dict in another dtype."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.register_state_dict_post_hook(self._cast)
+
+    @staticmethod
+    def _cast(_: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
+        state[f"{prefix}weight"] = state[f"{prefix}weight"].detach().double()
+
+
+def measured(values: list[float]) -> nn.Sequential:
+    mean = MeanMetric()
+    mean.persistent(mode=True)
+    for value in values:
+        mean.update(torch.tensor(value))
+    return nn.Sequential(nn.Linear(2, 2), mean, Casting())
+
+
+def test_what_a_module_copies_into_its_state_dict_is_given_back_to_it(tmp_path: Path) -> None:
+    saved, live = measured([3.0, 4.0]), measured([9.0])
+    with Checkpointer(tmp_path, layout="dcp") as checkpointer:
+        checkpointer.save(1, {"model": saved}).result(60)
+        assert checkpointer.resume({"model": live}) == 1
+    assert live[1].compute() == 3.5
+    assert torch.equal(live[0].weight, saved[0].weight)
+    assert live[2].weight.dtype == torch.float32
+    assert torch.equal(live[2].weight, saved[2].weight)
