@@ -65,8 +65,9 @@ class Averaging(Net):
         self.register_buffer("mean", torch.full((WIDTH,), 0.3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.mean.mul_(0.9).add_(0.01)
-        return super().forward(x + self.mean)
+        mean: Any = self.mean
+        mean.mul_(0.9).add_(0.01)
+        return super().forward(x + mean)
 
 
 class Counter:
@@ -398,8 +399,9 @@ def in_low_precision(folder: Path, version: int) -> None:
         return Training(folder, version, Averaging, mixed_precision="bf16")
 
     def buffer(training: Training, name: str) -> torch.Tensor:
-        found = training.model.named_buffers()  # with FSDP1's names of its wrappers before it
-        return next(value.float() for path, value in found if path.split(".")[-1] == name)
+        buffers: Any = training.model.named_buffers()  # below FSDP1's names of its wrappers
+        found: torch.Tensor = next(value for path, value in buffers if path.endswith(name))
+        return found.float()
 
     first = started()
     first.accelerator.project_configuration.automatic_checkpoint_naming = False

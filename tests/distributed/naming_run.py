@@ -31,7 +31,7 @@ def model() -> nn.Module:
 
 def fails_soon(what: str, call: Callable[[], object]) -> None:
     """Makes a call on all ranks, which fails on each of them within a second, and says why."""
-    took = []
+    took: list[float] = []
     while not took or (took[-1] >= SOON_SECONDS and len(took) < TRIES):
         dist.barrier()
         began = time.monotonic()

@@ -257,7 +257,8 @@ BOUNDED = settings(
 
 
 # Keys that are spelled alike, alone or with those inside, and what leaves no leaf behind.
-ALIKE = {"a.b": 1, "a": {"b": [{}, {1: 0.5, "1": (), None: 2, "None": []}]}, "a.b~2": 3}
+ODD = [{}, {1: 0.5, "1": (), None: 2, "None": []}]
+ALIKE = {"a.b": 1, "a": {"b": 2, "c": ODD}, "a.b~2": 3, True: np.bool_(True)}
 
 
 @BOUNDED

@@ -188,7 +188,7 @@ class Casting(nn.Linear):
 
     def __init__(self) -> None:
         super().__init__(2, 2)
-        self.register_state_dict_post_hook(self._cast)
+        self.register_state_dict_post_hook(self._cast)  # type: ignore[no-untyped-call]
 
     @staticmethod
     def _cast(_: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
@@ -204,7 +204,8 @@ def measured(values: list[float]) -> nn.Sequential:
 
 
 def test_what_a_module_copies_into_its_state_dict_is_given_back_to_it(tmp_path: Path) -> None:
-    saved, live = measured([3.0, 4.0]), measured([9.0])
+    saved: Any = measured([3.0, 4.0])
+    live: Any = measured([9.0])
     with Checkpointer(tmp_path, layout="dcp") as checkpointer:
         checkpointer.save(1, {"model": saved}).result(60)
         assert checkpointer.resume({"model": live}) == 1
