@@ -15,12 +15,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import ray
 from ray.cluster_utils import Cluster
+from safetensors.numpy import save_file
 
 import ckptkit
 from ckptkit.core.errors import CkptkitError
-from ckptkit.execution.events import BytesWritten, Event, Started
+from ckptkit.execution.events import BytesWritten, Committed, Event, Planned, Started
 from ckptkit.storage.places import Place
 
 NODE: dict[str, Any] = {
@@ -93,6 +95,56 @@ def damaged(source: Path, out: Path) -> dict[str, Any]:
     return {}
 
 
+def write_llama(folder: Path, **more: tuple[int, ...]) -> Path:
+    """Writes a Llama of one layer, and further tensors of other shapes."""
+    proj = {"q": (32, 32), "k": (16, 32), "v": (16, 32), "o": (32, 32)}
+    mlp = {"gate": (48, 32), "up": (48, 32), "down": (32, 48)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "lm_head.weight": (64, 32),
+        "model.embed_tokens.weight": (64, 32),
+        "model.norm.weight": (32,),
+        **{f"model.layers.0.self_attn.{n}_proj.weight": shape for n, shape in proj.items()},
+        **{f"model.layers.0.mlp.{n}_proj.weight": shape for n, shape in mlp.items()},
+        **{f"model.layers.0.{n}_layernorm.weight": (32,) for n in ("input", "post_attention")},
+    }
+    shapes |= {f"model.layers.0.self_attn.{name}_proj.bias": s for name, s in more.items()}
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    folder.mkdir()
+    tensors = {name: np.ones(shape, np.float32) for name, shape in shapes.items()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def compared(out: Path) -> dict[str, Any]:
+    """Writes a model, and one with a bias that it lacks; transformers is asked beside the nodes."""
+    cache, answers = Path(os.environ["XDG_CACHE_HOME"]), dict[str, int]()
+
+    def count(event: Event) -> None:
+        if isinstance(event, Planned | Committed):
+            found = sum(path.is_file() for path in cache.rglob("*"))
+            answers[type(event).__name__] = found
+
+    told: dict[str, Any] = {"answers": answers}
+    wrong, right = write_llama(out / "wrong", q=(32,)), write_llama(out / "right")
+    try:
+        ckptkit.consolidate(wrong, out / "ray", engine="ray")
+    except CkptkitError as error:
+        told |= error.to_json()
+    told["beside"] = sorted(path.name for path in out.iterdir())
+    ckptkit.consolidate(right, out / "ray", engine="ray", listener=count)
+    return told | {"verified": ckptkit.verify(out / "ray").ok}
+
+
 def in_a_bucket(store: dict[str, Any], out: Path, act: Act) -> dict[str, Any]:
     """Writes from a bucket to it with Ray, and from it to the disk, one node being killed."""
     source, target = (Place(store[name], store["options"]) for name in ("source", "target"))
@@ -133,6 +185,7 @@ def main() -> None:
         told = {
             "archive": run(source, Path("a"), to="dcp", max_shard_size="15MB"),
             "damaged": damaged(source, out / "b"),
+            "compared": compared(out / "e"),
             "killed": run(source, out / "c", kill, to="hf", bandwidth="12MB"),
         }
         second = cluster.add_node(**NODE)

@@ -56,7 +56,7 @@ def bucket(source: Path, running_store: ObjectStore) -> Bucket:
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("out")
-    for name in "abcd":
+    for name in "abcde":
         (out / name).mkdir()
     return out
 
@@ -125,6 +125,21 @@ def test_what_a_node_finds_damaged_is_told_and_nothing_is_left(told: Told) -> No
     assert one["code"] == "checksum-mismatch"
     assert "tensor 'model.layers." in one["where"]
     assert one["beside"] == ["damaged"]
+
+
+def test_names_of_another_model_are_refused_after_the_nodes_wrote_and_nothing_is_left(
+    told: Told,
+) -> None:
+    one = told["compared"]
+    assert one["code"] == "refused"
+    assert "1 tensor would not be used" in one["message"]
+    assert one["beside"] == ["right", "wrong"]
+
+
+def test_the_answer_on_names_is_there_before_the_commit(told: Told) -> None:
+    one = told["compared"]
+    assert one["answers"]["Committed"] > one["answers"]["Planned"]
+    assert one["verified"]
 
 
 # Without a cluster
