@@ -74,9 +74,10 @@ BY_ROOT: dict[str, dict[str, str]] = {
     "MoshiForCausalLM MuseSparkForConditionalGeneration MusicFlamingoForConditionalGeneration "
     "MusicgenForConditionalGeneration MusicgenMelodyForConditionalGeneration "
     "PPFormulaNetForConditionalGeneration Qwen2AudioForConditionalGeneration "
-    "Qwen2_5OmniForConditionalGeneration RagModel RagSequenceForGeneration "
-    "RagTokenForGeneration SpeechEncoderDecoderModel VibeVoiceAsrForConditionalGeneration "
-    "VisionEncoderDecoderModel VoxtralForConditionalGeneration": {},
+    "Qwen2_5OmniForConditionalGeneration Qwen3OmniMoeForConditionalGeneration RagModel "
+    "RagSequenceForGeneration RagTokenForGeneration SpeechEncoderDecoderModel "
+    "VibeVoiceAsrForConditionalGeneration VisionEncoderDecoderModel "
+    "VoxtralForConditionalGeneration": {},
     "BarkFineModel": {
         "lm_heads.0.weight": "input_embeds_layers.1.weight",
         "lm_heads.1.weight": "input_embeds_layers.2.weight",
@@ -354,6 +355,11 @@ BY_NESTED: dict[tuple[str, str], dict[str, dict[str, str]]] = {
             "rag.generator.model.encoder.embed_tokens.weight": "rag.generator.model.shared.weight",
         },
     },
+    ("talker_config.code_predictor_config", "qwen3_omni_moe_talker_code_predictor"): {
+        "Qwen3OmniMoeForConditionalGeneration": {
+            "talker.code_predictor.lm_head.weight": "talker.code_predictor.model.embed_tokens.weight"
+        },
+    },
     ("text_config", "bart"): {
         "Florence2ForConditionalGeneration": {
             "model.language_model.decoder.embed_tokens.weight": "model.language_model.shared.weight",
@@ -398,6 +404,11 @@ BY_NESTED: dict[tuple[str, str], dict[str, dict[str, str]]] = {
     },
     ("thinker_config", "qwen2_5_omni_thinker"): {
         "Qwen2_5OmniForConditionalGeneration": {
+            "thinker.lm_head.weight": "thinker.model.language_model.embed_tokens.weight"
+        },
+    },
+    ("thinker_config", "qwen3_omni_moe_thinker"): {
+        "Qwen3OmniMoeForConditionalGeneration": {
             "thinker.lm_head.weight": "thinker.model.language_model.embed_tokens.weight"
         },
     },
