@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -66,6 +67,30 @@ def test_a_signal_at_any_time_of_the_start_is_told_in_one_line(
         if status:
             assert (status, told) == TOLD[number], f"after {delay} ms"
     assert TOLD[number][0] in ended
+
+
+@pytest.mark.parametrize("start", ["script", "module"])
+def test_an_interrupt_from_the_first_moment_on_shows_no_line_of_ours(start: str) -> None:
+    """Until our first instruction Python itself ends, with what it says of its own imports."""
+    script = [str(Path(sys.executable).with_name("ckptkit"))]
+    command = script if start == "script" else [sys.executable, "-m", "ckptkit_cli"]
+    ended = set()
+    for delay in (5, 15, 25, 35, 50, 80, 150, 300):
+        process = subprocess.Popen(
+            [*command, "inspect", str(LLAMA)],
+            env=ENVIRONMENT,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        time.sleep(delay / 1000)
+        process.send_signal(signal.SIGINT)
+        _, told = process.communicate(timeout=60)
+        ended.add(process.returncode)
+        assert not re.search(r"ckptkit_cli\W_[a-z]|ckptkit\Wcore", told), f"{delay} ms: {told}"
+        if process.returncode not in {-signal.SIGINT, 1}:  # Python's own ends
+            assert (process.returncode, told) in {TOLD[signal.SIGINT], (0, "")}, f"{delay} ms"
+    assert 130 in ended
 
 
 def test_a_signal_that_the_parent_ignores_stays_ignored() -> None:

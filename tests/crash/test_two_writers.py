@@ -107,6 +107,22 @@ def see_one_whole(
     assert bucket.unfinished_uploads() == []
 
 
+def see_no_mixture(bucket: Bucket, known: dict[str, dict[str, bytes]]) -> None:
+    """Sees that what a reader takes for an output in the middle of a commit is a whole one."""
+    before = found(bucket)
+    try:
+        verified = ckptkit.verify(by_way_of(bucket))
+    except CkptkitError as error:
+        told = str(error)
+    else:
+        told = "" if verified.ok else str(verified.problems[0])
+    if not told and before == found(bucket):  # other requests of the writer are not held
+        files = {name: data for name, data in before.items() if not name.startswith(".ckptkit")}
+        assert files in known.values()
+    elif told:
+        assert "not finished" in told
+
+
 def test_a_writer_that_is_held_back_anywhere_mixes_nothing(
     bucket: Bucket, known: dict[str, dict[str, bytes]], own_proxy: Proxy
 ) -> None:
@@ -124,6 +140,7 @@ def test_a_writer_that_is_held_back_anywhere_mixes_nothing(
         with ThreadPoolExecutor(1) as pool:
             first = pool.submit(write, by_way_of(bucket, own_proxy.url), FIRST)
             assert gate.reached.wait(60)
+            see_no_mixture(bucket, known)
             second = write(by_way_of(bucket), SECOND)
             gate.open.set()
             ended = first.result(60)
