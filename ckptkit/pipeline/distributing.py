@@ -104,10 +104,11 @@ def write_on_ray(
     """
     place = SharedPlace(out, _OPTION)
     imported_ray()
+    seen = place.seen() if overwrite else None
     with job.prepared() as prepared:
         listener(Planned(prepared.plan.notes))
         nonce = os.urandom(NONCE_BYTES).hex()
-        attempt = Attempt(nonce, overwrite=overwrite, is_agreed=False)
+        attempt = Attempt(nonce, overwrite=overwrite, is_agreed=False, seen=seen)
         target = place.open(attempt, cut_of(prepared.plan))
         try:
             target.sweep()

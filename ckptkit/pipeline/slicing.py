@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError, OutputError, RefusedError
-from ckptkit.core.manifest import MANIFEST_NAME, Manifest
+from ckptkit.core.manifest import Manifest
 from ckptkit.execution.events import Kept, Listener, Planned, Started
 from ckptkit.execution.outcome import Outcome
 from ckptkit.pipeline.existing import written_already
@@ -60,6 +60,7 @@ def run_slice(
     """
     place = SharedPlace(out, "--slice")
     share = replace(share, in_parts=place.takes_parts)
+    seen = place.seen() if overwrite else None
     with job.prepared() as prepared:
         listener(Planned(prepared.plan.notes))
         earlier = written_already(prepared, out) if overwrite else None
@@ -67,7 +68,7 @@ def run_slice(
             listener(Kept(os.fspath(out)))
             return SliceDone(share, (), earlier)
         name = fingerprint_of(prepared)[: 2 * NONCE_BYTES]
-        attempt = Attempt(_NONCE, name, overwrite=overwrite)
+        attempt = Attempt(_NONCE, name, overwrite=overwrite, seen=seen)
         target = place.open(attempt, cut_of(prepared.plan))
         try:
             _meet(prepared, target, share)
@@ -75,7 +76,7 @@ def run_slice(
             with marked_as_read(prepared):
                 _write(prepared, target, share, listener)
                 _compare(prepared, target, listener)
-                return _end(prepared, target, share, listener)
+                return _end(prepared, target, share, out, listener)
         finally:
             target.leave()
 
@@ -138,7 +139,9 @@ def _compare(prepared: Prepared, target: SharedOutput, listener: Listener) -> No
         raise
 
 
-def _end(prepared: Prepared, target: SharedOutput, share: Share, listener: Listener) -> SliceDone:
+def _end(
+    prepared: Prepared, target: SharedOutput, share: Share, out: PathLike, listener: Listener
+) -> SliceDone:
     """Commits if all slices are there.
 
     Raises:
@@ -150,10 +153,10 @@ def _end(prepared: Prepared, target: SharedOutput, share: Share, listener: Liste
     found = {number: notes.get(_note_of(number)) for number in numbers}
     missing = tuple(sorted(number for number, data in found.items() if data is None))
     if share.number in missing:
-        if target.has(MANIFEST_NAME):
-            return SliceDone(share, (), None)  # somebody has committed it by now
+        if written_already(prepared, out) is not None:  # another slice has committed it by now
+            return SliceDone(share, (), None)
         raise OutputError(
-            "what this slice has written was removed by somebody else",
+            "what this slice has written was removed by another process",
             where=target.location,
             hint="run one command at a time for an output, and this slice again",
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Collection, Iterable, Iterator
 from itertools import islice
@@ -69,18 +70,26 @@ def manifest_mark(out: Path) -> tuple[int, ...]:
     return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size
 
 
-def refuse_newer(out: Path, seen: tuple[int, ...], named_as: str) -> None:
+def manifest_digest(out: Path) -> str:
+    """Returns the same as `manifest_mark` on all machines that see a directory."""
+    try:
+        with (out / MANIFEST_NAME).open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError:
+        return ""
+
+
+def refuse_newer(now: str | tuple[int, ...], seen: str | tuple[int, ...], named_as: str) -> None:
     """Refuses to replace an output that was put in a directory after this run had looked at it.
 
     Args:
-        out: The directory.
-        seen: What `manifest_mark` returned then.
-        named_as: What messages call it.
+        now: What `manifest_mark` or `manifest_digest` returns at the commit.
+        seen: What it returned when the run began.
+        named_as: What messages call the directory.
 
     Raises:
         OutputExistsError: If another run has put its output there.
     """
-    now = manifest_mark(out)
     if now and now != seen:
         raise OutputExistsError(
             "another run has put its output there since this one began",

@@ -91,6 +91,15 @@ class S3Commit:
         if objects and not self._overwrite:
             raise output_there(self._location)
 
+    @property
+    def seen(self) -> str:
+        """The ETag of the manifest that a commit may replace; empty where there was none."""
+        return self._seen.get(self._manifest, "")
+
+    @seen.setter
+    def seen(self, etag: str) -> None:
+        self._seen[self._manifest] = etag
+
     def sweep(self, *, kept: str = "") -> None:
         """Removes what earlier runs left of their uploads, and what runs under way have begun.
 
@@ -164,7 +173,7 @@ class S3Commit:
         """Refuses what is not to be replaced; returns the manifest that is."""
         self._refuse_filled(old)
         found = old.get(self._manifest, "")
-        if found and found != self._seen.get(self._manifest):
+        if found and found != self.seen:
             raise OutputExistsError(
                 "another run has put its output there since this one began",
                 where=self._location,

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from ckptkit.core.errors import OutputError
+from ckptkit.core.errors import OutputError, OutputExistsError
 from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.core.object_parts import ObjectPart
 from ckptkit.storage.names import WORK_INFIX, check_relative
@@ -25,7 +25,7 @@ from ckptkit.storage.s3_notes import S3Notes
 from ckptkit.storage.s3_shared_object import S3SharedObject
 from ckptkit.storage.s3_sweep import UPLOADS, mark_of, sweep_uploads, uploads_in
 from ckptkit.storage.s3_uploads import S3Uploads
-from ckptkit.storage.shared_output import Attempt, Cut, SentRows
+from ckptkit.storage.shared_output import Attempt, Cut, SentRows, plan_note, plan_of, seen_in
 from ckptkit.storage.store_errors import Writing, quietly
 
 _PLAN = "plan"
@@ -76,6 +76,8 @@ class S3SharedTarget:
         self._commit = S3Commit(
             self._store, place.location, place.writing, overwrite=attempt.overwrite
         )
+        if attempt.seen is not None:
+            self._commit.seen = attempt.seen
 
     @property
     def location(self) -> str:
@@ -94,11 +96,13 @@ class S3SharedTarget:
 
     def plan(self) -> bytes | None:
         """Returns what the processes have agreed on, None where nobody has begun."""
-        return self._common.get(_PLAN)
+        note = self._common.get(_PLAN)
+        return None if note is None else plan_of(note)
 
     def agree(self, plan: bytes) -> bytes:
         """Says what is to be done, unless another process has; returns what was agreed on."""
-        return self._common.put(_PLAN, plan)
+        seen = self._commit.seen if self._attempt.overwrite else None
+        return plan_of(self._common.put(_PLAN, plan_note(plan, seen)))
 
     def free_bytes(self) -> int | None:
         """Returns None: a bucket has no limit that anybody could ask for."""
@@ -160,15 +164,6 @@ class S3SharedTarget:
         missing = {path: item.missing() for path, item in self._objects.items()}
         return {path: parts for path, parts in missing.items() if parts}
 
-    def has(self, path: str) -> bool:
-        """Tells whether the output is visible already, with that file in it."""
-        with self._writing():
-            try:
-                self._store.head(self._place.key + path)
-            except FileNotFoundError:
-                return False
-        return True
-
     def commit(self, last: str, data: bytes) -> None:
         """Makes the whole visible, the file `last` after all others; for one process.
 
@@ -178,15 +173,23 @@ class S3SharedTarget:
 
         Raises:
             ChecksumError: If the store has other bytes than it was given.
-            OutputExistsError: If the place was filled by somebody else meanwhile.
+            OutputExistsError: If another run has filled the place meanwhile, or replaced what
+                was there; in the second case nothing of this output is kept.
             OutputError: If the store refuses.
             ValueError: If `last` is not the manifest.
         """
         if last != MANIFEST_NAME:
             raise ValueError(f"{last!r} is no manifest")
+        agreed = seen_in(self._common.get(_PLAN))
+        if agreed is not None:
+            self._commit.seen = agreed
         try:
             self._commit.run(list(self._objects.values()), data, self._has_uploads)
             quietly(self._writing, self._remove)
+        except OutputExistsError:
+            if self._attempt.overwrite:  # else each further try would be refused
+                self.abandon()
+            raise
         finally:
             self._commit.release()
 

@@ -24,12 +24,31 @@ class Attempt:
         name: Of what they write, so that what was given up is told from what is under way.
         overwrite: Whether what lies there is replaced by the commit.
         is_agreed: Whether they agree among themselves; else one of them begins for all.
+        seen: What identifies the manifest that was there when they began, empty where there was
+            none; None for the one that is there when the target is made.
     """
 
     nonce: str
     name: str = "all"
     overwrite: bool = False
     is_agreed: bool = True
+    seen: str | None = None
+
+
+def plan_note(plan: bytes, seen: str | None) -> bytes:
+    """Returns a note of what is to be done, and of the manifest that it replaces, if any."""
+    return (b"" if seen is None else b"=" + seen.encode()) + b"\n" + plan
+
+
+def plan_of(note: bytes) -> bytes:
+    """Returns what is to be done, by such a note."""
+    return note.rpartition(b"\n")[2]
+
+
+def seen_in(note: bytes | None) -> str | None:
+    """Returns what identifies the manifest to replace, by such a note; None if it says nothing."""
+    seen = (note or b"").rpartition(b"\n")[0]
+    return seen[1:].decode() if seen else None
 
 
 class Notes(Protocol):
@@ -108,10 +127,6 @@ class SharedOutput(Sink, Protocol):
 
     def adopt(self, sent: SentRows) -> Mapping[str, Sequence[ObjectPart]]:
         """Takes over what the processes have sent; returns which parts are missing, by file."""
-        ...
-
-    def has(self, path: str) -> bool:
-        """Tells whether the output is visible already, with that file in it."""
         ...
 
     def commit(self, last: str, data: bytes) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from ckptkit.core.errors import RefusedError, UsageError
+from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.storage.places import PathLike, Place, is_url, local_path, place_of
 from ckptkit.storage.remote_store import store_of
+from ckptkit.storage.replacing import manifest_digest
 from ckptkit.storage.s3_ranges import S3_PROTOCOLS
 from ckptkit.storage.s3_shared_target import Prefix, S3SharedTarget
 from ckptkit.storage.s3_uploads import S3Uploads
@@ -40,6 +42,14 @@ class SharedPlace:
                 )
             self._prefix = _connected(self.place)
 
+    def seen(self) -> str:
+        """Returns what identifies the manifest that is there; empty where there is none."""
+        if self._prefix is None:
+            return manifest_digest(local_path(self.place))
+        with self._prefix.writing():
+            key = self._prefix.key + MANIFEST_NAME
+            return self._prefix.store.objects(key).get(key, "")
+
     @property
     def takes_parts(self) -> bool:
         """Whether what is written is taken in parts of objects."""
@@ -58,7 +68,9 @@ class SharedPlace:
         """
         if self._prefix is None:
             folder = local_path(self.place)
-            return SharedTarget(folder, attempt.nonce, overwrite=attempt.overwrite)
+            return SharedTarget(
+                folder, attempt.nonce, overwrite=attempt.overwrite, seen=attempt.seen
+            )
         return S3SharedTarget(self._prefix, attempt, cut)
 
 

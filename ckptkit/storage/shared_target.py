@@ -8,15 +8,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from ckptkit.core.errors import OutputError
+from ckptkit.core.errors import OutputError, OutputExistsError
 from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.core.object_parts import ObjectPart
 from ckptkit.storage.filesystems import why_no_ranges
 from ckptkit.storage.names import WORK_INFIX
 from ckptkit.storage.part_files import PartFile, Row, read_parts
 from ckptkit.storage.publish import publish, publish_inside
-from ckptkit.storage.replacing import refuse_unnamed_in
-from ckptkit.storage.shared_output import SentRows
+from ckptkit.storage.replacing import manifest_digest, refuse_newer, refuse_unnamed_in
+from ckptkit.storage.shared_output import SentRows, plan_note, plan_of, seen_in
 from ckptkit.storage.staged_files import StagedFiles, free_bytes, translated, write_small
 from ckptkit.storage.staging import cannot_be_replaced, make_missing, output_exists, remove_empty
 from ckptkit.storage.syscalls import (
@@ -53,6 +53,7 @@ class SharedTarget:
         nonce: str,
         *,
         overwrite: bool = False,
+        seen: str | None = None,
         capabilities: Capabilities | None = None,
     ) -> None:
         """Enters the hidden folder, and makes it and missing parents where they are not there.
@@ -61,6 +62,7 @@ class SharedTarget:
             out: The directory to be; its name is kept for messages as it is given.
             nonce: 16 hexadecimal digits that name this attempt, the same in all processes.
             overwrite: Whether a directory that holds something is replaced by the commit.
+            seen: What `manifest_digest` returned when the processes began; None for now.
             capabilities: What the platform offers; detected when left out.
 
         Raises:
@@ -74,6 +76,9 @@ class SharedTarget:
         self._made: list[Path] = []
         with translated(out):
             self._out = out.resolve()
+            self._seen = seen
+            if overwrite and seen is None:
+                self._seen = manifest_digest(self._out)
             if self._out.exists() and not self._out.is_dir():
                 raise OutputError(
                     "a file was found where an empty or absent directory was expected",
@@ -113,11 +118,13 @@ class SharedTarget:
 
     def plan(self) -> bytes | None:
         """Returns what the processes have agreed on, None where nobody has begun."""
-        return self.notes.get(_PLAN)
+        note = self.notes.get(_PLAN)
+        return None if note is None else plan_of(note)
 
     def agree(self, plan: bytes) -> bytes:
         """Says what is to be done, unless another process has; returns what was agreed on."""
-        return self.notes.put(_PLAN, plan)
+        seen = self._seen if self._overwrite else None
+        return plan_of(self.notes.put(_PLAN, plan_note(plan, seen)))
 
     @property
     def notes(self) -> WorkNotes:
@@ -235,10 +242,6 @@ class SharedTarget:
         """Does nothing: what other processes wrote lies in its place."""
         return {}
 
-    def has(self, path: str) -> bool:
-        """Tells whether the output is visible already, with that file in it."""
-        return (self._out / path).exists()
-
     def finish(self, mark: str) -> None:
         """Makes what this process wrote durable, and leaves a mark of that.
 
@@ -265,18 +268,30 @@ class SharedTarget:
             data: Its content.
 
         Raises:
-            OutputExistsError: If the destination was filled by somebody else meanwhile.
+            OutputExistsError: If another run has filled the destination meanwhile, or replaced
+                what was there; in the second case nothing of this output is kept.
             NoSpaceError: If the disk is full.
             OutputError: If something cannot be made durable or visible.
         """  # noqa: DOC501  `output_exists` makes it
         with translated(self._named):
             if last == MANIFEST_NAME and self._overwrite and self._out.is_dir():
+                self._refuse_newer()
                 refuse_unnamed_in(self._out, str(self._named))
             write_small(self._work.files / last, data, self._capabilities)
             if not self._publish(last):
                 raise output_exists(self._named)
             sync_directory(self._out.parent, self._capabilities)
         self._work.remove()
+
+    def _refuse_newer(self) -> None:
+        """Refuses to replace what another run has put there since the first process began."""
+        agreed = seen_in(self.notes.get(_PLAN))
+        seen = self._seen if agreed is None else agreed
+        try:
+            refuse_newer(manifest_digest(self._out), seen or "", str(self._named))
+        except OutputExistsError:
+            self.abandon()  # else each further try would be refused
+            raise
 
     def leave(self) -> None:
         """Ends this process's part, whatever becomes of the whole."""

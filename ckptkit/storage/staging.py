@@ -141,7 +141,7 @@ class LocalTarget:
         with translated(self._named):
             self._files.sync()
             if last == MANIFEST_NAME and self._overwrite and self._out.is_dir():
-                refuse_newer(self._out, self._seen, str(self._named))
+                refuse_newer(manifest_mark(self._out), self._seen, str(self._named))
                 refuse_unnamed_in(self._out, str(self._named))
             if not self._publish(last):
                 raise self._filled()

@@ -22,6 +22,9 @@ import ckptkit
 from ckptkit.core.errors import CkptkitError, NotACheckpointError, RefusedError
 from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.execution.events import BytesWritten, Event, Planned, Started
+from ckptkit.pipeline.consolidating import Consolidation, run_consolidation_slice
+from ckptkit.planning.requests import ConsolidateRequest
+from ckptkit.planning.shares import Share
 from ckptkit.storage import output_claim, s3_object
 from ckptkit.storage.output_claim import CLAIM_NAME
 from ckptkit.storage.places import Place
@@ -194,6 +197,80 @@ def test_a_writer_to_a_directory_does_not_replace_what_came_after_it_began(
     assert {path.name: path.read_bytes() for path in Path(out).iterdir()} == written
     assert [path.name for path in Path(out).parent.iterdir()] == ["out"]
     assert ckptkit.verify(out).ok
+
+
+def write_slice(place: Place, number: int, dtype: str, **more: Any) -> str:
+    """Returns how a slice of two ended, as `write` does."""
+    request = ConsolidateRequest(names="live", dtype=dtype)  # type: ignore[arg-type]
+    job = Consolidation(STEP / "checkpoint", place, request)
+    try:
+        run_consolidation_slice(job, Share(number, 2), overwrite=True, **more)
+    except CkptkitError as error:
+        return f"{error.exit_status} {error}"
+    return ""
+
+
+class _Held:
+    """A listener that waits at the first event of a kind."""
+
+    def __init__(self, kind: type[Event]) -> None:
+        self._kind = kind
+        self.reached, self.opened = threading.Event(), threading.Event()
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, self._kind) and not self.reached.is_set():
+            self.reached.set()
+            self.opened.wait(60)
+
+
+@pytest.mark.parametrize("where", ["directory", "bucket"])
+def test_slices_do_not_replace_what_other_slices_put_there_after_the_first_of_them_began(
+    bucket: Bucket, tmp_path: Path, where: str
+) -> None:
+    out = by_way_of(bucket) if where == "bucket" else Place(tmp_path / OUT)
+
+    def there() -> dict[str, bytes]:
+        if where == "bucket":
+            return {key: bucket.get(key) for key in set(bucket.keys())}
+        files = (path for path in tmp_path.rglob("*") if path.is_file())
+        return {str(path.relative_to(tmp_path)): path.read_bytes() for path in files}
+
+    assert write(out, {}) == ""
+    assert write_slice(out, 0, "bfloat16") == ""
+    assert write_slice(out, 0, "float32").startswith("4 ")  # they meet, and have other plans
+    held = _Held(Planned)
+    with ThreadPoolExecutor(1) as pool:
+        later = pool.submit(write_slice, out, 0, "float32", listener=held)
+        assert held.reached.wait(60)
+        assert write_slice(out, 1, "bfloat16") == ""
+        written = there()
+        held.opened.set()
+        assert later.result(60) == ""
+    ended = write_slice(out, 1, "float32")  # began after the commit, and its set before
+    assert ended.startswith("5 ")
+    assert "another run has put its output there" in ended
+    assert there() == written
+    assert ckptkit.verify(out).ok
+    assert bucket.unfinished_uploads() == []
+
+
+def test_a_slice_does_not_replace_what_one_process_put_in_a_directory_meanwhile(
+    tmp_path: Path,
+) -> None:
+    out = Place(tmp_path / "out")
+    assert write(out, {}) == ""
+    assert write_slice(out, 0, "bfloat16") == ""
+    held = _Held(BytesWritten)
+    with ThreadPoolExecutor(1) as pool:
+        last = pool.submit(write_slice, out, 1, "bfloat16", listener=held)
+        assert held.reached.wait(60)
+        assert write(out, SECOND) == ""
+        written = {path.name: path.read_bytes() for path in Path(out).iterdir()}
+        held.opened.set()
+        ended = last.result(60)
+    assert ended.startswith("5 ")
+    assert {path.name: path.read_bytes() for path in Path(out).iterdir()} == written
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_two_processes_at_once_leave_one_output(
