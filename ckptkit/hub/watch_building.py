@@ -21,7 +21,7 @@ from ckptkit.pipeline.folders import SideFolders
 from ckptkit.pipeline.opening import PathLike, opened
 from ckptkit.pipeline.resuming import write_resumably
 from ckptkit.pipeline.verifying import Verification, run_verification
-from ckptkit.planning.load_report import WATCH
+from ckptkit.planning.load_report import WATCH, Advice
 from ckptkit.planning.push_choice import PushKind
 from ckptkit.planning.requests import ConsolidateRequest, Resources
 from ckptkit.planning.side_files import CONFIG
@@ -44,6 +44,7 @@ class Making:
         needs_config: Whether a model without a configuration, which does not load, is refused.
         state_folder: Where the step itself goes in the folder, with optimizer and all, so that
             training can be resumed from it; `{step}` stands for its number. Empty for nowhere.
+        advice: What the user of this watch can do about a model that would not load.
     """
 
     kind: PushKind = "auto"
@@ -53,6 +54,7 @@ class Making:
     resources: Resources = field(default_factory=Resources)
     needs_config: bool = False
     state_folder: str = ""
+    advice: Advice = WATCH
 
     def whole_folder(self, step: int) -> str:
         """Returns the name of the folder that a step goes into as it is; empty for none."""
@@ -120,7 +122,7 @@ def _make(src: PathLike, out: Path, making: Making, listener: Listener) -> Manif
             src, out, making.adapter, resources=making.resources, listener=listener
         ).manifest
     job = Consolidation(
-        src, out, making.request, making.base, resources=making.resources, advice=WATCH
+        src, out, making.request, making.base, resources=making.resources, advice=making.advice
     )
     check_destination(src, out, overwrite=False, base=making.base)
     return write_resumably(job, out, listener, overwrite=False, resume=False)

@@ -181,6 +181,15 @@ WATCH = Advice(
     config="use the config.json of the model that was trained, in the step or with --base",
     shapes=False,
 )
+PUSH_OF_TRAINING = Advice(
+    anyway="push the steps with `ckptkit watch RUN --push REPO --names live`, which pushes the"
+    " tensors as they are",
+    strip="push the steps with `ckptkit watch RUN --push REPO --strip-prefix {prefix}`, or save"
+    ' the module inside: state={{"model": model.{module}}}',
+    config="save each step with the config.json of the model that was trained, or push the steps"
+    " with `ckptkit watch RUN --push REPO --base DIR_OR_REPO`",
+    shapes=False,
+)
 EXPORT = Advice(
     anyway='pass names="live" to write the tensors as training holds them',
     strip='pass state={{"model": model.{module}}} to export the module inside',

@@ -29,6 +29,7 @@ from ckptkit.hub.watch_metrics import MetricsServer, WatchMetrics
 from ckptkit.hub.watch_opening import WatchRequest, run_watch
 from ckptkit.pipeline.adapters.sources import AdapterRequest
 from ckptkit.pipeline.run_places import run_below
+from ckptkit.planning.load_report import PUSH_OF_TRAINING, WATCH
 from ckptkit.planning.push_choice import PushChoice, PushKind
 from ckptkit.planning.requests import (
     ConsolidateRequest,
@@ -200,6 +201,8 @@ def _making(given: Mapping[str, Any], whole: str) -> Making:
         needs_config=not given["weights_only"],
         resources=make_resources(worker_count(given["workers"]), given["memory_budget"], None),
         state_folder=whole,
+        # Training starts its watch itself, without the options of names.
+        advice=PUSH_OF_TRAINING if given["wait_for_lock"] else WATCH,
     )
 
 

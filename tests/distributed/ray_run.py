@@ -145,6 +145,24 @@ def compared(out: Path) -> dict[str, Any]:
     return told | {"verified": ckptkit.verify(out / "ray").ok}
 
 
+def raced(out: Path) -> dict[str, Any]:
+    """Replaces an output that one process replaces first, while the nodes write."""
+    source, target = out / "right", out / "ray"
+
+    def come_first(event: Event) -> None:
+        if isinstance(event, Started):
+            ckptkit.consolidate(source, target, dtype="bfloat16", overwrite=True)
+
+    told: dict[str, Any] = {}
+    try:
+        ckptkit.consolidate(source, target, engine="ray", overwrite=True, listener=come_first)
+    except CkptkitError as error:
+        told = error.to_json()
+    options = json.loads((target / "ckptkit.json").read_text())["options"]
+    beside = sorted(path.name for path in out.iterdir())
+    return told | {"options": options, "beside": beside, "verified": ckptkit.verify(target).ok}
+
+
 def in_a_bucket(store: dict[str, Any], out: Path, act: Act) -> dict[str, Any]:
     """Writes from a bucket to it with Ray, and from it to the disk, one node being killed."""
     source, target = (Place(store[name], store["options"]) for name in ("source", "target"))
@@ -186,6 +204,7 @@ def main() -> None:
             "archive": run(source, Path("a"), to="dcp", max_shard_size="15MB"),
             "damaged": damaged(source, out / "b"),
             "compared": compared(out / "e"),
+            "raced": raced(out / "e"),
             "killed": run(source, out / "c", kill, to="hf", bandwidth="12MB"),
         }
         second = cluster.add_node(**NODE)

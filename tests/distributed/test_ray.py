@@ -142,6 +142,15 @@ def test_the_answer_on_names_is_there_before_the_commit(told: Told) -> None:
     assert one["verified"]
 
 
+def test_what_one_process_put_there_while_the_nodes_wrote_is_not_replaced(told: Told) -> None:
+    one = told["raced"]
+    assert one["code"] == "output-exists"
+    assert "another run has put its output there" in one["message"]
+    assert one["options"]["dtype"] == "bfloat16"
+    assert one["verified"]
+    assert one["beside"] == ["ray", "right", "wrong"]
+
+
 # Without a cluster
 
 

@@ -146,6 +146,11 @@ def test_a_watch_pushes_no_step_of_another_models_names_and_ends_with_its_status
     assert "--strip-prefix net." in said
     assert "1 step could not be pushed: 1" in said
     assert not hub.has(REPO)
+    assert main([*words, "--wait-for-lock"]) == 4  # as training starts it, which passes no names
+    said = capfd.readouterr().out
+    assert "`ckptkit watch RUN --push REPO --strip-prefix net.`" in said
+    assert 'state={"model": model.net}' in said
+    assert "`ckptkit watch RUN --push REPO --names live`" in said
     assert main([*words, "--strip-prefix", "net."]) == 0
     assert "warning" not in capfd.readouterr().out
     names = load_bytes(hub.read(REPO, "model.safetensors"))

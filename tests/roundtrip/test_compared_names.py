@@ -113,6 +113,14 @@ def test_a_missing_head_is_refused_unless_it_is_tied(tmp_path: Path) -> None:
     state = {name: v for name, v in tied.state_dict().items() if name != "lm_head.weight"}
     ckptkit.consolidate(trained(tmp_path / "tied", state, tied.config), tmp_path / "out")
     loaded(tmp_path / "out", tied)
+    # A tie has two ends: the other one is in none of the library's own files either way.
+    embedding = "model.embed_tokens.weight"
+    state = {name: v for name, v in tied.state_dict().items() if name != embedding}
+    ckptkit.consolidate(trained(tmp_path / "head", state, tied.config), tmp_path / "by_head")
+    loaded(tmp_path / "by_head", tied)
+    del state["lm_head.weight"]
+    error = refused(trained(tmp_path / "neither", state, tied.config), tmp_path)
+    assert "2 parameters would be missing and made at random, 'lm_head" in error.message
 
 
 def test_a_bare_model_passes_as_what_it_is(tmp_path: Path) -> None:
