@@ -19,8 +19,15 @@ import safetensors.numpy
 
 import ckptkit
 from ckptkit.adapters.merging import MergeRequest
-from ckptkit.core.errors import ChecksumError, OutputExistsError, RefusedError, SourceChangedError
+from ckptkit.core.errors import (
+    ChecksumError,
+    OutputError,
+    OutputExistsError,
+    RefusedError,
+    SourceChangedError,
+)
 from ckptkit.execution.events import BytesWritten, Event, ignore
+from ckptkit.pipeline import slicing
 from ckptkit.pipeline.adapters.merging import AdapterChoice, prepared_merge, run_merge
 from ckptkit.pipeline.consolidating import Consolidation, run_consolidation_slice
 from ckptkit.pipeline.slicing import SliceDone, run_slice
@@ -178,6 +185,18 @@ def test_slices_of_different_plans_are_refused(source: Path, tmp_path: Path) -> 
     with pytest.raises(RefusedError, match="of 2, and this one is of 3"):
         slice_of(source, out, 1, 3)
     assert slice_of(source, out, 1, 2).manifest is not None
+
+
+def test_a_slice_whose_part_was_removed_does_not_take_an_earlier_output_for_its_own(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    ckptkit.consolidate(source, out)
+    job = Consolidation(source, out, ConsolidateRequest(dtype="bfloat16"), resources=ONE)
+    monkeypatch.setattr(slicing, "_compare", lambda _, target, __: target.abandon())
+    with pytest.raises(OutputError, match="was removed by another process"):
+        run_consolidation_slice(job, Share(0, 2), overwrite=True)
+    assert not leftovers(out)
 
 
 def test_slices_left_over_from_an_older_source_are_recognised(source: Path, tmp_path: Path) -> None:
