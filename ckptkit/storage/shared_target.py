@@ -76,14 +76,8 @@ class SharedTarget:
         self._made: list[Path] = []
         with translated(out):
             self._out = out.resolve()
-            self._seen = seen
-            if overwrite and seen is None:
-                self._seen = manifest_digest(self._out)
-            if self._out.exists() and not self._out.is_dir():
-                raise OutputError(
-                    "a file was found where an empty or absent directory was expected",
-                    where=str(out),
-                )
+            self._seen = manifest_digest(self._out) if seen is None else seen
+            _refuse_file(self._out, named_as=str(out))
             self._inside = _has_to_stay(self._out)
             if self._out.is_dir() and not is_empty(self._out):
                 if not overwrite:
@@ -288,7 +282,7 @@ class SharedTarget:
         agreed = seen_in(self.notes.get(_PLAN))
         seen = self._seen if agreed is None else agreed
         try:
-            refuse_newer(manifest_digest(self._out), seen or "", str(self._named))
+            refuse_newer(manifest_digest(self._out), seen, str(self._named))
         except OutputExistsError:
             self.abandon()  # else each further try would be refused
             raise
@@ -316,6 +310,13 @@ class SharedTarget:
             return publish_inside(self._work, self._out, last, self._capabilities)
         return publish(
             self._work, self._out, overwrite=self._overwrite, capabilities=self._capabilities
+        )
+
+
+def _refuse_file(out: Path, named_as: str) -> None:
+    if out.exists() and not out.is_dir():
+        raise OutputError(
+            "a file was found where an empty or absent directory was expected", where=named_as
         )
 
 
