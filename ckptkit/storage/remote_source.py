@@ -7,7 +7,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from ckptkit.core.closing import Closing
 from ckptkit.core.errors import (
@@ -23,9 +23,11 @@ from ckptkit.core.ranges import FileRange
 from ckptkit.storage.base import CopySource
 from ckptkit.storage.names import check_relative, is_work_folder
 from ckptkit.storage.output_claim import CLAIM_NAME
-from ckptkit.storage.places import Place
 from ckptkit.storage.remote_errors import as_input_error
 from ckptkit.storage.remote_store import CONNECTIONS, StoredObject, store_of
+
+if TYPE_CHECKING:
+    from ckptkit.storage.places import Place
 
 _HEADER_BYTES = 64 << 10
 _LEAST_BYTES = 4 << 10

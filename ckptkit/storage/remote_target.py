@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
 from ckptkit.core.errors import RefusedError, UsageError
 from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.storage.base import Target
 from ckptkit.storage.names import is_work_folder
 from ckptkit.storage.output_claim import OutputClaim
-from ckptkit.storage.places import Place
 from ckptkit.storage.remote_store import store_of
 from ckptkit.storage.replacing import refuse_unnamed
 from ckptkit.storage.s3_ranges import S3_PROTOCOLS
@@ -18,6 +18,9 @@ from ckptkit.storage.s3_target import S3Target
 from ckptkit.storage.s3_uploads import S3Uploads
 from ckptkit.storage.store_errors import output_there, writing_to
 from ckptkit.storage.stream_target import StreamTarget
+
+if TYPE_CHECKING:
+    from ckptkit.storage.places import Place
 
 _BUCKETS = S3_PROTOCOLS | {"abfs", "abfss", "az", "gcs", "gs", "oci", "oss"}
 

@@ -9,17 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckptkit.core.errors import OutputError, OutputExistsError
 from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.storage.names import check_relative, is_work_folder
 from ckptkit.storage.output_claim import OutputClaim
-from ckptkit.storage.places import Place
 from ckptkit.storage.remote_store import RemoteStore, StoredObject, store_of
 from ckptkit.storage.replacing import refuse_unnamed, removable
 from ckptkit.storage.store_errors import Writing, output_there, quietly, writing_to
 from ckptkit.storage.streams import Room, Stream
+
+if TYPE_CHECKING:
+    from ckptkit.storage.places import Place
 
 _BLOCK_BYTES = 8 << 20
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import posixpath
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckptkit.adapters.layers import table_of
 from ckptkit.adapters.quant_state import FourBitSettings
@@ -28,9 +28,11 @@ from ckptkit.execution.locate import Locator
 from ckptkit.execution.tensors import RUN_BYTES, Origin, TensorReader
 from ckptkit.kernels.checksums import RangeChecksum
 from ckptkit.pipeline.adapters.packing_records import Packing, packing_from_json, packings_of
-from ckptkit.pipeline.adapters.sources import OpenedAdapter
 from ckptkit.pipeline.opening import Opened
 from ckptkit.pipeline.source_places import absolute
+
+if TYPE_CHECKING:
+    from ckptkit.pipeline.adapters.sources import OpenedAdapter
 
 _DIGESTS = "base_digests"
 _QUANTIZATION = "base_quantization"
