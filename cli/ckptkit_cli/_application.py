@@ -79,7 +79,9 @@ def make_application(command: str | None = None) -> typer.Typer:
         epilog=_EPILOG,
     )
     application.callback()(_options)
-    names = [command] if command in (*_COMMANDS, _GROUP) else [*_COMMANDS, _GROUP]
+    names = [*_COMMANDS, _GROUP]
+    if command in names and command != "batch":  # which runs the other ones
+        names = [command]
     for name in names:
         if name == _GROUP:
             application.add_typer(import_module("ckptkit_cli.adapter").adapter_group())
