@@ -25,7 +25,7 @@ from measuring import HERE, MB, WORK, keep, markdown, measure, settle, warm
 from ray.cluster_utils import Cluster
 
 import ckptkit
-from ckptkit.execution.events import BytesWritten, Event, Started
+from ckptkit.engine.outcome import BytesWritten, Event, Started
 
 _ENGINES: dict[str, dict[str, Any]] = {
     "local, two threads": {"workers": 2},
@@ -55,7 +55,7 @@ def _run(src: Path, out: Path, options: dict[str, Any]) -> dict[str, float]:
     settle(out, seconds=0.5)
     warm(path for path in src.rglob("*") if path.is_file())
     watch = _Watch()
-    log = logging.getLogger("ckptkit.execution.ray_engine")
+    log = logging.getLogger("ckptkit.engine.ray")
     log.setLevel(logging.INFO)
     log.addHandler(watch)
     began = time.perf_counter()

@@ -78,10 +78,10 @@ def make(model: str, ranks: int, out: Path) -> None:
 def plan(src: Path, nodes: int) -> dict[str, Any]:
     """Plans as each node does, and returns what came of it; for a process of its own."""
     began = time.process_time()
-    from ckptkit.pipeline.consolidating import Consolidation
-    from ckptkit.pipeline.fingerprint import fingerprint_of
-    from ckptkit.planning.requests import ConsolidateRequest
-    from ckptkit.planning.shares import Share, shares_for, tasks_of
+    from ckptkit.conversion.consolidate import Consolidation
+    from ckptkit.conversion.fingerprint import fingerprint_of
+    from ckptkit.options import ConsolidateRequest
+    from ckptkit.plan.shares import Share, shares_for, tasks_of
 
     request = ConsolidateRequest(names="live")
     with Consolidation(src, WORK / "out" / "scale", request).prepared() as prepared:

@@ -6,17 +6,17 @@ from ckptkit.version import __version__
 
 TYPE_CHECKING = False  # typing.TYPE_CHECKING would import typing
 if TYPE_CHECKING:
-    from ckptkit.adapter_api import adapter_from_diff, extract_adapter
+    from ckptkit.adapter_api import adapter_from_diff, extract_adapter, merge_adapter
     from ckptkit.api import (
         consolidate,
         convert,
         diff,
         inspect,
+        list_run,
         open,  # noqa: A004
+        prune,
         verify,
     )
-    from ckptkit.merge_api import merge_adapter
-    from ckptkit.run_api import list_run, prune
 
 __all__ = [
     "__version__",
@@ -42,10 +42,10 @@ _MODULES = {
     "diff": "ckptkit.api",
     "extract_adapter": "ckptkit.adapter_api",
     "inspect": "ckptkit.api",
-    "list_run": "ckptkit.run_api",
-    "merge_adapter": "ckptkit.merge_api",
+    "list_run": "ckptkit.api",
+    "merge_adapter": "ckptkit.adapter_api",
     "open": "ckptkit.api",
-    "prune": "ckptkit.run_api",
+    "prune": "ckptkit.api",
     "verify": "ckptkit.api",
 }
 

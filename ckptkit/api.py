@@ -1,4 +1,7 @@
-"""The functions that users call; each is a thin face of one pipeline."""
+"""The functions that users call; each is a thin face of one pipeline.
+
+The functions for whole runs that users call.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from ckptkit.core.arguments import check_arguments
-from ckptkit.planning.requests import (
+from ckptkit.options import (
     ConsolidateRequest,
     CountLike,
     DTypeLike,
@@ -21,17 +24,20 @@ from ckptkit.planning.requests import (
     name_prefixes,
     vocabulary_size,
 )
+from ckptkit.runs.save_order import BestMode, Retention
 from ckptkit.storage.locations import Sources, place_of
 
 if TYPE_CHECKING:
+    from ckptkit.conversion.consolidate import Consolidation
+    from ckptkit.conversion.diff import Difference
+    from ckptkit.conversion.inspect import Inspection
+    from ckptkit.conversion.source.open import PathLike
+    from ckptkit.conversion.source.read import Checkpoint
+    from ckptkit.conversion.verify import Verification
     from ckptkit.core.manifest import Manifest
-    from ckptkit.execution.events import Listener
-    from ckptkit.pipeline.consolidating import Consolidation
-    from ckptkit.pipeline.diffing import Difference
-    from ckptkit.pipeline.inspecting import Inspection
-    from ckptkit.pipeline.opening import PathLike
-    from ckptkit.pipeline.reading import Checkpoint
-    from ckptkit.pipeline.verifying import Verification
+    from ckptkit.engine.outcome import Listener
+    from ckptkit.runs.listing import RunListing
+    from ckptkit.runs.pruning import Pruned
 
 
 class Options(TypedDict, total=False):
@@ -137,7 +143,7 @@ def open(  # noqa: A001
         InputError: If there is none, or if it cannot be parsed.
         AmbiguousSourceError: If there are several and none was selected.
     """
-    from ckptkit.pipeline.reading import Checkpoint
+    from ckptkit.conversion.source.read import Checkpoint
 
     sources = Sources(path, src_options)
     return Checkpoint(sources.first, select=select, also=sources.further(also))
@@ -161,7 +167,7 @@ def inspect(
         InputError: If there is none, or if it cannot be parsed.
         AmbiguousSourceError: If several runs lie there and none was selected.
     """
-    from ckptkit.pipeline.inspecting import run_inspection
+    from ckptkit.conversion.inspect import run_inspection
 
     sources = Sources(path, src_options)
     return run_inspection(
@@ -212,10 +218,10 @@ def convert(src: PathLike, out: PathLike, *, to: Layout, **options: Unpack[Optio
         OutputExistsError: If `out` is not empty.
         VerificationError: If it is the output asked for, and damaged; then no source is removed.
     """
-    from ckptkit.execution.events import ignore
-    from ckptkit.pipeline.consolidating import run_consolidation
-    from ckptkit.pipeline.deleting import write_and_remove
-    from ckptkit.pipeline.existing import confirmed
+    from ckptkit.conversion.consolidate import run_consolidation
+    from ckptkit.conversion.delete_source import write_and_remove
+    from ckptkit.conversion.fingerprint import confirmed
+    from ckptkit.engine.outcome import ignore
 
     overwrite = options.get("overwrite", False)
     if_exists, listener = options.get("if_exists", "error"), options.get("listener")
@@ -242,7 +248,7 @@ def convert(src: PathLike, out: PathLike, *, to: Layout, **options: Unpack[Optio
 
 
 def _job(src: PathLike, out: PathLike, to: Layout, options: Options) -> Consolidation:
-    from ckptkit.pipeline.consolidating import Consolidation
+    from ckptkit.conversion.consolidate import Consolidation
 
     sources = Sources(src, options.get("src_options"))
     return Consolidation(
@@ -320,7 +326,7 @@ def verify(
     Raises:
         InputError: If what is there cannot be parsed at all.
     """
-    from ckptkit.pipeline.verifying import run_verification
+    from ckptkit.conversion.verify import run_verification
 
     sources = Sources(path, src_options)
     return run_verification(
@@ -344,7 +350,62 @@ def diff(
     Raises:
         InputError: If one of them cannot be read whole.
     """
-    from ckptkit.pipeline.diffing import run_diff
+    from ckptkit.conversion.diff import run_diff
 
     sources = Sources(a, src_options)
     return run_diff(sources.first, sources.place(b), listener=listener)
+
+
+@check_arguments
+def list_run(run: PathLike, *, state: PathLike | None = None) -> RunListing:
+    """Lists the steps of a run; headers alone are read.
+
+    Args:
+        run: The directory that the `checkpoint-N` folders lie in, or its URL.
+        state: Where a watch of the run keeps its state, if not in the run itself.
+
+    Returns:
+        Each step: whether it is complete, its size, age and metrics, and where it was pushed.
+
+    Raises:
+        InputError: If there is no such run, or if it cannot be listed.
+    """
+    from ckptkit.runs import listing
+
+    return listing.list_run(place_of(run), state=None if state is None else place_of(state))
+
+
+@check_arguments
+def prune(
+    run: PathLike,
+    *,
+    keep_last: int | None = None,
+    keep_every: int | None = None,
+    keep_best: str | None = None,
+    best_mode: BestMode = "min",
+    dry_run: bool = False,
+) -> Pruned:
+    """Removes the steps of a run that no rule keeps; the rules are those of a `Checkpointer`.
+
+    Whatever they say, the newest complete step stays, and so do steps that are not complete, that
+    somebody reads or pushes at this moment, or that the Trainer calls its best.
+
+    Args:
+        run: The directory that the `checkpoint-N` folders lie in, or its URL.
+        keep_last: How many of the newest complete steps stay.
+        keep_every: Steps divisible by this stay.
+        keep_best: The metric by which the best step stays.
+        best_mode: Whether the smallest or the largest value is best.
+        dry_run: Whether to say only what would be done.
+
+    Returns:
+        What became of each step, and what that freed.
+
+    Raises:
+        UsageError: If there is no rule, or one has no valid value.
+        RefusedError: If the best step is to stay, and no step has the metric.
+        InputError: If there is no such run, or if it cannot be listed.
+    """
+    from ckptkit.runs.pruning import prune_run
+
+    return prune_run(run, Retention(keep_last, keep_every, keep_best, best_mode), dry_run=dry_run)

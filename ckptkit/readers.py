@@ -40,7 +40,7 @@ from ckptkit.core.index import (
     TensorIndex,
 )
 from ckptkit.formats.base import Candidate, CheckpointReader
-from ckptkit.formats.plug_ins import GROUP
+from ckptkit.formats.registry import GROUP
 from ckptkit.storage.base import Source
 
 dtype_named = check_arguments(dtypes.dtype_named)

@@ -19,7 +19,7 @@ from types import ModuleType, TracebackType
 from typing import TextIO
 
 from ckptkit.core.errors import UsageError
-from ckptkit.integrations.seams import LIBRARIES, Seams
+from ckptkit.integrations.patches import LIBRARIES, Seams
 
 logger = logging.getLogger("ckptkit.run")  # by whatever name it runs
 

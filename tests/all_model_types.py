@@ -35,10 +35,10 @@ import transformers
 from safetensors.torch import load_file
 
 import ckptkit
+from ckptkit.conversion.naming_program import NamingProgram
 from ckptkit.core.errors import CannotPlanError, CkptkitError
-from ckptkit.execution.events import Event, Planned
-from ckptkit.naming.program import answered
-from ckptkit.pipeline.naming_program import NamingProgram
+from ckptkit.engine.outcome import Event, Planned
+from ckptkit.hub_names.transformers.program import answered
 from tests.small_models import class_named, model_classes, small_model_config, time_limit
 
 WEIGHTS = "model.safetensors"

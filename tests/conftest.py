@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from ckptkit.pipeline import naming_program
-from ckptkit.pipeline.naming_program import NamingProgram
+from ckptkit.conversion import naming_program
+from ckptkit.conversion.naming_program import NamingProgram
 from tests.object_store import ObjectStore, running_object_store
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -68,7 +68,7 @@ def asked_here(monkeypatch: pytest.MonkeyPatch) -> None:
             return start(program, question)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            from ckptkit.naming.program import _parameters, answered
+            from ckptkit.hub_names.transformers.program import _parameters, answered
 
             answer = _parameters if program._entry == "parameters" else answered
             reply = answer(json.loads(question))

@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import ckptkit
-from ckptkit.hub import retrying
+from ckptkit.hub import client as retrying
 from tests.hub_server import HubServer
 
 CONFIG = {

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from ckptkit.layouts.dcp_metadata import METADATA_NAME, Place, StoredTensor, metadata_pickle
+from ckptkit.plan.layouts.dcp_metadata import METADATA_NAME, Place, StoredTensor, metadata_pickle
 
 
 def write_sharded(folder: Path, tensors: Mapping[str, torch.Tensor], ranks: int) -> None:

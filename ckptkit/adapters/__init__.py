@@ -1,1 +1,1 @@
-"""What PEFT adapters look like: names of their tensors."""
+"""Adapters of PEFT: extracting, merging and making them."""

@@ -14,7 +14,7 @@ from difflib import get_close_matches
 from typing import Any, ParamSpec, TypeVar
 
 from ckptkit.core.errors import ArgumentError
-from ckptkit.core.texts import a_kind
+from ckptkit.core.text import a_kind
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
-from ckptkit.core.texts import without_url_secrets
+from ckptkit.core.text import without_url_secrets
 
 
 class CkptkitError(Exception):

@@ -2,6 +2,8 @@
 
 A `TensorIndex` is made from headers alone. Everything that there can be millions of (chunks
 and records) is held in numpy columns and handed out as small frozen values on demand.
+
+Ranges of bytes in files, as they are read.
 """
 
 from __future__ import annotations
@@ -396,3 +398,17 @@ class TensorIndex:
     def of_part(self, part: Part) -> Iterator[TensorEntry]:
         """Yields the tensors of one part, in the order of the index."""
         return (entry for entry in self.tensors.values() if entry.part == part)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class FileRange:
+    """The bytes `[start, stop)` of a file; the path is relative to its source."""
+
+    path: str
+    start: int
+    stop: int
+
+    @property
+    def size_bytes(self) -> int:
+        """How many bytes there are."""
+        return self.stop - self.start

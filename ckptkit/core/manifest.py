@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.core.errors import FormatError, UnsafePathError
-from ckptkit.core.texts import a_kind
+from ckptkit.core.text import a_kind
 
 if TYPE_CHECKING:  # the writer process reads manifests without numpy
     from ckptkit.core.index import Shape
@@ -40,7 +40,7 @@ class TensorRecord:
         dtype: torch's name of the element type.
         shape: In elements.
         file: The file of the output that holds it.
-        digest: Digest of its bytes, see `ckptkit.kernels.checksums`.
+        digest: Digest of its bytes, see `ckptkit.core.checksums`.
         proof: `crc32` when every source byte was checked against a stored checksum,
             `store-crc32` when the store copied some by itself, and its own CRC-32 of the file was
             compared with those stored, `unverified` when the source had none, `live` when it was

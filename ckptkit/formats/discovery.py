@@ -1,27 +1,190 @@
-"""Which of the checkpoints under a path is meant: of steps the newest, of models the chosen."""
+"""Which of the checkpoints under a path is meant: of steps the newest, of models the chosen.
+
+Which of the candidates in one place are the model, and which only accompany it.
+
+Steps of a run that are files and not folders: `epoch=0-step=500.ckpt`, `iter_2000.pth`.
+
+Source: lightning/pytorch/callbacks/model_checkpoint.py (`format_checkpoint_name`,
+`CHECKPOINT_NAME_LAST`), mmengine/hooks/checkpoint_hook.py, fairseq/checkpoint_utils.py.
+
+Files that belong to no checkpoint, in groups that are few enough to be shown.
+"""
 
 from __future__ import annotations
 
 import posixpath
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ckptkit.core.errors import AmbiguousSourceError, CannotPlanError, NotACheckpointError
 from ckptkit.formats.base import Candidate
-from ckptkit.formats.precedence import (
-    is_chosen_first,
-    main_file,
-    note_of_ignored,
-    worth_reading,
-    yields,
-)
-from ckptkit.formats.step_files import files_by_step, is_called_last, place_of_step
-from ckptkit.formats.torch_optimizer import (
+from ckptkit.formats.ranks.reader import ForeignReader, RankFilesReader
+from ckptkit.formats.safetensors.hf_shards import SHARDED_FOLDER, HfShardsReader
+from ckptkit.formats.torch_files.optimizer import (
+    TorchOptimizerReader,
     is_optimizer_candidate,
     number_of,
     with_their_models,
 )
+
+_MODEL_FILE = re.compile(r"(pytorch_)?model|consolidated|adapter_model")
+# Formats that yield to a model beside them: what is only refused, and what a model was made from.
+_LESSER = {ForeignReader.name, "zero", "universal"}
+_SHARDS = HfShardsReader.name  # told of where they are compared with the model beside them
+_BESIDE = {ForeignReader.name, TorchOptimizerReader.name}  # what is no checkpoint by itself
+_OF_RANKS = RankFilesReader.name
+_COPY_OF_RANKS = "huggingface"  # where verl puts the same weights again, gathered
+
+
+def is_certain(candidate: Candidate) -> bool:
+    """Tells whether names alone leave no doubt that a candidate is a checkpoint that we read.
+
+    Files that are only refused, and `.pt` files of any name, may be part of what others read.
+    """
+    return candidate.format not in _BESIDE and (candidate.format != "torch" or _is_model(candidate))
+
+
+def yields(candidate: Candidate) -> bool:
+    """Tells whether a candidate's format makes it yield to a model beside it."""
+    return candidate.format in _LESSER
+
+
+def is_chosen_first(candidate: Candidate) -> bool:
+    """Tells whether a candidate is certain to be a checkpoint, and yields to no other."""
+    return is_certain(candidate) and not yields(candidate)
+
+
+def main_file(candidate: Candidate) -> str:
+    """Returns the name of a candidate's index, or of its first file."""
+    names = [posixpath.basename(path) for path in candidate.files]
+    return next((name for name in names if name.endswith(".index.json")), names[0])
+
+
+def worth_reading(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Drops what accompanies a model, or is the same model in a lesser format.
+
+    Beside a readable model these are loose `.pt` files, formats that are not read, and the
+    `.bin` form of a model in safetensors.
+    """
+    safe = {c.folder for c in candidates if c.format == "safetensors" and _is_model(c)}
+    left = [c for c in candidates if is_left_of(c, safe)]
+    has_model = bool(safe) or any(
+        c.format in {"dcp", _SHARDS} or (c.format == "torch" and _is_model(c)) for c in candidates
+    )
+    of_ranks = {c.folder for c in candidates if c.format == _OF_RANKS}
+
+    def is_kept(candidate: Candidate) -> bool:
+        if _is_copy(candidate, of_ranks):
+            return False
+        if yields(candidate) or candidate in left:
+            return not has_model
+        if candidate.format != "torch":
+            return True
+        has_better = has_model or bool(of_ranks)
+        return candidate.folder not in safe if _is_model(candidate) else not has_better
+
+    return [candidate for candidate in candidates if is_kept(candidate)]
+
+
+def _is_copy(candidate: Candidate, of_ranks: Collection[str]) -> bool:
+    """Tells whether a candidate is what verl gathered of the files of ranks beside it."""
+    above, name = posixpath.split(candidate.folder)
+    return name == _COPY_OF_RANKS and above in of_ranks
+
+
+def is_left_of(candidate: Candidate, models: Collection[str]) -> bool:
+    """Tells whether a candidate is the shards that one of the models was consolidated from.
+
+    Args:
+        candidate: What was recognised.
+        models: Folders that hold models in safetensors.
+    """
+    if candidate.format != _SHARDS:
+        return False
+    above, name = posixpath.split(candidate.folder)
+    return candidate.folder in models or (name == SHARDED_FOLDER and above in models)
+
+
+def note_of_ignored(candidates: Sequence[Candidate], kept: Sequence[Candidate]) -> tuple[str, ...]:
+    """Names the files of what is left alone beside a model; nothing where all is kept."""
+    dropped = [c for c in candidates if c not in kept and c.format != _SHARDS]
+    names = [c.files[0] for c in dropped]
+    return (f"left alone beside the model: {', '.join(names)}",) if names else ()
+
+
+def _is_model(candidate: Candidate) -> bool:
+    return _MODEL_FILE.match(main_file(candidate)) is not None
+
+
+_WORD = r"checkpoint|ckpt|step|global_?step|iter(?:ation)?|epoch"
+_NAMED = re.compile(
+    rf"(?P<kind>(?:\w+?[-_])?(?:{_WORD}))[-_=]?0*(?P<number>\d{{1,15}})", re.IGNORECASE
+)
+_LIGHTNING = re.compile(
+    r"(?:.*[-_])?(?P<kind>step|epoch)=0*(?P<number>\d{1,15})(?:-\D.*)?", re.IGNORECASE
+)
+_ENDING = re.compile(r"(\.pth\.tar|\.ckpt|\.pth|\.pt|\.bin)$")
+_LAST = re.compile(r"(checkpoint_)?(last|latest)(-v\d+)?", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class StepName:
+    """What the name of a file tells: a number, and what is counted."""
+
+    kind: str
+    number: int
+
+
+def step_name(path: str) -> StepName | None:
+    """Returns what the name of a file tells of its step, or None.
+
+    >>> step_name("epoch=3-step=500.ckpt"), step_name("iter_2000.pth"), step_name("model.pt")
+    (StepName(kind='step', number=500), StepName(kind='iter', number=2000), None)
+    """
+    stem = _stem(path)
+    match = _NAMED.fullmatch(stem) or _LIGHTNING.fullmatch(stem)
+    return None if match is None else StepName(match["kind"].lower(), int(match["number"]))
+
+
+def is_called_last(path: str) -> bool:
+    """Tells whether a file or folder is called the last of a run, whatever its step.
+
+    >>> is_called_last("run/last.ckpt"), is_called_last("run/epoch=0-step=2.ckpt")
+    (True, False)
+    """
+    return _LAST.fullmatch(_stem(path)) is not None
+
+
+def _stem(path: str) -> str:
+    return _ENDING.sub("", posixpath.basename(path))
+
+
+def files_by_step(candidates: Sequence[Candidate]) -> dict[str, tuple[Candidate, int]]:
+    """Returns the single files among candidates that are one run's steps, with their numbers.
+
+    Returns:
+        By path; nothing where the names count different things, such as two models.
+    """
+    found = {}
+    kinds = set()
+    for candidate in candidates:
+        name = step_name(candidate.files[0]) if is_single_file(candidate) else None
+        if name is not None:
+            found[candidate.files[0]] = candidate, name.number
+            kinds.add((candidate.folder, name.kind))
+    return found if len(kinds) == 1 else {}
+
+
+def is_single_file(candidate: Candidate) -> bool:
+    """Tells whether a candidate is one file of `torch.save`, which may be called anything."""
+    return candidate.format == "torch" and len(candidate.files) == 1
+
+
+def place_of_step(candidate: Candidate) -> str:
+    """Returns the file that a candidate is, or the folder that it takes up."""
+    return candidate.files[0] if is_single_file(candidate) else candidate.folder
+
 
 _STEP = re.compile(
     r"(?:(?:checkpoint|ckpt|step|global_?step|iter(?:ation)?|epoch)?[-_=]?|.*\bstep=)"
@@ -349,3 +512,66 @@ def _optimizers_of(model: Unit, units: Sequence[Unit]) -> list[Unit]:
         and unit.candidate.folder == model.candidate.folder
         and number_of(unit.candidate.files[0]) == number
     ]
+
+
+_NUMBER = re.compile(r"\d+")
+_MOST_GROUPS = 24
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class FileGroup:
+    """Files with alike names in one folder, or all that lie below a folder.
+
+    Attributes:
+        name: The path, with `*` for numbers that differ; that of a folder ends with `/`. Empty
+            for the rest, where there are too many groups.
+        files: How many there are.
+    """
+
+    name: str
+    files: int
+
+    def __str__(self) -> str:
+        if not self.name:
+            return f"{self.files:,} more"
+        return self.name if self.files == 1 else f"{self.name} ({self.files:,})"
+
+
+def grouped(
+    paths: Sequence[str], *, base: str = "", known: Collection[str] = ()
+) -> tuple[FileGroup, ...]:
+    """Groups files.
+
+    Args:
+        paths: Those to be shown, all of them below `base`.
+        base: A folder; names are relative to it.
+        known: Paths of files that are accounted for. What lies beside one of them is shown file
+            by file; a folder in which there is none is shown as one.
+
+    Returns:
+        The groups, sorted by name; the last one stands for the rest where there are too many.
+    """
+    opened = {base, *_above(base), *(folder for path in known for folder in _above(path))}
+    groups: dict[str, list[str]] = {}
+    for path in paths:
+        name = _shown(path, opened)[len(base) :].lstrip("/")
+        groups.setdefault(_NUMBER.sub("*", name), []).append(name)
+    named = sorted(
+        FileGroup(names[0] if len(set(names)) == 1 else pattern, len(names))
+        for pattern, names in groups.items()
+    )
+    rest = sum(group.files for group in named[_MOST_GROUPS:])
+    return (*named[:_MOST_GROUPS], *([FileGroup("", rest)] if rest else []))
+
+
+def _above(path: str) -> Iterator[str]:
+    """Yields the folders that a file lies in, the innermost first; the root is empty."""
+    while path:
+        path = posixpath.dirname(path)
+        yield path
+
+
+def _shown(path: str, opened: Collection[str]) -> str:
+    """Returns a file's path, or that of the outermost folder around it that is not opened."""
+    closed = [folder for folder in _above(path) if folder not in opened]
+    return f"{closed[-1]}/" if closed else path

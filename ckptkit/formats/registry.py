@@ -1,29 +1,208 @@
-"""The readers, and the one place where a format is recognised."""
+"""The readers, and the one place where a format is recognised.
+
+Readers that other distributions bring along, as entry points of the group `ckptkit.readers`.
+
+They are asked only where none of our readers is sure, since finding them takes as long as a small
+checkpoint does. One that does not work is told of by the name of its distribution, and left out.
+"""
 
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
-from ckptkit.core.errors import NotACheckpointError
+import numpy as np
+
+from ckptkit.core.errors import CkptkitError, InputError, NotACheckpointError
 from ckptkit.core.index import TensorIndex
 from ckptkit.formats.base import Candidate, CheckpointReader
-from ckptkit.formats.dcp import METADATA, DcpReader
-from ckptkit.formats.foreign import ForeignReader
-from ckptkit.formats.hf_shards import HfShardsReader
-from ckptkit.formats.numbered_files import METADATA_PICKLE
-from ckptkit.formats.plug_ins import PlugIns, installed
-from ckptkit.formats.precedence import is_certain
-from ckptkit.formats.rank_files import RankFilesReader
-from ckptkit.formats.safetensors import SafetensorsReader
-from ckptkit.formats.surroundings import grouped
-from ckptkit.formats.torch_checkpointing import TorchCheckpointingReader
-from ckptkit.formats.torch_file import TorchFileReader
-from ckptkit.formats.torch_optimizer import TorchOptimizerReader
-from ckptkit.formats.torchsnapshot import SNAPSHOT_METADATA, TorchsnapshotReader
-from ckptkit.formats.zero import ZeroReader
-from ckptkit.formats.zero_universal import UniversalReader
+from ckptkit.formats.dcp.reader import METADATA, DcpReader
+from ckptkit.formats.discovery import grouped, is_certain
+from ckptkit.formats.others.torch_checkpointing import TorchCheckpointingReader
+from ckptkit.formats.others.torchsnapshot import SNAPSHOT_METADATA, TorchsnapshotReader
+from ckptkit.formats.ranks.contents import METADATA_PICKLE
+from ckptkit.formats.ranks.reader import ForeignReader, RankFilesReader
+from ckptkit.formats.safetensors.hf_shards import HfShardsReader
+from ckptkit.formats.safetensors.reader import SafetensorsReader
+from ckptkit.formats.torch_files.optimizer import TorchOptimizerReader
+from ckptkit.formats.torch_files.reader import TorchFileReader
+from ckptkit.formats.zero.reader import ZeroReader
+from ckptkit.formats.zero.universal import UniversalReader
 from ckptkit.storage.base import Source
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+
+GROUP = "ckptkit.readers"
+_NAME = re.compile(r"[a-z][a-z0-9_.-]{0,63}")
+_MOST_CHARACTERS = 300  # of what a reader says about its own failure
+
+
+class PlugInReader:
+    """A reader of somebody else's, whose failures become errors that say whose they are.
+
+    Attributes:
+        name: Its format.
+        origin: The distribution that brought it, with its version.
+        failure: What `find` failed with when it was last asked, in words; empty where it did not.
+    """
+
+    def __init__(self, reader: CheckpointReader, origin: str) -> None:
+        self._reader = reader
+        self.name = reader.name
+        self.origin = origin
+        self.failure = ""
+
+    def find(self, paths: Sequence[str]) -> list[Candidate]:
+        """Asks the reader; one that fails has found nothing, and the failure is kept."""
+        self.failure = ""
+        try:
+            found = self._reader.find(tuple(paths))
+            return [self._checked(candidate, set(paths)) for candidate in found]
+        except Exception as error:  # noqa: BLE001  other formats are read all the same
+            self.failure = f"looking for checkpoints, it failed: {_told(error)}"
+            return []
+
+    def read_index(self, source: Source, candidate: Candidate) -> TensorIndex:
+        """Asks the reader.
+
+        Raises:
+            CkptkitError: If it refuses the checkpoint.
+            InputError: If it fails.
+        """
+        try:
+            index = self._reader.read_index(source, candidate)
+        except CkptkitError:
+            raise
+        except Exception as error:
+            raise self._error(f"failed: {_told(error)}", source) from error
+        problem = _what_is_wrong_with(index)
+        if problem:
+            raise self._error(f"returned {problem}", source)
+        return index
+
+    def _checked(self, candidate: object, paths: set[str]) -> Candidate:
+        if not isinstance(candidate, Candidate):
+            raise TypeError(f"{_told(candidate)} is no Candidate")
+        if not candidate.files or not paths.issuperset(candidate.files):
+            raise ValueError("a candidate has files that are not among those to choose from")
+        return replace(candidate, format=self.name)
+
+    def _error(self, message: str, source: Source) -> InputError:
+        return InputError(
+            f"reader {self.name!r} of {self.origin} {message}",
+            where=source.location,
+            hint=f"tell those who maintain {self.origin}, or uninstall it",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PlugIns:
+    """What is installed.
+
+    Attributes:
+        readers: Those that can be asked.
+        unusable: What is wrong with the others, in words.
+    """
+
+    readers: tuple[PlugInReader, ...]
+    unusable: tuple[str, ...]
+
+    def complaints(self) -> tuple[str, ...]:
+        """Says what is wrong with any of them, so far."""
+        failed = (
+            f"reader {reader.name!r} of {reader.origin} was left out: {reader.failure}"
+            for reader in self.readers
+            if reader.failure
+        )
+        return (*self.unusable, *failed)
+
+
+@cache
+def installed(taken: frozenset[str]) -> PlugIns:
+    """Loads the readers that are installed, once in a process.
+
+    Args:
+        taken: Names that are ours, and cannot be theirs.
+    """
+    from importlib.metadata import entry_points  # costs more than reading a small checkpoint
+
+    return load(tuple(entry_points(group=GROUP)), taken)
+
+
+def load(entries: Sequence[EntryPoint], taken: frozenset[str]) -> PlugIns:
+    """Loads readers; those that cannot be used are told of.
+
+    Args:
+        entries: What distributions declare.
+        taken: Names that are ours, and cannot be theirs.
+    """
+    readers: dict[str, PlugInReader] = {}
+    unusable = []
+    for entry, origin in sorted(_with_origins(entries), key=lambda pair: pair[1]):
+        try:
+            reader = PlugInReader(_loaded(entry), origin)
+            _check_name(reader.name, taken, readers)
+        except Exception as error:  # noqa: BLE001  loading runs whatever stands in a module
+            unusable.append(f"reader {entry.name!r} of {origin} was left out: {_told(error)}")
+        else:
+            readers[reader.name] = reader
+    return PlugIns(tuple(readers.values()), tuple(unusable))
+
+
+def _with_origins(entries: Sequence[EntryPoint]) -> Iterator[tuple[EntryPoint, str]]:
+    for entry in entries:
+        home = entry.dist
+        yield entry, f"{home.name} {home.version}" if home else "an unknown distribution"
+
+
+def _loaded(entry: EntryPoint) -> CheckpointReader:
+    found: Any = entry.load()
+    reader: Any = found() if isinstance(found, type) else found
+    for method in ("find", "read_index"):
+        if not callable(getattr(reader, method, None)):
+            raise TypeError(f"{entry.value!r} has no method {method!r}")
+    return reader  # type: ignore[no-any-return]
+
+
+def _check_name(name: object, taken: frozenset[str], others: dict[str, PlugInReader]) -> None:
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise ValueError(f"its name {name!r} is not one of lower-case letters, digits and '_.-'")
+    if name in taken:
+        raise ValueError(f"{name!r} is the name of a format that ckptkit reads itself")
+    if name in others:
+        raise ValueError(f"{name!r} is the name of a reader of {others[name].origin}, too")
+
+
+def _what_is_wrong_with(index: object) -> str:
+    """Says why nothing can be read by an index; what it says of tensors is proven later."""
+    if not isinstance(index, TensorIndex):
+        return f"{_told(index)}, where a TensorIndex was expected"
+    records = index.records
+    if np.any((records.file < 0) | (records.file >= len(index.files))):
+        return "a record in a file that the index does not have"
+    if np.any((records.start < 0) | (records.stop < records.start)):
+        return "a record that ends before it begins"
+    for key, entry in index.tensors.items():
+        used = entry.chunks.record
+        if entry.key != key or np.any((used < 0) | (used >= len(records))):
+            return f"a tensor {str(key)!r} with another key, or with a record that is not there"
+    return ""
+
+
+def _told(value: object) -> str:
+    """Says what something is, on one line, whatever its own text may be."""
+    text = type(value).__name__
+    if isinstance(value, BaseException):
+        text = f"{text}: {value}".removesuffix(": ")
+    line = " ".join(text.split()).rstrip(".")
+    return line if len(line) <= _MOST_CHARACTERS else f"{line[:_MOST_CHARACTERS]}..."
+
 
 READERS: tuple[CheckpointReader, ...] = (
     TorchsnapshotReader(),  # first: its files may have any name

@@ -1,15 +1,40 @@
-"""Which state dict a tensor belongs to, told from the path of keys that led to it."""
+"""Which state dict a tensor belongs to, told from the path of keys that led to it.
+
+Which framework wrote a checkpoint whose format is torch's own, told from what lies in it.
+
+Source: lightning/pytorch/trainer/connectors/checkpoint_connector.py (`dump_checkpoint`),
+lightning/fabric/strategies/model_parallel.py (`_save_checkpoint`), lightning 2.6;
+torchtitan/components/checkpoint.py (`CheckpointManager`), torchtitan 0.2.
+
+What training frameworks put beside the weights of a file, and what stands for it.
+
+Nothing here is imported or called: classes are names, and what they were made from is kept.
+
+Source: lightning/fabric/utilities/data.py (`AttributeDict`), omegaconf 2.1 to 2.4, torch/optim,
+functools.
+"""
 
 from __future__ import annotations
 
+import posixpath
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
+from typing import Any
 
-from ckptkit.core.errors import FormatError
-from ckptkit.core.index import Fqn, KeyPath, Part
+from ckptkit.core.errors import FormatError, InputError, UnsafePickleError, UnsupportedError
+from ckptkit.core.index import Fqn, KeyPath, Part, Problem
+from ckptkit.formats.pickle.pickles import Builder, Global, InertObject, ordered_dict
+from ckptkit.formats.pickle.torch_archives import ArchiveTable
+from ckptkit.formats.pickle.torch_values import (
+    ALLOWED,
+    TensorRef,
+    rebuild_tensor_v2,
+    rebuild_tensor_v3,
+)
+from ckptkit.storage.base import Source
 
 # Dictionary keys under which training code keeps an optimizer, a model, and what is neither.
 _OPTIMIZER = re.compile(r"(\w+_)?optim(izer)?s?(_?\w+)?")
@@ -186,3 +211,161 @@ def _checked(found: list[Membership], paths: Sequence[KeyPath], where: str) -> l
                 hint="names must stay distinct when wrapper segments are cut out",
             )
     return found
+
+
+_OPTIMIZERS = {
+    **{name.lower(): name for name in ("Adam", "AdamW", "SGD", "RMSprop", "Adagrad", "Adamax")},
+    **{name.lower(): name for name in ("NAdam", "RAdam", "Adadelta", "ASGD", "Rprop", "LBFGS")},
+    "_adafactor": "Adafactor",
+    "sparse_adam": "SparseAdam",
+}
+_SCHEDULERS = (
+    *("LRScheduler", "_LRScheduler", "LambdaLR", "MultiplicativeLR", "StepLR", "MultiStepLR"),
+    *("ConstantLR", "LinearLR", "ExponentialLR", "PolynomialLR", "CosineAnnealingLR", "CyclicLR"),
+    *("CosineAnnealingWarmRestarts", "OneCycleLR", "ReduceLROnPlateau", "SequentialLR"),
+)
+_OMEGACONF = (
+    *(("omegaconf.dictconfig", "DictConfig"), ("omegaconf.listconfig", "ListConfig")),
+    *(("omegaconf.base", name) for name in ("ContainerMetadata", "Metadata")),
+    *(
+        ("omegaconf.nodes", f"{kind}Node")
+        for kind in ("Any", "String", "Integer", "Float", "Boolean", "Bytes", "Path")
+    ),
+)
+_ATTRIBUTES = (
+    "lightning.fabric.utilities.data",
+    "lightning_fabric.utilities.data",
+    "lightning.pytorch.utilities.parsing",
+    "pytorch_lightning.utilities.parsing",
+)
+_TENSOR_CLASSES = (
+    ("torch", "Tensor"),
+    ("torch.nn.parameter", "Parameter"),
+    ("torch.nn.parameter", "Buffer"),
+)
+_REBUILDERS = {"_rebuild_tensor_v2": rebuild_tensor_v2, "_rebuild_tensor_v3": rebuild_tensor_v3}
+_OTHER_TENSORS = {
+    "_rebuild_sparse_tensor": "sparse",
+    "_rebuild_sparse_csr_tensor": "sparse",
+    "_rebuild_qtensor": "quantized by torch",
+    "_rebuild_nested_tensor": "nested",
+    "_rebuild_meta_tensor_no_storage": "on the device 'meta', without values",
+    "_rebuild_device_tensor_from_numpy": "of another device, stored through numpy",
+    "_rebuild_wrapper_subclass": "of a class that wraps others",
+}
+
+
+def _object(module: str, name: str) -> Builder:
+    cls = Global(module, name)
+
+    def build(*args: object) -> InertObject:
+        return InertObject(cls, args)
+
+    return build
+
+
+def _with_attributes(*args: object) -> TensorRef:
+    # How torch writes a tensor that was given attributes; they do not change its values.
+    match args:
+        case (Global("torch._utils", name), Global() as cls, tuple(inner), _) if (
+            name in _REBUILDERS and (cls.module, cls.name) in _TENSOR_CLASSES
+        ):
+            return _REBUILDERS[name](*inner)
+        case (_, Global() as cls, _, _):
+            raise UnsupportedError(
+                f"tensor is of the class '{cls}', which is not modelled",
+                hint="save `tensor.data` or `tensor.dequantize()`, as plain tensors",
+            )
+    raise FormatError("tensor with attributes is rebuilt from something that does not describe one")
+
+
+def _refused(kind: str) -> Builder:
+    def build(*_args: object) -> TensorRef:
+        raise UnsupportedError(
+            f"tensor is {kind}, which is not modelled",
+            hint="save it again as a plain tensor on the CPU",
+        )
+
+    return build
+
+
+TRAINING_VALUES: Mapping[tuple[str, str], object] = {
+    **ALLOWED,
+    **{("torch._utils", name): _refused(kind) for name, kind in _OTHER_TENSORS.items()},
+    **{name: Global(*name) for name in _TENSOR_CLASSES},
+    ("torch._tensor", "_rebuild_from_type_v2"): _with_attributes,
+    **{name: _object(*name) for name in _OMEGACONF},
+    **{(module, "AttributeDict"): ordered_dict for module in _ATTRIBUTES},
+    ("typing", "Any"): Global("typing", "Any"),
+    ("functools", "partial"): _object("functools", "partial"),
+    **{
+        (f"torch.optim.{module}", name): Global(f"torch.optim.{module}", name)
+        for module, name in _OPTIMIZERS.items()
+    },
+    **{
+        ("torch.optim.lr_scheduler", name): Global("torch.optim.lr_scheduler", name)
+        for name in _SCHEDULERS
+    },
+}
+"""`ALLOWED`, and the classes that the dictionaries of training frameworks hold besides."""
+
+LIGHTNING_META = "meta.pt"
+_LIGHTNING_VERSION = "pytorch-lightning_version"
+_STEP_KEYS = ("global_step", "global_steps", "step", "iteration", "num_updates", "iter")
+_TITAN = frozenset({"train_state", "lr_scheduler", "optimizer"})
+_MAX_STEP = 10**15
+
+
+@dataclass(frozen=True, slots=True)
+class Framework:
+    """What a checkpoint tells of the framework that wrote it.
+
+    Attributes:
+        name: Its name; empty where nothing tells.
+        version: Its version; empty where nothing tells.
+        step: The training step, or None.
+        notes: What could not be read, and is not needed.
+        problems: What is damaged, and not needed.
+    """
+
+    name: str = ""
+    version: str = ""
+    step: int | None = None
+    notes: tuple[str, ...] = ()
+    problems: tuple[Problem, ...] = ()
+
+
+def framework_of_values(root: object) -> Framework:
+    """Tells who wrote a dictionary, from the keys that a training loop gave it."""
+    if not isinstance(root, dict):
+        return Framework()
+    version = root.get(_LIGHTNING_VERSION)
+    return Framework(
+        name="Lightning Trainer" if version is not None else "",
+        version=version if isinstance(version, str) else "",
+        step=_step_in(root),
+    )
+
+
+def _step_in(root: Mapping[Any, Any]) -> int | None:
+    found = (root.get(key) for key in _STEP_KEYS)
+    return next((n for n in found if type(n) is int and 0 <= n <= _MAX_STEP), None)
+
+
+def framework_of_meta(source: Source, path: str) -> Framework:
+    """Tells what Lightning's `meta.pt`, beside shards, says; the weights do not need it."""
+    try:
+        file = ArchiveTable().open(source, path, TRAINING_VALUES)
+    except (UnsafePickleError, UnsupportedError) as error:
+        note = f"{posixpath.basename(path)} was left unread: {error.message}"
+        return Framework("Lightning", notes=(note,))
+    except InputError as error:
+        return Framework("Lightning", problems=(Problem(error.code, path, error.message),))
+    found = framework_of_values(file.root)
+    return Framework(found.name or "Lightning Fabric", found.version, found.step)
+
+
+def framework_of_keys(paths: Iterable[KeyPath]) -> Framework:
+    """Tells who wrote shards, from the paths of what they hold."""
+    heads = {path[0] for path in paths if path}
+    return Framework("torchtitan") if heads >= _TITAN else Framework()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckptkit.hub.pulling import Pulled, pull
-from ckptkit.hub.pushing import Pushed, push
+from ckptkit.hub.download import Pulled, pull
+from ckptkit.hub.publish.publish import Pushed, push
 
 __all__ = ["Pulled", "Pushed", "pull", "push"]

@@ -15,11 +15,11 @@ from torch.distributed.tensor import DTensor
 
 from ckptkit.core.errors import CkptkitError, OutputError
 from ckptkit.core.manifest import MANIFEST_NAME
+from ckptkit.storage.local.workdir import is_empty
 from ckptkit.storage.manifests import read_manifest
-from ckptkit.storage.workfolder import is_empty
 from ckptkit.training.checkpointer import Checkpointer
-from ckptkit.training.export import ExportOptions
-from ckptkit.training.export_handle import ExportReport
+from ckptkit.training.export.export import ExportOptions
+from ckptkit.training.handle import ExportReport
 
 logger = logging.getLogger(__name__)
 

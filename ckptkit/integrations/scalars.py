@@ -8,7 +8,7 @@ from typing import Any
 
 from ckptkit.core.arguments import check_names
 from ckptkit.core.errors import UsageError
-from ckptkit.core.texts import a_kind
+from ckptkit.core.text import a_kind
 from ckptkit.training.handle import SaveReport
 
 _GB = 1e9  # bytes

@@ -8,9 +8,8 @@ from types import TracebackType
 from typing import Protocol, Self, runtime_checkable
 
 from ckptkit.core.errors import InputError
-from ckptkit.core.index import FileRef
+from ckptkit.core.index import FileRange, FileRef
 from ckptkit.core.object_parts import CopiedRange, ObjectPart
-from ckptkit.core.ranges import FileRange
 
 
 class Source(Protocol):

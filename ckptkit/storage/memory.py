@@ -14,7 +14,7 @@ from ckptkit.core.errors import (
     TruncatedFileError,
 )
 from ckptkit.core.index import FileRef
-from ckptkit.storage.names import check_relative
+from ckptkit.storage.local.names import check_relative
 
 
 class MemorySource:

@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError, OutputError, RefusedError
-from ckptkit.storage.remote_store import RemoteStore
-from ckptkit.storage.retries import retried
-from ckptkit.storage.store_errors import Writing
+from ckptkit.storage.remote.errors import Writing, retried
+from ckptkit.storage.remote.store import RemoteStore
 
 CLAIM_NAME = ".ckptkit-commit"
 _RENEWAL_SECONDS = 15.0

@@ -7,8 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 
 from ckptkit.core.errors import FormatError, InputError, MissingFileError
-from ckptkit.core.index import FileRef
-from ckptkit.core.ranges import FileRange
+from ckptkit.core.index import FileRange, FileRef
 from ckptkit.storage.base import CopySource, Distant, Folder, ObjectSource, Source, foresee
 from ckptkit.storage.memory import MemorySource
 

@@ -13,8 +13,8 @@ from ipaddress import ip_address
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from ckptkit.storage.filesystems import mount_of, mounts_of
 from ckptkit.storage.locations import PathLike, Place, is_url, local_path, place_of, store_kind
+from ckptkit.storage.shared import mount_of, mounts_of
 
 _LOCAL = "file"
 _S3 = "s3"
@@ -224,7 +224,7 @@ def _local_names(path: Path) -> tuple[str, ...]:
 
 def _s3_endpoint(place: Place) -> str:
     """Returns the URL that the client would ask, from options, environment or its own files."""
-    from ckptkit.storage.remote_store import store_of  # late: it imports fsspec
+    from ckptkit.storage.remote.store import store_of  # late: it imports fsspec
 
     try:
         filesystem = store_of(place).filesystem

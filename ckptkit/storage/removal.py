@@ -8,10 +8,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from ckptkit.core.errors import OutputError, RefusedError
+from ckptkit.storage.local.syscalls import OpenFile, detect_capabilities, sync_directory
 from ckptkit.storage.locations import Place, is_url, local_path
-from ckptkit.storage.remote_store import RemoteStore, store_of
-from ckptkit.storage.store_errors import writing_to
-from ckptkit.storage.syscalls import OpenFile, detect_capabilities, sync_directory
+from ckptkit.storage.remote.errors import writing_to
+from ckptkit.storage.remote.store import RemoteStore, store_of
 
 _READ_ONLY = frozenset({"hf", "http", "https"})
 

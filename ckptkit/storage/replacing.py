@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ckptkit.core.errors import CkptkitError, OutputExistsError, RefusedError
 from ckptkit.core.manifest import MANIFEST_NAME, check_manifest_size, parse_manifest
-from ckptkit.storage.workfolder import entries
+from ckptkit.storage.local.workdir import entries
 
 _EXAMPLES = 3
 _TRAINING = "training"

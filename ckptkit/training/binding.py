@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ckptkit.core.errors import UsageError
-from ckptkit.core.texts import a_kind
-from ckptkit.training.kinds import kind_of, leaves
-from ckptkit.training.state import BoundState, Layout, bind
+from ckptkit.core.text import a_kind
+from ckptkit.training.state.bound import kind_of, leaves
+from ckptkit.training.state.collect import BoundState, Layout, bind
 
 _Leaves = tuple[tuple[str, int | None, object], ...]
 

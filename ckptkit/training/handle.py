@@ -1,4 +1,11 @@
-"""What `save` gives back: the outcome of one save, and what it cost."""
+"""What `save` gives back: the outcome of one save, and what it cost.
+
+How something ends that goes on in the background, to be asked from any thread.
+
+What `export` gives back: the outcome of one export, and what it cost.
+
+How the push of a step ends, to be asked from any thread.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +13,142 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 from ckptkit.core.arguments import check_names
 from ckptkit.core.errors import CkptkitError, SaveError
-from ckptkit.core.texts import size_text
-from ckptkit.training.outcome import Outcome
-from ckptkit.training.push_handle import Push, PushReport
-from ckptkit.training.staging import Staged
+from ckptkit.core.text import size_text
+from ckptkit.training.save.staging import Staged
+
+
+class Reported(Protocol):
+    """What is known of something that ended well."""
+
+    @property
+    def path(self) -> Any:
+        """The directory that was made."""
+
+
+Report = TypeVar("Report", bound=Reported)
+
+
+class Outcome(Generic[Report]):
+    """What a save or an export comes to: a report, or an error."""
+
+    def __init__(self, what: str) -> None:
+        """Takes what it is called in messages, such as "the save of step 3"."""
+        self._what = what
+        self._finished = threading.Event()
+        self._report: Report | None = None
+        self._error: CkptkitError | None = None
+        self._asked = False
+
+    def done(self) -> bool:
+        """Tells whether it has ended, well or not."""
+        return self._finished.is_set()
+
+    @check_names
+    def wait(self, timeout: float | None = None) -> bool:
+        """Waits until it has ended, well or not, and tells whether it has."""
+        return self._finished.wait(timeout)
+
+    @check_names
+    def result(self, timeout: float | None = None) -> Any:
+        """Waits until all ranks are done and the directory is there.
+
+        Args:
+            timeout: Seconds to wait at most; it ends within a bounded time by itself.
+
+        Returns:
+            The directory, as a `Path`; of a run at a URL that of the step, as a `Place`: a text
+            that carries what its storage has to be told.
+
+        Raises:
+            TimeoutError: If it has not ended by then.
+            CkptkitError: If it failed, on this rank or on another one.
+        """
+        return self.report(timeout).path
+
+    @check_names
+    def report(self, timeout: float | None = None) -> Report:
+        """Waits as `result` does, and returns what it cost.
+
+        Raises:
+            TimeoutError: If it has not ended by then.
+            CkptkitError: If it failed.
+        """
+        if not self._finished.wait(timeout):
+            raise TimeoutError(f"{self._what} has not ended after {timeout} s")
+        self._asked = True
+        if self._report is None:
+            raise self._error or SaveError(f"{self._what} was given up")
+        return self._report
+
+    @check_names
+    def exception(self, timeout: float | None = None) -> CkptkitError | None:
+        """Waits as `result` does, and returns what went wrong instead of raising it."""
+        try:
+            self.report(timeout)
+        except CkptkitError as error:
+            return error
+        return None
+
+    @property
+    def error(self) -> CkptkitError | None:
+        """What went wrong, if it has ended and something did."""
+        return self._error
+
+    @property
+    def unheard_error(self) -> CkptkitError | None:
+        """What went wrong, if something did and nobody has asked for the result."""
+        return None if self._asked else self._error
+
+    def heard(self) -> None:
+        """Notes that the caller knows how it ends."""
+        self._asked = True
+
+    def succeed(self, report: Report) -> None:
+        """Ends it well."""
+        self._report = report
+        self._end()
+
+    def fail(self, error: CkptkitError) -> None:
+        """Ends it with an error."""
+        self._error = error
+        self._end()
+
+    def _end(self) -> None:
+        self._finished.set()
+
+
+@dataclass(frozen=True, slots=True)
+class PushReport:
+    """A step that is at the Hub.
+
+    Attributes:
+        step: The training step.
+        path: Where it lies in the run, a `Path`; where that is at a URL, a `Place`.
+        repo_id: The repository.
+        commit: The hash of its commit.
+        tag: The tag that points to it.
+        url: Where people see it.
+    """
+
+    step: int
+    path: Any
+    repo_id: str
+    commit: str
+    tag: str
+    url: str
+
+
+class Push(Outcome[PushReport]):
+    """The push of a step, under way or done."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(f"the push of step {step}")
+        self.step = step
+
 
 _MENTIONED = 0.01  # seconds
 _WORTH_SAYING = 0.005  # of the copy limit: of a tiny state it would say 0 %
@@ -193,3 +328,50 @@ class SaveHandle(Outcome[SaveReport]):
         super()._end()
         self._kept.set()
         self._freed.set()
+
+
+@dataclass(frozen=True, slots=True)
+class ExportReport:
+    """What one export cost on this rank.
+
+    Attributes:
+        path: The directory that was written.
+        size_bytes: Bytes of tensors that this rank wrote.
+        total_bytes: Bytes of all files but the manifest.
+        durable_seconds: From the call of `export` until this rank's bytes were durable, which is
+            how long it blocked.
+        committed_seconds: From the call until the directory was there.
+        command: Empty where `path` is the model folder. Otherwise its storage does not take
+            ranges from several machines: `path` is a sharded checkpoint, and this command makes
+            the folder of it.
+    """
+
+    path: Path
+    size_bytes: int
+    total_bytes: int
+    durable_seconds: float
+    committed_seconds: float
+    command: str = ""
+
+    def __str__(self) -> str:
+        if self.command:
+            return f"exported as shards in {self.path}; to make a folder of them: {self.command}"
+        return (
+            f"exported to {self.path}: {size_text(self.total_bytes)}"
+            f" ({size_text(self.size_bytes)} by this rank), durable after"
+            f" {self.durable_seconds:.2f} s, committed after {self.committed_seconds:.2f} s"
+        )
+
+
+class ExportHandle(Outcome[ExportReport]):
+    """An export whose own bytes are durable; it may be asked from any thread.
+
+    `result` returns the directory; see `ExportReport.command` for the one exception.
+
+    Attributes:
+        out: The directory to be.
+    """
+
+    def __init__(self, out: Path) -> None:
+        super().__init__(f"the export to {out}")
+        self.out = out

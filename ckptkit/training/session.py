@@ -1,4 +1,7 @@
-"""One job's use of a run directory: lock, names of attempts, what lies beside the shards."""
+"""One job's use of a run directory: lock, names of attempts, what lies beside the shards.
+
+What lies beside the shards of every step, kept in folders of their own for commits to copy.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import json
 import logging
 import math
 import operator
+import shutil
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -18,23 +22,102 @@ import torch
 
 from ckptkit.core.errors import CkptkitError, UsageError, error_from_json
 from ckptkit.core.manifest import Manifest
-from ckptkit.core.texts import a_kind
+from ckptkit.core.text import a_kind
+from ckptkit.runs.marks import MARKS_FOLDER
 from ckptkit.storage.places import PathLike, Place, is_url, local_path, place_of
-from ckptkit.storage.run_marks import MARKS_FOLDER
-from ckptkit.training.committing import Attempt
-from ckptkit.training.descriptions import Descriptions
+from ckptkit.training.agree.peers import Peers
 from ckptkit.training.handle import SaveHandle, SaveReport
-from ckptkit.training.peers import Peers
 from ckptkit.training.pushing import open_pushing
-from ckptkit.training.run_folder import RunFolder, RunLock
-from ckptkit.training.runs import Run
+from ckptkit.training.runs import Run, RunFolder, RunLock
+from ckptkit.training.save.commit import Attempt
+from ckptkit.training.save.writer_process import Patience
 from ckptkit.training.settings import Settings, check_shared
 from ckptkit.training.sidecar import collect_sidecar, run_facts
-from ckptkit.training.state import BoundState
-from ckptkit.training.url_run import UrlRun, check_place
-from ckptkit.training.writer_process import Patience
+from ckptkit.training.state.collect import BoundState
+from ckptkit.training.state.pieces import SmallFile
+from ckptkit.training.tiers.url_run import UrlRun, check_place
 from ckptkit.version import __version__
+from ckptkit.writer.failures import as_failure
 from ckptkit.writer.sweep import sweep
+
+
+class Descriptions:
+    """Folders whose content never changes; the newest one is for the next save.
+
+    Commits that are under way copy from the ones before, as many as saves may be in flight.
+    """
+
+    def __init__(self, parents: Sequence[Path], in_flight: int) -> None:
+        """Makes nothing yet.
+
+        Args:
+            parents: What the folders are made in: the first one that takes them.
+            in_flight: How many saves may be under way, the next one included.
+        """
+        self._parents = parents
+        self._kept: deque[Path] = deque()
+        self._most = in_flight
+        self._count = 0
+        self._objects: tuple[object, ...] = ()
+        self._places: object = ()
+        self._files: Sequence[SmallFile] = ()
+
+    @property
+    def folder(self) -> Path:
+        """The newest one."""
+        return self._kept[-1]
+
+    def is_of(self, objects: Sequence[object], places: object) -> bool:
+        """Tells whether the newest one is there, and was made for these very objects."""
+        is_there = bool(self._kept) and self.folder.is_dir()
+        is_same = list(map(id, objects)) == list(map(id, self._objects))
+        return is_there and is_same and places == self._places
+
+    def put(self, objects: Sequence[object], places: object, files: Sequence[SmallFile]) -> None:
+        """Makes a new one where the files differ, and removes those that no commit needs.
+
+        Args:
+            objects: What the files tell of.
+            places: Where other values lie, of which they tell as well.
+            files: What lies beside the shards.
+
+        Raises:
+            CkptkitError: If it cannot be written.
+        """
+        if not (self._kept and self.folder.is_dir() and tuple(files) == tuple(self._files)):
+            self._count += 1
+            self._kept.append(self._made(str(self._count), files))
+            self._files = files
+        self._objects, self._places = tuple(objects), places
+        while len(self._kept) > self._most:
+            shutil.rmtree(self._kept.popleft(), ignore_errors=True)
+
+    def close(self) -> None:
+        """Removes all of them."""
+        for parent in self._parents:
+            shutil.rmtree(parent, ignore_errors=True)
+        self._kept.clear()
+
+    def _made(self, name: str, files: Sequence[SmallFile]) -> Path:
+        problems: list[CkptkitError] = []
+        for parent in self._parents:
+            new = parent / name
+            try:
+                for file in files:
+                    _put(new, file)
+            except OSError as error:
+                shutil.rmtree(new, ignore_errors=True)
+                problems.append(as_failure(error, str(new)))
+            else:
+                return new
+        raise problems[-1]
+
+
+def _put(folder: Path, file: SmallFile) -> None:
+    path = folder / file.path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(file.data)
+
 
 logger = logging.getLogger(__name__)
 _LOCK = "the lock of the run"

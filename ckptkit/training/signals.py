@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any
 
 from ckptkit.core.errors import UsageError
-from ckptkit.core.texts import a_kind
+from ckptkit.core.text import a_kind
 
 _HINT = 'pass names such as signals=("SIGTERM", "SIGUSR2"), or () for none'
 

@@ -1,27 +1,217 @@
-"""Turning what all ranks wrote into one step: merged, complete, durable, and visible at once."""
+"""Turning what all ranks wrote into one step: merged, complete, durable, and visible at once.
+
+Giving a finished working folder the name of its step, and clearing away what it replaces.
+
+Files and folders that are there, or said not to be, after the power failed.
+"""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ckptkit.core.crc import crc32
+from ckptkit.core.errors import OutputExistsError
 from ckptkit.core.manifest import MANIFEST_NAME, NODE_RANKS, FileRecord, parse_manifest
-from ckptkit.layouts.dcp_metadata import METADATA_NAME, write_metadata
-from ckptkit.storage.syscalls import Capabilities, sync_directory
-from ckptkit.writer.durable import put_file, sync_tree
+from ckptkit.plan.layouts.dcp_metadata import METADATA_NAME, write_metadata
+from ckptkit.runs.marks import claim
+from ckptkit.storage.local.names import WORK_INFIX
+from ckptkit.storage.local.syscalls import Capabilities, exchange, sync_directory
+from ckptkit.writer.failures import Tally, naming
 from ckptkit.writer.gathering import Gathering, Patience, crc_digest
 from ckptkit.writer.merge import Unit, few_collections
 from ckptkit.writer.messages import Commit, Committed, Proof
-from ckptkit.writer.publish import clear, publish
 from ckptkit.writer.record import FOLDER
-from ckptkit.writer.watching import Tally
+
+TRASH, OLD = "trash", "old"
+"""Kinds of hidden directories: one to be removed, and one that makes room for its successor."""
+
+_NONCE_BYTES = 8
+_NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0)
+
+
+def put_file(path: Path, data: bytes) -> None:
+    """Makes a durable file; its entry in the folder is not, yet.
+
+    Raises:
+        FileExistsError: If there is one of that name.
+        OSError: If it cannot be written.
+    """
+    with naming(path):
+        descriptor = os.open(path, _NEW_FILE, 0o666)
+        try:
+            left = memoryview(data)
+            while left:
+                left = left[os.write(descriptor, left) :]
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def make_folders(folder: Path, inside: Iterable[str], capabilities: Capabilities) -> list[Path]:
+    """Makes a folder, those above it, and some inside it, where they are not there.
+
+    Args:
+        folder: The outermost one that the caller fills.
+        inside: Paths relative to it; may hold the empty one.
+        capabilities: What the platform offers.
+
+    Returns:
+        The folders inside, those between included, whose entries are to be made durable after
+        they were filled; the innermost first.
+
+    Raises:
+        OSError: If one cannot be made.
+    """
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in missing:
+        sync_directory(path.parent, capabilities)
+    needed = {folder}
+    for name in inside:
+        path = folder / name
+        path.mkdir(parents=True, exist_ok=True)
+        while path != folder:
+            needed.add(path)
+            path = path.parent
+    return sorted(needed, reverse=True)
+
+
+def hidden_beside(path: Path, kind: str) -> Path:
+    """Returns a new hidden name beside a directory, which no tool takes for a checkpoint."""
+    nonce = os.urandom(_NONCE_BYTES).hex()
+    return path.parent / f".{path.name}{WORK_INFIX}{kind}-{nonce}"
+
+
+def remove_whole(path: Path) -> None:
+    """Removes a directory, which first loses its name: no half of it looks like a checkpoint.
+
+    Of a link only the link goes: what it leads to lies elsewhere, and may serve something else.
+
+    Raises:
+        OSError: If not all of it can be removed.
+    """
+    if path.is_symlink():
+        path.unlink()
+        return
+    trash = hidden_beside(path, TRASH)
+    path.rename(trash)
+    shutil.rmtree(trash)
+
+
+def sync_tree(folder: Path, capabilities: Capabilities) -> None:
+    """Makes the entries of a folder and of all below it durable.
+
+    Raises:
+        OSError: If one cannot be.
+    """
+    for path, _, _ in os.walk(folder, topdown=False):
+        sync_directory(Path(path), capabilities)
+
+
+_OCCUPIED = frozenset({errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR})
+
+
+def publish(folder: Path, final: Path, capabilities: Capabilities) -> Path | None:
+    """Renames a working folder to its step, durably; a complete step of that name is replaced.
+
+    Args:
+        folder: The working folder, all of it durable.
+        final: The step's directory, beside it.
+        capabilities: What the platform offers.
+
+    Returns:
+        Where the replaced step lies now, hidden, or None where nothing was replaced.
+
+    Raises:
+        OutputExistsError: If something lies there that is no complete step of ours.
+        OSError: If it cannot be renamed; then the previous step is in its place.
+    """
+    replaced = None
+    try:
+        folder.rename(final)  # an empty directory is replaced too
+    except OSError as error:
+        if error.errno not in _OCCUPIED:
+            raise
+        _refuse_strangers(final)
+        replaced = _replace(folder, final, capabilities)
+    sync_directory(final.parent, capabilities)
+    return replaced
+
+
+def clear(replaced: Path | None, steps: Sequence[Path]) -> tuple[list[Path], list[str]]:
+    """Removes the replaced step and retired ones, as far as that is possible.
+
+    A retired step that somebody reads stays: it is retired once more by the next save.
+
+    Returns:
+        The retired steps that are gone, and notes on what could not be removed.
+    """
+    removed: list[Path] = []
+    notes: list[str] = []
+    if replaced is not None:
+        try:
+            shutil.rmtree(replaced)
+        except OSError as error:
+            notes.append(f"what was replaced could not be removed: {error}")
+    for step in steps:
+        try:
+            is_gone = _remove_unread(step)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            notes.append(f"{step.name} could not be removed: {error}")
+            continue
+        if is_gone:
+            removed.append(step)
+        else:
+            notes.append(f"{step.name} is being read, and stays until a later save")
+    return removed, notes
+
+
+def _remove_unread(step: Path) -> bool:
+    mark = claim(sorted(step.glob(f"*/{METADATA_NAME}")) + sorted(step.glob(METADATA_NAME)))
+    if mark is None:
+        return False
+    with mark:
+        remove_whole(step)
+    return True
+
+
+def _refuse_strangers(final: Path) -> None:
+    if final.is_dir() and not final.is_symlink() and (final / MANIFEST_NAME).is_file():
+        return
+    raise OutputExistsError(
+        f"something without a {MANIFEST_NAME} was found where the step was to go",
+        where=str(final),
+        hint="it may be another tool's checkpoint; move it away, or save into another directory",
+    )
+
+
+def _replace(folder: Path, final: Path, capabilities: Capabilities) -> Path:
+    trash = hidden_beside(final, TRASH)
+    if exchange(folder, final, capabilities):
+        with suppress(OSError):  # it is hidden under its present name as well
+            folder.rename(trash)
+            return trash
+        return folder
+    old = hidden_beside(final, OLD)
+    final.rename(old)
+    try:
+        folder.rename(final)
+    except OSError:
+        old.rename(final)
+        raise
+    old.rename(trash)
+    return trash
 
 
 def commit(request: Commit, capabilities: Capabilities, tally: Tally) -> Committed:

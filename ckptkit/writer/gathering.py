@@ -10,11 +10,11 @@ from typing import Protocol
 from ckptkit.core.crc import crc32
 from ckptkit.core.errors import ChecksumError, FormatError, MissingFileError, TruncatedFileError
 from ckptkit.core.manifest import FileRecord
-from ckptkit.storage.names import check_relative
+from ckptkit.storage.local.names import check_relative
+from ckptkit.writer.failures import Tally
 from ckptkit.writer.merge import Merged, Merger
 from ckptkit.writer.messages import Proof
 from ckptkit.writer.record import RankRecord, WrittenFile, parse_record
-from ckptkit.writer.watching import Tally
 
 _FIRST_PAUSE_SECONDS = 0.01
 _LONGEST_PAUSE_SECONDS = 1.0

@@ -2,6 +2,10 @@
 
 A frame is the length of its text in 4 little-endian bytes, then the text. Descriptors travel
 beside the frame that announces them.
+
+What is asked of the process that drains a node's own disk.
+
+What is asked of the process that brings steps from a node's own disk to an object store.
 """
 
 from __future__ import annotations
@@ -15,8 +19,99 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, TypeVar
 
-from ckptkit.writer.tier_messages import Drain
-from ckptkit.writer.upload_messages import Finish, Remote, Upload
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """Asks for the files that some ranks wrote to be copied to another place, and made durable.
+
+    Attributes:
+        attempt: Names the attempt in answers.
+        folder: Where they lie, absolute.
+        target: Where they go, absolute: the working folder of all ranks.
+        records: The ranks' records, relative to the folder; they name the files, and go last.
+        further: Files that no record names, relative to the folder; they go to `BESIDE` in the
+            target.
+        earlier: A step that was drained and committed before, absolute; empty for none. Files that
+            several steps have in common here are linked from there.
+    """
+
+    attempt: str
+    folder: str
+    target: str
+    records: tuple[str, ...]
+    further: tuple[str, ...] = ()
+    earlier: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Remote:
+    """A run in an object store.
+
+    Attributes:
+        url: Of the run, without a slash at its end.
+        options: What fsspec is given for it; secrets, and therefore in no `repr`.
+    """
+
+    url: str
+    options: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Upload:
+    """Asks for the files that some ranks wrote to be put into a run's step.
+
+    Attributes:
+        attempt: Names the attempt in answers.
+        remote: The run.
+        step: The name of the step's folder there.
+        folder: Where the files lie, absolute.
+        records: The ranks' records, relative to the folder; they name the files, and go last.
+        further: Files that no record names, relative to the folder; they go as they are.
+        earlier: The folder of a step of the run that was uploaded before, empty for none. Files
+            that several steps have in common here are copied from there by the store itself.
+    """
+
+    attempt: str
+    remote: Remote
+    step: str
+    folder: str
+    records: tuple[str, ...]
+    further: tuple[str, ...] = ()
+    earlier: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """Asks for a step of which all files are uploaded to be made whole, the manifest last.
+
+    Attributes:
+        attempt: Names the attempt in answers.
+        remote: The run.
+        step: The name of the step's folder there.
+        job: The nonce that the run's mark has to have: that of the last job that opened it.
+        proofs: One per rank.
+        manifest: The manifest's document, to which the files are added; those that it lists
+            already were uploaded too.
+        beside: A local folder, absolute, whose files belong into the step; empty for none.
+        remove: Names of steps that go once the new one is whole.
+        given_up: Names of steps of which uploads failed: what is left of them goes, too, unless
+            they have become whole since.
+        scratch: A local folder, absolute, for what is put together before it is uploaded.
+        visible_seconds: How long to wait for what other nodes have uploaded to become visible.
+    """
+
+    attempt: str
+    remote: Remote
+    step: str
+    job: str
+    proofs: tuple[Proof, ...]
+    manifest: Mapping[str, Any]
+    beside: str = ""
+    remove: tuple[str, ...] = ()
+    given_up: tuple[str, ...] = ()
+    scratch: str = ""
+    visible_seconds: float = 60.0
+
 
 _LENGTH = struct.Struct("<I")
 _MAX_DESCRIPTORS = 4

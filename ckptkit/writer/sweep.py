@@ -10,10 +10,10 @@ from pathlib import Path
 
 from ckptkit.core.errors import RefusedError
 from ckptkit.core.manifest import MANIFEST_NAME
-from ckptkit.storage.names import WORK_INFIX
-from ckptkit.storage.run_marks import MARKS_FOLDER
-from ckptkit.storage.syscalls import Capabilities, detect_capabilities, sync_directory
-from ckptkit.writer.durable import OLD, TRASH
+from ckptkit.runs.marks import MARKS_FOLDER
+from ckptkit.storage.local.names import WORK_INFIX
+from ckptkit.storage.local.syscalls import Capabilities, detect_capabilities, sync_directory
+from ckptkit.writer.commit import OLD, TRASH
 
 # A step's folder may have any name; what follows it tells that a save made the hidden one.
 _HIDDEN = re.compile(

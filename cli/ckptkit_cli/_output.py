@@ -1,17 +1,150 @@
-"""Where results and messages go, and in what dress."""
+"""Where results and messages go, and in what dress.
+
+Plain text for people: safe to print, sized to read, aligned to compare.
+
+What the user reads, and the shell gets, when a command does not succeed.
+
+Signals become an exception, so that `finally` removes what is unfinished.
+
+Standard streams that neither a reader who left nor a strange character can break.
+"""
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
+import signal
 import sys
+import textwrap
 import time
-from collections.abc import Iterable, Mapping
-from typing import Any, Literal, TextIO
+import traceback
+import unicodedata
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, Literal, NoReturn, TextIO
 
-from ckptkit.core.texts import without_url_secrets
-from ckptkit_cli._text import escaped, wrapped
+import typer
+
+from ckptkit.core.errors import CkptkitError, OutputError, UsageError, VerificationError
+from ckptkit.core.text import without_url_secrets
+from ckptkit.version import __version__
+
+_MIN_ELASTIC = 16
+_MAX_TEXT = 2000
+
+
+def escaped(text: str) -> str:
+    r"""Makes whatever is not printable visible: control characters, escapes, bidi overrides.
+
+    >>> print(escaped("a\x1b[31mb\u202ec"))
+    a\x1b[31mb\u202ec
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def counted(count: int, noun: str) -> str:
+    """Returns a number with its noun.
+
+    >>> counted(1, "file"), counted(1200, "file")
+    ('1 file', '1,200 files')
+    """
+    return f"{count:,} {noun if count == 1 else noun + 's'}"
+
+
+def cells(text: str) -> int:
+    """Returns how many columns of a terminal a printable text takes."""
+    if text.isascii():
+        return len(text)
+    return sum(_cells_of(character) for character in text)
+
+
+def _cells_of(character: str) -> int:
+    if unicodedata.combining(character):
+        return 0
+    return 2 if unicodedata.east_asian_width(character) in "WF" else 1
+
+
+def shortened(text: str, width: int) -> str:
+    """Takes out the middle of a text that is wider than `width` columns.
+
+    >>> shortened("model.layers.10.self_attn.q_proj.weight", 21)
+    'model.lay...oj.weight'
+    """
+    if cells(text) <= width:
+        return text
+    keep = max(width - 3, 2)
+    head, tail = text[: keep // 2], text[len(text) - (keep - keep // 2) :]
+    while cells(head) > keep // 2:
+        head = head[:-1]
+    while cells(tail) > keep - keep // 2:
+        tail = tail[1:]
+    return f"{head}...{tail}"
+
+
+def table(
+    rows: Sequence[Sequence[str]],
+    *,
+    width: int | None,
+    right: Collection[int] = (),
+    elastic: Collection[int] = (0,),
+) -> list[str]:
+    """Aligns rows, the header first, two spaces apart and two from the left.
+
+    Args:
+        rows: Printable cells, as many in each row.
+        width: Columns to fit into; None for as wide as it takes.
+        right: Positions of the columns that are aligned to the right.
+        elastic: The columns whose cells are shortened where the rows are too wide, in this order.
+    """
+    widths = [max(map(cells, column)) for column in zip(*rows, strict=True)]
+    if width is not None:
+        for position in elastic:
+            excess = max(sum(widths) + 2 * len(widths) - width, 0)
+            least = min(widths[position], _MIN_ELASTIC)
+            widths[position] = max(widths[position] - excess, least)
+    return [_aligned(row, widths, right, elastic) for row in rows]
+
+
+def _aligned(
+    row: Sequence[str], widths: Sequence[int], right: Collection[int], elastic: Collection[int]
+) -> str:
+    line = ""
+    for position, (cell, width) in enumerate(zip(row, widths, strict=True)):
+        text = shortened(cell, width) if position in elastic else cell
+        padding = " " * (width - cells(text))
+        line += f"  {padding}{text}" if position in right else f"  {text}{padding}"
+    return line.rstrip()
+
+
+def wrapped(text: str, *, width: int | None, first: str = "  ", rest: str = "  ") -> list[str]:
+    """Breaks a printable text into lines of `width` columns; one line where that is None."""
+    if len(text) > _MAX_TEXT:
+        text = f"{text[:_MAX_TEXT]}... ({len(text):,} characters)"
+    if width is None:
+        return [first + text]
+    return textwrap.wrap(
+        text,
+        max(width, 40),
+        initial_indent=first,
+        subsequent_indent=rest,
+        break_on_hyphens=False,
+    ) or [first.rstrip()]
+
+
+def first_of(items: Sequence[str], limit: int) -> list[str]:
+    """Returns the first items, and a line that says how many there are beyond `limit`.
+
+    >>> first_of(["a", "b", "c"], 2)
+    ['a', 'b', '... and 1 more']
+    """
+    more = len(items) - limit
+    return list(items) if more <= 0 else [*items[:limit], f"... and {more:,} more"]
+
 
 Style = Literal["bold", "dim", "red", "green", "yellow", "cyan"]
 _CODES: dict[Style, str] = {
@@ -123,3 +256,202 @@ def _takes_colour(stream: TextIO) -> bool:
 
 def _painted(text: str, style: Style) -> str:
     return f"\x1b[{_CODES[style]}m{text}\x1b[0m"
+
+
+_NAMES = ("SIGINT", "SIGTERM", "SIGHUP")  # Windows has no SIGHUP
+
+
+class Stopped(BaseException):
+    """Raised in the main thread by the first signal; no `except Exception` can hold it up.
+
+    Attributes:
+        signal: The signal that arrived.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.signal = signal.Signals(number)
+
+    @property
+    def exit_status(self) -> int:
+        """What a shell reports for a process that the signal ended, such as 130 or 143."""
+        return 128 + self.signal
+
+
+def raise_on_signals() -> None:
+    """Makes the first signal raise `Stopped`; later ones do not disturb the clean-up.
+
+    Signals that the parent chose to ignore, as nohup does, stay ignored.
+    """
+    stopping = False
+
+    def stop(number: int, _frame: FrameType | None) -> None:
+        nonlocal stopping
+        if not stopping:
+            stopping = True
+            raise Stopped(number)
+
+    for name in _NAMES:
+        number = getattr(signal, name, None)
+        if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, stop)
+
+
+class _PatientFile(io.FileIO):
+    """A pipe whose reader may leave, as `| head` does: what nobody reads is dropped."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data) or 0
+        except BrokenPipeError:
+            return memoryview(data).nbytes
+
+
+def prepare_streams() -> None:
+    """Readies stdout and stderr; streams that the parent closed swallow what is written."""
+    sys.stdout = _prepared(sys.stdout)
+    sys.stderr = _prepared(sys.stderr)
+
+
+def flush_streams() -> None:
+    """Writes out what is buffered, and gives up quietly where that fails."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            discard(stream)
+
+
+def discard(stream: TextIO) -> None:
+    """Sends what a stream still holds, and will be given, nowhere."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(null, stream.fileno())
+    except (OSError, ValueError):  # a stream without a descriptor has nothing to flush later
+        return
+    finally:
+        os.close(null)
+
+
+def _prepared(stream: TextIO | None) -> TextIO:
+    if stream is None:
+        return open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123  for all our life
+    if not isinstance(stream, io.TextIOWrapper):
+        return stream
+    if stream.isatty():
+        stream.reconfigure(errors="backslashreplace")
+        return stream
+    stream.flush()
+    raw = _PatientFile(stream.fileno(), "w", closefd=False)
+    return io.TextIOWrapper(
+        io.BufferedWriter(raw), encoding=stream.encoding, errors="backslashreplace"
+    )
+
+
+_BUG_STATUS = 1
+
+
+@contextmanager
+def told(output: Output) -> Iterator[None]:
+    """Turns whatever a command raises into a message and an exit status.
+
+    With `--json`, the one document on stdout says what went wrong as well.
+
+    Raises:
+        typer.Exit: With the status, for every error.
+    """
+    try:
+        yield
+    except typer.Exit:
+        raise
+    except CkptkitError as error:
+        raise typer.Exit(_show_error(output, error)) from error
+    except Stopped as stop:
+        raise typer.Exit(show_stop(output, stop)) from stop
+    except OSError as error:
+        raise typer.Exit(show_system_error(output, error)) from error
+    except Exception as error:
+        raise typer.Exit(show_bug(output, error)) from error
+
+
+def exit_unless(passed: bool, kind: type[CkptkitError] = VerificationError) -> None:
+    """Ends a command that did its work, and told all of it, with the status of an error."""
+    if not passed:
+        exit_with(kind.exit_status)
+
+
+def exit_with(status: int) -> NoReturn:
+    """Ends a command that did its work, and told all of it.
+
+    Raises:
+        typer.Exit: With the status.
+    """
+    raise typer.Exit(status)
+
+
+def show_usage(words: Sequence[str], failure: Any) -> int:
+    """Tells that a command line was not understood; returns the exit status.
+
+    Args:
+        words: The command line, of which nothing but `--json` and `--events` is looked for.
+        failure: What typer raised.
+    """
+    options = words[: words.index("--")] if "--" in words else words
+    output = Output(as_json="--json" in options, events="--events" in options)
+    where = failure.ctx.command_path if failure.ctx is not None else ""
+    code = UsageError.code
+    _show_document(output, failure.exit_code, code, failure.format_message(), where=where)
+    if not output.events:
+        failure.show()
+    return int(failure.exit_code)
+
+
+def show_stop(output: Output, stop: Stopped) -> int:
+    """Tells that a signal ended the command; returns the exit status."""
+    code = "interrupted" if stop.signal.name == "SIGINT" else "terminated"
+    message = f"stopped by {stop.signal.name}"
+    _show_document(output, stop.exit_status, code, message)
+    output.fail(code, message)
+    return stop.exit_status
+
+
+def show_bug(output: Output, error: Exception) -> int:
+    """Shows the traceback of what must not happen; returns the exit status."""
+    lines = "".join(traceback.format_exception(error)).splitlines()
+    if not output.events:
+        sys.stderr.write(without_url_secrets("".join(f"{escaped(line)}\n" for line in lines)))
+    output.event("traceback", lines=lines)
+    _show_document(output, _BUG_STATUS, "internal-error", f"{type(error).__name__}: {error}")
+    output.fail(
+        "error[internal-error]",
+        f"this is a bug of ckptkit {__version__}",
+        "please report it, with the lines above and the command that you ran",
+    )
+    return _BUG_STATUS
+
+
+def _show_error(output: Output, error: CkptkitError) -> int:
+    _show_document(
+        output, error.exit_status, error.code, error.message, where=error.where, hint=error.hint
+    )
+    output.fail(f"error[{error.code}]", str(error), error.hint)
+    return error.exit_status
+
+
+def show_system_error(output: Output, error: OSError) -> int:
+    """Tells of a stdout that takes nothing more; any other system error here is our bug."""
+    try:
+        sys.stdout.flush()
+    except OSError as failure:
+        discard(sys.stdout)
+        reason = failure.strerror or str(failure)
+        return _show_error(Output(), OutputError(reason, where="standard output"))
+    return show_bug(output, error)
+
+
+def _show_document(
+    output: Output, status: int, code: str, message: str, *, where: str = "", hint: str = ""
+) -> None:
+    error = {"code": code, "where": where, "message": message, "hint": hint}
+    output.document({"error": error})
+    output.event("failed", exit_status=status, **error)

@@ -21,7 +21,7 @@ from ckptkit.core.errors import OutputExistsError, UsageError, VerificationError
 from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.storage.places import Place
 from ckptkit_cli._application import make_application
-from ckptkit_cli._batch_jobs import read_jobs
+from ckptkit_cli.batch.jobs import read_jobs
 from tests.made_up_runs import save_step
 from tests.object_store import ObjectStore
 
@@ -165,7 +165,7 @@ def test_a_batch_that_is_terminated_takes_its_jobs_along(tmp_path: Path) -> None
 
 def test_a_job_ends_when_its_batch_is_killed(tmp_path: Path) -> None:
     """The job's stdin is open for as long as the batch lives; here the test is the batch."""
-    command = [sys.executable, "-P", "-m", "ckptkit_cli._batch_child"]
+    command = [sys.executable, "-P", "-m", "ckptkit_cli.batch.child"]
     with subprocess.Popen(
         command, env=ENVIRONMENT, stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as job:

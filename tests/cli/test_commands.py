@@ -361,7 +361,7 @@ def test_a_reader_that_leaves_is_no_error() -> None:
 
 def test_a_bug_exits_1_with_a_traceback_and_asks_for_a_report() -> None:
     code = (
-        "import sys, ckptkit.pipeline.inspecting as inspecting\n"
+        "import sys, ckptkit.conversion.inspect as inspecting\n"
         "def broken(*_, **__): raise RuntimeError('no \\x1b[31m idea')\n"
         "inspecting.run_inspection = broken\n"
         "from ckptkit_cli.main import main\n"
@@ -393,8 +393,9 @@ def test_a_command_imports_the_modules_of_no_other_command() -> None:
         "import sys\n"
         "from ckptkit_cli.main import main\n"
         "status = main(sys.argv[1:])\n"
-        "absent = ('ckptkit_cli.watch', 'ckptkit_cli.consolidate', 'ckptkit.hub', 'ckptkit.naming',"
-        " 'ckptkit.writer.merge', 'ckptkit.kernels.four_bit', 'ckptkit.formats.zero_weights')\n"
+        "absent = ('ckptkit_cli.watch', 'ckptkit_cli.consolidate', 'ckptkit.hub',"
+        " 'ckptkit.writer.merge', 'ckptkit.adapters.quantized.kernels',"
+        " 'ckptkit.formats.zero.optimizer')\n"
         "print([name for name in absent if name in sys.modules], file=sys.__stderr__)\n"
         "sys.exit(status)\n"
     )
@@ -417,7 +418,7 @@ def test_inspect_imports_nothing_that_is_slow_to_import() -> None:
 
 SLOW = r"""
 import os, signal, sys, time
-from ckptkit.storage.staging import LocalTarget
+from ckptkit.storage.local.target import LocalTarget
 from ckptkit_cli.main import main
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests may ignore it

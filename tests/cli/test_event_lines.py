@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from ckptkit.execution.events import BytesWritten, Committed, Kept, Planned, Started, Waiting
-from ckptkit_cli._event_lines import EventLines
+from ckptkit.engine.outcome import BytesWritten, Committed, Kept, Planned, Started, Waiting
 from ckptkit_cli._output import Output
-from ckptkit_cli._progress import Progress
-from ckptkit_cli._run_page import age_text
+from ckptkit_cli._progress import EventLines, Progress
+from ckptkit_cli.runs import age_text
 
 
 class Heard:

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptkit.core.manifest import FileRecord, Manifest, TensorRecord
-from ckptkit.core.texts import size_text
-from ckptkit_cli._consolidation_page import Consolidated, loading_line
-from ckptkit_cli._text import cells, escaped, first_of, shortened, table, wrapped
+from ckptkit.core.text import size_text
+from ckptkit_cli._output import cells, escaped, first_of, shortened, table, wrapped
+from ckptkit_cli._pages import Consolidated, loading_line
 
 ROOT = Path(__file__).parents[2]
 LLAMA = ROOT / "fixtures" / "accelerate_fsdp2_tied_with_config" / "checkpoint"
@@ -80,7 +80,7 @@ def hostile(tmp_path: Path) -> Path:
 
 SLOW_CHILD = """
 import os, sys, time
-if "ckptkit.naming.program" in " ".join(sys.orig_argv):
+if "ckptkit.hub_names.transformers.program" in " ".join(sys.orig_argv):
     time.sleep(float(os.environ["SLOW_SECONDS"]))
     os._exit(9)
 """

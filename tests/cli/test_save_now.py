@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ckptkit.core.manifest import MANIFEST_NAME
-from ckptkit.storage.run_marks import RunLock, take_request, take_run_lock
+from ckptkit.runs.marks import RunLock, take_request, take_run_lock
 
 ROOT = Path(__file__).parents[2]
 Result = subprocess.CompletedProcess[str]

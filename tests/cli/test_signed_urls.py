@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ckptkit.core.errors import StorageError, UsageError
-from ckptkit.core.texts import without_url_secrets
+from ckptkit.core.text import without_url_secrets
 from ckptkit.storage.places import Place
 from ckptkit_cli.main import main
 

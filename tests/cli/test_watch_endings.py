@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from ckptkit.hub.watch import WatchSettings
+from ckptkit.hub.watch.watch import WatchSettings
 from ckptkit_cli.main import main
 from tests.hub_models import running_hub, write_model
 from tests.hub_server import TOKEN, HubServer
@@ -69,7 +69,7 @@ def test_a_step_that_goes_on_changing_is_no_success(
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from ckptkit_cli import _watching
+    from ckptkit_cli import watch as _watching
 
     def hurried(**given: Any) -> WatchSettings:
         return WatchSettings(**given, settle_seconds=0.5)

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 
 import ckptkit
+from ckptkit.conversion.source.open import opened
 from ckptkit.core.errors import CannotPlanError, CkptkitError
 from ckptkit.core.index import ChunkTable
-from ckptkit.execution.locate import Locator
-from ckptkit.pipeline.opening import opened
+from ckptkit.engine.locate import Locator
 from tests.contract.format_faults import FIXTURES, FaultCase
 
 SAME = "the right bytes"

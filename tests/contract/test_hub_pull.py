@@ -20,8 +20,8 @@ from ckptkit.core.errors import (
     VerificationError,
 )
 from ckptkit.hub import Pulled, pull, push
-from ckptkit.hub import partial as partial_module
-from ckptkit.hub.partial import partial_folder
+from ckptkit.hub import download as partial_module
+from ckptkit.hub.download import partial_folder
 from tests.hub_models import consolidated, running_hub
 from tests.hub_server import TOKEN, HubServer
 

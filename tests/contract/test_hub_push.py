@@ -411,7 +411,7 @@ def test_offline_mode_is_an_error_that_says_so(
 def test_files_are_read_once_for_hashes_digests_and_the_network(
     pushes: Push, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ckptkit.storage.local import LocalSource
+    from ckptkit.storage.local.source import LocalSource
 
     read = 0
     real = LocalSource.read
@@ -437,7 +437,7 @@ def test_a_file_over_the_servers_limit_is_told_with_what_to_do(
     error = refused(pushes, consolidated(tmp_path, seed=9), HubError)
     assert "larger than the Hub takes" in str(error)
     assert "--max-shard-size" in error.hint
-    monkeypatch.setattr("ckptkit.hub.sources.MAX_FILE_BYTES", 1000)
+    monkeypatch.setattr("ckptkit.hub.publish.source.MAX_FILE_BYTES", 1000)
     assert "takes 1,000" in str(refused(pushes, consolidated(tmp_path, seed=9), RefusedError))
 
 

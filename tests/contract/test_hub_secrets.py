@@ -13,12 +13,11 @@ import torch
 
 from ckptkit.core.errors import CkptkitError, RefusedError
 from ckptkit.hub import push
-from ckptkit.hub.searching import secrets_in
-from ckptkit.hub.watch import WatchSettings
-from ckptkit.hub.watch_branch import BranchSettings
-from ckptkit.hub.watch_building import Making
-from ckptkit.hub.watch_events import WatchEvent
-from ckptkit.hub.watch_opening import WatchRequest, run_watch
+from ckptkit.hub.publish.searching import secrets_in
+from ckptkit.hub.watch.build import Making
+from ckptkit.hub.watch.open import WatchRequest, run_watch
+from ckptkit.hub.watch.remote import BranchSettings
+from ckptkit.hub.watch.watch import WatchEvent, WatchSettings
 from tests.hub_models import running_hub, write_model
 from tests.hub_server import TOKEN, HubServer
 from tests.planted_secrets import FILES, SECRETS

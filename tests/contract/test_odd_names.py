@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 import ckptkit
 from ckptkit.core.errors import CkptkitError, UnsafePathError
 from ckptkit.storage.places import Place, is_url
-from ckptkit.storage.remote_store import store_of
+from ckptkit.storage.remote.store import store_of
 from tests.made_up_runs import save_step
 from tests.object_store import Bucket, ObjectStore
 

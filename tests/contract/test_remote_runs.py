@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 import ckptkit
+from ckptkit.conversion.consolidate import Consolidation, run_consolidation_slice
 from ckptkit.core.errors import AccessError, MissingFileError, OutputError
 from ckptkit.core.manifest import MANIFEST_NAME
-from ckptkit.execution.events import Event, Started
-from ckptkit.pipeline.consolidating import Consolidation, run_consolidation_slice
-from ckptkit.pipeline.marking import step_in_use
-from ckptkit.planning.requests import ConsolidateRequest
-from ckptkit.planning.shares import Share
+from ckptkit.engine.outcome import Event, Started
+from ckptkit.options import ConsolidateRequest
+from ckptkit.plan.shares import Share
+from ckptkit.runs.marking import step_in_use
 from ckptkit.storage.places import Place
 from tests.made_up_runs import save_step
 from tests.object_store import Bucket, Fault, ObjectStore
@@ -107,7 +107,7 @@ def test_a_mark_of_a_process_that_died_long_ago_keeps_nothing(
     bucket: Bucket, run: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bucket.put("run/.ckptkit/in-use/checkpoint-1/0123.json", b"{}")
-    monkeypatch.setattr("ckptkit.storage.remote_run._LIFE_SECONDS", -3600.0)
+    monkeypatch.setattr("ckptkit.runs.remote._LIFE_SECONDS", -3600.0)
     ckptkit.prune(run, keep_last=1)
     assert "checkpoint-1" not in left(bucket)
 
@@ -127,7 +127,7 @@ def test_who_may_only_read_reads_without_a_mark(
 def test_a_reader_that_comes_during_a_removal_is_told(
     bucket: Bucket, run: Place, object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ckptkit.storage.remote_run._TRY_SECONDS", 0.0)
+    monkeypatch.setattr("ckptkit.runs.remote._TRY_SECONDS", 0.0)
     told: list[type[Exception]] = []
 
     def read() -> None:

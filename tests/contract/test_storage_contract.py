@@ -21,14 +21,14 @@ from ckptkit.core.errors import (
 )
 from ckptkit.storage.base import Source, Target
 from ckptkit.storage.buffers import aligned_buffer
-from ckptkit.storage.local import LocalSource
+from ckptkit.storage.local.source import LocalSource
+from ckptkit.storage.local.syscalls import Capabilities, detect_capabilities
+from ckptkit.storage.local.target import LocalTarget
 from ckptkit.storage.memory import MemorySource, MemoryTarget
 from ckptkit.storage.places import Place as RemoteLocation
 from ckptkit.storage.places import open_target
-from ckptkit.storage.remote_source import RemoteSource
-from ckptkit.storage.remote_store import store_of
-from ckptkit.storage.staging import LocalTarget
-from ckptkit.storage.syscalls import Capabilities, detect_capabilities
+from ckptkit.storage.remote.source import RemoteSource
+from ckptkit.storage.remote.store import store_of
 from tests.object_store import Bucket, ObjectStore
 
 CAPABILITIES = {"native": detect_capabilities(), "portable": Capabilities.none()}

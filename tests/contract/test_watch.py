@@ -11,20 +11,18 @@ from typing import Any
 import pytest
 
 import ckptkit
+from ckptkit.adapters.sources import AdapterRequest
+from ckptkit.core.checksums import digest_as
 from ckptkit.core.errors import CkptkitError, HubError, HubUnavailableError, RefusedError
-from ckptkit.hub import pull, retrying
-from ckptkit.hub.watch import WatchSettings
-from ckptkit.hub.watch_branch import BranchSettings
-from ckptkit.hub.watch_building import Making
-from ckptkit.hub.watch_events import WatchEvent
-from ckptkit.hub.watch_faults import Backoff
-from ckptkit.hub.watch_opening import WatchRequest, run_watch
-from ckptkit.kernels.digests import digest_as
-from ckptkit.pipeline.adapters.sources import AdapterRequest
-from ckptkit.planning.push_choice import PushChoice
-from ckptkit.planning.retention import Retention
+from ckptkit.hub import client as retrying
+from ckptkit.hub import pull
+from ckptkit.hub.watch.build import Making, PushChoice
+from ckptkit.hub.watch.open import WatchRequest, run_watch
+from ckptkit.hub.watch.remote import BranchSettings
+from ckptkit.hub.watch.watch import Backoff, WatchEvent, WatchSettings
+from ckptkit.runs.push_journal import WATCH_FOLDER, pushes_in
+from ckptkit.runs.save_order import Retention
 from ckptkit.storage.places import PathLike, Place
-from ckptkit.storage.push_journal import WATCH_FOLDER, pushes_in
 from tests.hub_models import running_hub
 from tests.hub_server import TOKEN, HubServer
 from tests.object_store import ObjectStore

@@ -16,7 +16,7 @@ from typing import Any
 
 import ckptkit
 from ckptkit.core.errors import CkptkitError
-from ckptkit.execution.events import Committed, Event
+from ckptkit.engine.outcome import Committed, Event
 
 CHANGES = {"os.remove", "os.rmdir", "os.rename"}
 SOURCE, OUT = "run", "out"

@@ -14,9 +14,9 @@ from typing import Any
 import s3fs  # noqa: F401  imported once, for all processes
 
 import ckptkit
-from ckptkit.pipeline import consolidating  # noqa: F401
-from ckptkit.storage import s3_object
+from ckptkit.conversion import consolidate as consolidating  # noqa: F401
 from ckptkit.storage.places import Place
+from ckptkit.storage.remote import s3_object
 
 
 def run(begin: int, source: str, out: Place, options: dict[str, Any]) -> int:

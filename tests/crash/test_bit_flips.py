@@ -12,17 +12,17 @@ import pytest
 import safetensors.numpy
 
 from ckptkit.core.errors import CkptkitError
-from ckptkit.execution.budget import ExecutionSettings
-from ckptkit.execution.events import ignore
-from ckptkit.execution.executor import Executor, Inputs
-from ckptkit.execution.tensors import Origin
+from ckptkit.engine.budget import ExecutionSettings
+from ckptkit.engine.executor import Executor, Inputs
+from ckptkit.engine.kernels import CastKernel
+from ckptkit.engine.outcome import ignore
+from ckptkit.engine.reader import Origin
 from ckptkit.formats.registry import find_candidates, read_index
-from ckptkit.kernels.cast_kernel import CastKernel
-from ckptkit.layouts.hf_weights import layout_hf_weights
-from ckptkit.planning.coverage import error_of, find_problems
-from ckptkit.planning.plan import SOURCE, Plan
-from ckptkit.planning.requests import ConsolidateRequest
-from ckptkit.planning.selection import make_products, select_model
+from ckptkit.options import ConsolidateRequest
+from ckptkit.plan.coverage import error_of, find_problems
+from ckptkit.plan.layouts.hf import layout_hf_weights
+from ckptkit.plan.plan import SOURCE, Plan
+from ckptkit.plan.selection import make_products, select_model
 from ckptkit.storage.memory import MemorySource, MemoryTarget
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"

@@ -19,8 +19,8 @@ from types import FrameType
 import pytest
 
 from ckptkit.core.errors import OutputExistsError
-from ckptkit.storage.staging import LocalTarget
-from ckptkit.storage.syscalls import Capabilities, detect_capabilities
+from ckptkit.storage.local.syscalls import Capabilities, detect_capabilities
+from ckptkit.storage.local.target import LocalTarget
 
 KINDS = {
     "native": detect_capabilities(),

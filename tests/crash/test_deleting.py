@@ -26,7 +26,7 @@ from ckptkit.core.errors import (
     VerificationError,
 )
 from ckptkit.core.manifest import Manifest
-from ckptkit.execution.events import Committed, Event
+from ckptkit.engine.outcome import Committed, Event
 from ckptkit.storage.places import Place
 from tests.object_store import ObjectStore
 

@@ -26,8 +26,8 @@ from ckptkit.core.errors import (
     OutputExistsError,
     SourceChangedError,
 )
-from ckptkit.execution.events import BytesWritten, Event
-from ckptkit.execution.executor import Executor
+from ckptkit.engine.executor import Executor
+from ckptkit.engine.outcome import BytesWritten, Event
 
 TENSOR = 12 << 20  # bytes: more than one leaf, so that several tasks make one tensor
 
@@ -132,8 +132,8 @@ def test_a_disk_that_fills_up_meanwhile_leaves_nothing(
 SCRIPT = """
 import os, signal, sys, time
 import ckptkit
-from ckptkit.execution.events import BytesWritten
-from ckptkit_cli._signals import Stopped, raise_on_signals
+from ckptkit.engine.outcome import BytesWritten
+from ckptkit_cli._output import Stopped, raise_on_signals
 
 def listener(event):
     if isinstance(event, BytesWritten):

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import ckptkit
+from ckptkit.conversion.source.open import opened
 from ckptkit.core.errors import CkptkitError, RefusedError
-from ckptkit.pipeline.opening import opened
 from ckptkit.storage.places import Place
 from tests.object_store import KEY, SECRET, Bucket, ObjectStore
 

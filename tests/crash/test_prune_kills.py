@@ -17,7 +17,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 # Dies before the n-th change that it makes to the disk.
 _PROGRAM = """
 import os, signal, sys
-import ckptkit.pipeline.pruning
+import ckptkit.runs.pruning
 run, left = sys.argv[1], [int(sys.argv[2])]
 def watch(event, arguments):
     if event in ("os.rename", "os.remove", "os.rmdir"):

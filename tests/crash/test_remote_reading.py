@@ -17,8 +17,8 @@ from ckptkit.core.errors import (
     StorageError,
     UsageError,
 )
-from ckptkit.storage import retries
 from ckptkit.storage.places import Place
+from ckptkit.storage.remote import errors as retries
 from tests.object_store import KEY, SECRET, Bucket, Fault, ObjectStore
 
 CASE = "accelerate_fsdp2_tied_with_config/checkpoint"
@@ -58,7 +58,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     def hurried(ask, patience, *, what):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
         return real(ask, patience, what=what, sleep=waits.append)
 
-    monkeypatch.setattr("ckptkit.storage.remote_store.retried", hurried)
+    monkeypatch.setattr("ckptkit.storage.remote.store.retried", hurried)
     return waits
 
 

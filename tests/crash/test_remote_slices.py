@@ -15,15 +15,15 @@ import pytest
 import torch
 
 import ckptkit
+from ckptkit.conversion.consolidate import Consolidation, run_consolidation_slice
+from ckptkit.conversion.slices import SliceDone
 from ckptkit.core.errors import OutputExistsError, RefusedError, SourceChangedError
-from ckptkit.execution.events import BytesWritten, Event, Kept
-from ckptkit.pipeline.consolidating import Consolidation, run_consolidation_slice
-from ckptkit.pipeline.slicing import SliceDone
-from ckptkit.planning.requests import ConsolidateRequest, Layout, Resources
-from ckptkit.planning.shares import Share
-from ckptkit.storage import retries
+from ckptkit.engine.outcome import BytesWritten, Event, Kept
+from ckptkit.options import ConsolidateRequest, Layout, Resources
+from ckptkit.plan.shares import Share
 from ckptkit.storage.places import PathLike, Place
-from ckptkit.storage.s3_uploads import S3Uploads
+from ckptkit.storage.remote import errors as retries
+from ckptkit.storage.remote.s3_uploads import S3Uploads
 from tests.object_store import KEY, SECRET, Bucket, Fault
 from tests.sharded import write_sharded
 
@@ -59,7 +59,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     def hurried(ask, patience, *, what):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
         return real(ask, patience, what=what, sleep=lambda _: None)
 
-    monkeypatch.setattr("ckptkit.storage.s3_uploads.retried", hurried)
+    monkeypatch.setattr("ckptkit.storage.remote.s3_uploads.retried", hurried)
 
 
 def place(bucket: Bucket, prefix: str) -> Place:
@@ -272,7 +272,7 @@ def test_a_source_that_changes_before_the_commit_leaves_nothing(
     def changed(_: object) -> None:
         raise SourceChangedError("changed")
 
-    monkeypatch.setattr("ckptkit.pipeline.parts.refuse_changed", changed)
+    monkeypatch.setattr("ckptkit.conversion.slices.refuse_changed", changed)
     with pytest.raises(SourceChangedError):
         slice_of(bucket, 1, 2)
     assert bucket.keys("out/") == bucket.unfinished_uploads() == []

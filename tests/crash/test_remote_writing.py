@@ -26,9 +26,9 @@ from ckptkit.core.errors import (
     RefusedError,
 )
 from ckptkit.core.manifest import Manifest
-from ckptkit.planning.requests import Layout
-from ckptkit.storage import retries
+from ckptkit.options import Layout
 from ckptkit.storage.places import Place
+from ckptkit.storage.remote import errors as retries
 from tests.object_store import KEY, SECRET, Bucket, Fault, ObjectStore
 from tests.sharded import write_sharded
 
@@ -66,7 +66,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     def hurried(ask, patience, *, what):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
         return real(ask, patience, what=what, sleep=lambda _: None)
 
-    monkeypatch.setattr("ckptkit.storage.s3_uploads.retried", hurried)
+    monkeypatch.setattr("ckptkit.storage.remote.s3_uploads.retried", hurried)
 
 
 def place(bucket: Bucket, prefix: str, **further: object) -> Place:

@@ -19,7 +19,7 @@ from ckptkit.core.errors import (
     NoSpaceError,
     UsageError,
 )
-from ckptkit.execution.events import BytesWritten, Committed, Event, Started
+from ckptkit.engine.outcome import BytesWritten, Committed, Event, Started
 
 TENSOR = 12 << 20  # bytes: more than one leaf, so that several tasks make one tensor
 

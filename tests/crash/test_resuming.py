@@ -24,11 +24,11 @@ from ckptkit.core.errors import (
     OutputExistsError,
     RefusedError,
 )
-from ckptkit.execution.events import BytesWritten, Event, Left, Planned, Started
-from ckptkit.execution.ledger import ChecksumLedger
-from ckptkit.planning.requests import Layout
-from ckptkit.storage.journal import read_journal
-from ckptkit.storage.staging import LocalTarget
+from ckptkit.engine.locate import ChecksumLedger
+from ckptkit.engine.outcome import BytesWritten, Event, Left, Planned, Started
+from ckptkit.options import Layout
+from ckptkit.storage.local.journal import read_journal
+from ckptkit.storage.local.target import LocalTarget
 
 FLAT = Path(__file__).resolve().parents[2] / "fixtures" / "zero3_float32"
 SIZE = "9MB"

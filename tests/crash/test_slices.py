@@ -18,7 +18,11 @@ import pytest
 import safetensors.numpy
 
 import ckptkit
-from ckptkit.adapters.merging import MergeRequest
+from ckptkit.adapters.merge.run import AdapterChoice, prepared_merge, run_merge
+from ckptkit.conversion import slices as slicing
+from ckptkit.conversion.consolidate import Consolidation, run_consolidation_slice
+from ckptkit.conversion.slices import SliceDone, run_slice
+from ckptkit.conversion.write import Prepared
 from ckptkit.core.errors import (
     ChecksumError,
     OutputError,
@@ -26,14 +30,10 @@ from ckptkit.core.errors import (
     RefusedError,
     SourceChangedError,
 )
-from ckptkit.execution.events import BytesWritten, Event, ignore
-from ckptkit.pipeline import slicing
-from ckptkit.pipeline.adapters.merging import AdapterChoice, prepared_merge, run_merge
-from ckptkit.pipeline.consolidating import Consolidation, run_consolidation_slice
-from ckptkit.pipeline.slicing import SliceDone, run_slice
-from ckptkit.pipeline.writing import Prepared
-from ckptkit.planning.requests import ConsolidateRequest, Layout, Resources
-from ckptkit.planning.shares import Share
+from ckptkit.engine.outcome import BytesWritten, Event, ignore
+from ckptkit.lora.changes import MergeRequest
+from ckptkit.options import ConsolidateRequest, Layout, Resources
+from ckptkit.plan.shares import Share
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 ONE = Resources(workers=1)

@@ -33,16 +33,15 @@ from ckptkit.core.errors import (
     UsageError,
     WriterError,
 )
-from ckptkit.storage.syscalls import Capabilities, detect_capabilities
+from ckptkit.storage.local.syscalls import Capabilities, detect_capabilities
 from ckptkit.training import Checkpointer
-from ckptkit.training.tier_saving import TierEnding
-from ckptkit.training.writer_process import WriterProcess
+from ckptkit.training.save.writer_process import WriterProcess
+from ckptkit.training.tiers.save import TierEnding
 from ckptkit.writer.commit import commit
-from ckptkit.writer.draining import Drainer
-from ckptkit.writer.messages import Proof
+from ckptkit.writer.drain import Drainer
+from ckptkit.writer.failures import Tally
+from ckptkit.writer.messages import Drain, Proof
 from ckptkit.writer.persist import Persister
-from ckptkit.writer.tier_messages import Drain
-from ckptkit.writer.watching import Tally
 
 troubles: Any = importlib.import_module("troubles")  # put there by conftest.py
 writing: Any = importlib.import_module("writing")

@@ -30,8 +30,8 @@ from ckptkit.core.errors import (
     WriterError,
 )
 from ckptkit.training import Checkpointer
-from ckptkit.training.committing import Attempt, Committer
-from ckptkit.training.writer_process import WriterProcess
+from ckptkit.training.save.commit import Attempt, Committer
+from ckptkit.training.save.writer_process import WriterProcess
 from ckptkit.writer.messages import Committed
 
 troubles: Any = importlib.import_module("troubles")  # put there by conftest.py

@@ -32,12 +32,14 @@ from ckptkit.core.errors import (
     UsageError,
     WriterError,
 )
-from ckptkit.storage.syscalls import OpenFile, detect_capabilities
-from ckptkit.training import Checkpointer, checkpointer, resuming, save_slot
-from ckptkit.training.shared_memory import MemoryPlaces, SharedBuffer
-from ckptkit.writer import images
+from ckptkit.storage.local.syscalls import OpenFile, detect_capabilities
+from ckptkit.training import Checkpointer, checkpointer
+from ckptkit.training.resume import resume as resuming
+from ckptkit.training.save import slot as save_slot
+from ckptkit.training.save.shared_memory import MemoryPlaces, SharedBuffer
+from ckptkit.writer import persist as images
+from ckptkit.writer.failures import Tally
 from ckptkit.writer.messages import Image
-from ckptkit.writer.watching import Tally
 
 troubles: Any = importlib.import_module("troubles")  # put there by conftest.py
 MOUNT, UMOUNT = shutil.which("mount") or "mount", shutil.which("umount") or "umount"

@@ -19,15 +19,16 @@ from urllib.parse import urlsplit
 import pytest
 
 import ckptkit
+from ckptkit.conversion.consolidate import Consolidation, run_consolidation_slice
 from ckptkit.core.errors import CkptkitError, NotACheckpointError, RefusedError
 from ckptkit.core.manifest import MANIFEST_NAME
-from ckptkit.execution.events import BytesWritten, Event, Planned, Started
-from ckptkit.pipeline.consolidating import Consolidation, run_consolidation_slice
-from ckptkit.planning.requests import ConsolidateRequest
-from ckptkit.planning.shares import Share
-from ckptkit.storage import output_claim, s3_object
+from ckptkit.engine.outcome import BytesWritten, Event, Planned, Started
+from ckptkit.options import ConsolidateRequest
+from ckptkit.plan.shares import Share
+from ckptkit.storage import output_claim
 from ckptkit.storage.output_claim import CLAIM_NAME
 from ckptkit.storage.places import Place
+from ckptkit.storage.remote import s3_object
 from tests.faulty_proxy import Fault, Proxy
 from tests.object_store import KEY, SECRET, Bucket, ObjectStore
 

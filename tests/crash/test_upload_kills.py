@@ -12,22 +12,27 @@ import pytest
 
 from ckptkit.core.errors import CkptkitError, OutputError, SaveError
 from ckptkit.core.manifest import MANIFEST_NAME, parse_manifest
-from ckptkit.storage.retries import Patience
-from ckptkit.storage.syscalls import detect_capabilities
-from ckptkit.training.upload_process import UploadProcess
-from ckptkit.training.writer_process import WriterProcess
-from ckptkit.uploading import steps as places
-from ckptkit.uploading.failures import as_failure
-from ckptkit.uploading.finishing import finish
-from ckptkit.uploading.ledger import Ledger
-from ckptkit.uploading.sending import Sender
-from ckptkit.uploading.store import Entry, Store
-from ckptkit.uploading.uploader import Uploader
-from ckptkit.writer.messages import Commit, Discard, Proof, Request, Written
+from ckptkit.storage.local.syscalls import detect_capabilities
+from ckptkit.storage.remote.errors import Patience
+from ckptkit.training.save.writer_process import WriterProcess
+from ckptkit.training.tiers.url_run import UploadProcess
+from ckptkit.writer.failures import Tally
+from ckptkit.writer.messages import (
+    Commit,
+    Discard,
+    Drain,
+    Finish,
+    Proof,
+    Remote,
+    Request,
+    Upload,
+    Written,
+)
 from ckptkit.writer.persist import Persister
-from ckptkit.writer.tier_messages import Drain
-from ckptkit.writer.upload_messages import Finish, Remote, Upload
-from ckptkit.writer.watching import Tally
+from ckptkit.writer.upload import steps as places
+from ckptkit.writer.upload.process import Uploader
+from ckptkit.writer.upload.steps import Ledger, finish
+from ckptkit.writer.upload.store import Entry, Sender, Store, as_failure
 
 writing: Any = importlib.import_module("writing")  # put there by conftest.py
 NATIVE = detect_capabilities()

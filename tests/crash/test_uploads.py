@@ -28,11 +28,10 @@ from ckptkit.core.errors import (
 from ckptkit.core.object_parts import PART_BYTES
 from ckptkit.storage.places import Place
 from ckptkit.training import Checkpointer
-from ckptkit.training.tier_saving import TierEnding
-from ckptkit.uploading.sending import Sender
-from ckptkit.uploading.store import Store
-from ckptkit.writer.upload_messages import Remote
-from ckptkit.writer.watching import Tally
+from ckptkit.training.tiers.save import TierEnding
+from ckptkit.writer.failures import Tally
+from ckptkit.writer.messages import Remote
+from ckptkit.writer.upload.store import Sender, Store
 from tests.object_store import KEY, SECRET, Bucket, Fault, ObjectStore
 
 troubles: Any = importlib.import_module("troubles")  # put there by conftest.py

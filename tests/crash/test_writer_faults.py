@@ -33,12 +33,11 @@ from ckptkit.core.errors import (
     TruncatedFileError,
     UnsafePathError,
 )
-from ckptkit.storage.syscalls import Capabilities, OpenFile, detect_capabilities
+from ckptkit.storage.local.syscalls import Capabilities, OpenFile, detect_capabilities
 from ckptkit.writer.commit import commit
-from ckptkit.writer.images import STRIDE_BYTES
+from ckptkit.writer.failures import Tally
 from ckptkit.writer.messages import Commit, Committed, Discard, Persist, Proof, Written
-from ckptkit.writer.persist import Persister
-from ckptkit.writer.watching import Tally
+from ckptkit.writer.persist import STRIDE_BYTES, Persister
 
 writing: Any = importlib.import_module("writing")  # put there by conftest.py
 NATIVE = detect_capabilities()

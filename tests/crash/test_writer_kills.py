@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 import ckptkit
+from ckptkit.writer.failures import LEFT_STATUS
 from ckptkit.writer.sweep import leftovers, sweep
-from ckptkit.writer.watching import LEFT_STATUS
 
 # Every call that makes, changes, syncs, renames or removes something counts; the program dies
 # before the n-th of them. `exchange` is one call of the C library.
@@ -32,8 +32,9 @@ def deadly(call):
 for name in ("open", "write", "pwrite", "fsync", "ftruncate", "posix_fallocate", "mkdir", "rename",
              "unlink", "rmdir"):
     setattr(os, name, deadly(getattr(os, name)))
-from ckptkit.storage import syscalls
-from ckptkit.writer import main, publish
+from ckptkit.storage.local import syscalls
+from ckptkit.writer import process as main
+from ckptkit.writer import commit as publish
 publish.exchange = deadly(syscalls.exchange if {exchanges} else lambda *_: False)
 main.main()
 """

@@ -21,15 +21,16 @@ from torch import nn
 import ckptkit
 from ckptkit.core.crc import crc32
 from ckptkit.core.errors import SaveError, UnsafePathError, WriterError
-from ckptkit.storage.syscalls import detect_capabilities
-from ckptkit.training import Checkpointer, save_slot
-from ckptkit.training.writer_process import Patience
-from ckptkit.writer import links
-from ckptkit.writer.command import writer_command
+from ckptkit.storage.local.syscalls import detect_capabilities
+from ckptkit.training import Checkpointer
+from ckptkit.training.save import slot as save_slot
+from ckptkit.training.save.writer_process import Patience
+from ckptkit.writer import persist as links
 from ckptkit.writer.commit import commit
+from ckptkit.writer.failures import Tally
 from ckptkit.writer.messages import Link, Persist, Written
 from ckptkit.writer.persist import Persister
-from ckptkit.writer.watching import Tally
+from ckptkit.writer.process import writer_command
 
 writing: Any = importlib.import_module("writing")  # put there by conftest.py
 NATIVE = detect_capabilities()
@@ -145,7 +146,8 @@ def test_a_link_leads_nowhere_outside_of_the_folder(tmp_path: Path) -> None:
 KILLED = """
 import os, signal, sys
 sys.path.append({root!r})
-from ckptkit.writer import main, persist
+from ckptkit.writer import process as main
+from ckptkit.writer import persist
 def take(self, links, call=persist.Links.take):
     call(self, links)
     if links and os.path.exists({file!r}):

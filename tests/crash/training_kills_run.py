@@ -23,7 +23,7 @@ from torch import nn
 
 from ckptkit.core.errors import CkptkitError, PeerError, WriterError
 from ckptkit.training import Checkpointer
-from ckptkit.training.staging import Stager
+from ckptkit.training.save.staging import Stager
 from tests.crash.forked_ranks import Pair, side_by_side
 from tests.crash.training_life import (
     KILL_ALL,

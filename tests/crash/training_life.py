@@ -22,10 +22,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import ckptkit
-from ckptkit.training import Checkpointer, endings, run_folder, save_slot, session
+from ckptkit.training import Checkpointer, session
+from ckptkit.training import runs as run_folder
 from ckptkit.training.handle import SaveHandle
-from ckptkit.training.writer_process import Patience
-from ckptkit.writer.command import writer_command
+from ckptkit.training.save import endings
+from ckptkit.training.save import slot as save_slot
+from ckptkit.training.save.writer_process import Patience
+from ckptkit.writer.process import writer_command
 
 ROOT = Path(__file__).resolve().parents[2]
 WAIT_SECONDS = 60.0
@@ -48,8 +51,10 @@ def deadly(call):
 for name in ("open", "write", "pwrite", "fsync", "ftruncate", "posix_fallocate", "mkdir", "rename",
              "unlink", "rmdir"):
     setattr(os, name, deadly(getattr(os, name)))
-from ckptkit.storage import syscalls
-from ckptkit.writer import main, messages, publish
+from ckptkit.storage.local import syscalls
+from ckptkit.writer import process as main
+from ckptkit.writer import messages
+from ckptkit.writer import commit as publish
 publish.exchange = deadly(syscalls.exchange)
 messages.Channel.send = deadly(messages.Channel.send)
 do = main.Desk.do

@@ -20,10 +20,11 @@ import torch
 from torch import nn
 
 from ckptkit.core.errors import CkptkitError
-from ckptkit.training import Checkpointer, save_slot, session
+from ckptkit.training import Checkpointer, session
 from ckptkit.training.handle import SaveHandle
-from ckptkit.training.writer_process import Patience
-from ckptkit.writer.command import writer_command
+from ckptkit.training.save import slot as save_slot
+from ckptkit.training.save.writer_process import Patience
+from ckptkit.writer.process import writer_command
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_SECONDS = 60.0
@@ -33,8 +34,10 @@ LATE_SECONDS = 1.0  # for each of two files
 PROGRAM = """
 import errno, fcntl, os, sys, threading, time
 sys.path.append({root!r})
-from ckptkit.storage.syscalls import Capabilities
-from ckptkit.writer import images, main, persist
+from ckptkit.storage.local.syscalls import Capabilities
+from ckptkit.writer import persist as images
+from ckptkit.writer import process as main
+from ckptkit.writer import persist
 images.STRIDE_BYTES = 4096
 if {bare}:
     main.detect_capabilities = Capabilities.none

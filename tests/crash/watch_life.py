@@ -17,7 +17,7 @@ from typing import Any
 import hf_xet  # noqa: F401
 import huggingface_hub.hf_api  # noqa: F401
 
-import ckptkit_cli._watching  # noqa: F401
+import ckptkit_cli.watch  # noqa: F401
 from ckptkit_cli.main import main
 
 _WRITES = {"os.rename", "os.remove", "os.rmdir", "shutil.rmtree", "os.mkdir"}

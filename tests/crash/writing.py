@@ -17,10 +17,9 @@ from typing import Any, Self
 from ckptkit.core.dtypes import dtype_named
 from ckptkit.core.index import Fqn
 from ckptkit.core.manifest import Manifest
-from ckptkit.layouts.torch_pickles import tensor_pickle
-from ckptkit.layouts.zip_parts import ZipParts
-from ckptkit.planning.plan import Copy, Literal, TensorSpec, Trailer
-from ckptkit.writer.command import writer_command
+from ckptkit.plan.layouts.torch import tensor_pickle
+from ckptkit.plan.layouts.zip import ZipParts
+from ckptkit.plan.plan import Copy, Literal, TensorSpec, Trailer
 from ckptkit.writer.messages import (
     Blob,
     Buffer,
@@ -36,6 +35,7 @@ from ckptkit.writer.messages import (
     Request,
     Written,
 )
+from ckptkit.writer.process import writer_command
 
 PAGE = 4096
 STEP = 500

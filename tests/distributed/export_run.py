@@ -30,8 +30,9 @@ from torch.distributed.tensor.parallel import (
 )
 
 from ckptkit.core.errors import NoSpaceError, OutputExistsError, SaveError
-from ckptkit.storage import staged_files
-from ckptkit.training import Checkpointer, export_attempt
+from ckptkit.storage.local import target as staged_files
+from ckptkit.training import Checkpointer
+from ckptkit.training.export import export as export_attempt
 from tests.distributed.saving_run import make, nobody_talks, sleep_for, train
 
 STOPPED_SECONDS = {0: 2.0, 1: 60.0}  # by rank

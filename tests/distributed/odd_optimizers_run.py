@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ckptkit.core.errors import ResumeError
 from ckptkit.training import Checkpointer
-from ckptkit.training.dtensors import inner_tensors
+from ckptkit.training.state.dtensors import inner_tensors
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of the imports, about deprecated parts of torch

@@ -18,10 +18,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ckptkit.training.peers import Peers, open_peers
-from ckptkit.training.preemption import SaveRequests
-from ckptkit.training.run_folder import RunFolder
-from ckptkit.training.triggers import Interval
+from ckptkit.training.agree.peers import Peers, open_peers
+from ckptkit.training.agree.preemption import SaveRequests
+from ckptkit.training.runs import RunFolder
+from ckptkit.training.settings import Interval
 
 DRIFT_SECONDS = 0.004
 BARRIER_EVERY = 5

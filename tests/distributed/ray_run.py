@@ -22,7 +22,7 @@ from safetensors.numpy import save_file
 
 import ckptkit
 from ckptkit.core.errors import CkptkitError
-from ckptkit.execution.events import BytesWritten, Committed, Event, Planned, Started
+from ckptkit.engine.outcome import BytesWritten, Committed, Event, Planned, Started
 from ckptkit.storage.places import Place
 
 NODE: dict[str, Any] = {

@@ -27,9 +27,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.manifest import FileRecord, Manifest
-from ckptkit.training.peers import open_peers
-from ckptkit.training.resuming import resume
-from ckptkit.training.state import bind
+from ckptkit.training.agree.peers import open_peers
+from ckptkit.training.resume.resume import resume
+from ckptkit.training.state.collect import bind
 
 STEP = 3
 LIMIT_SECONDS = 60.0

@@ -40,9 +40,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from ckptkit.training.ownership import owned
-from ckptkit.training.pieces import Holdings, Piece
-from ckptkit.training.state import bind
+from ckptkit.training.state.collect import bind
+from ckptkit.training.state.pieces import Holdings, Piece, owned
 
 WORDS = (
     "gather",

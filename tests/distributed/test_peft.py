@@ -10,8 +10,8 @@ import pytest
 
 import ckptkit
 from ckptkit.core.errors import RefusedError
-from ckptkit.planning.peft_names import LORA, METHODS
-from ckptkit_cli._next_command import Given, next_step
+from ckptkit.plan.peft_names import LORA, METHODS
+from ckptkit_cli.inspect import Given, next_step
 
 peft = pytest.importorskip("peft", minversion="0.21")
 from tests.peft_methods import NEEDED_ELSEWHERE  # noqa: E402

@@ -15,16 +15,16 @@ import pytest
 import safetensors.numpy
 
 import ckptkit
+from ckptkit.conversion import ray as distributing
+from ckptkit.conversion.consolidate import Consolidation
+from ckptkit.conversion.fingerprint import fingerprint_of
+from ckptkit.conversion.write import Prepared
 from ckptkit.core.errors import EngineError, RefusedError
-from ckptkit.execution.outcome import Outcome
-from ckptkit.pipeline import distributing
-from ckptkit.pipeline.consolidating import Consolidation
-from ckptkit.pipeline.fingerprint import fingerprint_of
-from ckptkit.pipeline.writing import Prepared
-from ckptkit.planning.requests import ConsolidateRequest, Resources
-from ckptkit.planning.shares import Share
+from ckptkit.engine.outcome import Outcome
+from ckptkit.options import ConsolidateRequest, Resources
+from ckptkit.plan.shares import Share
 from ckptkit.storage.places import PathLike, Place
-from ckptkit.storage.shared_output import Attempt
+from ckptkit.storage.shared import Attempt
 from tests.object_store import Bucket, ObjectStore
 
 pytestmark = pytest.mark.distributed

@@ -11,7 +11,7 @@ import pytest
 
 from ckptkit.core.index import Key
 from ckptkit.formats.registry import find_candidates, read_index
-from ckptkit.storage.local import LocalSource
+from ckptkit.storage.local.source import LocalSource
 
 pytestmark = pytest.mark.distributed
 SCRIPT = Path(__file__).with_name("resume_run.py")

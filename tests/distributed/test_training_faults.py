@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ckptkit.storage.run_marks import take_run_lock
+from ckptkit.runs.marks import take_run_lock
 
 SCRIPT = Path(__file__).with_name("training_faults_run.py")
 FAILED_SAVES = {"full": 2, "hung": 2, "absent": 1, "late": 1, "memory": 2}  # on rank 1

@@ -28,7 +28,7 @@ from torch.distributed.fsdp import fully_shard
 import ckptkit
 from ckptkit.core.errors import MissingFileError, UsageError
 from ckptkit.training import Checkpointer
-from ckptkit.training.tier_saving import TierEnding
+from ckptkit.training.tiers.save import TierEnding
 
 sys.path.append(str(Path(__file__).parents[1] / "crash"))
 troubles: Any = importlib.import_module("troubles")

@@ -32,8 +32,9 @@ from ckptkit.core.errors import (
     RefusedError,
     WriterError,
 )
-from ckptkit.training import Checkpointer, save_slot
-from ckptkit.training.shared_memory import MemoryPlaces, SharedBuffer
+from ckptkit.training import Checkpointer
+from ckptkit.training.save import slot as save_slot
+from ckptkit.training.save.shared_memory import MemoryPlaces, SharedBuffer
 
 sys.path.append(str(Path(__file__).parents[1] / "crash"))
 troubles: Any = importlib.import_module("troubles")

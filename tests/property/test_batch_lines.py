@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ckptkit.core.errors import UsageError
 from ckptkit_cli._application import make_application
-from ckptkit_cli._batch_jobs import read_jobs
+from ckptkit_cli.batch.jobs import read_jobs
 
 
 def all_commands(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from ckptkit.core.arrays import numpy_dtype
 from ckptkit.core.dtypes import BY_NAME
-from ckptkit.kernels.arrays import numpy_dtype
-from ckptkit.kernels.casts import BLOCK_ELEMENTS, Caster
+from ckptkit.engine.casts import BLOCK_ELEMENTS, Caster
 
 GUARD = 64
 NAMES = ["float64", "float32", "float16", "bfloat16", "float8_e5m2"]

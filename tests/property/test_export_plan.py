@@ -11,14 +11,14 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckptkit.core.checksums import Share, is_whole, share_of
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.index import Box, Fqn, Shape
-from ckptkit.kernels.casts import Caster
-from ckptkit.kernels.shares import Share, is_whole, share_of
-from ckptkit.planning.plan import TensorSpec
-from ckptkit.training import export_plan
-from ckptkit.training.export_casts import caster_of
-from ckptkit.training.export_plan import Place, blocks_of, runs_of
+from ckptkit.engine.casts import Caster
+from ckptkit.plan.plan import TensorSpec
+from ckptkit.training.export import plan as export_plan
+from ckptkit.training.export.plan import Place, blocks_of, runs_of
+from ckptkit.training.export.write import caster_of
 
 SHAPES = st.lists(st.integers(1, 7), max_size=4).map(tuple)
 

@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import CannotPlanError
 from ckptkit.core.index import Fqn, Key, Shape, Span
-from ckptkit.kernels.operands import Stored
-from ckptkit.kernels.rearranged import Rearranged, Stretch
-from ckptkit.planning.hub_arrangements import Arrangement, joined
-from ckptkit.planning.hub_names import HubTensor, run_of, whole_of, window_of
-from ckptkit.planning.plan import TensorSpec
+from ckptkit.engine.kernels import Stored
+from ckptkit.engine.rearranged import Rearranged, Stretch
+from ckptkit.hub_names.arrangements import Arrangement, joined
+from ckptkit.hub_names.names import HubTensor, run_of, whole_of, window_of
+from ckptkit.plan.plan import TensorSpec
 
 Array = NDArray[np.int64]
 Live = dict[Fqn, Array]
@@ -223,7 +223,7 @@ def test_what_computes_or_cannot_be_followed_is_refused(torch: Any, what: str) -
         "every second": lambda a: a[::2],
         "two types": lambda a: torch.cat([a, _traced(torch, live_tensors((4, 4)), "int32")[0]]),
     }
-    from ckptkit.naming.tracing import ComputesError
+    from ckptkit.hub_names.transformers.tracing import ComputesError
 
     (tensor,) = _traced(torch, live_tensors((4, 4)))
     with pytest.raises(CannotPlanError if what == "two types" else ComputesError):
@@ -231,7 +231,7 @@ def test_what_computes_or_cannot_be_followed_is_refused(torch: Any, what: str) -
 
 
 def _traced(torch: Any, live: Live, dtype: str = "int64") -> list[Any]:
-    from ckptkit.naming.tracing import TracedTensor
+    from ckptkit.hub_names.transformers.tracing import TracedTensor
 
     return [TracedTensor.of_live(n, v.shape, getattr(torch, dtype)) for n, v in live.items()]
 

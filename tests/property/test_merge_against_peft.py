@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from ckptkit.core.dtypes import BY_NAME, DType
-from ckptkit.core.index import Fqn, Key, Span
-from ckptkit.kernels.low_rank import (
+from ckptkit.adapters.merge.fold import NormOf, Rounding
+from ckptkit.adapters.merge.kernel import MergeKernel
+from ckptkit.adapters.merge.low_rank import (
     Factor,
     LowRank,
     Shift,
@@ -32,10 +32,10 @@ from ckptkit.kernels.low_rank import (
     linear,
     matrix_shape,
 )
-from ckptkit.kernels.merge_kernel import MergeKernel
-from ckptkit.kernels.merge_steps import NormOf, Rounding
-from ckptkit.kernels.operands import Stored
-from ckptkit.planning.plan import Demand, TensorSpec
+from ckptkit.core.dtypes import BY_NAME, DType
+from ckptkit.core.index import Fqn, Key, Span
+from ckptkit.engine.kernels import Stored
+from ckptkit.plan.plan import Demand, TensorSpec
 
 Array = NDArray[Any]
 RANK, ALPHA = 4, 7

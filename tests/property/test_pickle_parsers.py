@@ -27,8 +27,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ckptkit.core.errors import CkptkitError
-from ckptkit.formats.dcp_metadata import ALLOWED, DcpMetadata, parse_metadata
-from ckptkit.formats.pickles import parse_pickle
+from ckptkit.formats.dcp.metadata import ALLOWED, DcpMetadata, parse_metadata
+from ckptkit.formats.pickle.pickles import parse_pickle
 
 OPCODES = [bytes([code]) for code in b"(.012NIJKMLFGVXTUBCtl]ae}sudpqrghjcRbQ\x80\x81\x85\x86\x87"]
 OPCODES += [bytes([code]) for code in range(0x88, 0x99)]

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.index import Fqn, Key
-from ckptkit.layouts.dcp import layout_dcp
-from ckptkit.layouts.hf_weights import DATA_ALIGNMENT, INDEX_NAME, layout_hf_weights
-from ckptkit.layouts.torch_full import layout_torch_full
-from ckptkit.planning import plan as plan_module
-from ckptkit.planning.plan import (
+from ckptkit.plan import plan as plan_module
+from ckptkit.plan.layouts.dcp import layout_dcp
+from ckptkit.plan.layouts.hf import DATA_ALIGNMENT, INDEX_NAME, layout_hf_weights
+from ckptkit.plan.layouts.torch import layout_torch_full
+from ckptkit.plan.plan import (
     SOURCE,
     Copy,
     Literal,

@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptkit.planning.retention import Retention, StepFacts, abandoned, steps_to_remove
+from ckptkit.runs.save_order import Retention, StepFacts, abandoned, steps_to_remove
 
 METRICS = st.dictionaries(st.sampled_from(["loss", "accuracy"]), st.none() | st.floats())
 STEPS = st.lists(

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptkit.training.boards import LocalBoard
-from ckptkit.training.peers import Peers
-from ckptkit.training.rounds import Rounds, Wish
+from ckptkit.training.agree.peers import Peers
+from ckptkit.training.agree.save_steps import Rounds, Wish
+from ckptkit.training.agree.store import LocalBoard
 
 NEVER_VOID_SECONDS = 3600.0
 MAX_DRIFT = 3

@@ -27,7 +27,7 @@ from torch import nn
 
 from ckptkit.core.errors import CkptkitError, UsageError
 from ckptkit.training import Checkpointer
-from ckptkit.training.state import Layout
+from ckptkit.training.state.collect import Layout
 
 EXAMPLES = int(os.environ.get("CKPTKIT_VALUES_EXAMPLES", "8"))
 LAYOUTS: tuple[Layout, ...] = ("accelerate", "dcp", "trainer")

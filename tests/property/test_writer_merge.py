@@ -11,11 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptkit.core.errors import FormatError, IncompleteCheckpointError
-from ckptkit.formats.dcp_metadata import parse_metadata
-from ckptkit.layouts.dcp_metadata import metadata_pickle
-from ckptkit.writer.merge import Merger
+from ckptkit.formats.dcp.metadata import parse_metadata
+from ckptkit.plan.layouts.dcp_metadata import metadata_pickle
+from ckptkit.writer.merge import Merger, is_tiling
 from ckptkit.writer.record import RankRecord, WrittenFile
-from ckptkit.writer.tiling import is_tiling
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 BLOB_BYTES = 10_000

@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
 import ckptkit
+from ckptkit.adapters.base_records import stored_digests
+from ckptkit.conversion.source.open import opened
 from ckptkit.core.errors import FormatError, RefusedError
 from ckptkit.core.manifest import Manifest
-from ckptkit.execution.events import Event, Planned
-from ckptkit.execution.tensors import Origin
-from ckptkit.pipeline.adapters.base_records import stored_digests
-from ckptkit.pipeline.opening import opened
+from ckptkit.engine.outcome import Event, Planned
+from ckptkit.engine.reader import Origin
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 PLAIN = FIXTURES / "peft_fsdp2"

@@ -35,15 +35,15 @@ from transformers import (
 )
 
 import ckptkit
-from ckptkit.adapters.config import LoraSettings, matching
-from ckptkit.adapters.targets import is_target
 from ckptkit.core.errors import (
     AdapterError,
     AmbiguousSourceError,
     CannotPlanError,
     IncompleteCheckpointError,
 )
-from ckptkit.storage.local import LocalSource
+from ckptkit.lora.config import LoraSettings, matching
+from ckptkit.lora.inference import is_target
+from ckptkit.storage.local.source import LocalSource
 
 Tensors = dict[str, torch.Tensor]
 pytestmark = pytest.mark.filterwarnings("ignore")  # PEFT's own, on odd but legal configurations

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import ckptkit
-from ckptkit.adapters.config import LoraSettings
+from ckptkit.adapters import tuned as tuned_sides
+from ckptkit.conversion.names_on_disk import DiskNames
 from ckptkit.core.errors import (
     AdapterError,
     OutputExistsError,
@@ -21,9 +22,8 @@ from ckptkit.core.errors import (
     UsageError,
 )
 from ckptkit.core.index import Box, Fqn
-from ckptkit.pipeline.adapters import tuned_sides
-from ckptkit.pipeline.naming import DiskNames
-from ckptkit.planning.hub_names import HubNames, HubTensor, Piece
+from ckptkit.hub_names.names import HubNames, HubTensor, Piece
+from ckptkit.lora.config import LoraSettings
 
 torch = pytest.importorskip("torch")
 peft = pytest.importorskip("peft")

@@ -25,14 +25,14 @@ from transformers import AutoModelForCausalLM
 import ckptkit
 import ckptkit_cli._application
 import ckptkit_cli.main
+from ckptkit.adapters.extract import run_extraction
+from ckptkit.adapters.sources import AdapterRequest
+from ckptkit.conversion.source.open import opened
 from ckptkit.core.errors import IncompleteCheckpointError, RefusedError
 from ckptkit.integrations.model_folders import export_into
-from ckptkit.pipeline.adapters.extracting import run_extraction
-from ckptkit.pipeline.adapters.sources import AdapterRequest
-from ckptkit.pipeline.opening import opened
-from ckptkit.storage.shared_target import SharedTarget
+from ckptkit.storage.local.shared_target import SharedTarget
 from ckptkit.training import Checkpointer
-from ckptkit_cli._next_command import Given, next_step
+from ckptkit_cli.inspect import Given, next_step
 
 pytestmark = [
     pytest.mark.xdist_group("adapter_real_runs"),

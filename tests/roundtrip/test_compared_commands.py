@@ -18,15 +18,15 @@ peft = pytest.importorskip("peft")
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 import ckptkit  # noqa: E402
+from ckptkit.conversion import compare_names as comparing  # noqa: E402
+from ckptkit.conversion.consolidate import Consolidation, run_consolidation_slice  # noqa: E402
+from ckptkit.conversion.naming_program import NamingProgram  # noqa: E402
+from ckptkit.conversion.slices import SliceDone  # noqa: E402
 from ckptkit.core.errors import CkptkitError, RefusedError  # noqa: E402
-from ckptkit.execution.events import BytesWritten, Event  # noqa: E402
+from ckptkit.engine.outcome import BytesWritten, Event  # noqa: E402
 from ckptkit.hub import push  # noqa: E402
-from ckptkit.pipeline import comparing  # noqa: E402
-from ckptkit.pipeline.consolidating import Consolidation, run_consolidation_slice  # noqa: E402
-from ckptkit.pipeline.naming_program import NamingProgram  # noqa: E402
-from ckptkit.pipeline.slicing import SliceDone  # noqa: E402
-from ckptkit.planning.requests import ConsolidateRequest, Resources  # noqa: E402
-from ckptkit.planning.shares import Share  # noqa: E402
+from ckptkit.options import ConsolidateRequest, Resources  # noqa: E402
+from ckptkit.plan.shares import Share  # noqa: E402
 from ckptkit.storage.places import Place  # noqa: E402
 from ckptkit.training import Checkpointer  # noqa: E402
 from ckptkit_cli.main import main  # noqa: E402

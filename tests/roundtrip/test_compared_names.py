@@ -18,10 +18,11 @@ transformers = pytest.importorskip("transformers")
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 import ckptkit  # noqa: E402
+from ckptkit.conversion import compare_names as comparing  # noqa: E402
+from ckptkit.conversion import naming_program  # noqa: E402
+from ckptkit.conversion.naming_program import NamingProgram  # noqa: E402
 from ckptkit.core.errors import CkptkitError, RefusedError, UsageError  # noqa: E402
-from ckptkit.execution.events import BytesWritten, Committed, Waiting  # noqa: E402
-from ckptkit.pipeline import comparing, naming_program  # noqa: E402
-from ckptkit.pipeline.naming_program import NamingProgram  # noqa: E402
+from ckptkit.engine.outcome import BytesWritten, Committed, Waiting  # noqa: E402
 from tests.compared_models import SIZES, State, model_of, trained  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*process group.*", "ignore:.*single process.*")
@@ -258,9 +259,9 @@ def test_what_is_found_while_tensors_are_copied_leaves_nothing_behind(
     tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No cheap check sees a bias; transformers answers beside the copying."""
-    from ckptkit.pipeline.consolidating import Consolidation, run_consolidation_slice
-    from ckptkit.planning.requests import ConsolidateRequest
-    from ckptkit.planning.shares import parse_slice
+    from ckptkit.conversion.consolidate import Consolidation, run_consolidation_slice
+    from ckptkit.options import ConsolidateRequest
+    from ckptkit.plan.shares import parse_slice
 
     monkeypatch.setattr(comparing, "_looks_wrong", lambda _subject: False)
     model = model_of()

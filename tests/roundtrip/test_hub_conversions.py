@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 
 import ckptkit
+from ckptkit.conversion import names_on_disk as naming
+from ckptkit.conversion import naming_program
+from ckptkit.conversion.names_on_disk import disk_names
+from ckptkit.conversion.prepare import prepared
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import NoSpaceError, RefusedError
 from ckptkit.core.index import Fqn
-from ckptkit.pipeline import naming, naming_program
-from ckptkit.pipeline.naming import disk_names
-from ckptkit.pipeline.planning import prepared
-from ckptkit.planning.hub_names import Computation
-from ckptkit.planning.hub_names_wire import NamingRequest, names_from_json, names_to_json
-from ckptkit.planning.requests import ConsolidateRequest, Resources
+from ckptkit.hub_names.names import Computation, NamingRequest, names_from_json, names_to_json
+from ckptkit.options import ConsolidateRequest, Resources
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", minversion="5.20")
@@ -26,7 +26,7 @@ import torch.distributed.checkpoint as dcp  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from transformers import conversion_mapping  # noqa: E402
 
-from ckptkit.naming.answers import answer  # noqa: E402
+from ckptkit.hub_names.transformers.answers import answer  # noqa: E402
 from ckptkit.training import Checkpointer  # noqa: E402
 from tests.made_up_conversions import register  # noqa: E402
 
@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.filterwarnings("ignore:.*process group.*", "ignore:.*single process.*")
 WITH_MADE_UP = (
     f"import sys; sys.path[:] = [*{{!r}}, {str(ROOT)!r}]; import tests.made_up_conversions as m;"
-    " m.register(); from ckptkit.naming.program import {}; {}()"
+    " m.register(); from ckptkit.hub_names.transformers.program import {}; {}()"
 )
 SIZES = {
     "vocab_size": 40,
@@ -136,9 +136,9 @@ def test_what_is_computed_is_what_save_pretrained_computes(
 
 
 def test_memory_that_holds_no_group_is_refused_beforehand(source: Path, tmp_path: Path) -> None:
-    from ckptkit.execution.budget import WORKER_BYTES
-    from ckptkit.pipeline.conversions import beside_conversions
-    from ckptkit.storage.machine import memory_in_use_bytes
+    from ckptkit.conversion.names_on_disk import beside_conversions
+    from ckptkit.core.threads import memory_in_use_bytes
+    from ckptkit.engine.budget import WORKER_BYTES
 
     allowed = memory_in_use_bytes() + WORKER_BYTES + (64 << 20)
     assert beside_conversions(Resources(), 1 << 40) == Resources()

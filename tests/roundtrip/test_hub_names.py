@@ -11,24 +11,29 @@ from typing import Any
 import pytest
 
 import ckptkit
+from ckptkit.conversion import names_on_disk as naming
+from ckptkit.conversion.names_on_disk import disk_names
 from ckptkit.core.dtypes import dtype_named
 from ckptkit.core.errors import CannotPlanError, RefusedError
 from ckptkit.core.index import Box, Fqn
-from ckptkit.pipeline import naming
-from ckptkit.pipeline.naming import disk_names
-from ckptkit.planning.hub_names import HubNames, window_of
-from ckptkit.planning.hub_names_need import naming_need
-from ckptkit.planning.hub_names_wire import NamingRequest, names_from_json, names_to_json
-from ckptkit.planning.requests import NameChoice
+from ckptkit.hub_names.names import (
+    HubNames,
+    NamingRequest,
+    names_from_json,
+    names_to_json,
+    window_of,
+)
+from ckptkit.hub_names.needed import naming_need
+from ckptkit.options import NameChoice
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", minversion="5")
 import torch.distributed.checkpoint as dcp  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
-from ckptkit.naming.answers import answer  # noqa: E402
+from ckptkit.hub_names.transformers.answers import answer  # noqa: E402
 from ckptkit.training import Checkpointer  # noqa: E402
-from ckptkit.training.export_names import DiskNames  # noqa: E402
+from ckptkit.training.export.plan import DiskNames  # noqa: E402
 
 FIXTURE = Path(__file__).resolve().parents[2] / "fixtures" / "fsdp2_mixtral"
 pytestmark = pytest.mark.filterwarnings("ignore:.*process group.*", "ignore:.*single process.*")

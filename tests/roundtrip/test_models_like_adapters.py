@@ -10,7 +10,7 @@ import pytest
 
 import ckptkit
 from ckptkit.core.errors import RefusedError
-from ckptkit_cli._next_command import Given, next_step
+from ckptkit_cli.inspect import Given, next_step
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", minversion="5")

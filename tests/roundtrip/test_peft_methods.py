@@ -11,8 +11,8 @@ import pytest
 
 import ckptkit
 from ckptkit.core.errors import CkptkitError, RefusedError
-from ckptkit.planning.peft_names import LORA, METHODS
-from ckptkit_cli._next_command import Given, next_step
+from ckptkit.plan.peft_names import LORA, METHODS
+from ckptkit_cli.inspect import Given, next_step
 
 torch = pytest.importorskip("torch")
 peft = pytest.importorskip("peft", minversion="0.21")

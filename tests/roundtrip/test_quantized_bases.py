@@ -19,18 +19,18 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
 
 import ckptkit
-from ckptkit.adapters.base_names import Placed
-from ckptkit.adapters.dialects import plain_entries, sort_entries
-from ckptkit.adapters.merging import MergeRequest
+from ckptkit.adapters.merge.base import BASE, Alignment, BaseSource, base_tensors
+from ckptkit.adapters.merge.run import AdapterChoice, MergedModel, run_merge
+from ckptkit.adapters.quantized.bases import QuantizedBase, Weights, plan_quantized
+from ckptkit.adapters.sources import AdapterRequest
+from ckptkit.conversion.source.open import opened
 from ckptkit.core.errors import CkptkitError, FormatError, RefusedError, UnsupportedError
 from ckptkit.core.index import Box, Fqn
-from ckptkit.execution.tensors import Origin
-from ckptkit.pipeline.adapters.dequantizing import QuantizedBase, Weights, plan_quantized
-from ckptkit.pipeline.adapters.merge_base import BASE, Alignment, BaseSource, base_tensors
-from ckptkit.pipeline.adapters.merging import AdapterChoice, MergedModel, run_merge
-from ckptkit.pipeline.adapters.sources import AdapterRequest
-from ckptkit.pipeline.opening import opened
-from ckptkit.planning.hub_names import HubTensor, Piece
+from ckptkit.engine.reader import Origin
+from ckptkit.hub_names.names import HubTensor, Piece
+from ckptkit.lora.changes import MergeRequest
+from ckptkit.lora.dialects import plain_entries, sort_entries
+from ckptkit.lora.generations import Placed
 
 pytestmark = [
     pytest.mark.xdist_group("quantized_bases"),

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 import ckptkit
+from ckptkit.conversion.source.open import opened
 from ckptkit.core.errors import (
     ChecksumError,
     CkptkitError,
@@ -27,8 +28,7 @@ from ckptkit.core.errors import (
     NotACheckpointError,
     UnsupportedError,
 )
-from ckptkit.formats import rank_tensors
-from ckptkit.pipeline.opening import opened
+from ckptkit.formats.ranks import tensors as rank_tensors
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 CASES = (

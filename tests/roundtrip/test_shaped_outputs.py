@@ -17,7 +17,7 @@ from ckptkit.core.errors import (
     RefusedError,
     UsageError,
 )
-from ckptkit.planning.requests import Layout
+from ckptkit.options import Layout
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

@@ -12,7 +12,7 @@ import pytest
 
 from ckptkit.core.dtypes import DType, dtype_named
 from ckptkit.core.index import Fqn, Shape
-from ckptkit.planning.ties import tie_candidates, untied_config
+from ckptkit.plan.ties import tie_candidates, untied_config
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

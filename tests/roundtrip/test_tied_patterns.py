@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 import ckptkit
+from ckptkit.conversion import naming_program
 from ckptkit.core.dtypes import dtype_named
 from ckptkit.core.index import Fqn
 from ckptkit.core.model_configs import parse_model_config
-from ckptkit.pipeline import naming_program
-from ckptkit.planning.ties import tie_candidates, tie_conflicts
+from ckptkit.plan.ties import tie_candidates, tie_conflicts
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers", minversion="5")

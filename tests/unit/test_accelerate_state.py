@@ -17,8 +17,8 @@ from accelerate.utils import ProjectConfiguration
 from ckptkit.core.errors import ResumeError, UsageError
 from ckptkit.core.manifest import Manifest
 from ckptkit.integrations.accelerate import install, load_state, save_model, save_state
-from ckptkit.integrations.accelerator_folders import given_folder, newest_folder, obstacle
-from ckptkit.integrations.accelerator_state import (
+from ckptkit.integrations.accelerate.saves import given_folder, newest_folder, obstacle
+from ckptkit.integrations.accelerate.state import (
     Target,
     source_of,
     target_of,

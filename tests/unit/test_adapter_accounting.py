@@ -8,15 +8,14 @@ from typing import Any
 
 import pytest
 
-from ckptkit.adapters.accounting import Row, account, old_alphas
-from ckptkit.adapters.adapter import Adapter
-from ckptkit.adapters.config import LoraSettings
-from ckptkit.adapters.dialects import DEFAULT, of_adapter, plain_entries, sort_entries
-from ckptkit.adapters.inference import infer
-from ckptkit.adapters.layers import table_of
 from ckptkit.core.dtypes import dtype_named
 from ckptkit.core.errors import AdapterError, CannotPlanError, FormatError, UnsupportedError
 from ckptkit.core.index import ChunkTable, Fqn, Key, Shape, TensorEntry
+from ckptkit.lora.accounting import Row, account, old_alphas
+from ckptkit.lora.config import Adapter, LoraSettings
+from ckptkit.lora.dialects import DEFAULT, of_adapter, plain_entries, sort_entries
+from ckptkit.lora.inference import infer
+from ckptkit.lora.layers import table_of
 
 P = "base_model.model."
 Q, V = "layers.0.q_proj", "layers.0.v_proj"

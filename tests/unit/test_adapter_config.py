@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from ckptkit.adapters.config import LoraSettings
 from ckptkit.core.errors import FormatError, UnsupportedError
+from ckptkit.lora.config import LoraSettings
 
 OLDEST = {  # as PEFT 0.2 wrote it
     "base_model_name_or_path": "base",

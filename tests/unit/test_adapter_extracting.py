@@ -13,6 +13,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import ckptkit
+from ckptkit.adapters.sources import AdapterRequest, OpenedAdapter, open_adapter
 from ckptkit.core.errors import (
     AdapterError,
     AmbiguousSourceError,
@@ -22,7 +23,6 @@ from ckptkit.core.errors import (
     RefusedError,
     UnsupportedError,
 )
-from ckptkit.pipeline.adapters.sources import AdapterRequest, OpenedAdapter, open_adapter
 
 P = "base_model.model.model."
 CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
 import ckptkit
-from ckptkit.pipeline.adapters import merge_base
-from ckptkit.pipeline.naming import DiskNames
+from ckptkit.adapters.merge import base as merge_base
+from ckptkit.conversion.names_on_disk import DiskNames
 
 GENERATIONS = Path(__file__).resolve().parents[2] / "fixtures" / "peft_generations"
 BASE = GENERATIONS / "bases" / "llama"

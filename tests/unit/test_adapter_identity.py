@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from ckptkit.adapters.config import LoraSettings
-from ckptkit.adapters.identity import Expected, Found, expected_of, found_at, judge
-from ckptkit.adapters.merged_config import (
+from ckptkit.core.index import Fqn
+from ckptkit.lora.changes import (
     has_vocabulary,
     model_types,
     vocabularies,
@@ -16,7 +15,8 @@ from ckptkit.adapters.merged_config import (
     with_vocabulary,
     without_quantization,
 )
-from ckptkit.core.index import Fqn
+from ckptkit.lora.config import LoraSettings
+from ckptkit.lora.identity import Expected, Found, expected_of, found_at, judge
 
 ONE, TWO = "a" * 40, "b" * 40
 CACHE = f"/home/me/.cache/huggingface/hub/models--org--name/snapshots/{ONE}"

@@ -8,15 +8,23 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptkit.adapters.adapter import Adapter
-from ckptkit.adapters.base_names import modules_of, prefix_between, with_prefix
-from ckptkit.adapters.changes import Change, LowRank, Replaced, Rows, Shift, Source
-from ckptkit.adapters.config import PEFT_PREFIX, LoraSettings
-from ckptkit.adapters.merging import check_used_once, combine, norms_of
-from ckptkit.adapters.pairing import Base, pair
 from ckptkit.core.dtypes import dtype_named
 from ckptkit.core.errors import AdapterError, CkptkitError, RefusedError
 from ckptkit.core.index import ChunkTable, Fqn, Key, Shape, TensorEntry
+from ckptkit.lora.changes import (
+    Change,
+    LowRank,
+    Replaced,
+    Rows,
+    Shift,
+    Source,
+    check_used_once,
+    combine,
+    norms_of,
+)
+from ckptkit.lora.config import PEFT_PREFIX, Adapter, LoraSettings
+from ckptkit.lora.generations import modules_of, prefix_between, with_prefix
+from ckptkit.lora.pairing import Base, pair
 
 FLOAT = dtype_named("float32")
 SOURCE = Source(0, "adapter0", "adapter")

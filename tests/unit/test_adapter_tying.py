@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptkit.adapters.changes import Change, LowRank, Replaced, Rows, Source
-from ckptkit.adapters.tying import equalities, shared_changes, tied_pairs
 from ckptkit.core.dtypes import dtype_named
 from ckptkit.core.index import ChunkTable, Fqn, Key, Shape, TensorEntry
+from ckptkit.lora.changes import Change, LowRank, Replaced, Rows, Source
+from ckptkit.lora.tying import equalities, shared_changes, tied_pairs
 
 EMBEDDING, HEAD = Fqn("model.embed_tokens.weight"), Fqn("lm_head.weight")
 CONFIG = {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True}

@@ -9,10 +9,10 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from ckptkit.core.arrays import numpy_dtype
 from ckptkit.core.dtypes import BY_NAME, DType
 from ckptkit.core.errors import OverflowRefusedError, UnsupportedError
-from ckptkit.kernels.arrays import numpy_dtype
-from ckptkit.kernels.casts import BLOCK_ELEMENTS, Caster, Overflow, overflow_error
+from ckptkit.engine.casts import BLOCK_ELEMENTS, Caster, Overflow, overflow_error
 
 FLOATS = [dtype for dtype in BY_NAME.values() if dtype.kind == "float"]
 TARGETS = [dtype for dtype in FLOATS if dtype.name != "float8_e8m0fnu"]
@@ -206,7 +206,7 @@ def test_scratch_memory_is_bounded() -> None:
 def test_ml_dtypes_is_imported_only_for_types_that_numpy_lacks() -> None:
     code = (
         "import sys; from ckptkit.core.dtypes import BY_NAME; "
-        "from ckptkit.kernels.casts import Caster; "
+        "from ckptkit.engine.casts import Caster; "
         "Caster(BY_NAME['float32'], BY_NAME['float16']); before = 'ml_dtypes' in sys.modules; "
         "Caster(BY_NAME['float32'], BY_NAME['bfloat16']); "
         "print(before, 'ml_dtypes' in sys.modules, 'torch' in sys.modules)"

@@ -9,8 +9,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptkit.core.manifest import LEAF_BYTES
-from ckptkit.kernels.checksums import (
+from ckptkit.core.checksums import (
     RangeChecksum,
     crc32_combine,
     digest_of,
@@ -18,6 +17,7 @@ from ckptkit.kernels.checksums import (
     leaf_ranges,
     tree_digest,
 )
+from ckptkit.core.manifest import LEAF_BYTES
 
 
 @settings(max_examples=100, deadline=None)

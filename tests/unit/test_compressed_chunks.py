@@ -33,6 +33,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 import ckptkit
+from ckptkit.conversion.consolidate import Consolidation, run_consolidation_slice
+from ckptkit.conversion.source.open import opened
 from ckptkit.core.errors import (
     ChecksumError,
     CkptkitError,
@@ -45,15 +47,13 @@ from ckptkit.core.errors import (
     UnsupportedError,
 )
 from ckptkit.core.index import Key, Span
-from ckptkit.execution import streams
-from ckptkit.execution.tensors import Origin, TensorReader
-from ckptkit.formats.zstd_streams import ZstdContent, decoded
-from ckptkit.pipeline.consolidating import Consolidation, run_consolidation_slice
-from ckptkit.pipeline.opening import opened
-from ckptkit.planning.plan import TASK_BYTES
-from ckptkit.planning.requests import ConsolidateRequest
-from ckptkit.planning.shares import Share
-from ckptkit.storage.machine import memory_in_use_bytes
+from ckptkit.core.threads import memory_in_use_bytes
+from ckptkit.engine import zstd as streams
+from ckptkit.engine.reader import Origin, TensorReader
+from ckptkit.formats.dcp.zstd import ZstdContent, decoded
+from ckptkit.options import ConsolidateRequest
+from ckptkit.plan.plan import TASK_BYTES
+from ckptkit.plan.shares import Share
 from tests.contract.fault_bench import hostile_pickles, room_for_pickle, with_pickle
 
 DESCRIPTOR = "stream.zstd/1"

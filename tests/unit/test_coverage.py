@@ -31,7 +31,7 @@ from ckptkit.core.index import (
     TensorEntry,
     TensorIndex,
 )
-from ckptkit.planning.coverage import (
+from ckptkit.plan.coverage import (
     describe,
     error_of,
     find_problems,

@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 
 from ckptkit.core.errors import NoSpaceError
-from ckptkit.execution.budget import WORKER_BYTES, settle_workers
-from ckptkit.execution.crew import run_crew
-from ckptkit.execution.throttle import Throttle
+from ckptkit.core.threads import Throttle, run_crew
+from ckptkit.engine.budget import WORKER_BYTES, settle_workers
 
 
 def test_the_first_error_of_a_crew_stops_the_others() -> None:

@@ -41,7 +41,7 @@ from ckptkit.core.errors import (
     UnsafePickleError,
     UnsupportedError,
 )
-from ckptkit.formats.dcp_metadata import DcpBlob, DcpMetadata, parse_metadata
+from ckptkit.formats.dcp.metadata import DcpBlob, DcpMetadata, parse_metadata
 
 Edit = Callable[[Metadata], None]
 FIRST = "model.layers.0.weight"

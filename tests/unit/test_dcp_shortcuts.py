@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ckptkit.core.errors import FormatError
-from ckptkit.formats.dcp_metadata import ALLOWED, DcpMetadata, parse_metadata
-from ckptkit.formats.dcp_shortcuts import FastMachine, ShortcutError
+from ckptkit.formats.dcp.metadata import ALLOWED, DcpMetadata, parse_metadata
+from ckptkit.formats.dcp.shortcuts import FastMachine, ShortcutError
 
 FIRST = "model.0.weight"
 

@@ -12,9 +12,15 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedShard
 
 from ckptkit.core.errors import FormatError, LimitError, UnsupportedError
-from ckptkit.formats.device_mesh import Mesh, mesh_of
-from ckptkit.formats.dtensor_places import LocalPart, Placement, local_part, placements_of
-from ckptkit.formats.pickles import Global, InertObject
+from ckptkit.formats.pickle.pickles import Global, InertObject
+from ckptkit.formats.ranks.dtensor import (
+    LocalPart,
+    Mesh,
+    Placement,
+    local_part,
+    mesh_of,
+    placements_of,
+)
 
 PLACES = "torch.distributed.tensor.placement_types"
 

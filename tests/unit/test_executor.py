@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from ckptkit.core.checksums import digest_of
 from ckptkit.core.dtypes import dtype_named
 from ckptkit.core.errors import ChecksumError, FormatError, NoSpaceError, TruncatedFileError
 from ckptkit.core.index import (
@@ -32,22 +33,20 @@ from ckptkit.core.index import (
     TensorIndex,
 )
 from ckptkit.core.manifest import LEAF_BYTES
-from ckptkit.execution.budget import ExecutionSettings
-from ckptkit.execution.events import BytesWritten, Event, Started, ignore
-from ckptkit.execution.executor import Executor, Inputs
-from ckptkit.execution.ledger import OpenRecord
-from ckptkit.execution.outcome import Digests, Outcome
-from ckptkit.execution.tensors import Origin, TensorReader
-from ckptkit.kernels.cast_kernel import CastKernel
-from ckptkit.kernels.checksums import digest_of
-from ckptkit.layouts.dcp import layout_dcp
-from ckptkit.layouts.hf_weights import layout_hf_weights
-from ckptkit.layouts.torch_full import layout_torch_full
-from ckptkit.planning.coverage import find_problems
-from ckptkit.planning.plan import SOURCE, Plan
-from ckptkit.planning.requests import ConsolidateRequest
-from ckptkit.planning.selection import make_products
-from ckptkit.planning.shares import Share, tasks_of
+from ckptkit.engine.budget import ExecutionSettings
+from ckptkit.engine.executor import Executor, Inputs
+from ckptkit.engine.kernels import CastKernel
+from ckptkit.engine.locate import OpenRecord
+from ckptkit.engine.outcome import BytesWritten, Digests, Event, Outcome, Started, ignore
+from ckptkit.engine.reader import Origin, TensorReader
+from ckptkit.options import ConsolidateRequest
+from ckptkit.plan.coverage import find_problems
+from ckptkit.plan.layouts.dcp import layout_dcp
+from ckptkit.plan.layouts.hf import layout_hf_weights
+from ckptkit.plan.layouts.torch import layout_torch_full
+from ckptkit.plan.plan import SOURCE, Plan
+from ckptkit.plan.selection import make_products
+from ckptkit.plan.shares import Share, tasks_of
 from ckptkit.storage.memory import MemorySource, MemoryTarget
 
 Array = NDArray[Any]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ckptkit.core.errors import CannotPlanError
-from ckptkit.formats.flat_models import ModelParameter, vectors_of
+from ckptkit.formats.ranks.flat_models import ModelParameter, vectors_of
 
 MODEL = [
     ModelParameter(("embed.weight", "head.weight"), (5, 3)),

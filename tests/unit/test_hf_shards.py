@@ -21,7 +21,7 @@ from ckptkit.core.errors import (
     TruncatedFileError,
     UnsupportedError,
 )
-from ckptkit.formats.hf_shards import UNPROVEN
+from ckptkit.formats.safetensors.hf_shards import UNPROVEN
 from tests.made_up_shards import HALVES, WHOLE, Pieces, shard_name, with_metadata, write_shards
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"

@@ -11,8 +11,9 @@ ROOT = Path(__file__).resolve().parents[2]
 MOST_LINES_IN_A_FILE = 600
 MOST_LINES_IN_A_FUNCTION = 50
 READ_THE_ENVIRONMENT = (
-    ROOT / "ckptkit/naming/program.py",  # keeps the libraries of its process off the network
-    ROOT / "ckptkit/pipeline/answer_cache.py",  # XDG_CACHE_HOME, where a user's caches are
+    # Keeps the libraries of its process off the network.
+    ROOT / "ckptkit/hub_names/transformers/program.py",
+    ROOT / "ckptkit/conversion/naming_program.py",  # XDG_CACHE_HOME, where a user's caches are
     ROOT / "ckptkit/run.py",
     ROOT / "ckptkit/training/environment.py",
 )

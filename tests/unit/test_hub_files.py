@@ -7,11 +7,16 @@ import json
 import pytest
 
 from ckptkit.core.errors import RefusedError
-from ckptkit.hub.card import ModelFacts, base_model_of, is_ours, write_card
-from ckptkit.hub.contents import Small, published, refuse_secrets
-from ckptkit.hub.files import choose_files, stale_files
-from ckptkit.hub.scrubbing import is_repo_id, scrubbed, scrubbed_card
-from ckptkit.hub.secrets import find_secrets, without_secrets
+from ckptkit.hub.publish.card import ModelFacts, base_model_of, is_ours, write_card
+from ckptkit.hub.publish.contents import Small, published, refuse_secrets
+from ckptkit.hub.publish.files import choose_files, stale_files
+from ckptkit.hub.publish.secrets import (
+    find_secrets,
+    is_repo_id,
+    scrubbed,
+    scrubbed_card,
+    without_secrets,
+)
 
 SECRETS = {
     "a Hugging Face token": "hf_" + "aZ4kQ9xLmP2vR7tY" * 2 + "ab",

@@ -10,8 +10,8 @@ import pytest
 
 from ckptkit.core.errors import ResumeError
 from ckptkit.core.manifest import Manifest
-from ckptkit.integrations.transformers_steps import drop_sentinel, newest_checkpoint, steps_beyond
-from ckptkit.planning.retention import StepFacts
+from ckptkit.integrations.transformers.state import drop_sentinel, newest_checkpoint, steps_beyond
+from ckptkit.runs.save_order import StepFacts
 
 LIMITS = (None, 0, 1, 2, 3)
 SENTINEL = "checkpoint-is-incomplete.txt"

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ckptkit.core.checksums import ChecksumPiece as Piece
 from ckptkit.core.errors import ChecksumError
-from ckptkit.execution.ledger import READ_BYTES, Account, ChecksumLedger
-from ckptkit.kernels.checksums import ChecksumPiece as Piece
+from ckptkit.engine.locate import READ_BYTES, Account, ChecksumLedger
 
 DATA = random.Random(0).randbytes(5_000)  # noqa: S311
 START = 1_000  # of the record in its file

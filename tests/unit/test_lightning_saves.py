@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ckptkit.core.errors import OutputExistsError, UsageError
-from ckptkit.integrations.lightning_saves import StrategySaves, load
+from ckptkit.integrations.lightning import StrategySaves, load
 from ckptkit.training import SaveReport
 
 MODEL = torch.nn.Linear(4, 4)

@@ -18,15 +18,15 @@ from ckptkit.core.errors import (
     OutputExistsError,
     UnsafePathError,
 )
-from ckptkit.storage import staged_files
 from ckptkit.storage.buffers import aligned_buffer
-from ckptkit.storage.local import LocalSource
-from ckptkit.storage.staging import LocalTarget
-from ckptkit.storage.syscalls import (
+from ckptkit.storage.local import target as staged_files
+from ckptkit.storage.local.source import LocalSource
+from ckptkit.storage.local.syscalls import (
     Capabilities,
     OpenFile,
     detect_capabilities,
 )
+from ckptkit.storage.local.target import LocalTarget
 
 NATIVE = detect_capabilities()
 PORTABLE = Capabilities.none()

@@ -12,6 +12,21 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from ckptkit.adapters.merge import kernel as merge_kernel
+from ckptkit.adapters.merge import products
+from ckptkit.adapters.merge.fold import NormOf, Rounding
+from ckptkit.adapters.merge.kernel import MergeKernel
+from ckptkit.adapters.merge.low_rank import (
+    Factor,
+    Shift,
+    Stride,
+    TokenRows,
+    Update,
+    embedding,
+    expert,
+    experts,
+    linear,
+)
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import AdapterError, OverflowRefusedError, UnsupportedError
 from ckptkit.core.index import (
@@ -27,29 +42,13 @@ from ckptkit.core.index import (
     TensorIndex,
 )
 from ckptkit.core.manifest import LEAF_BYTES
-from ckptkit.execution import preparing
-from ckptkit.execution.blas import single_threaded_blas
-from ckptkit.execution.budget import ExecutionSettings
-from ckptkit.execution.events import ignore
-from ckptkit.execution.executor import Executor, Inputs
-from ckptkit.execution.preparing import Preparations
-from ckptkit.execution.tensors import Origin
-from ckptkit.kernels import merge_kernel, products
-from ckptkit.kernels.low_rank import (
-    Factor,
-    Shift,
-    Stride,
-    TokenRows,
-    Update,
-    embedding,
-    expert,
-    experts,
-    linear,
-)
-from ckptkit.kernels.merge_kernel import MergeKernel
-from ckptkit.kernels.merge_steps import NormOf, Rounding
-from ckptkit.kernels.operands import Cast, Stored
-from ckptkit.planning.plan import (
+from ckptkit.engine import kernels as preparing
+from ckptkit.engine.budget import ExecutionSettings, single_threaded_blas
+from ckptkit.engine.executor import Executor, Inputs
+from ckptkit.engine.kernels import Cast, Preparations, Stored
+from ckptkit.engine.outcome import ignore
+from ckptkit.engine.reader import Origin
+from ckptkit.plan.plan import (
     Compute,
     Demand,
     Kernel,
@@ -488,7 +487,7 @@ def test_an_experts_tensor_is_merged_from_a_part_of_the_shared_factors() -> None
 
 
 def test_the_number_of_threads_of_the_library_is_put_back() -> None:
-    from ckptkit.execution import blas
+    from ckptkit.engine import budget as blas
 
     found = blas._threads()
     if found is None:

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from ckptkit.core.errors import NoSpaceError, OutputError, OutputExistsError
-from ckptkit.storage.staging import LocalTarget
-from ckptkit.storage.syscalls import Capabilities, detect_capabilities
+from ckptkit.storage.local.syscalls import Capabilities, detect_capabilities
+from ckptkit.storage.local.target import LocalTarget
 
 NATIVE = detect_capabilities()
 PORTABLE = Capabilities.none()

@@ -13,14 +13,20 @@ from typing import Any
 
 import pytest
 
+from ckptkit.conversion import naming_program
+from ckptkit.conversion.naming_program import ask_transformers
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import RefusedError
 from ckptkit.core.index import Box, Fqn
-from ckptkit.naming.program import main
-from ckptkit.pipeline import naming_program
-from ckptkit.pipeline.naming_program import ask_transformers
-from ckptkit.planning.hub_names import HubNames, HubTensor, Piece
-from ckptkit.planning.hub_names_wire import NamingRequest, names_from_json, names_to_json
+from ckptkit.hub_names.names import (
+    HubNames,
+    HubTensor,
+    NamingRequest,
+    Piece,
+    names_from_json,
+    names_to_json,
+)
+from ckptkit.hub_names.transformers.program import main
 
 REQUEST = NamingRequest({"model_type": "mixtral"}, None)
 Program = Callable[[str], None]

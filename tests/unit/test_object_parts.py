@@ -19,8 +19,8 @@ from ckptkit.core.object_parts import (
     cut_into_parts,
     part_bytes,
 )
-from ckptkit.storage.part_buffers import PartBuffers
-from ckptkit.storage.streams import Room, Stream
+from ckptkit.storage.remote.s3_object import PartBuffers
+from ckptkit.storage.remote.stream_target import Room, Stream
 
 MIB = 1 << 20
 S3_MOST_COPIED_BYTES = 5 << 30

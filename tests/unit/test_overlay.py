@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ckptkit.core.errors import FormatError, MissingFileError
-from ckptkit.storage.local import LocalSource
+from ckptkit.storage.local.source import LocalSource
 from ckptkit.storage.overlay import OverlaySource
 
 

@@ -13,28 +13,30 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from ckptkit.core.dtypes import BY_NAME
-from ckptkit.core.index import Key, Span
-from ckptkit.kernels.derived_scales import (
-    DerivedNestedScales,
-    DerivedScales,
-    block_maxima,
-    dynamic_map,
-    float32_mean,
-    quantize_scales,
-)
-from ckptkit.kernels.eight_bit import EightBitWeight, row_mismatches
-from ckptkit.kernels.four_bit import (
+from ckptkit.adapters.quantized.kernels import (
     CODES,
+    EightBitWeight,
     FourBitType,
     FourBitWeight,
     NestedScales,
     Scales,
     StoredScales,
+    mismatches,
+    row_mismatches,
 )
-from ckptkit.kernels.four_bit_proof import mismatches
-from ckptkit.kernels.operands import Operand, Stored
-from ckptkit.kernels.requantized import RequantizedEightBit, RequantizedFourBit
+from ckptkit.adapters.quantized.scales import (
+    DerivedNestedScales,
+    DerivedScales,
+    RequantizedEightBit,
+    RequantizedFourBit,
+    block_maxima,
+    dynamic_map,
+    float32_mean,
+    quantize_scales,
+)
+from ckptkit.core.dtypes import BY_NAME
+from ckptkit.core.index import Key, Span
+from ckptkit.engine.kernels import Operand, Stored
 
 bitsandbytes: Any = importlib.import_module("bitsandbytes.functional")  # it has no types
 TYPES: tuple[FourBitType, ...] = ("nf4", "fp4")

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from ckptkit.planning.peft_names import (
+from ckptkit.plan.peft_names import (
     METHODS,
     AdapterSign,
     find_adapter,
     own_adapters,
     title_of,
 )
-from ckptkit.planning.selection import looks_packed, what_loads_as_random
+from ckptkit.plan.selection import looks_packed, what_loads_as_random
 
 NAMES = Path(__file__).resolve().parents[2] / "fixtures" / "transformers_names.json.gz"
 P = "base_model.model.model.layers.0.self_attn.q_proj"

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from ckptkit.core.errors import FormatError, LimitError, TruncatedFileError, UnsafePickleError
-from ckptkit.formats.pickles import (
+from ckptkit.formats.pickle.pickles import (
     Global,
     InertDict,
     InertObject,

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from ckptkit.storage import filesystems, place_identity
+from ckptkit.storage import place_identity
+from ckptkit.storage import shared as filesystems
 from ckptkit.storage.locations import Place
 from ckptkit.storage.place_identity import (
     Overlap,

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ckptkit.core.errors import UsageError
-from ckptkit.storage.place_options import parse_options, without_values
+from ckptkit.storage.locations import parse_options, without_values
 from ckptkit.storage.places import Place, Sources, is_url, local_path, place_of
 
 SECRET = {"secret": "s3cr3t-value", "client_kwargs": {"endpoint_url": "http://in.house"}}

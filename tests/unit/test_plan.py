@@ -13,9 +13,8 @@ from ckptkit.core.dtypes import dtype_named
 from ckptkit.core.errors import CannotPlanError
 from ckptkit.core.index import Fqn, Key, Shape
 from ckptkit.core.manifest import LEAF_BYTES
-from ckptkit.layouts.hf_weights import DATA_ALIGNMENT, INDEX_NAME, layout_hf_weights
-from ckptkit.planning.files import numbered, split_by_size
-from ckptkit.planning.plan import (
+from ckptkit.plan.layouts.hf import DATA_ALIGNMENT, INDEX_NAME, layout_hf_weights
+from ckptkit.plan.plan import (
     SOURCE,
     TASK_BYTES,
     Copy,
@@ -25,6 +24,8 @@ from ckptkit.planning.plan import (
     Product,
     TensorSpec,
     contiguous,
+    numbered,
+    split_by_size,
 )
 
 

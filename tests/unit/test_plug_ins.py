@@ -13,8 +13,7 @@ from safetensors.numpy import load_file
 
 import ckptkit
 from ckptkit.core.errors import InputError, MissingFileError, NotACheckpointError
-from ckptkit.formats.plug_ins import installed
-from ckptkit.formats.registry import EXPECTED, READERS, recognise
+from ckptkit.formats.registry import EXPECTED, READERS, installed, recognise
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = (ROOT / "examples" / "reader_plugin" / "npy_rows.py").read_text(encoding="utf-8")

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from ckptkit.core.errors import RefusedError, UsageError
-from ckptkit.planning.push_choice import Earlier, PushChoice, waiting_steps
-from ckptkit.planning.retention import StepFacts
-from ckptkit.storage.push_journal import (
+from ckptkit.hub.watch.build import Earlier, PushChoice, waiting_steps
+from ckptkit.runs.push_journal import (
     StepPush,
     journal_path,
     open_journal,
@@ -18,7 +17,8 @@ from ckptkit.storage.push_journal import (
     take_watch_lock,
     watch_identity,
 )
-from ckptkit.storage.syscalls import Capabilities
+from ckptkit.runs.save_order import StepFacts
+from ckptkit.storage.local.syscalls import Capabilities
 
 
 def saved(step: int, number: int = 0, loss: float | None = None, whole: bool = True) -> StepFacts:

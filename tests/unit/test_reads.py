@@ -7,8 +7,8 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptkit.core.ranges import FileRange
-from ckptkit.planning.reads import (
+from ckptkit.core.index import FileRange
+from ckptkit.engine.prefetch import (
     FREE_GAP_BYTES,
     GAP_BYTES,
     REQUEST_BYTES,

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 import ckptkit
+from ckptkit.conversion.source.read import same_bytes
 from ckptkit.core.dtypes import dtype_named
 from ckptkit.core.errors import CannotPlanError
 from ckptkit.core.index import Fqn, Key
-from ckptkit.layouts.hf_weights import layout_hf_weights
-from ckptkit.pipeline.scanning import same_bytes
-from ckptkit.planning.plan import SOURCE, Copy, Product, TensorSpec
+from ckptkit.plan.layouts.hf import layout_hf_weights
+from ckptkit.plan.plan import SOURCE, Copy, Product, TensorSpec
 
 ROOT = Path(__file__).parents[2]
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"

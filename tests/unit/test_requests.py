@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ckptkit.core.errors import UsageError
-from ckptkit.planning.requests import (
+from ckptkit.options import (
     DEFAULT_BUDGET_BYTES,
     ConsolidateRequest,
     make_resources,

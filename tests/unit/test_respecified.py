@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from ckptkit.core.dtypes import dtype_named
 from ckptkit.core.errors import OverflowRefusedError
 from ckptkit.core.index import Fqn, Key, Shape, Span
-from ckptkit.kernels.respecified import first_rows, recast
-from ckptkit.planning.plan import Compute, Copy, Demand, Preparable, Product, TensorSpec
+from ckptkit.engine.kernels import first_rows, recast
+from ckptkit.plan.plan import Compute, Copy, Demand, Preparable, Product, TensorSpec
 
 FLOAT32, HALF = dtype_named("float32"), dtype_named("float16")
 

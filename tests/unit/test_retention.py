@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ckptkit.core.errors import UsageError
-from ckptkit.planning.retention import Retention, StepFacts, missing_metric, steps_to_remove
+from ckptkit.runs.save_order import Retention, StepFacts, missing_metric, steps_to_remove
 
 
 def steps(*numbers: int) -> list[StepFacts]:

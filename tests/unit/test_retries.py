@@ -11,8 +11,7 @@ from ckptkit.core.errors import (
     StorageError,
     UsageError,
 )
-from ckptkit.storage.remote_errors import as_input_error, is_transient
-from ckptkit.storage.retries import Patience, retried
+from ckptkit.storage.remote.errors import Patience, as_input_error, is_transient, retried
 
 
 class AnswerError(Exception):

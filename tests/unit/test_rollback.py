@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 import ckptkit
-from ckptkit.hub.watch_run import WatchedRun
-from ckptkit.pipeline.opening import opened
-from ckptkit.planning.push_choice import Earlier, PushChoice, waiting_steps
-from ckptkit.planning.retention import Retention, StepFacts, steps_to_remove
+from ckptkit.conversion.source.open import opened
+from ckptkit.hub.watch.build import Earlier, PushChoice, waiting_steps
+from ckptkit.hub.watch.run import WatchedRun
+from ckptkit.runs.save_order import Retention, StepFacts, steps_to_remove
 from tests.made_up_runs import save_step, save_stock_step
 
 Save = Callable[..., Path]

@@ -12,9 +12,9 @@ import pytest
 import ckptkit
 from ckptkit.core.errors import NotACheckpointError
 from ckptkit.core.manifest import MANIFEST_NAME
-from ckptkit.pipeline.listing import RunListing, RunStep
-from ckptkit.storage.push_journal import StepPush, open_journal
-from ckptkit.storage.run_marks import take_run_lock
+from ckptkit.runs.listing import RunListing, RunStep
+from ckptkit.runs.marks import take_run_lock
+from ckptkit.runs.push_journal import StepPush, open_journal
 from tests.made_up_runs import save_step, save_stock_step
 
 

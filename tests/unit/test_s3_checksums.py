@@ -12,9 +12,9 @@ from ckptkit.core import object_parts
 from ckptkit.core.errors import ChecksumError
 from ckptkit.core.object_parts import MIN_PART_BYTES, CopiedRange
 from ckptkit.storage.base import CopySource
-from ckptkit.storage.s3_checksums import OF_PARTS, WHOLE, ObjectSums, ToldSum, encoded
-from ckptkit.storage.s3_object import S3Object
-from ckptkit.storage.s3_uploads import Head, S3Uploads, SentPart
+from ckptkit.storage.remote.s3 import OF_PARTS, WHOLE, ObjectSums, ToldSum, encoded
+from ckptkit.storage.remote.s3_object import S3Object
+from ckptkit.storage.remote.s3_uploads import Head, S3Uploads, SentPart
 
 PARTS = (b"first part", b"second", b"")
 SUMS = ObjectSums.of([(zlib.crc32(part), len(part)) for part in PARTS])

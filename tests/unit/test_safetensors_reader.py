@@ -23,7 +23,7 @@ from ckptkit.core.errors import (
     UnsupportedError,
 )
 from ckptkit.core.index import Box, Key, TensorIndex
-from ckptkit.formats.safetensors import SafetensorsReader
+from ckptkit.formats.safetensors.reader import SafetensorsReader
 from ckptkit.storage.memory import MemorySource
 
 

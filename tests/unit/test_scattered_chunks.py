@@ -20,15 +20,15 @@ from ckptkit.core.index import (
     TensorEntry,
     TensorIndex,
 )
-from ckptkit.execution.budget import ExecutionSettings
-from ckptkit.execution.events import ignore
-from ckptkit.execution.executor import COMPUTE_ELEMENTS, Executor, Inputs
-from ckptkit.execution.tensors import RUN_BYTES, Origin, TensorReader
-from ckptkit.kernels.cast_kernel import CastKernel
-from ckptkit.layouts.hf_weights import layout_hf_weights
-from ckptkit.planning.plan import SOURCE, Plan
-from ckptkit.planning.requests import ConsolidateRequest
-from ckptkit.planning.selection import make_products
+from ckptkit.engine.budget import ExecutionSettings
+from ckptkit.engine.executor import COMPUTE_ELEMENTS, Executor, Inputs
+from ckptkit.engine.kernels import CastKernel
+from ckptkit.engine.outcome import ignore
+from ckptkit.engine.reader import RUN_BYTES, Origin, TensorReader
+from ckptkit.options import ConsolidateRequest
+from ckptkit.plan.layouts.hf import layout_hf_weights
+from ckptkit.plan.plan import SOURCE, Plan
+from ckptkit.plan.selection import make_products
 from ckptkit.storage.memory import MemorySource, MemoryTarget
 
 ROWS, COLUMNS = 2_000, 1_500

@@ -14,10 +14,10 @@ import pytest
 
 from ckptkit.core.errors import RefusedError
 from ckptkit.core.manifest import LEAF_BYTES
-from ckptkit.hub.files import choose_step_files
-from ckptkit.hub.reading import LargeFile, OneReading
-from ckptkit.hub.searching import SecretSearch, secrets_in
-from ckptkit.storage.local import LocalSource
+from ckptkit.hub.publish.files import choose_step_files
+from ckptkit.hub.publish.searching import SecretSearch, secrets_in
+from ckptkit.hub.publish.source import LargeFile, OneReading
+from ckptkit.storage.local.source import LocalSource
 from tests.planted_secrets import FILES, SECRETS
 
 ROOT = Path(__file__).parents[2]
@@ -80,7 +80,7 @@ def test_a_file_is_searched_while_it_is_sent_and_the_block_with_the_secret_is_no
 
 
 def test_ordinary_files_hold_no_secret() -> None:
-    places = ("fixtures", "docs", "examples", "benchmarks", "ckptkit/hub/watch.py")
+    places = ("fixtures", "docs", "examples", "benchmarks", "ckptkit/hub/watch/watch.py")
     paths = [path for place in places for path in [ROOT / place, *(ROOT / place).rglob("*")]]
     files = [path for path in paths if path.is_file() and path.suffix != ".distcp"]
     assert len(files) > 400

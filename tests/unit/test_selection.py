@@ -28,10 +28,10 @@ from ckptkit.core.index import (
     TensorEntry,
     TensorIndex,
 )
-from ckptkit.kernels.cast_kernel import CastKernel
-from ckptkit.planning.plan import SOURCE, Compute, Copy
-from ckptkit.planning.requests import ConsolidateRequest
-from ckptkit.planning.selection import (
+from ckptkit.engine.kernels import CastKernel
+from ckptkit.options import ConsolidateRequest
+from ckptkit.plan.plan import SOURCE, Compute, Copy
+from ckptkit.plan.selection import (
     DTypePolicy,
     looks_packed,
     make_products,

@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 
 from ckptkit.core.errors import ChecksumError, OutputError, OutputExistsError
-from ckptkit.storage.filesystems import filesystem_of, why_no_ranges, why_not_shared
-from ckptkit.storage.shared_target import SharedTarget
-from ckptkit.storage.staging import LocalTarget
-from ckptkit.storage.syscalls import (
+from ckptkit.storage.local.shared_target import SharedTarget
+from ckptkit.storage.local.syscalls import (
     Capabilities,
     OpenFile,
     detect_capabilities,
     open_for_writing,
 )
+from ckptkit.storage.local.target import LocalTarget
+from ckptkit.storage.shared import filesystem_of, why_no_ranges, why_not_shared
 
 NONCE = "0123456789abcdef"
 NATIVE = detect_capabilities()
@@ -127,7 +127,7 @@ def test_parts_that_are_not_found_as_they_were_written_are_refused(tmp_path: Pat
 def test_a_full_directory_that_cannot_be_renamed_is_not_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ckptkit.storage.shared_target._has_to_stay", lambda _: True)
+    monkeypatch.setattr("ckptkit.storage.local.shared_target._has_to_stay", lambda _: True)
     (tmp_path / "kept").touch()
     with pytest.raises(OutputError, match="cannot be renamed"):
         SharedTarget(tmp_path, NONCE, overwrite=True)
@@ -206,7 +206,7 @@ def test_two_processes_may_try_the_storage_at_the_same_time(
         assert why_no_ranges(tmp_path, tmp_path, NATIVE) == ""
         return open_for_writing(path, capabilities)
 
-    monkeypatch.setattr("ckptkit.storage.filesystems.open_for_writing", meet)
+    monkeypatch.setattr("ckptkit.storage.shared.open_for_writing", meet)
     assert why_no_ranges(tmp_path, tmp_path, NATIVE) == ""
 
 
@@ -220,6 +220,6 @@ def test_storage_that_takes_no_ranges_is_found_out(
 
     for refused in ("write_at", "truncate"):
         with monkeypatch.context() as patch:
-            patch.setattr(f"ckptkit.storage.syscalls.OpenFile.{refused}", refuse)
+            patch.setattr(f"ckptkit.storage.local.syscalls.OpenFile.{refused}", refuse)
             assert "operation not supported" in why_no_ranges(tmp_path, tmp_path, NATIVE)
     assert not list(tmp_path.iterdir())

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from ckptkit.core.errors import UsageError
 from ckptkit.core.object_parts import MIN_PART_BYTES, MOST_PARTS
-from ckptkit.execution.throttle import Throttle
-from ckptkit.planning.plan import TASK_BYTES, Literal, OutputFile, Plan, RawCopy, contiguous
-from ckptkit.planning.shares import (
+from ckptkit.core.threads import Throttle
+from ckptkit.plan.plan import TASK_BYTES, Literal, OutputFile, Plan, RawCopy, contiguous
+from ckptkit.plan.shares import (
     SHARE_BYTES,
     Share,
     object_parts,

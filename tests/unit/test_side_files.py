@@ -17,7 +17,7 @@ import ckptkit
 from ckptkit.core.dtypes import dtype_named
 from ckptkit.core.errors import FormatError, NotACheckpointError
 from ckptkit.core.model_configs import parse_json_object, to_json
-from ckptkit.planning.side_files import (
+from ckptkit.plan.side_files import (
     bytes_by_dtype,
     choose_side_files,
     config_as_written,

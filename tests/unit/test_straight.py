@@ -14,6 +14,7 @@ from ckptkit.core.index import (
     Box,
     Chunk,
     ChunkTable,
+    FileRange,
     Fqn,
     Key,
     Record,
@@ -21,11 +22,10 @@ from ckptkit.core.index import (
     TensorEntry,
     TensorIndex,
 )
-from ckptkit.core.ranges import FileRange
-from ckptkit.execution.locate import Locator
-from ckptkit.execution.straight import LEAST_BYTES, fill_straight
-from ckptkit.execution.tensors import Origin, TensorReader
-from ckptkit.planning.plan import SOURCE, TASK_BYTES, Copy, Plan, Task, TensorSpec, contiguous
+from ckptkit.engine.locate import Locator
+from ckptkit.engine.reader import Origin, TensorReader
+from ckptkit.engine.windows import LEAST_BYTES, fill_straight
+from ckptkit.plan.plan import SOURCE, TASK_BYTES, Copy, Plan, Task, TensorSpec, contiguous
 from ckptkit.storage.memory import MemorySource
 
 NAME = Key("weight")

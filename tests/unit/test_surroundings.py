@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import ckptkit
-from ckptkit.formats.surroundings import FileGroup, grouped
+from ckptkit.formats.discovery import FileGroup, grouped
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 SAVED = "peft_checkpointer/checkpoint/checkpoint-2"

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 
 from ckptkit.storage.buffers import HUGE_PAGE_BYTES, address_of, aligned_buffer
-from ckptkit.storage.syscalls import (
+from ckptkit.storage.local.syscalls import (
     BLOCK_BYTES,
     PAGE_BYTES,
     Capabilities,
@@ -205,7 +205,7 @@ def test_a_lock_is_held_until_closed_or_until_the_process_ends(tmp_path: Path) -
     assert open_locked(path, NATIVE) is None
     first.close()
     code = (
-        "import os, sys; from pathlib import Path; from ckptkit.storage.syscalls import *\n"
+        "import os, sys; from pathlib import Path; from ckptkit.storage.local.syscalls import *\n"
         f"assert open_locked(Path({str(path)!r}), detect_capabilities())\n"
         "os.kill(os.getpid(), 9)"
     )
@@ -227,7 +227,7 @@ def test_a_lock_on_a_removed_file_is_worth_nothing(tmp_path: Path) -> None:
             return super().lock(shared=shared)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ckptkit.storage.syscalls.OpenFile", Unlucky)
+        patch.setattr("ckptkit.storage.local.syscalls.OpenFile", Unlucky)
         assert open_locked(path, NATIVE) is None
 
 

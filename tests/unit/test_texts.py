@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckptkit.core.texts import a_kind, size_text
+from ckptkit.core.text import a_kind, size_text
 
 
 @pytest.mark.parametrize(

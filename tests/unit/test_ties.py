@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ckptkit.core.dtypes import DType, dtype_named
 from ckptkit.core.index import Fqn, Shape
-from ckptkit.planning.ties import (
+from ckptkit.plan.ties import (
     tie_candidates,
     tie_conflicts,
     tied_names_absent,

@@ -23,9 +23,9 @@ from ckptkit.core.errors import (
     UnsafePickleError,
     UnsupportedError,
 )
-from ckptkit.formats import spread_metadata
-from ckptkit.formats.pickles import parse_pickle
-from ckptkit.storage.local import LocalSource
+from ckptkit.formats.others import spread_metadata
+from ckptkit.formats.pickle.pickles import parse_pickle
+from ckptkit.storage.local.source import LocalSource
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 Change = Callable[[dict[str, Any]], object]

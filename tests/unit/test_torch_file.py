@@ -25,7 +25,7 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.index import Box, TensorEntry, TensorIndex
 from ckptkit.formats.base import Candidate
-from ckptkit.formats.torch_file import TorchFileReader, walk
+from ckptkit.formats.torch_files.reader import TorchFileReader, walk
 from ckptkit.storage.memory import MemorySource
 
 
@@ -309,7 +309,7 @@ def test_truncated_and_flipped_files_are_refused_or_read_the_same() -> None:
 
 def test_reading_needs_no_torch() -> None:
     code = (
-        "import sys; import ckptkit.formats.torch_file, ckptkit.formats.safetensors;"
+        "import sys; import ckptkit.formats.torch_files.reader, ckptkit.formats.safetensors.reader;"
         "print('torch' in sys.modules, 'safetensors' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

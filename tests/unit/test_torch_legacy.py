@@ -22,9 +22,9 @@ from ckptkit.core.errors import (
     UnsupportedError,
 )
 from ckptkit.core.index import TensorIndex
-from ckptkit.formats import torch_legacy
-from ckptkit.formats.torch_archives import ArchiveTable
-from ckptkit.formats.torch_file import TorchFileReader
+from ckptkit.formats.pickle.torch_archives import ArchiveTable
+from ckptkit.formats.torch_files import legacy as torch_legacy
+from ckptkit.formats.torch_files.reader import TorchFileReader
 from ckptkit.storage.memory import MemorySource
 
 MAGIC = 0x1950A86A20F9469CFC6C

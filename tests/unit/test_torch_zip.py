@@ -23,8 +23,8 @@ from ckptkit.core.errors import (
     UnsafePickleError,
     UnsupportedError,
 )
-from ckptkit.formats.torch_values import StorageRef, TensorRef
-from ckptkit.formats.torch_zip import (
+from ckptkit.formats.pickle.torch_values import StorageRef, TensorRef
+from ckptkit.formats.pickle.torch_zip import (
     WINDOW_BYTES,
     Payload,
     TensorCache,

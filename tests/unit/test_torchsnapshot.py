@@ -21,7 +21,7 @@ from ckptkit.core.errors import (
     UnsafePathError,
     UnsupportedError,
 )
-from ckptkit.formats import torchsnapshot_manifest
+from ckptkit.formats.others import torchsnapshot_manifest
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 Change = Callable[[dict[str, Any]], object]

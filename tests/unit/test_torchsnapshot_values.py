@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ckptkit.core.errors import FormatError
-from ckptkit.formats.torchsnapshot_values import plain_value
+from ckptkit.formats.others.torchsnapshot_manifest import plain_value
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import ckptkit
+from ckptkit.core.checksums import Share
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import (
     CkptkitError,
@@ -27,16 +28,16 @@ from ckptkit.core.errors import (
     UsageError,
 )
 from ckptkit.core.index import Fqn
-from ckptkit.kernels.shares import Share
-from ckptkit.planning.plan import TensorSpec
-from ckptkit.planning.requests import ConsolidateRequest
-from ckptkit.storage.shared_target import SharedTarget
-from ckptkit.storage.staged_files import StagedFile
-from ckptkit.training import Checkpointer, export_attempt
-from ckptkit.training.export_handle import ExportHandle, ExportReport
-from ckptkit.training.export_plan import merged_tables, plan_adapter
-from ckptkit.training.export_sources import packed_table, side_files, unpacked_table
-from ckptkit.training.state import bind
+from ckptkit.options import ConsolidateRequest
+from ckptkit.plan.plan import TensorSpec
+from ckptkit.storage.local.shared_target import SharedTarget
+from ckptkit.storage.local.target import StagedFile
+from ckptkit.training import Checkpointer
+from ckptkit.training.export import export as export_attempt
+from ckptkit.training.export.plan import merged_tables, plan_adapter
+from ckptkit.training.export.write import packed_table, side_files, unpacked_table
+from ckptkit.training.handle import ExportHandle, ExportReport
+from ckptkit.training.state.collect import bind
 
 
 class Net(nn.Module):
@@ -237,7 +238,7 @@ def test_what_was_not_asked_for_is_raised_when_closing(
     handle = checkpointer.export(tmp_path / "out", state={"model": Net()})
     assert handle.wait(60)
     (tmp_path / "two").mkdir()
-    monkeypatch.setattr("ckptkit.training.export_attempt.commit", _filled)
+    monkeypatch.setattr("ckptkit.training.export.export.commit", _filled)
     failing = checkpointer.export(tmp_path / "two", state={"model": Net()})
     assert failing.wait(60)
     with pytest.raises(OutputExistsError, match="somebody was faster"):

@@ -18,8 +18,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp
 
 import ckptkit
 from ckptkit.core.errors import FormatError, UsageError
-from ckptkit.formats.flat_layouts import parse_layout
-from ckptkit.formats.flat_models import ModelParameter, vectors_of
+from ckptkit.formats.ranks.flat import parse_layout
+from ckptkit.formats.ranks.flat_models import ModelParameter, vectors_of
 from ckptkit.training import write_flat_layout
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"

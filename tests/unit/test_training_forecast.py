@@ -14,10 +14,9 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from ckptkit.training.forecast import expected_state_bytes, state_types
-from ckptkit.training.ownership import owned
-from ckptkit.training.pieces import Piece, Replicas
-from ckptkit.training.state import bind
+from ckptkit.training.state.collect import bind
+from ckptkit.training.state.forecast import expected_state_bytes, state_types
+from ckptkit.training.state.pieces import Piece, Replicas, owned
 
 HEADERS = 3 * 2048  # of the two moments and the count of steps
 

@@ -15,17 +15,17 @@ import torch
 from torch import nn
 
 from ckptkit.core.index import Box
-from ckptkit.storage.syscalls import detect_capabilities
-from ckptkit.training.committing import Attempt
-from ckptkit.training.frozen import FrozenFiles, SaveFiles
-from ckptkit.training.frozen_watch import watched_by
-from ckptkit.training.layout import SavePlan, plan_save
-from ckptkit.training.pieces import Piece
-from ckptkit.training.shared_memory import SharedBuffer
-from ckptkit.training.staging import Stager
+from ckptkit.storage.local.syscalls import detect_capabilities
+from ckptkit.training.save.commit import Attempt
+from ckptkit.training.save.frozen import FrozenFiles, SaveFiles
+from ckptkit.training.save.layout import SavePlan, plan_save
+from ckptkit.training.save.shared_memory import SharedBuffer
+from ckptkit.training.save.staging import Stager
+from ckptkit.training.state.frozen_watch import watched_by
+from ckptkit.training.state.pieces import Piece
+from ckptkit.writer.failures import Tally
 from ckptkit.writer.messages import Persist, Written
 from ckptkit.writer.persist import Persister
-from ckptkit.writer.watching import Tally
 
 NATIVE = detect_capabilities()
 UNIT = "pytorch_model_fsdp_0"

@@ -14,11 +14,10 @@ import torch
 
 from ckptkit.core.errors import SaveError, UnsupportedError, UsageError
 from ckptkit.core.index import Box
-from ckptkit.training.layout import plan_save
-from ckptkit.training.ownership import owned
-from ckptkit.training.pieces import ObjectValue, Piece, Replicas
-from ckptkit.training.rank_record import objects_file, record_of
-from ckptkit.training.signatures import Signatures, signature_of
+from ckptkit.training.save.layout import plan_save
+from ckptkit.training.save.rank_record import objects_file, record_of
+from ckptkit.training.save.signatures import Signatures, signature_of
+from ckptkit.training.state.pieces import ObjectValue, Piece, Replicas, owned
 from ckptkit.writer.messages import Fixed
 
 

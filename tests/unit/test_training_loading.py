@@ -17,11 +17,10 @@ from ckptkit.core.errors import ChecksumError, IncompleteCheckpointError, Resume
 from ckptkit.core.geometry import slabs
 from ckptkit.core.index import Box, Span, TensorIndex
 from ckptkit.formats.registry import find_candidates, read_index
-from ckptkit.storage.local import LocalSource
-from ckptkit.training.blobs import PartialBlob
-from ckptkit.training.loading import load_pieces, unexpected_keys
-from ckptkit.training.pieces import Piece
-from ckptkit.training.proofs import cross_check, pack, table_of, unpack
+from ckptkit.storage.local.source import LocalSource
+from ckptkit.training.resume.proofs import cross_check, pack, table_of, unpack
+from ckptkit.training.resume.tensors import PartialBlob, load_pieces, unexpected_keys
+from ckptkit.training.state.pieces import Piece
 
 Cut = Callable[[str, torch.Tensor, int, int], Piece]
 WORLDS = (1, 2, 3, 5)

@@ -13,12 +13,11 @@ from torch.optim import SGD, AdamW, Optimizer
 from ckptkit.core.dtypes import dtype_named
 from ckptkit.core.errors import ResumeError
 from ckptkit.core.index import Box, Chunk, ChunkTable, Key, RecordTable, TensorEntry, TensorIndex
-from ckptkit.training.dtensors import Copies
-from ckptkit.training.materialising import allocate_state, materialise
-from ckptkit.training.modules import ModelWalk
-from ckptkit.training.pieces import Replicas
-from ckptkit.training.places import TensorPlaces
-from ckptkit.training.slots import whole_slot
+from ckptkit.training.names import TensorPlaces
+from ckptkit.training.resume.materialise import allocate_state, materialise
+from ckptkit.training.state.dtensors import Copies
+from ckptkit.training.state.models import ModelWalk
+from ckptkit.training.state.pieces import Replicas, whole_slot
 
 
 class Table(nn.Module):

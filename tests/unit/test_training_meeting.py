@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 
 from ckptkit.core.errors import PeerError
-from ckptkit.training import meeting
-from ckptkit.training.boards import LocalBoard
-from ckptkit.training.committing import Attempt
-from ckptkit.training.meeting import Meeting
-from ckptkit.training.peers import Peers
+from ckptkit.training.agree import peers as meeting
+from ckptkit.training.agree.peers import Meeting, Peers
+from ckptkit.training.agree.store import LocalBoard
+from ckptkit.training.save.commit import Attempt
 
 SECONDS = 20.0
 

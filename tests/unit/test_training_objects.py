@@ -16,8 +16,8 @@ import torch
 from torch.optim import SGD, lr_scheduler
 
 from ckptkit.core.errors import ChecksumError, FormatError, ResumeError
-from ckptkit.storage.local import LocalSource
-from ckptkit.training.objects_on_disk import is_readable, object_from_bytes, read_torch_file
+from ckptkit.storage.local.source import LocalSource
+from ckptkit.training.state.objects_on_disk import is_readable, object_from_bytes, read_torch_file
 
 
 def through_disk(value: object) -> Any:

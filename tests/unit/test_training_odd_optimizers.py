@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 import ckptkit
 from ckptkit.core.errors import ResumeError, UsageError
 from ckptkit.training import Checkpointer
-from ckptkit.training.dtensors import inner_tensors
+from ckptkit.training.state.dtensors import inner_tensors
 
 NAMES = ("AdamW8bit", "AdamW4bit", "AdamWFp8")
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from ckptkit.core.errors import CkptkitError, PeerError, UsageError
-from ckptkit.training import peers as peers_module
-from ckptkit.training.boards import MAX_VALUE_BYTES, LocalBoard
-from ckptkit.training.peers import Peers, meet
+from ckptkit.training.agree import peers as peers_module
+from ckptkit.training.agree.peers import Peers, meet
+from ckptkit.training.agree.store import MAX_VALUE_BYTES, LocalBoard
 
 WORLD = 3
 

@@ -9,7 +9,7 @@ import torch
 from bitsandbytes.functional import _convert_weight_packed_for_cpu
 from torch import nn
 
-from ckptkit.training.packed import lost_scales, packed_weights
+from ckptkit.training.state.rank_bound import lost_scales, packed_weights
 
 
 def test_scales_that_an_evaluation_on_a_cpu_has_rounded_are_not_saved() -> None:

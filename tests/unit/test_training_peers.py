@@ -13,9 +13,9 @@ import pytest
 from torch._C import _distributed_c10d as distributed_c10d
 
 from ckptkit.core.errors import CkptkitError, NoSpaceError, PeerError
-from ckptkit.training import boards
-from ckptkit.training.boards import MAX_VALUE_BYTES, Board, LocalBoard, StoreBoard
-from ckptkit.training.peers import Peers, name_ranks, open_peers, poll_until
+from ckptkit.training.agree import store as boards
+from ckptkit.training.agree.peers import Peers, name_ranks, open_peers, poll_until
+from ckptkit.training.agree.store import MAX_VALUE_BYTES, Board, LocalBoard, StoreBoard
 
 SHORT = 0.3
 
@@ -184,7 +184,7 @@ def test_ranks_that_do_not_answer_are_named_to_all_others() -> None:
 
 
 def test_without_rank_0_the_others_end_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckptkit.training.peers._GRACE_SECONDS", 0.1)
+    monkeypatch.setattr("ckptkit.training.agree.peers._GRACE_SECONDS", 0.1)
     began = time.monotonic()
     results = on_ranks(
         2, lambda peers: peers.rank and peers.agree("topic", 1, sum, timeout_seconds=SHORT)
@@ -256,7 +256,7 @@ def test_two_threads_of_a_rank_agree_on_different_topics_at_once() -> None:
 
 
 def test_keys_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckptkit.training.peers._GRACE_SECONDS", 0.0)
+    monkeypatch.setattr("ckptkit.training.agree.peers._GRACE_SECONDS", 0.0)
 
     def work(peers: Peers) -> Any:
         for number in range(40):
@@ -348,7 +348,7 @@ def test_the_host_of_the_store_does_not_leave_before_its_error_was_heard() -> No
 
 
 def test_the_host_of_the_store_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckptkit.training.peers._GRACE_SECONDS", SHORT)
+    monkeypatch.setattr("ckptkit.training.agree.peers._GRACE_SECONDS", SHORT)
     board = StoreBoard(tcp_store(), "test")
     board.set("agree/topic/1/1", b"1")  # of a rank that was killed after it said this
     peers = Peers(0, 2, board, "nonce")

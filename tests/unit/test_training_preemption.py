@@ -14,14 +14,14 @@ from pathlib import Path
 import pytest
 
 from ckptkit.core.errors import PeerError, UsageError
-from ckptkit.storage.run_marks import ask_for_save
-from ckptkit.training import preemption
-from ckptkit.training.boards import LocalBoard
-from ckptkit.training.peers import Peers
-from ckptkit.training.preemption import SaveRequests
-from ckptkit.training.rounds import Rounds, Wish
-from ckptkit.training.run_folder import RunFolder
-from ckptkit.training.triggers import Interval
+from ckptkit.runs.marks import ask_for_save
+from ckptkit.training.agree import preemption
+from ckptkit.training.agree.peers import Peers
+from ckptkit.training.agree.preemption import SaveRequests
+from ckptkit.training.agree.save_steps import Rounds, Wish
+from ckptkit.training.agree.store import LocalBoard
+from ckptkit.training.runs import RunFolder
+from ckptkit.training.settings import Interval
 
 LIMIT_SECONDS = 60.0
 STEPS = 6_000

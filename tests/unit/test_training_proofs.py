@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from ckptkit.core.errors import ChecksumError
-from ckptkit.training import proofs
-from ckptkit.training.blobs import PartialBlob
-from ckptkit.training.proofs import cross_check, pack, table_of, unpack
+from ckptkit.training.resume import proofs
+from ckptkit.training.resume.proofs import cross_check, pack, table_of, unpack
+from ckptkit.training.resume.tensors import PartialBlob
 
 DATA = bytes(range(256)) * 20
 

@@ -17,12 +17,11 @@ from torch import nn
 from transformers.utils import hub as transformers_hub
 
 from ckptkit.core.errors import HubError, RefusedError, UsageError
-from ckptkit.hub.searching import secrets_in
-from ckptkit.integrations.transformers_pushing import only_what_is_meant
-from ckptkit.storage.push_journal import WATCH_FOLDER
+from ckptkit.hub.publish.searching import secrets_in
+from ckptkit.integrations.transformers.models import only_what_is_meant
+from ckptkit.runs.push_journal import WATCH_FOLDER
 from ckptkit.training import Checkpointer
-from ckptkit.training.push_settings import HubSettings, HubStrategy
-from ckptkit.training.pushing import Pushing
+from ckptkit.training.pushing import HubSettings, HubStrategy, Pushing
 from ckptkit.training.settings import check_options
 from tests.hub_models import running_hub
 from tests.hub_server import TOKEN, HubServer

@@ -26,13 +26,15 @@ from torch.optim.lr_scheduler import StepLR
 
 from ckptkit.core.errors import CkptkitError, ResumeError, UsageError
 from ckptkit.core.manifest import FileRecord, Manifest
-from ckptkit.storage.local import LocalSource
-from ckptkit.training import Checkpointer, filling, rng
-from ckptkit.training.boards import LocalBoard
-from ckptkit.training.peers import Peers
-from ckptkit.training.resuming import decline, resume, resume_from
-from ckptkit.training.state import BoundState, bind
-from ckptkit.training.stored_step import StoredStep
+from ckptkit.storage.local.source import LocalSource
+from ckptkit.training import Checkpointer
+from ckptkit.training.agree.peers import Peers
+from ckptkit.training.agree.store import LocalBoard
+from ckptkit.training.resume import fill as filling
+from ckptkit.training.resume.resume import decline, resume, resume_from
+from ckptkit.training.resume.stored_step import StoredStep
+from ckptkit.training.state import objects as rng
+from ckptkit.training.state.collect import BoundState, bind
 
 
 class Loader:

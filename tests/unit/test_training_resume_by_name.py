@@ -15,12 +15,12 @@ from torch.optim.lr_scheduler import StepLR
 
 from ckptkit.core.errors import CkptkitError, FormatError, ResumeError, UsageError
 from ckptkit.training import Checkpointer
-from ckptkit.training.boards import LocalBoard
-from ckptkit.training.filling import Opening
-from ckptkit.training.peers import Peers
-from ckptkit.training.resuming import resume
-from ckptkit.training.saved_entries import SavedFacts, parse_facts
-from ckptkit.training.state import bind
+from ckptkit.training.agree.peers import Peers
+from ckptkit.training.agree.store import LocalBoard
+from ckptkit.training.resume.fill import Opening
+from ckptkit.training.resume.resume import resume
+from ckptkit.training.resume.stored_step import SavedFacts, parse_facts
+from ckptkit.training.state.collect import bind
 
 LAYOUTS = ["accelerate", "dcp"]
 
@@ -147,7 +147,7 @@ def test_another_optimizer_is_refused(
     save(tmp_path, trained(SGD, momentum=0.9))
     if not known:
         monkeypatch.setattr(
-            "ckptkit.training.stored_step.parse_facts", lambda *_, **__: SavedFacts()
+            "ckptkit.training.resume.stored_step.parse_facts", lambda *_, **__: SavedFacts()
         )
     model = nn.Linear(3, 2)
     with pytest.raises(ResumeError, match=r"optimizer: the state of another .* against AdamW") as e:

@@ -15,11 +15,11 @@ import pytest
 
 from ckptkit.core.errors import OutputError, RefusedError, UsageError
 from ckptkit.core.manifest import MANIFEST_NAME, FileRecord, Manifest
-from ckptkit.planning.retention import Retention, steps_to_remove
-from ckptkit.storage.run_marks import ask_for_save, run_is_live, take_run_lock
-from ckptkit.storage.syscalls import detect_capabilities
+from ckptkit.runs.marks import ask_for_save, run_is_live, take_run_lock
+from ckptkit.runs.save_order import Retention, steps_to_remove
+from ckptkit.storage.local.syscalls import detect_capabilities
 from ckptkit.training import runs
-from ckptkit.training.run_folder import RunFolder, saved_steps
+from ckptkit.training.runs import RunFolder, saved_steps
 
 
 def commit(run: RunFolder, step: int, /, **changes: Any) -> Path:
@@ -206,7 +206,7 @@ def test_a_second_job_is_refused_and_told_who_has_the_run(tmp_path: Path) -> Non
 HOLDER = """
 import sys, time
 from pathlib import Path
-from ckptkit.storage.run_marks import take_run_lock
+from ckptkit.runs.marks import take_run_lock
 lock = take_run_lock(Path(sys.argv[1]))
 print("held", flush=True)
 time.sleep(60)

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from ckptkit.core.errors import NoSpaceError
-from ckptkit.training import shared_memory
-from ckptkit.training.shared_memory import MemoryPlaces, SharedBuffer
+from ckptkit.training.save import shared_memory
+from ckptkit.training.save.shared_memory import MemoryPlaces, SharedBuffer
 
 MIB = 1 << 20
 

@@ -28,18 +28,18 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ckptkit.core.index import Box
-from ckptkit.training.guards import call_before_changes
-from ckptkit.training.layout import SavePlan, plan_save
-from ckptkit.training.pieces import ObjectValue, Piece
-from ckptkit.training.rank_record import record_of
-from ckptkit.training.shared_memory import SharedBuffer
-from ckptkit.training.staging import (
+from ckptkit.training.save.layout import SavePlan, plan_save
+from ckptkit.training.save.rank_record import record_of
+from ckptkit.training.save.shared_memory import SharedBuffer
+from ckptkit.training.save.slot import call_before_changes
+from ckptkit.training.save.staging import (
     Stager,
     _CudaCopies,
     copy_through_host,
     is_plain,
     measure_copy_limit,
 )
+from ckptkit.training.state.pieces import ObjectValue, Piece
 
 UNIT = "pytorch_model_fsdp_0"
 # `dcp.load` warns where it is told `no_dist=True`.

@@ -20,12 +20,11 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.data import DataLoader
 
 from ckptkit.core.errors import UnsupportedError, UsageError
-from ckptkit.training import rng
-from ckptkit.training.kinds import kind_of, leaves
-from ckptkit.training.layout import plan_save
-from ckptkit.training.ownership import owned
-from ckptkit.training.pieces import Holdings
-from ckptkit.training.state import BoundState, Layout, bind
+from ckptkit.training.save.layout import plan_save
+from ckptkit.training.state import objects as rng
+from ckptkit.training.state.bound import kind_of, leaves
+from ckptkit.training.state.collect import BoundState, Layout, bind
+from ckptkit.training.state.pieces import Holdings, owned
 
 
 class Loader:

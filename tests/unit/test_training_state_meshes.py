@@ -23,9 +23,8 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 from ckptkit.core.errors import UnsupportedError
-from ckptkit.training.ownership import owned
-from ckptkit.training.pieces import Piece
-from ckptkit.training.state import bind
+from ckptkit.training.state.collect import bind
+from ckptkit.training.state.pieces import Piece, owned
 
 NAMES = ("rep", "shard", "tp")
 

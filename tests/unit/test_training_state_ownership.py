@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptkit.core.index import Box
-from ckptkit.training.ownership import owned
-from ckptkit.training.pieces import Piece, Replicas
+from ckptkit.training.state.pieces import Piece, Replicas, owned
 
 
 def piece(name: str, elements: int, replicas: Replicas) -> Piece:

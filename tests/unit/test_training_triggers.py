@@ -8,7 +8,7 @@ import pytest
 
 from ckptkit.core.errors import UsageError
 from ckptkit.training.environment import slurm_end_time
-from ckptkit.training.triggers import Interval
+from ckptkit.training.settings import Interval
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ import torch
 
 from ckptkit.core.errors import UnsafePickleError, UnsupportedError
 from ckptkit.core.index import TensorIndex
-from ckptkit.formats.frameworks import framework_of_keys, framework_of_values
-from ckptkit.formats.pickles import InertObject
-from ckptkit.formats.torch_file import TorchFileReader
+from ckptkit.formats.pickle.pickles import InertObject
+from ckptkit.formats.torch_files.reader import TorchFileReader
+from ckptkit.formats.trees import framework_of_keys, framework_of_values
 from ckptkit.storage.memory import MemorySource
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from ckptkit.kernels import truncated_svd
-from ckptkit.kernels.truncated_svd import Factors, squared_distance, squared_norm, truncated
+from ckptkit.adapters import tuned as truncated_svd
+from ckptkit.adapters.tuned import Factors, squared_distance, squared_norm, truncated
 
 Array = NDArray[Any]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ckptkit.planning.vocabulary import tokens_in
+from ckptkit.plan.vocabulary import tokens_in
 
 
 @pytest.mark.parametrize(

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 
 from ckptkit.core.errors import NoSpaceError, PeerError, SaveError
-from ckptkit.training.boards import LocalBoard
-from ckptkit.training.peers import Peers
-from ckptkit.training.shared_memory import SharedBuffer
+from ckptkit.training.agree.peers import Peers
+from ckptkit.training.agree.store import LocalBoard
+from ckptkit.training.save.shared_memory import SharedBuffer
 
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
-from ckptkit.integrations import accelerator_whole_state as module  # noqa: E402
-from ckptkit.integrations.accelerator_whole_state import whole_state  # noqa: E402
+from ckptkit.integrations.accelerate import whole_state as module  # noqa: E402
+from ckptkit.integrations.accelerate.whole_state import whole_state  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="not Linux")
 PATIENCE = 20.0

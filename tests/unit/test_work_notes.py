@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from ckptkit.core.errors import OutputError
-from ckptkit.storage.syscalls import Capabilities, detect_capabilities
-from ckptkit.storage.work_notes import WorkNotes
+from ckptkit.storage.local.syscalls import Capabilities, detect_capabilities
+from ckptkit.storage.shared import WorkNotes
 
 NATIVE = detect_capabilities()
 each_platform = pytest.mark.parametrize("capabilities", [NATIVE, Capabilities.none()])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ckptkit.writer.publish import clear
+from ckptkit.writer.commit import clear
 
 
 def test_of_a_retired_link_the_link_alone_goes(tmp_path: Path) -> None:

@@ -21,9 +21,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ckptkit.core.dtypes import BY_NAME
-from ckptkit.formats.dcp_metadata import ALLOWED, parse_metadata
-from ckptkit.formats.dcp_shortcuts import FastMachine
-from ckptkit.layouts.dcp_metadata import StoredObject, StoredTensor, metadata_pickle
+from ckptkit.formats.dcp.metadata import ALLOWED, parse_metadata
+from ckptkit.formats.dcp.shortcuts import FastMachine
+from ckptkit.plan.layouts.dcp_metadata import StoredObject, StoredTensor, metadata_pickle
 
 BLOB_BYTES = 1 << 30  # so that places in a file need more than four bytes
 

@@ -1,0 +1,339 @@
+"""What a folder with an extracted adapter records of the base that it was trained on.
+
+An extracted adapter has left its base behind. So that a merge from the folder still finds out
+whether the base that it is given is the right one, the manifest keeps the checksums of a few
+frozen weights, and how the base was packed.
+"""
+
+from __future__ import annotations
+
+import posixpath
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ckptkit.adapters.quantized.requantize import Packing, packing_from_json, packings_of
+from ckptkit.conversion.source.open import Opened
+from ckptkit.conversion.source.places import absolute
+from ckptkit.core.checksums import RangeChecksum
+from ckptkit.core.crc import crc32
+from ckptkit.core.errors import FormatError, InputError
+from ckptkit.core.index import Box, Fqn, Shape, Span, TensorEntry
+from ckptkit.core.manifest import MANIFEST_NAME, Manifest, check_manifest_size, parse_manifest
+from ckptkit.engine.locate import Locator
+from ckptkit.engine.reader import RUN_BYTES, Origin, TensorReader
+from ckptkit.lora.layers import table_of
+from ckptkit.lora.quantized import (
+    FOUR_BITS,
+    FourBitSettings,
+    PackedWeight,
+    packed_weights,
+    settings_told,
+)
+
+if TYPE_CHECKING:
+    from ckptkit.adapters.sources import OpenedAdapter
+
+
+_DIGESTS = "base_digests"
+_QUANTIZATION = "base_quantization"
+_MOST = 8  # weights: two models differ nearly everywhere
+_KIND = "adapter"
+
+
+@dataclass(frozen=True, slots=True)
+class WeightDigest:
+    """A frozen weight of the base, as it was in training.
+
+    Attributes:
+        dtype: Its element type.
+        shape: Its shape.
+        crc32: Checksum of its bytes, row-major.
+    """
+
+    dtype: str
+    shape: Shape
+    crc32: int
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """How the base of an adapter was packed in training.
+
+    Attributes:
+        kinds: Such as `nf4` and `int8`.
+        weights: How many weights lie packed in the checkpoint; 0 where its configuration alone
+            tells.
+        checkpoint: Where the checkpoint lay.
+        packings: Which weights they are, and how they were packed; none where that is not known.
+    """
+
+    kinds: tuple[str, ...]
+    weights: int
+    checkpoint: str
+    packings: tuple[Packing, ...] = ()
+
+    @property
+    def can_be_repeated(self) -> bool:
+        """Whether the record says enough to pack the plain weights again."""
+        return bool(self.packings) and all(packing.is_told for packing in self.packings)
+
+    @property
+    def leaves_scales_open(self) -> bool:
+        """Whether it does not say that scales were quantized too, or that they were not."""
+        settings = (packing.settings for packing in self.packings)
+        return any(one is not None and one.nested is None for one in settings)
+
+
+@dataclass(frozen=True, slots=True)
+class BaseRecord:
+    """What is recorded of a base.
+
+    Attributes:
+        digests: Of a few of its weights, by their names in the plain model.
+        quantization: How it was packed; None where it was not.
+    """
+
+    digests: Mapping[str, WeightDigest] = field(default_factory=dict)
+    quantization: Quantization | None = None
+
+    def facts(self) -> dict[str, Any]:
+        """Returns the record as the source of a manifest holds it."""
+        facts: dict[str, Any] = {}
+        if self.digests:
+            facts[_DIGESTS] = {
+                name: {"dtype": one.dtype, "shape": list(one.shape), "crc32": one.crc32}
+                for name, one in self.digests.items()
+            }
+        if self.quantization is not None:
+            facts[_QUANTIZATION] = {
+                "kinds": list(self.quantization.kinds),
+                "weights": self.quantization.weights,
+                "checkpoint": self.quantization.checkpoint,
+            }
+            if self.quantization.packings:
+                listed = [packing.to_json() for packing in self.quantization.packings]
+                facts[_QUANTIZATION]["packings"] = listed
+        return facts
+
+
+def record_of(found: OpenedAdapter) -> BaseRecord:
+    """Makes the record of an adapter's base; of its bytes, quantization states alone are read.
+
+    Args:
+        found: The adapter; where its folder has a record already, that is what is known.
+
+    Raises:
+        FormatError: If such a record is damaged.
+    """
+    earlier = BaseRecord() if found.base else read_record_of_base(found.opened)
+    layers = [
+        layer
+        for layer in table_of(found.adapter.tensors).layers
+        if not (layer.is_embedding or layer.is_convolution or layer.level)
+    ]
+    shapes = {f"{layer.module}.weight": layer.shape for layer in layers}
+    packed = packed_weights({str(name): entry for name, entry in found.base.items()}, shapes)
+    quantization = _quantization(found, packed, shapes)
+    frozen = {
+        name: found.base[Fqn(name)]
+        for name in shapes
+        if name in found.base and name not in packed and not found.adapter.settings.changes_base
+    }
+    if packed and not frozen:  # the embedding and the norms are left to tell the model by
+        frozen = _beside(packed, found.base)
+    digests = stored_digests(Origin(_KIND, found.opened.source, found.opened.index), frozen)
+    return BaseRecord(digests or earlier.digests, quantization or earlier.quantization)
+
+
+def _beside(
+    packed: Mapping[str, PackedWeight], base: Mapping[Fqn, TensorEntry]
+) -> dict[str, TensorEntry]:
+    """Returns the weights that surely were left as they are where others were packed."""
+    return {
+        str(name): entry
+        for name, entry in base.items()
+        if name.endswith(".weight")  # biases may have been trained
+        and name not in packed
+        and entry.dtype.kind == "float"
+        and entry.shape[1:] != (1,)  # which packed numbers may have
+    }
+
+
+def _quantization(
+    found: OpenedAdapter, packed: Mapping[str, PackedWeight], shapes: Iterable[str]
+) -> Quantization | None:
+    config = found.folders.config(found.folders.choose(allow_code=False)[0])
+    told = (config or {}).get("quantization_config")
+    settings = told if isinstance(told, Mapping) else {}
+    four_bits = settings_told({"quantization_config": settings}).quant_type or "4 bits"
+    kinds = [_kind(weight, four_bits) for weight in packed.values()]
+    checkpoint = absolute(found.opened.path)
+    if kinds:
+        packings = _packings(found, packed, settings_told(config))
+        return Quantization(tuple(sorted(set(kinds))), len(kinds), checkpoint, packings)
+    if not settings or settings.get("dequantize") or any(name in found.base for name in shapes):
+        return None  # what lies there unpacked was trained on unpacked
+    kind = str(settings.get("quant_method", "bitsandbytes"))
+    kind = four_bits if settings.get("load_in_4bit") else kind
+    kind = "int8" if settings.get("load_in_8bit") else kind
+    return Quantization((kind,), 0, checkpoint)
+
+
+def _packings(
+    found: OpenedAdapter, packed: Mapping[str, PackedWeight], told: FourBitSettings
+) -> tuple[Packing, ...]:
+    origin = Origin(_KIND, found.opened.source, found.opened.index)
+    entries = {name: weight.packed for name, weight in packed.items() if weight.bits == FOUR_BITS}
+    crcs = {name: one.crc32 for name, one in stored_digests(origin, entries).items()}
+    return packings_of(origin, found.base, packed, told, crcs)
+
+
+def _kind(weight: PackedWeight, told: str) -> str:
+    if weight.bits != FOUR_BITS:
+        return "int8"
+    states = [kind for kind in weight.companions if kind.startswith("quant_state.")]
+    return states[0].rpartition("__")[2] if states else told
+
+
+def stored_digests(origin: Origin, entries: Mapping[str, TensorEntry]) -> dict[str, WeightDigest]:
+    """Returns digests of a few weights, made of the checksums that lie beside their bytes.
+
+    Args:
+        origin: Where they lie.
+        entries: The weights; up to 8 are taken, spread over all of them.
+
+    Returns:
+        The digests by name; those of weights without checksums are left out.
+    """
+    locator = Locator(origin.source, origin.index)
+    made = ((name, entry, _stored_crc32(locator, entry)) for name, entry in spread(entries))
+    return {
+        name: WeightDigest(entry.dtype.name, entry.shape, stored)
+        for name, entry, stored in made
+        if stored is not None
+    }
+
+
+def read_digests(origin: Origin, entries: Mapping[str, TensorEntry]) -> dict[str, WeightDigest]:
+    """Returns digests of weights, made of their bytes.
+
+    Raises:
+        InputError: If the source cannot be read, or is damaged.
+    """
+    reader = TensorReader(Origin(origin.name, origin.source, origin.index))
+    return {
+        name: WeightDigest(entry.dtype.name, entry.shape, _read_crc32(reader, entry))
+        for name, entry in entries.items()
+    }
+
+
+def spread(entries: Mapping[str, TensorEntry]) -> Iterator[tuple[str, TensorEntry]]:
+    """Yields up to 8 of some tensors, spread over all of them from the first on."""
+    names = list(entries)
+    count = min(_MOST, len(names))
+    for number in range(count):
+        name = names[number * len(names) // count]
+        yield name, entries[name]
+
+
+def _stored_crc32(locator: Locator, entry: TensorEntry) -> int | None:
+    """Joins the checksums of a tensor's chunks, where each is a run of it with a checksum."""
+    if entry.rounded_from is not None:
+        return None
+    whole = RangeChecksum()
+    seen = set()
+    for row, chunk in enumerate(entry.chunks):
+        run = _run_of(chunk.place, entry.shape)
+        if run is None:
+            return None
+        start, length = (
+            place * entry.dtype.itemsize for place in (run.start, run.stop - run.start)
+        )
+        if not length or (start, length) in seen:
+            continue  # replicas hold the same
+        seen.add((start, length))
+        stored = _chunk_crc32(locator, entry, row, length)
+        if stored is None:
+            return None
+        whole.add(start, length, stored)
+    try:
+        return whole.value(entry.size_bytes)
+    except ValueError:  # overlapping chunks
+        return None
+
+
+def _chunk_crc32(locator: Locator, entry: TensorEntry, row: int, length: int) -> int | None:
+    try:
+        found = locator.locate(entry, entry.chunks, row)
+    except InputError:
+        return None  # a damaged base is no part of the adapter
+    is_alone = found.origin == found.start and found.stop - found.start == length
+    return found.crc32 if is_alone and found.strides is None else None
+
+
+def _run_of(place: Box | Span, shape: Shape) -> Span | None:
+    """Returns which elements a chunk holds, where they are consecutive: whole rows."""
+    if isinstance(place, Span):
+        return place
+    if not shape:
+        return Span(0, 1)
+    if place.sizes[1:] != shape[1:]:
+        return None
+    row = 1
+    for size in shape[1:]:
+        row *= size
+    return Span(place.offsets[0] * row, (place.offsets[0] + place.sizes[0]) * row)
+
+
+def _read_crc32(reader: TensorReader, entry: TensorEntry) -> int:
+    step = RUN_BYTES // entry.dtype.itemsize
+    found = 0
+    for start in range(0, entry.elements, step):
+        stop = min(start + step, entry.elements)
+        data = memoryview(bytearray((stop - start) * entry.dtype.itemsize))
+        reader.fill(entry.key, Span(start, stop), data)
+        found = crc32(data, found)
+    return found
+
+
+def read_record_of_base(opened: Opened) -> BaseRecord:
+    """Reads what the manifest of an extracted adapter says of its base; nothing where none is.
+
+    Raises:
+        FormatError: If the manifest is damaged.
+    """
+    path = posixpath.join(opened.folder, MANIFEST_NAME)
+    where = posixpath.join(opened.path, MANIFEST_NAME)
+    try:
+        size = opened.source.stat(path).size_bytes
+    except InputError:
+        return BaseRecord()
+    check_manifest_size(size, where=where)
+    manifest = parse_manifest(opened.source.read(path, 0, size), where=where)
+    return _parsed(manifest, where) if manifest.kind == _KIND else BaseRecord()
+
+
+def _parsed(manifest: Manifest, where: str) -> BaseRecord:
+    try:
+        digests = {
+            str(name): WeightDigest(str(one["dtype"]), _shape(one["shape"]), int(one["crc32"]))
+            for name, one in manifest.source.get(_DIGESTS, {}).items()
+        }
+        told = manifest.source.get(_QUANTIZATION)
+        if told is None:
+            return BaseRecord(digests)
+        kinds = tuple(str(kind) for kind in told["kinds"])
+        packings = tuple(packing_from_json(one) for one in told.get("packings", ()))
+        packed = Quantization(kinds, int(told["weights"]), str(told["checkpoint"]), packings)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise FormatError(
+            "what the manifest says of the adapter's base is damaged",
+            where=where,
+            hint="extract the adapter again",
+        ) from error
+    return BaseRecord(digests, packed)
+
+
+def _shape(sizes: Sequence[Any]) -> Shape:
+    return tuple(int(size) for size in sizes)

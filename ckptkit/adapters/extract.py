@@ -1,0 +1,176 @@
+"""`ckptkit.extract_adapter`: from a checkpoint to a folder that PEFT loads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from ckptkit.adapters.base_records import record_of
+from ckptkit.adapters.sources import AdapterRequest, OpenedAdapter, open_adapter
+from ckptkit.conversion.source.adapter_records import ADAPTER_CONFIG
+from ckptkit.conversion.source.open import PathLike
+from ckptkit.conversion.write import (
+    Prepared,
+    check_destination,
+    estimated,
+    settings_for,
+    write_output,
+)
+from ckptkit.core.manifest import Manifest
+from ckptkit.engine.executor import Inputs
+from ckptkit.engine.outcome import Listener, ignore
+from ckptkit.engine.reader import Origin
+from ckptkit.lora.accounting import Row
+from ckptkit.options import Resources
+from ckptkit.plan.layouts.hf import layout_adapter
+from ckptkit.plan.plan import (
+    SOURCE,
+    Copy,
+    Literal,
+    OutputFile,
+    Plan,
+    Product,
+    TensorSpec,
+    contiguous,
+)
+from ckptkit.plan.side_files import CONFIG
+from ckptkit.storage.places import open_target
+
+_KIND = "adapter"
+_OF_MODELS = {CONFIG, "generation_config.json"}  # which would make the folder look like a model
+
+
+@dataclass(frozen=True, slots=True)
+class ExtractedAdapter:
+    """An adapter that was written.
+
+    Attributes:
+        manifest: As it lies in the output.
+        name: What the run called the adapter.
+        config_path: Where its configuration was found; empty where it was inferred.
+        rows: What it holds for each module.
+        norms: By module, the Frobenius norm of what its factors add to the weight.
+        notes: What the user should know.
+    """
+
+    manifest: Manifest
+    name: str
+    config_path: str
+    rows: tuple[Row, ...]
+    norms: Mapping[str, float]
+    notes: tuple[str, ...]
+
+
+def run_extraction(
+    src: PathLike,
+    out: PathLike,
+    request: AdapterRequest,
+    *,
+    overwrite: bool = False,
+    resources: Resources | None = None,
+    listener: Listener | None = None,
+) -> ExtractedAdapter:
+    """Writes one adapter of a checkpoint into the directory `out`, whole or not at all.
+
+    Returns:
+        What was written.
+
+    Raises:
+        InputError: If the source is damaged or incomplete, or does not fit its configuration.
+        RefusedError: If there is no adapter, or several and none was named, or if it is
+            untrained.
+        OutputExistsError: If `out` is there and not empty, and `overwrite` is false.
+    """
+    check_destination(src, out, overwrite=overwrite, also=request.also)
+    target = open_target(out, overwrite=overwrite)
+    try:
+        with prepared_extraction(src, out, request, resources or Resources()) as (plan, found):
+            manifest = write_output(plan, target, listener or ignore)
+    finally:
+        target.abandon()
+    return ExtractedAdapter(
+        manifest=manifest,
+        name=found.adapter.name,
+        config_path=found.config_path,
+        rows=found.rows,
+        norms=found.norms,
+        notes=found.notes,
+    )
+
+
+@contextmanager
+def prepared_extraction(
+    src: PathLike, out: PathLike, request: AdapterRequest, resources: Resources
+) -> Iterator[tuple[Prepared, OpenedAdapter]]:
+    """Opens an adapter, checks it, and plans its folder; writes nothing.
+
+    Yields:
+        The plan, and the adapter.
+
+    Raises:
+        InputError: If the source is damaged or incomplete, or does not fit its configuration.
+        RefusedError: If the request cannot be met.
+    """
+    with ExitStack() as stack:
+        found = open_adapter(stack, src, request)
+        own = found.adapter.tensors
+        tensors = {**own, **{name: own[first] for name, first in found.twice.items()}}
+        products = [
+            Product(TensorSpec(name, entry.dtype, entry.shape), Copy(SOURCE, entry.key))
+            for name, entry in tensors.items()
+        ]
+        files = (layout_adapter(products), _config_file(found), *_side_files(found))
+        plan = Plan(files, {}, found.notes)
+        settings = settings_for(resources, plan, sources=(found.opened,), out=out)
+        origin = Origin(SOURCE, found.opened.source, found.opened.index)
+        read = sum(entry.size_bytes for entry in tensors.values())
+        yield (
+            Prepared(
+                sources=(found.opened,),
+                plan=plan,
+                inputs=Inputs({SOURCE: origin}, found.folders.sources),
+                settings=settings,
+                estimate=estimated(plan, settings, out, bytes_read=2 * read),
+                kind=_KIND,
+                options=_options(request),
+                facts={
+                    "adapter": found.adapter.name,
+                    "config": found.config_path,
+                    **record_of(found).facts(),
+                },
+            ),
+            found,
+        )
+
+
+def adapter_config_as_written(document: Mapping[str, Any]) -> bytes:
+    """Returns the configuration of an adapter as PEFT writes it: sorted, for inference."""
+    written = {**document, "inference_mode": True}
+    written.pop("runtime_config", None)  # PEFT keeps it to the process
+    return json.dumps(written, indent=2, sort_keys=True).encode()
+
+
+def _config_file(found: OpenedAdapter) -> OutputFile:
+    data = adapter_config_as_written(found.adapter.settings.document)
+    return contiguous(ADAPTER_CONFIG, [(len(data), Literal(data), None)])
+
+
+def _side_files(found: OpenedAdapter) -> list[OutputFile]:
+    """Plans the tokenizer and what belongs to it."""
+    files, _ = found.folders.choose(allow_code=False)
+    beside = [file for file in files if file.name not in _OF_MODELS]
+    return found.folders.outputs(beside, None, allow_code=False)
+
+
+def _options(request: AdapterRequest) -> dict[str, Any]:
+    given = {
+        "adapter": request.adapter,
+        "adapter_config": None if request.config is None else str(request.config),
+        "select": request.select,
+        "allow_untrained": request.allow_untrained or None,
+        **request.overrides,
+    }
+    return {key: value for key, value in given.items() if value is not None}

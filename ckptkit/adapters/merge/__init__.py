@@ -1,0 +1,1 @@
+"""Merging adapters into a base model, tensor by tensor."""

@@ -1,0 +1,252 @@
+"""The kernel that merges adapters into one tensor of the base model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptkit.adapters.merge.fold import (
+    Floats,
+    NormOf,
+    NormsOf,
+    NormsOfColumns,
+    NormsUnknownError,
+    Rounding,
+    Rows,
+    Steps,
+    norms_of_rows,
+    prepared_step,
+)
+from ckptkit.adapters.merge.low_rank import Factor, LowRank, Shift, Update, matrix_shape
+from ckptkit.adapters.merge.products import workspace
+from ckptkit.core.dtypes import BY_NAME, DType
+from ckptkit.core.errors import AdapterError, OverflowRefusedError, UnsupportedError
+from ckptkit.core.index import Key, Span
+from ckptkit.engine.casts import Caster, Overflow, overflow_error
+from ckptkit.engine.kernels import Operand
+from ckptkit.plan.plan import Compute, Demand, Reading, TensorSpec
+
+# A product of this size stays in the processor's cache until it is added and cast. DoRA computes
+# in five matrices at a time, and is as fast in smaller ones.
+_AT_ONCE = 1 << 18
+_AT_ONCE_WITH_NORMS = 1 << 17
+
+_BFLOAT16 = BY_NAME["bfloat16"]
+_SIGN = 1 << 31
+# Bits of the largest float32 that is finite, and of the largest that is so as bfloat16.
+_LARGEST = 0x7F7F_FFFF
+_LARGEST_FOR_BFLOAT16 = 0x7F7F_7FFF
+
+
+@dataclass(frozen=True, slots=True)
+class MergeKernel:
+    """Merges updates into a tensor, in order.
+
+    The element type written is that of the output tensor. A base element that is NaN stays
+    NaN. Where the base is finite and what would be written is not, the merge is refused, and so
+    are factors with NaN or infinities.
+
+    Attributes:
+        base: The tensor of the base model.
+        updates: What is merged, in order; at least one.
+        rounding: How often it rounds.
+        norm_of: What DoRA takes norms of.
+    """
+
+    base: Operand
+    updates: tuple[Update, ...]
+    rounding: Rounding = Rounding.ONCE
+    norm_of: NormOf = NormOf.BASE
+
+    @property
+    def reads(self) -> tuple[tuple[str, Key], ...]:
+        """The source tensors that any of it may look at, for `Compute`."""
+        parts = [(factor.origin, factor.key) for factor in self._factors()]
+        return (*self.base.reads, *dict.fromkeys(parts))
+
+    def compute(self) -> Compute:
+        """Returns the body of a product that this kernel makes."""
+        return Compute(self, self.reads)
+
+    def prepared(self, out: TensorSpec, reading: Reading) -> BlockMerge:
+        """Reads the factors, and takes norms where they need all of the tensor.
+
+        Raises:
+            UnsupportedError: If the base has a type in which nothing is merged.
+            AdapterError: If a factor holds NaN or infinity.
+        """
+        if self.base.dtype.kind != "float" or self.base.dtype == BY_NAME["float64"]:
+            raise UnsupportedError(
+                f"no merge into {self.base.dtype.name}; merges go into float types of up to"
+                " 32 bits",
+                where=f"tensor {out.name!r}",
+            )
+        rows, columns = matrix_shape(out.shape)
+        if self._stacked:
+            rows, columns = rows * out.shape[1], columns // out.shape[1]
+        with np.errstate(all="ignore"):  # what overflows is found in the result
+            prepared = [
+                prepared_step(one, self.base.dtype, reading, self.rounding) for one in self.updates
+            ]
+        steps = Steps(prepared, self.base.dtype, self.rounding, self.norm_of)
+        merge = BlockMerge(self.base, steps, rows, columns, norms_of_rows)
+        if any(one.magnitude and one.magnitude.of == "columns" for one in self._low_ranks()):
+            return replace(merge, norms=merge.column_norms(reading))
+        return merge
+
+    @property
+    def _stacked(self) -> bool:
+        return any(update.experts > 1 for update in self._low_ranks())
+
+    def _low_ranks(self) -> Iterator[LowRank]:
+        return (update for update in self.updates if isinstance(update, LowRank))
+
+    def _factors(self) -> Iterator[Factor]:
+        for update in self.updates:
+            if isinstance(update, LowRank):
+                yield from (update.left, update.right)
+                if update.magnitude is not None:
+                    yield update.magnitude.vector
+            else:
+                yield update.shift if isinstance(update, Shift) else update.rows
+
+
+@dataclass(frozen=True, slots=True)
+class BlockMerge:
+    """A merge kernel that has read its factors.
+
+    Attributes:
+        base: The tensor of the base model.
+        steps: What is merged into it.
+        rows: Rows of the tensor, seen as a matrix.
+        columns: Its columns.
+        norms: Takes norms.
+    """
+
+    base: Operand
+    steps: Steps
+    rows: int
+    columns: int
+    norms: NormsOf
+
+    def grain_elements(self, _out: TensorSpec) -> int:
+        """Blocks of whole rows are best, and any element may begin one."""
+        return max(1, self.columns)
+
+    def demands(self, _out: TensorSpec, block: Span) -> tuple[Demand, ...]:
+        """Reads the same elements of the base; where norms are taken, the rows they lie in."""
+        return self.base.demands(self._looked_at(block))
+
+    def run(
+        self, out: TensorSpec, block: Span, inputs: Sequence[NDArray[Any]], target: NDArray[Any]
+    ) -> None:
+        """Merges one block.
+
+        Raises:
+            OverflowRefusedError: If a finite number would become infinite.
+            AdapterError: If DoRA would divide by zero.
+        """  # noqa: DOC501  `overflow_error` and what it calls make them
+        span = self._looked_at(block)
+        values = self.base.values(span, inputs)
+        caster = Caster(BY_NAME["float32"], out.dtype)
+        where = f"tensor {out.name!r}"
+        for rows, part in self._cut(span):
+            given = values[part.start - span.start : part.stop - span.start]
+            low, high = max(part.start, block.start), min(part.stop, block.stop)
+            wanted = slice(low - part.start, high - part.start)
+            merged = self._merged(rows, given, where)[wanted]
+            overflow = caster.cast(merged, target[low - block.start : high - block.start])
+            if overflow is not None:
+                raise overflow_error(overflow, out.dtype, where=where, block_start=low)
+            self._refuse_spoilt(given[wanted], merged, out, low)
+
+    def _merged(self, rows: Rows, given: NDArray[Any], where: str) -> Floats:
+        weight = workspace("weight", given.size)
+        with np.errstate(all="ignore"):
+            weight[:] = given
+            try:
+                return self.steps.apply(rows, weight, self.norms)
+            except AdapterError as error:
+                raise error.located(where) from error
+
+    def _refuse_spoilt(
+        self, given: NDArray[Any], merged: Floats, out: TensorSpec, start: int
+    ) -> None:
+        """Refuses what was a number in the base and would be none in the output."""
+        spoilt = _spoilt(given, merged, out.dtype)
+        if spoilt is None:
+            return
+        where = f"tensor {out.name!r}"
+        if self.steps.may_overflow:
+            raise overflow_error(spoilt, BY_NAME["float16"], where=where, block_start=start)
+        others = f" (with {spoilt.count - 1:,} more near it)" if spoilt.count > 1 else ""
+        raise OverflowRefusedError(
+            f"{spoilt.value:g} at element {start + spoilt.first:,} does not fit {out.dtype.name},"
+            f" where the base has {float(given[spoilt.first]):g}{others}",
+            where=where,
+            hint="the numbers or the scaling of the adapter are too large, as after a training"
+            " that diverged; take an earlier checkpoint, and compare its 'lora_alpha' with the run",
+        )
+
+    def column_norms(self, reading: Reading) -> NormsOfColumns:
+        """Passes over the tensor until every norm that is asked for is known."""
+        norms = NormsOfColumns(self.columns)
+        while not self._is_settled(norms, reading):
+            with norms.passing():
+                for rows, part in self._cut(Span(0, self.rows * self.columns)):
+                    self._look(rows, part, norms, reading)
+        return norms
+
+    def _is_settled(self, norms: NormsOfColumns, reading: Reading) -> bool:
+        rows, part = next(self._cut(Span(0, self.rows * self.columns)))
+        return self._look(rows, part, norms, reading)
+
+    def _look(self, rows: Rows, part: Span, norms: NormsOfColumns, reading: Reading) -> bool:
+        """Merges until norms are asked for that are not known yet; says whether none were."""
+        inputs = [reading.own(demand) for demand in self.base.demands(part)]
+        weight = workspace("weight", part.stop - part.start)
+        weight[:] = self.base.values(part, inputs)
+        try:
+            with np.errstate(all="ignore"):
+                self.steps.apply(rows, weight, norms)
+        except NormsUnknownError:
+            return False
+        return True
+
+    def _looked_at(self, block: Span) -> Span:
+        if not self.steps.whole_rows or not self.columns:
+            return block
+        start = block.start // self.columns * self.columns
+        return Span(start, -(-block.stop // self.columns) * self.columns)
+
+    def _cut(self, span: Span) -> Iterator[tuple[Rows, Span]]:
+        """Cuts a run of elements between rows, each part small enough for a cache."""
+        columns = self.columns
+        elements = _AT_ONCE_WITH_NORMS if self.steps.whole_rows else _AT_ONCE
+        at_once = max(1, elements // columns)
+        row = span.start // columns
+        while row * columns < span.stop:
+            stop = min(row + at_once, -(-span.stop // columns))
+            low, high = max(row * columns, span.start), min(stop * columns, span.stop)
+            yield Rows(row, stop, columns, low - row * columns), Span(low, high)
+            row = stop
+
+
+def _spoilt(given: NDArray[Any], merged: Floats, written: DType) -> Overflow | None:
+    """Finds what is finite in the base, and neither so nor rounded to such after the merge."""
+    largest = _LARGEST_FOR_BFLOAT16 if written == _BFLOAT16 else _LARGEST
+    # Magnitudes are ordered as their bits are; two maxima cost less than a mask of the block.
+    positive = int(merged.view(np.int32).max())
+    negative = int(merged.view(np.uint32).max()) - _SIGN
+    if max(positive, negative) <= largest:
+        return None
+    lost = (merged.view(np.uint32) & (_SIGN - 1)) > largest
+    lost &= np.isfinite(given)
+    first = int(lost.argmax())
+    if not lost[first]:
+        return None
+    return Overflow(int(np.count_nonzero(lost)), first, float(merged[first]))

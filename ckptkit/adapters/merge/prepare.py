@@ -1,0 +1,535 @@
+"""Everything that happens before the first byte of a merged model is written.
+
+Which tensors a merged model has, how each comes to be, and what its configuration says.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+from ckptkit.adapters.base_identity import BaseChecks, refuse_rewritten_bases
+from ckptkit.adapters.base_records import read_record_of_base
+from ckptkit.adapters.merge.base import (
+    Alignment,
+    BaseSource,
+    align,
+    base_tensors,
+    folder_of,
+    live_shapes,
+    plain_weights,
+)
+from ckptkit.adapters.merge.fold import NormOf, Rounding
+from ckptkit.adapters.merge.report import MergedLayer, SourceAdapter, reported, source_facts
+from ckptkit.adapters.merge.tensors import BaseTensor, MergeRules, merged_product, several_needed
+from ckptkit.adapters.merge.ties import MergedTies, TieJudge, refuse_differing_bases, ties_in_words
+from ckptkit.adapters.quantized.bases import QuantizedBase, Weights, plan_quantized
+from ckptkit.adapters.quantized.requantize import Packing, requantized
+from ckptkit.conversion.compare_names import NOTHING, Comparison, Subject, plan_comparison
+from ckptkit.conversion.naming_program import NamingProgram
+from ckptkit.conversion.source.side_folders import SideFolders
+from ckptkit.conversion.write import Prepared, estimated, settings_for
+from ckptkit.core.errors import AdapterError, RefusedError
+from ckptkit.core.index import Fqn, Shape
+from ckptkit.engine.executor import Inputs
+from ckptkit.lora.accounting import refuse_targets_without_tensors
+from ckptkit.lora.changes import (
+    Change,
+    MergeRequest,
+    Replaced,
+    check_used_once,
+    combine,
+    has_vocabulary,
+    model_types,
+    norms_of,
+    vocabularies,
+    with_head,
+    with_vocabulary,
+    without_quantization,
+)
+from ckptkit.lora.config import Adapter
+from ckptkit.lora.generations import modules_of, with_prefix
+from ckptkit.lora.layers import table_of
+from ckptkit.lora.pairing import Base, pair
+from ckptkit.lora.tying import Pair, shared_changes, tied_pairs
+from ckptkit.options import Resources
+from ckptkit.plan.layouts.hf import layout_hf_weights
+from ckptkit.plan.load_report import MERGE
+from ckptkit.plan.plan import Plan, Product
+from ckptkit.plan.side_files import bytes_by_dtype, config_as_written
+from ckptkit.plan.ties import untied_config
+from ckptkit.plan.vocabulary import is_head
+from ckptkit.storage.places import PathLike
+
+Changes = Mapping[Fqn, Sequence[Change]]
+_MATRIX = 2
+
+
+def merged_products(
+    tensors: Sequence[BaseTensor],
+    changes: Changes,
+    ties: MergedTies,
+    shapes: Mapping[Fqn, Shape],
+    rules: MergeRules,
+) -> Iterator[Product]:
+    """Yields every tensor that the base has, with what the adapters do to it.
+
+    Args:
+        tensors: The tensors of the base, as they are written.
+        changes: Of live tensors.
+        ties: What becomes of tied names.
+        shapes: Of live tensors in the base.
+        rules: How everything is merged and written.
+
+    Raises:
+        RefusedError: If a tensor cannot be merged.
+    """  # noqa: DOC501  `several_needed` makes it
+    for tensor in tensors:
+        first = tensor.live[0]
+        if tensor.part is None and first in ties.dropped:
+            continue
+        touched = [live for live in tensor.live if live in changes]
+        if touched and len(tensor.live) > 1:
+            raise several_needed(tensor.name, changes[touched[0]][0])
+        found = [*_inherited(first, changes, ties, shapes), *changes.get(first, ())]
+        yield merged_product(tensor, found, rules, shapes[first])
+
+
+def added_products(
+    tensors: Sequence[BaseTensor],
+    changes: Changes,
+    ties: MergedTies,
+    shapes: Mapping[Fqn, Shape],
+    rules: MergeRules,
+    called: Mapping[Fqn, Fqn],
+) -> Iterator[Product]:
+    """Yields what the base does not have: tied names that are no longer tied, and new heads.
+
+    Arguments and errors are those of `merged_products`; `called` has the names in the output
+    where they are others than those of the live model.
+    """
+    by_live = {tensor.live[0]: tensor for tensor in tensors if tensor.part is None}
+    for target, source in ties.written.items():
+        tensor = replace(by_live[source], name=called.get(target, target), live=(target,))
+        frozen = _frozen(changes.get(source, ()))
+        updates = [*frozen, *changes.get(target, ())]
+        yield merged_product(tensor, updates, rules, shapes[source])
+    held = {live for tensor in tensors for live in tensor.live}
+    for name, found in changes.items():
+        change = found[0]
+        is_tied = name in ties.written or name in ties.dropped
+        if name not in held and not is_tied and isinstance(change, Replaced):
+            output = called.get(name, name)
+            tensor = BaseTensor.stored(output, name, change.source.origin, change.tensor)
+            yield merged_product(tensor, (), rules, change.tensor.shape)
+
+
+def _inherited(
+    name: Fqn, changes: Changes, ties: MergedTies, shapes: Mapping[Fqn, Shape]
+) -> list[Change]:
+    """Returns what a name that is no longer tied has from the other: another number of rows."""
+    if any(isinstance(change, Replaced) for change in changes.get(name, ())):
+        return []
+    others = [
+        other
+        for pair in ties.untied.items()
+        for other in (pair[0] if pair[1] == name else pair[1],)
+        if name in pair
+    ]
+    frozen = [change for other in others for change in _frozen(changes.get(other, ()))]
+    return [change for change in frozen[:1] if change.tensor.shape != shapes[name]]
+
+
+def _frozen(changes: Sequence[Change]) -> list[Replaced]:
+    return [change for change in changes if isinstance(change, Replaced) and change.frozen]
+
+
+def written_ties(ties: MergedTies, tensors: Sequence[BaseTensor]) -> dict[Fqn, Fqn]:
+    """Returns the tied names that are left out, as they are called in the output."""
+    called = {tensor.live[0]: tensor.name for tensor in tensors if tensor.part is None}
+    return {
+        called.get(target, target): called.get(source, source)
+        for target, source in ties.dropped.items()
+    }
+
+
+def resized_config(
+    config: Mapping[str, Any],
+    changes: Changes,
+    shapes: Mapping[Fqn, Shape],
+    products: Sequence[Product],
+    *,
+    is_live: bool,
+) -> tuple[dict[str, Any], list[str]]:
+    """Returns a configuration with the number of tokens that is written.
+
+    Args:
+        config: The configuration.
+        changes: Of live tensors.
+        shapes: Of live tensors in the base.
+        products: What is written.
+        is_live: Whether the weights are a run's own, and the configuration may be older.
+
+    Returns:
+        The configuration, and what was changed, in words.
+
+    Raises:
+        RefusedError: If only some of the tensors with a row for each token have the new number.
+    """
+    for name, found in changes.items():
+        if name not in shapes or not has_vocabulary(name):
+            continue
+        last = [change for change in found if isinstance(change, Replaced)]
+        old = shapes[name]
+        new = last[-1].tensor.shape if last else old
+        if new == old:
+            continue
+        _refuse_other_rows(products, old[0], new[0], last[-1])
+        resized = with_vocabulary(config, old[0], new[0])
+        told = f"the vocabulary has {new[0]:,} tokens against {old[0]:,} in the base"
+        said = ", and 'vocab_size' is set so" if resized != config else ""
+        return resized, [told + said]
+    return _brought_up_to_date(config, products) if is_live else (dict(config), [])
+
+
+def _brought_up_to_date(
+    config: Mapping[str, Any], products: Sequence[Product]
+) -> tuple[dict[str, Any], list[str]]:
+    """Returns a configuration with the number of tokens that a run's own weights have.
+
+    What lies beside a run may be the configuration from before its vocabulary was resized.
+    Nothing is changed where the weights, or the configuration, have several such numbers.
+    """
+    rows = {
+        product.spec.shape[0]
+        for product in products
+        if len(product.spec.shape) == _MATRIX and has_vocabulary(product.spec.name)
+    }
+    said = vocabularies(config)
+    if len(rows) != 1 or len(said) != 1 or rows == said:
+        return dict(config), []
+    (new,), (old,) = rows, said
+    told = (
+        f"the vocabulary has {new:,} tokens against {old:,} in config.json, and 'vocab_size' is"
+        " set so"
+    )
+    return with_vocabulary(config, old, new), [told]
+
+
+def _refuse_other_rows(products: Sequence[Product], old: int, new: int, change: Replaced) -> None:
+    for product in products:
+        spec = product.spec
+        if has_vocabulary(spec.name) and spec.shape[:1] == (old,):
+            raise RefusedError(
+                f"{change.weight!r} has {new:,} rows in the adapter, and {spec.name!r} has {old:,},"
+                " which the adapter does not replace",
+                where=change.source.where,
+                hint="pass the model with the larger vocabulary, as it was before training, as"
+                " --base",
+            )
+
+
+_EXPERT = re.compile(r"\.experts\.\d+\.")  # disk names of what training holds fused
+_NO_BASE = "pass the model that the adapter was trained on with --base"
+
+
+class MergePreparation:
+    """Plans a merge; each step needs the ones before it."""
+
+    def __init__(
+        self,
+        stack: ExitStack,
+        adapters: Sequence[SourceAdapter],
+        given: BaseSource | None,
+        request: MergeRequest,
+        resources: Resources,
+    ) -> None:
+        """Takes what was opened.
+
+        Args:
+            stack: Closes the folders of side files, and of bases that are compared.
+            adapters: The adapters, in the order of merging.
+            given: The base that was given, or None.
+            request: What the output should hold.
+            resources: What the execution may use.
+
+        Raises:
+            RefusedError: If there is no base, or if an adapter needs another one.
+        """
+        self._program = stack.enter_context(NamingProgram())
+        self._adapters = adapters
+        self._given = given
+        self._request = request
+        self._resources = resources
+        self._checks = BaseChecks(stack, adapters, given, allowed=request.allow_other_base)
+        refuse_rewritten_bases(adapters, given)
+        first = adapters[0]
+        folder = None if given is None else folder_of(given)
+        self._folders = SideFolders(stack, first.found.opened, folder)
+        self._side, self._code = self._folders.choose(allow_code=request.allow_code)
+        self._config = self._folders.config(self._side)
+        self._base = given or self._own_base(first)
+        self._origins = {adapter.origin.name: adapter.origin for adapter in adapters}
+        self._origins[self._base.origin.name] = self._base.origin
+        self._notes = [note for adapter in adapters for note in adapter.found.notes]
+
+    def run(self, out: PathLike) -> tuple[Prepared, list[MergedLayer]]:
+        """Plans the output.
+
+        Raises:
+            InputError: If a source is damaged or incomplete.
+            RefusedError: If the request cannot be met.
+        """
+        self._checks.check_identity()
+        modules = [module for one in self._adapters for module in modules_of(one.found.adapter)]
+        modules = list(dict.fromkeys(modules))
+        alignment = align(self._base, modules, self._config, folder=self._folders.base)
+        quantized = self._quantized(alignment)
+        if self._given is not None:
+            given = plain_weights(self._given, alignment)
+            self._checks.compare(given, self._trained(), quantized, self._request.qlora_base)
+        tensors = base_tensors(self._base, alignment, quantized)
+        shapes = live_shapes(self._base, alignment, quantized)
+        pairs = self._pairs(self._config, tensors)
+        shapes |= {pair.target: shapes[pair.source] for pair in pairs if not pair.is_present}
+        changes = self._changes(alignment, shapes, pairs)
+        config = self._headed(changes)
+        ties = self._ties(config, tensors, changes)
+        rules = self._rules(changes)
+        products = [
+            *merged_products(tensors, changes, ties, shapes, rules),
+            *added_products(tensors, changes, ties, shapes, rules, alignment.called),
+        ]
+        layers = reported(self._adapters, tensors, changes, quantized, self._request, self._origins)
+        config = self._configured(config, products, changes, shapes, ties)
+        self._notes += [*alignment.notes, *self._checks.notes(quantized)]
+        comparison = self._comparison(products, config)
+        plan = self._plan(products, config, written_ties(ties, tensors))
+        prepared = self._prepared(out, plan, alignment, quantized)
+        return replace(prepared, comparison=comparison), layers
+
+    # --- the base ---
+
+    def _own_base(self, adapter: SourceAdapter) -> BaseSource:
+        found = adapter.found
+        if not found.base:
+            raise RefusedError(
+                "the checkpoint holds the adapter alone, and no base to merge it into",
+                where=found.opened.path,
+                hint=_NO_BASE,
+            )
+        return BaseSource(found.opened, adapter.origin, found.base, self._config, is_live=True)
+
+    def _quantized(self, alignment: Alignment) -> QuantizedBase:
+        trained = self._trained()
+        shapes: dict[str, Shape] = {}
+        for adapter in self._adapters:
+            for layer in table_of(adapter.found.adapter.tensors).layers:
+                if not (layer.is_embedding or layer.is_convolution or layer.level):
+                    shapes[f"{layer.module}.weight"] = layer.shape
+        given = None if self._given is None else plain_weights(self._given, alignment)
+        record = None if given is None else self._packings()
+        choice = self._request.qlora_base
+        is_default = record is not None and choice != "original"
+        nested, workers = self._request.double_quant, settings_for(self._resources).workers
+        found = plan_quantized(
+            *(trained, given),
+            shapes=shapes,
+            choice=None if is_default else choice,
+            nested=nested,
+            workers=workers,
+        )
+        if record is None or given is None or not is_default or found.operands:
+            return found
+        where = self._adapters[0].source.where
+        return requantized(record, given, nested=nested, where=where, workers=workers)
+
+    def _packings(self) -> Sequence[Packing] | None:
+        """Returns how the base of extracted adapters was packed, as far as all of them agree."""
+        alone = [one.found.opened for one in self._adapters if not one.found.base]
+        records = [read_record_of_base(opened).quantization for opened in alone]
+        found = [record.packings for record in records if record is not None]
+        if (
+            len(alone) < len(self._adapters)
+            or not found
+            or not all(one == found[0] for one in found)
+        ):
+            return None
+        return found[0] or None
+
+    def _trained(self) -> Weights | None:
+        """Returns what the first adapter's checkpoint holds of its base."""
+        first = self._adapters[0]
+        if not first.found.base:
+            return None
+        folders = first.found.folders
+        config = folders.config(folders.choose(allow_code=False)[0])
+        entries = {str(name): entry for name, entry in first.found.base.items()}
+        return Weights(first.origin, entries, config, first.found.opened.path)
+
+    # --- what changes ---
+
+    def _pairs(self, config: Mapping[str, Any] | None, tensors: Sequence[BaseTensor]) -> list[Pair]:
+        specs = {t.live[0]: (t.dtype, t.shape) for t in tensors if t.part is None}
+        return tied_pairs(config, specs)
+
+    def _changes(
+        self, alignment: Alignment, shapes: Mapping[Fqn, Shape], pairs: Sequence[Pair]
+    ) -> dict[Fqn, list[Change]]:
+        base = Base(shapes, model_types(self._config))
+        found = []
+        for one in self._adapters:
+            adapter = with_prefix(one.found.adapter, alignment.adapter_prefix)
+            changes = pair(adapter, base, one.source, weight=one.weight)
+            check_used_once(adapter.tensors, changes, where=one.source.where)
+            if self._given is not None and adapter.tensors:  # one without any changes nothing
+                self._refuse_bare_targets(adapter, one, alignment)
+            found.append(changes)
+        combined = combine(found, [one.weight for one in self._adapters])
+        tying = {
+            one.source.position
+            for one in self._adapters
+            if one.found.adapter.settings.ensure_weight_tying
+        }
+        return shared_changes(combined, pairs, tying)
+
+    def _refuse_bare_targets(
+        self, adapter: Adapter, one: SourceAdapter, alignment: Alignment
+    ) -> None:
+        """Refuses an adapter that lacks tensors for what its configuration targets in the base."""
+        entries = {
+            placed.live[0]: self._base.entries[placed.stored[0]]
+            for placed in alignment.placed
+            if placed.part is None and not _EXPERT.search(placed.live[0])
+        }
+        try:
+            refuse_targets_without_tensors(
+                table_of(adapter.tensors), adapter.settings, entries, is_own_record=True
+            )
+        except AdapterError as error:
+            raise error.located(one.source.where) from error
+
+    def _rules(self, changes: Mapping[Fqn, Sequence[Change]]) -> MergeRules:
+        versions = [one.found.adapter.settings.peft_version for one in self._adapters]
+        norm_of, note = norms_of(versions, changes)
+        self._notes += filter(None, [note])
+        rounding = Rounding.PEFT if self._request.match_peft else Rounding.ONCE
+        return MergeRules(self._request.dtype, rounding, NormOf(norm_of))
+
+    def _ties(
+        self,
+        config: Mapping[str, Any] | None,
+        tensors: Sequence[BaseTensor],
+        changes: Mapping[Fqn, Sequence[Change]],
+    ) -> MergedTies:
+        by_live = {tensor.live[0]: tensor for tensor in tensors if tensor.part is None}
+        judge = TieJudge(self._origins, by_live)
+        refuse_differing_bases(judge, changes)
+        ties = judge.judge(config, self._pairs(config, tensors), changes)
+        self._notes += ties_in_words(config, ties)
+        return ties
+
+    # --- what is written ---
+
+    def _headed(self, changes: Mapping[Fqn, Sequence[Change]]) -> dict[str, Any] | None:
+        if self._config is None:
+            return None
+        config = self._config
+        for one in self._adapters:
+            brought = {
+                change.weight: change.tensor.shape
+                for found in changes.values()
+                for change in found
+                if isinstance(change, Replaced) and change.source.position == one.source.position
+            }
+            config, told = with_head(config, one.found.adapter.settings.task_type, brought)
+            self._notes += told
+        return config
+
+    def _configured(
+        self,
+        config: dict[str, Any] | None,
+        products: Sequence[Product],
+        changes: Mapping[Fqn, Sequence[Change]],
+        shapes: Mapping[Fqn, Shape],
+        ties: MergedTies,
+    ) -> dict[str, Any] | None:
+        if config is None:
+            self._notes.append(
+                "no config.json was found beside the adapter or its base: Transformers needs one to"
+                " load the output"
+            )
+            return None
+        resized, notes = resized_config(
+            config, changes, shapes, products, is_live=self._base.is_live
+        )
+        self._notes += notes
+        written = bytes_by_dtype((p.spec.dtype, p.spec.size_bytes) for p in products)
+        allow_code = self._request.allow_code
+        made = config_as_written(resized, written, allow_code=allow_code)
+        if ties.untied or ties.broken:
+            made = untied_config(made)
+        return without_quantization(made)
+
+    def _comparison(
+        self, products: Sequence[Product], config: Mapping[str, Any] | None
+    ) -> Comparison:
+        """Compares names and shapes with the model that the configuration describes."""
+        if config is None:
+            return NOTHING
+        if self._request.names == "live":
+            self._notes.append(
+                "names and shapes are not compared with the model of config.json: --names live"
+            )
+            return NOTHING
+        # Where an adapter brought another head, that of the base stays in the output, unused.
+        is_headed = config.get("architectures") != (self._config or {}).get("architectures")
+        heads = {str(p.spec.name) for p in products if is_headed and is_head(p.spec.name)}
+        subject = Subject(
+            config={**config, **self._folders.code_of(self._side)},
+            tensors={str(p.spec.name): (p.spec.dtype, p.spec.shape) for p in products},
+            left_out=frozenset(heads),
+            where=self._base.opened.path,
+            is_live=self._base.is_live,
+            advice=MERGE,
+        )
+        comparison, notes = plan_comparison(subject, self._program)
+        self._notes += notes
+        return comparison
+
+    def _plan(
+        self,
+        products: Sequence[Product],
+        config: dict[str, Any] | None,
+        dropped: Mapping[Fqn, Fqn],
+    ) -> Plan:
+        if self._code:
+            self._notes.append(
+                f"python files were left out: {', '.join(self._code)}; pass --allow-code to copy"
+                " them"
+            )
+        weights = layout_hf_weights(products, self._request.max_file_bytes)
+        files = self._folders.outputs(self._side, config, allow_code=self._request.allow_code)
+        return Plan((*weights, *files), dropped, tuple(dict.fromkeys(self._notes)))
+
+    def _prepared(
+        self, out: PathLike, plan: Plan, alignment: Alignment, quantized: QuantizedBase
+    ) -> Prepared:
+        opened = [one.found.opened for one in self._adapters]
+        opened += [] if self._given is None else [self._given.opened]
+        settings = settings_for(self._resources, plan, sources=opened, out=out)
+        read = sum(spec.size_bytes for _, _, spec in plan.specs())
+        return Prepared(
+            sources=tuple(opened),
+            plan=plan,
+            inputs=Inputs(self._origins, self._folders.sources),
+            settings=settings,
+            estimate=estimated(plan, settings, out, bytes_read=read),
+            kind="model",
+            options=self._request.changed(),
+            facts=source_facts(self._adapters, self._base, quantized.facts),
+            versions=dict(alignment.versions or {}),
+        )

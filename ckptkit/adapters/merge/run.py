@@ -1,0 +1,224 @@
+"""`ckptkit.merge_adapter`: adapters and a base become a model folder, tensor by tensor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+
+from ckptkit.adapters.merge.base import open_base
+from ckptkit.adapters.merge.prepare import MergePreparation
+from ckptkit.adapters.merge.report import MergedLayer, SourceAdapter
+from ckptkit.adapters.sources import AdapterRequest, OpenedAdapter, open_adapter
+from ckptkit.conversion.source.open import PathLike
+from ckptkit.conversion.source.places import resolved
+from ckptkit.conversion.write import Prepared, check_destination, write_output
+from ckptkit.core.errors import AmbiguousSourceError, UsageError
+from ckptkit.core.manifest import Manifest
+from ckptkit.engine.outcome import Listener, ignore
+from ckptkit.lora.changes import MergeRequest
+from ckptkit.options import Resources
+from ckptkit.storage.places import open_target
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterChoice:
+    """One of the adapters that are merged.
+
+    Attributes:
+        path: Any path in or above the checkpoint that holds it.
+        request: Which adapter of it, and what is known besides.
+        weight: What its scaling is multiplied by.
+    """
+
+    path: PathLike
+    request: AdapterRequest = AdapterRequest()  # noqa: RUF009  frozen
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class MergedModel:
+    """A merged model that was written.
+
+    Attributes:
+        manifest: As it lies in the output.
+        layers: What was done to each changed tensor.
+        notes: What the user should know.
+    """
+
+    manifest: Manifest
+    layers: Sequence[MergedLayer]
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedMerge:
+    """A merge before its first byte is written.
+
+    Attributes:
+        prepared: The plan, with its sources open.
+        layers: What is to be done to each changed tensor.
+    """
+
+    prepared: Prepared
+    layers: Sequence[MergedLayer]
+
+
+def run_merge(
+    adapters: Sequence[AdapterChoice],
+    out: PathLike,
+    request: MergeRequest,
+    *,
+    base: PathLike | None = None,
+    overwrite: bool = False,
+    resources: Resources | None = None,
+    listener: Listener | None = None,
+) -> MergedModel:
+    """Writes a base with adapters merged into it into the directory `out`, whole or not at all.
+
+    Args:
+        adapters: The adapters, in the order in which they are merged.
+        out: A directory that does not exist, or is empty.
+        request: What the output should hold.
+        base: The base model; None where the first adapter's checkpoint holds it.
+        overwrite: Whether an `out` that holds something is replaced.
+        resources: What the execution may use of the machine.
+        listener: Is told of progress, from several threads.
+
+    Returns:
+        What was written.
+
+    Raises:
+        InputError: If a source is damaged or incomplete; nothing is left behind.
+        RefusedError: If the request cannot be met, or if the base is not the adapter's.
+        OutputExistsError: If `out` is there and not empty, and `overwrite` is false.
+    """
+    check_apart(adapters, out, base, overwrite=overwrite)
+    target = open_target(out, overwrite=overwrite)
+    try:
+        resources = resources or Resources()
+        with prepared_merge(adapters, out, request, base=base, resources=resources) as merge:
+            manifest = write_output(merge.prepared, target, listener or ignore)
+            return MergedModel(manifest, merge.layers, merge.prepared.plan.notes)
+    finally:
+        target.abandon()
+
+
+def choices_of(
+    src: PathLike,
+    first: AdapterRequest,
+    names: Sequence[str | tuple[str, float]],
+    further: Sequence[PathLike | tuple[PathLike, float]],
+) -> list[AdapterChoice]:
+    """Returns the adapters that are meant, in the order of merging.
+
+    Args:
+        src: The checkpoint that is merged first.
+        first: What is known of its adapters.
+        names: Its adapters, each maybe with a weight; empty for its only one.
+        further: Other checkpoints with one adapter each, likewise.
+    """
+    named = [name if isinstance(name, tuple) else (name, 1.0) for name in names]
+    placed = [path if isinstance(path, tuple) else (path, 1.0) for path in further]
+    chosen = [
+        AdapterChoice(path=src, request=replace(first, adapter=name), weight=weight)
+        for name, weight in named
+    ]
+    others = AdapterRequest(allow_untrained=first.allow_untrained, limit_bytes=first.limit_bytes)
+    return [
+        *(chosen or [AdapterChoice(path=src, request=first)]),
+        *(AdapterChoice(path=path, request=others, weight=weight) for path, weight in placed),
+    ]
+
+
+def check_apart(
+    adapters: Sequence[AdapterChoice], out: PathLike, base: PathLike | None, *, overwrite: bool
+) -> None:
+    """Refuses an output that could not be written without harm to what a merge reads.
+
+    Raises:
+        UsageError: If a path is none.
+        RefusedError: If the output and something that is read lie inside one another.
+        OutputExistsError: If the output holds something and is not to be overwritten.
+    """
+    also = adapters[0].request.also
+    for adapter in adapters:
+        check_destination(adapter.path, out, overwrite=overwrite, also=also, base=base)
+
+
+@contextmanager
+def prepared_merge(
+    adapters: Sequence[AdapterChoice],
+    out: PathLike,
+    request: MergeRequest,
+    *,
+    base: PathLike | None,
+    resources: Resources,
+) -> Iterator[PlannedMerge]:
+    """Opens adapters and base, proves that they fit, and plans the output; writes nothing.
+
+    Yields:
+        The plan.
+
+    Raises:
+        InputError: If a source is damaged or incomplete.
+        RefusedError: If the request cannot be met, or if the base is not the adapter's.
+        UsageError: If a weight is no number that can be multiplied with, or if one adapter is
+            named twice.
+    """
+    _check_weights(adapters)
+    with ExitStack() as stack:
+        opened = [
+            SourceAdapter.of(_opened(stack, choice, adapters[0]), number, choice.weight)
+            for number, choice in enumerate(adapters)
+        ]
+        _refuse_repeated(opened)
+        given = None
+        if base is not None:
+            given = open_base(stack, base, resources.memory_limit_bytes)
+        preparation = MergePreparation(stack, opened, given, request, resources)
+        prepared, layers = preparation.run(out)
+        yield PlannedMerge(prepared, layers)
+
+
+def _opened(stack: ExitStack, choice: AdapterChoice, first: AdapterChoice) -> OpenedAdapter:
+    """Opens an adapter; options choose among several in the first one's checkpoint alone."""
+    try:
+        return open_adapter(stack, choice.path, choice.request)
+    except AmbiguousSourceError as error:
+        if choice.path == first.path and choice is not first:
+            hint = "name them with --adapter, each maybe with a weight, instead of --with"
+        elif choice is not first:
+            hint = (
+                f"make a folder of one: `ckptkit adapter extract {choice.path} FOLDER`, with"
+                " --adapter or --select, and pass that"
+            )
+        else:
+            raise
+        raise AmbiguousSourceError(error.message, where=error.where, hint=hint) from error
+
+
+def _refuse_repeated(opened: Sequence[SourceAdapter]) -> None:
+    seen = set()
+    for one in opened:
+        tensors = one.found.adapter.tensors.values()
+        path = resolved(one.found.opened.path)
+        identity = path, frozenset(entry.key for entry in tensors)
+        if identity in seen:
+            raise UsageError(
+                "the same adapter is named twice",
+                where=f"adapter {one.found.opened.path}",
+                hint="name it once; a weight of 2 doubles what it adds",
+            )
+        seen.add(identity)
+
+
+def _check_weights(adapters: Sequence[AdapterChoice]) -> None:
+    for adapter in adapters:
+        if not math.isfinite(adapter.weight) or adapter.weight == 0:
+            raise UsageError(
+                f"{adapter.weight} is no weight that changes anything",
+                where=f"adapter {adapter.path}",
+                hint="leave the adapter out, or give it a weight such as 0.5",
+            )

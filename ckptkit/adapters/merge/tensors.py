@@ -1,0 +1,233 @@
+"""From what changes in a tensor to the kernel that makes it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ckptkit.adapters.merge import low_rank
+from ckptkit.adapters.merge.fold import NormOf, Rounding
+from ckptkit.adapters.merge.kernel import MergeKernel
+from ckptkit.adapters.merge.low_rank import Factor
+from ckptkit.core.dtypes import DType, dtype_named
+from ckptkit.core.errors import RefusedError
+from ckptkit.core.index import Fqn, Shape, TensorEntry
+from ckptkit.engine.kernels import Cast, Operand, OperandKernel, Stored, recast
+from ckptkit.engine.rearranged import Computed, Rearranged, Stretch
+from ckptkit.hub_names.names import HubTensor, Window, window_of
+from ckptkit.lora.changes import Change, LowRank, Replaced, Rows, Shift
+from ckptkit.plan.plan import Copy, Product, TensorSpec
+
+# PEFT casts adapters to this type when it loads them.
+_HELD = dtype_named("float32")
+_MATRIX = 2
+_EXPERTS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class BaseTensor:
+    """A tensor of the base model, as it is written.
+
+    Attributes:
+        name: Its name there.
+        live: The tensors of the live model that it is made of.
+        shape: Its shape.
+        dtype: The element type in which it is written where none is asked for.
+        operand: Its elements.
+        part: How it is made of live tensors; None where it is one of them as it is.
+    """
+
+    name: Fqn
+    live: tuple[Fqn, ...]
+    shape: Shape
+    dtype: DType
+    operand: Operand
+    part: HubTensor | None = None
+
+    @classmethod
+    def stored(cls, name: Fqn, live: Fqn, origin: str, entry: TensorEntry) -> BaseTensor:
+        """Takes a tensor as it lies in a source."""
+        operand = Stored(origin, entry.key, entry.dtype)
+        return cls(name, (live,), entry.shape, entry.dtype, operand)
+
+
+@dataclass(frozen=True, slots=True)
+class MergeRules:
+    """How every tensor is merged and written.
+
+    Attributes:
+        dtype: `keep`, or the name of the element type of floating tensors.
+        rounding: How often a merge rounds.
+        norm_of: Of what DoRA takes norms.
+    """
+
+    dtype: str
+    rounding: Rounding
+    norm_of: NormOf
+
+    def target(self, dtype: DType) -> DType:
+        """Returns the element type to write; only floating tensors are ever cast."""
+        fixed = self.dtype == "keep" or dtype.kind != "float"
+        return dtype if fixed else dtype_named(self.dtype)
+
+
+def rearranged(tensor: HubTensor, sources: Sequence[Operand]) -> Operand:
+    """Returns a tensor that is made of others, as an operand.
+
+    Args:
+        tensor: How it is made.
+        sources: The tensors that it is made of, in the order of `tensor.sources`.
+    """
+    number = {source: i for i, source in enumerate(tensor.sources)}
+    kernel = Rearranged(
+        grid=tensor.grid,
+        stretches=tuple(
+            Stretch(piece.box, number[piece.source], piece.start, piece.steps)
+            for piece in tensor.pieces
+        ),
+        operands=tuple(sources),
+    )
+    spec = TensorSpec(tensor.name, sources[0].dtype, tensor.shape)
+    return Computed(kernel, spec, kernel.reads)
+
+
+def merged_product(
+    tensor: BaseTensor, changes: Sequence[Change], rules: MergeRules, live: Shape
+) -> Product:
+    """Says how a tensor of the merged model comes to be.
+
+    Args:
+        tensor: The tensor of the base.
+        changes: What the adapters do to the live tensor that it is, or is a part of, in order.
+        rules: How it is merged and written.
+        live: The shape of that live tensor.
+
+    Raises:
+        RefusedError: If the base's numbers are none that anything can be added to, or if only
+            several tensors together could be merged.
+    """
+    updates = [change for change in changes if not isinstance(change, Replaced)]
+    target = rules.target(tensor.dtype)
+    for change in changes:
+        if isinstance(change, Replaced):
+            tensor = _replaced(tensor, change, rules)
+            live = change.tensor.shape
+    spec = TensorSpec(tensor.name, target, tensor.shape)
+    if updates:
+        _refuse_packed_numbers(tensor, updates[0])
+        made = tuple(_update(tensor, change, live) for change in updates)
+        kernel = MergeKernel(tensor.operand, made, rules.rounding, rules.norm_of)
+        return Product(spec, kernel.compute())
+    operand = tensor.operand
+    if isinstance(operand, Stored):
+        copy = Copy(operand.origin, operand.key)
+        return recast(Product(TensorSpec(spec.name, operand.dtype, spec.shape), copy), target)
+    return Product(spec, OperandKernel(operand).compute())
+
+
+def _replaced(tensor: BaseTensor, change: Replaced, rules: MergeRules) -> BaseTensor:
+    """Puts the adapter's tensor in the base's place, in the base's type as PEFT loads it."""
+    entry = change.tensor
+    if (entry.dtype.kind == "float") != (tensor.dtype.kind == "float"):
+        raise RefusedError(
+            f"the adapter replaces elements of {tensor.dtype.name} by elements of"
+            f" {entry.dtype.name}",
+            where=f"tensor {tensor.name!r}",
+            hint="pass the base that was trained on with --base",
+        )
+    if len(tensor.live) > 1:
+        raise several_needed(tensor.name, change)
+    shape = entry.shape
+    operand: Operand = Stored(change.source.origin, entry.key, entry.dtype)
+    if tensor.part is not None:
+        shape, operand = tensor.shape, rearranged(tensor.part, [operand])
+    is_held = rules.dtype == "keep" or rules.rounding is Rounding.PEFT
+    if is_held and entry.dtype != tensor.dtype and entry.dtype.kind == "float":
+        operand = Cast(operand, tensor.dtype)
+    return BaseTensor(tensor.name, tensor.live, shape, tensor.dtype, operand, tensor.part)
+
+
+def _update(tensor: BaseTensor, change: Change, live: Shape) -> low_rank.Update:
+    origin = change.source.origin
+    window = None
+    if tensor.part is not None:
+        window = window_of(tensor.part, dict.fromkeys(tensor.live, live))
+        if window is None or len(tensor.live) > 1:
+            raise several_needed(tensor.name, change)
+    if isinstance(change, LowRank):
+        update = _low_rank(change, live)
+        return update if window is None else _cut(update, window, live, tensor, change)
+    if window is not None:
+        raise several_needed(tensor.name, change)
+    if isinstance(change, Shift):
+        return low_rank.Shift(Factor.whole(origin, change.bias), change.scaling, _HELD)
+    if isinstance(change, Rows):
+        return low_rank.TokenRows(Factor.whole(origin, change.rows), change.indices)
+    raise AssertionError(f"{change.weight} is replaced after it was changed")
+
+
+def _low_rank(change: LowRank, shape: Shape) -> low_rank.LowRank:
+    origin = change.source.origin
+    down, up = Factor.whole(origin, change.down), Factor.whole(origin, change.up)
+    magnitude = None if change.magnitude is None else Factor.whole(origin, change.magnitude)
+    if change.form == "embedding":
+        return low_rank.embedding(down, up, change.scaling, _HELD, magnitude=magnitude)
+    if change.form in {"parameter", "experts", "experts_transposed"}:
+        count = 1 if change.form == "parameter" else shape[0]
+        crossed = change.form == "experts_transposed"
+        return low_rank.experts(down, up, change.scaling, _HELD, count=count, transposed=crossed)
+    return low_rank.linear(
+        down,
+        up,
+        change.scaling,
+        _HELD,
+        magnitude=magnitude,
+        fan_in_fan_out=change.form == "transposed",
+    )
+
+
+def _cut(
+    update: low_rank.LowRank, window: Window, live: Shape, tensor: BaseTensor, change: Change
+) -> low_rank.LowRank:
+    """Returns the update of a tensor that is a part of a live one."""
+    box, axes = window.box, window.axes
+    if box.sizes == live and axes == tuple(range(len(live))):
+        return update
+    if len(live) == _EXPERTS and box.sizes[0] == 1 and len(axes) == _MATRIX:
+        if update.experts > 1:
+            update = low_rank.expert(update, box.offsets[0])
+    elif len(live) != _MATRIX:
+        raise several_needed(tensor.name, change)
+    rows, columns = (
+        None if size == whole else (offset, offset + size)
+        for offset, size, whole in zip(
+            box.offsets[-_MATRIX:], box.sizes[-_MATRIX:], live[-_MATRIX:], strict=True
+        )
+    )
+    try:
+        update = update.window(rows, columns)
+    except ValueError as error:
+        raise several_needed(tensor.name, change) from error
+    return update.turned if axes[-_MATRIX] > axes[-1] else update
+
+
+def several_needed(name: str, change: Change) -> RefusedError:
+    """Returns the error for a tensor on disk that cannot be merged apart from others."""
+    return RefusedError(
+        f"{change.weight!r} is changed, and {name!r} on disk cannot be merged with a part"
+        " of it alone",
+        where=change.source.where,
+        hint="merge this adapter with PEFT, or into a base that is saved as training holds it",
+    )
+
+
+def _refuse_packed_numbers(tensor: BaseTensor, change: Change) -> None:
+    dtype = tensor.operand.dtype
+    if dtype.kind != "float" or dtype.itemsize == 1:
+        raise RefusedError(
+            f"tensor {tensor.name!r} of the base has element type {dtype.name}, to whose numbers"
+            " nothing can be added",
+            where=change.source.where,
+            hint="the base is quantized in a way that is not modelled; pass the original model"
+            " with --base",
+        )

@@ -1,0 +1,319 @@
+"""From a path to one adapter: which tensors, under which settings, on which base."""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ckptkit.adapters.merge.ties import resized_embeddings
+from ckptkit.adapters.values import AdapterValues, tied_tokens
+from ckptkit.conversion.source.adapter_records import AdapterRecord, AdapterRecords, read_record
+from ckptkit.conversion.source.adapters import Choice, base_of, choose_adapter, sort_trees
+from ckptkit.conversion.source.open import Opened, PathLike, opened
+from ckptkit.conversion.source.side_folders import SideFolders
+from ckptkit.core.errors import AdapterError, CkptkitError, RefusedError
+from ckptkit.core.index import Fqn, TensorEntry
+from ckptkit.engine.reader import Origin
+from ckptkit.lora.accounting import Row, account, old_alphas
+from ckptkit.lora.config import Adapter, LoraSettings
+from ckptkit.lora.dialects import TOKENS, Sorted, of_adapter, plain_entries, second_name
+from ckptkit.lora.inference import fits_target, infer
+from ckptkit.lora.layers import table_of
+from ckptkit.plan.coverage import error_of, find_problems
+from ckptkit.plan.peft_names import LORA
+from ckptkit.plan.plan import SOURCE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterRequest:
+    """Which adapter is meant, and what is known of it beside its checkpoint.
+
+    Attributes:
+        adapter: Its name, or None where there is one.
+        config: An `adapter_config.json` to take instead of the checkpoint's own, or None.
+        overrides: What tensors cannot tell, as keys of `adapter_config.json`; only for
+            checkpoints that come without a configuration.
+        select: Which state dict to take where there are several, or None.
+        also: Further directories of the checkpoint.
+        allow_untrained: Whether an adapter that changes nothing is taken all the same.
+        limit_bytes: Memory that the process may use, or None.
+    """
+
+    adapter: str | None = None
+    config: PathLike | None = None
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    select: str | None = None
+    also: Sequence[PathLike] = ()
+    allow_untrained: bool = False
+    limit_bytes: int | None = None
+
+
+_ANY = AdapterRequest()
+_OWN_MODULE = re.compile(r"(?<![A-Za-z0-9_])module\\*\.")
+_INSIDE = ("module ", "tensor ")  # errors that do not say in which checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedAdapter:
+    """An adapter that was found, understood and checked.
+
+    Attributes:
+        opened: The checkpoint that it lies in.
+        folders: The folders that may hold what belongs beside it.
+        adapter: Its settings and tensors; its origin is `SOURCE`.
+        base: The tensors of the base that the checkpoint holds, by plain names of the model;
+            empty where it holds the adapter alone.
+        config_path: Where the configuration was found; empty where it was inferred.
+        rows: What the adapter holds for each module; every tensor is in one row.
+        norms: By module, the Frobenius norm of what its factors add to the weight.
+        notes: What the user should know.
+        twice: Names under which PEFT's file has tensors once more, each with the name that the
+            adapter has the tensor by.
+    """
+
+    opened: Opened
+    folders: SideFolders
+    adapter: Adapter
+    base: Mapping[Fqn, TensorEntry]
+    config_path: str
+    rows: tuple[Row, ...]
+    norms: Mapping[str, float]
+    notes: tuple[str, ...]
+    twice: Mapping[Fqn, Fqn] = field(default_factory=dict)
+
+
+def open_adapter(stack: ExitStack, path: PathLike, request: AdapterRequest = _ANY) -> OpenedAdapter:
+    """Opens the adapter at or under a path: a PEFT folder, a sharded step, a `.bin` file.
+
+    Every tensor of the adapter is accounted for, and its values are looked at.
+
+    Args:
+        stack: Closes the checkpoint's files.
+        path: Any path in or above a checkpoint.
+        request: Which adapter is meant.
+
+    Raises:
+        InputError: If the source is damaged or incomplete, or does not fit its configuration.
+        RefusedError: If there is no adapter, or several and none was named, or if it is
+            untrained.
+        UnsupportedError: If its method, or an option that changes numbers, is not modelled.
+    """  # noqa: DOC501  errors are passed on, with the checkpoint's path
+    checkpoint = stack.enter_context(
+        opened(path, select=request.select, also=request.also, limit_bytes=request.limit_bytes)
+    )
+    folders = SideFolders(stack, checkpoint, None)
+    try:
+        return _Opening(checkpoint, folders, request).run()
+    except CkptkitError as error:
+        if error.where and not error.where.startswith(_INSIDE):
+            raise
+        raise error.located(checkpoint.path) from error
+
+
+class _Opening:
+    """Decides step by step what the adapter is; each step needs the ones before it."""
+
+    def __init__(self, checkpoint: Opened, folders: SideFolders, request: AdapterRequest) -> None:
+        self._checkpoint = checkpoint
+        self._folders = folders
+        self._request = request
+        self._notes: list[str] = []
+
+    def run(self) -> OpenedAdapter:
+        records = AdapterRecords(self._folders)
+        given = None if self._request.config is None else read_record(self._request.config)
+        trees, choice, record = self._choose(records, given)
+        found = trees.get(choice.tree)
+        if found is None:
+            return self._empty(choice, record)
+        base = plain_entries(base_of(choice.tree, trees))
+        if record is None:
+            inferred = self._inferred(found, choice, base)
+            settings = LoraSettings.parse(inferred, where=self._checkpoint.path)
+        else:
+            self._refuse_contradictions(record)
+            settings = LoraSettings.parse(record.document, where=record.path)
+        tensors = self._tensors(found, choice, settings, base)
+        self._refuse_incomplete(tensors)
+        origin = Origin(SOURCE, self._checkpoint.source, self._checkpoint.index)
+        adapter = Adapter(choice.name, settings, SOURCE, tensors)
+        adapter = self._without_repetitions(adapter, origin)
+        rows = account(adapter, base, is_own_record=record is not None and record.is_own)
+        self._notes += old_alphas(settings, rows)
+        values = AdapterValues(origin, adapter)
+        _refuse_differing(values, adapter, found)
+        norms = values.check(rows, allow_untrained=self._request.allow_untrained)
+        return OpenedAdapter(
+            opened=self._checkpoint,
+            folders=self._folders,
+            adapter=adapter,
+            base=base,
+            config_path="" if record is None else record.path,
+            rows=rows,
+            norms=norms,
+            notes=(*self._checkpoint.notes, *self._notes),
+            twice=_twice(adapter, found),
+        )
+
+    def _empty(self, choice: Choice, record: AdapterRecord | None) -> OpenedAdapter:
+        """Returns an adapter that was saved without a tensor.
+
+        Raises:
+            RefusedError: If nothing tells how it was configured.
+        """
+        if record is None:
+            raise RefusedError(
+                "an adapter without a single tensor does not tell how it was configured",
+                hint="pass the configuration that the run used with --adapter-config",
+            )
+        self._refuse_contradictions(record)
+        settings = LoraSettings.parse(record.document, where=record.path)
+        note = "the adapter has no tensor: the save wrote none, and it changes nothing"
+        return OpenedAdapter(
+            opened=self._checkpoint,
+            folders=self._folders,
+            adapter=Adapter(choice.name, settings, SOURCE, {}),
+            base={},
+            config_path=record.path,
+            rows=(),
+            norms={},
+            notes=(*self._checkpoint.notes, note),
+        )
+
+    def _choose(
+        self, records: AdapterRecords, given: AdapterRecord | None
+    ) -> tuple[Mapping[str, Sorted], Choice, AdapterRecord | None]:
+        """Finds the adapter and its configuration; a name's `module` may be the model's own."""
+        trees = self._sorted(records, given)
+        request = self._request
+        choice = choose_adapter(
+            *(self._checkpoint, trees, records.names(), request.adapter),
+            may_be_empty=request.allow_untrained,
+        )
+        is_only_one = sum(len(one.live) + bool(one.stripped) for one in trees.values()) == 1
+        others = {posixpath.basename(tree) for tree in trees if tree != choice.tree}
+        record = given or records.find(choice.name, is_only_one=is_only_one, others=others)
+        if not trees:
+            return trees, choice, record
+        if trees[choice.tree].cut_module and record is not None and _names_module(record):
+            trees = sort_trees(self._checkpoint, keep_module=True)
+        if trees[choice.tree].cut_module:
+            self._notes.append(
+                "segments 'module' in the names of tensors were taken for those of a wrapper"
+            )
+        return trees, choice, record
+
+    def _sorted(self, records: AdapterRecords, given: AdapterRecord | None) -> Mapping[str, Sorted]:
+        """Sorts the tensors; of other methods than LoRA a configuration tells best."""
+        names = (*records.names(), self._request.adapter or "default")
+        found = given or next(
+            filter(None, (records.find(name, is_only_one=True) for name in names)), None
+        )
+        if found is not None and found.document.get("peft_type", LORA) != LORA:
+            LoraSettings.parse(found.document, where=found.path)  # refuses it by name
+        trees = sort_trees(self._checkpoint)
+        if found is not None and not any(one.holds_adapter for one in trees.values()):
+            LoraSettings.parse(found.document, where=found.path)
+        return trees
+
+    def _inferred(
+        self, found: Sorted, choice: Choice, base: Mapping[Fqn, TensorEntry]
+    ) -> Mapping[str, Any]:
+        table = table_of(of_adapter(found, choice.name, None))
+        inferred = infer(table, base, self._request.overrides, where=self._checkpoint.path)
+        self._notes += inferred.notes
+        return inferred.document
+
+    def _refuse_contradictions(self, record: AdapterRecord) -> None:
+        for key, value in self._request.overrides.items():
+            if record.document.get(key) != value:
+                raise RefusedError(
+                    f"{key} {value!r} was given against {record.document.get(key)!r} in"
+                    f" {record.path}",
+                    where=self._checkpoint.path,
+                    hint="leave the option out, or pass another file with --adapter-config",
+                )
+
+    def _tensors(
+        self,
+        found: Sorted,
+        choice: Choice,
+        settings: LoraSettings,
+        base: Mapping[Fqn, TensorEntry],
+    ) -> dict[Fqn, TensorEntry]:
+        resized = () if found.stripped else tuple(resized_embeddings(settings, base, found.rest))
+        if resized:
+            self._notes.append(
+                "the vocabulary has another size than that of the base: the embeddings are"
+                " written with the adapter, as PEFT does"
+            )
+        return of_adapter(found, choice.name, settings, embeddings=resized)
+
+    def _refuse_incomplete(self, tensors: Mapping[Fqn, TensorEntry]) -> None:
+        problem = next(find_problems(self._checkpoint.index, tensors.values()), None)
+        if problem is not None:
+            raise error_of(problem, self._checkpoint.path)
+
+    def _without_repetitions(self, adapter: Adapter, origin: Origin) -> Adapter:
+        """Leaves out what tied embeddings repeat of one another's trained rows."""
+        tokens = dict(_tokens_in_order(adapter))
+        if len(tokens) < 2:  # noqa: PLR2004  one repeats nothing
+            return adapter
+        repeated = tied_tokens(AdapterValues(origin, adapter), tokens)
+        for name, twin in repeated.items():
+            self._notes.append(f"{name} repeats {twin}, and is left out as in PEFT's files")
+        if "" in adapter.settings.trainable_token_indices and len(repeated) < len(tokens) - 1:
+            raise AdapterError(
+                f"{', '.join(map(repr, tokens))} differ, while the configuration names the rows"
+                " of one embedding, which others can only repeat",
+                hint="pass the configuration that the run used with --adapter-config",
+            )
+        kept = {name: one for name, one in adapter.tensors.items() if name not in repeated}
+        return replace(adapter, tensors=kept)
+
+
+def _twice(adapter: Adapter, found: Sorted) -> dict[Fqn, Fqn]:
+    """Returns names that PEFT gives biases of whole modules besides, see `second_name`."""
+    if adapter.settings.bias != "all":
+        return {}
+    held = {**adapter.tensors, **found.repeated}
+    named = {
+        name: second_name(entry.name, keep_module=not found.cut_module)
+        for name, entry in held.items()
+    }
+    return {second: name for name, second in named.items() if second not in {None, name}}
+
+
+def _refuse_differing(values: AdapterValues, adapter: Adapter, found: Sorted) -> None:
+    """Refuses a file that has one tensor twice, with different values."""
+    for name, entry in found.repeated.items():
+        if not values.same(adapter.tensors[name], entry):
+            raise AdapterError(
+                f"it was found against {adapter.tensors[name].name!r} with other values, while"
+                " PEFT writes one tensor under both names",
+                where=f"tensor {entry.name!r}",
+                hint="the file was changed after PEFT wrote it; take the original",
+            )
+
+
+def _tokens_in_order(adapter: Adapter) -> Iterator[tuple[Fqn, TensorEntry]]:
+    """Yields trained rows, those of embeddings that the configuration names before others."""
+    named = adapter.settings.trainable_token_indices
+    found = [pair for pair in adapter.tensors.items() if pair[0].endswith(f".{TOKENS}")]
+
+    def rank(pair: tuple[Fqn, TensorEntry]) -> tuple[bool, bool]:
+        module = pair[0].rpartition(".token_adapter.")[0]
+        is_named = any(name and fits_target(name, module) for name in named)
+        return (not is_named, module.endswith("lm_head"))
+
+    yield from sorted(found, key=rank)
+
+
+def _names_module(record: AdapterRecord) -> bool:
+    """Tells whether a configuration names a path that has a module called `module`."""
+    texts = [str(record.document.get(key)) for key in ("target_modules", "modules_to_save")]
+    return any(_OWN_MODULE.search(text) is not None for text in texts)

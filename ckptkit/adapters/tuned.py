@@ -1,0 +1,497 @@
+"""A model before and after training, opened so that their tensors can be compared.
+
+What training changed in a model, tensor by tensor: read from both sides, never as a whole.
+
+The two thin factors whose product is nearest to a matrix, and how near it is.
+
+Small matrices are decomposed exactly. For the others a subspace that holds the largest singular
+vectors is found by random projection and power iterations, which takes seconds where LAPACK
+takes minutes. What the factors miss is computed afterwards, from the factors as they are written.
+
+Source: Halko, Martinsson, Tropp, "Finding structure with randomness" (2011), algorithms 4.4
+and 5.1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptkit.adapters.merge.base import BaseSource, open_base
+from ckptkit.conversion.names_on_disk import disk_names
+from ckptkit.conversion.source.open import Opened, PathLike, opened
+from ckptkit.conversion.source.places import is_folder
+from ckptkit.conversion.source.side_folders import SideFolders, find_ties
+from ckptkit.core.arrays import numpy_dtype
+from ckptkit.core.dtypes import BY_NAME, DType
+from ckptkit.core.errors import AdapterError, RefusedError, UnsupportedError
+from ckptkit.core.index import Fqn, Span, TensorEntry
+from ckptkit.engine.casts import Caster, overflow_error
+from ckptkit.engine.outcome import BytesWritten, Listener
+from ckptkit.engine.reader import Origin, TensorReader
+from ckptkit.hub_names.names import HubNames
+from ckptkit.lora.generations import placed_on_disk
+from ckptkit.options import ConsolidateRequest, matches
+from ckptkit.plan.coverage import error_of, find_problems
+from ckptkit.plan.peft_names import find_adapter, own_adapters, title_of
+from ckptkit.plan.plan import SOURCE, name_order
+from ckptkit.plan.selection import PACKED_WEIGHT, looks_packed, select_model
+from ckptkit.plan.ties import tied_names_absent
+from ckptkit.storage.places import place_of
+
+Matrix = NDArray[np.float32]
+EXACT = 512
+"""Up to this many rows or columns, whichever are fewer, a matrix is decomposed exactly."""
+
+_SEED = 0x5EED  # the same factors in every run
+_MORE = 16  # further directions, which make the last wanted ones exact
+_ROUNDS = 12
+_SETTLED = 1e-5  # of the energy: what a further round has to add to be worth it
+_BLOCK_ELEMENTS = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Factors:
+    """A product `up @ down` of low rank.
+
+    Attributes:
+        up: float32, [rows, rank].
+        down: float32, [rank, columns].
+    """
+
+    up: Matrix
+    down: Matrix
+
+
+def truncated(matrix: Matrix, rank: int) -> Factors:
+    """Finds the factors of a rank whose product is nearest to a matrix.
+
+    The singular values are shared evenly between the two, as in mergekit. The same matrix has the
+    same factors in every run on one machine; their signs are fixed.
+
+    Args:
+        matrix: float32, [rows, columns], finite.
+        rank: At most the smaller side of the matrix.
+    """
+    rows, columns = matrix.shape
+    if rows < columns:  # the side that is projected is the longer one
+        turned = truncated(matrix.T, rank)
+        return Factors(np.ascontiguousarray(turned.down.T), np.ascontiguousarray(turned.up.T))
+    wanted = rank + _MORE
+    if columns <= EXACT or 2 * wanted >= columns:
+        left, values, right = np.linalg.svd(matrix, full_matrices=False)
+    else:
+        basis = _range_of(matrix, wanted, rank)
+        inner, values, right = np.linalg.svd(basis.T @ matrix, full_matrices=False)
+        left = basis @ inner
+    left, values, right = left[:, :rank], values[:rank], right[:rank]
+    # A decomposition leaves signs open: the largest element of each right vector is positive.
+    signs = np.sign(np.take_along_axis(right, np.abs(right).argmax(axis=1)[:, None], axis=1))
+    signs[signs == 0] = 1
+    root = np.sqrt(values)
+    return Factors(left * signs.T * root, right * signs * root[:, None])
+
+
+def _range_of(matrix: Matrix, wanted: int, rank: int) -> Matrix:
+    """Returns an orthonormal basis, [rows, wanted], of what the matrix maps most strongly to."""
+    random = np.random.Generator(np.random.PCG64(_SEED))
+    start = random.standard_normal((matrix.shape[1], wanted), np.float32)
+    basis = np.linalg.qr(matrix @ start)[0]
+    total, before = squared_norm(matrix), 0.0
+    for _ in range(_ROUNDS):
+        back, triangle = np.linalg.qr(matrix.T @ basis)
+        energy = float(np.sum(np.linalg.svd(triangle, compute_uv=False)[:rank] ** 2, dtype=float))
+        if energy - before <= _SETTLED * total:
+            break
+        before = energy
+        basis = np.linalg.qr(matrix @ back)[0]
+    return basis
+
+
+def squared_norm(matrix: NDArray[Any]) -> float:
+    """Returns the sum of the squares of all elements, summed in float64."""
+    return sum(float(np.vdot(wide, wide)) for wide in _wide_blocks(matrix))
+
+
+def squared_distance(matrix: Matrix, factors: Factors) -> float:
+    """Returns the sum of the squares of `matrix - up @ down`, block by block."""
+    rows = _rows_at_once(matrix)
+    total = 0.0
+    for start in range(0, matrix.shape[0], rows):
+        block = slice(start, start + rows)
+        missed = matrix[block] - factors.up[block] @ factors.down
+        total += squared_norm(missed)
+    return total
+
+
+def _rows_at_once(matrix: NDArray[Any]) -> int:
+    return max(1, _BLOCK_ELEMENTS // max(1, matrix[:1].size))
+
+
+def _wide_blocks(matrix: NDArray[Any]) -> Any:
+    rows = _rows_at_once(matrix)
+    for start in range(0, len(matrix), rows):
+        yield matrix[start : start + rows].astype(np.float64)
+
+
+_FLOAT32 = BY_NAME["float32"]
+_AT_ONCE = 1 << 20  # elements of one tensor that are read from each side at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """One tensor on both sides, of the same shape."""
+
+    name: Fqn
+    tuned: TensorEntry
+    base: TensorEntry
+
+
+@dataclass(frozen=True, slots=True)
+class Approximation:
+    """The change of one weight as a product of two factors.
+
+    Attributes:
+        up: [out, rank], in the element type that is written.
+        down: [rank, in], in the same.
+        change: Frobenius norm of what training changed.
+        missed: Frobenius norm of what the factors miss of it, as they are written.
+    """
+
+    up: NDArray[Any]
+    down: NDArray[Any]
+    change: float
+    missed: float
+
+    @property
+    def rank(self) -> int:
+        """The rank of the product."""
+        return len(self.down)
+
+    @property
+    def error(self) -> float:
+        """What is missed, as a part of the change."""
+        return self.missed / self.change
+
+    @property
+    def energy(self) -> float:
+        """The part of the change's squared norm that is kept."""
+        return max(0.0, 1.0 - self.error**2)
+
+
+class ChangeReader:
+    """Reads the difference between two checkpoints. For one thread."""
+
+    def __init__(self, tuned: Origin, base: Origin, listener: Listener) -> None:
+        """Takes the two sides.
+
+        Args:
+            tuned: The model after training.
+            base: The model before it.
+            listener: Is told of the bytes that were read of the tuned side.
+        """
+        self._readers = TensorReader(tuned), TensorReader(base)
+        self._listener = listener
+
+    def norm(self, pair: Pair) -> float:
+        """Returns the Frobenius norm of what changed; only some of the tensor is in memory.
+
+        Raises:
+            UnsupportedError: If one side holds packed numbers.
+            AdapterError: If either holds NaN or infinity.
+        """
+        return math.sqrt(sum(squared_norm(block) for _, block in self._blocks(pair)))
+
+    def matrix(self, pair: Pair) -> Matrix:
+        """Returns what changed in a matrix, float32.
+
+        Raises:
+            UnsupportedError: If one side holds packed numbers.
+            AdapterError: If either holds NaN or infinity.
+        """
+        whole = np.empty(pair.tuned.elements, np.float32)
+        for span, block in self._blocks(pair):
+            whole[span.start : span.stop] = block
+        return whole.reshape(pair.tuned.shape)
+
+    def _blocks(self, pair: Pair) -> Iterator[tuple[Span, NDArray[Any]]]:
+        _refuse_packed(pair)
+        kinds = {pair.tuned.dtype.kind, pair.base.dtype.kind}
+        # Differences of integers, which are positions and counters, are exact in float64.
+        wide = np.float32 if kinds == {"float"} else np.float64
+        for start in range(0, pair.tuned.elements, _AT_ONCE):
+            span = Span(start, min(start + _AT_ONCE, pair.tuned.elements))
+            tuned = self._read(0, pair.tuned, span)
+            base = self._read(1, pair.base, span)
+            block = _difference(tuned, base, wide)
+            if not np.isfinite(block).all():
+                raise AdapterError(
+                    "NaN or infinity was found, which has no difference to anything",
+                    where=f"tensor {pair.name!r}",
+                    hint="leave the tensor out with --exclude, or take an earlier step of the run",
+                )
+            self._listener(BytesWritten((span.stop - span.start) * pair.tuned.dtype.itemsize))
+            yield span, block
+
+    def _read(self, side: int, entry: TensorEntry, span: Span) -> NDArray[Any]:
+        buffer = memoryview(bytearray((span.stop - span.start) * entry.dtype.itemsize))
+        self._readers[side].fill(entry.key, span, buffer)
+        return np.frombuffer(buffer, numpy_dtype(entry.dtype))
+
+
+def _difference(tuned: NDArray[Any], base: NDArray[Any], wide: Any) -> NDArray[Any]:
+    with np.errstate(all="ignore"):  # what is not finite is looked for in the result
+        if np.float64 in {tuned.dtype.type, base.dtype.type}:
+            return (tuned.astype(np.float64) - base.astype(np.float64)).astype(wide)
+        difference: NDArray[Any] = tuned.astype(wide) - base.astype(wide)
+        return difference
+
+
+def _refuse_packed(pair: Pair) -> None:
+    for side, entry, other in (
+        ("tuned", pair.tuned, pair.base),
+        ("base", pair.base, pair.tuned),
+    ):
+        is_float = entry.dtype.kind == "float"
+        narrow = is_float and entry.dtype.itemsize == 1
+        if (
+            narrow
+            or entry.dtype.kind == "complex"
+            or (other.dtype.kind == "float" and not is_float)
+        ):
+            raise UnsupportedError(
+                f"is {entry.dtype.name} in the {side} model, whose numbers cannot be compared with"
+                " weights",
+                where=f"tensor {pair.name!r}",
+                hint="name a model in a floating type of 16 bits or more, such as one that was"
+                " dequantized",
+            )
+
+
+def approximate(change: Matrix, rank: int, dtype: DType, *, where: str) -> Approximation | None:
+    """Finds the factors of a change, and measures what they miss.
+
+    Args:
+        change: What training changed, [out, in].
+        rank: The largest rank; a smaller matrix gets the length of its smaller side.
+        dtype: The element type of the factors.
+        where: The tensor, for messages.
+
+    Returns:
+        The factors, or None where nothing changed.
+
+    Raises:
+        OverflowRefusedError: If a factor does not fit the element type.
+    """
+    norm = math.sqrt(squared_norm(change))
+    if norm == 0:
+        return None
+    exact = truncated(change, min(rank, *change.shape))
+    up, down = (_cast(factor, dtype, where) for factor in (exact.up, exact.down))
+    written = Factors(up.astype(np.float32), down.astype(np.float32))
+    return Approximation(up, down, norm, math.sqrt(squared_distance(change, written)))
+
+
+def _cast(factor: Matrix, dtype: DType, where: str) -> NDArray[Any]:
+    cast = np.empty(factor.shape, numpy_dtype(dtype))
+    source = np.ascontiguousarray(factor).reshape(-1)
+    overflow = Caster(_FLOAT32, dtype).cast(source, cast.reshape(-1))
+    if overflow is not None:
+        raise overflow_error(overflow, dtype, where=where)
+    return cast
+
+
+_Tensors = dict[Fqn, TensorEntry]
+
+
+@dataclass(frozen=True, slots=True)
+class Sides:
+    """Two checkpoints of one model.
+
+    Attributes:
+        opened: The tuned one, and the base.
+        tuned: The tuned one, for reading tensors.
+        base: The base, for reading tensors.
+        config: The model's configuration, or None.
+        pairs: Every tensor that both have, in the order of the names; tied ones once.
+        tied: From names that are tied, on the tuned side, to the tensor that holds their bytes.
+        left_out: Names that cannot be compared, and that the user excluded.
+        parts: Names on disk of tensors that are parts of larger ones in memory, where no adapter
+            finds them.
+        notes: What the user should know.
+    """
+
+    opened: tuple[Opened, Opened]
+    tuned: Origin
+    base: Origin
+    config: Mapping[str, Any] | None
+    pairs: Sequence[Pair]
+    tied: Mapping[Fqn, Fqn]
+    left_out: Sequence[Fqn]
+    parts: frozenset[Fqn]
+    notes: tuple[str, ...]
+
+
+def open_sides(
+    stack: ExitStack,
+    tuned: PathLike,
+    base: PathLike,
+    select: str | None,
+    exclude: tuple[str, ...],
+) -> Sides:
+    """Opens both checkpoints and pairs their tensors.
+
+    Args:
+        stack: Closes the files.
+        tuned: The model after training: any checkpoint.
+        base: The model before it.
+        select: Which model of the tuned side to take where there are several, or None.
+        exclude: Patterns of names that may be on one side only, or differ in shape.
+
+    Raises:
+        InputError: If a side is damaged or incomplete.
+        RefusedError: If the two are not one model.
+    """
+    after = _open_tuned(stack, tuned, select)
+    before = open_base(stack, base, None)
+    for side in (after, before):
+        _refuse_quantized(list(side.entries.values()), side.config, side.opened.path)
+    config = after.config or before.config
+    names = disk_names(config, None, base=place_of(base) if is_folder(base) else None)
+    after, parts = _live_names(after, names.names)
+    before, parts_before = _live_names(before, names.names)
+    last, tied = _untied_names(after, config)
+    first, _ = _untied_names(before, before.config or config)
+    pairs, left_out = _paired(
+        _with_tied_names(last, config, first),
+        _with_tied_names(first, before.config or config, last),
+        exclude,
+        (after.opened.path, before.opened.path),
+    )
+    return Sides(
+        opened=(after.opened, before.opened),
+        tuned=after.origin,
+        base=before.origin,
+        config=config,
+        pairs=pairs,
+        tied={**tied_names_absent(config, last.keys()), **tied},
+        left_out=left_out,
+        parts=parts | parts_before,
+        notes=names.notes,
+    )
+
+
+def _open_tuned(stack: ExitStack, path: PathLike, select: str | None) -> BaseSource:
+    """Opens the trained model; of a run, its newest step."""
+    found = stack.enter_context(opened(path, select=select))
+    request = ConsolidateRequest(select=found.select)
+    entries = select_model(found.index, request, location=found.path)
+    problem = next(find_problems(found.index, entries), None)
+    if problem is not None:
+        raise error_of(problem, found.path)
+    folders = SideFolders(stack, found, None)
+    return BaseSource(
+        found,
+        Origin(SOURCE, found.source, found.index),
+        {entry.name: entry for entry in entries},
+        folders.config(folders.choose(allow_code=False)[0]),
+        is_live=True,
+    )
+
+
+def _refuse_quantized(
+    entries: Sequence[TensorEntry], config: Mapping[str, Any] | None, location: str
+) -> None:
+    sign = find_adapter((entry.name for entry in entries), own_adapters(config))
+    found = None if sign is None else (sign.name, title_of(sign.method))
+    for entry in entries if found is None else ():
+        if looks_packed(entry.name, entry.shape, entry.dtype.name):
+            found = entry.name, PACKED_WEIGHT
+            break
+    if found is not None:
+        raise RefusedError(
+            f"tensor {found[0]!r} belongs to {found[1]}, against the weights of a whole model",
+            where=location,
+            hint="name the model in the element type that it was trained in; an adapter of LoRA is"
+            " taken out with `ckptkit adapter extract`, and `ckptkit adapter merge` makes a"
+            " whole model of it",
+        )
+    if (config or {}).get("quantization_config"):
+        raise RefusedError(
+            "the configuration has a 'quantization_config': packed numbers have no difference that"
+            " factors could hold",
+            where=location,
+            hint="name the model in the element type that it was trained in",
+        )
+
+
+def _live_names(side: BaseSource, hub: HubNames | None) -> tuple[BaseSource, frozenset[Fqn]]:
+    """Gives a side's tensors the names that they have in memory, which adapters go by.
+
+    Returns:
+        The side, and names on disk of tensors that are only parts of one in memory.
+    """
+    names = side.entries.keys()
+    if hub is None or sum(n in hub.tensors for n in names) < sum(n in hub.live for n in names):
+        return side, frozenset()
+    placed = placed_on_disk(names, hub)
+    parts = frozenset(one.name for one in placed if one.part is not None)
+    called = {
+        one.name if one.part is not None else one.live[0]: side.entries[one.name] for one in placed
+    }
+    named = {name: replace(entry, name=name) for name, entry in called.items()}
+    return replace(side, entries=named), parts
+
+
+def _untied_names(
+    side: BaseSource, config: Mapping[str, Any] | None
+) -> tuple[_Tensors, Mapping[Fqn, Fqn]]:
+    """Returns the tensors without names that hold another one's bytes, and those names."""
+    # A reading of its own, so that what is compared here is proven when it is read for good.
+    aside = Origin(side.origin.name, side.origin.source, side.origin.index)
+    dropped = find_ties(config, list(side.entries.values()), aside).dropped
+    return {name: one for name, one in side.entries.items() if name not in dropped}, dropped
+
+
+def _with_tied_names(
+    tensors: _Tensors, config: Mapping[str, Any] | None, other: Mapping[Fqn, TensorEntry]
+) -> _Tensors:
+    """Adds tied names that only the other side has apart."""
+    absent = tied_names_absent(config, tensors.keys())
+    return tensors | {t: tensors[s] for t, s in absent.items() if t in other}
+
+
+def _paired(
+    tuned: _Tensors, base: _Tensors, exclude: tuple[str, ...], places: tuple[str, str]
+) -> tuple[list[Pair], list[Fqn]]:
+    pairs, left_out = [], []
+    for name in sorted(tuned.keys() | base.keys(), key=name_order):
+        misfit = _misfit(tuned.get(name), base.get(name), places)
+        if not misfit:
+            pairs.append(Pair(name, tuned[name], base[name]))
+        elif matches(name, exclude):
+            left_out.append(name)
+        else:
+            raise RefusedError(
+                misfit,
+                where=f"tensor {name!r}",
+                hint="name the model that was trained as --base, or leave the tensor out with"
+                f" --exclude '{name}'; both sides in one form (`ckptkit consolidate` writes a model"
+                " folder) have the same names",
+            )
+    return pairs, left_out
+
+
+def _misfit(tuned: TensorEntry | None, base: TensorEntry | None, places: tuple[str, str]) -> str:
+    if tuned is None or base is None:
+        has, lacks = places if base is None else places[::-1]
+        return f"is in {has} and not in {lacks}"
+    if tuned.shape != base.shape:
+        return f"has shape {list(tuned.shape)} after training and {list(base.shape)} before it"
+    return ""

@@ -1,0 +1,1 @@
+"""One checkpoint in, one model out: preparing, writing, checking and comparing."""

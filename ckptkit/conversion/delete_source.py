@@ -1,0 +1,531 @@
+"""`--delete-source`: the files of a checkpoint go once what was made of them is proven.
+
+Only files that were read go, and only if nothing in them is lost: every tensor that they hold has
+to be in the output.
+
+A removal that is killed is finished by the same command. Before the first file goes, a record of
+all of them is written into the source, and it goes last.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import posixpath
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import xxhash
+
+from ckptkit.conversion.fingerprint import confirmed, earlier_output
+from ckptkit.conversion.source.identity import IDENTITY, source_facts
+from ckptkit.conversion.source.open import opened
+from ckptkit.conversion.source.places import resolved
+from ckptkit.conversion.verify import run_verification
+from ckptkit.conversion.write import Prepared
+from ckptkit.core.errors import (
+    CkptkitError,
+    InputError,
+    MissingFileError,
+    NotACheckpointError,
+    OutputExistsError,
+    RefusedError,
+    SourceChangedError,
+    UsageError,
+    VerificationError,
+)
+from ckptkit.core.index import FileRef, Key, TensorEntry, TensorIndex
+from ckptkit.core.manifest import MANIFEST_NAME, Manifest
+from ckptkit.engine.outcome import Kept, Listener, Planned
+from ckptkit.formats.discovery import Unit, is_unit_folder, step_of
+from ckptkit.options import changed_options
+from ckptkit.plan.plan import SOURCE, Compute, Copy, Plan
+from ckptkit.runs.marking import marker
+from ckptkit.runs.marks import claim
+from ckptkit.runs.places import open_run, recorded_pushes
+from ckptkit.runs.steps import step_folder
+from ckptkit.storage.base import Folder, is_there
+from ckptkit.storage.local.names import check_relative
+from ckptkit.storage.local.syscalls import detect_capabilities, open_for_reading
+from ckptkit.storage.places import PathLike, Place, is_url, local_path, open_source, place_of
+from ckptkit.storage.removal import put_record, refuse_unremovable, remove_files
+
+if TYPE_CHECKING:
+    from ckptkit.conversion.consolidate import Consolidation
+
+
+_OPTION = "--delete-source"
+
+
+@dataclass(frozen=True, slots=True)
+class SourceRemoval:
+    """What goes with a source, once the output is proven.
+
+    Attributes:
+        root: The place that the files lie in.
+        out: The output.
+        files: In the order in which they go: first those without which nobody takes the rest for
+            a checkpoint.
+        markers: The files by which whoever reads it is known.
+        identity: Of the source, as the manifest of the output has it.
+        values: How many values that are no tensors the source holds; they are in no output.
+        request: What the output was made by, as JSON values.
+        manifest: Digest of the output's manifest, of a removal that was begun already; else empty.
+    """
+
+    root: Place
+    out: PathLike
+    files: tuple[FileRef, ...]
+    markers: tuple[str, ...]
+    identity: str
+    values: int
+    request: Mapping[str, Any]
+    manifest: str = ""
+
+    @property
+    def size_bytes(self) -> int:
+        """The size of all files together."""
+        return sum(file.size_bytes for file in self.files)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns what goes as plain values."""
+        return {
+            "root": self.root.location,
+            "files": [file.path for file in self.files],
+            "bytes": self.size_bytes,
+            "values": self.values,
+        }
+
+    def carry_out(self, manifest: Manifest, listener: Listener) -> None:
+        """Removes the files, once all of the output was read back and found to be right.
+
+        Of a removal that was begun already, those that are left.
+
+        Args:
+            manifest: Of the output.
+            listener: Is told how far the reading is.
+
+        Raises:
+            VerificationError: If the output is damaged; the source stays.
+            SourceChangedError: If the source is no longer what was read; it stays.
+            RefusedError: If somebody reads the source at this moment; it stays.
+            OutputError: If a file cannot be removed.
+        """  # noqa: DOC501  `_in_use` makes it
+        self._verify(manifest, listener)
+        if manifest.source.get(IDENTITY) != self.identity:
+            raise self._changed("it is another one than the output was made of")
+        with open_source(self.root) as source:
+            left = [f for f in self.files if not self.manifest or is_there(source, f.path)]
+            other = source.changed(left)
+        if other is not None:
+            raise self._changed(f"{other.path!r} changed after it was read")
+        refuse_unremovable(self.root, [file.path for file in left])
+        _refuse_step_in_use(self.root, self.files)
+        if is_url(self.root):
+            self._remove(manifest)
+            return
+        mark = claim(local_path(self.root) / path for path in self.markers)
+        if mark is None:
+            raise _in_use(self.root)
+        with mark:
+            self._remove(manifest)
+
+    def _remove(self, manifest: Manifest) -> None:
+        name = _record_name(self.out)
+        if not self.manifest:
+            put_record(self.root, name, self._record(manifest))
+        remove_files(self.root, [file.path for file in self.files], last=name)
+
+    def _record(self, manifest: Manifest) -> bytes:
+        files = [[file.path, file.size_bytes, file.identity] for file in self.files]
+        record = {
+            "out": resolved(self.out),
+            "request": self.request,
+            "manifest": _digest(manifest.to_json()),
+            "identity": self.identity,
+            "values": self.values,
+            "markers": self.markers,
+            "files": files,
+        }
+        return json.dumps(record).encode()
+
+    def _verify(self, manifest: Manifest, listener: Listener) -> None:
+        where = os.fspath(self.out)
+        if not is_url(self.out):
+            _forget(local_path(self.out), manifest)
+        with open_source(self.out) as output:
+            size = output.stat(MANIFEST_NAME).size_bytes
+            is_same = output.read(MANIFEST_NAME, 0, size) == manifest.to_json()
+            is_same = is_same and self.manifest in {"", _digest(manifest.to_json())}
+        found = run_verification(self.out, listener=listener)
+        if is_same and found.ok:
+            return
+        problem = str(found.problems[0]) if found.problems else "its manifest is another one"
+        raise VerificationError(
+            f"the output was read back and is damaged: {problem}; the source was not removed",
+            where=where,
+            hint="see to the disk, remove the output, and write it anew",
+        )
+
+    def _changed(self, what: str) -> SourceChangedError:
+        return SourceChangedError(
+            f"{what}, and was not removed",
+            where=self.root.location,
+            hint="the output is whole; see who writes to the source",
+        )
+
+
+def write_and_remove(
+    job: Consolidation, write: Callable[[], Manifest], listener: Listener, *, overwrite: bool
+) -> tuple[Manifest, SourceRemoval | None]:
+    """Writes an output and removes its source, each as far as an earlier run has not done it.
+
+    Args:
+        job: What is to be written.
+        write: Writes it.
+        listener: Is told how far the reading is.
+        overwrite: Whether an output that is there is written anew while its source is whole.
+
+    Returns:
+        The manifest, and what was removed; None where an earlier run has removed all of it.
+
+    Raises:
+        OutputExistsError: If the output that is there is another one; the source stays.
+        CkptkitError: What else went wrong; what is left of the source stays.
+    """
+    finished = _finished(job, listener)
+    if finished is not None:
+        return finished, None
+    removal = planned_removal(job)
+    if removal.manifest:
+        manifest = earlier_output(job.out)
+        if manifest is None:
+            raise OutputExistsError(
+                "the removal of the source was begun, and its output is not there any more",
+                where=os.fspath(job.out),
+                hint="bring the output back, and run again; what is left of the source stays",
+            )
+        listener(Kept(os.fspath(job.out)))
+    else:
+        manifest = (None if overwrite else confirmed(job, listener)) or write()
+    removal.carry_out(manifest, listener)
+    return manifest, removal
+
+
+def planned_removal(job: Consolidation) -> SourceRemoval:
+    """Finds what goes with the source of a job, before anything is written.
+
+    Returns:
+        All of it, or what an earlier run that was killed has recorded.
+
+    Raises:
+        InputError: If the source cannot be read.
+        RefusedError: If something would be lost that is not in the output.
+        UsageError: If the source lies in several places.
+    """
+    _refuse_several(job)
+    refuse_linked(job.src)
+    earlier = _unfinished(job)
+    if earlier is not None:
+        return earlier
+    with job.prepared() as prepared:
+        return _removal_of(prepared, job)
+
+
+def _refuse_several(job: Consolidation) -> None:
+    if job.also:
+        raise UsageError(
+            "stands beside --also: what lies in several places is not removed",
+            where=_OPTION,
+            hint="leave it out, and remove the files by hand",
+        )
+
+
+def refuse_linked(src: PathLike) -> None:
+    """Refuses a source that is a link, or that lies in a step which is one.
+
+    A link further up, such as one to another disk, is a way to the same files as any other.
+
+    Raises:
+        RefusedError: If it is one.
+    """
+    if is_url(src):
+        return
+    path = local_path(src).absolute()
+    for one in (path, *path.parents):
+        target = one.resolve().name
+        if one.is_symlink() and (one == path or _is_of_step(one.name) or _is_of_step(target)):
+            raise RefusedError(
+                f"{str(one)!r} is a link to {str(one.resolve())!r}, whose files are not removed",
+                where=f"{_OPTION} {os.fspath(src)}",
+                hint="name the directory that the link stands for, or leave --delete-source out",
+            )
+
+
+def _is_of_step(name: str) -> bool:
+    return step_of(name) is not None or is_unit_folder(name)
+
+
+def _request_of(job: Consolidation) -> dict[str, Any]:
+    base = None if job.base is None else os.fspath(job.base)
+    facts = {**changed_options(job.request), "base": base, "src": resolved(job.src)}
+    plain: dict[str, Any] = json.loads(json.dumps(facts, default=os.fspath))
+    return plain
+
+
+def _record_name(out: PathLike) -> str:
+    return f".ckptkit-removal-{_digest(resolved(out).encode(errors='surrogateescape'))}"
+
+
+def _digest(data: bytes) -> str:
+    return xxhash.xxh3_128(data).hexdigest()
+
+
+def _unfinished(job: Consolidation) -> SourceRemoval | None:
+    """Returns the removal that a killed run of the same command has begun; None for none."""
+    src, name = place_of(job.src), _record_name(job.out)
+    for root in (src, src.beside(posixpath.dirname(src.rstrip("/")))):
+        record = _read_record(root, name)
+        if record is None or record["out"] != resolved(job.out):
+            continue
+        if record["request"] != _request_of(job):
+            raise OutputExistsError(
+                "the source is being removed for an output that was made with other options",
+                where=os.fspath(job.out),
+                hint="run the same command as before, to finish the removal",
+            )
+        for path, _, _ in record["files"]:
+            check_relative(path, f"{root.location}/{name}")
+        return SourceRemoval(
+            root=root,
+            out=job.out,
+            files=tuple(FileRef(*file) for file in record["files"]),
+            markers=tuple(record["markers"]),
+            identity=record["identity"],
+            values=record["values"],
+            request=record["request"],
+            manifest=record["manifest"],
+        )
+    return None
+
+
+def _read_record(root: Place, name: str) -> Any:
+    try:
+        with open_source(root) as source:
+            size = source.stat(name).size_bytes
+            return json.loads(source.read(name, 0, size))
+    except (MissingFileError, NotACheckpointError, ValueError, OSError):
+        return None
+
+
+def _finished(job: Consolidation, listener: Listener) -> Manifest | None:
+    """Returns the manifest of an output whose source was removed by an earlier run of the command.
+
+    Nothing of what the output was made of is there any more, it was made in the same way, and it
+    is proven. Older steps may lie beside: they stay, also with `overwrite`, which would replace
+    the newest step by an older one otherwise.
+    """
+    if job.also or _unfinished(job) is not None:
+        return None
+    try:
+        manifest = earlier_output(job.out)
+    except CkptkitError:  # damaged; the run that would replace it goes on
+        return None
+    if manifest is None or manifest.options != changed_options(job.request):
+        return None
+    made_of, src = resolved(str(manifest.source.get("path", ""))), resolved(job.src)
+    if not (_is_removed(job.src, src, made_of) and run_verification(job.out, listener=listener).ok):
+        return None
+    listener(Kept(os.fspath(job.out)))
+    listener(Planned((f"the source {made_of} was removed by an earlier run",)))
+    if not is_url(src):
+        with suppress(OSError):  # something else lies there, as it may
+            local_path(src).rmdir()
+    return manifest
+
+
+def _is_removed(place: PathLike, src: str, made_of: str) -> bool:
+    """Tells whether a source holds no model, or nothing but steps older than the removed one."""
+    if made_of != src and not made_of.startswith(f"{src}/"):
+        return False
+    left = _model_at(place)
+    if left is None:
+        return True
+    removed, found = step_of(made_of), step_of(resolved(left))
+    is_older = removed is not None and found is not None and found < removed
+    return is_older and made_of != src and _model_at(place_of(place).beside(made_of)) is None
+
+
+def _model_at(place: PathLike) -> str | None:
+    """Returns where the model lies that a command would take there; None where there is none."""
+    try:
+        with opened(place) as checkpoint:
+            holds = next(iter(checkpoint.index.of_part("model")), None) is not None
+            return checkpoint.path if holds else None
+    except NotACheckpointError:
+        return None
+    except CkptkitError:
+        return os.fspath(place)
+
+
+def _removal_of(prepared: Prepared, job: Consolidation) -> SourceRemoval:
+    checkpoint = prepared.checkpoint
+    folder = checkpoint.source.folders[0]
+    root = place_of(job.src).beside(folder.location)
+    read = _read_keys(prepared.plan)
+    holding = _files_by_key(checkpoint.index)
+    used = {path for key in read for path in holding.get(key, ())}
+    units = [unit for unit in checkpoint.units if used & set(unit.candidate.files)]
+    paths = {path for unit in units for path in unit.candidate.files}
+    lost = [entry for entry in checkpoint.index.tensors.values() if paths & holding[entry.key]]
+    _refuse_lost(list(_not_written(lost, prepared, read)), root)
+    ordered = dict.fromkeys([*_first(folder, units), *sorted(paths)])
+    files = tuple(_stat(folder, path) for path in ordered)
+    _refuse_unknown([file for file in files if file.path in paths], checkpoint.index, root)
+    refuse_unremovable(root, ordered)
+    _refuse_step_in_use(root, files)
+    return SourceRemoval(
+        root=root,
+        out=job.out,
+        files=files,
+        markers=tuple(marker(unit.candidate) for unit in units),
+        identity=source_facts(prepared.sources)[IDENTITY],
+        values=len(checkpoint.index.values),
+        request=_request_of(job),
+    )
+
+
+def _read_keys(plan: Plan) -> set[Key]:
+    read: set[Key] = set()
+    for _, segment, _ in plan.specs():
+        if isinstance(segment.body, Copy) and segment.body.origin == SOURCE:
+            read.add(segment.body.key)
+        elif isinstance(segment.body, Compute):
+            read.update(key for origin, key in segment.body.reads if origin == SOURCE)
+    return read
+
+
+def _files_by_key(index: TensorIndex) -> Mapping[Key, set[str]]:
+    return {
+        key: {
+            index.files[int(number)].path
+            for number in np.unique(index.records.file[entry.chunks.record])
+        }
+        for key, entry in index.tensors.items()
+    }
+
+
+def _not_written(
+    entries: list[TensorEntry], prepared: Prepared, read: set[Key]
+) -> Iterator[TensorEntry]:
+    """Yields those of which the output does not have the values, as exactly as they are stored."""
+    index = prepared.checkpoint.index
+    tied = {str(name) for name in prepared.plan.dropped}
+    kept = {key for group in index.aliases if group & read for key in group}
+    # Another model may have a tensor of the same name, of which nothing was compared.
+    trees = {entry.tree for entry in index.tensors.values() if _best(entry) in read}
+    for entry in entries:
+        is_tied = entry.part == "model" and entry.tree in trees and str(entry.name) in tied
+        if entry.elements and _best(entry) not in read and entry.key not in kept and not is_tied:
+            yield entry
+
+
+def _best(entry: TensorEntry) -> Key:
+    """Returns where the values of a tensor lie unrounded."""
+    return entry.key if entry.master is None else entry.master.key
+
+
+def _refuse_lost(lost: list[TensorEntry], root: Place) -> None:
+    if not lost:
+        return
+    first = lost[0]
+    what = "unrounded values of tensor" if first.master is not None else f"{first.part} tensor"
+    more = f" and {len(lost) - 1:,} more" if len(lost) > 1 else ""
+    raise RefusedError(
+        f"the files that were read hold what is not in the output: {what} {first.name!r}{more}",
+        where=f"{_OPTION} {root.location}",
+        hint="write it too (--optimizer, --dtype float32, no --include, --exclude or --select), or"
+        " remove the checkpoint by hand",
+    )
+
+
+def _refuse_unknown(files: list[FileRef], index: TensorIndex, root: Place) -> None:
+    """Refuses a folder with files that look like the checkpoint's, and are of something else.
+
+    Such as those of further ranks that saved there before.
+
+    Raises:
+        RefusedError: If there is one.
+    """
+    known = {file.path for file in index.files}
+    unknown = [file.path for file in files if file.size_bytes and file.path not in known]
+    if unknown:
+        more = f", and {len(unknown) - 1:,} more" if len(unknown) > 1 else ""
+        raise RefusedError(
+            f"{unknown[0]!r}{more} would go with the checkpoint, and is no part of it",
+            where=f"{_OPTION} {root.location}",
+            hint="see what it is and move it elsewhere, or remove the checkpoint by hand",
+        )
+
+
+def _first(folder: Folder, units: list[Unit]) -> Iterator[str]:
+    """Yields the manifest of a step that ckptkit saved, and the files that stand for a unit."""
+    for unit in units:
+        manifest = posixpath.join(step_folder(unit.candidate.folder), MANIFEST_NAME)
+        if is_there(folder, manifest):
+            yield manifest
+    yield from (marker(unit.candidate) for unit in units)
+
+
+def _stat(folder: Folder, path: str) -> FileRef:
+    try:
+        return folder.stat(path)
+    except InputError as error:
+        raise RefusedError(
+            f"{path!r} is put together from other files",
+            where=f"{_OPTION} {folder.location}",
+            hint="remove the checkpoint by hand",
+        ) from error
+
+
+def _refuse_step_in_use(root: Place, files: tuple[FileRef, ...]) -> None:
+    """Refuses a step of a run that is being pushed, or is marked at a store as being read."""
+    for folder in sorted({posixpath.join(root.location, file.path) for file in files}):
+        parts = folder.split("/")
+        named = [at for at, part in enumerate(parts[:-1]) if step_of(part) is not None]
+        if named:
+            _refuse_used(root.beside("/".join(parts[: named[-1]])), parts[named[-1]])
+            return
+
+
+def _refuse_used(run: Place, name: str) -> None:
+    pushes = recorded_pushes(run, None)
+    if any(push.state == "pushing" and push.step == step_of(name) for push in pushes):
+        raise RefusedError(
+            "its push has begun and is not done", where=run.location, hint="wait until it is"
+        )
+    if is_url(run) and open_run(run).in_use(name, ()):
+        raise _in_use(run.beside(f"{run}/{name}"))
+
+
+def _in_use(place: Place) -> RefusedError:
+    return RefusedError(
+        "somebody reads the source at this moment; it was not removed",
+        where=place.location,
+        hint="wait until that is done, and run the same command again",
+    )
+
+
+def _forget(out: Path, manifest: Manifest) -> None:
+    """Has the output read from the disk, and not from memory, as far as the system does so."""
+    for path in manifest.files:
+        with suppress(OSError):  # is met again by whoever reads it
+            file = open_for_reading(out / path, detect_capabilities())
+            try:
+                file.forget()
+            finally:
+                file.close()

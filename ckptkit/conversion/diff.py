@@ -1,0 +1,230 @@
+"""`ckptkit.diff`: two checkpoints, tensor by tensor, across formats."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from ckptkit.conversion.source.open import PathLike, opened
+from ckptkit.conversion.source.read import leaf_span, same_bytes, scan
+from ckptkit.conversion.source.side_folders import SideFolders
+from ckptkit.core.arrays import numpy_dtype
+from ckptkit.core.errors import CkptkitError
+from ckptkit.core.index import Fqn, TensorEntry
+from ckptkit.core.threads import usable_cores
+from ckptkit.engine.outcome import Listener, ignore
+from ckptkit.engine.reader import Origin, TensorReader
+from ckptkit.hub_names.needed import naming_need
+from ckptkit.options import ConsolidateRequest
+from ckptkit.plan.coverage import error_of, find_problems
+from ckptkit.plan.selection import select_model
+from ckptkit.plan.ties import tie_candidates
+
+
+@dataclass(frozen=True, slots=True)
+class TensorDifference:
+    """A tensor that both have, with other bytes.
+
+    Attributes:
+        name: The tensor.
+        elements: How many elements have other bits.
+        largest: The largest absolute difference of a value; None where it is not a number.
+    """
+
+    name: str
+    elements: int
+    largest: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """What `ckptkit diff` found.
+
+    Attributes:
+        a: The first checkpoint.
+        b: The second one.
+        equal: How many tensors have the same name, dtype, shape and bytes.
+        only_in_a: Names that the second one lacks; a tied name stands for its source.
+        only_in_b: Names that the first one lacks.
+        reshaped: Names with another dtype or shape, with both in words.
+        changed: Names with other bytes.
+        note: Why most names may differ between two equal models; empty where nothing tells.
+    """
+
+    a: str
+    b: str
+    equal: int
+    only_in_a: tuple[str, ...]
+    only_in_b: tuple[str, ...]
+    reshaped: Mapping[str, tuple[str, str]]
+    changed: tuple[TensorDifference, ...]
+    note: str = ""
+
+    def __bool__(self) -> bool:
+        return self.same
+
+    @property
+    def same(self) -> bool:
+        """Whether both hold the same tensors."""
+        return not (self.only_in_a or self.only_in_b or self.reshaped or self.changed)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the report as plain values."""
+        return asdict(self) | {"same": self.same}
+
+
+class _Side:
+    """One of the two checkpoints."""
+
+    def __init__(self, stack: ExitStack, path: PathLike, name: str) -> None:
+        checkpoint = stack.enter_context(opened(path))
+        request = ConsolidateRequest(select=checkpoint.select)
+        entries = select_model(checkpoint.index, request, location=checkpoint.path)
+        problem = next(find_problems(checkpoint.index, entries), None)
+        if problem is not None:
+            raise error_of(problem, checkpoint.path)
+        self.path = checkpoint.path
+        self.entries = {entry.name: entry for entry in entries}
+        self.origin = Origin(name, checkpoint.source, checkpoint.index)
+        folders = SideFolders(stack, checkpoint, None)
+        try:
+            self.config = folders.config(folders.choose(allow_code=False)[0])
+        except CkptkitError:
+            self.config = None
+
+    def with_ties_of(self, other: _Side) -> dict[Fqn, TensorEntry]:
+        """Returns the tensors, each tied name that only `other` writes standing for its source."""
+        absent = other.entries.keys() - self.entries.keys()
+        extents = {
+            name: (entry.dtype, entry.shape)
+            for name, entry in (other.entries | self.entries).items()
+        }
+        ties = tie_candidates(self.config, extents) if absent else {}
+        tied = {
+            name: self.entries[source]
+            for name, source in ties.items()
+            if name in absent and source in self.entries
+        }
+        return self.entries | tied
+
+
+def run_diff(a: PathLike, b: PathLike, *, listener: Listener | None = None) -> Difference:
+    """Compares the models of two checkpoints bit by bit, whatever their formats.
+
+    Returns:
+        How they differ.
+
+    Raises:
+        InputError: If one of them cannot be read whole.
+        AmbiguousSourceError: If a path holds several models.
+    """
+    with ExitStack() as stack:
+        sides = _Side(stack, a, "a"), _Side(stack, b, "b")
+        first, second = sides[0].with_ties_of(sides[1]), sides[1].with_ties_of(sides[0])
+        common = [name for name in first if name in second]
+        reshaped: dict[str, tuple[str, str]] = {
+            name: (_extent(first[name]), _extent(second[name]))
+            for name in common
+            if _extent(first[name]) != _extent(second[name])
+        }
+        alike = {name: second[name] for name in common if name not in reshaped}
+        changed = _Comparison(first, alike, sides[1].origin).run(
+            sides[0].origin, listener or ignore
+        )
+        only = (
+            tuple(name for name in first if name not in second),
+            tuple(name for name in second if name not in first),
+        )
+        return Difference(
+            a=sides[0].path,
+            b=sides[1].path,
+            equal=len(alike) - len(changed),
+            only_in_a=only[0],
+            only_in_b=only[1],
+            reshaped=reshaped,
+            changed=changed,
+            note=_note_on_names(sides) if all(only) else "",
+        )
+
+
+def _note_on_names(sides: Iterable[_Side]) -> str:
+    """Returns what to do where training calls tensors otherwise than `save_pretrained` does."""
+    needs = [naming_need(side.config, has_base=True) for side in sides]
+    if not any(need.kind == "ask" for need in needs):
+        return ""
+    return (
+        "a training checkpoint of this type of model has other names than a model folder; to"
+        " compare the two, consolidate it first and compare the output"
+    )
+
+
+def _extent(entry: TensorEntry) -> str:
+    return f"{entry.dtype.name} {list(entry.shape)}"
+
+
+class _Comparison:
+    """Reads both sides leaf by leaf and counts what differs."""
+
+    def __init__(
+        self, first: Mapping[Fqn, TensorEntry], second: Mapping[Fqn, TensorEntry], origin: Origin
+    ) -> None:
+        self._first = {name: first[name] for name in second}
+        self._second = second
+        self._origin = origin
+        self._local = threading.local()
+        self._lock = threading.Lock()
+        self._found: dict[Fqn, TensorDifference] = {}
+
+    def run(self, origin: Origin, listener: Listener) -> tuple[TensorDifference, ...]:
+        named = {name: _renamed(entry, name) for name, entry in self._first.items()}
+        found = scan(
+            origin,
+            list(named.values()),
+            self._visit,
+            workers=usable_cores() + 1,
+            listener=listener,
+        )
+        for error in found.failures.values():
+            raise error
+        self._origin.ledger.finish()
+        return tuple(self._found[name] for name in named if name in self._found)
+
+    def _visit(self, entry: TensorEntry, leaf: int, view: memoryview) -> None:
+        other = self._read(self._second[entry.name], leaf, len(view))
+        if same_bytes(view, other):
+            return
+        elements, largest = _count(entry, view, other)
+        with self._lock:
+            before = self._found.get(entry.name, TensorDifference(entry.name, 0, None))
+            known = [value for value in (before.largest, largest) if value is not None]
+            self._found[entry.name] = TensorDifference(
+                entry.name, before.elements + elements, max(known, default=None)
+            )
+
+    def _read(self, entry: TensorEntry, leaf: int, size_bytes: int) -> memoryview:
+        if not hasattr(self._local, "reader"):
+            self._local.reader = TensorReader(self._origin)
+        buffer = memoryview(bytearray(size_bytes))
+        self._local.reader.fill(entry.key, leaf_span(entry, leaf), buffer)
+        return buffer
+
+
+def _renamed(entry: TensorEntry, name: Fqn) -> TensorEntry:
+    return entry if entry.name == name else replace(entry, name=name)
+
+
+def _count(entry: TensorEntry, first: memoryview, second: memoryview) -> tuple[int, float | None]:
+    raw = f"V{entry.dtype.itemsize}"
+    unequal = np.frombuffer(first, raw) != np.frombuffer(second, raw)
+    kind = numpy_dtype(entry.dtype)
+    values = [np.frombuffer(side, kind)[unequal] for side in (first, second)]
+    wide = np.complex128 if entry.dtype.kind == "complex" else np.float64
+    with np.errstate(all="ignore"):
+        gaps = np.abs(values[0].astype(wide) - values[1].astype(wide))
+    finite = gaps[np.isfinite(gaps)]
+    return int(np.count_nonzero(unequal)), float(finite.max()) if len(finite) else None

@@ -1,0 +1,432 @@
+"""`ckptkit.inspect`: what lies at a path, told from headers alone.
+
+What lies beside a model in the folder of its step: what was noted, and what is ignored.
+"""
+
+from __future__ import annotations
+
+import json
+import posixpath
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from ckptkit.conversion.source.adapters import (
+    AdapterFacts,
+    PeftFinding,
+    adapter_facts,
+    config_of,
+    find_peft,
+)
+from ckptkit.conversion.source.open import Opened, PathLike, opened
+from ckptkit.conversion.source.side_folders import SideFolders
+from ckptkit.core.arguments import ambiguous_truth
+from ckptkit.core.errors import CkptkitError, InputError
+from ckptkit.core.geometry import distinct
+from ckptkit.core.index import Fqn, Part, Problem, Shape, TensorEntry, TensorIndex
+from ckptkit.core.manifest import MANIFEST_NAME, RUN_FACTS, SIDE_FOLDER
+from ckptkit.engine.locate import Locator
+from ckptkit.formats.discovery import FileGroup, grouped
+from ckptkit.formats.zero.tags import TAG_FILES
+from ckptkit.plan.coverage import find_problems
+from ckptkit.plan.selection import what_loads_as_random
+from ckptkit.plan.side_files import MAX_JSON_BYTES, is_side_file
+from ckptkit.plan.ties import tie_candidates
+from ckptkit.runs.steps import step_folder
+
+_DESCRIBING = (SIDE_FOLDER, "huggingface")  # folders of side files
+
+
+def ignored_files(checkpoint: Opened) -> tuple[FileGroup, ...]:
+    """Groups the files of a step that are neither read nor taken along beside the weights."""
+    base = checkpoint.folder
+    inside = [path for path in checkpoint.paths if _is_inside(path, base)]
+    read = {file.path for file in checkpoint.index.files}
+    left = [path for path in inside if path not in read and not _describes(path, base)]
+    return grouped(left, base=base, known=read)
+
+
+def _is_inside(path: str, folder: str) -> bool:
+    return not folder or path.startswith(f"{folder}/")
+
+
+def _describes(path: str, base: str) -> bool:
+    """Tells whether a file describes the model or the step, and is known by its name."""
+    first, _, rest = posixpath.relpath(path, base or ".").partition("/")
+    name = posixpath.basename(path)
+    is_known = name == MANIFEST_NAME or name in TAG_FILES or is_side_file(name)
+    return is_known or (rest != "" and first in _DESCRIBING)
+
+
+def saved_mesh(checkpoint: Opened) -> tuple[tuple[str, int], ...]:
+    """Returns the mesh of the first model of a step that ckptkit saved; empty where unknown."""
+    if checkpoint.manifest is None:
+        return ()
+    step = step_folder(checkpoint.units[0].candidate.folder)
+    path = posixpath.join(step, RUN_FACTS)
+    try:
+        size = checkpoint.source.stat(path).size_bytes
+        data = checkpoint.source.read(path, 0, min(size, MAX_JSON_BYTES))
+        return _first_mesh(json.loads(data))
+    except (InputError, ValueError, RecursionError):
+        return ()
+
+
+def _first_mesh(facts: Any) -> tuple[tuple[str, int], ...]:
+    models = facts.get("models") if isinstance(facts, Mapping) else None
+    first = next(iter(models.values()), None) if isinstance(models, Mapping) else None
+    match first:
+        case {"mesh": {"names": [*names], "shape": [*shape]}} if all(map(_is_size, shape)):
+            padded = [*map(str, names), *[""] * len(shape)]
+            return tuple(zip(padded, shape, strict=False))
+    return ()
+
+
+def _is_size(value: object) -> bool:
+    return type(value) is int and value > 0
+
+
+_TIE_CHUNKS = 4096  # looking at more blobs than this would make inspect slow
+_ASSUME_TIED = {"tie_word_embeddings": True}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorLine:
+    """A tensor in a report; sizes are of the full tensor, in its stored dtype."""
+
+    name: str
+    tree: str
+    part: Part
+    dtype: str
+    shape: Shape
+    chunks: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TreeLine:
+    """A state dict in a report.
+
+    Attributes:
+        name: What `--select` calls it.
+        part: Its kind.
+        tensors: How many tensors it has.
+        size_bytes: Of all of them.
+        dtypes: Bytes per element type, largest first.
+        split: Tensors per way of being split, in words, most frequent first.
+    """
+
+    name: str
+    part: Part
+    tensors: int
+    size_bytes: int
+    dtypes: Mapping[str, int]
+    split: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class TieLine:
+    """Names that hold the same weights, or are declared to.
+
+    Attributes:
+        names: The name that stays first, then those tied to it.
+        equal: Whether the stored checksums, and the parts of the checksummed bytes that the
+            names stand for, agree; None where there are none to compare.
+        declared: Whether the configuration says that they are tied.
+    """
+
+    names: tuple[str, ...]
+    equal: bool | None
+    declared: bool
+
+
+@dataclass(frozen=True, slots=True)
+class MeshDimension:
+    """A dimension of the mesh of devices, its name empty where it has none."""
+
+    name: str
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """Everything that `ckptkit inspect` shows.
+
+    The layout, the metrics and the time are told by the manifest of a step that ckptkit saved;
+    `adapter` is None where the one model has none. The mesh has the name and the size of each
+    dimension. What is ignored lies in the folder of the step, and no part of the model or of the
+    optimizer is in it. `peft` is set for adapters of every method, and `refusals` says of each
+    state dict why it is not consolidated.
+    """
+
+    path: str
+    format: str
+    reasons: tuple[str, ...]
+    writer: str
+    world_size: int | None
+    step: int | None
+    files: int
+    size_bytes: int
+    bytes_per_rank: tuple[int, ...]
+    model_type: str | None
+    architectures: tuple[str, ...]
+    trees: tuple[TreeLine, ...]
+    tensors: tuple[TensorLine, ...]
+    objects: tuple[str, ...]
+    tied: tuple[TieLine, ...]
+    problems: tuple[Problem, ...]
+    notes: tuple[str, ...]
+    layout: str | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    saved_at: str | None = None
+    adapter: AdapterFacts | None = None
+    version: str = ""
+    mesh: tuple[MeshDimension, ...] = ()
+    ignored: tuple[FileGroup, ...] = ()
+    peft: PeftFinding | None = None
+    refusals: Mapping[str, str] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        raise ambiguous_truth(self, "`not inspection.problems`, or ckptkit.verify")
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the report as the contract of `inspect --json` has it."""
+        document = {name: value for name, value in asdict(self).items() if name != "tensors"}
+        document["tensors"] = [
+            {
+                "name": line.name,
+                "tree": line.tree,
+                "part": line.part,
+                "dtype": line.dtype,
+                "shape": list(line.shape),
+                "chunks": line.chunks,
+                "bytes": line.size_bytes,
+            }
+            for line in self.tensors
+        ]
+        return document
+
+
+def run_inspection(
+    path: PathLike,
+    *,
+    select: str | None = None,
+    also: Sequence[PathLike] = (),
+    model_config: PathLike | None = None,
+) -> Inspection:
+    """Describes the checkpoint at or under a path; reads headers, never tensor data.
+
+    Returns:
+        What was found.
+
+    Raises:
+        InputError: If there is none, or if it cannot be parsed.
+        AmbiguousSourceError: If several runs lie there and nothing was selected.
+    """
+    with ExitStack() as stack:
+        checkpoint = stack.enter_context(
+            opened(path, select=select, also=also, model_config=model_config)
+        )
+        folders = SideFolders(stack, checkpoint, None)
+        config = config_of(folders)
+        report = _report(checkpoint, config or {}, _ties(checkpoint, config))
+        peft = find_peft(checkpoint, folders)
+        return replace(
+            report,
+            adapter=adapter_facts(checkpoint, folders),
+            mesh=_mesh(checkpoint),
+            peft=peft,
+            refusals=_refusals(report.tensors, peft, config),
+        )
+
+
+def _refusals(
+    tensors: Sequence[TensorLine], peft: PeftFinding | None, config: Mapping[str, Any] | None
+) -> dict[str, str]:
+    """Returns why state dicts are not consolidated, by their names."""
+    trees: dict[str, list[tuple[str, Shape, str]]] = {}
+    for line in tensors:
+        if line.part == "model":
+            trees.setdefault(line.tree, []).append((line.name, line.shape, line.dtype))
+    if peft is not None and len(trees) == 1:
+        return dict.fromkeys(trees, peft.refusal)
+    found = {tree: what_loads_as_random(held, config=config) for tree, held in trees.items()}
+    return {tree: told for tree, told in found.items() if told}
+
+
+def _report(checkpoint: Opened, config: Mapping[str, Any], tied: tuple[TieLine, ...]) -> Inspection:
+    index = checkpoint.index
+    saved = checkpoint.manifest.source if checkpoint.manifest is not None else {}
+    entries = list(index.tensors.values())
+    if checkpoint.select is not None:
+        entries = [entry for entry in entries if entry.tree == checkpoint.select]
+    return Inspection(
+        path=checkpoint.path,
+        format=index.format,
+        reasons=tuple(unit.candidate.reason for unit in checkpoint.units),
+        writer=index.run.writer,
+        world_size=index.run.world_size,
+        step=index.run.step,
+        files=len({file.path for file in index.files}),
+        size_bytes=sum(max(file.size_bytes, 0) for file in index.files),
+        bytes_per_rank=_bytes_per_rank(entries),
+        model_type=_text(config.get("model_type")),
+        architectures=_texts(config.get("architectures")),
+        trees=tuple(_trees(entries)),
+        tensors=tuple(_line(entry) for entry in entries),
+        objects=tuple(".".join(map(str, path)) for path in index.values),
+        tied=tied,
+        problems=tuple(_problems(index, entries)),
+        notes=(*checkpoint.notes, *index.run.notes),
+        layout=_text(saved.get("layout")),
+        metrics=_numbers(saved.get("metrics")),
+        saved_at=_text(saved.get("saved_at")),
+        version=index.run.version,
+        ignored=ignored_files(checkpoint),
+    )
+
+
+def _mesh(checkpoint: Opened) -> tuple[MeshDimension, ...]:
+    """Returns the mesh that the checkpoint tells, or that was noted beside a step of ours."""
+    mesh = checkpoint.index.run.mesh or saved_mesh(checkpoint)
+    return tuple(MeshDimension(name, size) for name, size in mesh)
+
+
+def _text(value: object) -> str | None:
+    """Returns a value of a JSON file, which may hold anything, if it is a text."""
+    return value if isinstance(value, str) else None
+
+
+def _numbers(value: object) -> Mapping[str, float]:
+    items = value.items() if isinstance(value, Mapping) else ()
+    return {str(name): x for name, x in items if isinstance(x, (int, float))}
+
+
+def _texts(value: object) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        return ()
+    return tuple(value)
+
+
+def _problems(index: TensorIndex, entries: Sequence[TensorEntry]) -> Iterator[Problem]:
+    yield from find_problems(index, entries)
+    keys = {entry.key for entry in entries}
+    yield from (problem for problem in index.problems if problem.where not in keys)
+
+
+def _line(entry: TensorEntry) -> TensorLine:
+    return TensorLine(
+        name=entry.name,
+        tree=entry.tree,
+        part=entry.part,
+        dtype=entry.dtype.name,
+        shape=entry.shape,
+        chunks=len(entry.chunks),
+        size_bytes=entry.size_bytes,
+    )
+
+
+def _trees(entries: Sequence[TensorEntry]) -> Iterator[TreeLine]:
+    groups: dict[tuple[str, Part], list[TensorEntry]] = {}
+    for entry in entries:
+        groups.setdefault((entry.tree, entry.part), []).append(entry)
+    for (name, part), group in groups.items():
+        dtypes: Counter[str] = Counter()
+        for entry in group:
+            dtypes[entry.dtype.name] += entry.size_bytes
+        yield TreeLine(
+            name=name,
+            part=part,
+            tensors=len(group),
+            size_bytes=sum(entry.size_bytes for entry in group),
+            dtypes=dict(dtypes.most_common()),
+            split=dict(Counter(_split(entry) for entry in group).most_common()),
+        )
+
+
+def _split(entry: TensorEntry) -> str:
+    """Says how a tensor is split, such as `dimension 0 over 4`."""
+    full = entry.chunks.elements() > 0
+    count = int(np.count_nonzero(full))
+    if count <= 1:
+        return "whole"
+    if entry.chunks.flat:
+        return f"flat over {count}"
+    sizes = entry.chunks.sizes[full]
+    ways = []
+    for axis, size in enumerate(entry.shape):
+        if bool(np.any(sizes[:, axis] != size)):
+            parts = len(distinct(entry.chunks.offsets[full][:, axis]))
+            ways.append(f"dimension {axis} over {parts}")
+    return " and ".join(ways) or "whole"
+
+
+def _bytes_per_rank(entries: Sequence[TensorEntry]) -> tuple[int, ...]:
+    totals: Counter[int] = Counter()
+    for entry in entries:
+        sizes = entry.chunks.elements() * entry.stored_dtype.itemsize
+        for rank in distinct(entry.chunks.rank).tolist():
+            totals[rank] += int(sizes[entry.chunks.rank == rank].sum())
+    known = [rank for rank in totals if rank >= 0]
+    return tuple(totals[rank] for rank in range(max(known) + 1)) if known else ()
+
+
+def _ties(checkpoint: Opened, config: Mapping[str, Any] | None) -> tuple[TieLine, ...]:
+    index = checkpoint.index
+    lines = []
+    locator = Locator(checkpoint.source, index)
+    for tree in dict.fromkeys(entry.tree for entry in index.of_part("model")):
+        entries = {entry.name: entry for entry in index.of_part("model") if entry.tree == tree}
+        extents = {name: (entry.dtype, entry.shape) for name, entry in entries.items()}
+        declared = tie_candidates(config, extents)
+        pairs = declared or tie_candidates(_ASSUME_TIED, extents)
+        sources: dict[Fqn, list[Fqn]] = {}
+        for target, source in pairs.items():
+            sources.setdefault(source, []).append(target)
+        for source, targets in sources.items():
+            group = [entries[name] for name in entries if name in (source, *targets)]
+            equal = _equal_checksums(locator, group)
+            if declared or equal:
+                lines.append(TieLine((source, *targets), equal, bool(declared)))
+    return tuple(lines)
+
+
+def _equal_checksums(locator: Locator, entries: Sequence[TensorEntry]) -> bool | None:
+    if any(len(entry.chunks) > _TIE_CHUNKS for entry in entries):
+        return None
+    try:
+        found = [_contents(locator, entry) for entry in entries]
+    except CkptkitError:
+        return None  # reported as a problem already, or found when it is read
+    if any(content.crc32 is None for contents in found for content in contents.values()):
+        return None
+    return all(contents == found[0] for contents in found)
+
+
+@dataclass(frozen=True, slots=True)
+class _Content:
+    """What is known of a chunk's elements without reading them.
+
+    Attributes:
+        crc32: Of the whole record that the chunk is a view of.
+        origin: Byte of the record's data at which the chunk begins.
+        strides: How it goes on from there.
+    """
+
+    crc32: int | None
+    origin: int
+    strides: Shape | None
+
+
+def _contents(locator: Locator, entry: TensorEntry) -> dict[bytes, _Content]:
+    places = np.hstack([entry.chunks.offsets, entry.chunks.sizes])
+    found = {}
+    for row in np.flatnonzero(entry.chunks.elements() > 0).tolist():
+        at = locator.locate(entry, entry.chunks, row)
+        content = _Content(at.crc32, at.origin - at.start, at.strides)
+        found[places[row].tobytes()] = content
+    return found

@@ -1,0 +1,555 @@
+"""Tensors under the names that `save_pretrained` gives them, made of those that training holds.
+
+Groups of tensors that transformers converts as a whole, since it computes with them.
+
+Most conversions move elements, and what they make streams. Where one computes, its tensors are
+gathered in files of a temporary folder, one group at a time, and transformers converts them
+there in a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import tempfile
+import threading
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptkit.conversion.naming_program import NamingProgram, ask_transformers, program_command
+from ckptkit.conversion.source.model_folders import names_in
+from ckptkit.core.arrays import numpy_dtype
+from ckptkit.core.dtypes import DType
+from ckptkit.core.errors import CkptkitError, NoSpaceError, RefusedError, error_from_json
+from ckptkit.core.index import Fqn, Key, Shape, Span
+from ckptkit.core.threads import memory_in_use_bytes
+from ckptkit.engine.budget import WORKER_BYTES
+from ckptkit.engine.kernels import Given, Operand, Stored
+from ckptkit.engine.rearranged import Computed, Rearranged, Stretch
+from ckptkit.hub_names.names import HubNames, HubTensor, NamingRequest, whole_of
+from ckptkit.hub_names.needed import naming_need, why_unsure
+from ckptkit.options import NameChoice, Resources
+from ckptkit.plan.plan import Compute, Copy, Preparable, Product, Reading, TensorSpec
+from ckptkit.plan.ties import tie_candidates, tie_conflicts
+
+_LOG = logging.getLogger(__name__)
+_BLOCK = 1 << 20  # elements that are gathered at once
+_LIVE = "pass --names live to write the names that training holds"
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """A group of tensors that one conversion is given, and what it makes of them.
+
+    Attributes:
+        model: What transformers is told of the model.
+        inputs: The live tensors, as they would be saved.
+        operands: Where their elements come from.
+        outputs: The tensors on disk.
+    """
+
+    model: NamingRequest
+    inputs: tuple[TensorSpec, ...]
+    operands: tuple[Operand, ...]
+    outputs: tuple[TensorSpec, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """What the group takes while it is converted: what goes in, and what comes out."""
+        return sum(spec.size_bytes for spec in (*self.inputs, *self.outputs))
+
+    @property
+    def reads(self) -> tuple[tuple[str, Key], ...]:
+        """The source tensors that it looks at."""
+        return tuple(dict.fromkeys(read for operand in self.operands for read in operand.reads))
+
+
+@dataclass(frozen=True, slots=True)
+class Converted:
+    """One of the tensors that a conversion makes; it has to be prepared with the others.
+
+    Attributes:
+        group: The conversion.
+        spec: The tensor.
+    """
+
+    group: Conversion
+    spec: TensorSpec
+
+    def prepared(self, _out: TensorSpec, reading: Reading) -> Given:
+        """Returns a kernel that has the elements, converting the group if nobody has yet.
+
+        Raises:
+            RefusedError: If transformers fails.
+            NoSpaceError: If the temporary folder is full.
+        """
+        model = self.group.model
+        converter = reading.kept(("conversions", id(model)), partial(Converter, model))
+        return Given(converter.take(self.group, self.spec, reading))
+
+
+def beside_conversions(resources: Resources, size_bytes: int) -> Resources:
+    """Returns what is left for everything else while the largest group is converted.
+
+    Args:
+        resources: What the user allows.
+        size_bytes: What the group takes.
+
+    Raises:
+        NoSpaceError: If it does not fit.
+    """
+    limit = resources.memory_limit_bytes
+    if limit is None or not size_bytes:
+        return resources
+    used = memory_in_use_bytes() + WORKER_BYTES
+    if limit - used < size_bytes:
+        raise NoSpaceError(
+            f"a group of tensors that transformers converts as a whole takes {size_bytes:,} bytes"
+            f" and {limit:,} leave {max(0, limit - used):,}",
+            where="--memory-limit",
+            hint=f"allow at least {used + size_bytes:,} bytes, or {_LIVE}",
+        )
+    return replace(resources, memory_limit_bytes=limit - size_bytes)
+
+
+class Converter:
+    """The program that converts, and the folder that tensors go through; a context.
+
+    One group is converted at a time. What comes out lies in files until it is written.
+    """
+
+    def __init__(self, model: NamingRequest) -> None:
+        self._model = model
+        self._lock = threading.Lock()
+        self._finished: dict[TensorSpec, Path] = {}
+        self._process: subprocess.Popen[bytes] | None = None
+        self._count = 0
+        self._home = tempfile.TemporaryDirectory(prefix="ckptkit-")
+        self._folder = Path(self._home.name)
+
+    def __enter__(self) -> Self:
+        """Begins; the program starts with the first group."""
+        return self
+
+    def __exit__(
+        self,
+        _kind: type[BaseException] | None,
+        _error: BaseException | None,
+        _trace: TracebackType | None,
+    ) -> None:
+        """Ends the program and removes the files."""
+        process = self._process
+        if process is not None:
+            process.kill()
+            with process:
+                process.wait()
+        self._home.cleanup()
+
+    def take(self, group: Conversion, spec: TensorSpec, reading: Reading) -> NDArray[Any]:
+        """Returns the elements of one tensor, which lie in a file that has no name any more.
+
+        Args:
+            group: The conversion that makes it.
+            spec: The tensor.
+            reading: Reads what the conversion is given.
+
+        Raises:
+            RefusedError: If transformers fails, or makes something else.
+            NoSpaceError: If the temporary folder is full.
+        """
+        with self._lock:
+            if spec not in self._finished:
+                self._finished |= self._converted(group, reading)
+            path = self._finished.pop(spec)
+        kind = numpy_dtype(spec.dtype)
+        if not spec.elements:
+            return np.empty(0, kind)
+        held = np.memmap(path, np.uint8, mode="r", shape=(spec.size_bytes,))
+        path.unlink()
+        return held.view(kind)
+
+    def _converted(self, group: Conversion, reading: Reading) -> dict[TensorSpec, Path]:
+        try:
+            gathered = [
+                self._gathered(spec, operand, reading)
+                for spec, operand in zip(group.inputs, group.operands, strict=True)
+            ]
+        except OSError as error:
+            raise NoSpaceError(
+                f"gathering {group.size_bytes:,} bytes for a conversion failed: {error}",
+                where=self._home.name,
+                hint="set TMPDIR to a folder with more room",
+            ) from error
+        made = {spec: self._new_path() for spec in group.outputs}
+        answer = self._asked(group, gathered, made)
+        for path in gathered:
+            path.unlink()
+        self._check(group, answer)
+        return made
+
+    def _gathered(self, spec: TensorSpec, operand: Operand, reading: Reading) -> Path:
+        """Writes a tensor into a file, block by block."""
+        path = self._new_path()
+        with path.open("wb") as file:
+            for start in range(0, spec.elements, _BLOCK):
+                span = Span(start, min(start + _BLOCK, spec.elements))
+                inputs = [reading.own(demand) for demand in operand.demands(span)]
+                file.write(operand.values(span, inputs).view(np.uint8).data)
+        return path
+
+    def _new_path(self) -> Path:
+        self._count += 1
+        return self._folder / str(self._count)
+
+    def _asked(
+        self, group: Conversion, gathered: Sequence[Path], made: dict[TensorSpec, Path]
+    ) -> dict[str, Any]:
+        request = {
+            "inputs": [
+                [spec.name, spec.dtype.name, spec.shape, str(path)]
+                for spec, path in zip(group.inputs, gathered, strict=True)
+            ],
+            "outputs": [[spec.name, str(path)] for spec, path in made.items()],
+        }
+        process = self._process or self._started()
+        try:
+            _say(process, json.dumps(request).encode())
+            answer: dict[str, Any] = json.loads(_heard(process))
+        except (OSError, ValueError) as error:
+            raise self._ended(process, group) from error
+        return answer
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        pipe = subprocess.PIPE
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(  # noqa: S603
+                program_command("convert"), stdin=pipe, stdout=pipe, stderr=log
+            )
+        _say(self._process, self._model.to_json())
+        return self._process
+
+    @property
+    def _log(self) -> Path:
+        return self._folder / "log"
+
+    def _ended(self, process: subprocess.Popen[bytes], group: Conversion) -> RefusedError:
+        status = process.wait()
+        log = self._log.read_text(errors="replace").strip()
+        _LOG.debug("the program that converts tensors said: %s", log)
+        last = log.splitlines()[-1] if log else f"it ended with status {status}"
+        return RefusedError(
+            f"transformers could not convert a group of {group.size_bytes:,} bytes: {last}",
+            where=f"tensor {group.outputs[0].name!r}",
+            hint=_LIVE,
+        )
+
+    def _check(self, group: Conversion, answer: dict[str, Any]) -> None:
+        """Refuses what is not what was planned."""
+        where = f"tensor {group.outputs[0].name!r}"
+        if "error" in answer:
+            error: CkptkitError = error_from_json(answer["error"])
+            raise error.located(where)
+        found = {name: (dtype, tuple(shape)) for name, dtype, shape in answer["outputs"]}
+        expected = {str(spec.name): (spec.dtype.name, spec.shape) for spec in group.outputs}
+        if found != expected:
+            raise RefusedError(
+                f"transformers made {found} of a group, against {expected} that it announced",
+                where=where,
+                hint=_LIVE,
+            )
+
+
+def _say(process: subprocess.Popen[bytes], line: bytes) -> None:
+    if process.stdin is not None:
+        process.stdin.write(line + b"\n")
+        process.stdin.flush()
+
+
+def _heard(process: subprocess.Popen[bytes]) -> bytes:
+    return b"" if process.stdout is None else process.stdout.readline()
+
+
+_LISTED = 3
+Specs = Mapping[Fqn, tuple[DType, Shape]]
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """What is written, and under which names.
+
+    Attributes:
+        products: The tensors to be written.
+        dropped: Tied names that are not written, with the name that stands for each.
+        notes: What the user should know.
+        versions: The libraries that told the names, with their versions.
+        conversion_bytes: What the largest group of tensors takes that is converted as a whole.
+        left_out: Element types and shapes of tensors that the user left out, by the names that
+            they would have.
+    """
+
+    products: Sequence[Product]
+    dropped: Mapping[Fqn, Fqn]
+    notes: tuple[str, ...] = ()
+    versions: Mapping[str, str] = field(default_factory=dict)
+    conversion_bytes: int = 0
+    left_out: Specs = field(default_factory=dict)
+
+
+def named(
+    products: Sequence[Product],
+    dropped: Mapping[Fqn, Fqn],
+    tensors: Specs,
+    config: Mapping[str, Any] | None,
+    *,
+    choice: NameChoice,
+    base: str | None,
+    program: NamingProgram | None = None,
+) -> Named:
+    """Gives tensors the names, and the forms, that `save_pretrained` would give them.
+
+    Args:
+        products: The tensors to be written, by live name.
+        dropped: Live names that are tied to others and not written.
+        tensors: Element types and shapes of all tensors of the model, by live name: also of
+            those that the user left out, on which the others may depend.
+        config: The model's parsed `config.json`, or None.
+        choice: `auto` leaves names that nobody can tell as they are, `hub` refuses.
+        base: A folder of the model that training began from, or None.
+        program: What asks transformers, if it is needed for other questions too.
+
+    Raises:
+        RefusedError: If the names are needed and cannot be told.
+    """
+    disk = _told(config, tensors, choice=choice, base=base, program=program)
+    if disk.names is None or disk.request is None:
+        return Named(products, dropped, disk.notes, left_out=left_out(products, dropped, tensors))
+    maker = _Maker(disk.names, disk.request, {p.spec.name: p for p in products})
+    made = tuple(maker.products())
+    called = {s: n for n, t in disk.names.tensors.items() if (s := whole_of(t, disk.names.live))}
+    ties = {called.get(t, t): called.get(s, s) for t, s in dropped.items()}
+    unsaved = [name for name in disk.names.unsaved if name in {p.spec.name for p in products}]
+    library = disk.names.library
+    notes = (*disk.notes, *maker.notes, *(_said_of(name, library) for name in unsaved))
+    versions = {"transformers": library}
+    specs = {n: (tensors[t.sources[0]][0], t.shape) for n, t in disk.names.tensors.items()}
+    rest = left_out(made, ties, specs)
+    return Named(made, ties, notes, versions, maker.largest_bytes, rest)
+
+
+def left_out(products: Sequence[Product], dropped: Mapping[Fqn, Fqn], tensors: Specs) -> Specs:
+    """Returns the tensors that are not written, and that no other stands for."""
+    written = {*dropped, *(product.spec.name for product in products)}
+    return {name: spec for name, spec in tensors.items() if name not in written}
+
+
+def _said_of(unsaved: Fqn, library: str) -> str:
+    return (
+        f"tensor {unsaved!r} is not written, as transformers {library} makes it anew when it loads"
+        " such a model"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class DiskNames:
+    """The names on disk, or None where they are the live ones, and what the user should know.
+
+    Attributes:
+        names: The names.
+        notes: What the user should know.
+        request: What transformers was asked, if it was.
+    """
+
+    names: HubNames | None
+    notes: tuple[str, ...] = ()
+    request: NamingRequest | None = None
+
+
+def disk_names(
+    config: Mapping[str, Any] | None,
+    tensors: Specs | None,
+    *,
+    choice: NameChoice = "auto",
+    base: str | None = None,
+) -> DiskNames:
+    """Finds what a model's tensors are called on disk, asking transformers where that is needed.
+
+    Args:
+        config: The model's parsed `config.json`, or None.
+        tensors: Element types and shapes by live name; None for those of the model as its class
+            makes it, without the names that it ties to others.
+        choice: `auto` leaves names that nobody can tell as they are, `hub` refuses.
+        base: A folder of the model that training began from, or None.
+
+    Raises:
+        RefusedError: If the names are needed and cannot be told, or if tensors on disk are
+            computed from others.
+    """
+    found = _told(config, tensors, choice=choice, base=base)
+    for tensor in () if found.names is None else found.names.tensors.values():
+        if tensor.computed is not None:
+            raise RefusedError(
+                f"tensor {tensor.name!r} on disk is computed from {tensor.sources[0]!r} by"
+                " transformers, so that parts of it cannot be changed",
+                hint="name a folder with the names of training, as `ckptkit consolidate --names"
+                " live` writes it",
+            )
+    return found
+
+
+def _told(
+    config: Mapping[str, Any] | None,
+    tensors: Specs | None,
+    *,
+    choice: NameChoice,
+    base: str | None,
+    program: NamingProgram | None = None,
+) -> DiskNames:
+    # Weights of the base that nobody needs may be damaged, or not be there.
+    may_need = choice != "live" and naming_need(config, has_base=True).kind != "none"
+    known = names_in(base) if base is not None and may_need else ()
+    need = naming_need(config, has_base=bool(known))
+    if choice == "live" or need.kind == "none":
+        return DiskNames(None)
+    specs = tensors or {}
+    reason = need.reason or why_unsure(config or {}, (dtype for dtype, _ in specs.values()))
+    if reason or config is None:
+        return _left_live(reason, choice, has_config=config is not None)
+    request = NamingRequest(_without_code(config), tensors, known)
+    names = ask_transformers(request, program)
+    if names.unknown and config.get("auto_map"):
+        reason = (
+            f"tensor {names.unknown[0]!r} is not one of transformers' own model, so that the code"
+            " beside config.json seems to have been trained"
+        )
+        return _left_live(reason, choice)
+    # Of tied tensors either is written, or the user is told that they differ.
+    tied = {*tie_candidates(config, specs), *tie_conflicts(config, specs)}
+    return DiskNames(names, tuple(_differences(names, known, base, tied)), request)
+
+
+def _left_live(reason: str, choice: NameChoice, *, has_config: bool = True) -> DiskNames:
+    if choice == "hub":
+        raise RefusedError(f"the names on disk cannot be told: {reason}", hint=_LIVE)
+    # Without a configuration the output cannot be loaded anyway, which is said elsewhere.
+    note = f"names are written as training holds them: {reason}"
+    return DiskNames(None, (note,) if has_config else ())
+
+
+def _without_code(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key != "auto_map"}
+
+
+def _differences(
+    names: HubNames, known: Sequence[Fqn], base: str | None, tied: Collection[Fqn]
+) -> Iterator[str]:
+    """Says where the names differ from those of the model that training began from."""
+    new = names.tensors.keys() - set(known) if known else ()
+    differing = sorted(name for name in new if not set(names.tensors[name].sources) <= set(tied))
+    if differing:
+        listed = ", ".join(map(repr, differing[:_LISTED]))
+        more = f" and {len(differing) - _LISTED:,} more" if len(differing) > _LISTED else ""
+        yield f"{base} has no tensor {listed}{more}, which transformers {names.library} writes"
+
+
+class _Maker:
+    """Makes what is written from what training holds.
+
+    Attributes:
+        largest_bytes: What the largest group takes that is converted as a whole.
+    """
+
+    def __init__(
+        self, names: HubNames, request: NamingRequest, live: Mapping[Fqn, Product]
+    ) -> None:
+        self.largest_bytes = 0
+        self._names = names
+        self._request = request
+        self._live = live
+        self._groups: dict[tuple[Fqn, ...], Conversion] = {}
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """Says how much memory conversions take that compute."""
+        count = len(self._groups)
+        if not count:
+            return ()
+        groups = "1 group of tensors is" if count == 1 else f"{count:,} groups of tensors are"
+        said = f"{groups} converted as a whole by transformers {self._names.library}"
+        return (f"{said}; the largest takes {self.largest_bytes:,} bytes of memory",)
+
+    def products(self) -> Iterator[Product]:
+        """Yields what is written, in the order in which `save_pretrained` writes it."""
+        for tensor in self._names.tensors.values():
+            wanted = [source for source in tensor.sources if source in self._live]
+            if wanted and len(wanted) < len(tensor.sources):
+                missing = next(s for s in tensor.sources if s not in self._live)
+                raise RefusedError(
+                    f"tensor {tensor.name!r} is made of {wanted[0]!r} and {missing!r}, and one of"
+                    " them is left out",
+                    hint=f"leave both in or both out, or {_LIVE}",
+                )
+            if wanted:
+                yield self._product(tensor)
+
+    def _product(self, tensor: HubTensor) -> Product:
+        live = self._live
+        if tensor.computed is not None:
+            group = self._group(tensor.computed.sources)
+            spec = next(spec for spec in group.outputs if spec.name == tensor.name)
+            return Product(spec, Compute(Converted(group, spec), group.reads))
+        whole = whole_of(tensor, self._names.live)
+        if whole is not None:
+            product = live[whole]
+            spec = replace(product.spec, name=tensor.name, shape=tensor.shape)
+            return Product(spec, product.body)
+        sources = tensor.sources
+        kernel = _rearranged(tensor, [_operand(live[source]) for source in sources])
+        dtype = live[sources[0]].spec.dtype  # that of all: joining others is refused
+        return Product(TensorSpec(tensor.name, dtype, tensor.shape), Compute(kernel, kernel.reads))
+
+    def _group(self, sources: tuple[Fqn, ...]) -> Conversion:
+        found = self._groups.get(sources)
+        if found is None:
+            outputs = tuple(
+                TensorSpec(tensor.name, tensor.computed.dtype, tensor.shape)
+                for tensor in self._names.tensors.values()
+                if tensor.computed is not None and tensor.computed.sources == sources
+            )
+            inputs = [self._live[source] for source in sources]
+            operands = tuple(_operand(product) for product in inputs)
+            specs = tuple(product.spec for product in inputs)
+            found = self._groups[sources] = Conversion(self._request, specs, operands, outputs)
+            self.largest_bytes = max(self.largest_bytes, found.size_bytes)
+        return found
+
+
+def _rearranged(tensor: HubTensor, operands: Sequence[Operand]) -> Rearranged:
+    number = {source: i for i, source in enumerate(tensor.sources)}
+    return Rearranged(
+        grid=tensor.grid,
+        stretches=tuple(
+            Stretch(piece.box, number[piece.source], piece.start, piece.steps)
+            for piece in tensor.pieces
+        ),
+        operands=tuple(operands),
+    )
+
+
+def _operand(product: Product) -> Operand:
+    body, spec = product.body, product.spec
+    if isinstance(body, Copy):
+        return Stored(body.origin, body.key, spec.dtype)
+    if isinstance(body.kernel, Preparable):
+        raise RefusedError(
+            f"tensor {spec.name!r} is computed as a whole, and stands in several tensors on disk",
+            hint=_LIVE,
+        )
+    return Computed(body.kernel, spec, body.reads)

@@ -1,0 +1,452 @@
+"""Starts the program that asks transformers, and takes its answers.
+
+It is the only way from here to transformers: a process of its own, without a GPU, without the
+network and without anyone's code but that of installed libraries, which ends with the command.
+Answers are kept on disk, so that the same question does not start it again.
+
+Answers of the program that asks transformers, kept on disk for the next command.
+
+What an entry is an answer to is its name: a digest of the question, of the installed transformers
+and of this version's format. An entry that is damaged, too large, or not this user's own is no
+entry, and a folder that cannot be written is no error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+import zlib
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, wait
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self
+
+from ckptkit.core.errors import CkptkitError, RefusedError, error_from_json
+from ckptkit.hub_names.names import HubNames, NamingRequest, names_from_json
+from ckptkit.plan.load_report import LoadReport, LoadRequest
+from ckptkit.version import __version__
+
+_FORMAT = 1
+_FOLDER = f"ckptkit/answers-{_FORMAT}"
+_MOST_BYTES = 16 << 20  # of an entry as it lies on disk
+_MOST_ANSWER_BYTES = 48 << 20
+_MOST_ENTRIES = 512
+_VERSION = re.compile(r"""^__version__\s*=\s*["']([^"']{1,64})["']""", re.MULTILINE)
+_FILES = ("modeling_utils.py", "core_model_loading.py", "conversion_mapping.py")
+_NESTING = 4  # real configurations nest twice
+
+
+class AnswerCache:
+    """The answers to questions about one model."""
+
+    def __init__(self, config: Mapping[str, Any], program: str) -> None:
+        """Takes the model's configuration, and what is started to ask."""
+        self._library = _library(config)
+        self._program = program
+
+    def read(self, question: bytes) -> dict[str, Any] | None:
+        """Returns the answer to a question, None where there is none."""
+        path = self._path(question)
+        try:
+            data = None if path is None else _read(path)
+            answer = None if data is None else json.loads(data)
+        except (OSError, ValueError, RecursionError, MemoryError, zlib.error):
+            return None
+        return answer if isinstance(answer, dict) else None
+
+    def keep(self, question: bytes, answer: Mapping[str, Any]) -> None:
+        """Keeps an answer, if that can be done."""
+        path = self._path(question)
+        data = json.dumps(answer).encode()
+        if path is None or len(data) > _MOST_ANSWER_BYTES:
+            return
+        packed = hashlib.sha256(data).digest() + zlib.compress(data, 1)
+        if len(packed) <= _MOST_BYTES:
+            with suppress(OSError):
+                _write(path, packed)
+
+    def forget(self, question: bytes) -> None:
+        """Removes an answer that turned out to be none."""
+        path = self._path(question)
+        if path is not None:
+            with suppress(OSError):
+                path.unlink()
+
+    def _path(self, question: bytes) -> Path | None:
+        folder = _folder()
+        if folder is None or self._library is None:
+            return None
+        told = json.dumps([_FORMAT, __version__, self._program, self._library]).encode()
+        name = hashlib.sha256(told + b"\n" + question).hexdigest()
+        return folder / name
+
+
+def _folder() -> Path | None:
+    """Returns where a user's answers are kept, as the XDG specification says."""
+    named = os.environ.get("XDG_CACHE_HOME", "")
+    if Path(named).is_absolute():
+        return Path(named, _FOLDER)
+    try:
+        return Path.home() / ".cache" / _FOLDER
+    except RuntimeError:  # a user without a home
+        return None
+
+
+def _read(path: Path) -> bytes | None:
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    with os.fdopen(os.open(path, flags), "rb") as file:
+        found = os.fstat(file.fileno())
+        is_own = found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+        if not stat.S_ISREG(found.st_mode) or not is_own or found.st_size > _MOST_BYTES:
+            return None
+        packed = file.read(_MOST_BYTES)
+    size = hashlib.sha256().digest_size
+    unpacking = zlib.decompressobj()
+    data = unpacking.decompress(packed[size:], _MOST_ANSWER_BYTES)
+    if not unpacking.eof or hashlib.sha256(data).digest() != packed[:size]:
+        return None
+    return data
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Puts an entry in place by one rename, and removes the oldest where there are too many."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix="new-")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+    entries = [(entry.stat().st_mtime, entry.path) for entry in os.scandir(path.parent)]
+    for _, old in sorted(entries)[:-_MOST_ENTRIES]:
+        Path(old).unlink(missing_ok=True)
+
+
+def _library(config: Mapping[str, Any]) -> list[Any] | None:
+    """Returns what stands for the installed transformers, which is not imported; None if absent."""
+    found = transformers_version()
+    if found is None:
+        return None
+    version, folder = found
+    models = sorted({_module(name) for name in _model_types(config, _NESTING)})
+    files = [*_FILES, *(f"models/{name}/modeling_{name}.py" for name in models)]
+    own = sorted(
+        Path(__file__).resolve().parents[1].joinpath("hub_names", "transformers").glob("*.py")
+    )
+    return [version, [_size(path) for path in (*(folder / file for file in files), *own)]]
+
+
+def transformers_version() -> tuple[str, Path] | None:
+    """Returns the version and the folder of the installed transformers, without importing it."""
+    spec = find_spec("transformers")
+    if spec is None or spec.origin is None:
+        return None
+    try:
+        match = _VERSION.search(Path(spec.origin).read_text(encoding="utf-8", errors="replace"))
+    except OSError:
+        return None
+    return None if match is None else (match[1], Path(spec.origin).parent)
+
+
+def _model_types(config: Mapping[str, Any], depth: int) -> set[str]:
+    found = {str(config["model_type"])} if isinstance(config.get("model_type"), str) else set()
+    for value in config.values() if depth else ():
+        if isinstance(value, Mapping):
+            found |= _model_types(value, depth - 1)
+    return found
+
+
+def _module(model_type: str) -> str:
+    return re.sub(r"\W", "_", model_type)[:64]
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return -1
+
+
+_LOG = logging.getLogger(__name__)
+_PROGRAM = (
+    "import sys; sys.path[:] = {!r}; from ckptkit.hub_names.transformers.program import {}; {}()"
+)
+_NEEDED = ("torch", "transformers")
+_SECONDS = 600  # the largest models take ten, and importing from a slow disk a minute
+_DTYPES = ("dtype", "torch_dtype")  # of which names and shapes are independent
+_LAYOUT = "call `ckptkit.training.write_flat_layout` in the training script instead"
+_LIVE = "pass --names live to write the names that training holds, which Transformers 5 loads too"
+
+
+class NamingProgram:
+    """The program, started with its first question; a context that ends it.
+
+    One question is asked at a time.
+    """
+
+    def __init__(self, entry: str = "main") -> None:
+        """Takes the function of the program that is run."""
+        self._entry = entry
+        self._process: subprocess.Popen[bytes] | None = None
+        self._log: IO[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        """Begins; nothing is started yet."""
+        return self
+
+    def __exit__(
+        self,
+        _kind: type[BaseException] | None,
+        _error: BaseException | None,
+        _trace: TracebackType | None,
+    ) -> None:
+        """Ends the program: nothing outlives the command, however that ends."""
+        self.close()
+
+    def close(self) -> None:
+        """Ends the program, if it was started."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                if pipe is not None:
+                    with suppress(OSError):  # what it has not read is lost
+                        pipe.close()
+        if self._log is not None:
+            self._log.close()
+            self._log = None
+
+    def ask(self, question: bytes) -> Future[bytes]:
+        """Asks a question, and returns at once.
+
+        Returns:
+            The line of the answer to be; empty where the program ends without one.
+        """
+        if self._process is None:
+            self._log = tempfile.TemporaryFile()  # noqa: SIM115  closed with the program
+            self._process = subprocess.Popen(  # noqa: S603
+                program_command(self._entry),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._log,
+            )
+        answer: Future[bytes] = Future()
+        arguments = self._process, question, answer
+        # A daemon: it waits for a process that is killed when this one ends.
+        threading.Thread(target=_exchange, args=arguments, daemon=True).start()
+        return answer
+
+    def wait(
+        self, answer: Future[bytes], hint: str, seconds: float | None = None
+    ) -> dict[str, Any]:
+        """Waits for an answer.
+
+        Args:
+            answer: What `ask` returned.
+            hint: What to do if there is none.
+            seconds: How long to wait.
+
+        Raises:
+            RefusedError: If the program fails, or does not answer in time; it is ended then.
+        """
+        seconds = _SECONDS if seconds is None else seconds
+        try:
+            line = answer.result(seconds)
+        except FutureTimeoutError as error:
+            self.close()
+            raise RefusedError(
+                f"transformers gave no answer within {seconds:g} s", hint=hint
+            ) from error
+        if not line:
+            raise self._failure(hint)
+        try:
+            document = json.loads(line)
+        except ValueError:
+            document = None
+        if not isinstance(document, dict):
+            self.close()
+            raise RefusedError("the program that asks transformers gave no answer", hint=hint)
+        return document
+
+    def _failure(self, hint: str) -> RefusedError:
+        """Returns what to raise for a program that ended."""
+        status, log = 0, ""
+        if self._process is not None and self._log is not None:
+            status = self._process.wait()
+            self._log.seek(0)
+            log = self._log.read().decode(errors="replace").strip()
+        self.close()
+        _LOG.debug("the program that asks transformers said: %s", log)
+        last = log.splitlines()[-1] if log else f"it ended with status {status}"
+        return RefusedError(f"transformers could not tell the names on disk: {last}", hint=hint)
+
+
+def _exchange(process: subprocess.Popen[bytes], question: bytes, answer: Future[bytes]) -> None:
+    assert process.stdin is not None and process.stdout is not None  # noqa: S101, PT018  pipes
+    line = b""
+    with suppress(OSError, ValueError):  # it may have ended, after an answer or without one
+        process.stdin.write(question + b"\n")
+        process.stdin.flush()
+    with suppress(OSError, ValueError):
+        line = process.stdout.readline()
+    answer.set_result(line)
+
+
+def ask_transformers(request: NamingRequest, program: NamingProgram | None = None) -> HubNames:
+    """Asks the installed transformers what a model's tensors are called on disk.
+
+    Args:
+        request: The model and its tensors.
+        program: What answers, if it has been begun; it is one of its own otherwise.
+
+    Raises:
+        RefusedError: If transformers is not installed, fails, or cannot be followed.
+    """  # noqa: DOC501  `_refusal` makes it
+    missing = what_is_not_installed()
+    if missing:
+        raise RefusedError(
+            f"model type {request.config.get('model_type')!r} is kept under other names on disk,"
+            f" and {' and '.join(missing)}, which would tell them, cannot be imported",
+            hint=f"run `pip install {' '.join(missing)}`, or {_LIVE}",
+        )
+    cache, question = AnswerCache(request.config, _PROGRAM), request.to_json()
+    known = cache.read(question)
+    if known is not None:
+        try:
+            return names_from_json(known)
+        except (LookupError, TypeError, ValueError):
+            cache.forget(question)
+    document = _asked(program, question)
+    if "error" in document:
+        raise _refusal(error_from_json(document["error"]), request)
+    cache.keep(question, document)
+    return names_from_json(document)
+
+
+def _asked(program: NamingProgram | None, question: bytes) -> dict[str, Any]:
+    if program is not None:
+        return program.wait(program.ask(question), _LIVE)
+    with NamingProgram() as own:
+        return own.wait(own.ask(question), _LIVE)
+
+
+class LoadQuestion:
+    """What loading would report, asked of transformers; the program answers beside other work."""
+
+    def __init__(self, request: LoadRequest, program: NamingProgram) -> None:
+        """Takes what to ask, and what answers."""
+        config = {key: value for key, value in request.config.items() if key not in _DTYPES}
+        self._question = json.dumps({"loading": {**request.to_json(), "config": config}}).encode()
+        self._cache = AnswerCache(request.config, _PROGRAM)
+        self._program = program
+        self._answer: Future[bytes] | None = None
+
+    def known(self) -> LoadReport | None:
+        """Returns the answer if it was given before."""
+        known = self._cache.read(self._question)
+        if known is None:
+            return None
+        try:
+            return LoadReport.from_json(known)
+        except (LookupError, TypeError, ValueError):
+            self._cache.forget(self._question)
+            return None
+
+    def begin(self) -> None:
+        """Asks; returns at once."""
+        if self._answer is None:
+            self._answer = self._program.ask(self._question)
+
+    def is_answered(self, seconds: float) -> bool:
+        """Tells whether there is an answer, or the program ended; waits so long at most."""
+        self.begin()
+        return bool(self._answer and wait([self._answer], seconds).done)
+
+    def finish(self, seconds: float | None = None) -> LoadReport:
+        """Waits for the answer.
+
+        Raises:
+            RefusedError: If there is none.
+        """  # noqa: DOC501  what the program found comes from JSON
+        self.begin()
+        assert self._answer is not None  # noqa: S101  begun
+        document = self._program.wait(self._answer, "", seconds)
+        if "error" in document:
+            raise error_from_json(document["error"])
+        try:
+            report = LoadReport.from_json(document)
+        except (LookupError, TypeError, ValueError) as error:
+            raise RefusedError("the program that asks transformers gave no answer") from error
+        self._cache.keep(self._question, document)
+        return report
+
+
+def what_is_not_installed() -> list[str]:
+    """Returns which of the libraries that know models cannot be imported."""
+    return [name for name in _NEEDED if find_spec(name) is None]
+
+
+def ask_parameters(config: Mapping[str, Any], live: Sequence[str]) -> list[Mapping[str, Any]]:
+    """Asks the installed transformers for the parameters of a model, which it does not load.
+
+    Args:
+        config: The model's parsed `config.json`.
+        live: Names that the checkpoint tells.
+
+    Returns:
+        For each parameter, in the order of modules, its `names` and its `shape`.
+
+    Raises:
+        RefusedError: If transformers is not installed, fails, or has no such model.
+    """
+    missing = what_is_not_installed()
+    if missing:
+        raise RefusedError(
+            f"{' and '.join(missing)}, which would build the model, cannot be imported",
+            where="--model-config",
+            hint=f"run `pip install {' '.join(missing)}`",
+        )
+    request = json.dumps({"config": config, "live": list(live)}).encode()
+    with NamingProgram("parameters") as program:
+        document = program.wait(program.ask(request), _LAYOUT)
+    if "error" in document:
+        error = error_from_json(document["error"])
+        raise RefusedError(error.message, where="--model-config", hint=error.hint or _LAYOUT)
+    found: list[Mapping[str, Any]] = document["parameters"]
+    return found
+
+
+def program_command(entry: str) -> list[str]:
+    """Returns the command that starts the program.
+
+    Args:
+        entry: The function of it that is run.
+    """
+    # Where a model folder is at hand, its python files must not pass for libraries.
+    here = {"", str(Path.cwd())}
+    roots = [path for path in sys.path if path not in here]
+    roots.append(str(Path(__file__).resolve().parents[2]))
+    return [sys.executable, "-P", "-c", _PROGRAM.format(roots, entry, entry)]
+
+
+def _refusal(error: CkptkitError, request: NamingRequest) -> RefusedError:
+    return RefusedError(
+        f"the names on disk of model type {request.config.get('model_type')!r} cannot be told:"
+        f" {error.message}",
+        hint=error.hint or _LIVE,
+    )

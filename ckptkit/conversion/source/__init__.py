@@ -1,0 +1,1 @@
+"""Opening a checkpoint: its files, side files, steps and adapters."""

@@ -1,0 +1,327 @@
+"""Model folders that an output is modelled on: their headers and indexes, never their weights.
+
+What `--optimizer` adds to an output: the states of the optimizer that trained the model.
+"""
+
+from __future__ import annotations
+
+import posixpath
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ckptkit.conversion.source.open import Opened, PathLike, opened
+from ckptkit.conversion.source.places import open_folder
+from ckptkit.core.dtypes import DType
+from ckptkit.core.errors import (
+    FormatError,
+    NotACheckpointError,
+    RefusedError,
+    UnsafePickleError,
+    UnsupportedError,
+)
+from ckptkit.core.index import Fqn, KeyPath, Shape, TensorEntry, TensorIndex
+from ckptkit.formats.base import Candidate
+from ckptkit.formats.dcp.reader import BlobRef, content_of
+from ckptkit.formats.optimizer_names import NUMBERED
+from ckptkit.formats.pickle.torch_values import parse_values
+from ckptkit.formats.pickle.torch_zip import open_archive
+from ckptkit.formats.registry import read_index, recognise
+from ckptkit.formats.torch_files.optimizer import TorchOptimizerReader, read_optimizer_file
+from ckptkit.formats.torch_files.reader import read_weight_map
+from ckptkit.options import ConsolidateRequest
+from ckptkit.plan.coverage import error_of, find_problems
+from ckptkit.plan.layouts.hf import INDEX_NAME, SINGLE_NAME
+from ckptkit.plan.layouts.optimizer import layout_optimizer_file, layout_optimizer_folder
+from ckptkit.plan.optimizer import (
+    OptimizerStates,
+    only_wanted_members,
+    optimizer_states,
+    with_groups,
+)
+from ckptkit.plan.plan import OutputFile
+from ckptkit.plan.selection import FileMap
+from ckptkit.storage.base import Source
+from ckptkit.storage.places import open_source
+
+# What `from_pretrained` looks for, first things first. Other weights may lie beside them, such as
+# `consolidated.safetensors` in Mistral's repositories, or both kinds of one model.
+_WEIGHTS = (SINGLE_NAME, INDEX_NAME, "pytorch_model.bin", "pytorch_model.bin.index.json")
+
+
+def dtypes_in(folder: PathLike, *, option: str) -> Mapping[Fqn, DType]:
+    """Returns the element type of every tensor of a model, as its files' headers tell it.
+
+    Args:
+        folder: A model folder, or any checkpoint.
+        option: What named it, for messages.
+
+    Raises:
+        InputError: If there is no model, or if a header is damaged.
+        AmbiguousSourceError: If there are several.
+    """
+    return {entry.name: entry.dtype for entry in _model_of(folder, option)}
+
+
+def shapes_in(folder: PathLike, *, option: str) -> Mapping[str, Shape]:
+    """Returns the shape of every tensor of a model; see `dtypes_in`."""
+    return {str(entry.name): entry.shape for entry in _model_of(folder, option)}
+
+
+def shapes_there(folder: PathLike) -> Mapping[str, Shape]:
+    """Returns the shapes of a model's tensors by their headers; none where it has no weights.
+
+    Raises:
+        InputError: If a header is damaged, or a file is missing.
+    """
+    with open_source(folder) as source:
+        index = pretrained_index(source)
+    return {} if index is None else {str(e.name): e.shape for e in index.of_part("model")}
+
+
+def _model_of(folder: PathLike, option: str) -> list[TensorEntry]:
+    with ExitStack() as stack:
+        source = open_folder(stack, folder, option)
+        index = pretrained_index(source)
+        if index is not None:
+            return list(index.of_part("model"))
+    with opened(folder) as checkpoint:
+        return list(checkpoint.index.of_part("model"))
+
+
+def file_map_of(folder: PathLike, *, option: str) -> FileMap:
+    """Returns which of a model's safetensors files holds which tensor.
+
+    The index alone is enough: the weights that it names need not be there.
+
+    Raises:
+        NotACheckpointError: If the folder has neither an index nor `model.safetensors`.
+        FormatError: If the index is damaged.
+    """
+    where = f"{option} {folder}"
+    with ExitStack() as stack:
+        source = open_folder(stack, folder, option)
+        names = set(source.walk(0))
+        if SINGLE_NAME in names:
+            index = read_index(source, Candidate("safetensors", "", (SINGLE_NAME,), SINGLE_NAME))
+            files = dict.fromkeys(map(str, index.tensors), SINGLE_NAME)
+        elif INDEX_NAME in names:
+            files = read_weight_map(source, INDEX_NAME)
+        else:
+            raise NotACheckpointError(
+                f"neither {SINGLE_NAME!r} nor {INDEX_NAME!r} lies there",
+                where=where,
+                hint="name a folder as save_pretrained writes it, or download the index of it",
+            )
+    strange = next((file for file in files.values() if not file.endswith(".safetensors")), None)
+    if strange is not None or not files:
+        found = "no tensor" if strange is None else f"the file {strange!r}"
+        raise FormatError(f"the index names {found}, against safetensors files", where=where)
+    return FileMap(str(folder), {Fqn(name): file for name, file in files.items()})
+
+
+def names_in(folder: PathLike) -> tuple[Fqn, ...]:
+    """Returns the names of the tensors in a model folder; none where it has no weights.
+
+    An index alone is enough here too.
+
+    Raises:
+        InputError: If a header or the index is damaged.
+    """
+    with open_source(folder) as source:
+        there = set(source.walk(0))
+        first = next((file for file in _WEIGHTS if file in there), "")
+        if first.endswith(".index.json"):
+            return tuple(map(Fqn, read_weight_map(source, first)))
+        index = pretrained_index(source) if first else None
+    return () if index is None else tuple(entry.name for entry in index.of_part("model"))
+
+
+def pretrained_index(source: Source) -> TensorIndex | None:
+    """Reads the headers of the weights that `from_pretrained` would load from a folder.
+
+    Returns:
+        The index, or None where the folder holds no such weights.
+
+    Raises:
+        InputError: If a header is damaged, or a file is missing.
+    """
+    names = list(source.walk(0))
+    candidates = recognise(names)
+    for wanted in _WEIGHTS:
+        for candidate in candidates:
+            if wanted in map(posixpath.basename, candidate.files):
+                return read_index(source, candidate)
+    return None
+
+
+_MAX_BLOB_BYTES = 64 << 20
+_MAX_VALUES = 10_000_000  # names of parameters, and settings, over all groups
+_MAX_DEPTH = 20
+_LISTED = 5
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerOutput:
+    """The files that are written beside the weights.
+
+    Attributes:
+        files: The files.
+        bytes_read: How much of the source they are made from.
+        notes: What the user should know.
+    """
+
+    files: tuple[OutputFile, ...] = ()
+    bytes_read: int = 0
+    notes: tuple[str, ...] = ()
+
+
+def optimizer_output(
+    checkpoint: Opened, request: ConsolidateRequest, model: Sequence[TensorEntry]
+) -> OptimizerOutput:
+    """Plans the files of the optimizer; none where they were not asked for.
+
+    Args:
+        checkpoint: The source.
+        request: What was asked for.
+        model: The tensors of the model that is written.
+
+    Raises:
+        RefusedError: If there is no optimizer, or if it cannot be told which one is meant.
+        InputError: If its states are damaged or incomplete.
+    """
+    if not request.optimizer:
+        return OptimizerOutput()
+    tree = model[0].tree if model else ""
+    _raise_what_was_passed_over(checkpoint)
+    found, entries = optimizer_states(checkpoint.index, tree, request, location=checkpoint.path)
+    _check_whole(checkpoint, entries)
+    states, notes = _with_plain_values(found, checkpoint.source)
+    values = only_wanted_members(states.values, states.unwrapped, request)
+    states = replace(states, values=with_groups(values, request.wants))
+    _check_names(states, model, checkpoint.path)
+    if request.layout == "dcp":
+        files = layout_optimizer_folder(states, request.max_file_bytes)
+    else:
+        files = [layout_optimizer_file(states)]
+    notes += [note for note in checkpoint.index.run.notes if note.endswith(NUMBERED)]
+    return OptimizerOutput(tuple(files), sum(entry.size_bytes for entry in entries), tuple(notes))
+
+
+def _raise_what_was_passed_over(checkpoint: Opened) -> None:
+    """Raises what is wrong with the optimizer's file, which nobody else needs.
+
+    Raises:
+        InputError: If something is.
+    """
+    if next(checkpoint.index.of_part("optimizer"), None) is not None:
+        return
+    for unit in checkpoint.units:
+        if unit.candidate.format == TorchOptimizerReader.name:
+            read_optimizer_file(checkpoint.source, unit.candidate)
+
+
+def _check_whole(checkpoint: Opened, entries: Sequence[TensorEntry]) -> None:
+    problem = next(find_problems(checkpoint.index, entries), None)
+    if problem is not None:
+        raise error_of(problem, checkpoint.path)
+
+
+def _check_names(states: OptimizerStates, model: Sequence[TensorEntry], location: str) -> None:
+    names = {str(entry.name) for entry in model}
+    twice = next((t for t in states.tensors if t.product.spec.name in names), None)
+    if twice is not None:
+        raise RefusedError(
+            f"a weight of the model and a state of its optimizer are both called"
+            f" {twice.product.spec.name!r}",
+            where=f"--optimizer {location}",
+            hint="write them one by one: once without --optimizer",
+        )
+
+
+def _with_plain_values(
+    states: OptimizerStates, source: Source
+) -> tuple[OptimizerStates, list[str]]:
+    """Reads values that lie in the source, and leaves out what is more than plain values."""
+    kept: dict[KeyPath, Any] = {}
+    odd: list[str] = []
+    budget = _Budget()
+    for path, value in states.values.items():
+        found = _value_at(value, source, path) if isinstance(value, BlobRef) else value
+        try:
+            kept[path] = budget.plain(found)
+        except _NotPlainError:
+            odd.append(".".join(map(str, path)))
+    notes = []
+    if odd:
+        more = f" and {len(odd) - _LISTED} more" if len(odd) > _LISTED else ""
+        notes.append(
+            f"{', '.join(map(repr, odd[:_LISTED]))}{more} of the optimizer hold more than numbers"
+            " and texts, and are left out"
+        )
+    return replace(states, values=kept), notes
+
+
+def _value_at(blob: BlobRef, source: Source, path: KeyPath) -> object:
+    """Parses a python object that lies in the source.
+
+    Raises:
+        FormatError: If it is larger than any.
+        InputError: If it is damaged.
+    """
+    where = f"{blob.path}, object {'.'.join(map(str, path))!r}"
+    size = blob.stop - blob.start
+    if size > _MAX_BLOB_BYTES:
+        raise FormatError(
+            f"has {size:,} bytes, more than the {_MAX_BLOB_BYTES:,} that a setting may have",
+            where=where,
+        )
+    archive = open_archive(*content_of(source, blob, where=where), where=where)
+    try:
+        return parse_values(archive.pickle(), where=where)
+    except (UnsafePickleError, UnsupportedError):  # sound, but of more than plain values
+        return _UNREADABLE
+
+
+_UNREADABLE = object()
+
+
+class _NotPlainError(Exception):
+    """A value is more than numbers and texts."""
+
+
+class _Budget:
+    """Copies values as far as they are plain, and no more of them than an optimizer has."""
+
+    def __init__(self) -> None:
+        self._left = _MAX_VALUES
+
+    def plain(self, value: object, depth: int = 0) -> Any:
+        """Returns a value made of python's own types.
+
+        Raises:
+            _NotPlainError: If something else is in it.
+        """
+        self._left -= 1
+        if self._left < 0 or depth > _MAX_DEPTH:
+            raise _NotPlainError
+        if isinstance(value, str):
+            return _text(value)
+        if value is None or type(value) in {bool, int, float}:
+            return value
+        if isinstance(value, Mapping):
+            items = value.items()
+            return {self.plain(k, depth + 1): self.plain(v, depth + 1) for k, v in items}
+        if isinstance(value, (list, tuple)):
+            made = [self.plain(item, depth + 1) for item in value]
+            return tuple(made) if isinstance(value, tuple) else made
+        raise _NotPlainError
+
+
+def _text(value: str) -> str:
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise _NotPlainError from error
+    return value

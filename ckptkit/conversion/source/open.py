@@ -1,0 +1,381 @@
+"""From a path as the user typed it to an index of what lies there."""
+
+from __future__ import annotations
+
+import posixpath
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ckptkit.conversion.source.flat_models import with_model_config
+from ckptkit.conversion.source.places import absolute, check_path, open_others, open_root
+from ckptkit.conversion.source.unite import LeftShards, unite
+from ckptkit.core.errors import InputError, NoSpaceError, NotACheckpointError, UsageError
+from ckptkit.core.index import (
+    Key,
+    KeyPath,
+    Problem,
+    RecordTable,
+    RunFacts,
+    TensorEntry,
+    TensorIndex,
+)
+from ckptkit.core.manifest import MANIFEST_NAME, Manifest
+from ckptkit.core.threads import memory_in_use_bytes
+from ckptkit.formats.base import Candidate
+from ckptkit.formats.dcp.reader import METADATA
+from ckptkit.formats.discovery import Found, Unit, is_single_file, resolve, step_name, step_of
+from ckptkit.formats.files import missing_files
+from ckptkit.formats.optimizer_names import with_named_states
+from ckptkit.formats.ranks.contents import with_numbered_ranks
+from ckptkit.formats.registry import complaints, nothing_found, parsing_bytes, read_index, recognise
+from ckptkit.formats.torch_files.reader import TorchFileReader
+from ckptkit.formats.zero.tags import without_older_tags
+from ckptkit.plan.coverage import error_of
+from ckptkit.runs.files import foresee_headers, listed_files
+from ckptkit.runs.marking import hold_candidates
+from ckptkit.runs.save_order import SavedFolder, left_behind, series_of
+from ckptkit.runs.steps import SavedSteps, step_folder
+from ckptkit.storage.base import Folder
+from ckptkit.storage.overlay import OverlaySource
+from ckptkit.storage.places import PathLike, place_of
+
+__all__ = ["Opened", "PathLike", "opened"]
+_MARKS = {"trainer_state.json": "Transformers Trainer"}
+_ACCELERATE = "pytorch_model_fsdp_"
+_ACCELERATE_STATE = "random_states_0.pkl"  # which `save_state` always writes
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A checkpoint that was found and parsed.
+
+    Attributes:
+        location: The path as the user typed it.
+        source: The places that hold the files, read as one.
+        folder: The chosen step's folder, relative to the source's root; empty for the root.
+        units: What the index was made from.
+        index: Everything the headers tell, over all units.
+        select: What is left of the user's selection: a state dict within the index, or None.
+        notes: What was passed over or left alone, and why.
+        manifest: Of a step that ckptkit saved, else None.
+        paths: All files that were looked at, relative to the source's root.
+    """
+
+    location: str
+    source: OverlaySource
+    folder: str
+    units: tuple[Unit, ...]
+    index: TensorIndex
+    select: str | None
+    notes: tuple[str, ...]
+    manifest: Manifest | None = None
+    paths: Sequence[str] = ()
+
+    @property
+    def path(self) -> str:
+        """The chosen step, named under the user's path."""
+        return posixpath.join(self.location, self.folder) if self.folder else self.location
+
+
+@contextmanager
+def opened(
+    path: PathLike,
+    *,
+    select: str | None = None,
+    also: Sequence[PathLike] = (),
+    limit_bytes: int | None = None,
+    model_config: PathLike | None = None,
+) -> Iterator[Opened]:
+    """Opens whatever checkpoint lies at, or under, a path.
+
+    Args:
+        path: Any path in or above a checkpoint.
+        select: Which of several to take.
+        also: Further directories, which hold files of the same checkpoint in the same places.
+        limit_bytes: Memory that the process may use, or None.
+        model_config: A folder with the configuration of the model that flat parameters of FSDP1
+            are made of, or None.
+
+    Yields:
+        The checkpoint, its files open.
+
+    Raises:
+        NotACheckpointError: If there is none.
+        AmbiguousSourceError: If there are several and nothing was selected.
+        InputError: If what is there cannot be parsed.
+        NoSpaceError: If parsing it would take more memory than allowed.
+        UsageError: If a path cannot be one, or the path is a file that stands beside `also`.
+    """
+    check_path(path, "SRC")
+    location = place_of(path)
+    with ExitStack() as stack:
+        root, only = open_root(stack, location)
+        if only is not None and also:
+            raise UsageError("stands beside a file, where a directory was expected", where="--also")
+        folders = [root, *open_others(stack, location, also)]
+        source = OverlaySource(folders, compared=(METADATA, MANIFEST_NAME))
+        found = _Search(source, location, only, limit_bytes).run(select)
+        if model_config is not None:
+            found = replace(found, index=with_model_config(found.index, model_config))
+        stack.enter_context(hold_candidates(folders, [unit.candidate for unit in found.units]))
+        yield found
+
+
+class _Search:
+    """Finds, chooses and parses; parsed indexes are kept, since choosing may need them."""
+
+    def __init__(
+        self, source: OverlaySource, location: str, only: str | None, limit_bytes: int | None
+    ) -> None:
+        self._source = source
+        self._location = location
+        self._only = only
+        self._limit_bytes = limit_bytes
+        self._steps = SavedSteps(source, ())
+        self._paths: Sequence[str] = ()
+        self._indexes: dict[tuple[str, str, tuple[str, ...]], TensorIndex] = {}
+
+    def run(self, select: str | None) -> Opened:
+        candidates = self._candidates()
+        left_alone: tuple[str, ...] = ()
+        if select is None:
+            candidates, left_alone = without_older_tags(self._source, candidates)
+        found = resolve(
+            self._steps.apart(candidates),
+            location=self._location,
+            select=select,
+            lacks=self._lacks,
+            links=self._source.linked_folders() if self._only is None else (),
+            nothing=partial(nothing_found, self._looked_at(), self._location),
+            told=self._step_inside,
+            left_behind=self._left_behind,
+        )
+        shards = LeftShards(self._source, self._location, candidates, self._index)
+        found = shards.settle(found, select)
+        self._check_parts(found)
+        index = _merge(found.units, [self._index(unit.candidate) for unit in found.units])
+        index = with_named_states(index, in_order=index.format == TorchFileReader.name)
+        step = _step_named(found, absolute(self._location))
+        writer = ", ".join(filter(None, [*self._frameworks(found), index.run.writer]))
+        known = index.run.step if index.run.step is not None else step
+        run = replace(index.run, step=known, writer=writer)
+        saved = step_folder(found.units[0].candidate.folder)
+        problems = (*index.problems, *self._steps.problems(saved))
+        return Opened(
+            location=self._location,
+            source=self._source,
+            folder=found.folder,
+            units=found.units,
+            index=replace(index, run=self._steps.facts(saved, run), problems=problems),
+            select=found.select,
+            notes=(*left_alone, *found.notes, *complaints()),
+            manifest=self._steps.manifest(saved),
+            paths=self._looked_at(),
+        )
+
+    def _left_behind(self, folders: Sequence[str]) -> frozenset[str]:
+        """Returns the steps, folders of one run, that training went back from."""
+        found: set[str] = set()
+        series: dict[str, list[SavedFolder]] = {}
+        for folder in folders:
+            place = posixpath.dirname(folder), series_of(posixpath.basename(folder))
+            step = step_of(folder)
+            if step is not None and len(folders) > 1:
+                series.setdefault("/".join(place), []).append(self._saved_folder(folder, step))
+        for steps in series.values():
+            found |= left_behind(self._source, steps)
+        return frozenset(found)
+
+    def _saved_folder(self, folder: str, step: int) -> SavedFolder:
+        manifest = self._steps.manifest(folder)
+        if manifest is not None:
+            number = manifest.source.get("save_number")
+            return SavedFolder(folder, step, number if isinstance(number, int) else 0, 0.0)
+        names = (path for path in self._paths if posixpath.dirname(path) == folder)
+        times = [self._source.stat(path).modified for path in names]
+        return SavedFolder(folder, step, None, max(times, default=0.0))
+
+    def _candidates(self) -> list[Candidate]:
+        """Recognises what lies there; what lies in parts is laid over the parts as a whole."""
+        self._paths = listed_files(self._source)
+        candidates = recognise(self._paths)
+        _check_places(self._source.folders)
+        united = unite(self._source, [step_folder(one.folder) for one in candidates])
+        if united.made:
+            self._source.lay_over(united.made, without=united.without)
+            self._paths = listed_files(self._source)
+            candidates = recognise(self._paths)
+        candidates = with_numbered_ranks(self._source, candidates, self._paths)
+        if self._only is not None:
+            candidates = [c for c in candidates if self._only in c.files]
+        self._steps = SavedSteps(self._source, candidates, united.problems)
+        return candidates
+
+    def _looked_at(self) -> Sequence[str]:
+        return self._paths if self._only is None else (self._only,)
+
+    def _check_parts(self, found: Found) -> None:
+        """Refuses a step in parts that do not make a whole."""
+        for unit in found.units:
+            problem = self._steps.problem(step_folder(unit.candidate.folder))
+            if problem is not None and METADATA not in _names(unit.candidate):
+                raise error_of(problem, self._location)
+
+    def _frameworks(self, found: Found) -> Iterator[str]:
+        """Yields the frameworks whose marks lie beside the weights, outermost first."""
+        folders = {found.folder, *(unit.candidate.folder for unit in found.units)}
+        folders |= {posixpath.dirname(folder) for folder in folders}
+        for file, framework in _MARKS.items():
+            if any(posixpath.join(folder, file) in self._paths for folder in folders):
+                yield framework
+        names = [unit.candidate.folder or self._location for unit in found.units]
+        is_ours = any(self._steps.is_output(step_folder(folder)) for folder in folders)
+        states = (posixpath.join(folder, _ACCELERATE_STATE) for folder in folders)
+        is_named = any(_ACCELERATE in name for name in names)
+        if not is_ours and (is_named or any(path in self._paths for path in states)):
+            yield "accelerate"
+
+    def _index(self, candidate: Candidate) -> TensorIndex:
+        key = (candidate.format, candidate.folder, candidate.files)
+        if key not in self._indexes:
+            self._check_memory(candidate)
+            foresee_headers(self._source, candidate)
+            self._indexes[key] = read_index(self._source, candidate)
+        return self._indexes[key]
+
+    def _check_memory(self, candidate: Candidate) -> None:
+        needed = memory_in_use_bytes() + parsing_bytes(self._source, candidate)
+        if self._limit_bytes is not None and needed > self._limit_bytes:
+            raise NoSpaceError(
+                f"parsing the index takes about {needed:,} bytes against {self._limit_bytes:,}",
+                where="--memory-limit",
+                hint=f"allow at least {needed:,} bytes",
+            )
+
+    def _step_inside(self, candidate: Candidate) -> int | None:
+        try:
+            return self._index(candidate).run.step
+        except InputError:
+            return None
+
+    def _lacks(self, candidate: Candidate) -> str:
+        unfinished = self._steps.lacks(candidate)
+        if unfinished:
+            return unfinished
+        try:
+            return missing_files(self._index(candidate))
+        except InputError as error:
+            return str(error.message)
+
+
+def _step_named(found: Found, location: str) -> int | None:
+    """Returns the step that the name of the chosen file or folder tells."""
+    candidate = found.units[0].candidate
+    name = step_name(candidate.files[0]) if is_single_file(candidate) else None
+    if name is not None and "epoch" not in name.kind:
+        return name.number
+    return step_of(found.folder or location)
+
+
+def _check_places(folders: Sequence[Folder]) -> None:
+    """Refuses a directory in which no step has the path that it has in another one."""
+    if len(folders) == 1:
+        return
+    found = [recognise(listed_files(folder)) for folder in folders]
+    steps = [{step_folder(one.folder) for one in candidates} for candidates in found]
+    for number, folder in enumerate(folders[1:], 1):
+        others = set().union(*(found for i, found in enumerate(steps) if i != number))
+        if steps[number].isdisjoint(others):
+            raise NotACheckpointError(
+                "no part of a checkpoint lies there under a path that it also has in"
+                f" {folders[0].location}",
+                where=f"--also {folder.location}",
+                hint="name the directory that corresponds to SRC: files that belong together have"
+                " the same paths in both",
+            )
+
+
+def _names(candidate: Candidate) -> set[str]:
+    return {posixpath.basename(path) for path in candidate.files}
+
+
+def _merge(units: Sequence[Unit], indexes: Sequence[TensorIndex]) -> TensorIndex:
+    """Joins the indexes of units; trees are named by unit as soon as several hold models."""
+    if len(indexes) == 1:
+        return indexes[0]
+    several = sum(1 for unit in units if not unit.is_optimizer) > 1
+    tensors: dict[Key, TensorEntry] = {}
+    problems: list[Problem] = []
+    aliases: list[frozenset[Key]] = []
+    first_record = 0
+    for unit, index in zip(units, indexes, strict=True):
+        trees = {entry.tree for entry in index.of_part("model")}
+        taken = tensors.keys() & index.tensors.keys()
+        keys = {key: Key(f"{unit.label}/{key}") if taken else key for key in index.tensors}
+        for key, entry in index.tensors.items():
+            label = entry.tree
+            master = entry.master
+            if master is not None:
+                master = replace(master, key=keys[master.key])
+            if several:
+                label = f"{unit.label}/{entry.tree}" if len(trees) > 1 else unit.label
+            chunks = entry.chunks.shifted(first_record)
+            tensors[keys[key]] = replace(
+                entry, key=keys[key], tree=label, chunks=chunks, master=master
+            )
+        first_record += len(index.records)
+        problems += [
+            replace(problem, where=keys.get(Key(problem.where), problem.where))
+            for problem in index.problems
+        ]
+        aliases += [frozenset(keys[key] for key in group) for group in index.aliases]
+    values: dict[KeyPath, Any] = {}
+    for unit, index in zip(units, indexes, strict=True):  # two optimizers have equal keys
+        for path, value in index.values.items():
+            values[path if path not in values else (unit.label, *path)] = value
+    return TensorIndex(
+        format=_merged_format(units, indexes),
+        files=tuple(file for index in indexes for file in index.files),
+        records=_merged_records(indexes),
+        tensors=tensors,
+        values=values,
+        aliases=tuple(aliases),
+        run=_merged_run([index.run for index in indexes]),
+        problems=tuple(problems),
+    )
+
+
+def _merged_format(units: Sequence[Unit], indexes: Sequence[TensorIndex]) -> str:
+    """Names the formats of the models, or of whatever is there besides them."""
+    pairs = list(zip(units, indexes, strict=True))
+    models = [index.format for unit, index in pairs if not unit.is_optimizer]
+    return " + ".join(dict.fromkeys(models or [index.format for index in indexes]))
+
+
+def _merged_records(indexes: Sequence[TensorIndex]) -> RecordTable:
+    first_file = np.cumsum([0, *(len(index.files) for index in indexes)])
+    tables = [index.records for index in indexes]
+    return RecordTable(
+        np.concatenate([t.file + first for t, first in zip(tables, first_file, strict=False)]),
+        np.concatenate([t.start for t in tables]),
+        np.concatenate([t.stop for t in tables]),
+        np.concatenate([t.container for t in tables]),
+        np.concatenate([t.crc32 for t in tables]),
+    )
+
+
+def _merged_run(runs: Sequence[RunFacts]) -> RunFacts:
+    sizes = [run.world_size for run in runs if run.world_size is not None]
+    return RunFacts(
+        world_size=max(sizes, default=None),
+        step=next((run.step for run in runs if run.step is not None), None),
+        writer=next((run.writer for run in runs if run.writer), ""),
+        version=next((run.version for run in runs if run.version), ""),
+        mesh=next((run.mesh for run in runs if run.mesh), ()),
+        notes=tuple(dict.fromkeys(note for run in runs for note in run.notes)),
+    )

@@ -1,0 +1,253 @@
+"""`ckptkit.open`: the tensors of any checkpoint, assembled when they are asked for.
+
+Reads every byte of tensors once, in parallel, without writing anything.
+
+Tensors handed to frameworks; torch is imported only when a torch.Tensor is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptkit.conversion.source.open import PathLike, opened
+from ckptkit.core.arguments import check_arguments
+from ckptkit.core.arrays import numpy_dtype
+from ckptkit.core.dtypes import DType
+from ckptkit.core.errors import InputError, UsageError
+from ckptkit.core.index import Fqn, Key, RunFacts, Shape, Span, TensorEntry
+from ckptkit.core.manifest import LEAF_BYTES
+from ckptkit.core.text import Closing
+from ckptkit.core.threads import run_crew
+from ckptkit.engine.outcome import BytesWritten, Listener, Started
+from ckptkit.engine.reader import Origin, TensorReader
+from ckptkit.options import ConsolidateRequest
+from ckptkit.plan.coverage import error_of, find_problems
+from ckptkit.plan.plan import SOURCE
+from ckptkit.plan.selection import select_model
+
+if TYPE_CHECKING:
+    import torch
+
+
+def as_numpy(data: bytearray, dtype: DType, shape: Shape) -> NDArray[Any]:
+    """Returns row-major bytes as an array; types that numpy lacks are those of ml_dtypes."""
+    return np.frombuffer(data, numpy_dtype(dtype)).reshape(shape)
+
+
+def as_torch(data: bytearray, dtype: DType, shape: Shape) -> torch.Tensor:
+    """Returns row-major bytes as a tensor that shares their memory.
+
+    Raises:
+        UsageError: If torch is not installed.
+    """
+    try:
+        import torch
+    except ImportError as error:
+        raise UsageError(
+            "torch is not installed",
+            where="framework='torch'",
+            hint="pip install 'ckptkit-toolkit[torch]', or read with framework='numpy'",
+        ) from error
+    kind = getattr(torch, dtype.name)
+    if not data:
+        return torch.empty(shape, dtype=kind)
+    return torch.frombuffer(data, dtype=kind).reshape(shape)
+
+
+Framework = Literal["torch", "numpy"]
+
+
+class Checkpoint(Closing):
+    """The model of a checkpoint, read tensor by tensor. Use it as a context manager."""
+
+    def __init__(
+        self, path: PathLike, *, select: str | None = None, also: Sequence[PathLike] = ()
+    ) -> None:
+        """Finds and parses the checkpoint; no tensor data is read.
+
+        Args:
+            path: Any path in or above a checkpoint.
+            select: The model to take where there are several.
+            also: Further directories that hold files of the same checkpoint.
+
+        Raises:
+            InputError: If there is none, or if it cannot be parsed.
+            AmbiguousSourceError: If there are several models and none was selected.
+        """
+        with ExitStack() as stack:
+            self._opened = stack.enter_context(opened(path, select=select, also=also))
+            request = ConsolidateRequest(select=self._opened.select)
+            entries = select_model(self._opened.index, request, location=self._opened.path)
+            self._entries: dict[str, TensorEntry] = {entry.name: entry for entry in entries}
+            self._stack = stack.pop_all()
+
+    @property
+    def path(self) -> str:
+        """The checkpoint that was found, under the path that was given."""
+        return self._opened.path
+
+    @property
+    def format(self) -> str:
+        """The on-disk format."""
+        return self._opened.index.format
+
+    @property
+    def run(self) -> RunFacts:
+        """What is known of the run that wrote it."""
+        return self._opened.index.run
+
+    def keys(self) -> tuple[Fqn, ...]:
+        """Returns the names of all tensors of the model, in order."""
+        return tuple(entry.name for entry in self._entries.values())
+
+    def shape(self, name: str) -> Shape:
+        """Returns the full shape of a tensor."""
+        return self._entry(name).shape
+
+    def dtype(self, name: str) -> str:
+        """Returns torch's name of a tensor's element type, such as `bfloat16`."""
+        return self._entry(name).dtype.name
+
+    @check_arguments
+    def read(self, name: str, framework: Framework = "torch") -> torch.Tensor | NDArray[Any]:
+        """Assembles a tensor, checking every stored checksum.
+
+        Args:
+            name: The tensor's own name.
+            framework: What to return it as; `numpy` needs no torch.
+
+        Returns:
+            The tensor, row-major.
+
+        Raises:
+            KeyError: If there is no such tensor.
+            InputError: If it is incomplete or damaged.
+            UsageError: If the framework is unknown, or not installed.
+        """  # noqa: DOC501  `error_of` makes an InputError
+        entry = self._entry(name)
+        problem = next(find_problems(self._opened.index, [entry]), None)
+        if problem is not None:
+            raise error_of(problem, self.path)
+        data = bytearray(entry.size_bytes)
+        origin = Origin(SOURCE, self._opened.source, self._opened.index)
+        TensorReader(origin).fill(entry.key, Span(0, entry.elements), memoryview(data))
+        origin.ledger.finish()
+        if framework == "numpy":
+            return as_numpy(data, entry.dtype, entry.shape)
+        if framework == "torch":
+            return as_torch(data, entry.dtype, entry.shape)
+        raise UsageError(f"{framework!r} is not among torch, numpy", where="framework")
+
+    def close(self) -> None:
+        """Closes the files."""
+        self._stack.close()
+
+    def _entry(self, name: str) -> TensorEntry:
+        try:
+            return self._entries[name]
+        except KeyError:
+            raise KeyError(f"{self.path} holds no tensor {name!r}") from None
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        tensor: Any = self.read(name)
+        return tensor  # type: ignore[no-any-return]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries
+
+    def __iter__(self) -> Iterator[Fqn]:
+        return iter(self.keys())
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+Item = tuple[TensorEntry, int]  # a tensor and the number of one of its leaves
+
+
+@dataclass(frozen=True, slots=True)
+class Scan:
+    """What reading found.
+
+    Attributes:
+        failures: What went wrong first, by key of the tensor.
+        size_bytes: How much was read.
+    """
+
+    failures: dict[Key, InputError]
+    size_bytes: int
+
+
+def leaf_span(entry: TensorEntry, leaf: int) -> Span:
+    """Returns the elements of one leaf of a tensor's digest."""
+    step = LEAF_BYTES // entry.dtype.itemsize
+    return Span(leaf * step, min((leaf + 1) * step, entry.elements))
+
+
+def same_bytes(first: memoryview, second: memoryview) -> bool:
+    """Compares two buffers of one length; `memoryview` itself compares byte by byte."""
+    whole = len(first) // 8 * 8
+    one, other = (np.frombuffer(side[:whole], np.uint64) for side in (first, second))
+    return np.array_equal(one, other) and first[whole:] == second[whole:]
+
+
+def scan(
+    origin: Origin,
+    entries: Sequence[TensorEntry],
+    visit: Callable[[TensorEntry, int, memoryview], None],
+    *,
+    workers: int,
+    listener: Listener,
+) -> Scan:
+    """Reads tensors leaf by leaf and shows each leaf to `visit`, from several threads.
+
+    A tensor that cannot be read is noted, and the others are read all the same.
+
+    Returns:
+        What failed, and how much was read.
+    """
+    failures: dict[Key, InputError] = {}
+    total = sum(entry.size_bytes for entry in entries)
+    listener(Started(total))
+
+    def work(items: Iterator[Item]) -> None:
+        reader = TensorReader(origin)
+        buffer = memoryview(bytearray(LEAF_BYTES))
+        for entry, leaf in items:
+            span = leaf_span(entry, leaf)
+            view = buffer[: (span.stop - span.start) * entry.dtype.itemsize]
+            try:
+                reader.fill(entry.key, span, view)
+            except InputError as error:
+                failures.setdefault(entry.key, error)
+                continue
+            visit(entry, leaf, view)
+            listener(BytesWritten(len(view)))
+
+    run_crew(workers, _leaves(entries), work)
+    for error in _late_failures(origin):
+        failures.setdefault(Key(error.where), error)
+    return Scan(failures, total)
+
+
+def _late_failures(origin: Origin) -> Iterator[InputError]:
+    """Settles what is still open in the ledger; each failure closes one record."""
+    while True:
+        try:
+            origin.ledger.finish()
+        except InputError as error:
+            yield error
+        else:
+            return
+
+
+def _leaves(entries: Sequence[TensorEntry]) -> Iterator[Item]:
+    for entry in entries:
+        for leaf in range(-(-entry.size_bytes // LEAF_BYTES)):
+            yield entry, leaf

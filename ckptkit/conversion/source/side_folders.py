@@ -1,0 +1,302 @@
+"""Where a checkpoint's configuration and tokenizer may lie, and reading them.
+
+Tied weights: what the configuration declares is believed only when the bytes agree.
+"""
+
+from __future__ import annotations
+
+import posixpath
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ckptkit.conversion.naming_program import ask_parameters
+from ckptkit.conversion.source.open import Opened
+from ckptkit.conversion.source.places import absolute, open_folder
+from ckptkit.conversion.source.read import same_bytes
+from ckptkit.core.errors import FormatError, InputError, RefusedError
+from ckptkit.core.index import Fqn, Span, TensorEntry
+from ckptkit.core.model_configs import parse_json_object, parse_model_config
+from ckptkit.engine.reader import RUN_BYTES, Origin, TensorReader
+from ckptkit.formats.discovery import is_unit_folder, step_of
+from ckptkit.plan.plan import Literal, OutputFile, RawCopy, contiguous
+from ckptkit.plan.side_files import (
+    CONFIG,
+    MAX_JSON_BYTES,
+    MAX_TOKENIZER_BYTES,
+    TOKENIZER,
+    SideFile,
+    choose_side_files,
+    content_as_written,
+    has_auto_map,
+    is_side_file,
+)
+from ckptkit.plan.ties import (
+    patterns_without_targets,
+    tie_candidates,
+    tie_conflicts,
+    tied_names_absent,
+    ties_to_drop,
+)
+from ckptkit.storage.base import Folder, Prefix, Source
+from ckptkit.storage.local.source import LocalSource
+from ckptkit.storage.places import PathLike, is_url, place_of
+
+_SHALLOW = ("ckptkit", "huggingface", "additional_chat_templates")
+_NESTED = ("ckptkit", "huggingface")  # where the training hooks, and verl, put them
+_HUB, _REPOSITORY = "hf://", 3  # slashes before the end of hf://org/name
+_AUTO_MAP = "auto_map"
+_CLIMB = 2  # from checkpoint-500/pytorch_model_fsdp_0 up to the run
+
+
+class SideFolders:
+    """The folders that may hold side files, nearest to the weights first.
+
+    Attributes:
+        base: The model folder that the user named for what the source lacks, or None.
+        sources: The folders, by their paths.
+    """
+
+    def __init__(self, stack: ExitStack, checkpoint: Opened, base: PathLike | None) -> None:
+        self.base = None if base is None else place_of(base)
+        self.sources: dict[str, Folder] = {}
+        given = None if base is None else open_folder(stack, base, "--base")
+        for folder in checkpoint.source.folders:
+            opener = _Opener(stack, folder)
+            for path in _places(checkpoint, folder.location):
+                source = None if path in self.sources else opener.open(path)
+                if source is not None:
+                    self.sources[path] = source
+        self._base_location = None if given is None else given.location
+        if given is not None:
+            self.sources.setdefault(given.location, given)
+
+    def choose(self, *, allow_code: bool) -> tuple[list[SideFile], list[str]]:
+        """Returns the files to put beside the weights, and python files left out."""
+        listed = [(origin, _listing(source)) for origin, source in self.sources.items()]
+        return choose_side_files(listed, allow_code=allow_code)
+
+    def read(self, file: SideFile) -> bytes:
+        """Returns a whole side file."""
+        return self.sources[file.origin].read(file.path, 0, file.size_bytes)
+
+    def outputs(
+        self, files: Sequence[SideFile], config: Mapping[str, Any] | None, *, allow_code: bool
+    ) -> list[OutputFile]:
+        """Plans the files as they are to be written.
+
+        Args:
+            files: As `choose` returned them.
+            config: The model's configuration as it is to be written, if there is one.
+            allow_code: Whether `auto_map`, which names python files, stays.
+
+        Raises:
+            FormatError: If a configuration is not a JSON object.
+        """
+        return [self._output(file, config, allow_code=allow_code) for file in files]
+
+    def _output(
+        self, file: SideFile, config: Mapping[str, Any] | None, *, allow_code: bool
+    ) -> OutputFile:
+        def read() -> bytes:
+            return self.read(file)
+
+        data = content_as_written(file.name, file.size_bytes, read, config, allow_code=allow_code)
+        if data is None:
+            return contiguous(file.name, [(file.size_bytes, RawCopy(file.origin, file.path), None)])
+        return contiguous(file.name, [(len(data), Literal(data), None)])
+
+    def tokenizer(self, files: Sequence[SideFile]) -> dict[str, Any] | None:
+        """Returns the tokenizer that is taken along; None where there is none, or no usable one."""
+        file = next((file for file in files if file.name == TOKENIZER), None)
+        if file is None or file.size_bytes > MAX_TOKENIZER_BYTES:
+            return None
+        try:
+            return parse_json_object(self.read(file), where=file.path)
+        except FormatError:
+            return None
+
+    def code_of(self, files: Sequence[SideFile]) -> dict[str, Any]:
+        """Returns what a configuration says of code of its own, which is not written with it."""
+        found = self.config(files) or {}
+        return {_AUTO_MAP: found[_AUTO_MAP]} if has_auto_map(found) else {}
+
+    def base_of_config(self, files: Sequence[SideFile]) -> str | None:
+        """Returns the base that the user named, if the configuration is taken from there."""
+        file = next((file for file in files if file.name == CONFIG), None)
+        is_of_base = file is not None and file.origin == self._base_location
+        return self.base if is_of_base else None
+
+    def config(self, files: Sequence[SideFile]) -> dict[str, Any] | None:
+        """Returns the model's configuration, or None where there is none.
+
+        Raises:
+            FormatError: If it is not a JSON object.
+        """
+        file = next((file for file in files if file.name == CONFIG), None)
+        if file is None or file.size_bytes > MAX_JSON_BYTES:
+            return None
+        where = posixpath.join(self.sources[file.origin].location, file.path)
+        return parse_model_config(self.read(file), where=where)
+
+
+class _Opener:
+    """Opens folders in and above one that is open already, those that are there."""
+
+    def __init__(self, stack: ExitStack, folder: Folder) -> None:
+        self._stack = stack
+        self._folder = folder
+        self._above: dict[str, Prefix | None] = {}
+
+    def open(self, path: str) -> Folder | None:
+        if isinstance(self._folder, Prefix):
+            return self._remote(self._folder, path)
+        if not Path(path).is_dir():
+            return None
+        return self._stack.enter_context(LocalSource(Path(path)))
+
+    def _remote(self, root: Prefix, path: str) -> Folder | None:
+        """Takes a part of a listing; one above the root is of what may be meant there alone."""
+        inside = _rest_of(path, root.location)
+        if inside is None:
+            run = next((one for one in self._above if _rest_of(path, one) is not None), path)
+            above = self._listed(root, run)
+            if above is None:
+                return None
+            root, inside = above, _rest_of(path, run) or ""
+        found = root.below(inside) if inside else root
+        return found if next(iter(found.walk(1)), None) is not None else None
+
+    def _listed(self, root: Prefix, run: str) -> Prefix | None:
+        if run not in self._above:
+            try:
+                self._above[run] = root.above(run, folders=_SHALLOW)
+            except InputError:
+                self._above[run] = None  # who may read a step may not be let into its run
+        return self._above[run]
+
+
+def _rest_of(path: str, root: str) -> str | None:
+    if path == root:
+        return ""
+    return path.removeprefix(f"{root}/") if path.startswith(f"{root}/") else None
+
+
+def _places(checkpoint: Opened, root: str) -> Iterator[str]:
+    """Yields where side files may lie, nearest to the weights first."""
+    step = _in(root, checkpoint.folder)
+    models = [unit.candidate.folder for unit in checkpoint.units if not unit.is_optimizer]
+    units = [_in(root, folder) for folder in models]
+    homes = [*(unit for unit in units if unit != step), step, *_above(step)]
+    yield from dict.fromkeys(_in(home, name) for home in homes for name in (*_NESTED, ""))
+
+
+def _in(folder: str, name: str) -> str:
+    if is_url(folder):
+        return f"{folder}/{name}" if name else folder
+    return str(Path(folder, name))
+
+
+def _above(step: str) -> Iterator[str]:
+    """Climbs from a unit to its step, and from a step to its run."""
+    path = absolute(step)
+    for _ in range(_CLIMB):
+        name = posixpath.basename(path)
+        if not (is_unit_folder(name) or step_of(name) is not None):
+            return
+        above = posixpath.dirname(path) if is_url(path) else str(Path(path).parent)
+        if above.endswith("/") or (above.startswith(_HUB) and above.count("/") < _REPOSITORY):
+            return  # what all buckets, repositories or directories lie in
+        path = above
+        yield path
+
+
+def _listing(source: Source) -> Mapping[str, int]:
+    """Returns the side files of a folder; what cannot be read is nobody's configuration."""
+    sizes = {}
+    for path in source.walk(1):
+        if is_side_file(path):
+            try:
+                sizes[path] = source.stat(path).size_bytes
+            except InputError:
+                continue
+    return sizes
+
+
+@dataclass(frozen=True, slots=True)
+class Ties:
+    """Names that are tied, and names that are declared so but are not.
+
+    Attributes:
+        dropped: Targets with the bytes of their source, by target.
+        broken: Targets with other bytes than the source that they are declared tied to.
+    """
+
+    dropped: Mapping[Fqn, Fqn]
+    broken: Mapping[Fqn, Fqn]
+
+
+def find_ties(
+    config: Mapping[str, Any] | None, entries: Sequence[TensorEntry], origin: Origin
+) -> Ties:
+    """Compares the bytes of every pair that the configuration declares tied.
+
+    Returns:
+        The ties that hold, and those that do not.
+
+    Raises:
+        InputError: If the source cannot be read.
+    """
+    by_name = {entry.name: entry for entry in entries}
+    extents = {name: (entry.dtype, entry.shape) for name, entry in by_name.items()}
+    pairs = tie_candidates(config, extents)
+    reader = TensorReader(origin)
+    same: dict[Fqn, Fqn] = {}
+    broken = dict(tie_conflicts(config, extents))
+    for target, source in pairs.items():
+        equal = _same_values(reader, by_name[target], by_name[source])
+        (same if equal else broken)[target] = source
+    return Ties(ties_to_drop(config, same, broken), broken)
+
+
+def absent_twins(
+    config: Mapping[str, Any] | None, names: Collection[Fqn]
+) -> tuple[Mapping[Fqn, Fqn], str]:
+    """Finds the names of tied weights that a live model has besides.
+
+    Returns:
+        From each absent name to the one in `names` that holds its bytes, and what the user
+        should know; empty if that is all.
+    """
+    absent = dict(tied_names_absent(config, names))
+    model_class = patterns_without_targets(config, {*names, *absent})
+    if config is None or model_class is None:
+        return absent, ""
+    try:
+        groups = ask_parameters(config, [])
+    except RefusedError as error:
+        return absent, (
+            f"{model_class} ties further names, which are not written, as they cannot be told"
+            f" ({error.message}); training that loads every name will miss them"
+        )
+    for group in groups:
+        there = [name for name in group["names"] if name in names]
+        if there:
+            absent |= {Fqn(n): Fqn(there[0]) for n in group["names"] if n not in names}
+    return absent, ""
+
+
+def _same_values(reader: TensorReader, first: TensorEntry, second: TensorEntry) -> bool:
+    itemsize = first.dtype.itemsize
+    step = RUN_BYTES // itemsize
+    buffers = [memoryview(bytearray(RUN_BYTES)) for _ in range(2)]
+    for start in range(0, first.elements, step):
+        span = Span(start, min(start + step, first.elements))
+        views = [buffer[: (span.stop - span.start) * itemsize] for buffer in buffers]
+        reader.fill(first.key, span, views[0])
+        reader.fill(second.key, span, views[1])
+        if not same_bytes(*views):
+            return False
+    return True

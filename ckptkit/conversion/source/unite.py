@@ -1,0 +1,298 @@
+"""Steps of which each node has its own ranks' files, put together from the copies of all nodes.
+
+A node's copy has a manifest that says which ranks wrote there, and their records, from which the
+index of every part of the step is merged, as the commit of a whole step does.
+
+A model that torch consolidated, and the shards that it left beside: are they the same?
+
+Torch's consolidation writes headers first and fills in data later, drops what its mapping does not
+name, and writes 0 for tensors without dimensions. So what it wrote is taken only where it is whole
+and has what the shards have; else the user chooses.
+"""
+
+from __future__ import annotations
+
+import posixpath
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from ckptkit.core.errors import (
+    AmbiguousSourceError,
+    CkptkitError,
+    FormatError,
+    InputError,
+    MissingFileError,
+)
+from ckptkit.core.index import Problem, TensorEntry, TensorIndex
+from ckptkit.core.manifest import (
+    MANIFEST_NAME,
+    NODE_RANKS,
+    TRAINING,
+    FileRecord,
+    Manifest,
+    check_manifest_size,
+    parse_manifest,
+    source_of_all,
+)
+from ckptkit.formats.base import Candidate
+from ckptkit.formats.discovery import Found, Unit, is_left_of
+from ckptkit.storage.base import Folder, Source
+from ckptkit.storage.overlay import OverlaySource
+
+if TYPE_CHECKING:
+    from ckptkit.writer.merge import Merged
+
+
+_NAMED = 8
+
+
+@dataclass(frozen=True, slots=True)
+class United:
+    """What came of the steps that lie in parts.
+
+    Attributes:
+        made: Files that stand for the whole: manifests, and the index of every unit.
+        without: Folders of which the whole has nothing.
+        problems: By folder of a step, why it cannot be put together.
+    """
+
+    made: Mapping[str, bytes] = field(default_factory=dict)
+    without: Sequence[str] = ()
+    problems: Mapping[str, Problem] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """One directory's manifest of a step."""
+
+    source: Folder
+    manifest: Manifest
+
+    @property
+    def ranks(self) -> frozenset[int] | None:
+        """The ranks whose files lie there; None where it is a whole step."""
+        found = self.manifest.source.get(NODE_RANKS)
+        if not isinstance(found, list):
+            return None
+        return frozenset(rank for rank in found if isinstance(rank, int))
+
+
+def unite(source: OverlaySource, steps: Iterable[str]) -> United:
+    """Puts together what lies in parts; steps that are whole are left alone.
+
+    Args:
+        source: The directories.
+        steps: Folders of steps, relative to them.
+
+    Returns:
+        What stands for the whole, and what is in the way.
+    """
+    made: dict[str, bytes] = {}
+    without: list[str] = []
+    problems: dict[str, Problem] = {}
+    for step in dict.fromkeys(steps):
+        copies = list(_copies(source.folders, step))
+        if all(copy.ranks is None for copy in copies):
+            continue
+        try:
+            files, empty = _Step(step, copies, source).put_together()
+            made |= files
+            without += empty
+        except InputError as error:
+            path = posixpath.join(step, MANIFEST_NAME)
+            at = f", at {error.where}" if error.where else ""
+            problems[step] = Problem(error.code, path, f"{error.message}{at}")
+    return United(made, without, problems)
+
+
+def _copies(folders: Sequence[Folder], step: str) -> Iterable[_Copy]:
+    path = posixpath.join(step, MANIFEST_NAME)
+    for folder in folders:
+        try:
+            size = folder.stat(path).size_bytes
+            check_manifest_size(size, where=path)
+            manifest = parse_manifest(folder.read(path, 0, size), where=path)
+        except CkptkitError:
+            continue  # is told when the step is looked at as a whole
+        if manifest.kind == TRAINING:
+            yield _Copy(folder, manifest)
+
+
+class _Step:
+    """One step, and the copies of it."""
+
+    def __init__(self, folder: str, copies: Sequence[_Copy], source: OverlaySource) -> None:
+        self._folder = folder
+        self._copies = copies
+        self._source = source
+
+    def put_together(self) -> tuple[dict[str, bytes], list[str]]:
+        """Returns the files that stand for the whole step, and the folders that it does without.
+
+        Raises:
+            InputError: If ranks are missing, or copies do not belong together.
+        """
+        self._check_one_save()
+        path = posixpath.join(self._folder, MANIFEST_NAME)
+        whole = next((copy for copy in self._copies if copy.ranks is None), None)
+        if whole is not None:
+            return {path: whole.manifest.to_json()}, []
+        from ckptkit.plan.layouts.dcp_metadata import METADATA_NAME, metadata_pickle
+
+        merged = self._merged(self._world_size())
+        made = {
+            posixpath.join(name, METADATA_NAME): metadata_pickle(unit.tensors, unit.objects)
+            for name, unit in merged.units.items()
+        }
+        manifest = self._manifest(merged, made)
+        below = {posixpath.join(self._folder, name): data for name, data in made.items()}
+        empty = [posixpath.join(self._folder, name) for name in merged.empty]
+        return {path: manifest.to_json(), **below}, empty
+
+    def _manifest(self, merged: Merged, made: Mapping[str, bytes]) -> Manifest:
+        """Returns what the commit would have said of the whole step."""
+        gone = tuple(f"{name}/" for name in merged.empty)
+        files = {
+            name: record
+            for copy in self._copies
+            for name, record in copy.manifest.files.items()
+            if not name.startswith(gone)
+        }
+        files |= {name: FileRecord(len(data)) for name, data in made.items()}
+        # Where rank 0 was, there lies what it alone was told.
+        first = next(copy for copy in self._copies if 0 in (copy.ranks or ()))
+        lost = {"lost": merged.lost} if merged.lost else {}
+        source = source_of_all(first.manifest.source) | lost
+        return replace(first.manifest, source=source, files=files)
+
+    def _check_one_save(self) -> None:
+        first = self._copies[0]
+        for copy in self._copies[1:]:
+            saves = [str(c.manifest.source.get("attempt")) for c in (first, copy)]
+            if saves[0] != saves[1]:
+                raise FormatError(
+                    f"is of save {saves[0]!r} in {first.source.location} and of {saves[1]!r} in"
+                    f" {copy.source.location}, where copies of one save were expected"
+                )
+
+    def _world_size(self) -> int:
+        world_size = self._copies[0].manifest.source.get("world_size")
+        if not isinstance(world_size, int) or world_size < 1:
+            raise FormatError("does not say how many ranks there were")
+        here = frozenset[int]().union(*(copy.ranks or () for copy in self._copies))
+        missing = world_size - len(here.intersection(range(world_size)))
+        if missing:
+            first = islice((rank for rank in range(world_size) if rank not in here), _NAMED)
+            named = ", ".join(map(str, first))
+            more = f" and {missing - _NAMED:,} more" if missing > _NAMED else ""
+            looked = ", ".join(folder.location for folder in self._source.folders)
+            raise MissingFileError(
+                f"says that this is a node's copy, and the files of rank{'s'[: missing > 1]}"
+                f" {named}{more} of {world_size} are not in {looked}; name the copies of the other"
+                " nodes with --also"
+            )
+        return world_size
+
+    def _merged(self, world_size: int) -> Merged:
+        from ckptkit.writer.merge import Merger
+        from ckptkit.writer.record import FOLDER, parse_record
+
+        merger = Merger(world_size)
+        for rank in range(world_size):
+            path = posixpath.join(self._folder, FOLDER, f"{rank}.json")
+            where = posixpath.join(self._source.location, path)
+            size = self._source.stat(path).size_bytes
+            merger.add(parse_record(self._source.read(path, 0, size), where=where), where=where)
+        return merger.result()
+
+
+Read = Callable[[Candidate], TensorIndex]
+
+
+@dataclass(frozen=True, slots=True)
+class LeftShards:
+    """Compares the model of a step with the shards beside it.
+
+    Attributes:
+        source: Where both lie.
+        location: The path as the user typed it.
+        candidates: Everything that was recognised there.
+        read: Parses one of them.
+    """
+
+    source: Source
+    location: str
+    candidates: Sequence[Candidate]
+    read: Read
+
+    def settle(self, found: Found, select: str | None) -> Found:
+        """Returns what was found, with a note of the shards that are left alone.
+
+        Args:
+            found: What a path stands for.
+            select: What the user selected, or None.
+
+        Raises:
+            AmbiguousSourceError: If the model is not whole, or not what the shards hold, and
+                was not selected by its name.
+        """
+        notes = [
+            self._compared(unit, shards, found.folder)
+            for unit in found.units
+            if unit.candidate.format == "safetensors" and not _is_named(unit, select)
+            for shards in self.candidates
+            if is_left_of(shards, {unit.candidate.folder})
+        ]
+        return replace(found, notes=(*found.notes, *notes))
+
+    def _compared(self, unit: Unit, shards: Candidate, step: str) -> str:
+        name = _label(shards, step)
+        try:
+            reason = next(self._differences(unit.candidate, shards), "")
+        except InputError as error:
+            reason = f"it is not whole ({error.message})"
+        if not reason:
+            return f"{name!r} holds the shards of the same model: left alone"
+        raise AmbiguousSourceError(
+            f"holds the model {unit.label!r} and the shards in {name!r} that it was made from, and"
+            f" {reason}",
+            where=posixpath.join(self.location, step),
+            hint=f"pass --select {name} to have the model made anew, or"
+            f" --select {unit.label} to take it as it is",
+        )
+
+    def _differences(self, model: Candidate, shards: Candidate) -> Iterator[str]:
+        whole = self.read(model)
+        try:
+            parts = self.read(shards)
+        except InputError:
+            return  # of the shards some are gone, and the model is whole by itself
+        for key in [*parts.tensors, *whole.tensors]:
+            one, other = whole.tensors.get(key), parts.tensors.get(key)
+            if one is None or other is None:
+                yield f"it {'lacks' if one is None else 'alone has'} tensor {key!r}"
+            elif (one.dtype, one.shape) != (other.dtype, other.shape):
+                yield (
+                    f"has tensor {key!r} as {one.dtype.name} {list(one.shape)} against"
+                    f" {other.dtype.name} {list(other.shape)}"
+                )
+            elif not one.shape and self._number(whole, one) != self._number(parts, other):
+                yield f"has another number in {key!r}, as torch's consolidation writes 0 there"
+
+    def _number(self, index: TensorIndex, entry: TensorEntry) -> bytes:
+        """Returns the bytes of a tensor without dimensions, of which there are few."""
+        record = index.records[int(entry.chunks.record[0])]
+        return self.source.read(index.files[record.file].path, record.start, record.stop)
+
+
+def _label(shards: Candidate, step: str) -> str:
+    """Names shards as `--select` does."""
+    relative = posixpath.relpath(shards.folder or ".", step or ".")
+    name = posixpath.basename(shards.files[0])
+    return name if relative == "." else relative
+
+
+def _is_named(unit: Unit, select: str | None) -> bool:
+    return select is not None and (select == unit.label or select.endswith(f"/{unit.label}"))

@@ -1,0 +1,365 @@
+"""`ckptkit.verify`: checksums, coverage and completeness, of a source or of our output.
+
+Checks the objects of a checkpoint, which are stored beside its tensors, without parsing them.
+"""
+
+from __future__ import annotations
+
+import posixpath
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ckptkit.conversion.source.open import Opened, PathLike, opened
+from ckptkit.conversion.source.read import scan
+from ckptkit.core.checksums import digest_like, leaf_digest, leaf_ranges, tree_digest
+from ckptkit.core.crc import crc32
+from ckptkit.core.errors import (
+    ChecksumError,
+    CkptkitError,
+    InputError,
+    MissingFileError,
+    NotACheckpointError,
+)
+from ckptkit.core.index import Problem, TensorEntry, TensorIndex
+from ckptkit.core.manifest import MANIFEST_NAME, Manifest, check_manifest_size, parse_manifest
+from ckptkit.core.threads import usable_cores
+from ckptkit.engine.outcome import Listener, ignore
+from ckptkit.engine.reader import Origin
+from ckptkit.formats.dcp.reader import BlobRef, content_of
+from ckptkit.formats.pickle.torch_zip import data_start, open_archive
+from ckptkit.formats.pickle.zip_directory import Read
+from ckptkit.formats.registry import read_index, recognise
+from ckptkit.formats.torch_files.optimizer import TorchOptimizerReader
+from ckptkit.plan.coverage import find_problems_by_key
+from ckptkit.plan.optimizer import OPTIMIZER
+from ckptkit.plan.plan import SOURCE
+from ckptkit.runs.steps import digest_problems, file_problems, step_folder
+from ckptkit.storage.base import Source
+from ckptkit.storage.places import is_url, local_path, open_source, place_of
+
+_READ_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedObjects:
+    """What came of it.
+
+    Attributes:
+        proven: How many objects have the checksums that were stored for them.
+        unverified: How many have none.
+        problems: What is wrong with the others.
+    """
+
+    proven: int
+    unverified: int
+    problems: tuple[Problem, ...]
+
+
+def check_objects(source: Source, index: TensorIndex) -> CheckedObjects:
+    """Compares every object in a DCP directory with its stored CRC-32.
+
+    Returns:
+        How many there are, and what is wrong with them.
+    """
+    summed: list[bool] = []
+    problems = []
+    for path, value in index.values.items():
+        if not isinstance(value, BlobRef):
+            continue
+        where = f"{value.path}, object {'.'.join(map(str, path))!r}"
+        try:
+            summed.append(_is_proven(source, value, where))
+        except InputError as error:
+            problems.append(Problem(error.code, where, error.message))
+    return CheckedObjects(sum(summed), len(summed) - sum(summed), tuple(problems))
+
+
+def _is_proven(source: Source, blob: BlobRef, where: str) -> bool:
+    """Tells whether checksums are stored for an object, having compared them."""
+    read, size = content_of(source, blob, where=where)
+    archive = open_archive(read, size, where=where)
+    sums = []
+    for entry in archive.entries.values():
+        if entry.crc32 is None:
+            continue
+        start = data_start(read, entry, where=where)
+        sums.append((entry, _crc32(read, start, start + entry.size_bytes)))
+    for entry, found in sums:
+        if found != entry.crc32:
+            raise ChecksumError(
+                f"{posixpath.basename(entry.name)!r} has CRC-32 {found:#010x},"
+                f" {entry.crc32:#010x} was stored",
+                where=where,
+            )
+    return bool(sums)
+
+
+def _crc32(read: Read, start: int, stop: int) -> int:
+    crc = 0
+    for piece in _pieces(start, stop):
+        crc = crc32(read(*piece), crc)
+    return crc
+
+
+def _pieces(start: int, stop: int) -> Iterator[tuple[int, int]]:
+    return ((at, min(at + _READ_BYTES, stop)) for at in range(start, stop, _READ_BYTES))
+
+
+_MISMATCH = "digest-mismatch"
+_FORMATS = {
+    "model": "safetensors",
+    "adapter": "safetensors",
+    "torch": "torch",
+    "dcp": "dcp",
+}  # by kind of output
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What `ckptkit verify` found.
+
+    Attributes:
+        path: The directory that was verified.
+        kind: `output` for what ckptkit wrote, else `source`.
+        problems: What is wrong; empty when all is well.
+        tensors: How many tensors were read.
+        size_bytes: How many bytes of them.
+        unverified: Names of tensors for which no checksum was stored; of an output, those for
+            which its source had none: their digests are compared all the same.
+        proven: What was checked beside the tensors, in words.
+    """
+
+    path: str
+    kind: str
+    problems: tuple[Problem, ...]
+    tensors: int
+    size_bytes: int
+    unverified: tuple[str, ...]
+    proven: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing was found wrong."""
+        return not self.problems
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the report as plain values."""
+        return asdict(self) | {"ok": self.ok}
+
+
+def run_verification(
+    path: PathLike,
+    *,
+    select: str | None = None,
+    also: Sequence[PathLike] = (),
+    listener: Listener | None = None,
+) -> Verification:
+    """Reads everything at a path and checks it against what was stored for it.
+
+    A directory with our manifest is checked against the manifest's digests, anything else
+    against the checksums of its own format.
+
+    Returns:
+        What was checked, and what is wrong.
+
+    Raises:
+        InputError: If what is there cannot be parsed at all.
+        AmbiguousSourceError: If several checkpoints lie there and none was selected.
+    """
+    listener = listener or ignore
+    place = place_of(path)
+    if is_url(place) or local_path(place).is_dir():
+        with open_source(place) as source:
+            manifest = _manifest_in(source)
+            if manifest is not None and manifest.tensors:
+                return _Output(source, manifest, str(place)).verify(listener)
+    return _verify_source(path, select, also, listener)
+
+
+def _manifest_in(source: Source) -> Manifest | None:
+    where = posixpath.join(source.location, MANIFEST_NAME)
+    try:
+        size = source.stat(MANIFEST_NAME).size_bytes
+    except MissingFileError:
+        return None
+    check_manifest_size(size, where=where)
+    return parse_manifest(source.read(MANIFEST_NAME, 0, size), where=where)
+
+
+def _verify_source(
+    path: PathLike, select: str | None, also: Sequence[PathLike], listener: Listener
+) -> Verification:
+    with opened(path, select=select, also=also) as checkpoint:
+        index = checkpoint.index
+        entries = list(index.tensors.values())
+        if checkpoint.select is not None:
+            entries = [entry for entry in entries if entry.tree == checkpoint.select]
+        problems = dict(find_problems_by_key(index, entries))
+        whole = [entry for entry in entries if entry.key not in problems]
+        origin = Origin(SOURCE, checkpoint.source, index)
+        found = scan(origin, whole, lambda *_: None, workers=usable_cores() + 1, listener=listener)
+        failed = [_problem_of(error, key) for key, error in found.failures.items()]
+        files = _FilesBeside(checkpoint)
+        objects = check_objects(checkpoint.source, index)
+        return Verification(
+            path=checkpoint.path,
+            kind="source",
+            problems=(*problems.values(), *failed, *objects.problems, *files.problems),
+            tensors=len(whole),
+            size_bytes=found.size_bytes,
+            unverified=tuple(e.name for e in whole if e.key in origin.unverified),
+            proven=(*_told_of(objects), *files.proven),
+        )
+
+
+def _told_of(objects: CheckedObjects) -> Iterator[str]:
+    if objects.proven:
+        yield f"objects beside the tensors that have their CRC-32: {objects.proven:,}"
+    if objects.unverified:
+        yield f"objects for which no checksum was stored: {objects.unverified:,}"
+
+
+class _FilesBeside:
+    """Checks the files of a step that ckptkit saved; of other checkpoints there are none."""
+
+    def __init__(self, checkpoint: Opened) -> None:
+        self.problems: tuple[Problem, ...] = ()
+        self.proven: tuple[str, ...] = ()
+        keys = checkpoint.index.tensors.keys()
+        of_step = [p for p in checkpoint.index.problems if p.where not in keys]
+        if checkpoint.manifest is None:
+            self.problems = tuple(of_step)
+            return
+        folder = step_folder(checkpoint.units[0].candidate.folder)
+        wrong = {problem.where for problem in of_step}
+        other = digest_problems(checkpoint.source, folder, checkpoint.manifest, leaving_out=wrong)
+        self.problems = (*of_step, *other)
+        if not self.problems:
+            records = checkpoint.manifest.files.values()
+            summed = sum(1 for record in records if record.digest)
+            there = f"files of the manifest that are there with their sizes: {len(records):,}"
+            self.proven = (f"{there}, of which with their CRC-32: {summed:,}",)
+
+
+def _problem_of(error: CkptkitError, where: str) -> Problem:
+    place = error.where or where
+    return Problem(error.code, place, error.message)
+
+
+def _name_written(entry: TensorEntry) -> str:
+    """Returns what a manifest calls a tensor of an output."""
+    return f"{OPTIMIZER}.{entry.name}" if entry.part == "optimizer" else str(entry.name)
+
+
+class _Output:
+    """Checks one output of ours against its manifest."""
+
+    def __init__(self, source: Source, manifest: Manifest, path: str) -> None:
+        self._source = source
+        self._manifest = manifest
+        self._path = path
+
+    def verify(self, listener: Listener) -> Verification:
+        problems = [*self._file_problems(), *self._stray_files()]
+        read = 0
+        missing = any(problem.code != _MISMATCH for problem in problems)
+        if not missing:
+            found, read = self._tensor_problems(listener)
+            problems += found
+        tensors = self._manifest.tensors
+        return Verification(
+            path=self._path,
+            kind="output",
+            problems=tuple(problems),
+            tensors=0 if missing else len(tensors),
+            size_bytes=read,
+            unverified=tuple(name for name, t in tensors.items() if t.proof == "unverified"),
+        )
+
+    def _file_problems(self) -> Iterator[Problem]:
+        wrong = []
+        for problem in file_problems(self._source, "", self._manifest):
+            wrong.append(problem.where)
+            yield problem
+        for path, record in self._manifest.files.items():
+            if not record.digest or path in wrong:
+                continue
+            if self._digest_of_file(path, record.size_bytes) != record.digest:
+                yield Problem(_MISMATCH, path, "has another digest than the manifest")
+
+    def _digest_of_file(self, path: str, size: int) -> str:
+        pieces = (self._source.read(path, start, stop) for start, stop in leaf_ranges(size))
+        return tree_digest([leaf_digest(memoryview(piece)) for piece in pieces])
+
+    def _stray_files(self) -> Iterator[Problem]:
+        for path in self._source.walk(0):
+            if path.endswith(".safetensors") and path not in self._manifest.files:
+                yield Problem("stray-file", path, "is not in the manifest; loaders may read it")
+
+    def _tensor_problems(self, listener: Listener) -> tuple[list[Problem], int]:
+        try:
+            indexes = self._indexes()
+        except CkptkitError as error:
+            return [_problem_of(error, "")], 0
+        problems = list(self._differences(indexes))
+        read = 0
+        for index in indexes:
+            found, size_bytes = self._digest_problems(index, listener)
+            problems += [*found, *check_objects(self._source, index).problems]
+            read += size_bytes
+        return problems, read
+
+    def _digest_problems(self, index: TensorIndex, listener: Listener) -> tuple[list[Problem], int]:
+        expected = self._manifest.tensors
+        names = {entry.key: _name_written(entry) for entry in index.tensors.values()}
+        entries = [entry for entry in index.tensors.values() if names[entry.key] in expected]
+        digests = {entry.key: digest_like(expected[names[entry.key]].digest) for entry in entries}
+
+        def visit(entry: TensorEntry, leaf: int, view: memoryview) -> None:
+            digests[entry.key].add(leaf, view)
+
+        origin = Origin(SOURCE, self._source, index)
+        found = scan(origin, entries, visit, workers=usable_cores() + 1, listener=listener)
+        problems = [_problem_of(error, key) for key, error in found.failures.items()]
+        problems += [
+            Problem(_MISMATCH, f"tensor {name!r}", "has another digest than the manifest")
+            for entry in entries
+            if entry.key not in found.failures
+            and digests[entry.key].value(entry.size_bytes)
+            != expected[name := names[entry.key]].digest
+        ]
+        return problems, found.size_bytes
+
+    def _indexes(self) -> list[TensorIndex]:
+        wanted = _FORMATS.get(self._manifest.kind)
+        found = [
+            read_index(self._source, candidate)
+            for candidate in recognise(sorted(self._manifest.files))
+            if candidate.format in {wanted, TorchOptimizerReader.name}
+        ]
+        if not any(index.format == wanted for index in found):
+            raise NotACheckpointError(f"the manifest names no {wanted} file", where=self._path)
+        return found
+
+    def _differences(self, indexes: Sequence[TensorIndex]) -> Iterator[Problem]:
+        expected = self._manifest.tensors
+        entries = [entry for index in indexes for entry in index.tensors.values()]
+        by_name = {_name_written(entry): entry for entry in entries}
+        for name in sorted(expected.keys() | by_name.keys()):
+            where = f"tensor {name!r}"
+            if name not in by_name:
+                yield Problem("missing-tensor", where, "is in the manifest and in no file")
+            elif name not in expected:
+                yield Problem("stray-tensor", where, "is in a file and not in the manifest")
+            else:
+                entry, record = by_name[name], expected[name]
+                found = f"{entry.dtype.name} {list(entry.shape)}"
+                wanted = f"{record.dtype} {list(record.shape)}"
+                if found != wanted:
+                    yield Problem(
+                        "other-tensor", where, f"is {found} against {wanted} in the manifest"
+                    )

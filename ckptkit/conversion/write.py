@@ -1,0 +1,424 @@
+"""From a plan to an output: room, bytes, proof and commit, the same for every command.
+
+Where an output may go.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NoReturn, Protocol
+
+from ckptkit.conversion.compare_names import NOTHING, Comparison
+from ckptkit.conversion.source.identity import source_facts
+from ckptkit.conversion.source.open import Opened, PathLike
+from ckptkit.conversion.source.places import check_path
+from ckptkit.core.errors import NoSpaceError, RefusedError, SourceChangedError
+from ckptkit.core.manifest import BY_STORE, MANIFEST_NAME, FileRecord, Manifest, TensorRecord
+from ckptkit.core.object_parts import part_bytes
+from ckptkit.core.threads import memory_in_use_bytes, usable_cores
+from ckptkit.engine.budget import (
+    DISTANT_WORKERS,
+    STRAIGHT_TASK_BYTES,
+    STRAIGHT_WORKER_BYTES,
+    WORKER_BYTES,
+    ExecutionSettings,
+    settle_workers,
+)
+from ckptkit.engine.executor import Executor, Inputs
+from ckptkit.engine.outcome import Committed, Digests, Listener, Planned
+from ckptkit.engine.prefetch import READ_AHEAD_BYTES
+from ckptkit.engine.store_copies import with_store_copies
+from ckptkit.engine.zstd import decoding_bytes
+from ckptkit.formats.dcp.reader import METADATA
+from ckptkit.options import Resources
+from ckptkit.plan.plan import TASK_BYTES, Compute, Copy, Plan, Segment, ServerCopy
+from ckptkit.runs.marking import read_at_store
+from ckptkit.storage.base import CopyingTarget, Target, distant
+from ckptkit.storage.local.target import output_exists
+from ckptkit.storage.local.workdir import is_empty
+from ckptkit.storage.place_identity import Overlap, find_overlap
+from ckptkit.storage.places import Place, is_url, local_path, place_of
+from ckptkit.storage.remote.s3 import S3_PROTOCOLS
+from ckptkit.storage.replacing import refuse_unnamed_in
+from ckptkit.version import __version__
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What an execution will take.
+
+    Attributes:
+        bytes_read: Tensor bytes read from the sources.
+        bytes_written: Size of the output.
+        bytes_free: Room at the destination, or None where that is unknown.
+        peak_bytes: Memory of the whole process at its peak.
+    """
+
+    bytes_read: int
+    bytes_written: int
+    bytes_free: int | None
+    peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A plan with everything that is needed to execute it.
+
+    Attributes:
+        sources: The checkpoints that it reads; the first is what the output is made from.
+        plan: What is to be written.
+        inputs: The opened files of the plan's origins.
+        settings: How it may use the machine.
+        estimate: What it will take.
+        kind: Of the output, as its manifest says it.
+        options: The options that differ from their defaults, as JSON values.
+        facts: What the manifest says of the source besides where it lies.
+        versions: The libraries besides ours that the output follows from, with their versions.
+        comparison: Finds out whether the output would load as the model of its configuration.
+    """
+
+    sources: tuple[Opened, ...]
+    plan: Plan
+    inputs: Inputs
+    settings: ExecutionSettings
+    estimate: Estimate
+    kind: str
+    options: Mapping[str, Any]
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+    comparison: Comparison = NOTHING
+
+    @property
+    def checkpoint(self) -> Opened:
+        """What the output is made from."""
+        return self.sources[0]
+
+
+def estimated(
+    plan: Plan,
+    settings: ExecutionSettings,
+    out: PathLike,
+    *,
+    bytes_read: int,
+    besides_bytes: int = 0,
+) -> Estimate:
+    """Returns what executing a plan will take.
+
+    Args:
+        plan: The plan.
+        settings: How it may use the machine.
+        out: Where the output will lie.
+        bytes_read: Tensor bytes that it reads.
+        besides_bytes: Memory that it takes beside the workers' own.
+    """
+    return Estimate(
+        bytes_read=bytes_read,
+        bytes_written=plan.bytes_written,
+        bytes_free=_free_bytes(out),
+        peak_bytes=memory_in_use_bytes() + settings.workers * settings.worker_bytes + besides_bytes,
+    )
+
+
+def settings_for(
+    resources: Resources,
+    plan: Plan | None = None,
+    *,
+    sources: Iterable[Opened] = (),
+    out: PathLike = "",
+) -> ExecutionSettings:
+    """Chooses how many workers fit into what the user allows.
+
+    Args:
+        resources: What that is.
+        plan: What they execute, if anything is planned yet.
+        sources: What they read.
+        out: Where they write.
+
+    Raises:
+        NoSpaceError: If not even one does.
+    """
+    sources = tuple(sources)
+    is_far = any(distant(one.source) is not None for one in sources)
+    needed, task_bytes = WORKER_BYTES + (READ_AHEAD_BYTES if is_far else 0), TASK_BYTES
+    if plan is not None and is_url(out):
+        sent = max((part_bytes(file.size_bytes) for file in plan.files), default=0)
+        needed += sent
+        if is_far and _is_s3(out) and not _computes(plan, sources):
+            # What was fetched beside the block is dropped before anything is sent.
+            needed = STRAIGHT_WORKER_BYTES + max(READ_AHEAD_BYTES, sent)
+            task_bytes = STRAIGHT_TASK_BYTES
+    workers = settle_workers(
+        resources.workers or (DISTANT_WORKERS if is_far else None),
+        cores=usable_cores(),
+        budget_bytes=resources.memory_budget_bytes,
+        limit_bytes=resources.memory_limit_bytes,
+        used_bytes=memory_in_use_bytes() + _decoding_bytes(sources),
+        worker_bytes=needed,
+    )
+    return ExecutionSettings(workers, resources.bytes_per_second, needed, task_bytes)
+
+
+def _is_s3(out: PathLike) -> bool:
+    return place_of(out).protocol in S3_PROTOCOLS
+
+
+def _computes(plan: Plan, sources: Sequence[Opened]) -> bool:
+    """Tells whether anything is made of what is read, in memory of its own."""
+    bodies = (segment.body for file in plan.files for segment in file.segments)
+    entries = (entry for source in sources for entry in source.index.tensors.values())
+    return any(isinstance(body, Compute) for body in bodies) or any(
+        entry.rounded_from is not None for entry in entries
+    )
+
+
+def _decoding_bytes(sources: Sequence[Opened]) -> int:
+    return sum(decoding_bytes(one.index) for one in sources)
+
+
+def write_output(prepared: Prepared, target: Target, listener: Listener) -> Manifest:
+    """Executes a plan and commits what it wrote, whole or not at all.
+
+    Returns:
+        The manifest, as it lies in the output.
+
+    Raises:
+        InputError: If a source is damaged; nothing is left behind.
+        NoSpaceError: If the disk has not enough room.
+        SourceChangedError: If a source changed meanwhile.
+    """
+    refuse_full_disk(prepared, target)
+    if isinstance(target, CopyingTarget):
+        plan = with_store_copies(prepared.plan, prepared.inputs.origins, target)
+        prepared = replace(prepared, plan=plan)
+    listener(Planned(prepared.plan.notes))
+    prepared.comparison.begin()
+    executor = Executor(prepared.plan, prepared.inputs, target, prepared.settings, listener)
+    with marked_as_read(prepared):
+        digests = executor.run()
+        for source in prepared.sources:
+            refuse_changed(source)
+    prepared.comparison.finish(listener)
+    manifest = manifest_of(prepared, digests)
+    commit_output(manifest, target, listener)
+    return manifest
+
+
+def marked_as_read(prepared: Prepared) -> AbstractContextManager[None]:
+    """Marks those sources as being read that are steps of the hooks on an object store.
+
+    Those on a disk are marked for as long as they are open.
+
+    Raises:
+        InputError: If one is being removed.
+    """
+    saved = [source for source in prepared.sources if source.manifest is not None]
+    return read_at_store([place_of(source.location).beside(source.path) for source in saved])
+
+
+class Room(Protocol):
+    """A place that knows how much room it has."""
+
+    @property
+    def location(self) -> str:
+        """The place as the user named it."""
+        ...
+
+    def free_bytes(self) -> int | None:
+        """Returns how much room there is, None where nobody knows."""
+        ...
+
+
+def refuse_full_disk(prepared: Prepared, target: Room) -> None:
+    """Refuses to begin where the output has no room.
+
+    Raises:
+        NoSpaceError: If it has none.
+    """
+    needed, free = prepared.estimate.bytes_written, target.free_bytes()
+    if free is not None and needed > free:
+        raise NoSpaceError(
+            f"the output needs {needed:,} bytes and {free:,} are free",
+            where=target.location,
+            hint="choose another disk, or a smaller --dtype",
+        )
+
+
+def refuse_changed(source: Opened) -> None:
+    """Refuses what was made from a source that was not the same all the time.
+
+    Raises:
+        SourceChangedError: If one of its files is another one by now.
+    """
+    found = [file for file in source.index.files if file.size_bytes >= 0]  # others were never read
+    changed = source.source.changed(found)
+    if changed is not None:
+        raise SourceChangedError(
+            f"{changed.path!r} changed while it was read",
+            where=source.path,
+            hint="wait until the save has finished, then run again",
+        )
+
+
+def commit_output(manifest: Manifest, target: Target, listener: Listener) -> None:
+    """Makes an output visible, with its manifest after all other files.
+
+    Raises:
+        OutputExistsError: If the destination was filled by somebody else meanwhile.
+        OutputError: If something cannot be made durable or visible.
+    """
+    data = manifest.to_json()
+    target.create(MANIFEST_NAME, len(data))
+    target.write(MANIFEST_NAME, 0, memoryview(data))
+    target.commit(last=MANIFEST_NAME)
+    listener(Committed(target.location))
+
+
+def manifest_of(prepared: Prepared, digests: Digests) -> Manifest:
+    """Returns what the manifest of an output says, when all of it is written."""
+    unverified = {
+        (name, key) for name, origin in prepared.inputs.origins.items() for key in origin.unverified
+    }
+    return Manifest(
+        kind=prepared.kind,
+        source=source_facts(prepared.sources) | dict(prepared.facts),
+        options=prepared.options,
+        versions={"ckptkit": __version__, **prepared.versions},
+        tensors={
+            spec.name: TensorRecord(
+                dtype=spec.dtype.name,
+                shape=spec.shape,
+                file=file.path,
+                digest=digests.of_tensor(spec.name),
+                proof=_proof(segment, unverified),
+            )
+            for file, segment, spec in prepared.plan.specs()
+        },
+        tied={str(target): str(source) for target, source in prepared.plan.dropped.items()},
+        files={
+            file.path: FileRecord(
+                file.size_bytes,
+                digests.of_file(file.path) if len(file.segments) == 1 else "",
+            )
+            for file in prepared.plan.files
+        },
+    )
+
+
+def _proof(segment: Segment, unverified: AbstractSet[tuple[str, str]]) -> str:
+    if unverified & set(_reads(segment)):
+        return "unverified"
+    return BY_STORE if isinstance(segment.body, ServerCopy) else "crc32"
+
+
+def _reads(segment: Segment) -> Iterable[tuple[str, str]]:
+    if isinstance(segment.body, (Copy, ServerCopy)):
+        return ((segment.body.origin, segment.body.key),)
+    if isinstance(segment.body, Compute):
+        return segment.body.reads
+    return ()
+
+
+def _free_bytes(out: PathLike) -> int | None:
+    if is_url(out):
+        return None
+    place = local_path(out).absolute()
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    try:
+        return shutil.disk_usage(place).free
+    except OSError:
+        return None
+
+
+def check_destination(
+    src: PathLike,
+    out: PathLike,
+    *,
+    overwrite: bool,
+    also: Sequence[PathLike] = (),
+    base: PathLike | None = None,
+    like: PathLike | None = None,
+) -> None:
+    """Refuses destinations that could not be written, before any work is done.
+
+    Args:
+        src: The source.
+        out: The output.
+        overwrite: Whether an output that holds something is replaced.
+        also: Further directories of the source.
+        base: The model that is read besides, or None.
+        like: The model whose file names are kept, or None; the output may take its place.
+
+    Raises:
+        UsageError: If one of them is no usable path.
+        RefusedError: If source and output lie inside one another, or if the current directory
+            would be replaced.
+        OutputExistsError: If the output holds something and is not to be overwritten.
+    """
+    check_path(src, "SRC")
+    check_path(out, "OUT")
+    read = [(one, "source") for one in (src, *also)]
+    if base is not None:
+        read.append((base, "base"))
+    for place, what in read:
+        _refuse_nested(place_of(place), place_of(out), what, overwrite=overwrite)
+    if like is not None and find_overlap(out, like) is Overlap.AROUND:
+        _refuse_around(place_of(out), "model of --like")
+    if is_url(out):
+        from ckptkit.storage.remote.stream_target import (
+            check_remote_target,  # late: it imports fsspec
+        )
+
+        check_remote_target(place_of(out), overwrite=overwrite)
+    else:
+        _check_local(local_path(out), overwrite=overwrite)
+
+
+def _refuse_nested(source: Place, out: Place, what: str, *, overwrite: bool) -> None:
+    folder, is_single = source, False
+    if not is_url(source) and not local_path(source).exists():
+        return  # the reader says that it is missing
+    if not is_url(source) and local_path(source).is_file():
+        path = local_path(source).resolve()
+        folder = place_of(path.parent)
+        # A file may be converted into a folder in its own, unless it is a part of a checkpoint.
+        is_single = path.suffix != ".distcp" and path.name != METADATA
+    overlap = find_overlap(out, folder)
+    if overlap is Overlap.NONE or (overlap is Overlap.INSIDE and is_single):
+        return
+    if overlap is Overlap.INSIDE or (overlap is Overlap.SAME and not is_single):
+        raise RefusedError(
+            f"the output would lie inside the {what}",
+            where=out.location,
+            hint="choose a place beside the checkpoint",
+        )
+    if overwrite or is_url(out):
+        _refuse_around(out, what)
+
+
+def _refuse_around(out: Place, what: str) -> NoReturn:
+    raise RefusedError(
+        f"the {what} lies inside the output, which is to be replaced",
+        where=out.location,
+        hint="choose another place",
+    )
+
+
+def _check_local(out: Path, *, overwrite: bool) -> None:
+    target, here = out.resolve(), Path.cwd()
+    if overwrite and (target == here or target in here.parents) and not is_empty(target):
+        raise RefusedError(
+            "the output would replace the directory that this command runs in",
+            where=os.fspath(out),
+            hint="name a directory below it",
+        )
+    if not overwrite and target.is_dir() and not is_empty(target):
+        raise output_exists(out)
+    if overwrite and target.is_dir():
+        refuse_unnamed_in(target, os.fspath(out))

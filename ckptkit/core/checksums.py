@@ -1,0 +1,328 @@
+"""Checksums of parts, joined to those of the whole without reading it again.
+
+Two kinds: the CRC-32 that zip archives hold, and the digest of a tensor that the manifest
+holds. Both can be computed from pieces, in any order and by any number of threads.
+
+The digests of tensors in a manifest, computed from leaves in the scheme that was used.
+
+Proof of bytes that several processes wrote, joined from one small number of each.
+
+A process that wrote some byte ranges of a tensor tells a share: what its ranges add to the
+tensor's CRC-32, and a mark of where they begin and end. The shares of all processes joined give
+the CRC-32 of the whole without a look at the bytes, and prove that each byte was written once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from ckptkit.core.crc import ONE, POLYNOMIAL, crc32, crc32_combine, crc32_moved, factor_after
+from ckptkit.core.index import Ints
+from ckptkit.core.manifest import LEAF_BYTES
+
+DIGEST_SCHEME = "xxh3-128-8MiB"
+__all__ = [
+    "DIGEST_SCHEME",
+    "ChecksumPiece",
+    "RangeChecksum",
+    "crc32_combine",
+    "crc32_moved",
+    "crc32s_moved",
+    "digest_of",
+    "join_leaves",
+    "joined_pieces",
+    "leaf_digest",
+    "leaf_ranges",
+    "tree_digest",
+]
+
+
+def crc32s_moved(crc32s: NDArray[np.uint32], length_bytes: int) -> NDArray[np.uint32]:
+    """Returns what `crc32_moved` does, for many parts that all have as many bytes after them."""
+    factor, moved, added = factor_after(length_bytes), crc32s.copy(), np.zeros_like(crc32s)
+    while factor:
+        if factor & ONE:
+            added ^= moved
+        factor = (factor << 1) & 0xFFFF_FFFF
+        moved = (moved >> np.uint32(1)) ^ (moved & np.uint32(1)) * np.uint32(POLYNOMIAL)
+    return added
+
+
+ChecksumPiece = tuple[int, int, int]  # start in what is checked, length in bytes, CRC-32
+
+
+def joined_pieces(pieces: Sequence[ChecksumPiece]) -> list[ChecksumPiece]:
+    """Joins pieces where one ends as the next begins; what overlaps stays as it is.
+
+    Args:
+        pieces: In any order.
+
+    Returns:
+        The fewest pieces that say the same, by their starts.
+
+    Example:
+        >>> import zlib
+        >>> joined_pieces([(2, 1, zlib.crc32(b"c")), (0, 2, zlib.crc32(b"ab"))]) == [
+        ...     (0, 3, zlib.crc32(b"abc"))
+        ... ]
+        True
+    """
+    joined: list[ChecksumPiece] = []
+    for start, length, crc in sorted(pieces):
+        if joined and sum(joined[-1][:2]) == start:
+            first, before, combined = joined[-1]
+            joined[-1] = (first, before + length, crc32_combine(combined, crc, length))
+        else:
+            joined.append((start, length, crc))
+    return joined
+
+
+class RangeChecksum:
+    """The CRC-32 of a byte range, collected from pieces that come in any order.
+
+    `add` may be called by several threads at once; `value` once they are done.
+    """
+
+    __slots__ = ("_pieces",)
+
+    def __init__(self) -> None:
+        self._pieces: list[tuple[int, int, int]] = []
+
+    def add(self, start: int, length_bytes: int, crc32: int) -> None:
+        """Notes a piece.
+
+        Args:
+            start: Its first byte, from the start of the range.
+            length_bytes: Its length; pieces of 0 bytes count for nothing.
+            crc32: Its CRC-32.
+        """
+        if length_bytes:
+            self._pieces.append((start, length_bytes, crc32))
+
+    def value(self, total_bytes: int) -> int:
+        """Joins the pieces to the CRC-32 of the range.
+
+        Args:
+            total_bytes: Length of the range, which starts at byte 0.
+
+        Returns:
+            The CRC-32 of bytes [0, `total_bytes`).
+
+        Raises:
+            ValueError: If they leave a gap, overlap, or end elsewhere.
+        """
+        position = combined = 0
+        for start, length, crc in sorted(self._pieces):
+            if start != position:
+                raise ValueError(f"piece starts at byte {start:,}, expected {position:,}")
+            combined = crc32_combine(combined, crc, length)
+            position += length
+        if position != total_bytes:
+            raise ValueError(f"pieces end at byte {position:,}, expected {total_bytes:,}")
+        return combined
+
+
+def leaf_ranges(size_bytes: int) -> Iterator[tuple[int, int]]:
+    """Yields the byte ranges of a tensor's leaves, as `(start, stop)`; none when it is empty."""
+    for start in range(0, size_bytes, LEAF_BYTES):
+        yield start, min(start + LEAF_BYTES, size_bytes)
+
+
+def leaf_digest(data: memoryview) -> bytes:
+    """Digests one leaf: XXH3-128 with seed 0 in canonical, big-endian form, 16 bytes.
+
+    Args:
+        data: The leaf, contiguous: `LEAF_BYTES` bytes, the last of a tensor fewer, none empty.
+
+    Returns:
+        The 16 bytes that `tree_digest` joins.
+    """
+    return xxhash.xxh3_128_digest(data)
+
+
+def tree_digest(leaves: Sequence[bytes]) -> str:
+    """Joins the digests of a tensor's leaves to the digest of the tensor.
+
+    A tensor's bytes (row-major, little-endian, without padding) are cut into leaves of 8 MiB
+    from its first byte on, the last one shorter; an empty tensor has none. The digest is the
+    XXH3-128 of the leaves' 16-byte digests joined in order, written as 32 hexadecimal digits
+    behind the name of the scheme. It depends on the bytes alone, not on files or threads.
+
+    Args:
+        leaves: What `leaf_digest` gave for each, in order.
+
+    Returns:
+        The digest, such as `xxh3-128-8MiB:99aa06d3014798d86001c324468d497f` for no bytes.
+
+    Example:
+        Anyone can recompute it:
+
+        >>> data = b"0123"
+        >>> leaf = xxhash.xxh3_128(data).digest()
+        >>> tree_digest([leaf]) == "xxh3-128-8MiB:" + xxhash.xxh3_128(leaf).hexdigest()
+        True
+
+    Source:
+        https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md
+    """
+    return f"{DIGEST_SCHEME}:{xxhash.xxh3_128_hexdigest(b''.join(leaves))}"
+
+
+def join_leaves(leaves: Mapping[int, bytes]) -> str:
+    """Joins leaves that were digested in any order to the digest of the tensor.
+
+    Args:
+        leaves: What `leaf_digest` gave for each, by the number of the leaf.
+
+    Returns:
+        The same as `tree_digest` over them in order.
+    """
+    return tree_digest([leaves[number] for number in sorted(leaves)])
+
+
+def digest_of(data: memoryview) -> str:
+    """Computes the digest of a tensor whose bytes are all in memory.
+
+    Args:
+        data: The bytes, one dimension, contiguous.
+
+    Returns:
+        The same as `tree_digest` over its leaves.
+    """
+    flat = data.cast("B")
+    return tree_digest([leaf_digest(flat[a:b]) for a, b in leaf_ranges(flat.nbytes)])
+
+
+CRC32_SCHEME = "crc32"
+_FEW = 32  # ranges whose sums are joined faster one by one
+_MASK = (1 << 64) - 1
+
+
+class Share(NamedTuple):
+    """What one process knows of a tensor.
+
+    Attributes:
+        crc32: What its ranges add to the CRC-32; shares are joined by exclusive or.
+        edges: Marks of the ends of its ranges less those of their starts, modulo 2^64. Where one
+            range goes on where another one ended the two cancel. What is left of ranges that
+            fill a tensor once, and only of those, are the ends of the tensor.
+    """
+
+    crc32: int = 0
+    edges: int = 0
+
+    def joined(self, other: Share) -> Share:
+        """Returns the share of both."""
+        return Share(self.crc32 ^ other.crc32, (self.edges + other.edges) & _MASK)
+
+
+def share_of(
+    starts: Ints, length_bytes: int, crc32s: NDArray[np.uint32], total_bytes: int
+) -> Share:
+    """Returns the share of some ranges of one length.
+
+    Args:
+        starts: int64; their first bytes, ascending, one at least; they do not overlap.
+        length_bytes: Length of each.
+        crc32s: Of each, its CRC-32.
+        total_bytes: Length of the tensor.
+    """
+    stops = starts + length_bytes
+    edges = int(_marks(stops).sum(dtype=np.uint64)) - int(_marks(starts).sum(dtype=np.uint64))
+    crc32 = crc32_moved(_joined(starts, crc32s), total_bytes - int(stops[-1]))
+    return Share(crc32, edges & _MASK)
+
+
+def _joined(starts: Ints, crc32s: NDArray[np.uint32]) -> int:
+    """Returns what ranges add to the CRC-32 of bytes that end with the last of them."""
+    gaps = np.diff(starts)
+    if len(starts) < _FEW or bool((gaps != gaps[0]).any()):
+        joined = 0
+        for gap, crc32 in zip([0, *gaps.tolist()], crc32s.tolist(), strict=True):
+            joined = crc32_moved(joined, gap) ^ crc32
+        return joined
+    # Pairs of ranges, then pairs of pairs: zeros in front add nothing.
+    gap, width = int(gaps[0]), 1 << (len(starts) - 1).bit_length()
+    level = np.zeros(width, np.uint32)
+    level[width - len(starts) :] = crc32s
+    while len(level) > 1:
+        level = crc32s_moved(level[::2], gap) ^ level[1::2]
+        gap *= 2
+    return int(level[0])
+
+
+def is_whole(share: Share, total_bytes: int) -> bool:
+    """Tells whether the joined shares are those of every byte, each written once."""
+    return share.edges == (_mark(total_bytes) - _mark(0)) & _MASK
+
+
+def _mark(position: int) -> int:
+    return int(_marks(np.array([position], np.int64))[0])
+
+
+def _marks(positions: Ints) -> NDArray[np.uint64]:
+    """Returns 64 bits for each position that look random, and are the same everywhere.
+
+    Source:
+        The finaliser of SplitMix64, https://prng.di.unimi.it/splitmix64.c
+    """
+    mixed = (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E37_79B9_7F4A_7C15)
+    mixed = (mixed ^ mixed >> np.uint64(30)) * np.uint64(0xBF58_476D_1CE4_E5B9)
+    mixed = (mixed ^ mixed >> np.uint64(27)) * np.uint64(0x94D0_49BB_1331_11EB)
+    return mixed ^ mixed >> np.uint64(31)
+
+
+class Digest(Protocol):
+    """The digest of one tensor, from leaves that may come from several threads."""
+
+    def add(self, leaf: int, data: memoryview) -> None:
+        """Takes a leaf by its number."""
+        ...
+
+    def value(self, size_bytes: int) -> str:
+        """Returns the digest of the tensor, of which all leaves were taken."""
+        ...
+
+
+def digest_like(known: str) -> Digest:
+    """Returns an empty digest in the scheme of a known one.
+
+    What several processes wrote has the CRC-32 of its bytes, `crc32:` and 8 hexadecimal digits,
+    because that can be joined over ranges of any kind; everything else a tree of XXH3-128.
+    """
+    return _Crc32() if known.startswith(f"{CRC32_SCHEME}:") else _Tree()
+
+
+def digest_as(known: str, data: memoryview) -> str:
+    """Returns the digest of a whole content in the scheme of a known one."""
+    digest = digest_like(known)
+    for leaf, (start, stop) in enumerate(leaf_ranges(len(data))):
+        digest.add(leaf, data[start:stop])
+    return digest.value(len(data))
+
+
+class _Tree:
+    def __init__(self) -> None:
+        self._leaves: dict[int, bytes] = {}
+
+    def add(self, leaf: int, data: memoryview) -> None:
+        self._leaves[leaf] = leaf_digest(data)
+
+    def value(self, _size_bytes: int) -> str:
+        return join_leaves(self._leaves)
+
+
+class _Crc32:
+    def __init__(self) -> None:
+        self._sum = RangeChecksum()
+
+    def add(self, leaf: int, data: memoryview) -> None:
+        self._sum.add(leaf * LEAF_BYTES, len(data), crc32(data))
+
+    def value(self, size_bytes: int) -> str:
+        return f"{CRC32_SCHEME}:{self._sum.value(size_bytes):08x}"

@@ -1,0 +1,81 @@
+"""Words for messages: sizes in a unit that suits them, and what kind of thing was found.
+
+What is closed at the end of a `with` block.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from typing import Self
+
+_END = r"[^\s'\"<>\\]*"
+_SIGNED = re.compile(
+    # A query of the web, and one with a signature or a token wherever it stands.
+    rf"(https?://[^\s?'\"<>\\]+)\?{_END}"
+    rf"|(\w[\w+.-]*://[^\s?'\"<>\\]+)\?{_END}?"
+    rf"(?:sig|signature|token|credential|password|passwd|secret|key)={_END}",
+    re.IGNORECASE,
+)
+_USER = re.compile(r"(\w[\w+.-]*://)[^\s/@:'\"]*:[^\s/@'\"]+@")
+_UNITS = ("KB", "MB", "GB", "TB", "PB")
+_KILO = 1000
+_ROUNDS_UP = 999.5  # from here on three digits would read 1,000
+
+
+def size_text(size_bytes: float) -> str:
+    """Returns a size in three digits and a unit, a power of 1,000.
+
+    >>> size_text(3_800), size_text(2_147_483_648), size_text(999_999), size_text(512)
+    ('3.80 KB', '2.15 GB', '1.00 MB', '512 B')
+    """
+    if size_bytes < _ROUNDS_UP:
+        return f"{size_bytes:.0f} B"
+    value = float(size_bytes)
+    unit = ""
+    for unit in _UNITS:
+        value /= _KILO
+        if value < _ROUNDS_UP:
+            return f"{value:#.3g}".rstrip(".") + f" {unit}"
+    return f"{value:,.0f} {unit}"
+
+
+def a_kind(value: object) -> str:
+    """Names the type of a value, with its article.
+
+    >>> a_kind(3), a_kind("x"), a_kind(None), a_kind(lambda: 0)
+    ('an int', 'a str', 'None', 'a function')
+    """
+    if value is None:
+        return "None"
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiouAEIO' else 'a'} {name}"
+
+
+def without_url_secrets(text: str) -> str:
+    """Returns a text whose URLs show neither a signed query nor a user with a password.
+
+    >>> without_url_secrets("https://me:pw@host/m.safetensors?X-Amz-Signature=0a1b: is gone")
+    'https://…@host/m.safetensors?… is gone'
+    >>> without_url_secrets("s3://bucket/what?/checkpoint-4")
+    's3://bucket/what?/checkpoint-4'
+    """
+    if "://" not in text:
+        return text
+    return _USER.sub(r"\1…@", _SIGNED.sub(lambda found: f"{found[1] or found[2]}?…", text))
+
+
+class Closing(ABC):
+    """Has `close` called at the end of a `with` block, whatever ends it."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def close(self) -> None:
+        """Lets go of what is held."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.close()

@@ -1,0 +1,150 @@
+"""Threads that share one iterator of work; the first error stops all of them.
+
+A limit on bytes per second, kept by all threads of a process together.
+
+What this process uses of the machine, and may use.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Generic, TypeVar
+
+Item = TypeVar("Item")
+Worker = Callable[[Iterator[Item]], None]
+
+
+def run_crew(
+    workers: int,
+    items: Iterator[Item],
+    work: Worker[Item],
+    stopped: threading.Event | None = None,
+) -> None:
+    """Runs `work` in that many threads, each with an iterator that takes from `items`.
+
+    Args:
+        workers: How many threads.
+        items: What they share.
+        work: What each of them does.
+        stopped: Set at the first error or signal, for work that waits for something.
+
+    Raises:
+        BaseException: The first error of any thread, after all have stopped; also what a
+            signal raises in the calling thread while it waits.
+    """
+    _Crew(workers, items, work, stopped or threading.Event()).run()
+
+
+class _Crew(Generic[Item]):
+    def __init__(
+        self, workers: int, items: Iterator[Item], work: Worker[Item], stopped: threading.Event
+    ) -> None:
+        self._items, self._work = items, work
+        self._stop = stopped
+        self._lock = threading.Lock()
+        self._errors: list[BaseException] = []
+        self._ended = [threading.Event() for _ in range(workers)]
+        self._threads = [
+            threading.Thread(target=self._run_one, args=(ended,), name=f"ckptkit-{i}", daemon=True)
+            for i, ended in enumerate(self._ended)
+        ]
+
+    def run(self) -> None:
+        try:
+            for thread in self._threads:
+                thread.start()
+            self._wait()
+        finally:
+            # A signal may have ended the start or the wait at any point.
+            self._stop.set()
+            self._wait()
+        if self._errors:
+            raise self._errors[0]
+
+    def _wait(self) -> None:
+        """Waits for every thread that runs; may be interrupted, and called again.
+
+        Joining is no way to do so: an interrupted join takes a running thread for a finished one.
+        A thread without an identity was not started, or has not begun: if it begins after the
+        crew was stopped, it finds nothing to do.
+        """
+        for thread, ended in zip(self._threads, self._ended, strict=True):
+            if thread.ident is not None:
+                ended.wait()
+
+    def _run_one(self, ended: threading.Event) -> None:
+        try:
+            self._work(self._shared())
+        except BaseException as error:  # noqa: BLE001  handed on to the caller's thread
+            self._errors.append(error)
+            self._stop.set()
+        finally:
+            ended.set()
+
+    def _shared(self) -> Iterator[Item]:
+        while not self._stop.is_set():
+            with self._lock:
+                try:
+                    item = next(self._items)
+                except StopIteration:
+                    return
+            yield item
+
+
+class Throttle:
+    """Makes whoever moves bytes wait until they fit into a rate.
+
+    Attributes:
+        stopped: Set where nothing more is to be moved, so that nobody waits any longer.
+    """
+
+    def __init__(self, bytes_per_second: int | None) -> None:
+        """Begins with nothing moved.
+
+        Args:
+            bytes_per_second: The rate, or None for no limit.
+        """
+        self._rate = bytes_per_second
+        self._lock = threading.Lock()
+        self._free_at = 0.0
+        self.stopped = threading.Event()
+
+    def take(self, size_bytes: int) -> None:
+        """Books bytes that were moved, and waits until the next may be."""
+        if self._rate is None:
+            return
+        with self._lock:
+            now = time.monotonic()
+            self._free_at = max(self._free_at, now) + size_bytes / self._rate
+            wait = self._free_at - now
+        self.stopped.wait(wait)
+
+
+def usable_cores() -> int:
+    """Returns how many cores the process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def memory_in_use_bytes() -> int:
+    """Returns the resident memory of the process; its peak where only that is known; else 0."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError, AttributeError):
+        return _peak_bytes()
+
+
+def _peak_bytes() -> int:
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,1 @@
+"""Running a plan: reading, checking, casting and writing under a memory budget."""

@@ -1,0 +1,234 @@
+"""Casts between float types, block by block, into memory that the caller owns.
+
+Every value that is not NaN becomes what `torch.Tensor.to` makes of it: round to nearest, ties
+to even, float64 through float32 on the way to anything narrower. Every NaN becomes the one
+canonical NaN of the target, so that results do not depend on the processor or on a library.
+
+numpy and ml_dtypes do the rounding (ml_dtypes without the GIL from 0.5.4 on). What they leave
+open is settled by looking at the result while it is in the processor's cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptkit.core.arrays import numpy_dtype
+from ckptkit.core.dtypes import BY_NAME, DType
+from ckptkit.core.errors import OverflowRefusedError, UnsupportedError
+
+# Source and result of a block fit the second-level cache together; smaller blocks lose more to
+# calls, and to two threads passing the GIL back and forth.
+BLOCK_ELEMENTS = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """What has to be known of a type to cast to it.
+
+    Attributes:
+        nan: Bits of the canonical NaN.
+        suspect: Lowest magnitude, as bits, whose elements need a second look; 0 for all.
+        largest: Largest finite value where a cast beyond it is refused, or None.
+    """
+
+    nan: int
+    suspect: int
+    largest: float | None = None
+
+
+# Sources: IEEE 754; OCP 8-bit Floating Point Specification (E4M3 without infinities, E5M2);
+# arXiv 2206.02915 for the "fnuz" types, whose only NaN is the pattern of minus zero.
+# float8_e8m0fnu has neither sign nor zero and holds block scales: it is no target.
+_TARGETS = {
+    "float64": _Target(nan=0x7FF8 << 48, suspect=(0x7FF0 << 48) + 1),
+    "float32": _Target(nan=0x7FC0_0000, suspect=0x7F80_0001),
+    "bfloat16": _Target(nan=0x7FC0, suspect=0x7F81),
+    "float16": _Target(nan=0x7E00, suspect=0x7C00, largest=65_504.0),
+    "float8_e4m3fn": _Target(nan=0x7F, suspect=0, largest=448.0),
+    "float8_e5m2": _Target(nan=0x7E, suspect=0, largest=57_344.0),
+    "float8_e4m3fnuz": _Target(nan=0x80, suspect=0, largest=240.0),
+    "float8_e5m2fnuz": _Target(nan=0x80, suspect=0, largest=57_344.0),
+}
+_FLOAT32 = BY_NAME["float32"]
+
+
+@dataclass(frozen=True, slots=True)
+class Overflow:
+    """Values that the target of a cast cannot hold.
+
+    Attributes:
+        count: How many there are in the block.
+        first: Position of the first, in elements from the block's start.
+        value: That element.
+    """
+
+    count: int
+    first: int
+    value: float
+
+
+class Caster:
+    """Casts blocks from one float type to another.
+
+    It holds scratch memory and is therefore for one thread at a time.
+
+    Attributes:
+        scratch_bytes: Memory that it holds, at most 256 KiB. A call takes up to 512 KiB more
+            for a time: indices of a float8 source, masks of a block with NaN or overflow.
+    """
+
+    _at_once = BLOCK_ELEMENTS
+
+    def __init__(self, source: DType, target: DType) -> None:
+        """Prepares a cast.
+
+        Args:
+            source: Element type of what is read.
+            target: Element type of what is written.
+
+        Raises:
+            UnsupportedError: If either is no float type, or `target` holds only scales.
+        """
+        if source.kind != "float" or target.name not in _TARGETS:
+            raise UnsupportedError(
+                f"no cast from {source.name} to {target.name}; casts go from float types to "
+                f"{', '.join(_TARGETS)}"
+            )
+        self._source = numpy_dtype(source)
+        self._target = numpy_dtype(target)
+        self._facts = _TARGETS[target.name]
+        self._bits = np.dtype(f"uint{8 * target.itemsize}")
+        self._signed = np.dtype(f"int{8 * target.itemsize}")
+        self._sign = 1 << (8 * target.itemsize - 1)
+        through = source.itemsize > _FLOAT32.itemsize > target.itemsize
+        self._single = np.empty(BLOCK_ELEMENTS if through else 0, np.float32)
+        self._table = _table(self._source, self._target) if source.itemsize == 1 else None
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Memory held between calls, in bytes."""
+        return self._single.nbytes + (0 if self._table is None else self._table.nbytes)
+
+    def cast(self, source: NDArray[Any], target: NDArray[Any]) -> Overflow | None:
+        """Casts a block.
+
+        float16 and float8 have so small a range that weights can leave it. What does is
+        counted, not hidden; the caller, who knows the tensor, turns the count into an error
+        (see `overflow_error`). Infinities that the target can hold are not counted. float64
+        and float32 values beyond the range of float32 and bfloat16 become infinities, as in
+        torch. Between equal types bytes are copied, NaN included.
+
+        Args:
+            source: One dimension, contiguous: the elements, or their bytes as uint8. Need not
+                be aligned.
+            target: The same for the result, with as many elements; does not overlap `source`.
+
+        Returns:
+            What did not fit, or None. The rest of the target is written either way.
+
+        Raises:
+            ValueError: If the two do not hold the same number of elements.
+        """
+        given, wanted = source.view(self._source), target.view(self._target)
+        if given.size != wanted.size:
+            raise ValueError(f"source has {given.size} elements but target has {wanted.size}")
+        if self._source == self._target:
+            target.view(np.uint8)[:] = source.view(np.uint8)
+            return None
+        found = None
+        # Overflow and NaN are looked for in the result; numpy's warnings would only repeat it.
+        with np.errstate(all="ignore"):
+            for start in range(0, given.size, self._at_once):
+                stop = start + self._at_once
+                block = self._block(given[start:stop], wanted[start:stop])
+                found = _joined(found, block, start)
+        return found
+
+    def _block(self, given: NDArray[Any], wanted: NDArray[Any]) -> Overflow | None:
+        self._convert(given, wanted)
+        if not self._is_suspect(wanted):
+            return None
+        overflow = None
+        if self._facts.largest is not None:
+            overflow = self._overflow(given, wanted)
+        wanted.view(self._bits)[np.isnan(wanted)] = self._facts.nan
+        return overflow
+
+    def _convert(self, given: NDArray[Any], wanted: NDArray[Any]) -> None:
+        """Rounds, and leaves NaN and overflow as they fall."""
+        if self._table is not None:
+            # Clipping lets numpy write without a copy of its own; no index is out of bounds.
+            bits = wanted.view(self._bits)
+            np.take(self._table, given.view(np.uint8), out=bits, mode="clip")
+        elif self._single.size:
+            self._single[: given.size] = given
+            wanted[:] = self._single[: given.size]
+        else:
+            wanted[:] = given
+
+    def _is_suspect(self, wanted: NDArray[Any]) -> bool:
+        """Says whether the block may hold a NaN or, where that matters, an infinity."""
+        # Magnitudes of floats are ordered as their bits are: read as signed integers, the
+        # largest is the largest positive one; as unsigned, the largest negative one.
+        suspect = self._facts.suspect
+        return (
+            int(wanted.view(self._signed).max()) >= suspect
+            or int(wanted.view(self._bits).max()) >= self._sign + suspect
+        )
+
+    @staticmethod
+    def _overflow(given: NDArray[Any], wanted: NDArray[Any]) -> Overflow | None:
+        """Finds what was a number, or an infinity, and is that no more."""
+        lost = np.isnan(wanted)
+        lost |= np.isinf(wanted) & np.isfinite(given)
+        lost &= ~np.isnan(given)
+        first = int(lost.argmax())
+        if not lost[first]:
+            return None
+        return Overflow(count=int(np.count_nonzero(lost)), first=first, value=float(given[first]))
+
+
+def _table(source: np.dtype[Any], target: np.dtype[Any]) -> NDArray[Any]:
+    """Casts each of the 256 values of a one-byte type; looking them up is ten times faster."""
+    with np.errstate(all="ignore"):
+        # float32 holds them all; ml_dtypes has no direct way between some of its types.
+        values = np.arange(256, dtype=np.uint8).view(source).astype(np.float32).astype(target)
+    return values.view(np.dtype(f"uint{8 * target.itemsize}"))
+
+
+def _joined(sofar: Overflow | None, block: Overflow | None, start: int) -> Overflow | None:
+    """Adds what a block starting at element `start` lost to what those before it did."""
+    if block is None:
+        return sofar
+    if sofar is None:
+        return Overflow(count=block.count, first=start + block.first, value=block.value)
+    return Overflow(count=sofar.count + block.count, first=sofar.first, value=sofar.value)
+
+
+def overflow_error(
+    overflow: Overflow, target: DType, *, where: str, block_start: int = 0
+) -> OverflowRefusedError:
+    """Words the refusal of a cast that lost values.
+
+    Args:
+        overflow: What a `Caster` returned.
+        target: The type that it cast to.
+        where: The tensor, as the user knows it.
+        block_start: First element of the block, from the start of the tensor.
+
+    Returns:
+        The error, for the caller to raise.
+    """
+    largest = _TARGETS[target.name].largest
+    limit = f", whose largest is {largest:,.0f}" if largest is not None else ""
+    others = f" (with {overflow.count - 1:,} more near it)" if overflow.count > 1 else ""
+    return OverflowRefusedError(
+        f"value {overflow.value:,g} at element {block_start + overflow.first:,} does not fit "
+        f"{target.name}{limit}{others}",
+        where=where,
+        hint="pass --dtype bfloat16, or keep this tensor as it is with --keep-dtype",
+    )

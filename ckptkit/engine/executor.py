@@ -1,0 +1,396 @@
+"""Runs a plan on this machine: threads that read, check, transform, digest and write."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Container, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptkit.core.arrays import numpy_dtype
+from ckptkit.core.checksums import leaf_digest
+from ckptkit.core.errors import ChecksumError
+from ckptkit.core.index import Key, Span
+from ckptkit.core.manifest import LEAF_BYTES
+from ckptkit.core.threads import Throttle, run_crew
+from ckptkit.engine.budget import ExecutionSettings
+from ckptkit.engine.kernels import Preparations
+from ckptkit.engine.outcome import BytesWritten, Digests, Listener, Outcome, Sealed, Started
+from ckptkit.engine.reader import Origin, TensorReader
+from ckptkit.engine.seals import Seals
+from ckptkit.engine.store_copies import StoreCopies, copies_of
+from ckptkit.engine.windows import Horizon, fill_straight
+from ckptkit.plan.plan import (
+    Compute,
+    Copy,
+    Demand,
+    Literal,
+    Part,
+    Plan,
+    RawCopy,
+    ServerCopy,
+    Task,
+    TensorSpec,
+    Trailer,
+)
+from ckptkit.storage.base import CopyingTarget, InOrder, Sink, Source
+from ckptkit.storage.buffers import aligned_buffer
+from ckptkit.storage.local.syscalls import PAGE_BYTES
+
+# A block of fp32 is then as large as one read. Smaller ones cost more calls than they save in
+# the processor's cache, and much more where a chunk has to be passed over for each block.
+COMPUTE_ELEMENTS = 1 << 20
+Put = Callable[[Task, memoryview], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """Everything a plan reads from: opened checkpoints, and places that hold side files."""
+
+    origins: Mapping[str, Origin]
+    folders: Mapping[str, Source]
+
+
+class Executor:
+    """Executes one plan into one target, all of it or a part."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        inputs: Inputs,
+        target: Sink,
+        settings: ExecutionSettings,
+        listener: Listener,
+    ) -> None:
+        self.digests = Digests()
+        self._plan = plan
+        self._inputs = inputs
+        self._target = target
+        self._settings = settings
+        self._listener = listener
+        self._lock = threading.Lock()
+        self._preparations = Preparations()
+        self._seals = Seals(plan.files)
+        self._sealed: set[Sealed] = set()
+        self._throttle = Throttle(settings.bytes_per_second)
+
+    def run(self) -> Digests:
+        """Fills every file of the plan; what is written is not yet durable or visible.
+
+        Tasks are taken in the plan's order, and every byte is written once.
+
+        Returns:
+            The digests of what was written.
+
+        Raises:
+            CkptkitError: The first error of any worker; the others are stopped.
+        """
+        self._listener(Started(self._plan.bytes_written))
+        self.create_files()
+        self._copy_at_store()
+        self._run(self._plan.tasks(self._settings.task_bytes), self._put_whole)
+        self._settle()
+        self._digest_copied()
+        return self.digests
+
+    def create_files(self) -> None:
+        """Makes every file of the plan, its content undefined.
+
+        Raises:
+            CkptkitError: If the target has no room, or refuses.
+        """
+        for file in self._plan.files:
+            copies = copies_of(file)
+            if copies and isinstance(self._target, CopyingTarget):
+                self._target.create_copied(file.path, file.size_bytes, copies)
+            else:
+                self._target.create(file.path, file.size_bytes)
+
+    def run_part(self, tasks: Iterator[Task]) -> Outcome:
+        """Fills what some of the plan's tasks say; called once, and the files have been made.
+
+        Trailers that name checksums of tasks that others run are left out: `complete` writes them.
+        Every other byte of the tasks is written once.
+
+        Args:
+            tasks: Neighbours in the plan's order, none left out between the first and the last.
+
+        Returns:
+            What is needed, of all parts together, to complete the output.
+
+        Raises:
+            CkptkitError: The first error of any worker; the others are stopped.
+        """
+        first = next(tasks, None)
+        if first is not None:
+            begin = first.file, first.start
+            put = partial(self._put_what_is_known, begin)
+            self._run(chain([first], tasks), put)
+        return Outcome(
+            digests=self.digests,
+            sealed=self._sealed,
+            pieces=dict(self._seals.pieces()),
+            open_records={n: o.ledger.still_open() for n, o in self._inputs.origins.items()},
+            unverified={n: {*map(str, o.unverified)} for n, o in self._inputs.origins.items()},
+        )
+
+    def run_again(self, tasks: Iterator[Task], outcome: Outcome) -> None:
+        """Runs tasks once more, as a whole now that all checksums are known.
+
+        Args:
+            tasks: Of which a part was left out, and which the target takes as a whole only.
+            outcome: Of all parts together; what is found now has to be the same.
+
+        Raises:
+            ChecksumError: If it is not.
+            CkptkitError: The first error of any worker; the others are stopped.
+        """
+        for slot, pieces in outcome.pieces.items():
+            self._seals.add(slot, pieces)
+        self._run(tasks, self._put_whole)
+        other = outcome.digests.first_difference(self.digests)
+        if other is not None:
+            raise ChecksumError(
+                f"other bytes were found in tensor {other!r} than shortly before",
+                where="SRC",
+                hint="the source changed while it was read; run again",
+            )
+
+    def complete(self, outcome: Outcome, *, has_trailers: bool = False) -> Digests:
+        """Writes the trailers, and proves what single parts could not, after all are run.
+
+        Args:
+            outcome: Of all parts together.
+            has_trailers: Whether all trailers are written already.
+
+        Returns:
+            The digests of the whole.
+
+        Raises:
+            CkptkitError: If a source was damaged, or if something cannot be written.
+            ValueError: If tasks are missing.
+        """
+        sizes = [(str(spec.name), spec.size_bytes) for _, _, spec in self._plan.specs()]
+        missing = outcome.digests.first_gap(sizes)
+        if missing is not None:
+            raise ValueError(f"no part has written all of tensor {missing!r}")
+        for name, origin in self._inputs.origins.items():
+            origin.unverified.update(map(Key, outcome.unverified.get(name, ())))
+            origin.adopt(outcome.open_records.get(name, {}))
+        for slot, pieces in outcome.pieces.items():
+            self._seals.add(slot, pieces)
+        if not has_trailers:
+            self._write_trailers(outcome.sealed)
+        self._settle()
+        self.digests = outcome.digests
+        return outcome.digests
+
+    def _copy_at_store(self) -> None:
+        if isinstance(self._target, CopyingTarget):
+            StoreCopies(self._plan, self._inputs.origins, self._target).run(self._listener)
+
+    def _digest_copied(self) -> None:
+        for number, file in enumerate(self._plan.files):
+            for position, segment in enumerate(file.segments):
+                if isinstance(segment.body, ServerCopy) and segment.spec is not None:
+                    crc = self._seals.value((number, position))
+                    assert crc is not None  # noqa: S101  nobody has given up
+                    self.digests.crc32s[str(segment.spec.name)] = crc
+
+    def _run(self, tasks: Iterator[Task], put: Put) -> None:
+        def work(shared: Iterator[Task]) -> None:
+            try:
+                self._work(shared, put)
+            except BaseException:
+                self._seals.give_up()
+                if isinstance(self._target, InOrder):
+                    self._target.give_up()
+                raise
+
+        with self._preparations:
+            run_crew(self._settings.workers, tasks, work, self._throttle.stopped)
+
+    def _work(self, tasks: Iterator[Task], put: Put) -> None:
+        desk = _Desk(self._inputs, self._preparations, self._settings.task_bytes)
+        for task in tasks:
+            data = desk.prepare(task)
+            filled = desk.fill_straight(task, data)
+            for at, (part, view) in enumerate(_parts(task, data)):
+                if at not in filled:
+                    desk.look_ahead(task, at, filled)
+                if not isinstance(part.segment.body, Trailer):
+                    if at not in filled:
+                        desk.fill(part, view)
+                    self._digest(task, part, view)
+            desk.forget()
+            if not put(task, data):
+                return  # another worker has failed, and says why
+            self._listener(BytesWritten(len(data)))
+            self._throttle.take(max(len(data), desk.bytes_read()))
+
+    def _put_whole(self, task: Task, data: memoryview) -> bool:
+        for part, view in _parts(task, data):
+            is_trailer = isinstance(part.segment.body, Trailer)
+            if is_trailer and not self._seals.fill(task.file, part, view):
+                return False
+        self._target.write(self._plan.files[task.file].path, task.start, data)
+        return True
+
+    def _put_what_is_known(self, begin: tuple[int, int], task: Task, data: memoryview) -> bool:
+        """Writes a task but for trailers that name segments which began before this share."""
+        path = self._plan.files[task.file].path
+        start = at = 0
+        for part, view in _parts(task, data):
+            if isinstance(part.segment.body, Trailer):
+                if self._is_ours(begin, task, part.segment.body):
+                    if not self._seals.fill(task.file, part, view):
+                        return False
+                    with self._lock:
+                        self._sealed.add((task.file, part.number, part.start))
+                else:
+                    if start < at:
+                        self._target.write(path, task.start + start, data[start:at])
+                    start = at + len(view)
+            at += len(view)
+        if start < at:
+            self._target.write(path, task.start + start, data[start:at])
+        return True
+
+    def _is_ours(self, begin: tuple[int, int], task: Task, body: Trailer) -> bool:
+        segments = self._plan.files[task.file].segments
+        return all((task.file, segments[named].start) >= begin for _, named in body.fields)
+
+    def _write_trailers(self, sealed: Container[Sealed]) -> None:
+        for task in self._plan.tasks():
+            for part in task.parts:
+                is_trailer = isinstance(part.segment.body, Trailer)
+                if is_trailer and (task.file, part.number, part.start) not in sealed:
+                    self._write_trailer(task, part)
+
+    def _write_trailer(self, task: Task, part: Part) -> None:
+        view = memoryview(bytearray(part.stop - part.start))
+        if not self._seals.fill(task.file, part, view):
+            raise ValueError("a trailer was asked for before all of its checksums are known")
+        start = part.segment.start + part.start
+        self._target.write(self._plan.files[task.file].path, start, view)
+
+    def _settle(self) -> None:
+        for origin in self._inputs.origins.values():
+            origin.ledger.finish()
+
+    def _digest(self, task: Task, part: Part, view: memoryview) -> None:
+        path = self._plan.files[task.file].path
+        self._seals.note((task.file, part.number), part.start, view)
+        if isinstance(part.segment.body, ServerCopy):
+            return
+        leaf = part.start // LEAF_BYTES
+        book, name = self.digests.files, path
+        if part.segment.spec is not None:
+            book, name = self.digests.tensors, str(part.segment.spec.name)
+        elif len(self._plan.files[task.file].segments) > 1:
+            return  # headers and trailers are proven by what they say
+        digest = leaf_digest(view)
+        with self._lock:
+            book[name][leaf] = digest
+
+
+def _parts(task: Task, data: memoryview) -> Iterator[tuple[Part, memoryview]]:
+    at = 0
+    for part in task.parts:
+        yield part, data[at : at + part.stop - part.start]
+        at += part.stop - part.start
+
+
+class _Desk:
+    """What one worker has at hand: readers, and buffers that it uses again and again."""
+
+    def __init__(self, inputs: Inputs, preparations: Preparations, task_bytes: int) -> None:
+        self._inputs = inputs
+        self._preparations = preparations
+        self._readers = {name: TensorReader(origin) for name, origin in inputs.origins.items()}
+        self._block = aligned_buffer(task_bytes + PAGE_BYTES)
+        self._scratch: dict[int, memoryview] = {}
+        self._raw_bytes = 0
+        self._horizon = Horizon(inputs.origins, self._readers)
+
+    def bytes_read(self) -> int:
+        """Returns how much was read from the sources since it was asked last."""
+        total, self._raw_bytes = self._raw_bytes, 0
+        for reader in self._readers.values():
+            total += reader.bytes_read
+            reader.bytes_read = 0
+        return total
+
+    def prepare(self, task: Task) -> memoryview:
+        """Returns a buffer for a task, lying in memory as it will lie on disk pages."""
+        low = task.start % PAGE_BYTES
+        return self._block[low : low + task.stop - task.start]
+
+    def fill_straight(self, task: Task, data: memoryview) -> Container[int]:
+        """Fills what of a task can be read straight into its buffer; returns which parts."""
+        return fill_straight(task, data, self._readers)
+
+    def look_ahead(self, task: Task, at: int, filled: Container[int]) -> None:
+        """Fetches what part `at` of a task reads, and what follows it, where that is far away."""
+        self._horizon.reach(task, at, filled)
+
+    def forget(self) -> None:
+        """Frees what was fetched, so that it takes no room beside what is sent."""
+        for reader in self._readers.values():
+            reader.forget()
+
+    def fill(self, part: Part, view: memoryview) -> None:
+        """Fills the buffer of one part of a segment."""
+        body, spec = part.segment.body, part.segment.spec
+        if isinstance(body, Literal):
+            view[:] = body.data[part.start : part.stop]
+        elif isinstance(body, RawCopy):
+            folder = self._inputs.folders[body.origin]
+            folder.read_into(body.path, body.start + part.start, view)
+            self._raw_bytes += len(view)
+        elif isinstance(body, (Copy, ServerCopy)) and spec is not None:
+            self._readers[body.origin].fill(body.key, _span_of(part, spec), view)
+        elif isinstance(body, Compute) and spec is not None:
+            self._compute(body, spec, _span_of(part, spec), view)
+        else:
+            raise NotImplementedError(f"{type(body).__name__} segments need another engine")
+
+    def _compute(self, body: Compute, spec: TensorSpec, span: Span, view: memoryview) -> None:
+        target = np.frombuffer(view, numpy_dtype(spec.dtype))
+        kernel = self._preparations.kernel(body.kernel, spec, self._read)
+        grain = kernel.grain_elements(spec)
+        step = max(grain, COMPUTE_ELEMENTS // grain * grain)
+        for start in range(span.start, span.stop, step):
+            block = Span(start, min(start + step, span.stop))
+            self._horizon.reach_blocks(kernel, spec, block, span.stop)
+            inputs = [
+                self._input(slot, demand) for slot, demand in enumerate(kernel.demands(spec, block))
+            ]
+            low, high = block.start - span.start, block.stop - span.start
+            kernel.run(spec, block, inputs, target[low:high])
+        self._preparations.settle(spec, span.stop - span.start)
+
+    def _read(self, demand: Demand) -> NDArray[Any]:
+        """Reads into memory of its own."""
+        entry = self._inputs.origins[demand.origin].index.tensors[demand.key]
+        found = np.empty(demand.place.stop - demand.place.start, numpy_dtype(entry.dtype))
+        self._readers[demand.origin].fill(demand.key, demand.place, found.view(np.uint8).data)
+        return found
+
+    def _input(self, slot: int, demand: Demand) -> NDArray[Any]:
+        entry = self._inputs.origins[demand.origin].index.tensors[demand.key]
+        size = (demand.place.stop - demand.place.start) * entry.dtype.itemsize
+        scratch = self._scratch.get(slot)
+        if scratch is None or len(scratch) < size:
+            scratch = self._scratch[slot] = aligned_buffer(size)
+        self._readers[demand.origin].fill(demand.key, demand.place, scratch[:size])
+        return np.frombuffer(scratch[:size], numpy_dtype(entry.dtype))
+
+
+def _span_of(part: Part, spec: TensorSpec) -> Span:
+    return Span(part.start // spec.dtype.itemsize, part.stop // spec.dtype.itemsize)

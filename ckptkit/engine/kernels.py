@@ -1,0 +1,483 @@
+"""The kernel that changes nothing but the element type.
+
+A tensor whose elements were computed before the plan was made.
+
+What kernels compute with: dense tensors whose elements are stored, or made from stored ones.
+
+The kernel that writes an operand as it is, or in another element type.
+
+Products that another kernel, or a copy, makes already: with fewer rows, or cast once more.
+
+Kernels that prepare themselves: once per tensor, by whichever worker needs it first.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptkit.core.arrays import numpy_dtype
+from ckptkit.core.dtypes import BY_NAME, DType
+from ckptkit.core.errors import OverflowRefusedError
+from ckptkit.core.index import Key, Shape, Span
+from ckptkit.engine.budget import single_threaded_blas
+from ckptkit.engine.casts import Caster, overflow_error
+from ckptkit.plan.plan import (
+    Compute,
+    Copy,
+    Demand,
+    Kept,
+    Kernel,
+    Preparable,
+    Product,
+    TensorSpec,
+    kernel_around,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class CastKernel:
+    """Casts a source tensor, block by block.
+
+    Attributes:
+        origin: The source of the tensor.
+        key: The tensor.
+        source: Its element type.
+        target: The element type to write.
+    """
+
+    origin: str
+    key: Key
+    source: DType
+    target: DType
+
+    def grain_elements(self, _out: TensorSpec) -> int:
+        """Any element may begin a block."""
+        return 1
+
+    def demands(self, _out: TensorSpec, block: Span) -> tuple[Demand, ...]:
+        """Reads the same elements of the source tensor."""
+        return (Demand(self.origin, self.key, block),)
+
+    def run(
+        self, out: TensorSpec, block: Span, inputs: Sequence[NDArray[Any]], target: NDArray[Any]
+    ) -> None:
+        """Casts one block.
+
+        Raises:
+            OverflowRefusedError: If a finite number would become infinite.
+        """  # noqa: DOC501  `overflow_error` makes it
+        overflow = Caster(self.source, self.target).cast(inputs[0], target)
+        if overflow is not None:
+            raise overflow_error(
+                overflow, self.target, where=f"tensor {out.name!r}", block_start=block.start
+            )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Given:
+    """Hands out what is known; what it was made from stands beside it in the plan.
+
+    Attributes:
+        elements: The tensor, one-dimensional, in its element type.
+    """
+
+    elements: NDArray[Any]
+
+    def grain_elements(self, _out: TensorSpec) -> int:
+        """Any element may begin a block."""
+        return 1
+
+    def demands(self, _out: TensorSpec, _block: Span) -> tuple[Demand, ...]:
+        """Reads nothing."""
+        return ()
+
+    def run(
+        self, _out: TensorSpec, block: Span, _inputs: Sequence[NDArray[Any]], target: NDArray[Any]
+    ) -> None:
+        """Copies one block."""
+        target[:] = self.elements[block.start : block.stop]
+
+
+_MAGNITUDE, _INFINITE = 0x7FFF, 0x7F80  # bits of bfloat16
+
+
+class Operand(Protocol):
+    """The elements of one dense tensor, wherever they come from.
+
+    An operand is a frozen value: it says what has to be read for a range of elements, and turns
+    what was read into them. So a kernel merges into a stored weight and into a packed one alike.
+    """
+
+    @property
+    def dtype(self) -> DType:
+        """The element type of `values`."""
+        ...
+
+    @property
+    def reads(self) -> tuple[tuple[str, Key], ...]:
+        """The source tensors that any of it may look at, as `(origin, key)`."""
+        ...
+
+    def demands(self, span: Span) -> tuple[Demand, ...]:
+        """Returns what the elements of a row-major range are made from."""
+        ...
+
+    def values(self, span: Span, inputs: Sequence[NDArray[Any]]) -> NDArray[Any]:
+        """Returns the elements of the range, one-dimensional; maybe one of the inputs itself.
+
+        Args:
+            span: The range.
+            inputs: One array for each of `demands(span)`.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor as it is stored.
+
+    Attributes:
+        origin: The source of the tensor.
+        key: The tensor.
+        dtype: Its element type.
+    """
+
+    origin: str
+    key: Key
+    dtype: DType
+
+    @property
+    def reads(self) -> tuple[tuple[str, Key], ...]:
+        """The tensor itself."""
+        return ((self.origin, self.key),)
+
+    def demands(self, span: Span) -> tuple[Demand, ...]:
+        """The range itself."""
+        return (Demand(self.origin, self.key, span),)
+
+    def values(self, _span: Span, inputs: Sequence[NDArray[Any]]) -> NDArray[Any]:
+        """What was read."""
+        return inputs[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Cast:
+    """Another tensor in another float type.
+
+    Attributes:
+        operand: The other tensor.
+        dtype: The type that its elements are cast to.
+    """
+
+    operand: Operand
+    dtype: DType
+
+    @property
+    def reads(self) -> tuple[tuple[str, Key], ...]:
+        """What the other one reads."""
+        return self.operand.reads
+
+    def demands(self, span: Span) -> tuple[Demand, ...]:
+        """What the other one is made from."""
+        return self.operand.demands(span)
+
+    def values(self, span: Span, inputs: Sequence[NDArray[Any]]) -> NDArray[Any]:
+        """The other one's elements, cast.
+
+        Raises:
+            OverflowRefusedError: If a finite number would become infinite.
+        """  # noqa: DOC501  `overflow_error` makes it
+        found = self.operand.values(span, inputs)
+        made = np.empty(found.size, numpy_dtype(self.dtype))
+        overflow = Caster(self.operand.dtype, self.dtype).cast(found, made)
+        if overflow is not None:
+            where = f"tensor {self.reads[0][1]!r}"
+            raise overflow_error(overflow, self.dtype, where=where, block_start=span.start)
+        if self.dtype == BY_NAME["bfloat16"]:
+            self._refuse_infinite(found, made, span)
+        return made
+
+    def _refuse_infinite(self, found: NDArray[Any], made: NDArray[Any], span: Span) -> None:
+        """Refuses what bfloat16 rounds to infinity, which casts of whole models let pass."""
+        infinite = made.view(np.uint16) & _MAGNITUDE == _INFINITE
+        if not infinite.any():
+            return
+        infinite &= np.isfinite(found)
+        first = int(infinite.argmax())
+        if infinite[first]:
+            raise OverflowRefusedError(
+                f"value {float(found[first]):g} at element {span.start + first:,} does not fit"
+                f" {self.dtype.name}",
+                where=f"tensor {self.reads[0][1]!r}",
+                hint="pass --dtype float32, or take an earlier checkpoint if training diverged",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class OperandKernel:
+    """Writes the elements of an operand; the output tensor says in which type.
+
+    Attributes:
+        operand: The elements.
+    """
+
+    operand: Operand
+
+    def compute(self) -> Compute:
+        """Returns the body of a product that this kernel makes."""
+        return Compute(self, self.operand.reads)
+
+    def grain_elements(self, _out: TensorSpec) -> int:
+        """Any element may begin a block."""
+        return 1
+
+    def demands(self, _out: TensorSpec, block: Span) -> tuple[Demand, ...]:
+        """Reads what the elements of the block are made from."""
+        return self.operand.demands(block)
+
+    def run(
+        self, out: TensorSpec, block: Span, inputs: Sequence[NDArray[Any]], target: NDArray[Any]
+    ) -> None:
+        """Makes one block.
+
+        Raises:
+            OverflowRefusedError: If a finite number would become infinite.
+        """  # noqa: DOC501  `overflow_error` makes it
+        values = self.operand.values(block, inputs)
+        if self.operand.dtype == out.dtype:
+            target[...] = values
+            return
+        overflow = Caster(self.operand.dtype, out.dtype).cast(values, target)
+        if overflow is not None:
+            raise overflow_error(
+                overflow, out.dtype, where=f"tensor {out.name!r}", block_start=block.start
+            )
+
+
+def recast(product: Product, dtype: DType) -> Product:
+    """Returns a product whose elements are cast to another float type, if they have another."""
+    body, spec = product.body, product.spec
+    if spec.dtype == dtype:
+        return product
+    if isinstance(body, Copy):
+        kernel: Kernel = CastKernel(body.origin, body.key, spec.dtype, dtype)
+        made = Compute(kernel, ((body.origin, body.key),))
+    else:
+        around = partial(RecastKernel, source=spec.dtype, target=dtype)
+        made = Compute(kernel_around(body.kernel, spec, around), body.reads)
+    return Product(replace(spec, dtype=dtype), made)
+
+
+def first_rows(product: Product, shape: Shape) -> Product:
+    """Returns a product of which only the first elements are written, in row-major order.
+
+    Args:
+        product: The whole.
+        shape: What is left of its shape: smaller in its first dimension, or in one behind
+            dimensions of size 1.
+    """
+    body, spec = product.body, product.spec
+    if spec.shape == shape:
+        return product
+    cut = replace(spec, shape=shape)
+    if isinstance(body, Copy):  # a copy takes elements from the first on
+        return Product(cut, body)
+    around = partial(PrefixKernel, whole=spec)
+    return Product(cut, Compute(kernel_around(body.kernel, spec, around), body.reads))
+
+
+@dataclass(frozen=True, slots=True)
+class RecastKernel:
+    """Casts what another kernel makes, block by block.
+
+    Attributes:
+        kernel: The other kernel.
+        source: The element type that it makes.
+        target: The element type to write.
+    """
+
+    kernel: Kernel
+    source: DType
+    target: DType
+
+    def grain_elements(self, out: TensorSpec) -> int:
+        """Blocks may begin where those of the other kernel may."""
+        return self.kernel.grain_elements(self._made(out))
+
+    def demands(self, out: TensorSpec, block: Span) -> tuple[Demand, ...]:
+        """Reads what the other kernel reads."""
+        return self.kernel.demands(self._made(out), block)
+
+    def run(
+        self, out: TensorSpec, block: Span, inputs: Sequence[NDArray[Any]], target: NDArray[Any]
+    ) -> None:
+        """Makes one block and casts it.
+
+        Raises:
+            OverflowRefusedError: If a finite number would become infinite.
+        """  # noqa: DOC501  `overflow_error` makes it
+        made = np.empty(target.size, numpy_dtype(self.source))
+        self.kernel.run(self._made(out), block, inputs, made)
+        overflow = Caster(self.source, self.target).cast(made, target)
+        if overflow is not None:
+            raise overflow_error(
+                overflow, self.target, where=f"tensor {out.name!r}", block_start=block.start
+            )
+
+    def _made(self, out: TensorSpec) -> TensorSpec:
+        return replace(out, dtype=self.source)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixKernel:
+    """Makes the first elements of what another kernel would make.
+
+    Attributes:
+        kernel: The other kernel.
+        whole: What it makes.
+    """
+
+    kernel: Kernel
+    whole: TensorSpec
+
+    def grain_elements(self, _out: TensorSpec) -> int:
+        """Blocks may begin where those of the whole may."""
+        return self.kernel.grain_elements(self.whole)
+
+    def demands(self, _out: TensorSpec, block: Span) -> tuple[Demand, ...]:
+        """Reads what the other kernel reads."""
+        return self.kernel.demands(self.whole, block)
+
+    def run(
+        self, _out: TensorSpec, block: Span, inputs: Sequence[NDArray[Any]], target: NDArray[Any]
+    ) -> None:
+        """Makes one block: elements of a prefix have the same numbers as in the whole."""
+        self.kernel.run(self.whole, block, inputs, target)
+
+
+# The two factors that hold all experts of a layer of a middle-sized model, which every expert's
+# tensor asks for again.
+SHARED_BYTES = 40 << 20
+
+Read = Callable[[Demand], NDArray[Any]]
+
+
+class Preparations:
+    """The kernels of those tensors of which blocks are still to come.
+
+    A context: in it, and from the first preparation on, every worker multiplies matrices in
+    its own thread.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._slots: dict[str, _Slot] = {}
+        self._shared = _Shared()
+        self._stack = ExitStack()
+        self._limited = False
+        self._kept: dict[Hashable, Any] = {}
+
+    def __enter__(self) -> Self:
+        """Begins."""
+        return self
+
+    def __exit__(
+        self,
+        _kind: type[BaseException] | None,
+        _error: BaseException | None,
+        _trace: TracebackType | None,
+    ) -> None:
+        """Ends; nothing may be prepared any more."""
+        self._stack.close()
+
+    def kernel(self, kernel: Kernel | Preparable, out: TensorSpec, read: Read) -> Kernel:
+        """Returns the kernel that computes blocks of `out`.
+
+        Args:
+            kernel: What the plan says; its preparation may take long, and others wait for it.
+            out: The output tensor.
+            read: Reads a part of a source tensor into memory of its own.
+        """
+        if not isinstance(kernel, Preparable):
+            return kernel
+        with self._lock:
+            if not self._limited:
+                self._stack.enter_context(single_threaded_blas())
+                self._limited = True
+            slot = self._slots.setdefault(out.name, _Slot(out.elements))
+        with slot.lock:
+            if slot.kernel is None:
+                slot.kernel = kernel.prepared(out, _Reading(read, self._shared, self.kept))
+            return slot.kernel
+
+    def kept(self, key: Hashable, opened: Callable[[], AbstractContextManager[Kept]]) -> Kept:
+        """Returns what is opened by whoever needs it first, and closed with the preparations."""
+        with self._lock:
+            if key not in self._kept:
+                self._kept[key] = self._stack.enter_context(opened())
+            found: Kept = self._kept[key]
+            return found
+
+    def settle(self, out: TensorSpec, elements: int) -> None:
+        """Takes note that so many elements are computed; after the last, the kernel is let go."""
+        with self._lock:
+            slot = self._slots.get(out.name)
+            if slot is not None:
+                slot.left -= elements
+                if slot.left <= 0:
+                    del self._slots[out.name]
+
+
+class _Slot:
+    def __init__(self, elements: int) -> None:
+        self.lock = threading.Lock()
+        self.kernel: Kernel | None = None
+        self.left = elements
+
+
+class _Shared:
+    """Parts that were read for one tensor and are kept for others, the latest of them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._parts: OrderedDict[Demand, NDArray[Any]] = OrderedDict()
+
+    def get(self, demand: Demand, read: Read) -> NDArray[Any]:
+        with self._lock:
+            found = self._parts.pop(demand, None)
+            if found is None:
+                found = read(demand)
+                found.flags.writeable = False
+            self._parts[demand] = found
+            while sum(part.nbytes for part in self._parts.values()) > SHARED_BYTES:
+                self._parts.popitem(last=False)
+            return found
+
+
+class _Reading:
+    """What a kernel is given to read with."""
+
+    def __init__(self, read: Read, shared: _Shared, kept: Callable[..., Any]) -> None:
+        self._read = read
+        self._shared = shared
+        self._kept = kept
+
+    def own(self, demand: Demand) -> NDArray[Any]:
+        return self._read(demand)
+
+    def shared(self, demand: Demand) -> NDArray[Any]:
+        return self._shared.get(demand, self._read)
+
+    def kept(self, key: Hashable, opened: Callable[[], AbstractContextManager[Kept]]) -> Kept:
+        found: Kept = self._kept(key, opened)
+        return found

@@ -1,0 +1,295 @@
+"""What running a part of a plan leaves to know: plain values that processes hand on and join.
+
+Whether a file that an earlier run finished is what was written then: read, and compared.
+
+What an execution tells whoever listens.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckptkit.core.checksums import CRC32_SCHEME, ChecksumPiece, join_leaves, leaf_digest
+from ckptkit.core.manifest import LEAF_BYTES
+from ckptkit.engine.locate import OpenRecord
+from ckptkit.engine.seals import Seals, Slot
+from ckptkit.plan.plan import (
+    TASK_BYTES,
+    Compute,
+    Copy,
+    Literal,
+    OutputFile,
+    Part,
+    Segment,
+    Task,
+    Trailer,
+    tasks_of_file,
+)
+from ckptkit.storage.shared import SentRows
+
+Leaves = dict[str, dict[int, bytes]]
+Sealed = tuple[int, int, int]
+
+
+def _no_leaves() -> Leaves:
+    return defaultdict(dict)
+
+
+@dataclass(slots=True)
+class Digests:
+    """Leaves of digests, by tensor name and by path of side file.
+
+    `crc32s` are the checksums of tensors that nobody has seen all of, since a store copied parts.
+    """
+
+    tensors: Leaves = field(default_factory=_no_leaves)
+    files: Leaves = field(default_factory=_no_leaves)
+    crc32s: dict[str, int] = field(default_factory=dict)
+
+    def of_tensor(self, name: str) -> str:
+        """Returns the digest of a tensor's bytes; an empty tensor has no leaves."""
+        if name in self.crc32s:
+            return f"{CRC32_SCHEME}:{self.crc32s[name]:08x}"
+        return join_leaves(self.tensors.get(name, {}))
+
+    def of_file(self, path: str) -> str:
+        """Returns the digest of a side file's bytes."""
+        return join_leaves(self.files.get(path, {}))
+
+    def first_gap(self, sizes: Iterable[tuple[str, int]]) -> str | None:
+        """Returns the first tensor of which a leaf is missing, or None.
+
+        Args:
+            sizes: Of all tensors, in bytes, by name.
+        """
+        for name, size_bytes in sizes:
+            if len(self.tensors.get(name, {})) != -(-size_bytes // LEAF_BYTES):
+                return name
+        return None
+
+    def first_difference(self, other: Digests) -> str | None:
+        """Returns the first tensor or side file of which a leaf in `other` is another one here."""
+        for mine, theirs in ((self.tensors, other.tensors), (self.files, other.files)):
+            for name, leaves in theirs.items():
+                if not leaves.items() <= mine.get(name, {}).items():
+                    return name
+        return None
+
+    def update(self, other: Digests) -> None:
+        """Adds the leaves of another part."""
+        for mine, theirs in ((self.tensors, other.tensors), (self.files, other.files)):
+            for name, leaves in theirs.items():
+                mine[name].update(leaves)
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What some of a plan's tasks have found out.
+
+    Attributes:
+        digests: Of what was written.
+        pieces: The checksums that trailers wait for, by file and segment.
+        open_records: By origin, the source records of which other tasks read the rest.
+        unverified: By origin, the tensors of which some bytes had no stored checksum.
+        sealed: The trailers that are written already: file, segment, and first byte in it.
+        sent: What a store has told of the parts that it took, by file; see `SharedOutput`.
+    """
+
+    digests: Digests = field(default_factory=Digests)
+    pieces: dict[Slot, Sequence[ChecksumPiece]] = field(default_factory=dict)
+    open_records: dict[str, dict[int, OpenRecord]] = field(default_factory=dict)
+    unverified: dict[str, set[str]] = field(default_factory=dict)
+    sealed: set[Sealed] = field(default_factory=set)
+    sent: SentRows = field(default_factory=dict)
+
+    @classmethod
+    def joined(cls, parts: Iterable[Outcome]) -> Outcome:
+        """Joins the outcomes of parts that have no task in common."""
+        whole = cls()
+        for part in parts:
+            whole.add(part)
+        return whole
+
+    def add(self, part: Outcome) -> None:
+        """Adds the outcome of a part that has no task in common with this.
+
+        Raises:
+            ChecksumError: If the two found different data in one file of the source.
+        """
+        self.digests.update(part.digests)
+        for slot, pieces in part.pieces.items():
+            self.pieces[slot] = [*self.pieces.get(slot, ()), *pieces]
+        for origin, records in part.open_records.items():
+            mine = self.open_records.setdefault(origin, {})
+            for number, record in records.items():
+                mine[number] = record.joined(mine[number]) if number in mine else record
+        for origin, keys in part.unverified.items():
+            self.unverified.setdefault(origin, set()).update(keys)
+        self.sealed |= part.sealed
+        for path, rows in part.sent.items():
+            self.sent.setdefault(path, []).extend(rows)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns JSON values; names are sorted, so that equal outcomes give equal text."""
+        return {
+            "tensors": _leaves_to_json(self.digests.tensors),
+            "files": _leaves_to_json(self.digests.files),
+            "pieces": [
+                [file, segment, *map(list, pieces)]
+                for (file, segment), pieces in sorted(self.pieces.items())
+            ],
+            "open_records": {
+                origin: [[number, *record.to_json()] for number, record in sorted(records.items())]
+                for origin, records in sorted(self.open_records.items())
+            },
+            "unverified": {o: sorted(keys) for o, keys in sorted(self.unverified.items())},
+            "sealed": sorted(self.sealed),
+            "sent": {path: sorted(rows) for path, rows in sorted(self.sent.items())},
+        }
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Outcome:
+        """Reads what `to_json` gave."""
+        return cls(
+            digests=Digests(_leaves_of(values["tensors"]), _leaves_of(values["files"])),
+            pieces={
+                (file, segment): [(start, length, crc) for start, length, crc in pieces]
+                for file, segment, *pieces in values["pieces"]
+            },
+            open_records={
+                origin: {number: OpenRecord.from_json(rest) for number, *rest in records}
+                for origin, records in values["open_records"].items()
+            },
+            unverified={origin: set(keys) for origin, keys in values["unverified"].items()},
+            sealed={(file, segment, start) for file, segment, start in values["sealed"]},
+            sent={path: list(rows) for path, rows in values["sent"].items()},
+        )
+
+
+def _leaves_to_json(book: Leaves) -> dict[str, dict[str, str]]:
+    return {
+        name: {str(number): leaf.hex() for number, leaf in sorted(leaves.items())}
+        for name, leaves in sorted(book.items())
+    }
+
+
+def _leaves_of(values: Mapping[str, Mapping[str, str]]) -> Leaves:
+    book = _no_leaves()
+    for name, leaves in values.items():
+        book[name] = {int(number): bytes.fromhex(leaf) for number, leaf in leaves.items()}
+    return book
+
+
+ReadInto = Callable[[int, memoryview], int]
+"""Fills a buffer from a byte of the file on, and returns how many bytes there were."""
+
+
+def can_be_proven(file: OutputFile) -> bool:
+    """Tells whether all bytes of a file follow from the plan and from digests of its tensors."""
+    bodies = [segment.body for segment in file.segments]
+    return any(segment.spec is not None for segment in file.segments) and all(
+        isinstance(body, (Literal, Copy, Compute, Trailer)) for body in bodies
+    )
+
+
+def is_proven(file: OutputFile, digests: Digests, read_into: ReadInto) -> bool:
+    """Reads a file, and compares every byte with the plan, or with digests.
+
+    Args:
+        file: The file as it is planned; it can be proven.
+        digests: Of its tensors, as they were written.
+        read_into: Reads it.
+    """
+    proof = _Proof(file, digests)
+    block = memoryview(bytearray(min(TASK_BYTES, file.size_bytes)))
+    for task in tasks_of_file(0, file):
+        view = block[: task.stop - task.start]
+        if read_into(task.start, view) != len(view) or not proof.holds(task, view):
+            return False
+    return True
+
+
+class _Proof:
+    def __init__(self, file: OutputFile, digests: Digests) -> None:
+        self._digests = digests
+        self._seals = Seals([file])
+
+    def holds(self, task: Task, data: memoryview) -> bool:
+        at = 0
+        for part in task.parts:
+            view = data[at : at + part.stop - part.start]
+            at += len(view)
+            if not self._is_right(part, part.segment, view):
+                return False
+        return True
+
+    def _is_right(self, part: Part, segment: Segment, view: memoryview) -> bool:
+        if isinstance(segment.body, Literal):
+            return view == segment.body.data[part.start : part.stop]
+        if isinstance(segment.body, Trailer):
+            expected = memoryview(bytearray(len(view)))
+            return self._seals.fill(0, part, expected) and view == expected
+        self._seals.note((0, part.number), part.start, view)
+        name = "" if segment.spec is None else str(segment.spec.name)
+        written = self._digests.tensors.get(name, {}).get(part.start // LEAF_BYTES)
+        return leaf_digest(view) == written
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """The plan stands; `notes` are what the user should know before it runs."""
+
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """Work begins on that many output bytes."""
+
+    total_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class BytesWritten:
+    """That many more output bytes are written, or checked."""
+
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """All bytes are written; the output becomes visible once `what` is done."""
+
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """The output is durable and visible."""
+
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """The output was there already, whole and the one asked for; nothing was written."""
+
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """The run fails; what it has finished stays in that folder, for one that resumes it."""
+
+    path: str
+
+
+Event = Planned | Started | BytesWritten | Waiting | Committed | Kept | Left
+Listener = Callable[[Event], None]
+
+
+def ignore(_event: Event) -> None:
+    """Listens to nothing."""

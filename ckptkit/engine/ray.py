@@ -1,0 +1,331 @@
+"""Work dealt out to the nodes of a Ray cluster, and done again elsewhere when one is lost.
+
+Every node gets one process, so that what a process may use is what a node may use. Ray is
+imported when it is asked for.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from ckptkit.core.errors import CkptkitError, EngineError, error_from_json
+from ckptkit.plan.shares import Share
+
+_LOG = logging.getLogger(__name__)
+_QUEUED = 2  # shares that a worker has before it, so that it need not wait for the next
+_LOSSES = 4  # workers that may be lost over one share before it is taken for the reason
+_SHUN_SECONDS = 2.0  # for which a node gets no new worker, longer with each that was lost there
+_MOST_CORES = 8  # that threads of one process can keep busy
+_POLL_SECONDS = 1.0
+_PATIENCE_SECONDS = 120.0  # without any worker at all
+_ERROR = "error"
+
+Values = Mapping[str, Any]
+RunShare = Callable[[Share], Values]
+
+
+class Station(Protocol):
+    """What a worker is made from; it is sent to every node."""
+
+    def opened(self, cores: int) -> AbstractContextManager[RunShare]:
+        """Prepares a worker; what it yields runs shares, and gives plain values.
+
+        Args:
+            cores: How many cores of the node are the worker's.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class NodeLimits:
+    """What a worker takes of its node, as Ray counts it.
+
+    Attributes:
+        cores: Cores; None for those of the node, eight at most.
+        memory_bytes: Memory, or None to claim none.
+    """
+
+    cores: int | None = None
+    memory_bytes: int | None = None
+
+
+def run_on_ray(
+    station: Station,
+    deal: Callable[[int], Sequence[Share]],
+    limits: NodeLimits,
+    take: Callable[[Share, Values], None],
+) -> None:
+    """Runs shares on all nodes of the cluster that `ray.init` finds, or of one on this machine.
+
+    Args:
+        station: What workers are made from.
+        deal: Returns what is to be done, for so many nodes.
+        limits: What a worker takes of its node.
+        take: Is given what each share came to, once, in any order, in the calling thread.
+
+    Raises:
+        EngineError: If Ray is not installed or not reached, or if no worker is left.
+        CkptkitError: The first error that a worker found; the others are stopped.
+    """
+    ray = imported_ray()
+    with _connected(ray), ExitStack() as stack:
+        crew = _RayCrew(ray, station, limits)
+        stack.callback(crew.dismiss)
+        crew.run(deal(len(crew.nodes())), take)
+
+
+def imported_ray() -> Any:
+    """Returns Ray.
+
+    Raises:
+        EngineError: If it is not installed.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise EngineError(
+            "Ray is not installed",
+            where="--engine ray",
+            hint="pip install 'ckptkit-toolkit[ray]', on every node of the cluster",
+        ) from error
+    return ray
+
+
+@contextmanager
+def _connected(ray: Any) -> Iterator[None]:
+    if ray.is_initialized():
+        yield
+        return
+    with _own_signals():
+        try:
+            ray.init(log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise EngineError(
+                f"the Ray cluster cannot be reached: {_last_line(error)}",
+                where="--engine ray",
+                hint="see `ray status`; RAY_ADDRESS names the cluster, and without it the one of"
+                " this machine is taken, or one started for this command",
+            ) from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+@contextmanager
+def _own_signals() -> Iterator[None]:
+    """Puts back the handler that Ray replaces while it starts, which ends the process."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    except SystemExit:
+        signal.signal(signal.SIGTERM, handler)
+        signal.raise_signal(signal.SIGTERM)
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+
+
+class Worker:
+    """The process of one node. Errors that ckptkit means are answers, as plain values."""
+
+    def __init__(self, station: Station, cores: int, folder: str) -> None:
+        with suppress(OSError):  # then relative paths are not found, and an error says so
+            os.chdir(folder)
+        self._station = station
+        self._cores = cores
+        self._stack = ExitStack()
+        self._run: RunShare | None = None
+
+    def open(self) -> Values:
+        """Prepares to run shares."""
+        try:
+            self._run = self._stack.enter_context(self._station.opened(self._cores))
+        except CkptkitError as error:
+            return {_ERROR: error.to_json()}
+        return {}
+
+    def run(self, share: Share) -> Values:
+        """Runs a share; `open` went before."""
+        assert self._run is not None  # noqa: S101  narrows the type
+        try:
+            return self._run(share)
+        except CkptkitError as error:
+            return {_ERROR: error.to_json()}
+
+
+@dataclass(slots=True, eq=False)
+class _Hired:
+    actor: Any
+    node: str
+    host: str
+    is_open: bool = False
+    shares: list[Share] = field(default_factory=list)
+
+
+class _RayCrew:
+    """The workers of a cluster, one a node, and what each is working on."""
+
+    def __init__(self, ray: Any, station: Station, limits: NodeLimits) -> None:
+        self._ray = ray
+        self._limits = limits
+        self._station = station
+        self._hired: dict[str, _Hired] = {}
+        self._calls: dict[Any, tuple[_Hired, Share | None]] = {}
+        self._waiting: deque[Share] = deque()
+        self._losses: dict[Share | str, int] = {}
+        self._shunned: dict[str, float] = {}
+
+    def nodes(self) -> Sequence[tuple[str, int, str]]:
+        """Returns identity, cores and name of every node that can work."""
+        found = [
+            (node["NodeID"], int(node["Resources"].get("CPU", 0)), node["NodeManagerHostname"])
+            for node in self._ray.nodes()
+            if node["Alive"]
+        ]
+        return [node for node in found if node[1]]
+
+    def run(self, shares: Sequence[Share], take: Callable[[Share, Values], None]) -> None:
+        self._waiting.extend(shares)
+        alone_since = looked_at = -_PATIENCE_SECONDS
+        while self._waiting or any(hired.shares for hired in self._hired.values()):
+            now = time.monotonic()
+            if now - looked_at >= _POLL_SECONDS:
+                self._hire()
+                looked_at = now
+                alone_since = self._still_alone(alone_since, now)
+            self._deal()
+            for call in self._answered():
+                self._settle(call, take)
+
+    def dismiss(self) -> None:
+        """Ends all workers, whatever they are doing."""
+        for hired in self._hired.values():
+            with suppress(Exception):  # it is gone already
+                self._ray.kill(hired.actor)
+
+    def _still_alone(self, since: float, now: float) -> float:
+        """Returns since when nobody works.
+
+        Raises:
+            EngineError: If that is too long ago.
+        """
+        if self._hired or since < 0:
+            return now
+        if now - since > _PATIENCE_SECONDS:
+            raise EngineError(
+                f"no node of the Ray cluster was there for {_PATIENCE_SECONDS:.0f} seconds",
+                where="--engine ray",
+                hint="see `ray status`; nodes with at least one CPU are used",
+            )
+        return since
+
+    def _hire(self) -> None:
+        """Starts a worker on every node that has none."""
+        now = time.monotonic()
+        for node, cores, host in self.nodes():
+            if node not in self._hired and self._shunned.get(node, now) <= now:
+                hired = self._hired[node] = self._start(node, cores, host)
+                self._calls[hired.actor.open.remote()] = (hired, None)
+
+    def _start(self, node: str, cores: int, host: str) -> _Hired:
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        cores = min(cores, self._limits.cores or _MOST_CORES)
+        options: dict[str, Any] = {
+            "num_cpus": cores,
+            "max_restarts": 0,
+            "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
+        }
+        if self._limits.memory_bytes is not None:
+            options["memory"] = self._limits.memory_bytes
+        made = self._ray.remote(Worker).options(**options)
+        return _Hired(made.remote(self._station, cores, str(Path.cwd())), node, host)
+
+    def _deal(self) -> None:
+        # Fewest first: the last shares of all should not wait behind one another.
+        for length in range(_QUEUED):
+            for hired in self._hired.values():
+                if self._waiting and hired.is_open and len(hired.shares) == length:
+                    share = self._waiting.popleft()
+                    hired.shares.append(share)
+                    self._calls[hired.actor.run.remote(share)] = (hired, share)
+
+    def _answered(self) -> Sequence[Any]:
+        if not self._calls:
+            time.sleep(_POLL_SECONDS)
+            return ()
+        ready, _ = self._ray.wait(list(self._calls), num_returns=1, timeout=_POLL_SECONDS)
+        return list(ready)
+
+    def _settle(self, call: Any, take: Callable[[Share, Values], None]) -> None:
+        found = self._calls.pop(call, None)
+        if found is None:
+            return  # it was lost with another call to the same worker
+        hired, share = found
+        try:
+            answer: Values = self._ray.get(call)
+        except self._ray.exceptions.RayTaskError:
+            raise  # a bug: what ckptkit means to say is an answer
+        except self._ray.exceptions.RayError as error:
+            self._lose(hired, error)
+            return
+        if _ERROR in answer:
+            raise error_from_json(answer[_ERROR]).located(f"node {hired.host}")
+        if share is None:
+            hired.is_open = True
+            _LOG.info("a worker on %s is ready", hired.host)
+        else:
+            hired.shares.remove(share)
+            take(share, answer)
+
+    def _lose(self, hired: _Hired, error: Exception) -> None:
+        """Gives what a worker had before it to others.
+
+        Raises:
+            EngineError: If too many workers were lost over one share.
+        """
+        _LOG.warning("a worker on %s was lost: %s", hired.host, type(error).__name__)
+        del self._hired[hired.node]
+        self._calls = {call: to for call, to in self._calls.items() if to[0] is not hired}
+        with suppress(Exception):  # it is gone, as far as Ray knows
+            self._ray.kill(hired.actor)
+        for share in reversed(hired.shares):
+            self._waiting.appendleft(share)
+        losses = self._losses[hired.node] = self._losses.get(hired.node, 0) + 1
+        # A node that is gone counts as alive for a while.
+        self._shunned[hired.node] = time.monotonic() + losses * _SHUN_SECONDS
+        if not hired.shares and (self._hired or losses < _LOSSES):
+            return
+        if hired.shares:
+            losses = self._losses[hired.shares[0]] = self._losses.get(hired.shares[0], 0) + 1
+        if losses >= _LOSSES:
+            self._give_up(hired, error)
+
+    def _give_up(self, hired: _Hired, error: Exception) -> None:
+        doing = "worked on the same part" if hired.shares else "prepared themselves"
+        raise EngineError(
+            f"{_LOSSES} workers were lost while they {doing}, the last on {hired.host}:"
+            f" {_last_line(error)}",
+            where="--engine ray",
+            hint="all nodes need the same ckptkit; where a machine has too little memory, pass"
+            " --memory-limit to have it reserved; Ray's logs lie in /tmp/ray/session_latest",
+        )
+
+
+def _last_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[-1].strip() if lines else type(error).__name__

@@ -1,0 +1,196 @@
+"""The kernel that puts elements of several tensors into another order, and computes nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptkit.core.arrays import numpy_dtype
+from ckptkit.core.dtypes import DType
+from ckptkit.core.geometry import flat_offset, intersect, slabs
+from ckptkit.core.index import Box, Key, Shape, Span
+from ckptkit.engine.kernels import Operand
+from ckptkit.plan.plan import Demand, Kernel, TensorSpec
+
+# What lies between wanted elements is read with them while it is at most so many times as much:
+# fewer reads cost less than the bytes do.
+_MOST_READ = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """A box of the output that lies at regular steps in one operand.
+
+    Attributes:
+        box: Where in the output's grid.
+        operand: Position of the operand.
+        start: The operand's element, counted row-major, at the box's first corner.
+        steps: Elements of the operand from one index to the next, per dimension of the grid.
+    """
+
+    box: Box
+    operand: int
+    start: int
+    steps: Shape
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """A range of an operand, and the wanted elements in it.
+
+    Attributes:
+        operand: Position of the operand.
+        span: The range.
+        steps: Between the wanted elements, from the first of the range on.
+        slab: Where the output's elements begin that it belongs to, and their shape.
+        inner: The box of the slab that it fills.
+    """
+
+    operand: int
+    span: Span
+    steps: Shape
+    slab: tuple[int, Shape]
+    inner: Box
+
+
+@dataclass(frozen=True, slots=True)
+class Rearranged:
+    """A tensor whose elements come from boxes of others, maybe with their axes exchanged.
+
+    A block reads at most twice its own elements. Where neighbours in the output lie far
+    apart, as in a large transposed matrix, it reads them in as many pieces.
+
+    Attributes:
+        grid: The output's shape, with dimensions split where the stretches need that.
+        stretches: Boxes of the grid; they cover it and do not overlap.
+        operands: What they lie in, all of the output's element type.
+    """
+
+    grid: Shape
+    stretches: tuple[Stretch, ...]
+    operands: tuple[Operand, ...]
+
+    @property
+    def reads(self) -> tuple[tuple[str, Key], ...]:
+        """The source tensors that any of the operands may look at."""
+        return tuple(dict.fromkeys(read for operand in self.operands for read in operand.reads))
+
+    def grain_elements(self, _out: TensorSpec) -> int:
+        """Any element may begin a block."""
+        return 1
+
+    def demands(self, _out: TensorSpec, block: Span) -> tuple[Demand, ...]:
+        """Reads what the block is made of."""
+        return tuple(
+            demand
+            for read in self._reads(block)
+            for demand in self.operands[read.operand].demands(read.span)
+        )
+
+    def run(
+        self, _out: TensorSpec, block: Span, inputs: Sequence[NDArray[Any]], target: NDArray[Any]
+    ) -> None:
+        """Puts the elements of one block where they belong."""
+        at = 0
+        for read in self._reads(block):
+            operand = self.operands[read.operand]
+            count = len(operand.demands(read.span))
+            values = _bits(operand.values(read.span, inputs[at : at + count]))
+            at += count
+            begin, shape = read.slab
+            slab = _bits(target)[begin : begin + math.prod(shape)].reshape(shape)
+            steps = [step * values.itemsize for step in read.steps]
+            slab[_slices(read.inner)] = np.lib.stride_tricks.as_strided(
+                values, read.inner.sizes, steps, writeable=False
+            )
+
+    def _reads(self, block: Span) -> Iterator[_Read]:
+        begin = 0
+        for slab in slabs(block, self.grid):
+            for stretch in self.stretches:
+                shared = intersect(slab, stretch.box)
+                if shared is not None:
+                    inner = _relative(shared, slab)
+                    start = flat_offset(_relative(shared, stretch.box).offsets, stretch.steps)
+                    found = (stretch.start + start, inner, stretch.steps)
+                    for first, box in _dense(*found):
+                        stop = first + _extent(box.sizes, stretch.steps)
+                        yield _Read(
+                            stretch.operand,
+                            Span(first, stop),
+                            stretch.steps,
+                            (begin, slab.sizes),
+                            box,
+                        )
+            begin += math.prod(slab.sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """What a kernel makes of its sources, as an operand of another one.
+
+    Attributes:
+        kernel: The kernel; any element may begin its blocks.
+        spec: The tensor that it makes.
+        reads: The source tensors that it looks at.
+    """
+
+    kernel: Kernel
+    spec: TensorSpec
+    reads: tuple[tuple[str, Key], ...]
+
+    @property
+    def dtype(self) -> DType:
+        """The element type that the kernel writes."""
+        return self.spec.dtype
+
+    def demands(self, span: Span) -> tuple[Demand, ...]:
+        """What the kernel reads for the range."""
+        return self.kernel.demands(self.spec, span)
+
+    def values(self, span: Span, inputs: Sequence[NDArray[Any]]) -> NDArray[Any]:
+        """What the kernel makes of it."""
+        made = np.empty(span.stop - span.start, numpy_dtype(self.spec.dtype))
+        self.kernel.run(self.spec, span, inputs, made)
+        return made
+
+
+def _dense(first: int, box: Box, steps: Shape) -> Iterator[tuple[int, Box]]:
+    """Cuts a box until what has to be read for each part is mostly wanted.
+
+    Yields:
+        The operand's element at the part's first corner, and the part.
+    """
+    sizes = box.sizes
+    if _extent(sizes, steps) <= _MOST_READ * math.prod(sizes):
+        yield first, box
+        return
+    axis = max((i for i in range(len(sizes)) if sizes[i] > 1), key=lambda i: steps[i])
+    for index in range(sizes[axis]):
+        offsets = (*box.offsets[:axis], box.offsets[axis] + index, *box.offsets[axis + 1 :])
+        part = Box(offsets, (*sizes[:axis], 1, *sizes[axis + 1 :]))
+        yield from _dense(first + index * steps[axis], part, steps)
+
+
+def _extent(sizes: Shape, steps: Shape) -> int:
+    """Returns how many elements lie from the first to the last of a box, both included."""
+    return 1 + sum((size - 1) * step for size, step in zip(sizes, steps, strict=True))
+
+
+def _relative(box: Box, outer: Box) -> Box:
+    return Box(tuple(b - o for b, o in zip(box.offsets, outer.offsets, strict=True)), box.sizes)
+
+
+def _slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
+
+
+def _bits(values: NDArray[Any]) -> NDArray[Any]:
+    """Returns elements as plain numbers of their size, which numpy moves fastest."""
+    kind = "V" if values.itemsize > np.dtype(np.uint64).itemsize else "u"
+    return values.view(f"{kind}{values.itemsize}")

@@ -1,0 +1,247 @@
+"""What a store copies by itself: found in a plan, left out of its tasks, and asked for."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ckptkit.core.index import FileRange, Span
+from ckptkit.core.object_parts import MIN_PART_BYTES, CopiedRange, ObjectPart, choose_copies
+from ckptkit.core.threads import run_crew
+from ckptkit.engine.locate import Located, Locator
+from ckptkit.engine.outcome import BytesWritten, Listener
+from ckptkit.engine.prefetch import (
+    FREE_GAP_OF_ENDS_BYTES,
+    ChunkLookup,
+    FetchedRanges,
+    Piece,
+    windows_of,
+)
+from ckptkit.engine.reader import Origin
+from ckptkit.plan.plan import Copy, OutputFile, Plan, Segment, ServerCopy
+from ckptkit.storage.base import CopyingTarget, CopySource, ObjectSource, distant
+
+# What takes no memory here and hardly a processor, but time on the way and at the store.
+_REQUESTS_AT_A_TIME = 8
+_LOOKED_INTO_AT_ONCE = 256
+
+
+def with_store_copies(plan: Plan, origins: Mapping[str, Origin], target: CopyingTarget) -> Plan:
+    """Returns a plan that has the store copy whole chunks wherever that is possible.
+
+    That is where an output tensor is a source tensor without change, and a chunk of it lies in
+    one piece in both, is large enough for a part, and has a checksum stored beside it.
+
+    Args:
+        plan: The plan.
+        origins: What it reads, by name.
+        target: Where its output goes.
+
+    Returns:
+        The plan, with a note of why nothing is copied where that is so.
+
+    Raises:
+        InputError: If a chunk is not what the source's index says.
+    """
+    candidates = list(_candidates(plan, origins))
+    examples = {id(one.store): one for one in map(_source_of, candidates) if one is not None}
+    if not examples:
+        return plan
+    reasons = {store: target.why_no_copies(one) for store, one in examples.items()}
+    stores = {store for store, reason in reasons.items() if not reason}
+    # Also where nothing is copied: many chunks are looked into with one request here, and what
+    # was found out spares those who read them one or two requests for each.
+    found = _located(candidates, stores)
+    if not stores:
+        notes = [f"all bytes go through this machine: {reason}" for reason in reasons.values()]
+        return replace(plan, notes=(*plan.notes, *notes[:1]))
+    files = tuple(_with_copies(file, found[number]) for number, file in enumerate(plan.files))
+    return replace(plan, files=files)
+
+
+@dataclass(frozen=True, slots=True)
+class StoreCopies:
+    """The copies that a plan asks its target's store for."""
+
+    plan: Plan
+    origins: Mapping[str, Origin]
+    target: CopyingTarget
+
+    def run(self, listener: Listener) -> None:
+        """Has all of them made; the files have been created.
+
+        Raises:
+            CkptkitError: The first error of any of them.
+        """
+
+        def work(items: Iterator[tuple[str, ObjectPart, CopySource]]) -> None:
+            for path, part, source in items:
+                self.target.copy(path, part, source)
+                listener(BytesWritten(part.stop - part.start))
+
+        run_crew(_REQUESTS_AT_A_TIME, self._parts(), work)
+
+    def _parts(self) -> Iterator[tuple[str, ObjectPart, CopySource]]:
+        for file in self.plan.files:
+            sources = {copied.start: source for copied, source in _sources(file, self.origins)}
+            if sources:
+                for part in self.target.copied_parts(file.path):
+                    assert part.copied is not None  # noqa: S101  that is what they are
+                    yield file.path, part, sources[part.copied.start]
+
+
+def copies_of(file: OutputFile) -> list[CopiedRange]:
+    """Returns the ranges of a file that are copied by the store."""
+    bodies = (segment.body for segment in file.segments)
+    return [one for body in bodies if isinstance(body, ServerCopy) for one in body.copied]
+
+
+def _sources(
+    file: OutputFile, origins: Mapping[str, Origin]
+) -> Iterator[tuple[CopiedRange, CopySource]]:
+    known: dict[tuple[str, str], CopySource | None] = {}
+    for segment in file.segments:
+        if isinstance(segment.body, ServerCopy):
+            origin = origins[segment.body.origin]
+            for copied in segment.body.copied:
+                key = origin.name, copied.path
+                if key not in known:
+                    known[key] = _object_of(origin, copied.path)
+                source = known[key]
+                if source is not None:
+                    yield copied, source
+
+
+def _object_of(origin: Origin, path: str) -> CopySource | None:
+    return origin.source.copy_source(path) if isinstance(origin.source, ObjectSource) else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """A tensor of which some chunks may be copied, as far as the index tells.
+
+    Attributes:
+        file: The number of its file in the plan.
+        position: That of its segment in the file.
+        segment: Its segment.
+        origin: Where it comes from.
+        lookup: Its chunks.
+        pieces: Those of its pieces that are large enough, in the order of their bytes.
+    """
+
+    file: int
+    position: int
+    segment: Segment
+    origin: Origin
+    lookup: ChunkLookup
+    pieces: Sequence[Piece]
+
+    def copies(self, locator: Locator, stores: Container[int]) -> Iterator[CopiedRange]:
+        """Yields what can be copied, now that it is looked into, from any of the stores."""
+        itemsize = self.lookup.entry.stored_dtype.itemsize
+        for piece in self.pieces:
+            size = piece.elements * itemsize
+            located = locator.locate(self.lookup.entry, self.lookup.chunks, piece.row)
+            if located.compressed is not None:
+                continue
+            self.origin.located.put((self.lookup.entry.key, piece.row), located)
+            source = _object_of(self.origin, located.path)
+            if source is None or id(source.store) not in stores:
+                continue
+            if located.crc32 is not None and _is_all(located, piece, size):
+                start = self.segment.start + piece.target_start * itemsize
+                yield CopiedRange(start, start + size, located.path, located.start, located.crc32)
+
+    def windows(self) -> Iterator[FileRange]:
+        """Yields what has to be read of the files to look into the chunks."""
+        for piece in self.pieces:
+            yield from windows_of(self.origin.index, self.lookup, piece.row)
+
+
+def _source_of(candidate: _Candidate) -> CopySource | None:
+    index, lookup = candidate.origin.index, candidate.lookup
+    record = index.records[int(lookup.chunks.record[candidate.pieces[0].row])]
+    return _object_of(candidate.origin, index.files[record.file].path)
+
+
+def _candidates(plan: Plan, origins: Mapping[str, Origin]) -> Iterator[_Candidate]:
+    for number, file in enumerate(plan.files):
+        for position, segment in enumerate(file.segments):
+            large = segment.stop - segment.start >= MIN_PART_BYTES
+            if not isinstance(segment.body, Copy) or not large:
+                continue
+            origin = origins[segment.body.origin]
+            entry = origin.index.tensors[segment.body.key]
+            lookup = ChunkLookup(entry)
+            pieces = [] if entry.rounded_from else list(_large_pieces(lookup))
+            if pieces:
+                yield _Candidate(number, position, segment, origin, lookup, pieces)
+
+
+def _large_pieces(lookup: ChunkLookup) -> Iterator[Piece]:
+    entry = lookup.entry
+    whole = Span(0, math.prod(entry.shape))
+    for piece in sorted(lookup.pieces(whole), key=lambda piece: piece.target_start):
+        size = piece.elements * entry.stored_dtype.itemsize
+        if piece.placement is None and size >= MIN_PART_BYTES:
+            yield piece
+
+
+def _located(
+    candidates: Sequence[_Candidate], stores: Container[int]
+) -> Mapping[int, Mapping[int, list[CopiedRange]]]:
+    """Looks into chunks, many with one request; returns what can be copied, by file and segment."""
+    found: dict[int, dict[int, list[CopiedRange]]] = defaultdict(dict)
+
+    def work(batches: Iterator[Sequence[_Candidate]]) -> None:
+        for batch in batches:
+            far = distant(batch[0].origin.source)
+            source = None if far is None else FetchedRanges(far)
+            if source is not None:
+                source.fetch(
+                    (one for candidate in batch for one in candidate.windows()),
+                    free_gap_bytes=FREE_GAP_OF_ENDS_BYTES,
+                )
+            origin = batch[0].origin
+            locator = Locator(source or origin.source, origin.index)
+            for one in batch:
+                found[one.file][one.position] = list(one.copies(locator, stores))
+
+    run_crew(_REQUESTS_AT_A_TIME, _batches(candidates), work)
+    return found
+
+
+def _batches(candidates: Sequence[_Candidate]) -> Iterator[Sequence[_Candidate]]:
+    batch: list[_Candidate] = []
+    for one in candidates:
+        pieces = sum(len(other.pieces) for other in batch)
+        if batch and (one.origin is not batch[0].origin or pieces >= _LOOKED_INTO_AT_ONCE):
+            yield batch
+            batch = []
+        batch.append(one)
+    if batch:
+        yield batch
+
+
+def _is_all(located: Located, piece: Piece, size_bytes: int) -> bool:
+    """Tells whether a piece is all that a checksum was stored for, in the same order."""
+    return (
+        located.strides is None
+        and piece.source_start == 0
+        and located.origin == located.start
+        and located.stop - located.start == size_bytes
+    )
+
+
+def _with_copies(file: OutputFile, found: Mapping[int, Sequence[CopiedRange]]) -> OutputFile:
+    ranges = [copied for at in sorted(found) for copied in found[at]]
+    chosen = set(choose_copies(file.size_bytes, ranges))
+    segments = list(file.segments)
+    for at, copies in found.items():
+        body = segments[at].body
+        kept = tuple(copied for copied in copies if copied in chosen)
+        if kept and isinstance(body, Copy):
+            segments[at] = replace(segments[at], body=ServerCopy(body.origin, body.key, kept))
+    return replace(file, segments=tuple(segments))

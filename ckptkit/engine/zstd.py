@@ -1,0 +1,333 @@
+"""Compressed records, decoded once from front to back by all threads of one source together.
+
+A compressed chunk cannot be entered in its middle, but several tasks need parts of it, in about the
+order in which they lie there. So its decoder stays where the last read ended, and blocks that were
+decoded on the way are kept for whoever is a little behind. Who is too far behind has the chunk
+decoded again from its start: that is slow, and the result is the same.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ckptkit.core.crc import crc32
+from ckptkit.core.errors import (
+    ChecksumError,
+    FormatError,
+    InputError,
+    LimitError,
+    TruncatedFileError,
+    UnsupportedError,
+)
+from ckptkit.core.index import CONTAINERS, ChunkTable, TensorEntry, TensorIndex
+from ckptkit.engine.locate import Located, Readable
+from ckptkit.formats.dcp.zstd import (
+    HEAD_BYTES,
+    TAIL_BYTES,
+    Ahead,
+    Expected,
+    ZstdContent,
+    look_ahead,
+    prove,
+)
+
+BLOCK_BYTES = 256 << 10
+KEPT_BYTES = 40 << 20
+"""A task is 8 MiB, and of the memory that is usually allowed four workers have one each: so far
+they are apart."""
+MOST_DECODERS = 32
+"""Each takes its window, 2 MiB as torch writes it, once so much was decoded."""
+_DECODER_BYTES = 3 << 20
+_MOST_TURNED_BYTES = KEPT_BYTES // 2
+
+
+def decoding_bytes(index: TensorIndex) -> int:
+    """Returns how much memory decoding takes beside that of the workers; 0 if nothing is to be."""
+    compressed = index.records.container == CONTAINERS.index("zstd_torch_zip")
+    count = int(np.count_nonzero(compressed))
+    content = sum(entry.size_bytes for entry in index.tensors.values()) if count else 0
+    return min(KEPT_BYTES, content) + min(MOST_DECODERS, count) * min(_DECODER_BYTES, content)
+
+
+class DecodedRecords:
+    """What threads share: the streams of a source's compressed records, and decoded blocks.
+
+    Attributes:
+        decoded_bytes: How much was decoded so far, what was decoded again included.
+    """
+
+    def __init__(self, source: Readable, index: TensorIndex) -> None:
+        self.decoded_bytes = 0
+        self._source = source
+        self._index = index
+        self._lock = threading.Lock()
+        self._streams: dict[int, _Stream] = {}
+        self._live: OrderedDict[int, _Stream] = OrderedDict()
+        self._kept: OrderedDict[tuple[int, int], bytes] = OrderedDict()
+        self._kept_bytes = 0
+
+    def locate(
+        self, entry: TensorEntry, chunks: ChunkTable, row: int, unproven: Callable[[], None]
+    ) -> Located:
+        """Finds the data of a compressed chunk; positions are those in what is decoded.
+
+        Args:
+            entry: The tensor.
+            chunks: Its chunks.
+            row: The chunk.
+            unproven: Is called if it turns out that no checksum is stored for the chunk.
+
+        Raises:
+            InputError: If the record is not what the index says, or is damaged.
+            UnsupportedError: If it is too large for the way in which it is stored.
+        """
+        number = int(chunks.record[row])
+        with self._lock:
+            stream = self._streams.get(number)
+            if stream is None:
+                expected = self._expected(entry, chunks, row)
+                stream = self._streams[number] = _Stream(self, number, expected, unproven)
+        ahead = stream.ahead()
+        if ahead.strides is not None and ahead.stop - ahead.start > _MOST_TURNED_BYTES:
+            raise UnsupportedError(
+                f"is compressed and not stored row by row, and its {ahead.stop - ahead.start:,}"
+                f" bytes are more than the {_MOST_TURNED_BYTES:,} that are kept in memory",
+                where=stream.expected.where,
+                hint="load it with torch and save it without compression",
+            )
+        path = self._index.files[self._index.records[number].file].path
+        return Located(path, ahead.start, ahead.stop, None, ahead.start, ahead.strides, number)
+
+    def read_into(self, record: int, start: int, target: memoryview) -> None:
+        """Fills `target` with decoded bytes of a record that was located, from `start` on.
+
+        Raises:
+            InputError: If it is damaged, or has another checksum at its end.
+        """
+        self._streams[record].read_into(start, target)
+
+    def finish(self) -> None:
+        """Decodes the rest of every record of which a part was read, and proves its checksum.
+
+        Raises:
+            InputError: If one is damaged; the others are left for another call.
+        """
+        while True:
+            with self._lock:
+                open_ones = [s for s in self._streams.values() if not s.is_settled]
+            if not open_ones:
+                return
+            open_ones[0].settle()
+
+    def _expected(self, entry: TensorEntry, chunks: ChunkTable, row: int) -> Expected:
+        path = self._index.files[self._index.records[int(chunks.record[row])].file].path
+        where = f"{posixpath.join(self._source.location, path)}, tensor {entry.key!r}"
+        return Expected(entry.stored_dtype, tuple(chunks.sizes[row].tolist()), where)
+
+    def content_of(self, stream: _Stream) -> ZstdContent:
+        """Opens a record from its start, and lets go of another if too many are open."""
+        record = self._index.records[stream.number]
+        path = self._index.files[record.file].path
+
+        def read(start: int, stop: int) -> bytes:
+            return self._source.read(path, record.start + start, record.start + stop)
+
+        content = ZstdContent(read, record.stop - record.start, where=stream.expected.where)
+        self._make_live(stream)
+        return content
+
+    def _make_live(self, stream: _Stream) -> None:
+        with self._lock:
+            self._live[stream.number] = stream
+            for number, other in list(self._live.items()):
+                if len(self._live) <= MOST_DECODERS:
+                    break
+                if other is not stream and other.let_go():
+                    del self._live[number]
+
+    def touch(self, stream: _Stream) -> None:
+        """Takes note that a decoder is in use."""
+        with self._lock:
+            if stream.number in self._live:
+                self._live.move_to_end(stream.number)
+
+    def no_longer_live(self, stream: _Stream) -> None:
+        """Takes note that a stream has let go of its decoder."""
+        with self._lock:
+            self._live.pop(stream.number, None)
+
+    def kept(self, key: tuple[int, int]) -> bytes | None:
+        """Returns a block that was decoded lately, by record and number; None if it is gone."""
+        return self._kept.get(key)
+
+    def keep(self, key: tuple[int, int], block: bytes) -> None:
+        """Keeps a block, and forgets those that were decoded longest ago if need be."""
+        with self._lock:
+            self.decoded_bytes += len(block)
+            before = self._kept.pop(key, b"")
+            self._kept[key] = block
+            self._kept_bytes += len(block) - len(before)
+            while self._kept_bytes > KEPT_BYTES:
+                _, oldest = self._kept.popitem(last=False)
+                self._kept_bytes -= len(oldest)
+
+
+@dataclass(slots=True)
+class _Decoder:
+    """A decoder that stands at the begin of block number `block` of the data."""
+
+    content: ZstdContent
+    rest: memoryview
+    block: int = 0
+    crc: int = 0
+
+    def take(self, count: int) -> bytes:
+        """Returns the next bytes of the archive, of which some may have been decoded before."""
+        first = bytes(self.rest[:count])
+        self.rest = self.rest[count:]
+        return first + self.content.read(count - len(first)) if len(first) < count else first
+
+
+class _Stream:
+    """One compressed record."""
+
+    def __init__(
+        self,
+        pool: DecodedRecords,
+        number: int,
+        expected: Expected,
+        unproven: Callable[[], None],
+    ) -> None:
+        self.number = number
+        self.expected = expected
+        self.is_settled = False
+        self._pool = pool
+        self._unproven = unproven
+        self._lock = threading.Lock()
+        self._ahead: Ahead | None = None
+        self._decoder: _Decoder | None = None
+        self._failure: InputError | None = None
+
+    def ahead(self) -> Ahead:
+        with self._lock:
+            return self._looked_ahead()
+
+    def read_into(self, start: int, target: memoryview) -> None:
+        with self._lock:
+            if self._failure is not None:
+                raise self._failure
+            try:
+                self._read_into(start, target)
+            except InputError as error:
+                self._failure, self.is_settled = error, True
+                raise
+
+    def _read_into(self, start: int, target: memoryview) -> None:
+        at = start - self._looked_ahead().start
+        self._pool.touch(self)
+        done = 0
+        while done < len(target):
+            number, low = divmod(at + done, BLOCK_BYTES)
+            block = self._pool.kept((self.number, number)) or self._decoded(number)
+            part = block[low : low + len(target) - done]
+            target[done : done + len(part)] = part
+            done += len(part)
+
+    def settle(self) -> None:
+        """Decodes what is left, and proves the whole."""
+        with self._lock:
+            try:
+                if not self.is_settled:
+                    ahead = self._looked_ahead()
+                    last = max(0, -(-(ahead.stop - ahead.start) // BLOCK_BYTES) - 1)
+                    self._decoded(last)
+            finally:
+                self.is_settled = True
+                self._close()
+
+    def let_go(self) -> bool:
+        """Forgets the decoder, unless somebody is decoding."""
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            self._decoder = None
+        finally:
+            self._lock.release()
+        return True
+
+    def _close(self) -> None:
+        self._decoder = None
+        self._pool.no_longer_live(self)
+
+    def _looked_ahead(self) -> Ahead:
+        if self._ahead is None:
+            self._open()
+        assert self._ahead is not None  # noqa: S101  narrows the type
+        return self._ahead
+
+    def _open(self) -> _Decoder:
+        content = self._pool.content_of(self)
+        head = content.read(HEAD_BYTES)
+        if self._ahead is None:
+            self._ahead = look_ahead(head, self.expected)
+        rest = memoryview(head)[self._ahead.start :]
+        self._decoder = _Decoder(content, rest)
+        return self._decoder
+
+    def _decoded(self, number: int) -> bytes:
+        """Decodes up to and including a block of the data, and returns that block."""
+        ahead = self._looked_ahead()
+        decoder = self._decoder
+        if decoder is None or decoder.block > number:
+            decoder = self._open()
+        size = ahead.stop - ahead.start
+        block = b""
+        while decoder.block <= number:
+            wanted = min(BLOCK_BYTES, size - decoder.block * BLOCK_BYTES)
+            block = decoder.take(wanted)
+            if len(block) < wanted:
+                raise self._cut_short(decoder.block * BLOCK_BYTES + len(block), size)
+            decoder.crc = crc32(block, decoder.crc)
+            self._pool.keep((self.number, decoder.block), block)
+            decoder.block += 1
+        if decoder.block * BLOCK_BYTES >= size:
+            self._prove(decoder, ahead)
+        return block
+
+    def _prove(self, decoder: _Decoder, ahead: Ahead) -> None:
+        """Reads what follows the data, to the end of the record, and compares the checksum."""
+        if not self.is_settled:
+            tail = decoder.take(TAIL_BYTES + 1)
+            if len(tail) > TAIL_BYTES:
+                raise LimitError(
+                    f"more than {TAIL_BYTES:,} bytes follow the data, which no archive of one"
+                    " tensor has",
+                    where=self.expected.where,
+                )
+            payload = prove(ahead, tail, self.expected)
+            if payload.crc32 is None:
+                self._unproven()
+            elif payload.crc32 != decoder.crc:
+                raise ChecksumError(
+                    f"decompressed data have CRC-32 {decoder.crc:08x} against"
+                    f" {payload.crc32:08x} stored",
+                    where=self.expected.where,
+                    hint="the file was damaged after it was saved; copy it again, or take an"
+                    " earlier checkpoint",
+                )
+            self.is_settled = True
+            self._ahead = replace(ahead, head=b"")
+        self._close()
+
+    def _cut_short(self, found: int, size: int) -> FormatError:
+        return TruncatedFileError(
+            f"zstd stream ends after {found:,} of {size:,} bytes of data",
+            where=self.expected.where,
+            hint="the file was cut short or damaged; copy it again, or take an earlier checkpoint",
+        )

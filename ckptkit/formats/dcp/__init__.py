@@ -1,0 +1,1 @@
+"""The format of PyTorch's distributed checkpoints."""

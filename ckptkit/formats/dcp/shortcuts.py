@@ -1,0 +1,465 @@
+"""A pickle machine that takes whole runs of DCP's small objects in one step.
+
+The `.metadata` of a large job holds millions of `ChunkStorageMetadata` and pairs of
+`MetadataIndex` and `_StorageInfo`, which the pickler writes as one fixed sequence of opcodes
+each. Once their classes and field names are in the memo, a regular expression finds such
+sequences, and their values go to numpy columns. Anything that does not match is left to the
+ordinary machine, so the outcome is the same, apart from a `ChunkRun` or an `EntryRun` standing
+where many objects would.
+
+The opcodes that torch's pickles have for one chunk, and for one entry of `storage_data`.
+
+Both are fixed sequences once the classes and the names of fields are in the memo, apart from a
+few holes. Each pattern has one group for every hole whose value is wanted, and a last group for
+whatever follows the last match, so that the matches which `findall` returns are contiguous.
+
+Source: `save_reduce`, `save_tuple` and `_batch_setitems` in CPython's Lib/pickle.py, protocols 4
+and 5; fields in torch/distributed/checkpoint/{metadata,filesystem}.py.
+"""
+
+from __future__ import annotations
+
+import re
+from array import array
+from bisect import bisect_right
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptkit.formats.pickle.pickles import OPCODES, ByIdentity, Global, Machine, with_handlers
+
+CHUNK_PARTS = ("ChunkStorageMetadata", "Size", "offsets", "sizes")
+ENTRY_PARTS = (
+    *("MetadataIndex", "fqn", "index", "offset", "Size"),
+    *("_StorageInfo", "relative_path", "length"),
+)
+# Below, `%(x)b` is the GET opcode that fetches x from the memo.
+_GET = rb"h.|j.{4}"
+_INT = rb"K.|M..|J.{4}|\x8a(?:\x05.{5}|\x06.{6}|\x07.{7}|\x08.{8})"
+_TUPLE = rb"\)|(?:(?:%b){1,3}[\x85-\x87]|\((?:%b){4,64}t)\x94" % (_INT, _INT)
+_SIZE_HOLE = rb"(%%(Size)b(?:%b)\x85\x94R\x94|%b)" % (_TUPLE, _GET)
+_TEXT_HOLE = rb"(\x8c.[ -~]{0,255}\x94|%b)" % _GET
+_NEW = rb"\)\x81\x94\}\x94\("  # an instance without arguments, and a dictionary for its fields
+_END = rb"ub"
+_REST = rb"|(.+)"
+_CHUNK = b"".join(
+    [
+        *(rb"%(ChunkStorageMetadata)b", _NEW, rb"%(offsets)b", _SIZE_HOLE),
+        *(rb"%(sizes)b", _SIZE_HOLE, _END, _REST),
+    ]
+)
+_ENTRY = b"".join(
+    [
+        *(rb"%(MetadataIndex)b", _NEW, rb"%(fqn)b", _TEXT_HOLE),
+        *(rb"%%(index)b(?:%b|N)" % _INT, rb"%(offset)b", _SIZE_HOLE, _END),
+        *(rb"%(_StorageInfo)b", _NEW, rb"%(relative_path)b", _TEXT_HOLE),
+        *(rb"%%(offset)b(%b)" % _INT, rb"%%(length)b(%b)" % _INT, _END, _REST),
+    ]
+)
+
+
+def chunk_pattern(known: Mapping[str, bytes]) -> re.Pattern[bytes] | None:
+    """Compiles the pattern of a chunk; its groups are offsets, sizes and the rest.
+
+    Args:
+        known: The GET opcodes of `CHUNK_PARTS`.
+
+    Returns:
+        The pattern, or None as long as one of the opcodes is missing.
+    """
+    return _compiled(_CHUNK, CHUNK_PARTS, known)
+
+
+def entry_pattern(known: Mapping[str, bytes]) -> re.Pattern[bytes] | None:
+    """Compiles the pattern of an entry: groups fqn, offset, path, start, length and the rest.
+
+    Args:
+        known: The GET opcodes of `ENTRY_PARTS`.
+
+    Returns:
+        The pattern, or None as long as one of the opcodes is missing.
+    """
+    return _compiled(_ENTRY, ENTRY_PARTS, known)
+
+
+def _compiled(
+    template: bytes, parts: tuple[str, ...], known: Mapping[str, bytes]
+) -> re.Pattern[bytes] | None:
+    if not all(part in known for part in parts):
+        return None
+    opcodes = {part.encode(): re.escape(known[part]) for part in parts}
+    return re.compile(template % opcodes, re.DOTALL)
+
+
+Ints = NDArray[np.int64]
+_MODULE = "torch.distributed.checkpoint.metadata"
+CHUNK = Global(_MODULE, "ChunkStorageMetadata")
+INDEX = Global(_MODULE, "MetadataIndex")
+INFO = Global("torch.distributed.checkpoint.filesystem", "_StorageInfo")
+SIZE = Global("torch", "Size")
+MAX_DIMENSIONS = 64  # what torch can hold
+_CLASSES = {cls.name: cls for cls in (CHUNK, INDEX, INFO, SIZE)}
+_PARTS = frozenset(_CLASSES.get(part, part) for part in (*CHUNK_PARTS, *ENTRY_PARTS))
+_WINDOW_BYTES = 1 << 15  # pickles are cut into frames of 64 KiB, so runs are never longer
+_LEAST_ROWS = 8  # the ordinary machine makes fewer objects faster than numpy makes columns
+_CACHED_INTEGERS = 1 << 16
+_BINGET_MAX = 255
+_INT64 = range(-(2**63), 2**63)
+
+
+class ShortcutError(Exception):
+    """The pickle uses something inside a run that only the ordinary machine can give."""
+
+
+class _MismatchError(Exception):
+    """What looked like a run is not one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    """What the columns of runs refer to, by position."""
+
+    sizes: list[tuple[int, ...]] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+
+
+@dataclass(eq=False, frozen=True, slots=True)
+class ChunkRun(ByIdentity):
+    """Stands for chunks in a list; columns hold positions in `Values.sizes`."""
+
+    offsets: Ints
+    sizes: Ints
+
+
+@dataclass(eq=False, frozen=True, slots=True)
+class EntryRun(ByIdentity):
+    """Stands for entries of `storage_data`, as key and as value.
+
+    Columns hold positions in `Values`, except `start` and `length`, which are in bytes.
+    """
+
+    fqn: Ints
+    offset: Ints
+    path: Ints
+    start: Ints
+    length: Ints
+
+
+class _Hole(dict[bytes, int]):
+    """Maps the bytes of a literal to 8 * its position in a list of values + memo slots taken.
+
+    A GET is mapped to -1 - slot, since what it fetches may be in the same run.
+    """
+
+    def __init__(self, values: list[Any], decode: Callable[[bytes], tuple[Any, int]]) -> None:
+        super().__init__()
+        self.found = values
+        self.decode = decode
+
+    def __missing__(self, raw: bytes) -> int:
+        if raw[0] in b"hj" and len(raw) in {2, 5}:
+            return -1 - int.from_bytes(raw[1:], "little")
+        value, slots = self.decode(raw)
+        self[raw] = packed = 8 * len(self.found) + slots
+        self.found.append(value)
+        return packed
+
+    def column(self, raw: tuple[bytes, ...]) -> Ints:
+        return np.fromiter(map(self.__getitem__, raw), np.int64, len(raw))
+
+
+class _Integers(dict[bytes, int]):
+    """Decodes integers, remembering those that come again."""
+
+    def __missing__(self, raw: bytes) -> int:
+        if len(self) >= _CACHED_INTEGERS:
+            self.clear()
+        self[raw] = value = _integer(raw)
+        return value
+
+    def column(self, raw: tuple[bytes, ...]) -> Ints:
+        return np.fromiter(map(self.__getitem__, raw), np.int64, len(raw))
+
+
+class _Slots:
+    """The memo slots inside runs whose values can be fetched, in ascending order."""
+
+    def __init__(self, values: list[Any]) -> None:
+        self.values = values
+        self.slots = array("q")
+        self.positions = array("i")
+        self.outside: dict[int, int] = {}  # slots outside runs, and positions of their values
+
+    def record(self, slots: Ints, packed: Ints) -> None:
+        """Notes where literals were memoized; `slots` holds -1 where there was none."""
+        kept = slots.ravel() >= 0
+        self.slots.frombytes(slots.ravel()[kept].tobytes())
+        self.positions.frombytes((packed.ravel()[kept] >> 3).astype(np.int32).tobytes())
+
+    def positions_of(self, packed: Ints, before: Ints, machine: FastMachine) -> Ints:
+        """Turns a column of packed holes into positions; row i may fetch slots < before[i]."""
+        positions = packed >> 3
+        rows = np.flatnonzero(packed < 0)
+        if len(rows):
+            wanted = -1 - packed[rows]
+            if (wanted >= before[rows]).any():
+                raise _MismatchError
+            positions[rows] = self._find(wanted, machine)
+        return positions
+
+    def _find(self, wanted: Ints, machine: FastMachine) -> Ints:
+        slots = np.frombuffer(self.slots, np.int64)
+        at = np.searchsorted(slots, wanted)
+        found = np.full(len(wanted), -1, np.int64)
+        near = np.flatnonzero(at < len(slots))
+        near = near[slots[at[near]] == wanted[near]]
+        found[near] = np.frombuffer(self.positions, np.int32)[at[near]]
+        for row in np.flatnonzero(found < 0).tolist():
+            found[row] = self._find_outside(int(wanted[row]), machine)
+        return found
+
+    def _find_outside(self, slot: int, machine: FastMachine) -> int:
+        position = self.outside.get(slot)
+        if position is None:
+            if slot >= machine.next_slot():  # in this run, and not one of the values recorded
+                raise _MismatchError
+            value = machine.fetch(slot)
+            if not (is_size(value) if self.values is machine.values.sizes else type(value) is str):
+                raise _MismatchError
+            self.outside[slot] = position = len(self.values)
+            self.values.append(value)
+        return position
+
+
+class FastMachine(Machine):
+    """Runs the pickle of a `.metadata` file; `values` is what the runs refer to.
+
+    `run` raises `ShortcutError` where the pickle has to be run by a `Machine` instead.
+    """
+
+    __slots__ = (
+        *("declined", "integers", "known", "patterns", "run_skipped", "run_starts", "run_stops"),
+        *("size_hole", "size_slots", "text_hole", "text_slots", "values"),
+    )
+
+    def __init__(
+        self, data: bytes, allowed: Mapping[tuple[str, str], object], *, where: str
+    ) -> None:
+        super().__init__(data, allowed, _TABLE, where=where)
+        self.values = Values()
+        self.known: dict[str, bytes] = {}
+        self.patterns: dict[Global, re.Pattern[bytes] | None] = {CHUNK: None, INDEX: None}
+        # Runs take slots that have no place in `memo`: [start, stop), and how many so far.
+        self.run_starts = array("q")
+        self.run_stops = array("q")
+        self.run_skipped = array("q")
+        self.declined = 0  # where the last run ends that was too short
+        self.integers = _Integers()
+        self.size_hole = _Hole(self.values.sizes, self._decode_size)
+        self.text_hole = _Hole(self.values.texts, _decode_text)
+        self.size_slots = _Slots(self.values.sizes)
+        self.text_slots = _Slots(self.values.texts)
+
+    def memoize(self) -> None:
+        """Stores the topmost value, and notes where the fixed parts of templates are."""
+        if self.filled == len(self.memo) and len(self.stack) > self.fence:
+            self.memo.append(self.stack[-1])  # what the ordinary machine does, in one call
+            self.filled += 1
+        else:
+            super().memoize()
+        value = self.stack[-1]
+        if type(value) in {str, Global} and value in _PARTS:
+            name = value.name if isinstance(value, Global) else value
+            self.known.setdefault(name, _get_opcode(self.next_slot() - 1))
+
+    def store(self, slot: int) -> None:
+        """Stores the topmost value; numbered slots rule out any further run."""
+        if self.run_starts:
+            raise ShortcutError
+        self.patterns.clear()
+        super().store(slot)
+
+    def next_slot(self) -> int:
+        """Returns the slot that the next MEMOIZE fills."""
+        return self.filled + (self.run_skipped[-1] if self.run_skipped else 0)
+
+    def fetch(self, slot: int) -> object:
+        """Returns the value in a slot, be it inside a run."""
+        if not self.run_starts or slot < self.run_starts[0]:
+            return super().fetch(slot)
+        run = bisect_right(self.run_starts, slot) - 1
+        if slot >= self.run_stops[run]:
+            return super().fetch(slot - self.run_skipped[run])
+        for slots in (self.size_slots, self.text_slots):
+            at = bisect_right(slots.slots, slot) - 1
+            if at >= 0 and slots.slots[at] == slot:
+                return slots.values[slots.positions[at]]
+        raise ShortcutError
+
+    def skip(self, cls: Global) -> bool:
+        """Replaces the run that begins at the current opcode, if one does."""
+        pattern = self.patterns.get(cls) or self._prepare(cls)
+        if (
+            pattern is None
+            or self.at < self.declined
+            or not self._fits(list if cls == CHUNK else dict)
+        ):
+            return False
+        stop = min(self.at + _WINDOW_BYTES, len(self.data))
+        rows = pattern.findall(self.data, self.at, stop)
+        *_, rest = rows[-1]
+        if rest:
+            rows.pop()
+        if len(rows) < _LEAST_ROWS:
+            self.declined = stop - len(rest)
+            return False
+        try:
+            columns = tuple(zip(*rows, strict=True))
+            run = self._chunks(*columns[:2]) if cls == CHUNK else self._entries(columns)
+        except _MismatchError:
+            self.patterns.clear()
+            return False
+        self.stack.extend(run)
+        self.pos = stop - len(rest)
+        return True
+
+    def _prepare(self, cls: Global) -> re.Pattern[bytes] | None:
+        if cls not in self.patterns:
+            return None
+        self.patterns[cls] = (chunk_pattern if cls == CHUNK else entry_pattern)(self.known)
+        return self.patterns[cls]
+
+    def _fits(self, container: type) -> bool:
+        """Says whether the values above the last mark are for a container."""
+        return self.fence > 0 and type(self.stack[self.fence - 1]) is container
+
+    def _advance(self, widths: Ints) -> Ints:
+        """Reserves memo slots for a run, and returns the first one of each row."""
+        start = self.next_slot()
+        total = int(widths.sum())
+        skipped = (self.run_skipped[-1] if self.run_skipped else 0) + total
+        self.run_starts.append(start)
+        self.run_stops.append(start + total)
+        self.run_skipped.append(skipped)
+        first: Ints = start + np.cumsum(widths) - widths
+        return first
+
+    def _chunks(self, raw_offsets: tuple[bytes, ...], raw_sizes: tuple[bytes, ...]) -> list[Any]:
+        offsets = self.size_hole.column(raw_offsets)
+        sizes = self.size_hole.column(raw_sizes)
+        in_offsets, in_sizes = _slots_taken(offsets), _slots_taken(sizes)
+        widths = 2 + in_offsets + in_sizes
+        first = self.next_slot() + np.cumsum(widths) - widths
+        after_offsets = first + 2 + in_offsets
+        slots = np.stack(
+            [
+                np.where(in_offsets > 0, after_offsets - 1, -1),
+                np.where(in_sizes > 0, after_offsets + in_sizes - 1, -1),
+            ]
+        )
+        self.size_slots.record(slots.T, np.stack([offsets, sizes]).T)
+        run = ChunkRun(
+            self.size_slots.positions_of(offsets, first, self),
+            self.size_slots.positions_of(sizes, after_offsets, self),
+        )
+        self._advance(widths)
+        return [run]
+
+    def _entries(self, columns: tuple[tuple[bytes, ...], ...]) -> list[Any]:
+        fqn = self.text_hole.column(columns[0])
+        offset = self.size_hole.column(columns[1])
+        path = self.text_hole.column(columns[2])
+        in_fqn, in_offset, in_path = map(_slots_taken, (fqn, offset, path))
+        widths = 4 + in_fqn + in_offset + in_path
+        first = self.next_slot() + np.cumsum(widths) - widths
+        after_fqn = first + 2 + in_fqn
+        after_index = after_fqn + in_offset
+        texts = [np.where(in_fqn > 0, first + 2, -1), np.where(in_path > 0, after_index + 2, -1)]
+        self.text_slots.record(np.stack(texts).T, np.stack([fqn, path]).T)
+        self.size_slots.record(np.where(in_offset > 0, after_index - 1, -1), offset)
+        run = EntryRun(
+            fqn=self.text_slots.positions_of(fqn, first, self),
+            offset=self.size_slots.positions_of(offset, after_fqn, self),
+            path=self.text_slots.positions_of(path, after_index + 2, self),
+            start=self.integers.column(columns[3]),
+            length=self.integers.column(columns[4]),
+        )
+        self._advance(widths)
+        return [run, run]
+
+    def _decode_size(self, raw: bytes) -> tuple[tuple[int, ...], int]:
+        body = raw[len(self.known["Size"]) : -4]
+        if body == b")":
+            return (), 2
+        marked = body[0] in b"("
+        values, at = [], int(marked)
+        while at < len(body) - 2:
+            width = _integer_width(body, at)
+            values.append(_integer(body[at : at + width]))
+            at += width
+        if not marked and len(values) != body[-2] - 0x84:
+            raise _MismatchError
+        return tuple(values), 3
+
+
+def is_size(value: object) -> bool:
+    """Says whether a value is a tuple of a tensor's rank that fits a column of int64."""
+    return (
+        isinstance(value, tuple)
+        and len(value) <= MAX_DIMENSIONS
+        and all(type(item) is int and item in _INT64 for item in value)
+    )
+
+
+def flat(sizes: list[tuple[int, ...]]) -> tuple[Ints, Ints, Ints]:
+    """Returns all numbers in one column, and for each tuple its first row and its length."""
+    lengths = np.fromiter(map(len, sizes), np.int64, len(sizes))
+    stops = np.cumsum(lengths)
+    total = int(stops[-1]) if len(sizes) else 0
+    return np.fromiter(chain.from_iterable(sizes), np.int64, total), stops - lengths, lengths
+
+
+def _slots_taken(packed: Ints) -> Ints:
+    return np.where(packed < 0, 0, packed & 7)
+
+
+def _get_opcode(slot: int) -> bytes:
+    return b"h%c" % slot if slot <= _BINGET_MAX else b"j" + slot.to_bytes(4, "little")
+
+
+def _integer_width(data: bytes, at: int) -> int:
+    return {b"K": 2, b"M": 3, b"J": 5}.get(data[at : at + 1]) or 2 + data[at + 1]
+
+
+def _integer(raw: bytes) -> int:
+    if raw[:1] == b"J":
+        return int.from_bytes(raw[1:], "little", signed=True)
+    if raw[:1] == b"\x8a":
+        return int.from_bytes(raw[2:], "little", signed=True)
+    return int.from_bytes(raw[1:], "little")
+
+
+def _decode_text(raw: bytes) -> tuple[str, int]:
+    if len(raw) - 3 != raw[1]:
+        raise _MismatchError
+    return raw[2:-1].decode("ascii"), 1
+
+
+def _get(width: int) -> Callable[[Any], None]:
+    def handler(machine: FastMachine) -> None:
+        raw = machine.data[machine.pos : machine.pos + width]
+        machine.pos += width
+        if len(raw) < width:
+            raise machine.cut_short()
+        value = machine.fetch(int.from_bytes(raw, "little"))
+        if type(value) is not Global or not machine.skip(value):
+            machine.stack.append(value)
+
+    return handler
+
+
+_TABLE = with_handlers(OPCODES, {b"h": _get(1), b"j": _get(4)})

@@ -1,0 +1,1 @@
+"""Formats of torchsnapshot and torch_checkpointing."""

@@ -1,0 +1,1 @@
+"""Pickles and the archives of `torch.save`, parsed and never executed."""

@@ -1,0 +1,444 @@
+"""Reads pickles without running them: opcodes are interpreted here, and nothing is imported.
+
+A global that is not on the caller's list is refused at once. One that is on it is only a name:
+what the pickle does with it is done by the caller's own function, on inert values.
+
+One handler for every opcode that a checkpoint may use, and refusals by name for the others.
+
+Source: CPython's Lib/pickletools.py, which specifies every opcode, protocols 0 to 5.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping
+
+from ckptkit.core.errors import UnsafePickleError
+from ckptkit.formats.pickle.machine import (
+    HIGHEST_PROTOCOL,
+    MAX_INT_BYTES,
+    ByIdentity,
+    Global,
+    Handler,
+    InertDict,
+    InertObject,
+    Machine,
+    shown,
+)
+
+_FLOAT = struct.Struct(">d")
+_REFUSED = {
+    b"P": "PERSID",
+    b"S": "STRING",
+    b"i": "INST",
+    b"o": "OBJ",
+    b"\x82": "EXT1",
+    b"\x83": "EXT2",
+    b"\x84": "EXT4",
+    b"\x8f": "EMPTY_SET",
+    b"\x90": "ADDITEMS",
+    b"\x91": "FROZENSET",
+    b"\x92": "NEWOBJ_EX",
+    b"\x97": "NEXT_BUFFER",
+    b"\x98": "READONLY_BUFFER",
+}
+
+
+def _protocol(machine: Machine) -> None:
+    version = machine.number(1)
+    if version > HIGHEST_PROTOCOL:
+        raise machine.malformed(f"pickle protocol {version} is not known")
+
+
+def _frame(machine: Machine) -> None:
+    # Frames only help to read ahead; that one does not run past the end is all there is to check.
+    if machine.number(8) > len(machine.data) - machine.pos:
+        raise machine.cut_short()
+
+
+def _stop(machine: Machine) -> None:
+    machine.running = False
+
+
+def _mark(machine: Machine) -> None:
+    machine.fence = len(machine.stack)
+    machine.marks.append(machine.fence)
+
+
+def _pop(machine: Machine) -> None:
+    if machine.marks and len(machine.stack) == machine.fence:
+        machine.pop_mark()
+    else:
+        machine.pop()
+
+
+def _pop_mark(machine: Machine) -> None:
+    machine.pop_mark()
+
+
+def _dup(machine: Machine) -> None:
+    machine.push(machine.top())
+
+
+def _constant(value: object) -> Handler:
+    def handler(machine: Machine) -> None:
+        machine.stack.append(value)
+
+    return handler
+
+
+def _empty_list(machine: Machine) -> None:
+    machine.stack.append([])
+
+
+def _empty_dict(machine: Machine) -> None:
+    machine.stack.append({})
+
+
+def _unsigned(width: int) -> Handler:
+    def handler(machine: Machine) -> None:
+        machine.stack.append(int.from_bytes(machine.take(width), "little"))
+
+    return handler
+
+
+def _binint(machine: Machine) -> None:
+    machine.push(int.from_bytes(machine.take(4), "little", signed=True))
+
+
+def _long(width: int) -> Handler:
+    def handler(machine: Machine) -> None:
+        size = machine.number(width)
+        if size > MAX_INT_BYTES:
+            raise machine.malformed(f"integer of {size:,} bytes is longer than any real one")
+        machine.push(int.from_bytes(machine.take(size), "little", signed=True))
+
+    return handler
+
+
+def _int_line(machine: Machine) -> None:
+    line = machine.line()
+    # Before protocol 2, booleans were integers with a leading zero.
+    machine.push(line == b"01" if line in {b"00", b"01"} else machine.integer(line))
+
+
+def _long_line(machine: Machine) -> None:
+    machine.push(machine.integer(machine.line().removesuffix(b"L")))
+
+
+def _float_line(machine: Machine) -> None:
+    try:
+        machine.push(float(machine.line()))
+    except ValueError:
+        raise machine.malformed("float is not a decimal number") from None
+
+
+def _float(machine: Machine) -> None:
+    machine.push(_FLOAT.unpack(machine.take(8))[0])
+
+
+def _text(width: int, encoding: str = "utf-8") -> Handler:
+    def handler(machine: Machine) -> None:
+        data = machine.take(int.from_bytes(machine.take(width), "little"))
+        machine.stack.append(machine.text(data, encoding))
+
+    return handler
+
+
+def _text_line(machine: Machine) -> None:
+    machine.push(machine.text(machine.line(), "raw-unicode-escape"))
+
+
+def _bytes(width: int) -> Handler:
+    def handler(machine: Machine) -> None:
+        machine.push(machine.take(machine.number(width)))
+
+    return handler
+
+
+def _tuple_of(count: int) -> Handler:
+    def handler(machine: Machine) -> None:
+        stack = machine.stack
+        if len(stack) - machine.fence < count:
+            raise machine.malformed("pickle takes a value from an empty stack")
+        stack[-count:] = [tuple(stack[-count:])]
+
+    return handler
+
+
+def _tuple(machine: Machine) -> None:
+    machine.push(tuple(machine.pop_mark()))
+
+
+def _list(machine: Machine) -> None:
+    machine.push(machine.pop_mark())
+
+
+def _dict(machine: Machine) -> None:
+    items = machine.pop_mark()
+    machine.push({})
+    machine.update(machine.top(), items)
+
+
+def _append(machine: Machine) -> None:
+    item = machine.pop()
+    machine.extend(machine.top(), [item])
+
+
+def _appends(machine: Machine) -> None:
+    items = machine.pop_mark()
+    machine.extend(machine.top(), items)
+
+
+def _setitem(machine: Machine) -> None:
+    value = machine.pop()
+    key = machine.pop()
+    machine.update(machine.top(), [key, value])
+
+
+def _setitems(machine: Machine) -> None:
+    items = machine.pop_mark()
+    machine.update(machine.top(), items)
+
+
+def _put(width: int) -> Handler:
+    def handler(machine: Machine) -> None:
+        machine.store(machine.number(width))
+
+    return handler
+
+
+def _put_line(machine: Machine) -> None:
+    machine.store(_slot(machine))
+
+
+def _get(width: int) -> Handler:
+    def handler(machine: Machine) -> None:
+        machine.stack.append(machine.fetch(int.from_bytes(machine.take(width), "little")))
+
+    return handler
+
+
+def _get_line(machine: Machine) -> None:
+    machine.push(machine.fetch(_slot(machine)))
+
+
+def _slot(machine: Machine) -> int:
+    slot = machine.integer(machine.line())
+    if slot < 0:
+        raise machine.malformed("memo slot is negative")
+    return slot
+
+
+def _global_line(machine: Machine) -> None:
+    module = machine.text(machine.line())
+    machine.push(machine.name(module, machine.text(machine.line())))
+
+
+def _stack_global(machine: Machine) -> None:
+    name = machine.pop()
+    machine.push(machine.name(machine.pop(), name))
+
+
+def _call(machine: Machine) -> None:
+    args = machine.pop()
+    machine.push(machine.call(machine.pop(), args))
+
+
+def _build(machine: Machine) -> None:
+    state = machine.pop()
+    machine.build(machine.top(), state)
+
+
+def _persistent(machine: Machine) -> None:
+    machine.push(machine.refer(machine.pop()))
+
+
+def _refuse(name: str) -> Handler:
+    def handler(machine: Machine) -> None:
+        raise machine.unsafe(f"pickle uses opcode {name}, which no checkpoint needs")
+
+    return handler
+
+
+def _unknown(machine: Machine) -> None:
+    raise machine.malformed(f"byte 0x{machine.data[machine.at]:02x} is no pickle opcode")
+
+
+def with_handlers(
+    table: tuple[Handler, ...], handlers: Mapping[bytes, Callable[..., None]]
+) -> tuple[Handler, ...]:
+    """Returns a table of 256 handlers with some of them replaced."""
+    changed = list(table)
+    for opcode, handler in handlers.items():
+        changed[opcode[0]] = handler
+    return tuple(changed)
+
+
+OPCODES = with_handlers(
+    (_unknown,) * 256,
+    {
+        **{opcode: _refuse(name) for opcode, name in _REFUSED.items()},
+        b"\x80": _protocol,
+        b"\x95": _frame,
+        b".": _stop,
+        b"(": _mark,
+        b"0": _pop,
+        b"1": _pop_mark,
+        b"2": _dup,
+        b"N": _constant(None),
+        b"\x88": _constant(True),  # noqa: FBT003
+        b"\x89": _constant(False),  # noqa: FBT003
+        b"I": _int_line,
+        b"L": _long_line,
+        b"K": _unsigned(1),
+        b"M": _unsigned(2),
+        b"J": _binint,
+        b"\x8a": _long(1),
+        b"\x8b": _long(4),
+        b"F": _float_line,
+        b"G": _float,
+        b"V": _text_line,
+        b"X": _text(4),
+        b"\x8c": _text(1),
+        b"\x8d": _text(8),
+        b"T": _text(4, "ascii"),
+        b"U": _text(1, "ascii"),
+        b"B": _bytes(4),
+        b"C": _bytes(1),
+        b"\x8e": _bytes(8),
+        b"\x96": _bytes(8),
+        b")": _constant(()),
+        b"\x85": _tuple_of(1),
+        b"\x86": _tuple_of(2),
+        b"\x87": _tuple_of(3),
+        b"t": _tuple,
+        b"]": _empty_list,
+        b"a": _append,
+        b"e": _appends,
+        b"l": _list,
+        b"}": _empty_dict,
+        b"s": _setitem,
+        b"u": _setitems,
+        b"d": _dict,
+        b"p": _put_line,
+        b"q": _put(1),
+        b"r": _put(4),
+        b"\x94": lambda machine: machine.memoize(),
+        b"g": _get_line,
+        b"h": _get(1),
+        b"j": _get(4),
+        b"c": _global_line,
+        b"\x93": _stack_global,
+        b"R": _call,
+        b"\x81": _call,
+        b"b": _build,
+        b"Q": _persistent,
+    },
+)
+
+__all__ = [
+    "OPCODES",
+    "Builder",
+    "ByIdentity",
+    "Global",
+    "InertDict",
+    "InertObject",
+    "Machine",
+    "inert_class",
+    "ordered_dict",
+    "parse_first_pickle",
+    "parse_pickle",
+    "shown",
+    "with_handlers",
+]
+
+Builder = Callable[..., object]
+
+
+def parse_pickle(
+    data: bytes,
+    allowed: Mapping[tuple[str, str], object],
+    *,
+    where: str,
+    persistent: Callable[[object], object] | None = None,
+) -> object:
+    """Parses a pickle of protocol 0 to 5 into plain and inert values.
+
+    The result is made of None, bool, int, float, str, bytes, tuple, list and dict, of `Global`,
+    and of what `allowed` and `persistent` give. Lists and dictionaries may contain themselves,
+    and shared parts may make the result exponentially larger to walk than `data` is long, so
+    walk it with a budget and without recursion, and do not compare, hash or print it whole.
+    Integers have at most 1,024 bytes. Dictionary keys are scalars or short tuples of them.
+
+    Args:
+        data: The whole pickle; bytes after its end are refused.
+        allowed: What each global that the pickle may name, by module and name, stands for. A
+            callable stays inert when named (a `Global` takes its place) and is called with
+            the pickle's arguments where the pickle calls or instantiates the global. It has to
+            check them: anything in the list above may come, in any number. It should do work
+            and take memory in proportion to their number, not to the size of what they hold.
+            Anything else takes the global's place as a value.
+        where: The file, for messages.
+        persistent: Maps a persistent id to a value; None where none may occur.
+
+    Returns:
+        The value. Parsing takes time and memory within a multiple of the length of `data`.
+
+    Raises:
+        UnsafePickleError: If the pickle names a global that is not allowed, calls what is not
+            to be called, or uses an opcode that no checkpoint needs.
+        TruncatedFileError: If it ends too early.
+        FormatError: If it is malformed; the message has the byte position.
+        LimitError: If it could only have been made to exhaust time.
+    """
+    return Machine(data, allowed, OPCODES, where=where, persistent=persistent).run()
+
+
+def parse_first_pickle(
+    data: bytes,
+    allowed: Mapping[tuple[str, str], object],
+    *,
+    where: str,
+    persistent: Callable[[object], object] | None = None,
+) -> tuple[object, int]:
+    """Parses the pickle at the start of `data`, after which anything may follow.
+
+    Takes and raises the same as `parse_pickle`.
+
+    Returns:
+        The value, and the position of the first byte after the pickle.
+    """
+    return Machine(data, allowed, OPCODES, where=where, persistent=persistent).run_first()
+
+
+def inert_class(module: str, name: str) -> Builder:
+    """Makes a builder for a class without constructor arguments, such as a dataclass.
+
+    Pickles give such objects their fields afterwards, as state.
+
+    Returns:
+        A function that makes an `InertObject`.
+    """
+    cls = Global(module, name)
+
+    def build(*args: object) -> InertObject:
+        if args:
+            raise UnsafePickleError(f"{shown(name)} is made from {len(args)} arguments, not none")
+        return InertObject(cls, ())
+
+    return build
+
+
+def ordered_dict(*args: object) -> InertDict:
+    """Stands for `collections.OrderedDict()`, whose items and attributes come afterwards.
+
+    Returns:
+        An empty dictionary that can take them.
+
+    Raises:
+        UnsafePickleError: If it is called with arguments, as no pickle by python 3 does.
+    """
+    if args:
+        raise UnsafePickleError(f"'OrderedDict' is made from {len(args)} arguments, not none")
+    return InertDict()

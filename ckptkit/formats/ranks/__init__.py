@@ -1,0 +1,1 @@
+"""Files that each rank saved for itself."""

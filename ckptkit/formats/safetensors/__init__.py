@@ -1,0 +1,1 @@
+"""Safetensors files, whole and in shards."""

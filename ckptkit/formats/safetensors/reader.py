@@ -1,0 +1,414 @@
+"""The reader of safetensors files, single or in numbered sets with an index.
+
+Source: https://github.com/huggingface/safetensors, README "Format", and `Metadata::validate`
+in safetensors/src/tensor.rs.
+
+What torch writes into the header of a safetensors file that holds pieces of tensors.
+
+The texts of a header are `DCP_SHARDING_INFO`, JSON with the place of each piece in its tensor, and
+`DCP_VERSION`. How large the whole tensor is, nothing says.
+
+Source: torch/distributed/checkpoint/{filesystem,_hf_utils}.py, torch 2.8 to 2.13.
+"""
+
+from __future__ import annotations
+
+import math
+import posixpath
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ckptkit.core.dtypes import BY_SAFETENSORS, DType
+from ckptkit.core.errors import (
+    FormatError,
+    InputError,
+    LimitError,
+    TruncatedFileError,
+    UnsupportedError,
+)
+from ckptkit.core.index import (
+    ChunkTable,
+    FileRef,
+    Key,
+    KeyPath,
+    RecordTable,
+    RunFacts,
+    Shape,
+    TensorEntry,
+    TensorIndex,
+)
+from ckptkit.formats.base import Candidate
+from ckptkit.formats.torch_files.reader import (
+    INDEX_ENDING,
+    check_weight_map,
+    file_sets,
+    loads_strictly,
+    members,
+)
+from ckptkit.formats.trees import Membership, classify
+from ckptkit.storage.base import Source
+
+_INFO = "DCP_SHARDING_INFO"
+_VERSION = "DCP_VERSION"
+_KNOWN_VERSIONS = {"1.0"}
+_OFFSETS = "saved_offsets"
+_MOST = 2**63 - 1
+
+
+def saved_offsets(header: Header, *, where: str) -> Mapping[str, Shape]:
+    """Returns where each tensor of a file begins in the tensor that it is a piece of.
+
+    Args:
+        header: The header of the file.
+        where: The file, for messages.
+
+    Returns:
+        For each name one number for each dimension, in elements.
+
+    Raises:
+        UnsupportedError: If the header does not tell, or if its version is not known.
+        FormatError: If what it tells does not fit its tensors.
+    """
+    text = header.metadata.get(_INFO)
+    if text is None:
+        raise UnsupportedError(
+            f"header has no {_INFO!r}, so that nothing says which part of its tensor each piece is",
+            where=where,
+            hint="save again with torch 2.8 or later: what wrote this kept no places",
+        )
+    version = header.metadata.get(_VERSION)
+    if version not in _KNOWN_VERSIONS:
+        raise UnsupportedError(
+            f"{_VERSION!r} is {version!r} against {', '.join(sorted(_KNOWN_VERSIONS))}, which are"
+            " the layouts that are read",
+            where=where,
+            hint="it was written by a newer torch: look for a newer ckptkit",
+        )
+    return _checked(loads_strictly(text.encode(), where=f"{where}: {_INFO}"), header, where)
+
+
+def check_whole(header: Header, *, where: str) -> None:
+    """Refuses a file that holds pieces, where it is about to be taken for whole tensors.
+
+    Files that torch wrote whole say that each tensor begins at its begin. What cannot be
+    understood is let pass: it tells of no piece.
+
+    Raises:
+        UnsupportedError: If the header says that a tensor begins elsewhere.
+    """
+    if _INFO not in header.metadata:
+        return
+    try:
+        found = saved_offsets(header, where=where)
+    except InputError:
+        return
+    for name, offsets in found.items():
+        if any(offsets):
+            raise UnsupportedError(
+                f"holds of tensor {name!r} the piece from {list(offsets)} on, and no whole tensor",
+                where=where,
+                hint="it is the shard of one rank under another name: give the directory that"
+                " holds the shards of all ranks, named as torch named them",
+            )
+
+
+def _checked(found: object, header: Header, where: str) -> Mapping[str, Shape]:
+    if not isinstance(found, dict):
+        raise FormatError(f"{_INFO!r} is not a JSON object", where=where)
+    names = {tensor.name for tensor in header.tensors}
+    if names != found.keys():
+        name = min(names ^ found.keys())
+        held = "the header has, it has not" if name in names else "it has, the header has not"
+        raise FormatError(f"{_INFO!r} and the header disagree on {name!r}: {held}", where=where)
+    return {
+        tensor.name: _offsets(found[tensor.name], tensor.shape, f"{where}: tensor {tensor.name!r}")
+        for tensor in header.tensors
+    }
+
+
+def _offsets(fields: object, shape: Shape, where: str) -> Shape:
+    offsets = fields.get(_OFFSETS) if isinstance(fields, dict) else None
+    if not isinstance(offsets, list) or len(offsets) != len(shape):
+        raise FormatError(
+            f"{_OFFSETS!r} is not a list of {len(shape)} numbers, as its shape {list(shape)} is",
+            where=where,
+        )
+    for offset, size in zip(offsets, shape, strict=True):
+        if type(offset) is not int or not 0 <= offset <= _MOST - size:
+            raise FormatError(
+                f"{_OFFSETS!r} are {offsets} against natural numbers below 2**63", where=where
+            )
+    return tuple(offsets)
+
+
+MAX_HEADER_BYTES = 100_000_000  # what the reference reader takes
+MAX_DIMENSIONS = 64
+_LENGTH = struct.Struct("<Q")
+_METADATA = "__metadata__"
+_FIELDS = {"dtype", "shape", "data_offsets"}
+_MAX_BYTES = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor of one file.
+
+    Attributes:
+        name: Its name in the header.
+        dtype: Element type.
+        shape: Sizes, in elements.
+        start: First byte, from the start of the file.
+        stop: First byte after it.
+    """
+
+    name: str
+    dtype: DType
+    shape: Shape
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """A checked header: tensors in the order of their bytes, and free text by name."""
+
+    tensors: tuple[StoredTensor, ...]
+    metadata: dict[str, str]
+
+
+def parse_header(raw: bytes, size_bytes: int, *, where: str) -> Header:
+    """Returns a header after the complete checks that the reference reader does.
+
+    Args:
+        raw: The JSON, without the eight bytes of its length.
+        size_bytes: The whole file's length.
+        where: The file, for messages.
+
+    Raises:
+        FormatError: If the header breaks any rule of the format.
+        TruncatedFileError: If the file ends before the last tensor does.
+        UnsupportedError: If a dtype is not modelled.
+    """
+    if not raw.startswith(b"{"):
+        raise FormatError(f"header starts with {raw[:1]!r}, not with b'{{'", where=where)
+    content = loads_strictly(raw, where=where)
+    if not isinstance(content, dict):
+        raise FormatError("header is not a JSON object", where=where)
+    metadata = content.pop(_METADATA, None)
+    metadata = {} if metadata is None else metadata
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise FormatError(f"{_METADATA!r} is not a map of strings", where=where)
+    data_start = _LENGTH.size + len(raw)
+    tensors = [
+        _stored_tensor(name, fields, data_start, f"{where}: tensor {name!r}")
+        for name, fields in content.items()
+    ]
+    tensors.sort(key=lambda tensor: (tensor.start, tensor.stop))
+    _check_extents(tensors, data_start, size_bytes, where)
+    return Header(tuple(tensors), metadata)
+
+
+def read_header(source: Source, file: FileRef, start: int = 0) -> Header:
+    """Returns the checked header of one file, or of what lies in a file from `start` to its end.
+
+    Args:
+        source: Where the file lies.
+        file: The file.
+        start: First byte of the length of the header.
+
+    Returns:
+        The header, with the positions of tensors from the start of the file.
+
+    Raises:
+        FormatError: If the header breaks any rule of the format.
+        TruncatedFileError: If the file ends before its header or its last tensor does.
+        LimitError: If the header is longer than the reference reader takes.
+        UnsupportedError: If a dtype is not modelled.
+    """
+    where = posixpath.join(source.location, file.path)
+    size_bytes = file.size_bytes - start
+    if size_bytes < _LENGTH.size:
+        raise TruncatedFileError(
+            f"file has {max(size_bytes, 0):,} bytes{f' from byte {start:,} on' if start else ''},"
+            f" fewer than the {_LENGTH.size} of a header length",
+            where=where,
+        )
+    (length,) = _LENGTH.unpack(source.read(file.path, start, start + _LENGTH.size))
+    if length > MAX_HEADER_BYTES:
+        raise LimitError(
+            f"header claims {length:,} bytes, at most {MAX_HEADER_BYTES:,} are allowed",
+            where=where,
+            hint="the file is damaged, or it is no safetensors file",
+        )
+    stop = start + _LENGTH.size + length
+    if stop > file.size_bytes:
+        raise TruncatedFileError(
+            f"header reaches byte {stop:,} but the file ends at byte {file.size_bytes:,}",
+            where=where,
+            hint="the copy was cut short; compare its size with the source's",
+        )
+    raw = source.read(file.path, start + _LENGTH.size, stop)
+    return _shifted(parse_header(raw, size_bytes, where=where), start)
+
+
+def _shifted(header: Header, start: int) -> Header:
+    if not start:
+        return header
+    tensors = (replace(t, start=t.start + start, stop=t.stop + start) for t in header.tensors)
+    return replace(header, tensors=tuple(tensors))
+
+
+class SafetensorsReader:
+    """Reads models in safetensors files."""
+
+    name = "safetensors"
+
+    def find(self, paths: Sequence[str]) -> list[Candidate]:
+        """Recognises single files, and sets that are numbered or have an index."""
+        return [found.candidate(self.name) for found in file_sets(paths, (".safetensors",))]
+
+    def read_index(self, source: Source, candidate: Candidate) -> TensorIndex:
+        """Returns the index of all headers of a candidate.
+
+        Raises:
+            MissingFileError: If a file of the set is not there.
+            UnsupportedError: If a file holds pieces of tensors, as one rank had them.
+            InputError: If a header or the index is damaged, or they contradict each other.
+        """
+        where = posixpath.join(source.location, candidate.folder)
+        paths, weight_map = members(source, candidate)
+        files = [source.stat(path) for path in paths]
+        headers = [_whole_header(source, file) for file in files]
+        homes = _homes(files, headers, where)
+        if weight_map is not None:
+            check_weight_map(weight_map, homes, where=where)
+        indices = [path for path in candidate.files if path.endswith(INDEX_ENDING)]
+        rows = [(i, t) for i, header in enumerate(headers) for t in header.tensors]
+        columns = np.array([(i, t.start, t.stop) for i, t in rows], np.int64).reshape(-1, 3)
+        return TensorIndex(
+            format=self.name,
+            files=(*files, *map(source.stat, indices)),
+            records=RecordTable(columns[:, 0], columns[:, 1], columns[:, 2]),
+            tensors=_entries([tensor for _, tensor in rows], where),
+            values=_values(headers),
+            run=RunFacts(writer=self.name),
+        )
+
+
+def _whole_header(source: Source, file: FileRef) -> Header:
+    header = read_header(source, file)
+    check_whole(header, where=posixpath.join(source.location, file.path))
+    return header
+
+
+def _stored_tensor(name: str, fields: object, data_start: int, where: str) -> StoredTensor:
+    if not isinstance(fields, dict) or fields.keys() != _FIELDS:
+        raise FormatError(
+            "entry has other fields than 'dtype', 'shape', 'data_offsets'", where=where
+        )
+    dtype = BY_SAFETENSORS.get(fields["dtype"]) if isinstance(fields["dtype"], str) else None
+    if dtype is None:
+        raise UnsupportedError(
+            f"dtype {fields['dtype']!r} is not modelled; known are {', '.join(BY_SAFETENSORS)}",
+            where=where,
+        )
+    shape, extent = (
+        _counts(fields["shape"], where),
+        _counts(fields["data_offsets"], where),
+    )
+    if len(shape) > MAX_DIMENSIONS:
+        raise FormatError(f"{len(shape):,} dimensions are more than {MAX_DIMENSIONS}", where=where)
+    if math.prod(size or 1 for size in shape) * dtype.itemsize > _MAX_BYTES:
+        raise FormatError(f"size of shape {list(shape)} overflows", where=where)
+    needed = math.prod(shape) * dtype.itemsize
+    if len(extent) != 2 or extent[1] - extent[0] != needed:  # noqa: PLR2004, start and stop
+        raise FormatError(
+            f"{dtype.name} of shape {list(shape)} needs {needed:,} bytes, the range is "
+            f"{list(extent)}",
+            where=where,
+        )
+    return StoredTensor(name, dtype, shape, data_start + extent[0], data_start + extent[1])
+
+
+def _counts(value: object, where: str) -> tuple[int, ...]:
+    if not isinstance(value, list) or not all(
+        type(item) is int and 0 <= item <= _MAX_BYTES for item in value
+    ):
+        raise FormatError("shape or range is not a list of natural numbers", where=where)
+    return tuple(value)
+
+
+def _check_extents(
+    tensors: list[StoredTensor], data_start: int, size_bytes: int, where: str
+) -> None:
+    """Proves that the tensors cover the file from `data_start` on without holes or overlaps."""
+    expected = data_start
+    for tensor in tensors:
+        if tensor.start != expected:
+            raise FormatError(
+                f"tensor {tensor.name!r} starts at byte {tensor.start:,} but the one before ends "
+                f"at byte {expected:,}",
+                where=where,
+            )
+        expected = tensor.stop
+    if expected > size_bytes:
+        raise TruncatedFileError(
+            f"header declares data through byte {expected:,} but the file ends at byte "
+            f"{size_bytes:,} ({expected - size_bytes:,} missing)",
+            where=where,
+            hint="the copy was cut short; compare its size with the source's",
+        )
+    if expected < size_bytes:
+        raise FormatError(
+            f"{size_bytes - expected:,} bytes after byte {expected:,} belong to no tensor",
+            where=where,
+        )
+
+
+def _homes(files: list[FileRef], headers: list[Header], where: str) -> dict[str, str]:
+    """Maps every tensor to its file."""
+    homes: dict[str, str] = {}
+    for file, header in zip(files, headers, strict=True):
+        for tensor in header.tensors:
+            before = homes.setdefault(tensor.name, file.path)
+            if before != file.path:
+                raise FormatError(
+                    f"tensor {tensor.name!r} is in {posixpath.basename(before)!r} and in "
+                    f"{posixpath.basename(file.path)!r}",
+                    where=where,
+                )
+    return homes
+
+
+def _entries(tensors: list[StoredTensor], where: str) -> dict[Key, TensorEntry]:
+    places = classify([(tensor.name,) for tensor in tensors], where=where)
+    return {
+        Key(tensor.name): _entry(tensor, place, record)
+        for record, (tensor, place) in enumerate(zip(tensors, places, strict=True))
+    }
+
+
+def _entry(tensor: StoredTensor, place: Membership, record: int) -> TensorEntry:
+    sizes = np.array([tensor.shape], np.int64).reshape(1, len(tensor.shape))
+    return TensorEntry(
+        key=Key(tensor.name),
+        key_path=(tensor.name,),
+        name=place.name,
+        tree=place.tree,
+        part=place.part,
+        dtype=tensor.dtype,
+        shape=tensor.shape,
+        chunks=ChunkTable(np.zeros_like(sizes), sizes, np.array([record]), byte_offset=0),
+    )
+
+
+def _values(headers: list[Header]) -> dict[KeyPath, str]:
+    """Collects the free text; where files of a set differ, the first one counts."""
+    return {
+        (_METADATA, name): text
+        for header in reversed(headers)
+        for name, text in header.metadata.items()
+    }

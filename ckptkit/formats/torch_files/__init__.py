@@ -1,0 +1,1 @@
+"""Single files that `torch.save` wrote."""

@@ -1,0 +1,1 @@
+"""Publishing a folder on the Hub in one commit."""

@@ -1,0 +1,252 @@
+"""One commit, made once: retried where it was not made, looked for where nobody knows."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ckptkit.core.errors import HubError, UsageError, VerificationError
+from ckptkit.hub.client import Hub, is_conflict, is_lost, pause_before, status_of
+
+if TYPE_CHECKING:
+    from huggingface_hub import CommitOperationAdd
+
+
+Tree = Mapping[str, str]
+"""Files of a commit: the SHA-256 of large ones and git's id of others, by path."""
+Hashes = Mapping[str, frozenset[str]]
+"""What a file may be known by: the Hub decides which ones it keeps with the large."""
+_NO_NAME = re.compile(r"[\x00-\x20\x7f~^:?*\[\\]|\.\.|@\{|//|^@$|^[/.-]|/\.|[/.]$|\.lock(/|$)")
+_MOST_COMMITS = 50  # that others can have made while an answer was lost
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What a commit does.
+
+    Attributes:
+        message: Its title.
+        description: What follows the title; may be empty.
+        operations: Files to add.
+        added: Their hashes.
+        deleted: Files to remove.
+    """
+
+    message: str
+    description: str
+    operations: Sequence[CommitOperationAdd]
+    added: Hashes
+    deleted: Sequence[str]
+
+    def is_in(self, tree: Tree) -> bool:
+        """Tells whether a tree is what this change makes, as far as it touches it."""
+        here = not differing(tree, self.added)
+        return here and not any(path in tree for path in self.deleted)
+
+
+@dataclass(frozen=True, slots=True)
+class Landed:
+    """Where a change is."""
+
+    commit: str
+    pull_request: str = ""
+
+
+def differing(tree: Tree, expected: Hashes) -> list[str]:
+    """Returns the files that a tree does not hold as they are expected."""
+    return [path for path, hashes in expected.items() if tree.get(path) not in hashes]
+
+
+class HeadMovedError(Exception):
+    """Somebody else committed to the revision meanwhile."""
+
+
+def tree_of(hub: Hub, revision: str) -> dict[str, str]:
+    """Lists the files of a revision with their hashes.
+
+    Raises:
+        HubError: If the Hub does not tell.
+    """
+    entries = hub.call(lambda: list(_entries(hub, revision)))
+    return {entry.path: entry.lfs.sha256 if entry.lfs else entry.blob_id for entry in entries}
+
+
+def _entries(hub: Hub, revision: str) -> Any:
+    found = hub.api.list_repo_tree(hub.repo_id, recursive=True, revision=revision)
+    return (entry for entry in found if hasattr(entry, "blob_id"))
+
+
+def commit_of(hub: Hub, revision: str) -> str:
+    """Returns the commit that a revision names.
+
+    Raises:
+        HubError: If the Hub does not tell.
+    """
+    return str(hub.call(hub.api.repo_info, hub.repo_id, revision=revision).sha)
+
+
+class Committer:
+    """Commits to one revision of a repository."""
+
+    def __init__(self, hub: Hub, revision: str, *, create_pr: bool) -> None:
+        self._hub = hub
+        self._revision = revision
+        self._create_pr = create_pr
+
+    def commit(self, change: Change, parent: str) -> Landed:
+        """Makes the commit on top of `parent`, exactly once.
+
+        Returns:
+            Where it is.
+
+        Raises:
+            HeadMovedError: If `parent` is no longer the head.
+            HubError: If the Hub does not take it.
+        """
+        requests = self._pull_requests() if self._create_pr else {}
+        attempt = 0
+        while True:
+            attempt += 1
+            try:
+                return self._send(change, parent)
+            except Exception as error:
+                # Also where the client stumbles over an answer, as old ones do away from the Hub.
+                unknown = is_lost(error) or is_conflict(error) or status_of(error) is None
+                landed = self._look(change, parent, requests) if unknown else None
+                if landed is not None:
+                    return landed
+                if is_conflict(error):
+                    raise HeadMovedError from error
+                pause = pause_before(error, attempt)
+                if pause is None:
+                    raise self._hub.told(error) from error
+            time.sleep(pause)
+
+    def _send(self, change: Change, parent: str) -> Landed:
+        from huggingface_hub import CommitOperationDelete
+
+        deletions = [CommitOperationDelete(path, is_folder=False) for path in change.deleted]
+        made = self._hub.api.create_commit(
+            self._hub.repo_id,
+            operations=[*change.operations, *deletions],
+            commit_message=change.message,
+            commit_description=change.description,
+            revision=self._revision,
+            parent_commit=parent,
+            create_pr=self._create_pr,
+        )
+        return Landed(str(made.oid), str(made.pr_url or ""))
+
+    def _look(self, change: Change, parent: str, requests: Mapping[str, str]) -> Landed | None:
+        """Finds the commit where it was made and its answer got lost."""
+        if self._create_pr:
+            return self._look_at_requests(change, requests)
+        if commit_of(self._hub, self._revision) == parent:
+            return None
+        list_commits = self._hub.api.list_repo_commits
+        made = self._hub.call(list_commits, self._hub.repo_id, revision=self._revision)
+        for commit in made[:_MOST_COMMITS]:
+            if commit.commit_id == parent:
+                return None
+            is_ours = commit.title == change.message
+            if is_ours and change.is_in(tree_of(self._hub, commit.commit_id)):
+                return Landed(commit.commit_id)
+        return None
+
+    def _look_at_requests(self, change: Change, known: Mapping[str, str]) -> Landed | None:
+        for ref, commit in self._pull_requests().items():
+            if ref not in known and change.is_in(tree_of(self._hub, commit)):
+                number = ref.rsplit("/", 1)[-1]
+                return Landed(commit, f"{self._hub.url}/discussions/{number}")
+        return None
+
+    def _pull_requests(self) -> dict[str, str]:
+        list_refs: Callable[..., Any] = self._hub.api.list_repo_refs
+        refs = self._hub.call(list_refs, self._hub.repo_id, include_pull_requests=True)
+        return {ref.ref: ref.target_commit for ref in refs.pull_requests or ()}
+
+
+def check_landed(hub: Hub, commit: str, expected: Hashes) -> None:
+    """Compares what the Hub holds with what was hashed here while it was read.
+
+    Raises:
+        VerificationError: If a file has another hash there, or is not there.
+    """
+    found = tree_of(hub, commit)
+    for path in differing(found, expected):
+        state = "has another hash at the Hub than here" if path in found else "is not at the Hub"
+        raise VerificationError(
+            f"{path} {state}",
+            where=f"{hub.repo_id}@{commit[:10]}",
+            hint="push again; do not use that commit",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Tagged:
+    """A tag that is there already."""
+
+    name: str
+    commit: str
+    tree: Tree
+
+    def check(self, hub: Hub, expected: Hashes) -> None:
+        """Refuses a tag that names something else than what is pushed.
+
+        Raises:
+            HubError: If a file differs.
+        """
+        for path in differing(self.tree, expected):
+            raise HubError(
+                f"the tag {self.name!r} is there already, and names other files, such as {path}",
+                where=hub.repo_id,
+                hint="delete the tag on the Hub, or choose another name",
+            )
+
+
+def find_tag(hub: Hub, name: str) -> Tagged | None:
+    """Looks for a tag."""
+    refs = hub.call(hub.api.list_repo_refs, hub.repo_id)
+    if all(tag.name != name for tag in refs.tags):
+        return None
+    commit = commit_of(hub, name)
+    return Tagged(name, commit, tree_of(hub, commit))
+
+
+def check_tag(tag: str) -> None:
+    """Refuses what git takes for no name of a tag, before anything is sent.
+
+    Raises:
+        UsageError: If it is none.
+
+    Source: git-check-ref-format(1).
+    """
+    if not tag or _NO_NAME.search(tag):
+        raise UsageError(
+            f"{tag!r:.200} was found where the name of a tag was expected",
+            hint="write it with letters, digits, '-', '_' and '.', such as step-500",
+        )
+
+
+def tag_commit(hub: Hub, tag: str, commit: str) -> None:
+    """Names a commit by a tag, which may be there already if it names the same.
+
+    Raises:
+        HubError: If the tag names another commit, or the Hub does not take it.
+    """
+    try:
+        hub.call(hub.api.create_tag, hub.repo_id, tag=tag, revision=commit)
+    except HubError as error:
+        cause = error.__cause__
+        if cause is None or status_of(cause) != 409:  # noqa: PLR2004  it exists
+            raise
+        other = commit_of(hub, tag)
+        if other != commit:
+            raise HubError(
+                f"the tag {tag!r} names commit {other[:10]}, and {commit[:10]} was to be tagged",
+                where=hub.repo_id,
+                hint="delete the tag on the Hub, or choose another name",
+            ) from error

@@ -1,0 +1,1 @@
+"""Pushing the steps of a run as they are committed."""

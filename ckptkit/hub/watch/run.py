@@ -1,0 +1,165 @@
+"""The run that is watched: which steps are committed there, and what tells each from all others."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckptkit.core.errors import IncompleteCheckpointError, InputError, NotACheckpointError
+from ckptkit.core.manifest import MANIFEST_NAME
+from ckptkit.formats.discovery import step_of
+from ckptkit.runs.listing import RunListing, RunStep, list_run
+from ckptkit.runs.places import open_run
+from ckptkit.runs.save_order import StepFacts
+from ckptkit.storage.places import PathLike, Place, is_url, open_source
+
+_QUIET_SECONDS = 60.0  # after which nobody adds to a step that has no manifest
+_DIGEST_LENGTH = 16  # hexadecimal digits
+_LISTED = 5
+
+
+@dataclass(frozen=True, slots=True)
+class SeenStep(StepFacts):
+    """A complete step of the run.
+
+    Attributes:
+        digest: Of its manifest; of what is known of its files, where it has none.
+        name: Of its folder.
+        place: Where it lies, with what its storage has to be told.
+        markers: The files by which its readers are known.
+    """
+
+    digest: str = ""
+    name: str = ""
+    place: PathLike = ""
+    markers: tuple[str, ...] = ()
+
+
+class WatchedRun:
+    """Looks at a run again and again, and reads no manifest twice."""
+
+    def __init__(self, run: PathLike, state: Path) -> None:
+        """Looks at nothing yet.
+
+        Args:
+            run: The directory or URL that the steps lie in.
+            state: Where the watch keeps its state.
+        """
+        self._run = run
+        self._state = state
+        self._digests: dict[str, tuple[str, str]] = {}  # by folder: identity, and digest
+        self._unsettled: dict[str, str] = {}  # steps without a manifest, as they were last
+        self._taken: set[str] = set()  # those among them that the last look returned
+        self._absence: InputError | None = None  # of any step, at the last look
+
+    def look(self) -> tuple[SeenStep, ...]:
+        """Returns the complete steps, the lowest number first; none where there is no run yet.
+
+        A step without a manifest is taken once it has stayed the same for a while.
+
+        Raises:
+            InputError: If the run cannot be listed.
+        """
+        try:
+            listing = list_run(self._run, state=self._state)
+        except NotACheckpointError as error:
+            self._unsettled, self._taken, self._absence = {}, set(), error
+            return ()
+        self._absence = _absence(listing)
+        steps = [step for step in listing.steps if step.complete and step_of(step.name) is not None]
+        before, self._unsettled = self._unsettled, {}
+        self._taken = set()
+        seen: dict[int, SeenStep] = {}
+        for step in steps:
+            digest = self._digest(step, before)
+            if digest:
+                seen[step.step] = self._seen(step, digest)
+        return tuple(seen.values())
+
+    @property
+    def absence(self) -> InputError | None:
+        """What the last look found instead of a complete step; None where it found one."""
+        return self._absence
+
+    @property
+    def unsettled(self) -> Mapping[str, str]:
+        """Digests, by name, of the steps that the last look found in flux, perhaps unfinished."""
+        found = self._unsettled.items()
+        return {name: digest for name, digest in found if name not in self._taken}
+
+    def hold(self, step: SeenStep) -> AbstractContextManager[object]:
+        """Keeps a step from being pruned until the result is left.
+
+        Raises:
+            MissingFileError: If it is gone.
+        """
+        return open_run(self._run).hold(step.name, step.markers)
+
+    def is_there(self, step: SeenStep) -> bool:
+        """Tells whether a step is still the one that was seen."""
+        try:
+            return any(one.digest == step.digest for one in self.look() if one.step == step.step)
+        except InputError:
+            return True  # nobody knows
+
+    def _seen(self, step: RunStep, digest: str) -> SeenStep:
+        return SeenStep(
+            step=step.step,
+            metrics=step.metrics,
+            save_number=step.order,
+            digest=digest,
+            name=step.name,
+            place=self._place(step.name),
+            markers=step.markers,
+        )
+
+    def _place(self, name: str) -> PathLike:
+        location = f"{os.fspath(self._run).rstrip('/')}/{name}"
+        if isinstance(self._run, Place):
+            return self._run.beside(location)
+        return location if is_url(location) else str(Path(self._run) / name)
+
+    def _digest(self, step: RunStep, before: Mapping[str, str]) -> str:
+        """Returns the digest of a step, an empty text where it may not be finished yet."""
+        path = f"{step.name}/{MANIFEST_NAME}"
+        manifest = next((file for file in step.files if file.path == path), None)
+        if manifest is not None:
+            known = self._digests.get(step.name)
+            if known is None or known[0] != manifest.identity:
+                known = manifest.identity, self._digest_of(path, manifest.size_bytes)
+                self._digests[step.name] = known
+            return known[1]
+        listed = "".join(f"{f.path}\0{f.size_bytes}\0{f.modified}\n" for f in step.files)
+        digest = _short_digest(listed.encode())
+        self._unsettled[step.name] = digest
+        is_quiet = step.modified > 0 and time.time() - step.modified > _QUIET_SECONDS
+        if is_quiet or before.get(step.name) == digest:
+            self._taken.add(step.name)
+            return digest
+        return ""
+
+    def _digest_of(self, path: str, size_bytes: int) -> str:
+        with open_source(self._run) as source:
+            return _short_digest(source.read(path, 0, size_bytes))
+
+
+def _absence(listing: RunListing) -> InputError | None:
+    """Says what lies in a run without a complete step."""
+    steps = [step for step in listing.steps if step_of(step.name) is not None]
+    if not steps or any(step.complete for step in steps):
+        return None
+    found = "; ".join(f"{step.name}: {step.problem}" for step in steps[-_LISTED:])
+    return IncompleteCheckpointError(
+        f"no step is complete; {found}",
+        where=listing.location,
+        hint="run it again once a step has been saved; `ckptkit ls` shows all of them",
+    )
+
+
+def _short_digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:_DIGEST_LENGTH]

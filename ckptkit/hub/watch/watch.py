@@ -1,0 +1,569 @@
+"""A sidecar of training: each committed step becomes one commit and one tag at the Hub.
+
+Which failures pass by themselves, which are a step's own, and how long to wait for the others.
+
+What is neither, such as wrong credentials, ends a watch: no step could ever be pushed.
+
+What a watch tells whoever listens, and what that adds up to.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal, Protocol
+
+from ckptkit.core.errors import (
+    AccessError,
+    CkptkitError,
+    HubUnavailableError,
+    InputError,
+    NoSpaceError,
+    OutputError,
+    OutputExistsError,
+    RefusedError,
+    StorageError,
+    VerificationError,
+)
+from ckptkit.engine.outcome import Listener
+from ckptkit.hub.publish.files import NEVER
+from ckptkit.hub.publish.secrets import without_secrets
+from ckptkit.hub.watch.build import Earlier, Making, PushChoice, make_folder, waiting_steps
+from ckptkit.hub.watch.remote import AtHub, StepsAtHub
+from ckptkit.hub.watch.run import SeenStep, WatchedRun
+from ckptkit.runs.push_journal import PushJournal, StepPush
+
+EventName = Literal[
+    "serving",  # metrics can be had
+    "started",  # it has the lock, and will look at the run
+    "waiting",  # another watch has the lock
+    "seen",  # a step was committed that is to be pushed
+    "building",  # its model or adapter is being made
+    "pushing",  # it is made and verified, and goes to the Hub
+    "pushed",  # commit and tag are there
+    "passed",  # a step will not be pushed, and need not be
+    "failed",  # a step cannot be pushed as it is; the watch goes on
+    "retrying",  # the network, the Hub or a disk failed; it is tried again
+    "pruned",  # steps were removed from the run
+    "warning",
+    "stopped",  # the last event
+]
+
+
+@dataclass(frozen=True, slots=True)
+class WatchEvent:
+    """Something that happened.
+
+    Attributes:
+        name: What.
+        step: The step concerned, if one is.
+        facts: What else is known, as JSON values.
+    """
+
+    name: EventName
+    step: int | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the event as plain values."""
+        step = {} if self.step is None else {"step": self.step}
+        return {"event": self.name} | step | dict(self.facts)
+
+
+WatchListener = Callable[[WatchEvent], None]
+
+
+@dataclass(slots=True)
+class Tally:
+    """What the events of a watch add up to.
+
+    Attributes:
+        pushed: Steps that were pushed since it started.
+        failures: Steps that could not be, by the code of the error.
+        retries: Tries that failed and were repeated, by the code of the error.
+        pruned: Steps that were removed from the run.
+        uploaded_bytes: Bytes that were uploaded.
+        push_seconds: Time that pushed steps took, from the first look at them.
+        newest_step: The newest complete step of the run; None where none was seen.
+        last_step: The step that was pushed last.
+        last_unix_seconds: When that was.
+        waiting: Steps that wait for their push, the one at work included.
+        phase: What it does at this moment.
+        step: The step that it does it to.
+    """
+
+    pushed: int = 0
+    failures: dict[str, int] = field(default_factory=dict)
+    retries: dict[str, int] = field(default_factory=dict)
+    pruned: int = 0
+    uploaded_bytes: int = 0
+    push_seconds: float = 0.0
+    newest_step: int | None = None
+    last_step: int | None = None
+    last_unix_seconds: float | None = None
+    waiting: int = 0
+    phase: str = "idle"
+    step: int | None = None
+
+    def take(self, event: WatchEvent, now: float) -> None:
+        """Adds an event.
+
+        Args:
+            event: What happened.
+            now: The time, in seconds since the epoch.
+        """
+        facts = event.facts
+        self.waiting = facts.get("waiting", self.waiting)
+        self.newest_step = facts.get("newest", self.newest_step)
+        match event.name:
+            case "building" | "pushing":
+                self.phase, self.step = event.name, event.step
+            case "pushed":
+                self._take_push(event, now)
+            case "failed":
+                _count(self.failures, facts)
+            case "retrying":
+                _count(self.retries, facts)
+                self.phase = event.name
+            case "pruned":
+                self.pruned += len(facts["steps"])
+            case _:
+                pass
+        if event.name in {"pushed", "failed", "passed"}:
+            self.waiting = max(self.waiting - 1, 0)
+        if event.name in {"pushed", "failed", "passed", "stopped"}:
+            self.phase, self.step = "idle", None
+
+    def _take_push(self, event: WatchEvent, now: float) -> None:
+        self.pushed += 1
+        self.uploaded_bytes += event.facts.get("uploaded_bytes", 0)
+        self.push_seconds += event.facts.get("seconds", 0.0)
+        self.last_step, self.last_unix_seconds = event.step, now
+
+
+def _count(table: dict[str, int], facts: Mapping[str, Any]) -> None:
+    code = str(facts["error"]["code"])
+    table[code] = table.get(code, 0) + 1
+
+
+def is_passing(error: CkptkitError) -> bool:
+    """Tells whether another try may succeed though nobody has changed anything."""
+    if isinstance(error, AccessError):
+        return False
+    return isinstance(error, HubUnavailableError | NoSpaceError | InputError)
+
+
+def is_of_the_step(error: CkptkitError) -> bool:
+    """Tells whether a step cannot be pushed as it is, while others may well be."""
+    if isinstance(error, AccessError | NoSpaceError | OutputError | StorageError):
+        return False
+    return isinstance(error, InputError | RefusedError | OutputExistsError | VerificationError)
+
+
+@dataclass(frozen=True, slots=True)
+class Backoff:
+    """How long is waited after a try that failed.
+
+    Attributes:
+        first_seconds: After the first one; each further pause is twice as long.
+        most_seconds: The longest pause.
+        last_tries: How many tries in a row may fail once the watch is to end.
+    """
+
+    first_seconds: float = 2.0
+    most_seconds: float = 300.0
+    last_tries: int = 6
+
+    def pause(self, tries: int) -> float:
+        """Returns how long to wait after that many tries in a row have failed.
+
+        >>> [Backoff().pause(tries) for tries in (1, 2, 3, 20)]
+        [2.0, 4.0, 8.0, 300.0]
+        """
+        return float(min(self.first_seconds * 2.0 ** min(tries - 1, 60), self.most_seconds))
+
+
+_WORK = "work"
+_LISTED = 5  # of files that were not pushed
+_MOST_MARKS = 32  # each takes a descriptor or two
+
+
+class Pauses(Protocol):
+    """Where a watch waits: for time to pass, or for its end."""
+
+    @property
+    def ending(self) -> bool:
+        """Whether it ends as soon as nothing waits to be pushed."""
+        ...
+
+    def wait(self, seconds: float) -> None:
+        """Waits, at most so long: less when there may be news."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class WatchSettings:
+    """How a run is watched.
+
+    Attributes:
+        choice: Which steps are pushed.
+        making: What is made of a step.
+        poll_seconds: How often the run is looked at.
+        backoff: How long a failed try is waited after, and how many are made at the end.
+        at_end: Whether nothing is pushed before the end.
+        settle_seconds: How long the end waits for steps that others are writing.
+        metrics: Metrics that a rule needs, by the option that names them. Where no step has one,
+            a watch that is to end is refused, and another one warns.
+        needs_steps: Whether a watch is an error that ends without having seen a complete step.
+    """
+
+    choice: PushChoice = field(default_factory=PushChoice)
+    making: Making = field(default_factory=Making)
+    poll_seconds: float = 5.0
+    backoff: Backoff = field(default_factory=Backoff)
+    at_end: bool = False
+    settle_seconds: float = 120.0
+    metrics: Mapping[str, str] = field(default_factory=dict)
+    needs_steps: bool = False
+
+
+class Watch:
+    """Pushes the steps of one run, one after another, until nothing is left to be done.
+
+    Attributes:
+        failures: What could not be pushed as it is, by step.
+    """
+
+    def __init__(
+        self,
+        run: WatchedRun,
+        journal: PushJournal,
+        hub: StepsAtHub,
+        settings: WatchSettings,
+        listener: WatchListener,
+    ) -> None:
+        """Takes what it works with; the lock of the run is the caller's.
+
+        Args:
+            run: What is watched.
+            journal: What was pushed before; what is built lies in a folder beside it.
+            hub: Where it goes.
+            settings: How.
+            listener: Is told of everything.
+        """
+        self.failures: dict[int, CkptkitError] = {}
+        self._run = run
+        self._journal = journal
+        self._hub = hub
+        self._settings = settings
+        self._tell = listener
+        self._work = journal.path.with_suffix(f".{_WORK}")
+        self._failed: dict[int, str] = {}  # digests of steps that cannot be pushed as they are
+        self._announced: dict[int, str] = {}
+        self._marks: dict[str, AbstractContextManager[object]] = {}
+        self._prune: Callable[[], Sequence[int]] | None = None
+        self._is_built = ""  # the digest of the step whose folder is there
+        self._passed_over: set[str] = set()  # digests of steps that were told of
+        self._has_begun = False
+        self._settling_since = 0.0
+        self._told_of_metrics: set[str] = set()
+        self._has_pushed = False  # since steps were last pruned
+
+    def pruning(self, prune: Callable[[], Sequence[int]]) -> None:
+        """Has steps removed after each push; `prune` does it, and returns which."""
+        self._prune = prune
+
+    def run(self, pauses: Pauses, progress: Listener) -> None:
+        """Watches until it is to end and nothing waits any more.
+
+        Args:
+            pauses: Where it waits.
+            progress: Is told of the bytes of what is made and pushed.
+
+        Raises:
+            CkptkitError: What cannot pass, such as wrong credentials; and what has not passed
+                when the watch was to end.
+        """
+        failed = 0
+        while True:
+            ending = pauses.ending  # asked first: what was committed before is seen by this look
+            try:
+                is_idle = self._go_on(progress, ending=ending)
+            except CkptkitError as error:
+                failed += 1
+                if not is_passing(error) or (
+                    ending and failed >= self._settings.backoff.last_tries
+                ):
+                    raise
+                self._wait_after(error, failed, pauses)
+                continue
+            failed = 0
+            if is_idle and ending:
+                if not self._settles(pauses):
+                    self._check_seen()
+                    return
+                continue
+            if is_idle:
+                pauses.wait(self._settings.poll_seconds)
+
+    def _settles(self, pauses: Pauses) -> bool:
+        """Waits for steps that may still be written to; tells whether there were any."""
+        pushed = {push.digest for push in self._journal.pushes.values()}
+        found = self._run.unsettled.items()
+        unsettled = [name for name, digest in found if digest not in pushed]
+        if not unsettled:
+            return False
+        names = ", ".join(unsettled[:_LISTED])
+        now = time.monotonic()
+        if not self._settling_since:
+            self._settling_since = now
+            text = f"{names}: written less than a minute ago; waiting until it stays the same"
+            self._say("waiting", None, message=text, steps=unsettled)
+        if now - self._settling_since > self._settings.settle_seconds:
+            raise RefusedError(
+                f"{names}: still written to after {self._settings.settle_seconds:g} s",
+                where=names,
+                hint="run it again once the save has finished",
+            )
+        pauses.wait(0)  # the end itself counts as news, and a step has to stay the same for longer
+        pauses.wait(self._settings.poll_seconds)
+        return True
+
+    def _check_seen(self) -> None:
+        """Refuses to call it done where there was never a step to push.
+
+        A run of which all steps were pushed and removed is done.
+        """
+        absence = self._run.absence
+        if self._settings.needs_steps and absence is not None and not self._journal.pushes:
+            raise absence
+
+    def close(self) -> None:
+        """Lets go of steps that wait, and removes what was built and not pushed."""
+        for digest in list(self._marks):
+            self._let_go(digest)
+        self._remove_built()
+
+    def _go_on(self, progress: Listener, *, ending: bool) -> bool:
+        """Does what is to be done next, and tells whether there was nothing."""
+        if not self._has_begun:
+            if not ending:  # a token that is wrong is told before the first step has to wait
+                self._hub.check()
+            self._finish_what_was_begun()
+            self._has_begun = True
+        steps = self._run.look()
+        self._check_metrics(steps, ending=ending)
+        waiting = self._waiting(steps)
+        self._announce(steps, waiting)
+        self._tell_of_passed_over(steps, waiting)
+        if waiting and (ending or not self._settings.at_end):
+            self._push(waiting[0], progress)
+            return False
+        if self._has_pushed:
+            self._has_pushed = False
+            self._remove_old()
+        return True
+
+    def _finish_what_was_begun(self) -> None:
+        """Finds out what became of pushes that a kill interrupted, also of steps that are gone."""
+        self._remove_built()
+        for push in list(self._journal.pushes.values()):
+            if push.state == "pushed":
+                continue
+            try:
+                found = self._hub.find(push)
+            except RefusedError:
+                found = None  # its tag is another's; that is told when the step is pushed again
+            if found is None:
+                self._take_back(push)
+            else:
+                self._settle(push, found, time.monotonic())
+
+    def _waiting(self, steps: Sequence[SeenStep]) -> list[SeenStep]:
+        digests = {step.step: step.digest for step in steps}
+        earlier = {
+            step: Earlier(push.digest, push.save_number, push.metrics)
+            for step, push in self._journal.pushes.items()
+            if push.state == "pushed"
+        }
+        by_number = {step.step: step for step in steps}
+        numbers = waiting_steps(steps, digests, earlier, self._settings.choice)
+        return [by_number[n] for n in numbers if self._failed.get(n) != digests[n]]
+
+    def _check_metrics(self, steps: Sequence[SeenStep], *, ending: bool) -> None:
+        pushed = [push.metrics for push in self._journal.pushes.values()]
+        found = [*(step.metrics for step in steps), *pushed]
+        known = sorted({name for metrics in found for name in metrics})
+        for option, name in self._settings.metrics.items():
+            if not steps or any(metrics.get(name) is not None for metrics in found):
+                continue
+            error = RefusedError(
+                "no complete step was saved with a number as that metric;"
+                f" {'found are ' + ', '.join(known) if known else 'no step has any'}",
+                where=f"{option} {name}",
+                hint="name one that `ckptkit ls` shows",
+            )
+            if ending and not self._run.unsettled:
+                raise error
+            if option not in self._told_of_metrics:
+                self._told_of_metrics.add(option)
+                self._say("warning", None, message=f"{error} ({error.hint})")
+
+    def _announce(self, steps: Sequence[SeenStep], waiting: Sequence[SeenStep]) -> None:
+        """Tells of steps that wait, and keeps them from being pruned until they are pushed."""
+        counts = {"waiting": len(waiting), "newest": max((s.step for s in steps), default=None)}
+        for step in waiting:
+            if self._announced.get(step.step) != step.digest:
+                self._announced[step.step] = step.digest
+                self._say("seen", step.step, digest=step.digest, **counts)
+        wanted = {step.digest: step for step in waiting[:_MOST_MARKS]}
+        for digest in self._marks.keys() - wanted.keys():
+            self._let_go(digest)
+        for digest in wanted.keys() - self._marks.keys():
+            with suppress(InputError):  # it is gone; the next look tells
+                mark = self._run.hold(wanted[digest])
+                mark.__enter__()
+                self._marks[digest] = mark
+
+    def _tell_of_passed_over(self, steps: Sequence[SeenStep], waiting: Sequence[SeenStep]) -> None:
+        """Tells of steps that no rule leaves out, and that are not pushed for their order."""
+        if self._settings.choice != PushChoice():
+            return
+        told = {step.digest for step in waiting} | self._passed_over | set(self._failed.values())
+        told |= {push.digest for push in self._journal.pushes.values()}
+        left = {step.digest: str(step.step) for step in steps if step.digest not in told}
+        if left:
+            self._passed_over |= left.keys()
+            why = "they count as saved before one that is pushed, or training went back from them"
+            self._say("warning", None, message=f"not pushed: {', '.join(left.values())}; {why}")
+
+    def _let_go(self, digest: str) -> None:
+        with suppress(CkptkitError):  # a mark on a store that is gone ends by itself
+            self._marks.pop(digest).__exit__(None, None, None)
+
+    def _push(self, step: SeenStep, progress: Listener) -> None:
+        began = time.monotonic()
+        push = self._begun(step)
+        try:
+            found = self._hub.find(push)
+            if found is None:
+                found = self._upload(step, push, progress)
+            self._settle(push, found, began)
+        except CkptkitError as error:
+            if not is_of_the_step(error):
+                raise
+            self._give_up(step, error)
+
+    def _begun(self, step: SeenStep) -> StepPush:
+        earlier = self._journal.pushes.get(step.step)
+        replaces = ""
+        if earlier is not None:
+            replaces = earlier.commit if earlier.state == "pushed" else earlier.replaces
+        return StepPush(
+            step=step.step,
+            digest=step.digest,
+            state="pushing",
+            repo_id=self._journal.repo_id,
+            tag=self._hub.tag_of(step.step),
+            save_number=step.save_number,
+            metrics=dict(step.metrics),
+            replaces=replaces,
+        )
+
+    def _upload(self, step: SeenStep, push: StepPush, progress: Listener) -> AtHub:
+        folder = self._built(step, progress)
+        self._journal.note(push)
+        self._say("pushing", step.step, repo_id=push.repo_id)
+        whole = self._settings.making.whole_folder(step.step)
+        found = self._hub.push(folder, push, whole)
+        left = [one.path.removeprefix(f"{whole}/") for one in found.skipped]
+        left = [path for path in left if PurePosixPath(path).name != NEVER]
+        if left:
+            self._say("warning", step.step, message=_text_of_skipped(left))
+        return found
+
+    def _built(self, step: SeenStep, progress: Listener) -> Path:
+        """Returns the folder to be pushed; after a push that failed it is there already."""
+        folder = self._work / f"step-{step.step}"
+        if self._is_built == step.digest:
+            return folder
+        self._remove_built()  # of another step, whose push failed
+        self._say("building", step.step)
+        made = make_folder(step.place, folder, step.step, self._settings.making, progress)
+        for note in made.notes:
+            self._say("warning", step.step, message=note)
+        self._is_built = step.digest
+        return folder
+
+    def _remove_built(self) -> None:
+        self._is_built = ""
+        shutil.rmtree(self._work, ignore_errors=True)
+
+    def _settle(self, push: StepPush, found: AtHub, began: float) -> None:
+        """Has the tag point to the commit, and writes down that the step is pushed."""
+        self._hub.tag(push, found)
+        at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        done = replace(push, state="pushed", commit=found.commit, url=found.url, at=at)
+        self._journal.note(replace(done, size_bytes=found.uploaded_bytes))
+        self._has_pushed = True
+        self._remove_built()
+        self._say(
+            "pushed",
+            push.step,
+            repo_id=push.repo_id,
+            commit=found.commit,
+            tag=push.tag,
+            url=found.url,
+            uploaded_bytes=found.uploaded_bytes,
+            seconds=round(time.monotonic() - began, 3),
+            resumed=not found.is_new,
+        )
+
+    def _give_up(self, step: SeenStep, error: CkptkitError) -> None:
+        if isinstance(error, InputError) and not self._run.is_there(step):
+            self._say("passed", step.step, reason="it was removed from the run, or replaced")
+            return
+        self._remove_built()
+        self._failed[step.step] = step.digest
+        self.failures[step.step] = error
+        push = self._journal.pushes.get(step.step)
+        if push is not None and push.state == "pushing":
+            self._take_back(push)
+        self._say("failed", step.step, error=error.to_json())
+
+    def _take_back(self, push: StepPush) -> None:
+        """Notes that a push came to nothing; an earlier save of the step may still be there."""
+        if push.replaces:
+            earlier = replace(push, state="pushed", digest="", commit=push.replaces, replaces="")
+            self._journal.note(earlier)
+        else:
+            self._journal.forget(push.step)
+
+    def _remove_old(self) -> None:
+        if self._prune is None:
+            return
+        try:
+            removed = self._prune()
+        except CkptkitError as error:
+            self._say("warning", None, message=f"nothing was removed from the run: {error}")
+            return
+        if removed:
+            self._say("pruned", None, steps=list(removed))
+
+    def _wait_after(self, error: CkptkitError, failed: int, pauses: Pauses) -> None:
+        seconds = self._settings.backoff.pause(failed)
+        self._say("retrying", None, error=error.to_json(), tries=failed, seconds=seconds)
+        pauses.wait(seconds)
+
+    def _say(self, name: EventName, step: int | None, **facts: Any) -> None:
+        self._tell(WatchEvent(name, step, facts))
+
+
+def _text_of_skipped(paths: Sequence[str]) -> str:
+    names = without_secrets(", ".join(paths[:_LISTED]))
+    more = f" and {len(paths) - _LISTED:,} more" if len(paths) > _LISTED else ""
+    return f"not pushed with the step: {names}{more}; --include GLOB adds files without secrets"

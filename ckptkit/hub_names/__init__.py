@@ -1,0 +1,1 @@
+"""The names that `save_pretrained` gives to the tensors of a model."""

@@ -1,0 +1,325 @@
+"""Where the tensors that `save_pretrained` writes come from in the model that training holds.
+
+Transformers 5 computes with other tensors than it stores: the experts of a layer are one tensor
+in memory and one each on disk. The names that training holds are called live here, those in a
+Hub repository's files are called disk names. A disk tensor is described as boxes whose elements
+lie at regular steps in live tensors, which covers slices, splits, stacks, joins, transpositions
+and the reordering of rotary positions; nothing else can be described so, and so nothing else is
+taken for it. Of a tensor that a conversion computes it is known what it is computed from.
+
+A disk tensor that is one box of one live tensor, maybe with its axes exchanged, is what a merge
+of adapters needs to know; see `window_of`. `ckptkit.conversion.names_on_disk` finds the names of
+a model.
+
+What is said between a command and the program that asks transformers, as JSON values.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ckptkit.core.dtypes import DType, dtype_named
+from ckptkit.core.geometry import row_major_strides
+from ckptkit.core.index import Box, Fqn, Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A box of a disk tensor whose elements lie at regular steps in one live tensor.
+
+    Attributes:
+        box: Where in the disk tensor's grid.
+        source: The live tensor.
+        start: The element of the live tensor, counted row-major, at the box's first corner.
+        steps: Elements of the live tensor from one index to the next, per dimension of the grid.
+    """
+
+    box: Box
+    source: Fqn
+    start: int
+    steps: Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Computation:
+    """What one conversion makes a tensor from; those with equal sources come from one.
+
+    Attributes:
+        dtype: The element type that the conversion gives it.
+        sources: All live tensors that the conversion is given.
+    """
+
+    dtype: DType
+    sources: tuple[Fqn, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class HubTensor:
+    """A tensor as `save_pretrained` writes it; moved, it has the element type of its sources.
+
+    Attributes:
+        name: Its disk name.
+        shape: Its shape.
+        grid: The same elements in the same row-major order with dimensions split further, where
+            that is needed to describe them by regular steps; mostly `shape` itself.
+        pieces: Boxes of the grid that cover it, each element once; none where it is computed.
+        computed: How it comes to be where a conversion does more than move elements, or None.
+    """
+
+    name: Fqn
+    shape: Shape
+    grid: Shape
+    pieces: tuple[Piece, ...]
+    computed: Computation | None = None
+
+    @property
+    def sources(self) -> tuple[Fqn, ...]:
+        """The live tensors that it is made of, each once, in the order of the pieces."""
+        if self.computed is not None:
+            return self.computed.sources
+        return tuple(dict.fromkeys(piece.source for piece in self.pieces))
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A box of a live tensor, read with its axes in another order.
+
+    In numpy's words the disk tensor is `live[box].transpose(rest + axes)[0, 0, …]`, where `rest`
+    are the axes that `axes` leaves out; the box has one index along each of them.
+
+    Attributes:
+        source: The live tensor.
+        box: The part of it.
+        axes: For each dimension of the disk tensor, the axis of the live tensor.
+    """
+
+    source: Fqn
+    box: Box
+    axes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class HubNames:
+    """What `save_pretrained` makes of a model's tensors.
+
+    Attributes:
+        library: Version of the transformers that says so.
+        live: Shapes of the live tensors, by live name.
+        tensors: What is written, by disk name, in the order in which it writes them.
+        unsaved: Live tensors that the model's class keeps out of its files.
+        unknown: Live tensors that the model's class does not have; they are renamed as if it
+            had them, as `save_pretrained` does where it is given a state dict.
+    """
+
+    library: str
+    live: Mapping[Fqn, Shape]
+    tensors: Mapping[Fqn, HubTensor]
+    unsaved: tuple[Fqn, ...] = ()
+    unknown: tuple[Fqn, ...] = ()
+
+
+def run_of(tensor: HubTensor) -> Piece | None:
+    """Returns the one piece of a disk tensor whose elements follow each other in a live one."""
+    if len(tensor.pieces) != 1:
+        return None
+    piece = tensor.pieces[0]
+    wanted = row_major_strides(tensor.grid)
+    sized = zip(tensor.grid, piece.steps, wanted, strict=True)
+    return piece if all(size == 1 or step == want for size, step, want in sized) else None
+
+
+def whole_of(tensor: HubTensor, live: Mapping[Fqn, Shape]) -> Fqn | None:
+    """Returns the live tensor that a disk tensor is, element for element, if there is one.
+
+    Args:
+        tensor: The disk tensor.
+        live: Shapes of the live tensors.
+    """
+    size = math.prod(tensor.shape)
+    piece = run_of(tensor) if size else next(iter(tensor.pieces), None)
+    is_whole = piece is not None and math.prod(live[piece.source]) == size
+    return piece.source if piece is not None and is_whole else None
+
+
+def window_of(tensor: HubTensor, live: Mapping[Fqn, Shape]) -> Window | None:
+    """Returns a disk tensor as a box of one live tensor.
+
+    Args:
+        tensor: The disk tensor.
+        live: Shapes of the live tensors.
+
+    Returns:
+        The box and the order of its axes, or None where it is made of several live tensors, or
+        where its elements stand in another order within an axis.
+    """
+    found = windows_of(tensor, live)
+    return found[0][1] if found is not None and len(found) == 1 else None
+
+
+def windows_of(
+    tensor: HubTensor, live: Mapping[Fqn, Shape]
+) -> tuple[tuple[Box, Window], ...] | None:
+    """Returns a disk tensor as boxes of live tensors.
+
+    Args:
+        tensor: The disk tensor.
+        live: Shapes of the live tensors.
+
+    Returns:
+        Each box of the disk tensor with that of the live one, or None where elements stand in
+        another order within an axis, or are computed.
+    """
+    if tensor.grid != tensor.shape or tensor.computed is not None:
+        return None
+    found = [(piece.box, _window(piece, live[piece.source])) for piece in tensor.pieces]
+    windows = tuple((box, window) for box, window in found if window is not None)
+    return windows if len(windows) == len(found) else None
+
+
+def _window(piece: Piece, shape: Shape) -> Window | None:
+    axes = _axes(piece.box.sizes, piece.steps, shape)
+    if axes is None:
+        return None
+    offsets = tuple(
+        (piece.start // stride) % size
+        for stride, size in zip(row_major_strides(shape), shape, strict=True)
+    )
+    sizes = [1] * len(shape)
+    for axis, size in zip(axes, piece.box.sizes, strict=True):
+        sizes[axis] = size
+    fits = all(o + n <= m for o, n, m in zip(offsets, sizes, shape, strict=True))
+    return Window(piece.source, Box(offsets, tuple(sizes)), axes) if fits else None
+
+
+def _axes(sizes: Shape, steps: Shape, shape: Shape) -> tuple[int, ...] | None:
+    """Finds the axis that each step walks along; dimensions of one index take what is left."""
+    strides = row_major_strides(shape)
+    free = list(range(len(shape)))
+    found: dict[int, int] = {}
+    # Those that walk choose first: of axes with equal strides all but one have one index.
+    for position in sorted(range(len(sizes)), key=lambda i: sizes[i] == 1):
+        size, step = sizes[position], steps[position]
+        fitting = [a for a in free if size == 1 or (strides[a] == step and shape[a] >= size)]
+        if not fitting:
+            return None
+        axis = position if position in fitting else fitting[0]
+        found[position] = axis
+        free.remove(axis)
+    return tuple(found[position] for position in range(len(sizes)))
+
+
+@dataclass(frozen=True, slots=True)
+class NamingRequest:
+    """What the names of a model on disk depend on.
+
+    Attributes:
+        config: A parsed `config.json` of a model type that transformers itself has.
+        tensors: Element types and shapes by live name, or None for those of the model as its
+            class makes it.
+        base: The disk names of the model that training began from, where they are known. They
+            tell which of several forms that it can load the model keeps.
+    """
+
+    config: Mapping[str, Any]
+    tensors: Mapping[Fqn, tuple[DType, Shape]] | None
+    base: Sequence[Fqn] = ()
+
+    def to_json(self) -> bytes:
+        """Returns it as bytes of JSON."""
+        tensors = self.tensors
+        listed = (
+            None if tensors is None else [[n, d.name, list(s)] for n, (d, s) in tensors.items()]
+        )
+        document = {"config": self.config, "tensors": listed, "base": list(self.base)}
+        return json.dumps(document).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes) -> NamingRequest:
+        """Returns the request that bytes of JSON hold."""
+        return cls.from_document(json.loads(data))
+
+    @classmethod
+    def from_document(cls, document: Mapping[str, Any]) -> NamingRequest:
+        """Returns the request that plain values hold."""
+        listed = document["tensors"]
+        tensors = (
+            None
+            if listed is None
+            else {Fqn(n): (dtype_named(d), tuple(shape)) for n, d, shape in listed}
+        )
+        return cls(document["config"], tensors, tuple(map(Fqn, document["base"])))
+
+
+def names_to_json(names: HubNames) -> dict[str, Any]:
+    """Returns names as plain values."""
+    number = {name: i for i, name in enumerate(names.live)}
+    return {
+        "library": names.library,
+        "live": [[name, list(shape)] for name, shape in names.live.items()],
+        "tensors": [_tensor_to_json(tensor, number) for tensor in names.tensors.values()],
+        "unsaved": list(names.unsaved),
+        "unknown": list(names.unknown),
+    }
+
+
+def names_from_json(document: Mapping[str, Any]) -> HubNames:
+    """Returns the names that plain values hold."""
+    live = {Fqn(name): tuple(shape) for name, shape in document["live"]}
+    reader = _Reader(list(live))
+    return HubNames(
+        library=document["library"],
+        live=live,
+        tensors={Fqn(row[0]): reader.tensor(*row) for row in document["tensors"]},
+        unsaved=tuple(map(Fqn, document["unsaved"])),
+        unknown=tuple(map(Fqn, document["unknown"])),
+    )
+
+
+def _tensor_to_json(tensor: HubTensor, number: Mapping[Fqn, int]) -> list[Any]:
+    computed = tensor.computed
+    row: list[Any] = [tensor.name, tensor.shape]
+    if computed is not None:
+        sources = [number[source] for source in computed.sources]
+        return [*row, None, [], [computed.dtype.name, sources]]
+    grid = None if tensor.grid == tensor.shape else tensor.grid
+    return [*row, grid, [_piece_to_json(piece, number) for piece in tensor.pieces], None]
+
+
+def _piece_to_json(piece: Piece, number: Mapping[Fqn, int]) -> list[Any]:
+    box = piece.box
+    return [number[piece.source], piece.start, piece.steps, box.offsets, box.sizes]
+
+
+class _Reader:
+    """Makes tensors; shapes that come again, as those of experts do, are kept once."""
+
+    def __init__(self, live: Sequence[Fqn]) -> None:
+        self._live = live
+        self._shapes: dict[Shape, Shape] = {}
+        self._boxes: dict[Box, Box] = {}
+
+    def tensor(
+        self, name: str, shape: list[int], grid: list[int] | None, pieces: Any, computed: Any
+    ) -> HubTensor:
+        dense = self._shape(shape)
+        finer = dense if grid is None else self._shape(grid)
+        made = None if computed is None else self._computation(*computed)
+        return HubTensor(Fqn(name), dense, finer, tuple(self._piece(*row) for row in pieces), made)
+
+    def _computation(self, dtype: str, sources: list[int]) -> Computation:
+        return Computation(dtype_named(dtype), tuple(self._live[i] for i in sources))
+
+    def _piece(
+        self, source: int, start: int, steps: list[int], offsets: list[int], sizes: list[int]
+    ) -> Piece:
+        box = Box(self._shape(offsets), self._shape(sizes))
+        box = self._boxes.setdefault(box, box)
+        return Piece(box, self._live[source], start, self._shape(steps))
+
+    def _shape(self, numbers: list[int]) -> Shape:
+        shape = tuple(numbers)
+        return self._shapes.setdefault(shape, shape)

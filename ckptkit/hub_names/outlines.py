@@ -1,0 +1,199 @@
+"""What a model's tensors have to be, as far as that is known without transformers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+from ckptkit.core.index import Fqn, Shape
+from ckptkit.hub_names.needed_table import CONVERTED, PREFIXED, UNCONVERTED
+from ckptkit.hub_names.outlines_table import BASE_PREFIXES, COUNTED, ROOTS
+from ckptkit.plan.load_report import LoadReport, LoadRequest, Mismatch
+from ckptkit.plan.packed_names import dense_name
+from ckptkit.plan.ties import tie_candidates, tied_names_absent
+from ckptkit.plan.vocabulary import is_embedding
+
+# Buffers that older files hold, and that models make themselves.
+_MADE = re.compile(
+    r"(^|\.)(rotary_emb\.inv_freq|position_ids|masked_bias|token_type_ids|attn\.bias"
+    r"|attention\.bias|rotary_emb\.(cos|sin)_cached|num_batches_tracked)$"
+)
+_LAYER = re.compile(r"^((?:[a-z_]+\.){0,3}(?:layers|h|blocks|block|layer))\.(\d{1,9})\.")
+_LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
+_HIDDEN = ("hidden_size", "n_embd", "d_model")
+_PREDICTING = ("nextn", "mtp")  # keys of layers that predict further tokens
+_MATRIX = 2
+Shapes = Mapping[str, Shape | None]
+_KNOWN = CONVERTED | PREFIXED | UNCONVERTED
+
+
+def compare_with_base(request: LoadRequest, base: Shapes, model: str) -> LoadReport:
+    """Compares tensors with those of a base model.
+
+    Args:
+        request: The tensors.
+        base: Shapes by name; None where only names are known.
+        model: The base, in words.
+    """
+    given, left_out = _as_in_base(request, base)
+    wanted = base
+    parts = _lacking_parts(given, left_out, base)
+    if request.is_packed or any(dense_name(name) != name for name in base):
+        given = {dense_name(name): None for name in given}
+        wanted = {dense_name(name): None for name in base}
+        left_out = {dense_name(name) for name in left_out}
+    tied = {
+        *_tied(request.config, {**wanted, **given}),
+        *tied_names_absent(request.config, set(map(Fqn, given))),
+    }
+    missing = [n for n in wanted if n not in given and n not in tied and not _MADE.search(n)]
+    unexpected = [
+        name
+        for name in given
+        if not (name in wanted or name in left_out or name in tied or _MADE.search(name))
+    ]
+    mismatched = [
+        Mismatch(name, str(list(shape)), str(list(other)))
+        for name, shape in given.items()
+        if shape is not None
+        and name not in left_out
+        and (other := wanted.get(name)) is not None
+        and other != shape
+        and not _MADE.search(name)
+    ]
+    return LoadReport(
+        model=model,
+        given=len(given) - len(left_out),
+        missing=tuple(sorted({*missing, *parts})),
+        unexpected=tuple(sorted(unexpected)),
+        mismatched=tuple(mismatched),
+        prefix=_prefix(unexpected, wanted),
+    )
+
+
+def lacking_parts(request: LoadRequest, base: Shapes, model: str) -> LoadReport:
+    """Compares what belongs to packed weights alone; see `compare_with_base`."""
+    given, left_out = _as_in_base(request, base)
+    missing = tuple(sorted(_lacking_parts(given, left_out, base)))
+    return LoadReport(model, len(given) - len(left_out), missing)
+
+
+def _lacking_parts(given: Shapes, left_out: Collection[str], base: Shapes) -> set[str]:
+    """Returns what packed weights of a base have beside them and the same weights here have not.
+
+    A weight that is packed in the base alone, as training leaves it, lacks nothing.
+    """
+    packed = {dense_name(name) for name in given if dense_name(name) != name}
+    apart = {*given, *left_out}
+    return {name for name in base if dense_name(name) in packed and name not in apart}
+
+
+def _as_in_base(request: LoadRequest, base: Shapes) -> tuple[Shapes, set[str]]:
+    """Returns the tensors, and those left out, with the prefix of base models as the base has it.
+
+    Transformers adds and strips that prefix as needed.
+    """
+    prefixes = sorted({name.split(".")[0] for name in (*request.tensors, *base)} & BASE_PREFIXES)
+
+    def called(name: str) -> str:
+        forms = (name, *(f"{p}.{name}" for p in prefixes), *map(partial(_without, name), prefixes))
+        return next((form for form in forms if form in base), name)
+
+    given = {called(name): shape for name, (_, shape) in request.tensors.items()}
+    return given, {called(name) for name in request.left_out}
+
+
+def _without(name: str, prefix: str) -> str:
+    return name.removeprefix(f"{prefix}.")
+
+
+def _tied(config: Mapping[str, Any], shapes: Shapes) -> set[str]:
+    specs: dict[Fqn, Any] = {Fqn(name): (None, ()) for name in shapes}
+    return {*map(str, tie_candidates(config, specs))}
+
+
+def _prefix(unexpected: list[str], wanted: Shapes) -> str:
+    """Returns what names begin with that those of the model do not, if that is all."""
+    if not unexpected:
+        return ""
+    segments = unexpected[0].split(".")
+    for count in range(1, len(segments)):
+        prefix = ".".join(segments[:count]) + "."
+        inside = [name for name in unexpected if name.startswith(prefix)]
+        known = sum(name.removeprefix(prefix) in wanted for name in inside)
+        if known and known * 2 > len(unexpected):
+            return prefix
+    return ""
+
+
+def compare_with_counts(request: LoadRequest) -> LoadReport | None:
+    """Compares tensors with what a configuration counts.
+
+    Returns:
+        What differs for certain; None where a configuration of this kind tells nothing.
+    """
+    config, names = request.config, list(request.tensors)
+    model_type = config.get("model_type")
+    is_known = isinstance(model_type, str) and model_type in _KNOWN
+    if not is_known or not names:
+        return None
+    model = f"the {model_type} model of config.json"
+    given = len(names) - len(request.left_out)
+    prefix = _foreign_prefix(names)
+    if prefix:
+        return LoadReport(model, given, unexpected=tuple(sorted(names)), prefix=prefix)
+    if model_type not in COUNTED:
+        return None  # nothing else is certain
+    missing, unexpected = _layers(config, request)
+    mismatched = () if request.is_packed else tuple(_sizes(config, request))
+    return LoadReport(model, given, missing, unexpected, mismatched)
+
+
+def _foreign_prefix(names: list[str]) -> str:
+    """Returns the first segments of all names if no model of any family has such names."""
+    segments = names[0].split(".")
+    if segments[0] in ROOTS:
+        return ""
+    for count in range(1, len(segments)):
+        prefix = ".".join(segments[:count]) + "."
+        if not all(name.startswith(prefix) for name in names):
+            return ""
+        if segments[count] in ROOTS:
+            return prefix
+    return ""
+
+
+def _layers(
+    config: Mapping[str, Any], request: LoadRequest
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Returns layers that are counted and not there, and those that are there and not counted."""
+    count = _number(config, _LAYERS)
+    stacks: dict[str, dict[int, list[str]]] = {}
+    for name in request.tensors:
+        match = _LAYER.match(name)
+        if match:
+            stacks.setdefault(match[1], {}).setdefault(int(match[2]), []).append(name)
+    if count is None or len(stacks) != 1:
+        return (), ()
+    ((stack, there),) = stacks.items()
+    missing = tuple(f"{stack}.{i}.*" for i in range(min(count, 10_000)) if i not in there)
+    if any(word in key for key in config for word in _PREDICTING):
+        return missing, ()  # files may hold further layers, which transformers does not load
+    extra = [n for i, names in there.items() if i >= count for n in names]
+    return missing, tuple(sorted(name for name in extra if name not in request.left_out))
+
+
+def _sizes(config: Mapping[str, Any], request: LoadRequest) -> Iterator[Mismatch]:
+    """Yields embeddings that have other rows or columns than the configuration says."""
+    wanted = _number(config, ("vocab_size",)), _number(config, _HIDDEN)
+    for name, (_, shape) in request.tensors.items():
+        if not is_embedding(name) or len(shape) != _MATRIX or name in request.left_out:
+            continue
+        if None not in wanted and wanted != shape:
+            yield Mismatch(name, str(list(shape)), str(list(wanted)))
+
+
+def _number(config: Mapping[str, Any], keys: tuple[str, ...]) -> int | None:
+    return next((config[key] for key in keys if type(config.get(key)) is int), None)

@@ -1,0 +1,1 @@
+"""The process that asks the installed transformers."""

@@ -1,0 +1,293 @@
+"""What the installed transformers would report of loading tensors that have names and shapes alone.
+
+Its own loading runs, on tensors of the meta device: renaming, conversions, prefixes of base models,
+ties and the keys that a class ignores are those of the library.
+
+Source: transformers 5.23, `PreTrainedModel.from_pretrained`, and
+`convert_and_load_state_dict_in_model` in `core_model_loading.py`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    convert_and_load_state_dict_in_model,
+    rename_source_key,
+    revert_weight_conversion,
+)
+from transformers.modeling_utils import LoadStateDictConfig
+
+from ckptkit.hub_names.transformers.answers import torch_dtype
+from ckptkit.hub_names.transformers.models import build_model, named_class
+from ckptkit.plan.load_report import LoadReport, LoadRequest, Mismatch
+from ckptkit.plan.packed_names import dense_name
+
+_META = {"": "meta"}
+_MOST_CLASSES = 12  # that are tried for one that takes all names
+_MOST_TENSORS = 20_000  # of a model of which further classes are built
+_MOST_PREFIXES = 3  # segments that a wrapper puts before the names
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What loading reports, by the model's own names.
+
+    Attributes:
+        missing: Names that the model has and no tensor is for.
+        unexpected: Names of tensors, as they were given, that the model has nothing for.
+        mismatched: What was found, and what the model has, by name.
+        targets: What each given name is for, and whether the model has it.
+    """
+
+    missing: frozenset[str]
+    unexpected: frozenset[str]
+    mismatched: Mapping[str, tuple[str, str]]
+    targets: Mapping[str, str]
+
+    @property
+    def is_clean(self) -> bool:
+        return not (self.missing or self.unexpected or self.mismatched)
+
+    def without(self, other: _Found) -> _Found:
+        """Leaves out what is reported of the library's own files too."""
+        return _Found(
+            self.missing - other.missing,
+            frozenset(n for n in self.unexpected if self.targets[n] not in other.strange),
+            {n: v for n, v in self.mismatched.items() if n not in other.mismatched},
+            self.targets,
+        )
+
+    @property
+    def strange(self) -> frozenset[str]:
+        """What unexpected names are for."""
+        return frozenset(self.targets[name] for name in self.unexpected)
+
+
+def report_loading(request: LoadRequest) -> LoadReport:
+    """Reports what loading tensors of these names and shapes would miss, or not use.
+
+    Args:
+        request: The configuration, and the tensors.
+
+    Raises:
+        CannotPlanError: If the installed transformers has no such model.
+    """
+    model = build_model(request.config, list(request.tensors))
+    found = _load(model, request)
+    if not found.is_clean:
+        found = found.without(_own_report(request, type(model)))
+    prefix = fitting = ""
+    if not found.is_clean:
+        prefix = _prefix_to_strip(found, request, type(model))
+        fitting = "" if prefix else _fitting_class(request, type(model))
+    if fitting and named_class(request.config) is None:  # then nobody says which class it is
+        model = _built(getattr(transformers, fitting), request)
+        found = _load(model, request)
+    return LoadReport(
+        model=f"{type(model).__name__} of transformers {transformers.__version__}",
+        given=len(request.tensors) - len(request.left_out),
+        missing=tuple(sorted(found.missing)),
+        unexpected=tuple(sorted(found.unexpected)),
+        mismatched=tuple(Mismatch(n, *found.mismatched[n]) for n in sorted(found.mismatched)),
+        prefix=prefix,
+        fitting=fitting,
+    )
+
+
+def _load(model: Any, request: LoadRequest) -> _Found:
+    conversions = get_model_conversion_mapping(model)
+    targets = _targets(model, request.tensors, conversions)
+    if request.is_packed:
+        dense = _targets(model, map(dense_name, targets), conversions)
+        own = model.state_dict()
+        targets = {n: t if t in own else dense[dense_name(n)] for n, t in targets.items()}
+        found = _by_name(model, targets)
+    else:
+        found = _by_loading(model, _on_meta(request), conversions, targets)
+    left_out = {targets[name] for name in request.left_out if name in targets}
+    return _Found(
+        found.missing,
+        frozenset(found.unexpected - request.left_out),
+        {name: value for name, value in found.mismatched.items() if name not in left_out},
+        targets,
+    )
+
+
+def _by_loading(
+    model: Any, tensors: Tensors, conversions: list[Any], targets: Mapping[str, str]
+) -> _Found:
+    """Has transformers load tensors without elements."""
+    config = LoadStateDictConfig(
+        device_map=_META, ignore_mismatched_sizes=True, weight_mapping=conversions
+    )
+    given: dict[str, Any] = {"model": model, "state_dict": dict(tensors), "load_config": config}
+    if "tp_plan" in inspect.signature(convert_and_load_state_dict_in_model).parameters:
+        given["tp_plan"] = None  # transformers 5.0 asks for it
+    info, _ = convert_and_load_state_dict_in_model(**given)
+    _settle(model, info)
+    mismatched = {
+        name: (str(list(found)), str(list(expected)))
+        for name, found, expected in info.mismatched_keys
+    }
+    for name, said in info.conversion_errors.items():
+        last = said.strip().splitlines()[-1] if said.strip() else "no conversion"
+        mismatched[name] = (last, "")
+    unexpected = {name for name, target in targets.items() if target in info.unexpected_keys}
+    missing = frozenset(info.missing_keys - mismatched.keys())
+    return _Found(missing - _unsaved(model), frozenset(unexpected), mismatched, targets)
+
+
+def _by_name(model: Any, targets: Mapping[str, str]) -> _Found:
+    """Compares names alone: the shapes of packed weights are their method's own."""
+    own = model.state_dict()
+    info = _Info(set(own) - set(targets.values()), set())
+    unexpected = {name for name, target in targets.items() if target not in own}
+    info.unexpected_keys = {targets[name] for name in unexpected}
+    _settle(model, info)
+    rest = {name for name in unexpected if targets[name] in info.unexpected_keys}
+    return _Found(frozenset(info.missing_keys) - _unsaved(model), frozenset(rest), {}, targets)
+
+
+@dataclass
+class _Info:
+    """What transformers adjusts of a report."""
+
+    missing_keys: set[str]
+    unexpected_keys: set[str]
+
+
+def _settle(model: Any, info: Any) -> None:
+    """Takes out of a report what transformers ties, ignores or makes itself."""
+    tied = model.all_tied_weights_keys
+    groups: dict[str, set[str]] = {}
+    for target, source in tied.items():
+        groups.setdefault(source, {source}).add(target)
+    for group in groups.values():  # tying is symmetric: any one of them will do
+        if not group <= info.missing_keys:
+            info.missing_keys -= group
+    model._adjust_missing_and_unexpected_keys(info)  # noqa: SLF001  as loading does
+
+
+def _unsaved(model: Any) -> frozenset[str]:
+    return frozenset(model._keys_to_ignore_on_save or ())  # noqa: SLF001  as saving does
+
+
+def _targets(model: Any, names: Iterable[str], conversions: list[Any]) -> dict[str, str]:
+    """Returns what each name is for in the model, as loading finds it."""
+    own = model.state_dict()
+    renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
+    prefix = model.base_model_prefix
+    found = {}
+    for name in names:
+        target, _ = rename_source_key(name, renamings, converters, prefix, own)
+        if target not in own and name in own:
+            target, _ = rename_source_key(name, [], [], prefix, own)
+        found[name] = target
+    return found
+
+
+def _on_meta(request: LoadRequest) -> dict[str, torch.Tensor]:
+    return {
+        name: torch.empty(shape, dtype=torch_dtype(dtype), device="meta")
+        for name, (dtype, shape) in request.tensors.items()
+    }
+
+
+def _own_report(request: LoadRequest, model_class: Any) -> _Found:
+    """Reports what loading a class's own files would, which is no fault of the tensors.
+
+    A class whose own files cannot be made up without elements has nothing to leave out.
+    """
+    model = _built(model_class, request)
+    tied = model.all_tied_weights_keys
+    own = {
+        name: tensor
+        for name, tensor in model.state_dict().items()
+        if name not in tied and name not in _unsaved(model)
+    }
+    try:
+        files = revert_weight_conversion(model, own)
+    except Exception:  # noqa: BLE001  conversions may fail in any way without elements
+        files = own
+    fresh = _built(model_class, request)
+    conversions = get_model_conversion_mapping(fresh)
+    return _by_loading(fresh, files, conversions, _targets(fresh, files, conversions))
+
+
+def _built(model_class: Any, request: LoadRequest) -> Any:
+    named = {**request.config, "architectures": [model_class.__name__]}
+    return build_model(named, ())
+
+
+# --- what the user may have meant ---
+
+
+def _prefix_to_strip(found: _Found, request: LoadRequest, model_class: Any) -> str:
+    """Returns the prefix without which more names fit; empty where there is none."""
+    counted = [name for name in request.tensors if name not in request.left_out]
+    model = _built(model_class, request)
+    own, best = model.state_dict(), ""
+    conversions = get_model_conversion_mapping(model)
+    fewest = len(found.unexpected)
+    for prefix in _prefixes(found.unexpected):
+        stripped = [name.removeprefix(prefix) for name in counted]
+        targets = _targets(model, stripped, conversions)
+        strange = sum(dense_name(t) not in own and t not in own for t in targets.values())
+        if strange < fewest:
+            fewest, best = strange, prefix
+    return best
+
+
+def _prefixes(names: Collection[str]) -> Iterator[str]:
+    """Yields what names may begin with that a wrapper put there, the shortest first."""
+    seen: dict[str, None] = {}
+    for name in sorted(names)[:_MOST_TENSORS]:
+        segments = name.split(".")
+        for count in range(1, min(_MOST_PREFIXES, len(segments) - 1) + 1):
+            prefix = ".".join(segments[:count]) + "."
+            if not re.search(r"\.\d+\.$", prefix):
+                seen.setdefault(prefix)
+    yield from sorted(seen, key=lambda prefix: prefix.count("."))[:_MOST_CLASSES]
+
+
+def _fitting_class(request: LoadRequest, model_class: Any) -> str:
+    """Returns another class of the configuration that takes all names as they are, if any."""
+    if len(request.tensors) > _MOST_TENSORS:
+        return ""
+    for name in islice(_classes_beside(model_class), _MOST_CLASSES):
+        try:
+            if _load(_built(getattr(transformers, name), request), request).is_clean:
+                return name
+        except Exception:  # noqa: BLE001, S112  a class that needs more of its configuration
+            continue
+    return ""
+
+
+def _classes_beside(model_class: Any) -> Iterator[str]:
+    """Yields the names of the other models of a configuration."""
+    module = inspect.getmodule(model_class)
+    for name in sorted(dir(module)):
+        other: Any = getattr(module, name)
+        if (
+            isinstance(other, type)
+            and issubclass(other, PreTrainedModel)
+            and other is not model_class
+            and getattr(other, "config_class", None) is model_class.config_class
+            and getattr(transformers, name, None) is other
+        ):
+            yield name

@@ -1,0 +1,130 @@
+"""The model that a configuration describes, built without weights and without anyone's code.
+
+The parameters of the model that a configuration describes, in the order of its modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+from transformers.models.auto import modeling_auto
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from ckptkit.core.errors import CannotPlanError
+
+_LONGEST = 300  # characters of what another library says
+# Heads that people train, the likely ones first: for configurations that name no architecture.
+_TASKS = (
+    *("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "SEQ_TO_SEQ_CAUSAL_LM", "MASKED_LM"),
+    *("SEQUENCE_CLASSIFICATION", "TOKEN_CLASSIFICATION", "QUESTION_ANSWERING"),
+    *("MULTIMODAL_LM", "SPEECH_SEQ_2_SEQ", "CTC", "IMAGE_CLASSIFICATION", "PRETRAINING"),
+)
+
+
+def build_model(config: Mapping[str, Any], live: Collection[str]) -> Any:
+    """Builds a model on the meta device.
+
+    Args:
+        config: A parsed `config.json`.
+        live: Names that training holds; they choose the class where the configuration does not.
+
+    Returns:
+        The model of the class that was trained.
+
+    Raises:
+        CannotPlanError: If the installed transformers has no such model.
+    """
+    parsed = _parsed(_config_class(config), config)
+    parsed._attn_implementation = "eager"  # noqa: SLF001  kernels of others need not be there
+    named = named_class(config)
+    if named is not None:
+        return _built(named, parsed)
+    models = (_built(cls, parsed) for cls in _classes_for(type(parsed)))
+    return _closest(models, live, str(config.get("model_type")))
+
+
+def _config_class(config: Mapping[str, Any]) -> Any:
+    model_type = str(config.get("model_type"))
+    if model_type in CONFIG_MAPPING:
+        return CONFIG_MAPPING[model_type]
+    # A part of a model may be saved on its own, and its type is not registered.
+    own = getattr(named_class(config), "config_class", None)
+    if own is None or own.model_type != model_type:
+        raise CannotPlanError(
+            f"transformers {transformers.__version__} has no model type {model_type!r}"
+        )
+    return own
+
+
+def _parsed(config_class: Any, config: Mapping[str, Any]) -> Any:
+    try:
+        return config_class.from_dict(dict(config))
+    except Exception as error:  # each class checks its fields in its own way
+        said = " ".join(str(error).split())
+        raise CannotPlanError(
+            f"transformers {transformers.__version__} refuses config.json: {said[:_LONGEST]}",
+            hint="compare config.json with the one that save_pretrained writes for this model",
+        ) from error
+
+
+def _closest(models: Iterator[Any], live: Collection[str], model_type: str) -> Any:
+    """Returns the first model that has all names, or else the one that has most of them."""
+    best, known = None, -1
+    for model in models:
+        shared = len(set(live) & model.state_dict().keys())
+        if shared > known:
+            best, known = model, shared
+        if shared == len(live) > 0:
+            break
+    if best is None:
+        raise CannotPlanError(f"no class of transformers belongs to model type {model_type!r}")
+    return best
+
+
+def named_class(config: Mapping[str, Any]) -> Any:
+    """Returns the class that a configuration names, if transformers has it."""
+    for name in config.get("architectures") or ():
+        found = getattr(transformers, str(name).removeprefix("FSDP"), None)
+        if isinstance(found, type) and issubclass(found, PreTrainedModel):
+            return found
+    return None
+
+
+def _classes_for(config_class: type) -> Iterator[Any]:
+    mappings = [f"MODEL_FOR_{task}_MAPPING" for task in _TASKS]
+    for name in (*mappings, "MODEL_MAPPING"):
+        mapping = getattr(modeling_auto, name, {})
+        if config_class in mapping:
+            found = mapping[config_class]
+            yield from found if isinstance(found, tuple) else (found,)
+
+
+def _built(model_class: Any, config: Any) -> Any:
+    with torch.device("meta"):
+        return model_class(config)
+
+
+def listed_parameters(config: Mapping[str, Any], live: list[str]) -> list[dict[str, Any]]:
+    """Returns names and shape of every parameter, tied ones once with all their names.
+
+    Args:
+        config: A parsed `config.json`.
+        live: Names that the checkpoint tells; they choose the class where `config` does not.
+
+    Raises:
+        CannotPlanError: If a parameter is not stored row by row.
+    """
+    model = build_model(config, live)
+    if hasattr(model, "tie_weights"):
+        model.tie_weights()
+    found: dict[int, dict[str, Any]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if not parameter.is_contiguous():
+            raise CannotPlanError(f"parameter {name!r} is not stored row by row")
+        entry = found.setdefault(id(parameter), {"names": [], "shape": list(parameter.shape)})
+        entry["names"].append(name)
+    return list(found.values())

@@ -1,0 +1,332 @@
+"""Tensors without elements that remember where their elements would have come from.
+
+Conversions of transformers are run on them as they are. What they do arrives here as operations
+of ATen: those that move elements are followed, and any other is refused, so that a conversion
+that computes something is never taken for one that only moves; see `reverting` for those.
+
+Source: the schemas in PyTorch's `aten/src/ATen/native/native_functions.yaml`.
+
+Conversions of transformers, run backwards on tensors that have no elements.
+
+A conversion that moves elements is followed element by element. One that computes is run once
+more on tensors of which only type and shape are known: what it makes, and what from, is then
+known as a whole, and its elements are left to whoever has those of its sources.
+
+Source: transformers 5.23, `revert_weight_conversion` and `WeightConverter` in
+`core_model_loading.py`.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any, Self
+
+import torch
+from transformers import core_model_loading
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import ConversionOps, WeightConverter
+
+from ckptkit.core.errors import CannotPlanError
+from ckptkit.core.index import Fqn, Shape
+from ckptkit.hub_names.arrangements import Arrangement, joined
+
+_aten = torch.ops.aten
+
+
+class ComputesError(Exception):
+    """A conversion does more with elements than to move them; `reverting` deals with it."""
+
+
+class TracedTensor(torch.Tensor):
+    """A tensor whose elements are known by where they lie in live tensors.
+
+    Attributes:
+        arrangement: Where they lie.
+    """
+
+    arrangement: Arrangement
+
+    @classmethod
+    def holding(cls, arrangement: Arrangement, dtype: torch.dtype) -> TracedTensor:
+        """Returns a tensor of such elements."""
+        traced: TracedTensor = torch.Tensor._make_wrapper_subclass(  # noqa: SLF001  how it is done
+            cls, arrangement.shape, dtype=dtype, device=torch.device("meta")
+        )
+        traced.arrangement = arrangement
+        return traced
+
+    @classmethod
+    def of_live(cls, name: Fqn, shape: Shape, dtype: torch.dtype) -> TracedTensor:
+        """Returns a live tensor as it is."""
+        return cls.holding(Arrangement.of_live(name, shape), dtype)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch calls it as its guide says
+        cls,
+        operation: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Follows one operation.
+
+        Raises:
+            ComputesError: If it does anything but move elements.
+        """  # noqa: DOC501  `_refused` makes it
+        follow = _MOVES.get(operation.overloadpacket)
+        if follow is None or not all(issubclass(kind, (cls, torch.nn.Parameter)) for kind in types):
+            raise _refused(operation)
+        return follow(*args, **(kwargs or {}))
+
+
+def _refused(operation: Any) -> ComputesError:
+    return ComputesError(
+        f"a conversion computes with elements ({operation}), where moving them can be followed"
+    )
+
+
+def _like(tensor: TracedTensor, arrangement: Arrangement) -> TracedTensor:
+    return TracedTensor.holding(arrangement, tensor.dtype)
+
+
+def _axis(dim: int, dimensions: int) -> int:
+    return dim + dimensions if dim < 0 else dim
+
+
+def _same(tensor: TracedTensor, **_options: Any) -> TracedTensor:
+    return _like(tensor, tensor.arrangement)
+
+
+def _to_copy(tensor: TracedTensor, dtype: torch.dtype | None = None, **_kw: Any) -> TracedTensor:
+    if dtype not in {None, tensor.dtype}:
+        raise _refused(f"a cast from {tensor.dtype} to {dtype}")
+    return _same(tensor)
+
+
+def _view(tensor: TracedTensor, size: Sequence[int], *_layout: Any) -> TracedTensor:
+    known = math.prod(n for n in size if n != -1)
+    shape = tuple(tensor.numel() // max(known, 1) if n == -1 else n for n in size)
+    return _like(tensor, tensor.arrangement.viewed(shape))
+
+
+def _transpose(tensor: TracedTensor, first: int, second: int) -> TracedTensor:
+    order = list(range(tensor.dim()))
+    a, b = _axis(first, tensor.dim()), _axis(second, tensor.dim())
+    order[a], order[b] = order[b], order[a]
+    return _like(tensor, tensor.arrangement.permuted(order))
+
+
+def _t(tensor: TracedTensor) -> TracedTensor:
+    return _transpose(tensor, 0, 1) if tensor.dim() > 1 else _same(tensor)
+
+
+def _permute(tensor: TracedTensor, dims: Sequence[int]) -> TracedTensor:
+    order = [_axis(dim, tensor.dim()) for dim in dims]
+    return _like(tensor, tensor.arrangement.permuted(order))
+
+
+def _slice(
+    tensor: TracedTensor,
+    dim: int = 0,
+    start: int | None = None,
+    end: int | None = None,
+    step: int = 1,
+) -> TracedTensor:
+    axis = _axis(dim, tensor.dim())
+    if step != 1:
+        raise _refused(f"a slice of every {step}th index")
+    low, high, _ = slice(start, end).indices(tensor.shape[axis])
+    return _like(tensor, tensor.arrangement.sliced(axis, low, max(low, high)))
+
+
+def _select(tensor: TracedTensor, dim: int, index: int) -> TracedTensor:
+    axis = _axis(dim, tensor.dim())
+    return _like(tensor, tensor.arrangement.selected(axis, _axis(index, tensor.shape[axis])))
+
+
+def _split(tensor: TracedTensor, size: int | Sequence[int], dim: int = 0) -> list[TracedTensor]:
+    total = tensor.shape[_axis(dim, tensor.dim())]
+    if isinstance(size, int):
+        starts = range(0, total, size) if size else [0]
+        return [_slice(tensor, dim, low, low + size) for low in starts]
+    bounds = pairwise(accumulate(size, initial=0))
+    return [_slice(tensor, dim, low, high) for low, high in bounds]
+
+
+def _unbind(tensor: TracedTensor, dim: int = 0) -> list[TracedTensor]:
+    return [_select(tensor, dim, i) for i in range(tensor.shape[_axis(dim, tensor.dim())])]
+
+
+def _squeeze(tensor: TracedTensor, dim: int | Sequence[int] | None = None) -> TracedTensor:
+    given = range(tensor.dim()) if dim is None else [dim] if isinstance(dim, int) else dim
+    found = tensor.arrangement
+    for axis in sorted((_axis(d, tensor.dim()) for d in given), reverse=True):
+        found = found.squeezed(axis) if found.shape[axis] == 1 else found
+    return _like(tensor, found)
+
+
+def _unsqueeze(tensor: TracedTensor, dim: int) -> TracedTensor:
+    return _like(tensor, tensor.arrangement.unsqueezed(_axis(dim, tensor.dim() + 1)))
+
+
+def _cat(tensors: Sequence[TracedTensor], dim: int = 0) -> TracedTensor:
+    kinds = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors})
+    if len(kinds) > 1:
+        raise CannotPlanError(
+            f"a tensor on disk is joined from tensors of {' and '.join(kinds)}",
+            hint="give them one element type with --dtype, or pass --names live",
+        )
+    axis = _axis(dim, tensors[0].dim())
+    return _like(tensors[0], joined([tensor.arrangement for tensor in tensors], axis))
+
+
+def _stack(tensors: Sequence[TracedTensor], dim: int = 0) -> TracedTensor:
+    return _cat([_unsqueeze(tensor, dim) for tensor in tensors], dim)
+
+
+_MOVES: dict[Any, Callable[..., Any]] = {
+    _aten._reshape_alias: _view,  # noqa: SLF001  that is its name
+    _aten._to_copy: _to_copy,  # noqa: SLF001
+    _aten._unsafe_view: _view,  # noqa: SLF001
+    _aten.alias: _same,
+    _aten.cat: _cat,
+    _aten.clone: _same,
+    _aten.detach: _same,
+    _aten.permute: _permute,
+    _aten.select: _select,
+    _aten.slice: _slice,
+    _aten.split: _split,
+    _aten.split_with_sizes: _split,
+    _aten.squeeze: _squeeze,
+    _aten.stack: _stack,
+    _aten.t: _t,
+    _aten.transpose: _transpose,
+    _aten.unbind: _unbind,
+    _aten.unsqueeze: _unsqueeze,
+    _aten.view: _view,
+}
+
+_ATTRIBUTE = "_weight_conversions"  # where loading leaves at a model what it used
+
+
+@dataclass(frozen=True, slots=True)
+class ComputedTensor:
+    """A tensor that a conversion computes.
+
+    Attributes:
+        shape: Its shape.
+        dtype: Its element type.
+        sources: All live tensors that the conversion is given.
+    """
+
+    shape: Shape
+    dtype: torch.dtype
+    sources: tuple[Fqn, ...]
+
+
+def reverted(
+    model: Any, tensors: Mapping[Fqn, TracedTensor]
+) -> dict[str, TracedTensor | ComputedTensor]:
+    """Returns what `save_pretrained` would write, by disk name.
+
+    Args:
+        model: The model.
+        tensors: Its tensors, by live name.
+
+    Raises:
+        CannotPlanError: If that depends on the elements.
+    """
+    revert = core_model_loading.revert_weight_conversion
+    try:
+        return dict(revert(model, dict(tensors)))
+    except ComputesError:
+        pass
+    left = vars(model).get(_ATTRIBUTE)
+    setattr(model, _ATTRIBUTE, [_watched(entry) for entry in _conversions_of(model, left)])
+    try:
+        return dict(revert(model, dict(tensors)))
+    finally:
+        setattr(model, _ATTRIBUTE, left)
+
+
+def _conversions_of(model: Any, left: Sequence[Any] | None) -> Sequence[Any]:
+    """Returns the conversions that are reverted: those of its class, where loading left none."""
+    if left is not None:
+        return left
+    # Of a model that was never loaded nobody knows which prefix its files would have.
+    prefixes = getattr(core_model_loading, "PrefixChange", ())
+    found = get_model_conversion_mapping(model, add_legacy=False)
+    return [entry for entry in found if not isinstance(entry, prefixes)]
+
+
+def _watched(entry: Any) -> Any:
+    if not isinstance(entry, WeightConverter):
+        return entry
+    found = copy.copy(entry)
+    found.operations = [_Watched(entry.operations)]
+    return found
+
+
+class _Watched(ConversionOps):  # type: ignore[misc]  # transformers is not followed
+    """All operations of a conversion as one, which does not fail where they compute."""
+
+    def __init__(self, operations: Sequence[Any]) -> None:
+        self._operations = operations
+
+    def __deepcopy__(self, _memo: object) -> Self:
+        return self
+
+    @property
+    def supports_many_to_many(self) -> bool:
+        """Whether any of them is made for several inputs and outputs."""
+        return any(getattr(one, "supports_many_to_many", False) for one in self._operations)
+
+    @property
+    def reverse_op(self) -> _Watched:
+        """All of them backwards."""
+        return _Watched([one.reverse_op for one in reversed(self._operations)])
+
+    def convert(self, input_dict: Mapping[str, Any], **options: Any) -> dict[str, Any]:
+        """Converts what traced tensors stand for.
+
+        Raises:
+            CannotPlanError: If what is made depends on the elements.
+        """
+        try:
+            return self._run(_each(input_dict, lambda tensor: tensor), options)
+        except ComputesError:
+            pass
+        try:
+            made = self._run(_each(input_dict, _bare), options)
+        except RuntimeError as error:
+            raise CannotPlanError(
+                f"a conversion looks at elements before it tells what it makes of them: {error}"
+            ) from error
+        sources = tuple(dict.fromkeys(_sources(input_dict)))
+        return _each(made, lambda t: ComputedTensor(tuple(t.shape), t.dtype, sources))
+
+    def _run(self, tensors: dict[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+        for operation in self._operations:
+            tensors = operation.convert(tensors, **options)
+        return tensors
+
+
+def _each(tensors: Mapping[str, Any], change: Any) -> dict[str, Any]:
+    """Changes every tensor; under each name there is one, or a list."""
+    return {
+        name: [change(one) for one in value] if isinstance(value, list) else change(value)
+        for name, value in tensors.items()
+    }
+
+
+def _bare(tensor: TracedTensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
+def _sources(tensors: Mapping[str, Any]) -> list[Fqn]:
+    listed = [value if isinstance(value, list) else [value] for value in tensors.values()]
+    return [part.source for each in listed for one in each for part in one.arrangement.parts]

@@ -1,0 +1,186 @@
+"""`Trainer.save_model` of a sharded model, without gathering it on one rank.
+
+What follows a save: a subclass's own part of it, and the push to the Hub.
+"""
+
+from __future__ import annotations
+
+import copy
+import glob
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import get_token, run_as_future
+from transformers import trainer as trainer_module
+from transformers.trainer import TRAINING_ARGS_NAME
+from transformers.trainer_utils import HubStrategy
+from transformers.utils import hub
+
+from ckptkit.core.errors import OutputError
+from ckptkit.hub.publish.contents import MAX_SMALL_BYTES
+from ckptkit.hub.publish.searching import secrets_in
+from ckptkit.integrations.model_folders import export_into, is_sharded
+from ckptkit.integrations.patches import saves_whole_models
+from ckptkit.integrations.transformers.checkpoints import (
+    TrainerCheckpoints,
+    hub_options,
+    replaces_save_model,
+)
+from ckptkit.training.handle import SaveHandle
+
+_SECRETS = ("hub_token", "push_to_hub_token")
+
+
+def save_model(trainer: Any, checkpoints: TrainerCheckpoints, output_dir: str | None) -> bool:
+    """Writes the whole model, or the adapter of a PEFT model, from all ranks at once.
+
+    Beside it lies what the Trainer puts there: configurations, tokenizer, and its arguments, but
+    for tokens among these. The folder may hold other things, as the run's own does, which stay.
+
+    Args:
+        trainer: Whose model.
+        checkpoints: Of the trainer.
+        output_dir: Where to; left out, the directory of the run.
+
+    Returns:
+        Whether it did; a model that is not sharded is left to the Trainer.
+
+    Raises:
+        CkptkitError: What went wrong, on every rank.
+        OutputError: On rank 0, if what lies beside the model could not be written.
+    """
+    if not is_sharded(trainer.model):
+        return False
+    out = Path(output_dir or trainer.args.output_dir)
+    is_first = trainer.is_world_process_zero()
+    with checkpoints.opened() as checkpointer:
+        export_into(checkpointer, out, trainer.model, is_first=is_first)
+    if is_first:
+        try:
+            _put_beside(trainer, out)
+        except (OSError, RuntimeError) as error:  # torch tells of a full disk by the second
+            raise OutputError(
+                f"the model is there, and what the Trainer puts beside it is not: {error}",
+                where=str(out),
+            ) from error
+    return True
+
+
+def _put_beside(trainer: Any, out: Path) -> None:
+    """Writes what the Trainer, and PEFT, write beside a model."""
+    out.mkdir(parents=True, exist_ok=True)
+    arguments = copy.copy(trainer.args)
+    for name in _SECRETS:
+        if getattr(arguments, name, None) is not None:
+            setattr(arguments, name, None)
+    torch.save(arguments, out / TRAINING_ARGS_NAME)
+    model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+    write_card = getattr(model, "create_or_update_model_card", None)
+    if write_card is not None:
+        write_card(str(out))
+
+
+logger = logging.getLogger(__name__)
+_NEVER_PUSHED = [".ckptkit*", ".checkpoint-*"]
+"""What is no part of a model: the run's lock, and folders that are being written."""
+
+_BLOCK_BYTES = 8 << 20  # of files that are not held in memory as a whole
+_WHOLE_STEPS = (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS)
+
+
+def follow_up(trainer: Any, checkpoints: TrainerCheckpoints, handle: SaveHandle) -> None:
+    """Does what the Trainer, and a class made from it, do with the files of a step.
+
+    Args:
+        trainer: Who saved.
+        checkpoints: Of the trainer.
+        handle: Of the save.
+
+    Raises:
+        CkptkitError: As `save_model` does.
+    """
+    folder = checkpoints.folder(handle.step)
+    if handle.skipped:
+        return
+    if replaces_save_model(trainer) and handle.done() and folder.is_dir():
+        checkpoints.is_adding = True
+        try:
+            trainer.save_model(str(folder), _internal_call=True)
+        finally:
+            checkpoints.is_adding = False
+    if not trainer.args.push_to_hub or trainer.args.hub_strategy == HubStrategy.END:
+        return
+    if hub_options(trainer):  # a process of the Checkpointer's pushes each step
+        return
+    if saves_whole_models(trainer):
+        save_model(trainer, checkpoints, None)  # which the Trainer copies from the step
+    if trainer.args.hub_strategy in _WHOLE_STEPS:
+        handle.wait()
+        if not folder.is_dir():
+            return
+    trainer._push_from_checkpoint(str(folder))  # noqa: SLF001  there is no public way
+
+
+def _with_secrets(folder: Path, ignored: list[str], token: object) -> list[str]:
+    """Returns patterns of the files that hold a secret, and logs which these are."""
+    found = []
+    known = [one for one in (token, get_token()) if isinstance(one, str)]
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if any(fnmatchcase(name, pattern) for pattern in ignored) or not path.is_file():
+            continue
+        try:
+            kinds = secrets_in(_blocks(path), known)
+        except OSError as error:  # removed meanwhile, or without permission
+            kinds = [f"what cannot be read ({error.strerror or error})"]
+        if kinds:
+            logger.warning("%s is not pushed: it holds %s", name, ", ".join(kinds))
+            found.append(glob.escape(name))
+    return found
+
+
+def _blocks(path: Path) -> Iterator[bytes]:
+    """Yields the content of a file; archives are searched where they are one block."""
+    is_small = path.stat().st_size < MAX_SMALL_BYTES
+    with path.open("rb") as file:
+        while block := file.read(MAX_SMALL_BYTES if is_small else _BLOCK_BYTES):
+            yield block
+
+
+def _upload(upload: Callable[..., Any], given: dict[str, Any]) -> Any:
+    """Uploads a folder but for files with secrets, which are looked for right before."""
+    ignored = given.pop("ignore_patterns", None) or []
+    ignored = [ignored] if isinstance(ignored, str) else list(ignored)
+    ignored += _NEVER_PUSHED
+    ignored += _with_secrets(Path(given["folder_path"]), ignored, given.get("token"))
+    return upload(**given, ignore_patterns=ignored)
+
+
+@contextmanager
+def only_what_is_meant() -> Iterator[None]:
+    """Has uploads leave out what of a run is no part of a model.
+
+    The Trainer uploads all that lies in its directory, but for checkpoints and names that it
+    knows, and has no way to be told more of them.
+    """
+    has_client = hasattr(hub, "hf_api")  # older versions have a function of the module
+    uploader: Any = hub.hf_api() if has_client else trainer_module
+    upload = uploader.upload_folder
+
+    def upload_folder(**given: Any) -> Any:
+        if not given.pop("run_as_future", False):
+            return _upload(upload, given)
+        # The search reads all files, which training does not wait for either.
+        run = getattr(uploader, "run_as_future", run_as_future)
+        return run(_upload, upload, given)
+
+    uploader.upload_folder = upload_folder
+    try:
+        yield
+    finally:
+        uploader.upload_folder = upload

@@ -1,1 +1,0 @@
-"""Pure computation on blocks of elements."""

@@ -1,1 +1,0 @@
-"""What each kind of output looks like, as segments of files."""

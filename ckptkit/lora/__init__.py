@@ -1,0 +1,1 @@
+"""What adapters look like: names, layers, settings and arithmetic of LoRA, without I/O."""

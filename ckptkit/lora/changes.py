@@ -1,0 +1,451 @@
+"""What an adapter does to the tensors of its base model, one value per change.
+
+Names of tensors and modules are those of the live model, without PEFT's prefix.
+
+Several adapters, one base: what is asked for, and what the changes of all of them come to.
+
+What an adapter changes in a model's configuration: vocabulary, head, class.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
+
+from ckptkit.core.errors import AdapterError, RefusedError
+from ckptkit.core.index import Fqn, Shape, TensorEntry
+from ckptkit.lora.generations import NORM_OF_UNMERGED, version_of
+from ckptkit.lora.names import is_vocabulary
+from ckptkit.options import DEFAULT_MAX_FILE_BYTES, check_choice, choose_dtype
+
+Form = Literal[
+    "linear", "transposed", "embedding", "conv", "parameter", "experts", "experts_transposed"
+]
+"""How the product of the factors lies in the weight.
+
+`linear`: B·A, as [out, in]; `parameter`: the same, where the parameter itself was targeted.
+`transposed`: (B·A)ᵀ, as [in, out], for Transformers' Conv1D. `embedding`: (B·A)ᵀ, as [vocabulary,
+dimension]. `conv`: B·A with all but the first dimension of A flattened. `experts`: one B·A per
+expert, as [experts, out, in]; `experts_transposed`: as [experts, in, out].
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Which of the adapters that are merged a change stems from.
+
+    Attributes:
+        position: Of the adapter, in the order of merging.
+        origin: The name under which the plan knows the source of its tensors.
+        where: What to call the adapter in errors.
+    """
+
+    position: int
+    origin: str
+    where: str
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """A product of two factors is added to a weight.
+
+    Attributes:
+        source: The adapter.
+        weight: The weight.
+        module: The module, or the parameter where that was targeted; what patterns name.
+        form: How the product lies in the weight.
+        down: The factor A: [rank, in], or [experts * rank, in], or [rank, in, *kernel].
+        up: The factor B: [out, rank], or [out, rank * experts], or [out, rank, 1, ...].
+        magnitude: DoRA's length of each output row, [out] or [1, out, 1, ...]; None for plain
+            LoRA.
+        rank: Of one product.
+        scaling: What the product is multiplied by; the weight given to the adapter is in it.
+    """
+
+    source: Source
+    weight: Fqn
+    module: str
+    form: Form
+    down: TensorEntry
+    up: TensorEntry
+    magnitude: TensorEntry | None
+    rank: int
+    scaling: float
+
+
+@dataclass(frozen=True, slots=True)
+class Shift:
+    """The bias of an up-projection, times its scaling, is added to a bias.
+
+    Attributes:
+        source: The adapter.
+        weight: The bias of the base model.
+        module: The module.
+        bias: What is added, [out].
+        scaling: What it is multiplied by.
+    """
+
+    source: Source
+    weight: Fqn
+    module: str
+    bias: TensorEntry
+    scaling: float
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Single rows of a weight are replaced: trained tokens.
+
+    Attributes:
+        source: The adapter.
+        weight: The weight, [vocabulary, dimension].
+        module: The module.
+        rows: Their new content, [number of indices, dimension].
+        indices: Which rows.
+    """
+
+    source: Source
+    weight: Fqn
+    module: str
+    rows: TensorEntry
+    indices: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Replaced:
+    """A tensor is taken from the adapter as it is, whether or not the base has it.
+
+    Attributes:
+        source: The adapter.
+        weight: The tensor.
+        module: The module.
+        tensor: What stands for it.
+        frozen: Whether it is what other changes of the adapter were trained upon, and not
+            itself trained: the embedding beneath a LoRA of it.
+    """
+
+    source: Source
+    weight: Fqn
+    module: str
+    tensor: TensorEntry
+    frozen: bool
+
+
+Change = LowRank | Shift | Rows | Replaced
+
+
+def tensors_of(change: Change) -> tuple[TensorEntry, ...]:
+    """Returns the adapter's tensors that a change uses."""
+    if isinstance(change, LowRank):
+        factors = (change.down, change.up)
+        return factors if change.magnitude is None else (*factors, change.magnitude)
+    if isinstance(change, Shift):
+        return (change.bias,)
+    return (change.rows,) if isinstance(change, Rows) else (change.tensor,)
+
+
+def is_frozen(change: Change) -> bool:
+    """Tells whether a change only puts in place what others were trained upon."""
+    return isinstance(change, Replaced) and change.frozen
+
+
+MergeDType = Literal["keep", "float32", "bfloat16", "float16"]
+QloraBase = Literal["dequantized", "original"]
+MergeNames = Literal["auto", "live"]
+NormOf = Literal["base", "running"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MergeRequest:
+    """What a merged model should hold.
+
+    Attributes:
+        dtype: The element type of floating tensors, or `keep` for that of the base.
+        max_file_bytes: Bytes of tensor data after which a new weight file is begun.
+        match_peft: Whether to round where PEFT's `merge_and_unload` rounds, instead of once.
+        qlora_base: What an adapter of a packed base is merged onto; None where nobody said.
+        double_quant: Whether the scales of packed weights were quantized too, where nothing
+            beside the weights tells; None where nobody said.
+        allow_other_base: Whether a base that is not the recorded one is taken all the same.
+        allow_code: Whether `*.py` files and `auto_map` entries are copied.
+        names: `auto` refuses what would not load as the model of the configuration; `live`
+            compares nothing.
+        report: Whether norms are measured, which reads the changed weights once more.
+    """
+
+    dtype: MergeDType = "keep"
+    max_file_bytes: int = DEFAULT_MAX_FILE_BYTES
+    match_peft: bool = False
+    qlora_base: QloraBase | None = None
+    double_quant: bool | None = None
+    allow_other_base: bool = False
+    allow_code: bool = False
+    names: MergeNames = "auto"
+    report: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", choose_dtype(self.dtype, get_args(MergeDType)))
+        check_choice("--names", self.names, get_args(MergeNames))
+        if self.qlora_base is not None:
+            check_choice("--qlora-base", self.qlora_base, get_args(QloraBase))
+
+    def changed(self) -> dict[str, Any]:
+        """Returns the options that differ from their defaults, as JSON values."""
+        default = MergeRequest()
+        return {
+            field.name: value
+            for field in fields(self)
+            if (value := getattr(self, field.name)) != getattr(default, field.name)
+        }
+
+
+def combine(
+    adapters: Sequence[Sequence[Change]], weights: Sequence[float]
+) -> dict[Fqn, list[Change]]:
+    """Puts the changes of all adapters together, in order.
+
+    Args:
+        adapters: The changes of each adapter.
+        weights: What each adapter's low-rank updates were multiplied by.
+
+    Returns:
+        The changes of every tensor that changes.
+
+    Raises:
+        RefusedError: If two changes of one tensor have no defined sum.
+    """
+    combined: dict[Fqn, list[Change]] = {}
+    for changes, weight in zip(adapters, weights, strict=True):
+        for change in changes:
+            if weight != 1 and isinstance(change, (Rows, Replaced)) and not is_frozen(change):
+                raise RefusedError(
+                    f"the adapter replaces {change.weight!r}, which a weight of {weight:g} does"
+                    " not apply to",
+                    where=change.source.where,
+                    hint="give adapters that train whole modules or tokens the weight 1",
+                )
+            combined.setdefault(change.weight, []).append(change)
+    for found in combined.values():
+        _refuse_undefined(found)
+        # What a LoRA was trained upon comes first, whichever adapter brought it.
+        found.sort(key=lambda change: not is_frozen(change))
+    return combined
+
+
+def _is_bias_of_one_adapter(whole: Replaced, others: Sequence[Change]) -> bool:
+    """Tells whether a trained bias is replaced, and LoRA's own bias of that adapter added."""
+    return all(isinstance(c, Shift) and c.source == whole.source for c in others)
+
+
+def _refuse_undefined(changes: Sequence[Change]) -> None:
+    whole = [c for c in changes if isinstance(c, Replaced) and not c.frozen]
+    rows = [c for c in changes if isinstance(c, Rows)]
+    others = [c for c in changes if isinstance(c, (LowRank, Shift))]
+    if len(whole) == 1 and not rows and _is_bias_of_one_adapter(whole[0], others):
+        return
+    if whole and (len(whole) > 1 or rows or others):
+        other = next(c for c in changes if c is not whole[0])
+        raise RefusedError(
+            f"{whole[0].weight!r} is replaced by {whole[0].source.where} and changed by"
+            f" {other.source.where} too, so one of them would be lost",
+            where=f"tensor {whole[0].weight!r}",
+            hint="merge only one adapter that trains this module",
+        )
+    if rows and others:
+        raise RefusedError(
+            f"{rows[0].weight!r} has trained tokens and a LoRA, of which PEFT defines no sum",
+            where=rows[0].source.where,
+            hint="merge the adapters with PEFT",
+        )
+    seen: set[int] = set()
+    for change in rows:
+        if seen & set(change.indices):
+            raise RefusedError(
+                f"two adapters train the row {min(seen & set(change.indices))} of"
+                f" {change.weight!r}, so one of them would be lost",
+                where=change.source.where,
+                hint="merge only one adapter that trains this token",
+            )
+        seen |= set(change.indices)
+
+
+def check_used_once(
+    tensors: Mapping[Fqn, TensorEntry], changes: Iterable[Change], *, where: str
+) -> None:
+    """Checks that every tensor of an adapter is used by exactly one of its changes.
+
+    Raises:
+        AdapterError: If one is not used, or twice.
+    """
+    uses = dict.fromkeys((entry.key for entry in tensors.values()), 0)
+    for change in changes:
+        for entry in tensors_of(change):
+            uses[entry.key] = uses.get(entry.key, 0) + 1
+    wrong = next((name for name, entry in tensors.items() if uses[entry.key] != 1), None)
+    if wrong is not None:
+        count = uses[tensors[wrong].key]
+        raise AdapterError(
+            f"tensor {wrong!r} of the adapter is used by {count} layers against 1",
+            where=where,
+            hint="the adapter was written by an unknown version of PEFT; merge it there",
+        )
+
+
+def norms_of(
+    versions: Sequence[str | None], changes: Mapping[Fqn, Sequence[Change]]
+) -> tuple[NormOf, str]:
+    """Chooses of which weight DoRA takes norms where several adapters change one weight.
+
+    Args:
+        versions: Of the PEFT that wrote each adapter; None where its file does not say.
+        changes: Of every tensor.
+
+    Returns:
+        `base` for the unmerged weight, as PEFT does from 0.21 on, `running` for the one that
+        has the earlier adapters in it, as it did before; and what to tell the user, if it matters.
+    """
+    mattering = [
+        found
+        for updates in changes.values()
+        if len(found := [change for change in updates if isinstance(change, LowRank)]) > 1
+        and any(change.magnitude for change in found[1:])
+    ]
+    involved = {change.source.position for found in mattering for change in found}
+    numbers = [version_of(versions[position]) for position in sorted(involved)]
+    choice: NormOf = "base" if all(number >= NORM_OF_UNMERGED for number in numbers) else "running"
+    if not mattering:
+        return choice, ""
+    rule = {
+        "base": "of the unmerged weights, as PEFT does from 0.21 on",
+        "running": "of the weights with the earlier adapters merged, as PEFT did before 0.21",
+    }[choice]
+    told = ", ".join(str(versions[position] or "no version") for position in sorted(involved))
+    return choice, f"norms of DoRA are taken {rule}: the adapters were written by PEFT {told}"
+
+
+_VOCABULARY = "vocab_size"
+_NESTING = 4
+_HEADS = {  # PEFT's task types that put another head on a model, and what its class is called
+    "SEQ_CLS": "ForSequenceClassification",
+    "TOKEN_CLS": "ForTokenClassification",
+    "QUESTION_ANS": "ForQuestionAnswering",
+}
+_CLASSES = re.compile(r"(?:For[A-Z]\w*|LMHeadModel|Model)$")
+_LABELLED = ("score", "classifier")  # what Transformers calls heads with one row per label
+
+
+def has_vocabulary(name: str) -> bool:
+    """Tells whether a tensor has a row for each token, by its name."""
+    return is_vocabulary(name.rpartition(".")[0])
+
+
+def model_types(config: Mapping[str, Any] | None) -> frozenset[str]:
+    """Returns the model types of a configuration and of those nested in it.
+
+    Nothing where the model's code comes with it: its classes are not those of Transformers.
+    """
+    if config is None or config.get("auto_map"):
+        return frozenset()
+    return frozenset(_types(config, _NESTING))
+
+
+def _types(config: Mapping[str, Any], depth: int) -> set[str]:
+    own = config.get("model_type")
+    found = {own} if isinstance(own, str) else set()
+    for inner in config.values() if depth else ():
+        if isinstance(inner, Mapping):
+            found |= _types(inner, depth - 1)
+    return found
+
+
+def with_vocabulary(config: Mapping[str, Any], old: int, new: int) -> dict[str, Any]:
+    """Returns a configuration with another number of tokens, wherever it had the old one."""
+    return _with_vocabulary(config, old, new, _NESTING)
+
+
+def _with_vocabulary(config: Mapping[str, Any], old: int, new: int, depth: int) -> dict[str, Any]:
+    changed = {
+        key: _with_vocabulary(value, old, new, depth - 1)
+        if isinstance(value, Mapping) and depth
+        else value
+        for key, value in config.items()
+    }
+    if changed.get(_VOCABULARY) == old:
+        changed[_VOCABULARY] = new
+    return changed
+
+
+def vocabularies(config: Mapping[str, Any]) -> frozenset[int]:
+    """Returns every number of tokens that a configuration names."""
+    return frozenset(_vocabularies(config, _NESTING))
+
+
+def _vocabularies(config: Mapping[str, Any], depth: int) -> Iterator[int]:
+    own = config.get(_VOCABULARY)
+    if isinstance(own, int):
+        yield own
+    for inner in config.values() if depth else ():
+        if isinstance(inner, Mapping):
+            yield from _vocabularies(inner, depth - 1)
+
+
+def with_head(
+    config: Mapping[str, Any], task_type: str | None, brought: Mapping[Fqn, Shape]
+) -> tuple[dict[str, Any], list[str]]:
+    """Returns a configuration that fits the head which an adapter brings.
+
+    Args:
+        config: Of the base, or of the run; it may be that of a model with another head.
+        task_type: PEFT's name for what was trained.
+        brought: The tensors that the adapter replaces or adds, whole.
+
+    Returns:
+        The configuration, and what was changed, in words.
+    """
+    changed, told = dict(config), []
+    listed = config.get("architectures")
+    old = listed[0] if isinstance(listed, list) and listed else None
+    head = _HEADS.get(task_type or "")
+    if head and isinstance(old, str) and _CLASSES.search(old) and not old.endswith(head):
+        new = _CLASSES.sub(head, old)
+        changed["architectures"] = [new]
+        told.append(f"the adapter has a head of its own: 'architectures' is {new} instead of {old}")
+    labels = _labels(brought) if head else None
+    if labels is not None and labels != _number_of_labels(config):
+        changed["id2label"] = {str(number): f"LABEL_{number}" for number in range(labels)}
+        changed["label2id"] = {f"LABEL_{number}": number for number in range(labels)}
+        told.append(
+            f"the head has {labels} labels, whose names are not recorded: 'id2label' is LABEL_0 to"
+            f" LABEL_{labels - 1}"
+        )
+    return changed, told
+
+
+def _labels(brought: Mapping[Fqn, Shape]) -> int | None:
+    """Returns how many labels a head has, from the last of its weights."""
+    rows = [
+        shape[0]
+        for name, shape in brought.items()
+        if len(shape) > 1 and set(name.split(".")) & set(_LABELLED)
+    ]
+    return rows[-1] if rows else None
+
+
+def _number_of_labels(config: Mapping[str, Any]) -> int:
+    named = config.get("id2label")
+    if isinstance(named, Mapping):
+        return len(named)
+    number = config.get("num_labels", 2)
+    return number if isinstance(number, int) else 2
+
+
+def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a configuration of weights that are not packed."""
+    gone: Collection[str] = {"quantization_config", "_pre_quantization_dtype"}
+    return {
+        key: without_quantization(value) if isinstance(value, Mapping) else value
+        for key, value in config.items()
+        if key not in gone
+    }

@@ -1,1 +1,0 @@
-"""The stages wired together: open, inspect, consolidate, convert, verify, diff."""

@@ -1,0 +1,1 @@
+"""The bytes of an output's files around its tensors."""

@@ -1,0 +1,263 @@
+"""Tied weights without a model: which names a Transformers configuration declares to be one.
+
+A name is left out of an output only where `from_pretrained` will certainly restore it, so
+every rule here errs on the side of writing both names: an output that holds the same bytes
+twice still loads, and one that lacks a name that nothing restores has random weights.
+
+Names are those of the live model, as `model.state_dict()` has them.
+
+Source: transformers 5.23, `PreTrainedModel.get_expanded_tied_weights_keys`, `tie_weights` and
+`remove_tied_weights_from_state_dict`; the table in `tied_names` is derived from its classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from ckptkit.core.dtypes import DType
+from ckptkit.core.index import Fqn, Shape
+from ckptkit.plan.tie_patterns import SHARED_BLOCKS, TiePattern, expanded_ties, shared_blocks
+from ckptkit.plan.tied_names import (
+    ALWAYS_TIED,
+    BY_NESTED,
+    BY_ROOT,
+    FLAG_SCALES_OUTPUTS,
+    HEADS,
+    OTHER_FLAG,
+    PATTERNS,
+    TIED_AS_TEXT,
+    TIED_BY_DEFAULT,
+    TIED_OR_TEXT,
+)
+
+Specs = Mapping[Fqn, tuple[DType, Shape]]
+_FLAG = "tie_word_embeddings"
+_OLD_FLAG = "tie_embedding"  # LFM2's first name for it, which still overrides the other
+_HEADED = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
+_DISTINCT_BLOCKS = "num_mem_blocks"
+_NESTING = 4  # real configurations nest twice
+_ROOT_PAIRS = {name: pairs for names, pairs in BY_ROOT.items() for name in names.split()}
+_NESTED_PAIRS = {
+    flag: {name: pairs for names, pairs in classes.items() for name in names.split()}
+    for flag, classes in BY_NESTED.items()
+}
+
+
+def tie_candidates(config: Mapping[str, Any] | None, names: Specs) -> Mapping[Fqn, Fqn]:
+    """Finds the names that the configuration declares tied, and that could hold one tensor.
+
+    Args:
+        config: A parsed `config.json`, or None, which declares nothing.
+        names: Element type and shape of every tensor, by live name.
+
+    Returns:
+        From each name that `save_pretrained` leaves out to the one that it keeps; both are in
+        `names`, and agree in element type and shape. Whether they hold the same bytes is for
+        the caller to see.
+    """
+    return {t: s for t, s in _declared_pairs(config, names).items() if names[t] == names[s]}
+
+
+def tie_conflicts(config: Mapping[str, Any] | None, names: Specs) -> Mapping[Fqn, Fqn]:
+    """Finds the names that are declared tied but differ in element type or shape.
+
+    They cannot hold the same bytes; a caller treats them as a candidate whose bytes differ.
+    """
+    return {t: s for t, s in _declared_pairs(config, names).items() if names[t] != names[s]}
+
+
+def ties_to_drop(
+    config: Mapping[str, Any] | None, same: Mapping[Fqn, Fqn], broken: Collection[Fqn]
+) -> Mapping[Fqn, Fqn]:
+    """Chooses which tied names an output may leave out.
+
+    One flag ties all names of a model. Where one pair differs, the flag is about to be set
+    false, and nothing would restore the others; so then all are written.
+
+    Args:
+        config: The configuration before `untied_config`.
+        same: The candidates whose bytes agree.
+        broken: The targets whose bytes, type or shape differ from those of their source.
+    """
+    if broken and untied_config(config or {}) != config:
+        return {}
+    return same
+
+
+def tied_names_absent(
+    config: Mapping[str, Any] | None, names: Collection[Fqn]
+) -> Mapping[Fqn, Fqn]:
+    """Finds the names that a live model has and that were left out where it was saved.
+
+    Only classes that are known to have a head are considered.
+
+    Returns:
+        From each absent name to the one in `names` that holds its bytes.
+    """
+    architecture = _architecture(config or {})
+    if config is None or not (architecture in _ROOT_PAIRS or architecture.endswith(_HEADED)):
+        return {}
+    absent: dict[Fqn, Fqn] = {}
+    for flag_path, rules in _rules(config):
+        for target, pattern in rules.items():
+            sources = _matching(pattern, names)
+            if Fqn(target) not in names and len(sources) == 1 and _is_tied(config, flag_path):
+                absent[Fqn(target)] = sources[0]
+    return absent
+
+
+def patterns_without_targets(
+    config: Mapping[str, Any] | None, names: Collection[Fqn]
+) -> str | None:
+    """Finds the class that ties names by patterns of which none are there.
+
+    Which names a live model has there is not in the configuration.
+
+    Returns:
+        The class; None where all is there, or nothing is tied in this way.
+    """
+    name = _architecture(config or {})
+    is_shared = name.startswith("Zamba") and _text(config or {}, "model_type") in SHARED_BLOCKS
+    if config is None or not (name in PATTERNS or is_shared) or not _is_tied(config, ""):
+        return None
+    patterns = _patterns(config, names)
+    is_needed = bool(patterns) or is_shared
+    return name if is_needed and not expanded_ties(patterns, names) else None
+
+
+def untied_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a copy of the configuration that ties nothing.
+
+    A model type that is tied whatever its configuration says is left alone, and so is one
+    where the flag also decides whether outputs are scaled: changing it would change what the
+    model computes, while `from_pretrained` keeps differing weights apart with a warning.
+    """
+    return _untied(config, _NESTING, is_root=True)
+
+
+def _untied(config: Mapping[str, Any], depth: int, *, is_root: bool) -> dict[str, Any]:
+    model_type = _text(config, "model_type")
+    if model_type in ALWAYS_TIED | FLAG_SCALES_OUTPUTS:
+        return dict(config)
+    changed = {
+        key: _untied(value, depth - 1, is_root=False)
+        if isinstance(value, Mapping) and depth > 0
+        else value
+        for key, value in config.items()
+    }
+    if is_root or _FLAG in config or model_type in TIED_BY_DEFAULT:
+        changed[_FLAG] = False
+    if _OLD_FLAG in config:
+        changed[_OLD_FLAG] = False
+    if model_type in OTHER_FLAG:
+        changed[OTHER_FLAG[model_type]] = False
+    return changed
+
+
+def _declared_pairs(config: Mapping[str, Any] | None, names: Collection[Fqn]) -> dict[Fqn, Fqn]:
+    """Returns every declared pair of which both names are present."""
+    if config is None:
+        return {}
+    pairs: dict[Fqn, Fqn] = {}
+    for flag_path, rules in _rules(config):
+        if _is_tied(config, flag_path):
+            pairs |= _present(rules, names)
+    # Of names tied in a chain only the first source is kept, as the others are targets too.
+    pairs = {target: _first_source(target, pairs) for target in pairs}
+    return pairs | expanded_ties(_patterns(config, names), names) if _is_tied(config, "") else pairs
+
+
+def _patterns(config: Mapping[str, Any], names: Collection[Fqn]) -> list[TiePattern]:
+    """Returns what the model's class ties by patterns or whole modules."""
+    name = _architecture(config)
+    if name.startswith("Zamba") and _text(config, "model_type") in SHARED_BLOCKS:
+        return shared_blocks(names, config.get(_DISTINCT_BLOCKS))
+    return [
+        TiePattern(prefix, target, source)
+        for prefix, target, source, condition, default in PATTERNS.get(name, ())
+        if not condition or config.get(condition, default) is True
+    ]
+
+
+def _rules(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, str]]]:
+    """Yields what the model's class ties, each with the path of the flag that decides it."""
+    name = _architecture(config)
+    if name not in _ROOT_PAIRS:
+        for target, source in HEADS:
+            yield "", {target: source}
+        return
+    yield "", _ROOT_PAIRS[name]
+    for (path, model_type), pairs in _NESTED_PAIRS.items():
+        if name in pairs and _text(_nested(config, path), "model_type") == model_type:
+            yield path, pairs[name]
+
+
+def _present(rules: Mapping[str, str], names: Collection[Fqn]) -> dict[Fqn, Fqn]:
+    """Returns the pairs of which both names are there."""
+    found = {}
+    for target, pattern in rules.items():
+        if target not in names:
+            continue
+        sources = _matching(pattern, names)
+        if len(sources) == 1:
+            found[Fqn(target)] = sources[0]
+    return found
+
+
+def _matching(pattern: str, names: Collection[Fqn]) -> list[Fqn]:
+    if not pattern.startswith("*"):
+        return [Fqn(pattern)] if pattern in names else []
+    rest = pattern[1:]
+    return [name for name in names if name.endswith(rest) and "." not in name[: -len(rest)]]
+
+
+def _first_source(target: Fqn, pairs: Mapping[Fqn, Fqn]) -> Fqn:
+    source = pairs[target]
+    for _ in pairs:
+        source = pairs.get(source, source)
+    return source
+
+
+def _is_tied(config: Mapping[str, Any], flag_path: str) -> bool:
+    """Tells whether the flag of a configuration, or of one inside it, is in force."""
+    nested = _nested(config, flag_path)
+    model_type = _text(nested, "model_type")
+    if model_type in ALWAYS_TIED:
+        return not _has_own_code(config)
+    if model_type in TIED_AS_TEXT:
+        return _own_flag(_nested(nested, "text_config"))
+    if model_type in TIED_OR_TEXT and _own_flag(_nested(nested, "text_config")):
+        return True
+    return _own_flag(nested, has_default=not _has_own_code(config))
+
+
+def _own_flag(config: Mapping[str, Any], *, has_default: bool = True) -> bool:
+    other = OTHER_FLAG.get(_text(config, "model_type"))
+    if other is not None:
+        return config.get(other, has_default) is True
+    default = has_default and _text(config, "model_type") in TIED_BY_DEFAULT
+    return config.get(_FLAG, default) is True and config.get(_OLD_FLAG, True) is True
+
+
+def _architecture(config: Mapping[str, Any]) -> str:
+    listed = config.get("architectures")
+    first = listed[0] if isinstance(listed, list) and listed else None
+    return first if isinstance(first, str) and not _has_own_code(config) else ""
+
+
+def _has_own_code(config: Mapping[str, Any]) -> bool:
+    """Tells whether the model's class comes with the model: its defaults are unknown then."""
+    return bool(config.get("auto_map"))
+
+
+def _nested(config: Mapping[str, Any], path: str) -> Mapping[str, Any]:
+    for step in filter(None, path.split(".")):
+        inner = config.get(step)
+        config = inner if isinstance(inner, Mapping) else {}
+    return config
+
+
+def _text(config: Mapping[str, Any], key: str) -> str:
+    value = config.get(key)
+    return value if isinstance(value, str) else ""

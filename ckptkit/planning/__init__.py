@@ -1,1 +1,0 @@
-"""From an index and a request to a plan; pure."""

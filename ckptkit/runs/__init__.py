@@ -1,0 +1,1 @@
+"""The steps of a run: listing, marking and pruning them."""

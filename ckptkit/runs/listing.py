@@ -1,0 +1,383 @@
+"""`ckptkit.list_run`: the steps of a run, whole or not, and what is known of each."""
+
+from __future__ import annotations
+
+import math
+import posixpath
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from typing import Any
+
+from ckptkit.core.arguments import ambiguous_truth
+from ckptkit.core.errors import NotACheckpointError
+from ckptkit.core.manifest import MANIFEST_NAME, NODE_RANKS, TRAINING, Manifest
+from ckptkit.formats.base import Candidate
+from ckptkit.formats.discovery import step_of
+from ckptkit.formats.files import what_is_missing
+from ckptkit.formats.registry import recognise
+from ckptkit.runs.files import listed_files
+from ckptkit.runs.local import RunStore, StoredFile
+from ckptkit.runs.marking import marker
+from ckptkit.runs.marks import is_step_folder
+from ckptkit.runs.places import open_run, recorded_pushes, runs_nearby
+from ckptkit.runs.push_journal import StepPush
+from ckptkit.runs.save_order import (
+    TRAINER_STATE,
+    SavedFolder,
+    save_orders,
+    series_of,
+    trainer_state,
+)
+from ckptkit.runs.steps import SavedSteps, file_problems
+from ckptkit.storage.base import Folder
+from ckptkit.storage.places import PathLike, open_source
+
+_SENTINEL = "checkpoint-is-incomplete.txt"  # of the Trainer, see `transformers_steps`
+_RANDOM_STATES = "random_states_0.pkl"
+_WRITTEN_LAST = (TRAINER_STATE, _RANDOM_STATES)  # by the Trainer, and by accelerate
+_BEST = "best_model_checkpoint"
+_NAMED = 5
+
+
+@dataclass(frozen=True, slots=True)
+class RunStep:
+    """A step of a run.
+
+    Attributes:
+        step: Its number.
+        name: Of its folder.
+        path: Where it lies, under the path of the run as it was given.
+        problem: Why it is not complete; empty where it is.
+        writer: Who saved it, as far as that can be told.
+        size_bytes: Of its files; those that it shares with other steps count in each.
+        files: What lies in it.
+        modified: When its newest file was written, in seconds since 1970; 0 where unknown.
+        metrics: The numbers that were saved with it.
+        save_number: Counts the saves of a run; 0 where it is not known.
+        order: The larger, the later the step was saved, also of steps that others saved; 0 where
+            it is not known.
+        pushes: Where it was pushed to, or is being pushed.
+        markers: The files by which its readers are known, relative to the run.
+    """
+
+    step: int
+    name: str
+    path: str
+    problem: str = ""
+    writer: str = ""
+    size_bytes: int = 0
+    files: tuple[StoredFile, ...] = field(default=(), repr=False)
+    modified: float = 0.0
+    metrics: Mapping[str, float | None] = field(default_factory=dict)
+    save_number: int = 0
+    order: int = 0
+    pushes: tuple[StepPush, ...] = ()
+    markers: tuple[str, ...] = field(default=(), repr=False)
+
+    @property
+    def complete(self) -> bool:
+        """Whether it could be resumed from."""
+        return not self.problem
+
+    @property
+    def series(self) -> str:
+        """What steps that are counted together have in common."""
+        return series_of(self.name)
+
+    def to_json(self, *, now: float) -> dict[str, Any]:
+        """Returns the step as plain values; its age is in seconds at the time `now`."""
+        at = datetime.fromtimestamp(self.modified, UTC).isoformat() if self.modified else None
+        return {
+            "step": self.step,
+            "name": self.name,
+            "path": self.path,
+            "complete": self.complete,
+            "problem": self.problem,
+            "saved_by": self.writer,
+            "bytes": self.size_bytes,
+            "files": len(self.files),
+            "modified": at,
+            "age_seconds": round(max(now - self.modified, 0.0), 3) if self.modified else None,
+            "metrics": dict(self.metrics),
+            "pushed": [
+                {"repo_id": p.repo_id, "commit": p.commit, "tag": p.tag, "url": p.url, "at": p.at}
+                for p in self.pushes
+                if p.state == "pushed"
+            ],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class RunListing:
+    """What lies in a run.
+
+    Attributes:
+        location: The run as it was given.
+        live: Whether a job is writing to it; None where nobody can know.
+        steps: All steps, the lowest number first.
+        best: Names of the steps that the Trainer would load as the best.
+        notes: What was left alone, and why.
+    """
+
+    location: str
+    live: bool | None
+    steps: tuple[RunStep, ...]
+    best: frozenset[str] = frozenset()
+    notes: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        raise ambiguous_truth(self, "listing.steps, or `step.complete` of one of them")
+
+    @property
+    def size_bytes(self) -> int:
+        """What the steps take together; files that several steps share count once."""
+        return bytes_of(file for step in self.steps for file in step.files)
+
+    def to_json(self, *, now: float) -> dict[str, Any]:
+        """Returns the listing as plain values."""
+        return {
+            "run": self.location,
+            "live": self.live,
+            "complete": sum(step.complete for step in self.steps),
+            "bytes": self.size_bytes,
+            "steps": [step.to_json(now=now) for step in self.steps],
+            "notes": list(self.notes),
+        }
+
+
+def bytes_of(files: Iterable[StoredFile]) -> int:
+    """Returns what files take together, each one once, however many names it has."""
+    sizes = {file.inode or file.path: file.size_bytes for file in files}
+    return sum(sizes.values())
+
+
+def list_run(run: PathLike, *, state: PathLike | None = None) -> RunListing:
+    """Lists the steps of a run, on any storage; headers alone are read.
+
+    Args:
+        run: The directory that the steps lie in.
+        state: Where a watch of the run keeps its state, if not in the run itself.
+
+    Returns:
+        What lies there.
+
+    Raises:
+        NotACheckpointError: If there is no such run, or no step in it.
+        InputError: If it cannot be listed.
+    """
+    store = open_run(run)
+    with open_source(run) as source:
+        return _Listing(source, store, run, state).listing()
+
+
+class _Listing:
+    """Looks at the steps of one run."""
+
+    def __init__(
+        self, source: Folder, store: RunStore, run: PathLike, state: PathLike | None
+    ) -> None:
+        self._source = source
+        self._store = store
+        self._run = run
+        self._pushes = recorded_pushes(run, state)
+        candidates = recognise(listed_files(source))
+        self._saved = SavedSteps(source, candidates)
+        self._candidates = _by_folder(self._saved.apart(candidates))
+        files = store.files()
+        self._paths = {file.path for file in files}
+        self._files = _by_folder_of_files(files)
+
+    def listing(self) -> RunListing:
+        names = [n for n in self._files if n in self._candidates or is_step_folder(n)]
+        if not names:
+            raise self._nothing()
+        steps = self._ordered([self._step(name) for name in names])
+        steps.sort(key=lambda step: (step.step, step.name))
+        links = [n for n in self._source.linked_folders() if step_of(n) is not None]
+        return RunListing(
+            location=self._store.location,
+            live=self._store.is_live(),
+            steps=tuple(steps),
+            best=frozenset(self._best_of_trainer(steps)),
+            notes=tuple(f"{name} is a link, which is not followed" for name in links),
+        )
+
+    def _ordered(self, steps: Sequence[RunStep]) -> list[RunStep]:
+        """Finds out in which order the complete steps of each series were saved."""
+        orders: dict[str, int] = {}
+        for series in {step.series for step in steps}:
+            complete = [step for step in steps if step.complete and step.series == series]
+            orders |= save_orders(self._source, [self._saved_folder(step) for step in complete])
+        return [replace(step, order=orders.get(step.name, 0)) for step in steps]
+
+    def _saved_folder(self, step: RunStep) -> SavedFolder:
+        is_ours = self._saved.manifest(step.name) is not None
+        number = step.save_number if is_ours else None
+        return SavedFolder(step.name, step.step, number, step.modified)
+
+    def _step(self, name: str) -> RunStep:
+        files = tuple(self._files[name])
+        candidates = self._candidates.get(name, [])
+        manifest = self._saved.manifest(name)
+        number = manifest.source.get("save_number") if manifest else 0
+        step = step_of(name) or 0
+        return RunStep(
+            step=step,
+            name=name,
+            path=posixpath.join(self._store.location, name),
+            problem=self._problem(name, candidates, manifest),
+            writer=_writer(name, files, manifest),
+            size_bytes=bytes_of(files),
+            files=files,
+            modified=max((file.modified for file in files), default=0.0),
+            metrics=self._metrics(name, manifest, step),
+            save_number=number if isinstance(number, int) else 0,
+            pushes=tuple(push for push in self._pushes if push.step == step),
+            markers=tuple(sorted(map(marker, candidates))),
+        )
+
+    def _problem(
+        self, name: str, candidates: Sequence[Candidate], manifest: Manifest | None
+    ) -> str:
+        """Tells why a step is not complete."""
+        if manifest is not None:
+            return self._problem_of_ours(name, manifest)
+        if not candidates:
+            return "no checkpoint of a known format lies here"
+        unfinished = self._unfinished(name)
+        if unfinished:
+            return unfinished
+        # Of a model that has its optimizer beside it, both have to be there.
+        lacking = (self._lacks(candidate) for candidate in _main(candidates))
+        return next(filter(None, lacking), "")
+
+    def _problem_of_ours(self, name: str, manifest: Manifest) -> str:
+        ranks = manifest.source.get(NODE_RANKS)
+        if ranks:
+            shown = ", ".join(map(str, ranks)) if isinstance(ranks, list) else ranks
+            return f"holds the files of some ranks only: {shown}"
+        if manifest.source.get("step") != step_of(name):
+            return f"is step {manifest.source.get('step')!r} according to its {MANIFEST_NAME}"
+        problem = next(file_problems(self._source, name, manifest), None)
+        return "" if problem is None else str(problem)
+
+    def _unfinished(self, name: str) -> str:
+        """Tells whether a framework left a step before its end."""
+        if self._has(name, _SENTINEL):
+            return "the Trainer has not finished it"
+        series = series_of(name)
+        alike = [other for other in self._files if series_of(other) == series]
+        for last in _WRITTEN_LAST:
+            if not self._has(name, last) and any(self._has(other, last) for other in alike):
+                return f"it has no {last}, which is written last"
+        return ""
+
+    def _has(self, name: str, file: str) -> bool:
+        return f"{name}/{file}" in self._paths
+
+    def _lacks(self, candidate: Candidate) -> str:
+        return self._saved.lacks(candidate) or what_is_missing(self._source, candidate)
+
+    def _metrics(
+        self, name: str, manifest: Manifest | None, step: int
+    ) -> Mapping[str, float | None]:
+        if manifest is not None:
+            found = _numbers(manifest.source.get("metrics"))
+            if found:
+                return found
+        state = trainer_state(self._source, name)
+        entries = state.get("log_history")
+        found = {}
+        for entry in entries if isinstance(entries, list) else ():
+            if isinstance(entry, dict) and entry.get("step") == step:
+                found |= {k: v for k, v in _numbers(entry).items() if k.startswith("eval_")}
+        return found
+
+    def _best_of_trainer(self, steps: Sequence[RunStep]) -> Iterator[str]:
+        """Yields the step that the newest state of a Trainer calls the best.
+
+        Where times and numbers disagree on which state that is, both count.
+        """
+        ordered = sorted(steps, key=lambda step: (step.order, step.step), reverse=True)
+        orders = [ordered]
+        if not any(step.order for step in steps):
+            orders.append(sorted(steps, key=lambda step: step.modified, reverse=True))
+        for candidates in orders:
+            states = (trainer_state(self._source, step.name) for step in candidates)
+            best = next(filter(None, states), {}).get(_BEST)
+            if isinstance(best, str):
+                yield posixpath.basename(best.replace("\\", "/").rstrip("/"))
+
+    def _nothing(self) -> NotACheckpointError:
+        location = self._store.location
+        found = "no step of a run lies here"
+        if step_of(posixpath.basename(location.rstrip("/"))) is not None:
+            hint = "that is a step itself; give the directory above it"
+            return NotACheckpointError(found, where=location, hint=hint)
+        links = [name for name in self._source.linked_folders() if step_of(name) is not None]
+        found += f"; {', '.join(links[:_NAMED])}: links, which are not followed" if links else ""
+        nearby = runs_nearby(self._run)
+        hint = "give the directory that holds the checkpoint-N folders"
+        if nearby:
+            hint += f": {' or '.join(nearby)}"
+        else:
+            apart = sorted(name for name in self._candidates if step_of(name) is None)
+            if apart:
+                names = ", ".join(name or "." for name in apart[:_NAMED])
+                found += f"; checkpoints whose names have no step: {names}"
+            walked = (path.split("/", 1)[0] for path in self._source.walk(2) if "/" in path)
+            below = sorted({name for name in walked if not name.startswith(".")})
+            hint += f"; below it are {', '.join(below[:_NAMED])}" if below else ""
+        return NotACheckpointError(found, where=location, hint=hint)
+
+
+def _main(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Leaves out loose torch files, which accompany a model and need not be checkpoints."""
+    kept = [c for c in candidates if c.format not in {"torch", "foreign"}]
+    return kept or list(candidates)
+
+
+def _by_folder(candidates: Sequence[Candidate]) -> dict[str, list[Candidate]]:
+    found: dict[str, list[Candidate]] = {}
+    for candidate in candidates:
+        found.setdefault(candidate.folder.split("/", 1)[0], []).append(candidate)
+    return found
+
+
+def _by_folder_of_files(files: Sequence[StoredFile]) -> dict[str, list[StoredFile]]:
+    found: dict[str, list[StoredFile]] = {}
+    for file in files:
+        found.setdefault(file.path.split("/", 1)[0], []).append(file)
+    return found
+
+
+def _writer(name: str, files: Sequence[StoredFile], manifest: Manifest | None) -> str:
+    if manifest is not None and manifest.kind == TRAINING:
+        return "ckptkit"
+    paths = {file.path.removeprefix(f"{name}/") for file in files}
+    if TRAINER_STATE in paths:
+        return "Transformers Trainer"
+    if _RANDOM_STATES in paths or any(path.startswith("pytorch_model_fsdp_") for path in paths):
+        return "accelerate"
+    if "meta.pt" in paths:
+        return "Lightning"
+    return ""
+
+
+def _numbers(metrics: object) -> dict[str, float | None]:
+    if not isinstance(metrics, dict):
+        return {}
+    table: dict[str, Any] = metrics
+    return {
+        str(name): float(value) if value is not None and _is_finite(value) else None
+        for name, value in table.items()
+        if value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
+    }
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer without bound
+        return False

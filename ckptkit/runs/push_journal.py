@@ -1,0 +1,319 @@
+"""What of a run was pushed where: a small file that survives a kill at any point.
+
+RUN/.ckptkit/watch/lock               locked while somebody pushes the steps of RUN
+RUN/.ckptkit/watch/identity           tells the run from an earlier one of its path
+RUN/.ckptkit/watch/ORG--NAME.json     the journal of one repository
+
+The journal is rewritten as a whole and renamed into its place, so it is the old or the new one.
+It only saves questions to the Hub: whoever pushes must not trust it to know of every commit,
+since a kill may fall between a commit and its entry.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import socket
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from ckptkit.core.errors import NoSpaceError, OutputError, RefusedError
+from ckptkit.runs.marks import MARKS_FOLDER
+from ckptkit.storage.local.syscalls import (
+    Capabilities,
+    OpenFile,
+    detect_capabilities,
+    is_out_of_space,
+    is_refused,
+    open_locked,
+    sync_directory,
+)
+
+WATCH_FOLDER = f"{MARKS_FOLDER}/watch"
+_LOCK = "lock"
+_IDENTITY = "identity"
+_IDENTITY_BYTES = 8
+_VERSION = 1
+_SUFFIX = ".json"
+_MOST_BYTES = 64 << 20
+_UNSAFE = re.compile(r"[^A-Za-z0-9._-]")
+_DAMAGED = (ValueError, LookupError, TypeError, RecursionError)
+PushState = Literal["pushing", "pushed"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepPush:
+    """The push of one step.
+
+    Attributes:
+        step: Its number.
+        digest: Of its manifest, so that a step that was replaced is told from the one before.
+        state: `pushing` from before the first request that could leave something at the Hub.
+        repo_id: Where it goes.
+        commit: The commit's hash, once it is known.
+        tag: The tag that points to it.
+        url: Of the commit.
+        at: When it was pushed, in UTC.
+        size_bytes: What was uploaded for it.
+        save_number: Of two steps, the one with the larger number was saved later; 0 if unknown.
+        metrics: Those of the step, which may be gone from the run since.
+        replaces: The commit of an earlier save of the step, from which the tag is taken.
+    """
+
+    step: int
+    digest: str
+    state: PushState
+    repo_id: str
+    commit: str = ""
+    tag: str = ""
+    url: str = ""
+    at: str = ""
+    size_bytes: int = 0
+    save_number: int = 0
+    metrics: Mapping[str, float | None] = field(default_factory=dict)
+    replaces: str = ""
+
+
+class PushJournal:
+    """The pushes of one run to one repository, in a file."""
+
+    def __init__(self, path: Path, repo_id: str, run: str, pushes: Mapping[int, StepPush]) -> None:
+        """Takes what the file holds; see `open_journal`."""
+        self.path = path
+        self.repo_id = repo_id
+        self._run = run
+        self._pushes = dict(pushes)
+
+    @property
+    def pushes(self) -> Mapping[int, StepPush]:
+        """What is known of each step, by its number."""
+        return self._pushes
+
+    def note(self, push: StepPush) -> None:
+        """Writes down what is known of a step now, durably.
+
+        Raises:
+            OutputError: If it cannot be written.
+        """
+        self._write({**self._pushes, push.step: push})
+
+    def forget(self, step: int) -> None:
+        """Takes the entry of a step away, durably.
+
+        Raises:
+            OutputError: If that cannot be written.
+        """
+        self._write({number: one for number, one in self._pushes.items() if number != step})
+
+    def _write(self, pushes: Mapping[int, StepPush]) -> None:
+        document = {
+            "ckptkit_pushes": _VERSION,
+            "repo_id": self.repo_id,
+            "run": self._run,
+            "steps": {str(step): asdict(one) for step, one in sorted(pushes.items())},
+        }
+        try:
+            _replace(self.path, json.dumps(document, indent=1).encode())
+        except OSError as error:
+            raise _unwritable(self.path, error) from error
+        self._pushes = dict(pushes)
+
+
+def journal_path(state: Path, repo_id: str) -> Path:
+    """Returns the file of a repository's journal.
+
+    >>> journal_path(Path("watch"), "org/name").name
+    'org--name.json'
+    """
+    return state / f"{_UNSAFE.sub('--', repo_id)}{_SUFFIX}"
+
+
+def open_journal(
+    state: Path, repo_id: str, run: str, former: Collection[str] = ()
+) -> tuple[PushJournal, str]:
+    """Opens the journal of a run's pushes to a repository, an empty one where there is none.
+
+    A file that is damaged, or of another run that had this place before, is put aside: the Hub
+    knows what was pushed as well.
+
+    Args:
+        state: The folder that it lies in.
+        repo_id: The repository.
+        run: What tells the run from all others.
+        former: What did so in older versions.
+
+    Returns:
+        The journal, and what is to be said of the file that was found; mostly nothing.
+
+    Raises:
+        OutputError: If it can be neither read nor put aside.
+    """  # noqa: DOC501  `_unwritable` makes it
+    path = journal_path(state, repo_id)
+    try:
+        found, pushes = _read(path)
+        if found == run or found in former:
+            return PushJournal(path, repo_id, run, pushes), ""
+        why = "is of another run"
+    except FileNotFoundError:
+        return PushJournal(path, repo_id, run, {}), ""
+    except OSError as error:
+        raise _unwritable(path, error) from error
+    except _DAMAGED as error:
+        why = f"is no journal: {type(error).__name__}"
+    aside = path.with_name(f"{path.name}.aside")
+    try:
+        path.replace(aside)
+    except OSError as error:
+        raise _unwritable(path, error) from error
+    return PushJournal(path, repo_id, run, {}), f"{path} {why}; it is {aside.name} now"
+
+
+def pushes_in(state: Path) -> tuple[StepPush, ...]:
+    """Returns what a watch has written down, sorted by steps; also pushes that are under way.
+
+    Args:
+        state: The folder of its journals, which need not exist. Damaged ones are left out.
+    """
+    found: list[StepPush] = []
+    for path in sorted(state.glob(f"*{_SUFFIX}")) if state.is_dir() else ():
+        try:
+            found += _read(path)[1].values()
+        except (OSError, *_DAMAGED):
+            continue
+    return tuple(sorted(found, key=lambda push: push.step))
+
+
+class WatchLock:
+    """The right to push the steps of a run, held until it is closed or the process ends."""
+
+    def __init__(self, files: tuple[OpenFile, ...]) -> None:
+        self._files = files
+
+    def close(self) -> None:
+        """Gives the right back; a second call does nothing."""
+        for file in self._files:
+            file.close()
+
+
+def take_watch_lock(
+    state: Path, run: Path | None, capabilities: Capabilities | None = None
+) -> WatchLock:
+    """Takes the lock of a watch's state, and that of the run where the run can be written to.
+
+    Where the file system knows no locks there is nothing to take.
+
+    Args:
+        state: Where the watch keeps its state.
+        run: The run's own folder for it, None for a run on no disk.
+        capabilities: What the platform offers; detected when left out.
+
+    Raises:
+        RefusedError: If another process has one of them.
+        OutputError: If that of the state cannot be made.
+    """
+    able = capabilities or detect_capabilities()
+    taken: list[OpenFile] = []
+    try:
+        for folder in dict.fromkeys(one for one in (state, run) if one is not None):
+            file = _locked(folder, able, must=folder == state)
+            if file is not None:
+                taken.append(file)
+    except BaseException:
+        WatchLock(tuple(taken)).close()
+        raise
+    return WatchLock(tuple(taken))
+
+
+def _locked(folder: Path, capabilities: Capabilities, *, must: bool) -> OpenFile | None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not capabilities.locks:
+            return None
+        file = open_locked(folder / _LOCK, capabilities)
+    except OSError as error:
+        if is_refused(error) or not must:
+            return None
+        raise _unwritable(folder, error) from error
+    if file is None:
+        raise _taken(folder)
+    _sign(file)
+    return file
+
+
+def watch_identity(folder: Path) -> str:
+    """Returns what tells a run from an earlier one of its place; only who has the lock may call.
+
+    Args:
+        folder: That of the watch in the run.
+
+    Returns:
+        The identity, made where there was none; an empty text where nothing can be written.
+    """
+    path = folder / _IDENTITY
+    try:
+        if not path.exists():
+            _replace(path, secrets.token_hex(_IDENTITY_BYTES).encode())
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def _sign(file: OpenFile) -> None:
+    file.truncate(0)
+    text = f"process {os.getpid()} on {socket.gethostname()}".encode()
+    file.write_at(0, memoryview(text))
+
+
+def _taken(folder: Path) -> RefusedError:
+    try:
+        owner = (folder / _LOCK).read_text(encoding="utf-8", errors="replace")[:200].strip()
+    except OSError:
+        owner = ""
+    return RefusedError(
+        f"another watch is at work there: {owner or 'an unknown process'}",
+        where=str(folder),
+        hint="one watch pushes the steps of a run; end the other one first",
+    )
+
+
+def _read(path: Path) -> tuple[str, dict[int, StepPush]]:
+    with path.open("rb") as file:
+        document: Any = json.loads(file.read(_MOST_BYTES))
+    if document["ckptkit_pushes"] != _VERSION:
+        raise ValueError(f"version {document['ckptkit_pushes']!r} was found against {_VERSION}")
+    pushes = {int(step): _push(int(step), one) for step, one in document["steps"].items()}
+    return str(document["run"]), pushes
+
+
+def _push(step: int, document: Mapping[str, Any]) -> StepPush:
+    push = StepPush(**document)
+    if push.step != step or push.state not in get_args(PushState):
+        raise ValueError(f"the entry of step {step} is of step {push.step}, {push.state!r}")
+    return push
+
+
+def _replace(path: Path, data: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}")
+    with draft.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(path)
+    sync_directory(path.parent, detect_capabilities())
+
+
+def _unwritable(path: Path, error: OSError) -> OutputError | NoSpaceError:
+    if is_out_of_space(error):
+        return NoSpaceError(
+            "the disk is full, and the state of the watch not kept", where=str(path)
+        )
+    return OutputError(
+        f"the state of the watch cannot be kept: {error.strerror or error}",
+        where=str(path),
+        hint="name another directory with --state",
+    )

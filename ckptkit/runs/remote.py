@@ -1,0 +1,369 @@
+"""A run on an object store, where nothing can be renamed and no lock ends with its process.
+
+RUN/.ckptkit/in-use/STEP/NONCE.json   left by who reads a step, and renewed while that takes
+RUN/.ckptkit/removing/STEP.json       left by who removes a step: what it saw there
+
+Who reads leaves a mark and then looks whether the step is being removed; who removes says so and
+then looks for marks. One of the two sees the other at least, and goes back.
+
+Small objects that are listed, put and deleted below one prefix of an object store.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import posixpath
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, TypeVar
+
+from ckptkit.core.errors import CkptkitError, MissingFileError, OutputError, RefusedError
+from ckptkit.core.manifest import MANIFEST_NAME
+from ckptkit.runs.local import StoredFile
+from ckptkit.runs.marks import MARKS_FOLDER
+from ckptkit.storage.places import PathLike, Place, place_of
+from ckptkit.storage.remote.errors import as_input_error, told
+from ckptkit.storage.remote.store import StoredObject, store_of
+
+_MOST_BYTES = 64 << 20
+Answer = TypeVar("Answer")
+
+
+class MarkObjects:
+    """What is done to the objects below a prefix, with the errors that ckptkit tells."""
+
+    def __init__(self, place: Place) -> None:
+        """Opens the prefix.
+
+        Args:
+            place: A URL, with the options of its storage.
+
+        Raises:
+            RefusedError: If the client for it is not installed.
+            AccessError: If the storage does not let us in.
+        """
+        self._place = place
+        self._store = store_of(place)
+        self._root = self._read("", lambda: self._store.path_of(place))
+
+    @property
+    def location(self) -> str:
+        """The URL as the user named it."""
+        return str(self._place)
+
+    @property
+    def protocol(self) -> str:
+        """The kind of store, such as `s3`."""
+        return self._store.protocol
+
+    def listing(self, folder: str) -> dict[str, StoredObject]:
+        """Returns the objects below a folder, by their paths relative to it.
+
+        Raises:
+            InputError: If it cannot be listed.
+        """
+        return self._read(folder, lambda: self._store.listing(self._at(folder)))
+
+    def look_up(self, path: str) -> StoredObject | None:
+        """Returns an object; None where it is not there.
+
+        Raises:
+            InputError: If the store does not say.
+        """
+        return self._read(path, lambda: self._store.look_up(self._at(path)))
+
+    def get(self, path: str) -> Any:
+        """Returns the JSON value of an object; None where it is gone, or none.
+
+        Raises:
+            InputError: If it cannot be read.
+        """
+        found = self.look_up(path)
+        if found is None or found.size_bytes > _MOST_BYTES:
+            return None
+
+        data = self._read(path, lambda: self._store.get_small(self._at(path)))
+        if data is None:
+            return None
+        try:
+            return json.loads(data)
+        except (ValueError, RecursionError):
+            return None
+
+    def put(self, path: str, value: Mapping[str, Any]) -> None:
+        """Writes a JSON value.
+
+        Raises:
+            OutputError: If it cannot be written.
+        """
+        data = json.dumps(value).encode()
+
+        self._change("written", path, lambda: self._store.put_small(self._at(path), data))
+
+    def delete(self, paths: Sequence[str]) -> None:
+        """Deletes objects; those that are gone already are no error.
+
+        Raises:
+            OutputError: If one cannot be deleted.
+        """
+        if paths:
+            self._change("removed", paths[0], lambda: self._store.delete(self._root, paths))
+
+    def folder_markers(self, folder: str) -> list[str]:
+        """Returns the empty objects that stand for a folder and for those in it, by their paths.
+
+        Raises:
+            InputError: If they cannot be listed.
+        """
+        names = self._read(folder, lambda: self._store.folder_markers(self._at(folder)))
+        return [f"{folder}/{name}" for name in names]
+
+    def _at(self, path: str) -> str:
+        return f"{self._root}/{path}" if path else self._root
+
+    def _read(self, path: str, ask: Callable[[], Answer]) -> Answer:
+        try:
+            return ask()
+        except CkptkitError:
+            raise
+        except Exception as error:  # noqa: BLE001  clients raise what they like
+            raise as_input_error(
+                error, where=self._where(path), options=self._place.options
+            ) from None
+
+    def _change(self, verb: str, path: str, ask: Callable[[], object]) -> None:
+        try:
+            ask()
+        except CkptkitError:
+            raise
+        except Exception as error:  # noqa: BLE001  clients raise what they like
+            raise OutputError(
+                f"cannot be {verb}: {told(error, self._place.options)}",
+                where=self._where(path),
+                hint="see whether the credentials allow it",
+            ) from None
+
+    def _where(self, path: str) -> str:
+        return posixpath.join(self.location, path)
+
+
+logger = logging.getLogger(__name__)
+
+_IN_USE = f"{MARKS_FOLDER}/in-use"
+_REMOVING = f"{MARKS_FOLDER}/removing"
+_LIFE_SECONDS = 3600.0  # after which a mark that was not renewed is that of a dead process
+_RENEWAL_SECONDS = 600.0
+_CLAIM_SECONDS = 600.0  # within which who claims a step has begun to remove it, or is dead
+_TRIES = 5
+_TRY_SECONDS = 0.2
+_NONCE_BYTES = 8
+_READ_ONLY = frozenset({"hf", "http", "https"})
+# No reader takes a step without these for a whole one, so they go first, in this order.
+_FIRST = (MANIFEST_NAME, ".metadata", ".index.json", "trainer_state.json", "random_states_0.pkl")
+
+
+def run_and_step(step: PathLike) -> tuple[Place, str]:
+    """Splits the URL of a step into that of its run and the name of its folder."""
+    place = place_of(step)
+    run, _, name = str(place).rpartition("/")
+    return place.beside(run), name
+
+
+class RemoteRun:
+    """A prefix with steps in it; see `RunStore`."""
+
+    def __init__(self, run: PathLike, is_step: Callable[[str], bool]) -> None:
+        """Opens the prefix.
+
+        Args:
+            run: A URL, with the options of its storage.
+            is_step: Tells from the name of a folder whether it is that of a step.
+
+        Raises:
+            RefusedError: If the client for it is not installed.
+            AccessError: If the storage does not let us in.
+        """
+        self._objects = MarkObjects(place_of(run))
+        self._is_step = is_step
+        self._begun: set[str] = set()
+
+    @property
+    def location(self) -> str:
+        """The URL as the user named it."""
+        return self._objects.location
+
+    def files(self) -> Sequence[StoredFile]:
+        """Returns the objects of all steps, sorted by path.
+
+        Raises:
+            InputError: If the run cannot be listed.
+        """
+        found = self._objects.listing("")
+        return [
+            StoredFile(path, one.size_bytes, one.modified, one.identity)
+            for path, one in sorted(found.items())
+            if "/" in path and self._is_step(path.split("/", 1)[0])
+        ]
+
+    def is_live(self) -> bool | None:
+        """Returns None: nobody can know whether a job writes to a store."""
+        return None
+
+    def is_there(self, path: str) -> bool:
+        """Tells whether an object is there at this moment."""
+        return self._objects.look_up(path) is not None
+
+    @contextmanager
+    def hold(self, step: str, markers: Collection[str]) -> Iterator[None]:  # noqa: ARG002
+        """Leaves a mark while a block of code runs; where that is not allowed there is none.
+
+        Yields:
+            Nothing.
+
+        Raises:
+            MissingFileError: If the step is being removed.
+        """
+        path = f"{_IN_USE}/{step}/{os.urandom(_NONCE_BYTES).hex()}.json"
+        if self._objects.protocol in _READ_ONLY or not self._marked(path, step):
+            yield
+            return
+        ended = threading.Event()
+        renewal = threading.Thread(target=self._renew, args=(path, ended), name="ckptkit-mark")
+        renewal.daemon = True
+        renewal.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            renewal.join()
+            self._drop(path)
+
+    def in_use(self, step: str, markers: Collection[str]) -> bool:  # noqa: ARG002
+        """Tells whether a mark of somebody alive lies there."""
+        found = self._objects.listing(f"{_IN_USE}/{step}").values()
+        return any(_is_younger(one, _LIFE_SECONDS) for one in found)
+
+    def claim(
+        self, step: str, markers: Collection[str], files: Sequence[StoredFile]
+    ) -> AbstractContextManager[object] | None:
+        """Says that a step is being removed; None where somebody reads it.
+
+        Raises:
+            RefusedError: If the store is one that is only read.
+            OutputError: If that cannot be said there.
+        """
+        if self._objects.protocol in _READ_ONLY:
+            raise RefusedError("such a place is only read", where=self.location)
+        path = _claim_path(step)
+        self._objects.put(path, {file.path: [file.identity, file.modified] for file in files})
+        if self.in_use(step, markers):
+            self._drop(path)
+            return None
+        return self._claimed(step)
+
+    def remove(self, step: str, files: Sequence[StoredFile]) -> None:
+        """Removes a step that was claimed: first what makes it a whole one, then the rest.
+
+        Raises:
+            OutputError: If not all of it can be removed, or if it is being written again.
+        """
+        now = self._objects.listing(step)
+        known = {file.path: [file.identity, file.modified] for file in files}
+        if not all(_is_known(f"{step}/{path}", one, known) for path, one in now.items()):
+            raise OutputError(
+                "is being written again, and was not removed", where=f"{self.location}/{step}"
+            )
+        self._begun.add(step)
+        self._remove_in_order([f"{step}/{path}" for path in now])
+        self._objects.delete(self._objects.folder_markers(step))
+        self._objects.delete([_claim_path(step)])
+
+    def clear_up(self, *, remove: bool) -> Sequence[str]:
+        """Brings removals to their end that a kill has interrupted.
+
+        Raises:
+            OutputError: If something cannot be removed.
+        """
+        found = []
+        for name, claim in sorted(self._objects.listing(_REMOVING).items()):
+            step, path = name.removesuffix(".json"), f"{_REMOVING}/{name}"
+            known = self._objects.get(path)
+            now = self._objects.listing(step)
+            left = [f"{step}/{p}" for p, one in now.items() if _is_known(f"{step}/{p}", one, known)]
+            is_new = len(left) < len(now)  # the step is being written again
+            has_begun = isinstance(known, dict) and len(left) < len(known)
+            if is_new or not has_begun:
+                if remove and (is_new or not _is_younger(claim, _CLAIM_SECONDS)):
+                    self._objects.delete([path])
+                continue
+            found += [step] if left else []
+            if remove:
+                self._remove_in_order(left)
+                self._objects.delete(self._objects.folder_markers(step))
+                self._objects.delete([path])
+        return found
+
+    def _remove_in_order(self, paths: Sequence[str]) -> None:
+        left = list(paths)
+        for ending in _FIRST:
+            first = [path for path in left if path.endswith(ending)]
+            self._objects.delete(first)
+            left = [path for path in left if path not in first]
+        self._objects.delete(left)
+
+    @contextmanager
+    def _claimed(self, step: str) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            if step not in self._begun:
+                self._drop(_claim_path(step))
+
+    def _marked(self, path: str, step: str) -> bool:
+        for attempt in range(_TRIES):
+            if attempt:
+                time.sleep(_TRY_SECONDS)
+            try:
+                self._objects.put(path, {})
+            except CkptkitError as error:
+                logger.debug("%s cannot be marked as being read: %s", step, error)
+                return False
+            claim = self._objects.look_up(_claim_path(step))
+            if claim is None or not _is_younger(claim, _CLAIM_SECONDS):
+                return True
+            self._drop(path)
+        raise MissingFileError(
+            "is being removed",
+            where=f"{self.location}/{step}",
+            hint="run again; a newer step will be taken",
+        )
+
+    def _renew(self, path: str, ended: threading.Event) -> None:
+        while not ended.wait(_RENEWAL_SECONDS):
+            try:
+                self._objects.put(path, {})
+            except CkptkitError as error:
+                logger.warning("the mark %s cannot be renewed: %s", path, error)
+
+    def _drop(self, path: str) -> None:
+        try:
+            self._objects.delete([path])
+        except CkptkitError as error:
+            logger.warning("the mark %s cannot be removed: %s", path, error)
+
+
+def _claim_path(step: str) -> str:
+    return f"{_REMOVING}/{step}.json"
+
+
+def _is_known(path: str, found: StoredObject, known: object) -> bool:
+    """Tells whether an object is the one that was seen, and none that was written since."""
+    return isinstance(known, dict) and known.get(path) == [found.identity, found.modified]
+
+
+def _is_younger(found: StoredObject, seconds: float) -> bool:
+    return not found.modified or found.modified + seconds > time.time()

@@ -1,0 +1,1 @@
+"""Files on a local or shared file system."""

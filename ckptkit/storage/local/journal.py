@@ -1,0 +1,124 @@
+"""Lines that tell what is finished of an output, durable soon after, without holding anybody up."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import queue
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ckptkit.core.crc import crc32
+from ckptkit.storage.local.syscalls import (
+    Capabilities,
+    OpenFile,
+    detect_capabilities,
+    open_for_reading,
+    sync_directory,
+)
+
+_LOG = logging.getLogger(__name__)
+_MOST_BYTES = 1 << 30
+Entry = Mapping[str, Any]
+
+
+def read_journal(path: Path, capabilities: Capabilities | None = None) -> list[Entry]:
+    """Returns the entries of a journal up to the first that is not whole; none without a file."""
+    try:
+        file = open_for_reading(path, capabilities or detect_capabilities())
+    except OSError:
+        return []
+    try:
+        size = file.status().st_size
+        data = file.read_bytes(0, min(size, _MOST_BYTES))
+    except OSError:
+        return []
+    finally:
+        file.close()
+    return list(_entries(data))
+
+
+def _entries(data: bytes) -> Iterator[Entry]:
+    for line in data.splitlines():
+        checksum, _, text = line.partition(b" ")
+        if not text:
+            continue  # what a kill cut off was ended with the next line
+        if checksum != b"%08x" % crc32(text):
+            continue
+        try:
+            entry = json.loads(text)
+        except ValueError:
+            continue
+        if isinstance(entry, dict):
+            yield entry
+
+
+class Journal:
+    """A journal that is being written, by a thread of its own. Use it as a context manager."""
+
+    def __init__(
+        self, path: Path, first: Entry, *, is_new: bool, capabilities: Capabilities | None = None
+    ) -> None:
+        """Opens it.
+
+        Args:
+            path: Where it lies.
+            first: The entry that a new one begins with.
+            is_new: Whether what is there is no longer true.
+            capabilities: What the platform offers.
+
+        Raises:
+            OSError: If it cannot be written.
+        """
+        able = capabilities or detect_capabilities()
+        flags = os.O_WRONLY | os.O_CREAT | (os.O_TRUNC if is_new else 0)
+        self._file = OpenFile(path, flags, able)
+        self._at = self._file.status().st_size
+        self._write([b"\n" if self._at else _line(first)])
+        sync_directory(path.parent, able)
+        self._waiting: queue.SimpleQueue[Callable[[], Entry | None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="ckptkit-journal", daemon=True)
+        self._thread.start()
+
+    def add(self, entry: Callable[[], Entry | None]) -> None:
+        """Has an entry written, soon.
+
+        Args:
+            entry: Makes it, in another thread, or None for nothing.
+        """
+        self._waiting.put(entry)
+
+    def close(self) -> None:
+        """Writes what waits, and closes the file."""
+        if self._thread.is_alive():
+            self._waiting.put(None)
+            self._thread.join()
+        self._file.close()
+
+    def _run(self) -> None:
+        last = False
+        while not last:
+            made = [self._waiting.get()]
+            while not self._waiting.empty():
+                made.append(self._waiting.get())
+            last = None in made
+            try:
+                found = (make() for make in made if make is not None)
+                self._write([_line(entry) for entry in found if entry is not None])
+            except OSError as error:  # such as a full disk, of which the output itself will tell
+                _LOG.warning("the journal of the output is not written: %s", error.strerror)
+
+    def _write(self, lines: list[bytes]) -> None:
+        data = b"".join(lines)
+        if data:
+            self._file.write_at(self._at, memoryview(data))
+            self._at += len(data)
+            self._file.sync()
+
+
+def _line(entry: Entry) -> bytes:
+    text = json.dumps(entry, sort_keys=True).encode()
+    return b"%08x %s\n" % (crc32(text), text)

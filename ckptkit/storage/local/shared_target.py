@@ -1,0 +1,341 @@
+"""A directory that several processes fill at once, invisible until all of them are done."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from ckptkit.core.errors import OutputError, OutputExistsError
+from ckptkit.core.manifest import MANIFEST_NAME
+from ckptkit.core.object_parts import ObjectPart
+from ckptkit.storage.local.names import WORK_INFIX
+from ckptkit.storage.local.syscalls import (
+    Capabilities,
+    detect_capabilities,
+    join_file,
+    sync_directory,
+)
+from ckptkit.storage.local.target import (
+    StagedFiles,
+    cannot_be_replaced,
+    free_bytes,
+    make_missing,
+    output_exists,
+    remove_empty,
+    translated,
+    write_small,
+)
+from ckptkit.storage.local.workdir import (
+    NONCE_BYTES,
+    WorkFolder,
+    is_empty,
+    join_work_folder,
+    publish,
+    publish_inside,
+    sweep_work_folders,
+)
+from ckptkit.storage.replacing import manifest_digest, refuse_newer, refuse_unnamed_in
+from ckptkit.storage.shared import (
+    PartFile,
+    Row,
+    SentRows,
+    WorkNotes,
+    plan_note,
+    plan_of,
+    read_parts,
+    seen_in,
+    why_no_ranges,
+)
+
+_PLAN = "plan"
+
+
+class SharedTarget:
+    """One process's view of an output that all of them write, each its own ranges.
+
+    Nobody has to come first: whoever does makes the hidden folder and its files, the others
+    enter it. Where the system knows locks, every process holds one that others may share, so
+    that nobody sweeps the folder away before the last of them has ended.
+    """
+
+    takes_parts = False
+
+    def __init__(
+        self,
+        out: Path,
+        nonce: str,
+        *,
+        overwrite: bool = False,
+        seen: str | None = None,
+        capabilities: Capabilities | None = None,
+    ) -> None:
+        """Enters the hidden folder, and makes it and missing parents where they are not there.
+
+        Args:
+            out: The directory to be; its name is kept for messages as it is given.
+            nonce: 16 hexadecimal digits that name this attempt, the same in all processes.
+            overwrite: Whether a directory that holds something is replaced by the commit.
+            seen: What `manifest_digest` returned when the processes began; None for now.
+            capabilities: What the platform offers; detected when left out.
+
+        Raises:
+            OutputExistsError: If `out` holds something and is not to be overwritten.
+            OutputError: If `out` is no directory, or nothing can be written there, or if it holds
+                something and cannot be replaced at once.
+        """  # noqa: DOC501  `output_exists` makes it
+        self._named = out
+        self._overwrite = overwrite
+        self._capabilities = capabilities or detect_capabilities()
+        self._made: list[Path] = []
+        with translated(out):
+            self._out = out.resolve()
+            self._seen = manifest_digest(self._out) if seen is None else seen
+            _refuse_file(self._out, named_as=str(out))
+            self._inside = _has_to_stay(self._out)
+            if self._out.is_dir() and not is_empty(self._out):
+                if not overwrite:
+                    raise output_exists(out)
+                if self._inside:
+                    raise cannot_be_replaced(out)
+            parent = self._out if self._inside else self._out.parent
+            self._made = make_missing(parent)
+            try:
+                self._work: WorkFolder = join_work_folder(
+                    parent, self._out.name, nonce, self._capabilities
+                )
+            except BaseException:
+                remove_empty(self._made)
+                raise
+        self._files = StagedFiles(self._work.files, out, self._capabilities)
+
+    @property
+    def location(self) -> str:
+        """The directory to be, as it was named."""
+        return str(self._named)
+
+    @property
+    def folder(self) -> Path:
+        """The hidden folder in which the output grows."""
+        return self._work.path
+
+    @property
+    def removal(self) -> str:
+        """The command by which a user gives up what other processes have begun."""
+        return f"rm -r '{self.folder}'"
+
+    def plan(self) -> bytes | None:
+        """Returns what the processes have agreed on, None where nobody has begun."""
+        note = self.notes.get(_PLAN)
+        return None if note is None else plan_of(note)
+
+    def agree(self, plan: bytes) -> bytes:
+        """Says what is to be done, unless another process has; returns what was agreed on."""
+        seen = self._seen if self._overwrite else None
+        return plan_of(self.notes.put(_PLAN, plan_note(plan, seen)))
+
+    @property
+    def notes(self) -> WorkNotes:
+        """What the processes tell each other in the hidden folder."""
+        return WorkNotes(self._work.path, self._named, self._capabilities)
+
+    def sweep(self) -> None:
+        """Removes what killed attempts left behind; for one of the processes."""
+        sweep_work_folders(self._work.path.parent, self._out, self._capabilities)
+
+    def why_no_ranges(self) -> str:
+        """Tries to write at an offset; returns why that cannot be done, empty if it can.
+
+        Raises:
+            NoSpaceError: If the disk is full.
+            OutputError: If what was tried cannot be removed again.
+        """
+        return why_no_ranges(self._work.path, self._named, self._capabilities)
+
+    def create(self, path: str, size_bytes: int) -> None:
+        """Makes a file of that size, unless another process has done so.
+
+        Raises:
+            NoSpaceError: If the disk is full.
+            OutputError: If it cannot be made.
+            UnsafePathError: If it would lie outside the output.
+        """
+        self._files.create(path, size_bytes, join_file)
+
+    def write(self, path: str, start: int, data: memoryview) -> None:
+        """Writes `data` at byte `start` of a created file; thread-safe for disjoint ranges.
+
+        Raises:
+            NoSpaceError: If the disk is full.
+            OutputError: If it cannot be written.
+            ValueError: If the range is not inside a file that was created.
+        """
+        self._files.write(path, start, data)
+
+    def write_runs(self, path: str, starts: Sequence[int], data: memoryview) -> None:
+        """Writes data that is cut into as many equal runs, as `write` does each of them.
+
+        Raises:
+            NoSpaceError: If the disk is full.
+            OutputError: If it cannot be written.
+            ValueError: If a run is not inside a file that was created.
+        """
+        self._files.write_runs(path, starts, data)
+
+    def part_file(self, name: str) -> PartFile:
+        """Makes a file whose bytes the process that commits puts in their place with `unite`."""
+        return PartFile(self._work.path / name, self._named, self._capabilities)
+
+    def unite(self, sizes: Mapping[str, int], parts: Mapping[str, Sequence[Row]]) -> None:
+        """Puts what other processes wrote to part files in its place; for one process.
+
+        Args:
+            sizes: Of the files of the output, by path.
+            parts: The rows of each part file, by name.
+
+        Raises:
+            ChecksumError: If a part file does not hold what was written to it.
+            NoSpaceError: If the disk is full.
+            OutputError: If something cannot be read or written.
+        """
+        files = StagedFiles(self._work.files, self._named, self._capabilities)
+        try:
+            for path, size_bytes in sizes.items():
+                files.create(path, size_bytes, join_file)
+            with translated(self._named):
+                for name, rows in parts.items():
+                    part = self._work.path / name
+                    for path, starts, data in read_parts(part, rows, self._capabilities):
+                        files.write_runs(path, starts, data)
+                files.sync()
+        finally:
+            files.close()
+
+    def free_bytes(self) -> int:
+        """Returns how much room there is where the files are staged."""
+        with translated(self._named):
+            return free_bytes(self._work.path)
+
+    def room_bytes(self, paths: Iterable[str]) -> int:
+        """Returns how much room there is for these files, with what they take already.
+
+        Any process that writes to the output may have made them, of their full size.
+        """
+        with translated(self._named):
+            free = free_bytes(self._work.path)  # before the rest, which only grows meanwhile
+            return free + sum(self._files.taken_bytes(path) for path in paths)
+
+    def sync(self) -> None:
+        """Makes what this process wrote durable; what it writes next it has to create again.
+
+        Raises:
+            NoSpaceError: If the disk is full.
+            OutputError: If something cannot be made durable.
+        """
+        with translated(self._named):
+            self._files.sync()
+            self._files = StagedFiles(self._work.files, self._named, self._capabilities)
+            for folder in self._made:
+                sync_directory(folder.parent, self._capabilities)
+
+    def begin(self) -> None:
+        """Makes the created files durable, so that other processes find them."""
+        self.sync()
+
+    def sent(self) -> SentRows:
+        """Returns nothing: what was written lies in its place."""
+        return {}
+
+    def adopt(self, _sent: SentRows) -> Mapping[str, Sequence[ObjectPart]]:
+        """Does nothing: what other processes wrote lies in its place."""
+        return {}
+
+    def finish(self, mark: str) -> None:
+        """Makes what this process wrote durable, and leaves a mark of that.
+
+        Raises:
+            NoSpaceError: If the disk is full.
+            OutputError: If something cannot be made durable.
+        """
+        self.sync()
+        with translated(self._named):
+            (self._work.path / mark).touch()
+
+    def absent(self, marks: Iterable[str]) -> list[str]:
+        """Returns the marks that are not there: of processes that are not done, or elsewhere."""
+        with suppress(FileNotFoundError):
+            there = {path.name for path in self._work.path.iterdir()}
+            return [mark for mark in marks if mark not in there]
+        return list(marks)
+
+    def commit(self, last: str, data: bytes) -> None:
+        """Makes the whole visible at once, the file `last` after all others; for one process.
+
+        Args:
+            last: The file that says that all is there.
+            data: Its content.
+
+        Raises:
+            OutputExistsError: If another run has filled the destination meanwhile, or replaced
+                what was there; in the second case nothing of this output is kept.
+            NoSpaceError: If the disk is full.
+            OutputError: If something cannot be made durable or visible.
+        """  # noqa: DOC501  `output_exists` makes it
+        with translated(self._named):
+            if last == MANIFEST_NAME and self._overwrite and self._out.is_dir():
+                self._refuse_newer()
+                refuse_unnamed_in(self._out, str(self._named))
+            write_small(self._work.files / last, data, self._capabilities)
+            if not self._publish(last):
+                raise output_exists(self._named)
+            sync_directory(self._out.parent, self._capabilities)
+        self._work.remove()
+
+    def _refuse_newer(self) -> None:
+        """Refuses to replace what another run has put there since the first process began."""
+        agreed = seen_in(self.notes.get(_PLAN))
+        seen = self._seen if agreed is None else agreed
+        try:
+            refuse_newer(manifest_digest(self._out), seen, str(self._named))
+        except OutputExistsError:
+            self.abandon()  # else each further try would be refused
+            raise
+
+    def leave(self) -> None:
+        """Ends this process's part, whatever becomes of the whole."""
+        self._files.close()
+        self._work.release()
+
+    def abandon(self) -> None:
+        """Removes what all processes wrote, so that none of them can commit it any more."""
+        self._files.close()
+        away = self._work.path.with_name(
+            f".{self._out.name}{WORK_INFIX}{os.urandom(NONCE_BYTES).hex()}"
+        )
+        with suppress(OSError):  # another process was faster, or it was committed
+            # In one step, marks and all: a commit of half of it has to be impossible meanwhile.
+            self._work.path.rename(away)
+        shutil.rmtree(away, ignore_errors=True)
+        self._work.release()
+        remove_empty(self._made)
+
+    def _publish(self, last: str) -> bool:
+        if self._inside:
+            return publish_inside(self._work, self._out, last, self._capabilities)
+        return publish(
+            self._work, self._out, overwrite=self._overwrite, capabilities=self._capabilities
+        )
+
+
+def _refuse_file(out: Path, named_as: str) -> None:
+    if out.exists() and not out.is_dir():
+        raise OutputError(
+            "a file was found where an empty or absent directory was expected", where=named_as
+        )
+
+
+def _has_to_stay(out: Path) -> bool:
+    """Tells whether a directory cannot be renamed; every process has to find the same."""
+    return out.is_dir() and (os.path.ismount(out) or not os.access(out.parent, os.W_OK))

@@ -1,0 +1,243 @@
+"""Reading a directory on a local or mounted file system."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from ckptkit.core.errors import (
+    CkptkitError,
+    InputError,
+    MissingFileError,
+    TruncatedFileError,
+    UnsafePathError,
+)
+from ckptkit.core.index import FileRef
+from ckptkit.core.text import Closing
+from ckptkit.storage.local.names import check_relative, is_work_folder
+from ckptkit.storage.local.syscalls import (
+    Capabilities,
+    DescriptorPool,
+    OpenFile,
+    detect_capabilities,
+    open_for_reading,
+)
+
+OPEN_FILES = 128
+
+_KINDS = (
+    (stat.S_ISDIR, "a directory"),
+    (stat.S_ISFIFO, "a named pipe"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
+
+
+class LocalSource(Closing):
+    """A directory that is read and never changed, nor mapped into memory.
+
+    Files are read through a bounded number of descriptors. Links are followed as long as they
+    stay inside the directory, or lead from a snapshot in the Hub's cache to its blobs.
+    """
+
+    def __init__(
+        self, root: Path, *, capabilities: Capabilities | None = None, open_files: int = OPEN_FILES
+    ) -> None:
+        """Opens the directory.
+
+        Args:
+            root: The directory; its name is kept for messages as it is given.
+            capabilities: What the platform offers; detected when left out.
+            open_files: How many descriptors may lie open at once.
+
+        Raises:
+            MissingFileError: If it is not a directory.
+        """
+        self._root = root
+        self._capabilities = capabilities or detect_capabilities()
+        with self._translated(""):
+            self._resolved = root.resolve(strict=True)
+            if not self._resolved.is_dir():
+                raise MissingFileError(
+                    "a file was found where a directory was expected", where=self.location
+                )
+        self._allowed = (self._resolved, *_hub_blobs(self._resolved))
+        self._pool = DescriptorPool(self._open, open_files)
+
+    @property
+    def location(self) -> str:
+        """The directory as the user named it."""
+        return str(self._root)
+
+    def walk(self, depth: int) -> Iterator[str]:
+        """Yields the paths of files down to `depth` folders below, sorted.
+
+        Folders that are links are not entered, since they may lead round in circles; nor are
+        folders in which an output is being staged, or that may not be looked into.
+
+        Raises:
+            InputError: If the root cannot be listed.
+        """
+        yield from self._walk("", depth)
+
+    def stat(self, path: str) -> FileRef:
+        """Returns size and identity of a file, the latter from inode, mtime and size.
+
+        Raises:
+            MissingFileError: If it is not there.
+            UnsafePathError: If it leads out of the directory.
+            InputError: If it is no regular file, or may not be looked at.
+        """
+        with self._translated(path):
+            status = self._resolve(path).stat()
+            self._check_regular(path, status)
+        identity = f"{status.st_ino:x}-{status.st_mtime_ns:x}-{status.st_size:x}"
+        return FileRef(path, status.st_size, identity, status.st_mtime)
+
+    def read(self, path: str, start: int, stop: int) -> bytes:
+        """Returns exactly the bytes `[start, stop)`.
+
+        Raises:
+            TruncatedFileError: If the file ends before `stop`; nothing is allocated then.
+            MissingFileError: If it is not there.
+            UnsafePathError: If it leads out of the directory.
+            InputError: If it cannot be read.
+        """
+        with self._translated(path), self._pool.use(path) as file:
+            size_bytes = file.status().st_size
+            if stop > size_bytes:
+                raise self._truncated(path, start, stop, size_bytes)
+            data = file.read_bytes(start, stop - start)
+        if len(data) < stop - start:
+            raise self._truncated(path, start, stop, start + len(data))
+        return data
+
+    def read_into(self, path: str, start: int, target: memoryview) -> None:
+        """Fills `target` from byte `start` on; thread-safe.
+
+        Raises:
+            TruncatedFileError: If the file ends before `target` is full.
+            MissingFileError: If it is not there.
+            UnsafePathError: If it leads out of the directory.
+            InputError: If it cannot be read.
+        """
+        if not target.nbytes:
+            return
+        view = target.cast("B")
+        with self._translated(path), self._pool.use(path) as file:
+            done = file.read_at(start, view)
+        if done < len(view):
+            raise self._truncated(path, start, start + len(view), start + done)
+
+    def changed(self, refs: Sequence[FileRef]) -> FileRef | None:
+        """Returns the first file that is no longer the one it was, or None."""
+        for ref in refs:
+            try:
+                now = self.stat(ref.path)
+            except CkptkitError:
+                return ref
+            if now.identity != ref.identity:
+                return ref
+        return None
+
+    def close(self) -> None:
+        """Closes all descriptors; what is read afterwards fails."""
+        self._pool.close()
+
+    def linked_folders(self) -> list[str]:
+        """Returns the names of folders right below that are links, which `walk` does not enter."""
+        with self._translated(""), os.scandir(self._resolved) as entries:
+            return sorted(e.name for e in entries if e.is_symlink() and _is_folder(e))
+
+    def _walk(self, folder: str, depth: int) -> Iterator[str]:
+        if folder and not os.access(self._resolved / folder, os.R_OK | os.X_OK):
+            return  # such as lost+found: nobody's checkpoint, and no reason to fail
+        with self._translated(folder), os.scandir(self._resolved / folder) as entries:
+            found = sorted(
+                (f"{folder}{entry.name}{'/' if _is_folder(entry) else ''}", entry.is_symlink())
+                for entry in entries
+                if not is_work_folder(entry.name)
+            )
+        for path, is_link in found:  # with the slash, the order is that of all paths below
+            if not path.endswith("/"):
+                yield path
+            elif depth > 0 and not is_link:
+                yield from self._walk(path, depth - 1)
+
+    def _open(self, path: str) -> OpenFile:
+        resolved = self._resolve(path)
+        self._check_regular(path, resolved.stat())
+        file = open_for_reading(resolved, self._capabilities)
+        try:
+            self._check_regular(path, file.status())  # it may have been swapped in between
+            file.advise_sequential()
+        except (CkptkitError, OSError):
+            file.close()
+            raise
+        return file
+
+    def _resolve(self, path: str) -> Path:
+        check_relative(path, self.location)
+        resolved = (self._resolved / path).resolve(strict=True)
+        if any(resolved.is_relative_to(folder) for folder in self._allowed):
+            return resolved
+        raise UnsafePathError(
+            "a link that leads out of the checkpoint was found where a file was expected",
+            where=self._where(path),
+            hint=f"copy the checkpoint with its links followed: cp -rL {self.location} COPY",
+        )
+
+    def _check_regular(self, path: str, status: os.stat_result) -> None:
+        if not stat.S_ISREG(status.st_mode):
+            found = next((name for test, name in _KINDS if test(status.st_mode)), "no file")
+            raise InputError(
+                f"{found} was found where a regular file was expected", where=self._where(path)
+            )
+
+    @contextmanager
+    def _translated(self, path: str) -> Iterator[None]:
+        try:
+            yield
+        except (FileNotFoundError, NotADirectoryError) as error:
+            where = self._where(path)
+            raise MissingFileError("nothing was found there", where=where) from error
+        except RuntimeError as error:  # how pathlib reports links in a circle before 3.13
+            where = self._where(path)
+            raise InputError("cannot be read: links lead round in a circle", where=where) from error
+        except OSError as error:
+            reason = (error.strerror or str(error)).lower()
+            raise InputError(f"cannot be read: {reason}", where=self._where(path)) from error
+
+    def _truncated(self, path: str, start: int, stop: int, end: int) -> TruncatedFileError:
+        return TruncatedFileError(
+            f"the file ends at byte {end:,} but bytes [{start:,}, {stop:,}) were expected "
+            f"({stop - end:,} missing)",
+            where=self._where(path),
+            hint="the copy was cut short; compare its size with the source's",
+        )
+
+    def _where(self, path: str) -> str:
+        return str(self._root / path)
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link in a circle; reading it will say so
+        return False
+
+
+def _hub_blobs(resolved: Path) -> tuple[Path, ...]:
+    """Returns where the files of a Hub snapshot really lie, if `resolved` is in one.
+
+    Source:
+        https://huggingface.co/docs/huggingface_hub/guides/manage-cache
+    """
+    for folder in resolved.parents:
+        if folder.name == "snapshots" and folder.parent.name.startswith("models--"):
+            return (folder.parent / "blobs",)
+    return ()

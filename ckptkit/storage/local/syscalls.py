@@ -1,0 +1,475 @@
+"""Every system call that has to have a portable fallback, and nothing else.
+
+What the platform can do is a value that callers pass in, so that a test chooses the fallback by
+passing another one.
+
+A bounded set of open files that several threads share.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import mmap
+import os
+import shutil
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, Protocol, TypeVar
+
+BLOCK_BYTES = 4096
+"""Direct I/O wants addresses, offsets and lengths in multiples of this."""
+
+PAGE_BYTES = max(BLOCK_BYTES, mmap.PAGESIZE)
+"""The unit that the page cache writes back as one, so direct and buffered bytes never share it."""
+
+_MIN_RESERVED_BYTES = 1 << 20
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+_OUT_OF_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
+_REFUSED = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK})
+_BINARY: int = getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
+_NONBLOCK: int = getattr(os, "O_NONBLOCK", 0)
+_NOFOLLOW: int = getattr(os, "O_NOFOLLOW", 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What the platform offers; a False makes the fallback run.
+
+    Attributes:
+        positional_io: Reads and writes at an offset, without a shared file position.
+        direct_io: Writes that go past the page cache.
+        directory_sync: Making the entries of a directory durable.
+        exchange: Swapping two directories in one step.
+        locks: Locks that end with their process.
+        preallocation: Reserving the blocks of a file before they are written.
+        hard_links: Giving a file a second name.
+    """
+
+    positional_io: bool
+    direct_io: bool
+    directory_sync: bool
+    exchange: bool
+    locks: bool
+    preallocation: bool
+    hard_links: bool
+
+    @classmethod
+    def none(cls) -> Capabilities:
+        """Returns the value under which only what every platform has is used."""
+        return cls(*[False] * 7)
+
+
+def detect_capabilities() -> Capabilities:
+    """Returns what this platform offers; a file system may still refuse, which is handled."""
+    return Capabilities(
+        positional_io=hasattr(os, "preadv") and hasattr(os, "pwrite"),
+        direct_io=hasattr(os, "O_DIRECT"),
+        directory_sync=os.name == "posix",
+        exchange=sys.platform == "linux",
+        locks=os.name == "posix",
+        preallocation=hasattr(os, "posix_fallocate"),
+        hard_links=hasattr(os, "link"),
+    )
+
+
+def is_out_of_space(error: OSError) -> bool:
+    """Says whether a call failed because the disk or the quota is full."""
+    return error.errno in _OUT_OF_SPACE
+
+
+def is_refused(error: OSError) -> bool:
+    """Says whether a call failed because the file system does not offer it."""
+    return error.errno in _REFUSED
+
+
+class OpenFile:
+    """An open file that is read and written at offsets, by several threads at once."""
+
+    __slots__ = ("_file", "_lock", "_positional")
+
+    def __init__(self, path: Path, flags: int, capabilities: Capabilities) -> None:
+        writable = bool(flags & (os.O_WRONLY | os.O_RDWR))
+        descriptor = os.open(path, flags | _BINARY, 0o666)
+        try:
+            self._file = io.FileIO(descriptor, "wb" if writable else "rb")
+        except OSError:  # a directory
+            os.close(descriptor)
+            raise
+        self._positional = capabilities.positional_io
+        self._lock = threading.Lock()
+
+    def status(self) -> os.stat_result:
+        """Returns size, inode, times and type."""
+        return os.fstat(self._file.fileno())
+
+    def read_at(self, start: int, target: memoryview) -> int:
+        """Fills `target` from byte `start` on, and returns how many bytes there were."""
+        done = 0
+        while done < len(target):
+            count = self._read_some(start + done, target[done:])
+            if not count:
+                break
+            done += count
+        return done
+
+    def read_bytes(self, start: int, count: int) -> bytes:
+        """Returns `count` bytes from byte `start` on, fewer only where the file ends."""
+        data = self._read_new(start, count)
+        while data and len(data) < count:  # one call moves 2 GiB at most
+            more = self._read_new(start + len(data), count - len(data))
+            if not more:
+                break
+            data += more
+        return data
+
+    def write_at(self, start: int, data: memoryview) -> None:
+        """Writes all of `data` at byte `start`."""
+        done = 0
+        while done < len(data):
+            done += self._write_some(start + done, data[done:])
+
+    def truncate(self, size_bytes: int) -> None:
+        """Sets the size."""
+        os.ftruncate(self._file.fileno(), size_bytes)
+
+    def preallocate(self, size_bytes: int) -> None:
+        """Reserves the blocks for bytes up to `size_bytes`; the file system may refuse."""
+        os.posix_fallocate(self._file.fileno(), 0, size_bytes)
+
+    def reserve(self, size_bytes: int) -> None:
+        """Reserves blocks as `preallocate` does, but where that is refused writes nothing either.
+
+        Source:
+            fallocate: https://man7.org/linux/man-pages/man2/fallocate.2.html
+        """
+        import ctypes  # only outputs that several processes write pay for it
+
+        call = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
+        if call is None:
+            return
+        size = ctypes.c_long(size_bytes)  # off_t has the width of long on Linux
+        if call(self._file.fileno(), 0, ctypes.c_long(0), size) == 0:
+            return
+        error = OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        if not is_refused(error):
+            raise error
+
+    def sync(self) -> None:
+        """Makes the content durable, whichever descriptor wrote it."""
+        os.fsync(self._file.fileno())
+
+    def lock(self, *, shared: bool = False) -> bool:
+        """Takes the lock that ends with the process; False where somebody else has it.
+
+        Args:
+            shared: Whether other processes may have it too, if they want it shared as well.
+        """
+        import fcntl  # not there on Windows
+
+        kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+        try:
+            fcntl.flock(self._file.fileno(), kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def advise_sequential(self) -> None:
+        """Tells the kernel to read ahead far."""
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+
+    def forget(self) -> None:
+        """Takes the content out of the page cache, so that it is next read from the disk."""
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def close(self) -> None:
+        """Closes the descriptor; a second call does nothing."""
+        self._file.close()
+
+    def _read_some(self, start: int, target: memoryview) -> int:
+        if self._positional:
+            return os.preadv(self._file.fileno(), [target], start)
+        with self._lock:
+            self._file.seek(start)
+            return self._file.readinto(target) or 0
+
+    def _read_new(self, start: int, count: int) -> bytes:
+        if self._positional:
+            return os.pread(self._file.fileno(), count, start)
+        with self._lock:
+            self._file.seek(start)
+            return self._file.read(count) or b""
+
+    def _write_some(self, start: int, data: memoryview) -> int:
+        if self._positional:
+            return os.pwrite(self._file.fileno(), data, start)
+        with self._lock:
+            self._file.seek(start)
+            return self._file.write(data) or 0
+
+
+def open_for_reading(path: Path, capabilities: Capabilities) -> OpenFile:
+    """Opens a file without ever waiting for a writer at the other end of a pipe."""
+    return OpenFile(path, os.O_RDONLY | _NONBLOCK | _NOFOLLOW, capabilities)
+
+
+def create_file(path: Path, size_bytes: int, capabilities: Capabilities) -> None:
+    """Makes a new file of that size, with its blocks reserved where that is possible.
+
+    Raises:
+        FileExistsError: If there is a file of that name.
+        OSError: If there is no room for it, or it cannot be made.
+    """
+    # Asked before reserving: a reservation that fails half-way has filled the disk meanwhile.
+    room = shutil.disk_usage(path.parent)
+    if room.total and size_bytes > room.free:  # some file systems do not count, and say 0
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+    file = OpenFile(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, capabilities)
+    try:
+        if size_bytes and not (capabilities.preallocation and _preallocated(file, size_bytes)):
+            file.truncate(size_bytes)
+    except BaseException:
+        file.close()  # before it is removed, or Windows would not let it go
+        path.unlink()
+        raise
+    file.close()
+
+
+def join_file(path: Path, size_bytes: int, capabilities: Capabilities) -> None:
+    """Makes a file of that size unless another process has made it already.
+
+    Its blocks are reserved where the file system can do that without writing to them, which may
+    be another process's by now: writers to holes would have to wait for each other.
+
+    Raises:
+        OSError: If there is no room for it, or it cannot be made.
+    """
+    file = OpenFile(path, os.O_WRONLY | os.O_CREAT, capabilities)
+    try:
+        if file.status().st_size < size_bytes:
+            file.truncate(size_bytes)
+        if size_bytes >= _MIN_RESERVED_BYTES and capabilities.preallocation:
+            file.reserve(size_bytes)
+    finally:
+        file.close()
+
+
+def _preallocated(file: OpenFile, size_bytes: int) -> bool:
+    try:
+        file.preallocate(size_bytes)
+    except OSError as error:
+        if is_refused(error):
+            return False
+        raise
+    return True
+
+
+def open_for_writing(path: Path, capabilities: Capabilities) -> OpenFile:
+    """Opens a file that exists, to write through the page cache."""
+    return OpenFile(path, os.O_WRONLY, capabilities)
+
+
+def open_direct(path: Path, capabilities: Capabilities) -> OpenFile | None:
+    """Opens a file that exists, to write past the page cache; None where that is refused."""
+    if not capabilities.direct_io:
+        return None
+    try:
+        return OpenFile(path, os.O_WRONLY | os.O_DIRECT, capabilities)
+    except OSError as error:
+        if is_refused(error):
+            return None
+        raise
+
+
+def open_locked(path: Path, capabilities: Capabilities, *, shared: bool = False) -> OpenFile | None:
+    """Opens or makes a lock file and takes its lock.
+
+    The lock is only worth something while `path` still names the file that was locked: whoever
+    had it before may have removed it between the opening and the locking.
+
+    Returns:
+        The file, whose closing gives the lock back, or None where somebody else has it.
+
+    Raises:
+        OSError: If the file cannot be made or the file system knows no locks.
+    """
+    file = OpenFile(path, os.O_RDWR | os.O_CREAT | _NOFOLLOW, capabilities)
+    try:
+        if file.lock(shared=shared) and os.path.samestat(file.status(), path.stat()):
+            return file
+    except FileNotFoundError:
+        pass
+    except OSError:
+        file.close()
+        raise
+    file.close()
+    return None
+
+
+def link_file(path: Path, name: Path, capabilities: Capabilities) -> None:
+    """Gives a file a second name; neither of the two is durable before its directory is synced.
+
+    Raises:
+        OSError: If it cannot be done, as on file systems that know no such names.
+    """
+    if not capabilities.hard_links:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP), str(name))
+    os.link(path, name)
+
+
+def sync_directory(path: Path, capabilities: Capabilities) -> None:
+    """Makes the entries of a directory durable, where the file system has such a thing."""
+    if not capabilities.directory_sync:
+        return
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | _BINARY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if not is_refused(error):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def exchange(first: Path, second: Path, capabilities: Capabilities) -> bool:
+    """Swaps two directories in one step.
+
+    Returns:
+        False where the kernel or the file system does not offer that.
+
+    Raises:
+        OSError: If one of them is missing or may not be renamed.
+
+    Source:
+        renameat2 with RENAME_EXCHANGE: https://man7.org/linux/man-pages/man2/rename.2.html
+    """
+    if not capabilities.exchange:
+        return False
+    import ctypes  # only an overwriting commit pays for it
+
+    library = ctypes.CDLL(None, use_errno=True)
+    try:
+        call = library.renameat2
+    except AttributeError:
+        return False
+    names = os.fsencode(first), os.fsencode(second)
+    if call(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0:
+        return True
+    error = OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(second))
+    if is_refused(error):
+        return False
+    raise error
+
+
+class Closable(Protocol):
+    """Anything that is closed when it is done with."""
+
+    def close(self) -> None:
+        """Gives the descriptor back."""
+        ...
+
+
+File = TypeVar("File", bound=Closable)
+
+
+@dataclass(slots=True)
+class _Slot(Generic[File]):
+    file: File
+    users: int = 0
+
+
+class DescriptorPool(Generic[File]):
+    """Keeps the files used last open, and never closes one that a thread is using."""
+
+    def __init__(
+        self,
+        open_file: Callable[[str], File],
+        limit: int,
+        retire: Callable[[File], None] = lambda file: file.close(),
+    ) -> None:
+        """Makes an empty pool.
+
+        Args:
+            open_file: Opens the file of a path; called outside any lock.
+            limit: How many files may lie open unused.
+            retire: Closes a file that had to make room for others.
+        """
+        self._open_file = open_file
+        self._limit = limit
+        self._retire = retire
+        self._slots: OrderedDict[str, _Slot[File]] = OrderedDict()
+        self._lock = threading.Lock()
+        self._closed = False
+
+    @contextmanager
+    def use(self, path: str) -> Iterator[File]:
+        """Yields the open file of a path.
+
+        Raises:
+            ValueError: If the pool was closed.
+        """
+        slot = self._acquire(path)
+        try:
+            yield slot.file
+        finally:
+            self._release(slot)
+
+    def close(self) -> None:
+        """Closes every file, those in use as soon as they are given back."""
+        with self._lock:
+            self._closed = True
+            idle = self._take_idle(keep=0)
+        for file in idle:
+            file.close()
+
+    def _acquire(self, path: str) -> _Slot[File]:
+        slot = self._reuse(path)
+        if slot is not None:
+            return slot
+        file = self._open_file(path)
+        with self._lock:
+            slot = self._slots.setdefault(path, _Slot(file))
+            slot.users += 1
+            surplus = self._take_idle(keep=self._limit)
+        if slot.file is not file:  # another thread was faster
+            file.close()
+        self._retire_all(surplus)
+        return slot
+
+    def _reuse(self, path: str) -> _Slot[File] | None:
+        with self._lock:
+            if self._closed:
+                raise ValueError("the files are closed")
+            slot = self._slots.get(path)
+            if slot is not None:
+                slot.users += 1
+                self._slots.move_to_end(path)
+            return slot
+
+    def _release(self, slot: _Slot[File]) -> None:
+        with self._lock:
+            slot.users -= 1
+            surplus = self._take_idle(keep=0 if self._closed else self._limit)
+        self._retire_all(surplus)
+
+    def _retire_all(self, files: list[File]) -> None:
+        for file in files:
+            if self._closed:
+                file.close()
+            else:
+                self._retire(file)
+
+    def _take_idle(self, *, keep: int) -> list[File]:
+        surplus = len(self._slots) - keep
+        if surplus <= 0:
+            return []
+        idle = [path for path, slot in self._slots.items() if not slot.users][:surplus]
+        return [self._slots.pop(path).file for path in idle]

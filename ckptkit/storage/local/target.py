@@ -1,0 +1,542 @@
+"""Writing a directory on a local or mounted file system, invisible until it is whole.
+
+Files under construction in a folder, written at their final offsets by many threads.
+"""
+
+from __future__ import annotations
+
+import errno
+import shutil
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from ckptkit.core.errors import NoSpaceError, OutputError, OutputExistsError
+from ckptkit.core.manifest import MANIFEST_NAME
+from ckptkit.storage.buffers import address_of
+from ckptkit.storage.local.names import check_relative
+from ckptkit.storage.local.syscalls import (
+    BLOCK_BYTES,
+    PAGE_BYTES,
+    Capabilities,
+    DescriptorPool,
+    create_file,
+    detect_capabilities,
+    is_out_of_space,
+    is_refused,
+    join_file,
+    open_direct,
+    open_for_writing,
+    sync_directory,
+)
+from ckptkit.storage.local.workdir import (
+    WorkFolder,
+    can_be_replaced,
+    claim_work_folder,
+    is_empty,
+    publish,
+    publish_inside,
+    reclaim_work_folder,
+    sweep_work_folders,
+)
+from ckptkit.storage.replacing import manifest_mark, refuse_newer, refuse_unnamed_in
+
+OPEN_FILES = 64
+SYNC_THREADS = 4
+MIN_DIRECT_BYTES = 128 * 1024
+"""Shorter writes go through the page cache: waiting for the device would cost more."""
+Create = Callable[[Path, int, Capabilities], None]
+
+
+class StagedFiles:
+    """The files of an output in the hidden folder in which it grows."""
+
+    def __init__(self, folder: Path, named: Path, capabilities: Capabilities) -> None:
+        """Takes a folder that exists.
+
+        Args:
+            folder: Where the files are.
+            named: The output, as messages call it.
+            capabilities: What the platform offers.
+        """
+        self.folder = folder
+        self._named = named
+        self._capabilities = capabilities
+        self._sizes: dict[str, int] = {}
+        self._lock = threading.Lock()
+        self._pool = DescriptorPool(self._open, OPEN_FILES, retire=StagedFile.retire)
+
+    def __contains__(self, path: object) -> bool:
+        return path in self._sizes
+
+    def taken_bytes(self, path: str) -> int:
+        """Returns the room that a file takes, 0 where nobody has made it."""
+        return taken_bytes(self.folder / path)
+
+    def create(self, path: str, size_bytes: int, create: Create) -> None:
+        """Makes a file of that size, its content undefined until written.
+
+        Raises:
+            NoSpaceError: If the place has no room for it.
+            OutputError: If it cannot be made.
+            UnsafePathError: If it would lie outside the output.
+        """
+        check_relative(path, str(self._named))
+        file = self.folder / path
+        with translated(self._named, size_bytes):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            create(file, size_bytes, self._capabilities)
+        with self._lock:
+            self._sizes[path] = size_bytes
+
+    def write(self, path: str, start: int, data: memoryview) -> None:
+        """Writes `data` at byte `start` of a created file; thread-safe for disjoint ranges.
+
+        Data whose address is congruent to `start` modulo 4,096 goes past the page cache.
+
+        Raises:
+            NoSpaceError: If the disk is full.
+            OutputError: If it cannot be written.
+            ValueError: If the range is not inside a file that was created.
+        """
+        size_bytes = self._sizes.get(path, -1)
+        if start < 0 or start + data.nbytes > size_bytes:
+            raise ValueError(f"bytes [{start}, {start + data.nbytes}) are not in file {path!r}")
+        if not data.nbytes:
+            return
+        with translated(self._named, data.nbytes), self._pool.use(path) as file:
+            file.write_at(start, data.cast("B"))
+
+    def write_runs(self, path: str, starts: Sequence[int], data: memoryview) -> None:
+        """Writes data that is cut into as many equal runs, each at its own byte of a file.
+
+        Raises:
+            NoSpaceError: If the disk is full.
+            OutputError: If it cannot be written.
+            ValueError: If a run is not inside a file that was created.
+        """
+        length = data.nbytes // len(starts)
+        if min(starts) < 0 or max(starts) + length > self._sizes.get(path, -1):
+            raise ValueError(f"runs from byte {min(starts)} on are not all in file {path!r}")
+        with translated(self._named, data.nbytes), self._pool.use(path) as file:
+            for number, start in enumerate(starts):
+                file.write_at(start, data[number * length : (number + 1) * length])
+
+    def sync(self) -> None:
+        """Makes everything that was written durable, and closes it.
+
+        Raises:
+            OSError: If something cannot be made durable.
+        """
+        with ThreadPoolExecutor(SYNC_THREADS) as threads:
+            for _ in threads.map(self._sync_file, self._sizes):
+                pass
+        self._pool.close()
+        folders = [path for path in self.folder.rglob("*") if path.is_dir()]
+        for folder in (*folders, self.folder):
+            sync_directory(folder, self._capabilities)
+
+    def close(self) -> None:
+        """Closes the files."""
+        self._pool.close()
+
+    def _open(self, path: str) -> StagedFile:
+        return StagedFile(self.folder / path, self._sizes[path], self._capabilities)
+
+    def _sync_file(self, path: str) -> None:
+        with self._pool.use(path) as file:
+            file.sync()
+
+
+class StagedFile:
+    """A file under construction: whole pages go past the page cache, ragged edges through it."""
+
+    __slots__ = ("_buffered", "_direct", "_direct_works")
+
+    def __init__(self, path: Path, size_bytes: int, capabilities: Capabilities) -> None:
+        self._buffered = open_for_writing(path, capabilities)
+        self._direct = None
+        try:
+            if size_bytes >= MIN_DIRECT_BYTES:
+                self._direct = open_direct(path, capabilities)
+        except OSError:
+            self._buffered.close()
+            raise
+        self._direct_works = self._direct is not None
+
+    def write_at(self, start: int, data: memoryview) -> None:
+        """Writes all of `data` at byte `start`."""
+        may_be_direct = self._direct_works and len(data) >= MIN_DIRECT_BYTES
+        head, tail = _whole_pages(start, data) if may_be_direct else (0, 0)
+        if tail - head < MIN_DIRECT_BYTES:
+            self._buffered.write_at(start, data)
+            return
+        if head:
+            self._buffered.write_at(start, data[:head])
+        self._write_pages(start + head, data[head:tail])
+        if tail < len(data):
+            self._buffered.write_at(start + tail, data[tail:])
+
+    def sync(self) -> None:
+        """Makes the content durable."""
+        self._buffered.sync()
+
+    def close(self) -> None:
+        """Closes the descriptors."""
+        self._buffered.close()
+        if self._direct is not None:
+            self._direct.close()
+
+    def retire(self) -> None:
+        """Closes the descriptors, but not before an error of writing back has been seen."""
+        try:
+            self.sync()
+        finally:
+            self.close()
+
+    def _write_pages(self, start: int, data: memoryview) -> None:
+        assert self._direct is not None  # noqa: S101 - narrows the type
+        try:
+            self._direct.write_at(start, data)
+        except OSError as error:
+            if not is_refused(error):
+                raise
+            self._direct_works = False  # other threads may still be in a direct write: not closed
+            self._buffered.write_at(start, data)
+
+
+def _whole_pages(start: int, data: memoryview) -> tuple[int, int]:
+    """Returns the part of `data` that fills whole pages of the file; empty if misaligned."""
+    head = -start % PAGE_BYTES
+    tail = len(data) - (start + len(data)) % PAGE_BYTES
+    if tail - head < MIN_DIRECT_BYTES or (address_of(data) + head) % BLOCK_BYTES:
+        return 0, 0
+    return head, tail
+
+
+@contextmanager
+def translated(named: Path, size_bytes: int = 0) -> Iterator[None]:
+    """Turns what the system says of an output into our errors.
+
+    Args:
+        named: The output, as the user named it.
+        size_bytes: How much was to be written.
+
+    Raises:
+        NoSpaceError: If the disk is full.
+        OutputError: If it cannot be written for another reason.
+    """  # noqa: DOC501  `_no_space` makes it
+    try:
+        yield
+    except OSError as error:
+        if is_out_of_space(error):
+            raise _no_space(named, size_bytes) from error
+        reason = (error.strerror or str(error)).lower()
+        name = f" (at {error.filename!r})" if error.filename else ""
+        raise OutputError(f"cannot be written: {reason}{name}", where=str(named)) from error
+
+
+def _no_space(named: Path, size_bytes: int) -> NoSpaceError:
+    free = free_bytes(named.absolute())
+    place = str(named.parent)
+    if free > size_bytes > 0:
+        text = f"the disk or a quota is full, although {free:,} bytes are free at {place!r}"
+    else:
+        text = f"needs {size_bytes:,} bytes more, but {free:,} are free at {place!r}"
+    return NoSpaceError(text, where=str(named), hint="free some space, or name a place with more")
+
+
+def write_small(path: Path, data: bytes, capabilities: Capabilities) -> None:
+    """Makes a small file, durable with its entry in the folder, unless another process has.
+
+    Raises:
+        OSError: If it cannot be written.
+    """
+    join_file(path, len(data), capabilities)
+    file = open_for_writing(path, capabilities)
+    try:
+        file.write_at(0, memoryview(data))
+        file.sync()
+    finally:
+        file.close()
+    sync_directory(path.parent, capabilities)
+
+
+def free_bytes(path: Path) -> int:
+    """Returns the room on the disk that holds `path`, or will."""
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return shutil.disk_usage(path).free
+
+
+def taken_bytes(path: Path) -> int:
+    """Returns the room that a file takes on its disk; 0 for a folder."""
+    if not path.is_file():
+        return 0
+    status = path.stat()
+    return getattr(status, "st_blocks", 0) * 512 or status.st_size
+
+
+_NOT_WRITABLE = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
+
+
+def output_exists(out: Path) -> OutputExistsError:
+    """Returns the error for a destination that holds something already."""
+    return OutputExistsError(
+        "the directory holds files where an empty or absent one was expected",
+        where=str(out),
+        hint="name another directory, or have this one replaced: --overwrite, overwrite=True",
+    )
+
+
+def cannot_be_replaced(out: Path) -> OutputError:
+    """Returns the error for a full destination that is to be overwritten and cannot be renamed."""
+    return OutputError(
+        "the directory holds files and cannot be renamed, so it cannot be replaced at once",
+        where=str(out),
+        hint="empty it, or name a directory below it",
+    )
+
+
+class LocalTarget:
+    """A directory that comes into being, complete and durable, when it is committed.
+
+    Until then its files grow in a hidden folder beside it, on the same file system. Large
+    writes go past the page cache where the file system and the alignment of the data allow.
+
+    Attributes:
+        has_finished: Whether something there is worth to be left to another run.
+    """
+
+    def __init__(
+        self,
+        out: Path,
+        *,
+        overwrite: bool = False,
+        resume: bool = False,
+        capabilities: Capabilities | None = None,
+    ) -> None:
+        """Prepares the place, makes missing parents and sweeps away what a kill left behind.
+
+        Args:
+            out: The directory to be; its name is kept for messages as it is given.
+            overwrite: Whether a directory that holds something is replaced by the commit.
+            resume: Whether what a kill left behind is gone on with, where it has a journal.
+            capabilities: What the platform offers; detected when left out.
+
+        Raises:
+            OutputExistsError: If `out` holds something and is not to be overwritten.
+            OutputError: If `out` is no directory, or nothing can be written there.
+        """
+        self._named = out
+        self._overwrite = overwrite
+        self._resume = resume
+        self._is_left = False
+        self.has_finished = False
+        self._capabilities = capabilities or detect_capabilities()
+        self._made: list[Path] = []
+        with translated(self._named):
+            self._out = out.resolve()
+            self._refuse_file()
+            try:
+                self._made = make_missing(self._out.parent)
+                self._work = self._prepare()
+            except BaseException:
+                remove_empty(self._made)
+                raise
+        self._seen = manifest_mark(self._out)
+        self._inside = self._work.path.parent == self._out
+        self._files = StagedFiles(self._work.files, out, self._capabilities)
+
+    @property
+    def location(self) -> str:
+        """The directory to be, as it was named."""
+        return str(self._named)
+
+    def create(self, path: str, size_bytes: int) -> None:
+        """Makes a file of that size, its blocks reserved, its content undefined until written.
+
+        Raises:
+            NoSpaceError: If the place has no room for it.
+            OutputError: If it exists already or cannot be made.
+            UnsafePathError: If it would lie outside the output.
+        """
+        self._files.create(path, size_bytes, create_file)
+
+    def write(self, path: str, start: int, data: memoryview) -> None:
+        """Writes `data` at byte `start` of a created file; thread-safe for disjoint ranges.
+
+        Data whose address is congruent to `start` modulo 4,096 goes past the page cache.
+
+        Raises:
+            NoSpaceError: If the disk is full.
+            OutputError: If it cannot be written.
+            ValueError: If the range is not inside a file that was created.
+        """
+        self._files.write(path, start, data)
+
+    def commit(self, last: str) -> None:
+        """Makes everything durable and visible at once, the file `last` after all others.
+
+        Raises:
+            OutputExistsError: If another run has filled the destination, or replaced what was
+                there, since this target was made.
+            RefusedError: If it holds files that are not of an earlier output.
+            NoSpaceError: If the disk is full.
+            OutputError: If something cannot be made durable or visible.
+            ValueError: If `last` was not created.
+        """
+        if last not in self._files:
+            raise ValueError(f"file {last!r} was not created")
+        with translated(self._named):
+            self._files.sync()
+            if last == MANIFEST_NAME and self._overwrite and self._out.is_dir():
+                refuse_newer(manifest_mark(self._out), self._seen, str(self._named))
+                refuse_unnamed_in(self._out, str(self._named))
+            if not self._publish(last):
+                raise self._filled()
+            made, self._made = self._made, []
+            for folder in {self._out.parent, *(path.parent for path in made)}:
+                sync_directory(folder, self._capabilities)
+        self._work.remove()
+        self._sweep()  # what killed runs left to be resumed is of no use any more
+
+    @property
+    def is_filled(self) -> bool:
+        """Whether another process has filled the destination, so that nothing can be committed."""
+        return not self._overwrite and self._out.is_dir() and not is_empty(self._out)
+
+    def _sweep(self) -> None:
+        for parent in (self._out.parent, self._out):
+            sweep_work_folders(parent, self._out, self._capabilities)
+
+    def abandon(self) -> None:
+        """Removes what was written; does nothing after a commit, or where it was left."""
+        if self._is_left:
+            return
+        self._files.close()
+        self._work.remove()
+        remove_empty(self._made)
+
+    def leave(self) -> None:
+        """Ends without a commit, and leaves what was written to whoever goes on with it."""
+        self._is_left = True
+        self._files.close()
+        self._work.release()
+
+    @property
+    def folder(self) -> Path:
+        """The hidden folder in which the output grows."""
+        return self._work.path
+
+    @property
+    def journal(self) -> Path:
+        """Where it is written down what is finished."""
+        return self._work.journal
+
+    def staged(self, path: str) -> Path:
+        """Returns where a file of the output is until the commit.
+
+        Raises:
+            UnsafePathError: If it would lie outside the output.
+        """
+        check_relative(path, str(self._named))
+        return self._work.files / path
+
+    def keep(self, paths: Collection[str]) -> None:
+        """Takes over finished files of an earlier run, and removes what else it left.
+
+        Args:
+            paths: Relative to the output; they have been proven.
+
+        Raises:
+            OutputError: If something cannot be removed.
+        """
+        kept = {self.staged(path) for path in paths}
+        with translated(self._named):
+            for file in list(self._work.files.rglob("*")):
+                if file not in kept and not file.is_dir():
+                    file.unlink()
+        for path in paths:
+            self._files.create(path, self.staged(path).stat().st_size, _stays)
+        self.has_finished = bool(paths)
+
+    def free_bytes(self) -> int:
+        """Returns how much room there is for the output, with what an earlier run has taken."""
+        with translated(self._named):
+            taken = sum(taken_bytes(path) for path in self._work.files.rglob("*"))
+            return free_bytes(self._work.path) + taken
+
+    def _refuse_file(self) -> None:
+        if self._out.exists() and not self._out.is_dir():
+            raise OutputError(
+                "a file was found where an empty or absent directory was expected",
+                where=str(self._named),
+            )
+
+    def _prepare(self) -> WorkFolder:
+        found = self._reclaimed() if self._resume else None
+        self._sweep()
+        if self.is_filled:
+            if found is not None:
+                found.remove()
+            raise self._filled()
+        self.has_finished = found is not None
+        return found or self._claimed()
+
+    def _claimed(self) -> WorkFolder:
+        out, exists = self._out, self._out.is_dir()
+        try:
+            work = claim_work_folder(out.parent, out.name, self._capabilities)
+        except OSError as error:
+            if not exists or error.errno not in _NOT_WRITABLE:
+                raise
+        else:
+            if not exists or can_be_replaced(out, work):
+                return work
+            work.remove()
+        return self._prepare_inside()
+
+    def _reclaimed(self) -> WorkFolder | None:
+        out = self._out
+        found = reclaim_work_folder(out.parent, out, self._capabilities)
+        return found or reclaim_work_folder(out, out, self._capabilities)
+
+    def _prepare_inside(self) -> WorkFolder:
+        if not is_empty(self._out):
+            raise cannot_be_replaced(self._named)
+        return claim_work_folder(self._out, self._out.name, self._capabilities)
+
+    def _publish(self, last: str) -> bool:
+        work, out, capabilities = self._work, self._out, self._capabilities
+        if self._inside:
+            return publish_inside(work, out, last, capabilities)
+        return publish(work, out, overwrite=self._overwrite, capabilities=capabilities)
+
+    def _filled(self) -> OutputExistsError:
+        return output_exists(self._named)
+
+
+def _stays(_path: Path, _size_bytes: int, _capabilities: Capabilities) -> None:
+    """Makes no file, since it is there."""
+
+
+def make_missing(folder: Path) -> list[Path]:
+    """Makes a folder and its missing parents, and returns those it made, outermost first."""
+    missing: list[Path] = []
+    while not folder.exists():
+        missing.append(folder)
+        folder = folder.parent
+    missing.reverse()
+    for path in missing:
+        path.mkdir(exist_ok=True)
+    return missing
+
+
+def remove_empty(folders: list[Path]) -> None:
+    """Removes folders, given outermost first, as far as nobody else uses them."""
+    with suppress(OSError):  # somebody else uses it by now
+        for folder in reversed(folders):
+            folder.rmdir()

@@ -1,0 +1,386 @@
+"""The hidden folder in which one output is staged, and the removal of those left by a kill.
+
+Beside OUT (or, where OUT cannot be renamed over, inside it) lies
+
+    .OUT.ckptkit-0123456789abcdef/
+        .lock     locked while the process that works there is alive
+        files/    the output as it will be
+        last      the file that is put in place after all others, where they go one by one
+        old/      the previous output, where the two cannot be exchanged in one step
+        journal   which files are finished, of an output that can be continued after a kill
+
+Making a staged output visible: by one rename where that is possible, else file by file.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from ckptkit.storage.local.names import WORK_INFIX, is_work_folder
+from ckptkit.storage.local.syscalls import (
+    Capabilities,
+    OpenFile,
+    exchange,
+    is_refused,
+    open_locked,
+    sync_directory,
+)
+
+NONCE_BYTES = 8
+_ATTEMPTS = 16
+_SWEEP_SECONDS = 0.01  # in which somebody who sweeps is done with an empty folder
+
+
+class WorkFolder:
+    """A folder that belongs to this process, or to nobody alive.
+
+    Attributes:
+        path: The folder itself.
+        files: Where the output grows.
+        last: Where the last file waits.
+        old: Where the previous output waits.
+        journal: Where it is written down what is finished.
+    """
+
+    __slots__ = ("_lock", "files", "journal", "last", "old", "path")
+
+    def __init__(self, path: Path, lock: OpenFile | None) -> None:
+        self.path = path
+        self.files = path / "files"
+        self.last = path / "last"
+        self.old = path / "old"
+        self.journal = path / "journal"
+        self._lock = lock
+
+    def remove(self) -> None:
+        """Deletes the folder as far as it can be, and gives the lock back."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        self.release()
+
+    def release(self) -> None:
+        """Gives the lock back, so that whoever comes next may delete the folder."""
+        if self._lock is not None:
+            self._lock.close()
+
+
+def claim_work_folder(parent: Path, name: str, capabilities: Capabilities) -> WorkFolder:
+    """Makes a new work folder for the output `name`.
+
+    Returns:
+        The folder, locked, with an empty `files` in it.
+
+    Raises:
+        OSError: If nothing can be made in `parent`.
+        FileNotFoundError: If somebody keeps removing what is made there.
+    """
+    for _ in range(_ATTEMPTS):
+        path = parent / f".{name}{WORK_INFIX}{os.urandom(NONCE_BYTES).hex()}"
+        path.mkdir()
+        try:
+            work = _lock_work_folder(path, capabilities)
+        except FileNotFoundError:  # swept away between its making and its locking
+            continue
+        except OSError:
+            shutil.rmtree(path, ignore_errors=True)
+            raise
+        if work is not None:
+            work.files.mkdir()
+            return work
+    raise FileNotFoundError(f"{_ATTEMPTS} new folders disappeared from {str(parent)!r}")
+
+
+def join_work_folder(parent: Path, name: str, nonce: str, capabilities: Capabilities) -> WorkFolder:
+    """Makes the work folder of a nonce, or enters it where another process has made it.
+
+    Args:
+        parent: Where it lies.
+        name: Of the output.
+        nonce: 16 hexadecimal digits, the same in all processes that work there.
+        capabilities: What the platform offers.
+
+    Returns:
+        The folder, which is not swept away while one of the processes is alive.
+
+    Raises:
+        OSError: If it can neither be made nor entered.
+        FileNotFoundError: If somebody keeps removing it.
+    """
+    path = parent / f".{name}{WORK_INFIX}{nonce}"
+    for _ in range(_ATTEMPTS):
+        path.mkdir(exist_ok=True)
+        with suppress(FileNotFoundError):  # swept away meanwhile
+            work = _lock_work_folder(path, capabilities, shared=True)
+            if work is not None:
+                work.files.mkdir(exist_ok=True)
+                return work
+        time.sleep(_SWEEP_SECONDS)
+    raise FileNotFoundError(errno.ENOENT, "it is removed again and again", str(path))
+
+
+def reclaim_work_folder(parent: Path, out: Path, capabilities: Capabilities) -> WorkFolder | None:
+    """Enters the newest work folder for `out` that has a journal and whose process is gone.
+
+    Half a commit is undone. Where there are no locks, nobody knows who is alive.
+
+    Returns:
+        The folder, locked, or None where there is none.
+    """
+    if not capabilities.locks:
+        return None
+    journals: list[tuple[float, Path]] = []
+    with suppress(OSError):  # a folder that may be written to but not listed
+        for path in _work_folders(parent, out):
+            with suppress(OSError):
+                journals.append((WorkFolder(path, None).journal.stat().st_mtime, path))
+    for _, path in sorted(journals, reverse=True):
+        with suppress(OSError):  # somebody else was faster, or it belongs to another user
+            lock = open_locked(path / ".lock", capabilities)
+            if lock is None:
+                continue
+            work = WorkFolder(path, lock)
+            _recover(work, out)
+            shutil.rmtree(work.old, ignore_errors=True)
+            work.last.unlink(missing_ok=True)
+            work.files.mkdir(exist_ok=True)
+            return work
+    return None
+
+
+def _lock_work_folder(
+    path: Path, capabilities: Capabilities, *, shared: bool = False
+) -> WorkFolder | None:
+    if not capabilities.locks:
+        return WorkFolder(path, None)
+    try:
+        lock = open_locked(path / ".lock", capabilities, shared=shared)
+    except OSError as error:
+        if is_refused(error):  # then nobody else can lock it either, so nobody sweeps it away
+            return WorkFolder(path, None)
+        raise
+    return None if lock is None else WorkFolder(path, lock)
+
+
+def sweep_work_folders(parent: Path, out: Path, capabilities: Capabilities) -> None:
+    """Removes the work folders for `out` whose process is gone, after undoing half a commit.
+
+    Where there are no locks, nobody knows who is alive, and nothing is removed.
+    """
+    if not capabilities.locks:
+        return
+    with suppress(OSError):  # a folder that may be written to but not listed
+        for path in _work_folders(parent, out):
+            _sweep(path, out, capabilities)
+        if parent == out and not is_empty(out):
+            _sweep_publish_lock(out, capabilities)
+
+
+def _work_folders(parent: Path, out: Path) -> list[Path]:
+    pattern = re.compile(re.escape(f".{out.name}{WORK_INFIX}") + f"[0-9a-f]{{{2 * NONCE_BYTES}}}")
+    return [
+        path
+        for path in parent.iterdir()
+        if pattern.fullmatch(path.name) and path.is_dir() and not path.is_symlink()
+    ]
+
+
+def publish_lock(out: Path) -> Path:
+    """Returns the file that is locked while `out` is filled one file at a time."""
+    return out / f".{out.name}{WORK_INFIX}publish"
+
+
+def _sweep_publish_lock(out: Path, capabilities: Capabilities) -> None:
+    """Removes it from a full directory, where whoever waits for it would be refused anyway."""
+    path = publish_lock(out)
+    if path.exists():
+        lock = open_locked(path, capabilities)
+        if lock is not None:
+            path.unlink()
+            lock.close()
+
+
+def _sweep(path: Path, out: Path, capabilities: Capabilities) -> None:
+    with suppress(OSError):  # somebody else was faster, or it belongs to another user
+        lock = open_locked(path / ".lock", capabilities)
+        if lock is None:
+            return
+        work = WorkFolder(path, lock)
+        try:
+            _recover(work, out)
+        finally:
+            work.remove()
+
+
+def _recover(work: WorkFolder, out: Path) -> None:
+    if work.path.parent == out:
+        if work.last.exists():
+            take_back(work, out)
+    elif work.old.is_dir() and not out.exists():
+        work.old.rename(out)
+
+
+def take_back(work: WorkFolder, out: Path) -> None:
+    """Removes from `out` what was put there by link from the work folder, and nothing else."""
+    folders: list[Path] = []
+    for path in work.files.rglob("*"):
+        placed = out / path.relative_to(work.files)
+        if path.is_dir():
+            folders.append(placed)
+        elif placed.exists() and placed.samefile(path):
+            placed.unlink()
+    for folder in sorted(folders, reverse=True):
+        with suppress(OSError):  # somebody else's, or never made
+            folder.rmdir()
+
+
+def entries(out: Path) -> Iterator[Path]:
+    """Yields what a directory holds besides work folders and what `mkfs` leaves there."""
+    for path in out.iterdir():
+        if not is_work_folder(path.name) and path.name != "lost+found":
+            yield path
+
+
+def is_empty(out: Path) -> bool:
+    """Says whether a directory holds nothing of anybody's."""
+    return next(entries(out), None) is None
+
+
+_PUBLISH_ATTEMPTS = 8
+_OCCUPIED = frozenset({errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR})
+
+
+def can_be_replaced(out: Path, work: WorkFolder) -> bool:
+    """Says whether a directory may be renamed, which a mount point may not.
+
+    It is told to take the place of the work folder. That folder is not empty, so the answer of
+    an ordinary directory is that this cannot be, and nothing has changed.
+
+    Returns:
+        True if a rename over it, or an exchange with it, can be expected to succeed.
+    """
+    try:
+        out.rename(work.path)
+    except OSError as error:
+        return error.errno in _OCCUPIED
+    return False
+
+
+def publish(work: WorkFolder, out: Path, *, overwrite: bool, capabilities: Capabilities) -> bool:
+    """Renames the staged files to `out` in one step.
+
+    Returns:
+        False if `out` holds something that is not to be overwritten; then nothing has changed.
+
+    Raises:
+        OSError: If a rename fails.
+    """
+    if out.is_dir():
+        shutil.copymode(out, work.files)  # somebody may have made it private
+    for _ in range(_PUBLISH_ATTEMPTS):
+        if _take_empty_place(work.files, out):
+            return True
+        if not overwrite or not out.is_dir():
+            return False
+        with suppress(FileNotFoundError):  # removed meanwhile, so the place is free now
+            return exchange(work.files, out, capabilities) or _swap(work, out)
+    return False
+
+
+def _take_empty_place(files: Path, out: Path) -> bool:
+    try:
+        files.rename(out)
+    except OSError as error:
+        if error.errno not in _OCCUPIED:
+            raise
+    else:
+        return True
+    try:  # Windows does not rename over an empty directory
+        out.rmdir()
+        files.rename(out)
+    except OSError:
+        return False
+    return True
+
+
+def _swap(work: WorkFolder, out: Path) -> bool:
+    """Replaces `out` in two steps; after a kill in between, the next run restores it."""
+    out.rename(work.old)
+    try:
+        work.files.rename(out)
+    except OSError as error:
+        with suppress(OSError):
+            work.old.rename(out)
+        if error.errno in _OCCUPIED:
+            return False
+        raise
+    return True
+
+
+def publish_inside(work: WorkFolder, out: Path, last: str, capabilities: Capabilities) -> bool:
+    """Puts the staged files into the empty directory `out`, one by one, and `last` at the end.
+
+    Returns:
+        False if `out` was filled meanwhile, or is being filled; then nothing has changed.
+
+    Raises:
+        OSError: If a file cannot be put there; those that were are taken back.
+    """
+    with _only_one(out, capabilities) as alone:
+        if not alone or not is_empty(out):
+            return False
+        (work.files / last).rename(work.last)
+        try:
+            _place_all(work.files, out, capabilities)
+            work.last.rename(out / last)
+        except OSError as error:
+            take_back(work, out)
+            if error.errno in _OCCUPIED:
+                return False
+            raise
+        sync_directory((out / last).parent, capabilities)
+    return True
+
+
+@contextmanager
+def _only_one(out: Path, capabilities: Capabilities) -> Iterator[bool]:
+    if not capabilities.locks:
+        yield True
+        return
+    path = publish_lock(out)
+    lock = open_locked(path, capabilities)
+    if lock is None:
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        path.unlink(missing_ok=True)
+        lock.close()
+
+
+def _place_all(files: Path, out: Path, capabilities: Capabilities) -> None:
+    for path in sorted(files.rglob("*")):
+        placed = out / path.relative_to(files)
+        if path.is_dir():
+            placed.mkdir()
+        else:
+            _place(path, placed)
+    for folder in sorted((p for p in files.rglob("*") if p.is_dir()), reverse=True):
+        sync_directory(out / folder.relative_to(files), capabilities)
+    sync_directory(out, capabilities)
+
+
+def _place(path: Path, placed: Path) -> None:
+    """Gives a file its second name; with both in place, half a commit can be undone."""
+    try:
+        placed.hardlink_to(path)
+    except OSError as error:
+        if not is_refused(error) and error.errno != errno.EPERM:  # what FAT answers
+            raise
+        path.rename(placed)

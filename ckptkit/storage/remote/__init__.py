@@ -1,0 +1,1 @@
+"""Objects of a remote store."""

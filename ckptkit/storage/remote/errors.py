@@ -1,0 +1,325 @@
+"""What the clients of object stores raise, told apart without importing any of them.
+
+What a store refuses while an output is written, as errors that say what to do.
+
+Asking a store again when it could not answer, and waiting longer each time.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import random
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from ckptkit.core.errors import (
+    AccessError,
+    CkptkitError,
+    MissingFileError,
+    NoSpaceError,
+    NotACheckpointError,
+    OutputError,
+    OutputExistsError,
+    SourceChangedError,
+    StorageError,
+    UsageError,
+)
+from ckptkit.core.text import without_url_secrets
+from ckptkit.storage.locations import without_values
+
+_PASSING = frozenset({408, 425, 429, 500, 502, 503, 504, 509, 529})
+_DENIED = frozenset({401, 403, 407})
+_GONE = frozenset({404, 410})
+_CHANGED = 412
+_PASSING_CODES = frozenset(
+    {"InternalError", "RequestTimeout", "ServiceUnavailable", "SlowDown", "Throttling"}
+)
+_DENIED_CODES = frozenset(
+    {"ExpiredToken", "InvalidToken", "TokenRefreshRequired", "RequestTimeTooSkewed"}
+)
+# Of botocore, aiohttp, httpx and urllib3: a connection that failed, or ended early.
+_BROKEN = frozenset(
+    {
+        "ClientConnectionError",
+        "ClientPayloadError",
+        "ConnectTimeoutError",
+        "ConnectionClosedError",
+        "EndpointConnectionError",
+        "HTTPClientError",
+        "IncompleteRead",
+        "IncompleteReadError",
+        "ProtocolError",
+        "ReadTimeoutError",
+        "ResponseStreamingError",
+        "ServerDisconnectedError",
+        "TransportError",
+    }
+)
+_NO_CREDENTIALS = frozenset(
+    {
+        "CredentialRetrievalError",
+        "DefaultCredentialsError",
+        "GatedRepoError",
+        "LocalTokenNotFoundError",
+        "NoCredentialsError",
+        "PartialCredentialsError",
+        "RefreshError",
+        "TokenRetrievalError",
+    }
+)
+_OFFLINE = "OfflineModeIsEnabled"
+_QUERY = re.compile(r"(\w+://[^\s?'\"]+)\?[^\s'\"]+")  # signatures stand there
+_LONGEST = 300
+_LOG_IN = (
+    "see whether the name is right; what is private is shown to those alone who may see it and log"
+    " in (`hf auth login`, or HF_TOKEN), what is gated to those who accepted the terms on its page"
+)
+
+
+def is_transient(error: BaseException) -> bool:
+    """Tells whether the same question may well be answered the next time."""
+    if _named(error, {_OFFLINE}) or _is_denied(error):
+        return False
+    if type(error).__name__ in _BROKEN:  # what lies below it is told as statuses of our own
+        return True
+    status = status_of(error)
+    if status is not None:
+        return status in _PASSING or bool(_codes(error) & _PASSING_CODES)
+    if isinstance(error, (FileNotFoundError, PermissionError)):
+        return False
+    return isinstance(error, (TimeoutError, ConnectionError, EOFError)) or _named(error, _BROKEN)
+
+
+def is_without_bucket(error: BaseException) -> bool:
+    """Tells whether not even the bucket is there in which something was looked for."""
+    return "NoSuchBucket" in _codes(error)
+
+
+def status_of(error: BaseException) -> int | None:
+    """Returns the HTTP status that an error of any client tells of, or None."""
+    for one in _chain(error):
+        answer = getattr(one, "response", None)
+        if isinstance(answer, Mapping):
+            answer = answer.get("ResponseMetadata", {}).get("HTTPStatusCode")
+        else:
+            answer = getattr(answer, "status_code", None)
+        for found in (answer, *(getattr(one, name, None) for name in _STATUS_NAMES)):
+            if isinstance(found, int) and 400 <= found < 600:  # noqa: PLR2004  errors of HTTP
+                return found
+    return None
+
+
+_STATUS_NAMES = ("status", "status_code", "code")
+
+
+def as_input_error(
+    error: BaseException, *, where: str, options: Mapping[str, Any], attempts: int = 1
+) -> CkptkitError:
+    """Returns what a failed read is told as.
+
+    Args:
+        error: What the client raised.
+        where: The file or place.
+        options: Of the storage; their values are taken out of the text.
+        attempts: How often the store was asked.
+    """
+    text = told(error, options)
+    kind, message, hint = _kind_of(error, text)
+    if kind is StorageError and attempts > 1 and is_transient(error):
+        message = f"cannot be read after {attempts} attempts: {text}"
+    if where.startswith("hf://") and not hint and kind in {AccessError, MissingFileError}:
+        hint = _LOG_IN
+    return kind(message, where=where, hint=hint)
+
+
+def _kind_of(error: BaseException, text: str) -> tuple[type[CkptkitError], str, str]:
+    """Returns the class of error that it becomes, its message, and what to do."""
+    status = status_of(error)
+    found = next(name for name, holds in _tests(error, status) if holds)
+    return {
+        "offline": (AccessError, f"cannot be reached: {text}", _GO_ONLINE),
+        "denied": (AccessError, f"the storage does not let us in: {text}", ""),
+        "bucketless": (NotACheckpointError, "there is no such bucket", _LOOK_AT_BUCKET),
+        "missing": (MissingFileError, "nothing was found there", ""),
+        "changed": (SourceChangedError, _REPLACED, _WAIT),
+        "misused": (UsageError, f"cannot be opened: {text}", _LOOK_AT_OPTIONS),
+        "failed": (StorageError, f"cannot be read: {text}", ""),
+    }[found]
+
+
+def _tests(error: BaseException, status: int | None) -> Iterator[tuple[str, bool]]:
+    yield "offline", _named(error, {_OFFLINE})
+    yield "denied", _is_denied(error)
+    yield "bucketless", is_without_bucket(error)
+    yield "missing", isinstance(error, FileNotFoundError) or status in _GONE
+    yield "changed", status == _CHANGED
+    yield "misused", isinstance(error, (TypeError, ValueError)) and status is None
+    yield "failed", True
+
+
+_GO_ONLINE = "HF_HUB_OFFLINE is set; unset it, or give a local copy"
+_REPLACED = "is no longer the object that was listed: it was replaced while it was being read"
+_WAIT = "wait until the save is finished, then run again"
+_LOOK_AT_BUCKET = "see whether its name and the endpoint are right"
+_LOOK_AT_OPTIONS = "see whether the URL and the names and forms of the options are right"
+
+
+def told(error: BaseException, options: Mapping[str, Any]) -> str:
+    """Returns the first line of an error's text, without secrets."""
+    lines = str(error).strip().splitlines() or [""]
+    text = without_url_secrets(_QUERY.sub(r"\1?…", without_values(lines[0], options)))
+    text = text.rstrip(". ")
+    return text[:_LONGEST] or type(error).__name__
+
+
+def _is_denied(error: BaseException) -> bool:
+    if isinstance(error, PermissionError) or _named(error, _NO_CREDENTIALS):
+        return True
+    if isinstance(error, FileNotFoundError):
+        return False
+    return status_of(error) in _DENIED or bool(_codes(error) & _DENIED_CODES)
+
+
+def _codes(error: BaseException) -> set[str]:
+    """Returns the names that S3 gives the error."""
+    answers = (getattr(one, "response", None) for one in _chain(error))
+    found = (a.get("Error", {}).get("Code") for a in answers if isinstance(a, Mapping))
+    return {code for code in found if isinstance(code, str)}
+
+
+def _named(error: BaseException, names: frozenset[str] | set[str]) -> bool:
+    return any(kind.__name__ in names for one in _chain(error) for kind in type(one).__mro__)
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    seen: list[BaseException] = []
+    one: BaseException | None = error
+    while one is not None and one not in seen:
+        seen.append(one)
+        yield one
+        one = one.__cause__
+
+
+_LOG = logging.getLogger(__name__)
+Writing = Callable[[], AbstractContextManager[None]]
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+
+
+def writing_to(location: str, options: Mapping[str, Any]) -> Writing:
+    """Returns a context in which what the client of a store raises becomes an error of ours.
+
+    Args:
+        location: The place, for messages.
+        options: What the client was given, whose values no message shows.
+    """
+
+    @contextmanager
+    def writing() -> Iterator[None]:
+        try:
+            yield
+        except CkptkitError:
+            raise
+        except Exception as error:  # noqa: BLE001  the clients of stores raise what they like
+            raise _output_error(error, location, options) from None
+
+    return writing
+
+
+def quietly(writing: Writing, action: Callable[[], object]) -> None:
+    """Clears something away, and says it on the log where that fails."""
+    try:
+        with writing():
+            action()
+    except CkptkitError as error:
+        _LOG.warning("something was left behind: %s", error)
+
+
+def output_there(location: str) -> OutputExistsError:
+    """Returns the error for a place that holds something already."""
+    return OutputExistsError(
+        "holds files where none were expected",
+        where=location,
+        hint="name another place, or have what is there replaced: --overwrite, overwrite=True",
+    )
+
+
+def _output_error(error: Exception, location: str, options: Mapping[str, Any]) -> CkptkitError:
+    read = as_input_error(error, where=location, options=options)
+    if isinstance(read, AccessError):
+        return read
+    text = told(error, options)
+    if getattr(error, "errno", None) in _FULL:
+        return NoSpaceError(text, where=location)
+    hint = "see whether the store can be reached; no reader sees what was sent so far"
+    if isinstance(error, FileNotFoundError):
+        hint = "see whether the bucket exists, and whether another run writes to the same place"
+    return OutputError(f"cannot be written: {text}", where=location, hint=hint)
+
+
+_log = logging.getLogger(__name__)
+_TOLD_AT = 3  # what fails that often is worth a line that users see
+Answer = TypeVar("Answer")
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How often a store is asked, and how long is waited in between.
+
+    Attributes:
+        attempts: How often it is asked at most.
+        first_wait_seconds: Before the second time; each further wait is twice as long.
+        longest_wait_seconds: Of a single wait.
+    """
+
+    attempts: int = 7
+    first_wait_seconds: float = 0.2
+    longest_wait_seconds: float = 8.0
+
+    def wait_seconds(self, failures: int) -> float:
+        """Returns how long to wait after so many failures: half of it for certain, half by lot.
+
+        Many workers that failed together would otherwise come back together.
+        """
+        full = min(self.first_wait_seconds * 2.0 ** (failures - 1), self.longest_wait_seconds)
+        return full * (0.5 + 0.5 * random.random())  # noqa: S311  no secret depends on it
+
+
+def retried(
+    ask: Callable[[], Answer],
+    patience: Patience,
+    *,
+    what: str,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Answer:
+    """Asks until there is an answer.
+
+    Args:
+        ask: Asks once; what was done by a failed attempt must do no harm the second time.
+        patience: How often.
+        what: What is asked for, for the log.
+        sleep: Waits.
+
+    Returns:
+        The answer.
+
+    Raises:
+        Exception: The last error, or the first that is no passing trouble.
+    """
+    failures = 0
+    while True:
+        try:
+            return ask()
+        except Exception as error:
+            failures += 1
+            if failures >= patience.attempts or not is_transient(error):
+                raise
+            wait = patience.wait_seconds(failures)
+            kind = type(error).__name__
+            level = logging.WARNING if failures == _TOLD_AT else logging.INFO
+            _log.log(level, "%s: %s, asking again in %.1f s", without_url_secrets(what), kind, wait)
+            sleep(wait)

@@ -1,0 +1,359 @@
+"""One object that is being written to S3: invisible until its upload is completed.
+
+Puts an object's parts together from writes that come in about the order of its bytes.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from io import BytesIO
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from ckptkit.core.crc import crc32
+from ckptkit.core.errors import ChecksumError, OutputError
+from ckptkit.core.object_parts import CopiedRange, ObjectPart, cut_into_parts
+from ckptkit.storage.remote.s3 import ObjectSums
+from ckptkit.storage.remote.s3_uploads import Head, S3Uploads, SentPart
+
+if TYPE_CHECKING:
+    from ckptkit.storage.base import CopySource
+
+
+@dataclass(slots=True)
+class _Filling:
+    data: BytesIO  # which clients send piece by piece, where they would send bytes in one go
+    missing: int
+
+
+class PartBuffers:
+    """The parts of one object that are being filled; those are few if writes come in order."""
+
+    def __init__(self, parts: Sequence[ObjectPart]) -> None:
+        self._parts = parts
+        self._starts = [part.start for part in parts]
+        self._filling: dict[int, _Filling] = {}
+        self._free: list[BytesIO] = []  # new memory would have to be cleared page by page
+        self._lock = threading.Lock()
+
+    def add(self, start: int, data: memoryview) -> Iterator[tuple[ObjectPart, BytesIO]]:
+        """Takes a write, and yields every part that it completes.
+
+        Args:
+            start: Its first byte in the object.
+            data: Its bytes, one dimension; disjoint from those of all other writes.
+
+        Yields:
+            Parts with their bytes, which are the caller's until the next one is asked for.
+
+        Raises:
+            ValueError: If a byte lies outside the object, or in a part that the store copies.
+        """
+        stop = start + data.nbytes
+        for part in self._between(start, stop):
+            low, high = max(start, part.start), min(stop, part.stop)
+            whole = self._put(part, low, data[low - start : high - start])
+            if whole is not None:
+                yield part, whole
+                with self._lock:
+                    self._free.append(whole)
+
+    def _between(self, start: int, stop: int) -> Iterator[ObjectPart]:
+        size = self._parts[-1].stop if self._parts else 0
+        if start < 0 or stop > size:
+            raise ValueError(f"bytes [{start}, {stop}) are not in an object of {size} bytes")
+        at = bisect_right(self._starts, start) - 1
+        while start < stop:
+            part = self._parts[at]
+            if part.copied is not None:
+                raise ValueError(f"bytes from {start} on are not to be sent but copied")
+            yield part
+            start, at = part.stop, at + 1
+
+    def _put(self, part: ObjectPart, start: int, data: memoryview) -> BytesIO | None:
+        size = part.stop - part.start
+        with self._lock:
+            filling = self._filling.get(part.number)
+            if filling is None:
+                filling = self._filling[part.number] = _Filling(self._buffer(size), size)
+        low = start - part.start
+        with filling.data.getbuffer() as view:
+            view[low : low + data.nbytes] = data
+        with self._lock:
+            filling.missing -= data.nbytes
+            if filling.missing:
+                return None
+            del self._filling[part.number]
+        return filling.data
+
+    def _buffer(self, size_bytes: int) -> BytesIO:
+        """Returns a buffer of exactly that size, one that was used before if there is one."""
+        for at, known in enumerate(self._free):
+            if known.getbuffer().nbytes == size_bytes:
+                return self._free.pop(at)
+        made = BytesIO()
+        made.seek(size_bytes - 1)
+        made.write(b"\0")
+        return made
+
+
+SMALL_BYTES = 1 << 20
+"""Up to which an object is kept in memory and sent by one request, when it may be visible."""
+
+
+_DAMAGED = (
+    "what was saved is damaged, or was on its way; `ckptkit verify` on the source tells which"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Upload:
+    """An upload that is to become an object.
+
+    Attributes:
+        key: What the object will be called.
+        name: What the store calls the upload.
+        size_bytes: Of the object.
+    """
+
+    key: str
+    name: str
+    size_bytes: int
+
+
+def complete_upload(
+    store: S3Uploads, upload: Upload, parts: Sequence[SentPart], whole: int | None = None
+) -> None:
+    """Makes an object of an upload, also where that was done already and nobody heard of it.
+
+    Args:
+        store: The bucket.
+        upload: The upload.
+        parts: All of its parts.
+        whole: The CRC-32 of all bytes, where the object's checksum is to be that.
+
+    Raises:
+        FileNotFoundError: If somebody has removed the upload.
+    """
+    try:
+        store.complete(upload.key, upload.name, parts, whole)
+    except FileNotFoundError:
+        # Also where the answer to a first try was lost: then the object is there.
+        found = store.head(upload.key)
+        if found.size_bytes != upload.size_bytes or found.writer != store.writer:
+            raise
+
+
+def check_object(store: S3Uploads, upload: Upload, expected: ObjectSums) -> Head:
+    """Compares an object with what the store was given for it.
+
+    Returns:
+        What the store says of it.
+
+    Raises:
+        ChecksumError: If it is another one.
+    """
+    head = store.head(upload.key)
+    agrees = head.told is None or expected.agree_with(head.told)
+    if head.size_bytes != upload.size_bytes or not agrees:
+        found = "unknown" if head.told is None else f"{head.told.crc32:08x}"
+        kind = "" if head.told is None or not head.told.kind else f" ({head.told.kind.lower()})"
+        sums = [f"{one:08x}" for one in (expected.whole, expected.of_parts) if one is not None]
+        raise ChecksumError(
+            f"the store has {head.size_bytes:,} bytes with CRC-32 {found}{kind} against"
+            f" {upload.size_bytes:,} with {sums[0]}, or {sums[-1]} of {expected.parts} parts",
+            where=store.url(upload.key),
+            hint=_DAMAGED,
+        )
+    return head
+
+
+class S3Object:
+    """An object of known size, filled in any order by any number of threads."""
+
+    def __init__(
+        self,
+        store: S3Uploads,
+        key: str,
+        size_bytes: int,
+        copies: Sequence[CopiedRange] = (),
+        *,
+        begun: Callable[[str, str], None],
+        sums_parts: bool = True,
+    ) -> None:
+        """Prepares it; the store hears of it with the first bytes.
+
+        Args:
+            store: Where it will be.
+            key: What it will be called.
+            size_bytes: Its size.
+            copies: What the store is to copy, as `choose_copies` chose it.
+            begun: Called with the key and an empty name right before the upload begins, and with
+                its name before it gets its first part.
+            sums_parts: Whether the store is to keep the checksum of those of its parts, which
+                costs it least; else it is that of all bytes, which a copy of the object keeps.
+        """
+        self.key = key
+        self.size_bytes = size_bytes
+        self._store = store
+        self._begun = begun
+        self._is_small = size_bytes <= SMALL_BYTES and not copies
+        self._parts = _parts(size_bytes, copies, in_one=self._is_small)
+        # Of a copied range that is cut in two, nobody knows the checksums of the halves.
+        self._is_split = any(
+            one.copied is not None and one.copied is other.copied
+            for one, other in pairwise(self._parts)
+        )
+        self._sums_parts = sums_parts and not self._is_split
+        self._buffers = PartBuffers(self._parts)
+        self._small = b""
+        self._upload = ""
+        self._is_visible = False
+        self.etag = ""
+        self._lock = threading.Lock()
+        self._sent: dict[int, SentPart] = {}
+        self._sums: dict[int, int] = {}
+
+    @property
+    def copied_parts(self) -> tuple[ObjectPart, ...]:
+        """The parts that are to be copied by the store."""
+        return tuple(part for part in self._parts if part.copied is not None)
+
+    def write(self, start: int, data: memoryview) -> None:
+        """Takes bytes from `start` on, and sends every part that they complete."""
+        for part, whole in self._buffers.add(start, data.cast("B")):
+            with whole.getbuffer() as view:
+                self._sums[part.number] = crc32(view)
+            if self._is_small:
+                self._small = whole.getvalue()
+            else:
+                upload, checksum = self._begin(), self._sums[part.number]
+                self._sent[part.number] = self._store.send(
+                    self.key, upload, part.number, whole, checksum
+                )
+
+    def copy(self, part: ObjectPart, source: CopySource) -> None:
+        """Has the store copy a part.
+
+        Raises:
+            ChecksumError: If the store says that it has copied other bytes.
+        """
+        assert part.copied is not None  # noqa: S101  that is what `copied_parts` gave
+        span = part.source_start, part.source_start + part.stop - part.start
+        sent = self._store.copy(self.key, self._begin(), part.number, source, span)
+        if not self._is_split:
+            expected = part.copied.crc32
+            if sent.crc32 not in {None, expected}:
+                raise ChecksumError(
+                    f"the store has copied bytes with CRC-32 {sent.crc32:08x},"
+                    f" {expected:08x} was stored beside them",
+                    where=self._store.url(self.key),
+                    hint=_DAMAGED,
+                )
+            sent = replace(sent, crc32=expected)
+        self._sent[part.number] = sent
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of its bytes are there."""
+        done = self._sums if self._is_small else self._sent
+        return len(done) == len(self._parts)
+
+    def publish(self) -> None:
+        """Makes it visible, and compares what the store has with what it was given.
+
+        Raises:
+            ChecksumError: If the store has other bytes.
+            OutputError: If the store copied parts and does not tell what it has.
+            ValueError: If bytes are missing.
+        """
+        if not self.is_whole:
+            raise ValueError(f"{self.key!r} lacks {len(self._parts) - len(self._sent)} parts")
+        expected = self._expected()
+        if self._is_small:
+            self._is_visible = True  # also where the answer is lost
+            self.etag = self._store.put(self.key, self._small, expected.whole)
+            return
+        self._complete(expected)
+        self._is_visible = True
+        self._check(expected)
+
+    def publish_new(self) -> None:
+        """Makes it visible unless there is an object of that name; a large one in any case.
+
+        Raises:
+            OutputError: If there is another one.
+        """
+        if not self._is_small or not self.is_whole:
+            self.publish()
+            return
+        data, expected = self._small, self._expected()
+        is_put = self._store.put_new(self.key, data, expected.whole, in_parts=False)
+        if not is_put and self._store.head(self.key).writer != self._store.writer:
+            raise OutputError(
+                "another run has put its file there meanwhile",
+                where=self._store.url(self.key),
+                hint="run one command at a time for an output, and this one again",
+            )
+        self._is_visible = True
+
+    def remove(self) -> None:
+        """Removes what was sent, and the object if it is visible already."""
+        if self._is_visible:
+            self._store.delete([self.key])
+        elif self._upload:
+            self._store.abort(self.key, self._upload)
+
+    def _complete(self, expected: ObjectSums) -> None:
+        parts = [self._sent[part.number] for part in self._parts]
+        whole = None if self._sums_parts else expected.whole
+        complete_upload(self._store, self._whole_upload, parts, whole)
+
+    @property
+    def _whole_upload(self) -> Upload:
+        return Upload(self.key, self._upload, self.size_bytes)
+
+    def _begin(self) -> str:
+        with self._lock:
+            if not self._upload:
+                self._begun(self.key, "")
+                upload = self._store.begin(self.key, sums_parts=self._sums_parts)
+                self._begun(self.key, upload)
+                self._upload = upload
+            return self._upload
+
+    def _expected(self) -> ObjectSums:
+        """Returns the checksums, from those sent and those stored beside the sources."""
+        sums = ObjectSums.of(self._checksums())
+        return replace(sums, of_parts=None, parts=len(self._parts)) if self._is_split else sums
+
+    def _checksums(self) -> Iterator[tuple[int, int]]:
+        last = None
+        for part in self._parts:
+            if part.copied is None:
+                yield self._sums[part.number], part.stop - part.start
+            elif part.copied is not last:
+                yield part.copied.crc32, part.copied.size_bytes
+            last = part.copied
+
+    def _check(self, expected: ObjectSums) -> None:
+        head = check_object(self._store, self._whole_upload, expected)
+        self.etag = head.etag
+        if head.told is None and self.copied_parts:
+            raise OutputError(
+                "the store tells no CRC-32 of what it copied, so that nothing proves it",
+                where=self._store.url(self.key),
+                hint="have the bytes go through this machine: --dst-option"
+                " config_kwargs.request_checksum_calculation=when_required",
+            )
+
+
+def _parts(
+    size_bytes: int, copies: Sequence[CopiedRange], *, in_one: bool
+) -> tuple[ObjectPart, ...]:
+    if in_one:
+        return (ObjectPart(1, 0, size_bytes),) if size_bytes else ()
+    return cut_into_parts(size_bytes, copies)

@@ -1,0 +1,439 @@
+"""An output on S3 that several processes fill at once: parts of common uploads, completed by one.
+
+Below the output lies, until it is committed,
+
+    .ckptkit-0123456789abcdef/
+        plan                  what all processes do; who removes it gives the others up
+        ATTEMPT/uploads/PATH  the upload of a file, of which every process sends its own parts
+        ATTEMPT/…             what else the processes tell each other
+
+No reader sees the uploads, and the next run finds them by these notes.
+
+One object on S3 to which several processes send parts, and which one of them completes.
+
+Notes as small objects of a bucket, the first of a name winning over all others.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from ckptkit.core.crc import crc32
+from ckptkit.core.errors import OutputError, OutputExistsError
+from ckptkit.core.manifest import MANIFEST_NAME
+from ckptkit.core.object_parts import ObjectPart
+from ckptkit.storage.local.names import WORK_INFIX, check_relative
+from ckptkit.storage.remote.errors import Writing, quietly
+from ckptkit.storage.remote.s3 import ObjectSums
+from ckptkit.storage.remote.s3_commit import UPLOADS, S3Commit, mark_of, sweep_uploads, uploads_in
+from ckptkit.storage.remote.s3_object import PartBuffers, Upload, check_object, complete_upload
+from ckptkit.storage.remote.s3_uploads import S3Uploads, SentPart
+from ckptkit.storage.shared import Attempt, Cut, SentRows, plan_note, plan_of, seen_in
+
+_ATTEMPTS = 10
+_WAIT_SECONDS = 0.2
+
+
+class S3Notes:
+    """The notes below a prefix, each of which is written once.
+
+    That the first one wins is the store's doing: it is told to write an object only if there is
+    none (`If-None-Match`). Stores differ in where they know this, so that it is tried.
+
+    Source:
+        https://docs.aws.amazon.com/AmazonS3/latest/userguide/conditional-writes.html
+    """
+
+    def __init__(self, store: S3Uploads, prefix: str, writing: Writing) -> None:
+        """Takes a prefix.
+
+        Args:
+            store: The bucket.
+            prefix: Of the keys, with the slash at its end.
+            writing: A context that makes errors of ours of what the store raises.
+        """
+        self._store = store
+        self._prefix = prefix
+        self._writing = writing
+        self._in_parts: bool | None = None
+
+    def put(self, name: str, data: bytes) -> bytes:
+        """Leaves a note unless there is one of that name.
+
+        Returns:
+            What the note says: `data`, or what another process was first with.
+
+        Raises:
+            OutputError: If it cannot be left, or the store knows no such condition.
+        """
+        if self.why_no_conditions():
+            raise OutputError(self.why_no_conditions(), where=self._store.url(self._prefix))
+        for _ in range(_ATTEMPTS):
+            with self._writing():
+                self._put_new(name, data)
+            found = self.get(name)
+            if found is not None:
+                return found
+            time.sleep(_WAIT_SECONDS)  # the other one was not written after all, or is removed
+        raise OutputError(
+            f"the note {name!r} is removed again and again", where=self._store.url(self._prefix)
+        )
+
+    def leave(self, name: str, data: bytes) -> None:
+        """Leaves a note that nobody else leaves.
+
+        Raises:
+            OutputError: If it cannot be left.
+        """
+        with self._writing():
+            self._store.put(self._prefix + name, data, crc32(data))
+
+    def get(self, name: str) -> bytes | None:
+        """Returns what a note says, None where there is none.
+
+        Raises:
+            OutputError: If it cannot be read.
+        """
+        path = self._store.url(self._prefix + name).removeprefix("s3://")
+        with self._writing():
+            try:
+                return self._store.get(path)
+            except FileNotFoundError:
+                return None
+
+    @contextmanager
+    def alone(self, name: str, owner: str) -> Iterator[bool]:
+        """Yields whether `owner` was the first, now or earlier, to ask for it."""
+        yield self.put(name, owner.encode()) == owner.encode()
+
+    def why_no_conditions(self) -> str:
+        """Tries to write an object twice; returns why that is of no use, empty if it is."""
+        if self._in_parts is None:
+            for in_parts in (False, True):
+                if self._is_refused(in_parts=in_parts):
+                    self._in_parts = in_parts
+                    return ""
+            return "the store writes over an object that is to be written only if there is none"
+        return ""
+
+    def _put_new(self, name: str, data: bytes) -> None:
+        key = self._prefix + name
+        self._store.put_new(key, data, crc32(data), in_parts=bool(self._in_parts))
+
+    def _is_refused(self, *, in_parts: bool) -> bool:
+        key, data = f"{self._prefix}probe-{os.urandom(8).hex()}", b"probe"
+        with self._writing():
+            self._store.put(key, data, crc32(data))
+            try:
+                return not self._store.put_new(key, data, crc32(data), in_parts=in_parts)
+            except OSError:  # what a store says that does not know it at all
+                return False
+            finally:
+                self._store.delete([key])
+
+
+class S3SharedObject:
+    """One process's view of such an object; threads share it.
+
+    Attributes:
+        key: What it will be called.
+        etag: Of the object, once it is published.
+    """
+
+    def __init__(
+        self,
+        store: S3Uploads,
+        key: str,
+        parts: Sequence[ObjectPart],
+        upload: Callable[[], str],
+    ) -> None:
+        """Takes what all processes know.
+
+        Args:
+            store: Where it will be.
+            key: What it will be called.
+            parts: How it is cut; none for an empty object.
+            upload: Returns the upload of all processes; asked once, with the first part.
+        """
+        self.key = key
+        self.etag = ""
+        self._store = store
+        self._parts = {part.number: part for part in parts}
+        self._buffers = PartBuffers(parts)
+        self._upload = upload
+        self._name = ""
+        self._lock = threading.Lock()
+        self._rows: dict[int, tuple[int, str, int]] = {}
+
+    def write(self, start: int, data: memoryview) -> None:
+        """Takes bytes from `start` on, and sends every part that they complete."""
+        for part, whole in self._buffers.add(start, data.cast("B")):
+            with whole.getbuffer() as view:
+                checksum = crc32(view)
+            sent = self._store.send(self.key, self._begun(), part.number, whole, checksum)
+            self._rows[part.number] = part.number, sent.etag, checksum
+
+    def rows(self) -> list[Sequence[Any]]:
+        """Returns number, ETag and CRC-32 of the parts that were sent from here."""
+        return [self._rows[number] for number in sorted(self._rows)]
+
+    def adopt(self, rows: Sequence[Sequence[Any]]) -> None:
+        """Takes over the parts that others have sent."""
+        for number, etag, checksum in rows:
+            self._rows[number] = number, etag, checksum
+
+    def missing(self) -> list[ObjectPart]:
+        """Returns the parts that nobody has sent, in their order."""
+        return [part for number, part in self._parts.items() if number not in self._rows]
+
+    def publish(self) -> None:
+        """Makes it visible, and compares what the store has with what it was given.
+
+        Raises:
+            ChecksumError: If the store has other bytes.
+            ValueError: If parts are missing.
+        """
+        if not self._parts:
+            self.etag = self._store.put(self.key, b"", 0)
+            return
+        if self.missing():
+            raise ValueError(f"{self.key!r} lacks {len(self.missing())} parts")
+        size, parts, sums = 0, [], []
+        for number, part in self._parts.items():
+            _, etag, checksum = self._rows[number]
+            sums.append((checksum, part.stop - part.start))
+            size = part.stop
+            parts.append(SentPart(number, etag, checksum if self._store.has_checksums else None))
+        upload = Upload(self.key, self._begun(), size)
+        complete_upload(self._store, upload, parts)
+        self.etag = check_object(self._store, upload, ObjectSums.of(sums)).etag
+
+    def _begun(self) -> str:
+        with self._lock:
+            if not self._name:
+                self._name = self._upload()
+            return self._name
+
+
+_PLAN = "plan"
+_PLANNED = ".planned"
+_REQUESTS_AT_A_TIME = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """A prefix of a bucket to which an output goes.
+
+    Attributes:
+        store: The bucket.
+        key: Of the keys, with the slash at its end; empty for the bucket itself.
+        location: What messages call it.
+        writing: A context that makes errors of ours of what the store raises.
+    """
+
+    store: S3Uploads
+    key: str
+    location: str
+    writing: Writing
+
+
+class S3SharedTarget:
+    """One process's view of such an output."""
+
+    takes_parts = True
+
+    def __init__(self, place: Prefix, attempt: Attempt, cut: Cut) -> None:
+        """Looks at what is there.
+
+        Args:
+            place: Where it goes.
+            attempt: What all processes have in common.
+            cut: Returns the parts of a file, as all processes cut it.
+
+        Raises:
+            OutputExistsError: If something lies there and is not to be replaced.
+        """
+        self._place, self._attempt, self._cut = place, attempt, cut
+        self._store = S3Uploads(place.store.store, place.store.root, writer=attempt.nonce)
+        self._writing = place.writing
+        self._folder = f"{place.key}{WORK_INFIX}{attempt.nonce}/"
+        self._common = S3Notes(self._store, self._folder, self._writing)
+        self._notes = S3Notes(self._store, f"{self._folder}{attempt.name}/", self._writing)
+        self._objects: dict[str, S3SharedObject] = {}
+        self._commit = S3Commit(
+            self._store, place.location, place.writing, overwrite=attempt.overwrite
+        )
+        if attempt.seen is not None:
+            self._commit.seen = attempt.seen
+
+    @property
+    def location(self) -> str:
+        """The URL, as it was named."""
+        return self._place.location
+
+    @property
+    def removal(self) -> str:
+        """The command by which a user gives up what other processes have begun."""
+        return f"aws s3 rm '{self._store.url(self._folder + _PLAN)}'"
+
+    @property
+    def notes(self) -> S3Notes:
+        """What the processes of this attempt tell each other."""
+        return self._notes
+
+    def plan(self) -> bytes | None:
+        """Returns what the processes have agreed on, None where nobody has begun."""
+        note = self._common.get(_PLAN)
+        return None if note is None else plan_of(note)
+
+    def agree(self, plan: bytes) -> bytes:
+        """Says what is to be done, unless another process has; returns what was agreed on."""
+        seen = self._commit.seen if self._attempt.overwrite else None
+        return plan_of(self._common.put(_PLAN, plan_note(plan, seen)))
+
+    def free_bytes(self) -> int | None:
+        """Returns None: a bucket has no limit that anybody could ask for."""
+        return None
+
+    def why_no_ranges(self) -> str:
+        """Returns why processes cannot agree on uploads there, empty if they can."""
+        return self._common.why_no_conditions() if self._attempt.is_agreed else ""
+
+    def sweep(self) -> None:
+        """Removes what killed and given up attempts left behind; for one of the processes."""
+        self._commit.sweep(kept=f"{self._folder}{self._attempt.name}/")
+
+    def create(self, path: str, size_bytes: int) -> None:
+        """Takes note of a file of that size; parts of it that were not sent are forgotten.
+
+        Raises:
+            UnsafePathError: If it would lie outside the output.
+        """
+        check_relative(path, self.location)
+        key = self._place.key + path
+        parts = self._cut(path) if size_bytes else ()
+        self._objects[path] = S3SharedObject(self._store, key, parts, lambda: self._upload(path))
+
+    def begin(self) -> None:
+        """Begins the uploads of all files that were created, and says so to the others.
+
+        Raises:
+            OutputError: If the store refuses.
+        """
+        with ThreadPoolExecutor(_REQUESTS_AT_A_TIME) as threads:
+            for _ in threads.map(self._begin_one, self._objects):
+                pass
+
+    def write(self, path: str, start: int, data: memoryview) -> None:
+        """Takes bytes of a created file, and sends every part that they complete.
+
+        Raises:
+            OutputError: If the store does not take them.
+            ValueError: If the range is not inside a file that was created.
+        """
+        item = self._objects.get(path)
+        if item is None:
+            raise ValueError(f"file {path!r} was not created")
+        with self._writing():
+            item.write(start, data)
+
+    def sync(self) -> None:
+        """Does nothing: what was sent is durable."""
+
+    def sent(self) -> SentRows:
+        """Returns number, ETag and CRC-32 of the parts that were sent."""
+        return {path: item.rows() for path, item in self._objects.items() if item.rows()}
+
+    def adopt(self, sent: SentRows) -> Mapping[str, Sequence[ObjectPart]]:
+        """Takes over what the processes have sent; returns which parts are missing, by file."""
+        for path, rows in sent.items():
+            self._objects[path].adopt(rows)
+        missing = {path: item.missing() for path, item in self._objects.items()}
+        return {path: parts for path, parts in missing.items() if parts}
+
+    def commit(self, last: str, data: bytes) -> None:
+        """Makes the whole visible, the file `last` after all others; for one process.
+
+        Args:
+            last: The file that says that all is there.
+            data: Its content.
+
+        Raises:
+            ChecksumError: If the store has other bytes than it was given.
+            OutputExistsError: If another run has filled the place meanwhile, or replaced what
+                was there; in the second case nothing of this output is kept.
+            OutputError: If the store refuses.
+            ValueError: If `last` is not the manifest.
+        """
+        if last != MANIFEST_NAME:
+            raise ValueError(f"{last!r} is no manifest")
+        agreed = seen_in(self._common.get(_PLAN))
+        if agreed is not None:
+            self._commit.seen = agreed
+        try:
+            self._commit.run(list(self._objects.values()), data, self._has_uploads)
+            quietly(self._writing, self._remove)
+        except OutputExistsError:
+            if self._attempt.overwrite:  # else each further try would be refused
+                self.abandon()
+            raise
+        finally:
+            self._commit.release()
+
+    def leave(self) -> None:
+        """Ends this process's part, whatever becomes of the whole."""
+
+    def abandon(self) -> None:
+        """Removes what all processes wrote, so that none of them can commit it any more."""
+        quietly(self._writing, self._remove)
+
+    def _remove(self) -> None:
+        """Removes the notes, the one first without which the others are nothing, and uploads."""
+        self._store.delete([self._folder + _PLAN])
+        sweep_uploads(self._store, self._place.key, only=self._folder)
+
+    def _has_uploads(self) -> bool:
+        """Tells whether no other run has removed the notes of the uploads, and so these."""
+        with_parts = [path for path, item in self._objects.items() if item.rows()]
+        return not with_parts or self._notes.get(_note_of(with_parts[0])) is not None
+
+    def _plan_one(self, path: str) -> None:
+        """Writes down an upload that is about to begin, for the next run after a kill."""
+        key = self._place.key + path
+        self._notes.leave(f"{_note_of(path)}{_PLANNED}", mark_of([], [key]))
+
+    def _begin_one(self, path: str) -> None:
+        with self._writing():
+            key = self._place.key + path
+            self._plan_one(path)
+            upload = self._store.begin(key)
+            self._notes.leave(_note_of(path), mark_of([(key, upload)]))
+
+    def _upload(self, path: str) -> str:
+        """Returns the upload of a file, which the first process that needs it begins."""
+        found = self._notes.get(_note_of(path))
+        if found is None and self._attempt.is_agreed:
+            key = self._place.key + path
+            self._plan_one(path)
+            mine = self._store.begin(key)
+            found = self._notes.put(_note_of(path), mark_of([(key, mine)]))
+            if found != mark_of([(key, mine)]):
+                self._store.abort(key, mine)
+        for _, upload in uploads_in(found or b""):
+            return upload
+        raise OutputError(
+            f"the upload of {path!r} was removed by somebody else",
+            where=self.location,
+            hint="run one command at a time for an output, and this one again",
+        )
+
+
+def _note_of(path: str) -> str:
+    return f"{UPLOADS}/{path}"

@@ -1,0 +1,358 @@
+"""Reading a prefix of an object store as a directory: ranges of objects, many at a time."""
+
+from __future__ import annotations
+
+import posixpath
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, TypeVar
+
+from ckptkit.core.errors import (
+    AccessError,
+    CkptkitError,
+    MissingFileError,
+    NotACheckpointError,
+    TruncatedFileError,
+)
+from ckptkit.core.index import FileRange, FileRef
+from ckptkit.core.manifest import MANIFEST_NAME
+from ckptkit.core.text import Closing
+from ckptkit.storage.base import CopySource
+from ckptkit.storage.local.names import check_relative, is_work_folder
+from ckptkit.storage.output_claim import CLAIM_NAME
+from ckptkit.storage.remote.errors import as_input_error
+from ckptkit.storage.remote.store import CONNECTIONS, StoredObject, store_of
+
+if TYPE_CHECKING:
+    from ckptkit.storage.places import Place
+
+
+_HEADER_BYTES = 64 << 10
+_LEAST_BYTES = 4 << 10
+_HEADER_SHARE = 256  # one byte in so many may be read in vain at either end of a file
+_KEPT_BYTES = 1 << 20  # of a range that may be asked for again, such as a directory at a file's end
+_KEPT_TOGETHER_BYTES = 16 << 20
+Answer = TypeVar("Answer")
+
+
+class RemoteSource(Closing):
+    """A prefix of an object store that is read and never changed.
+
+    One listing tells what is there; a file that it lacks is looked up by its name, since a store's
+    listing may lag behind what was written. Every read depends on the object being the one that was
+    listed, where the store offers that.
+    """
+
+    def __init__(
+        self, place: Place, *, listed: Mapping[str, StoredObject] | None = None, root: str = ""
+    ) -> None:
+        """Opens the prefix; nothing is listed before it is needed.
+
+        Args:
+            place: A URL, with the options of its storage.
+            listed: What is known to lie there already.
+            root: What the client calls the place, where that is known.
+
+        Raises:
+            AccessError: If the storage does not let us in.
+            RefusedError: If the client for it is not installed.
+        """
+        self.place = place
+        self._store = store_of(place)
+        self._root = root or self._asked("", lambda: self._store.path_of(place))
+        self._listed = listed
+        self._found: dict[str, StoredObject | None] = {}
+        self._kept = _KeptRanges()
+        self._lock = threading.Lock()
+        self._crew: ThreadPoolExecutor | None = None
+
+    @property
+    def location(self) -> str:
+        """The URL as the user named it; that of a place holds no secrets."""
+        return self.place.location
+
+    @property
+    def is_distant(self) -> bool:
+        """Whether a read costs a round trip, so that many are better asked for together."""
+        return True
+
+    def walk(self, depth: int) -> Iterator[str]:
+        """Yields the paths of files down to `depth` folders below, sorted.
+
+        Raises:
+            AccessError: If the storage does not let us in.
+            StorageError: If it cannot be listed.
+        """
+        yield from sorted(path for path in self._objects() if path.count("/") <= depth)
+
+    def stat(self, path: str) -> FileRef:
+        """Returns size and identity of a file.
+
+        Raises:
+            MissingFileError: If it is not there.
+            UnsafePathError: If it leads out of the prefix.
+            AccessError: If the storage does not let us in.
+        """
+        known = self._known(path)
+        return FileRef(path, known.size_bytes, known.identity, known.modified)
+
+    def read(self, path: str, start: int, stop: int) -> bytes:
+        """Returns exactly the bytes `[start, stop)`.
+
+        Raises:
+            TruncatedFileError: If the file ends before `stop`; nothing is asked for then.
+            MissingFileError: If it is not there.
+            SourceChangedError: If it is no longer the file that was listed.
+            StorageError: If it cannot be read.
+        """
+        known = self._known(path)
+        if stop > known.size_bytes:
+            raise self._truncated(path, start, stop, known.size_bytes)
+        kept = self._kept.find(path, start, stop)
+        if kept is not None:
+            return kept
+        first, last = _widened(start, stop, known.size_bytes)
+        data = bytearray(last - first)
+        self._fill(path, first, memoryview(data))
+        if len(data) <= _KEPT_BYTES:
+            self._kept.keep(path, first, bytes(data), wide=last - first > stop - start)
+        return bytes(memoryview(data)[start - first : stop - first])
+
+    def read_into(self, path: str, start: int, target: memoryview) -> None:
+        """Fills `target` from byte `start` on; thread-safe.
+
+        Raises:
+            TruncatedFileError: If the file ends before `target` is full.
+            MissingFileError: If it is not there.
+            SourceChangedError: If it is no longer the file that was listed.
+            StorageError: If it cannot be read.
+        """
+        if not target.nbytes:
+            return
+        view = target.cast("B")
+        known = self._known(path)
+        if start + len(view) > known.size_bytes:
+            raise self._truncated(path, start, start + len(view), known.size_bytes)
+        self._fill(path, start, view)
+
+    def fetch(self, reads: Sequence[tuple[FileRange, memoryview]]) -> None:
+        """Fills many buffers, each from its range, with as many requests at a time as there are.
+
+        Raises:
+            InputError: The first error of any of them, once all have ended.
+        """
+        if len(reads) == 1:
+            self.read_into(reads[0][0].path, reads[0][0].start, reads[0][1])
+            return
+        futures = [
+            self._pool().submit(self.read_into, wanted.path, wanted.start, view)
+            for wanted, view in reads
+        ]
+        errors = [error for future in futures if (error := future.exception()) is not None]
+        if errors:
+            raise errors[0]
+
+    def foresee(self, ranges: Collection[FileRange]) -> None:
+        """Reads small ranges that will be asked for one by one, all at a time, and keeps them.
+
+        An empty range asks for no more than whether there is such a file.
+        """
+        wanted = [one for one in ranges if one.size_bytes <= _KEPT_BYTES]
+        futures = [self._pool().submit(self._foreseen, one) for one in wanted]
+        for future in futures:
+            future.exception()  # is met again, and told, by whoever needs the bytes
+
+    def copy_source(self, path: str) -> CopySource | None:
+        """Returns the object that a file is, for a store that copies objects itself."""
+        known = self._known(path)
+        return CopySource(self._store, posixpath.join(self._root, path), known.etag)
+
+    def _foreseen(self, wanted: FileRange) -> None:
+        if wanted.size_bytes:
+            self.read(wanted.path, wanted.start, wanted.stop)
+        else:
+            self.stat(wanted.path)
+
+    def changed(self, refs: Sequence[FileRef]) -> FileRef | None:
+        """Returns the first file that is no longer the one it was, or None.
+
+        Raises:
+            AccessError: If the storage does not let us in any more.
+            StorageError: If it cannot be asked.
+        """
+        now = self._list()
+        for ref in refs:
+            found = now.get(ref.path) or self._look_up(ref.path)
+            if found is None or found.identity != ref.identity:
+                return ref
+        return None
+
+    def linked_folders(self) -> list[str]:
+        """Returns no folder: object stores have no links."""
+        return []
+
+    def below(self, folder: str) -> RemoteSource:
+        """Returns a folder of this prefix as a source of its own; nothing is listed again."""
+        prefix = f"{folder}/"
+        listed = {
+            path.removeprefix(prefix): one
+            for path, one in self._objects().items()
+            if path.startswith(prefix)
+        }
+        place = self.place.beside(posixpath.join(self.place.location, folder))
+        return RemoteSource(place, listed=listed, root=posixpath.join(self._root, folder))
+
+    def above(self, location: str, *, folders: Collection[str]) -> RemoteSource:
+        """Returns another prefix of the store, with the files right in it and in some folders.
+
+        Args:
+            location: Its URL.
+            folders: Names of folders right in it.
+
+        Raises:
+            StorageError: If it cannot be listed.
+        """
+        other = RemoteSource(self.place.beside(location))
+        found = other._asked("", lambda: other._store.listing_of(other._root, folders))
+        other._listed = other._finished(found)
+        return other
+
+    def close(self) -> None:
+        """Ends the threads that read."""
+        if self._crew is not None:
+            self._crew.shutdown(cancel_futures=True)
+
+    def _objects(self) -> Mapping[str, StoredObject]:
+        if self._listed is None:
+            self._listed = self._list()
+        return self._listed
+
+    def _list(self) -> Mapping[str, StoredObject]:
+        found = self._asked("", lambda: self._store.listing(self._root))
+        return self._finished(found)
+
+    def _finished(self, found: Mapping[str, StoredObject]) -> dict[str, StoredObject]:
+        """Leaves out outputs that are being put in place, of which only a part may be there."""
+        claims = (path for path in found if path.rpartition("/")[2] == CLAIM_NAME)
+        folders = [path.removesuffix(CLAIM_NAME) for path in claims]
+        begun = tuple(one for one in folders if f"{one}{MANIFEST_NAME}" not in found)
+        if "" in begun:
+            raise NotACheckpointError(
+                "an output is not finished there: a run is putting it in place, or was interrupted",
+                where=self.location,
+                hint="wait for that run, or run its command again with --overwrite",
+            )
+        return {
+            path: one
+            for path, one in found.items()
+            if _is_ours(path) and not path.startswith(begun)
+        }
+
+    def _known(self, path: str) -> StoredObject:
+        check_relative(path, self.location)
+        known = self._objects().get(path)
+        if known is None:
+            known = self._look_up_once(path)
+        if known is None:
+            raise MissingFileError("nothing was found there", where=self._where(path))
+        return known
+
+    def _look_up_once(self, path: str) -> StoredObject | None:
+        if path not in self._found:
+            self._found[path] = self._look_up(path)
+        return self._found[path]
+
+    def _look_up(self, path: str) -> StoredObject | None:
+        full = posixpath.join(self._root, path)
+        try:
+            return self._asked(path, lambda: self._store.look_up(full))
+        except AccessError:
+            return None  # how S3 answers for what is absent where only a part may be listed
+
+    def _fill(self, path: str, start: int, view: memoryview) -> None:
+        full, known = posixpath.join(self._root, path), self._known(path)
+        self._asked(path, lambda: self._store.read_into(full, start, view, known))
+
+    def _pool(self) -> ThreadPoolExecutor:
+        with self._lock:
+            if self._crew is None:
+                self._crew = ThreadPoolExecutor(CONNECTIONS, thread_name_prefix="ckptkit-reads")
+            return self._crew
+
+    def _asked(self, path: str, ask: Callable[[], Answer]) -> Answer:
+        try:
+            return ask()
+        except CkptkitError:
+            raise
+        except Exception as error:  # noqa: BLE001  every client has errors of its own
+            raise as_input_error(
+                error,
+                where=self._where(path),
+                options=self._store.options,
+                attempts=self._store.patience.attempts,
+            ) from None  # whose text may hold what ours was freed of
+
+    def _truncated(self, path: str, start: int, stop: int, end: int) -> TruncatedFileError:
+        return TruncatedFileError(
+            f"the file ends at byte {end:,} but bytes [{start:,}, {stop:,}) were expected "
+            f"({stop - end:,} missing)",
+            where=self._where(path),
+            hint="the copy was cut short; compare its size with the source's",
+        )
+
+    def _where(self, path: str) -> str:
+        return posixpath.join(self.location, path) if path else self.location
+
+
+def _widened(start: int, stop: int, size_bytes: int) -> tuple[int, int]:
+    """Returns the range to ask for where a header, or a directory at a file's end, is read.
+
+    Its length stands before it, or after it: both come with one question. A small file comes as a
+    whole, since its other parts will be asked for next.
+    """
+    if size_bytes <= _HEADER_BYTES:
+        return 0, size_bytes
+    least = min(_HEADER_BYTES, max(_LEAST_BYTES, size_bytes // _HEADER_SHARE))
+    if start == 0:
+        return 0, max(stop, least)
+    if stop == size_bytes:
+        return min(start, size_bytes - least), stop
+    return start, stop
+
+
+class _KeptRanges:
+    """The small ranges that were read last; several threads share them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._by_file: OrderedDict[tuple[str, int], bytes] = OrderedDict()
+        self._wide: dict[str, set[int]] = {}
+        self._size_bytes = 0
+
+    def find(self, path: str, start: int, stop: int) -> bytes | None:
+        """Returns the bytes of a range that begins where a kept one does, or lies in a wide one."""
+        with self._lock:
+            for begin in (start, *self._wide.get(path, ())):
+                data = self._by_file.get((path, begin))
+                if data is not None and begin <= start and stop <= begin + len(data):
+                    return data[start - begin : stop - begin]
+        return None
+
+    def keep(self, path: str, start: int, data: bytes, *, wide: bool) -> None:
+        """Keeps a range, and forgets the oldest ones where they become too many."""
+        with self._lock:
+            if wide:
+                self._wide.setdefault(path, set()).add(start)
+            self._size_bytes += len(data) - len(self._by_file.pop((path, start), b""))
+            self._by_file[path, start] = data
+            while self._size_bytes > _KEPT_TOGETHER_BYTES:
+                _, oldest = self._by_file.popitem(last=False)
+                self._size_bytes -= len(oldest)
+
+
+def _is_ours(path: str) -> bool:
+    """Leaves out outputs that are being staged, and keys that no path could have."""
+    parts = path.split("/")
+    return not any(is_work_folder(part) or part in {"", ".", ".."} for part in parts)

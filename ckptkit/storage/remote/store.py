@@ -1,0 +1,413 @@
+"""One account on one object store, through fsspec: listing it, and reading ranges of its objects.
+
+Nothing here gives up at the first failure, and nothing here knows what a checkpoint is. Errors
+are the client's own; who calls knows what was asked for, and tells them.
+
+Reading files of a repository on the Hub, at one commit, through the client's file system.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
+from functools import partial
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
+
+from ckptkit.core.errors import RefusedError, UsageError
+from ckptkit.storage.local.names import check_below
+from ckptkit.storage.remote.errors import Patience, is_without_bucket, retried, status_of, told
+from ckptkit.storage.remote.s3 import (
+    S3_PROTOCOLS,
+    s3_delete,
+    s3_get,
+    s3_head,
+    s3_listing,
+    s3_options,
+    s3_range,
+    split_s3_path,
+)
+
+if TYPE_CHECKING:
+    from ckptkit.storage.places import Place
+
+
+_KINDS = {"dataset": "datasets/", "space": "spaces/"}
+
+
+def pinned_root(filesystem: Any, path: str) -> str:
+    """Returns a path in a repository with the commit that its revision stands for now.
+
+    A branch may move between two requests; a commit does not.
+
+    Args:
+        filesystem: A `huggingface_hub.HfFileSystem`.
+        path: Such as `org/name@main/folder`.
+
+    Raises:
+        Exception: Whatever the client raises, such as where there is no such repository.
+    """
+    from huggingface_hub import HfApi
+
+    found = filesystem.resolve_path(path)
+    if not hasattr(found, "repo_id"):  # a bucket, which has no commits
+        return path.rstrip("/")
+    client = HfApi(endpoint=filesystem.endpoint, token=filesystem.token)
+    info = client.repo_info(found.repo_id, revision=found.revision, repo_type=found.repo_type)
+    root = f"{_KINDS.get(found.repo_type, '')}{found.repo_id}@{info.sha}"
+    return f"{root}/{found.path_in_repo}".rstrip("/")
+
+
+def hub_range(filesystem: Any, path: str, start: int, stop: int, size_bytes: int) -> bytes:
+    """Returns the bytes `[start, stop)` of a file with one request, reading nothing ahead."""
+    with filesystem.open(path, "rb", cache_type="none", size=size_bytes) as file:
+        file.seek(start)
+        data: bytes = file.read(stop - start)
+    return data
+
+
+CONNECTIONS = 32
+_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure"}
+_MARKS = ("ETag", "etag", "md5", "generation", "mtime", "LastModified", "last_modified", "created")
+_HUB = "hf"
+_OTHER_IS_THERE = frozenset({409, 412})
+_GONE = 404
+_UNKNOWN_CONDITION = frozenset({400, 501})
+
+
+@dataclass(frozen=True, slots=True)
+class StoredObject:
+    """An object as a listing shows it.
+
+    Attributes:
+        size_bytes: Its size.
+        identity: Changes when it is replaced.
+        etag: What a request can be made to depend on; empty where the store has no such thing.
+        modified: When it was written, in seconds since 1970; 0 where that is unknown.
+    """
+
+    size_bytes: int
+    identity: str
+    etag: str = ""
+    modified: float = 0.0
+
+
+class RemoteStore:
+    """A client of a store; threads share it. Make it with `store_of`."""
+
+    def __init__(self, protocol: str, options: Mapping[str, Any], where: str) -> None:
+        self.protocol = protocol
+        self.options = dict(options)
+        self.is_s3 = protocol in S3_PROTOCOLS
+        self.has_conditions = True
+        # Other clients ask again by themselves.
+        self.patience = Patience() if self.is_s3 else Patience(attempts=2)
+        self.filesystem = _filesystem(protocol, self.options, where)
+
+    def path_of(self, location: str) -> str:
+        """Returns what the client calls a URL; one of the Hub is fixed to the commit it has now."""
+        if self.is_s3:
+            return location.partition("://")[2].strip("/")
+        path: str = self.filesystem._strip_protocol(location)  # noqa: SLF001  fsspec's own name
+        if self.protocol == _HUB:
+            return retried(lambda: pinned_root(self.filesystem, path), self.patience, what=location)
+        return path.rstrip("/")
+
+    def listing(self, path: str) -> dict[str, StoredObject]:
+        """Returns all objects below a path, by their paths relative to it.
+
+        Raises:
+            Exception: Whatever the client raises; also where there is no such bucket, but not
+                where a folder is empty or missing.
+        """
+        return {name: one for name, one in self._listed(path).items() if not _is_marker(name)}
+
+    def folder_markers(self, path: str) -> list[str]:
+        """Returns the names of empty objects below a path that stand for folders, or for it.
+
+        Raises:
+            Exception: Whatever the client raises.
+        """
+        found = self._listed(path).items() if self.is_s3 else ()
+        return [name for name, one in found if _is_marker(name) and not one.size_bytes]
+
+    def _listed(self, path: str) -> dict[str, StoredObject]:
+        def ask() -> dict[str, StoredObject]:
+            if self.is_s3:
+                return {n: _object_of(one) for n, one in s3_listing(self.filesystem, path)}
+            self.filesystem.invalidate_cache()
+            try:
+                found: Mapping[str, Mapping[str, Any]] = self.filesystem.find(path, detail=True)
+            except FileNotFoundError as error:
+                if is_without_bucket(error):
+                    raise
+                return {}
+            prefix = f"{path}/".lstrip("/")
+            return {
+                name.lstrip("/").removeprefix(prefix): _object_of(one)
+                for name, one in found.items()
+                if name.lstrip("/").startswith(prefix) and one.get("type") == "file"
+            }
+
+        return retried(ask, self.patience, what=f"list {path}")
+
+    def listing_of(self, path: str, folders: Collection[str]) -> dict[str, StoredObject]:
+        """Returns the objects right below a path, and those in some folders there.
+
+        Raises:
+            Exception: Whatever the client raises; a missing folder is no error.
+        """
+
+        def ask() -> list[Mapping[str, Any]]:
+            self.filesystem.invalidate_cache()
+            try:
+                found: list[Mapping[str, Any]] = self.filesystem.ls(path, detail=True)
+            except (FileNotFoundError, NotADirectoryError) as error:
+                if is_without_bucket(error):
+                    raise
+                return []
+            return found
+
+        objects = {}
+        for info in retried(ask, self.patience, what=f"list {path}"):
+            name = info["name"].rstrip("/").rpartition("/")[2]
+            if info["name"].rstrip("/") == path:
+                continue  # the marker of the folder itself
+            if info.get("type") == "file" and not _is_marker(info["name"]):
+                objects[name] = _object_of(info)
+            elif name in folders:
+                inside = self.listing(f"{path}/{name}")
+                objects |= {f"{name}/{inner}": one for inner, one in inside.items()}
+        return objects
+
+    def get_small(self, path: str) -> bytes | None:
+        """Returns the bytes of a small object; None where there is none.
+
+        Raises:
+            Exception: Whatever the client raises but that.
+        """
+
+        def ask() -> bytes | None:
+            try:
+                if self.is_s3:
+                    return s3_get(self.filesystem, path)
+                data: bytes = self.filesystem.cat_file(path)
+            except FileNotFoundError:
+                return None
+            return data
+
+        return retried(ask, self.patience, what=f"read {path}")
+
+    def put_small(self, path: str, data: bytes) -> None:
+        """Writes a small object.
+
+        Raises:
+            Exception: Whatever the client raises.
+        """
+
+        def ask() -> object:
+            if not self.is_s3:
+                return self.filesystem.pipe_file(path, data)
+            bucket, key, _ = split_s3_path(self.filesystem, path)
+            return self.filesystem.call_s3("put_object", Bucket=bucket, Key=key, Body=data)
+
+        retried(ask, self.patience, what=f"write {path}")
+
+    def put_if(self, path: str, data: bytes, expected: str) -> str | None:
+        """Writes a small object if what is there is what is expected; asks the store once.
+
+        Stores that know no such condition write in any case; `has_conditions` is false then.
+
+        Args:
+            path: The object.
+            data: Its bytes.
+            expected: The ETag of what is there; empty if there is to be nothing.
+
+        Returns:
+            The new ETag, empty where the store knows none; None if something else is there.
+
+        Raises:
+            Exception: Whatever the client raises.
+        """
+        if not self.is_s3:
+            return self._put_new(path, data, may_exist=bool(expected))
+        bucket, key, _ = split_s3_path(self.filesystem, path)
+        condition = {"IfMatch": expected} if expected else {"IfNoneMatch": "*"}
+        given = condition if self.has_conditions else {}
+        try:
+            answer = self.filesystem.call_s3(
+                "put_object", Bucket=bucket, Key=key, Body=data, **given
+            )
+        except Exception as error:
+            status = status_of(error)
+            if given and (status in _OTHER_IS_THERE or (expected and status == _GONE)):
+                return None
+            if not given or status not in _UNKNOWN_CONDITION:
+                raise
+            self.has_conditions = False
+            return self.put_if(path, data, expected)
+        return str(answer["ETag"])
+
+    def _put_new(self, path: str, data: bytes, *, may_exist: bool) -> str | None:
+        for _ in range(2):
+            try:
+                if may_exist or not self.has_conditions:
+                    self.filesystem.pipe_file(path, data)
+                else:
+                    self.filesystem.pipe_file(path, data, mode="create")
+            except FileExistsError:
+                return None
+            except FileNotFoundError:  # a store with folders that have to be made
+                self.filesystem.makedirs(path.rpartition("/")[0], exist_ok=True)
+            except (TypeError, ValueError, NotImplementedError):
+                self.has_conditions = False
+            else:
+                break
+        return ""
+
+    def delete(self, root: str, names: Sequence[str]) -> None:
+        """Removes objects below a path, by exact names; those that are gone already are no error.
+
+        Everything that is removed from a store is removed here.
+
+        Args:
+            root: Bucket and prefix of the place that was named.
+            names: Relative to it.
+
+        Raises:
+            UnsafePathError: If a name leads out of the place; nothing is removed then.
+            Exception: Whatever the client raises.
+        """
+        for name in names:
+            check_below(name, root)
+        if self.is_s3 and names:
+            bucket, prefix, _ = split_s3_path(self.filesystem, root)
+            start = f"{prefix}/" if prefix else ""
+            keys = [start + name for name in names]
+            self._retried(lambda: s3_delete(self.filesystem, bucket, keys), f"delete {root}")
+        elif names:
+            for name in names:
+                self._retried(partial(self._delete, f"{root}/{name}"), f"delete {root}/{name}")
+
+    def _delete(self, path: str) -> None:
+        with suppress(FileNotFoundError):  # also where the answer to a first try was lost
+            self.filesystem.rm_file(path)
+
+    def _retried(self, ask: Callable[[], object], what: str) -> None:
+        retried(ask, self.patience, what=what)
+
+    def look_up(self, path: str) -> StoredObject | None:
+        """Returns a single object, whether or not listings show it yet; None where it is not.
+
+        Raises:
+            Exception: Whatever the client raises but that.
+        """
+        given = self.filesystem, path
+
+        def ask() -> StoredObject | None:
+            try:
+                info = s3_head(*given) if self.is_s3 else self.filesystem.info(path)
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+            return _object_of(info) if info.get("type") == "file" else None
+
+        return retried(ask, self.patience, what=f"look up {path}")
+
+    def read_into(self, path: str, start: int, target: memoryview, known: StoredObject) -> None:
+        """Fills `target` from byte `start` of an object on, with one request that succeeds.
+
+        Raises:
+            Exception: Whatever the client raises; `EOFError` if fewer bytes came.
+        """
+
+        def ask() -> None:
+            if self.is_s3:
+                s3_range(self.filesystem, path, start, target, known.etag)
+                return
+            stop = start + len(target)
+            if self.protocol == _HUB:
+                data = hub_range(self.filesystem, path, start, stop, known.size_bytes)
+            else:
+                data = self.filesystem.cat_file(path, start=start, end=stop)
+            if len(data) != len(target):
+                raise EOFError(f"{len(data):,} bytes came, {len(target):,} were asked for")
+            target[:] = data
+
+        retried(ask, self.patience, what=f"read {path}")
+
+
+_lock = threading.Lock()
+_stores: WeakValueDictionary[tuple[int, str, str], RemoteStore] = WeakValueDictionary()
+
+
+def store_of(place: Place) -> RemoteStore:
+    """Returns the client for a place; places with equal options share one while it is in use.
+
+    Raises:
+        UsageError: If the options are not those of such a storage.
+        RefusedError: If the client for it is not installed.
+    """
+    options = json.dumps(place.options, sort_keys=True, default=repr)
+    key = os.getpid(), place.protocol, options
+    with _lock:
+        store = _stores.get(key)
+        if store is None:
+            store = _stores[key] = RemoteStore(place.protocol, place.options, str(place))
+        return store
+
+
+def _is_marker(name: str) -> bool:
+    """Tells whether a name is that of a folder, for which some clients leave an empty object."""
+    return not name or name.endswith("/")
+
+
+def _filesystem(protocol: str, options: Mapping[str, Any], where: str) -> Any:
+    import fsspec
+
+    given = dict(options)
+    if protocol in S3_PROTOCOLS:
+        given = s3_options(given, connections=CONNECTIONS)
+    if protocol != _HUB:  # whose class counts unknown options among its own
+        given.setdefault("use_listings_cache", False)
+    try:
+        filesystem = fsspec.filesystem(protocol, skip_instance_cache=True, **given)
+    except ImportError as error:
+        extra = _EXTRAS.get(protocol)
+        raise RefusedError(
+            f"the client for {protocol}:// is not installed: {told(error, options)}",
+            where=where,
+            hint=f"pip install 'ckptkit-toolkit[{extra}]'" if extra else "install what it names",
+        ) from None
+    except (KeyError, TypeError, ValueError) as error:
+        raise UsageError(
+            f"no storage was opened: {told(error, options)}",
+            where=where,
+            hint="see whether the URL and the names of the options are right",
+        ) from None
+    if protocol in S3_PROTOCOLS:
+        filesystem.retries = 1  # `retried` asks again, and would multiply what it does
+    return filesystem
+
+
+def _object_of(info: Mapping[str, Any]) -> StoredObject:
+    etag = str(info.get("ETag") or info.get("etag") or "")
+    size = int(info.get("size") or 0)
+    hub = info.get("xet_hash") or info.get("blob_id")
+    marks = [str(hub)] if hub else [str(info[mark]) for mark in _MARKS if info.get(mark)]
+    identity = f"{(etag or '-'.join(marks)).strip(chr(34))}-{size:x}"
+    return StoredObject(size, identity, etag, _seconds(info))
+
+
+def _seconds(info: Mapping[str, Any]) -> float:
+    for mark in ("LastModified", "last_modified", "mtime", "created"):
+        found = info.get(mark)
+        if isinstance(found, datetime):
+            return found.timestamp()
+        if isinstance(found, (int, float)):
+            return float(found)
+    return 0.0

@@ -1,0 +1,363 @@
+"""From a URL to what writes an output there.
+
+Writing an output through any file system of fsspec: every file from its start to its end.
+
+What fsspec promises of all stores is a file that is opened, written in order and closed, and
+that readers see when it is committed. So files are left open until the commit, which closes them
+one by one, the manifest last.
+
+Files that are written from start to end, fed by threads that come in about that order.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ckptkit.core.errors import OutputError, OutputExistsError, RefusedError, UsageError
+from ckptkit.core.manifest import MANIFEST_NAME
+from ckptkit.storage.base import Target
+from ckptkit.storage.local.names import check_relative, is_work_folder
+from ckptkit.storage.output_claim import OutputClaim
+from ckptkit.storage.remote.errors import Writing, output_there, quietly, writing_to
+from ckptkit.storage.remote.s3 import S3_PROTOCOLS
+from ckptkit.storage.remote.s3_commit import NONCE_BYTES
+from ckptkit.storage.remote.s3_target import S3Target
+from ckptkit.storage.remote.s3_uploads import S3Uploads
+from ckptkit.storage.remote.store import RemoteStore, StoredObject, store_of
+from ckptkit.storage.replacing import refuse_unnamed, removable
+
+if TYPE_CHECKING:
+    from ckptkit.storage.places import Place
+
+
+WAITING_BYTES = 16 << 20
+"""What may wait for its turn in memory, of all files together."""
+
+
+class Room:
+    """The memory in which writes wait for their turn.
+
+    Whoever finds no room waits for those before it. That ends, as long as writes are begun in the
+    order of files and bytes: the first of those begun never waits.
+    """
+
+    def __init__(self, limit_bytes: int = WAITING_BYTES) -> None:
+        self.changed = threading.Condition()
+        self.left_bytes = limit_bytes
+        self.is_given_up = False
+
+    def give_up(self) -> None:
+        """Lets everybody go who waits, and takes nothing any more."""
+        with self.changed:
+            self.is_given_up = True
+            self.changed.notify_all()
+
+
+class Stream:
+    """One file."""
+
+    def __init__(self, opened: Callable[[], Any], size_bytes: int, room: Room) -> None:
+        """Prepares it.
+
+        Args:
+            opened: Opens the file for writing; called with the first bytes.
+            size_bytes: Its size.
+            room: For what comes early.
+        """
+        self._opened = opened
+        self.size_bytes = size_bytes
+        self._room = room
+        self._file: Any = None
+        self._position = 0
+        self._early: dict[int, bytes] = {}
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of its bytes were written."""
+        return self._position == self.size_bytes
+
+    def write(self, start: int, data: memoryview) -> None:
+        """Writes bytes, at once or when those before them are there."""
+        if not data.nbytes or not self._is_next(start, data):
+            return
+        now: bytes | memoryview | None = data
+        while now is not None:
+            if self._file is None:
+                self._file = self._opened()
+            self._file.write(now)
+            now = self._advance(len(now))
+
+    def publish(self) -> None:
+        """Makes it visible."""
+        if self._file is None:
+            self._file = self._opened()
+        self._file.close()
+        self._file.commit()
+
+    def discard(self) -> None:
+        """Throws away what was written."""
+        if self._file is None:
+            return
+        try:
+            self._file.discard()
+        finally:
+            with suppress(AttributeError):
+                self._file.closed = True  # or its end would write the rest, and make it visible
+
+    def _is_next(self, start: int, data: memoryview) -> bool:
+        """Tells whether it is a write's turn; keeps it for later where it is not."""
+        room = self._room
+        with room.changed:
+            room.changed.wait_for(
+                lambda: (
+                    room.is_given_up or start == self._position or data.nbytes <= room.left_bytes
+                )
+            )
+            if room.is_given_up:
+                return False
+            if start == self._position:
+                return True
+            self._early[start] = bytes(data)
+            room.left_bytes -= data.nbytes
+            return False
+
+    def _advance(self, count: int) -> bytes | None:
+        """Takes note of bytes written; returns those that follow them if they are there."""
+        room = self._room
+        with room.changed:
+            self._position += count
+            following = self._early.pop(self._position, None)
+            if following is not None:
+                room.left_bytes += len(following)
+            room.changed.notify_all()
+            return None if room.is_given_up else following
+
+
+_BLOCK_BYTES = 8 << 20
+
+
+class StreamTarget:
+    """A folder of a store that holds a whole output once it is committed.
+
+    Writes have to come in about the order of files and bytes, as an execution's tasks do.
+    """
+
+    def __init__(self, place: Place, *, overwrite: bool) -> None:
+        """Looks at what is there.
+
+        Args:
+            place: The URL and its options.
+            overwrite: Whether what lies there is replaced by the commit.
+
+        Raises:
+            OutputExistsError: If something lies there and is not to be replaced.
+        """
+        # A client of its own: the files of a transaction are those of its file system.
+        self._store = RemoteStore(place.protocol, place.options, place.location)
+        self._filesystem = self._store.filesystem
+        self._location = place.location
+        self._writing: Writing = writing_to(place.location, self._store.options)
+        self._overwrite = overwrite
+        self._streams: dict[str, Stream] = {}
+        self._published: list[str] = []
+        self._room = Room()
+        with self._writing():
+            self._path = self._store.path_of(place.location)
+            # Not by the client of the transaction, which shows nothing before its end.
+            self._claim = OutputClaim(store_of(place), self._path, self._location, self._writing)
+            self._claim.refuse_taken()
+            self._seen = self._objects()
+            self._refuse_filled(self._seen)
+        self._filesystem.start_transaction()
+
+    @property
+    def location(self) -> str:
+        """The URL, as it was named."""
+        return self._location
+
+    def free_bytes(self) -> int | None:
+        """Returns None: nobody knows how much room a store has."""
+        return None
+
+    def create(self, path: str, size_bytes: int) -> None:
+        """Takes note of a file of that size; it is opened with its first bytes.
+
+        Raises:
+            OutputError: If it exists already.
+            UnsafePathError: If it would lie outside the output.
+        """
+        check_relative(path, self._location)
+        if path in self._streams:
+            raise OutputError(f"the file {path!r} is there already", where=self._location)
+        self._streams[path] = Stream(lambda: self._open(path), size_bytes, self._room)
+
+    def write(self, path: str, start: int, data: memoryview) -> None:
+        """Writes bytes of a created file; those that come too early wait for their turn.
+
+        Raises:
+            OutputError: If the store does not take them.
+            ValueError: If the range is not inside a file that was created.
+        """
+        stream = self._streams.get(path)
+        if stream is None or start < 0 or start + data.nbytes > stream.size_bytes:
+            raise ValueError(f"bytes [{start}, {start + data.nbytes}) are not in file {path!r}")
+        with self._writing():
+            stream.write(start, data.cast("B"))
+
+    def give_up(self) -> None:
+        """Lets those go who wait for a write that will not come; nothing is written any more."""
+        self._room.give_up()
+
+    def commit(self, last: str) -> None:
+        """Makes everything visible, the file `last` after all others.
+
+        Readers of what is replaced lose its `last` file first, and so never take old for new.
+
+        Raises:
+            OutputExistsError: If the place was filled by somebody else meanwhile.
+            OutputError: If the store refuses.
+            ValueError: If `last` was not created, or a file lacks bytes.
+        """
+        if last not in self._streams:
+            raise ValueError(f"file {last!r} was not created")
+        lacking = [path for path, stream in self._streams.items() if not stream.is_whole]
+        if lacking:
+            raise ValueError(f"bytes are missing of {lacking[0]!r}")
+        try:
+            with self._writing():
+                self._claim.take()
+                old = self._objects()
+                goes = self._refuse_changed(old, last)
+                self._claim.add_names({*goes, *self._streams})
+                self._claim.check()
+                if last in old:
+                    self._remove(last)
+                for path in sorted(self._streams, key=lambda path: (path == last, path)):
+                    self._claim.check()
+                    self._published.append(path)
+                    self._streams[path].publish()
+        except BaseException:
+            self.abandon()
+            raise
+        made = set(self._streams)
+        self._streams.clear()
+        self._published.clear()
+        self._filesystem.transaction.files.clear()
+        for path in sorted(goes - made):
+            quietly(self._writing, partial(self._remove, path))
+        self._claim.release(is_clean=True)
+
+    def abandon(self) -> None:
+        """Removes what was written; does nothing after a commit."""
+        streams, self._streams = self._streams, {}
+        for stream in streams.values():
+            quietly(self._writing, stream.discard)
+        published, self._published = self._published, []
+        for path in published:  # the last one of a commit that failed may be visible or not
+            quietly(self._writing, partial(self._remove, path))
+        self._filesystem.transaction.files.clear()
+        if self._claim.is_held:
+            quietly(self._writing, self._release)
+
+    def _release(self) -> None:
+        """Gives the claim back; what lies there without a manifest stays named."""
+        left = self._objects()
+        self._claim.release(is_clean=not left or MANIFEST_NAME in left)
+
+    def _open(self, path: str) -> Any:
+        name = f"{self._path}/{path}"
+        try:
+            return self._filesystem.open(name, "wb", block_size=_BLOCK_BYTES)
+        except FileNotFoundError:  # a store with folders that have to be made
+            self._filesystem.makedirs(name.rpartition("/")[0], exist_ok=True)
+            return self._filesystem.open(name, "wb", block_size=_BLOCK_BYTES)
+
+    def _remove(self, path: str) -> None:
+        self._store.delete(self._path, [path])
+
+    def _objects(self) -> dict[str, StoredObject]:
+        found = self._store.listing(self._path).items()
+        return {path: one for path, one in found if not is_work_folder(path.split("/")[0])}
+
+    def _refuse_filled(self, found: Collection[str]) -> None:
+        if found and not self._overwrite:
+            raise output_there(self._location)
+
+    def _refuse_changed(self, found: Mapping[str, StoredObject], last: str) -> set[str]:
+        """Refuses what is not to be replaced; returns the files that go with it."""
+        self._refuse_filled(found)
+        if last in found and found[last] != self._seen.get(last):
+            raise OutputExistsError(
+                "another run has put its output there since this one began",
+                where=self._location,
+                hint="run one command at a time for an output, and this one again",
+            )
+        if found and last == MANIFEST_NAME:
+            path = f"{self._path}/{last}"
+            data = self._store.get_small(path) if last in found else None
+            refuse_unnamed(set(found), data, self._location, self._claim.names)
+            return removable(set(found), data, self._location, self._claim.names)
+        return set(found)
+
+
+_BUCKETS = S3_PROTOCOLS | {"abfs", "abfss", "az", "gcs", "gs", "oci", "oss"}
+
+
+def check_remote_target(place: Place, *, overwrite: bool) -> None:
+    """Refuses a place that `open_remote_target` would refuse, and writes nothing.
+
+    Raises:
+        OutputExistsError: If something lies there and is not to be replaced.
+        OutputError: If the store cannot be reached.
+        RefusedError: If a whole bucket would be replaced, or files that are not of an earlier
+            output, or if another run is putting its output there.
+        UsageError: If the URL or an option is of no use.
+    """  # noqa: DOC501  the store makes the second
+    store = store_of(place)
+    with writing_to(place.location, store.options)():
+        path = store.path_of(place.location)
+        if not path.strip("/"):
+            raise UsageError("names no place in the store", where=place.location)
+        if overwrite and place.protocol in _BUCKETS and "/" not in path.strip("/"):
+            raise RefusedError(
+                "the output would replace a whole bucket",
+                where=place.location,
+                hint="name a prefix in it",
+            )
+        found = [name for name in store.listing(path) if not is_work_folder(name.split("/")[0])]
+        if not overwrite and found:
+            raise output_there(place.location)
+        claim = OutputClaim(store, path, place.location, writing_to(place.location, store.options))
+        left = claim.refuse_taken()
+        if found:
+            manifest = store.get_small(f"{path}/{MANIFEST_NAME}")
+            refuse_unnamed(found, manifest, place.location, left)
+
+
+def open_remote_target(place: Place, *, overwrite: bool) -> Target:
+    """Prepares a place in a store for an output.
+
+    Args:
+        place: A URL with its options.
+        overwrite: Whether what lies there is replaced by the commit.
+
+    Raises:
+        OutputExistsError: If something lies there and is not to be replaced.
+        OutputError: If the store cannot be reached, or refuses.
+        UsageError: If the URL or an option is of no use.
+    """
+    if place.protocol not in S3_PROTOCOLS:
+        return StreamTarget(place, overwrite=overwrite)
+    store = store_of(place)
+    writing = writing_to(place.location, store.options)
+    with writing():
+        root = store.path_of(place.location)
+        if not root:
+            raise UsageError("names no bucket", where=place.location)
+        uploads = S3Uploads(store, root, writer=os.urandom(NONCE_BYTES).hex())
+    return S3Target(uploads, uploads.prefix, place.location, writing, overwrite=overwrite)

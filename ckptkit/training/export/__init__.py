@@ -1,0 +1,1 @@
+"""Writing a model folder from all ranks at once."""

@@ -1,0 +1,510 @@
+"""The final model folder, written by all ranks at once: no gather, no collective, no second pass.
+
+Every rank plans the whole folder from what it knows of the model, and writes its own bytes at
+their final offsets. When they are durable it tells rank 0, which makes the folder visible once
+all ranks have done so. A rank that is late keeps nobody waiting but that commit.
+
+One export as one rank goes through it: planned, written, agreed on, committed, reported.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shlex
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from os import PathLike
+from pathlib import Path
+from typing import Any, Literal, TypedDict
+
+from ckptkit.conversion.source.places import check_path
+from ckptkit.core.arguments import refuse_unknown
+from ckptkit.core.checksums import Share
+from ckptkit.core.errors import CkptkitError, PeerError, RefusedError, SaveError, error_from_json
+from ckptkit.core.index import Fqn
+from ckptkit.options import (
+    DEFAULT_MAX_FILE_BYTES,
+    ConsolidateRequest,
+    DTypeChoice,
+    DTypeLike,
+    parse_size,
+)
+from ckptkit.plan.plan import Plan
+from ckptkit.storage.local.shared_target import SharedTarget
+from ckptkit.storage.replacing import refuse_unnamed_in
+from ckptkit.storage.shared import Row, filesystem_of, why_not_shared
+from ckptkit.training.agree.peers import Peers
+from ckptkit.training.environment import ranks_of_this_machine
+from ckptkit.training.export.commit import answer_of, commit, mark_of, part_of
+from ckptkit.training.export.compare_names import compare_with_model
+from ckptkit.training.export.plan import (
+    DiskNames,
+    ExportRequest,
+    Table,
+    config_in,
+    disk_names,
+    merged_tables,
+    places_of,
+    plan_adapter,
+    plan_model,
+)
+from ckptkit.training.export.write import (
+    Exported,
+    Part,
+    chosen_adapter,
+    is_adapter,
+    look_at,
+    packed_table,
+    parts_of_model,
+    side_files,
+    unpacked_table,
+    write_literals,
+    write_parts,
+)
+from ckptkit.training.handle import ExportHandle, ExportReport, SaveHandle
+from ckptkit.training.save.saver import OURS
+from ckptkit.training.state.collect import BoundState
+
+logger = logging.getLogger(__name__)
+_RANGES = "ranges"
+_ONE_WRITER = "one writer: "  # only one machine may write a file, and why
+_VISIBLE_SECONDS = 60.0
+_CONSOLIDATE = ("consolidate",)
+_EXTRACT = ("adapter", "extract")
+SaveInstead = Callable[[BoundState, str], SaveHandle]
+"""Saves the state sharded, under a name of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """What this rank wrote."""
+
+    plan: Plan
+    is_adapter: bool
+    answer: Mapping[str, Any]
+
+
+class Attempt:
+    """One try to export, numbered alike on all ranks."""
+
+    def __init__(
+        self, peers: Peers, number: int, request: ExportRequest, timeout_seconds: float
+    ) -> None:
+        """Takes the ranks, the number of the export in this session, and what to write."""
+        self._peers = peers
+        self._number = number
+        self._request = request
+        self._timeout_seconds = timeout_seconds
+        self._topic = f"export {number}"  # not where to, which may differ by mistake
+        self._target: SharedTarget | None = None
+        self._written: _Written | None = None
+        self._saved: SaveHandle | None = None
+        self._next: tuple[Sequence[str], Sequence[str]] = (), ()  # a command and its options
+
+    def begin(
+        self,
+        find_bound: Callable[[], BoundState],
+        sidecar: Mapping[str, object],
+        save_instead: SaveInstead,
+    ) -> None:
+        """Writes this rank's part, durably, or begins to save it sharded.
+
+        Raises:
+            CkptkitError: What went wrong here; the other ranks are told.
+        """
+        try:
+            self._target = target = self._opened()
+            how = self._agreed_way(target)
+            bound = find_bound()
+            if how == _RANGES or (how.startswith(_ONE_WRITER) and is_adapter(bound)):
+                self._written = self._write(target, bound, sidecar, by_ranges=how == _RANGES)
+            else:
+                self._save(how.removeprefix(_ONE_WRITER), bound, save_instead)
+        except BaseException as error:
+            first = self._tell(error)
+            self._give_up()
+            if first is None:
+                raise
+            raise first from error
+
+    def finish(self, handle: ExportHandle, began: float, durable: float) -> None:
+        """Waits for the other ranks, and ends the handle; for a thread of its own."""
+        try:
+            if self._saved is not None:
+                report = self._report_of(self._saved, began)
+            else:
+                report = self._report(self._agreed(), began, durable)
+        except CkptkitError as error:
+            self._fail(handle, error)
+        except Exception as error:  # a bug of ours must not leave the caller waiting
+            logger.exception("exporting to %s", self._request.out)
+            self._fail(handle, SaveError(f"{type(error).__name__}: {error}", hint=OURS))
+        else:
+            if self._target is not None:
+                self._target.leave()
+            if self._peers.rank == 0:
+                logger.info("%s", report)
+            handle.succeed(report)
+
+    def _opened(self) -> SharedTarget:
+        name = f"{self._peers.nonce}/{self._number}"
+        nonce = hashlib.sha256(name.encode()).hexdigest()[:16]
+        request = self._request
+        return SharedTarget(request.out, nonce, overwrite=request.overwrite)
+
+    def _agreed_way(self, target: SharedTarget) -> str:
+        """Tells how the output can be written: the first rank decides for all."""
+        choice = self._way_of_many()
+        if choice == _RANGES:
+            choice = target.why_no_ranges() or _RANGES
+        key = f"exports/{self._number}"
+        decided = self._peers.board.compare_set(key, b"", choice.encode()).decode()
+        if decided == _RANGES and choice != _RANGES:
+            raise RefusedError(choice.removeprefix(_ONE_WRITER), where=str(self._request.out))
+        return decided
+
+    def _way_of_many(self) -> str:
+        if self._peers.world_size == 1:
+            return _RANGES
+        reason = why_not_shared(
+            filesystem_of(self._request.out),
+            is_one_machine=ranks_of_this_machine() == self._peers.world_size,
+        )
+        return f"{_ONE_WRITER}{reason}" if reason else _RANGES
+
+    def _save(self, reason: str, bound: BoundState, save_instead: SaveInstead) -> None:
+        self._next = _CONSOLIDATE, _arguments(self._request.options)
+        if is_adapter(bound):
+            if self._request.options.dtype != ConsolidateRequest().dtype:
+                raise RefusedError(
+                    f"{reason}; from shards an adapter is taken with the numbers that it has",
+                    where=str(self._request.out),
+                    hint="leave dtype out, or export the adapter to another place",
+                )
+            self._next = _EXTRACT, chosen_adapter(bound)
+        self._give_up()
+        if self._peers.rank == 0:
+            logger.warning("%s: %s; it is saved sharded instead", self._request.out, reason)
+        self._saved = save_instead(bound, f"export_{self._number}_{self._peers.nonce}")
+
+    def _write(
+        self,
+        target: SharedTarget,
+        bound: BoundState,
+        sidecar: Mapping[str, object],
+        *,
+        by_ranges: bool,
+    ) -> _Written:
+        exported = look_at(bound)
+        plan, names = self._plan(exported, bound, side_files(bound, sidecar))
+        parts = [
+            Part(place, exported.table[source].dtype, box, local)
+            for name, place in places_of(plan).items()
+            for source in names.sources(name)
+            for box, local in names.parts(name, source, exported.parts(source))
+        ]
+        if self._peers.rank == 0:
+            target.sweep()
+            write_literals(target, plan)
+        if by_ranges or self._peers.rank == 0:
+            shares, rows = write_parts(target, plan, parts), list[Row]()
+        else:
+            shares, rows = self._hand_over(target, plan, parts)
+        target.finish(mark_of(self._peers.rank))
+        size = sum(part.size_bytes for part in parts)
+        answer = answer_of(plan, shares, size, out=str(self._request.out), rows=rows)
+        return _Written(plan, exported.is_adapter, answer)
+
+    def _hand_over(
+        self, target: SharedTarget, plan: Plan, parts: Sequence[Part]
+    ) -> tuple[dict[Fqn, Share], list[Row]]:
+        """Writes this rank's part to a file of its own, for rank 0 to put in its place."""
+        file = target.part_file(part_of(self._peers.rank))
+        try:
+            shares = write_parts(file, plan, parts)
+            file.finish()
+        finally:
+            file.close()
+        return shares, file.rows
+
+    def _plan(
+        self, exported: Exported, bound: BoundState, side: Mapping[str, bytes]
+    ) -> tuple[Plan, DiskNames]:
+        table, options = self._whole(exported), self._request.options
+        if exported.is_adapter:
+            return plan_adapter(table, side, options), DiskNames(None)
+        names = DiskNames(None)
+        if options.names != "live":
+            names = disk_names(parts_of_model(bound), table, config_in(side))
+        self._request = replace(self._request, versions=names.versions)
+
+        def is_tied(one: Fqn, other: Fqn) -> bool:
+            same = exported.same(one, other)
+            if exported.is_everywhere and same is None:
+                return True
+            return bool(self._agree(same is not False, all))
+
+        plan = plan_model(table, side, options, is_tied, names, where=str(self._request.out))
+        for note in (*names.notes, *plan.notes) if self._peers.rank == 0 else ():
+            logger.warning("%s: %s", self._request.out, note)
+        return plan, names
+
+    def _whole(self, exported: Exported) -> Table:
+        """Returns the tensors of the whole model, which ranks of a pipeline have to tell."""
+        if exported.is_everywhere:
+            return exported.table
+
+        def decide(tables: Sequence[str]) -> str:
+            return packed_table(merged_tables([unpacked_table(table) for table in tables]))
+
+        return unpacked_table(self._agree(packed_table(exported.table), decide))
+
+    def _agreed(self) -> Mapping[str, Any]:
+        """Tells all ranks that this one is done, and returns what was committed.
+
+        Raises:
+            CkptkitError: What went wrong on any rank.
+        """
+        written, target = self._written, self._target
+        assert written is not None and target is not None  # noqa: S101, PT018  begin() returned
+        decided: list[Mapping[str, Any]] = []
+
+        def decide(answers: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+            if not written.is_adapter:
+                compare_with_model(written.plan, self._request)
+            patience = min(_VISIBLE_SECONDS, self._timeout_seconds / 2)
+            committed = commit(
+                target,
+                written.plan,
+                self._request,
+                answers,
+                is_adapter=written.is_adapter,
+                patience_seconds=patience,
+            )
+            decided.append(committed)
+            return committed
+
+        try:
+            answer: Mapping[str, Any] = self._agree(dict(written.answer), decide)
+        except CkptkitError as error:
+            if not decided:
+                raise
+            logger.warning("%s is there, but not all ranks know: %s", self._request.out, error)
+            return decided[0]
+        return answer
+
+    def _agree(self, value: Any, decide: Callable[[list[Any]], Any]) -> Any:
+        # Rank 0 waits for all and then commits, so the others have to wait for both.
+        patience = self._timeout_seconds * (2 if self._peers.rank else 1)
+        return self._peers.agree(self._topic, value, decide, timeout_seconds=patience)
+
+    def _tell(self, error: BaseException) -> CkptkitError | None:
+        """Has all ranks fail with what went wrong here.
+
+        Returns:
+            What went wrong on another rank before, and led to this: it removes what it wrote.
+        """
+        told: CkptkitError = SaveError(f"{type(error).__name__}: {error}", hint=OURS)
+        if isinstance(error, CkptkitError):
+            told = error
+        elif not isinstance(error, Exception):
+            told = SaveError("was interrupted")
+        if self._peers.world_size > 1:
+            told = told.located(f"rank {self._peers.rank}")
+        own = json.dumps(told.to_json()).encode()
+        try:
+            first = self._peers.board.compare_set(f"exports/{self._number}/error", b"", own)
+            self._peers.refuse(self._topic, told, timeout_seconds=self._timeout_seconds)
+        except CkptkitError as problem:
+            logger.warning("the other ranks could not be told of %s: %s", error, problem)
+            return None
+        is_first = first == own or not isinstance(error, Exception)
+        return None if is_first else error_from_json(json.loads(first))
+
+    def _fail(self, handle: ExportHandle, error: CkptkitError) -> None:
+        if self._target is not None and self._peers.rank and isinstance(error, PeerError):
+            self._target.leave()  # rank 0 may be about to commit it; if not, it removes it
+            self._target = None
+        self._give_up()
+        hint = f" ({error.hint})" if error.hint else ""
+        logger.error("%s was not exported: %s%s", self._request.out, error, hint)
+        handle.fail(error)
+
+    def _give_up(self) -> None:
+        if self._target is not None:
+            self._target.abandon()
+            self._target = None
+
+    def _report(self, committed: Mapping[str, Any], began: float, durable: float) -> ExportReport:
+        assert self._written is not None  # noqa: S101  begin() returned
+        return ExportReport(
+            path=self._request.out,
+            size_bytes=self._written.answer["size_bytes"],
+            total_bytes=committed["size_bytes"],
+            durable_seconds=durable - began,
+            committed_seconds=time.perf_counter() - began,
+        )
+
+    def _report_of(self, saved: SaveHandle, began: float) -> ExportReport:
+        report = saved.report()
+        name, options = self._next
+        command = [
+            *("ckptkit", *name, str(report.path), str(self._request.out)),
+            *options,
+            *(["--overwrite"] if self._request.overwrite else []),
+        ]
+        return ExportReport(
+            path=report.path,
+            size_bytes=report.size_bytes,
+            total_bytes=report.total_bytes,
+            durable_seconds=report.blocked_seconds,
+            committed_seconds=time.perf_counter() - began,
+            command=shlex.join(command),
+        )
+
+
+def _arguments(options: ConsolidateRequest) -> list[str]:
+    """Returns the options of an export as those of the command, without the usual ones."""
+    usual, found = ConsolidateRequest(), list[str]()
+    if options.dtype != usual.dtype:
+        found += ["--dtype", options.dtype]
+    if options.names != usual.names:
+        found += ["--names", options.names]
+    if options.max_file_bytes != usual.max_file_bytes:
+        found += ["--max-shard-size", str(options.max_file_bytes)]
+    return found
+
+
+__all__ = ["ExportHandle", "ExportOptions", "Exporter", "make_request"]
+
+
+class ExportOptions(TypedDict, total=False):
+    """The options of an export; every rank gives the same.
+
+    Attributes:
+        dtype: Of floating tensors: "float32", "bfloat16" or "float16", or "keep" (default) for
+            the one that they are trained in. Integers are never cast.
+        max_shard_size: Size at which a new weight file is begun, in bytes or such as "5GB"; by
+            default as `ckptkit consolidate` has it.
+        overwrite: Whether an output that holds something is replaced.
+        names: "auto" (default) writes the names of `save_pretrained`, and refuses what would not
+            load as the model of the configuration; "live" writes those of training, and compares
+            nothing.
+    """
+
+    dtype: DTypeChoice | DTypeLike
+    max_shard_size: int | str
+    overwrite: bool
+    names: Literal["auto", "live"]
+
+
+def make_request(
+    out: str | PathLike[str], options: ExportOptions, source: Mapping[str, Any]
+) -> ExportRequest:
+    """Checks what the user asks of an export.
+
+    Args:
+        out: The directory to be.
+        options: How to write it.
+        source: What the manifest says of the origin; what lies at its `path` is not replaced.
+
+    Raises:
+        UsageError: If something does not have the form that it needs.
+        RefusedError: If the run, the current directory, or files that are not of an earlier
+            output would be replaced.
+    """
+    path = os.fspath(out)
+    check_path(path, "out")
+    refuse_unknown(options, ExportOptions.__annotations__, where="export")
+    target, overwrite = Path(path).resolve(), options.get("overwrite", False)
+    for place in (Path.cwd(), Path(source["path"]).resolve()) if overwrite else ():
+        if target == place or target in place.parents:
+            raise RefusedError(
+                f"would replace {str(place)!r}, which is in use",
+                where=path,
+                hint="name a directory below it",
+            )
+    if overwrite and target.is_dir():
+        refuse_unnamed_in(target, path)
+    size = options.get("max_shard_size", DEFAULT_MAX_FILE_BYTES)
+    request = ConsolidateRequest(
+        dtype=options.get("dtype", "keep"),
+        names=options.get("names", "auto"),
+        max_file_bytes=parse_size(size, option="max_shard_size"),
+    )
+    return ExportRequest(Path(path).absolute(), request, overwrite, source)
+
+
+class Exporter:
+    """Runs the exports of a Checkpointer; calls come one at a time, the same on all ranks."""
+
+    def __init__(self, peers: Peers, sidecar: Mapping[str, object], timeout_seconds: float) -> None:
+        """Takes what all exports have in common.
+
+        Args:
+            peers: The ranks.
+            sidecar: What the user adds beside the weights.
+            timeout_seconds: How long other ranks are waited for.
+        """
+        self._peers = peers
+        self._sidecar = sidecar
+        self._timeout_seconds = timeout_seconds
+        self._count = 0
+        self._under_way: list[tuple[threading.Thread, ExportHandle]] = []
+
+    def export(
+        self,
+        find_bound: Callable[[], BoundState],
+        request: ExportRequest,
+        save_instead: SaveInstead,
+    ) -> ExportHandle:
+        """Writes this rank's part, and leaves the rest to the background.
+
+        Where ranks hold different tensors, as stages of a pipeline do, all of them are waited for
+        before.
+
+        Args:
+            find_bound: Returns the state, with one model; what it raises is told to all ranks.
+            request: What to write.
+            save_instead: Saves the state sharded, where the output's storage does not take
+                ranges from several machines; called on all ranks or on none.
+
+        Returns:
+            The handle of the export, once this rank's bytes are durable.
+
+        Raises:
+            CkptkitError: What went wrong on this rank; the others are told.
+        """
+        began = time.perf_counter()
+        self._under_way = [e for e in self._under_way if not e[1].done() or e[1].unheard_error]
+        self._count += 1
+        attempt = Attempt(self._peers, self._count, request, self._timeout_seconds)
+        attempt.begin(find_bound, self._sidecar, save_instead)
+        handle = ExportHandle(request.out)
+        durable = time.perf_counter()
+        thread = threading.Thread(
+            target=lambda: attempt.finish(handle, began, durable),
+            name="ckptkit-export",
+            daemon=True,
+        )
+        self._under_way.append((thread, handle))
+        thread.start()
+        return handle
+
+    def close(self) -> None:
+        """Waits for all exports to end.
+
+        Raises:
+            CkptkitError: If one failed, and nobody has asked for its result.
+        """
+        for thread, _ in self._under_way:
+            thread.join()
+        errors = [error for _, handle in self._under_way if (error := handle.unheard_error)]
+        self._under_way.clear()
+        if errors:
+            raise errors[0]

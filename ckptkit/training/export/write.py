@@ -1,0 +1,439 @@
+"""The bytes of an export that are this rank's: cast, summed and written where they stay.
+
+Block by block through a few reused buffers: the calling thread casts while others write. Nothing
+is read back.
+
+Casts with torch's rounding, which is the fastest at hand; the bytes are those of `Caster`.
+
+What a rank has to export: the tensors of its model, its own parts of them, and their files.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import os
+import zlib
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from ckptkit.core.checksums import Share, share_of
+from ckptkit.core.crc import crc32
+from ckptkit.core.dtypes import BY_NAME, DType, dtype_named
+from ckptkit.core.errors import NoSpaceError, UnsupportedError, UsageError
+from ckptkit.core.geometry import slabs
+from ckptkit.core.index import Box, Fqn, Span
+from ckptkit.core.manifest import SIDE_FOLDER
+from ckptkit.engine.casts import Caster, overflow_error
+from ckptkit.formats.trees import EXTRA_STATE
+from ckptkit.lora.names import AdapterNames
+from ckptkit.plan.plan import Literal, Plan, TensorSpec
+from ckptkit.storage.buffers import aligned_buffer
+from ckptkit.storage.local.shared_target import SharedTarget
+from ckptkit.storage.local.syscalls import PAGE_BYTES
+from ckptkit.storage.local.target import MIN_DIRECT_BYTES
+from ckptkit.storage.shared import PartFile
+from ckptkit.training.export.plan import ADAPTER_CONFIG, BLOCK_BYTES, Block, Place, Table, blocks_of
+from ckptkit.training.names import TensorPlaces, adapter_names, innermost
+from ckptkit.training.save.staging import is_plain
+from ckptkit.training.sidecar import collect_sidecar
+from ckptkit.training.state.collect import BoundState
+from ckptkit.training.state.dtensors import Copies, has_data
+from ckptkit.training.state.models import ModelWalk
+from ckptkit.training.state.pieces import Piece, owned
+
+_FLOAT32 = BY_NAME["float32"]
+_TARGETS = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class TorchCaster(Caster):
+    """Rounds float32 by torch; what of NaN and overflow is settled as for all casts."""
+
+    _at_once = 1 << 20  # a call of torch takes longer to begin than one of numpy
+
+    def __init__(self, target: DType) -> None:
+        """Takes the element type to cast to, `bfloat16` or `float16`."""
+        super().__init__(_FLOAT32, target)
+        self._rounded = _TARGETS[target.name]
+
+    def _convert(self, given: NDArray[Any], wanted: NDArray[Any]) -> None:
+        rounded = torch.from_numpy(wanted.view(np.int16)).view(self._rounded)
+        rounded.copy_(torch.from_numpy(given))
+
+
+def caster_of(source: DType, target: DType) -> Caster:
+    """Returns what casts from one float type to another, for one thread."""
+    if source == _FLOAT32 and target.name in _TARGETS:
+        return TorchCaster(target)
+    return Caster(source, target)
+
+
+WRITERS = 2
+"""Threads of a rank that do nothing but write: one that casts as well would come to its processor
+too late, and leave the device idle."""
+_BUFFERS = WRITERS + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A box of a tensor that this rank writes.
+
+    Attributes:
+        place: Where the tensor lies in the output.
+        dtype: Of the elements here, before they are cast.
+        box: Which part of the tensor it is.
+        local: The elements, in the shape of the box.
+    """
+
+    place: Place
+    dtype: DType
+    box: Box
+    local: torch.Tensor
+
+    @property
+    def size_bytes(self) -> int:
+        """How many bytes it takes in the output."""
+        return self.local.numel() * self.place.spec.dtype.itemsize
+
+
+def write_parts(
+    target: SharedTarget | PartFile, plan: Plan, parts: Sequence[Part]
+) -> dict[Fqn, Share]:
+    """Writes parts of tensors, and returns the share that each tensor has got from them.
+
+    Raises:
+        NoSpaceError: If the disk is full.
+        OutputError: If something cannot be written.
+        OverflowRefusedError: If a number does not fit the element type.
+    """
+    _check_room(target, plan, parts)
+    sizes = {file.path: file.size_bytes for file in plan.files}
+    for path in dict.fromkeys(part.place.path for part in parts):
+        target.create(path, sizes[path])
+    _settle(part.local.device for part in parts)
+    desk = _Desk()
+    under_way: deque[Future[memoryview]] = deque()
+    with ThreadPoolExecutor(WRITERS, "ckptkit-export") as writers:
+        for part, block in _jobs(parts):
+            full = len(under_way) == _BUFFERS
+            buffer = under_way.popleft().result() if full else _buffer()
+            starts, data = desk.cast(part, block, buffer)
+            under_way.append(writers.submit(_write, target, part.place.path, starts, data, buffer))
+        for written in under_way:
+            written.result()
+    return dict(desk.shares)
+
+
+def _check_room(target: SharedTarget | PartFile, plan: Plan, parts: Sequence[Part]) -> None:
+    """Refuses an output that does not fit, before this rank writes its part.
+
+    Raises:
+        NoSpaceError: If it does not.
+    """
+    if isinstance(target, PartFile):
+        size, room = sum(part.size_bytes for part in parts), target.free_bytes()
+        what = "this rank's part"
+    else:
+        size = sum(file.size_bytes for file in plan.files)
+        room = target.room_bytes(file.path for file in plan.files)
+        what = "the output"
+    if size > room:
+        raise NoSpaceError(
+            f"{what} needs {size:,} bytes and {room:,} are free",
+            hint="export to another disk, or with a smaller dtype",
+        )
+
+
+def _buffer() -> memoryview:
+    return aligned_buffer(BLOCK_BYTES + 2 * PAGE_BYTES)
+
+
+def _write(
+    target: SharedTarget | PartFile,
+    path: str,
+    starts: Sequence[int],
+    data: memoryview,
+    buffer: memoryview,
+) -> memoryview:
+    """Writes runs, and returns the buffer that they lie in."""
+    target.write_runs(path, starts, data)
+    return buffer
+
+
+def _settle(devices: Iterable[torch.device]) -> None:
+    """Waits for what is queued on devices: the threads that copy from there have other streams."""
+    for device in {device for device in devices if device.type == "cuda"}:
+        torch.cuda.current_stream(device).synchronize()
+
+
+def write_literals(target: SharedTarget, plan: Plan) -> None:
+    """Makes all files of a plan and writes what is known of them beforehand; for one rank.
+
+    Raises:
+        NoSpaceError: If the disk is full.
+        OutputError: If something cannot be written.
+    """
+    for file in plan.files:
+        target.create(file.path, file.size_bytes)
+        for segment in file.segments:
+            if isinstance(segment.body, Literal):
+                target.write(file.path, segment.start, memoryview(segment.body.data))
+
+
+def _jobs(parts: Sequence[Part]) -> Iterator[tuple[Part, Block]]:
+    # In the order of the files: the device then writes long stretches. What goes through the page
+    # cache has to wait until nothing else is written to the file, so it comes last.
+    def order(part: Part) -> tuple[bool, str, int]:
+        return part.size_bytes < MIN_DIRECT_BYTES, part.place.path, part.place.start
+
+    for part in sorted(parts, key=order):
+        for block in blocks_of(part.box, part.place):
+            yield part, block
+
+
+class _Desk:
+    """Where blocks are cast and summed."""
+
+    def __init__(self) -> None:
+        self.shares: defaultdict[Fqn, Share] = defaultdict(Share)
+        self._casters: dict[tuple[DType, DType], Caster] = {}
+
+    def cast(
+        self, part: Part, block: Block, buffer: memoryview
+    ) -> tuple[Sequence[int], memoryview]:
+        """Returns where the runs of a block begin in its file, and their bytes in the buffer."""
+        place, itemsize = part.place, part.place.spec.dtype.itemsize
+        size = (block.stop - block.first) * itemsize
+        # A single run lies in memory as it will lie on disk pages.
+        low = (place.start + int(block.at[0])) % PAGE_BYTES if len(block.at) == 1 else 0
+        data = buffer[low : low + size]
+        self._fill(part, block, np.frombuffer(data, np.uint8))
+        length, name = block.run_bytes, place.spec.name
+        runs = (crc32(data[start : start + length]) for start in range(0, size, length))
+        sums = np.fromiter(runs, np.uint32, len(block.at))
+        share = share_of(block.at, length, sums, place.spec.size_bytes)
+        self.shares[name] = self.shares[name].joined(share)
+        return (block.at + place.start).tolist(), data
+
+    def _fill(self, part: Part, block: Block, data: NDArray[np.uint8]) -> None:
+        source, wanted = _elements(part.local, block), part.place.spec.dtype
+        if part.dtype == wanted:
+            data[:] = source
+            return
+        caster = self._casters.get((part.dtype, wanted))
+        if caster is None:
+            caster = self._casters[part.dtype, wanted] = caster_of(part.dtype, wanted)
+        overflow = caster.cast(source, data)
+        if overflow is not None:
+            where = f"tensor {part.place.spec.name!r}"
+            first = _position(block, overflow.first, wanted.itemsize) - overflow.first
+            raise overflow_error(overflow, wanted, where=where, block_start=first)
+
+
+def _position(block: Block, element: int, itemsize: int) -> int:
+    """Returns where an element of a block lies in its tensor."""
+    run, rest = divmod(element * itemsize, block.run_bytes)
+    return int(block.at[run] + rest) // itemsize
+
+
+def _elements(local: torch.Tensor, block: Block) -> NDArray[Any]:
+    """Returns the bytes of the elements of a block, gathered first where they lie scattered."""
+    if not (local.device.type == "cpu" and is_plain(local)):
+        gathered = torch.empty(block.stop - block.first, dtype=local.dtype)
+        at = 0
+        for slab in slabs(Span(block.first, block.stop), tuple(local.shape)):
+            part = local
+            for axis, (offset, size) in enumerate(zip(slab.offsets, slab.sizes, strict=True)):
+                part = part.narrow(axis, offset, size)
+            gathered[at : at + part.numel()].view(part.shape).copy_(part)
+            at += part.numel()
+        return _bytes_of(gathered)
+    return _bytes_of(local.reshape(-1)[block.first : block.stop])
+
+
+def _bytes_of(tensor: torch.Tensor) -> NDArray[Any]:
+    return tensor.view(torch.uint8).numpy()
+
+
+_ADAPTERS = "adapters"
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """A rank's view of what is exported.
+
+    Attributes:
+        table: The tensors that lie on this rank, whole or in part.
+        pieces: This rank's parts of them, by each of their names.
+        owned: The identities of the pieces that this rank writes.
+        is_everywhere: Whether all ranks hold the same tensors.
+        is_adapter: Whether it is the adapter of a PEFT model, and not a model.
+    """
+
+    table: Table
+    pieces: Mapping[Fqn, tuple[Piece, ...]]
+    owned: frozenset[int]
+    is_everywhere: bool
+    is_adapter: bool
+
+    def parts(self, name: Fqn) -> Iterator[tuple[Box, torch.Tensor]]:
+        """Yields what this rank writes of a tensor: boxes, and their elements in that shape."""
+        for piece in self.pieces.get(name, ()):
+            if id(piece) in self.owned:
+                yield from boxes_of(piece)
+
+    def same(self, one: Fqn, other: Fqn) -> bool | None:
+        """Tells whether two tensors are equal as far as this rank sees; None if they are one."""
+        first, second = self.pieces.get(one, ()), self.pieces.get(other, ())
+        if first and len(first) == len(second) and all(map(_is, first, second)):
+            return None
+        if [piece.places for piece in first] != [piece.places for piece in second]:
+            return False  # then both are written, which loads as well
+        pairs = zip(first, second, strict=True)
+        return all(_same_bytes(a.local, b.local) for a, b in pairs if a.places)
+
+
+def parts_of_model(bound: BoundState) -> list[nn.Module]:
+    """Returns the one model of a state; several modules where they are stages of a pipeline.
+
+    Raises:
+        UsageError: If there is none, or more than one.
+    """
+    if len({model.saved_as for model in bound.models}) != 1:
+        raise UsageError(
+            f"{len(bound.models)} models were found where one was expected",
+            where="state",
+            hint='give the one to export: export(out, state={"model": model})',
+        )
+    return [model.module for model in bound.models]
+
+
+def is_adapter(bound: BoundState) -> bool:
+    """Tells whether the model is a PEFT model, of which only the adapter is exported."""
+    return adapter_names(parts_of_model(bound)[0]) is not None
+
+
+def chosen_adapter(bound: BoundState) -> tuple[str, ...]:
+    """Returns the options of a command that name the adapter to be exported, among several."""
+    model: Any = innermost(parts_of_model(bound)[0])
+    names = adapter_names(model)
+    if names is None or len(model.peft_config) == 1:
+        return ()
+    return "--adapter", names.adapter
+
+
+def look_at(bound: BoundState) -> Exported:
+    """Returns what of the model lies on this rank, without any communication.
+
+    Raises:
+        UsageError: If the state does not hold one model.
+        UnsupportedError: If a tensor is sparse, quantized or has no data.
+    """
+    modules, world = parts_of_model(bound), Copies(bound.world_size, bound.rank)
+    walks = [ModelWalk(module, TensorPlaces("", ()), world=world) for module in modules]
+    views = [walk.look(keep=True) for walk in walks]  # all that a save holds
+    adapter = adapter_names(modules[0])
+    named = list(_named([piece for view in views for piece in view.pieces], adapter))
+    pieces: dict[Fqn, tuple[Piece, ...]] = {}
+    for name, piece in named:
+        pieces[name] = (*pieces.get(name, ()), piece)
+    taken = list({id(piece): piece for _, piece in named}.values())
+    mine = zip(taken, owned(taken), strict=True)
+    return Exported(
+        table={name: _spec(name, found[0]) for name, found in pieces.items()},
+        pieces=pieces,
+        owned=frozenset(id(piece) for piece, is_mine in mine if is_mine),
+        is_everywhere=all(view.values.count >= bound.world_size for view in views),
+        is_adapter=adapter is not None,
+    )
+
+
+def side_files(bound: BoundState, sidecar: Mapping[str, object]) -> dict[str, bytes]:
+    """Returns what lies beside the weights, by name: all of it on rank 0.
+
+    The other ranks need what the plan depends on: configurations, and not tokenizers.
+
+    Raises:
+        UsageError: If something given by the user cannot be stored.
+    """
+    modules = parts_of_model(bound)
+    if bound.rank:
+        sidecar = {key: value for key, value in sidecar.items() if _may_configure(value)}
+    files = collect_sidecar(modules, sidecar)
+    found = {file.path.removeprefix(f"{SIDE_FOLDER}/"): file.data for file in files}
+    adapter = adapter_names(modules[0])
+    own = found.get(f"{_ADAPTERS}/{adapter.adapter}/{ADAPTER_CONFIG}") if adapter else None
+    return found if own is None else {**found, ADAPTER_CONFIG: own}
+
+
+def _may_configure(value: object) -> bool:
+    """Tells whether something beside the weights may be, or hold, a model's configuration."""
+    return isinstance(value, (str, bytes, os.PathLike)) or hasattr(value, "to_json_string")
+
+
+def boxes_of(piece: Piece) -> Iterator[tuple[Box, torch.Tensor]]:
+    """Yields the boxes of a piece, each with its elements in the shape of the box."""
+    if len(piece.places) == 1:
+        yield piece.places[0], piece.local
+        return
+    at = 0
+    for box in piece.places:
+        count = math.prod(box.sizes)
+        yield box, piece.local.narrow(0, at, count).view(box.sizes)
+        at += count
+
+
+def packed_table(table: Table) -> str:
+    """Returns a table as short text."""
+    rows = [[spec.name, spec.dtype.name, spec.shape] for spec in table.values()]
+    return base64.b64encode(zlib.compress(json.dumps(rows).encode())).decode()
+
+
+def unpacked_table(text: str) -> dict[Fqn, TensorSpec]:
+    """Returns the table that was packed."""
+    rows: list[Any] = json.loads(zlib.decompress(base64.b64decode(text)))
+    return {
+        Fqn(name): TensorSpec(Fqn(name), dtype_named(dtype), tuple(shape))
+        for name, dtype, shape in rows
+    }
+
+
+def _named(pieces: Sequence[Piece], adapter: AdapterNames | None) -> Iterator[tuple[Fqn, Piece]]:
+    """Yields each piece under the names that it has in the output."""
+    for piece in pieces:
+        for path in (piece.key_path, *piece.aliases):
+            name = Fqn(".".join(map(str, path)))
+            in_file = name if adapter is None else adapter.file_name(name)
+            if in_file is not None and EXTRA_STATE not in name.split("."):
+                yield Fqn(in_file), piece
+
+
+def _spec(name: Fqn, piece: Piece) -> TensorSpec:
+    local = piece.local
+    if local.layout is not torch.strided or local.is_quantized or not has_data(local):
+        raise UnsupportedError(
+            "a tensor that is sparse, quantized or without data was found where a dense one was"
+            " expected",
+            where=name,
+            hint="hold it in the model as a dense tensor",
+        )
+    return TensorSpec(name, dtype_named(str(local.dtype), where=name), piece.shape)
+
+
+def _is(one: object, other: object) -> bool:
+    return one is other
+
+
+def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    return torch.equal(*(side.contiguous().view(-1).view(torch.uint8) for side in (one, other)))

@@ -1,0 +1,1 @@
+"""From a stored step back into live objects."""

@@ -1,0 +1,454 @@
+"""One step and the state that is filled from it, on one rank."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+from ckptkit.core.dtypes import DType
+from ckptkit.core.errors import ResumeError
+from ckptkit.core.index import Key, TensorEntry, TensorIndex
+from ckptkit.storage.places import Place
+from ckptkit.training.names import parallel_prefixes
+from ckptkit.training.resume.extra_state import copied_changes, extra_keys, extra_state_changes
+from ckptkit.training.resume.materialise import materialise
+from ckptkit.training.resume.optimizer_fit import LOST_HINT, check_optimizer, unwrapped
+from ckptkit.training.resume.optimizer_values import (
+    group_changes,
+    stored_groups,
+    unbound_changes,
+    value_changes,
+)
+from ckptkit.training.resume.optimizers import allocate, check_state, composed_places
+from ckptkit.training.resume.restore import (
+    loaders_alike,
+    object_changes,
+    random_changes,
+    tensor_pieces,
+)
+from ckptkit.training.resume.stored_step import StoredStep, matched
+from ckptkit.training.resume.tensors import (
+    LoadReport,
+    first_few,
+    load_pieces,
+    match_entries,
+    names_of,
+    unexpected_keys,
+)
+from ckptkit.training.state.collect import BoundModel, BoundOptimizer, BoundState, Layout, bind
+from ckptkit.training.state.dtensors import Copies
+from ckptkit.training.state.fsdp1 import cast_buffers
+from ckptkit.training.state.models import ModelView, ModelWalk
+from ckptkit.training.state.optimizers import STATE
+from ckptkit.training.state.pieces import Piece, Slot
+from ckptkit.training.state.rank_bound import is_scale
+
+logger = logging.getLogger(__name__)
+_COMPARED = 1 << 20  # elements at once, so that little memory is needed
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What one rank has read of a step.
+
+    Attributes:
+        reports: What was read of each DCP directory.
+        changes: What puts all that is not in place yet there.
+        untied: By the name of a tensor that is left out, because the model holds it as one with
+            another: that one's name, and the largest absolute difference on this rank.
+    """
+
+    reports: Mapping[str, LoadReport] = field(default_factory=dict)
+    changes: Sequence[Callable[[], object]] = ()
+    untied: Mapping[str, tuple[str, float]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What one rank has found to fit, before it fills any tensor.
+
+    Attributes:
+        pieces: The tensors to fill, by DCP directory.
+        changes: What puts everything else in place.
+    """
+
+    pieces: Mapping[str, Sequence[Piece]] = field(default_factory=dict)
+    changes: Sequence[Callable[[], object]] = ()
+
+
+class Opening:
+    """A step's directory, opened when it is first asked for; it has to be closed."""
+
+    def __init__(self, folder: Path | Place, bound: BoundState) -> None:
+        self._folder = folder
+        self._given = bound
+        self._bound: BoundState | None = None
+        self._stored: StoredStep | None = None
+
+    @property
+    def stored(self) -> StoredStep:
+        """The directory.
+
+        Raises:
+            InputError: If its manifest is damaged.
+        """
+        if self._stored is None:
+            self._stored = StoredStep.opened(self._folder)
+        return self._stored
+
+    @property
+    def bound(self) -> BoundState:
+        """The state, with the places that it has in this step.
+
+        Raises:
+            ResumeError: If something of it was not saved.
+            InputError: If the step is damaged.
+        """
+        if self._bound is None:
+            layout = self.stored.layout
+            bound = self._given
+            if layout not in {None, bound.layout}:
+                bound = _bound_again(bound, layout)
+            if self.stored.entries is not None:
+                bound = matched(bound, self.stored.entries, where=str(self._folder))
+            self._bound = bound
+        return self._bound
+
+    def loaders_alike(self) -> dict[str, bool]:
+        """Tells which dataloaders of all ranks were at the same place; see there."""
+        return loaders_alike(self.stored, self.bound)
+
+    def unfit_optimizers(self) -> dict[str, str]:
+        """Tells which optimizers could not go on from this step, by name, and why.
+
+        Raises:
+            InputError: If the step is damaged.
+        """
+        found: dict[str, str] = {}
+        for optimizer in self.bound.optimizers:
+            try:
+                self._checked_groups(optimizer, [])
+                self._check_state(optimizer)
+            except ResumeError as error:
+                found[optimizer.name] = str(error)
+        return found
+
+    def _check_state(self, optimizer: BoundOptimizer) -> None:
+        """Sees that an optimizer has, or can make, state like that in the step.
+
+        Raises:
+            ResumeError: If it cannot.
+            InputError: If the step is damaged.
+        """
+        allocate(self.stored, optimizer, self._slots, self._world)
+        depth = len(optimizer.path)
+        pieces = [
+            piece
+            for piece in self._stored_pieces()
+            if piece.unit == optimizer.unit and piece.key_path[:depth] == optimizer.path
+        ]
+        match_entries(self.stored.index(optimizer.unit), pieces)
+        list(value_changes(self.stored, optimizer, self._slots, self._world))
+
+    def prepare(
+        self, step: int, alike: Mapping[str, bool], anew: Collection[str] = frozenset()
+    ) -> Prepared:
+        """Reads everything but the tensors, and sees that these fit; overwrites none of them.
+
+        Args:
+            step: The number of the step.
+            alike: What `loaders_alike` returned to rank 0.
+            anew: The names of optimizers whose state is not to be taken up, but cleared.
+
+        Raises:
+            ResumeError: If something does not fit.
+            InputError: If the step is damaged.
+        """
+        bound, slots = self.bound, self._slots
+        fresh = [o for o in bound.optimizers if o.name in anew]
+        going_on = [o for o in bound.optimizers if o not in fresh]
+        further: list[Piece] = []
+        changes = [change for one in going_on for change in self._checked_groups(one, further)]
+        for optimizer in going_on:
+            changes += value_changes(self.stored, optimizer, slots, self._world)
+        for optimizer in fresh:
+            changes += self._without_state(optimizer)
+        changes += self._further_changes(step, alike, further)
+        for optimizer in going_on:
+            allocate(self.stored, optimizer, slots, self._world)
+        pieces: dict[str, list[Piece]] = defaultdict(list)
+        for piece in self._stored_pieces(fresh):
+            pieces[piece.unit].append(piece)
+        self._check_models(pieces)
+        changes += self._uncast_buffers(pieces)
+        for model in bound.models:
+            changes += copied_changes(model, pieces)
+        for piece in further:
+            pieces[piece.unit].append(piece)
+        for unit, of_unit in pieces.items():
+            match_entries(self.stored.index(unit), of_unit)
+        return Prepared(pieces, changes)
+
+    def fill(self, prepared: Prepared) -> Loaded:
+        """Fills the tensors.
+
+        Raises:
+            InputError: If the step is damaged.
+        """
+        reports = {
+            unit: load_pieces(self.stored.index(unit), self.stored.source, of_unit)
+            for unit, of_unit in prepared.pieces.items()
+        }
+        return Loaded(reports, prepared.changes, self._compare_tied(prepared.pieces))
+
+    def _compare_tied(self, pieces: Mapping[str, Sequence[Piece]]) -> dict[str, tuple[str, float]]:
+        """Compares what the model holds as one tensor and the step as several, as far as read."""
+        found: dict[str, tuple[str, float]] = {}
+        starts = {unit: len(m.path) for m in self.bound.models for unit in m.places.units}
+        for unit, depth in starts.items():
+            for piece in pieces.get(unit, ()):
+                if piece.aliases and piece.elements:
+                    for name, kept, difference in self._differing(unit, piece, depth):
+                        before = found.get(name, (kept, 0.0))[1]
+                        found[name] = kept, max(before, difference)
+        return found
+
+    def _differing(self, unit: str, piece: Piece, depth: int) -> Iterator[tuple[str, str, float]]:
+        index = self.stored.index(unit)
+        stored = [index.tensors.get(Key(key)) for key in names_of(piece)]
+        kept, *further = (entry for entry in stored if entry is not None)
+        for entry in further:
+            if _records_of(index, entry) == _records_of(index, kept):
+                continue
+            difference = float("inf")
+            if entry.shape == kept.shape and entry.dtype == kept.dtype:
+                read = torch.empty_like(piece.local)
+                other = replace(piece, key_path=entry.key_path, aliases=(), local=read)
+                load_pieces(index, self.stored.source, [other])
+                difference = _largest_difference(piece.local, read)
+            if difference:
+                name, of_kept = (".".join(map(str, one.key_path[depth:])) for one in (entry, kept))
+                yield name, of_kept, difference
+
+    def _stored_pieces(self, fresh: Sequence[BoundOptimizer] = ()) -> list[Piece]:
+        """Returns the pieces to fill: what a live optimizer has beyond the step is dropped later.
+
+        Args:
+            fresh: Optimizers whose state is not filled.
+        """
+        dropped: set[int] = set()
+        pieces = [p for p in tensor_pieces(self.bound, fresh) if p.unit not in self._absent]
+        for optimizer in self.bound.optimizers:
+            if optimizer in fresh or self._is_built_otherwise(optimizer):
+                continue
+            start = (*optimizer.path, STATE)
+            composed = {(*start, n, *names) for n, names in composed_places(self.stored, optimizer)}
+            keys = self.stored.index(optimizer.unit).tensors
+            for piece in pieces:
+                path = piece.key_path
+                if piece.unit != optimizer.unit or path[: len(start)] != start:
+                    continue
+                direct = len(path) == len(start) + 2  # the parameter, and a name
+                inside = any(path[:end] in composed for end in range(len(start) + 2, len(path)))
+                if not (direct or inside) or piece.key not in keys:
+                    dropped.add(id(piece))
+        return [piece for piece in pieces if id(piece) not in dropped]
+
+    def _uncast_buffers(self, pieces: dict[str, list[Piece]]) -> list[Callable[[], object]]:
+        """Has buffers that FSDP1 casts read in the dtype of the step, and returns what casts them.
+
+        Steps hold them as they were before the cast, or as they were after it; so do models,
+        before and after their first forward pass.
+        """
+        changes: list[Callable[[], object]] = []
+        for model in self.bound.models:
+            dtypes = cast_buffers(model.module, parallel_prefixes(model.module))
+            places = {model.places.of(name): pair for name, pair in dtypes.items()}
+            for unit in model.places.units if places else ():
+                stored = self.stored.index(unit).tensors if unit in pieces else {}
+                for number, piece in enumerate(pieces.get(unit, ())):
+                    entry, known = stored.get(Key(piece.key)), places.get(piece.entry, ())
+                    kept = {dtype for dtype in known if entry and _is_dtype(dtype, entry.dtype)}
+                    if kept and piece.local.dtype in known and piece.local.dtype not in kept:
+                        read = torch.empty_like(piece.local, dtype=kept.pop())
+                        pieces[unit][number] = replace(piece, local=read)
+                        changes.append(partial(piece.local.copy_, read))
+        return changes
+
+    def _without_state(self, bound: BoundOptimizer) -> Iterator[Callable[[], object]]:
+        """Yields what empties an optimizer; hyperparameters are taken up if they are its own."""
+        yield bound.optimizer.state.clear
+        try:
+            yield from self._group_changes(bound, self._groups_of(bound))
+        except ResumeError as error:
+            logger.debug("hyperparameters stay as they are: %s", error)
+
+    @cached_property
+    def _absent(self) -> frozenset[str]:
+        """The directories of base models that the step does not have.
+
+        Stock Trainer saves the adapter alone: the base is as the user loaded it.
+        """
+        bases = {model.places.base_unit for model in self.bound.models} - {""}
+        absent = frozenset(unit for unit in bases if not self.stored.has_unit(unit))
+        if absent and self.bound.rank == 0:
+            logger.info("%s: only the adapter was saved, and the base stays as it is", self._folder)
+        return absent
+
+    def _is_built_otherwise(self, bound: BoundOptimizer) -> bool:
+        """Tells whether an optimizer has other flags than were saved, such as `amsgrad`.
+
+        Then tensors in its state that the step lacks are no leftovers of later steps.
+        """
+        defaults: Mapping[str, Any] = getattr(unwrapped(bound.optimizer), "defaults", {})
+        flags = {name: value for name, value in defaults.items() if isinstance(value, bool)}
+        return any(
+            group.get(name, value) is not value
+            for group in self._groups_of(bound)
+            for name, value in flags.items()
+        )
+
+    def _further_changes(
+        self, step: int, alike: Mapping[str, bool], pieces: list[Piece]
+    ) -> Iterator[Callable[[], object]]:
+        bound = self.bound
+        for model in bound.models:
+            yield from extra_state_changes(self.stored, model, pieces, rank=bound.rank)
+        yield from object_changes(self.stored, bound, alike, pieces)
+        # Last, as loading a state dict may draw numbers.
+        yield from random_changes(self.stored, bound, step)
+
+    def _checked_groups(
+        self, bound: BoundOptimizer, pieces: list[Piece]
+    ) -> list[Callable[[], object]]:
+        """Sees that an optimizer can go on, and returns what puts its hyperparameters in place."""
+        where = bound.name
+        lost = self.stored.lost.get(where)
+        if lost is not None:
+            raise ResumeError(
+                f"its state was not saved with this step: {lost}", where=where, hint=LOST_HINT
+            )
+        groups = self._groups_of(bound)
+        check_state(self.stored, bound, self._slots, self._world)
+        return [
+            *self._group_changes(bound, groups),
+            *unbound_changes(self.stored, bound, groups, pieces),
+        ]
+
+    def _group_changes(
+        self, bound: BoundOptimizer, groups: Sequence[Mapping[str, Any]]
+    ) -> list[Callable[[], object]]:
+        exact = self.stored.has_structures
+        return list(group_changes(bound, self._slots, groups, self._world, exact=exact))
+
+    def _groups_of(self, bound: BoundOptimizer) -> list[dict[str, Any]]:
+        """Returns an optimizer's groups in the step, which those of another kind are not."""
+        groups = stored_groups(self.stored, bound, self._slots)
+        entry = self.stored.entry(*bound.saved_as)
+        made_by = entry.made_by if entry is not None else ""
+        check_optimizer(bound.optimizer, groups, made_by=made_by, where=bound.name)
+        return groups
+
+    @property
+    def _world(self) -> Copies:
+        return Copies(self.bound.world_size, self.bound.rank)
+
+    @cached_property
+    def _views(self) -> list[ModelView]:
+        """What of each model lies on this rank, with memory for it."""
+        bound = self.bound
+        materialise([m.module for m in bound.models], [o.optimizer for o in bound.optimizers])
+        return [ModelWalk(m.module, m.places, world=self._world).look() for m in bound.models]
+
+    @cached_property
+    def _slots(self) -> dict[int, tuple[Slot, ...]]:
+        return {key: slots for view in self._views for key, slots in view.slots.items()}
+
+    def _check_models(self, pieces: Mapping[str, Sequence[Piece]]) -> None:
+        """Refuses tensors that no model asks for, as torch's strict load_state_dict does.
+
+        What a pipeline's stage does not ask for is that of other stages.
+
+        Raises:
+            ResumeError: If there are some.
+        """
+        for model, view in zip(self.bound.models, self._views, strict=True):
+            if view.values.count < self.bound.world_size:
+                continue
+            extra = [
+                key
+                for unit in self._stored_units(model)
+                for key in self._left(model, unit, pieces.get(unit, ()))
+            ]
+            if extra:
+                raise ResumeError(
+                    f"{len(extra):,} tensors of the checkpoint are not in the model:"
+                    f" {first_few(extra)}",
+                    where=model.key,
+                    hint="build the model that was saved",
+                )
+
+    def _left(self, model: BoundModel, unit: str, pieces: Sequence[Piece]) -> Iterator[str]:
+        start, index = model.path, self.stored.index(unit)
+        given = extra_keys(index, start)
+        for key in unexpected_keys(index, pieces):
+            # A model that was wrapped before has the scales of its packed weights elsewhere.
+            if key in given or is_scale(key, index.tensors):
+                continue
+            if index.tensors[key].key_path[: len(start)] == start:
+                yield key
+
+    def _stored_units(self, model: BoundModel) -> list[str]:
+        """Returns the directories of a model; of a split one the base may not be there."""
+        return [unit for unit in model.places.units if unit not in self._absent]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._stored is not None:
+            self._stored.close()
+
+
+def _is_dtype(dtype: torch.dtype, stored: DType) -> bool:
+    return str(dtype) == f"torch.{stored.name}"
+
+
+def _records_of(index: TensorIndex, entry: TensorEntry) -> list[tuple[int, int]]:
+    records = [index.records[int(number)] for number in entry.chunks.record]
+    return sorted((record.file, record.start) for record in records)
+
+
+def _largest_difference(one: torch.Tensor, other: torch.Tensor) -> float:
+    """Returns the largest absolute difference; NaN equals NaN, and is infinitely far from else."""
+    largest = 0.0
+    for start in range(0, one.numel(), _COMPARED):
+        left, right = (t.reshape(-1)[start : start + _COMPARED] for t in (one, other))
+        wide = torch.complex128 if one.is_complex() else torch.float64
+        apart = (left.to(wide) - right.to(wide)).abs()
+        apart[(left == right) | (left.isnan() & right.isnan())] = 0
+        largest = max(largest, float(apart.nan_to_num(float("inf"), float("inf")).max()))
+    return largest
+
+
+def _bound_again(bound: BoundState, layout: Layout) -> BoundState:
+    """Returns the same state with the places that it has in another layout."""
+    state: dict[str, Any] = {}
+    entries: list[tuple[str, int | None, Any]] = [
+        *((model.key, model.position, model.module) for model in bound.models),
+        *((entry.key, entry.position, entry.optimizer) for entry in bound.optimizers),
+        *((other.key, other.position, other.target) for other in bound.others),
+    ]
+    for key, position, value in entries:
+        if position is None:
+            state[key] = value
+        else:
+            state.setdefault(key, []).append(value)
+    return bind(state, layout=layout, rank=bound.rank, world_size=bound.world_size)

@@ -1,0 +1,315 @@
+"""Memory for what is to be loaded: models on the meta device, optimizers that never stepped."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ckptkit.core.errors import ResumeError
+from ckptkit.core.index import KeyPath, TensorEntry, TensorIndex
+from ckptkit.training.resume.optimizer_fit import unwrapped
+from ckptkit.training.state.dtensors import DTensor
+from ckptkit.training.state.optimizers import STATE, below
+from ckptkit.training.state.pieces import Slot
+
+Slots = Mapping[int, tuple[Slot, ...]]
+_Named = tuple[nn.Module, str]
+
+
+def materialise(modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+    """Gives memory to what lies on the meta device; everything else stays as it is.
+
+    Parameters and persistent buffers are left without content, to be loaded. Buffers that no
+    checkpoint holds get theirs from the module that made them.
+
+    Args:
+        modules: The models, wrapped already.
+        optimizers: Those of their parameters; they get the new ones.
+
+    Raises:
+        ResumeError: If nobody can tell what a buffer that is not saved should hold.
+    """
+    for module in modules:
+        if any(tensor.is_meta for tensor in _tensors(module)):
+            renewed = _give_memory(module)
+            for optimizer in optimizers:
+                _rebind(optimizer, renewed)
+
+
+def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()
+
+
+def _give_memory(module: nn.Module) -> dict[torch.Tensor, nn.Parameter]:
+    """Returns the new parameter of each old one."""
+    before: dict[torch.Tensor, list[_Named]] = defaultdict(list)
+    for owner in module.modules():
+        for name, parameter in owner._parameters.items():  # noqa: SLF001 - named_ ones hide ties
+            if parameter is not None:
+                before[parameter].append((owner, name))
+    unsaved = list(_unsaved_buffers(module))
+    device = _device_of(module)
+
+    def real(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
+
+    # As `to_empty` does; FSDP2 overrides it to take note of the new parameters.
+    module._apply(real)  # type: ignore[no-untyped-call]  # noqa: SLF001
+    for places in before.values():
+        _tie_again(places)
+    _fill_unsaved(module, unsaved)
+    return {old: getattr(*places[0]) for old, places in before.items()}
+
+
+def _tie_again(places: Sequence[_Named]) -> None:
+    owner, name = places[0]
+    first = owner._parameters[name]  # noqa: SLF001
+    for other, alias in places[1:]:
+        other._parameters[alias] = first  # noqa: SLF001
+
+
+def _device_of(module: nn.Module) -> torch.device:
+    """Returns where the model lives: with what is there already, or on its mesh."""
+    found = {tensor.device for tensor in _tensors(module) if not tensor.is_meta}
+    if len(found) == 1:
+        return found.pop()
+    if _is_offloaded(module):
+        return torch.device("cpu")
+    for tensor in module.parameters():
+        if isinstance(tensor, DTensor) and tensor.device_mesh.device_type != "cpu":
+            return torch.device(tensor.device_mesh.device_type, torch.cuda.current_device())
+        if isinstance(tensor, DTensor):
+            return torch.device("cpu")
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _is_offloaded(module: nn.Module) -> bool:
+    """Tells whether FSDP2 keeps the parameters on the CPU, which has no public property."""
+    for part in module.modules():
+        state = getattr(part, "_get_fsdp_state", None)
+        group = getattr(state(), "_fsdp_param_group", None) if callable(state) else None
+        if group is not None:
+            return bool(getattr(group.fsdp_params[0], "offload_to_cpu", False))
+    return False
+
+
+def _unsaved_buffers(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    for prefix, owner in module.named_modules():
+        for name, buffer in owner._buffers.items():  # noqa: SLF001
+            unsaved = name in owner._non_persistent_buffers_set  # noqa: SLF001
+            if buffer is not None and buffer.is_meta and unsaved:
+                yield f"{prefix}.{name}" if prefix else name, owner, name
+
+
+def _fill_unsaved(module: nn.Module, unsaved: Sequence[tuple[str, nn.Module, str]]) -> None:
+    for owner in dict.fromkeys(owner for _, owner, _ in unsaved):
+        names = [name for _, other, name in unsaved if other is owner]
+        for name in names:
+            _mark(getattr(owner, name))
+        initialise = _initialiser(module, owner)
+        if initialise is not None:
+            with torch.no_grad():
+                initialise()
+    left = [full for full, owner, name in unsaved if _is_marked(getattr(owner, name))]
+    if left:
+        raise ResumeError(
+            f"buffers on the meta device that no checkpoint holds cannot be computed:"
+            f" {', '.join(left)}",
+            hint="build them on a real device, as accelerate's"
+            " `init_empty_weights(include_buffers=False)` does, or give the module that owns them"
+            " a reset_parameters()",
+        )
+
+
+def _initialiser(root: nn.Module, owner: nn.Module) -> Callable[[], object] | None:
+    """Returns what computes a module's buffers and touches nothing that is loaded."""
+    owned = set(owner._buffers) - owner._non_persistent_buffers_set  # noqa: SLF001
+    if owned or any(True for _ in owner.parameters(recurse=False)):
+        return None
+    own: Any = getattr(owner, "reset_parameters", None)
+    if callable(own):
+        return lambda: own()  # noqa: PLW0108  which gives it the type
+    for parent in root.modules():
+        # Transformers' models initialise each of their modules by this method of theirs.
+        initialise = getattr(parent, "_init_weights", None)
+        if callable(initialise):
+            return lambda: initialise(owner)
+    return None
+
+
+def _mark(buffer: torch.Tensor) -> None:
+    if buffer.dtype.is_floating_point or buffer.dtype.is_complex:
+        buffer.fill_(float("nan"))
+    elif buffer.dtype is not torch.bool:
+        buffer.fill_(torch.iinfo(buffer.dtype).max)
+
+
+def _is_marked(buffer: torch.Tensor) -> bool:
+    if not buffer.numel() or buffer.dtype is torch.bool:
+        return buffer.dtype is torch.bool
+    if buffer.dtype.is_floating_point or buffer.dtype.is_complex:
+        return bool(buffer.isnan().all())
+    return bool((buffer == torch.iinfo(buffer.dtype).max).all())
+
+
+def _rebind(optimizer: Optimizer, renewed: Mapping[torch.Tensor, nn.Parameter]) -> None:
+    for group in optimizer.param_groups:
+        group["params"] = [renewed.get(old, old) for old in group["params"]]
+    for old in [key for key in optimizer.state if key in renewed]:
+        optimizer.state[renewed[old]] = optimizer.state.pop(old)
+
+
+def allocate_state(
+    optimizer: Optimizer,
+    slots: Slots,
+    index: TensorIndex,
+    path: KeyPath,
+    *,
+    leave: Container[int] = (),
+) -> None:
+    """Gives an optimizer the state tensors that a checkpoint has for it, without content.
+
+    Tensors that are there stay, to be filled in place; state of parameters for which the
+    checkpoint has none is removed.
+
+    Args:
+        optimizer: It may never have stepped.
+        slots: What its parameters hold on this rank, see `ModelView.slots`.
+        index: Of the DCP directory that holds the state.
+        path: What comes before `state` in the key paths.
+        leave: The identities of parameters whose state stays as it is.
+
+    Raises:
+        ResumeError: If only the optimizer itself could tell how its state is sharded, by a step,
+            and it cannot make one.
+    """
+    stored = _stored_states(index, path)
+    groups = [(g, [p for p in g["params"] if id(p) not in leave]) for g in optimizer.param_groups]
+    if any(_needs_step(parameters, slots, stored) for _, parameters in groups):
+        step_without_effect(optimizer)
+    for group, parameters in groups:
+        on_device = bool(group.get("capturable") or group.get("fused"))
+        for parameter in parameters:
+            _allocate(optimizer, parameter, slots[id(parameter)], stored, on_device=on_device)
+
+
+def _stored_states(index: TensorIndex, path: KeyPath) -> dict[str, dict[str, TensorEntry]]:
+    found: dict[str, dict[str, TensorEntry]] = defaultdict(dict)
+    entries = {entry.key_path: entry for entry in index.tensors.values()}
+    for rest, key_path in below(entries, path, STATE):
+        if len(rest) == 2:  # noqa: PLR2004
+            found[str(rest[0])][str(rest[1])] = entries[key_path]
+    for rest, _ in below(index.values, path, STATE):
+        if len(rest) > 1:
+            found.setdefault(str(rest[0]), {})
+    return dict(found)
+
+
+def _needs_step(
+    parameters: Sequence[torch.Tensor],
+    slots: Slots,
+    stored: Mapping[str, Mapping[str, TensorEntry]],
+) -> bool:
+    """Whether some state of a sharded parameter is neither a number nor of its shape."""
+    return any(
+        (isinstance(parameter, DTensor) or not slot.whole) and _is_odd(slot, stored)
+        for parameter in parameters
+        for slot in slots[id(parameter)]
+    )
+
+
+def _is_odd(slot: Slot, stored: Mapping[str, Mapping[str, TensorEntry]]) -> bool:
+    return any(
+        entry.shape != slot.shape and entry.elements != 1
+        for entry in stored.get(slot.fqn, {}).values()
+    )
+
+
+def _allocate(
+    optimizer: Optimizer,
+    parameter: torch.Tensor,
+    slots: Sequence[Slot],
+    stored: Mapping[str, Mapping[str, TensorEntry]],
+    *,
+    on_device: bool,
+) -> None:
+    present = [slot for slot in slots if slot.fqn in stored]
+    if not present or not has_state(parameter, slots):
+        optimizer.state.pop(parameter, None)
+        return
+    state: dict[str, Any] = optimizer.state[parameter]
+    slot = present[0]
+    for name, entry in stored[slot.fqn].items():
+        if not isinstance(state.get(name), torch.Tensor):
+            state[name] = _empty(parameter, slot, name, entry, on_device=on_device)
+
+
+def has_state(parameter: torch.Tensor, slots: Sequence[Slot]) -> bool:
+    """Tells whether an optimizer has state here; FSDP1's ranks without elements have none."""
+    return isinstance(parameter, DTensor) or any(slot.elements for slot in slots)
+
+
+def _empty(
+    parameter: torch.Tensor, slot: Slot, name: str, entry: TensorEntry, *, on_device: bool
+) -> torch.Tensor:
+    dtype: torch.dtype = getattr(torch, entry.dtype.name)
+    if entry.shape == slot.shape and (entry.shape or name != "step"):
+        local = parameter.detach()
+        if slot.start is not None:  # with padding, which no checkpoint holds
+            return torch.zeros(slot.held, dtype=dtype, device=local.device)
+        if isinstance(local, DTensor) or tuple(local.shape) == slot.held:
+            return torch.empty_like(local, dtype=dtype)
+        return torch.empty(slot.held, dtype=dtype, device=local.device)
+    # As torch's load_state_dict has it: only counts of steps lie elsewhere than their parameter.
+    is_count = name == "step" and entry.elements == 1 and not on_device
+    device = torch.device("cpu") if is_count else parameter.device
+    return torch.empty(entry.shape, dtype=dtype, device=device)
+
+
+def step_without_effect(optimizer: Optimizer) -> None:
+    """Lets an optimizer make its own state, by a step with gradients of zero.
+
+    The parameters are loaded afterwards. Gradients and hyperparameters are put back. An optimizer
+    that has state already keeps it.
+
+    Args:
+        optimizer: What `torch.compile` does in its step is not worth while here, and left out.
+
+    Raises:
+        ResumeError: If it cannot make a step here.
+    """
+    if optimizer.state:
+        return
+    groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    gradients = [(p, p.grad) for g in optimizer.param_groups for p in g["params"]]
+    for parameter, _ in gradients:
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    for group in optimizer.param_groups:
+        lr = group["lr"]
+        group["lr"] = torch.zeros_like(lr) if isinstance(lr, torch.Tensor) else 0.0
+    try:
+        with _uncompiled():
+            unwrapped(optimizer).step()
+    except Exception as error:
+        raise ResumeError(
+            f"{type(optimizer).__name__} has state of other shapes than its parameters, and could"
+            f" not make it by a step: {type(error).__name__}: {error}",
+            hint="take a step with it before resuming, or resume without the optimizer",
+        ) from error
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        for group, values in zip(optimizer.param_groups, groups, strict=True):
+            group.update(values)
+
+
+def _uncompiled() -> AbstractContextManager[object]:
+    set_stance = getattr(torch.compiler, "set_stance", None)  # torch 2.6 and later
+    return nullcontext() if set_stance is None else set_stance("force_eager")

@@ -1,0 +1,430 @@
+"""The values of an optimizer in a step: hyperparameters, states, and what it keeps beside them.
+
+The tensors of its parameters' states are filled in place before; everything else is read first,
+and put in place with them when every rank has read its own.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from ckptkit.core.errors import FormatError, ResumeError
+from ckptkit.core.index import KeyPath
+from ckptkit.core.text import a_kind
+from ckptkit.training.resume.materialise import Slots, has_state
+from ckptkit.training.resume.objects import Place, put, read_tensors, unflattened
+from ckptkit.training.resume.optimizer_fit import unwrapped
+from ckptkit.training.resume.optimizers import composed_places, has_layout, state_values
+from ckptkit.training.resume.stored_step import StoredStep
+from ckptkit.training.resume.tensors import first_few
+from ckptkit.training.state import rank_bound
+from ckptkit.training.state.bound import BoundOptimizer
+from ckptkit.training.state.dtensors import Copies, DTensor
+from ckptkit.training.state.objects import is_same
+from ckptkit.training.state.optimizers import GROUPS, PARAMS, STATE, below
+from ckptkit.training.state.pieces import Piece, Slot
+from ckptkit.training.state.structures import Nodes, adapt, leaf_paths, put_together
+
+Apply = Callable[[], object]
+_NUMBERS = (torch.Tensor, int, float)
+_NAMES = "param_names"  # which torch keeps where a step has none
+
+
+def group_changes(
+    bound: BoundOptimizer,
+    slots: Slots,
+    groups: Sequence[Mapping[str, Any]],
+    world: Copies,
+    *,
+    exact: bool,
+) -> Iterator[Apply]:
+    """Finds the hyperparameters of an optimizer's groups.
+
+    Groups are recognised by the names of their parameters, so that their order may differ. A
+    stage of a pipeline has a part of a group, or one of its own of which other stages have more.
+
+    Args:
+        bound: The optimizer.
+        slots: What its parameters hold on this rank.
+        groups: What `stored_groups` returned.
+        world: The number of ranks, and this one.
+        exact: Whether the step has all values with their types, see `structures`.
+
+    Yields:
+        What puts them in place.
+
+    Raises:
+        ResumeError: If a group has no counterpart in the checkpoint.
+    """
+    of_names = {name: group for group in groups for name in group[PARAMS]}
+    for number, group in enumerate(bound.optimizer.param_groups):
+        own = [slot for p in group[PARAMS] for slot in slots[id(p)]]
+        staged = any(slot.values.count < world.number for slot in own)
+        names = frozenset(slot.fqn for slot in own)
+        if not own:
+            without = sum(not g[PARAMS] for g in bound.optimizer.param_groups[:number])
+            found = dict(enumerate(g for g in groups if not g[PARAMS])).get(without)
+            if found is None:
+                continue
+        else:
+            found = _group_of(names, of_names, staged=staged)
+        if found is None:
+            raise ResumeError(
+                _no_group(number, names, groups),
+                where=bound.key,
+                hint="build the optimizer with the parameter groups that it was saved with",
+            )
+        defaults: Mapping[str, Any] = getattr(unwrapped(bound.optimizer), "defaults", {})
+        set_group = _set_exactly if exact else _set_group
+        yield partial(set_group, group, found, defaults)
+
+
+def _group_of(
+    own: frozenset[str], of_names: Mapping[str, Mapping[str, Any]], *, staged: bool
+) -> Mapping[str, Any] | None:
+    """Returns the hyperparameters that the parameters of a group were saved with.
+
+    Groups of one parameter, as flattened ones are, make up a group if they are alike.
+    """
+    if not own <= of_names.keys():
+        return None
+    found = list({id(of_names[name]): of_names[name] for name in sorted(own)}.values())
+    saved = frozenset(name for group in found for name in group[PARAMS])
+    if saved != own and not staged:
+        return None
+    single = all(len(group[PARAMS]) == 1 for group in found)
+    alike = single and all(_are_alike(group, found[0]) for group in found)
+    return found[0] if len(found) == 1 or alike else None
+
+
+def _are_alike(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return one.keys() == other.keys() and all(
+        _are_equal(value, other[key]) for key, value in one.items() if key != PARAMS
+    )
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    dtype = next((side.dtype for side in (one, other) if isinstance(side, torch.Tensor)), None)
+    if dtype is None or not all(isinstance(side, _NUMBERS) for side in (one, other)):
+        return is_same(one, other)
+    # The dtype of a number alone would be the default dtype of the process.
+    return torch.as_tensor(one, dtype=dtype).equal(torch.as_tensor(other, dtype=dtype))
+
+
+def _no_group(number: int, own: frozenset[str], groups: Sequence[Mapping[str, Any]]) -> str:
+    if groups and all(len(group[PARAMS]) == 1 for group in groups):
+        saved = {name for group in groups for name in group[PARAMS]}
+        missing = sorted(own - saved)
+        differ = "were saved with different hyperparameters"
+        what = f"are not in the checkpoint: {first_few(missing)}" if missing else differ
+        return f"the {len(own):,} parameters of group {number} {what}"
+    nearest = max((set(g[PARAMS]) for g in groups), key=lambda g: len(g & own), default=set())
+    differing = sorted(own ^ nearest)
+    return (
+        f"no group of the checkpoint's {len(groups):,} has the {len(own):,} parameters of group"
+        f" {number}; the nearest differs in {first_few(differing)}"
+    )
+
+
+def stored_groups(stored: StoredStep, bound: BoundOptimizer, slots: Slots) -> list[dict[str, Any]]:
+    """Returns the hyperparameters of an optimizer's groups, and the names of their parameters.
+
+    Of flattened ones, which are as many as there are parameters, those of this rank are read,
+    each as a group of one.
+
+    Args:
+        stored: The step.
+        bound: The optimizer.
+        slots: What its parameters hold on this rank.
+
+    Raises:
+        ResumeError: If they hold more than plain values.
+        InputError: If they are damaged.
+    """
+    index = stored.index(bound.unit)
+    own = {slot.fqn for p in _parameters(bound.optimizer) for slot in slots[id(p)]}
+    leaves: dict[str | int, dict[KeyPath, Any]] = defaultdict(dict)
+    for rest, path in below(index.values, bound.path, GROUPS):
+        if not rest:  # torch before 2.4 stores all groups as one value
+            return [dict(group) for group in stored.value(bound.unit, path)]
+        if isinstance(rest[0], int) or rest[0] in own:
+            leaves[rest[0]][rest[1:]] = stored.value(bound.unit, path)
+    keys = (entry.key_path for entry in index.tensors.values())
+    tensors = {path: rest for rest, path in below(keys, bound.path, GROUPS)}
+    wanted = [path for path, rest in tensors.items() if isinstance(rest[0], int) or rest[0] in own]
+    for path, tensor in read_tensors(stored, bound.unit, wanted):
+        leaves[tensors[path][0]][tensors[path][1:]] = tensor
+    groups = {key: _group_from(stored, bound, key, found) for key, found in leaves.items()}
+    return [groups[key] for key in sorted(groups, key=str) if PARAMS in groups[key]]
+
+
+def _group_from(
+    stored: StoredStep, bound: BoundOptimizer, key: str | int, leaves: dict[KeyPath, Any]
+) -> dict[str, Any]:
+    """Returns one group of a step, or that of one parameter."""
+    names = leaves.pop((PARAMS,), None)
+    nodes = stored.structure(bound.unit, (*bound.path, GROUPS, key))
+    where = f"{bound.key}, group {key}"
+    made = put_together(nodes, leaves, where=where) if leaves or nodes is not None else {}
+    _check_mapping(made, where)
+    if isinstance(key, str):
+        names = [key]
+    return {**made} if names is None else {**made, PARAMS: names}
+
+
+def _check_mapping(value: object, where: str) -> None:
+    if not isinstance(value, Mapping):
+        raise FormatError(f"{a_kind(value)} was found where names were expected", where=where)
+
+
+def _set_exactly(
+    group: MutableMapping[Any, Any], found: Mapping[Any, Any], defaults: Mapping[str, Any]
+) -> None:
+    """Gives a group the hyperparameters that were saved, and no others.
+
+    As with `Optimizer.load_state_dict`, what the class itself puts into every group stays: newer
+    versions of torch have more of it than a step. A number goes into the tensor that the
+    optimizer was built with in its place.
+    """
+    tensors = {key: value for key, value in group.items() if isinstance(value, torch.Tensor)}
+    for key in [key for key in group if key not in {PARAMS, _NAMES, *defaults} or key in found]:
+        if key != PARAMS:
+            del group[key]
+    for key, value in found.items():
+        if key != PARAMS:
+            built_as_tensor = isinstance(defaults.get(key), torch.Tensor) and key in tensors
+            if built_as_tensor and type(value) in {int, float}:
+                value = torch.as_tensor(value, dtype=tensors[key].dtype)  # noqa: PLW2901
+            group[key] = _filled(tensors.get(key), value)
+
+
+def _filled(live: Any, value: Any) -> Any:
+    """Returns a value; a live tensor like it takes it up, as compiled code may have that one."""
+    both = isinstance(live, torch.Tensor) and isinstance(value, torch.Tensor) and live is not value
+    if both and (live.dtype, live.shape) == (value.dtype, value.shape):
+        with torch.no_grad():
+            return live.copy_(value)
+    return value
+
+
+def _set_group(
+    group: MutableMapping[str, Any], found: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> None:
+    """Does what `_set_exactly` does with a step that does not tell all types."""
+    lacking = adapt({}, group)  # what has left nothing behind, such as empty mappings
+    for name in [name for name in group if name not in {PARAMS, _NAMES, *defaults, *found}]:
+        if name not in lacking:
+            del group[name]
+    for name, value in found.items():
+        if name == PARAMS:
+            continue
+        live = group.get(name)
+        if isinstance(live, torch.Tensor):
+            # Of a number the default dtype would keep fewer digits than the live tensor has.
+            live.copy_(torch.as_tensor(value, dtype=live.dtype))
+        elif isinstance(value, torch.Tensor) and value.numel() == 1 and name in group:
+            group[name] = value.item()
+        else:
+            group[name] = adapt(value, live)
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """What a step has of one parameter's state.
+
+    Attributes:
+        leaves: What was read, by the rest of the key path.
+        filled: The places of the tensors that are filled in place.
+        nodes: How all of it is put together; None where the paths tell that.
+        adapts: Whether the live state tells types that the step does not.
+        where: The parameter, for messages.
+    """
+
+    leaves: Mapping[KeyPath, Any]
+    filled: tuple[KeyPath, ...]
+    nodes: Nodes | None
+    adapts: bool
+    where: str
+
+    def give(self, optimizer: Optimizer, parameter: torch.Tensor) -> None:
+        """Gives an optimizer this state of a parameter, and no other."""
+        live: Any = optimizer.state.get(parameter)
+        device = parameter.device
+        leaves = {path: _on(device, value) for path, value in self.leaves.items()}
+        for path in self.filled:
+            tensor = rank_bound.tensor_at(live, path)
+            if tensor is not None:
+                leaves[path] = tensor
+        value = put_together(self.nodes, leaves, self.where)
+        if self.adapts:
+            value = adapt(value, live)
+        if self.nodes is None and isinstance(live, dict) and type(live) is type(value):
+            kept = {(type(key), key) for key in value}
+            for key in [key for key in live if (type(key), key) not in kept]:
+                del live[key]
+            live.update(value)
+        else:
+            optimizer.state[parameter] = value
+
+
+def _on(device: torch.device, value: Any) -> Any:
+    return value.to(device) if isinstance(value, torch.Tensor) else value
+
+
+class _StoredStates:
+    """What a step has of the states of an optimizer's parameters."""
+
+    def __init__(self, stored: StoredStep, bound: BoundOptimizer, world: Copies) -> None:
+        self._stored = stored
+        self._bound = bound
+        self._world = world
+        self._values = state_values(stored.index(bound.unit), bound.path, world.own)
+        self._is_rank_bound = has_layout(stored, bound)
+        self._filled: dict[str, list[KeyPath]] = defaultdict(list)
+        self._nested: dict[str, list[tuple[KeyPath, KeyPath]]] = defaultdict(list)
+        composed = dict.fromkeys(composed_places(stored, bound))
+        for name, path in composed:
+            self._filled[name].append(path)
+        keys = [entry.key_path for entry in stored.index(bound.unit).tensors.values()]
+        for rest, key in below(keys, bound.path, STATE):
+            name, path = str(rest[0]), rest[1:]
+            if any((name, path[:end]) in composed for end in range(1, len(path))):
+                continue
+            if len(path) == 1:
+                self._filled[name].append(path)
+            else:
+                self._nested[name].append((path, key))
+
+    def of(self, parameter: torch.Tensor, slot: Slot) -> _State | None:
+        """Returns what was saved of a parameter's state, None where there is nothing to put.
+
+        Raises:
+            ResumeError: If a tensor's place on this rank cannot be told.
+            InputError: If it is damaged.
+        """
+        name, unit = slot.fqn, self._bound.unit
+        nodes, filled = self._structure(name), list(self._filled.get(name, ()))
+        nested = dict(self._nested.get(name, ()))
+        for path in nested:
+            _check_placeable(parameter, slot, (name, *path))
+        leaves = {v.names: self._stored.value(unit, v.key_path) for v in self._values.get(name, ())}
+        tensors = dict(read_tensors(self._stored, unit, nested.values())) if nested else {}
+        leaves |= {path: tensors[key] for path, key in nested.items()}
+        if nodes is not None:
+            filled += [path for path in leaf_paths(nodes, name) if path not in leaves]
+        if nodes is None and self._is_rank_bound:
+            return _BoundState(leaves, (), None, adapts=False, where=name) if leaves else None
+        if nodes is None and not (leaves or filled):
+            return None
+        adapts = not self._stored.has_structures
+        return _State(leaves, tuple(filled), nodes, adapts=adapts, where=name)
+
+    def _structure(self, name: str) -> Nodes | None:
+        unit, path = self._bound.unit, self._bound.path
+        bound = (*path, rank_bound.STATES, str(self._world.own), name)
+        return self._stored.structure(unit, (*path, STATE, name)) or self._stored.structure(
+            unit, bound
+        )
+
+
+class _BoundState(_State):
+    """The values beside quantised tensors, which the optimizer has made itself."""
+
+    __slots__ = ()
+
+    def give(self, optimizer: Optimizer, parameter: torch.Tensor) -> None:
+        for path, value in self.leaves.items():
+            put(optimizer.state[parameter], path, value)
+
+
+def value_changes(
+    stored: StoredStep, bound: BoundOptimizer, slots: Slots, world: Copies
+) -> Iterator[Apply]:
+    """Reads what an optimizer's state holds beside the tensors that are filled in place.
+
+    Args:
+        stored: The step.
+        bound: The optimizer.
+        slots: What its parameters hold on this rank.
+        world: The number of ranks, and this one.
+
+    Yields:
+        What puts them in place.
+
+    Raises:
+        ResumeError: If a tensor's place on this rank cannot be told.
+        InputError: If the step is damaged.
+    """
+    states = _StoredStates(stored, bound, world)
+    for parameter in _parameters(bound.optimizer):
+        own = slots[id(parameter)]
+        for slot in own[:1] if has_state(parameter, own) else ():
+            state = states.of(parameter, slot)
+            if state is not None:
+                yield partial(state.give, bound.optimizer, parameter)
+
+
+def unbound_changes(
+    stored: StoredStep,
+    bound: BoundOptimizer,
+    groups: Sequence[Mapping[str, Any]],
+    pieces: list[Piece],
+) -> Iterator[Apply]:
+    """Reads what an optimizer keeps beside the states of its parameters, under names of its own.
+
+    Args:
+        stored: The step.
+        bound: The optimizer.
+        groups: What `stored_groups` returned.
+        pieces: Gets the sharded tensors in it, to be filled before.
+
+    Yields:
+        What puts it in place.
+
+    Raises:
+        ResumeError: If it holds more than plain values.
+        InputError: If it is damaged.
+    """
+    index = stored.index(bound.unit)
+    state: MutableMapping[Any, Any] = bound.optimizer.state
+    of_parameters = {name for group in groups for name in group[PARAMS]}
+    # Of flattened groups, those of other ranks' parameters were not read.
+    below_groups = (rest[:1] for rest, _ in below(index.values, bound.path, GROUPS))
+    of_parameters |= {name for key in below_groups for name in key if isinstance(name, str)}
+    live = {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
+    place = Place(bound.unit, (*bound.path, STATE), bound.name)
+    made = unflattened(stored, place, live, saved=True, leaving=of_parameters)
+    _check_mapping(made.value, bound.name)
+    pieces += made.pieces
+    yield partial(_set_unbound, state, made.value, exact=stored.has_structures)
+
+
+def _set_unbound(state: MutableMapping[Any, Any], found: Mapping[Any, Any], *, exact: bool) -> None:
+    live = {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
+    for key in live:
+        if exact or key in found:
+            del state[key]
+    for key, value in found.items():
+        state[key] = _filled(live.get(key), value)
+
+
+def _check_placeable(parameter: torch.Tensor, slot: Slot, rest: KeyPath) -> None:
+    if isinstance(parameter, DTensor) or not slot.whole:
+        raise ResumeError(
+            f"the optimizer keeps tensors in {rest[0]!r}, whose place on each rank is not known",
+            where=slot.fqn,
+            hint="resume without sharding, or use an optimizer whose state has the shape of the"
+            " parameters",
+        )
+
+
+def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    for group in optimizer.param_groups:
+        yield from group[PARAMS]

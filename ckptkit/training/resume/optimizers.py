@@ -1,0 +1,292 @@
+"""Whether an optimizer on this rank can take up the state in a step, and memory for it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ckptkit.core.errors import FormatError, ResumeError
+from ckptkit.core.index import KeyPath, TensorEntry, TensorIndex
+from ckptkit.training.resume.materialise import Slots, allocate_state, step_without_effect
+from ckptkit.training.resume.objects import put
+from ckptkit.training.resume.optimizer_fit import RESET_HINT, class_of
+from ckptkit.training.resume.stored_step import StoredStep
+from ckptkit.training.state import rank_bound
+from ckptkit.training.state.bound import BoundOptimizer
+from ckptkit.training.state.dtensors import Copies
+from ckptkit.training.state.optimizers import STATE, below
+from ckptkit.training.state.pieces import Slot
+from ckptkit.training.state.structures import leaves_by_key
+
+Kinds = Sequence[tuple[Sequence[str | int], str]]
+"""Of the tensors in a parameter's state: where each lies in it, and what it is."""
+
+
+class _Live(NamedTuple):
+    """A parameter of the optimizer, and what it holds on this rank."""
+
+    parameter: torch.Tensor
+    slots: tuple[Slot, ...]
+
+
+class _Layout(NamedTuple):
+    """What this rank held of each parameter when its state was saved, by name."""
+
+    parameters: Mapping[str, Mapping[str, Any]]
+
+    def kinds(self) -> dict[str, Kinds]:
+        return {name: facts["kinds"] for name, facts in self.parameters.items()}
+
+
+def check_state(stored: StoredStep, bound: BoundOptimizer, slots: Slots, world: Copies) -> None:
+    """Refuses state that this rank could not go on from.
+
+    Args:
+        stored: The step.
+        bound: The optimizer.
+        slots: What its parameters hold on this rank.
+        world: The number of ranks, and this one.
+
+    Raises:
+        ResumeError: If the state belongs to other parts of the parameters than this rank has, or
+            if that of the optimizer would, and the stored one is that of whole ones.
+        InputError: If what says so is damaged.
+    """  # noqa: DOC501  `_elsewhere` returns the error
+    live = _live(bound, slots)
+    layout = _layout(stored, bound, live, world)
+    if layout is None:
+        _refuse_whole(stored, bound, live)
+        return
+    elsewhere = _names_on_ranks(stored, bound) - layout.parameters.keys()
+    moved = [name for name in elsewhere & live.keys() if any(s.elements for s in live[name].slots)]
+    for name, saved in layout.parameters.items():
+        if not saved["kinds"]:
+            continue
+        here = live.get(name)
+        part = {} if here is None else rank_bound.part_of(here.slots)
+        if here is None or any(saved.get(key) != value for key, value in part.items()):
+            moved.append(name)
+    if moved:
+        raise _elsewhere(bound, f"rank {world.own} holds another part of {min(moved)!r} now")
+
+
+def allocate(stored: StoredStep, bound: BoundOptimizer, slots: Slots, world: Copies) -> None:
+    """Gives an optimizer the state tensors that a step has for it, without content.
+
+    Args:
+        stored: The step, which `check_state` has found to fit.
+        bound: The optimizer; it may never have stepped.
+        slots: What its parameters hold on this rank.
+        world: The number of ranks, and this one.
+
+    Raises:
+        ResumeError: If it keeps other tensors than were saved, or cannot make its state.
+        InputError: If the step is damaged.
+    """
+    live, composed = _live(bound, slots), composed_kinds(stored, bound)
+    for name, one in live.items():
+        nodes = stored.structure(bound.unit, (*bound.path, STATE, name))
+        if nodes is not None:
+            _rename(bound.optimizer.state, one.parameter, leaves_by_key(nodes, name))
+    layout = _layout(stored, bound, live, world)
+    own = {} if layout is None else layout.kinds()
+    _make_state(bound, [*composed.values(), *own.values()], _names_with_state(stored, bound))
+    apart = {name for name, one in live.items() if layout is not None and _is_sharded(one)}
+    index = stored.index(bound.unit)
+    identities = {id(live[name].parameter) for name in apart}
+    allocate_state(bound.optimizer, slots, index, bound.path, leave=identities)
+    entries = {entry.key_path: entry for entry in index.tensors.values()} if apart else {}
+    start = (*bound.path, rank_bound.STATES, str(world.own))
+    for name in apart:
+        wanted = [(tuple(names), kind) for names, kind in own.get(name, ())]
+        plain = [(names, entries.get((*start, name, *names))) for names, _ in wanted]
+        _fit_state(bound, live[name].parameter, wanted, dict(plain))
+    for name in composed.keys() & live.keys():
+        state = bound.optimizer.state.get(live[name].parameter, {})
+        _check_kinds(bound, state, [(tuple(names), kind) for names, kind in composed[name]])
+
+
+def _rename(
+    state: MutableMapping[Any, Any], parameter: torch.Tensor, paths: Mapping[Any, KeyPath]
+) -> None:
+    """Gives the tensors in a parameter's state the names that they have in a step.
+
+    All that is no tensor is left out: it comes from the step.
+    """
+    live = state.pop(parameter, None)
+    if isinstance(live, Mapping):
+        tensors = {key: live[key] for key in paths if isinstance(live.get(key), torch.Tensor)}
+        state[parameter] = {paths[key][0]: tensor for key, tensor in tensors.items()}
+
+
+def composed_kinds(stored: StoredStep, bound: BoundOptimizer) -> dict[str, Kinds]:
+    """Returns what the composed tensors in the state of whole parameters were, by parameter.
+
+    Raises:
+        InputError: If what says so is damaged.
+    """
+    index = stored.index(bound.unit)
+    return {
+        ".".join(map(str, rest)): _parsed(stored, bound, path)
+        for rest, path in below(index.values, bound.path, rank_bound.COMPOSED)
+    }
+
+
+def composed_places(stored: StoredStep, bound: BoundOptimizer) -> Iterator[tuple[str, KeyPath]]:
+    """Yields parameters and the places of composed tensors in their state."""
+    for name, kinds in composed_kinds(stored, bound).items():
+        for names, _ in kinds:
+            yield name, tuple(names)
+
+
+def state_values(index: TensorIndex, path: KeyPath, rank: int) -> dict[str, list[_Value]]:
+    """Returns where state values lie that are no tensors, by parameter.
+
+    Args:
+        index: Of the DCP directory.
+        path: What comes before `state` in the key paths.
+        rank: Of this process.
+    """
+    found: dict[str, list[_Value]] = {}
+    start = (*path, rank_bound.STATES)
+    for keys in (below(index.values, path, STATE), below(index.values, start, str(rank))):
+        for rest, key_path in keys:
+            found.setdefault(str(rest[0]), []).append(_Value(rest[1:], key_path))
+    return found
+
+
+class _Value(NamedTuple):
+    """A value in a parameter's state: its place there, and its key path in the checkpoint."""
+
+    names: KeyPath
+    key_path: KeyPath
+
+
+def has_layout(stored: StoredStep, bound: BoundOptimizer) -> bool:
+    """Tells whether a step has state that is bound to the ranks that saved it."""
+    index = stored.index(bound.unit)
+    return next(below(index.values, bound.path, rank_bound.LAYOUTS), None) is not None
+
+
+def _live(bound: BoundOptimizer, slots: Slots) -> dict[str, _Live]:
+    parameters = [p for group in bound.optimizer.param_groups for p in group["params"]]
+    return {slots[id(p)][0].fqn: _Live(p, slots[id(p)]) for p in parameters}
+
+
+def _is_sharded(one: _Live) -> bool:
+    return any(slot.sharded for slot in one.slots)
+
+
+def _layout(
+    stored: StoredStep, bound: BoundOptimizer, live: Mapping[str, _Live], world: Copies
+) -> _Layout | None:
+    """Returns what this rank held, None where no state is bound to ranks.
+
+    Those of other optimizers that this rank had in the same place, as a pipeline's stages have
+    them, are left out: they share no parameter with this one.
+
+    Raises:
+        ResumeError: If another number of ranks saved it.
+        InputError: If it is damaged.
+    """  # noqa: DOC501  `_elsewhere` returns the error
+    found = list(below(stored.index(bound.unit).values, bound.path, rank_bound.LAYOUTS))
+    if not found:
+        return None
+    size = _parsed(stored, bound, found[0][1]).get("world_size")
+    if size != world.number:
+        raise _elsewhere(bound, f"{size} ranks saved it, and {world.number} resume")
+    parameters: dict[str, Mapping[str, Any]] = {}
+    for rest, path in found:
+        if rest[0] == str(world.own):
+            held = _parsed(stored, bound, path)["parameters"]
+            parameters |= held if held.keys() & live.keys() else {}
+    return _Layout(parameters)
+
+
+def _names_on_ranks(stored: StoredStep, bound: BoundOptimizer) -> set[str]:
+    """Returns the parameters of which some rank has state of its own."""
+    keys = [entry.key_path for entry in stored.index(bound.unit).tensors.values()]
+    return {str(rest[1]) for rest, _ in below(keys, bound.path, rank_bound.STATES)}
+
+
+def _parsed(stored: StoredStep, bound: BoundOptimizer, path: KeyPath) -> Any:
+    try:
+        return json.loads(stored.value(bound.unit, path))
+    except (ValueError, TypeError) as error:
+        where = ".".join(map(str, path))
+        raise FormatError(f"does not say what a rank held: {error}", where=where) from error
+
+
+def _refuse_whole(stored: StoredStep, bound: BoundOptimizer, live: Mapping[str, _Live]) -> None:
+    """Refuses the state of whole parameters where it would have to be quantised part by part."""
+    if not rank_bound.is_low_bit(bound.optimizer):
+        return
+    if any(_is_sharded(live[name]) for name in _names_with_state(stored, bound) & live.keys()):
+        raise ResumeError(
+            f"{class_of(bound.optimizer)} quantises the state of each rank's own part, and the"
+            " step holds a state that was made without sharding, or by another optimizer",
+            where=bound.name,
+            hint=RESET_HINT,
+        )
+
+
+def _names_with_state(stored: StoredStep, bound: BoundOptimizer) -> set[str]:
+    """Returns the parameters of which the state lies where that of whole ones does."""
+    index = stored.index(bound.unit)
+    keys = [entry.key_path for entry in index.tensors.values()]
+    return {str(rest[0]) for rest, _ in below([*keys, *index.values], bound.path, STATE) if rest}
+
+
+def _elsewhere(bound: BoundOptimizer, what: str) -> ResumeError:
+    return ResumeError(
+        f"the state of {class_of(bound.optimizer)} is quantised, or shaped, by the part of the"
+        f" parameters that each rank holds, and goes back only to the same parts: {what}",
+        where=bound.name,
+        hint=RESET_HINT,
+    )
+
+
+def _make_state(bound: BoundOptimizer, kinds: Sequence[Kinds], names: Collection[str]) -> None:
+    """Has the optimizer make tensors of its own kinds, or in memory of its own (paged ones)."""
+    made = {kind for of_parameter in kinds for _, kind in of_parameter} - {"Tensor"}
+    low_bit = kinds and rank_bound.is_low_bit(bound.optimizer)
+    paged = (kinds or names) and rank_bound.is_paged(bound.optimizer)
+    if made or low_bit or paged:
+        step_without_effect(bound.optimizer)
+
+
+def _fit_state(
+    bound: BoundOptimizer,
+    parameter: torch.Tensor,
+    kinds: Sequence[tuple[KeyPath, str]],
+    entries: Mapping[KeyPath, TensorEntry | None],
+) -> None:
+    """Gives a parameter's state the tensors that this rank has saved, or none at all."""
+    if not kinds:
+        bound.optimizer.state.pop(parameter, None)
+        return
+    state = bound.optimizer.state[parameter]
+    for names, kind in kinds:
+        entry = entries[names]
+        if kind == "Tensor" and entry is not None and rank_bound.tensor_at(state, names) is None:
+            dtype: torch.dtype = getattr(torch, entry.dtype.name)
+            put(state, names, torch.empty(entry.shape, dtype=dtype, device=parameter.device))
+    _check_kinds(bound, state, kinds)
+
+
+def _check_kinds(
+    bound: BoundOptimizer, state: Mapping[Any, Any], kinds: Sequence[tuple[KeyPath, str]]
+) -> None:
+    for names, kind in kinds:
+        found = rank_bound.tensor_at(state, names)
+        here = "nothing" if found is None else rank_bound.kind_of(found)
+        if here != kind:
+            raise ResumeError(
+                f"{class_of(bound.optimizer)} keeps a {here} as {'.'.join(map(str, names))!r} where"
+                f" a {kind} was saved",
+                where=bound.name,
+                hint=RESET_HINT,
+            )

@@ -1,0 +1,437 @@
+"""One step on disk, opened for resuming: its manifest, its DCP directories, its small files.
+
+Which entry of the mapping lies where in a step, by the names that it was saved under.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import posixpath
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Self, cast, get_args
+
+from ckptkit.core.errors import ChecksumError, FormatError, MissingFileError, ResumeError
+from ckptkit.core.index import KeyPath, TensorIndex
+from ckptkit.core.manifest import (
+    MANIFEST_NAME,
+    RUN_FACTS,
+    Manifest,
+    check_manifest_size,
+    parse_manifest,
+)
+from ckptkit.core.text import Closing
+from ckptkit.formats.base import Candidate
+from ckptkit.formats.dcp.reader import METADATA, DcpReader
+from ckptkit.runs.steps import digest_problems, lost_entries
+from ckptkit.storage.base import Folder
+from ckptkit.storage.places import Place, open_source
+from ckptkit.training import names
+from ckptkit.training.names import TensorPlaces, adapter_names
+from ckptkit.training.resume.tensors import first_few
+from ckptkit.training.state.bound import Layout, index_of, shown_name
+from ckptkit.training.state.collect import BoundModel, BoundObject, BoundOptimizer, BoundState
+from ckptkit.training.state.dtensors import Copies
+from ckptkit.training.state.models import ModelWalk
+from ckptkit.training.state.objects_on_disk import read_object, read_torch_file
+from ckptkit.training.state.optimizers import OptimizerWalk
+from ckptkit.training.state.structures import Nodes, parse_structures
+from ckptkit.training.tiers.recover import NearPlace, with_near_files
+
+logger = logging.getLogger(__name__)
+
+Bound = BoundModel | BoundOptimizer | BoundObject
+_APART = frozenset({"model", "optimizer", "dataloader"})  # all others have a file alike
+
+
+@dataclass(frozen=True, slots=True)
+class SavedEntry:
+    """An entry of the mapping that a step was saved from.
+
+    Attributes:
+        key: Its key.
+        position: In the list under that key; None without a list.
+        kind: What it was.
+        unit: The DCP directory of what it holds in one; see `BoundModel` and the others.
+        file: The file of its state, empty where it has none; that of rank 0 where each has one.
+        made_by: The class of an optimizer, empty where that is not known.
+        base_unit: Of a model whose adapter was saved apart, the directory of all other tensors.
+        stages: Whether it is all stages of a pipeline together, which a list held.
+    """
+
+    key: str
+    position: int | None
+    kind: str
+    unit: str
+    file: str
+    made_by: str = ""
+    base_unit: str = ""
+    stages: bool = False
+
+    @property
+    def name(self) -> str:
+        """What it is called in messages."""
+        return shown_name(self.key, self.position)
+
+
+class SavedFacts(NamedTuple):
+    """What a step says of itself.
+
+    Attributes:
+        entries: Of the mapping that it was saved from, None where the step was saved before they
+            were written down.
+        has_structures: Whether it says how nested values are put together, see `structures`.
+    """
+
+    entries: tuple[SavedEntry, ...] | None = None
+    has_structures: bool = False
+
+
+def parse_facts(data: bytes, *, where: str) -> SavedFacts:
+    """Returns what the facts of a run tell of its steps.
+
+    Args:
+        data: The file of the facts.
+        where: It, for messages.
+
+    Raises:
+        FormatError: If the file is damaged.
+    """
+    try:
+        document = json.loads(data)
+        found = document.get("entries")
+        entries = None if found is None else tuple(_entry(entry) for entry in found)
+        return SavedFacts(entries, bool(document.get("structures")))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise FormatError("does not name what the step holds", where=where) from error
+
+
+def _entry(document: Mapping[str, Any]) -> SavedEntry:
+    key, position = document["key"], document["position"]
+    texts = [document["kind"], document["unit"], document["file"], document.get("class") or ""]
+    texts.append(document.get("base_unit") or "")
+    if not all(isinstance(text, str) for text in [key, *texts]):
+        raise TypeError(key)
+    if position is not None and type(position) is not int:
+        raise TypeError(position)
+    entry = SavedEntry(key, position, *texts)
+    return dataclasses.replace(entry, stages=document.get("stages") is True)
+
+
+def matched(bound: BoundState, entries: Sequence[SavedEntry], *, where: str) -> BoundState:
+    """Returns the same state with the places that its entries have in a step.
+
+    Args:
+        bound: In the layout of the step.
+        entries: What the step holds.
+        where: The step, for messages.
+
+    Raises:
+        ResumeError: If something was not saved under its name, or was something else.
+    """
+    saved = {(entry.key, entry.position): entry for entry in entries}
+    mine: list[Bound] = [*bound.models, *bound.optimizers, *bound.others]
+    missing = [_name(one) for one in mine if _of(one, saved) is None]
+    if missing:
+        raise ResumeError(
+            f"{first_few(missing)} was not saved with this step, which holds"
+            f" {_listed(entry.name for entry in entries)}",
+            where=where,
+            hint="resume with the names that the state was saved under",
+        )
+    _tell_left(entries, mine, rank=bound.rank)
+    places = {_name(one): _fitting(one, entry) for one in mine if (entry := _of(one, saved))}
+    return _moved(bound, places)
+
+
+def _of(one: Bound, saved: Mapping[tuple[str, int | None], SavedEntry]) -> SavedEntry | None:
+    """Returns what an entry was saved as; a list may have been one of stages, or be one now."""
+    together = saved.get((one.key, None))
+    if together is not None and together.stages:
+        return together
+    return saved.get(one.saved_as) or saved.get((one.key, one.position))
+
+
+def _name(one: Bound) -> str:
+    return shown_name(one.key, one.position)
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(map(repr, names))) or "nothing"
+
+
+def _tell_left(entries: Sequence[SavedEntry], mine: Sequence[Bound], *, rank: int) -> None:
+    saved = {(entry.key, entry.position): entry for entry in entries}
+    wanted = [_of(one, saved) for one in mine]
+    left = [entry.name for entry in entries if entry not in wanted]
+    if left and rank == 0:
+        is_meant = all(isinstance(one, BoundModel) for one in mine)  # who loads a model alone
+        level = logging.INFO if is_meant else logging.WARNING
+        logger.log(level, "the step also holds %s, which the state does not have", _listed(left))
+
+
+def _fitting(one: Bound, saved: SavedEntry) -> SavedEntry:
+    kind = _kind(one)
+    if kind != saved.kind and {kind, saved.kind} & _APART:
+        raise ResumeError(
+            f"a {saved.kind} was saved under this name, and the state has a {kind} there",
+            where=_name(one),
+            hint="resume with the names that the state was saved under",
+        )
+    return saved
+
+
+def _kind(one: Bound) -> str:
+    if isinstance(one, BoundObject):
+        return one.kind
+    return "model" if isinstance(one, BoundModel) else "optimizer"
+
+
+def _model_at(model: BoundModel, saved: SavedEntry) -> BoundModel:
+    """Returns a model with the places that its tensors have in a step, split or not."""
+    adapter = adapter_names(model.module) if saved.base_unit else None
+    base_unit = saved.base_unit if adapter else ""
+    places = TensorPlaces(saved.unit, _path(model, saved), adapter, base_unit)
+    return dataclasses.replace(model, places=places)
+
+
+def _path(one: BoundModel | BoundOptimizer, saved: SavedEntry) -> KeyPath:
+    """Returns what key paths begin with, where one directory holds all: the name that was saved."""
+    return one.path if saved.unit else (saved.key, *index_of(saved.position))
+
+
+def _moved(bound: BoundState, places: Mapping[str, SavedEntry]) -> BoundState:
+    world = Copies(bound.world_size, bound.rank)
+    models = [_model_at(m, places[_name(m)]) for m in bound.models]
+    optimizers = [
+        dataclasses.replace(o, unit=places[_name(o)].unit, path=_path(o, places[_name(o)]))
+        for o in bound.optimizers
+    ]
+    others = [
+        dataclasses.replace(other, unit=places[_name(other)].unit, file=places[_name(other)].file)
+        for other in bound.others
+    ]
+    return dataclasses.replace(
+        bound,
+        models=tuple(models),
+        optimizers=tuple(optimizers),
+        others=tuple(others),
+        _walks=tuple(ModelWalk(m.module, m.places, world=world) for m in models),
+        _optimizer_walks=tuple(
+            OptimizerWalk(o.optimizer, o.unit, o.path, world=world) for o in optimizers
+        ),
+    )
+
+
+class StoredStep(Closing):
+    """A step's directory; also one that accelerate or `dcp.save` wrote, without a manifest.
+
+    Attributes:
+        manifest: Its manifest, None where it has none.
+        source: Its files, open.
+    """
+
+    def __init__(self, place: Path | Place, manifest: Manifest | None = None) -> None:
+        """Opens it.
+
+        Args:
+            place: The directory, or its URL.
+            manifest: What it says of itself, where that is known.
+
+        Raises:
+            InputError: If it cannot be opened.
+        """
+        self.manifest = manifest
+        self.source: Folder = open_source(place)
+        self._indexes: dict[str, TensorIndex] = {}
+        self._facts: SavedFacts | None = None
+        self._structures: dict[tuple[str, KeyPath], Nodes] | None = None
+
+    @classmethod
+    def opened(cls, place: Path | Place) -> Self:
+        """Opens a step with the manifest that lies in it, if there is one.
+
+        Raises:
+            InputError: If it cannot be opened, or its manifest is damaged.
+        """
+        stored = cls(place)
+        try:
+            if stored.has_file(MANIFEST_NAME):
+                data = stored._small_file(MANIFEST_NAME)
+                where = posixpath.join(stored.source.location, MANIFEST_NAME)
+                stored.manifest = parse_manifest(data, where=where)
+                if isinstance(place, NearPlace):
+                    stored.source = with_near_files(stored.source, place.near, stored.manifest)
+        except BaseException:
+            stored.close()
+            raise
+        return stored
+
+    @property
+    def world_size(self) -> int | None:
+        """How many ranks saved it, None where that is not known."""
+        found = self.manifest.source.get("world_size") if self.manifest else None
+        return found if isinstance(found, int) else None
+
+    @property
+    def layout(self) -> Layout | None:
+        """How its directory is laid out; None where that is not known.
+
+        Without a manifest it is told by the names that only one tool gives.
+        """
+        if self.manifest is not None:
+            found = self.manifest.source.get("layout")
+            return cast(Layout, found) if found in get_args(Layout) else None
+        if self.has_file(METADATA):
+            return "dcp"
+        if self.has_file(names.TRAINER_STATE) or self.has_file(names.trainer_scheduler_file(0)):
+            return "trainer"
+        return "accelerate"
+
+    @property
+    def attempt(self) -> str:
+        """Names the save that wrote it; empty where that is not known."""
+        return str(self.manifest.source.get("attempt", "")) if self.manifest else ""
+
+    @property
+    def lost(self) -> Mapping[str, str]:
+        """The entries of the mapping that could not be saved, by name, each with the reason."""
+        return {} if self.manifest is None else lost_entries(self.manifest)
+
+    @property
+    def entries(self) -> tuple[SavedEntry, ...] | None:
+        """The entries of the mapping that it was saved from, None where that is not known.
+
+        Raises:
+            InputError: If what says so is damaged.
+        """
+        return self._known_facts().entries
+
+    @property
+    def has_structures(self) -> bool:
+        """Whether the step says how nested values are put together: older ones do not.
+
+        Raises:
+            InputError: If what says so is damaged.
+        """
+        return self._known_facts().has_structures
+
+    def _known_facts(self) -> SavedFacts:
+        if self._facts is None:
+            self._facts = SavedFacts()
+            if self.has_file(RUN_FACTS):
+                data = self._small_file(RUN_FACTS)
+                where = posixpath.join(self.source.location, RUN_FACTS)
+                self._facts = parse_facts(data, where=where)
+        return self._facts
+
+    def structure(self, unit: str, path: KeyPath) -> Nodes | None:
+        """Returns how a nested value is put together; None where its leaves tell that.
+
+        Raises:
+            InputError: If what says so is damaged.
+        """
+        if self._structures is None:
+            self._structures = dict(self._read_structures()) if self.has_structures else {}
+        return self._structures.get((unit, path))
+
+    def _read_structures(self) -> Iterator[tuple[tuple[str, KeyPath], Nodes]]:
+        for file in self.manifest.files if self.manifest is not None else ():
+            if file.startswith(names.VALUES_FILES):
+                where = posixpath.join(self.source.location, file)
+                for one in parse_structures(self.file(file), where=where):
+                    yield (one.unit, one.path), one.nodes
+
+    def entry(self, key: str, position: int | None) -> SavedEntry | None:
+        """Returns an entry of the mapping, None where there was none, or none is known."""
+        found = (e for e in self.entries or () if (e.key, e.position) == (key, position))
+        return next(found, None)
+
+    def index(self, unit: str) -> TensorIndex:
+        """Returns the index of a DCP directory.
+
+        Raises:
+            ResumeError: If nothing was saved there.
+            InputError: If it is damaged.
+        """
+        if unit not in self._indexes:
+            path = posixpath.join(unit, METADATA)
+            self._require(path)
+            candidate = Candidate(DcpReader.name, unit, (path,), "")
+            self._indexes[unit] = DcpReader().read_index(self.source, candidate)
+        return self._indexes[unit]
+
+    def has_unit(self, unit: str) -> bool:
+        """Tells whether something was saved in a DCP directory."""
+        return self.has_file(posixpath.join(unit, METADATA))
+
+    def has_value(self, unit: str, path: KeyPath) -> bool:
+        """Tells whether there is a value that is no tensor under a key."""
+        return path in self.index(unit).values
+
+    def values(self, unit: str, start: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
+        """Yields the values below a key path, each with the rest of its path.
+
+        Raises:
+            ResumeError: If one holds more than plain values.
+            InputError: If one is damaged.
+        """
+        for path in self.index(unit).values:
+            if path[: len(start)] == start:
+                yield path[len(start) :], self.value(unit, path)
+
+    def value(self, unit: str, path: KeyPath) -> Any:
+        """Returns the value under a key; see `values`."""
+        blob = self.index(unit).values[path]
+        return read_object(self.source, blob, where=repr(".".join(map(str, path))))
+
+    def file(self, path: str) -> Any:
+        """Returns the value in a small file; see `values`."""
+        self._require(path)
+        return read_torch_file(self.source, path)
+
+    def has_file(self, path: str) -> bool:
+        """Tells whether the step was saved with a file."""
+        if self.manifest is not None:
+            return path in self.manifest.files
+        try:
+            self.source.stat(path)
+        except MissingFileError:
+            return False
+        return True
+
+    def digest(self, path: str) -> str | None:
+        """Returns the digest that the manifest has of a file, None where it has none."""
+        record = self.manifest.files.get(path) if self.manifest is not None else None
+        return record.digest or None if record is not None else None
+
+    def check_digests(self) -> None:
+        """Reads all small files of which the manifest has a checksum, and compares them.
+
+        Raises:
+            ChecksumError: If one was changed, or cannot be read.
+        """
+        if self.manifest is not None:
+            for problem in digest_problems(self.source, "", self.manifest, leaving_out=()):
+                where = posixpath.join(self.source.location, problem.where)
+                raise ChecksumError(problem.message, where=where)
+
+    def _small_file(self, path: str) -> bytes:
+        size = self.source.stat(path).size_bytes
+        check_manifest_size(size, where=path)
+        return self.source.read(path, 0, size)
+
+    def close(self) -> None:
+        """Closes its files."""
+        self.source.close()
+
+    def _require(self, path: str) -> None:
+        if not self.has_file(path):
+            raise ResumeError(
+                f"{path!r} was not saved with this step",
+                where=self.source.location,
+                hint="resume with the models, optimizers and objects that were saved",
+            )

@@ -1,0 +1,1 @@
+"""From live objects to a committed step."""

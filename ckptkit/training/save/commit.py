@@ -1,0 +1,144 @@
+"""What only rank 0 does at the end of a save: have the files of all ranks made into a step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ckptkit.core.errors import CkptkitError, error_from_json
+from ckptkit.storage.places import Place
+from ckptkit.training.save.writer_process import WriterProcess
+from ckptkit.writer.messages import Commit, Committed, Discard, Proof
+
+logger = logging.getLogger(__name__)
+_MOST_FAILED = 8  # attempts whose folders are looked after
+_TIMES = 3  # that the folder of each is removed: late ranks may write there still
+_VISIBLE_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One try to save one step, the same on every rank.
+
+    Attributes:
+        number: Of the save in this session, as this rank counts them.
+        name: Unique in the run: the session's nonce, the step and the number of the try.
+        step: The training step.
+        folder: The working folder that this rank writes into.
+        final: The step's directory.
+        manifest: What the manifest will say, but for the files.
+        beside: A folder whose files lie beside the shards; empty for none.
+        retires: Whether older steps go for it, as the rules say.
+        shared: The working folder of all ranks, where this rank writes into another one first.
+    """
+
+    number: int
+    name: str
+    step: int
+    folder: Path
+    final: Path | Place
+    manifest: Mapping[str, Any]
+    beside: str = ""
+    retires: bool = True
+    shared: Path | None = None
+
+    @property
+    def step_name(self) -> str:
+        """The name of the step's directory."""
+        return Path(self.final).name
+
+
+class Committer:
+    """Commits attempts, and removes what failed ones leave."""
+
+    def __init__(
+        self,
+        process: WriterProcess,
+        retire: Callable[[int, Mapping[str, float | None]], Sequence[Path | Place]],
+        *,
+        timeout_seconds: float,
+    ) -> None:
+        """Takes the process that commits, and what names the steps that a new one retires.
+
+        Args:
+            process: What commits.
+            retire: From a step and its metrics to the directories that go.
+            timeout_seconds: How long the other ranks wait for a commit.
+        """
+        self._process = process
+        self._retire = retire
+        self._visible_seconds = min(_VISIBLE_SECONDS, timeout_seconds / 2)
+        self._failed: dict[str, tuple[Attempt, int]] = {}  # by name; and how often it is cleared
+
+    def commit(self, attempt: Attempt, values: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Commits an attempt that every rank has answered.
+
+        Args:
+            attempt: What was tried.
+            values: By rank, `{"proof": …}` or `{"error": …}`.
+
+        Returns:
+            `{"committed": …}` or `{"error": …}`, for every rank.
+        """  # noqa: DOC501  raised to be told to all ranks
+        errors = [(rank, v["error"]) for rank, v in enumerate(values) if "error" in v]
+        try:
+            if errors:
+                raise _of_ranks(errors)
+            proofs = [Proof(**value["proof"]) for value in values]
+            return {"committed": self._commit(attempt, proofs)}
+        except CkptkitError as error:
+            self.give_up(attempt)
+            return {"error": error.to_json()}
+
+    def give_up(self, attempt: Attempt) -> None:
+        """Notes that an attempt has failed."""
+        self._failed[attempt.name] = (attempt, _TIMES)
+        while len(self._failed) > _MOST_FAILED:
+            del self._failed[next(iter(self._failed))]
+
+    def clear(self) -> None:
+        """Removes what failed attempts left; called when nobody waits for a commit."""
+        for name, (attempt, times) in list(self._failed.items()):
+            if times > 1:
+                self._failed[name] = (attempt, times - 1)
+            else:
+                del self._failed[name]
+            try:
+                self._process.request(Discard(attempt.name, str(attempt.folder)))
+            except CkptkitError as error:
+                logger.warning("the working folder %s was left behind: %s", attempt.folder, error)
+                return  # where storage hangs, each further one would take its time
+
+    def _commit(self, attempt: Attempt, proofs: Sequence[Proof]) -> dict[str, Any]:
+        metrics = attempt.manifest["source"].get("metrics", {})
+        retired = self._retire(attempt.step, metrics) if attempt.retires else ()
+        answer = self._process.request(
+            Commit(
+                attempt=attempt.name,
+                folder=str(attempt.folder),
+                final=str(attempt.final),
+                proofs=tuple(proofs),
+                manifest=attempt.manifest,
+                beside=attempt.beside,
+                remove=tuple(map(str, retired)),
+                visible_seconds=self._visible_seconds,
+            )
+        )
+        assert isinstance(answer, Committed)  # noqa: S101  the answer to `Commit`
+        for note in answer.notes:
+            logger.warning("step %d: %s", attempt.step, note)
+        return {
+            "size_bytes": answer.size_bytes,
+            "removed": list(answer.removed),
+            "lost": dict(answer.lost),
+        }
+
+
+def _of_ranks(errors: Sequence[tuple[int, Mapping[str, Any]]]) -> CkptkitError:
+    """Returns the first error, saying on which rank, and on how many more, it happened."""
+    rank, document = errors[0]
+    more = f" and {len(errors) - 1} more" if len(errors) > 1 else ""
+    return error_from_json(document).located(f"rank {rank}{more}")

@@ -1,0 +1,491 @@
+"""Lays a rank's part of the state out as the files of torch.distributed.checkpoint.
+
+Every file is an image in one buffer: archives of single tensors one after another, whose headers
+are known beforehand and whose data is copied to its place. What depends on the data, the CRC-32
+of each archive, is filled in by whoever writes the image.
+
+Source: torch/distributed/checkpoint/filesystem.py of 2.13 for names and what a file consists of;
+readers take each archive's place from the metadata, so they allow bytes between archives.
+
+The copies that a save consists of, and the parts of them by which frozen weights are checked.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import chain, compress, pairwise
+from typing import Any
+
+import torch
+
+from ckptkit.core.dtypes import DType, dtype_named
+from ckptkit.core.errors import UnsupportedError, UsageError
+from ckptkit.core.geometry import slabs
+from ckptkit.core.index import Box, KeyPath, Shape, Span
+from ckptkit.training.save.signatures import Signature, signature_of
+from ckptkit.training.save.tensor_archives import archive_of_tensor
+from ckptkit.training.state.dtensors import has_data
+from ckptkit.training.state.pieces import Entry, Piece
+from ckptkit.writer.messages import Blob, Fixed, Image
+
+_PARTS = 100  # of a frozen weight, of which a save looks at one
+_PART_BYTES = 4096  # at least, but for weights that are smaller
+
+
+@dataclass(frozen=True, slots=True)
+class CopyStep:
+    """One copy from a piece to its place in the buffer.
+
+    Attributes:
+        piece: Position among the pieces that were planned.
+        first: First element, in the row-major order of the piece's `local`.
+        stop: First element after it.
+        start: First byte in the buffer; the elements lie there in row-major order.
+        dtype: Of the elements.
+        shape: Of the elements, as a part of `local`.
+        whole: Whether these are all elements of `local`.
+        prompt: Whether training may change them at any time, as a forward pass changes buffers,
+            and not only in an optimizer step.
+    """
+
+    piece: int
+    first: int
+    stop: int
+    start: int
+    dtype: torch.dtype
+    shape: Shape
+    whole: bool
+    prompt: bool
+
+    @property
+    def end(self) -> int:
+        """The first byte after the last one in the buffer."""
+        return self.start + (self.stop - self.first) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """The elements that a frozen weight has in one wave, cut into about a hundred parts.
+
+    Attributes:
+        step: The copy of all of them.
+        bounds: Where the parts begin, in elements of the step, and where the last one ends.
+    """
+
+    step: CopyStep
+    bounds: tuple[int, ...]
+
+    def __len__(self) -> int:
+        """Returns how many parts there are."""
+        return len(self.bounds) - 1
+
+    def part(self, number: int) -> CopyStep:
+        """Returns the copy of one part, to the place that the part has in the whole."""
+        if len(self) == 1:
+            return self.step
+        first, stop = self.bounds[number], self.bounds[number + 1]
+        (slab,) = slabs(Span(first, stop), self.step.shape)
+        return replace(
+            self.step,
+            first=self.step.first + first,
+            stop=self.step.first + stop,
+            start=self.step.start + first * self.step.dtype.itemsize,
+            shape=slab.sizes,
+            whole=False,
+        )
+
+    def ranges(self) -> Iterator[tuple[int, int]]:
+        """Yields the first byte of each part in the buffer, and the one after its last."""
+        places = [self.step.start + at * self.step.dtype.itemsize for at in self.bounds]
+        return pairwise(places)
+
+
+def sample_of(step: CopyStep) -> Sample:
+    """Returns a copy, cut into parts."""
+    elements, itemsize = step.stop - step.first, step.dtype.itemsize
+    most = max(-(-elements // _PARTS), _PART_BYTES // itemsize)
+    if elements <= most:
+        return Sample(step, (0, elements))
+    return Sample(step, (0, *(span.stop for span in slab_spans(step.shape, most))))
+
+
+def slab_spans(sizes: Shape, most: int) -> Iterator[Span]:
+    """Cuts a row-major box into slabs of at most `most` elements each, outer dimensions first."""
+    axis, inner = 0, math.prod(sizes[1:])
+    while inner > most:
+        axis += 1
+        inner //= sizes[axis]
+    block = sizes[axis] * inner
+    step = most // inner * inner
+    for outer in range(0, math.prod(sizes), block):
+        for start in range(outer, outer + block, step):
+            yield Span(start, min(start + step, outer + block))
+
+
+IMAGE_ALIGNMENT = 4096
+"""Images begin at multiples of this, as direct I/O wants it."""
+
+MIN_LIMIT_BYTES = 1 << 20
+_ARCHIVE_ROOM_BYTES = 16 << 10  # more than the headers of any one archive
+_SAVE_HINT = "hold it in the state as a dense tensor, or leave it out of the state"
+
+
+@dataclass(frozen=True, slots=True)
+class SavePlan:
+    """Where a rank's bytes go; stays good for as long as `signature_of` the pieces is equal.
+
+    A state that does not fit into the memory allowed is written in waves, one after another
+    from the start of the same buffer; otherwise there is one wave. Frozen weights lie in files
+    of their own, and come after all others.
+
+    Attributes:
+        images: The files of each wave.
+        literals: What each wave holds besides tensor data: position in the buffer, and bytes.
+        copies: Where the tensor data of each wave comes from.
+        trained: The files of each wave but for those of frozen weights; waves that hold nothing
+            else are left out, save for the first one.
+        samples: The frozen weights of each wave.
+        ranges: Where the parts of these begin and end in the buffer.
+        buffer_bytes: Size of the buffer that is needed, a multiple of 4096.
+        data_bytes: Bytes of tensor data that this rank copies and writes.
+        frozen_bytes: How many of these belong to frozen weights.
+        record_units: The `units` of the rank's record, without objects.
+        devices: Where the tensors to be copied lie, each once.
+        signature: Of the pieces.
+        frozen: All that the files of frozen weights depend on, but for what the weights hold; to
+            be compared with `==`.
+    """
+
+    images: tuple[tuple[Image, ...], ...]
+    literals: tuple[tuple[tuple[int, bytes], ...], ...]
+    copies: tuple[tuple[CopyStep, ...], ...]
+    trained: tuple[tuple[Image, ...], ...]
+    samples: tuple[tuple[Sample, ...], ...]
+    ranges: tuple[tuple[tuple[int, int], ...], ...]
+    buffer_bytes: int
+    data_bytes: int
+    frozen_bytes: int
+    record_units: Mapping[str, Mapping[str, Any]]
+    devices: tuple[torch.device, ...]
+    signature: Signature
+    frozen: tuple[object, ...]
+
+
+def plan_save(
+    pieces: Sequence[Piece],
+    owned: Sequence[bool],
+    *,
+    rank: int,
+    limit_bytes: int | None = None,
+    restless: Collection[Entry] = (),
+) -> SavePlan:
+    """Lays out the pieces that this rank writes.
+
+    Args:
+        pieces: All pieces that lie on this rank.
+        owned: For each whether this rank writes it, rather than another one that has it too.
+        rank: Names the files.
+        limit_bytes: How large the buffer may be; a larger state is cut into waves.
+        restless: Frozen weights that change all the same, and are written like trained ones.
+
+    Returns:
+        The plan.
+
+    Raises:
+        UnsupportedError: If a tensor is sparse, quantized or has no data, naming its key.
+        UsageError: If the limit is too small to work with.
+    """
+    if limit_bytes is not None and limit_bytes < MIN_LIMIT_BYTES:
+        raise UsageError(
+            f"is {limit_bytes:,} bytes, where at least {MIN_LIMIT_BYTES:,} are needed",
+            where="staging_limit",
+        )
+    frozen = [piece.frozen and piece.entry not in restless for piece in pieces]
+    waves = _Waves(limit_bytes)
+    units = {piece.unit: _Unit(piece.unit, rank, waves) for piece in pieces}
+    for unit, numbers in _by_unit(pieces, units, [not one for one in frozen]):
+        for number in numbers:
+            unit.add(pieces[number], number, own=owned[number])
+    waves.end_of_trained()
+    for unit, numbers in _by_unit(pieces, units, frozen):
+        unit.begin_frozen()
+        for number in numbers:
+            unit.add(pieces[number], number, own=owned[number])
+    return waves.plan(units, pieces, frozen, signature_of(pieces, owned))
+
+
+def _by_unit(
+    pieces: Sequence[Piece], units: Mapping[str, _Unit], taken: Sequence[bool]
+) -> Iterator[tuple[_Unit, list[int]]]:
+    """Yields the pieces of one unit after the other, so that each file of a unit is one image."""
+    numbers: dict[str, list[int]] = {}
+    for number, (piece, take) in enumerate(zip(pieces, taken, strict=True)):
+        if take:
+            numbers.setdefault(piece.unit, []).append(number)
+    return ((units[name], of_unit) for name, of_unit in numbers.items())
+
+
+@dataclass(slots=True)
+class _OpenImage:
+    """An image that grows."""
+
+    path: str
+    start: int
+    stop: int
+    blobs: list[Blob]
+
+    def closed(self) -> Image:
+        return Image(self.path, self.start, self.stop - self.start, tuple(self.blobs))
+
+
+class _Waves:
+    """Hands out places in the buffer, and collects what goes there."""
+
+    def __init__(self, limit_bytes: int | None) -> None:
+        self.limit_bytes = limit_bytes
+        self.images: list[list[_OpenImage]] = [[]]
+        self.literals: list[list[tuple[int, bytes]]] = [[]]
+        self.copies: list[list[CopyStep]] = [[]]
+        self.data_bytes = 0
+        self._end = 0
+        self._largest = 0
+        self._trained: list[tuple[int, int]] = []  # images and copies of each wave
+        self._trained_bytes = 0
+
+    def reserve(self, size_bytes: int, image: _OpenImage | None) -> tuple[int, bool]:
+        """Takes the next bytes of the buffer.
+
+        Returns:
+            The first of them, and whether they have to begin a new image.
+        """
+        start = _up(self._end, IMAGE_ALIGNMENT) if image is None else self._end
+        full = self.limit_bytes is not None and _up(start + size_bytes, IMAGE_ALIGNMENT) > (
+            self.limit_bytes // IMAGE_ALIGNMENT * IMAGE_ALIGNMENT
+        )
+        if full and self._end:
+            start = 0
+            self.images.append([])
+            self.literals.append([])
+            self.copies.append([])
+        self._end = start + size_bytes
+        self._largest = max(self._largest, self._end)
+        return start, image is None or (full and start == 0)
+
+    def end_of_trained(self) -> None:
+        """Notes that all that comes from now on belongs to frozen weights."""
+        counts = zip(map(len, self.images), map(len, self.copies), strict=True)
+        self._trained, self._trained_bytes = list(counts), self.data_bytes
+
+    def plan(
+        self,
+        units: Mapping[str, _Unit],
+        pieces: Sequence[Piece],
+        frozen: Sequence[bool],
+        signature: Signature,
+    ) -> SavePlan:
+        """Returns all of it."""
+        steps = [step for wave in self.copies for step in wave]
+        images = [[image.closed() for image in wave] for wave in self.images]
+        counts = [*self._trained, *[(0, 0)] * (len(images) - len(self._trained))]
+        samples = tuple(
+            tuple(map(sample_of, wave[count:]))
+            for wave, (_, count) in zip(self.copies, counts, strict=True)
+        )
+        rest = [image for wave, (n, _) in zip(images, counts, strict=True) for image in wave[n:]]
+        return SavePlan(
+            images=tuple(map(Fixed, images)),
+            literals=tuple(map(tuple, self.literals)),
+            copies=tuple(map(tuple, self.copies)),
+            trained=tuple(
+                Fixed(wave[:count]) for wave, (count, _) in zip(images, self._trained, strict=False)
+            ),
+            samples=samples,
+            ranges=tuple(
+                Fixed(chain.from_iterable(sample.ranges() for sample in wave)) for wave in samples
+            ),
+            frozen_bytes=self.data_bytes - self._trained_bytes,
+            buffer_bytes=_up(self._largest, IMAGE_ALIGNMENT),
+            data_bytes=self.data_bytes,
+            record_units={name: unit.record() for name, unit in units.items()},
+            devices=tuple(dict.fromkeys(pieces[step.piece].local.device for step in steps)),
+            signature=signature,
+            frozen=(
+                *compress(signature, frozen),
+                *((image.path, image.size_bytes) for image in rest),
+                *(sample.bounds for wave in samples for sample in wave),
+            ),
+        )
+
+
+class _Unit:
+    """The part of the plan that belongs to one DCP directory."""
+
+    def __init__(self, name: str, rank: int, waves: _Waves) -> None:
+        self._folder = f"{name}/" if name else ""
+        self._rank = rank
+        self._waves = waves
+        self._image: _OpenImage | None = None
+        self._numbers: dict[KeyPath, int] = {}
+        self._tensors: list[dict[str, Any]] = []
+        self._chunks: list[list[Any]] = []
+        self._files: list[str] = []
+        self._frozen_from: int | None = None
+        self._left_to_others: dict[KeyPath, None] = {}
+
+    def begin_frozen(self) -> None:
+        """Has the next archive begin a new file, and notes that only frozen weights follow."""
+        self._image, self._frozen_from = None, len(self._files)
+
+    def add(self, piece: Piece, number: int, *, own: bool) -> None:
+        """Lays one piece out, or notes that another rank has to."""
+        dtype = storable_dtype(piece)
+        # A tensor of no elements lies nowhere, so nobody may own it; it has to be named all the
+        # same, and that several ranks do so does not matter.
+        nothing = 0 in piece.shape
+        own = own or (nothing and piece.replicas.own == 0)
+        if not own or not (piece.elements or nothing):
+            self._left_to_others[piece.key_path] = None
+            return
+        tensor = self._tensor(piece, dtype)
+        if nothing:
+            self._add_archive(tensor, Box((0,) * len(piece.shape), piece.shape), dtype)
+            return
+        first = 0
+        total = piece.elements
+        for place in piece.places:
+            for span, box in self._cut(place, dtype):
+                start = self._add_archive(tensor, box, dtype)
+                step = CopyStep(
+                    piece=number,
+                    first=first + span.start,
+                    stop=first + span.stop,
+                    start=start,
+                    dtype=piece.local.dtype,
+                    shape=box.sizes if len(piece.places) == 1 else (span.stop - span.start,),
+                    whole=span.stop - span.start == total,
+                    prompt=not piece.replicas.spread,
+                )
+                self._waves.copies[-1].append(step)
+            first += math.prod(place.sizes)
+
+    def record(self) -> dict[str, Any]:
+        """Returns what the rank's record says of the directory."""
+        expected = [list(path) for path in self._left_to_others if path not in self._numbers]
+        return {
+            "tensors": Fixed(self._tensors),
+            "chunks": Fixed(self._chunks),
+            "objects": [],
+            "data_files": self._files,
+            "expected": Fixed(expected),
+        }
+
+    def _tensor(self, piece: Piece, dtype: DType) -> int:
+        number = self._numbers.setdefault(piece.key_path, len(self._tensors))
+        if number == len(self._tensors):
+            self._tensors.append(
+                {
+                    "path": list(piece.key_path),
+                    "dtype": dtype.name,
+                    "shape": list(piece.shape),
+                    "aliases": [list(alias) for alias in piece.aliases],
+                }
+            )
+        return number
+
+    def _cut(self, place: Box, dtype: DType) -> Iterator[tuple[Span, Box]]:
+        """Yields the parts of a box that each fit into a wave, with their elements in the box."""
+        elements, limit = math.prod(place.sizes), self._waves.limit_bytes
+        most = elements
+        if limit is not None:
+            most = (limit - _ARCHIVE_ROOM_BYTES) // dtype.itemsize
+        if elements <= most:
+            if elements:
+                yield Span(0, elements), place
+            return
+        for span in slab_spans(place.sizes, most):
+            (slab,) = slabs(span, place.sizes)
+            offsets = tuple(a + b for a, b in zip(place.offsets, slab.offsets, strict=True))
+            yield span, Box(offsets, slab.sizes)
+
+    def _add_archive(self, tensor: int, box: Box, dtype: DType) -> int:
+        """Puts an archive at the end of the directory's file, and returns where its data goes."""
+        archive = archive_of_tensor(dtype, box.sizes)
+        start, anew = self._waves.reserve(archive.padded_bytes, self._image)
+        image = self._open_image(start) if anew else self._image
+        assert image is not None  # noqa: S101  not anew only where there is one
+        data = start + len(archive.head)
+        stop = data + archive.data_bytes
+        if archive.data_bytes:  # of no bytes the checksum is 0, as the literals have it
+            image.blobs.append(Blob(data, stop, tuple(start + at for at in archive.crc_at)))
+        image.stop = start + archive.padded_bytes
+        self._waves.literals[-1] += [(start, archive.head), (stop, archive.tail)]
+        self._waves.data_bytes += archive.data_bytes
+        place = [list(box.offsets), list(box.sizes)]
+        extent = [len(self._files) - 1, start - image.start, archive.size_bytes]
+        self._chunks.append([tensor, *place, *extent])
+        return data
+
+    def _open_image(self, start: int) -> _OpenImage:
+        number, first = len(self._files), self._frozen_from
+        # Other savers write over files of the names that torch gives, and steps share these.
+        end = str(number) if first is None else f"frozen_{number - first}"
+        name = f"__{self._rank}_{end}.distcp"
+        self._image = image = _OpenImage(self._folder + name, start, start, [])
+        self._files.append(name)
+        self._waves.images[-1].append(image)
+        return image
+
+
+def storable_dtype(piece: Piece) -> DType:
+    """Returns the type of a piece's elements.
+
+    Raises:
+        UnsupportedError: If the tensor is sparse, quantized or has no data, naming its key.
+    """
+    local = piece.local
+    if _is_dense(local):
+        try:
+            return _known_dtype(local.dtype)
+        except UnsupportedError:
+            pass
+    return check_storable(local, piece.key)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_quantized and has_data(tensor)
+
+
+def check_storable(tensor: torch.Tensor, where: str) -> DType:
+    """Returns the type of a tensor's elements.
+
+    Args:
+        tensor: The elements on this rank.
+        where: Its name, for messages.
+
+    Raises:
+        UnsupportedError: If it is sparse, quantized or has no data.
+    """
+    if not _is_dense(tensor):
+        kind = "a quantized" if tensor.is_quantized else f"a {tensor.layout}"
+        raise UnsupportedError(
+            f"{kind + ' tensor' if has_data(tensor) else 'a tensor without data'} was found where a"
+            " dense one was expected",
+            where=where,
+            hint=_SAVE_HINT,
+        )
+    try:
+        return _known_dtype(tensor.dtype)
+    except UnsupportedError as error:
+        raise UnsupportedError(error.message, where=where, hint=_SAVE_HINT) from error
+
+
+@lru_cache
+def _known_dtype(dtype: torch.dtype) -> DType:
+    return dtype_named(str(dtype))
+
+
+def _up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

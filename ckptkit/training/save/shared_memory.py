@@ -1,0 +1,307 @@
+"""Memory that a trainer and its writer share, with room for one rank's part of the state.
+
+How much memory can still be had, by the machine and by the groups that this process is in.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ckptkit.core.errors import NoSpaceError
+from ckptkit.storage.local.syscalls import is_out_of_space, is_refused
+
+
+@dataclass(frozen=True, slots=True)
+class _Files:
+    """Where a version of control groups says what; `cached` is given back under pressure."""
+
+    limit: str
+    used: str
+    cached: tuple[str, ...]
+
+
+_VERSION_1 = _Files(
+    "memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")
+)
+_VERSION_2 = _Files("memory.max", "memory.current", ("inactive_file", "active_file"))
+
+
+def available_bytes(root: Path = Path("/")) -> int | None:
+    """Returns how much memory can still be had, or None where that is not known.
+
+    A group with a limit, as Slurm and containers set it, kills a process that asks for more.
+
+    Args:
+        root: Where `proc` and `sys` lie.
+
+    Source:
+        proc_meminfo(5) and cgroups(7); memory.rst of the kernel's cgroup-v1, and cgroup-v2.rst.
+    """
+    known = []
+    with suppress(OSError, KeyError, ValueError):
+        known.append(_numbers(root / "proc/meminfo")["MemAvailable:"] * 1024)
+    for folder, files in _groups(root):
+        with suppress(OSError, KeyError, ValueError):  # no limit says "max"
+            limit = int((folder / files.limit).read_text())
+            statistics = _numbers(folder / "memory.stat")
+            cached = sum(statistics[name] for name in files.cached)
+            known.append(max(limit - int((folder / files.used).read_text()) + cached, 0))
+    return min(known, default=None)
+
+
+def _groups(root: Path) -> Iterator[tuple[Path, _Files]]:
+    """Yields the groups of this process; the limits of those above it count as well."""
+    top = root / "sys/fs/cgroup"
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        base, files = (top / "memory", _VERSION_1) if controllers else (top, _VERSION_2)
+        own = base / path.lstrip("/")
+        # In a container the path may be that of its host, and the group lie at the top.
+        for folder in dict.fromkeys((own, *own.parents, base)):
+            if folder.is_relative_to(base):
+                yield folder, files
+
+
+def _numbers(path: Path) -> dict[str, int]:
+    lines = path.read_text().splitlines()
+    return {name: int(rest[0]) for name, *rest in map(str.split, lines) if rest}
+
+
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux 5.14, which Python does not name
+_HINT = "set staging_limit, so that the state is staged in waves through a smaller buffer"
+_PLACE_HINT = f"{_HINT}, or have TMPDIR name a folder with room"
+_NO_MEMORY = frozenset({errno.ENOMEM, errno.EFBIG})
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlaces:
+    """Where shared memory may come from, in this order.
+
+    Attributes:
+        anonymous: Whether to ask for memory without a name, which no size of a mount limits.
+        memory_folder: A folder that lies in memory, or None.
+        disk_folder: A folder on a disk; None for the system's temporary folder.
+    """
+
+    anonymous: bool = hasattr(os, "memfd_create")
+    memory_folder: Path | None = Path("/dev/shm")  # noqa: S108  where Linux has it
+    disk_folder: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Obtained:
+    descriptor: int
+    kind: str
+    note: str = ""
+
+
+class SharedBuffer:
+    """Writable memory behind a descriptor that can be handed to another process.
+
+    All pages are there from the beginning: later writes neither wait for the kernel to find
+    some, nor die because there are none. A forked child does not get the memory.
+
+    Attributes:
+        kind: "memfd", "shm" or "file"; empty before the first `reserve`.
+        note: What the user should know of it; empty when all is well.
+    """
+
+    def __init__(self, places: MemoryPlaces | None = None) -> None:
+        """Takes no memory yet."""
+        self._places = places or MemoryPlaces()
+        self._map: mmap.mmap | None = None
+        self._view = memoryview(b"")
+        self._descriptor = -1
+        self._highest = -1
+        self.kind = ""
+        self.note = ""
+
+    @property
+    def descriptor(self) -> int:
+        """Of the memory; -1 before there is some. New memory has one that was never used before."""
+        return self._descriptor
+
+    @property
+    def memory(self) -> memoryview:
+        """The bytes."""
+        return self._view
+
+    @property
+    def size_bytes(self) -> int:
+        """How many there are."""
+        return len(self._view)
+
+    def reserve(self, size_bytes: int) -> bool:
+        """Makes sure that there are at least so many bytes; the content is lost if it grows.
+
+        Nobody may look at the old memory any more: it is gone even where views of it are left.
+
+        Returns:
+            Whether the memory is new.
+
+        Raises:
+            NoSpaceError: If there is not so much; then there is none at all any more.
+        """  # noqa: DOC501  made by `_no_space`
+        if size_bytes <= self.size_bytes:
+            return False
+        size_bytes = -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        self.close()  # first, so that old and new memory never exist at once
+        obtained = self._obtain(size_bytes)
+        self._descriptor = self._numbered(obtained.descriptor)
+        try:
+            self._map = _mapped(self._descriptor, size_bytes)
+        except OSError as error:
+            self.close()
+            raise _no_space(size_bytes, "memory", str(error)) from error
+        self._view = memoryview(self._map)
+        self.kind, self.note = obtained.kind, obtained.note
+        return True
+
+    def close(self) -> None:
+        """Gives the memory back; a second call does nothing.
+
+        It is emptied as well, so that whoever still has it mapped does not keep it.
+        """
+        self._unmap()
+        if self._descriptor != -1:
+            os.ftruncate(self._descriptor, 0)
+            os.close(self._descriptor)
+        self._descriptor = -1
+
+    def leave(self) -> None:
+        """In a forked child: closes its copy of the descriptor, and leaves the content alone."""
+        if self._descriptor != -1:
+            os.close(self._descriptor)
+        self._descriptor = -1
+
+    def _numbered(self, descriptor: int) -> int:
+        """Moves a descriptor to a number that this buffer never had, or it might look unchanged."""
+        import fcntl  # not there on Windows
+
+        moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, self._highest + 1)
+        os.close(descriptor)
+        self._highest = moved
+        return moved
+
+    def _unmap(self) -> None:
+        with suppress(BufferError):  # somebody holds a view; the memory goes with the last one
+            self._view.release()
+            if self._map is not None:
+                self._map.close()
+        self._view = memoryview(b"")
+        self._map = None
+
+    def _obtain(self, size_bytes: int) -> _Obtained:
+        places = self._places
+        short = ""
+        available = available_bytes()
+        if available is not None and available < size_bytes:
+            # A group of processes with a limit would be killed, and not told.
+            raise NoSpaceError(
+                f"{_megabytes(size_bytes)} of memory are needed for staging,"
+                f" and {_megabytes(available)} are available",
+                hint=_HINT,
+            )
+        if places.anonymous:
+            with suppress(OSError):  # refused by the kernel, or by a container's filter
+                descriptor = os.memfd_create("ckptkit", os.MFD_CLOEXEC)
+                return _Obtained(_filled(descriptor, size_bytes, "memory"), "memfd")
+        if places.memory_folder is not None:
+            try:
+                return _Obtained(_file_in(places.memory_folder, size_bytes), "shm")
+            except NoSpaceError as error:
+                short = error.message
+        folder = places.disk_folder or Path(tempfile.gettempdir())
+        descriptor = _file_in(folder, size_bytes)
+        reason = short or "shared memory is not to be used"
+        note = f"{reason}: staging in a file under {str(folder)!r}, slower"
+        return _Obtained(descriptor, "file", note)
+
+
+def _file_in(folder: Path, size_bytes: int) -> int:
+    """Returns the descriptor of a new file without a name.
+
+    Raises:
+        NoSpaceError: If the folder cannot be used, or has no room for so many bytes.
+    """
+    place = repr(str(folder))
+    try:
+        status = os.statvfs(folder)
+        free = status.f_bavail * status.f_frsize
+        if free >= size_bytes or not status.f_blocks:  # some file systems do not count
+            return _filled(_nameless(folder), size_bytes, place)
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise NoSpaceError(f"{place} cannot be used ({reason})", hint=_PLACE_HINT) from error
+    raise NoSpaceError(
+        f"{place} has {_megabytes(free)} free, where {_megabytes(size_bytes)} are needed",
+        hint=_PLACE_HINT,
+    )
+
+
+def _megabytes(size_bytes: int) -> str:
+    return f"{size_bytes / 1e6:,.0f} MB"
+
+
+def _nameless(folder: Path) -> int:
+    descriptor, name = tempfile.mkstemp(prefix=".ckptkit-staging-", dir=folder)
+    Path(name).unlink()
+    return descriptor
+
+
+def _filled(descriptor: int, size_bytes: int, place: str) -> int:
+    """Takes all the memory now: where it is missing, this is an error, and not a signal later."""
+    try:
+        try:
+            allocate = getattr(os, "posix_fallocate", None)  # not there on macOS
+            if allocate is not None:
+                allocate(descriptor, 0, size_bytes)
+        except OSError as error:
+            if not is_refused(error):
+                raise
+        os.ftruncate(descriptor, size_bytes)
+    except OSError as error:
+        os.close(descriptor)
+        if is_out_of_space(error) or error.errno in _NO_MEMORY:
+            raise _no_space(size_bytes, place, str(error)) from error
+        raise
+    return descriptor
+
+
+def _no_space(size_bytes: int, place: str, reason: str) -> NoSpaceError:
+    return NoSpaceError(
+        f"{_megabytes(size_bytes)} for staging were asked of {place} and refused: {reason}",
+        hint=_HINT,
+    )
+
+
+def _mapped(descriptor: int, size_bytes: int) -> mmap.mmap:
+    memory = mmap.mmap(descriptor, size_bytes)
+    for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+        with suppress(OSError):  # only ever a matter of speed
+            memory.madvise(getattr(mmap, advice, mmap.MADV_NORMAL))
+    _touch(memory)
+    return memory
+
+
+def _touch(memory: mmap.mmap) -> None:
+    try:
+        memory.madvise(_POPULATE_WRITE)
+    except OSError:  # an older kernel
+        np.frombuffer(memory, np.uint8)[:: mmap.PAGESIZE] = 0

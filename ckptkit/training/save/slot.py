@@ -1,0 +1,274 @@
+"""One save's worth of resources: a buffer, the process that writes it, and the cached plan.
+
+Calling something before optimizers step and state dicts are loaded, whoever does it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from itertools import chain
+from typing import Any
+
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ckptkit.core.errors import CkptkitError, SaveError, UsageError
+from ckptkit.training.agree.peers import Peers
+from ckptkit.training.handle import SaveHandle
+from ckptkit.training.save.frozen import FrozenFiles
+from ckptkit.training.save.layout import SavePlan, plan_save
+from ckptkit.training.save.rank_record import record_of
+from ckptkit.training.save.saver import OURS, Ending, Save, Saver, Wave
+from ckptkit.training.save.shared_memory import SharedBuffer
+from ckptkit.training.save.signatures import Signatures
+from ckptkit.training.save.staging import Stager, measure_copy_limit
+from ckptkit.training.save.writer_process import Patience, WriterProcess
+from ckptkit.training.settings import Settings
+from ckptkit.training.state.collect import BoundState
+from ckptkit.training.state.forecast import expected_state_bytes
+from ckptkit.training.state.pieces import Holdings, Piece
+from ckptkit.writer.messages import Inline
+
+
+class _Hook:
+    """Calls a method of an object for as long as the object is there.
+
+    Models carry it along when they are copied or pickled: the copy gets a hook that does nothing,
+    made of the standard library, so that the model can be loaded where ckptkit is not installed.
+    """
+
+    def __init__(self, method: Callable[[], None]) -> None:
+        self._method = weakref.WeakMethod(method)
+
+    def __call__(self, *_: Any) -> None:
+        method = self._method()
+        if method is not None:
+            method()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial, (chain,)
+
+
+def call_before_changes(
+    method: Callable[[], None], models: Iterable[nn.Module]
+) -> Callable[[], None]:
+    """Has a method called before every step of any optimizer, and every loading into the models.
+
+    Args:
+        method: Called without arguments; its object is not kept alive.
+        models: Whose `load_state_dict` matters; from torch 2.5 on.
+
+    Returns:
+        A function that ends this.
+    """
+    hook = _Hook(method)
+    with ExitStack() as undo:
+        undo.callback(register_optimizer_step_pre_hook(hook).remove)
+        undo.callback(_call_before_loading(hook, models))
+        return undo.pop_all().close
+
+
+def call_before_loading(
+    method: Callable[[], None], models: Iterable[nn.Module]
+) -> Callable[[], None]:
+    """Has a method called before every loading into the models, as `call_before_changes` does."""
+    return _call_before_loading(_Hook(method), models)
+
+
+def _call_before_loading(hook: _Hook, models: Iterable[nn.Module]) -> Callable[[], None]:
+    with ExitStack() as undo:
+        for model in models:
+            register = getattr(model, "register_load_state_dict_pre_hook", None)  # torch 2.5
+            if register is not None:
+                undo.callback(register(hook).remove)
+        return undo.pop_all().close
+
+
+logger = logging.getLogger(__name__)
+
+
+class SaveSlot:
+    """Takes one save at a time; a second one has to wait until the first has ended."""
+
+    def __init__(
+        self,
+        peers: Peers,
+        settings: Settings,
+        ending: Ending,
+        frozen: FrozenFiles,
+    ) -> None:
+        """Starts a thread; memory and the writer come with `prepare`, or the first save.
+
+        Args:
+            peers: The other ranks.
+            settings: What the user has chosen.
+            ending: Ends what is written.
+            frozen: What all slots have in common.
+        """
+        self._peers = peers
+        self._settings = settings
+        self._buffer = SharedBuffer()
+        self._writer = WriterProcess(
+            Patience(settings.stall_seconds, settings.timeout_seconds), self._buffer
+        )
+        self._stager = Stager(self._buffer)
+        self._saver = Saver(self._writer, ending, rank=peers.rank)
+        self._frozen = frozen
+        self._signatures = Signatures()
+        self._plan: SavePlan | None = None
+        self._restless = frozen.restless
+        self._copy_limit = 0.0
+        self._told = ""
+        self._guarded: tuple[nn.Module, ...] | None = None
+        self._unguard: Callable[[], None] = lambda: None
+        self._current: SaveHandle | None = None
+
+    @property
+    def idle(self) -> bool:
+        """Whether the next save may begin here."""
+        return self._current is None or self._current.freed
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Waits until the next save may begin, which it may within a bounded time."""
+        if self._current is not None:
+            self._current.wait_freed(timeout)
+
+    def prepare(self, bound: BoundState) -> None:
+        """Makes memory ready for what a save will hold, and starts the writer.
+
+        Raises:
+            CkptkitError: If there is not enough memory, or the state cannot be stored.
+        """
+        pieces = bound.holdings(0).pieces  # looked at once, they are found faster in a save
+        plan = self._plan_for(pieces)
+        self._reserve(plan, expected_state_bytes(bound, pieces, self._signatures.of(pieces)[0]))
+        self._copy_limit = measure_copy_limit(self._buffer)
+        self._stager.load(plan)
+        self._writer.start()
+        self._guard(bound)
+
+    def take(self, save: Save, find_state: Callable[[], BoundState]) -> None:
+        """Copies this rank's part of the state, and leaves the rest to the background.
+
+        Whatever goes wrong is the outcome of the save, here and on the other ranks, which wait
+        to be told; that may have been before.
+
+        Args:
+            save: What is asked for.
+            find_state: Returns the state; called once an earlier save has ended.
+
+        Raises:
+            UsageError: If the state cannot be saved; the other ranks are told all the same.
+        """
+        try:
+            waited = time.perf_counter()
+            self.wait()
+            save.handle.waited_seconds = time.perf_counter() - waited
+            self._current = save.handle
+            if save.error is None:
+                self._stage(save, find_state())
+        except UsageError as error:
+            save.error = error
+            save.handle.heard()
+            raise
+        except CkptkitError as error:
+            save.error = error
+        except Exception as error:  # a bug of ours must not end the training
+            logger.exception("staging step %d", save.attempt.step)
+            save.error = SaveError(f"{type(error).__name__}: {error}", hint=OURS)
+        except BaseException as error:  # such as Ctrl-C
+            save.error = SaveError(f"the save was interrupted by {type(error).__name__}")
+            raise
+        finally:
+            self._current = save.handle
+            self._tell_of_memory()
+            if not save.handle.blocked_seconds:
+                save.staged()
+            self._saver.finish(save)
+
+    def kill(self) -> None:
+        """Has the save under way fail soon."""
+        self._saver.kill()
+
+    def close(self) -> None:
+        """Waits for the save under way, and ends the thread and the writer."""
+        self._saver.close()
+        self._unguard()
+        self._stager.close()
+        self._buffer.close()
+
+    def _stage(self, save: Save, bound: BoundState) -> None:
+        holdings = bound.holdings(save.attempt.step)
+        plan = self._plan_for(holdings.pieces)
+        self._guard(bound)
+        files = self._frozen.files_for(plan, holdings.pieces, self._stager, save.attempt)
+        save.staged_bytes = plan.data_bytes - (0 if files.frozen else plan.frozen_bytes)
+        save.copy_limit = self._copy_limit
+        last = len(files.waves) - 1
+        for number, of_wave in enumerate(files.waves):
+            staged = self._stager.stage(plan, holdings.pieces, number, frozen=files.frozen)
+            save.handle.staging(staged)
+            if number == last:
+                wave = Wave(of_wave, staged, *self._last_words(save, plan, holdings))
+                save.staged()
+                self._saver.write(save, wave)
+            else:
+                self._saver.write(save, Wave(of_wave, staged)).result()
+                if save.error is not None:
+                    return
+
+    def _last_words(
+        self, save: Save, plan: SavePlan, holdings: Holdings
+    ) -> tuple[tuple[Inline, ...], dict[str, object]]:
+        """Returns what goes with the last wave: small files, and this rank's record."""
+        record, inline = record_of(
+            plan,
+            holdings.objects,
+            rank=self._peers.rank,
+            world_size=self._peers.world_size,
+            attempt=save.attempt.name,
+            step=save.attempt.step,
+        )
+        record["dispensable"] = [one.to_json() for one in holdings.dispensable]
+        return (*inline, *(Inline(file.path, file.data) for file in holdings.files)), record
+
+    def _plan_for(self, pieces: Sequence[Piece]) -> SavePlan:
+        owners, signature = self._signatures.of(pieces)
+        restless, plan = self._frozen.restless, self._plan
+        if plan is None or plan.signature != signature or self._restless != restless:
+            limit = self._settings.staging_limit_bytes
+            plan = plan_save(
+                pieces, owners, rank=self._peers.rank, limit_bytes=limit, restless=restless
+            )
+            self._plan, self._restless = plan, restless
+        return plan
+
+    def _reserve(self, plan: SavePlan, further_bytes: int) -> None:
+        """Makes the buffer as large as it will have to be, so that it need not grow later."""
+        self._stager.close()
+        limit = self._settings.staging_limit_bytes
+        needed = plan.buffer_bytes + further_bytes
+        self._buffer.reserve(needed if limit is None else min(needed, limit))
+        self._tell_of_memory()
+
+    def _tell_of_memory(self) -> None:
+        """Says once what the user should know of the buffer."""
+        if self._buffer.note != self._told:
+            self._told = self._buffer.note
+            logger.warning("rank %d: %s", self._peers.rank, self._told)
+
+    def _guard(self, bound: BoundState) -> None:
+        """Has the optimizers of this state wait for copies that are still under way."""
+        models = tuple(model.module for model in bound.models)
+        if self._guarded is None or list(map(id, models)) != list(map(id, self._guarded)):
+            self._unguard()
+            with ExitStack() as undo:
+                undo.callback(call_before_changes(self._stager.join, models))
+                undo.callback(call_before_loading(self._frozen.forget, models))
+                self._unguard = undo.pop_all().close
+            self._guarded = models

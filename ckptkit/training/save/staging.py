@@ -1,0 +1,324 @@
+"""The one copy that a save makes: from the tensors of the state into the shared buffer."""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from ckptkit.core.geometry import slabs
+from ckptkit.core.index import Span
+from ckptkit.training.save.layout import CopyStep, SavePlan
+from ckptkit.training.save.shared_memory import SharedBuffer
+from ckptkit.training.state.pieces import Piece
+
+logger = logging.getLogger(__name__)
+
+_MEASURED_BYTES = 128 << 20
+_MEASUREMENTS = 5
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device, not only the current one
+Pair = tuple[torch.Tensor, torch.Tensor]  # a place in the buffer, and what goes there
+
+
+class Staged:
+    """A wave on its way into the buffer; on the CPU it is there already."""
+
+    def __init__(
+        self, events: Sequence[tuple[torch.device, Any]] = (), sources: Sequence[torch.Tensor] = ()
+    ) -> None:
+        """Takes an event for each device that still copies, and the tensors it copies from."""
+        self._events = tuple(events)
+        self._sources = tuple(sources)
+
+    def join(self) -> None:
+        """Makes what the devices are given from now on wait for the copies, but not the host."""
+        self._events = tuple(entry for entry in self._events if not entry[1].query())
+        for device, event in self._events:
+            torch.cuda.current_stream(device).wait_event(event)
+
+    def wait(self) -> None:
+        """Waits until everything is in the buffer."""
+        for _, event in self._events:
+            event.synchronize()
+        self._events, self._sources = (), ()
+
+
+class Stager:
+    """Copies pieces into a buffer, after a plan; used by one thread.
+
+    Nothing is allocated on a device. A tensor on a CUDA device is copied without the host's
+    waiting for it, unless its elements do not lie in row-major order.
+    """
+
+    def __init__(self, buffer: SharedBuffer, *, pin: bool = True) -> None:
+        """Takes the buffer, which nobody else may grow while a plan is loaded.
+
+        Args:
+            buffer: Where to copy to.
+            pin: Whether to pin it for CUDA devices, where tensors lie on some.
+        """
+        self._buffer = buffer
+        self._cuda = _CudaCopies(pin=pin)
+        self._plan: SavePlan | None = None
+        self._descriptor = -1  # of the memory that the plan is loaded into
+        self._base = torch.empty(0, dtype=torch.uint8)
+        self._targets: dict[int, list[torch.Tensor]] = {}
+        self._wave = -1  # whose literals are in place
+        self._staged = Staged()
+
+    def load(self, plan: SavePlan) -> None:
+        """Prepares the buffer for a plan, growing it where it is too small.
+
+        The buffer must not be in use. Does nothing for the plan that is loaded already.
+
+        Raises:
+            NoSpaceError: If the memory for it is missing.
+        """
+        if plan is self._plan and self._descriptor == self._buffer.descriptor:
+            return
+        self._forget()
+        if plan.buffer_bytes > self._buffer.size_bytes:
+            self._cuda.unpin()
+            self._base = torch.empty(0, dtype=torch.uint8)
+            self._buffer.reserve(plan.buffer_bytes)
+        if self._buffer.size_bytes:
+            self._base = torch.frombuffer(self._buffer.memory, dtype=torch.uint8)
+        self._plan, self._descriptor = plan, self._buffer.descriptor
+        self._cuda.prepare(plan.devices, self._base)
+        self._put_literals(plan, 0)
+        self._targets_of(plan, 0)
+
+    def stage(
+        self, plan: SavePlan, pieces: Sequence[Piece], wave: int = 0, *, frozen: bool = True
+    ) -> Staged:
+        """Copies one wave into the buffer.
+
+        Args:
+            plan: Made for pieces of the same signature.
+            pieces: Where the elements come from.
+            wave: Which one; the buffer must not be in use by another any more.
+            frozen: Whether to copy frozen weights too.
+
+        Returns:
+            What tells when the copies are done; those from the CPU are.
+        """
+        self.load(plan)
+        self._put_literals(plan, wave)
+        targets, steps = self._targets_of(plan, wave), plan.copies[wave]
+        if not frozen:
+            steps = steps[: len(steps) - len(plan.samples[wave])]
+        with torch.no_grad():
+            self._staged = self._copy(plan, steps, targets[: len(steps)], pieces)
+        return self._staged
+
+    def fetch(
+        self, plan: SavePlan, pieces: Sequence[Piece], steps: Sequence[CopyStep]
+    ) -> list[memoryview]:
+        """Copies some elements to their places in the buffer, and waits for them.
+
+        Args:
+            plan: Made for pieces of the same signature.
+            pieces: Where the elements come from.
+            steps: What to copy; the buffer must not be in use.
+
+        Returns:
+            The bytes of each; good until the next wave is staged.
+        """
+        self.load(plan)
+        if len(plan.images) > 1:  # they may lie where another wave has its literals
+            self._wave = -1
+        with torch.no_grad():
+            self._copy(plan, steps, [_target(self._base, step) for step in steps], pieces).wait()
+        memory = self._buffer.memory
+        return [memory[step.start : step.end] for step in steps]
+
+    def join(self) -> None:
+        """Has the devices wait for the latest copies, before tensors change in another way."""
+        self._staged.join()
+
+    def close(self) -> None:
+        """Lets go of the buffer, which may be closed then."""
+        self._forget()
+        self._cuda.unpin()
+        self._base = torch.empty(0, dtype=torch.uint8)
+
+    def _forget(self) -> None:
+        self._staged.wait()
+        self._plan, self._targets, self._wave = None, {}, -1
+
+    def _put_literals(self, plan: SavePlan, wave: int) -> None:
+        if self._wave == wave:
+            return
+        memory = self._buffer.memory
+        for start, data in plan.literals[wave]:
+            memory[start : start + len(data)] = data
+        self._wave = wave
+
+    def _targets_of(self, plan: SavePlan, wave: int) -> list[torch.Tensor]:
+        found = self._targets.get(wave)
+        if found is None:
+            found = self._targets[wave] = [_target(self._base, step) for step in plan.copies[wave]]
+        return found
+
+    def _copy(
+        self,
+        plan: SavePlan,
+        steps: Sequence[CopyStep],
+        targets: list[torch.Tensor],
+        pieces: Sequence[Piece],
+    ) -> Staged:
+        sources = [_source(pieces[step.piece].local, step) for step in steps]
+        if all(device.type == "cpu" for device in plan.devices):
+            if sources:
+                # Private, but there is no public call for many copies at once; a loop takes
+                # as long for large tensors, and twice as long for small ones.
+                torch._foreach_copy_(targets, sources)
+            return Staged()
+        there = list(zip(targets, sources, steps, strict=True))
+        prompt = [(target, source) for target, source, step in there if step.prompt]
+        rest = [(target, source) for target, source, step in there if not step.prompt]
+        staged = self._cuda.copy(_on_cuda(prompt), _on_cuda(rest))
+        for target, source, _ in there:
+            if not source.is_cuda:
+                target.copy_(source)
+        return staged
+
+
+def _on_cuda(pairs: Sequence[Pair]) -> list[Pair]:
+    return [pair for pair in pairs if pair[1].is_cuda]
+
+
+class _CudaCopies:
+    """Copies from CUDA devices, each on a stream of its own beside the computation."""
+
+    def __init__(self, *, pin: bool) -> None:
+        self._pin = pin
+        self._pinned = 0  # address; 0 while nothing is
+        self._streams: dict[torch.device, Any] = {}
+
+    def prepare(self, devices: Sequence[torch.device], memory: torch.Tensor) -> None:
+        """Makes the streams, and pins the memory once, where tensors lie on CUDA devices."""
+        ours = [device for device in devices if device.type == "cuda"]
+        for device in ours:
+            if device not in self._streams:
+                self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        if not ours or not self._pin or self._pinned or not memory.numel():
+            return
+        # Of the trainer's device, or the runtime would set up a context on device 0.
+        with torch.cuda.device(ours[0]):
+            runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            status = runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), _PORTABLE)
+            if int(status) == 0:
+                self._pinned = memory.data_ptr()
+                return
+            with suppress(RuntimeError):  # fetches the error, or the next kernel would report it
+                torch.zeros(1, device=ours[0])
+        self._pin = False
+        logger.warning(
+            "the staging buffer of %.0f MB cannot be pinned (cudaHostRegister: error %d):"
+            " copies from the device are slower, and block longer; raise `ulimit -l`",
+            memory.numel() / 1e6,
+            int(status),
+        )
+
+    def unpin(self) -> None:
+        """Undoes the pinning, before the memory goes; no copy may be under way."""
+        if self._pinned:
+            runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            runtime.cudaHostUnregister(self._pinned)
+        self._pinned = 0
+
+    def copy(self, prompt: Sequence[Pair], rest: Sequence[Pair]) -> Staged:
+        """Starts the copies.
+
+        Args:
+            prompt: These are done before the device does anything that it is given from now on.
+            rest: These only before whatever joins them.
+
+        Returns:
+            What tells when all of them are done.
+        """
+        pairs = [*prompt, *rest]
+        events = []
+        for device in dict.fromkeys(source.device for _, source in pairs):
+            side, current = self._streams[device], torch.cuda.current_stream(device)
+            side.wait_stream(current)
+            if _copy_on(side, device, prompt):
+                current.wait_stream(side)
+            _copy_on(side, device, rest)
+            events.append((device, side.record_event()))
+        for target, source in pairs:
+            if not is_plain(source):
+                copy_through_host(target, source)
+        return Staged(events, [source for _, source in pairs])
+
+
+def _copy_on(side: Any, device: torch.device, pairs: Sequence[Pair]) -> int:
+    """Starts the copies from one device on a stream, and returns how many there are."""
+    ours = [pair for pair in pairs if pair[1].device == device and is_plain(pair[1])]
+    with torch.cuda.stream(side):
+        for target, source in ours:
+            target.copy_(source, non_blocking=True)
+            source.record_stream(side)  # or its memory could be given to another tensor
+    return len(ours)
+
+
+def is_plain(source: torch.Tensor) -> bool:
+    """Tells whether the bytes in memory are the elements in row-major order."""
+    return source.is_contiguous() and not source.is_conj() and not source.is_neg()
+
+
+def copy_through_host(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copies a tensor with any strides from a device, without allocating anything there.
+
+    torch would make it contiguous on the device first. Instead the stretch of memory that its
+    elements lie in goes to the host as it is, and is put into order there; this takes as much
+    host memory for a moment, blocks, and runs at the rate of memory that is not pinned.
+    """
+    span = 1 + sum(
+        (size - 1) * stride for size, stride in zip(source.shape, source.stride(), strict=True)
+    )
+    host = torch.empty(span, dtype=source.dtype)
+    host.copy_(source.as_strided((span,), (1,), source.storage_offset()))
+    target.copy_(host.as_strided(source.shape, source.stride()))
+
+
+def measure_copy_limit(buffer: SharedBuffer) -> float:
+    """Returns the bytes per second of a plain warm copy; 0 where the buffer is too small to tell.
+
+    Overwrites the buffer's content, so it is called before a plan is loaded.
+    """
+    size = min(_MEASURED_BYTES, buffer.size_bytes // 2)
+    if not size:
+        return 0.0
+    memory = torch.frombuffer(buffer.memory, dtype=torch.uint8)
+    source, target = memory[:size], memory[size : 2 * size]
+    target.copy_(source)
+    seconds = []
+    for _ in range(_MEASUREMENTS):
+        began = time.perf_counter()
+        target.copy_(source)
+        seconds.append(time.perf_counter() - began)
+    return size / statistics.median(seconds)
+
+
+def _target(base: torch.Tensor, step: CopyStep) -> torch.Tensor:
+    return base[step.start : step.end].view(step.dtype).view(step.shape)
+
+
+def _source(local: torch.Tensor, step: CopyStep) -> torch.Tensor:
+    """Returns the part of a piece that a step copies, as a view."""
+    if step.whole:
+        return local if local.shape == step.shape else local.view(step.shape)
+    if local.is_contiguous():
+        return local.view(-1)[step.first : step.stop].view(step.shape)
+    (slab,) = slabs(Span(step.first, step.stop), tuple(local.shape))
+    part = local
+    for axis, (offset, size) in enumerate(zip(slab.offsets, slab.sizes, strict=True)):
+        part = part.narrow(axis, offset, size)
+    return part

@@ -1,0 +1,264 @@
+"""The trainer's end of the writer: started when needed, watched while it works, started again."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+
+from ckptkit.core.errors import WriterError, error_from_json
+from ckptkit.training.save.shared_memory import SharedBuffer
+from ckptkit.writer.messages import (
+    Answer,
+    Buffer,
+    Channel,
+    Committed,
+    Failed,
+    Progress,
+    Request,
+    Written,
+)
+from ckptkit.writer.process import writer_command
+
+_LEAVE_SECONDS = 5.0
+_POLL_SECONDS = 0.5
+_NOTHING = (-1, 0)
+Command = Callable[[int], Sequence[str]]
+"""From the number of an inherited socket to the command that serves it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long a writer is waited for.
+
+    Attributes:
+        stall_seconds: Without any sign of life it is taken for hung, and killed.
+        idle_seconds: Alive, but without a byte more, it is taken to wait for storage that hangs,
+            and killed.
+        command: What is started; tests give another one.
+    """
+
+    stall_seconds: float = 120.0
+    idle_seconds: float = 600.0
+    command: Command = writer_command
+
+
+class WriterProcess:
+    """One writer process, replaced by a new one after it died or was killed.
+
+    A request is made by one thread at a time. `kill` may come from any.
+    """
+
+    def __init__(
+        self, patience: Patience, buffer: SharedBuffer | None = None, *, name: str = "writer"
+    ) -> None:
+        """Starts nothing yet.
+
+        Args:
+            patience: How long to wait, and what to start.
+            buffer: The memory that requests refer to; announced to every new process.
+            name: What it is called in messages.
+        """
+        self._name = name
+        self._patience = patience
+        self._buffer = buffer
+        self._announced = _NOTHING  # descriptor and size that the running process knows
+        self._process: subprocess.Popen[bytes] | None = None
+        self._channel: Channel | None = None
+        self._socket: socket.socket | None = None
+        self._lock = threading.Lock()
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=partial(_leave, weakref.ref(self)))
+
+    @property
+    def pid(self) -> int | None:
+        """The running process, or None."""
+        return self._process.pid if self._process is not None else None
+
+    def start(self) -> None:
+        """Starts the process where none runs, and hands it the buffer.
+
+        Raises:
+            WriterError: If it cannot be started.
+        """
+        with self._lock:
+            self._start()
+
+    def request(self, request: Request) -> Written | Committed:
+        """Has a request done, starting a process where none runs.
+
+        Returns:
+            The answer.
+
+        Raises:
+            WriterError: If the process dies, or gives no sign of life for too long.
+            CkptkitError: What went wrong in the process.
+        """  # noqa: DOC501  made from the answer
+        with self._lock:
+            channel = self._start()
+            self._send(channel, request)
+            answer = self._answer(channel)
+        if isinstance(answer, Failed):
+            raise error_from_json(answer.error)
+        return answer
+
+    def kill(self) -> None:
+        """Ends the process at once; a request under way fails."""
+        process = self._process
+        if process is not None and process.poll() is None:
+            process.kill()
+
+    def close(self) -> None:
+        """Ends the process, which leaves by itself as soon as the connection is closed."""
+        with self._lock:
+            self._forget(_LEAVE_SECONDS)
+
+    def _start(self) -> Channel:
+        if self._process is not None and self._process.poll() is not None:
+            self._forget(0)
+        if self._channel is None:
+            self._launch()
+        channel = self._channel
+        assert channel is not None  # noqa: S101  `_launch` has set it
+        buffer = self._buffer
+        if buffer is None:
+            return channel
+        known = buffer.descriptor, buffer.size_bytes  # numbers of descriptors are used again
+        if buffer.size_bytes and known != self._announced:
+            self._announced = known
+            self._send(channel, Buffer(buffer.size_bytes), (buffer.descriptor,))
+        return channel
+
+    def _send(self, channel: Channel, message: Request, descriptors: Sequence[int] = ()) -> None:
+        """Sends a message, which a process that is stopped may not take.
+
+        Raises:
+            WriterError: If the process is gone, or has not taken all of it in time.
+        """
+        try:
+            channel.send(message, descriptors)
+        except TimeoutError as error:
+            raise self._silent() from error
+        except OSError as error:
+            raise self._died() from error
+
+    def _launch(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        with theirs:
+            command = list(self._patience.command(theirs.fileno()))
+            try:
+                self._process = subprocess.Popen(  # noqa: S603  our own program
+                    command,
+                    pass_fds=(theirs.fileno(),),
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    start_new_session=True,  # signals to the job's processes are not meant for it
+                )
+            except OSError as error:
+                ours.close()
+                raise WriterError(f"could not be started: {error}", where=self._name) from error
+        ours.settimeout(self._patience.stall_seconds)  # for a message, however large it is
+        self._socket, self._channel, self._announced = ours, Channel(ours), _NOTHING
+
+    def _answer(self, channel: Channel) -> Written | Committed | Failed:
+        heard = grew = time.monotonic()
+        done_bytes = -1
+        while True:
+            message = self._next(channel)
+            now = time.monotonic()
+            if isinstance(message, Written | Committed | Failed):
+                return message
+            if isinstance(message, Progress):
+                heard = now
+                if message.written_bytes != done_bytes:
+                    grew, done_bytes = now, message.written_bytes
+            if now - heard > self._patience.stall_seconds:
+                raise self._silent()
+            if now - grew > self._patience.idle_seconds:
+                raise self._given_up(f"not a byte more in {self._patience.idle_seconds:g} s")
+
+    def _silent(self) -> WriterError:
+        return self._given_up(f"no sign of life for {self._patience.stall_seconds:g} s")
+
+    def _given_up(self, what: str) -> WriterError:
+        self.kill()
+        self._forget(_LEAVE_SECONDS)
+        return WriterError(
+            f"gave {what}, and was killed",
+            where=self._name,
+            hint="the storage hangs or is very slow; the writer is started again for the next save",
+        )
+
+    def _next(self, channel: Channel) -> Answer | None:
+        """Returns the next message, or None where none came for a while.
+
+        Raises:
+            WriterError: If the process is gone, or stops in the middle of a message.
+        """
+        assert self._socket is not None  # noqa: S101  there is a channel
+        poller = select.poll()  # unlike `select`, it takes descriptors above 1,024
+        poller.register(self._socket, select.POLLIN)
+        if not poller.poll(_POLL_SECONDS * 1e3):
+            return None
+        try:
+            message = channel.receive()
+        except TimeoutError as error:  # in the middle of a message
+            raise self._silent() from error
+        if message is None:
+            raise self._died()
+        if not isinstance(message, Progress | Written | Committed | Failed):
+            raise WriterError(f"answered with a {type(message).__name__}", where=self._name)
+        return message
+
+    def _died(self) -> WriterError:
+        status = self._forget(_LEAVE_SECONDS)
+        if status is not None and status < 0:
+            how = f"was killed by {signal.Signals(-status).name}"
+        else:
+            how = f"ended with status {status}"
+        return WriterError(f"{how} in the middle of a save", where=self._name)
+
+    def _forget(self, leave_seconds: float) -> int | None:
+        """Closes the connection and collects the process; returns its exit status."""
+        if self._socket is not None:
+            with suppress(OSError):  # the other end may be gone
+                # Or a forked process, which has a copy, would keep the connection open.
+                self._socket.shutdown(socket.SHUT_RDWR)
+        if self._channel is not None:
+            self._channel.close()
+        process, self._process, self._channel, self._socket = self._process, None, None, None
+        self._announced = _NOTHING
+        if process is None:
+            return None
+        with suppress(subprocess.TimeoutExpired):
+            return process.wait(leave_seconds)
+        process.kill()
+        with suppress(subprocess.TimeoutExpired):  # storage that hangs keeps even killed ones
+            return process.wait(_LEAVE_SECONDS)
+        return None
+
+    def leave(self) -> None:
+        """In a forked child: lets go of what belongs to the parent, and touches nothing of it."""
+        if self._socket is not None:
+            self._socket.close()
+        if self._buffer is not None:
+            self._buffer.leave()
+        if self._process is not None:
+            self._process.returncode = 0  # not the child's to wait for
+        self._process = self._channel = self._socket = None
+        self._lock = threading.Lock()  # a thread that the child lacks may have held it
+
+
+def _leave(process: weakref.ref[WriterProcess]) -> None:
+    alive = process()
+    if alive is not None:
+        alive.leave()

@@ -1,0 +1,1 @@
+"""What the live objects of a training hold."""

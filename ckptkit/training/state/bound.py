@@ -1,0 +1,345 @@
+"""The entries of the user's mapping, each with its place in a step.
+
+What the values of the user's mapping are, and which of them are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from ckptkit.core.errors import UsageError
+from ckptkit.core.index import KeyPath
+from ckptkit.training import names
+from ckptkit.training.names import RNG, TensorPlaces, adapter_names
+
+Layout = Literal["accelerate", "dcp", "trainer"]
+Kind = Literal["model", "optimizer", "scheduler", "scaler", "dataloader", "stateful", "plain"]
+_RESERVED = frozenset({RNG})
+_LOADER_HINT = "use torchdata's StatefulDataLoader, or leave the dataloader out"
+_PLAIN_HINT = "put values such as counters into a dict, which is saved and restored in place"
+
+
+def entries_of(
+    state: Mapping[str, object], layout: Layout
+) -> Iterator[tuple[str, int | None, object]]:
+    """Yields the values of the mapping, those of lists one by one with their positions.
+
+    Raises:
+        UsageError: If a key is no name, or a value is there twice.
+    """
+    seen: dict[int, str] = {}
+    for key, value in state.items():
+        _check_key(key, layout)
+        for position, entry in _members(value):
+            name = key if position is None else f"{key}[{position}]"
+            if id(entry) in seen:
+                raise UsageError(
+                    f"the same object was found under {seen[id(entry)]!r}",
+                    where=name,
+                    hint="name each model, optimizer and other object once",
+                )
+            seen[id(entry)] = name
+            yield key, position, entry
+
+
+def leaves(
+    state: Mapping[str, object], layout: Layout
+) -> tuple[tuple[str, int | None, object], ...]:
+    """Returns what `entries_of` yields: two states with the same objects are the same state.
+
+    Whoever compares them by identity has to hold on to them, since identities are used again.
+
+    Raises:
+        UsageError: If a key is no name, or a value is there twice.
+    """
+    return tuple(entries_of(state, layout))
+
+
+def kind_of(key: str, value: object) -> Kind:
+    """Returns what a value of the mapping is.
+
+    Wrappers are known by what they can do, because accelerate's scheduler, for one, is no
+    `LRScheduler`. What is iterated over and has a state is a dataloader: each rank has its own.
+
+    Raises:
+        UsageError: If it is nothing that can be saved.
+    """
+    if isinstance(value, nn.Module):
+        return "model"
+    # By its name, as importing its module takes long and warns.
+    if "ZeroRedundancyOptimizer" in {base.__name__ for base in type(value).__mro__}:
+        raise UsageError(
+            "a ZeroRedundancyOptimizer was found, whose ranks hold parts that cannot be placed",
+            where=key,
+            hint="use fully_shard, which shards the optimizer's state as well",
+        )
+    if isinstance(value, Optimizer):
+        return "optimizer"
+    if isinstance(value, dict | list):
+        return "plain"
+    if not _has(value, "state_dict", "load_state_dict"):
+        raise UsageError(
+            f"a {type(value).__name__} has no state_dict() and load_state_dict()",
+            where=key,
+            hint=_LOADER_HINT if isinstance(value, DataLoader) else _PLAIN_HINT,
+        )
+    return _kind_by_methods(value)
+
+
+def taken_from(value: object) -> Literal["model", "optimizer"] | None:
+    """Tells of which kind of object a plain value is the state dict, or a list of such.
+
+    What `Module.state_dict` returns has a mark of torch's own; other mappings of nothing but
+    tensors are taken for the same.
+    """
+    for entry in value if isinstance(value, list) else [value]:
+        if not isinstance(entry, Mapping):
+            continue
+        if set(entry) == {"state", "param_groups"}:
+            return "optimizer"
+        tensors = [isinstance(leaf, Tensor) for leaf in entry.values()]
+        if any(tensors) and (hasattr(entry, "_metadata") or all(tensors)):
+            return "model"
+    return None
+
+
+def _kind_by_methods(value: object) -> Kind:
+    if isinstance(value, LRScheduler) or _has(value, "get_last_lr"):
+        return "scheduler"
+    if _has(value, "get_scale", "unscale_"):
+        return "scaler"
+    return "dataloader" if _has(value, "__iter__") else "stateful"
+
+
+def _check_key(key: object, layout: Layout) -> None:
+    if not isinstance(key, str) or not key or "/" in key or key.startswith("."):
+        raise UsageError(
+            f"the state has the key {key!r} where a name was expected",
+            hint="use keys such as 'model' and 'optimizer'",
+        )
+    if layout == "dcp" and key in _RESERVED:
+        raise UsageError(
+            "this key is taken by the random number generators, which are always saved",
+            where=key,
+            hint="use another key",
+        )
+
+
+def _members(value: object) -> Iterator[tuple[int | None, Any]]:
+    """Yields the members of a list of objects with state; other values are one entry."""
+    if isinstance(value, list | tuple) and value and all(_is_stateful(entry) for entry in value):
+        yield from enumerate(value)
+    else:
+        yield None, value
+
+
+def _is_stateful(value: object) -> bool:
+    return _has(value, "state_dict", "load_state_dict")
+
+
+def _has(value: object, *methods: str) -> bool:
+    return all(callable(getattr(value, method, None)) for method in methods)
+
+
+@dataclass(frozen=True, slots=True)
+class BoundModel:
+    """A model in the mapping.
+
+    Attributes:
+        key: Its key in the mapping.
+        position: In the list under that key; None without a list.
+        module: The model.
+        places: Where its tensors lie in a step.
+        stage: Whether it is one of the stages that a pipeline has in the list.
+    """
+
+    key: str
+    position: int | None
+    module: nn.Module
+    places: TensorPlaces
+    stage: bool = False
+
+    @property
+    def saved_as(self) -> tuple[str, int | None]:
+        """The key and the position that it is found again by; stages are one entry together."""
+        return self.key, None if self.stage else self.position
+
+    @property
+    def unit(self) -> str:
+        """The DCP directory of its tensors, of those of the adapter where it is split."""
+        return self.places.unit
+
+    @property
+    def path(self) -> KeyPath:
+        """What comes before a tensor's name in its key path."""
+        return self.places.path
+
+
+@dataclass(frozen=True, slots=True)
+class BoundOptimizer:
+    """An optimizer in the mapping.
+
+    Attributes:
+        key: Its key in the mapping.
+        position: In the list under that key; None without a list.
+        optimizer: The optimizer.
+        unit: The DCP directory of its state.
+        path: What comes before `state` and `param_groups` in its key paths.
+        stage: Whether it is that of a pipeline's stage, one of several in the list.
+    """
+
+    key: str
+    position: int | None
+    optimizer: Optimizer
+    unit: str
+    path: KeyPath
+    stage: bool = False
+
+    @property
+    def saved_as(self) -> tuple[str, int | None]:
+        """The key and the position that it is found again by; stages are one entry together."""
+        return self.key, None if self.stage else self.position
+
+    @property
+    def name(self) -> str:
+        """What it is called in messages."""
+        return shown_name(*self.saved_as)
+
+
+@dataclass(frozen=True, slots=True)
+class BoundObject:
+    """Anything else in the mapping.
+
+    Attributes:
+        key: Its key in the mapping.
+        position: In the list under that key; None without a list.
+        target: The object, or the plain dict or list.
+        kind: What it is.
+        unit: The DCP directory of its values: always with the layout `dcp`, otherwise where it
+            holds DTensors.
+        path: What comes before the names in its state dict.
+        file: The file of its state, relative to the step; empty with the layout `dcp`.
+    """
+
+    key: str
+    position: int | None
+    target: Any
+    kind: Kind
+    unit: str
+    path: KeyPath
+    file: str
+
+    @property
+    def saved_as(self) -> tuple[str, int | None]:
+        """The key and the position that it is found again by."""
+        return self.key, self.position
+
+    @property
+    def where(self) -> str:
+        """Its path in the user's state, for messages."""
+        return path_in_state(self.key, self.position)
+
+    def state(self) -> Any:
+        """Returns its state, which may still be shared with it."""
+        return self.target if self.kind == "plain" else self.target.state_dict()
+
+
+@dataclass(frozen=True, slots=True)
+class Entries:
+    """All entries of the mapping, by kind, each in the order of the mapping."""
+
+    models: tuple[BoundModel, ...]
+    optimizers: tuple[BoundOptimizer, ...]
+    others: tuple[BoundObject, ...]
+
+
+def place_entries(state: Mapping[str, object], layout: Layout, *, rank: int) -> Entries:
+    """Gives each entry of the user's mapping a place in a step.
+
+    Raises:
+        UsageError: If a value is nothing that can be saved, or is there twice.
+    """
+    naming = _Naming(layout, rank)
+    for key, position, value in entries_of(state, layout):
+        naming.take(key, position, value)
+    return Entries(tuple(naming.models), tuple(naming.optimizers), tuple(naming.others))
+
+
+class _Naming:
+    """Gives each entry its place, counting those of a kind."""
+
+    def __init__(self, layout: Layout, rank: int) -> None:
+        self.models: list[BoundModel] = []
+        self.optimizers: list[BoundOptimizer] = []
+        self.others: list[BoundObject] = []
+        self._layout = layout
+        self._plain = layout == "dcp"
+        self._rank = rank
+        self._counts: dict[str, int] = {}
+
+    def take(self, key: str, position: int | None, value: Any) -> None:
+        kind = kind_of(key, value)
+        path: KeyPath = (key, *index_of(position))
+        if kind == "model":
+            self.models.append(BoundModel(key, position, value, self._places(path, value)))
+        elif kind == "optimizer":
+            unit = "" if self._plain else names.optimizer_unit(len(self.optimizers))
+            start = path if self._plain else ("optimizer",)
+            self.optimizers.append(BoundOptimizer(key, position, value, unit, start))
+        else:
+            unit = "" if self._plain else f"{key}_{position or 0}"
+            start = path if self._plain else (key,)
+            file = "" if self._plain else self._file(kind)
+            self.others.append(BoundObject(key, position, value, kind, unit, start, file))
+
+    def _places(self, path: KeyPath, model: nn.Module) -> TensorPlaces:
+        if self._plain:
+            return TensorPlaces("", path)
+        number = len(self.models)
+        unit, adapter = names.model_unit(number), None
+        if self._layout == "trainer":
+            adapter = adapter_names(model)
+        return TensorPlaces(unit, ("model",), adapter, names.base_unit(number) if adapter else "")
+
+    def _file(self, kind: Kind) -> str:
+        counted = "custom" if kind in {"stateful", "plain"} else kind
+        index = self._counts.get(counted, 0)
+        self._counts[counted] = index + 1
+        if counted == "scheduler":
+            trainer = self._layout == "trainer"
+            return names.trainer_scheduler_file(index) if trainer else names.scheduler_file(index)
+        if counted == "scaler":
+            return names.scaler_file(index)
+        if counted == "dataloader":
+            return names.dataloader_file(index, self._rank)
+        return names.custom_file(index)
+
+
+def index_of(position: int | None) -> tuple[int, ...]:
+    """Returns the position in a list as the end of a key path, which is empty without a list."""
+    return () if position is None else (position,)
+
+
+def path_in_state(key: str, position: int | None) -> str:
+    """Returns where an entry of the mapping stands in it.
+
+    >>> path_in_state("critic", None), path_in_state("models", 1)
+    ("state['critic']", "state['models'][1]")
+    """
+    return f"state[{key!r}]" if position is None else f"state[{key!r}][{position}]"
+
+
+def shown_name(key: str, position: int | None) -> str:
+    """Returns what an entry of the mapping is called in messages.
+
+    >>> shown_name("critic", None), shown_name("models", 1)
+    ('critic', 'models[1]')
+    """
+    return key if position is None else f"{key}[{position}]"

@@ -1,0 +1,441 @@
+"""From the mapping that the user gives to what this rank holds of it.
+
+Parts of one model in a list, as the stages of a pipeline are, in one place of a step.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import Any
+
+import torch
+
+from ckptkit.core.errors import CkptkitError, UsageError
+from ckptkit.core.index import KeyPath
+from ckptkit.training import names
+from ckptkit.training.resume.optimizer_fit import Unfit, class_of
+from ckptkit.training.sidecar import checked_files
+from ckptkit.training.state import objects as rng
+from ckptkit.training.state.bound import (
+    BoundModel,
+    BoundObject,
+    BoundOptimizer,
+    Entries,
+    Layout,
+    index_of,
+    path_in_state,
+    place_entries,
+    taken_from,
+)
+from ckptkit.training.state.dtensors import Copies, DTensor, Meshes, local_part
+from ckptkit.training.state.models import ModelView, ModelWalk
+from ckptkit.training.state.objects import check_nesting, flatten, kept_bytes, kept_object, saved
+from ckptkit.training.state.optimizers import Found, OptimizerWalk
+from ckptkit.training.state.pieces import (
+    Dispensable,
+    Holdings,
+    ObjectValue,
+    Piece,
+    Replicas,
+    Slot,
+    SmallFile,
+    whole_slot,
+)
+from ckptkit.training.state.structures import VERSION, Leaf, Structure, tables_of, take_apart
+
+
+def united(entries: Entries, world: Copies) -> Entries:
+    """Puts the members of a list that are stages of a pipeline into one DCP directory.
+
+    A rank may have several stages, and another rank another number of them; they are known by
+    lying on a part of the ranks. Their tensors have different names, so that all of them
+    together are the model that a resume without the pipeline has.
+
+    Args:
+        entries: Each with a place of its own.
+        world: The number of ranks, and this one.
+    """
+    positions = {one.position for one in entries.models} | {o.position for o in entries.optimizers}
+    if positions <= {None}:
+        return entries
+    modules = [model.module for model in entries.models if _is_stage(model, world)]
+    if not modules:
+        return entries
+    staged = {id(module) for module in modules}
+    trained = {id(parameter) for module in modules for parameter in module.parameters()}
+    return replace(
+        entries,
+        models=tuple(_models(entries.models, staged)),
+        optimizers=tuple(_optimizers(entries.optimizers, trained)),
+    )
+
+
+def _is_stage(model: BoundModel, world: Copies) -> bool:
+    view = ModelWalk(model.module, model.places, world=world).look()
+    return view.values.count < world.number
+
+
+def _models(models: Iterable[BoundModel], staged: set[int]) -> Iterator[BoundModel]:
+    seen: dict[tuple[str, int | None], int] = {}
+    for model in models:
+        one = replace(model, stage=model.position is not None and id(model.module) in staged)
+        number = seen.setdefault(one.saved_as, len(seen))
+        places = one.places
+        if not places.unit:  # all in one directory, apart by their key paths
+            places = replace(places, path=_path(one))
+        else:
+            base = names.base_unit(number) if places.base_unit else ""
+            places = replace(places, unit=names.model_unit(number), base_unit=base)
+        yield replace(one, places=places)
+
+
+def _optimizers(
+    optimizers: Iterable[BoundOptimizer], trained: set[int]
+) -> Iterator[BoundOptimizer]:
+    seen: dict[tuple[str, int | None], int] = {}
+    for optimizer in optimizers:
+        own = {id(p) for group in optimizer.optimizer.param_groups for p in group["params"]}
+        one = replace(optimizer, stage=optimizer.position is not None and own <= trained)
+        number = seen.setdefault(one.saved_as, len(seen))
+        if one.unit:
+            yield replace(one, unit=names.optimizer_unit(number))
+        else:
+            yield replace(one, path=_path(one))
+
+
+def _path(one: BoundModel | BoundOptimizer) -> KeyPath:
+    key, position = one.saved_as
+    return (key,) if position is None else (key, position)
+
+
+__all__ = ["BoundModel", "BoundObject", "BoundOptimizer", "BoundState", "Layout", "bind"]
+
+logger = logging.getLogger(__name__)
+
+_PER_RANK = frozenset({"dataloader"})
+
+
+@dataclass(frozen=True, slots=True)
+class BoundState:
+    """The user's state, checked and with a place on disk for everything.
+
+    Gradients are no part of it: a save between two micro-batches keeps the parameters and the
+    optimizer as the last `optimizer.step()` left them, and a resume starts the accumulation
+    anew. Save after a step to lose no work.
+
+    Attributes:
+        layout: What the step's directory looks like.
+        rank: Of this process.
+        world_size: How many processes train.
+        models: All models in the mapping.
+        optimizers: All optimizers in the mapping.
+        others: All other entries of the mapping.
+        unfit_optimizer: What a resume does where an optimizer cannot go on from the step.
+    """
+
+    layout: Layout
+    rank: int
+    world_size: int
+    models: tuple[BoundModel, ...]
+    optimizers: tuple[BoundOptimizer, ...]
+    others: tuple[BoundObject, ...]
+    _walks: tuple[ModelWalk, ...] = field(repr=False)
+    _optimizer_walks: tuple[OptimizerWalk, ...] = field(repr=False)
+    _files: tuple[SmallFile, ...] = ()
+    unfit_optimizer: Unfit = "error"
+
+    def beside(self, files: Mapping[str, bytes] | None) -> BoundState:
+        """Returns the same state with further files, by name, that this rank saves with it.
+
+        Raises:
+            UsageError: If one has no bytes, or no name for a file that is not taken.
+        """
+        if not files:
+            return self
+        own = [name for other in self.others for name in (other.unit, other.file)]
+        return replace(self, _files=checked_files(files, own))
+
+    def resuming(self, unfit_optimizer: Unfit) -> BoundState:
+        """Returns the same state, with what to do about an optimizer that cannot go on."""
+        return replace(self, unfit_optimizer=unfit_optimizer)
+
+    def holdings(self, step: int) -> Holdings:
+        """Returns all that this rank holds, without any communication.
+
+        The pieces are the very objects of the call before where nothing moved in memory. Their
+        tensors are those of training, and objects may be shared with it: both have to be copied
+        before it goes on. Files are copies already.
+
+        Args:
+            step: The number of the step that is saved.
+
+        Raises:
+            UsageError: If an optimizer's parameter belongs to no model in the mapping.
+            UnsupportedError: If the place of some elements of a model cannot be told.
+        """
+        dispensable: list[Dispensable] = []
+        found = self.tensors(keep=True, sparing=dispensable)
+        files = [*self._files]
+        for other in self.others:
+            self._take_other(other, found, files)
+        self._add_random_states(step, found.objects, files)
+        if self.layout == "dcp" and any("." in entry["key"] for entry in self._entries()):
+            check_keys(found.pieces, found.objects)
+        if found.structures:
+            data = saved(tables_of(found.structures))
+            files.append(SmallFile(names.values_file(self.rank), data))
+        return Holdings(tuple(found.pieces), tuple(found.objects), tuple(files), tuple(dispensable))
+
+    def _add_random_states(
+        self, step: int, objects: list[ObjectValue], files: list[SmallFile]
+    ) -> None:
+        states = rng.capture()
+        if self.layout == "dcp":
+            path = (names.RNG, str(self.rank))
+            objects.append(ObjectValue("", path, {"step": step, **states}))
+        elif self.layout == "accelerate":
+            file = names.random_states_file(self.rank)
+            if file not in {given.path for given in self._files}:  # accelerate counts otherwise
+                files.append(SmallFile(file, saved({"step": step, **states})))
+        elif self.optimizers:  # a model alone is not trained on, says the Trainer
+            file = names.trainer_random_states_file(self.rank, self.world_size)
+            files.append(SmallFile(file, saved(rng.under_trainer_keys(states))))
+
+    def pieces(self) -> tuple[Piece, ...]:
+        """Returns the tensors of models and optimizers on this rank: what a resume writes into."""
+        views = [walk.look() for walk in self._walks]
+        states = [walk.states(views) for walk in self._optimizer_walks]
+        return tuple(chain(*(view.pieces for view in views), *states))
+
+    def facts(self) -> dict[str, Any]:
+        """Returns what a reader of the checkpoint wants to know of the run, as plain values."""
+        models = {
+            ".".join(map(str, (model.key, *index_of(model.position)))): walk.facts()
+            for model, walk in zip(self.models, self._walks, strict=True)
+        }
+        return {
+            "torch_version": str(torch.__version__),
+            "world_size": self.world_size,
+            "layout": self.layout,
+            "models": models,
+            "entries": self._entries(),
+            "structures": VERSION,
+        }
+
+    def _entries(self) -> list[dict[str, Any]]:
+        """Returns where each entry of the mapping lies, by which a resume finds it again."""
+        kinds: list[tuple[str, BoundModel | BoundOptimizer | BoundObject]] = [
+            *(("model", model) for model in self.models),
+            *(("optimizer", optimizer) for optimizer in self.optimizers),
+            *((other.kind, other) for other in self.others),
+        ]
+        entries: dict[tuple[str, int | None], dict[str, Any]] = {}
+        for kind, bound in kinds:
+            entry = {
+                "key": bound.key,
+                "position": bound.saved_as[1],
+                "kind": kind,
+                "class": class_of(bound.optimizer) if isinstance(bound, BoundOptimizer) else "",
+                "unit": bound.unit,
+                "base_unit": bound.places.base_unit if isinstance(bound, BoundModel) else "",
+                "file": bound.file if isinstance(bound, BoundObject) else "",
+                "stages": not isinstance(bound, BoundObject) and bound.stage,
+            }
+            first = entries.setdefault(bound.saved_as, entry)
+            if first["class"] != entry["class"]:
+                first["class"] = ""
+        return list(entries.values())
+
+    def _in_dcp(self, value: object) -> bool:
+        return self.layout == "dcp" or any(isinstance(leaf, DTensor) for _, leaf in flatten(value))
+
+    def check_plain(self, other: BoundObject) -> None:
+        """Refuses tensors that would be hidden in a file of Python objects, where others look.
+
+        Beside a model the state dict of another one, such as an average, is a value as any.
+
+        Raises:
+            UsageError: If it is the state dict of what should be in the mapping itself.
+        """
+        found = taken_from(other.target)
+        if found is None or (found == "model" and self.models):
+            return
+        if self._in_dcp(other.target):
+            return
+        raise UsageError(
+            f"the state dict of {'an' if found == 'optimizer' else 'a'} {found} was found, which"
+            " would be stored as a Python object that no other tool looks into",
+            where=other.key,
+            hint=f"pass the {found} itself, without state_dict()",
+        )
+
+    def tensors(self, *, keep: bool = False, sparing: list[Dispensable] | None = None) -> Found:
+        """Returns what this rank holds of the models and optimizers.
+
+        Args:
+            keep: Whether to remember the pieces, so that the next time is faster.
+            sparing: Gets the optimizers, and what is wrong with them; one of which the state
+                cannot be stored is then left out, so that it does not cost the models. None to
+                have that raised.
+
+        Raises:
+            UsageError: If an optimizer's parameter belongs to no model in the mapping.
+        """
+        views: list[ModelView] = [walk.look(keep=keep) for walk in self._walks]
+        found = Found()
+        for view in views:
+            found.add(view)
+        for bound, walk in zip(self.optimizers, self._optimizer_walks, strict=True):
+            problem = ""
+            try:
+                found.add(walk.look(views, keep=keep))
+            except UsageError:  # such as a parameter of no model, which the user can put right
+                raise
+            except Exception as error:
+                if sparing is None:
+                    raise
+                problem = _shown(bound, error)
+            if sparing is not None:
+                sparing.append(Dispensable(bound.name, bound.unit, bound.path, problem))
+        return found
+
+    def trained_by(self, optimizer: BoundOptimizer) -> frozenset[tuple[str, KeyPath]]:
+        """Returns the units and key paths of the parameters that an optimizer changes."""
+        groups = optimizer.optimizer.param_groups
+        trained = {id(p) for group in groups for p in group["params"] if p.requires_grad}
+        return frozenset(
+            model.places.of(slot.fqn)
+            for model, walk in zip(self.models, self._walks, strict=True)
+            for identity, slots in walk.look(keep=True).slots.items()
+            if identity in trained
+            for slot in slots
+        )
+
+    def _take_other(self, bound: BoundObject, found: Found, files: list[SmallFile]) -> None:
+        """Adds what this rank holds of an entry that is no model and no optimizer."""
+        state = bound.state()
+        check_nesting(state, bound.where)
+        if bound.kind in _PER_RANK and self.layout == "dcp":
+            path = (*bound.path, str(self.rank))
+            found.objects.append(kept_object(bound.unit, path, state, bound.where))
+        elif bound.kind not in _PER_RANK and self._in_dcp(state):
+            self._take_leaves(bound, state, found)
+        elif bound.kind in _PER_RANK or self.rank == 0:
+            files.append(SmallFile(bound.file, kept_bytes(state, bound.where)))
+
+    def _take_leaves(self, bound: BoundObject, state: object, found: Found) -> None:
+        leaves, nodes = take_apart(state, bound.where)
+        if nodes is not None and self.rank == 0:
+            found.structures.append(Structure(bound.unit, bound.path, nodes))
+        meshes = Meshes(Copies())
+        meshes.learn(leaf.value for leaf in leaves)
+        values = Replicas(self.world_size, self.rank, spread=False)
+        for leaf in leaves:
+            path = (*bound.path, *leaf.path)
+            if isinstance(leaf.value, torch.Tensor):
+                slot = placed_slot(leaf, path, meshes, values)
+                found.pieces += slot.pieces(bound.unit, path, local_part(leaf.value))
+            elif self.rank == 0:
+                found.objects.append(kept_object(bound.unit, path, leaf.value, leaf.where))
+
+
+def placed_slot(leaf: Leaf, path: KeyPath, meshes: Meshes, values: Replicas) -> Slot:
+    """Returns where the tensor of a leaf lies."""
+    name = ".".join(map(str, path))
+    if isinstance(leaf.value, DTensor):
+        return meshes.slot(name, leaf.value, values)
+    return whole_slot(name, leaf.value, values, values)
+
+
+def check_keys(pieces: Iterable[Piece], objects: Iterable[ObjectValue]) -> None:
+    """Refuses two values of which the names in the mapping make one key.
+
+    Raises:
+        UsageError: If there are some.
+    """
+    taken: dict[tuple[str, str], KeyPath] = {}
+    items: Iterable[Piece | ObjectValue] = chain(pieces, objects)
+    for item in items:
+        key = item.unit, ".".join(map(str, item.key_path))
+        if taken.setdefault(key, item.key_path) != item.key_path:
+            raise UsageError(
+                f"{'/'.join(map(str, item.key_path))} and {'/'.join(map(str, taken[key]))} would be"
+                " stored under one key",
+                where=key[1],
+                hint="use keys without dots",
+            )
+
+
+def bind(state: Mapping[str, object], *, layout: Layout, rank: int, world_size: int) -> BoundState:
+    """Checks the user's mapping, and gives everything in it a place on disk.
+
+    Args:
+        state: Models, optimizers, learning rate schedulers, gradient scalers, dataloaders, other
+            objects with `state_dict` and `load_state_dict`, plain dicts and lists, or lists of
+            these. Models are wrapped already.
+        layout: What the step's directory looks like.
+        rank: Of this process.
+        world_size: How many processes train.
+
+    Raises:
+        UsageError: If a value is none of these, something is there twice, an optimizer's
+            parameters belong to no model in the mapping, or a state dict stands where its model
+            or optimizer was to.
+    """
+    world = Copies(world_size, rank)
+    entries = united(place_entries(state, layout, rank=rank), world)
+    bound = BoundState(
+        layout,
+        rank,
+        world_size,
+        entries.models,
+        entries.optimizers,
+        entries.others,
+        tuple(
+            ModelWalk(
+                one.module, one.places, world=world, where=path_in_state(one.key, one.position)
+            )
+            for one in entries.models
+        ),
+        tuple(
+            OptimizerWalk(
+                one.optimizer,
+                one.unit,
+                one.path,
+                world=world,
+                where=path_in_state(one.key, one.position),
+            )
+            for one in entries.optimizers
+        ),
+    )
+    _check_optimizers(bound)
+    for other in bound.others:
+        if other.kind == "plain":
+            bound.check_plain(other)
+    return bound
+
+
+def _shown(bound: BoundOptimizer, error: Exception) -> str:
+    known = isinstance(error, CkptkitError)
+    text = str(error) if known else f"{type(error).__name__}: {error}"
+    logger.warning(
+        "%s: the state of %s cannot be saved: %s",
+        bound.name,
+        class_of(bound.optimizer),
+        text,
+        exc_info=not known,
+    )
+    return text[:2_000]
+
+
+def _check_optimizers(bound: BoundState) -> None:
+    if bound.optimizers and not bound.models:
+        raise UsageError(
+            "an optimizer was found but no model",
+            where=bound.optimizers[0].key,
+            hint="put the model into the mapping too: the optimizer's state is saved by its names",
+        )
+    bound.tensors(sparing=[])

@@ -1,0 +1,290 @@
+"""Where the local part of a DTensor belongs in the full tensor, and who else holds it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch._subclasses import FakeTensor
+from torch.distributed import device_mesh
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ckptkit.core.errors import UnsupportedError
+from ckptkit.core.index import Box, Shape
+from ckptkit.training.state.pieces import Replicas, Slot
+
+try:
+    from torch.distributed.tensor import DTensor
+except ImportError:  # torch 2.4
+    from torch.distributed._tensor import DTensor  # type: ignore[attr-defined]
+
+__all__ = [
+    "Copies",
+    "DTensor",
+    "Meshes",
+    "has_data",
+    "inner_tensors",
+    "is_composed",
+    "local_part",
+    "lying",
+]
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+class Copies(NamedTuple):
+    """How many ranks hold the same as this one, and which of them this one is."""
+
+    number: int = 1
+    own: int = 0
+
+    def times(self, number: int, own: int) -> Copies:
+        """Returns the copies when each of these exists `number` times."""
+        return Copies(self.number * number, self.own * number + own)
+
+
+class _Cut(NamedTuple):
+    places: tuple[Box, ...]
+    held: Shape
+    replicas: Replicas
+
+
+class Meshes:
+    """The device meshes of one model, and what follows from them, worked out once.
+
+    A model whose tensors lie on meshes of different sizes (FSDP x TP, where some modules are not
+    split by TP) holds the tensors of a smaller mesh once per coordinate of the largest one that
+    the smaller one lacks. Dimensions that no tensor of the model spans, such as those of pipeline
+    stages, do not count, since other parameters live there.
+
+    The ranks of a data parallel wrapper (DDP) have a mesh each, as those of tensor parallelism,
+    or all ranks of a mesh are among them, as those of experts that the wrapper ignores.
+    """
+
+    def __init__(self, around: Copies, ranks: Iterable[int] = ()) -> None:
+        """Starts without a mesh.
+
+        Args:
+            around: How often the whole exists, as in a data parallel wrapper.
+            ranks: Those of the wrapper.
+        """
+        self._around = around
+        self._ranks = frozenset(ranks)
+        self._largest: DeviceMesh | None = None
+        self._cuts: dict[tuple[Any, ...], _Cut] = {}
+        self._replicas: dict[tuple[Any, ...], Replicas] = {}
+
+    @property
+    def largest(self) -> DeviceMesh | None:
+        """The mesh that spans the model, None if no tensor lies on any."""
+        return self._largest
+
+    def learn(self, tensors: Iterable[object]) -> None:
+        """Takes notice of the meshes of all DTensors among the values."""
+        for tensor in tensors:
+            if isinstance(tensor, DTensor):
+                mesh = tensor.device_mesh
+                if self._largest is None or mesh.size() > self._largest.size():
+                    self._largest = mesh
+                    self._cuts.clear()
+                    self._replicas.clear()
+
+    def extent(self) -> Copies | None:
+        """Returns how many ranks hold parts of the model, None if no tensor lies on a mesh."""
+        if self._largest is None:
+            return None
+        if self._is_inside(self._largest):
+            return self._around
+        return self._around.times(*_place_among_ranks(self._largest))
+
+    def slot(self, fqn: str, tensor: DTensor, values: Replicas) -> Slot:
+        """Returns where a DTensor's elements belong.
+
+        Raises:
+            UnsupportedError: If its local part is no single block of the full tensor.
+        """
+        mesh, placements = tensor.device_mesh, tuple(tensor.placements)
+        shape = tuple(tensor.shape)
+        key = (id(mesh), placements, shape)
+        cut = self._cuts.get(key)
+        if cut is None:
+            cut = self._cuts[key] = self._cut(fqn, tensor)
+        return Slot(fqn, shape, cut.places, cut.held, cut.replicas, values, sharded=True)
+
+    def _cut(self, fqn: str, tensor: DTensor) -> _Cut:
+        held = tuple(local_part(tensor).shape)
+        _refuse_scattered(fqn, tensor)
+        replicas = self._replicas_of(tensor)
+        if tensor.device_mesh.get_coordinate() is None or 0 in held:
+            return _Cut((), held, replicas)
+        chunk = tensor.__create_chunk_list__()[0]  # type: ignore[no-untyped-call]
+        box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
+        if box.sizes != held:
+            raise UnsupportedError(
+                f"a local part of shape {held} was found where the placements "
+                f"{tensor.placements} give {box.sizes}",
+                where=fqn,
+            )
+        return _Cut((box,), held, replicas)
+
+    def _replicas_of(self, tensor: DTensor) -> Replicas:
+        mesh = tensor.device_mesh
+        repeated = tuple(dim for dim, kind in enumerate(tensor.placements) if kind.is_replicate())
+        key = (id(mesh), repeated)
+        if key not in self._replicas:
+            copies, at = self._around, mesh.get_coordinate()
+            if self._is_inside(mesh):
+                copies = _copies_among(mesh, self._ranks, (_root_of(mesh), mesh))
+            elif self._largest is not None and self._largest is not mesh:
+                copies = copies.times(*_copies_in(mesh, self._largest))
+            for dim in repeated:
+                copies = copies.times(mesh.size(dim), at[dim] if at else 0)
+            self._replicas[key] = Replicas(*copies, spread=True)
+        return self._replicas[key]
+
+    def _is_inside(self, mesh: DeviceMesh) -> bool:
+        """Tells whether the data parallel wrapper spans all ranks of a mesh of several."""
+        return mesh.size() > 1 and self._ranks.issuperset(_ranks_of(mesh))
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns this rank's own plain tensor, without copying and outside of autograd.
+
+    Raises:
+        UnsupportedError: If it is made of several tensors.
+    """
+    tensor = _own_part(tensor)
+    if is_composed(tensor):
+        raise UnsupportedError(
+            f"a {type(tensor).__name__} was found where a plain tensor was expected",
+            hint="give the optimizer or module state as plain tensors",
+        )
+    return tensor.detach() if tensor.requires_grad else tensor
+
+
+def is_composed(tensor: torch.Tensor) -> bool:
+    """Tells whether this rank's part is made of several tensors, as a quantised one is."""
+    tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # noqa: SLF001
+    if type(tensor) in _PLAIN or isinstance(tensor, AsyncCollectiveTensor):
+        return False
+    return bool(is_traceable_wrapper_subclass(tensor))
+
+
+def inner_tensors(tensor: torch.Tensor) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
+    """Yields the plain tensors that this rank's part is made of, each with its name there.
+
+    A plain one has no name. They are the very tensors that training works on.
+    """
+    tensor = _own_part(tensor)
+    if not is_composed(tensor):
+        yield (), tensor
+        return
+    composed: Any = tensor
+    for name in composed.__tensor_flatten__()[0]:
+        for rest, inner in inner_tensors(getattr(composed, name)):
+            yield (name, *rest), inner
+
+
+def _own_part(tensor: torch.Tensor) -> torch.Tensor:
+    if isinstance(tensor, DTensor):
+        tensor = tensor._local_tensor  # noqa: SLF001 - to_local() would record an autograd node
+    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
+
+
+def has_data(tensor: torch.Tensor) -> bool:
+    """Tells whether there is memory behind a plain tensor."""
+    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
+
+
+def lying(tensor: torch.Tensor) -> tuple[Any, ...] | None:
+    """Returns where and how this rank's elements lie in memory, None if they have no memory."""
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # noqa: SLF001
+    if isinstance(local, FakeTensor):  # which warns when it is asked for its memory
+        return None
+    try:
+        return local.data_ptr(), local.shape, local.stride(), local.dtype
+    except RuntimeError:  # a sparse tensor, which is refused later by its name
+        return None
+
+
+def _refuse_scattered(fqn: str, tensor: DTensor) -> None:
+    mesh, placements = tensor.device_mesh, tensor.placements
+    for dim, kind in enumerate(placements):
+        if kind.is_partial():
+            raise UnsupportedError("sums that are not reduced yet cannot be saved", where=fqn)
+        factor = getattr(kind, "split_factor", 1)
+        inner = [
+            mesh.size(later)
+            for later in range(dim + 1, mesh.ndim)
+            if getattr(placements[later], "dim", None) == getattr(kind, "dim", -1)
+        ]
+        if factor > 1 and factor != math.prod(inner):
+            raise UnsupportedError(
+                f"the placements {placements} scatter a rank's elements over the tensor",
+                where=fqn,
+                hint="shard contiguous blocks, as fully_shard and parallelize_module do",
+            )
+
+
+def _ranks_of(mesh: DeviceMesh) -> frozenset[int]:
+    return frozenset(mesh.mesh.flatten().tolist())
+
+
+def _place_among_ranks(mesh: DeviceMesh) -> tuple[int, int]:
+    ranks = sorted(_ranks_of(mesh))
+    mine = mesh.get_coordinate()
+    if mine is None:
+        return len(ranks) + 1, len(ranks)
+    return len(ranks), ranks.index(int(mesh.mesh[tuple(mine)]))
+
+
+def _copies_in(mesh: DeviceMesh, largest: DeviceMesh) -> Copies:
+    """Returns how often tensors of `mesh` exist on the ranks of the largest one, and which is here.
+
+    A mesh that was sliced out of another one, as that of experts is, has siblings there: these
+    hold the copies, as far as their ranks belong to the largest mesh.
+    """
+    if largest.get_coordinate() is None:
+        return Copies()
+    return _copies_among(mesh, _ranks_of(largest), (_root_of(mesh), largest))
+
+
+def _copies_among(mesh: DeviceMesh, around: frozenset[int], grids: Iterable[DeviceMesh]) -> Copies:
+    """Returns how often tensors of `mesh` exist on some ranks, as one of the grids has them."""
+    if mesh.get_coordinate() is None:
+        return Copies()
+    ranks = _ranks_of(mesh)
+    for grid in grids:
+        siblings = [one for one in _siblings(grid, ranks) if around.issuperset(one)]
+        if len(siblings) * len(ranks) == len(around):
+            return Copies(len(siblings), siblings.index(ranks))
+    return Copies()
+
+
+def _siblings(grid: DeviceMesh, ranks: frozenset[int]) -> list[frozenset[int]]:
+    """Returns the ranks of all slices of a mesh that are like the one with these ranks."""
+    table = np.asarray(grid.mesh.tolist())
+    at = np.nonzero(np.isin(table, list(ranks)))
+    if len(at[0]) != len(ranks):
+        return []
+    varying = [dim for dim, values in enumerate(at) if len(set(values.tolist())) > 1]
+    last = np.moveaxis(table, varying, range(table.ndim - len(varying), table.ndim))
+    if math.prod(table.shape[dim] for dim in varying) != len(ranks):
+        return []
+    return [frozenset(row.tolist()) for row in last.reshape(-1, len(ranks))]
+
+
+def _root_of(mesh: DeviceMesh) -> DeviceMesh:
+    """Returns the mesh that another one was sliced out of, for which there is no public way."""
+    find = getattr(mesh, "_get_root_mesh", None)
+    if find is None:  # torch before 2.10
+        resources = getattr(device_mesh, "_mesh_resources", None)
+        find = None if resources is None else partial(resources.get_root_mesh, mesh)
+    root = mesh if find is None else find()
+    return root if isinstance(root, DeviceMesh) else mesh

@@ -1,0 +1,126 @@
+"""What tells that tensors and files are still what they were when a save wrote them."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ckptkit.training.state.dtensors import lying
+from ckptkit.training.state.pieces import Piece, Watched
+
+_MOST_LINKS = 1000  # fewer than any file system allows that has hard links at all
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """A frozen weight as it was.
+
+    Attributes:
+        key: Its name, for messages.
+        local: Its elements, kept alive so that no other tensor comes to lie at their address.
+        tensors: Those that it is watched by.
+        versions: How often each of them was changed in place; None where torch does not count.
+    """
+
+    key: str
+    local: torch.Tensor
+    tensors: Watched
+    versions: tuple[int, ...] | None
+
+    @classmethod
+    def of(cls, piece: Piece, *, forget: Callable[[], object]) -> Watch:
+        """Returns the watch of a piece as it is now.
+
+        Args:
+            piece: A frozen one.
+            forget: Is called once one of the tensors is gone, and has to let go of the watch.
+        """
+
+        def gone(_: weakref.ref[torch.Tensor]) -> None:
+            forget()
+
+        living = [tensor for known in piece.watched if (tensor := known()) is not None]
+        refs = tuple(weakref.ref(tensor, gone) for tensor in living)
+        return cls(piece.key, piece.local, refs, _versions(piece))
+
+    def still_holds(self, piece: Piece) -> bool:
+        """Tells whether a piece has the same elements in the same memory, not changed by torch."""
+        return (
+            self.versions is not None
+            and self.versions == _versions(piece)
+            and all(a() is b() for a, b in zip(self.tensors, piece.watched, strict=True))
+            and lying(self.local) == lying(piece.local)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class FileMark:
+    """A file as it was."""
+
+    path: Path
+    status: tuple[int, ...]
+
+    @classmethod
+    def of(cls, path: Path) -> FileMark:
+        """Returns the mark of a file as it is now.
+
+        Raises:
+            OSError: If it cannot be seen.
+        """
+        return cls(path, _status(path.stat()))
+
+    def still_holds(self) -> bool:
+        """Tells whether the file is there as it was, and may be linked once more."""
+        try:
+            found = self.path.stat()
+        except OSError:
+            return False
+        return _status(found) == self.status and found.st_nlink < _MOST_LINKS
+
+
+def watched_by(
+    parameter: torch.Tensor, *further: torch.Tensor, tied: Sequence[torch.Tensor] = ()
+) -> Watched:
+    """Returns what a frozen parameter is watched by, nothing for all that training changes.
+
+    Args:
+        parameter: The parameter, or any other tensor of a model.
+        further: Others through which its elements may be changed.
+        tied: Others of the model that are the same tensor: where one is trained, all are.
+    """
+    if not isinstance(parameter, torch.nn.Parameter):
+        return ()
+    if any(tensor.requires_grad for tensor in (parameter, *tied)):
+        return ()
+    others = [tensor for tensor in (*tied, *further) if tensor is not parameter]
+    return tuple(map(weakref.ref, (parameter, *others)))
+
+
+def watched_beside(parameter: torch.Tensor | None, tensor: torch.Tensor) -> Watched:
+    """Returns what a tensor is watched by that belongs to a parameter, frozen where that is.
+
+    Args:
+        parameter: None where it is none of the model's.
+        tensor: Such as the scales of a packed weight.
+    """
+    return () if parameter is None else watched_by(parameter, tensor)
+
+
+def _status(found: os.stat_result) -> tuple[int, ...]:
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _versions(piece: Piece) -> tuple[int, ...] | None:
+    """Returns the version counters, None where there is no telling; the parameter comes first."""
+    tensors = [known() for known in piece.watched]
+    if tensors[0] is None or tensors[0].requires_grad:
+        return None
+    try:
+        return tuple(-1 if tensor is None else tensor._version for tensor in tensors)  # noqa: SLF001 - there is no public way
+    except RuntimeError:  # made in inference mode, where nothing is counted
+        return None

@@ -1,0 +1,478 @@
+"""What the flat parameters of FSDP1 hold, read from this rank's shard without an all-gather.
+
+FSDP1 has no public way to its shards that does not communicate, so this is the one place that
+reads its private attributes. They are the same from torch 2.2 to 2.13.
+
+A file beside a checkpoint that tells what FSDP1's flat parameters are made of.
+"""
+
+# ruff: noqa: SLF001 - see below
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from ckptkit.core.arguments import check_names
+from ckptkit.core.crc import crc32
+from ckptkit.core.errors import UnsupportedError, UsageError
+from ckptkit.core.index import Shape, Span
+from ckptkit.core.manifest import FLAT_LAYOUT
+from ckptkit.storage.local.syscalls import detect_capabilities, sync_directory
+from ckptkit.training.names import clean_fqn, parallel_prefixes
+from ckptkit.training.state.dtensors import Copies
+from ckptkit.training.state.pieces import Replicas, Slot, span_places, whole_places
+from ckptkit.writer.commit import put_file
+
+
+@dataclass(frozen=True, slots=True)
+class FlatPart:
+    """One original parameter inside a flat one.
+
+    Attributes:
+        fqn: Its clean name.
+        aliases: Further names of the same parameter.
+        in_shard: Where it lies in the flat shard of this rank.
+        on_its_own: Where it lies in the original parameter (`use_orig_params=True`), whose
+            optimizer state is cut likewise; None without.
+        parameter: The original parameter that the optimizer has, None as before.
+        span: The elements on this rank, in the order of the flat parameter.
+        assigned: What holds the elements instead of the flat parameter, until FSDP1 takes them up
+            in its next forward pass: `parameter.data` was set, or the module was given another
+            parameter. None mostly.
+    """
+
+    fqn: str
+    aliases: tuple[str, ...]
+    in_shard: Slot
+    on_its_own: Slot | None
+    parameter: nn.Parameter | None
+    span: Span
+    assigned: nn.Parameter | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All its names."""
+        return (self.fqn, *self.aliases)
+
+
+@dataclass(frozen=True, slots=True)
+class FlatUnit:
+    """A flat parameter.
+
+    Attributes:
+        parameter: The flat parameter itself, which the optimizer has with
+            `use_orig_params=False`.
+        shard: This rank's part of it with its padding, in full precision.
+        parts: The original parameters, in their order.
+        sharing: How many ranks share the flat parameter's elements; 1 if each has them all.
+        extent: The number of ranks that hold some of it, and which of them this is.
+        path: The clean name of the module that has it.
+        starts: Where the original parameters begin in the whole flat one, in elements.
+        elements: How many it has on all ranks together, with padding between parameters.
+    """
+
+    parameter: nn.Parameter
+    shard: torch.Tensor
+    parts: tuple[FlatPart, ...]
+    sharing: int
+    extent: Copies
+    path: str
+    starts: tuple[int, ...]
+    elements: int
+
+
+def has_flat_parameters(model: nn.Module) -> bool:
+    """Tells whether some module is wrapped by FSDP1."""
+    return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
+
+
+def cast_buffers(
+    model: nn.Module, parallel: Sequence[str] = ()
+) -> dict[str, tuple[torch.dtype, torch.dtype]]:
+    """Returns the buffers that mixed precision casts in the first forward pass, by clean name.
+
+    Args:
+        model: With FSDP1 somewhere inside.
+        parallel: What `names.parallel_prefixes` returned for it.
+
+    Returns:
+        The dtype that each had when it was wrapped, in which state dicts have it, and the one
+        that it is cast to.
+
+    Source: `_common_unshard_post_state_dict_hook` in `torch.distributed.fsdp._state_dict_utils`.
+    """
+    found: dict[str, tuple[torch.dtype, torch.dtype]] = {}
+    for raw, module in model.named_modules(remove_duplicate=False):
+        cast = isinstance(module, FullyShardedDataParallel) and module.mixed_precision.buffer_dtype
+        if not cast:
+            continue
+        ignored: Any = getattr(module, "_ignored_buffer_names", ())
+        originals: Mapping[str, torch.dtype] = getattr(module, "_buffer_name_to_orig_dtype", {})
+        for name, dtype in originals.items():
+            if dtype.is_floating_point and name not in ignored:
+                fqn = clean_fqn(f"{raw}.{name}" if raw else name, parallel)
+                found[fqn] = dtype, cast  # the innermost wrapper comes last
+    return found
+
+
+def strategy_of(model: nn.Module) -> str:
+    """Returns the name of the outermost FSDP1 wrapper's sharding strategy."""
+    wrappers = (m for m in model.modules() if isinstance(m, FullyShardedDataParallel))
+    return str(next(wrappers).sharding_strategy.name)
+
+
+def managed_parameters(units: Sequence[FlatUnit]) -> frozenset[int]:
+    """Returns the identities of all parameters whose elements are those of a flat one."""
+    flats = {id(unit.parameter) for unit in units}
+    parts = {
+        id(parameter)
+        for unit in units
+        for part in unit.parts
+        for parameter in (part.parameter, part.assigned)
+        if parameter is not None
+    }
+    return frozenset(flats | parts)
+
+
+def flat_units(model: nn.Module, parallel: Sequence[str] = ()) -> tuple[FlatUnit, ...]:
+    """Returns all flat parameters of a model, as they lie on this rank now.
+
+    Args:
+        model: With FSDP1 somewhere inside.
+        parallel: What `names.parallel_prefixes` returned for it.
+    """
+    named: dict[int, tuple[Any, list[str]]] = {}
+    for raw, module in model.named_modules(remove_duplicate=False):
+        handle = module._handle if isinstance(module, FullyShardedDataParallel) else None
+        if handle is not None:
+            named.setdefault(id(handle), (module, []))[1].append(clean_fqn(raw, parallel))
+    shared: dict[tuple[Any, ...], Replicas] = {}
+    return tuple(_unit(module, prefixes, shared) for module, prefixes in named.values())
+
+
+def layout_facts(units: Sequence[FlatUnit]) -> list[dict[str, Any]]:
+    """Returns the layout of the flat parameters as plain values."""
+    return [
+        {
+            "names": [part.fqn for part in unit.parts],
+            "shapes": [list(part.in_shard.shape) for part in unit.parts],
+            "elements": [_numel(part.in_shard.shape) for part in unit.parts],
+            "aliases": {part.fqn: list(part.aliases) for part in unit.parts if part.aliases},
+            "sharing": unit.sharing,
+            "path": unit.path,
+            "starts": list(unit.starts),
+            "size": unit.elements,
+            "axes": [list(part.in_shard.axes) for part in unit.parts],
+        }
+        for unit in units
+    ]
+
+
+def flat_shards(model: nn.Module) -> list[torch.Tensor]:
+    """Returns this rank's parts of all flat parameters, and what holds elements instead of them."""
+    wrappers = (m for m in model.modules() if isinstance(m, FullyShardedDataParallel))
+    handles = [m._handle for m in wrappers if m._handle is not None]
+    shards = [_shard(handle.flat_param) for handle in handles]
+    found = (_assigned(h, index) for h in handles for index in range(len(h.flat_param._fqns)))
+    return [*shards, *(tensor for tensor in found if tensor is not None)]
+
+
+def _shard(flat: Any) -> torch.Tensor:
+    """Returns the shard, the same object each time; before a forward pass, flat holds it itself."""
+    shard: torch.Tensor = getattr(flat, "_local_shard", flat)
+    return shard
+
+
+def _assigned(handle: Any, index: int) -> torch.Tensor | None:
+    """Returns the tensor that FSDP1's next forward pass would write back to the flat parameter.
+
+    It is read, and loaded, where it is: the write-back itself would overwrite the elements that
+    a user has put aside as `parameter.data`, which are those of the flat parameter.
+
+    Source: `FlatParamHandle._writeback_orig_params`.
+    """
+    flat = handle.flat_param
+    checked = flat._params is not None and not getattr(handle, "_skip_writeback_check", False)
+    if not checked or not flat._shard_param_infos[index].in_shard:
+        return None
+    owner = flat._param_infos[index]
+    found: torch.Tensor | None = getattr(owner.module, owner.param_name, None)
+    if found is None:
+        return None
+    if _is_between_passes(handle):
+        whole = handle._unsharded_flat_param_for_skipped_views
+        return None if _share_memory(found, whole) else found
+    # In a pass the modules have views of the whole flat parameter, which are no parameters.
+    in_pass = handle.uses_sharded_strategy and not handle.is_sharded(flat)
+    if in_pass or not isinstance(found, nn.Parameter):
+        return None
+    return None if found is flat._params[index] and _share_memory(found, flat) else found
+
+
+def _is_between_passes(handle: Any) -> bool:
+    """Tells whether parameters are left whole after a forward pass, for the backward pass."""
+    return bool(handle.uses_sharded_strategy and handle._skipped_use_sharded_views)
+
+
+def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+def _checked(found: torch.Tensor, handle: Any, index: int, fqn: str) -> nn.Parameter:
+    """Refuses what FSDP1 could not write back.
+
+    Raises:
+        UnsupportedError: If `found`, which `_assigned` returned, is such a tensor.
+    """
+    flat, sharded = handle.flat_param, handle.uses_sharded_strategy
+    if _is_between_passes(handle):
+        raise UnsupportedError(
+            "the parameter was replaced between the forward and the backward pass, which FSDP1 does"
+            f" not support with {handle._sharding_strategy.name}",
+            where=fqn,
+            hint="replace parameters after the backward pass",
+        )
+    shape = (flat._shard_param_infos[index].numel_in_shard,) if sharded else flat._shapes[index]
+    here = (tuple(found.shape), found.dtype, found.device)
+    expected = (tuple(shape), flat.dtype, flat.device)
+    if here != expected or not isinstance(found, nn.Parameter):
+        raise UnsupportedError(
+            f"the parameter was replaced by one of {_described(*here)}, where"
+            f" {_described(*expected)} was expected",
+            where=fqn,
+            hint="set `parameter.data` to a tensor like the one that it had",
+        )
+    return found
+
+
+def _described(shape: Shape, dtype: torch.dtype, device: torch.device) -> str:
+    return f"shape {list(shape)} in {str(dtype).removeprefix('torch.')} on {device}"
+
+
+def _refuse_dropped(handle: Any, fqn: str) -> None:
+    """Refuses a flat parameter of which `.data` was set: FSDP1 takes it back after the next pass.
+
+    Raises:
+        UnsupportedError: If the flat parameter has other elements than the shard.
+    """
+    flat = handle.flat_param
+    shard = getattr(flat, "_local_shard", None)
+    is_idle = getattr(handle._training_state, "name", "") == "IDLE"
+    if shard is None or not is_idle or _share_memory(flat, shard):
+        return
+    if flat.shape == shard.shape and flat.dtype == shard.dtype and not flat.equal(shard):
+        raise UnsupportedError(
+            "`.data` of a flat parameter was set, which FSDP1 undoes after the next forward pass",
+            where=fqn,
+            hint="copy the values in place, or wrap the model with use_orig_params=True",
+        )
+
+
+def _numel(shape: Shape) -> int:
+    return int(torch.Size(shape).numel())
+
+
+def _unit(
+    module: Any, prefixes: Sequence[str], interned: dict[tuple[Any, ...], Replicas]
+) -> FlatUnit:
+    handle = module._handle
+    flat = handle.flat_param
+    sharded, inter = bool(handle.uses_sharded_strategy), getattr(module, "_inter_node_pg", None)
+    copies = Copies()
+    if not sharded:
+        copies = Copies(handle.world_size, handle.rank)
+    elif inter is not None and module.sharding_strategy.name.lstrip("_").startswith("HYBRID"):
+        copies = Copies(dist.get_world_size(inter), dist.get_rank(inter))
+    sharing = handle.world_size if sharded else 1
+    rank = handle.rank if sharded else 0
+    group = _Group(copies, sharing, rank, (id(inter), id(handle.process_group)), interned)
+    shard = _shard(flat)
+    names = _names(flat, prefixes)
+    if flat._params is None:
+        _refuse_dropped(handle, names[0][0])
+    return FlatUnit(
+        flat,
+        shard,
+        tuple(_parts(handle, shard, names, group)),
+        sharing,
+        group.extent,
+        prefixes[0],
+        tuple(_starts(flat)),
+        _numel(flat._unpadded_unsharded_size),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    copies: Copies
+    sharing: int
+    rank: int
+    identity: tuple[int, int]
+    interned: dict[tuple[Any, ...], Replicas]
+
+    @property
+    def extent(self) -> Copies:
+        return self.copies.times(self.sharing, self.rank)
+
+    def replicas(self) -> Replicas:
+        return self._same(Replicas(*self.copies, spread=True))
+
+    def values(self, first_rank: int) -> Replicas:
+        """The rank with a parameter's first element comes first."""
+        own = (self.rank - first_rank) % self.sharing
+        return self._same(Replicas(*self.copies.times(self.sharing, own), spread=False))
+
+    def _same(self, replicas: Replicas) -> Replicas:
+        key = (*self.identity, replicas)
+        return self.interned.setdefault(key, replicas)
+
+
+def _names(flat: Any, prefixes: Sequence[str]) -> list[list[str]]:
+    """Returns the names of each original parameter, the one to save it under first."""
+    relative = [[fqn] for fqn in flat._fqns]
+    position = {(info.module, info.param_name): i for i, info in enumerate(flat._param_infos)}
+    for info in flat._shared_param_infos:
+        name = f"{info.module_name}.{info.param_name}" if info.module_name else info.param_name
+        relative[position[info.prim_module, info.prim_param_name]].append(name)
+    return [
+        list(
+            dict.fromkeys(
+                clean_fqn(f"{prefix}.{name}" if prefix else name)
+                for prefix in prefixes
+                for name in names
+            )
+        )
+        for names in relative
+    ]
+
+
+def _parts(
+    handle: Any, shard: torch.Tensor, names: Sequence[Sequence[str]], group: _Group
+) -> Iterator[FlatPart]:
+    flat = handle.flat_param
+    starts = list(_starts(flat))
+    for index, info in enumerate(flat._shard_param_infos):
+        if flat._param_extensions[index] is not None:
+            raise UnsupportedError(
+                "FSDP1 over tensor parallelism is not modelled",
+                where=names[index][0],
+                hint="use fully_shard (FSDP2) for two dimensions of parallelism",
+            )
+        shape = tuple(flat._shapes[index])
+        axes = _axes(flat, index)
+        start, stop = _interval(info)
+        slot = Slot(
+            names[index][0],
+            shape,
+            span_places(Span(start, stop), shape, axes),
+            tuple(shard.shape),
+            group.replicas(),
+            group.values(starts[index] // max(shard.numel(), 1) if group.sharing > 1 else 0),
+            info.offset_in_shard or 0,
+            axes,
+            sharded=True,
+        )
+        parameter = flat._params[index] if flat._params is not None else None
+        own = None if parameter is None else _on_its_own(slot, group.sharing)
+        found = _assigned(handle, index)
+        assigned = None if found is None else _checked(found, handle, index, slot.fqn)
+        aliases, span = tuple(names[index][1:]), Span(start, stop)
+        yield FlatPart(slot.fqn, aliases, slot, own, parameter, span, assigned)
+
+
+def _on_its_own(slot: Slot, sharing: int) -> Slot:
+    """Returns where the elements lie in the original parameter.
+
+    That is a range of one dimension, unless each rank has the whole flat parameter.
+    """
+    if sharing > 1:
+        return replace(slot, held=(slot.elements,), start=None)
+    places = whole_places(slot.shape)
+    return replace(slot, places=places, held=slot.shape, start=None, axes=(), sharded=False)
+
+
+def _interval(info: Any) -> tuple[int, int]:
+    if not info.in_shard:
+        return 0, 0
+    return info.intra_param_start_idx, info.intra_param_end_idx + 1
+
+
+def _starts(flat: Any) -> Iterator[int]:
+    """Yields where the original parameters begin in the unsharded flat parameter."""
+    at = 0
+    for numel, is_padding in zip(flat._numels_with_padding, flat._is_padding_mask, strict=True):
+        if not is_padding:
+            yield at
+        at += numel
+
+
+def _axes(flat: Any, index: int) -> tuple[int, ...]:
+    """Returns the order of dimensions in which a parameter that is not row-major was flattened."""
+    contiguities: Sequence[bool] | Mapping[int, bool] = getattr(flat, "_contiguities", ())
+    if not contiguities or contiguities[index]:
+        return ()
+    strides = flat._strides[index]
+    return tuple(sorted(range(len(strides)), key=lambda axis: -strides[axis]))
+
+
+_VERSION = 1
+
+
+@check_names
+def write_flat_layout(model: nn.Module, folder: str | os.PathLike[str]) -> Path | None:
+    """Writes which parameters the flat parameters of FSDP1 are made of.
+
+    A checkpoint of LOCAL_STATE_DICT holds flat parameters alone, without names or shapes. Call
+    this once with the model as it is wrapped, and with the folder that the files of all ranks are
+    saved to; `ckptkit consolidate` finds the file there. It may be called on every rank: nothing
+    is communicated, and only rank 0 writes.
+
+    Args:
+        model: The model, wrapped by FSDP1, by itself or through accelerate.
+        folder: Of the checkpoint; made where it is not there.
+
+    Returns:
+        The file, or None on other ranks than 0.
+
+    Raises:
+        UsageError: If no module is wrapped by FSDP1.
+        OSError: If the file cannot be written.
+    """
+    units = flat_units(model, parallel_prefixes(model))
+    if not units:
+        raise UsageError(
+            "no module of the model is wrapped by FSDP1",
+            where="write_flat_layout",
+            hint="pass the model that FullyShardedDataParallel, or accelerate's prepare, returned",
+        )
+    if dist.is_initialized() and dist.get_rank() != 0:
+        return None
+    facts = layout_facts(units)
+    document = {
+        "layout_version": _VERSION,
+        "flat_parameters": facts,
+        "crc32": crc32(json.dumps(facts, sort_keys=True).encode()),
+    }
+    path = Path(folder, FLAT_LAYOUT)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _put(path, (json.dumps(document, indent=1, sort_keys=True) + "\n").encode())
+    return path
+
+
+def _put(path: Path, data: bytes) -> None:
+    """Puts a file in the place of an earlier one, if there is one, whole or not at all."""
+    new = path.with_name(f".{path.name}.{os.getpid()}")
+    new.unlink(missing_ok=True)  # of an earlier process of that number, which was killed
+    put_file(new, data)
+    new.replace(path)
+    sync_directory(path.parent, detect_capabilities())

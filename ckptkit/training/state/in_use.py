@@ -1,0 +1,104 @@
+"""Moments at which a model cannot be read: backward passes, forward passes, whole parameters.
+
+FSDP has no public way to tell what it is doing, so this reads its private attributes. The states
+that it keeps are left as they are by an exception, so they count only where the pass still runs.
+"""
+
+# ruff: noqa: SLF001 - see below
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from ckptkit.core.errors import UnsupportedError, UsageError
+
+_HINT = "make the call between two steps: after optimizer.step(), and outside of hooks"
+
+
+def check_unused(modules: Sequence[nn.Module]) -> None:
+    """Refuses a sharded model that a pass of training is working on.
+
+    Args:
+        modules: All of its modules.
+
+    Raises:
+        UsageError: If it is called from a hook of the backward pass, from one of the forward pass
+            where FSDP2 has parameters whole, or inside of `summon_full_params`.
+    """
+    flat = [m for m in modules if isinstance(m, FullyShardedDataParallel)]
+    states = list(_states(modules))
+    if any(_name(m._handle, "_training_state") == "SUMMON_FULL_PARAMS" for m in flat):
+        raise UsageError(
+            "FSDP's parameters are whole, and what is changed in them is not in the shards yet",
+            where="summon_full_params",
+            hint="make the call after the `with` block",
+        )
+    if (flat or states) and torch._C._current_graph_task_id() != -1:
+        raise UsageError(
+            "the call came from a hook, while gradients are computed and reduced",
+            where="backward pass of FSDP",
+            hint=_HINT,
+        )
+    running = {
+        id(module) for module, state in states if _name(state, "_training_state") == "FORWARD"
+    }
+    if running and _is_called(running):
+        raise UsageError(
+            "the call came from a hook, while parameters are gathered and in use",
+            where="forward pass of FSDP",
+            hint=_HINT,
+        )
+
+
+def check_registered(modules: Sequence[nn.Module]) -> None:
+    """Refuses parameters that a module was given after FSDP2 began to work, which it never uses.
+
+    Raises:
+        UnsupportedError: If there is one.
+    """
+    for _, state in _states(modules):
+        if state._is_root is None:  # its first forward pass takes up what it finds
+            continue
+        for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
+            for known in group.fsdp_params if group is not None else ():
+                info = known._module_info
+                if info.module._parameters.get(info.param_name) is not known.sharded_param:
+                    raise UnsupportedError(
+                        "the module has another parameter than fully_shard works on, which goes"
+                        " on with the old one",
+                        where=str(getattr(known, "_param_fqn", None) or info.param_name),
+                        hint="copy the values in place, or give the model new ones by"
+                        " load_state_dict(…, assign=True)",
+                    )
+
+
+def _states(modules: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, Any]]:
+    for module in modules:
+        find = getattr(module, "_get_fsdp_state", None)
+        if callable(find):
+            yield module, find()
+
+
+def _name(holder: object, attribute: str) -> str:
+    return str(getattr(getattr(holder, attribute, None), "name", ""))
+
+
+def _is_called(modules: set[int]) -> bool:
+    """Tells whether any thread is inside a call of one of the modules."""
+    for frame in sys._current_frames().values():
+        at: FrameType | None = frame
+        while at is not None:
+            if at.f_code is _CALL and id(at.f_locals.get("self")) in modules:
+                return True
+            at = at.f_back
+    return False
+
+
+_CALL = nn.Module._call_impl.__code__

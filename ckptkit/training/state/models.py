@@ -1,0 +1,506 @@
+"""What this rank holds of a model, whatever it is wrapped in, found without communicating.
+
+Whether tensors are still the ones that were looked at, in the same memory.
+"""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+
+from ckptkit.training.names import TensorPlaces, clean_fqn, parallel_prefixes, wrapper_names
+from ckptkit.training.state.dtensors import Copies, DTensor, Meshes, local_part, lying
+from ckptkit.training.state.frozen_watch import watched_beside, watched_by
+from ckptkit.training.state.fsdp1 import (
+    FlatUnit,
+    cast_buffers,
+    flat_shards,
+    flat_units,
+    has_flat_parameters,
+    layout_facts,
+    managed_parameters,
+    strategy_of,
+)
+from ckptkit.training.state.in_use import check_registered, check_unused
+from ckptkit.training.state.objects import flatten, kept_object, step_of
+from ckptkit.training.state.pieces import ObjectValue, Piece, Replicas, Slot, Watched, whole_slot
+from ckptkit.training.state.rank_bound import lasting_scales, lost_scales, packed_weights
+from ckptkit.training.state.structures import Structure, take_apart
+
+
+@dataclass(frozen=True, slots=True)
+class Stamp:
+    """Some tensors, which are not kept alive, and how their elements lay in memory.
+
+    Attributes:
+        tensors: Whoever keeps the stamp is told when one of them is gone.
+        places: Address, shape, strides and type of this rank's elements.
+    """
+
+    tensors: tuple[weakref.ref[torch.Tensor], ...]
+    places: tuple[tuple[Any, ...] | None, ...]
+
+    @classmethod
+    def of(cls, tensors: Sequence[torch.Tensor], *, forget: Callable[[], object]) -> Stamp:
+        """Returns the stamp of tensors as they are now.
+
+        Args:
+            tensors: Those of training.
+            forget: A method, itself not kept alive, that is called once any of them is gone:
+                what was made of them holds on to their memory, and has to be let go.
+        """
+        method = weakref.WeakMethod(forget)
+
+        def gone(_: weakref.ref[torch.Tensor]) -> None:
+            living = method()
+            if living is not None:
+                living()
+
+        return cls(
+            tuple(weakref.ref(tensor, gone) for tensor in tensors), tuple(map(lying, tensors))
+        )
+
+    def still_holds(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Tells whether these are the same tensors in the same memory."""
+        return (
+            len(tensors) == len(self.tensors)
+            and all(map(operator.is_, tensors, [known() for known in self.tensors]))
+            and all(map(operator.eq, map(lying, tensors), self.places))
+        )
+
+
+def apart(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns this rank's part as an object of its own, so that one can see the tensor go.
+
+    Its shape and strides stay what they are, whatever is done to the tensor in place.
+    """
+    local = local_part(tensor)
+    return local.detach() if local is tensor else local
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class ModelView:
+    """A model as it lies on this rank at one moment.
+
+    Attributes:
+        pieces: Parameters and persistent buffers.
+        objects: What modules save beside tensors, on the rank that writes it.
+        slots: By the identity of the object that an optimizer has as a parameter: the original
+            parameters that it stands for, several for a flat parameter of FSDP1.
+        meshes: The device meshes of the model.
+        values: Which ranks hold what there is once per model.
+        managed: The identities of the parameters that flat ones of FSDP1 stand for.
+        structures: Of the objects, where their leaves do not tell them.
+    """
+
+    pieces: tuple[Piece, ...]
+    objects: tuple[ObjectValue, ...]
+    slots: Mapping[int, tuple[Slot, ...]]
+    meshes: Meshes
+    values: Replicas
+    managed: frozenset[int] = frozenset()
+    structures: tuple[Structure, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Wrapping:
+    """What stays the same from one walk to the next, as long as the modules do.
+
+    Attributes:
+        places: Where the tensors lie in a step.
+        world: The number of ranks of the job, and this one.
+        group: The ranks of the data parallel wrapper, if any.
+        equal: The identities of the parameters that it keeps equal.
+        meshes: Of the DTensors found so far.
+        where: The model's path in the user's state, for messages.
+    """
+
+    places: TensorPlaces
+    world: Copies
+    group: Copies | None
+    equal: frozenset[int]
+    meshes: Meshes
+    where: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Structure:
+    """The modules of a model, and how they are wrapped.
+
+    Attributes:
+        modules: All of them, those of several names once per name.
+        names: Of each module in the one that holds it.
+        parallel: The prefixes of data parallel wrappers.
+        flat: Whether some are wrapped by FSDP1.
+        reshards: What shards the parameters of FSDP2 again.
+        wrapping: How all of them are wrapped.
+    """
+
+    modules: tuple[nn.Module, ...]
+    names: tuple[str, ...]
+    parallel: tuple[str, ...]
+    flat: bool
+    reshards: tuple[Callable[[], None], ...]
+    wrapping: _Wrapping
+
+    @classmethod
+    def of(cls, model: nn.Module, places: TensorPlaces, world: Copies, where: str) -> _Structure:
+        group, ranks, equal = _data_parallel(model)
+        return cls(
+            *_outline(model),
+            parallel_prefixes(model),
+            has_flat_parameters(model),
+            tuple(_reshards(model)),
+            _Wrapping(places, world, group, equal, Meshes(group or Copies(), ranks), where),
+        )
+
+    def is_of(self, model: nn.Module) -> bool:
+        """Tells whether the model still consists of these modules under these names."""
+        modules, names = _outline(model)
+        same = len(modules) == len(self.modules) and all(map(operator.is_, modules, self.modules))
+        return same and names == self.names
+
+
+class ModelWalk:
+    """Walks one model, again for each save; what does not change in between is kept."""
+
+    def __init__(
+        self, model: nn.Module, places: TensorPlaces, *, world: Copies, where: str = "model"
+    ) -> None:
+        """Notes how the model is wrapped; wrap it before.
+
+        Args:
+            model: The outermost module.
+            places: Where its tensors lie in a step.
+            world: The number of ranks of the job, and this one.
+            where: The model's path in the user's state, for messages.
+        """
+        self._model = model
+        self._place = places, world, where
+        self._structure = _Structure.of(model, *self._place)
+        self._kept: tuple[tuple[object, ...], Stamp, ModelView] | None = None
+
+    def look(self, *, keep: bool = False) -> ModelView:
+        """Returns what of the model lies on this rank now.
+
+        Args:
+            keep: As saves want it: whether to keep the answer, and to return it again as long as
+                all modules and tensors are the same and stay where they are; to add the scales of
+                packed weights that state dicts lack, which need not be loaded; and to refuse what
+                a resume would not give back.
+        """
+        if not self._structure.is_of(self._model):  # a head was replaced, a layer was added
+            self._structure, self._kept = _Structure.of(self._model, *self._place), None
+        check_unused(self._structure.modules)
+        for reshard in self._structure.reshards:  # evaluations may leave root parameters whole
+            reshard()
+        check_registered(self._structure.modules)
+        kept = self._kept
+        if keep and kept is not None:
+            names, stamp, view = kept
+            now, tensors = self._members(view.managed)
+            if now == names and stamp.still_holds(tensors):
+                return view
+        view, known = self._fresh(keep=keep)
+        self._kept = None
+        names, tensors = self._members(view.managed)
+        # Hooks may have made values only for this state dict, so that the next one may differ.
+        if keep and known <= {id(tensor) for tensor in tensors}:
+            self._kept = names, Stamp.of(tensors, forget=self._forget), view
+        return view
+
+    def _forget(self) -> None:
+        self._kept = None
+
+    def _fresh(self, *, keep: bool) -> tuple[ModelView, set[int]]:
+        units = self._units()
+        entries = list(self._named(units))
+        if keep and self._structure.flat:
+            entries = self._with_original_buffers(entries)
+        packed = packed_weights(self._model, self._structure.parallel)
+        if keep:
+            entries += lost_scales(packed, {name for name, _ in entries})
+        look = _Look.of(
+            self._structure.wrapping, units, entries, lasting_scales(packed), for_save=keep
+        )
+        for fqn, parameter in self._unsaved_parameters(look.slots):
+            look.take_unsaved(fqn, parameter)
+        return look.view(managed_parameters(units)), {id(value) for _, value in entries}
+
+    def _members(self, managed: frozenset[int]) -> tuple[tuple[object, ...], list[torch.Tensor]]:
+        """Returns names and which are trained, and all tensors, that the model is made of."""
+        names: list[object] = []
+        trained: list[bool] = []
+        tensors: list[torch.Tensor] = []
+        for module in self._structure.modules:
+            for members in (module._parameters, module._buffers):  # noqa: SLF001 - the public iterators take ten times as long
+                for name, tensor in members.items():
+                    if tensor is None:
+                        continue
+                    trained.append(tensor.requires_grad)
+                    if id(tensor) not in managed:
+                        names.append(name)
+                        tensors.append(tensor)
+        shards = flat_shards(self._model) if self._structure.flat else []
+        return (*names, *trained), [*tensors, *shards]
+
+    def facts(self) -> dict[str, Any]:
+        """Returns how the model is wrapped and split, as plain values."""
+        view, mesh = self.look(), self._structure.wrapping.meshes.largest
+        start = len(self._structure.wrapping.places.path)
+        tied = [
+            [".".join(map(str, path[start:])) for path in (piece.key_path, *piece.aliases)]
+            for piece in view.pieces
+            if piece.aliases
+        ]
+        return {
+            "strategy": self._strategy(),
+            "wrappers": wrapper_names(self._model),
+            "mesh": None if mesh is None else _mesh_facts(mesh),
+            "tied": tied,
+            "flat_parameters": layout_facts(self._units()),
+        }
+
+    def _strategy(self) -> str:
+        if self._structure.flat:
+            return f"fsdp1:{strategy_of(self._model)}"
+        if self._structure.reshards:
+            return "fsdp2"
+        if self._structure.wrapping.meshes.largest is not None:
+            return "dtensor"
+        return "plain" if self._structure.wrapping.group is None else "ddp"
+
+    def _units(self) -> tuple[FlatUnit, ...]:
+        return flat_units(self._model, self._structure.parallel) if self._structure.flat else ()
+
+    def _named(self, units: tuple[FlatUnit, ...]) -> Iterator[tuple[str, object]]:
+        if not self._structure.flat:
+            # The parameters themselves: detaching each DTensor would take most of the time.
+            for name, value in self._model.state_dict(keep_vars=True).items():
+                yield clean_fqn(name, self._structure.parallel), value
+            return
+        managed = managed_parameters(units)  # FSDP1's own state_dict() would gather these
+        # Modules may hold what is left of one under its name, such as bitsandbytes' packed weight
+        # on memory that was given back.
+        names = {name for unit in units for part in unit.parts for name in part.names}
+        for raw, module in self._model.named_modules(remove_duplicate=False):
+            own: dict[str, object] = {}
+            prefix = clean_fqn(raw, self._structure.parallel)
+            # This is what state_dict() calls for each module, without FSDP1's hooks.
+            module._save_to_state_dict(own, f"{prefix}." if prefix else "", keep_vars=True)  # noqa: SLF001
+            for name, value in own.items():
+                if id(value) not in managed and name not in names:
+                    yield name, value
+
+    def _with_original_buffers(self, entries: list[tuple[str, object]]) -> list[tuple[str, object]]:
+        """Returns the entries with buffers in the dtype that they had before FSDP1 cast them."""
+        dtypes = cast_buffers(self._model, self._structure.parallel)
+        made: dict[int, torch.Tensor] = {}
+
+        def original(name: str, value: object) -> object:
+            dtype = dtypes[name][0] if name in dtypes else None
+            if not isinstance(value, torch.Tensor) or dtype in {None, value.dtype}:
+                return value
+            return made.setdefault(id(value), value.to(dtype))
+
+        return [(name, original(name, value)) for name, value in entries]
+
+    def _unsaved_parameters(
+        self, known: Mapping[int, object]
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yields the parameters that state_dict() leaves out, but an optimizer may have."""
+        for raw, parameter in self._model.named_parameters():
+            if id(parameter) not in known:
+                yield clean_fqn(raw, self._structure.parallel), parameter
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """One walk over a model."""
+
+    wrapping: _Wrapping
+    copies: Replicas
+    values: Replicas
+    slots: dict[int, tuple[Slot, ...]] = field(default_factory=dict)
+    pieces: list[Piece] = field(default_factory=list)
+    objects: list[ObjectValue] = field(default_factory=list)
+    structures: list[Structure] = field(default_factory=list)
+    parameters: dict[str, torch.Tensor] = field(default_factory=dict)
+    scales: frozenset[int] = frozenset()
+
+    @classmethod
+    def of(
+        cls,
+        wrapping: _Wrapping,
+        units: tuple[FlatUnit, ...],
+        entries: list[tuple[str, object]],
+        scales: frozenset[int],
+        *,
+        for_save: bool,
+    ) -> _Look:
+        wrapping.meshes.learn(value for _, value in entries)
+        group = wrapping.group
+        extent = units[0].extent if units else wrapping.meshes.extent() or group or wrapping.world
+        copies, values = Replicas(*(group or extent)), Replicas(*extent, spread=False)
+        look = cls(wrapping, copies, values, scales=scales)
+        for unit in units:
+            look.take_unit(unit)
+        named = ((name, value) for name, value in entries if isinstance(value, nn.Parameter))
+        look.parameters.update(named)
+        for names, tensor, tied in _without_ties(entries):
+            look.take_tensor(names, tensor, tied)
+        for name, value in entries:
+            if not isinstance(value, torch.Tensor):
+                if for_save:
+                    look.take_other(name, value)
+                else:
+                    look.take_live(name, value)
+        return look
+
+    def view(self, managed: frozenset[int]) -> ModelView:
+        pieces, objects = tuple(self.pieces), tuple(self.objects)
+        return ModelView(
+            pieces,
+            objects,
+            self.slots,
+            self.wrapping.meshes,
+            self.values,
+            managed,
+            tuple(self.structures),
+        )
+
+    def take_unit(self, unit: FlatUnit) -> None:
+        self.slots[id(unit.parameter)] = tuple(part.in_shard for part in unit.parts)
+        for part in unit.parts:
+            own = part.assigned if part.assigned is not None else part.parameter
+            own = unit.parameter if own is None else own
+            watched = watched_by(own, unit.parameter, unit.shard)
+            if part.assigned is None or part.on_its_own is None:
+                self._add(part.in_shard, part.names, unit.shard, watched)
+            else:
+                self._add(part.on_its_own, part.names, apart(part.assigned), watched)
+            if part.parameter is not None and part.on_its_own is not None:
+                self.slots[id(part.parameter)] = self.slots[id(own)] = (part.on_its_own,)
+            self.parameters[part.fqn] = own
+
+    def take_tensor(
+        self, names: list[str], tensor: torch.Tensor, tied: Sequence[torch.Tensor]
+    ) -> None:
+        slot = self._slot(names[0], tensor)
+        self.slots[id(tensor)] = (slot,)
+        local = apart(tensor)
+        # Neither of the two counts the changes that are made through the other one.
+        further = [local] if isinstance(tensor, DTensor) else []
+        watched = watched_by(tensor, *further, tied=tied)
+        if id(tensor) in self.scales:
+            watched = watched_beside(self.parameters.get(names[0].rpartition(".")[0]), tensor)
+        self._add(slot, names, local, watched)
+
+    def take_other(self, name: str, value: object) -> None:
+        unit, start = self.wrapping.places.of(name)
+        leaves, nodes = take_apart(value, self.wrapping.where + step_of(name))
+        if nodes is not None and self.values.own == 0:
+            self.structures.append(Structure(unit, start, nodes))
+        for leaf in leaves:
+            path = (*start, *leaf.path)
+            if isinstance(leaf.value, torch.Tensor):
+                slot = self._slot(".".join(map(str, path)), leaf.value)
+                self.pieces.extend(slot.pieces(unit, path, apart(leaf.value)))
+            elif self.values.own == 0:
+                self.objects.append(kept_object(unit, path, leaf.value, leaf.where))
+
+    def take_live(self, name: str, value: object) -> None:
+        """Takes what a resume replaces, of which not all need be fit to be saved."""
+        unit, start = self.wrapping.places.of(name)
+        for path, leaf in flatten(value, start):
+            if isinstance(leaf, torch.Tensor):
+                slot = self._slot(".".join(map(str, path)), leaf)
+                self.pieces.extend(slot.pieces(unit, path, apart(leaf)))
+            elif self.values.own == 0:
+                self.objects.append(ObjectValue(unit, path, leaf))
+
+    def take_unsaved(self, fqn: str, parameter: nn.Parameter) -> None:
+        self.slots[id(parameter)] = (self._slot(fqn, parameter),)
+
+    def _add(self, slot: Slot, names: Sequence[str], local: torch.Tensor, watched: Watched) -> None:
+        for unit, (path, *aliases) in self.wrapping.places.by_unit(names).items():
+            self.pieces.extend(slot.pieces(unit, path, local, aliases, watched))
+
+    def _slot(self, fqn: str, tensor: torch.Tensor) -> Slot:
+        if isinstance(tensor, DTensor):
+            return self.wrapping.meshes.slot(fqn, tensor, self.values)
+        equal = id(tensor) in self.wrapping.equal
+        return whole_slot(fqn, tensor, self.copies if equal else self.values, self.values)
+
+
+def _outline(model: nn.Module) -> tuple[tuple[nn.Module, ...], tuple[str, ...]]:
+    """Returns all modules, and their names in those that hold them, quicker than `modules()`."""
+    modules: list[nn.Module] = [model]
+    names: list[str] = []
+    for module in modules:  # which grows
+        for name, child in module._modules.items():  # noqa: SLF001 - the public iterators take ten times as long
+            if child is not None:
+                names.append(name)
+                modules.append(child)
+    return tuple(modules), tuple(names)
+
+
+def _without_ties(
+    entries: Iterable[tuple[str, object]],
+) -> Iterator[tuple[list[str], torch.Tensor, list[torch.Tensor]]]:
+    """Yields each tensor once, with all its names, and further objects that are the same."""
+    found: dict[Hashable, tuple[list[str], torch.Tensor, list[torch.Tensor]]] = {}
+    for name, value in entries:
+        if isinstance(value, torch.Tensor):
+            names, first, tied = found.setdefault(_identity(value), ([], value, []))
+            names.append(name)
+            if value is not first:
+                tied.append(value)
+    yield from found.values()
+
+
+def _identity(tensor: torch.Tensor) -> Hashable:
+    """Returns what two tensors have in common only if they are one; the same on all ranks."""
+    plain = type(tensor) in {torch.Tensor, nn.Parameter}
+    dense = tensor.layout is torch.strided and tensor.device.type != "meta"
+    if not plain or not dense or tensor.numel() == 0:
+        return id(tensor)
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device
+
+
+def _data_parallel(model: nn.Module) -> tuple[Copies | None, Sequence[int], frozenset[int]]:
+    """Returns what the data parallel wrapper is to this rank, its ranks, and what it keeps equal.
+
+    These are the identities of parameters.
+    """
+    group: Copies | None = None
+    ranks: Sequence[int] = ()
+    equal: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, DistributedDataParallel):
+            ranks = dist.get_process_group_ranks(module.process_group)
+            group = Copies(len(ranks), dist.get_rank(module.process_group))
+            ignored = module.parameters_to_ignore
+            named = module.module.named_parameters()
+            equal |= {id(value) for name, value in named if name not in ignored}
+    return group, ranks, frozenset(equal)
+
+
+def _reshards(model: nn.Module) -> Iterator[Callable[[], None]]:
+    for module in model.modules():
+        reshard = getattr(module, "reshard", None)  # FSDPModule moved between torch versions
+        if callable(reshard) and callable(getattr(module, "unshard", None)):
+            yield reshard
+
+
+def _mesh_facts(mesh: DeviceMesh) -> dict[str, Any]:
+    return {"shape": list(mesh.mesh.shape), "names": list(mesh.mesh_dim_names or ())}

@@ -1,0 +1,422 @@
+"""Values that are no tensors as bytes, of which a resume can make the same values again.
+
+Every value is parsed back before it is written, as a resume will do it, and compared with the
+original type by type: what would come back as something else is refused at the save, with the
+path of it in the user's state.
+
+Nested dictionaries and lists as key paths, by the rules of DCP.
+
+The states of the random number generators, under the keys of accelerate and of the Trainer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import random
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from ckptkit.core.errors import CkptkitError, SaveError, UsageError
+from ckptkit.core.index import KeyPath
+from ckptkit.core.text import a_kind
+from ckptkit.training.state.objects_on_disk import object_without_data
+from ckptkit.training.state.pieces import ObjectValue
+
+_SCALARS = frozenset((bool, int, float, str, bytes, complex, type(None)))
+_PLAIN = _SCALARS - {bytes, complex}
+_MOST_INT_BITS = 8_000  # the parser of pickles takes 1,024 bytes
+_DEEPEST = 60  # the parser takes 64 levels
+_SHOWN_KEY = 60
+_SHOWN_PATH = 200
+_ADVICE = "let its state_dict() return plain values, tensors and arrays, or leave it out"
+
+
+def saved(value: object) -> bytes:
+    """Returns what `torch.save` writes for a value."""
+    target = io.BytesIO()
+    torch.save(value, target)
+    return target.getvalue()
+
+
+def serialised(value: object, where: str) -> bytes:
+    """Returns a user's value as `torch.save` writes it, proven to come back equal.
+
+    Args:
+        value: What to save.
+        where: Its path in the state, for messages.
+
+    Raises:
+        SaveError: If it cannot be pickled, with the path of what cannot.
+        UsageError: If a resume would not get it back, with the path of what it would not.
+    """
+    check_nesting(value, where)
+    proven = _prove(value)
+    if proven.problem is None:
+        return proven.data
+    proven, where = _innermost(value, proven, where)
+    problem = str(proven.problem)
+    if not proven.data:
+        raise SaveError(problem, where=where, hint=_ADVICE)
+    raise UsageError(problem, where=where, hint=_ADVICE)
+
+
+def kept_object(unit: str, path: KeyPath, value: object, where: str) -> ObjectValue:
+    """Returns a value for a DCP directory, proven to come back equal.
+
+    Args:
+        unit: The DCP directory.
+        path: The key path in it.
+        value: What to save; it may change once this returns.
+        where: Its path in the state, for messages.
+
+    Raises:
+        UsageError: If a resume would not get it back.
+    """
+    if is_plain(value) and all(map(is_sound, _items(value))):
+        return ObjectValue(unit, path, value)
+    return ObjectValue(unit, path, value, kept_bytes(value, where))
+
+
+def kept_bytes(value: object, where: str) -> bytes:
+    """Returns what `serialised` does; all that cannot be kept is the user's to change.
+
+    Raises:
+        UsageError: If a resume would not get it back.
+    """
+    try:
+        return serialised(value, where)
+    except SaveError as error:
+        raise UsageError(error.message, where=error.where, hint=error.hint) from error
+
+
+def is_plain(value: object) -> bool:
+    """Tells whether a value is a number, a text or None, or a list or tuple of such."""
+    if type(value) in {list, tuple}:
+        return all(type(item) in _PLAIN for item in value)  # type: ignore[attr-defined]
+    return type(value) in _PLAIN
+
+
+def _items(value: Any) -> Iterable[object]:
+    return value if isinstance(value, list | tuple) else (value,)
+
+
+def is_sound(value: object) -> bool:
+    """Tells whether the parser of pickles takes a scalar: no huge integer, no lone surrogate."""
+    if isinstance(value, int):
+        return value.bit_length() <= _MOST_INT_BITS
+    if isinstance(value, str) and not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            return False
+    return True
+
+
+def check_nesting(value: object, where: str) -> None:
+    """Refuses values that contain themselves, or are nested deeper than a resume follows.
+
+    Raises:
+        UsageError: With the path of the first such place.
+    """
+    _check_nesting(value, where, {}, set())
+
+
+def _check_nesting(value: object, where: str, open_: dict[int, str], done: set[int]) -> None:
+    if type(value) in _SCALARS or isinstance(value, torch.Tensor) or id(value) in done:
+        return
+    if id(value) in open_:
+        raise UsageError(
+            f"{a_kind(value)} was found that contains itself: it is the one at {open_[id(value)]}",
+            where=where,
+            hint="save values that form a tree",
+        )
+    if len(open_) > _DEEPEST:
+        raise UsageError(
+            f"values are nested more than {_DEEPEST} levels deep",
+            where=f"{where[:_SHOWN_PATH]}…",
+            hint="save values that are nested less deep",
+        )
+    open_[id(value)] = where
+    if not _holds_scalars(value):
+        for step, child in _children(value):
+            _check_nesting(child, where + step, open_, done)
+    del open_[id(value)]
+    done.add(id(value))
+
+
+def _holds_scalars(value: object) -> bool:
+    return type(value) in {list, tuple} and all(type(item) in _SCALARS for item in value)  # type: ignore[attr-defined]
+
+
+def step_of(key: object) -> str:
+    """Returns a key as the end of a path in messages.
+
+    >>> step_of("lr"), step_of(0)
+    ("['lr']", '[0]')
+    """
+    try:
+        text = repr(key)
+    except Exception:  # noqa: BLE001  of a class of the user's
+        text = type(key).__name__
+    text = text.encode("ascii", "backslashreplace").decode()
+    return f"[{text if len(text) <= _SHOWN_KEY else text[:_SHOWN_KEY] + '…'}]"
+
+
+def _children(value: object) -> Iterator[tuple[str, Any]]:
+    """Yields what a container holds, each with the end of its path."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield step_of(key), key
+            yield step_of(key), item
+    elif isinstance(value, list | tuple | deque):
+        yield from ((f"[{number}]", item) for number, item in enumerate(value))
+    elif isinstance(value, set | frozenset):
+        yield from ((step_of(item), item) for item in value)
+    elif isinstance(value, argparse.Namespace):
+        yield from ((f".{name}", item) for name, item in vars(value).items())
+    elif isinstance(value, slice):
+        yield from ((f".{n}", getattr(value, n)) for n in ("start", "stop", "step"))
+
+
+class _Proven(NamedTuple):
+    """A value as bytes, empty where it has none, and why it would not come back equal."""
+
+    data: bytes
+    problem: str | None
+
+
+def _prove(value: object) -> _Proven:
+    try:
+        data = saved(value)
+    except Exception as error:  # noqa: BLE001  whatever a user's `__reduce__` raises
+        return _Proven(b"", f"{a_kind(value)} cannot be pickled: {error}")
+    try:
+        found = object_without_data(data)
+    except CkptkitError as error:
+        return _Proven(data, f"could be saved, but not resumed from: {error.message}")
+    if is_same(value, found, contents=False):
+        return _Proven(data, None)
+    return _Proven(data, f"could be saved, but not resumed from: {a_kind(value)} would change")
+
+
+def _innermost(value: object, proven: _Proven, where: str) -> tuple[_Proven, str]:
+    """Returns what is wrong with the innermost value that cannot be kept, and its path."""
+    for step, child in _children(value):
+        if type(child) in _SCALARS and is_sound(child):
+            continue
+        of_child = _prove(child)
+        if of_child.problem is not None:
+            return _innermost(child, of_child, where + step)
+    return proven, where
+
+
+def is_same(value: Any, found: Any, *, contents: bool = True) -> bool:
+    """Tells whether two values are equal in all types, keys, items and their order.
+
+    Args:
+        value: One value.
+        found: Another one; neither contains itself.
+        contents: Whether to compare what tensors hold, and not their types and shapes only.
+    """
+    kind = type(value)
+    if kind is not type(found):
+        return False
+    if kind in _SCALARS and not contents:  # a pickle holds them bit by bit
+        return True
+    compare = _COMPARISONS.get(kind, _is_same_other)
+    return compare(value, found, contents)
+
+
+def _is_same_other(value: Any, found: Any, contents: bool) -> bool:  # noqa: FBT001
+    if isinstance(value, torch.Tensor):
+        return _is_same_tensor(value, found, contents)
+    if isinstance(value, Mapping):
+        return _is_same_mapping(value, found, contents)
+    if isinstance(value, np.generic):
+        return _is_same_array(value, found, contents)
+    return repr(value) == repr(found)  # numbers with their signs, dates with their zones
+
+
+def _is_same_tensor(value: torch.Tensor, found: torch.Tensor, contents: bool) -> bool:  # noqa: FBT001
+    if (value.dtype, value.shape) != (found.dtype, found.shape):
+        return False
+    return not contents or _bytes_of(value) == _bytes_of(found)
+
+
+def _bytes_of(tensor: torch.Tensor) -> bytes:
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+
+
+def _is_same_sequence(value: Any, found: Any, contents: bool) -> bool:  # noqa: FBT001
+    return len(value) == len(found) and all(
+        is_same(one, other, contents=contents) for one, other in zip(value, found, strict=True)
+    )
+
+
+def _is_same_list(value: Any, found: Any, contents: bool) -> bool:  # noqa: FBT001
+    if not contents and _holds_scalars(value):  # they may be many
+        return list(map(type, value)) == list(map(type, found))
+    return _is_same_sequence(value, found, contents)
+
+
+def _is_same_mapping(value: Any, found: Any, contents: bool) -> bool:  # noqa: FBT001
+    if isinstance(value, defaultdict) and value.default_factory is not found.default_factory:
+        return False
+    return _is_same_sequence(list(value.items()), list(found.items()), contents)
+
+
+def _is_same_deque(value: Any, found: Any, contents: bool) -> bool:  # noqa: FBT001
+    return value.maxlen == found.maxlen and _is_same_sequence(value, found, contents)
+
+
+def _is_same_set(value: Any, found: Any, _: bool) -> bool:  # noqa: FBT001
+    return Counter(map(_spelled, value)) == Counter(map(_spelled, found))
+
+
+def _spelled(item: object) -> str:
+    """Returns a text that differs between members of a set that differ in type or value."""
+    if isinstance(item, tuple | frozenset):
+        parts = map(_spelled, item)
+        listed = parts if isinstance(item, tuple) else sorted(parts)
+        return f"{type(item).__name__}({', '.join(listed)})"
+    return f"{type(item).__name__} {item!r}"
+
+
+def _is_same_array(value: Any, found: Any, _: bool) -> bool:  # noqa: FBT001
+    same = value.dtype == found.dtype and value.shape == found.shape
+    return bool(same and value.tobytes() == found.tobytes())
+
+
+def _is_same_namespace(value: Any, found: Any, contents: bool) -> bool:  # noqa: FBT001
+    return _is_same_mapping(vars(value), vars(found), contents)
+
+
+def _is_same_slice(value: Any, found: Any, contents: bool) -> bool:  # noqa: FBT001
+    one, other = ((v.start, v.stop, v.step) for v in (value, found))
+    return _is_same_sequence(one, other, contents)
+
+
+_Compare = Callable[[Any, Any, bool], bool]
+_COMPARISONS: Mapping[type, _Compare] = {
+    list: _is_same_list,
+    tuple: _is_same_list,
+    torch.Size: _is_same_sequence,
+    deque: _is_same_deque,
+    set: _is_same_set,
+    frozenset: _is_same_set,
+    bytearray: lambda value, found, _: bool(value == found),
+    np.ndarray: _is_same_array,
+    argparse.Namespace: _is_same_namespace,
+    slice: _is_same_slice,
+}
+
+_DEEPEST_PATH = 64  # what a save refuses, and only a live value may be
+
+
+def flatten(value: object, path: KeyPath = ()) -> Iterator[tuple[KeyPath, object]]:
+    """Yields the leaves of nested values, each with its path.
+
+    Mappings are always entered, lists only where a tensor or a mapping lies somewhere inside,
+    tuples never. Empty mappings leave nothing behind, nor does a value inside itself.
+
+    Source: `torch.distributed.checkpoint._traverse.traverse_state_dict` of torch 2.4 and later.
+
+    >>> list(flatten({"a": [1, 2], "b": [{"c": 3}]}))
+    [(('a',), [1, 2]), (('b', 0, 'c'), 3)]
+    """
+    yield from _flatten(value, path, frozenset())
+
+
+def _flatten(
+    value: object, path: KeyPath, around: frozenset[int]
+) -> Iterator[tuple[KeyPath, object]]:
+    if id(value) in around or len(around) > _DEEPEST_PATH:
+        return
+    if isinstance(value, Mapping):
+        inside = around | {id(value)}
+        for key, entry in value.items():
+            yield from _flatten(entry, (*path, str(key)), inside)
+    elif isinstance(value, list) and holds_more(value):
+        inside = around | {id(value)}
+        for index, entry in enumerate(value):
+            yield from _flatten(entry, (*path, index), inside)
+    else:
+        yield path, value
+
+
+def holds_more(values: list[object], around: frozenset[int] = frozenset()) -> bool:
+    """Tells whether a tensor or a mapping lies somewhere inside a list."""
+    inside = around | {id(values)}
+    return len(around) < _DEEPEST_PATH and any(
+        isinstance(value, Mapping | torch.Tensor)
+        or (isinstance(value, list) and id(value) not in inside and holds_more(value, inside))
+        for value in values
+    )
+
+
+def capture() -> dict[str, Any]:
+    """Returns the states of python's, numpy's and torch's generators.
+
+    Those of all CUDA devices are among them if the process uses CUDA. They live in host memory,
+    so that nothing waits for a device.
+
+    Numpy's numbers come as a list, which numpy takes as well, so that whoever reads them with
+    `torch.load` needs no exception for arrays.
+
+    Source: `accelerate.checkpointing.save_accelerator_state`.
+    """
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    states: dict[str, Any] = {
+        "random_state": random.getstate(),
+        "numpy_random_seed": (kind, np.asarray(keys).tolist(), *rest),
+        "torch_manual_seed": torch.get_rng_state(),
+    }
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        states["torch_cuda_manual_seed"] = torch.cuda.get_rng_state_all()
+    return states
+
+
+_TRAINERS = {
+    "random_state": "python",
+    "numpy_random_seed": "numpy",
+    "torch_manual_seed": "cpu",
+    "torch_cuda_manual_seed": "cuda",
+}
+
+
+def under_trainer_keys(states: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns captured states under the keys that the Trainer gives them.
+
+    Source: `transformers.Trainer._save_rng_state`.
+    """
+    return {_TRAINERS[key]: value for key, value in states.items()}
+
+
+def restore(states: Mapping[str, Any]) -> None:
+    """Puts the generators back to captured states; those without one stay as they are.
+
+    Args:
+        states: What `capture` returned, here or in a process with other devices: the states of
+            the devices that this one has too are taken. Keys may be those of the Trainer.
+    """
+    states = {key: states[alias] for key, alias in _TRAINERS.items() if alias in states} | {
+        key: states[key] for key in _TRAINERS if key in states
+    }
+    if "random_state" in states:
+        version, internal, gauss = states["random_state"]
+        random.setstate((version, tuple(internal), gauss))
+    if "numpy_random_seed" in states:
+        np.random.set_state(states["numpy_random_seed"])
+    if "torch_manual_seed" in states:
+        torch.set_rng_state(states["torch_manual_seed"])
+    if torch.cuda.is_available():
+        devices = range(torch.cuda.device_count())
+        saved = states.get("torch_cuda_manual_seed", ())
+        for device, state in zip(devices, saved, strict=False):
+            torch.cuda.set_rng_state(state, device)

@@ -1,0 +1,460 @@
+"""What this rank holds of an optimizer's state, by parameter name, without communicating.
+
+torch's `get_optimizer_state_dict` gathers for FSDP1, and steps an optimizer that has no state
+yet; here neither happens, and the keys are the same.
+
+The keys under which a checkpoint holds an optimizer: as nested values, and flattened.
+
+Nested, as torch's `get_optimizer_state_dict` returns it:
+
+    (…, "state", "layers.0.weight", "exp_avg"), (…, "param_groups", 0, "lr")
+
+Flattened, as it does with `flatten_optimizer_state_dict=True`, and as torchtitan saves it, every
+parameter has hyperparameters of its own, so that the stages of a pipeline write different keys:
+
+    (…, "state.layers.0.weight.exp_avg"), (…, "param_groups.layers.0.weight.lr")
+
+ckptkit writes the same flat keys, as paths: (…, "param_groups", "layers.0.weight", "lr").
+
+Source: `torch.distributed.checkpoint.state_dict._flatten_optim_state_dict` of torch 2.13.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch.optim import Optimizer
+
+from ckptkit.core.errors import UnsupportedError, UsageError
+from ckptkit.core.index import KeyPath
+from ckptkit.training.save.layout import check_storable, storable_dtype
+from ckptkit.training.state import rank_bound
+from ckptkit.training.state.dtensors import (
+    Copies,
+    DTensor,
+    Meshes,
+    inner_tensors,
+    is_composed,
+    local_part,
+)
+from ckptkit.training.state.models import ModelView, Stamp, apart
+from ckptkit.training.state.objects import flatten, kept_object
+from ckptkit.training.state.pieces import ObjectValue, Piece, Replicas, Slot, whole_slot
+from ckptkit.training.state.rank_bound import Held
+from ckptkit.training.state.structures import Leaf, Structure, take_apart
+
+STATE = "state"
+GROUPS = "param_groups"
+PARAMS = "params"
+
+
+def below(paths: Iterable[KeyPath], start: KeyPath, part: str) -> Iterator[tuple[KeyPath, KeyPath]]:
+    """Yields the key paths of one part of an optimizer, in front of each what follows the part.
+
+    Args:
+        paths: Of everything in a DCP directory.
+        start: What comes before `state` and `param_groups`.
+        part: One of these.
+
+    >>> paths = [("o", "state", "a.b", "step"), ("o", "state.a.b.step"), ("o", "states", "c")]
+    >>> [rest for rest, _ in below(paths, ("o",), "state")]
+    [('a.b', 'step'), ('a.b', 'step')]
+    """
+    depth = len(start)
+    for path in paths:
+        if len(path) <= depth or path[:depth] != start:
+            continue
+        first = path[depth]
+        if first == part:
+            yield path[depth + 1 :], path
+        elif isinstance(first, str) and first.startswith(f"{part}."):
+            name, _, last = first[len(part) + 1 :].rpartition(".")
+            yield (name, last, *path[depth + 1 :]), path
+
+
+_STATE_HINT = "use an optimizer that keeps tensors and plain values"
+
+
+class OptimizerWalk:
+    """Walks one optimizer, again for each save; what does not change in between is kept."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        unit: str,
+        path: KeyPath,
+        *,
+        world: Copies,
+        where: str = "optimizer",
+    ) -> None:
+        """Notes the optimizer.
+
+        Args:
+            optimizer: Of parameters in one or more models.
+            unit: The DCP directory.
+            path: What comes before `state` and `param_groups` in the key paths.
+            world: The number of ranks of the job, and this one.
+            where: The optimizer's path in the user's state, for messages.
+        """
+        self._optimizer = optimizer
+        self._place = _Place(unit, path, world, where)
+        self._kept = _Kept(_States(), ())
+
+    def states(self, views: Sequence[ModelView]) -> list[Piece]:
+        """Returns the tensors in the states of its parameters, which a resume fills in place.
+
+        Nothing else is looked at, as a resume replaces it.
+
+        Raises:
+            UsageError: If a parameter belongs to none of the models, or two have the same name.
+            UnsupportedError: If some tensor cannot be stored.
+        """
+        walk = _Walk(views, self._place, for_save=False)
+        if rank_bound.is_paged(self._optimizer):
+            _wait_for_pages(_Now.of(self._optimizer, views).values)
+        return list(walk.take_states(self._optimizer).pieces)
+
+    def look(self, views: Sequence[ModelView], *, keep: bool = False) -> Found:
+        """Returns the tensors on this rank, and the objects that it has to write.
+
+        Hyperparameters lie under `param_groups` and the number of their group. Where parameters
+        lie on a part of the ranks only, as those of a pipeline's stage do, they lie under
+        `param_groups` and each parameter's name instead, as torch's `get_optimizer_state_dict`
+        has them with `flatten_optimizer_state_dict=True`: so the stages, which all have groups of
+        their own, write different keys.
+
+        Args:
+            views: The models in which its parameters are.
+            keep: Whether to keep the pieces, and to return them again as long as all tensors
+                stay where they are.
+
+        Raises:
+            UsageError: If a parameter belongs to none of the models, or two have the same name.
+            UnsupportedError: If some state cannot be stored, or would not come back equal.
+        """
+        optimizer, walk = self._optimizer, _Walk(views, self._place, for_save=True)
+        now = _Now.of(optimizer, views)
+        if rank_bound.is_paged(optimizer):
+            _wait_for_pages(now.values)
+        kept = self._kept
+        if not keep or not kept.still_holds(now):
+            kept = _Kept(walk.take_states(optimizer), now.place)
+            if keep and all(isinstance(value, torch.Tensor) for value in now.values):
+                kept.stamp = Stamp.of(now.values, forget=kept.forget)
+                self._kept = kept
+        walk.found.add(kept.states)
+        for index, group in enumerate(optimizer.param_groups):
+            walk.take_group(index, group, kept.states.groups[index])
+        walk.take_unbound(optimizer.state)
+        return walk.found
+
+
+class _Place(NamedTuple):
+    """Where the state of an optimizer lies in a step, who writes it, and its name in messages."""
+
+    unit: str
+    path: KeyPath
+    world: Copies
+    where: str
+
+
+class _Group(NamedTuple):
+    """The names of a group's parameters, and which of the models they are in."""
+
+    names: list[str]
+    model: int
+
+
+class _States(NamedTuple):
+    """The states of all parameters on this rank, what says how they lie, and the groups."""
+
+    pieces: tuple[Piece, ...] = ()
+    objects: tuple[ObjectValue, ...] = ()
+    structures: tuple[Structure, ...] = ()
+    groups: tuple[_Group, ...] = ()
+
+
+@dataclass(slots=True)
+class Found:
+    """What a walk has found.
+
+    Attributes:
+        pieces: The tensors on this rank.
+        objects: The values that it has to write.
+        structures: How nested values are put together, where their leaves do not tell it.
+    """
+
+    pieces: list[Piece] = field(default_factory=list)
+    objects: list[ObjectValue] = field(default_factory=list)
+    structures: list[Structure] = field(default_factory=list)
+
+    def add(self, other: Found | ModelView | _States) -> None:
+        """Adds what another walk has found."""
+        self.pieces += other.pieces
+        self.objects += other.objects
+        self.structures += other.structures
+
+
+class _Now(NamedTuple):
+    """What the pieces of an optimizer follow from.
+
+    Attributes:
+        place: The identities of the looks at the models and of the parameters, and the names of
+            the values.
+        values: Of the parameters' states, composed tensors taken apart.
+    """
+
+    place: tuple[Any, ...]
+    values: list[Any]
+
+    @classmethod
+    def of(cls, optimizer: Optimizer, views: Sequence[ModelView]) -> _Now:
+        # The parameters of a look that is still the same are still there.
+        identities = [[id(p) for p in group["params"]] for group in optimizer.param_groups]
+        names: list[str] = []
+        values: list[Any] = []
+        for state in optimizer.state.values():
+            if isinstance(state, dict):
+                names += state
+                values += state.values()
+            else:
+                values.append(state)
+        plain = [part for value in values for part in _parts_of(value)]
+        return cls((tuple(map(weakref.ref, views)), identities, names), plain)
+
+
+def _wait_for_pages(values: Sequence[object]) -> None:
+    """Waits for the devices that work on tensors of paged optimizers (bitsandbytes).
+
+    These look like tensors on the CPU, which are copied at once, but devices write to them.
+    """
+    paged = [value for value in values if getattr(value, "is_paged", False)]
+    for device in {getattr(value, "page_deviceid", None) for value in paged}:
+        torch.cuda.synchronize(device)
+
+
+def _parts_of(value: object) -> Iterable[object]:
+    if isinstance(value, torch.Tensor) and is_composed(value):
+        return [inner for _, inner in inner_tensors(value)]
+    return (value,)
+
+
+@dataclass(slots=True, weakref_slot=True)
+class _Kept:
+    """The pieces of an optimizer, as long as the models and its tensors are the same."""
+
+    states: _States
+    place: tuple[Any, ...]
+    stamp: Stamp | None = None
+
+    def forget(self) -> None:
+        """Lets go of the tensors' memory, as the optimizer has done."""
+        self.states, self.stamp = _States(), None
+
+    def still_holds(self, now: _Now) -> bool:
+        stamp = self.stamp
+        return stamp is not None and self.place == now.place and stamp.still_holds(now.values)
+
+
+class _Walk:
+    """One walk over an optimizer."""
+
+    def __init__(self, views: Sequence[ModelView], place: _Place, *, for_save: bool) -> None:
+        self.found = Found()
+        self._views = views
+        self._for_save = for_save
+        self._unit, self._path, self._world, self._where = place
+        self._seen: set[str] = set()
+
+    def take_states(self, optimizer: Optimizer) -> _States:
+        """Returns the tensors of all parameters' states, and takes what else is in them."""
+        groups: list[_Group] = []
+        held: list[tuple[Held, Meshes]] = []
+        for group in optimizer.param_groups:
+            names: list[str] = []
+            model = 0
+            for parameter in group["params"]:
+                model, slots = self._find(parameter)
+                names += [slot.fqn for slot in slots]
+                held.append((self._held(slots, optimizer, parameter), self._views[model].meshes))
+            groups.append(_Group(names, model))
+        all_held = [one for one, _ in held]
+        bound = rank_bound.is_rank_bound(optimizer, all_held)
+        pieces: list[Piece] = []
+        objects: list[ObjectValue] = []
+        if bound:
+            objects += rank_bound.layouts_of(all_held, self._unit, self._path, self._world)
+        for one, meshes in held:
+            pieces += self._states_of(one, meshes, bound=bound)
+            if not one.sharded:
+                objects += rank_bound.composed_of(one, self._unit, self._path)
+        for piece in pieces:
+            storable_dtype(piece)
+        found = self.found
+        self.found = Found()
+        objects += found.objects
+        return _States(tuple(pieces), tuple(objects), tuple(found.structures), tuple(groups))
+
+    def _held(self, slots: Sequence[Slot], optimizer: Optimizer, parameter: torch.Tensor) -> Held:
+        state: Any = optimizer.state.get(parameter, {})
+        where = f"{self._where}.state[{slots[0].fqn!r}]"
+        if type(state) is dict and not state:  # which looking for a state may leave
+            return Held(slots, ())
+        if not self._for_save:
+            return Held(slots, [Leaf(path, leaf, where) for path, leaf in flatten(state)])
+        with _of_optimizer():
+            leaves, nodes = take_apart(state, where, any_tensor=True)
+        for leaf in leaves:
+            if type(leaf.value) is torch.Tensor:
+                check_storable(leaf.value, leaf.where)
+        return Held(slots, leaves, nodes)
+
+    def take_group(self, index: int, group: Mapping[str, Any], known: _Group) -> None:
+        view, path = self._views[known.model], (*self._path, GROUPS)
+        where = f"{self._where}.param_groups[{index}]"
+        values = {key: value for key, value in group.items() if key != PARAMS}
+        if view.values.count < self._world.number:
+            for name in known.names:
+                self._take_shared((*path, name), values, view, where)
+            return
+        self._take_shared((*path, index), values, view, where)
+        if view.values.own == 0:
+            key = (*path, index, PARAMS)
+            self.found.objects.append(ObjectValue(self._unit, key, known.names))
+
+    def take_unbound(self, state: Mapping[Any, Any]) -> None:
+        """Takes what an optimizer keeps beside the states of its parameters: that of rank 0."""
+        values = {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
+        if values:
+            view = replace(self._views[0], values=Replicas(*self._world, spread=False))
+            where = f"{self._where}.state"
+            self._take_shared((*self._path, STATE), values, view, where, taken=self._seen)
+
+    def _find(self, parameter: torch.Tensor) -> tuple[int, tuple[Slot, ...]]:
+        for number, view in enumerate(self._views):
+            slots = view.slots.get(id(parameter))
+            if slots is not None:
+                self._note([slot.fqn for slot in slots])
+                return number, slots
+        raise UsageError(
+            f"the optimizer has a parameter of shape {tuple(parameter.shape)} that belongs to no"
+            " model in the state",
+            where=".".join(map(str, self._path)),
+            hint="put the model that it belongs to into the mapping, and make the optimizer"
+            " after the model was wrapped",
+        )
+
+    def _note(self, names: Sequence[str]) -> None:
+        twice = self._seen.intersection(names)
+        if twice:
+            raise UsageError(
+                f"the optimizer has two parameters called {min(twice)!r}",
+                where=".".join(map(str, self._path)),
+                hint="use an optimizer per model",
+            )
+        self._seen.update(names)
+
+    def _states_of(self, held: Held, meshes: Meshes, *, bound: bool) -> Iterator[Piece]:
+        if bound and held.sharded:
+            return self._rank_bound_pieces(held)
+        self._take_values(held)
+        return self._placed_pieces(held, meshes)
+
+    def _take_values(self, held: Held) -> None:
+        for slot in held.slots:
+            if slot.values.own or not self._for_save:
+                continue
+            start: KeyPath = (*self._path, STATE, slot.fqn)
+            if held.nodes is not None:
+                self.found.structures.append(Structure(self._unit, start, held.nodes))
+            for leaf in held.leaves:
+                if not isinstance(leaf.value, torch.Tensor):
+                    self._keep((*start, *leaf.path), leaf)
+
+    def _keep(self, path: KeyPath, leaf: Leaf) -> None:
+        with _of_optimizer():
+            self.found.objects.append(kept_object(self._unit, path, leaf.value, leaf.where))
+
+    def _placed_pieces(self, held: Held, meshes: Meshes) -> Iterator[Piece]:
+        for slot in held.slots:
+            start: KeyPath = (*self._path, STATE, slot.fqn)
+            for leaf in held.leaves:
+                if isinstance(leaf.value, torch.Tensor):
+                    yield from self._pieces_of(leaf.value, slot, meshes, (*start, *leaf.path))
+
+    def _rank_bound_pieces(self, held: Held) -> Iterator[Piece]:
+        """Takes the values of a state that is bound to this rank, and returns its tensors."""
+        start = (*self._path, rank_bound.STATES, str(self._world.own), held.name)
+        if held.nodes is not None:
+            self.found.structures.append(Structure(self._unit, start, held.nodes))
+        for leaf in held.leaves if self._for_save else ():
+            if not isinstance(leaf.value, torch.Tensor):
+                self._keep((*start, *leaf.path), leaf)
+        return rank_bound.pieces_of(held, self._unit, self._path, self._world.own)
+
+    def _pieces_of(
+        self, value: torch.Tensor, slot: Slot, meshes: Meshes, path: KeyPath
+    ) -> Iterator[Piece]:
+        if not is_composed(value):
+            placed = _slot_of_state(value, slot, meshes)
+            yield from placed.pieces(self._unit, path, apart(value))
+            return
+        for rest, inner in inner_tensors(value):
+            part = whole_slot(slot.fqn, inner, slot.replicas, slot.values)
+            yield from part.pieces(self._unit, (*path, *rest), apart(inner))
+
+    def _take_shared(
+        self,
+        path: KeyPath,
+        value: object,
+        view: ModelView,
+        where: str,
+        *,
+        taken: Collection[str] = (),
+    ) -> None:
+        with _of_optimizer():
+            leaves, nodes = take_apart(value, where, taken=taken)
+        if nodes is not None and view.values.own == 0:
+            self.found.structures.append(Structure(self._unit, path, nodes))
+        for leaf in leaves:
+            names = (*path, *leaf.path)
+            if isinstance(leaf.value, torch.Tensor):
+                self.found.pieces += _shared_pieces(self._unit, names, leaf.value, view)
+            elif view.values.own == 0:
+                self._keep(names, leaf)
+
+
+@contextmanager
+def _of_optimizer() -> Iterator[None]:
+    """Turns what blames the user's own objects into an error that costs the optimizer only."""
+    try:
+        yield
+    except UsageError as error:
+        raise UnsupportedError(error.message, where=error.where, hint=_STATE_HINT) from error
+
+
+def _shared_pieces(
+    unit: str, path: KeyPath, tensor: torch.Tensor, view: ModelView
+) -> Iterator[Piece]:
+    name = ".".join(map(str, path))
+    if isinstance(tensor, DTensor):
+        slot = view.meshes.slot(name, tensor, view.values)
+    else:
+        slot = whole_slot(name, tensor, view.values, view.values)
+    return slot.pieces(unit, path, local_part(tensor))
+
+
+def _slot_of_state(tensor: torch.Tensor, slot: Slot, meshes: Meshes) -> Slot:
+    """Returns where a plain state tensor or DTensor belongs, which is known to have a place."""
+    if isinstance(tensor, DTensor):
+        return meshes.slot(slot.fqn, tensor, slot.values)
+    if tensor.dim() and slot.follows(tensor):
+        return slot
+    if tensor.numel() == 1:
+        return whole_slot(slot.fqn, tensor, slot.values, slot.values)
+    return whole_slot(slot.fqn, tensor, slot.replicas, slot.values)

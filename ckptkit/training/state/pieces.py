@@ -1,0 +1,331 @@
+"""What a rank holds of the training state, as plain values: pieces of tensors, objects, files.
+
+A piece says both where its bytes come from in a save and where they go in a resume, so that the
+state is walked by one and the same code for both.
+
+Where a parameter's elements lie on this rank, which its optimizer state follows.
+
+Which rank writes what several ranks hold, decided on each of them without talk.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import torch
+
+from ckptkit.core.geometry import slabs
+from ckptkit.core.index import Box, KeyPath, Shape, Span
+
+Watched = tuple[weakref.ref[torch.Tensor], ...]
+Entry = tuple[str, KeyPath]
+"""The DCP directory of a tensor, and its key path there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replicas:
+    """Which ranks hold the same elements.
+
+    Attributes:
+        count: How many ranks hold them.
+        own: Which of these this rank is, from 0.
+        spread: Whether any of them may write, because training keeps them equal; where it does
+            not (buffers, values outside any wrapper) the first one, rank 0, always writes.
+    """
+
+    count: int = 1
+    own: int = 0
+    spread: bool = True
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True)
+class Piece:
+    """The part of one tensor that lies on this rank.
+
+    Attributes:
+        unit: The DCP directory that it belongs to, relative to the step's; empty for the step's.
+        key_path: The path of dictionary keys and list positions, as DCP's `planner_data` has it.
+        shape: Of the full tensor, in elements.
+        places: Disjoint boxes of the full tensor; `local` holds the elements of the first in
+            row-major order, then those of the second, and so on. None where nothing of the
+            tensor lies on this rank.
+        local: The elements, on any device, with any strides. A single box has its shape; several
+            lie one after another in a contiguous tensor of one dimension.
+        replicas: Which other ranks hold the same elements.
+        aliases: Further key paths in the same unit under which the same tensor is known (ties).
+        watched: Of weights that are not trained: the tensors by whose version counters one sees
+            that somebody changed the elements all the same. They are not kept alive.
+    """
+
+    unit: str
+    key_path: KeyPath
+    shape: Shape
+    places: tuple[Box, ...]
+    local: torch.Tensor
+    replicas: Replicas = Replicas()
+    aliases: tuple[KeyPath, ...] = ()
+    watched: Watched = ()
+
+    @property
+    def frozen(self) -> bool:
+        """Whether training leaves the elements alone."""
+        return bool(self.watched)
+
+    @property
+    def entry(self) -> Entry:
+        """What names the tensor in a step."""
+        return self.unit, self.key_path
+
+    @property
+    def key(self) -> str:
+        """The flat key of DCP."""
+        return ".".join(map(str, self.key_path))
+
+    @property
+    def elements(self) -> int:
+        """How many elements lie on this rank."""
+        return sum(math.prod(place.sizes) for place in self.places)
+
+    @property
+    def size_bytes(self) -> int:
+        """How many bytes they take."""
+        return self.elements * self.local.element_size()
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectValue:
+    """A value that is no tensor, stored in a DCP directory under a key of its own.
+
+    Attributes:
+        unit: The DCP directory.
+        key_path: As for a piece.
+        value: What `torch.save` will be given.
+        archive: What it wrote; empty for plain values, of which it writes the same each time.
+    """
+
+    unit: str
+    key_path: KeyPath
+    value: object
+    archive: bytes = field(default=b"", repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class SmallFile:
+    """A file of its own beside the DCP directories.
+
+    Attributes:
+        path: Relative to the step's directory, with `/`.
+        data: Its bytes.
+    """
+
+    path: str
+    data: bytes = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Dispensable:
+    """An entry of the state without which a step is still worth having: an optimizer.
+
+    Attributes:
+        name: What it is called in messages.
+        unit: The DCP directory.
+        path: What all its key paths begin with.
+        problem: Why this rank cannot save it; empty if it can.
+    """
+
+    name: str
+    unit: str
+    path: KeyPath
+    problem: str = ""
+
+    def to_json(self) -> dict[str, object]:
+        """Returns it as a rank's record has it."""
+        path = list(self.path)
+        return {"name": self.name, "unit": self.unit, "path": path, "problem": self.problem}
+
+
+@dataclass(frozen=True, slots=True)
+class Holdings:
+    """All that one rank holds of the state.
+
+    Attributes:
+        pieces: Parts of tensors, replicas included, in an order that is the same on every rank
+            that holds the same tensors.
+        objects: What this rank has to write as objects into DCP directories.
+        files: What this rank has to write as files.
+        dispensable: The entries that the step may do without.
+    """
+
+    pieces: tuple[Piece, ...]
+    objects: tuple[ObjectValue, ...] = ()
+    files: tuple[SmallFile, ...] = ()
+    dispensable: tuple[Dispensable, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """What this rank holds of one parameter, and of every tensor that is cut like it.
+
+    Attributes:
+        fqn: The parameter's clean name.
+        shape: Of the full parameter, in elements.
+        places: As a `Piece` has them; of the parameter with permuted `axes` where there are any.
+        held: The shape of this rank's own tensor; a state tensor of this shape is cut alike.
+        replicas: Which other ranks hold the same elements.
+        values: Which ranks hold what there is once per parameter, such as `step`.
+        start: Where the elements begin in a `held` of one dimension that holds more than this
+            parameter; None where the tensor holds nothing else.
+        axes: The dimensions in order of falling strides, where the elements lie in that order
+            instead of row-major (a channels-last parameter that was flattened).
+        sharded: Whether other ranks may hold other elements of the parameter; the same on all
+            ranks, also on one that holds all of them.
+    """
+
+    fqn: str
+    shape: Shape
+    places: tuple[Box, ...]
+    held: Shape
+    replicas: Replicas
+    values: Replicas
+    start: int | None = None
+    axes: tuple[int, ...] = ()
+    sharded: bool = False
+
+    @property
+    def elements(self) -> int:
+        """How many elements lie on this rank."""
+        return sum(math.prod(place.sizes) for place in self.places)
+
+    @property
+    def whole(self) -> bool:
+        """Whether all elements lie on this rank."""
+        return self.elements == math.prod(self.shape)
+
+    def follows(self, tensor: torch.Tensor) -> bool:
+        """Tells whether a state tensor is cut as the parameter is."""
+        return tuple(tensor.shape) == self.held
+
+    def _own(self, tensor: torch.Tensor) -> torch.Tensor:
+        local = tensor.detach() if tensor.requires_grad else tensor
+        return local if self.start is None else local.narrow(0, self.start, self.elements)
+
+    def pieces(
+        self,
+        unit: str,
+        path: KeyPath,
+        tensor: torch.Tensor,
+        aliases: Sequence[KeyPath] = (),
+        watched: Watched = (),
+    ) -> Iterator[Piece]:
+        """Yields this rank's part of the parameter, or of a tensor cut like it.
+
+        That is one piece, and one for each place where the elements are not in row-major order.
+
+        Args:
+            unit: The DCP directory.
+            path: The key path in it.
+            tensor: Of shape `held`.
+            aliases: Further key paths of the same tensor.
+            watched: As a `Piece` has them.
+        """
+        local, known = self._own(tensor), tuple(aliases)
+        if not self.axes:
+            if len(self.places) == 1:
+                local = _shaped(local, self.places[0].sizes)
+            yield Piece(unit, path, self.shape, self.places, local, self.replicas, known, watched)
+            return
+        at = 0
+        for place in self.places:
+            count = math.prod(place.sizes)
+            block = local.narrow(0, at, count).view(place.sizes)
+            box, at = _unpermuted(place, self.axes), at + count
+            yield Piece(
+                unit,
+                path,
+                self.shape,
+                (box,),
+                block.permute(_inverse(self.axes)),
+                self.replicas,
+                known,
+                watched,
+            )
+        if not self.places:
+            yield Piece(unit, path, self.shape, (), local, self.replicas, known, watched)
+
+
+def whole_box(shape: Shape) -> Box:
+    """Returns the place that holds all of a tensor."""
+    return Box((0,) * len(shape), shape)
+
+
+def whole_places(shape: Shape) -> tuple[Box, ...]:
+    """Returns the places of a tensor that lies on this rank as a whole."""
+    return () if 0 in shape else (whole_box(shape),)
+
+
+@lru_cache(maxsize=1 << 16)
+def span_places(span: Span, shape: Shape, axes: tuple[int, ...] = ()) -> tuple[Box, ...]:
+    """Returns the places that hold a range of elements, in the order of `axes` where given."""
+    return tuple(slabs(span, tuple(shape[axis] for axis in axes) if axes else shape))
+
+
+def whole_slot(fqn: str, tensor: torch.Tensor, replicas: Replicas, values: Replicas) -> Slot:
+    """Returns the slot of a tensor that lies on this rank as a whole."""
+    shape = tuple(tensor.shape)
+    return Slot(fqn, shape, whole_places(shape), shape, replicas, values)
+
+
+def _shaped(tensor: torch.Tensor, sizes: Shape) -> torch.Tensor:
+    return tensor if tuple(tensor.shape) == sizes else tensor.view(sizes)
+
+
+def _inverse(axes: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(sorted(range(len(axes)), key=axes.__getitem__))
+
+
+def _unpermuted(place: Box, axes: tuple[int, ...]) -> Box:
+    back = _inverse(axes)
+    return Box(
+        tuple(place.offsets[axis] for axis in back), tuple(place.sizes[axis] for axis in back)
+    )
+
+
+def owned(pieces: Sequence[Piece]) -> tuple[bool, ...]:
+    """Tells for each piece whether this rank writes it.
+
+    Pieces that may be spread are dealt out by size, the largest first, each to the replica with
+    the fewest bytes so far. All ranks come to the same answer, because only pieces that share
+    one `Replicas` object are dealt out together: whoever makes the pieces gives those, and only
+    those, that lie on the same group of ranks the same object. A piece with an object of its own
+    goes to the first replica. Frozen weights are dealt out apart from the others, because most
+    saves write only the others.
+
+    Args:
+        pieces: What this rank holds, in the same order on all ranks of a group.
+    """
+    mine = [bool(piece.places) and piece.replicas.own == 0 for piece in pieces]
+    groups: defaultdict[tuple[int, bool], list[int]] = defaultdict(list)
+    for index, piece in enumerate(pieces):
+        if piece.replicas.spread and piece.replicas.count > 1 and piece.places:
+            groups[id(piece.replicas), piece.frozen].append(index)
+    for indices in groups.values():
+        sizes = [pieces[index].size_bytes for index in indices]
+        replicas = pieces[indices[0]].replicas
+        for index, owner in zip(indices, _dealt(sizes, replicas), strict=True):
+            mine[index] = owner == replicas.own
+    return tuple(mine)
+
+
+def _dealt(sizes: Sequence[int], replicas: Replicas) -> list[int]:
+    loads = [0] * replicas.count
+    owners = [0] * len(sizes)
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        owner = min(range(replicas.count), key=loads.__getitem__)
+        owners[index] = owner
+        loads[owner] += sizes[index]
+    return owners

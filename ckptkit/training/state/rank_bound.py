@@ -1,0 +1,277 @@
+"""Optimizer state that means something only beside one rank's own part of the parameters.
+
+Low-bit optimizers quantise in blocks: the scales belong to runs of elements of the local part,
+so that neither they nor the codes have a place in the full tensor. Such state is stored rank by
+rank, in its inner plain tensors:
+
+    (…, "rank_bound", "3", "layers.0.weight", "exp_avg", "codes")
+
+and `(…, "rank_layout", "3", "layers.0.weight")` says in JSON what of each parameter the rank held,
+for one optimizer, named by the first of them: stages of a pipeline have several on a rank. It goes
+back only to a rank that holds the same.
+
+Where each rank has whole parameters, all have the same state, and it lies under `state` like
+any other, a composed tensor as its inner ones: (…, "state", "layers.0.weight", "exp_avg",
+"codes"). Then `(…, "composed", "layers.0.weight")` says in JSON what it was.
+
+The scales of packed 4-bit weights, without which nobody can unpack what was saved.
+
+They are attributes of the packed parameter, which writes them into the state dict. Wrapping the
+model in FSDP2, or in FSDP1's flat parameters, makes a plain parameter of it, and the scales are
+lost to the state dict; the module has them still.
+
+Source: bitsandbytes/nn/modules.py (`Params4bit`, `fix_4bit_weight_quant_state_from_module`) and
+functional.py (`QuantState`) of 0.50.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ckptkit.core.index import KeyPath
+from ckptkit.training.names import clean_fqn
+from ckptkit.training.resume.optimizer_fit import unwrapped
+from ckptkit.training.state.dtensors import Copies, DTensor, inner_tensors, is_composed
+from ckptkit.training.state.pieces import ObjectValue, Piece, Slot, whole_places
+from ckptkit.training.state.structures import Leaf, Nodes
+
+STATES = "rank_bound"
+LAYOUTS = "rank_layout"
+COMPOSED = "composed"
+_LOW_BITS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A parameter of an optimizer with its state on this rank.
+
+    Attributes:
+        slots: The original parameters that it stands for.
+        leaves: The values in its state, each with the path of names to it.
+        nodes: How they are put together, where they do not tell it.
+    """
+
+    slots: Sequence[Slot]
+    leaves: Sequence[Leaf]
+    nodes: Nodes | None = None
+
+    @property
+    def name(self) -> str:
+        """What its state is stored under."""
+        return self.slots[0].fqn
+
+    @property
+    def sharded(self) -> bool:
+        """Whether other ranks may hold other elements of it."""
+        return any(slot.sharded for slot in self.slots)
+
+
+def is_rank_bound(optimizer: Optimizer, held: Iterable[Held]) -> bool:
+    """Tells whether the state of an optimizer's sharded parameters has no place in full tensors.
+
+    All ranks have to come to the same answer, also one whose parts are too small to be
+    quantised: so low-bit optimizers are known by what they are, and others by any state that
+    has no place.
+    """
+    return is_low_bit(optimizer) or any(
+        isinstance(leaf.value, torch.Tensor) and not _has_place(leaf.value, slot)
+        for one in held
+        if one.sharded
+        for leaf in one.leaves
+        for slot in one.slots
+    )
+
+
+def is_low_bit(optimizer: Optimizer) -> bool:
+    """Tells whether an optimizer quantises its state in blocks: those of bitsandbytes and torchao.
+
+    Their libraries are not imported for that: an object of theirs has attributes of theirs.
+    """
+    optimizer = unwrapped(optimizer)
+    packages = {base.__module__.partition(".")[0] for base in type(optimizer).__mro__}
+    if "torchao" in packages:
+        block: object = getattr(optimizer, "block_size", None)
+        return isinstance(block, int)  # infinite where nothing is quantised
+    if "bitsandbytes" in packages:
+        return getattr(getattr(optimizer, "args", None), "optim_bits", 0) == _LOW_BITS
+    return False
+
+
+def is_paged(optimizer: Optimizer) -> bool:
+    """Tells whether an optimizer of bitsandbytes keeps its state in memory of its own."""
+    return bool(getattr(unwrapped(optimizer), "is_paged", False))
+
+
+def _has_place(tensor: torch.Tensor, slot: Slot) -> bool:
+    if is_composed(tensor):
+        return False
+    return isinstance(tensor, DTensor) or is_placed(tensor, slot)
+
+
+def is_placed(tensor: torch.Tensor, slot: Slot) -> bool:
+    """Tells whether the place of a plain state tensor in the full one follows from the parameter.
+
+    That is so if it is cut like the parameter, is a single number, or belongs to a whole one.
+    """
+    follows = bool(tensor.dim() and slot.follows(tensor))
+    return follows or tensor.numel() == 1 or (slot.whole and slot.start is None)
+
+
+def pieces_of(held: Held, unit: str, path: KeyPath, rank: int) -> Iterator[Piece]:
+    """Yields the inner plain tensors of a parameter's state, under the keys of this rank.
+
+    Args:
+        held: The parameter.
+        unit: The DCP directory.
+        path: What comes before `rank_bound`.
+        rank: Of this process.
+    """
+    start = (*path, STATES, str(rank), held.name)
+    for leaf in held.leaves:
+        if isinstance(leaf.value, torch.Tensor):
+            for rest, inner in inner_tensors(leaf.value):
+                shape = tuple(inner.shape)
+                key = (*start, *leaf.path, *rest)
+                yield Piece(unit, key, shape, whole_places(shape), inner.detach())
+
+
+def layouts_of(
+    held: Iterable[Held], unit: str, path: KeyPath, world: Copies
+) -> Iterator[ObjectValue]:
+    """Yields what tells which parts of sharded parameters this rank has, and their state's kinds.
+
+    Args:
+        held: All parameters of an optimizer.
+        unit: The DCP directory.
+        path: What comes before `rank_layout`.
+        world: The number of ranks, and this one.
+    """
+    parameters = {one.name: _facts(one) for one in held if one.sharded}
+    if parameters:
+        document = {"world_size": world.number, "parameters": parameters}
+        key = (*path, LAYOUTS, str(world.own), next(iter(parameters)))
+        yield ObjectValue(unit, key, json.dumps(document))
+
+
+def _facts(held: Held) -> dict[str, Any]:
+    tensors = [leaf for leaf in held.leaves if isinstance(leaf.value, torch.Tensor)]
+    kinds = [(leaf.path, kind_of(leaf.value)) for leaf in tensors]
+    return {**part_of(held.slots), "kinds": kinds}
+
+
+def composed_of(held: Held, unit: str, path: KeyPath) -> Iterator[ObjectValue]:
+    """Yields what tells the kinds of the composed tensors in a whole parameter's state."""
+    kinds = [
+        (leaf.path, kind_of(leaf.value))
+        for leaf in held.leaves
+        if isinstance(leaf.value, torch.Tensor) and is_composed(leaf.value)
+    ]
+    if kinds and held.slots[0].values.own == 0:
+        yield ObjectValue(unit, (*path, COMPOSED, held.name), json.dumps(kinds))
+
+
+def part_of(slots: Sequence[Slot]) -> dict[str, Any]:
+    """Returns, as plain values, which elements of a parameter a rank holds and how."""
+    return {
+        "names": [slot.fqn for slot in slots],
+        "sharded": any(slot.sharded for slot in slots),
+        "held": list(slots[0].held),
+        "places": [
+            [[list(place.offsets), list(place.sizes)] for place in slot.places] for slot in slots
+        ],
+    }
+
+
+def kind_of(tensor: torch.Tensor) -> str:
+    """Returns what a state tensor is, such as `Tensor`, `DTensor` or `OptimState8bit`."""
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # noqa: SLF001
+    if is_composed(tensor):
+        return type(local).__name__
+    return "DTensor" if isinstance(tensor, DTensor) else "Tensor"
+
+
+def tensor_at(state: Any, names: KeyPath) -> torch.Tensor | None:
+    """Returns the tensor at a place in a parameter's state, None where there is none."""
+    for name in names:
+        if isinstance(state, Mapping):
+            state = next((value for key, value in state.items() if str(key) == str(name)), None)
+        elif isinstance(state, list) and isinstance(name, int) and name < len(state):
+            state = state[name]
+        else:
+            return None
+    return state if isinstance(state, torch.Tensor) else None
+
+
+_SCALE = re.compile(
+    r"(?P<weight>.+)\.(?:(?:nested_)?(?:absmax|quant_map)|quant_state\.bitsandbytes__\w+)"
+)
+
+
+def packed_weights(model: nn.Module, parallel: Sequence[str]) -> dict[str, Any]:
+    """Returns how the 4-bit weights of a model were packed, by their names.
+
+    Args:
+        model: Wrapped or not.
+        parallel: What `names.parallel_prefixes` returned for it.
+    """
+    return {
+        clean_fqn(f"{raw}.weight" if raw else "weight", parallel): state
+        for raw, module in model.named_modules(remove_duplicate=False)
+        if (state := _state_of(module)) is not None
+    }
+
+
+def lost_scales(
+    packed: Mapping[str, Any], known: Container[str]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields what bitsandbytes would have written into a state dict, and has not.
+
+    Args:
+        packed: What `packed_weights` returned.
+        known: The names in the state dict.
+    """
+    for name, state in packed.items():
+        for key, value in state.as_dict(packed=True).items():
+            if isinstance(value, torch.Tensor) and f"{name}.{key}" not in known:
+                yield f"{name}.{key}", value
+
+
+def lasting_scales(packed: Mapping[str, Any]) -> frozenset[int]:
+    """Returns the identities of the tensors that are there from one state dict to the next."""
+    states = [one for state in packed.values() for one in (state, state.state2) if one is not None]
+    return frozenset(id(tensor) for one in states for tensor in (one.absmax, one.code))
+
+
+def is_scale(key: str, tensors: Container[str]) -> bool:
+    """Tells whether a tensor belongs to a packed weight among others.
+
+    >>> is_scale("a.weight.absmax", {"a.weight"}), is_scale("a.absmax", {"a.weight"})
+    (True, False)
+    """
+    match = _SCALE.fullmatch(key)
+    return match is not None and match["weight"] in tensors
+
+
+def _state_of(module: nn.Module) -> Any:
+    """Returns how a module's weight was packed, None where it was not, or is another one now."""
+    state = vars(module).get("quant_state")
+    if state is None or not hasattr(state, "as_dict"):
+        return None
+    if getattr(state, "packing_format_for_cpu", False):
+        return None  # an evaluation on a CPU has rounded the scales, and changed their order
+    weight = getattr(module, "weight", None)
+    if getattr(weight, "quant_state", None) is state:
+        return state
+    if not isinstance(weight, torch.Tensor) or state.shape is None:
+        return None
+    packed_bytes = -(-math.prod(state.shape) // 2)
+    return state if weight.numel() * weight.element_size() == packed_bytes else None

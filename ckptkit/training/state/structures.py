@@ -1,0 +1,427 @@
+"""How nested values are put together, which their leaves in a DCP directory do not tell.
+
+DCP stores the leaves of mappings and lists under keys that are texts: the key 1 becomes "1", an
+empty mapping leaves nothing, a `Counter` is a mapping as any. Where the leaves alone do not tell
+the value, a step has its structure as well, in `ckptkit/values_rank_R.bin`: a table of nodes, the
+value itself first, each naming its children by their positions in the table:
+
+    ("dict" | "OrderedDict" | "Counter", ((key, child), ...))
+    ("defaultdict", ((key, child), ...), name of the factory)
+    ("list", (child, ...))
+    ("leaf", path)                  # the rest of the leaf's key path
+    ("parameter", path, trained)    # a tensor that is an `nn.Parameter`
+
+What stock tools read stays as it is.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ckptkit.core.errors import FormatError, UnsupportedError, UsageError
+from ckptkit.core.index import KeyPath
+from ckptkit.core.text import a_kind
+from ckptkit.training.save.layout import check_storable
+from ckptkit.training.state.dtensors import DTensor
+from ckptkit.training.state.objects import (
+    check_nesting,
+    flatten,
+    holds_more,
+    is_sound,
+    kept_bytes,
+    step_of,
+)
+from ckptkit.training.state.objects_on_disk import FACTORIES
+
+Nodes = Sequence[tuple[Any, ...]]
+VERSION = 1
+"""Of the tables; a step that was saved before there were any has none."""
+
+_MAPPINGS: Mapping[type, str] = {
+    dict: "dict",
+    OrderedDict: "OrderedDict",
+    Counter: "Counter",
+    defaultdict: "defaultdict",
+}
+_MAKERS: Mapping[str, Callable[[], dict[Any, Any]]] = {
+    "dict": dict,
+    "OrderedDict": OrderedDict,
+    "Counter": Counter,
+}
+_TENSORS = frozenset((torch.Tensor, nn.Parameter, DTensor))
+_SIMPLE = frozenset((torch.Tensor, DTensor, bool, int, float, str, type(None)))
+_KEYS = frozenset((bool, int, float, type(None)))
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """The structure of a value of which the leaves lie in a DCP directory.
+
+    Attributes:
+        unit: The DCP directory.
+        path: What the key paths of its leaves begin with.
+        nodes: The table.
+    """
+
+    unit: str
+    path: KeyPath
+    nodes: Nodes
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """A value in a DCP directory.
+
+    Attributes:
+        path: The rest of its key path.
+        value: What is stored.
+        where: Its path in the user's state, for messages.
+    """
+
+    path: KeyPath
+    value: Any
+    where: str
+
+
+def take_apart(
+    value: object, where: str, *, any_tensor: bool = False, taken: Collection[str] = ()
+) -> tuple[list[Leaf], Nodes | None]:
+    """Returns the leaves of a value, and its structure where they do not tell it.
+
+    Args:
+        value: What to take apart.
+        where: Its path in the user's state, for messages.
+        any_tensor: Whether tensors may be of classes of their own.
+        taken: Names on the first level that belong to something else.
+
+    Raises:
+        UsageError: If it contains itself, or something that would come back as something else.
+    """
+    if any_tensor and _is_simple(value):
+        return [Leaf((k,), v, where + step_of(k)) for k, v in value.items()], None  # type: ignore[attr-defined]
+    check_nesting(value, where)
+    taking = _Taking(any_tensor=any_tensor)
+    taking.take(value, (), where, frozenset(taken))
+    return taking.leaves, None if taking.is_told else tuple(taking.nodes)
+
+
+def _is_simple(value: object) -> bool:
+    """Tells whether a value is a mapping as most optimizers have them, which hides nothing."""
+    return (
+        type(value) is dict
+        and bool(value)
+        and all(type(key) is str and key.isascii() for key in value)
+        and all(type(item) in _SIMPLE for item in value.values())
+    )
+
+
+class _Taking:
+    """Takes one value apart."""
+
+    def __init__(self, *, any_tensor: bool) -> None:
+        self.nodes: list[tuple[Any, ...]] = []
+        self.leaves: list[Leaf] = []
+        self.is_told = True  # by the leaves alone
+        self._any_tensor = any_tensor
+        self._keys: set[str] = set()
+
+    def take(self, value: Any, path: KeyPath, where: str, taken: frozenset[str]) -> int:
+        """Adds a value to the table, and returns its position."""
+        number = len(self.nodes)
+        self.nodes.append(())
+        if path and isinstance(path[-1], int) and _leaves_nothing(value):
+            # Stock readers fail at a list of which a member has no key.
+            self.nodes[number] = self._leaf(value, path, where)
+        elif isinstance(value, Mapping):
+            self.nodes[number] = self._mapping(value, path, where, taken)
+        elif isinstance(value, list) and holds_more(value):
+            self.nodes[number] = self._list(value, path, where)
+        else:
+            self.nodes[number] = self._leaf(value, path, where)
+        return number
+
+    def _mapping(
+        self, value: Mapping[Any, Any], path: KeyPath, where: str, taken: frozenset[str]
+    ) -> tuple[Any, ...]:
+        kind = _MAPPINGS.get(type(value))
+        if kind is None:
+            raise UsageError(
+                f"{a_kind(value)} was found, which a resume cannot make",
+                where=where,
+                hint="save dict(…) of it",
+            )
+        self.is_told = self.is_told and kind == "dict" and bool(value)
+        used, items = set(taken), []
+        for key, item in value.items():
+            inner = where + step_of(key)
+            name = self._name(key, used, inner)
+            items.append((key, self.take(item, (*path, name), inner, frozenset())))
+        if not isinstance(value, defaultdict):
+            return kind, tuple(items)
+        return kind, tuple(items), _name_of_factory(value.default_factory, where)
+
+    def _name(self, key: object, used: set[str], where: str) -> str:
+        """Returns a text for a key that no other key of the mapping has."""
+        if not (type(key) in _KEYS or type(key) is str) or not is_sound(key):
+            kept_bytes(key, where)  # refuses what would not come back equal
+        name = text = str(key)
+        number = 1
+        while name in used:
+            number += 1
+            name = f"{text}~{number}"
+        used.add(name)
+        self.is_told = self.is_told and type(key) is str and name == key
+        return name
+
+    def _list(self, value: list[Any], path: KeyPath, where: str) -> tuple[Any, ...]:
+        if type(value) is not list:
+            raise UsageError(
+                f"{a_kind(value)} was found, which a resume cannot make",
+                where=where,
+                hint="save list(…) of it",
+            )
+        children = [
+            self.take(item, (*path, number), f"{where}[{number}]", frozenset())
+            for number, item in enumerate(value)
+        ]
+        return "list", tuple(children)
+
+    def _leaf(self, value: Any, path: KeyPath, where: str) -> tuple[Any, ...]:
+        free = self._free(path)
+        self.is_told = self.is_told and free == path
+        self.leaves.append(Leaf(free, value, where))
+        if isinstance(value, torch.Tensor):
+            self._check_tensor(value, where)
+            if type(value) is nn.Parameter:
+                self.is_told = False
+                return "parameter", free, value.requires_grad
+        return "leaf", free
+
+    def _free(self, path: KeyPath) -> KeyPath:
+        """Returns the path, with another end where another one is spelled alike."""
+        free, number = path, 1
+        while (key := ".".join(map(str, free))) in self._keys:
+            number += 1
+            free = (*path[:-1], f"{path[-1]}~{number}")
+        self._keys.add(key)
+        return free
+
+    def _check_tensor(self, value: torch.Tensor, where: str) -> None:
+        if not self._any_tensor and type(value) not in _TENSORS:
+            raise UsageError(
+                f"{a_kind(value)} was found where a plain tensor was expected",
+                where=where,
+                hint="save the plain tensors that it is made of",
+            )
+        if type(value) in {torch.Tensor, nn.Parameter}:
+            try:
+                check_storable(value, where)
+            except UnsupportedError as error:
+                raise UsageError(error.message, where=error.where, hint=error.hint) from error
+
+
+def _name_of_factory(factory: Callable[[], Any] | None, where: str) -> str | None:
+    if factory is None:
+        return None
+    for name, known in FACTORIES.items():
+        if known is factory:
+            return name
+    raise UsageError(
+        "a defaultdict was found of a factory that a resume cannot make",
+        where=f"{where}.default_factory",
+        hint=f"use one of {', '.join(FACTORIES)}, or save dict(…) of it",
+    )
+
+
+def tables_of(structures: Iterable[Structure]) -> dict[str, Any]:
+    """Returns what the file of structures holds."""
+    return {"version": VERSION, "structures": [(s.unit, s.path, s.nodes) for s in structures]}
+
+
+def parse_structures(document: Any, *, where: str) -> list[Structure]:
+    """Returns the structures that a file holds.
+
+    Raises:
+        FormatError: If it is damaged, or of a newer version.
+    """
+    try:
+        version = document["version"]
+        found = [
+            Structure(str(unit), tuple(path), tuple(map(tuple, nodes)))
+            for unit, path, nodes in document["structures"]
+        ]
+    except (TypeError, ValueError, LookupError) as error:
+        message = f"holds no structures of values: {type(error).__name__}: {error}"
+        raise FormatError(message, where=where) from error
+    if version != VERSION:
+        raise FormatError(
+            f"structures of version {version!r:.20} were found where {VERSION} was expected",
+            where=where,
+            hint="resume with the version of ckptkit that saved the step, or a newer one",
+        )
+    return found
+
+
+def leaves_by_key(nodes: Nodes, where: str) -> dict[Any, KeyPath]:
+    """Returns the paths of those values of a mapping that are leaves, by their keys.
+
+    Raises:
+        FormatError: If the structure is damaged.
+    """
+    try:
+        kind, items = nodes[0][:2]
+        if kind in {"list", "leaf", "parameter"}:
+            return {}
+        return {
+            key: tuple(nodes[child][1])
+            for key, child in items
+            if nodes[child][0] in {"leaf", "parameter"}
+        }
+    except (TypeError, ValueError, LookupError) as error:
+        raise FormatError(f"the structure of a value is damaged: {error}", where=where) from error
+
+
+def leaf_paths(nodes: Nodes, where: str) -> list[KeyPath]:
+    """Returns the paths of a structure's leaves.
+
+    Raises:
+        FormatError: If the structure is damaged.
+    """
+    try:
+        return [tuple(node[1]) for node in nodes if node[0] in {"leaf", "parameter"}]
+    except (TypeError, LookupError) as error:
+        raise FormatError(f"the structure of a value is damaged: {error}", where=where) from error
+
+
+def put_together(nodes: Nodes | None, leaves: Mapping[KeyPath, Any], where: str) -> Any:
+    """Returns the value that was taken apart.
+
+    Args:
+        nodes: Its structure; None where the leaves alone tell it.
+        leaves: Its leaves, by the rest of their key paths.
+        where: The step and the value, for messages.
+
+    Raises:
+        FormatError: If they do not belong together.
+    """
+    if nodes is None:
+        return _told_by(leaves)
+    making = _Making(nodes, leaves)
+    try:
+        return making.make(0)
+    except (TypeError, ValueError, LookupError, RecursionError) as error:
+        message = f"the structure of a value is damaged: {type(error).__name__}: {error}"
+        raise FormatError(message, where=where) from error
+
+
+class _Making:
+    """Makes the value of a table, which may be damaged: each node belongs to one other."""
+
+    def __init__(self, nodes: Nodes, leaves: Mapping[KeyPath, Any]) -> None:
+        self._left: dict[int, tuple[Any, ...]] = dict(enumerate(nodes))
+        self._leaves = leaves
+
+    def make(self, number: int) -> Any:
+        match self._left.pop(number):
+            case ("defaultdict", items, factory):
+                made: Any = defaultdict(None if factory is None else FACTORIES[factory])
+                self._fill(made, items)
+            case ("dict" | "OrderedDict" | "Counter" as kind, items):
+                made = _MAKERS[kind]()
+                self._fill(made, items)
+            case ("list", children):
+                made = [self.make(child) for child in children]
+            case ("parameter", path, trained):
+                made = nn.Parameter(self._leaves[tuple(path)], requires_grad=bool(trained))
+            case ("leaf", path):
+                made = self._leaves[tuple(path)]
+            case node:
+                raise ValueError(f"no node of a structure: {node!r:.100}")
+        return made
+
+    def _fill(self, made: dict[Any, Any], items: Iterable[tuple[Any, int]]) -> None:
+        for key, child in items:
+            made[key] = self.make(child)
+
+
+def _told_by(leaves: Mapping[KeyPath, Any]) -> Any:
+    """Returns the mappings and lists that the paths of leaves tell: numbers are positions."""
+    if () in leaves:
+        return leaves[()]
+    parts: dict[str | int, dict[KeyPath, Any]] = {}
+    for path, value in leaves.items():
+        parts.setdefault(path[0], {})[path[1:]] = value
+    made = {name: _told_by(inner) for name, inner in parts.items()}
+    if not made or any(isinstance(name, str) for name in made):
+        return made
+    most = max(int(name) for name in made)
+    # Other tools leave nothing of an empty mapping in a list.
+    return [made.get(number) for number in range(most + 1)] if most < _MOST_ITEMS else made
+
+
+_MOST_ITEMS = 1 << 24
+
+
+def adapt(value: Any, live: Any) -> Any:
+    """Returns what was saved without its structure, with the types that a live value shows.
+
+    Keys get the types of the live keys, mappings their classes; what leaves nothing behind, such
+    as empty mappings, is taken from the live value.
+
+    Args:
+        value: Put together from the leaves alone.
+        live: What is there now in its stead; it does not contain itself.
+    """
+    if isinstance(live, Mapping) and isinstance(value, dict):
+        return _adapt_mapping(value, live)
+    if isinstance(live, list) and isinstance(value, list):
+        made = [adapt(*pair) for pair in zip(value, live, strict=False)]
+        rest = live[len(value) :]
+        made += value[len(live) :]
+        if all(_leaves_nothing(item) for item in rest):
+            made += copy.deepcopy(rest)
+        return made
+    return copy.deepcopy(live) if value is None and _leaves_nothing(live) else value
+
+
+def _adapt_mapping(value: dict[Any, Any], live: Mapping[Any, Any]) -> dict[Any, Any]:
+    own = {str(key): key for key in live}
+    kinds = {type(key) for key in live}
+    made: Any = {}
+    if isinstance(live, defaultdict):
+        made = defaultdict(live.default_factory)
+    elif type(live) in _MAPPINGS:
+        made = type(live)()
+    for name, item in value.items():
+        key = own[name] if name in own else _typed(name, kinds)
+        made[key] = adapt(item, live.get(key))
+    for key, item in live.items():
+        if key not in made and _leaves_nothing(item):
+            made[key] = copy.deepcopy(item)
+    return made  # type: ignore[no-any-return]
+
+
+def _typed(name: Any, kinds: set[type]) -> Any:
+    """Returns a text as the number that it spells, where all live keys are such numbers."""
+    if not isinstance(name, str) or len(kinds) != 1:
+        return name
+    (kind,) = kinds
+    if kind in {int, float}:
+        try:
+            number = kind(name)
+        except ValueError:
+            return name
+        return number if str(number) == name else name
+    words = {"True": True, "False": False} if kind is bool else {}
+    return words.get(name, name)
+
+
+def _leaves_nothing(value: Any) -> bool:
+    return isinstance(value, Mapping | list) and next(flatten(value), None) is None

@@ -1,0 +1,1 @@
+"""Steps on the node's own disk first, then in the shared place."""

@@ -1,0 +1,291 @@
+"""Saves that are durable on the nodes' own disks first, and are drained from there."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ckptkit.core.errors import CkptkitError, NoSpaceError, OutputError, SaveError, error_from_json
+from ckptkit.training.agree.peers import Meeting
+from ckptkit.training.save.commit import Attempt
+from ckptkit.training.save.saver import OURS, Save
+from ckptkit.training.save.settling import Settler, outcome_here
+from ckptkit.training.save.writer_process import Patience, WriterProcess
+from ckptkit.training.tiers.tier import LocalTier
+from ckptkit.writer.messages import Commit, Discard, Drain, Proof
+
+logger = logging.getLogger(__name__)
+_OF_STORAGE = frozenset({NoSpaceError.code, OutputError.code, SaveError.code})
+_NICENESS = 19  # it may take its time: the step is safe already
+_MOST_UNDRAINED = 1  # with which the next save may begin: a node's disk holds two steps
+
+
+class TierEnding:
+    """Makes what the ranks have written on their nodes a step there, and has it drained.
+
+    Where a node's disk fails, and the memory still holds everything, all ranks write to the
+    shared place instead: a full disk costs the speed of the save, and not the save.
+    """
+
+    def __init__(
+        self,
+        tier: LocalTier,
+        meeting: Meeting,
+        settler: Settler,
+        patience: Patience,
+        recover: Callable[[], None],
+        *,
+        timeout_seconds: float,
+    ) -> None:
+        """Starts the thread that drains.
+
+        Args:
+            tier: This node's disk.
+            meeting: Where the ranks agree on what is durable there.
+            settler: Ends what is drained; it has a meeting of its own.
+            patience: How long processes are waited for.
+            recover: Drains what is durable on the nodes, and not at the shared place.
+            timeout_seconds: How long other ranks are.
+        """
+        self._tier = tier
+        self._meeting = meeting
+        self._settler = settler
+        self.recover = recover
+        self._timeout_seconds = timeout_seconds
+        self._keeper = WriterProcess(patience, name=f"committer of {tier.path}")
+        self._drains = Drains(tier, settler, patience)
+
+    def placed(self, attempt: Attempt) -> Attempt:
+        """Returns an attempt whose files this rank writes to the node's own disk first."""
+        return self._tier.placed(attempt)
+
+    def end(self, save: Save) -> None:
+        """Makes the save durable on the nodes, and hands it on."""
+        name = save.attempt.step_name
+        if save.after is not None:
+            # A step that is saved again must not replace files that are being drained.
+            wait = save.after.wait if self._drains.holds(name) else save.after.wait_freed
+            wait()
+        self._drains.expect(name)
+        try:
+            if self._keep(save):
+                self._drains.put(save)
+            else:
+                self._write_directly(save)
+        except CkptkitError as error:
+            self._give_up(save, error)
+        except Exception as error:  # a bug of ours must not leave the caller waiting
+            logger.exception("keeping step %d on the node", save.attempt.step)
+            self._give_up(save, SaveError(f"{type(error).__name__}: {error}", hint=OURS))
+
+    def kill(self) -> None:
+        """Has drains under way fail soon."""
+        self._keeper.kill()
+        self._drains.kill()
+
+    def close(self) -> None:
+        """Waits for the last drain, and ends threads and processes."""
+        self._drains.close()
+        self._keeper.close()
+        self._tier.close()
+
+    def _keep(self, save: Save) -> bool:
+        """Returns whether the step is durable on the nodes; else all ranks are to write anew.
+
+        Raises:
+            CkptkitError: What went wrong on any rank.
+        """
+        written = self._agree(save, outcome_here(save))
+        if "proofs" in written:
+            kept = self._agree(save, self._committed(save, written["proofs"]))
+            if "proofs" in kept:
+                self._note(save)
+                return True
+            written = kept
+        error = error_from_json(written["error"])
+        if not written["again"]:
+            raise error
+        if self._meeting.rank == 0:
+            logger.warning("step %d goes to the shared place at once: %s", save.attempt.step, error)
+        return False
+
+    def _agree(self, save: Save, value: Mapping[str, Any]) -> Mapping[str, Any]:
+        return self._meeting.agree(
+            save.attempt,
+            {"proof": None, "again": self._may_write_anew(save), **value},
+            _decided,
+            timeout_seconds=self._timeout_seconds,
+        )
+
+    def _may_write_anew(self, save: Save) -> bool:
+        return self._tier.run.takes_saves and save.rewrite is not None
+
+    def _committed(self, save: Save, proofs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Makes the files of this node's ranks a step on its disk, if this rank leads."""
+        if not self._tier.leads:
+            return {}
+        attempt = save.attempt
+        request = Commit(
+            attempt=attempt.name,
+            folder=str(attempt.folder),
+            final=str(self._tier.final(attempt)),
+            proofs=tuple(Proof(**proofs[rank]) for rank in self._tier.ranks),
+            manifest=self._tier.signed(attempt.manifest),
+            beside=attempt.beside,
+            node_ranks=self._tier.ranks,
+        )
+        try:
+            self._keeper.request(request)
+        except CkptkitError as error:
+            return {"error": error.to_json()}
+        return {}
+
+    def _note(self, save: Save) -> None:
+        save.local_seconds = time.perf_counter() - save.began
+        self._drains.kept(save.attempt.step_name)
+        self._tier.keep_only(self._drains.names)
+        save.handle.keep(self._tier.final(save.attempt))
+
+    def _write_directly(self, save: Save) -> None:
+        assert save.rewrite is not None and save.attempt.shared is not None  # noqa: S101, PT018
+        self._discard(save)
+        save.attempt = replace(save.attempt, folder=save.attempt.shared, shared=None)
+        save.answers.clear()
+        save.error = None
+        save.rewrite()
+        save.durable = time.perf_counter()
+        self._drains.put(save)
+
+    def _give_up(self, save: Save, error: CkptkitError) -> None:
+        self._discard(save)
+        self._settler.fail(save, error)
+
+    def _discard(self, save: Save) -> None:
+        if not self._tier.leads:
+            return
+        try:
+            self._keeper.request(Discard(save.attempt.name, str(save.attempt.folder)))
+        except CkptkitError as error:
+            logger.warning("%s was left behind: %s", save.attempt.folder, error)
+
+
+class Drains:
+    """A thread that brings steps from the node's disk to the shared place, one after another."""
+
+    def __init__(self, tier: LocalTier, settler: Settler, patience: Patience) -> None:
+        """Starts the thread; the process comes with the first step."""
+        self._tier = tier
+        self._settler = settler
+        self._process = tier.run.process(patience, f"drain of {tier.path}", niceness=_NICENESS)
+        self._earlier = ""  # the last step that was drained
+        self._waiting: list[Save] = []  # the one under way included
+        self._newest = self._coming = ""  # names of steps that lie on the node's disk, or will
+        self._is_over = False
+        self._lock = threading.Lock()
+        self._work: queue.SimpleQueue[Save | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="ckptkit-drain", daemon=True)
+        self._thread.start()
+
+    def names(self) -> set[str]:
+        """Returns the names of the steps that have to stay on the node's disk."""
+        with self._lock:
+            waiting = {save.attempt.step_name for save in self._waiting}
+            return {self._newest, self._coming, *waiting}
+
+    def holds(self, name: str) -> bool:
+        """Tells whether a step of that name is still to be drained."""
+        with self._lock:
+            return any(save.attempt.step_name == name for save in self._waiting)
+
+    def expect(self, name: str) -> None:
+        """Notes that a step is about to lie on the node's disk."""
+        with self._lock:
+            self._coming = name
+
+    def kept(self, name: str) -> None:
+        """Notes that a step is durable on the disks of all nodes, so that older ones may go."""
+        with self._lock:
+            self._newest = name
+
+    def put(self, save: Save) -> None:
+        """Has a step drained, or just settled where its files are in place already."""
+        with self._lock:
+            self._waiting.append(save)
+        self._work.put(save)
+        self._free()
+
+    def kill(self) -> None:
+        """Has the drain under way fail soon, and those after it."""
+        self._is_over = True
+        self._process.kill()
+
+    def close(self) -> None:
+        """Ends the thread after what it was given, and the process."""
+        self._work.put(None)
+        self._thread.join()
+        self._process.close()
+
+    def _run(self) -> None:
+        while (save := self._work.get()) is not None:
+            self._drain(save)
+            is_there = self._settler.settle(save)
+            if is_there:
+                self._earlier = str(save.attempt.final)
+                self._tier.note_drained(save.attempt.step_name)
+            with self._lock:
+                self._waiting.remove(save)
+            self._free()
+            if is_there:  # else something older may be all that there is
+                self._tier.keep_only(self.names)
+
+    def _drain(self, save: Save) -> None:
+        attempt = save.attempt
+        if attempt.shared is None or save.error is not None:
+            return
+        try:
+            self._process.request(self._request(save, attempt.shared))
+        except CkptkitError as error:
+            save.error = error
+        except Exception as error:  # a bug of ours must not leave the caller waiting
+            logger.exception("draining step %d", attempt.step)
+            save.error = SaveError(f"{type(error).__name__}: {error}", hint=OURS)
+        save.attempt = replace(attempt, folder=attempt.shared)
+
+    def _request(self, save: Save, target: Path) -> Drain:
+        folder = self._tier.final(save.attempt)
+        if self._is_over:
+            raise SaveError(
+                "the program ends before the step is drained",
+                where=str(folder),
+                hint="the next job drains it",
+            )
+        return Drain(
+            attempt=save.attempt.name,
+            folder=str(folder),
+            target=str(target),
+            records=(outcome_here(save)["proof"]["path"],),
+            earlier=self._earlier,
+        )
+
+    def _free(self) -> None:
+        with self._lock:
+            free = list(self._waiting) if len(self._waiting) <= _MOST_UNDRAINED else []
+        for save in free:
+            save.handle.free()
+
+
+def _decided(values: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Decides, on rank 0, what becomes of what the ranks have written on their nodes."""
+    failed = [(rank, value["error"]) for rank, value in enumerate(values) if "error" in value]
+    if not failed:
+        return {"proofs": [value["proof"] for value in values]}
+    again = all(value["again"] for value in values)
+    again = again and all(error["code"] in _OF_STORAGE for _, error in failed)
+    rank, error = failed[0]
+    return {"error": error_from_json(error).located(f"rank {rank}").to_json(), "again": again}

@@ -1,0 +1,325 @@
+"""The first of two tiers: a directory on the node's own disk, shared by the ranks of the node.
+
+Which ranks share one shows by itself: each leaves a mark there, and looks whose marks it sees.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ckptkit.core.errors import CkptkitError, RefusedError, UsageError, error_from_json
+from ckptkit.core.manifest import NODE_RANKS, NODE_RUN, Manifest
+from ckptkit.runs.marks import MARKS_FOLDER
+from ckptkit.storage.manifests import read_manifest
+from ckptkit.training.agree.peers import Peers
+from ckptkit.training.runs import Run, RunFolder, RunLock
+from ckptkit.training.save.commit import Attempt
+from ckptkit.writer.commit import clear, remove_whole
+from ckptkit.writer.failures import as_failure
+from ckptkit.writer.record import FOLDER
+from ckptkit.writer.sweep import sweep
+
+logger = logging.getLogger(__name__)
+_MARK = "node-"
+_DRAINED = f"{FOLDER}/drained"  # in a node's copy of a step that the shared place has
+
+
+@dataclass(frozen=True, slots=True)
+class RunIdentity:
+    """The run that a node's part of a step belongs to; `identity` is not that of a later one."""
+
+    identity: str
+    path: str
+
+    def to_json(self) -> dict[str, str]:
+        """Returns it as it stands in a manifest."""
+        return {"identity": self.identity, "path": self.path}
+
+
+@dataclass(frozen=True, slots=True)
+class NodeCopy:
+    """A step's files of the ranks of one node.
+
+    Attributes:
+        path: Where they lie.
+        manifest: Lists them.
+        ranks: Whose they are.
+        owner: The run that they belong to; empty texts where it is not told.
+    """
+
+    path: Path
+    manifest: Manifest
+    ranks: tuple[int, ...]
+    owner: RunIdentity
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether the shared place is known to have the step."""
+        return (self.path / _DRAINED).exists()
+
+
+class LocalTier:
+    """A node's own disk, as one of its ranks sees it.
+
+    Attributes:
+        path: The directory.
+        ranks: Those that share it, in order.
+        run: Where its steps go.
+        leads: Whether this rank does what is done once for all of them.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        ranks: tuple[int, ...],
+        run: Run[Any],
+        owner: RunIdentity,
+        *,
+        leads: bool,
+        lock: RunLock | None,
+    ) -> None:
+        """Takes over the lock, which the rank that leads has where there are locks.
+
+        Args:
+            path: The directory.
+            ranks: Those that share it, in order.
+            run: The run that is saved to.
+            owner: What tells it from others.
+            leads: Whether this rank is the first of them.
+            lock: Of the directory.
+        """
+        self.path = path
+        self.ranks = ranks
+        self.run = run
+        self.leads = leads
+        self._owner = owner
+        self._lock = lock
+
+    def placed(self, attempt: Attempt) -> Attempt:
+        """Returns an attempt whose files this rank writes to the node's own disk first."""
+        return replace(attempt, folder=self.path / attempt.folder.name, shared=attempt.folder)
+
+    def final(self, attempt: Attempt) -> Path:
+        """Returns where this node's part of a step lies once it is whole."""
+        return self.path / attempt.step_name
+
+    def signed(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns a manifest that says which run a node's part belongs to."""
+        return {**manifest, "source": {**manifest["source"], NODE_RUN: self._owner.to_json()}}
+
+    def copies(self) -> Iterator[NodeCopy]:
+        """Yields the parts of steps that lie here, damaged ones left out.
+
+        Raises:
+            OSError: If the directory cannot be listed.
+        """
+        return _copies_in(self.path)
+
+    def note_drained(self, name: str) -> None:
+        """Notes that the shared place has a step; only the rank that leads does something."""
+        if self.leads:
+            with suppress(OSError):  # it may never have been here: nothing depends on the note
+                (self.path / name / _DRAINED).touch()
+
+    def keep_only(self, find_names: Callable[[], Collection[str]]) -> None:
+        """Removes all parts of steps but some; only the rank that leads does something.
+
+        Args:
+            find_names: Returns the names of those that stay; asked once it is known what there
+                is, since a step may come in between.
+        """
+        if not self.leads:
+            return
+        try:
+            there = [copy.path for copy in self.copies()]
+        except OSError as error:
+            logger.warning("%s: old steps stay, for it cannot be listed: %s", self.path, error)
+            return
+        names = find_names()
+        for note in clear(None, [path for path in there if path.name not in names])[1]:
+            logger.warning("%s: %s", self.path, note)
+
+    def close(self) -> None:
+        """Gives the directory to the next job."""
+        if self._lock is not None:
+            self._lock.close()
+
+
+def open_tier(local: Path, run: Run[Any], peers: Peers, *, timeout_seconds: float) -> LocalTier:
+    """Opens the nodes' own directories on all ranks, clears them of wrecks, and locks them.
+
+    Args:
+        local: This rank's; equal or unlike on others.
+        run: The place that all share.
+        peers: The ranks.
+        timeout_seconds: How long they are waited for.
+
+    Raises:
+        UsageError: On every rank, if one of the directories is that of the run.
+        RefusedError: On every rank, if one cannot be used, another job is writing there, or it
+            has what another run did not drain.
+        PeerError: If another rank does not come in time.
+    """
+    identity = peers.agree(
+        "which run it is", None, lambda _: run.identity(), timeout_seconds=timeout_seconds
+    )
+    owner = RunIdentity(identity, str(run.place))
+    opening = _Opening(local, run, owner, peers, timeout_seconds)
+    with ExitStack() as undo:
+        undo.callback(opening.unmark)
+        opening.tell("the nodes' own directories", opening.mark)
+        undo.callback(opening.give_back)
+        opening.tell("whose they are", opening.take)
+        peers.agree(
+            "who shares them", opening.ranks, _check_groups, timeout_seconds=timeout_seconds
+        )
+        opening.unmark()
+        undo.pop_all()
+    ranks = opening.ranks
+    leads = ranks[0] == peers.rank
+    return LocalTier(opening.path, ranks, run, owner, leads=leads, lock=opening.lock)
+
+
+class _Opening:
+    """The steps of opening a node's directory; what goes wrong on one rank is told to all."""
+
+    def __init__(
+        self, local: Path, run: Run[Any], owner: RunIdentity, peers: Peers, timeout_seconds: float
+    ) -> None:
+        self.path = local
+        self.ranks: tuple[int, ...] = ()
+        self.lock: RunLock | None = None
+        self._run = run
+        self._owner = owner
+        self._peers = peers
+        self._timeout_seconds = timeout_seconds
+        self._folder: RunFolder | None = None
+
+    def tell(self, topic: str, work: Any) -> None:
+        """Does some work on all ranks; raises on all of them what went wrong on any."""
+        problem: dict[str, Any] | None = None
+        try:
+            work()
+        except CkptkitError as error:
+            problem = error.to_json()
+        except OSError as error:
+            problem = as_failure(error, str(self.path)).to_json()
+        raise_first(
+            self._peers.agree(
+                topic, problem, lambda found: found, timeout_seconds=self._timeout_seconds
+            )
+        )
+
+    def mark(self) -> None:
+        """Makes the directory, and leaves this rank's mark there."""
+        self.path = self.path.absolute()
+        place = self._run.place
+        if isinstance(place, Path) and self.path.resolve().is_relative_to(place.resolve()):
+            raise UsageError(
+                f"is {str(self.path)!r}, which is the directory of the run, or lies in it",
+                where="local",
+                hint="name a directory on the node's own disk",
+            )
+        self._folder = RunFolder(self.path, prefix=self._run.prefix)
+        self._own_mark().touch()
+
+    def take(self) -> None:
+        """Looks who else is here; the first of them takes the lock and clears up."""
+        marks = self._own_mark().parent.glob(f"{_MARK}{self._peers.nonce}-*")
+        self.ranks = tuple(sorted(int(mark.name.rpartition("-")[2]) for mark in marks))
+        if self.ranks[0] != self._peers.rank:
+            return
+        assert self._folder is not None  # noqa: S101  `mark` has set it
+        self.lock = self._folder.lock()
+        if self.lock is not None:
+            for note in sweep(self.path):
+                logger.info("%s: %s", self.path, note)
+        for copy in _copies_in(self.path):
+            if copy.owner.identity != self._owner.identity:
+                self._clear_away(copy)
+
+    def _clear_away(self, copy: NodeCopy) -> None:
+        """Removes what another run left here, or an earlier one in the same place.
+
+        Its steps must be taken for none of this run's, and none that is nowhere else may go.
+
+        Raises:
+            RefusedError: If it may be the only copy.
+        """
+        if self.lock is None or not copy.is_drained:
+            raise RefusedError(
+                f"holds {copy.path.name!r}, which was not drained yet, of another run, or an"
+                f" earlier one, in {copy.owner.path or 'a place that it does not tell'}",
+                where=f"local {self.path}",
+                hint="give every run a directory of its own on the nodes; resume that run to have"
+                " the step drained, or remove what it left",
+            )
+        remove_whole(copy.path)
+        logger.info("%s: %s of the run %s was removed", self.path, copy.path.name, copy.owner.path)
+
+    def unmark(self) -> None:
+        """Removes this rank's mark."""
+        with suppress(OSError):
+            self._own_mark().unlink(missing_ok=True)
+
+    def give_back(self) -> None:
+        """Gives up the lock."""
+        if self.lock is not None:
+            self.lock.close()
+
+    def _own_mark(self) -> Path:
+        name = f"{_MARK}{self._peers.nonce}-{self._peers.rank}"
+        return self.path / MARKS_FOLDER / name
+
+
+def _check_groups(of_ranks: Sequence[Sequence[int]]) -> None:
+    """Refuses directories whose marks show to some of the ranks that share them, and not to all.
+
+    Raises:
+        UsageError: If there is one.
+    """
+    for rank, group in enumerate(of_ranks):
+        other = next((member for member in group if of_ranks[member] != group), None)
+        if other is not None:
+            raise UsageError(
+                f"shows other files on rank {rank} than on rank {other}, where a disk that the"
+                " ranks of one node share was expected",
+                where="local",
+                hint="name a directory on the node's own disk",
+            )
+
+
+def raise_first(problems: list[Mapping[str, Any] | None]) -> None:
+    """Raises the first of the ranks' errors, which says where it happened.
+
+    Raises:
+        CkptkitError: If there is one.
+    """
+    for rank, document in enumerate(problems):
+        if document is not None:
+            raise error_from_json(document).located(f"rank {rank}")
+
+
+def _copies_in(folder: Path) -> Iterator[NodeCopy]:
+    for path in sorted(folder.iterdir()):
+        copy = None if path.name.startswith(".") else _copy_at(path)
+        if copy is not None:
+            yield copy
+
+
+def _copy_at(path: Path) -> NodeCopy | None:
+    try:
+        manifest = read_manifest(path)
+    except (CkptkitError, OSError):
+        return None
+    ranks, owner = (manifest.source.get(key) for key in (NODE_RANKS, NODE_RUN))
+    if not isinstance(ranks, list) or not all(isinstance(rank, int) for rank in ranks):
+        return None
+    told: Mapping[str, Any] = owner if isinstance(owner, dict) else {}
+    owned_by = RunIdentity(str(told.get("identity", "")), str(told.get("path", "")))
+    return NodeCopy(path, manifest, tuple(ranks), owned_by)

@@ -1,0 +1,308 @@
+"""A run whose steps lie at a URL; what is being written lies on the node's own disk.
+
+The trainer's end of the process that uploads: it is asked as a writer is, and told where to.
+"""
+
+from __future__ import annotations
+
+import logging
+import posixpath
+from dataclasses import replace
+from functools import cached_property, partial
+from pathlib import Path, PurePosixPath
+
+from ckptkit.core.errors import CkptkitError, FormatError, UsageError
+from ckptkit.core.manifest import MANIFEST_NAME, Manifest, parse_manifest
+from ckptkit.runs.marks import STEP_PREFIXES, is_step_folder
+from ckptkit.storage.local.names import WORK_INFIX
+from ckptkit.storage.places import Place
+from ckptkit.training.runs import Run, SavedStep, in_order, step_of_manifest, unfinished_step
+from ckptkit.training.save.writer_process import Patience, WriterProcess
+from ckptkit.training.tiers.recover import NearPlace
+from ckptkit.writer.messages import (
+    Commit,
+    Committed,
+    Discard,
+    Drain,
+    Finish,
+    Remote,
+    Request,
+    Upload,
+    Written,
+)
+from ckptkit.writer.upload.process import NICENESS, upload_command
+from ckptkit.writer.upload.steps import (
+    newest_step,
+    remove_unfinished,
+    run_identity,
+    take_run,
+    unfinished_steps,
+)
+from ckptkit.writer.upload.store import Entry, Store
+
+
+class UploadProcess(WriterProcess):
+    """Takes the requests of a process that drains or commits, and has them done at a URL."""
+
+    def __init__(
+        self, patience: Patience, name: str, remote: Remote, session: tuple[str, str]
+    ) -> None:
+        """Starts nothing yet.
+
+        Args:
+            patience: How long to wait, and what to start.
+            name: What it is called in messages.
+            remote: The run.
+            session: The job's nonce, and a local directory for what is being put together.
+        """
+        super().__init__(patience, name=name)
+        self._remote = remote
+        self._job, self._scratch = session
+        self._failed: dict[str, str] = {}  # steps by attempt; empty for one that is seen to
+
+    def request(self, request: Request) -> Written | Committed:
+        """Has a request done, starting a process where none runs.
+
+        What a failed attempt left at the URL stays until another step is whole, or the run is
+        opened again: other ranks may be uploading that very step anew.
+
+        Returns:
+            The answer.
+
+        Raises:
+            CkptkitError: What went wrong.
+        """
+        if isinstance(request, Discard):
+            self._failed.setdefault(request.attempt, _step_of(request.folder))
+            return Written(request.attempt, 0, 0.0, 0.0)
+        answer = super().request(self._translated(request))
+        if isinstance(request, Commit):
+            self._failed = dict.fromkeys(self._failed, "")
+        return answer
+
+    def _translated(self, request: Request) -> Request:
+        if isinstance(request, Drain):
+            return Upload(
+                attempt=request.attempt,
+                remote=self._remote,
+                step=_name(request.folder),
+                folder=request.folder,
+                records=request.records,
+                further=request.further,
+                earlier=_name(request.earlier),
+            )
+        if isinstance(request, Commit):
+            return Finish(
+                attempt=request.attempt,
+                remote=self._remote,
+                step=_name(request.final),
+                job=self._job,
+                proofs=request.proofs,
+                manifest=request.manifest,
+                beside=request.beside,
+                remove=tuple(map(_name, request.remove)),
+                given_up=tuple({*self._failed.values()} - {"", _name(request.final)}),
+                scratch=self._scratch,
+                visible_seconds=request.visible_seconds,
+            )
+        return request
+
+
+def _step_of(folder: str) -> str:
+    """Returns the step that a working folder was to become."""
+    return _name(folder).removeprefix(".").partition(WORK_INFIX)[0]
+
+
+def _name(place: str) -> str:
+    return PurePosixPath(place).name
+
+
+logger = logging.getLogger(__name__)
+
+_READ_ONLY = frozenset({"hf", "http", "https", "ftp"})
+_WITHIN_A_PROCESS = frozenset({"memory"})
+
+
+class UrlRun(Run[Place]):
+    """A run in an object store, and a directory of this node for what is not there yet."""
+
+    takes_saves = False
+
+    def __init__(
+        self, place: Place, local: Path, nonce: str, prefix: str = STEP_PREFIXES[0]
+    ) -> None:
+        """Asks the store for nothing yet.
+
+        Args:
+            place: The URL.
+            local: The directory on the node's own disk.
+            nonce: Of the session.
+            prefix: What comes before the number in the names of its steps.
+        """
+        self.path = local.absolute()
+        self.place = NearPlace.of(place, self.path)
+        self.prefix = prefix
+        self._nonce = nonce
+        self._process: UploadProcess | None = None
+        self._known: dict[str, tuple[Entry, SavedStep]] = {}
+
+    @cached_property
+    def store(self) -> Store:
+        """The store.
+
+        Raises:
+            CkptkitError: If nothing speaks to such a one.
+        """
+        return Store(self._remote)
+
+    def open(self) -> None:
+        """Makes the run this job's: called once, by rank 0, before anything is saved.
+
+        Raises:
+            CkptkitError: If it cannot be written.
+        """
+        take_run(self.store, self._nonce)
+        run_identity(self.store)
+        count = self.store.abort_unfinished()
+        if count:
+            logger.info("%s: %d uploads that an earlier job left were removed", self.place, count)
+
+    def look(self) -> None:
+        """Sees that the store lets this rank in.
+
+        Raises:
+            CkptkitError: If it does not.
+        """
+        run_identity(self.store)
+
+    def sweep(self) -> None:
+        """Removes what saves that were broken off left there; called while nothing is saved."""
+        try:
+            for step in unfinished_steps(self.store.entries().keys()):
+                remove_unfinished(self.store, step)
+                logger.info("%s was removed, which was not uploaded as a whole", self.below(step))
+        except CkptkitError as error:
+            logger.warning("what earlier jobs left could not be removed: %s", error)
+
+    def identity(self) -> str:
+        """Returns what tells the run from all others.
+
+        Raises:
+            CkptkitError: If it cannot be read or written.
+        """
+        return run_identity(self.store)
+
+    def steps(self) -> tuple[SavedStep, ...]:
+        """Returns what lies there, but reads no manifest twice.
+
+        Raises:
+            CkptkitError: If the run cannot be listed.
+        """
+        found, self._known = steps_at(self.store, self.prefix, self._known)
+        return found
+
+    def process(
+        self, patience: Patience, name: str, *, niceness: int | None = None
+    ) -> WriterProcess:
+        """Returns what will upload to the run, not started yet; see `Run`.
+
+        It is one and the same for all that this rank has to upload, one thing after the other.
+        """
+        if self._process is None:
+            command = partial(upload_command, niceness=niceness or NICENESS)
+            patient, session = replace(patience, command=command), (self._nonce, str(self.path))
+            self._process = UploadProcess(patient, name, self._remote, session)
+        return self._process
+
+    @property
+    def _remote(self) -> Remote:
+        return Remote(str(self.place), self.place.options)
+
+    def below(self, name: str) -> Place:
+        """Returns where the step of that name lies."""
+        return self.place.beside(posixpath.join(self.place, name))
+
+    def _manifest(self, name: str) -> Manifest | None:
+        try:
+            return _manifest_of(self.store, name)
+        except FormatError:
+            return None
+
+
+def check_place(place: Place) -> None:
+    """Refuses URLs to which nothing can be uploaded.
+
+    Raises:
+        UsageError: If it is one.
+    """
+    if place.protocol in _READ_ONLY | _WITHIN_A_PROCESS:
+        why = "is only read" if place.protocol in _READ_ONLY else "lies within one process"
+        raise UsageError(
+            f"what lies at a {place.protocol}:// URL {why}, and saves cannot go there",
+            where=str(place),
+            hint="save to a bucket or a directory; `ckptkit push` brings models to the Hub",
+        )
+
+
+def steps_of_place(place: Place, prefix: str) -> tuple[SavedStep, ...]:
+    """Returns what lies in a run at a URL, as `saved_steps` does for a directory.
+
+    Raises:
+        CkptkitError: If it cannot be listed.
+    """
+    return steps_at(Store(Remote(str(place), place.options)), prefix, {})[0]
+
+
+def steps_at(
+    store: Store, prefix: str, known: dict[str, tuple[Entry, SavedStep]]
+) -> tuple[tuple[SavedStep, ...], dict[str, tuple[Entry, SavedStep]]]:
+    """Lists a run.
+
+    Args:
+        store: The run.
+        prefix: What comes before the number in the names of its steps.
+        known: Complete steps, each with the manifest that was read.
+
+    Returns:
+        The steps as `saved_steps` has them, and those that are complete.
+    """
+    entries = store.entries()
+    names = {path.partition("/")[0] for path in entries if "/" in path} | {newest_step(store)}
+    found: list[SavedStep] = []
+    complete: dict[str, tuple[Entry, SavedStep]] = {}
+    for name in sorted(names):
+        if not (is_step_folder(name) and name.startswith(prefix)):
+            continue
+        path = f"{name}/{MANIFEST_NAME}"
+        mark = entries.get(path) or store.look(path)
+        before = known.get(name)
+        if before is not None and before[0] == mark:
+            step = before[1]
+        else:
+            step = _saved_step(store, name, int(name.removeprefix(prefix)), entries)
+        found.append(step)
+        if step.complete and mark is not None:
+            complete[name] = mark, step
+    return in_order(found), complete
+
+
+def _saved_step(store: Store, name: str, step: int, entries: dict[str, Entry]) -> SavedStep:
+    try:
+        manifest = _manifest_of(store, name)
+    except CkptkitError as error:
+        return SavedStep(step, complete=False, path=Path(name), problem=str(error))
+    if manifest is None:
+        return unfinished_step(step, Path(name))
+
+    def size_bytes(path: str) -> int | None:
+        # Listings may lag behind: what they lack is asked for.
+        found = entries.get(f"{name}/{path}") or store.look(f"{name}/{path}")
+        return None if found is None else found.size_bytes
+
+    return step_of_manifest(step, Path(name), manifest, size_bytes)
+
+
+def _manifest_of(store: Store, name: str) -> Manifest | None:
+    path = f"{name}/{MANIFEST_NAME}"
+    data = store.get(path)
+    return None if data is None else parse_manifest(data, where=store.where(path))

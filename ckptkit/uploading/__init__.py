@@ -1,1 +1,0 @@
-"""The process that brings steps to an object store; it needs neither torch nor numpy."""

@@ -1,0 +1,1 @@
+"""`ckptkit batch`: many jobs, each in a process of its own."""

@@ -1,0 +1,45 @@
+"""One job of a batch, in a process of its own: `python -m ckptkit_cli.batch.child`.
+
+The command line comes as JSON on the first line of stdin, where no other user of the machine sees
+it. The rest of stdin stays open for as long as the batch lives: when it ends, so does the job.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+
+from ckptkit_cli.main import end_on_signals, main
+
+_STDIN = 0
+
+
+def _first_line() -> bytes:
+    line = bytearray()
+    while not line.endswith(b"\n"):
+        byte = os.read(_STDIN, 1)  # no buffer may take what the watching thread waits for
+        if not byte:
+            break
+        line += byte
+    return bytes(line)
+
+
+def _end_with_batch() -> None:
+    while os.read(_STDIN, 1):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def run() -> int:
+    """Runs the job; returns its exit status."""
+    end_on_signals()
+    words = json.loads(_first_line())
+    threading.Thread(target=_end_with_batch, daemon=True).start()
+    return main(words)
+
+
+if __name__ == "__main__":
+    sys.exit(run())

@@ -1,0 +1,375 @@
+"""The lines of a batch: read, checked as a whole, and turned into command lines."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NoReturn, cast
+
+from ckptkit.conversion.source.places import check_path
+from ckptkit.core.errors import CkptkitError, UsageError
+from ckptkit.core.text import a_kind
+from ckptkit.options import Layout
+from ckptkit.storage.locations import Place, Sources, parse_options, place_of
+from ckptkit.storage.place_identity import Overlap, find_overlaps
+from ckptkit_cli.consolidate import job_of
+
+_SHORT = {"extract": "adapter extract", "merge": "adapter merge", "from-diff": "adapter from-diff"}
+_COMMANDS = (
+    *("consolidate", "convert", "verify", "diff", "inspect"),
+    *("adapter extract", "adapter merge", "adapter from-diff"),
+    *("push", "pull", "ls", "prune"),
+)
+_OWN_KEYS = ("command", "id")
+_GIVEN = frozenset({"--help", "--json", "--events", "--quiet"})  # a batch decides about them
+_MOST_LINE = 1 << 20
+_WRITTEN = ("out", "folder")  # arguments, the second of which is read by `push`
+_READ_OPTIONS = ("base", "like", "model-config", "adapter-config", "also", "with")
+_NO_PLACES = ("repo-id",)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchJob:
+    """One line of a batch.
+
+    Attributes:
+        line: Its number in the file, the first being 1.
+        name: What the user calls it, such as a text or a number; None where it has no name.
+        command: Such as `adapter merge`.
+        words: The options and arguments.
+        takes_events: Whether the command has `--events`.
+        out: Where its output goes; None for none.
+        reads: What it reads.
+        removes: Whether it removes some of what it reads.
+        shares: Whether it writes a slice of an output.
+        after: The lines of the jobs that have to end before it begins.
+    """
+
+    line: int
+    name: Any
+    command: str
+    words: tuple[str, ...]
+    takes_events: bool
+    out: Place | None = None
+    reads: tuple[Place, ...] = ()
+    removes: bool = False
+    shares: bool = False
+    after: frozenset[int] = field(default_factory=frozenset)
+
+
+def read_jobs(
+    lines: Sequence[str], commands: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> tuple[list[BatchJob], list[CkptkitError]]:
+    """Reads all lines; empty ones are left out.
+
+    Args:
+        lines: One JSON object each.
+        commands: What the program knows, by name: commands as click has them.
+        defaults: Options that are given to each job that has them and does not say itself.
+
+    A job that reads what another one writes or removes comes after or before it, as the lines do.
+
+    Returns:
+        The jobs, and what is wrong with the others.
+    """
+    jobs: list[BatchJob] = []
+    errors: list[CkptkitError] = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            jobs.append(_job(number, line, commands, defaults))
+        except CkptkitError as error:
+            errors.append(error.located(f"line {number}"))
+    errors += _collisions(jobs)
+    return _in_order(jobs), errors
+
+
+def _job(
+    number: int, line: str, commands: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> BatchJob:
+    document = _document(line)
+    given = _by_option(document)
+    name = given.get("command", "")
+    if not isinstance(name, str):
+        raise UsageError(f"is {a_kind(name)}, where a text was expected", where="command")
+    command = _SHORT.get(name, name)
+    if command not in _COMMANDS or command not in commands:
+        known = ", ".join(c for c in _COMMANDS if c in commands)
+        raise UsageError(f"{name!r} is not among {known}", where="command")
+    parameters = _Parameters(commands[command])
+    values = parameters.renamed({k: v for k, v in given.items() if k not in _OWN_KEYS})
+    if not values.get("overwrite"):  # which would contradict what is given to all
+        values |= {k: v for k, v in defaults.items() if parameters.knows(k) and k not in values}
+    values = parameters.checked(values)
+    words = tuple(parameters.words(values))
+    out, reads = _places(command, parameters, values)
+    if command in {"consolidate", "convert"}:  # refuses values before the first job runs
+        job_of(command, cast(Layout, values.get("to", "hf")), parameters.given(values))
+    return BatchJob(
+        line=number,
+        name=document.get("id"),
+        command=command,
+        words=words,
+        takes_events=parameters.knows("events"),
+        out=None if values.get("dry-run") else out,
+        reads=reads,
+        removes=not values.get("dry-run")
+        and (command == "prune" or values.get("delete-source", False)),
+        shares="slice" in values,
+    )
+
+
+def _by_option(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns values by the names of options; `max_shard_size` is `max-shard-size`."""
+    given: dict[str, Any] = {}
+    for key, value in document.items():
+        name = key.replace("_", "-")
+        if name in given:
+            raise UsageError("is given twice", where=ascii(name)[1:-1])
+        given[name] = value
+    return given
+
+
+def _places(
+    command: str, parameters: _Parameters, values: Mapping[str, Any]
+) -> tuple[Place | None, tuple[Place, ...]]:
+    """Returns where a job writes, and what it reads.
+
+    Raises:
+        UsageError: If a password stands in a URL, or a storage option is no pair.
+    """
+    source_options = parse_options(values.get("src-option", ()), option="src-option")
+    target_options = parse_options(values.get("dst-option", ()), option="dst-option")
+    out, reads = None, []
+    for name in parameters.arguments:
+        if name in _WRITTEN and command != "push":
+            out = place_of(values[name], target_options)
+        elif name not in _NO_PLACES:
+            reads.append(values[name])
+    sources = Sources(reads[0], source_options) if reads else None
+    for name in _READ_OPTIONS:
+        given = values.get(name, ())
+        paths = [given] if isinstance(given, str) else given
+        reads += [_without_weight(path) if name == "with" else path for path in paths]
+    return out, () if sources is None else (sources.first, *sources.further(reads[1:]))
+
+
+def _without_weight(path: str) -> str:
+    head, _, weight = path.rpartition("=")
+    return head if head and weight.replace(".", "").isdecimal() else path
+
+
+def _document(line: str) -> Mapping[str, Any]:
+    if len(line) > _MOST_LINE:
+        raise UsageError(f"has {len(line):,} characters against at most {_MOST_LINE:,}")
+    try:
+        document = json.loads(line, object_pairs_hook=_object, parse_constant=_refuse_constant)
+    except UsageError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"is no JSON: {error}") from error
+    if not isinstance(document, dict):
+        raise UsageError(f"is {a_kind(document)}, where an object was expected")
+    return document
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise UsageError("is given twice", where=ascii(key)[1:-1])
+        found[key] = value
+    return found
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise UsageError(f"is no JSON: {name} is no value that it has")
+
+
+class _Parameters:
+    """The arguments and options of a command, by the names that a job gives them."""
+
+    def __init__(self, command: Any) -> None:
+        self._command = command
+        self._arguments = [p for p in command.params if p.param_type_name == "argument"]
+        self._options = {
+            long.removeprefix("--"): p
+            for p in command.params
+            if p.param_type_name == "option"
+            for long in p.opts
+            if long.startswith("--") and long not in _GIVEN | {"--events"}
+        }
+        self._events = any("--events" in p.opts for p in command.params)
+
+    def knows(self, name: str) -> bool:
+        return name in self._options or (name == "events" and self._events)
+
+    def renamed(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns values by the names of arguments where they are given as help shows them."""
+        shown = {str(p.metavar).lower().replace("_", "-"): self._key(p) for p in self._arguments}
+        return {shown.get(name, name): value for name, value in values.items()}
+
+    def words(self, values: Mapping[str, Any]) -> Iterator[str]:
+        """Yields the command line that gives these values.
+
+        Raises:
+            UsageError: If one is unknown or missing, or has not the form that it needs.
+        """
+        for name, parameter in self._options.items():
+            if name in values:
+                yield from _option_words(name, parameter, values[name])
+        yield "--"
+        for name in self.arguments:
+            yield values[name]
+
+    def checked(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the values that are given as texts, lists of texts, and bools.
+
+        Raises:
+            UsageError: If one is unknown or missing, or has not the form that it needs.
+        """
+        known = [*self.arguments, *self._options]
+        for name in values:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, 1)
+                raise UsageError(
+                    "the command knows no such key",
+                    where=ascii(name)[1:-1],
+                    hint=f"write {near[0]!r}" if near else f"known are {', '.join(known)}",
+                )
+        given = {name: value for name, value in values.items() if value is not None}
+        needed = [*self.arguments, *(n for n, p in self._options.items() if p.required)]
+        missing = [name for name in needed if name not in given]
+        if missing:
+            raise UsageError("is missing", where=missing[0])
+        return {name: _value(name, value, self._options.get(name)) for name, value in given.items()}
+
+    @property
+    def arguments(self) -> list[str]:
+        """The names of the arguments, in order."""
+        return [self._key(argument) for argument in self._arguments]
+
+    def given(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns all values, and the defaults of others, by the names of the function's own."""
+        found = {p.name: p.default for p in self._command.params}
+        for name, parameter in [*self._named_arguments(), *self._options.items()]:
+            if name in values:
+                found[parameter.name] = values[name]
+        return found
+
+    def _named_arguments(self) -> Iterator[tuple[str, Any]]:
+        for argument in self._arguments:
+            yield self._key(argument), argument
+
+    @staticmethod
+    def _key(argument: Any) -> str:
+        return str(argument.name).replace("_", "-")
+
+
+def _option_words(name: str, parameter: Any, value: Any) -> Iterator[str]:
+    if parameter.is_flag:
+        if value:
+            yield f"--{name}"
+        else:
+            yield from parameter.secondary_opts[:1]
+        return
+    for one in value if isinstance(value, list) else [value]:
+        yield f"--{name}={one}"
+
+
+def _value(name: str, value: Any, option: Any) -> Any:
+    """Returns a value as a text, as a list of them, or as a bool.
+
+    Args:
+        name: Of the argument or option.
+        value: As it was given.
+        option: The option as click has it; None for an argument.
+
+    Raises:
+        UsageError: If it has not the form that it needs.
+    """
+    if option is not None and option.is_flag:
+        if not isinstance(value, bool):
+            raise UsageError(f"is {a_kind(value)}, where true or false was expected", where=name)
+        return value
+    is_path = option is None or name in _READ_OPTIONS
+    if option is None or not option.multiple:
+        if isinstance(value, list):
+            raise UsageError("is a list, where one value was expected", where=name)
+        return _text(name, value, is_path=is_path)
+    several = value if isinstance(value, list) else [value]
+    return [_text(name, one, is_path=is_path) for one in several]
+
+
+def _text(name: str, value: Any, *, is_path: bool) -> str:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not isinstance(value, str) and (is_path or not is_number):
+        expected = "a text" if is_path else "a text or a number"
+        raise UsageError(f"is {a_kind(value)}, where {expected} was expected", where=name)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise UsageError("is a number that no value can have", where=name)
+    text = str(value)
+    if "\0" in text or (not text.isascii() and any(map(_is_surrogate, text))):
+        raise UsageError(f"holds a character that no text has: {ascii(text)[:80]}", where=name)
+    if is_path:
+        check_path(text, name)
+    return text
+
+
+def _is_surrogate(character: str) -> bool:
+    return "\ud800" <= character <= "\udfff"
+
+
+def _collisions(jobs: Sequence[BatchJob]) -> Iterator[CkptkitError]:
+    """Yields the jobs that write where another one does, or inside of that."""
+    writing = [job for job in jobs if job.out is not None]
+    for one, other, overlap in find_overlaps([cast(Place, job.out) for job in writing]):
+        first, second = sorted((writing[one], writing[other]), key=lambda job: job.line)
+        is_same = overlap is Overlap.SAME
+        if is_same and first.shares and second.shares:
+            continue
+        is_inner = (overlap is Overlap.INSIDE) == (second is writing[one])
+        how = "to the same directory as" if is_same else "inside the output of"
+        if not is_same and not is_inner:
+            how = "around the output of"
+        yield UsageError(
+            f"writes {how} line {first.line}",
+            where=f"line {second.line}: {cast(Place, second.out).location}",
+            hint="give each job an output of its own",
+        )
+
+
+def _in_order(jobs: Sequence[BatchJob]) -> list[BatchJob]:
+    """Returns jobs that know which earlier ones they depend on, by what they read and write."""
+    places: dict[tuple[str, str], Place] = {}
+    users: dict[tuple[str, str], list[tuple[BatchJob, bool]]] = {}
+    for job in jobs:
+        used = [(place, job.removes) for place in job.reads]
+        used += [] if job.out is None else [(job.out, True)]
+        for place, changes in used:
+            key = (place.location, repr(sorted(place.options.items(), key=str)))
+            places.setdefault(key, place)
+            users.setdefault(key, []).append((job, changes))
+    keys = list(places)
+    groups = [[key] for key in keys]
+    groups += [[keys[a], keys[b]] for a, b, _ in find_overlaps([places[key] for key in keys])]
+    after: dict[int, set[int]] = {job.line: set() for job in jobs}
+    for group in groups:
+        for first, second in _conflicts([users[key] for key in group]):
+            after[second].add(first)
+    return [replace(job, after=frozenset(after[job.line])) for job in jobs]
+
+
+def _conflicts(sides: Sequence[list[tuple[BatchJob, bool]]]) -> Iterator[tuple[int, int]]:
+    """Yields lines of jobs, the earlier one first, of which one changes what the other uses."""
+    used = [one for side in sides for one in side]
+    changing = [one for one in used if one[1]]
+    for first, _ in changing:
+        for second, _ in used:
+            slices = first.shares and second.shares and first.out == second.out
+            if first.line != second.line and not slices:
+                yield min(first.line, second.line), max(first.line, second.line)
