@@ -238,12 +238,13 @@ class NamingProgram:
             The line of the answer to be; empty where the program ends without one.
         """
         if self._process is None:
-            self._log = tempfile.TemporaryFile()  # noqa: SIM115  closed with the program
+            with suppress(OSError):  # where no file may be written, what it prints is lost
+                self._log = tempfile.TemporaryFile()  # noqa: SIM115  closed with the program
             self._process = subprocess.Popen(  # noqa: S603
                 program_command(self._entry),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=self._log,
+                stderr=self._log or subprocess.DEVNULL,
             )
         answer: Future[bytes] = Future()
         arguments = self._process, question, answer
@@ -286,8 +287,9 @@ class NamingProgram:
     def _failure(self, hint: str) -> RefusedError:
         """Returns what to raise for a program that ended."""
         status, log = 0, ""
-        if self._process is not None and self._log is not None:
+        if self._process is not None:
             status = self._process.wait()
+        if self._log is not None:
             self._log.seek(0)
             log = self._log.read().decode(errors="replace").strip()
         self.close()

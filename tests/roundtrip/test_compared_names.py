@@ -522,3 +522,23 @@ def test_commands_ask_the_program_and_keep_its_answer(tmp_path: Path) -> None:
     done = run("consolidate", bad, tmp_path / "yes", "--strip-prefix", "net.")
     assert done.returncode == 0, done.stderr
     loaded(tmp_path / "yes", model)
+
+
+def test_names_are_compared_where_no_file_may_be_written(tmp_path: Path) -> None:
+    fixtures = Path(__file__).resolve().parents[2] / "fixtures"
+    source = fixtures / "accelerate_fsdp2_tied_with_config" / "checkpoint"
+    code = (
+        "import resource, sys\n"
+        "import ckptkit\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"
+        "print(len(ckptkit.consolidate(sys.argv[1], 'memory://bucket/model').files))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, source],
+        env={**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert (done.returncode, done.stdout) == (0, "6\n"), done.stderr
