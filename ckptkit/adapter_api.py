@@ -33,9 +33,9 @@ class AdapterOptions(TypedDict, total=False):
         select: Which model to take where there are several.
         also: Further directories that hold files of the same checkpoint, see `Options`.
         overwrite: Whether an `out` that holds something is replaced.
-        src_options: What the storage that is read has to be told, see `Options`.
-        dst_options: What the storage that is written to has to be told.
-        listener: Is told of progress, from several threads.
+        src_options: Options of the storage that is read, see `Options`.
+        dst_options: Options of the storage that is written.
+        listener: Receives progress events, from several threads.
     """
 
     adapter: str | None
@@ -110,9 +110,9 @@ class DiffOptions(TypedDict, total=False):
         dtype: Element type of the factors: "float32" (default), "bfloat16" or "float16".
         select: Which model of `tuned` to take where there are several.
         overwrite: Whether an `out` that holds something is replaced.
-        src_options: What the storage that is read has to be told, see `Options`.
-        dst_options: What the storage that is written to has to be told.
-        listener: Is told of progress.
+        src_options: Options of the storage that is read, see `Options`.
+        dst_options: Options of the storage that is written.
+        listener: Receives progress events.
     """
 
     include: Sequence[str]
@@ -202,13 +202,13 @@ class MergeOptions(TypedDict, total=False):
         also: Further directories that hold files of the same checkpoint, see `Options`.
         max_shard_size: Size at which a new weight file is begun, in bytes or such as "5GB".
         allow_code: Whether python files and `auto_map` are copied.
-        src_options: What the storage that is read has to be told, see `Options`.
-        dst_options: What the storage that is written to has to be told.
+        src_options: Options of the storage that is read, see `Options`.
+        dst_options: Options of the storage that is written.
         overwrite: Whether an `out` that holds something is replaced.
         workers: Threads; chosen by the number of cores when left out.
         memory_budget: What buffers may take together, in bytes or such as "64MB".
         memory_limit: What the whole process may take.
-        listener: Is told of progress, from several threads.
+        listener: Receives progress events, from several threads.
     """
 
     base: PathLike | None

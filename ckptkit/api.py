@@ -70,9 +70,9 @@ class Options(TypedDict, total=False):
         include: Patterns of names to take; all when empty.
         exclude: Patterns of names to leave out.
         allow_code: Whether python files and `auto_map` are copied.
-        src_options: What the storage that is read has to be told, as fsspec knows it: keys, or an
+        src_options: Options of the storage that is read, as fsspec names them: keys, or an
             endpoint. They are used for other places too if their URLs are of the same kind.
-        dst_options: What the storage that is written to has to be told.
+        dst_options: Options of the storage that is written.
         overwrite: Whether an `out` that holds something is replaced.
         resume: Whether a run that was interrupted is gone on with, where its finished files are
             proven to be as it wrote them; what this one finishes then stays if it is interrupted.
@@ -88,7 +88,7 @@ class Options(TypedDict, total=False):
         bandwidth: Bytes per second that are read at most, and written at most.
         engine: "local", the default, or "ray" for the nodes of a Ray cluster, which all need to
             see `src` and `out`; the limits are then those of each node.
-        listener: Is told of progress, from several threads.
+        listener: Receives progress events, from several threads.
     """
 
     select: str | None
@@ -134,7 +134,7 @@ def open(  # noqa: A001
         path: Any path in or above a checkpoint; of a run, the newest complete step is taken.
         select: Which model to take where there are several.
         also: Further directories that hold files of the same checkpoint, see `Options`.
-        src_options: What the storage has to be told, see `Options`.
+        src_options: Options of the storage, see `Options`.
 
     Returns:
         The checkpoint; close it, or use it as a context manager.

@@ -51,10 +51,10 @@ def recorded_base(settings: LoraSettings, checkpoint: Opened) -> Expected:
         FormatError: If the run's record is damaged.
     """
     expected = expected_of(settings)
-    told = _run_facts(checkpoint).get("base_model")
-    if not isinstance(told, Mapping):
+    recorded = _run_facts(checkpoint).get("base_model")
+    if not isinstance(recorded, Mapping):
         return expected
-    name, commit = told.get("id"), told.get("commit_hash")
+    name, commit = recorded.get("id"), recorded.get("commit_hash")
     return Expected(
         expected.name or (name if isinstance(name, str) else ""),
         expected.commit or (commit if isinstance(commit, str) else ""),
@@ -113,7 +113,7 @@ def recorded_weights(stack: ExitStack, expected: Expected, base: BaseSource) -> 
 
     Args:
         stack: Closes its files.
-        expected: What is recorded; relative paths are nobody's by now.
+        expected: The recorded base; its relative paths can no longer be resolved.
         base: The base that was given; the same folder is not opened again.
     """
     path = Path(expected.name)

@@ -247,7 +247,7 @@ def _refuse_adapters(
     advice = _advice_on_lora(checkpoint, folders, request, typed) if peft.is_of_lora else ""
     if not advice:
         if checkpoint.select is None and len(model_trees(checkpoint.index)) > 1:
-            return  # which of them is meant has to be told first
+            return  # the user first chooses one of them
         peft = find_peft(checkpoint, folders, request.wants)
         advice = "" if peft is None else peft.advice
     if peft is not None:

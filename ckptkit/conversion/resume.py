@@ -80,7 +80,7 @@ def write_resumably(
     Args:
         job: What is to be done.
         out: The directory to be.
-        listener: Is told of progress.
+        listener: Receives progress events.
         overwrite: Whether an output that holds something is replaced by the commit.
         resume: Whether finished files are looked for, and what is finished stays if this fails.
 

@@ -248,7 +248,7 @@ def pull(
         revision: A branch, tag or commit; `main` if left out.
         token: Left out, that of HF_TOKEN or of the last login is taken.
         endpoint: Left out, HF_ENDPOINT is taken, as it was when `huggingface_hub` was imported.
-        listener: Is told of progress, from several threads.
+        listener: Receives progress events, from several threads.
 
     Returns:
         What was brought.

@@ -1,4 +1,4 @@
-"""Paths and URLs as the user gives them, with what their storage has to be told.
+"""Paths and URLs as the user gives them, with the options of their storage.
 
 What the user says of a storage: `key=value` on the command line, nested values in Python.
 """
@@ -27,7 +27,7 @@ _USER = re.compile(r"(?!arn:)[^/@]*:(?!\d+/)[^@]*@")
 
 
 class Place(str):
-    """A location with what its storage has to be told, such as an endpoint and its keys.
+    """A location with the options of its storage, such as an endpoint and its keys.
 
     It is a text, and can stand wherever a path can. What is made of it by joining or cutting is
     a text alone; `beside` and `below` make places.

@@ -61,7 +61,7 @@ class Outcome(Generic[Report]):
 
         Returns:
             The directory, as a `Path`; of a run at a URL that of the step, as a `Place`: a text
-            that carries what its storage has to be told.
+            that carries the options of its storage.
 
         Raises:
             TimeoutError: If it has not ended by then.
@@ -168,7 +168,7 @@ class SaveReport:
     Attributes:
         step: The training step.
         path: The committed directory, a `Path`; where the run lies at a URL that of the step, a
-            `Place`: a text that carries what its storage has to be told.
+            `Place`: a text that carries the options of its storage.
         size_bytes: Bytes that this rank wrote.
         total_bytes: Bytes of all files of the step.
         blocked_seconds: How long `save` kept the training thread.

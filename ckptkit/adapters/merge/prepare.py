@@ -189,9 +189,9 @@ def resized_config(
             continue
         _refuse_other_rows(products, old[0], new[0], last[-1])
         resized = with_vocabulary(config, old[0], new[0])
-        told = f"the vocabulary has {new[0]:,} tokens against {old[0]:,} in the base"
+        note = f"the vocabulary has {new[0]:,} tokens against {old[0]:,} in the base"
         said = ", and 'vocab_size' is set so" if resized != config else ""
-        return resized, [told + said]
+        return resized, [note + said]
     return _brought_up_to_date(config, products) if is_live else (dict(config), [])
 
 

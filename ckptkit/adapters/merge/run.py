@@ -84,7 +84,7 @@ def run_merge(
         base: The base model; None where the first adapter's checkpoint holds it.
         overwrite: Whether an `out` that holds something is replaced.
         resources: What the execution may use of the machine.
-        listener: Is told of progress, from several threads.
+        listener: Receives progress events, from several threads.
 
     Returns:
         What was written.

@@ -110,7 +110,7 @@ class PushOptions(TypedDict, total=False):
         dry_run: Whether to tell only what would be done.
         whole: The name of a folder right below that is pushed as it is, all of it, such as a step
             that training is resumed from. What an earlier one left in the repository goes.
-        listener: Is told of progress, from several threads.
+        listener: Receives progress events, from several threads.
     """
 
     private: bool | None

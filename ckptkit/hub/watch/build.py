@@ -208,7 +208,7 @@ def make_folder(
         out: What is made; a folder that a kill left half-made there is replaced.
         step: Its number.
         making: How.
-        listener: Is told of progress.
+        listener: Receives progress events.
 
     Returns:
         What was made.

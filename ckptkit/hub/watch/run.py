@@ -30,7 +30,7 @@ class SeenStep(StepFacts):
     Attributes:
         digest: Of its manifest; of what is known of its files, where it has none.
         name: Of its folder.
-        place: Where it lies, with what its storage has to be told.
+        place: Its location, with the options of its storage.
         markers: The files by which its readers are known.
     """
 
