@@ -45,11 +45,7 @@ _ANYWAY = (
 
 
 def recorded_base(settings: LoraSettings, checkpoint: Opened) -> Expected:
-    """Returns what an adapter's configuration, or the run that saved it, tells of its base.
-
-    Raises:
-        FormatError: If the run's record is damaged.
-    """
+    """Returns what an adapter's configuration, or the run that saved it, tells of its base."""
     expected = expected_of(settings)
     recorded = _run_facts(checkpoint).get("base_model")
     if not isinstance(recorded, Mapping):
@@ -80,9 +76,6 @@ def check_identity(expected: Expected, base: BaseSource, *, where: str, allowed:
         base: The base that was given.
         where: What to call the adapter in errors.
         allowed: Whether another base is taken all the same.
-
-    Raises:
-        RefusedError: If it is another base, and that is not allowed.
     """
     path = base.opened.path
     found = found_at(absolute(path), base.config)
@@ -95,11 +88,7 @@ def check_identity(expected: Expected, base: BaseSource, *, where: str, allowed:
 
 
 def refuse_other_base(reasons: Collection[str], path: str, *, where: str, allowed: bool) -> None:
-    """Refuses a base that is proven to be another than the one that was trained on.
-
-    Raises:
-        RefusedError: If that is not allowed.
-    """
+    """Refuses a base that is proven to be another than the one that was trained on."""
     if not allowed:
         raise RefusedError(
             f"the base {path} is not the one that the adapter was trained on: {'; '.join(reasons)}",
@@ -142,9 +131,6 @@ def differing_weights(
 
     Returns:
         The names of those that differ, and how many were compared.
-
-    Raises:
-        InputError: If a source cannot be read.
     """
     readers = [
         TensorReader(Origin(side.origin.name, side.origin.source, side.origin.index))
@@ -207,11 +193,7 @@ _SAMPLE = 1 << 16  # elements of each weight: two models differ nearly everywher
 
 
 def refuse_rewritten_bases(adapters: Sequence[SourceAdapter], given: BaseSource | None) -> None:
-    """Refuses adapters that were trained on a base which PEFT had written into.
-
-    Raises:
-        RefusedError: If one is to be merged onto another base than its checkpoint's own.
-    """
+    """Refuses adapters that were trained on a base which PEFT had written into."""
     own = given is None and len(adapters) == 1
     for adapter in adapters:
         settings = adapter.found.adapter.settings
@@ -261,11 +243,7 @@ class BaseChecks:
         return [*self._notes, *unproven, *told]
 
     def check_identity(self) -> None:
-        """Compares names, commits, and the folders that are recorded.
-
-        Raises:
-            RefusedError: If it is another base, and that is not allowed.
-        """
+        """Compares names, commits, and the folders that are recorded."""
         if self._given is None:
             return
         for adapter in self._adapters:
@@ -298,11 +276,6 @@ class BaseChecks:
             trained: What the first adapter's checkpoint holds of the base, or None.
             quantized: The packed weights on both sides.
             choice: What an adapter of a packed base is to be merged onto, None where nobody said.
-
-        Raises:
-            InputError: If a source cannot be read.
-            RefusedError: If it is another base, and that is not allowed; or if an adapter of a
-                packed base would be merged onto another that is not packed.
         """
         if trained is not None:
             hidden = {*quantized.hidden, *self._trained_biases()}

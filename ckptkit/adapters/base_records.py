@@ -75,7 +75,6 @@ class Quantization:
 
     @property
     def can_be_repeated(self) -> bool:
-        """Whether the record says enough to pack the plain weights again."""
         return bool(self.packings) and all(packing.is_told for packing in self.packings)
 
     @property
@@ -122,9 +121,6 @@ def record_of(found: OpenedAdapter) -> BaseRecord:
 
     Args:
         found: The adapter; where its folder has a record already, that is what is known.
-
-    Raises:
-        FormatError: If such a record is damaged.
     """
     earlier = BaseRecord() if found.base else read_record_of_base(found.opened)
     layers = [
@@ -216,11 +212,7 @@ def stored_digests(origin: Origin, entries: Mapping[str, TensorEntry]) -> dict[s
 
 
 def read_digests(origin: Origin, entries: Mapping[str, TensorEntry]) -> dict[str, WeightDigest]:
-    """Returns digests of weights, made of their bytes.
-
-    Raises:
-        InputError: If the source cannot be read, or is damaged.
-    """
+    """Returns digests of weights, made of their bytes."""
     reader = TensorReader(Origin(origin.name, origin.source, origin.index))
     return {
         name: WeightDigest(entry.dtype.name, entry.shape, _read_crc32(reader, entry))
@@ -298,11 +290,7 @@ def _read_crc32(reader: TensorReader, entry: TensorEntry) -> int:
 
 
 def read_record_of_base(opened: Opened) -> BaseRecord:
-    """Reads what the manifest of an extracted adapter says of its base; nothing where none is.
-
-    Raises:
-        FormatError: If the manifest is damaged.
-    """
+    """Reads what the manifest of an extracted adapter says of its base; nothing where none is."""
     path = posixpath.join(opened.folder, MANIFEST_NAME)
     where = posixpath.join(opened.path, MANIFEST_NAME)
     try:

@@ -77,12 +77,6 @@ def run_extraction(
 
     Returns:
         What was written.
-
-    Raises:
-        InputError: If the source is damaged or incomplete, or does not fit its configuration.
-        RefusedError: If there is no adapter, or several and none was named, or if it is
-            untrained.
-        OutputExistsError: If `out` is there and not empty, and `overwrite` is false.
     """
     check_destination(src, out, overwrite=overwrite, also=request.also)
     target = open_target(out, overwrite=overwrite)
@@ -109,10 +103,6 @@ def prepared_extraction(
 
     Yields:
         The plan, and the adapter.
-
-    Raises:
-        InputError: If the source is damaged or incomplete, or does not fit its configuration.
-        RefusedError: If the request cannot be met.
     """
     with ExitStack() as stack:
         found = open_adapter(stack, src, request)

@@ -51,11 +51,7 @@ def make_diff_request(
     full: Sequence[str] = (),
     select: str | None = None,
 ) -> DiffRequest:
-    """Checks what was asked for.
-
-    Raises:
-        UsageError: If the rank is no positive number, or the element type not among those known.
-    """
+    """Checks what was asked for."""
     number = positive_number(rank, option="--rank", example=16)
     dtype = choose_dtype(dtype, FACTOR_DTYPES)
     patterns = DiffPatterns(tuple(include), tuple(exclude), tuple(full))
@@ -92,11 +88,6 @@ def run_adapter_from_diff(
 
     Returns:
         The manifest, with what each layer's factors miss.
-
-    Raises:
-        InputError: If a side is damaged or incomplete; nothing is left behind.
-        RefusedError: If the two are not one model, or if nothing changed.
-        OutputExistsError: If `out` is there and not empty, and `overwrite` is false.
     """
     check_destination(tuned, out, overwrite=overwrite, also=(base,))
     target = open_target(out, overwrite=overwrite)

@@ -96,12 +96,7 @@ def open_adapter(stack: ExitStack, path: PathLike, request: AdapterRequest = _AN
         path: Any path in or above a checkpoint.
         request: Which adapter is meant.
 
-    Raises:
-        InputError: If the source is damaged or incomplete, or does not fit its configuration.
-        RefusedError: If there is no adapter, or several and none was named, or if it is
-            untrained.
-        UnsupportedError: If its method, or an option that changes numbers, is not modelled.
-    """  # noqa: DOC501  errors are passed on, with the checkpoint's path
+    """
     checkpoint = stack.enter_context(
         opened(path, select=request.select, also=request.also, limit_bytes=request.limit_bytes)
     )
@@ -160,11 +155,7 @@ class _Opening:
         )
 
     def _empty(self, choice: Choice, record: AdapterRecord | None) -> OpenedAdapter:
-        """Returns an adapter that was saved without a tensor.
-
-        Raises:
-            RefusedError: If nothing tells how it was configured.
-        """
+        """Returns an adapter that was saved without a tensor."""
         if record is None:
             raise RefusedError(
                 "an adapter without a single tensor does not tell how it was configured",
@@ -314,6 +305,5 @@ def _tokens_in_order(adapter: Adapter) -> Iterator[tuple[Fqn, TensorEntry]]:
 
 
 def _names_module(record: AdapterRecord) -> bool:
-    """Tells whether a configuration names a path that has a module called `module`."""
     texts = [str(record.document.get(key)) for key in ("target_modules", "modules_to_save")]
     return any(_OWN_MODULE.search(text) is not None for text in texts)

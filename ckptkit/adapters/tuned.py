@@ -115,7 +115,6 @@ def _range_of(matrix: Matrix, wanted: int, rank: int) -> Matrix:
 
 
 def squared_norm(matrix: NDArray[Any]) -> float:
-    """Returns the sum of the squares of all elements, summed in float64."""
     return sum(float(np.vdot(wide, wide)) for wide in _wide_blocks(matrix))
 
 
@@ -171,17 +170,14 @@ class Approximation:
 
     @property
     def rank(self) -> int:
-        """The rank of the product."""
         return len(self.down)
 
     @property
     def error(self) -> float:
-        """What is missed, as a part of the change."""
         return self.missed / self.change
 
     @property
     def energy(self) -> float:
-        """The part of the change's squared norm that is kept."""
         return max(0.0, 1.0 - self.error**2)
 
 
@@ -200,21 +196,11 @@ class ChangeReader:
         self._listener = listener
 
     def norm(self, pair: Pair) -> float:
-        """Returns the Frobenius norm of what changed; only some of the tensor is in memory.
-
-        Raises:
-            UnsupportedError: If one side holds packed numbers.
-            AdapterError: If either holds NaN or infinity.
-        """
+        """Returns the Frobenius norm of what changed; only some of the tensor is in memory."""
         return math.sqrt(sum(squared_norm(block) for _, block in self._blocks(pair)))
 
     def matrix(self, pair: Pair) -> Matrix:
-        """Returns what changed in a matrix, float32.
-
-        Raises:
-            UnsupportedError: If one side holds packed numbers.
-            AdapterError: If either holds NaN or infinity.
-        """
+        """Returns what changed in a matrix, float32."""
         whole = np.empty(pair.tuned.elements, np.float32)
         for span, block in self._blocks(pair):
             whole[span.start : span.stop] = block
@@ -285,9 +271,6 @@ def approximate(change: Matrix, rank: int, dtype: DType, *, where: str) -> Appro
 
     Returns:
         The factors, or None where nothing changed.
-
-    Raises:
-        OverflowRefusedError: If a factor does not fit the element type.
     """
     norm = math.sqrt(squared_norm(change))
     if norm == 0:
@@ -353,10 +336,6 @@ def open_sides(
         base: The model before it.
         select: Which model of the tuned side to take where there are several, or None.
         exclude: Patterns of names that may be on one side only, or differ in shape.
-
-    Raises:
-        InputError: If a side is damaged or incomplete.
-        RefusedError: If the two are not one model.
     """
     after = _open_tuned(stack, tuned, select)
     before = open_base(stack, base, None)

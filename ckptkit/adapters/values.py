@@ -38,11 +38,6 @@ class AdapterValues:
 
         Returns:
             By module, the Frobenius norm of what its factors add to the weight.
-
-        Raises:
-            AdapterError: If a number is infinite or none.
-            RefusedError: If the product of the factors, or its scaling, is zero everywhere.
-            InputError: If the source is damaged.
         """
         table = table_of(self._adapter.tensors)
         by_name = {name: row for row in rows for name in row.names}
@@ -111,7 +106,6 @@ class AdapterValues:
 
 
 def _product_norm(down: NDArray[Any], up: NDArray[Any]) -> float:
-    """Returns the square of the Frobenius norm of a product, from the factors' Gram matrices."""
     with np.errstate(all="ignore"):  # too large to be told, which is no norm then
         return float(np.vdot((up.T @ up).astype(np.float64), (down @ down.T).astype(np.float64)))
 

@@ -65,12 +65,10 @@ class Subject:
 
     @property
     def written(self) -> list[str]:
-        """The names that are written."""
         return [name for name in self.tensors if name not in self.left_out]
 
     @property
     def has_code(self) -> bool:
-        """Whether the model's class may be another than that of transformers."""
         return bool((self.config or {}).get("auto_map"))
 
 
@@ -94,9 +92,6 @@ class Comparison:
 
         Args:
             listener: Is told that an answer is waited for, and given a note if there is none.
-
-        Raises:
-            RefusedError: If the output would not load as what it is to be.
         """
         if self._subject is None or self._question is None:
             return
@@ -120,9 +115,6 @@ def plan_comparison(subject: Subject, program: NamingProgram) -> tuple[Compariso
 
     Returns:
         What is still to be done, and what the user should know.
-
-    Raises:
-        RefusedError: If the output would not load as what it is to be.
     """
     if subject.config is None:
         return NOTHING, ()
@@ -139,11 +131,7 @@ def plan_comparison(subject: Subject, program: NamingProgram) -> tuple[Compariso
 
 
 def compare_now(subject: Subject) -> tuple[str, ...]:
-    """Compares, and waits for the outcome; returns what the user should know.
-
-    Raises:
-        RefusedError: If the tensors would not load as what they are to be.
-    """
+    """Compares, and waits for the outcome; returns what the user should know."""
     late: list[str] = []
 
     def listen(event: Event) -> None:

@@ -65,11 +65,6 @@ def run_consolidation(  # noqa: PLR0913  what the command takes, sorted by stage
 
     Returns:
         The manifest, as it lies in the output.
-
-    Raises:
-        InputError: If the source is damaged or incomplete; nothing is left behind.
-        RefusedError: If the request cannot be met.
-        OutputExistsError: If `out` is there and not empty, and `overwrite` is false.
     """
     check_destination(src, out, overwrite=overwrite, also=also, base=base, like=request.like)
     resources = resources or Resources()
@@ -96,11 +91,6 @@ def run_consolidation_slice(
 
     Returns:
         What was done, and what is missing.
-
-    Raises:
-        InputError: If the source is damaged, incomplete, or changes meanwhile.
-        RefusedError: If the request cannot be met, or if other slices follow another plan.
-        OutputExistsError: If the output is there and not empty, and `overwrite` is false.
     """
     like = job.request.like
     check_destination(

@@ -88,7 +88,6 @@ class SourceRemoval:
 
     @property
     def size_bytes(self) -> int:
-        """The size of all files together."""
         return sum(file.size_bytes for file in self.files)
 
     def to_json(self) -> dict[str, Any]:
@@ -109,12 +108,7 @@ class SourceRemoval:
             manifest: Of the output.
             listener: Is told how far the reading is.
 
-        Raises:
-            VerificationError: If the output is damaged; the source stays.
-            SourceChangedError: If the source is no longer what was read; it stays.
-            RefusedError: If somebody reads the source at this moment; it stays.
-            OutputError: If a file cannot be removed.
-        """  # noqa: DOC501  `_in_use` makes it
+        """
         self._verify(manifest, listener)
         if manifest.source.get(IDENTITY) != self.identity:
             raise self._changed("it is another one than the output was made of")
@@ -192,10 +186,6 @@ def write_and_remove(
 
     Returns:
         The manifest, and what was removed; None where an earlier run has removed all of it.
-
-    Raises:
-        OutputExistsError: If the output that is there is another one; the source stays.
-        CkptkitError: What else went wrong; what is left of the source stays.
     """
     finished = _finished(job, listener)
     if finished is not None:
@@ -221,11 +211,6 @@ def planned_removal(job: Consolidation) -> SourceRemoval:
 
     Returns:
         All of it, or what an earlier run that was killed has recorded.
-
-    Raises:
-        InputError: If the source cannot be read.
-        RefusedError: If something would be lost that is not in the output.
-        UsageError: If the source lies in several places.
     """
     _refuse_several(job)
     refuse_linked(job.src)
@@ -249,9 +234,6 @@ def refuse_linked(src: PathLike) -> None:
     """Refuses a source that is a link, or that lies in a step which is one.
 
     A link further up, such as one to another disk, is a way to the same files as any other.
-
-    Raises:
-        RefusedError: If it is one.
     """
     if is_url(src):
         return
@@ -435,7 +417,6 @@ def _not_written(
 
 
 def _best(entry: TensorEntry) -> Key:
-    """Returns where the values of a tensor lie unrounded."""
     return entry.key if entry.master is None else entry.master.key
 
 
@@ -457,9 +438,6 @@ def _refuse_unknown(files: list[FileRef], index: TensorIndex, root: Place) -> No
     """Refuses a folder with files that look like the checkpoint's, and are of something else.
 
     Such as those of further ranks that saved there before.
-
-    Raises:
-        RefusedError: If there is one.
     """
     known = {file.path for file in index.files}
     unknown = [file.path for file in files if file.size_bytes and file.path not in known]

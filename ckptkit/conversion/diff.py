@@ -74,7 +74,6 @@ class Difference:
         return not (self.only_in_a or self.only_in_b or self.reshaped or self.changed)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the report as plain values."""
         return asdict(self) | {"same": self.same}
 
 
@@ -118,10 +117,6 @@ def run_diff(a: PathLike, b: PathLike, *, listener: Listener | None = None) -> D
 
     Returns:
         How they differ.
-
-    Raises:
-        InputError: If one of them cannot be read whole.
-        AmbiguousSourceError: If a path holds several models.
     """
     with ExitStack() as stack:
         sides = _Side(stack, a, "a"), _Side(stack, b, "b")

@@ -83,12 +83,6 @@ def confirmed(job: Consolidation, listener: Listener | None = None) -> Manifest 
 
     Returns:
         Its manifest, or None where there is no output of ours yet.
-
-    Raises:
-        OutputExistsError: If it was made of something else, or in another way.
-        VerificationError: If it is damaged.
-        InputError: If the source cannot be read.
-        RefusedError: If the request cannot be met.
     """
     earlier = earlier_output(job.out)
     if earlier is None:

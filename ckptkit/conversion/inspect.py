@@ -222,10 +222,6 @@ def run_inspection(
 
     Returns:
         What was found.
-
-    Raises:
-        InputError: If there is none, or if it cannot be parsed.
-        AmbiguousSourceError: If several runs lie there and nothing was selected.
     """
     with ExitStack() as stack:
         checkpoint = stack.enter_context(
@@ -291,13 +287,11 @@ def _report(checkpoint: Opened, config: Mapping[str, Any], tied: tuple[TieLine, 
 
 
 def _mesh(checkpoint: Opened) -> tuple[MeshDimension, ...]:
-    """Returns the mesh that the checkpoint tells, or that was noted beside a step of ours."""
     mesh = checkpoint.index.run.mesh or saved_mesh(checkpoint)
     return tuple(MeshDimension(name, size) for name, size in mesh)
 
 
 def _text(value: object) -> str | None:
-    """Returns a value of a JSON file, which may hold anything, if it is a text."""
     return value if isinstance(value, str) else None
 
 

@@ -68,7 +68,6 @@ class Conversion:
 
     @property
     def reads(self) -> tuple[tuple[str, Key], ...]:
-        """The source tensors that it looks at."""
         return tuple(dict.fromkeys(read for operand in self.operands for read in operand.reads))
 
 
@@ -85,12 +84,7 @@ class Converted:
     spec: TensorSpec
 
     def prepared(self, _out: TensorSpec, reading: Reading) -> Given:
-        """Returns a kernel that has the elements, converting the group if nobody has yet.
-
-        Raises:
-            RefusedError: If transformers fails.
-            NoSpaceError: If the temporary folder is full.
-        """
+        """Returns a kernel that has the elements, converting the group if nobody has yet."""
         model = self.group.model
         converter = reading.kept(("conversions", id(model)), partial(Converter, model))
         return Given(converter.take(self.group, self.spec, reading))
@@ -102,9 +96,6 @@ def beside_conversions(resources: Resources, size_bytes: int) -> Resources:
     Args:
         resources: What the user allows.
         size_bytes: What the group takes.
-
-    Raises:
-        NoSpaceError: If it does not fit.
     """
     limit = resources.memory_limit_bytes
     if limit is None or not size_bytes:
@@ -160,10 +151,6 @@ class Converter:
             group: The conversion that makes it.
             spec: The tensor.
             reading: Reads what the conversion is given.
-
-        Raises:
-            RefusedError: If transformers fails, or makes something else.
-            NoSpaceError: If the temporary folder is full.
         """
         with self._lock:
             if spec not in self._finished:
@@ -324,9 +311,6 @@ def named(
         choice: `auto` leaves names that nobody can tell as they are, `hub` refuses.
         base: A folder of the model that training began from, or None.
         program: What asks transformers, if it is needed for other questions too.
-
-    Raises:
-        RefusedError: If the names are needed and cannot be told.
     """
     disk = _told(config, tensors, choice=choice, base=base, program=program)
     if disk.names is None or disk.request is None:
@@ -387,10 +371,6 @@ def disk_names(
             makes it, without the names that it ties to others.
         choice: `auto` leaves names that nobody can tell as they are, `hub` refuses.
         base: A folder of the model that training began from, or None.
-
-    Raises:
-        RefusedError: If the names are needed and cannot be told, or if tensors on disk are
-            computed from others.
     """
     found = _told(config, tensors, choice=choice, base=base)
     for tensor in () if found.names is None else found.names.tensors.values():

@@ -52,7 +52,6 @@ class AnswerCache:
     """The answers to questions about one model."""
 
     def __init__(self, config: Mapping[str, Any], program: str) -> None:
-        """Takes the model's configuration, and what is started to ask."""
         self._library = _library(config)
         self._program = program
 
@@ -261,9 +260,6 @@ class NamingProgram:
             answer: What `ask` returned.
             hint: What to do if there is none.
             seconds: How long to wait.
-
-        Raises:
-            RefusedError: If the program fails, or does not answer in time; it is ended then.
         """
         seconds = _SECONDS if seconds is None else seconds
         try:
@@ -316,9 +312,7 @@ def ask_transformers(request: NamingRequest, program: NamingProgram | None = Non
         request: The model and its tensors.
         program: What answers, if it has been begun; it is one of its own otherwise.
 
-    Raises:
-        RefusedError: If transformers is not installed, fails, or cannot be followed.
-    """  # noqa: DOC501  `_refusal` makes it
+    """
     missing = what_is_not_installed()
     if missing:
         raise RefusedError(
@@ -380,11 +374,7 @@ class LoadQuestion:
         return bool(self._answer and wait([self._answer], seconds).done)
 
     def finish(self, seconds: float | None = None) -> LoadReport:
-        """Waits for the answer.
-
-        Raises:
-            RefusedError: If there is none.
-        """  # noqa: DOC501  what the program found comes from JSON
+        """Waits for the answer."""
         self.begin()
         assert self._answer is not None  # noqa: S101  begun
         document = self._program.wait(self._answer, "", seconds)
@@ -412,9 +402,6 @@ def ask_parameters(config: Mapping[str, Any], live: Sequence[str]) -> list[Mappi
 
     Returns:
         For each parameter, in the order of modules, its `names` and its `shape`.
-
-    Raises:
-        RefusedError: If transformers is not installed, fails, or has no such model.
     """
     missing = what_is_not_installed()
     if missing:

@@ -68,9 +68,6 @@ class Shaping:
             request: What was asked for.
             base: The base model's folder, or None.
             location: The source, for messages.
-
-        Raises:
-            InputError: If a folder holds no model, or a damaged one.
         """
         self.notes: list[str] = []
         self._request = request
@@ -91,37 +88,26 @@ class Shaping:
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """What the manifest says of the folders that shaped the output."""
         return {} if self._dtypes is None else {"base": self._base}
 
     def check_casts(self, entries: Sequence[TensorEntry], config: Mapping[str, Any] | None) -> None:
-        """Refuses to cast packed numbers as if they were weights.
-
-        Raises:
-            RefusedError: If the request would do that.
-        """
+        """Refuses to cast packed numbers as if they were weights."""
         refuse_casting_quantized(
             entries, self._request, config, location=self._location, base=self._dtypes
         )
 
     def regard(self, tokenizer: Mapping[str, Any] | None) -> None:
-        """Takes note of the tokenizer that is written beside, whose tokens have to keep rows."""
         self._tokens = 0 if tokenizer is None else tokens_in(tokenizer)
 
     def products(
         self, products: Sequence[Product], config: Mapping[str, Any] | None
     ) -> Sequence[Product]:
-        """Returns the tensors with the rows and in the element types that were asked for.
-
-        Raises:
-            RefusedError: If the request cannot be met.
-        """
+        """Returns the tensors with the rows and in the element types that were asked for."""
         if self._request.vocab_size is not None:
             products = self._trimmed(products, self._request.vocab_size, config)
         return self._recast(products) if self._request.dtype == "base" else products
 
     def config(self, config: dict[str, Any]) -> dict[str, Any]:
-        """Returns the model's configuration with the number of tokens that is written."""
         return config if self._trim is None else trimmed_config(config, self._trim)
 
     def files(self, products: Sequence[Product], tied: Collection[Fqn]) -> list[OutputFile] | None:
@@ -130,9 +116,6 @@ class Shaping:
         Args:
             products: What is to be written.
             tied: Names that are not written because another tensor holds their bytes.
-
-        Raises:
-            RefusedError: If the output would lack a tensor that the other model has.
         """
         if self._files is None:
             return None
@@ -199,10 +182,6 @@ def prepared(
 
     Yields:
         The plan, with its sources open.
-
-    Raises:
-        InputError: If the source is damaged or incomplete.
-        RefusedError: If the request cannot be met.
     """
     with ExitStack() as stack:
         limit = resources.memory_limit_bytes
@@ -236,11 +215,7 @@ class _Typed:
 def _refuse_adapters(
     checkpoint: Opened, folders: SideFolders, request: ConsolidateRequest, typed: _Typed
 ) -> None:
-    """Refuses an adapter, or what has one in it, with what makes something of it.
-
-    Raises:
-        RefusedError: If there is one.
-    """
+    """Refuses an adapter, or what has one in it, with what makes something of it."""
     peft = find_peft(checkpoint, folders)
     if peft is None:
         return

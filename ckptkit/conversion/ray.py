@@ -58,9 +58,6 @@ class NodeStation:
 
         Yields:
             What runs shares.
-
-        Raises:
-            RefusedError: If it is another one.
         """
         with self.job.prepared() as prepared:
             if fingerprint_of(prepared) != self.fingerprint:
@@ -93,12 +90,6 @@ def write_on_ray(
 
     Returns:
         The manifest, as it lies in the output; the same as one machine would have written.
-
-    Raises:
-        EngineError: If the cluster cannot be used.
-        InputError: If a source is damaged, incomplete, or changes meanwhile.
-        RefusedError: If the request cannot be met.
-        OutputExistsError: If `out` is there and not empty, and `overwrite` is false.
     """
     place = SharedPlace(out, _OPTION)
     imported_ray()
@@ -153,5 +144,4 @@ def _run(
 
 
 def _waits_for_a_store(prepared: Prepared, out: PathLike) -> bool:
-    """Tells whether threads wait for answers rather than for a core."""
     return is_url(out) or any(distant(one.source) is not None for one in prepared.sources)

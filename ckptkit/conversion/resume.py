@@ -53,11 +53,7 @@ _PLAN, _FILE, _OUTCOME = "plan", "file", "outcome"
 
 
 def refuse_resuming(out: PathLike, resources: Resources) -> None:
-    """Refuses to go on where nothing is written down of what is finished.
-
-    Raises:
-        RefusedError: If the output lies in a store, or several machines write it.
-    """
+    """Refuses to go on where nothing is written down of what is finished."""
     where = what = ""
     if is_url(out):
         where, what = os.fspath(out), "a URL was found where --resume needs a directory as OUT"
@@ -86,11 +82,6 @@ def write_resumably(
 
     Returns:
         The manifest, as it lies in the output.
-
-    Raises:
-        InputError: If a source is damaged.
-        RefusedError: If the request cannot be met.
-        OutputExistsError: If `out` is there and not empty, and `overwrite` is false.
     """
     target = LocalTarget(out, overwrite=overwrite, resume=resume)
     try:

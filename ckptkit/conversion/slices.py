@@ -44,11 +44,7 @@ class Job(Protocol):
 
 
 def refuse_no_ranges(target: SharedOutput) -> None:
-    """Refuses a place to whose files several processes cannot write at once.
-
-    Raises:
-        RefusedError: If it is one.
-    """
+    """Refuses a place to whose files several processes cannot write at once."""
     reason = target.why_no_ranges()
     if reason:
         raise RefusedError(
@@ -60,7 +56,6 @@ def refuse_no_ranges(target: SharedOutput) -> None:
 
 
 def files_of(plan: Plan, tasks: Iterator[Task]) -> list[OutputFile]:
-    """Returns the files that tasks write to."""
     return [plan.files[number] for number in sorted({task.file for task in tasks})]
 
 
@@ -77,9 +72,6 @@ def run_share(
 
     Returns:
         What whoever commits has to know.
-
-    Raises:
-        CkptkitError: If a source is damaged, or if something cannot be written.
     """
     plan = prepared.plan
     for file in files_of(plan, tasks_of(plan, share)):
@@ -103,10 +95,6 @@ def commit_shares(
 
     Returns:
         The manifest, as it lies in the output.
-
-    Raises:
-        InputError: If a source was damaged; then what was written is removed.
-        CkptkitError: If something cannot be written.
     """
     executor = Executor(prepared.plan, prepared.inputs, target, prepared.settings, ignore)
     with _removed_if_damaged(target):
@@ -174,11 +162,6 @@ def run_slice(
 
     Run again, a slice that was written is not written again; so any slice can be repeated after
     a failure.
-
-    Raises:
-        InputError: If a source is damaged, incomplete, or changes meanwhile.
-        RefusedError: If the request cannot be met, or if other slices follow another plan.
-        OutputExistsError: If `out` is there and not empty, and `overwrite` is false.
     """
     place = SharedPlace(out, "--slice")
     share = replace(share, in_parts=place.takes_parts)
@@ -204,11 +187,7 @@ def run_slice(
 
 
 def _meet(prepared: Prepared, target: SharedOutput, share: Share) -> None:
-    """Makes sure that all slices are of one plan, and that there is room for it.
-
-    Raises:
-        RefusedError: If another slice follows another plan.
-    """
+    """Makes sure that all slices are of one plan, and that there is room for it."""
     mine = {"fingerprint": fingerprint_of(prepared), "slices": share.count}
     data = json.dumps(mine).encode()
     if target.plan() is None:
@@ -264,11 +243,7 @@ def _compare(prepared: Prepared, target: SharedOutput, listener: Listener) -> No
 def _end(
     prepared: Prepared, target: SharedOutput, share: Share, out: PathLike, listener: Listener
 ) -> SliceDone:
-    """Commits if all slices are there.
-
-    Raises:
-        OutputError: If what was written has been removed.
-    """
+    """Commits if all slices are there."""
     notes = target.notes
     # Its own note last: where that is there, those that were not had not been removed either.
     numbers = sorted(range(share.count), key=lambda number: number == share.number)

@@ -143,11 +143,9 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing was found wrong."""
         return not self.problems
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the report as plain values."""
         return asdict(self) | {"ok": self.ok}
 
 
@@ -165,10 +163,6 @@ def run_verification(
 
     Returns:
         What was checked, and what is wrong.
-
-    Raises:
-        InputError: If what is there cannot be parsed at all.
-        AmbiguousSourceError: If several checkpoints lie there and none was selected.
     """
     listener = listener or ignore
     place = place_of(path)
@@ -251,7 +245,6 @@ def _problem_of(error: CkptkitError, where: str) -> Problem:
 
 
 def _name_written(entry: TensorEntry) -> str:
-    """Returns what a manifest calls a tensor of an output."""
     return f"{OPTIMIZER}.{entry.name}" if entry.part == "optimizer" else str(entry.name)
 
 

@@ -96,7 +96,6 @@ class Prepared:
 
     @property
     def checkpoint(self) -> Opened:
-        """What the output is made from."""
         return self.sources[0]
 
 
@@ -139,9 +138,6 @@ def settings_for(
         plan: What they execute, if anything is planned yet.
         sources: What they read.
         out: Where they write.
-
-    Raises:
-        NoSpaceError: If not even one does.
     """
     sources = tuple(sources)
     is_far = any(distant(one.source) is not None for one in sources)
@@ -186,11 +182,6 @@ def write_output(prepared: Prepared, target: Target, listener: Listener) -> Mani
 
     Returns:
         The manifest, as it lies in the output.
-
-    Raises:
-        InputError: If a source is damaged; nothing is left behind.
-        NoSpaceError: If the disk has not enough room.
-        SourceChangedError: If a source changed meanwhile.
     """
     refuse_full_disk(prepared, target)
     if isinstance(target, CopyingTarget):
@@ -213,9 +204,6 @@ def marked_as_read(prepared: Prepared) -> AbstractContextManager[None]:
     """Marks those sources as being read that are steps of the hooks on an object store.
 
     Those on a disk are marked for as long as they are open.
-
-    Raises:
-        InputError: If one is being removed.
     """
     saved = [source for source in prepared.sources if source.manifest is not None]
     return read_at_store([place_of(source.location).beside(source.path) for source in saved])
@@ -235,11 +223,7 @@ class Room(Protocol):
 
 
 def refuse_full_disk(prepared: Prepared, target: Room) -> None:
-    """Refuses to begin where the output has no room.
-
-    Raises:
-        NoSpaceError: If it has none.
-    """
+    """Refuses to begin where the output has no room."""
     needed, free = prepared.estimate.bytes_written, target.free_bytes()
     if free is not None and needed > free:
         raise NoSpaceError(
@@ -250,11 +234,7 @@ def refuse_full_disk(prepared: Prepared, target: Room) -> None:
 
 
 def refuse_changed(source: Opened) -> None:
-    """Refuses what was made from a source that was not the same all the time.
-
-    Raises:
-        SourceChangedError: If one of its files is another one by now.
-    """
+    """Refuses what was made from a source that was not the same all the time."""
     found = [file for file in source.index.files if file.size_bytes >= 0]  # others were never read
     changed = source.source.changed(found)
     if changed is not None:
@@ -266,12 +246,7 @@ def refuse_changed(source: Opened) -> None:
 
 
 def commit_output(manifest: Manifest, target: Target, listener: Listener) -> None:
-    """Makes an output visible, with its manifest after all other files.
-
-    Raises:
-        OutputExistsError: If the destination was filled by somebody else meanwhile.
-        OutputError: If something cannot be made durable or visible.
-    """
+    """Makes an output visible, with its manifest after all other files."""
     data = manifest.to_json()
     target.create(MANIFEST_NAME, len(data))
     target.write(MANIFEST_NAME, 0, memoryview(data))
@@ -354,12 +329,6 @@ def check_destination(
         also: Further directories of the source.
         base: The model that is read besides, or None.
         like: The model whose file names are kept, or None; the output may take its place.
-
-    Raises:
-        UsageError: If one of them is no usable path.
-        RefusedError: If source and output lie inside one another, or if the current directory
-            would be replaced.
-        OutputExistsError: If the output holds something and is not to be overwritten.
     """
     check_path(src, "SRC")
     check_path(out, "OUT")

@@ -144,11 +144,7 @@ def option_annotations(options: type) -> dict[str, str]:
 
 
 def refuse_unknown(given: Iterable[str], known: Collection[str], *, where: str) -> None:
-    """Refuses names that are not among those known, proposing the nearest one.
-
-    Raises:
-        ArgumentError: If there is one.
-    """
+    """Refuses names that are not among those known, proposing the nearest one."""
     unknown = next((name for name in given if name not in known), None)
     if unknown is None:
         return

@@ -112,9 +112,6 @@ class RangeChecksum:
 
         Returns:
             The CRC-32 of bytes [0, `total_bytes`).
-
-        Raises:
-            ValueError: If they leave a gap, overlap, or end elsewhere.
         """
         position = combined = 0
         for start, length, crc in sorted(self._pieces):

@@ -113,7 +113,6 @@ def distinct(values: NDArray[Integer]) -> NDArray[Integer]:
 
 
 def flat_offset(offsets: Shape, strides: Shape) -> int:
-    """Returns the position of an element, given its coordinates and the strides."""
     return sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
 
 
@@ -174,9 +173,6 @@ def find_defect(table: ChunkTable, shape: Shape) -> Defect | None:
 
     Returns:
         The first defect found, or None when the chunks tile the tensor.
-
-    Raises:
-        LimitError: If the chunks are cut more irregularly than any real split.
     """
     if 0 in shape:
         return None

@@ -116,16 +116,11 @@ class Manifest:
 
 
 def source_of_all(source: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the source of a node's copy as that of the whole step has it."""
     return {key: value for key, value in source.items() if key not in {NODE_RANKS, NODE_RUN}}
 
 
 def check_manifest_size(size_bytes: int, *, where: str) -> None:
-    """Refuses a file that is too large to be read as a manifest.
-
-    Raises:
-        FormatError: If it is larger than any manifest.
-    """
+    """Refuses a file that is too large to be read as a manifest."""
     if size_bytes > _MAX_MANIFEST_BYTES:
         raise FormatError(
             f"{size_bytes:,} bytes were found against at most {_MAX_MANIFEST_BYTES:,} in a"
@@ -139,10 +134,6 @@ def parse_manifest(data: bytes, *, where: str) -> Manifest:
 
     Returns:
         The manifest.
-
-    Raises:
-        FormatError: If the bytes are not a manifest of a version that is known.
-        UnsafePathError: If it names a file outside of its folder.
     """
     check_manifest_size(len(data), where=where)
     try:

@@ -25,11 +25,7 @@ _MAJOR = re.compile(r"\d{1,4}(?=\.)")
 
 
 def parse_json_object(data: bytes, *, where: str) -> dict[str, Any]:
-    """Parses a JSON file that holds an object.
-
-    Raises:
-        FormatError: If it is not a JSON object.
-    """
+    """Parses a JSON file that holds an object."""
     try:
         document = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -40,11 +36,7 @@ def parse_json_object(data: bytes, *, where: str) -> dict[str, Any]:
 
 
 def parse_model_config(data: bytes, *, where: str) -> dict[str, Any]:
-    """Parses a model's `config.json` as Transformers does, tagged numbers included.
-
-    Raises:
-        FormatError: If it is not a JSON object.
-    """
+    """Parses a model's `config.json` as Transformers does, tagged numbers included."""
     decoded = _decoded(parse_json_object(data, where=where), where, 0)
     if not isinstance(decoded, dict):
         raise FormatError(f"is the number {decoded} against an object", where=where)

@@ -32,10 +32,6 @@ def run_crew(
         items: What they share.
         work: What each of them does.
         stopped: Set at the first error or signal, for work that waits for something.
-
-    Raises:
-        BaseException: The first error of any thread, after all have stopped; also what a
-            signal raises in the calling thread while it waits.
     """
     _Crew(workers, items, work, stopped or threading.Event()).run()
 

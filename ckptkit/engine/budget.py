@@ -76,9 +76,6 @@ def settle_workers(
 
     Returns:
         At least 1.
-
-    Raises:
-        NoSpaceError: If not even one worker fits.
     """
     room = budget_bytes
     if limit_bytes is not None and limit_bytes - used_bytes < budget_bytes:

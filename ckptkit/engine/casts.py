@@ -89,9 +89,6 @@ class Caster:
         Args:
             source: Element type of what is read.
             target: Element type of what is written.
-
-        Raises:
-            UnsupportedError: If either is no float type, or `target` holds only scales.
         """
         if source.kind != "float" or target.name not in _TARGETS:
             raise UnsupportedError(
@@ -129,9 +126,6 @@ class Caster:
 
         Returns:
             What did not fit, or None. The rest of the target is written either way.
-
-        Raises:
-            ValueError: If the two do not hold the same number of elements.
         """
         given, wanted = source.view(self._source), target.view(self._target)
         if given.size != wanted.size:

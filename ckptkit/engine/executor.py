@@ -86,9 +86,6 @@ class Executor:
 
         Returns:
             The digests of what was written.
-
-        Raises:
-            CkptkitError: The first error of any worker; the others are stopped.
         """
         self._listener(Started(self._plan.bytes_written))
         self.create_files()
@@ -99,11 +96,7 @@ class Executor:
         return self.digests
 
     def create_files(self) -> None:
-        """Makes every file of the plan, its content undefined.
-
-        Raises:
-            CkptkitError: If the target has no room, or refuses.
-        """
+        """Makes every file of the plan, its content undefined."""
         for file in self._plan.files:
             copies = copies_of(file)
             if copies and isinstance(self._target, CopyingTarget):
@@ -122,9 +115,6 @@ class Executor:
 
         Returns:
             What is needed, of all parts together, to complete the output.
-
-        Raises:
-            CkptkitError: The first error of any worker; the others are stopped.
         """
         first = next(tasks, None)
         if first is not None:
@@ -145,10 +135,6 @@ class Executor:
         Args:
             tasks: Of which a part was left out, and which the target takes as a whole only.
             outcome: Of all parts together; what is found now has to be the same.
-
-        Raises:
-            ChecksumError: If it is not.
-            CkptkitError: The first error of any worker; the others are stopped.
         """
         for slot, pieces in outcome.pieces.items():
             self._seals.add(slot, pieces)
@@ -170,10 +156,6 @@ class Executor:
 
         Returns:
             The digests of the whole.
-
-        Raises:
-            CkptkitError: If a source was damaged, or if something cannot be written.
-            ValueError: If tasks are missing.
         """
         sizes = [(str(spec.name), spec.size_bytes) for _, _, spec in self._plan.specs()]
         missing = outcome.digests.first_gap(sizes)
@@ -327,7 +309,6 @@ class _Desk:
         return total
 
     def prepare(self, task: Task) -> memoryview:
-        """Returns a buffer for a task, lying in memory as it will lie on disk pages."""
         low = task.start % PAGE_BYTES
         return self._block[low : low + task.stop - task.start]
 
@@ -336,7 +317,6 @@ class _Desk:
         return fill_straight(task, data, self._readers)
 
     def look_ahead(self, task: Task, at: int, filled: Container[int]) -> None:
-        """Fetches what part `at` of a task reads, and what follows it, where that is far away."""
         self._horizon.reach(task, at, filled)
 
     def forget(self) -> None:

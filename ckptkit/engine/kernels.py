@@ -61,21 +61,15 @@ class CastKernel:
     target: DType
 
     def grain_elements(self, _out: TensorSpec) -> int:
-        """Any element may begin a block."""
         return 1
 
     def demands(self, _out: TensorSpec, block: Span) -> tuple[Demand, ...]:
-        """Reads the same elements of the source tensor."""
         return (Demand(self.origin, self.key, block),)
 
     def run(
         self, out: TensorSpec, block: Span, inputs: Sequence[NDArray[Any]], target: NDArray[Any]
     ) -> None:
-        """Casts one block.
-
-        Raises:
-            OverflowRefusedError: If a finite number would become infinite.
-        """  # noqa: DOC501  `overflow_error` makes it
+        """Casts one block."""
         overflow = Caster(self.source, self.target).cast(inputs[0], target)
         if overflow is not None:
             raise overflow_error(
@@ -94,17 +88,14 @@ class Given:
     elements: NDArray[Any]
 
     def grain_elements(self, _out: TensorSpec) -> int:
-        """Any element may begin a block."""
         return 1
 
     def demands(self, _out: TensorSpec, _block: Span) -> tuple[Demand, ...]:
-        """Reads nothing."""
         return ()
 
     def run(
         self, _out: TensorSpec, block: Span, _inputs: Sequence[NDArray[Any]], target: NDArray[Any]
     ) -> None:
-        """Copies one block."""
         target[:] = self.elements[block.start : block.stop]
 
 
@@ -158,15 +149,12 @@ class Stored:
 
     @property
     def reads(self) -> tuple[tuple[str, Key], ...]:
-        """The tensor itself."""
         return ((self.origin, self.key),)
 
     def demands(self, span: Span) -> tuple[Demand, ...]:
-        """The range itself."""
         return (Demand(self.origin, self.key, span),)
 
     def values(self, _span: Span, inputs: Sequence[NDArray[Any]]) -> NDArray[Any]:
-        """What was read."""
         return inputs[0]
 
 
@@ -184,19 +172,13 @@ class Cast:
 
     @property
     def reads(self) -> tuple[tuple[str, Key], ...]:
-        """What the other one reads."""
         return self.operand.reads
 
     def demands(self, span: Span) -> tuple[Demand, ...]:
-        """What the other one is made from."""
         return self.operand.demands(span)
 
     def values(self, span: Span, inputs: Sequence[NDArray[Any]]) -> NDArray[Any]:
-        """The other one's elements, cast.
-
-        Raises:
-            OverflowRefusedError: If a finite number would become infinite.
-        """  # noqa: DOC501  `overflow_error` makes it
+        """The other one's elements, cast."""
         found = self.operand.values(span, inputs)
         made = np.empty(found.size, numpy_dtype(self.dtype))
         overflow = Caster(self.operand.dtype, self.dtype).cast(found, made)
@@ -234,25 +216,18 @@ class OperandKernel:
     operand: Operand
 
     def compute(self) -> Compute:
-        """Returns the body of a product that this kernel makes."""
         return Compute(self, self.operand.reads)
 
     def grain_elements(self, _out: TensorSpec) -> int:
-        """Any element may begin a block."""
         return 1
 
     def demands(self, _out: TensorSpec, block: Span) -> tuple[Demand, ...]:
-        """Reads what the elements of the block are made from."""
         return self.operand.demands(block)
 
     def run(
         self, out: TensorSpec, block: Span, inputs: Sequence[NDArray[Any]], target: NDArray[Any]
     ) -> None:
-        """Makes one block.
-
-        Raises:
-            OverflowRefusedError: If a finite number would become infinite.
-        """  # noqa: DOC501  `overflow_error` makes it
+        """Makes one block."""
         values = self.operand.values(block, inputs)
         if self.operand.dtype == out.dtype:
             target[...] = values
@@ -311,21 +286,15 @@ class RecastKernel:
     target: DType
 
     def grain_elements(self, out: TensorSpec) -> int:
-        """Blocks may begin where those of the other kernel may."""
         return self.kernel.grain_elements(self._made(out))
 
     def demands(self, out: TensorSpec, block: Span) -> tuple[Demand, ...]:
-        """Reads what the other kernel reads."""
         return self.kernel.demands(self._made(out), block)
 
     def run(
         self, out: TensorSpec, block: Span, inputs: Sequence[NDArray[Any]], target: NDArray[Any]
     ) -> None:
-        """Makes one block and casts it.
-
-        Raises:
-            OverflowRefusedError: If a finite number would become infinite.
-        """  # noqa: DOC501  `overflow_error` makes it
+        """Makes one block and casts it."""
         made = np.empty(target.size, numpy_dtype(self.source))
         self.kernel.run(self._made(out), block, inputs, made)
         overflow = Caster(self.source, self.target).cast(made, target)
@@ -351,11 +320,9 @@ class PrefixKernel:
     whole: TensorSpec
 
     def grain_elements(self, _out: TensorSpec) -> int:
-        """Blocks may begin where those of the whole may."""
         return self.kernel.grain_elements(self.whole)
 
     def demands(self, _out: TensorSpec, block: Span) -> tuple[Demand, ...]:
-        """Reads what the other kernel reads."""
         return self.kernel.demands(self.whole, block)
 
     def run(
@@ -388,7 +355,6 @@ class Preparations:
         self._kept: dict[Hashable, Any] = {}
 
     def __enter__(self) -> Self:
-        """Begins."""
         return self
 
     def __exit__(

@@ -93,9 +93,6 @@ class Locator:
         Returns:
             Where its bytes are, and what is known of them; of a compressed record just that it
             is one.
-
-        Raises:
-            InputError: If the record is not what the index says, or is damaged.
         """
         chunk = chunks[row]
         record = self._index.records[chunk.record]
@@ -188,11 +185,7 @@ class OpenRecord:
     pieces: tuple[Piece, ...]
 
     def joined(self, other: OpenRecord) -> OpenRecord:
-        """Returns the record with what two processes have read of it.
-
-        Raises:
-            ChecksumError: If they found different data, or another checksum stored for it.
-        """
+        """Returns the record with what two processes have read of it."""
         if (self.start, self.stop, self.expected) != (other.start, other.stop, other.expected):
             raise ChecksumError(
                 f"one process found bytes [{self.start:,}, {self.stop:,}) with CRC-32"
@@ -204,13 +197,11 @@ class OpenRecord:
         return replace(self, pieces=tuple(joined_pieces((*self.pieces, *other.pieces))))
 
     def to_json(self) -> list[Any]:
-        """Returns JSON values."""
         pieces = [list(piece) for piece in self.pieces]
         return [self.start, self.stop, self.expected, self.where, pieces]
 
     @classmethod
     def from_json(cls, values: Sequence[Any]) -> OpenRecord:
-        """Reads what `to_json` gave."""
         start, stop, expected, where, pieces = values
         return cls(start, stop, expected, where, tuple((at, n, crc) for at, n, crc in pieces))
 
@@ -235,12 +226,7 @@ class ChecksumLedger:
                 self._open[record] = account
 
     def add(self, record: int, piece: Piece) -> None:
-        """Books a piece that was read.
-
-        Raises:
-            ChecksumError: If it completes the record and the checksum is another one.
-            CkptkitError: If it completes the record, and that cannot be read where it has to be.
-        """
+        """Books a piece that was read."""
         with self._lock:
             account = self._open.get(record)
             if account is None:
@@ -262,9 +248,6 @@ class ChecksumLedger:
         """Returns the records that are not settled, for a ledger that knows the other parts.
 
         What is kept elsewhere is settled here: it cannot be handed on.
-
-        Raises:
-            ChecksumError: If something of that has another checksum than the stored one.
         """
         self._finish_others()
         return self.open_now()
@@ -288,7 +271,6 @@ class ChecksumLedger:
             known.pieces.extend(found.pieces)
 
     def finish_with(self, finish: Callable[[], None]) -> None:
-        """Has `finish` call that of records whose checksums are kept elsewhere."""
         self._others.append(finish)
 
     def _finish_others(self) -> None:
@@ -296,12 +278,7 @@ class ChecksumLedger:
             other()
 
     def finish(self) -> None:
-        """Reads what is missing of every open record, and settles it.
-
-        Raises:
-            ChecksumError: If a record has another checksum than the stored one, and `add` has
-                not said so.
-        """
+        """Reads what is missing of every open record, and settles it."""
         self._finish_others()
         while self._open:
             _, account = self._open.popitem()

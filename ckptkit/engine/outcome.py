@@ -114,11 +114,7 @@ class Outcome:
         return whole
 
     def add(self, part: Outcome) -> None:
-        """Adds the outcome of a part that has no task in common with this.
-
-        Raises:
-            ChecksumError: If the two found different data in one file of the source.
-        """
+        """Adds the outcome of a part that has no task in common with this."""
         self.digests.update(part.digests)
         for slot, pieces in part.pieces.items():
             self.pieces[slot] = [*self.pieces.get(slot, ()), *pieces]

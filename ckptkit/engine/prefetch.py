@@ -220,7 +220,6 @@ class FetchedRanges:
 
     @property
     def location(self) -> str:
-        """The place as the user named it, for messages."""
         return self._source.location
 
     def fetch(self, wanted: Iterable[FileRange], *, free_gap_bytes: int = FREE_GAP_BYTES) -> None:
@@ -229,9 +228,6 @@ class FetchedRanges:
         Args:
             wanted: The ranges.
             free_gap_bytes: Up to which a gap between two of them is always read.
-
-        Raises:
-            InputError: If one cannot be read.
         """
         reads = coalesce(wanted, free_gap_bytes=free_gap_bytes)
         self.forget()
@@ -247,7 +243,6 @@ class FetchedRanges:
             self._source.fetch([(part, view[: part.size_bytes]) for part, view in jobs])
 
     def forget(self) -> None:
-        """Frees the memory of what was fetched."""
         self._starts = {}
         self._ranges.clear()
 

@@ -72,10 +72,6 @@ def run_on_ray(
         deal: Returns what is to be done, for so many nodes.
         limits: What a worker takes of its node.
         take: Is given what each share came to, once, in any order, in the calling thread.
-
-    Raises:
-        EngineError: If Ray is not installed or not reached, or if no worker is left.
-        CkptkitError: The first error that a worker found; the others are stopped.
     """
     ray = imported_ray()
     with _connected(ray), ExitStack() as stack:
@@ -85,11 +81,7 @@ def run_on_ray(
 
 
 def imported_ray() -> Any:
-    """Returns Ray.
-
-    Raises:
-        EngineError: If it is not installed.
-    """
+    """Returns Ray."""
     try:
         import ray
     except ImportError as error:
@@ -218,11 +210,7 @@ class _RayCrew:
                 self._ray.kill(hired.actor)
 
     def _still_alone(self, since: float, now: float) -> float:
-        """Returns since when nobody works.
-
-        Raises:
-            EngineError: If that is too long ago.
-        """
+        """Returns since when nobody works."""
         if self._hired or since < 0:
             return now
         if now - since > _PATIENCE_SECONDS:
@@ -293,11 +281,7 @@ class _RayCrew:
             take(share, answer)
 
     def _lose(self, hired: _Hired, error: Exception) -> None:
-        """Gives what a worker had before it to others.
-
-        Raises:
-            EngineError: If too many workers were lost over one share.
-        """
+        """Gives what a worker had before it to others."""
         _LOG.warning("a worker on %s was lost: %s", hired.host, type(error).__name__)
         del self._hired[hired.node]
         self._calls = {call: to for call, to in self._calls.items() if to[0] is not hired}

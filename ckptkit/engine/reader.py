@@ -90,12 +90,7 @@ class TensorReader:
         self._unrounded: memoryview | None = None
 
     def fill(self, key: Key, span: Span, target: memoryview) -> None:
-        """Writes the elements of `span` into `target`, which has exactly their size in bytes.
-
-        Raises:
-            InputError: If the source is damaged, or its bytes have another checksum.
-            OverflowRefusedError: If a number does not fit the type that it is rounded to.
-        """
+        """Writes the elements of `span` into `target`, which has exactly their size in bytes."""
         lookup = self._lookup(key)
         itemsize = lookup.entry.dtype.itemsize
         for part in self._windows(lookup, span):
@@ -138,22 +133,14 @@ class TensorReader:
         return () if lookup.entry.rounded_from is not None else runs
 
     def fetch(self, reads: Sequence[tuple[FileRange, memoryview]]) -> None:
-        """Fills buffers from a distant source; what they hold is still to be booked.
-
-        Raises:
-            InputError: If something cannot be read.
-        """
+        """Fills buffers from a distant source; what they hold is still to be booked."""
         far = distant(self._origin.source)
         assert far is not None  # noqa: S101  nobody asks for it otherwise
         far.fetch(reads)
         self.bytes_read += sum(wanted.size_bytes for wanted, _ in reads)
 
     def book(self, run: Run, data: memoryview) -> None:
-        """Checks the bytes of a run, as soon as all of its record are read.
-
-        Raises:
-            ChecksumError: If the record has another checksum.
-        """
+        """Checks the bytes of a run, as soon as all of its record are read."""
         if run.checked_at is not None:
             self._origin.ledger.add(run.record, (run.checked_at, len(data), crc32(data)))
 
@@ -169,9 +156,6 @@ class TensorReader:
         Args:
             wanted: Tensors and spans of them, `READ_AHEAD_BYTES` together at most; a call for a
                 part of a span is served too.
-
-        Raises:
-            InputError: If something cannot be read.
         """
         if self._ahead is None or all(self._is_foreseen(key, span) for key, span in wanted):
             return

@@ -77,11 +77,9 @@ class Rearranged:
 
     @property
     def reads(self) -> tuple[tuple[str, Key], ...]:
-        """The source tensors that any of the operands may look at."""
         return tuple(dict.fromkeys(read for operand in self.operands for read in operand.reads))
 
     def grain_elements(self, _out: TensorSpec) -> int:
-        """Any element may begin a block."""
         return 1
 
     def demands(self, _out: TensorSpec, block: Span) -> tuple[Demand, ...]:
@@ -146,11 +144,9 @@ class Computed:
 
     @property
     def dtype(self) -> DType:
-        """The element type that the kernel writes."""
         return self.spec.dtype
 
     def demands(self, span: Span) -> tuple[Demand, ...]:
-        """What the kernel reads for the range."""
         return self.kernel.demands(self.spec, span)
 
     def values(self, span: Span, inputs: Sequence[NDArray[Any]]) -> NDArray[Any]:
@@ -191,6 +187,5 @@ def _slices(box: Box) -> tuple[slice, ...]:
 
 
 def _bits(values: NDArray[Any]) -> NDArray[Any]:
-    """Returns elements as plain numbers of their size, which numpy moves fastest."""
     kind = "V" if values.itemsize > np.dtype(np.uint64).itemsize else "u"
     return values.view(f"{kind}{values.itemsize}")

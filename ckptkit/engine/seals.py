@@ -39,12 +39,10 @@ class Seals:
                     self._take_copies((number, position), segment, segment.body)
 
     def _take_copies(self, slot: Slot, segment: Segment, body: ServerCopy) -> None:
-        """Takes the checksums of what a store copies from where they are stored."""
         one = self._sums.setdefault(slot, _Sum(segment.stop - segment.start))
         one.add((c.start - segment.start, c.size_bytes, c.crc32) for c in body.copied)
 
     def note(self, slot: Slot, start: int, data: memoryview) -> None:
-        """Takes note of a piece of a segment, if a trailer wants its checksum."""
         if slot in self._sums:
             self.add(slot, [(start, len(data), crc32(data))])
 
@@ -80,7 +78,6 @@ class Seals:
             self._changed.notify_all()
 
     def pieces(self) -> Mapping[Slot, Sequence[ChecksumPiece]]:
-        """Returns what was added so far, joined where pieces touch."""
         with self._changed:
             return {slot: joined_pieces(s.pieces) for slot, s in self._sums.items() if s.pieces}
 

@@ -41,9 +41,6 @@ def with_store_copies(plan: Plan, origins: Mapping[str, Origin], target: Copying
 
     Returns:
         The plan, with a note of why nothing is copied where that is so.
-
-    Raises:
-        InputError: If a chunk is not what the source's index says.
     """
     candidates = list(_candidates(plan, origins))
     examples = {id(one.store): one for one in map(_source_of, candidates) if one is not None}
@@ -70,11 +67,7 @@ class StoreCopies:
     target: CopyingTarget
 
     def run(self, listener: Listener) -> None:
-        """Has all of them made; the files have been created.
-
-        Raises:
-            CkptkitError: The first error of any of them.
-        """
+        """Has all of them made; the files have been created."""
 
         def work(items: Iterator[tuple[str, ObjectPart, CopySource]]) -> None:
             for path, part, source in items:
@@ -93,7 +86,6 @@ class StoreCopies:
 
 
 def copies_of(file: OutputFile) -> list[CopiedRange]:
-    """Returns the ranges of a file that are copied by the store."""
     bodies = (segment.body for segment in file.segments)
     return [one for body in bodies if isinstance(body, ServerCopy) for one in body.copied]
 
@@ -155,7 +147,6 @@ class _Candidate:
                 yield CopiedRange(start, start + size, located.path, located.start, located.crc32)
 
     def windows(self) -> Iterator[FileRange]:
-        """Yields what has to be read of the files to look into the chunks."""
         for piece in self.pieces:
             yield from windows_of(self.origin.index, self.lookup, piece.row)
 

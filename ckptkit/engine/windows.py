@@ -54,9 +54,6 @@ class Horizon:
             task: What is done next.
             at: The part of it that comes now.
             filled: The parts that need nothing any more.
-
-        Raises:
-            InputError: If something cannot be read.
         """
         if not self._readers:
             return
@@ -81,9 +78,6 @@ class Horizon:
             spec: The tensor.
             block: The elements that are computed next.
             stop: Where the part of the tensor ends of which the block is one.
-
-        Raises:
-            InputError: If something cannot be read.
         """
         if not self._readers:
             return
@@ -182,9 +176,6 @@ def fill_straight(
 
     Returns:
         The positions of the parts that are filled.
-
-    Raises:
-        InputError: If something cannot be read, or has another checksum.
     """
     placed: dict[str, list[_Placed]] = {}
     filled = set()

@@ -82,10 +82,6 @@ class DecodedRecords:
             chunks: Its chunks.
             row: The chunk.
             unproven: Is called if it turns out that no checksum is stored for the chunk.
-
-        Raises:
-            InputError: If the record is not what the index says, or is damaged.
-            UnsupportedError: If it is too large for the way in which it is stored.
         """
         number = int(chunks.record[row])
         with self._lock:
@@ -105,19 +101,11 @@ class DecodedRecords:
         return Located(path, ahead.start, ahead.stop, None, ahead.start, ahead.strides, number)
 
     def read_into(self, record: int, start: int, target: memoryview) -> None:
-        """Fills `target` with decoded bytes of a record that was located, from `start` on.
-
-        Raises:
-            InputError: If it is damaged, or has another checksum at its end.
-        """
+        """Fills `target` with decoded bytes of a record that was located, from `start` on."""
         self._streams[record].read_into(start, target)
 
     def finish(self) -> None:
-        """Decodes the rest of every record of which a part was read, and proves its checksum.
-
-        Raises:
-            InputError: If one is damaged; the others are left for another call.
-        """
+        """Decodes the rest of every record of which a part was read, and proves its checksum."""
         while True:
             with self._lock:
                 open_ones = [s for s in self._streams.values() if not s.is_settled]
@@ -158,7 +146,6 @@ class DecodedRecords:
                 self._live.move_to_end(stream.number)
 
     def no_longer_live(self, stream: _Stream) -> None:
-        """Takes note that a stream has let go of its decoder."""
         with self._lock:
             self._live.pop(stream.number, None)
 

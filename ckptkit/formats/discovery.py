@@ -46,7 +46,6 @@ def is_certain(candidate: Candidate) -> bool:
 
 
 def yields(candidate: Candidate) -> bool:
-    """Tells whether a candidate's format makes it yield to a model beside it."""
     return candidate.format in _LESSER
 
 
@@ -88,7 +87,6 @@ def worth_reading(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 
 def _is_copy(candidate: Candidate, of_ranks: Collection[str]) -> bool:
-    """Tells whether a candidate is what verl gathered of the files of ranks beside it."""
     above, name = posixpath.split(candidate.folder)
     return name == _COPY_OF_RANKS and above in of_ranks
 
@@ -177,12 +175,10 @@ def files_by_step(candidates: Sequence[Candidate]) -> dict[str, tuple[Candidate,
 
 
 def is_single_file(candidate: Candidate) -> bool:
-    """Tells whether a candidate is one file of `torch.save`, which may be called anything."""
     return candidate.format == "torch" and len(candidate.files) == 1
 
 
 def place_of_step(candidate: Candidate) -> str:
-    """Returns the file that a candidate is, or the folder that it takes up."""
     return candidate.files[0] if is_single_file(candidate) else candidate.folder
 
 
@@ -241,12 +237,10 @@ Nothing = Callable[[str], NotACheckpointError]
 
 
 def is_unit_folder(name: str) -> bool:
-    """Tells whether a folder's name is one under which frameworks keep a part of a step."""
     return _UNIT_FOLDER.fullmatch(name) is not None
 
 
 def is_optimizer_folder(name: str) -> bool:
-    """Tells whether a folder's name is one under which frameworks keep an optimizer's state."""
     return _OPTIMIZER_FOLDER.fullmatch(name) is not None
 
 
@@ -294,12 +288,6 @@ def resolve(
 
     Returns:
         The candidates, and what was passed over.
-
-    Raises:
-        NotACheckpointError: If there is nothing.
-        AmbiguousSourceError: If there are several runs, or a run beside a model, and nothing
-            was selected; or if the newest step is a link.
-        CannotPlanError: If what was selected is not there.
     """
     resolution = _Resolution(location, lacks, nothing, told, left_behind)
     found = resolution.choose(with_their_models(candidates), "", select)

@@ -88,9 +88,6 @@ def classify(
 
     Returns:
         One membership per path, in order.
-
-    Raises:
-        FormatError: If two tensors of one state dict end up with the same name.
     """
     optimizers = {place for path in (*paths, *values) if (place := _above_groups(path)) is not None}
     split = [_split(path, optimizers) for path in paths]
@@ -366,6 +363,5 @@ def framework_of_meta(source: Source, path: str) -> Framework:
 
 
 def framework_of_keys(paths: Iterable[KeyPath]) -> Framework:
-    """Tells who wrote shards, from the paths of what they hold."""
     heads = {path[0] for path in paths if path}
     return Framework("torchtitan") if heads >= _TITAN else Framework()

@@ -54,7 +54,6 @@ def underlying(error: Exception) -> Exception:
 
 
 def status_of(error: BaseException) -> int | None:
-    """Returns the HTTP status that an error of the client stands for, if it stands for one."""
     status = getattr(getattr(error, "response", None), "status_code", None)
     return status if isinstance(status, int) else None
 
@@ -65,7 +64,6 @@ def is_conflict(error: BaseException) -> bool:
 
 
 def is_absent(error: HubError) -> bool:
-    """Tells whether there is nothing, or nothing that the token may see."""
     return error.__cause__ is not None and status_of(error.__cause__) in {UNAUTHORIZED, NOT_FOUND}
 
 
@@ -80,7 +78,6 @@ def _is_timeout(error: BaseException) -> bool:
 
 
 def is_offline(error: BaseException) -> bool:
-    """Tells whether the client was told to stay offline."""
     return type(error).__name__ == "OfflineModeIsEnabled"
 
 
@@ -119,7 +116,6 @@ def _pause(error: BaseException, attempt: int) -> float | None:
 
 
 def _is_garbled(error: BaseException) -> bool:
-    """Tells of a page of a gateway where JSON was expected."""
     return type(error).__name__ == "JSONDecodeError"
 
 
@@ -156,10 +152,7 @@ class Hub:
             token: Left out, the client takes that of HF_TOKEN or of the last login.
             endpoint: Left out, the client takes that of HF_ENDPOINT.
 
-        Raises:
-            UsageError: If the id is none.
-            HubError: If the client is told to stay offline.
-        """  # noqa: DOC501  `_no_id` and `_offline` make them
+        """
         if not is_repo_id(repo_id):
             raise _no_id(repo_id)
         from huggingface_hub import HfApi, constants, get_token
@@ -178,16 +171,10 @@ class Hub:
 
     @property
     def url(self) -> str:
-        """Where a browser finds the repository."""
         return f"{self.api.endpoint}/{self.repo_id}"
 
     def named_by_owner(self) -> None:
-        """Puts the user's name before an id that has none.
-
-        Raises:
-            UsageError: If there is no token, and so no user.
-            HubError: If the token is not accepted.
-        """
+        """Puts the user's name before an id that has none."""
         if "/" not in self.repo_id:
             if self.token is None:
                 raise UsageError(
@@ -197,11 +184,7 @@ class Hub:
             self.repo_id = f"{self.call(self.api.whoami)['name']}/{self.repo_id}"
 
     def call(self, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        """Calls the client, again where the Hub is busy or was not reached.
-
-        Raises:
-            HubError: If it does not succeed.
-        """
+        """Calls the client, again where the Hub is busy or was not reached."""
         attempt = 0
         while True:
             attempt += 1
@@ -219,11 +202,7 @@ class Hub:
             time.sleep(pause)
 
     def read(self, path: str, revision: str) -> bytes:
-        """Returns the content of a small file.
-
-        Raises:
-            HubError: If it is not there, or not to be had.
-        """
+        """Returns the content of a small file."""
         from huggingface_hub.utils import get_session, hf_raise_for_status
 
         url = f"{self.url}/resolve/{quote(revision, safe='')}/{quote(path)}"
@@ -236,11 +215,7 @@ class Hub:
         return self.call(get)
 
     def check_card(self, text: str) -> None:
-        """Has the Hub look at a card's metadata, which it would refuse after the upload.
-
-        Raises:
-            HubError: If it refuses them.
-        """
+        """Has the Hub look at a card's metadata, which it would refuse after the upload."""
         from huggingface_hub.utils import get_session, hf_raise_for_status
 
         def post() -> list[str]:

@@ -43,7 +43,6 @@ class Part:
 
     @property
     def sizes(self) -> Shape:
-        """The box's sizes."""
         return tuple(_length(walk) for walk in self.walks)
 
 
@@ -109,11 +108,7 @@ class Arrangement:
         return Arrangement((*self.shape[:dim], 1, *self.shape[dim:]), tuple(parts))
 
     def viewed(self, shape: Shape) -> Arrangement:
-        """Returns the same elements in the same row-major order under another shape.
-
-        Raises:
-            CannotPlanError: If that cannot be expressed.
-        """
+        """Returns the same elements in the same row-major order under another shape."""
         if 0 in shape:
             return Arrangement(shape, ())
         found = self
@@ -122,11 +117,7 @@ class Arrangement:
         return found
 
     def to_tensor(self, name: Fqn) -> HubTensor:
-        """Returns it as a tensor of a plan.
-
-        Raises:
-            CannotPlanError: If that takes too many pieces.
-        """
+        """Returns it as a tensor of a plan."""
         inner = [_inner_of(dim, self.parts) for dim in range(len(self.shape))]
         parts = self.parts
         for dim, counts in enumerate(inner):

@@ -53,11 +53,7 @@ class StrategySaves:
     """
 
     def __init__(self, options: Options) -> None:
-        """Checks the options; nothing is opened before the first save.
-
-        Raises:
-            UsageError: If one cannot be used here, or does not have the form that it needs.
-        """
+        """Checks the options; nothing is opened before the first save."""
         refused = sorted(_NOT_HERE & options.keys())
         if refused:
             raise UsageError(
@@ -96,9 +92,6 @@ class StrategySaves:
             state: Models and optimizers.
             files: Small files to lie in it.
             step: The training step, where it is known.
-
-        Raises:
-            CkptkitError: As `Checkpointer.save` and the opening of one do.
         """
         path = path.absolute()
         with self._lock:
@@ -129,11 +122,7 @@ class StrategySaves:
             handle.wait()
 
     def close(self) -> None:
-        """Waits for the last save, and ends threads and processes; a later save begins anew.
-
-        Raises:
-            CkptkitError: If a save failed, and nobody has heard of it.
-        """
+        """Waits for the last save, and ends threads and processes; a later save begins anew."""
         self._run.close()
 
     def _heard(self, report: SaveReport) -> None:
@@ -164,11 +153,6 @@ def load(state: Mapping[str, Any], path: Path, *, timeout_seconds: float) -> Non
         state: Models and optimizers, by their keys in the directory.
         path: A DCP directory.
         timeout_seconds: How long other ranks are waited for.
-
-    Raises:
-        UsageError: If something in the state cannot be loaded into.
-        InputError: If the directory does not fit, or is damaged.
-        PeerError: If another rank does not take part in time.
     """
     peers = open_peers(path, timeout_seconds=timeout_seconds)
     try:
@@ -223,9 +207,6 @@ class FabricModelParallelStrategy(StockFabricStrategy):  # type: ignore[misc]  #
             *args: As there.
             checkpointer: Options of the `Checkpointer` that saves, such as `in_flight`.
             **kwargs: As there.
-
-        Raises:
-            UsageError: If one of the options cannot be used here.
         """
         super().__init__(*args, **kwargs)
         self._saves = StrategySaves(checkpointer or {})
@@ -288,9 +269,6 @@ class FabricModelParallelStrategy(StockFabricStrategy):  # type: ignore[misc]  #
 
         Fabric tells its strategies of no end. Without this call the program waits as it ends, and
         what went wrong is in the log only.
-
-        Raises:
-            SaveError: If a save failed; the first of them.
         """
         self._saves.close()
 
@@ -317,9 +295,6 @@ class TrainerModelParallelStrategy(StockTrainerStrategy):  # type: ignore[misc] 
             *args: As there.
             checkpointer: Options of the `Checkpointer` that saves, such as `in_flight`.
             **kwargs: As there.
-
-        Raises:
-            UsageError: If one of the options cannot be used here.
         """
         super().__init__(*args, **kwargs)
         self._saves = StrategySaves(checkpointer or {})
@@ -391,7 +366,6 @@ class TrainerModelParallelStrategy(StockTrainerStrategy):  # type: ignore[misc] 
         self._saves.wait()
 
     def on_exception(self, exception: BaseException) -> None:
-        """Notes that training ends by an exception, which says more than a failed save would."""
         self._was_interrupted = True
         super().on_exception(exception)
 
@@ -456,7 +430,6 @@ def _is_part(value: object) -> bool:
 
 
 def _where_given(weights_only: bool | None) -> dict[str, bool]:  # noqa: FBT001  Lightning's
-    """Returns an argument that came with Lightning 2.6."""
     return {} if weights_only is None else {"weights_only": weights_only}
 
 
@@ -475,9 +448,6 @@ def _read_meta(path: Path, *, weights_only: bool | None) -> dict[str, Any]:
     """Reads what lies beside the shards, without running it.
 
     Objects of other classes are left to Lightning, where the user has asked for that.
-
-    Raises:
-        ResumeError: If there are some, and the user has not.
     """
     if weights_only is False:
         found: dict[str, Any] = TorchCheckpointIO().load_checkpoint(path / META, weights_only=False)
@@ -492,7 +462,6 @@ def _read_meta(path: Path, *, weights_only: bool | None) -> dict[str, Any]:
 
 
 def _step_in(values: Mapping[str, Any]) -> int | None:
-    """Returns the training step, where the values beside the model name it as it is often named."""
     found = (values.get(name) for name in _STEP_NAMES)
     return next((step for step in found if type(step) is int and step >= 0), None)
 

@@ -55,10 +55,6 @@ def export_into(
         model: Whose parameters are sharded.
         is_first: Whether this is rank 0.
         **options: As for `Checkpointer.export`.
-
-    Raises:
-        CkptkitError: What went wrong, on every rank.
-        OutputError: On rank 0, if the files could not be moved to their place.
     """
     options = {**options, "overwrite": True}  # what an export that was killed has left
     handle = checkpointer.export(out / _HIDDEN, state={"model": model}, **options)

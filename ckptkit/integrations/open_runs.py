@@ -48,7 +48,6 @@ class OpenRun:
 
     @property
     def checkpointer(self) -> Checkpointer | None:
-        """The Checkpointer that is open."""
         return self._checkpointer
 
     def of(self, run: Path, options: Options, *, prefix: str | None = None) -> Checkpointer:
@@ -58,9 +57,6 @@ class OpenRun:
             run: The run's directory.
             options: For the Checkpointer.
             prefix: What the names of its steps begin with, None where that does not matter.
-
-        Raises:
-            CkptkitError: If none can be opened.
         """
         wanted: dict[str, Any] = dict(options)
         if prefix is not None:
@@ -84,11 +80,7 @@ class OpenRun:
                 self._failed.append(error)
 
     def close(self) -> None:
-        """Closes what is open; it may be opened again.
-
-        Raises:
-            CkptkitError: What failed in the background, if nobody has asked for it.
-        """
+        """Closes what is open; it may be opened again."""
         self.end()
         failed, self._failed = self._failed, []
         if failed:

@@ -52,7 +52,6 @@ class Library:
 
     @property
     def package(self) -> str:
-        """The name of its package, which has its version."""
         return self.module.partition(".")[0]
 
 
@@ -116,7 +115,6 @@ class Seams(importlib.abc.MetaPathFinder):
             )
 
     def warn(self, text: str) -> None:
-        """Warns, on one rank."""
         if self._speaks:
             logger.warning("%s", text)
 
@@ -230,11 +228,7 @@ def saves_whole_models(trainer: Any) -> bool:
 
 
 def _replace(owner: type, **methods: Callable[..., Any]) -> None:
-    """Replaces methods of a class.
-
-    Raises:
-        AttributeError: If it lacks one of them; nothing is replaced then.
-    """
+    """Replaces methods of a class."""
     stock = {name: getattr(owner, name) for name in methods}
     for name, method in methods.items():
         replacement = functools.update_wrapper(method, stock[name])

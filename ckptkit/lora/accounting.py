@@ -36,9 +36,6 @@ def refuse_targets_without_tensors(
         base: The tensors of the base by their plain names; empty where it is elsewhere.
         is_own_record: Whether the run itself wrote the configuration. PEFT passes over targets
             that a model lacks, so with the base at hand such ones are then no fault.
-
-    Raises:
-        AdapterError: If something named has no tensors.
     """
     known = {_owner(name) for name in base} if is_own_record else set()
     for option, target in _unused(table, settings):
@@ -160,9 +157,6 @@ def account(
 
     Returns:
         A row for every module, each tensor of the adapter in exactly one of them.
-
-    Raises:
-        AdapterError: If a tensor is in no row, or a row lacks a tensor.
     """
     table = table_of(adapter.tensors)
     settings = adapter.settings

@@ -212,9 +212,6 @@ def combine(
 
     Returns:
         The changes of every tensor that changes.
-
-    Raises:
-        RefusedError: If two changes of one tensor have no defined sum.
     """
     combined: dict[Fqn, list[Change]] = {}
     for changes, weight in zip(adapters, weights, strict=True):
@@ -235,7 +232,6 @@ def combine(
 
 
 def _is_bias_of_one_adapter(whole: Replaced, others: Sequence[Change]) -> bool:
-    """Tells whether a trained bias is replaced, and LoRA's own bias of that adapter added."""
     return all(isinstance(c, Shift) and c.source == whole.source for c in others)
 
 
@@ -274,11 +270,7 @@ def _refuse_undefined(changes: Sequence[Change]) -> None:
 def check_used_once(
     tensors: Mapping[Fqn, TensorEntry], changes: Iterable[Change], *, where: str
 ) -> None:
-    """Checks that every tensor of an adapter is used by exactly one of its changes.
-
-    Raises:
-        AdapterError: If one is not used, or twice.
-    """
+    """Checks that every tensor of an adapter is used by exactly one of its changes."""
     uses = dict.fromkeys((entry.key for entry in tensors.values()), 0)
     for change in changes:
         for entry in tensors_of(change):
@@ -337,7 +329,6 @@ _LABELLED = ("score", "classifier")  # what Transformers calls heads with one ro
 
 
 def has_vocabulary(name: str) -> bool:
-    """Tells whether a tensor has a row for each token, by its name."""
     return is_vocabulary(name.rpartition(".")[0])
 
 
@@ -361,7 +352,6 @@ def _types(config: Mapping[str, Any], depth: int) -> set[str]:
 
 
 def with_vocabulary(config: Mapping[str, Any], old: int, new: int) -> dict[str, Any]:
-    """Returns a configuration with another number of tokens, wherever it had the old one."""
     return _with_vocabulary(config, old, new, _NESTING)
 
 
@@ -378,7 +368,6 @@ def _with_vocabulary(config: Mapping[str, Any], old: int, new: int, depth: int) 
 
 
 def vocabularies(config: Mapping[str, Any]) -> frozenset[int]:
-    """Returns every number of tokens that a configuration names."""
     return frozenset(_vocabularies(config, _NESTING))
 
 

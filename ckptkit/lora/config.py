@@ -50,11 +50,7 @@ class _Facts(TypedDict):
 
 
 def known_or_neutral(document: Mapping[str, Any], *, where: str) -> None:
-    """Refuses options of which nothing is known but that they are in use.
-
-    Raises:
-        UnsupportedError: If an unknown option holds something other than null, false or nothing.
-    """
+    """Refuses options of which nothing is known but that they are in use."""
     for key, value in document.items():
         if key not in _KNOWN and value not in (None, False, 0, "", [], {}):
             raise UnsupportedError(
@@ -66,11 +62,7 @@ def known_or_neutral(document: Mapping[str, Any], *, where: str) -> None:
 
 
 def whole(document: Mapping[str, Any], key: str, *, default: int, where: str) -> int:
-    """Returns a positive whole number.
-
-    Raises:
-        FormatError: If the value is none.
-    """
+    """Returns a positive whole number."""
     found = document.get(key, default)
     if isinstance(found, bool) or not isinstance(found, int) or found < 1:
         raise FormatError(**_wrong(key, found, "a positive whole number", where))
@@ -78,11 +70,7 @@ def whole(document: Mapping[str, Any], key: str, *, default: int, where: str) ->
 
 
 def number(document: Mapping[str, Any], key: str, *, default: float, where: str) -> float:
-    """Returns a finite number; whole ones stay whole.
-
-    Raises:
-        FormatError: If the value is none.
-    """
+    """Returns a finite number; whole ones stay whole."""
     found = document.get(key, default)
     if not _is_finite(found):
         raise FormatError(**_wrong(key, found, "a number", where))
@@ -90,11 +78,7 @@ def number(document: Mapping[str, Any], key: str, *, default: float, where: str)
 
 
 def switch(document: Mapping[str, Any], key: str, *, where: str) -> bool:
-    """Returns a flag; null is off.
-
-    Raises:
-        FormatError: If the value is none.
-    """
+    """Returns a flag; null is off."""
     found = document.get(key)
     if found is not None and not isinstance(found, bool):
         raise FormatError(**_wrong(key, found, "true or false", where))
@@ -102,11 +86,7 @@ def switch(document: Mapping[str, Any], key: str, *, where: str) -> bool:
 
 
 def optional_text(document: Mapping[str, Any], key: str, *, where: str) -> str | None:
-    """Returns a text, or None where there is none.
-
-    Raises:
-        FormatError: If the value is something else.
-    """
+    """Returns a text, or None where there is none."""
     found = document.get(key)
     if found is not None and not isinstance(found, str):
         raise FormatError(**_wrong(key, found, "a text", where))
@@ -114,11 +94,7 @@ def optional_text(document: Mapping[str, Any], key: str, *, where: str) -> str |
 
 
 def patterns(document: Mapping[str, Any], key: str, *, where: str) -> str | tuple[str, ...] | None:
-    """Returns a regular expression, or a list of names; None where there is none.
-
-    Raises:
-        FormatError: If the value is something else, or no regular expression.
-    """
+    """Returns a regular expression, or a list of names; None where there is none."""
     found = document.get(key)
     if isinstance(found, str):
         check_pattern(found, f"{key!r}", where)
@@ -127,21 +103,13 @@ def patterns(document: Mapping[str, Any], key: str, *, where: str) -> str | tupl
 
 
 def texts(document: Mapping[str, Any], key: str, *, where: str) -> tuple[str, ...]:
-    """Returns a list of names; nothing where there is none.
-
-    Raises:
-        FormatError: If the value is something else.
-    """
+    """Returns a list of names; nothing where there is none."""
     found = document.get(key)
     return () if found is None else _texts(found, key, where)
 
 
 def numbers_by_pattern(document: Mapping[str, Any], key: str, *, where: str) -> dict[str, float]:
-    """Returns numbers by regular expression; nothing where there are none.
-
-    Raises:
-        FormatError: If the value is something else.
-    """
+    """Returns numbers by regular expression; nothing where there are none."""
     found = document.get(key) or {}
     if not isinstance(found, Mapping):
         raise FormatError(**_wrong(key, found, "an object", where))
@@ -153,11 +121,7 @@ def numbers_by_pattern(document: Mapping[str, Any], key: str, *, where: str) -> 
 
 
 def ranks_by_pattern(document: Mapping[str, Any], key: str, *, where: str) -> dict[str, int]:
-    """Returns positive whole numbers by regular expression; nothing where there are none.
-
-    Raises:
-        FormatError: If the value is something else.
-    """
+    """Returns positive whole numbers by regular expression; nothing where there are none."""
     found = numbers_by_pattern(document, key, where=where)
     for pattern, value in found.items():
         if not isinstance(value, int) or value < 1:
@@ -167,11 +131,7 @@ def ranks_by_pattern(document: Mapping[str, Any], key: str, *, where: str) -> di
 
 
 def indices(document: Mapping[str, Any], key: str, *, where: str) -> tuple[int, ...] | None:
-    """Returns whole numbers, of which there may be a single one; None where there are none.
-
-    Raises:
-        FormatError: If the value is something else.
-    """
+    """Returns whole numbers, of which there may be a single one; None where there are none."""
     found = document.get(key)
     if found is None or found == []:
         return None
@@ -179,11 +139,7 @@ def indices(document: Mapping[str, Any], key: str, *, where: str) -> tuple[int, 
 
 
 def token_rows(document: Mapping[str, Any], *, where: str) -> dict[str, tuple[int, ...]]:
-    """Returns the rows of embeddings that were trained, by the name of the embedding.
-
-    Raises:
-        FormatError: If the value is something else.
-    """
+    """Returns the rows of embeddings that were trained, by the name of the embedding."""
     key = "trainable_token_indices"
     found = document.get(key)
     if not found:
@@ -201,9 +157,6 @@ def check_pattern(pattern: str, what: str, where: str, *, is_embedded: bool = Fa
         what: What to call its place in errors.
         where: What to call its file in errors.
         is_embedded: Whether PEFT puts others around it, which flags must not stand behind.
-
-    Raises:
-        FormatError: If it is none.
     """
     try:
         re.compile(pattern)
@@ -326,10 +279,6 @@ class LoraSettings:
         Args:
             document: The content of `adapter_config.json`.
             where: What to call it in errors.
-
-        Raises:
-            FormatError: If a value has another type than PEFT gives it.
-            UnsupportedError: If the method, or an option that changes numbers, is not modelled.
         """
         _refuse_other_methods(document, where)
         known_or_neutral(document, where=where)
@@ -382,11 +331,9 @@ class LoraSettings:
         return matching(self.rank_pattern, module, self.r)
 
     def alpha(self, module: str) -> float:
-        """Returns the alpha of a module, see `rank`."""
         return matching(self.alpha_pattern, module, self.lora_alpha)
 
     def scaling(self, module: str) -> float:
-        """Returns what the product of a module's factors is multiplied by, see `rank`."""
         rank = self.rank(module)
         return self.alpha(module) / (math.sqrt(rank) if self.use_rslora else rank)
 

@@ -61,7 +61,6 @@ class Sorted:
 
     @property
     def holds_adapter(self) -> bool:
-        """Whether anything in it is an adapter's."""
         return bool(self.live or self.stripped)
 
 
@@ -71,11 +70,6 @@ def sort_entries(entries: Iterable[TensorEntry], *, keep_module: bool = False) -
     Args:
         entries: The tensors of one state dict.
         keep_module: Whether the model itself has modules called `module`.
-
-    Raises:
-        FormatError: If two tensors have one name when wrappers are cut out.
-        UnsupportedError: If the adapter is of a method that is not modelled, or lies within
-            what another one trained as a whole.
     """
     live: dict[str, dict[Fqn, TensorEntry]] = {}
     stripped: dict[Fqn, TensorEntry] = {}
@@ -160,9 +154,6 @@ def plain_entries(rest: Mapping[Fqn, TensorEntry]) -> dict[Fqn, TensorEntry]:
 
     Args:
         rest: Tensors as `Sorted.rest` has them.
-
-    Raises:
-        FormatError: If two of them have one name then.
     """
     plain: dict[Fqn, TensorEntry] = {}
     for name, entry in rest.items():
@@ -283,7 +274,6 @@ def _beside(name: Fqn, own: Iterable[Fqn], embeddings: Collection[str]) -> Fqn:
 
 
 def _is_changed(module: str, own: Iterable[Fqn]) -> bool:
-    """Tells whether an adapter has tensors of its own for a module."""
     inside = f"{plain_name(module)}."
     return any(plain_name(name).startswith(inside) for name in own)
 
@@ -323,9 +313,6 @@ def _refuse_other_methods(names: Collection[str], rest: Iterable[str], *, is_liv
         rest: Of those that LoRA is not known to have.
         is_live: Whether adapters are named in names: then what follows a segment tells LoRA's
             tensors from modules of the model that are called alike.
-
-    Raises:
-        UnsupportedError: If there is one.
     """
     sign = find_adapter(names)
     if sign is not None and sign.method not in {"", LORA}:

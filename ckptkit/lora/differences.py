@@ -52,13 +52,11 @@ class DiffPatterns:
     full: tuple[str, ...] = ()
 
     def approximates(self, name: str) -> bool:
-        """Tells whether a matrix of that name is to be approximated."""
         taken = matches(name, self.include) if self.include else not is_head(name)
         return taken and not matches(name, self.exclude)
 
 
 def module_of(name: str) -> str:
-    """Returns the module that a parameter belongs to."""
     return name.rpartition(".")[0]
 
 
@@ -113,9 +111,6 @@ def kept(
         full: Names of tensors to keep.
         tensors: Names of all tensors of the model.
         tied: From names that hold the same tensor as another one to that one.
-
-    Raises:
-        RefusedError: If PEFT's names for whole modules would mean other modules too.
     """
     wanted = set(full)
     # An embedding that is replaced leaves the tied head with the old one; it is replaced too.
@@ -214,7 +209,6 @@ def names_of(chosen: Collection[str], modules: Iterable[str]) -> list[str]:
 
 
 def _path(module: str) -> list[str]:
-    """Returns a module and those that it is a part of."""
     parts = module.split(".")
     return [".".join(parts[:stop]) for stop in range(1, len(parts) + 1)]
 

@@ -53,11 +53,7 @@ class Factors:
 
 
 def form_of(factors: Factors) -> Form:
-    """Tells how the factors lie in the weight.
-
-    Raises:
-        RefusedError: If they do not fit it, or if the rank is another than configured.
-    """  # noqa: DOC501  `misfit` makes it
+    """Tells how the factors lie in the weight."""
     if len(factors.down) > _MATRIX:
         return _convolution(factors)
     if len(factors.down) != _MATRIX or len(factors.up) != _MATRIX:
@@ -68,11 +64,7 @@ def form_of(factors: Factors) -> Form:
 
 
 def embedding_form(factors: Factors) -> Form:
-    """Checks the factors of an embedding: A is [rank, vocabulary], B [dimension, rank].
-
-    Raises:
-        RefusedError: If they do not fit the weight, or if the rank is another than configured.
-    """  # noqa: DOC501  `misfit` makes it
+    """Checks the factors of an embedding: A is [rank, vocabulary], B [dimension, rank]."""
     _check_rank(factors, factors.rank)
     if factors.weight != (*factors.down[1:], *factors.up[:1]):
         raise misfit(factors)
@@ -97,7 +89,6 @@ def _is_conv1d(factors: Factors) -> bool:
 
 
 def is_conv1d(module: str, model_types: frozenset[str]) -> bool:
-    """Tells whether a module of a model of Transformers stores its weight as [in, out]."""
     return bool(model_types & _CONV1D_TYPES) and module.rpartition(".")[2] in _CONV1D_NAMES
 
 

@@ -136,7 +136,6 @@ def with_prefix(adapter: Adapter, prefix: str) -> Adapter:
 
 
 def placed_as_stored(names: Iterable[Fqn], prefix: str = "") -> list[Placed]:
-    """Writes every tensor of the base under its own name, behind a prefix."""
     return [Placed(Fqn(prefix + n), (Fqn(prefix + n),), (n,)) for n in names]
 
 
@@ -156,7 +155,6 @@ def placed_on_disk(names: Collection[Fqn], hub: HubNames) -> list[Placed]:
 
 
 def names_on_disk(hub: HubNames) -> dict[Fqn, Fqn]:
-    """Returns what live tensors are called on disk, those aside that are several there."""
     found = ((_as_it_is(tensor, hub), name) for name, tensor in hub.tensors.items())
     return {live: name for live, name in found if live is not None}
 

@@ -59,9 +59,6 @@ def inferred_parameters(
         layers: The factors of an adapter, those of modules among them.
         base: The tensors of the base by their plain names; empty where it is elsewhere.
         where: The checkpoint, for errors.
-
-    Raises:
-        CannotPlanError: If shapes do not tell which parameters they are.
     """
     groups: dict[str, list[LoraLayer]] = defaultdict(list)
     for layer in layers:
@@ -154,9 +151,6 @@ def infer(
         base: The tensors of the base by their plain names; empty where it is elsewhere.
         given: What the user knows, by the keys of the configuration.
         where: The checkpoint, for errors.
-
-    Raises:
-        CannotPlanError: If something was not given that tensors do not tell, by name.
     """
     _refuse_unknown(table, base, given, where)
     modules = {one.module: one.inner for one in table.layers if not is_of_parameter(one)}

@@ -78,12 +78,10 @@ class LoraLayer:
 
     @property
     def is_convolution(self) -> bool:
-        """Whether the factors are those of a convolution."""
         return len(self.down.shape) > _MATRIX
 
     @property
     def inner(self) -> int:
-        """How many rows `down` has, and columns `up`."""
         return self.down.shape[0]
 
     @property
@@ -114,9 +112,6 @@ def table_of(tensors: Mapping[Fqn, TensorEntry]) -> AdapterTable:
 
     Args:
         tensors: By the names of the adapter's file.
-
-    Raises:
-        AdapterError: If a factor or a magnitude stands alone, or two factors do not fit.
     """
     found: dict[str, dict[str, Fqn]] = defaultdict(dict)
     tokens: dict[str, TensorEntry] = {}

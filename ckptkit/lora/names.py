@@ -76,17 +76,14 @@ class AdapterNames:
 
 
 def holds_adapters(part: str) -> bool:
-    """Tells whether a module of that name, the last part of it, has something of each adapter."""
     return part.startswith(_TUNERS) or part in {_WHOLE_MODULES, _TOKENS}
 
 
 def is_input_embedding(module: str) -> bool:
-    """Tells whether the last part of a module's path is one of an input embedding."""
     return module.rpartition(".")[2] in _INPUTS
 
 
 def is_vocabulary(module: str) -> bool:
-    """Tells whether the last part of a module's path is one of an embedding or a head."""
     return is_input_embedding(module) or module.rpartition(".")[2] in _OUTPUTS
 
 

@@ -58,10 +58,6 @@ def pair(adapter: Adapter, base: Base, source: Source, *, weight: float = 1.0) -
 
     Returns:
         The changes; those of one tensor are in the order in which they apply.
-
-    Raises:
-        AdapterError: If a factor lacks its partner.
-        RefusedError: If something does not fit the base, or is not in it.
     """
     return _Pairing(adapter, base, source, weight).run()
 
@@ -152,9 +148,6 @@ class _Pairing:
 
         A wrapper's name does not say which parameter it wraps. PEFT wraps them as the class
         defines them, the first innermost.
-
-        Raises:
-            RefusedError: If they fit none, or several.
         """
         fitting = []
         error: CkptkitError | None = None

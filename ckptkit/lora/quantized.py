@@ -76,11 +76,7 @@ class FourBitState:
 
     @classmethod
     def parse(cls, data: bytes, *, where: str) -> FourBitState:
-        """Reads the bytes of a `quant_state` tensor.
-
-        Raises:
-            FormatError: If they do not say all that unpacking needs.
-        """
+        """Reads the bytes of a `quant_state` tensor."""
         document = _object(data, where)
         nested = "nested_blocksize" in document
         return cls(
@@ -94,7 +90,6 @@ class FourBitState:
 
     @property
     def elements(self) -> int:
-        """How many elements the weight has."""
         return math.prod(self.shape)
 
 
@@ -271,11 +266,7 @@ def dtype_told(config: Mapping[str, Any] | None) -> str | None:
 def refuse_unmodelled(
     entries: Mapping[str, TensorEntry], config: Mapping[str, Any] | None, *, location: str
 ) -> None:
-    """Refuses weights that are packed in a way that is not modelled.
-
-    Raises:
-        UnsupportedError: Naming the method, or the tensor that gives it away.
-    """
+    """Refuses weights that are packed in a way that is not modelled."""
     told = (config or {}).get("quantization_config") or {}
     method = told.get("quant_method", _BITSANDBYTES) if isinstance(told, Mapping) else str(told)
     foreign = next((name for name in entries if _FOREIGN.fullmatch(name)), None)

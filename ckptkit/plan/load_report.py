@@ -96,7 +96,6 @@ class LoadReport:
 
     @property
     def is_clean(self) -> bool:
-        """Whether everything would be loaded, and nothing made at random."""
         return not (self.missing or self.unexpected or self.mismatched)
 
     def to_json(self) -> dict[str, Any]:
@@ -113,11 +112,7 @@ class LoadReport:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
-        """Returns the report that plain values hold.
-
-        Raises:
-            TypeError: If they are of other types; a LookupError or ValueError, if they hold none.
-        """
+        """Returns the report that plain values hold."""
         mismatched = [_texts(row) for row in document["mismatched"]]
         return cls(
             model=_text(document["model"]),

@@ -69,10 +69,6 @@ def optimizer_states(
 
     Returns:
         The states, and the entries of the tensors in them.
-
-    Raises:
-        RefusedError: If there is no optimizer, or several that could be meant, or if states of two
-            parameters would have one name.
     """
     entries = [entry for entry in index.of_part("optimizer") if _held(entry) is not None]
     tree = _chosen({entry.tree: None for entry in entries}, model, location)
@@ -120,11 +116,7 @@ def _renamed(path: KeyPath, unwrapped: Mapping[str, str]) -> KeyPath:
 
 
 def _refuse_collisions(paths: Collection[KeyPath], location: str) -> None:
-    """Refuses states of two parameters whose names differ by wrapper segments alone.
-
-    Raises:
-        RefusedError: If there are any.
-    """
+    """Refuses states of two parameters whose names differ by wrapper segments alone."""
     if len(set(paths)) == len(paths):
         return
     twice, _ = Counter(paths).most_common(1)[0]
@@ -136,11 +128,7 @@ def _refuse_collisions(paths: Collection[KeyPath], location: str) -> None:
 
 
 def _refuse_numbers(entries: Sequence[TensorEntry], location: str) -> None:
-    """Refuses an optimizer that numbers its parameters where nothing tells which they are.
-
-    Raises:
-        RefusedError: If it does.
-    """
+    """Refuses an optimizer that numbers its parameters where nothing tells which they are."""
     numbered = next((e for e in entries if _is_numbered(_inner(e))), None)
     if numbered is not None:
         raise RefusedError(

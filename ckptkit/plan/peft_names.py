@@ -252,7 +252,6 @@ def _methods_of(names: Sequence[str]) -> dict[str, str]:
 
 
 def _are_wrapped(names: Sequence[str]) -> bool:
-    """Tells whether all names are those of a model that PEFT wraps, or of its file of a prompt."""
     return bool(names) and all(n in _PROMPT_FILE or n.startswith(_WRAPPER) for n in names)
 
 

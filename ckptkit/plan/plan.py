@@ -33,7 +33,6 @@ class TensorSpec:
 
     @property
     def elements(self) -> int:
-        """How many elements it has."""
         return math.prod(self.shape)
 
     @property
@@ -114,7 +113,6 @@ class PreparedWithin:
     around: Callable[[Kernel], Kernel]
 
     def prepared(self, _out: TensorSpec, reading: Reading) -> Kernel:
-        """Prepares the inner kernel."""
         return self.around(self.inner.prepared(self.made, reading))
 
 
@@ -255,7 +253,6 @@ class Plan:
 
     @property
     def bytes_written(self) -> int:
-        """Size of all output files together."""
         return sum(file.size_bytes for file in self.files)
 
     def specs(self) -> Iterator[tuple[OutputFile, Segment, TensorSpec]]:

@@ -43,21 +43,13 @@ _PACKED = re.compile(r"\.(quant_state\.bitsandbytes__\w+|absmax|quant_map|SCB)$"
 
 
 def model_trees(index: TensorIndex) -> list[str]:
-    """Returns the names of the model state dicts in an index, in order."""
     return list(dict.fromkeys(entry.tree for entry in index.of_part("model")))
 
 
 def select_model(
     index: TensorIndex, request: ConsolidateRequest, *, location: str
 ) -> list[TensorEntry]:
-    """Returns the tensors of the one model state dict that is meant, patterns applied.
-
-    Raises:
-        AmbiguousSourceError: If there are several and none was selected.
-        CannotPlanError: If the selection or the patterns leave nothing, or if a prefix cannot be
-            stripped.
-        IncompleteCheckpointError: If the checkpoint holds no model tensor at all.
-    """
+    """Returns the tensors of the one model state dict that is meant, patterns applied."""
     trees = model_trees(index)
     if not trees:
         raise IncompleteCheckpointError(
@@ -225,9 +217,6 @@ def refuse_what_would_load_as_random(
         location: The source, for messages.
         advice: What to do instead, if there is something; it stands in the hint.
         config: See `what_loads_as_random`.
-
-    Raises:
-        RefusedError: Naming the first tensor that gives the source away.
     """
     if told := what_loads_as_random(map(_described, entries), config=config):
         raise RefusedError(told, where=location, hint=hint_on_raw(advice))
@@ -265,10 +254,6 @@ def refuse_casting_quantized(
         config: The model's configuration, or None.
         location: The source, for messages.
         base: The element types of the base model, for `--dtype base`.
-
-    Raises:
-        RefusedError: If a tensor that would be cast has a scale beside it, or if the
-            configuration says that the weights are quantized.
     """
     policy = DTypePolicy(request.dtype, request.keep_dtype, base)
     cast = [entry for entry in entries if policy.target(entry) != entry.dtype]
@@ -310,11 +295,7 @@ class DTypePolicy:
     base: Mapping[Fqn, DType] | None = None
 
     def target(self, tensor: TensorEntry | TensorSpec) -> DType:
-        """Returns the type to write; only floating tensors are ever cast.
-
-        Raises:
-            RefusedError: If the base model holds the tensor packed, or is not known.
-        """
+        """Returns the type to write; only floating tensors are ever cast."""
         fixed = self.choice == "keep" or tensor.dtype.kind != "float"
         if fixed or matches(tensor.name, self.keep):
             return tensor.dtype
@@ -455,9 +436,7 @@ def distribute(
     Returns:
         The files that hold something, by name.
 
-    Raises:
-        RefusedError: If the output would lack a tensor that the other model has.
-    """  # noqa: DOC501  `_lacks` makes it
+    """
     written = {product.spec.name for product in products}
     lacking = [
         name

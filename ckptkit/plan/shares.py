@@ -41,9 +41,6 @@ def parse_slice(text: str) -> Share:
     Returns:
         The share.
 
-    Raises:
-        UsageError: If it is none.
-
     >>> str(parse_slice("0/4"))
     '0/4'
     """

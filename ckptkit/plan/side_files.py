@@ -62,7 +62,6 @@ class SideFile:
 
 
 def is_side_file(name: str) -> bool:
-    """Tells whether a file of that name can belong beside the weights."""
     return _fits(name, (*_MODEL, *_TOKENIZER, *_BESIDE_TOKENIZER, *_PROCESSOR, _CODE))
 
 
@@ -165,9 +164,6 @@ def content_as_written(
         read: Returns its content; called where it has to be looked at.
         config: The model's configuration as it is to be written, if there is one.
         allow_code: Whether `auto_map`, which names python files, stays.
-
-    Raises:
-        FormatError: If a configuration is not a JSON object.
     """
     if name == CONFIG and config is not None:
         return model_config_to_json(config)
@@ -184,7 +180,6 @@ def without_auto_map(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def has_auto_map(document: Mapping[str, Any]) -> bool:
-    """Tells whether a configuration names python files that loading would run."""
     return _AUTO_MAP in document
 
 

@@ -59,12 +59,10 @@ class Trim:
 
 
 def is_embedding(name: str) -> bool:
-    """Tells whether a name is that of the rows that tokens are looked up in."""
     return _INPUTS.search(name) is not None
 
 
 def is_head(name: str) -> bool:
-    """Tells whether a name is that of the layer whose outputs are the scores of tokens."""
     return _HEADS.search(name) is not None
 
 
@@ -81,10 +79,6 @@ def plan_trim(
 
     Returns:
         What to cut.
-
-    Raises:
-        RefusedError: If there is no such tensor, if it has fewer rows, or if the tensors found
-            disagree.
     """
     inputs = [spec for spec in specs if is_embedding(spec.name)]
     heads = [spec for spec in specs if is_head(spec.name)]
@@ -138,9 +132,6 @@ def refuse_cut_tokenizer(trim: Trim, tokens: int, *, location: str) -> None:
         trim: What is to be cut.
         tokens: How many rows the tokenizer needs, as far as is known.
         location: The source, for messages.
-
-    Raises:
-        RefusedError: If one of them would be cut.
     """
     if trim.size < min(tokens, trim.rows):
         raise RefusedError(

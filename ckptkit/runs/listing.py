@@ -77,12 +77,10 @@ class RunStep:
 
     @property
     def complete(self) -> bool:
-        """Whether it could be resumed from."""
         return not self.problem
 
     @property
     def series(self) -> str:
-        """What steps that are counted together have in common."""
         return series_of(self.name)
 
     def to_json(self, *, now: float) -> dict[str, Any]:
@@ -161,10 +159,6 @@ def list_run(run: PathLike, *, state: PathLike | None = None) -> RunListing:
 
     Returns:
         What lies there.
-
-    Raises:
-        NotACheckpointError: If there is no such run, or no step in it.
-        InputError: If it cannot be listed.
     """
     store = open_run(run)
     with open_source(run) as source:

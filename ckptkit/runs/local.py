@@ -50,11 +50,7 @@ class RunStore(Protocol):
         ...
 
     def files(self) -> Sequence[StoredFile]:
-        """Returns the files of all steps, sorted by path.
-
-        Raises:
-            InputError: If the run cannot be listed.
-        """
+        """Returns the files of all steps, sorted by path."""
         ...
 
     def is_live(self) -> bool | None:
@@ -71,9 +67,6 @@ class RunStore(Protocol):
         Args:
             step: The name of its folder.
             markers: Files of the step by which its readers are known, relative to the run.
-
-        Raises:
-            MissingFileError: If it is gone, or is being removed.
         """
         ...
 
@@ -93,9 +86,6 @@ class RunStore(Protocol):
 
         Returns:
             What keeps them out, or None where somebody reads it now.
-
-        Raises:
-            CkptkitError: If the storage does not allow it.
         """
         ...
 
@@ -105,9 +95,6 @@ class RunStore(Protocol):
         Args:
             step: The name of its folder.
             files: What was seen in it, and no file that came later.
-
-        Raises:
-            OutputError: If not all of it can be removed.
         """
         ...
 
@@ -119,9 +106,6 @@ class RunStore(Protocol):
 
         Returns:
             The steps concerned, by name.
-
-        Raises:
-            OutputError: If something cannot be removed.
         """
         ...
 
@@ -143,9 +127,6 @@ class LocalRun:
         Args:
             root: The directory; its name is kept for messages as it is given.
             is_step: Tells from the name of a folder whether it is that of a step.
-
-        Raises:
-            NotACheckpointError: If it is no directory.
         """
         if not root.is_dir():
             raise NotACheckpointError("no such directory", where=str(root))
@@ -154,15 +135,10 @@ class LocalRun:
 
     @property
     def location(self) -> str:
-        """The directory as the user named it."""
         return str(self._root)
 
     def files(self) -> Sequence[StoredFile]:
-        """Returns the files of all steps, sorted by path; links are not followed.
-
-        Raises:
-            InputError: If the run cannot be listed.
-        """
+        """Returns the files of all steps, sorted by path; links are not followed."""
         with _readable(self._root), os.scandir(self._root) as entries:
             steps = sorted(
                 entry.name
@@ -179,15 +155,9 @@ class LocalRun:
             return None
 
     def is_there(self, path: str) -> bool:
-        """Tells whether a file is there at this moment."""
         return (self._root / path).exists()
 
     def hold(self, step: str, markers: Collection[str]) -> StepMark:  # noqa: ARG002
-        """Takes the shared locks of a step's markers.
-
-        Raises:
-            MissingFileError: If one is gone, or is being removed.
-        """
         return hold(self._root / path for path in sorted(markers))
 
     def in_use(self, step: str, markers: Collection[str]) -> bool:
@@ -211,9 +181,6 @@ class LocalRun:
         """Takes a step's name away, durably, and then removes it.
 
         A job may replace the step at any time; what is not what was seen gets its name back.
-
-        Raises:
-            OutputError: If not all of it can be removed, or if it was written again.
         """
         folder = self._root / step
         trash = self._root / f".{step}{WORK_INFIX}{_TRASH}-{os.urandom(_NONCE_BYTES).hex()}"
@@ -228,11 +195,7 @@ class LocalRun:
             _remove_tree(trash)
 
     def clear_up(self, *, remove: bool) -> Sequence[str]:
-        """Removes folders that have lost their names.
-
-        Raises:
-            OutputError: If one cannot be removed.
-        """
+        """Removes folders that have lost their names."""
         found = []
         with _readable(self._root):
             left = sorted(self._root.iterdir())

@@ -28,9 +28,6 @@ def hold_candidates(folders: Sequence[Source], candidates: Sequence[Candidate]) 
     Args:
         folders: The places that hold them; those that are no directories are passed over.
         candidates: What is read, relative to each of the places.
-
-    Raises:
-        MissingFileError: If one of them is being removed.
     """
     roots = [Path(folder.location) for folder in folders if not is_url(folder.location)]
     paths = (root / marker(candidate) for root in roots for candidate in candidates)
@@ -38,11 +35,7 @@ def hold_candidates(folders: Sequence[Source], candidates: Sequence[Candidate]) 
 
 
 def hold_source(source: Source) -> StepMark:
-    """Marks what lies in a source as being read, until the result is closed.
-
-    Raises:
-        MissingFileError: If some of it is being removed.
-    """
+    """Marks what lies in a source as being read, until the result is closed."""
     return hold_candidates([source], find_candidates(source))
 
 
@@ -55,9 +48,6 @@ def step_in_use(step: PathLike) -> Iterator[None]:
 
     Yields:
         Nothing.
-
-    Raises:
-        InputError: If it is gone, or is being removed.
     """
     if is_url(step):
         with _held_at_store(place_of(step)):
@@ -79,9 +69,6 @@ def read_at_store(steps: Sequence[PathLike]) -> Iterator[None]:
 
     Yields:
         Nothing.
-
-    Raises:
-        InputError: If one is being removed.
     """
     with ExitStack() as stack:
         for place in dict.fromkeys(place_of(step) for step in steps if is_url(step)):

@@ -90,10 +90,6 @@ def take_run_lock(run: Path, capabilities: Capabilities | None = None) -> RunLoc
 
     Returns:
         The lock, or None where the file system knows no locks.
-
-    Raises:
-        RefusedError: If another process has it.
-        OSError: If the file cannot be made.
     """
     able = capabilities or detect_capabilities()
     path = run / MARKS_FOLDER / _LOCK
@@ -131,11 +127,7 @@ def _locked(path: Path, capabilities: Capabilities) -> OpenFile | None:
 
 
 def run_is_live(run: Path, capabilities: Capabilities | None = None) -> bool | None:
-    """Tells whether a job holds the lock of a run; None where the file system has no locks.
-
-    Raises:
-        OSError: If the lock exists and cannot be opened.
-    """
+    """Tells whether a job holds the lock of a run; None where the file system has no locks."""
     able = capabilities or detect_capabilities()
     path = run / MARKS_FOLDER / _LOCK
     if not able.locks:
@@ -155,11 +147,7 @@ def run_is_live(run: Path, capabilities: Capabilities | None = None) -> bool | N
 
 
 def ask_for_save(run: Path) -> None:
-    """Leaves a request that the job takes up within about a second.
-
-    Raises:
-        OSError: If it cannot be written.
-    """
+    """Leaves a request that the job takes up within about a second."""
     folder = run / MARKS_FOLDER
     folder.mkdir(exist_ok=True)
     host, pid = socket.gethostname(), os.getpid()
@@ -169,11 +157,7 @@ def ask_for_save(run: Path) -> None:
 
 
 def take_request(run: Path) -> Owner | None:
-    """Removes a request to save, and returns whose it was; None if there is none.
-
-    Raises:
-        OSError: If there is one, and it cannot be removed.
-    """
+    """Removes a request to save, and returns whose it was; None if there is none."""
     path = run / MARKS_FOLDER / _REQUEST
     if not path.exists():
         return None
@@ -186,9 +170,6 @@ def run_identity(run: Path, capabilities: Capabilities | None = None) -> str:
     """Returns what tells a run from all others; a run that has none is given one, durably.
 
     Only who has the lock of the run may call this.
-
-    Raises:
-        OSError: If it cannot be read or written.
     """
     path = run / MARKS_FOLDER / _IDENTITY
     found = path.read_text(encoding="utf-8", errors="replace").strip() if path.exists() else ""
@@ -211,9 +192,6 @@ def step_folders(run: Path, prefixes: Sequence[str] = STEP_PREFIXES) -> dict[int
     Args:
         run: The run's directory.
         prefixes: What may come before the number.
-
-    Raises:
-        OSError: If the run cannot be listed.
     """
     found = {
         int(match[2]): path
@@ -229,11 +207,7 @@ def is_step_folder(name: str) -> bool:
 
 
 def committed_steps(run: Path) -> dict[int, tuple[Path, int]]:
-    """Returns the steps that have a manifest, with a number that changes with each commit.
-
-    Raises:
-        OSError: If the run cannot be listed.
-    """
+    """Returns the steps that have a manifest, with a number that changes with each commit."""
     found = {}
     for step, path in step_folders(run).items():
         try:
@@ -274,9 +248,6 @@ def hold(paths: Iterable[Path], capabilities: Capabilities | None = None) -> Ste
     """Marks files as being read; others may read them too, and nobody removes them.
 
     Where the file system has no locks, or allows none to this user, nothing is marked.
-
-    Raises:
-        MissingFileError: If one is gone, or is being removed.
     """
     able = capabilities or detect_capabilities()
     held: list[OpenFile] = []

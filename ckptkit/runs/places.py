@@ -24,11 +24,7 @@ _MOST_ABOVE = 4
 
 
 def open_run(run: PathLike) -> RunStore:
-    """Returns the store of a run.
-
-    Raises:
-        NotACheckpointError: If there is no such directory.
-    """
+    """Returns the store of a run."""
     if is_url(run):
         from ckptkit.runs.remote import RemoteRun
 
@@ -37,7 +33,6 @@ def open_run(run: PathLike) -> RunStore:
 
 
 def is_step_name(name: str) -> bool:
-    """Tells whether a folder of that name holds a step, as all tools name theirs."""
     return step_of(name) is not None
 
 
@@ -57,10 +52,6 @@ def run_below(run: PathLike) -> PathLike:
     """Returns the run that a place stands for: itself, or the only run in a folder below it.
 
     A place without any step, which may get some, stands for itself.
-
-    Raises:
-        AmbiguousSourceError: If there are several runs below it.
-        NotACheckpointError: If it is a step, or there is no such directory.
     """
     with open_source(run) as source:
         folders = {step_folder(one.folder) for one in recognise(listed_files(source))}

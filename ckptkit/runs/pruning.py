@@ -61,7 +61,6 @@ class Pruned:
 
     @property
     def removed(self) -> tuple[RunStep, ...]:
-        """The steps that are gone, or would be."""
         return tuple(one.step for one in self.steps if one.action == "remove")
 
     @property
@@ -109,11 +108,6 @@ def prune_run(
 
     Returns:
         What became of each step.
-
-    Raises:
-        UsageError: If there is no rule.
-        RefusedError: If the best steps are to be kept, and no step has such a metric.
-        InputError: If the run cannot be listed.
     """
     if retention.keeps_all:
         raise UsageError(

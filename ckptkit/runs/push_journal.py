@@ -90,23 +90,12 @@ class PushJournal:
 
     @property
     def pushes(self) -> Mapping[int, StepPush]:
-        """What is known of each step, by its number."""
         return self._pushes
 
     def note(self, push: StepPush) -> None:
-        """Writes down what is known of a step now, durably.
-
-        Raises:
-            OutputError: If it cannot be written.
-        """
         self._write({**self._pushes, push.step: push})
 
     def forget(self, step: int) -> None:
-        """Takes the entry of a step away, durably.
-
-        Raises:
-            OutputError: If that cannot be written.
-        """
         self._write({number: one for number, one in self._pushes.items() if number != step})
 
     def _write(self, pushes: Mapping[int, StepPush]) -> None:
@@ -149,9 +138,7 @@ def open_journal(
     Returns:
         The journal, and what is to be said of the file that was found; mostly nothing.
 
-    Raises:
-        OutputError: If it can be neither read nor put aside.
-    """  # noqa: DOC501  `_unwritable` makes it
+    """
     path = journal_path(state, repo_id)
     try:
         found, pushes = _read(path)
@@ -210,10 +197,6 @@ def take_watch_lock(
         state: Where the watch keeps its state.
         run: The run's own folder for it, None for a run on no disk.
         capabilities: What the platform offers; detected when left out.
-
-    Raises:
-        RefusedError: If another process has one of them.
-        OutputError: If that of the state cannot be made.
     """
     able = capabilities or detect_capabilities()
     taken: list[OpenFile] = []

@@ -41,10 +41,6 @@ class MarkObjects:
 
         Args:
             place: A URL, with the options of its storage.
-
-        Raises:
-            RefusedError: If the client for it is not installed.
-            AccessError: If the storage does not let us in.
         """
         self._place = place
         self._store = store_of(place)
@@ -52,36 +48,21 @@ class MarkObjects:
 
     @property
     def location(self) -> str:
-        """The URL as the user named it."""
         return str(self._place)
 
     @property
     def protocol(self) -> str:
-        """The kind of store, such as `s3`."""
         return self._store.protocol
 
     def listing(self, folder: str) -> dict[str, StoredObject]:
-        """Returns the objects below a folder, by their paths relative to it.
-
-        Raises:
-            InputError: If it cannot be listed.
-        """
         return self._read(folder, lambda: self._store.listing(self._at(folder)))
 
     def look_up(self, path: str) -> StoredObject | None:
-        """Returns an object; None where it is not there.
-
-        Raises:
-            InputError: If the store does not say.
-        """
+        """Returns an object; None where it is not there."""
         return self._read(path, lambda: self._store.look_up(self._at(path)))
 
     def get(self, path: str) -> Any:
-        """Returns the JSON value of an object; None where it is gone, or none.
-
-        Raises:
-            InputError: If it cannot be read.
-        """
+        """Returns the JSON value of an object; None where it is gone, or none."""
         found = self.look_up(path)
         if found is None or found.size_bytes > _MOST_BYTES:
             return None
@@ -95,30 +76,17 @@ class MarkObjects:
             return None
 
     def put(self, path: str, value: Mapping[str, Any]) -> None:
-        """Writes a JSON value.
-
-        Raises:
-            OutputError: If it cannot be written.
-        """
+        """Writes a JSON value."""
         data = json.dumps(value).encode()
 
         self._change("written", path, lambda: self._store.put_small(self._at(path), data))
 
     def delete(self, paths: Sequence[str]) -> None:
-        """Deletes objects; those that are gone already are no error.
-
-        Raises:
-            OutputError: If one cannot be deleted.
-        """
+        """Deletes objects; those that are gone already are no error."""
         if paths:
             self._change("removed", paths[0], lambda: self._store.delete(self._root, paths))
 
     def folder_markers(self, folder: str) -> list[str]:
-        """Returns the empty objects that stand for a folder and for those in it, by their paths.
-
-        Raises:
-            InputError: If they cannot be listed.
-        """
         names = self._read(folder, lambda: self._store.folder_markers(self._at(folder)))
         return [f"{folder}/{name}" for name in names]
 
@@ -182,10 +150,6 @@ class RemoteRun:
         Args:
             run: A URL, with the options of its storage.
             is_step: Tells from the name of a folder whether it is that of a step.
-
-        Raises:
-            RefusedError: If the client for it is not installed.
-            AccessError: If the storage does not let us in.
         """
         self._objects = MarkObjects(place_of(run))
         self._is_step = is_step
@@ -193,15 +157,10 @@ class RemoteRun:
 
     @property
     def location(self) -> str:
-        """The URL as the user named it."""
         return self._objects.location
 
     def files(self) -> Sequence[StoredFile]:
-        """Returns the objects of all steps, sorted by path.
-
-        Raises:
-            InputError: If the run cannot be listed.
-        """
+        """Returns the objects of all steps, sorted by path."""
         found = self._objects.listing("")
         return [
             StoredFile(path, one.size_bytes, one.modified, one.identity)
@@ -214,7 +173,6 @@ class RemoteRun:
         return None
 
     def is_there(self, path: str) -> bool:
-        """Tells whether an object is there at this moment."""
         return self._objects.look_up(path) is not None
 
     @contextmanager
@@ -223,9 +181,6 @@ class RemoteRun:
 
         Yields:
             Nothing.
-
-        Raises:
-            MissingFileError: If the step is being removed.
         """
         path = f"{_IN_USE}/{step}/{os.urandom(_NONCE_BYTES).hex()}.json"
         if self._objects.protocol in _READ_ONLY or not self._marked(path, step):
@@ -243,19 +198,13 @@ class RemoteRun:
             self._drop(path)
 
     def in_use(self, step: str, markers: Collection[str]) -> bool:  # noqa: ARG002
-        """Tells whether a mark of somebody alive lies there."""
         found = self._objects.listing(f"{_IN_USE}/{step}").values()
         return any(_is_younger(one, _LIFE_SECONDS) for one in found)
 
     def claim(
         self, step: str, markers: Collection[str], files: Sequence[StoredFile]
     ) -> AbstractContextManager[object] | None:
-        """Says that a step is being removed; None where somebody reads it.
-
-        Raises:
-            RefusedError: If the store is one that is only read.
-            OutputError: If that cannot be said there.
-        """
+        """Says that a step is being removed; None where somebody reads it."""
         if self._objects.protocol in _READ_ONLY:
             raise RefusedError("such a place is only read", where=self.location)
         path = _claim_path(step)
@@ -266,11 +215,7 @@ class RemoteRun:
         return self._claimed(step)
 
     def remove(self, step: str, files: Sequence[StoredFile]) -> None:
-        """Removes a step that was claimed: first what makes it a whole one, then the rest.
-
-        Raises:
-            OutputError: If not all of it can be removed, or if it is being written again.
-        """
+        """Removes a step that was claimed: first what makes it a whole one, then the rest."""
         now = self._objects.listing(step)
         known = {file.path: [file.identity, file.modified] for file in files}
         if not all(_is_known(f"{step}/{path}", one, known) for path, one in now.items()):
@@ -283,11 +228,7 @@ class RemoteRun:
         self._objects.delete([_claim_path(step)])
 
     def clear_up(self, *, remove: bool) -> Sequence[str]:
-        """Brings removals to their end that a kill has interrupted.
-
-        Raises:
-            OutputError: If something cannot be removed.
-        """
+        """Brings removals to their end that a kill has interrupted."""
         found = []
         for name, claim in sorted(self._objects.listing(_REMOVING).items()):
             step, path = name.removesuffix(".json"), f"{_REMOVING}/{name}"

@@ -67,7 +67,6 @@ class SavedSteps:
         ]
 
     def problem(self, folder: str) -> Problem | None:
-        """Returns what keeps a step from being read as one of ours, if something does."""
         found = self._manifests.get(folder)
         return found if isinstance(found, Problem) else None
 

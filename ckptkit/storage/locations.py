@@ -46,10 +46,6 @@ class Place(str):
         Args:
             location: A local path, or a URL such as `s3://bucket/run`.
             options: For fsspec.
-
-        Raises:
-            UsageError: If a password stands in the URL, or a URL of the web has a query, from where
-                they would reach messages and manifests.
         """
         place = super().__new__(cls, _plain(os.fspath(location)))
         place.options = dict(options or {})
@@ -57,7 +53,6 @@ class Place(str):
 
     @property
     def location(self) -> str:
-        """The path or URL alone."""
         return str.__str__(self)
 
     def __str__(self) -> str:
@@ -80,7 +75,6 @@ class Place(str):
         return match[2].strip("/") if match else self.location
 
     def beside(self, location: str) -> Place:
-        """Returns another location on the same storage."""
         return Place(location, self.options)
 
     def __reduce__(self) -> tuple[type[Place], tuple[str, Mapping[str, Any]]]:
@@ -89,11 +83,7 @@ class Place(str):
 
 
 def place_of(path: PathLike, options: Mapping[str, Any] | None = None) -> Place:
-    """Returns a place as the user named it, with options unless it brings its own.
-
-    Raises:
-        UsageError: If a password stands in the URL.
-    """
+    """Returns a place as the user named it, with options unless it brings its own."""
     if isinstance(path, Place) and (path.options or not options):
         return path
     place = Place(path)
@@ -113,9 +103,6 @@ class Sources:
         Args:
             first: The place that the command is about.
             options: For fsspec.
-
-        Raises:
-            UsageError: If a password stands in the URL.
         """
         self.first = place_of(first, options)
         self._options = options
@@ -125,20 +112,15 @@ class Sources:
 
         They fit where both are URLs of one protocol, or where the first one is a path, which needs
         none. A store of another kind would not understand them, and is not to see their secrets.
-
-        Raises:
-            UsageError: If a password stands in the URL.
         """
         kinds = {store_kind(one.protocol) for one in (self.first, Place(path))}
         fits = not is_url(self.first) or len(kinds) == 1
         return place_of(path, self._options if fits else None)
 
     def optional(self, path: PathLike | None) -> Place | None:
-        """Returns a further place, None where none was given."""
         return None if path is None else self.place(path)
 
     def further(self, paths: Iterable[PathLike]) -> tuple[Place, ...]:
-        """Returns further places, in order."""
         return tuple(self.place(path) for path in paths)
 
 
@@ -153,7 +135,6 @@ def local_path(place: PathLike) -> Path:
 
 
 def store_kind(protocol: str) -> str:
-    """Returns one name for the protocols of one kind of store."""
     return _ALIASES.get(protocol, protocol)
 
 
@@ -161,9 +142,6 @@ def _check_usable(location: str) -> None:
     """Refuses what no system call and no store takes.
 
     Bytes of a name that are no UTF-8 are surrogates here, which paths may hold and URLs may not.
-
-    Raises:
-        UsageError: If a character is a NUL or has no bytes, or if a name is too long.
     """
     is_remote = "://" in location
     try:
@@ -214,9 +192,6 @@ def parse_options(pairs: Sequence[str], *, option: str) -> dict[str, Any]:
     Args:
         pairs: As they were given.
         option: Where they were given, for messages, which never show a value.
-
-    Raises:
-        UsageError: If one is no pair, or a name is given twice.
 
     >>> parse_options(["anon=true", "client_kwargs.region_name=eu-1"], option="--src-option")
     {'anon': True, 'client_kwargs': {'region_name': 'eu-1'}}

@@ -8,12 +8,7 @@ from ckptkit.core.manifest import MANIFEST_NAME, Manifest, check_manifest_size, 
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Returns the manifest of a directory.
-
-    Raises:
-        OSError: If it is not there, or cannot be read.
-        FormatError: If it is none, or far too large for one.
-    """
+    """Returns the manifest of a directory."""
     path = folder / MANIFEST_NAME
     check_manifest_size(path.stat().st_size, where=str(path))
     return parse_manifest(path.read_bytes(), where=str(path))

@@ -26,31 +26,18 @@ class MemorySource:
 
     @property
     def location(self) -> str:
-        """The name it was given, for messages."""
         return self._location
 
     def walk(self, depth: int) -> Iterator[str]:
-        """Yields the paths of files down to `depth` folders below, sorted."""
         yield from sorted(path for path in self._files if path.count("/") <= depth)
 
     def stat(self, path: str) -> FileRef:
-        """Returns size and identity of a file, the latter a digest of its bytes.
-
-        Raises:
-            MissingFileError: If it is not there.
-            UnsafePathError: If it leads out of the directory.
-        """
+        """Returns size and identity of a file, the latter a digest of its bytes."""
         data = self._data(path)
         return FileRef(path, len(data), blake2b(data, digest_size=16).hexdigest())
 
     def read(self, path: str, start: int, stop: int) -> bytes:
-        """Returns exactly the bytes `[start, stop)`.
-
-        Raises:
-            TruncatedFileError: If the file ends before `stop`.
-            MissingFileError: If it is not there.
-            UnsafePathError: If it leads out of the directory.
-        """
+        """Returns exactly the bytes `[start, stop)`."""
         data = self._data(path)
         if stop > len(data):
             raise TruncatedFileError(
@@ -62,13 +49,7 @@ class MemorySource:
         return data[start:stop]
 
     def read_into(self, path: str, start: int, target: memoryview) -> None:
-        """Fills `target` from byte `start` on.
-
-        Raises:
-            TruncatedFileError: If the file ends before `target` is full.
-            MissingFileError: If it is not there.
-            UnsafePathError: If it leads out of the directory.
-        """
+        """Fills `target` from byte `start` on."""
         if target.nbytes:
             target.cast("B")[:] = self.read(path, start, start + target.nbytes)
 
@@ -102,9 +83,6 @@ class MemoryTarget:
             files: The destination, which several targets may share.
             overwrite: Whether a destination that holds something is replaced by the commit.
             room_bytes: How much may be created in all; no limit when left out.
-
-        Raises:
-            OutputExistsError: If the destination holds something, not to be overwritten.
         """
         self.files: dict[str, bytes] = {} if files is None else files
         self._overwrite = overwrite
@@ -115,7 +93,6 @@ class MemoryTarget:
 
     @property
     def location(self) -> str:
-        """A name for messages."""
         return "memory"
 
     def free_bytes(self) -> int | None:
@@ -125,13 +102,7 @@ class MemoryTarget:
         return self._room_bytes - sum(map(len, self._staged.values()))
 
     def create(self, path: str, size_bytes: int) -> None:
-        """Makes a file of that size.
-
-        Raises:
-            NoSpaceError: If the place has no room for it.
-            OutputError: If it exists already.
-            UnsafePathError: If it would lie outside the output.
-        """
+        """Makes a file of that size."""
         check_relative(path, "memory")
         with self._lock:
             if path in self._staged:
@@ -144,11 +115,7 @@ class MemoryTarget:
             self._staged[path] = bytearray(size_bytes)
 
     def write(self, path: str, start: int, data: memoryview) -> None:
-        """Writes `data` at byte `start` of a created file; thread-safe for disjoint ranges.
-
-        Raises:
-            ValueError: If the range is not inside a file that was created.
-        """
+        """Writes `data` at byte `start` of a created file; thread-safe for disjoint ranges."""
         file = self._staged.get(path)
         if file is None or start < 0 or start + data.nbytes > len(file):
             raise ValueError(f"bytes [{start}, {start + data.nbytes}) are not in file {path!r}")
@@ -156,12 +123,7 @@ class MemoryTarget:
             file[start : start + data.nbytes] = data.cast("B")
 
     def commit(self, last: str) -> None:
-        """Makes everything visible at once, the file `last` after all others.
-
-        Raises:
-            OutputExistsError: If the destination was filled by somebody else meanwhile.
-            ValueError: If `last` was not created.
-        """
+        """Makes everything visible at once, the file `last` after all others."""
         if last not in self._staged:
             raise ValueError(f"file {last!r} was not created")
         self._refuse_filled()

@@ -44,13 +44,11 @@ class _Found:
 
     @property
     def names(self) -> frozenset[str]:
-        """The files that unfinished commits may have left."""
         names = self.document.get("names")
         return frozenset(str(name) for name in names) if isinstance(names, list) else frozenset()
 
     @property
     def is_over(self) -> bool:
-        """Whether its run has given it up, or is certainly dead."""
         return not self.document.get("writer") or self.is_old or _is_dead(self.document)
 
 
@@ -80,7 +78,6 @@ class OutputClaim:
 
     @property
     def is_held(self) -> bool:
-        """Whether this run may change what lies at the place."""
         return self._ended is not None
 
     @property
@@ -93,9 +90,6 @@ class OutputClaim:
 
         Returns:
             The files that interrupted commits may have left.
-
-        Raises:
-            RefusedError: If one is.
         """
         found = self._read()
         if found is not None and not found.is_over:
@@ -103,12 +97,7 @@ class OutputClaim:
         return frozenset() if found is None else found.names
 
     def take(self) -> None:
-        """Claims the place; waits a moment for another run, and takes over from one that is dead.
-
-        Raises:
-            RefusedError: If another run is putting its output there.
-            OutputError: If the claim cannot be written.
-        """
+        """Claims the place. Waits briefly for another run, and takes over from a dead one."""
         for _ in range(_TRIES):
             found = self._wait_for_end()
             if self._try(found):
@@ -116,11 +105,7 @@ class OutputClaim:
         raise self._taken()
 
     def _wait_for_end(self) -> _Found | None:
-        """Returns the claim that this run may take over, None if there is none.
-
-        Raises:
-            RefusedError: If another run that is alive holds it.
-        """
+        """Returns the claim that this run may take over, None if there is none."""
         began, first = time.monotonic(), self._read()
         found = first
         while first is not None and found is not None and not found.is_over:
@@ -135,22 +120,14 @@ class OutputClaim:
         return found
 
     def add_names(self, names: Collection[str]) -> None:
-        """Notes the files that the place may hold until the commit has ended.
-
-        Raises:
-            OutputError: If the claim is lost.
-        """
+        """Notes the files that the place may hold until the commit has ended."""
         if not self._names.issuperset(names):
             self._names |= set(names)
             self._renew()
             self.check()
 
     def check(self) -> None:
-        """Sees that the place is still this run's own, right before something there is changed.
-
-        Raises:
-            OutputError: If another run may have taken over.
-        """
+        """Sees that the place is still this run's own, right before something there is changed."""
         if not self.is_held or time.monotonic() - self._confirmed > _TRUSTED_SECONDS:
             raise OutputError(
                 "another run may have taken this place over, since this one stood still",
@@ -288,7 +265,6 @@ def _process(number: int) -> str:
 
 
 def _is_here(document: Mapping[str, Any]) -> bool:
-    """Tells whether a claim is that of a process of this machine that is alive."""
     return bool(_machine()) and document.get("machine") == _machine() and not _is_dead(document)
 
 

@@ -46,7 +46,6 @@ class OverlaySource:
 
     @property
     def folders(self) -> tuple[Folder, ...]:
-        """The directories, in order."""
         return self._folders
 
     def lay_over(self, made: Mapping[str, bytes], *, without: Sequence[str] = ()) -> None:
@@ -69,12 +68,6 @@ class OverlaySource:
         yield from sorted(path for path in found if not path.startswith(self._without))
 
     def stat(self, path: str) -> FileRef:
-        """Returns size and identity of a file.
-
-        Raises:
-            MissingFileError: If it is in none of the directories.
-            FormatError: If it is in several, and not the same in all of them.
-        """
         return self._place(path).stat(path)
 
     def read(self, path: str, start: int, stop: int) -> bytes:
@@ -87,7 +80,6 @@ class OverlaySource:
 
     @property
     def is_distant(self) -> bool:
-        """Whether reading from any of them costs a round trip."""
         return any(isinstance(folder, Distant) for folder in self._folders)
 
     def fetch(self, reads: Sequence[tuple[FileRange, memoryview]]) -> None:
@@ -114,7 +106,6 @@ class OverlaySource:
             foresee(self._place(group[0].path), group)
 
     def copy_source(self, path: str) -> CopySource | None:
-        """Returns the object that a file is, or None for a file that is none."""
         place = self._place(path)
         return place.copy_source(path) if isinstance(place, ObjectSource) else None
 
@@ -140,7 +131,6 @@ class OverlaySource:
         return None  # what was made up stays as it is
 
     def linked_folders(self) -> list[str]:
-        """Returns the names of folders right below that are links, in any of the directories."""
         return sorted({name for folder in self._folders for name in folder.linked_folders()})
 
     def _place(self, path: str) -> Source:

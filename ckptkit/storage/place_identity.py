@@ -142,9 +142,6 @@ def identify_place(place: PathLike) -> PlaceIdentity:
 
     Args:
         place: A path, or a `Place` with the options of its storage.
-
-    Raises:
-        UsageError: If a password stands in the URL.
     """
     return PlaceIdentity(place_of(place))
 
@@ -155,9 +152,6 @@ def find_overlap(first: PathLike, second: PathLike) -> Overlap:
     Places are compared by what they are: links and mounts are followed, `file://` is a path,
     `s3a://` is `s3://`, and an endpoint is that which the client uses, wherever it is configured.
     Where nothing shows that two endpoints are different stores, they count as one.
-
-    Raises:
-        UsageError: If a password stands in a URL.
     """
     return identify_place(first).overlap(identify_place(second))
 
@@ -169,9 +163,6 @@ def find_overlaps(places: Sequence[PathLike]) -> Iterator[tuple[int, int, Overla
 
     Yields:
         The indexes of both, and how the first is related to the second.
-
-    Raises:
-        UsageError: If a password stands in a URL.
     """
     known = [identify_place(place) for place in places]
     # Names of other case may be one file.

@@ -33,13 +33,7 @@ __all__ = [
 
 
 def open_source(place: PathLike) -> Folder:
-    """Opens a directory, or a prefix of an object store, for reading.
-
-    Raises:
-        MissingFileError: If there is none.
-        AccessError: If its storage does not let us in.
-        RefusedError: If nothing here reads such a URL.
-    """
+    """Opens a directory, or a prefix of an object store, for reading."""
     if is_url(place):
         from ckptkit.storage.remote.source import RemoteSource  # late: it imports fsspec
 
@@ -48,13 +42,7 @@ def open_source(place: PathLike) -> Folder:
 
 
 def open_target(place: PathLike, *, overwrite: bool) -> Target:
-    """Prepares a place for an output, which appears there when it is committed.
-
-    Raises:
-        OutputExistsError: If it holds something and is not to be overwritten.
-        OutputError: If nothing can be written there.
-        RefusedError: If nothing here writes to such a URL.
-    """
+    """Prepares a place for an output, which appears there when it is committed."""
     if is_url(place):
         from ckptkit.storage.remote.stream_target import (
             open_remote_target,  # late: it imports fsspec
@@ -73,10 +61,6 @@ class SharedPlace:
         Args:
             out: The output.
             option: By which several processes were asked for.
-
-        Raises:
-            RefusedError: If it lies in a store to which one process has to write alone.
-            UsageError: If the URL is of no use.
         """
         self.place = place_of(out)
         self._prefix = None
@@ -101,7 +85,6 @@ class SharedPlace:
 
     @property
     def takes_parts(self) -> bool:
-        """Whether what is written is taken in parts of objects."""
         return self._prefix is not None
 
     def open(self, attempt: Attempt, cut: Cut) -> SharedOutput:
@@ -110,10 +93,6 @@ class SharedPlace:
         Args:
             attempt: What all processes have in common.
             cut: Returns the parts of a file, as all processes cut it.
-
-        Raises:
-            OutputExistsError: If something lies there and is not to be overwritten.
-            OutputError: If nothing can be written there.
         """
         if self._prefix is None:
             folder = local_path(self.place)

@@ -22,9 +22,6 @@ def refuse_unremovable(root: Place, paths: Collection[str]) -> None:
     Args:
         root: The place that they lie in.
         paths: Relative to it.
-
-    Raises:
-        RefusedError: If there is one.
     """
     if is_url(root):
         if root.protocol in _READ_ONLY:
@@ -46,11 +43,7 @@ def refuse_unremovable(root: Place, paths: Collection[str]) -> None:
 
 
 def put_record(root: Place, name: str, data: bytes) -> None:
-    """Writes a small file that is durable and whole, or not there.
-
-    Raises:
-        OutputError: If it cannot be written.
-    """
+    """Writes a small file that is durable and whole, or not there."""
     if is_url(root):
         store = store_of(root)
         with writing_to(root.location, store.options)():
@@ -83,9 +76,6 @@ def remove_files(root: Place, paths: Sequence[str], *, last: str) -> None:
         root: The place that they lie in; it stays, unless it is left empty.
         paths: Relative to it; some may have been removed already.
         last: The file by which the removal is known, which goes after all folders.
-
-    Raises:
-        OutputError: If one stays; so do those after it.
     """
     if is_url(root):
         _remove_objects(root, [*paths, last])

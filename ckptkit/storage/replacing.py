@@ -32,9 +32,6 @@ def refuse_unnamed(
         manifest: The content of its manifest, None where it has none.
         location: What messages call the place.
         known: Further files that may go, such as those of an unfinished commit.
-
-    Raises:
-        RefusedError: If there is one.
     """
     refused = sorted(name for name in set(found) - set(known) if _is_of_checkpoint(name))
     _refuse(_unnamed(refused, manifest, location), location, has_manifest=manifest is not None)
@@ -46,9 +43,6 @@ def refuse_unnamed_in(out: Path, named_as: str) -> None:
     Args:
         out: The directory.
         named_as: What messages call it.
-
-    Raises:
-        RefusedError: If there is one.
     """
     path = out / MANIFEST_NAME
     try:
@@ -86,9 +80,6 @@ def refuse_newer(now: str | tuple[int, ...], seen: str | tuple[int, ...], named_
         now: What `manifest_mark` or `manifest_digest` returns at the commit.
         seen: What it returned when the run began.
         named_as: What messages call the directory.
-
-    Raises:
-        OutputExistsError: If another run has put its output there.
     """
     if now and now != seen:
         raise OutputExistsError(

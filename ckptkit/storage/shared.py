@@ -62,12 +62,10 @@ class Attempt:
 
 
 def plan_note(plan: bytes, seen: str | None) -> bytes:
-    """Returns a note of what is to be done, and of the manifest that it replaces, if any."""
     return (b"" if seen is None else b"=" + seen.encode()) + b"\n" + plan
 
 
 def plan_of(note: bytes) -> bytes:
-    """Returns what is to be done, by such a note."""
     return note.rpartition(b"\n")[2]
 
 
@@ -193,10 +191,7 @@ class WorkNotes:
         Returns:
             What the note says: `data`, or what another process was first with.
 
-        Raises:
-            NoSpaceError: If the disk is full.
-            OutputError: If it cannot be left, or the folder is gone.
-        """  # noqa: DOC501  what the system raises is translated
+        """
         new = self._folder / f"{name}.{os.urandom(8).hex()}"
         with translated(self._named, len(data)):
             try:
@@ -213,11 +208,7 @@ class WorkNotes:
         return data
 
     def get(self, name: str) -> bytes | None:
-        """Returns what a note says, None where there is none.
-
-        Raises:
-            OutputError: If it cannot be read.
-        """
+        """Returns what a note says, None where there is none."""
         with translated(self._named):
             try:
                 return (self._folder / name / _CONTENT).read_bytes()
@@ -265,10 +256,6 @@ class PartFile:
             path: Where it lies.
             named: The output, as messages call it.
             capabilities: What the platform offers.
-
-        Raises:
-            NoSpaceError: If the disk is full.
-            OutputError: If it cannot be made.
         """
         self.rows: list[Row] = []
         self._path = path
@@ -283,29 +270,18 @@ class PartFile:
         """Does nothing: whoever puts the bytes in their place makes the files."""
 
     def write_runs(self, path: str, starts: Sequence[int], data: memoryview) -> None:
-        """Takes data that is cut into as many equal runs, each for its own byte of a file.
-
-        Raises:
-            NoSpaceError: If the disk is full.
-            OutputError: If it cannot be written.
-        """
+        """Takes data that is cut into as many equal runs, each for its own byte of a file."""
         with self._lock, translated(self._named, data.nbytes):
             self._file.write_at(self._at, data)
             self._at += data.nbytes
             self.rows.append((path, starts, data.nbytes, crc32(data)))
 
     def free_bytes(self) -> int:
-        """Returns how much room there is."""
         with translated(self._named):
             return free_bytes(self._path)
 
     def finish(self) -> None:
-        """Makes the file durable and closes it, after which other machines see all of it.
-
-        Raises:
-            NoSpaceError: If the disk is full.
-            OutputError: If it cannot be made durable.
-        """
+        """Makes the file durable and closes it, after which other machines see all of it."""
         with translated(self._named):
             try:
                 self._file.sync()
@@ -320,12 +296,7 @@ class PartFile:
 def read_parts(
     path: Path, rows: Sequence[Row], capabilities: Capabilities
 ) -> Iterator[tuple[str, Sequence[int], memoryview]]:
-    """Yields what a file was written for: the file of the output, the runs' starts, the bytes.
-
-    Raises:
-        ChecksumError: If other bytes are found than were written.
-        OSError: If the file cannot be read.
-    """
+    """Yields what a file was written for: the file of the output, the runs' starts, the bytes."""
     file, at = open_for_reading(path, capabilities), 0
     try:
         for name, starts, size, expected in rows:
@@ -422,10 +393,7 @@ def why_no_ranges(folder: Path, named: Path, capabilities: Capabilities) -> str:
         named: What messages call it.
         capabilities: What the platform offers.
 
-    Raises:
-        NoSpaceError: If the disk is full.
-        OutputError: If what was tried cannot be removed again.
-    """  # noqa: DOC501  `translated` makes them
+    """
     # Not by the process, whose number another machine may have given as well.
     path = folder / f".probe-{os.urandom(8).hex()}"
     with translated(named):

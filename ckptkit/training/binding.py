@@ -30,11 +30,7 @@ class Binding:
         self._bound: BoundState | None = None
 
     def of(self, state: Mapping[str, object]) -> BoundState:
-        """Returns the state with a place on disk for everything in it.
-
-        Raises:
-            UsageError: If something in it cannot be saved.
-        """
+        """Returns the state with a place on disk for everything in it."""
         if not isinstance(state, Mapping):
             raise UsageError(
                 f"{a_kind(state)} was found where a mapping was expected",
@@ -52,11 +48,7 @@ class Binding:
         return bound
 
     def again(self, state: Mapping[str, object] | None) -> BoundState:
-        """Returns a state as `of` does, that of the call before where none is given.
-
-        Raises:
-            UsageError: If something in it cannot be saved, or if there was none before.
-        """
+        """Returns a state as `of` does, that of the call before where none is given."""
         state = self._given if state is None else state
         if state is None:
             raise UsageError(
@@ -67,7 +59,6 @@ class Binding:
         return self.of(state)
 
     def forget(self) -> None:
-        """Has the next state looked at anew."""
         self._leaves, self._bound = (), None
 
 

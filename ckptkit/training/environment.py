@@ -18,7 +18,6 @@ def ranks_of_this_machine() -> int | None:
 
 
 def own_environment() -> dict[str, str]:
-    """Returns the environment of this process, for one that it starts."""
     return dict(os.environ)
 
 

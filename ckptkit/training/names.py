@@ -33,12 +33,10 @@ _WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", _CO
 
 
 def model_unit(index: int) -> str:
-    """Returns the DCP directory of the model at `index`, as accelerate names it."""
     return f"pytorch_model_fsdp_{index}"
 
 
 def optimizer_unit(index: int) -> str:
-    """Returns the DCP directory of the optimizer at `index`, as accelerate names it."""
     return f"optimizer_{index}"
 
 
@@ -52,32 +50,26 @@ def scheduler_file(index: int) -> str:
 
 
 def scaler_file(index: int) -> str:
-    """Returns the file of the gradient scaler at `index`."""
     return f"scaler_{index}.pt" if index else "scaler.pt"
 
 
 def base_unit(index: int) -> str:
-    """Returns the DCP directory of what a PEFT model's adapter was put into."""
     return f"base_model_{index}"
 
 
 def random_states_file(rank: int) -> str:
-    """Returns the file with a rank's states of the random number generators."""
     return f"random_states_{rank}.pkl"
 
 
 def trainer_scheduler_file(index: int) -> str:
-    """Returns the file of the scheduler at `index`, as the Trainer calls it."""
     return f"scheduler_{index}.pt" if index else "scheduler.pt"
 
 
 def random_states_files(rank: int, world_size: int) -> tuple[str, ...]:
-    """Returns the files that may hold a rank's random number generators."""
     return random_states_file(rank), trainer_random_states_file(rank, world_size)
 
 
 def trainer_random_states_file(rank: int, world_size: int) -> str:
-    """Returns the file with a rank's random number generators, as the Trainer calls it."""
     return f"rng_state_{rank}.pth" if world_size > 1 else "rng_state.pth"
 
 
@@ -87,12 +79,10 @@ def custom_file(index: int) -> str:
 
 
 def dataloader_file(index: int, rank: int) -> str:
-    """Returns the file with the state of a rank's dataloader at `index`."""
     return f"ckptkit/dataloader_{index}_rank_{rank}.bin"
 
 
 def values_file(rank: int) -> str:
-    """Returns the file in which a rank says how nested values are put together."""
     return f"{VALUES_FILES}{rank}.bin"
 
 
@@ -194,7 +184,6 @@ class TensorPlaces:
 
     @property
     def units(self) -> tuple[str, ...]:
-        """The directories."""
         return (self.unit,) if self.adapter is None else (self.unit, self.base_unit)
 
     def by_unit(self, names: Iterable[str]) -> dict[str, list[KeyPath]]:

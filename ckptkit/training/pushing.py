@@ -106,9 +106,6 @@ def check_hub(given: dict[str, Any]) -> HubSettings | None:
 
     Returns:
         The settings, None where nothing is to be pushed.
-
-    Raises:
-        UsageError: If one does not have the form that it needs.
     """
     found = {name: given.pop(name) for name in HUB_OPTIONS if given.get(name) is not None}
     for name in HUB_OPTIONS:
@@ -192,11 +189,7 @@ _MOST_RESTARTS = 3  # of a process that dies without a word
 def open_pushing(
     run: Run[Any], rank: int, settings: HubSettings | None, retention: Retention
 ) -> Pushing | NoPushing:
-    """Starts the process that pushes, on rank 0 where it is asked for; see `Pushing`.
-
-    Raises:
-        HubError: If it cannot be started.
-    """
+    """Starts the process that pushes, on rank 0 where it is asked for; see `Pushing`."""
     if settings is None or rank != 0:
         return NoPushing()
     return Pushing(run, settings, retention)
@@ -230,9 +223,6 @@ class Pushing:
             run: Whose steps are pushed.
             settings: Where they go, and which.
             retention: Which steps stay; the process removes those that waited for their push.
-
-        Raises:
-            HubError: If it cannot be started.
         """
         self._place: Path | Place = run.place
         self._state = run.path / WATCH_FOLDER
@@ -290,11 +280,7 @@ class Pushing:
             self._fail_all(error)
 
     def close(self) -> None:
-        """Waits until all is pushed, for a time with a bound.
-
-        Raises:
-            HubError: If something was not pushed, and nobody has asked for the result.
-        """
+        """Waits until all is pushed, for a time with a bound."""
         with self._starting:
             process, self._process = self._process, None
             self._restarts = 0

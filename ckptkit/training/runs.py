@@ -74,15 +74,10 @@ class Run(Generic[PlaceT]):
     _has_warned = False
 
     def step_folder(self, step: int) -> PlaceT:
-        """Returns where a committed step lies."""
         return self.below(f"{self.prefix}{step}")
 
     def named_folder(self, name: str) -> PlaceT:
-        """Returns where a step lies that has a name of its own.
-
-        Raises:
-            UsageError: If it is none for a directory, or that of a step with a number.
-        """
+        """Returns where a step lies that has a name of its own."""
         if not name or name.startswith(".") or "\0" in name or Path(name).name != name:
             raise UsageError(
                 f"is {name!r}, where the name of a directory in the run was expected", where="name"
@@ -106,19 +101,9 @@ class Run(Generic[PlaceT]):
         return self.path / f".{Path(final).name}{WORK_INFIX}{nonce}-{attempt}"
 
     def steps(self) -> tuple[SavedStep, ...]:
-        """Returns what lies there, as `saved_steps` does.
-
-        Raises:
-            CkptkitError: If the run cannot be listed.
-        """
         raise NotImplementedError
 
     def last_save_number(self) -> int:
-        """Returns the largest `save_number` of the complete steps, 0 where there is none.
-
-        Raises:
-            OutputError: If the run cannot be listed.
-        """
         return max((step.save_number for step in self.steps()), default=0)
 
     def save_number_of(self, name: str) -> int:
@@ -141,9 +126,6 @@ class Run(Generic[PlaceT]):
             step: The new one, which counts as the one saved last.
             metrics: Of the new one, as its manifest has them.
             retention: The rules.
-
-        Raises:
-            OutputError: If the run cannot be listed.
         """
         if retention.keeps_all:
             return ()
@@ -157,11 +139,7 @@ class Run(Generic[PlaceT]):
         return tuple(self.step_folder(old) for old in steps_to_remove(every, retention))
 
     def identity(self) -> str:
-        """Returns what tells the run from all others; called with the lock of the run.
-
-        Raises:
-            CkptkitError: If it cannot be read or written.
-        """
+        """Returns what tells the run from all others; called with the lock of the run."""
         raise NotImplementedError
 
     def process(
@@ -177,11 +155,7 @@ class Run(Generic[PlaceT]):
         raise NotImplementedError
 
     def look(self) -> None:
-        """Sees that this rank can use it.
-
-        Raises:
-            CkptkitError: If it cannot.
-        """
+        """Sees that this rank can use it."""
 
     def sweep(self) -> None:
         """Removes what was found not to be of use while the run was opened; by rank 0."""
@@ -191,14 +165,10 @@ class Run(Generic[PlaceT]):
 
         Returns:
             Whose it was, or None if there is none.
-
-        Raises:
-            OSError: If there is one, and it cannot be removed.
         """
         return take_request(self.path)
 
     def below(self, name: str) -> PlaceT:
-        """Returns where the step of that name lies."""
         raise NotImplementedError
 
     def _manifest(self, name: str) -> Manifest | None:
@@ -288,10 +258,6 @@ class RunFolder(Run[Path]):
         Args:
             path: The directory.
             prefix: What comes before the number in the names of its steps.
-
-        Raises:
-            UsageError: If the path is a URL.
-            OutputError: If it is no directory, or nothing can be written there.
         """
         named = os.fspath(path)
         if _URL.search(named):
@@ -311,9 +277,6 @@ class RunFolder(Run[Path]):
 
         A step that was found complete is looked into again once it was replaced: the directory
         or its manifest is another one, or was changed.
-
-        Raises:
-            OutputError: If the run cannot be listed.
         """
         with _translated(self.path):
             folders = step_folders(self.path, (self.prefix,))
@@ -321,11 +284,7 @@ class RunFolder(Run[Path]):
         return in_order(self._step(step, path, known.get(path)) for step, path in folders.items())
 
     def identity(self) -> str:
-        """Returns what tells the run from all others; called with the lock of the run.
-
-        Raises:
-            OutputError: If it cannot be read or written.
-        """
+        """Returns what tells the run from all others; called with the lock of the run."""
         with _translated(self.path):
             return run_identity(self.path)
 
@@ -336,10 +295,6 @@ class RunFolder(Run[Path]):
 
         Returns:
             The lock, or None where there are no locks.
-
-        Raises:
-            RefusedError: If another job is writing here.
-            OutputError: If the lock cannot be written.
         """
         with _translated(self.path):
             lock = take_run_lock(self.path)
@@ -359,7 +314,6 @@ class RunFolder(Run[Path]):
         return WriterProcess(patience, name=name)
 
     def below(self, name: str) -> Path:
-        """Returns where the step of that name lies."""
         return self.path / name
 
     def _manifest(self, name: str) -> Manifest | None:
@@ -387,9 +341,6 @@ def saved_steps(run: Path, prefix: str = STEP_PREFIXES[0]) -> tuple[SavedStep, .
     That is, it can be read, belongs to this step, and every file in it has its size. Steps that
     training went back from, see `abandoned`, come before all others: to go on from one of them
     is the last resort.
-
-    Raises:
-        OutputError: If the run cannot be listed.
     """
     with _translated(run):
         folders = step_folders(run, (prefix,))

@@ -64,7 +64,6 @@ class Descriptions:
 
     @property
     def folder(self) -> Path:
-        """The newest one."""
         return self._kept[-1]
 
     def is_of(self, objects: Sequence[object], places: object) -> bool:
@@ -80,9 +79,6 @@ class Descriptions:
             objects: What the files tell of.
             places: Where other values lie, of which they tell as well.
             files: What lies beside the shards.
-
-        Raises:
-            CkptkitError: If it cannot be written.
         """
         if not (self._kept and self.folder.is_dir() and tuple(files) == tuple(self._files)):
             self._count += 1
@@ -179,9 +175,6 @@ class Session:
         Args:
             step: The training step.
             name: Of its directory, where that is not named by the step.
-
-        Raises:
-            UsageError: If the step is no count, or the name none for a directory.
         """
         self._count += 1
         count = _checked_step(step)
@@ -250,12 +243,7 @@ class Session:
     def describe(
         self, attempt: Attempt, bound: BoundState, metrics: Mapping[str, float] | None
     ) -> Attempt:
-        """Returns an attempt with its metrics, and with what lies beside its shards.
-
-        Raises:
-            UsageError: If a metric is no number, or the sidecar cannot be stored.
-            CkptkitError: If a file cannot be written.
-        """
+        """Returns an attempt with its metrics, and with what lies beside its shards."""
         source = {**attempt.manifest["source"], "metrics": _numbers(metrics)}
         manifest = {**attempt.manifest, "source": source}
         return replace(attempt, manifest=manifest, beside=self.put_beside(bound))
@@ -265,9 +253,6 @@ class Session:
 
         Returns:
             The folder: a new one where something changed, since others may be in use.
-
-        Raises:
-            CkptkitError: If it cannot be written.
         """
         if self._peers.rank != 0:
             return ""
@@ -306,11 +291,7 @@ class Session:
             return ()
 
     def close(self) -> None:
-        """Ends the committer, gives the directory to the next job, and waits for pushes.
-
-        Raises:
-            HubError: If a push failed, and nobody has asked for its result.
-        """
+        """Ends the committer, gives the directory to the next job, and waits for pushes."""
         self.committer.close()
         if self._peers.rank == 0:
             self._descriptions.close()
@@ -320,14 +301,7 @@ class Session:
 
 
 def open_session(run: PathLike, peers: Peers, settings: Settings) -> Session:
-    """Opens a run on all ranks; rank 0 makes it, locks it and clears it of wrecks.
-
-    Raises:
-        UsageError: On every rank, if the ranks were given different options, or saves cannot go
-            there.
-        RefusedError: On every rank, if it cannot be used or another job is writing to it.
-        PeerError: If another rank does not come in time.
-    """
+    """Opens a run on all ranks; rank 0 makes it, locks it and clears it of wrecks."""
     held: list[RunLock | None] = []
     place = _place_or_refusal(run, peers, settings)
 
@@ -372,11 +346,7 @@ def _place_or_refusal(run: PathLike, peers: Peers, settings: Settings) -> Path |
 
 
 def _checked_place(run: PathLike, settings: Settings) -> Path | Place:
-    """Returns where a run lies, as the user named it.
-
-    Raises:
-        UsageError: If saves cannot go there, or with these options.
-    """
+    """Returns where a run lies, as the user named it."""
     if not is_url(run):
         if settings.storage_options:
             raise UsageError(

@@ -48,9 +48,6 @@ def check_sidecar(sidecar: object) -> Mapping[str, object]:
 
     Returns:
         The same.
-
-    Raises:
-        UsageError: If it is no mapping, or a value is of another kind.
     """
     if sidecar is None:
         return {}
@@ -96,10 +93,6 @@ def collect_sidecar(
 
     Returns:
         Files below `ckptkit/`, sorted by path.
-
-    Raises:
-        UsageError: If a value is of another kind, two of them give one file different contents,
-            or all together are larger than any tokenizer.
     """
     files: _Files = {}
     for name, data in _described(models):
@@ -143,7 +136,6 @@ def _origin(models: Sequence[nn.Module]) -> dict[str, object]:
 
 
 def _base_id(base: nn.Module) -> str | None:
-    """Returns where a model was loaded from, such as its name on the Hub."""
     return getattr(base, "name_or_path", None) or None
 
 
@@ -284,9 +276,6 @@ def checked_files(files: Mapping[str, bytes], taken: Iterable[str] = ()) -> tupl
     Args:
         files: What each holds, by its name relative to the directory.
         taken: Files and folders of this very step, beside those that every step may have.
-
-    Raises:
-        UsageError: If one has no name for a file, a name that is taken, or no bytes.
     """
     if not isinstance(files, Mapping):
         raise UsageError(

@@ -29,9 +29,6 @@ def signal_names(given: object) -> tuple[str, ...]:
     Returns:
         The names, each once.
 
-    Raises:
-        UsageError: If one of them is no signal of this system.
-
     >>> signal_names([signal.SIGTERM, 15, "SIGUSR2"]), signal_names("SIGTERM")
     (('SIGTERM', 'SIGUSR2'), ('SIGTERM',))
     """
@@ -65,10 +62,6 @@ class SignalWatch:
 
         Args:
             names: Of the signals.
-
-        Raises:
-            UsageError: If a name is unknown, a signal cannot be handled, or signals were named
-                in a thread other than the main one.
         """
         self._arrived: deque[str] = deque()
         self._earlier: dict[int, Any] = {}

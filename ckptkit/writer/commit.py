@@ -39,12 +39,7 @@ _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0)
 
 
 def put_file(path: Path, data: bytes) -> None:
-    """Makes a durable file; its entry in the folder is not, yet.
-
-    Raises:
-        FileExistsError: If there is one of that name.
-        OSError: If it cannot be written.
-    """
+    """Makes a durable file; its entry in the folder is not, yet."""
     with naming(path):
         descriptor = os.open(path, _NEW_FILE, 0o666)
         try:
@@ -67,9 +62,6 @@ def make_folders(folder: Path, inside: Iterable[str], capabilities: Capabilities
     Returns:
         The folders inside, those between included, whose entries are to be made durable after
         they were filled; the innermost first.
-
-    Raises:
-        OSError: If one cannot be made.
     """
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
@@ -95,9 +87,6 @@ def remove_whole(path: Path) -> None:
     """Removes a directory, which first loses its name: no half of it looks like a checkpoint.
 
     Of a link only the link goes: what it leads to lies elsewhere, and may serve something else.
-
-    Raises:
-        OSError: If not all of it can be removed.
     """
     if path.is_symlink():
         path.unlink()
@@ -108,11 +97,6 @@ def remove_whole(path: Path) -> None:
 
 
 def sync_tree(folder: Path, capabilities: Capabilities) -> None:
-    """Makes the entries of a folder and of all below it durable.
-
-    Raises:
-        OSError: If one cannot be.
-    """
     for path, _, _ in os.walk(folder, topdown=False):
         sync_directory(Path(path), capabilities)
 
@@ -130,10 +114,6 @@ def publish(folder: Path, final: Path, capabilities: Capabilities) -> Path | Non
 
     Returns:
         Where the replaced step lies now, hidden, or None where nothing was replaced.
-
-    Raises:
-        OutputExistsError: If something lies there that is no complete step of ours.
-        OSError: If it cannot be renamed; then the previous step is in its place.
     """
     replaced = None
     try:
@@ -227,11 +207,6 @@ def commit(request: Commit, capabilities: Capabilities, tally: Tally) -> Committ
 
     Returns:
         What is now there, and what is gone.
-
-    Raises:
-        CkptkitError: If something is missing, late, garbled or contradictory, or if something
-            else lies where the step was to go.
-        OSError: If something cannot be written.
     """
     began = time.monotonic()
     folder, final = Path(request.folder), Path(request.final)
@@ -262,7 +237,6 @@ def commit(request: Commit, capabilities: Capabilities, tally: Tally) -> Committ
 
 
 def without(document: Mapping[str, Any], lost: Mapping[str, str]) -> Mapping[str, Any]:
-    """Returns a manifest that says what the step lacks, by the user's name, and why."""
     return {**document, "source": {**document["source"], "lost": lost}} if lost else document
 
 
@@ -303,7 +277,6 @@ class _Attempt:
 
     @property
     def files(self) -> dict[str, FileRecord]:
-        """What the step holds, by path."""
         return self.gathering.files
 
     def merge(self, attempt: str, proofs: Sequence[Proof]) -> Mapping[str, Unit]:
@@ -380,9 +353,6 @@ def manifest_bytes(
         document: The manifest as plain values.
         files: By path.
         where: The manifest's own path, for messages.
-
-    Raises:
-        FormatError: If the document is no manifest.
     """
     manifest = parse_manifest(json.dumps(document).encode(), where=where)
     merged = {

@@ -61,11 +61,6 @@ def read_small(folder: Path, path: str) -> bytes:
     Args:
         folder: Where it lies.
         path: Its path from there.
-
-    Raises:
-        InputError: If the path leads out of the folder.
-        MissingFileError: If it is not there.
-        OSError: If it cannot be read.
     """
     check_relative(path, str(folder))
     try:
@@ -80,9 +75,6 @@ def recorded_files(folder: Path, records: Mapping[str, bytes]) -> list[WrittenFi
     Args:
         folder: Where they lie.
         records: What was read of the records, by path.
-
-    Raises:
-        FormatError: If a record is garbled.
     """
     return [
         file
@@ -92,13 +84,7 @@ def recorded_files(folder: Path, records: Mapping[str, bytes]) -> list[WrittenFi
 
 
 def open_written(path: Path, size_bytes: int, capabilities: Capabilities) -> OpenFile:
-    """Opens a file of which the length is known, to be read in order; it has to be closed.
-
-    Raises:
-        MissingFileError: If it is not there.
-        TruncatedFileError: If it is not of that length.
-        OSError: If it cannot be opened.
-    """
+    """Opens a file of which the length is known, to be read in order; it has to be closed."""
     try:
         file = open_for_reading(path, capabilities)
     except FileNotFoundError as error:
@@ -137,11 +123,6 @@ class Drainer:
 
         Returns:
             What was copied.
-
-        Raises:
-            InputError: If a file is not there, or not as long as it was.
-            OutputError: If the directory that the target lies in is not there.
-            OSError: If something cannot be read or written.
         """
         began, processor = time.monotonic(), time.process_time()
         folder, target = Path(request.folder), Path(request.target)
@@ -211,12 +192,7 @@ class _Copier:
         self._buffer = mmap.mmap(-1, _STRIDE_BYTES)  # direct I/O wants an aligned address
 
     def copy(self, source: Path, target: Path, size_bytes: int) -> None:
-        """Copies a file of which the length is known, durably but for its entry in the folder.
-
-        Raises:
-            InputError: If it is not there, or not of that length.
-            OSError: If it cannot be read or written.
-        """
+        """Copies a file of which the length is known, durably but for its entry in the folder."""
         padded = -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES
         with naming(source):
             read = open_written(source, size_bytes, self._capabilities)

@@ -23,11 +23,7 @@ _NOT_WRITABLE = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 
 @contextmanager
 def naming(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Puts the name of a file into errors of calls that only know its descriptor.
-
-    Raises:
-        OSError: As it came, with a name.
-    """
+    """Puts the name of a file into errors of calls that only know its descriptor."""
     try:
         yield
     except OSError as error:
@@ -103,7 +99,6 @@ class Parent:
 
     @property
     def is_gone(self) -> bool:
-        """Whether it has ended."""
         return os.getppid() != self._pid
 
     def speaks(self, connection: socket.socket) -> bool:

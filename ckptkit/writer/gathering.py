@@ -51,11 +51,7 @@ class Patience:
         self._deadline = time.monotonic() + seconds
 
     def until(self, find_fault: Callable[[], Exception | None]) -> None:
-        """Asks again and again until no fault is found.
-
-        Raises:
-            Exception: The fault that is left when the time is up.
-        """
+        """Asks again and again until no fault is found."""
         pause = _FIRST_PAUSE_SECONDS
         while (fault := find_fault()) is not None:
             if time.monotonic() + pause > self._deadline:
@@ -85,11 +81,7 @@ class Gathering:
         self._patience = patience
 
     def merge(self, attempt: str, proofs: Sequence[Proof]) -> Merged:
-        """Reads the records of all ranks, sees that their files are there, and merges them.
-
-        Raises:
-            CkptkitError: If something is missing, late, garbled or contradictory.
-        """
+        """Reads the records of all ranks, sees that their files are there, and merges them."""
         merger = Merger(len(proofs))
         for record, where in self._records(attempt, proofs, range(len(proofs))):
             merger.add(record, where=where)
@@ -99,11 +91,6 @@ class Gathering:
         return merged
 
     def check(self, attempt: str, proofs: Sequence[Proof], ranks: Sequence[int]) -> None:
-        """Reads the records of some ranks, and sees that their files are there.
-
-        Raises:
-            CkptkitError: If something is missing, late or garbled.
-        """
         for _ in self._records(attempt, proofs, ranks):
             pass
 
@@ -113,9 +100,6 @@ class Gathering:
         Args:
             files: By path.
             where: What names them.
-
-        Raises:
-            CkptkitError: If one is missing, or has another length.
         """
         for path, record in files.items():
             self._see([WrittenFile(path, record.size_bytes, None)], where)

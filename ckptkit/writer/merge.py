@@ -184,7 +184,6 @@ class Merger:
     """Takes records one after another, and gives the units at the end."""
 
     def __init__(self, world_size: int) -> None:
-        """Prepares for the records of that many ranks."""
         self._world_size = world_size
         self._units: dict[str, _UnitMerger] = {}
 
@@ -194,9 +193,6 @@ class Merger:
         Args:
             record: Of a rank that was not taken in before.
             where: Its file, for messages.
-
-        Raises:
-            FormatError: If it is garbled, or contradicts an earlier one.
         """
         if record.world_size != self._world_size:
             raise FormatError(
@@ -226,10 +222,6 @@ class Merger:
         """Proves that everything was written once, and returns it by directory.
 
         What is dispensable is left out as a whole where that cannot be proven.
-
-        Raises:
-            IncompleteCheckpointError: If something is missing.
-            FormatError: If two things contradict each other.
         """
         units = {name: unit.result() for name, unit in self._units.items()}
         lost = {k: v for unit in self._units.values() for k, v in unit.lost.items()}
@@ -304,7 +296,6 @@ class _UnitMerger:
 
     @property
     def lost(self) -> dict[str, str]:
-        """What is left out, by the user's name, and why."""
         return {self._dispensable[path]: problem for path, problem in self._lost.items()}
 
     def add(self, content: Mapping[str, Any], file_sizes: Mapping[str, int], where: str) -> None:

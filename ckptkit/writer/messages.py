@@ -376,11 +376,7 @@ class Channel:
         self._descriptors: list[int] = []
 
     def send(self, message: Message, descriptors: Sequence[int] = ()) -> None:
-        """Sends one message.
-
-        Raises:
-            OSError: If the other end is gone.
-        """
+        """Sends one message."""
         first, *others = _texts({"kind": type(message).__name__} | _fields(message))
         frame = _LENGTH.pack(len(first) + sum(map(len, others))) + first
         if descriptors:
@@ -390,11 +386,7 @@ class Channel:
             self._connection.sendall(part)
 
     def receive(self) -> Message | None:
-        """Returns the next message, or None when the other end is gone.
-
-        Raises:
-            TimeoutError: If the connection has a timeout and nothing came.
-        """
+        """Returns the next message, or None when the other end is gone."""
         head = self._exactly(_LENGTH.size)
         text = head and self._exactly(_LENGTH.unpack(head)[0])
         if not text:
@@ -408,7 +400,6 @@ class Channel:
         return self._descriptors.pop(0)
 
     def close(self) -> None:
-        """Closes this end."""
         self._connection.close()
 
     def _exactly(self, count: int) -> bytes:

@@ -121,7 +121,6 @@ class _Output:
         self._file.close()
 
     def close(self) -> None:
-        """Closes the file, if it is still open."""
         self._file.close()
 
 
@@ -157,7 +156,6 @@ class ImageWriter:
 
     @property
     def refused(self) -> bool:
-        """Whether a file was written through the page cache."""
         return any(not output.direct for output in self._outputs)
 
     def write(self, path: Path, image: Image, buffer: memoryview) -> None:
@@ -167,10 +165,6 @@ class ImageWriter:
             path: Where it goes; nothing lies there yet.
             image: What it holds.
             buffer: The whole shared buffer, writable.
-
-        Raises:
-            SaveError: If the image does not fit the buffer.
-            OSError: If it cannot be written, or the one before could not.
         """
         stop = _checked(image, len(buffer))
         output = _Output(path, stop - image.start, self._capabilities)
@@ -216,11 +210,7 @@ class _Sums:
 
 
 def _checked(image: Image, buffer_bytes: int) -> int:
-    """Returns where the image ends in the buffer, with its padding.
-
-    Raises:
-        SaveError: If image or blobs lie where they cannot.
-    """
+    """Returns where the image ends in the buffer, with its padding."""
     end = image.start + image.size_bytes
     stop = -(-end // BLOCK_BYTES) * BLOCK_BYTES
     fits = image.start >= 0 and image.size_bytes >= 0 and stop <= buffer_bytes
@@ -243,17 +233,11 @@ class Links:
     """The links of one attempt's folder."""
 
     def __init__(self, folder: Path, capabilities: Capabilities) -> None:
-        """Takes the folder, whose own folders are there."""
         self._folder = folder
         self._capabilities = capabilities
 
     def take(self, links: Sequence[Link]) -> None:
-        """Gives files that are kept their names in the folder.
-
-        Raises:
-            SaveError: If one of them does not have its size any more.
-            OSError: If it cannot be done.
-        """
+        """Gives files that are kept their names in the folder."""
         for link in links:
             path = self._folder / link.path
             with naming(path):
@@ -299,12 +283,7 @@ class Persister:
         self._files: dict[str, list[WrittenFile]] = {}  # of all waves, by attempt
 
     def attach(self, descriptor: int, size_bytes: int) -> None:
-        """Maps the buffer behind a descriptor, in place of an earlier one.
-
-        Raises:
-            OSError: If it cannot be mapped.
-            ValueError: If it is shorter than it should be.
-        """
+        """Maps the buffer behind a descriptor, in place of an earlier one."""
         try:
             self.detach("")
             if size_bytes:
@@ -322,10 +301,6 @@ class Persister:
 
         Returns:
             What was written.
-
-        Raises:
-            SaveError: If the request cannot be right.
-            OSError: If something cannot be written.
         """
         began, processor = time.monotonic(), time.process_time()
         folder = Path(request.folder)

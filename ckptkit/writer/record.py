@@ -86,18 +86,12 @@ class RankRecord:
 
 
 def record_bytes(record: Mapping[str, Any], files: Sequence[WrittenFile]) -> bytes:
-    """Returns the record as it is written, completed with the files."""
     listed = [{"path": f.path, "size_bytes": f.size_bytes, "crc32": f.crc32} for f in files]
     return json.dumps({**record, "files": listed}, separators=(",", ":")).encode()
 
 
 def parse_record(data: bytes, *, where: str) -> RankRecord:
-    """Reads a record back.
-
-    Raises:
-        FormatError: If the bytes are no record.
-        UnsafePathError: If it names a file outside of the folder.
-    """
+    """Reads a record back."""
     try:
         document = json.loads(data)
         record = RankRecord(

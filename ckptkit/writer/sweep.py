@@ -41,11 +41,7 @@ class Leftover:
 
 
 def leftovers(run: Path) -> tuple[Leftover, ...]:
-    """Lists the hidden directories that saves make in a run, those in use included.
-
-    Raises:
-        OSError: If the run cannot be listed.
-    """
+    """Lists the hidden directories that saves make in a run, those in use included."""
     found = []
     for path in sorted(run.iterdir()):
         match = _HIDDEN.fullmatch(path.name)
@@ -87,9 +83,6 @@ def discard(folder: str) -> tuple[str, ...]:
 
     Returns:
         Notes on what could not be removed.
-
-    Raises:
-        RefusedError: If the path is not that of a working folder.
     """
     path = Path(folder)
     match = _HIDDEN.fullmatch(path.name)

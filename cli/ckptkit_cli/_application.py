@@ -50,7 +50,6 @@ class PlainCommand(TyperCommand):
     """A command that hands values to its function as they were typed."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """Returns the parameters, `--help` among them."""
         return _left_as_typed(super().get_params(ctx))
 
     def make_parser(self, ctx: Any) -> Any:
@@ -62,7 +61,6 @@ class PlainGroup(TyperGroup):
     """The same for the options that stand before a command."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """Returns the parameters, `--help` among them."""
         return _left_as_typed(super().get_params(ctx))
 
     def make_parser(self, ctx: Any) -> Any:
@@ -71,7 +69,6 @@ class PlainGroup(TyperGroup):
 
 
 def _taking_once(parser: Any, context: Any) -> Any:
-    """Makes a parser refuse an option that is given twice, and takes one value."""
     parser.parse_args = partial(_parse_once, parser.parse_args, context)
     return parser
 

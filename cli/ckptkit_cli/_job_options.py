@@ -256,11 +256,7 @@ def known_of_adapter(
     fan_in_fan_out: bool | None,
     token_indices: str | None,
 ) -> dict[str, Any]:
-    """Returns what was given, by the keys of `adapter_config.json`.
-
-    Raises:
-        UsageError: If a number is none, or cannot be what it is given for.
-    """
+    """Returns what was given, by the keys of `adapter_config.json`."""
     known = {
         "lora_alpha": None if lora_alpha is None else _alpha(lora_alpha),
         "use_rslora": use_rslora,

@@ -436,9 +436,6 @@ def sources_of(first: str, src_option: list[str] | None) -> Sources:
     Args:
         first: The one that it is about.
         src_option: The pairs of `--src-option`.
-
-    Raises:
-        UsageError: If an option is no pair, or a password stands in the URL.
     """
     return Sources(first, parse_options(src_option or (), option=_SRC))
 
@@ -448,9 +445,6 @@ def located(given: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         given: By their names; what a command does not have is left out.
-
-    Raises:
-        UsageError: If an option is no pair, or a password stands in a URL.
     """
     sources = sources_of(given["src"], given["src_option"])
     written = parse_options(given["dst_option"] or (), option=_DST)

@@ -185,15 +185,12 @@ class Output:
 
     @property
     def shows_progress(self) -> bool:
-        """Whether somebody watches who could be shown a bar."""
         return sys.stderr.isatty() and not (self.as_json or self.quiet or self.events)
 
     def styled(self, text: str, style: Style) -> str:
-        """Colours a part of a result, where colours are wanted."""
         return _painted(text, style) if self._colour else text
 
     def lines(self, lines: Iterable[str]) -> None:
-        """Prints lines of a result for people."""
         if not (self.as_json or self.quiet):
             _write(sys.stdout, "".join(f"{line}\n" for line in lines))
 
@@ -203,7 +200,6 @@ class Output:
             _write(sys.stdout, json.dumps(value, indent=2, ensure_ascii=True) + "\n")
 
     def record(self, value: Any) -> None:
-        """Prints one of many results, as one line of JSON, in ASCII."""
         _write(sys.stdout, json.dumps(value, ensure_ascii=True) + "\n")
 
     def event(self, name: str, /, **facts: Any) -> None:
@@ -274,7 +270,6 @@ class Stopped(BaseException):
 
     @property
     def exit_status(self) -> int:
-        """What a shell reports for a process that the signal ended, such as 130 or 143."""
         return 128 + self.signal
 
 
@@ -356,9 +351,6 @@ def told(output: Output) -> Iterator[None]:
     """Turns whatever a command raises into a message and an exit status.
 
     With `--json`, the one document on stdout says what went wrong as well.
-
-    Raises:
-        typer.Exit: With the status, for every error.
     """
     try:
         yield
@@ -375,17 +367,11 @@ def told(output: Output) -> Iterator[None]:
 
 
 def exit_unless(passed: bool, kind: type[CkptkitError] = VerificationError) -> None:
-    """Ends a command that did its work, and told all of it, with the status of an error."""
     if not passed:
         exit_with(kind.exit_status)
 
 
 def exit_with(status: int) -> NoReturn:
-    """Ends a command that did its work, and told all of it.
-
-    Raises:
-        typer.Exit: With the status.
-    """
     raise typer.Exit(status)
 
 

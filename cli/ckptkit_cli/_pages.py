@@ -74,7 +74,6 @@ class Consolidated:
 
     @property
     def size_bytes(self) -> int:
-        """Size of all files but the manifest."""
         return sum(file.size_bytes for file in self.manifest.files.values())
 
     @property
@@ -481,7 +480,6 @@ class WatchPage:
 
 
 def _told(name: EventName, facts: Mapping[str, Any]) -> str:
-    """Returns an event in words."""
     return _TEXTS[name](facts)
 
 

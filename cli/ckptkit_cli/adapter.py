@@ -238,11 +238,7 @@ class Merging:
 
     @classmethod
     def of(cls, given: Mapping[str, Any], known: Mapping[str, Any]) -> Merging:
-        """Reads the options, by the names that they have in the command.
-
-        Raises:
-            UsageError: If one has not the form that it needs.
-        """
+        """Reads the options, by the names that they have in the command."""
         request = MergeRequest(
             dtype=given["dtype"],
             max_file_bytes=parse_size(given["max_shard_size"], option="--max-shard-size"),
@@ -345,7 +341,6 @@ def _weighted(text: str, option: str) -> tuple[str, float]:
 
 
 def layers_json(layers: Sequence[MergedLayer]) -> list[dict[str, Any]]:
-    """Returns what is done to each tensor as plain values."""
     return [asdict(layer) for layer in layers]
 
 
@@ -394,7 +389,6 @@ def adapter_layers_json(rows: Sequence[Row], norms: Mapping[str, float]) -> list
 def adapter_layer_table(
     output: Output, rows: Sequence[Row], norms: Mapping[str, float]
 ) -> list[str]:
-    """Returns the lines of the table."""
     cells = [_LAYER_HEADER, *(_layer_cells(row, norms.get(row.module)) for row in rows)]
     return table(cells, width=output.width, right={2, 3, 5})
 

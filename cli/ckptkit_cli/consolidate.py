@@ -68,11 +68,7 @@ def run_command(title: str, layout: Layout, given: Mapping[str, Any]) -> None:
 
 
 def job_of(title: str, layout: Layout, given: Mapping[str, Any]) -> Job:
-    """Reads the options, by the names that they have in `consolidate`.
-
-    Raises:
-        UsageError: If one has not the form that it needs.
-    """
+    """Reads the options, by the names that they have in `consolidate`."""
     given = located(given)
     request = ConsolidateRequest(
         dtype=given["dtype"],
@@ -112,11 +108,7 @@ def job_of(title: str, layout: Layout, given: Mapping[str, Any]) -> Job:
 
 
 def worker_count(workers: str | None) -> int | None:
-    """Reads the number of threads.
-
-    Raises:
-        UsageError: If it is no whole number.
-    """
+    """Reads the number of threads."""
     if workers is None:
         return None
     try:
@@ -128,11 +120,7 @@ def worker_count(workers: str | None) -> int | None:
 
 
 def slice_of(given: Mapping[str, Any]) -> Share | None:
-    """Reads which part of the work is to be done, None where all of it is.
-
-    Raises:
-        UsageError: If it is none, or stands beside something that a part of the work cannot do.
-    """
+    """Reads which part of the work is to be done, None where all of it is."""
     text, engine = given["slice_"], given["engine"]
     if text is None:
         return None

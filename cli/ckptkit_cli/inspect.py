@@ -382,7 +382,6 @@ def _writer(found: Inspection) -> str:
 
 
 def _mesh(found: Inspection) -> str:
-    """Returns, for example, `dp 4, tp 2`."""
     return ", ".join(f"{axis.name} {axis.size:,}".strip() for axis in found.mesh)
 
 

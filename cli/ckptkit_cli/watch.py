@@ -294,10 +294,6 @@ def watch_run(output: Output, given: Mapping[str, Any]) -> None:
     Args:
         output: Takes messages.
         given: The options, by the names of their parameters.
-
-    Raises:
-        typer.Exit: With the status of the first step that could not be pushed.
-        CkptkitError: What ended the watch.
     """
     metrics = WatchMetrics()
     page = WatchPage(output, metrics, as_json=given["as_json"])

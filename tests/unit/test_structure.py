@@ -21,7 +21,7 @@ LIMITS = {
     "modules in import circles": 6,
     "public class names with several meanings": 49,
     "module names used in two packages": 39,
-    "lines with told, somebody, nobody or whoever": 605,
+    "lines with told, somebody, nobody or whoever": 565,
 }
 _FILES = re.compile(r"\b(?:ckptkit|cli|tests|benchmarks)/[\w/]+\.py\b")
 _WORDS = re.compile(r"\b(told|somebody|nobody|whoever)\b", re.IGNORECASE)

@@ -85,12 +85,7 @@ class Alignment:
 
 
 def open_base(stack: ExitStack, path: PathLike, limit_bytes: int | None) -> BaseSource:
-    """Opens a model folder, or any other checkpoint that holds a whole model.
-
-    Raises:
-        InputError: If there is none, or if it is damaged or incomplete.
-        RefusedError: If there are several, or if an adapter lies in it.
-    """  # noqa: DOC501  `error_of` makes it
+    """Opens a model folder, or any other checkpoint that holds a whole model."""
     if not is_anything(path):
         raise NotACheckpointError(
             "no such file or directory",
@@ -128,11 +123,7 @@ def open_base(stack: ExitStack, path: PathLike, limit_bytes: int | None) -> Base
 
 
 def _plain(entries: Sequence[TensorEntry], location: str) -> dict[Fqn, TensorEntry]:
-    """Returns the tensors of a base by their own names, also where PEFT has wrapped the model.
-
-    Raises:
-        RefusedError: If it has an adapter itself, whose part in it would be lost.
-    """
+    """Returns the tensors of a base by their own names, also where PEFT has wrapped the model."""
     found = sort_entries(entries)
     if found.holds_adapter:
         raise RefusedError(
@@ -175,9 +166,6 @@ def align(
         modules: What the adapters change.
         config: The model's configuration.
         folder: A model folder with the names on disk, or None.
-
-    Raises:
-        RefusedError: If the names are needed and cannot be told.
     """
     names = base.entries.keys()
     if base.is_live:
@@ -229,7 +217,6 @@ def folder_of(base: BaseSource) -> str:
 
 
 def weights_as_they_are(base: BaseSource) -> Weights:
-    """Returns the base's tensors by the names that they have there."""
     entries = {str(name): entry for name, entry in base.entries.items()}
     return Weights(base.origin, entries, base.config, base.opened.path)
 
@@ -248,11 +235,7 @@ def plain_weights(base: BaseSource, alignment: Alignment) -> Weights:
 def base_tensors(
     base: BaseSource, alignment: Alignment, quantized: QuantizedBase
 ) -> list[BaseTensor]:
-    """Returns the tensors of the base as they are written, packed ones unpacked.
-
-    Raises:
-        RefusedError: If one is packed that is a part of a tensor of the live model.
-    """
+    """Returns the tensors of the base as they are written, packed ones unpacked."""
     made: list[BaseTensor] = []
     for placed in alignment.placed:
         first = placed.live[0]

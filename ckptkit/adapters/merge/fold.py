@@ -109,12 +109,7 @@ class LoraStep:
         weight += into[rows.skipped : rows.skipped + weight.size]
 
     def scale(self, rows: Rows, norms: Floats) -> Floats:
-        """Returns DoRA's factors: one for each row, or one for each column.
-
-        Raises:
-            AdapterError: If a norm is zero, or infinite.
-            ValueError: If it is no update with DoRA.
-        """
+        """Returns DoRA's factors: one for each row, or one for each column."""
         if self.magnitude is None:
             raise ValueError("no magnitudes")
         if not norms.all():
@@ -153,7 +148,6 @@ class ShiftStep:
             round_to(self._shift, held)
 
     def apply(self, rows: Rows, weight: Floats) -> None:
-        """Adds to the elements of a run, in place."""
         weight += self._shift[rows.skipped : rows.skipped + weight.size]
 
 
@@ -343,11 +337,7 @@ class NormsOfColumns:
         self._sums: ColumnSums | None = None
 
     def __call__(self, number: int, matrix: Floats) -> Floats:
-        """Returns norms that are known.
-
-        Raises:
-            NormsUnknownError: If they are not known yet; during a pass the rows are counted.
-        """
+        """Returns norms that are known."""
         if number < len(self._known):
             return self._known[number]
         if self._sums is not None:

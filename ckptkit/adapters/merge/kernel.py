@@ -64,21 +64,14 @@ class MergeKernel:
 
     @property
     def reads(self) -> tuple[tuple[str, Key], ...]:
-        """The source tensors that any of it may look at, for `Compute`."""
         parts = [(factor.origin, factor.key) for factor in self._factors()]
         return (*self.base.reads, *dict.fromkeys(parts))
 
     def compute(self) -> Compute:
-        """Returns the body of a product that this kernel makes."""
         return Compute(self, self.reads)
 
     def prepared(self, out: TensorSpec, reading: Reading) -> BlockMerge:
-        """Reads the factors, and takes norms where they need all of the tensor.
-
-        Raises:
-            UnsupportedError: If the base has a type in which nothing is merged.
-            AdapterError: If a factor holds NaN or infinity.
-        """
+        """Reads the factors, and takes norms where they need all of the tensor."""
         if self.base.dtype.kind != "float" or self.base.dtype == BY_NAME["float64"]:
             raise UnsupportedError(
                 f"no merge into {self.base.dtype.name}; merges go into float types of up to"
@@ -134,7 +127,6 @@ class BlockMerge:
     norms: NormsOf
 
     def grain_elements(self, _out: TensorSpec) -> int:
-        """Blocks of whole rows are best, and any element may begin one."""
         return max(1, self.columns)
 
     def demands(self, _out: TensorSpec, block: Span) -> tuple[Demand, ...]:
@@ -144,12 +136,7 @@ class BlockMerge:
     def run(
         self, out: TensorSpec, block: Span, inputs: Sequence[NDArray[Any]], target: NDArray[Any]
     ) -> None:
-        """Merges one block.
-
-        Raises:
-            OverflowRefusedError: If a finite number would become infinite.
-            AdapterError: If DoRA would divide by zero.
-        """  # noqa: DOC501  `overflow_error` and what it calls make them
+        """Merges one block."""
         span = self._looked_at(block)
         values = self.base.values(span, inputs)
         caster = Caster(BY_NAME["float32"], out.dtype)

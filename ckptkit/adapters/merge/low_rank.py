@@ -31,11 +31,9 @@ class Stride:
 
     @property
     def count(self) -> int:
-        """How many indexes there are."""
         return len(range(self.start, self.stop, self.step))
 
     def within(self, start: int, stop: int) -> Stride:
-        """Returns the indexes at the positions `[start, stop)` of this one."""
         return Stride(self.start + start * self.step, self.start + stop * self.step, self.step)
 
 
@@ -69,13 +67,11 @@ class Factor:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows and columns of the part."""
         shape = self.rows.count, self.columns.count
         return (shape[1], shape[0]) if self.transposed else shape
 
     @property
     def t(self) -> Factor:
-        """The part turned round."""
         return replace(self, transposed=not self.transposed)
 
     def part(
@@ -142,10 +138,6 @@ class LowRank:
         """Returns the update of `[start, stop)` of the rows and columns alone.
 
         For tensors on disk that are parts of the module's weight.
-
-        Raises:
-            ValueError: If there are several experts, or if DoRA's norms would need what is cut
-                off.
         """
         if self.experts > 1:
             raise ValueError("a window of several experts; take one expert first")
@@ -233,7 +225,6 @@ def experts(
 
 
 def expert(update: LowRank, number: int) -> LowRank:
-    """Returns the update of one expert's matrix, from 0, out of that of the whole parameter."""
     left, right = expert_factors(update, number)
     return replace(update, left=left, right=right, experts=1)
 

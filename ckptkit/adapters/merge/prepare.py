@@ -84,9 +84,7 @@ def merged_products(
         shapes: Of live tensors in the base.
         rules: How everything is merged and written.
 
-    Raises:
-        RefusedError: If a tensor cannot be merged.
-    """  # noqa: DOC501  `several_needed` makes it
+    """
     for tensor in tensors:
         first = tensor.live[0]
         if tensor.part is None and first in ties.dropped:
@@ -175,9 +173,6 @@ def resized_config(
 
     Returns:
         The configuration, and what was changed, in words.
-
-    Raises:
-        RefusedError: If only some of the tensors with a row for each token have the new number.
     """
     for name, found in changes.items():
         if name not in shapes or not has_vocabulary(name):
@@ -255,9 +250,6 @@ class MergePreparation:
             given: The base that was given, or None.
             request: What the output should hold.
             resources: What the execution may use.
-
-        Raises:
-            RefusedError: If there is no base, or if an adapter needs another one.
         """
         self._program = stack.enter_context(NamingProgram())
         self._adapters = adapters
@@ -277,12 +269,7 @@ class MergePreparation:
         self._notes = [note for adapter in adapters for note in adapter.found.notes]
 
     def run(self, out: PathLike) -> tuple[Prepared, list[MergedLayer]]:
-        """Plans the output.
-
-        Raises:
-            InputError: If a source is damaged or incomplete.
-            RefusedError: If the request cannot be met.
-        """
+        """Plans the output."""
         self._checks.check_identity()
         modules = [module for one in self._adapters for module in modules_of(one.found.adapter)]
         modules = list(dict.fromkeys(modules))

@@ -166,9 +166,6 @@ def read_rows(factor: Factor, reading: Reading, held: DType = _FLOAT32) -> Float
         factor: What is read.
         reading: Reads the adapter.
         held: See `Product`.
-
-    Raises:
-        AdapterError: If it holds NaN or infinity.
     """
     return _StoredRows(factor, reading, shared=False).part(factor, held)
 
@@ -180,9 +177,6 @@ def read_vector(factor: Factor, reading: Reading, held: DType) -> Floats:
         factor: What is read.
         reading: Reads the adapter.
         held: See `Product`.
-
-    Raises:
-        AdapterError: If it holds NaN or infinity.
     """
     return read_rows(factor, reading, held).reshape(-1)
 
@@ -298,5 +292,4 @@ class ColumnSums:
         np.add.reduce(terms, axis=0, out=self.sums)
 
     def norms(self) -> Floats:
-        """Returns the norm of every column."""
         return np.sqrt(self.sums)

@@ -63,9 +63,6 @@ def source_facts(
         adapters: The adapters, in the order of merging.
         base: The base.
         quantization: What is known of packed weights; empty where none were.
-
-    Raises:
-        InputError: If an adapter cannot be read.
     """
     facts = {
         "adapters": [
@@ -218,9 +215,6 @@ def weight_norms(tensors: Iterable[BaseTensor], origins: Mapping[str, Origin]) -
     Args:
         tensors: The tensors; those that are parts of one live tensor are taken together.
         origins: The opened sources, by name.
-
-    Raises:
-        InputError: If a source cannot be read.
     """
     readers = {
         name: TensorReader(Origin(origin.name, origin.source, origin.index))
@@ -271,9 +265,6 @@ def reported(
         quantized: What of the base is packed.
         request: Whether norms are wanted, and what is merged onto.
         origins: The opened sources, by name.
-
-    Raises:
-        InputError: If a source cannot be read.
     """
     held = {live for tensor in tensors for live in tensor.live}
     labels = _labels(adapters)

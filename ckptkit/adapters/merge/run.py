@@ -88,11 +88,6 @@ def run_merge(
 
     Returns:
         What was written.
-
-    Raises:
-        InputError: If a source is damaged or incomplete; nothing is left behind.
-        RefusedError: If the request cannot be met, or if the base is not the adapter's.
-        OutputExistsError: If `out` is there and not empty, and `overwrite` is false.
     """
     check_apart(adapters, out, base, overwrite=overwrite)
     target = open_target(out, overwrite=overwrite)
@@ -135,13 +130,7 @@ def choices_of(
 def check_apart(
     adapters: Sequence[AdapterChoice], out: PathLike, base: PathLike | None, *, overwrite: bool
 ) -> None:
-    """Refuses an output that could not be written without harm to what a merge reads.
-
-    Raises:
-        UsageError: If a path is none.
-        RefusedError: If the output and something that is read lie inside one another.
-        OutputExistsError: If the output holds something and is not to be overwritten.
-    """
+    """Refuses an output that could not be written without harm to what a merge reads."""
     also = adapters[0].request.also
     for adapter in adapters:
         check_destination(adapter.path, out, overwrite=overwrite, also=also, base=base)
@@ -160,12 +149,6 @@ def prepared_merge(
 
     Yields:
         The plan.
-
-    Raises:
-        InputError: If a source is damaged or incomplete.
-        RefusedError: If the request cannot be met, or if the base is not the adapter's.
-        UsageError: If a weight is no number that can be multiplied with, or if one adapter is
-            named twice.
     """
     _check_weights(adapters)
     with ExitStack() as stack:

@@ -46,7 +46,6 @@ class BaseTensor:
 
     @classmethod
     def stored(cls, name: Fqn, live: Fqn, origin: str, entry: TensorEntry) -> BaseTensor:
-        """Takes a tensor as it lies in a source."""
         operand = Stored(origin, entry.key, entry.dtype)
         return cls(name, (live,), entry.shape, entry.dtype, operand)
 
@@ -101,10 +100,6 @@ def merged_product(
         changes: What the adapters do to the live tensor that it is, or is a part of, in order.
         rules: How it is merged and written.
         live: The shape of that live tensor.
-
-    Raises:
-        RefusedError: If the base's numbers are none that anything can be added to, or if only
-            several tensors together could be merged.
     """
     updates = [change for change in changes if not isinstance(change, Replaced)]
     target = rules.target(tensor.dtype)

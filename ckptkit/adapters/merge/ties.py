@@ -71,9 +71,6 @@ class TieJudge:
             config: The configuration that declares them.
             pairs: What it declares.
             changes: Of every tensor, those that PEFT shares between tied modules included.
-
-        Raises:
-            InputError: If a source cannot be read.
         """
         same: dict[Fqn, Fqn] = {}
         untied: dict[Fqn, Fqn] = {}
@@ -151,11 +148,7 @@ def _is_replaced(changes: Sequence[Change]) -> bool:
 
 
 def refuse_differing_bases(judge: TieJudge, changes: Changes) -> None:
-    """Refuses adapters that bring different tensors to put beneath their updates of one.
-
-    Raises:
-        RefusedError: If two adapters were trained on different embeddings.
-    """
+    """Refuses adapters that bring different tensors to put beneath their updates of one."""
     for name, found in changes.items():
         frozen = [change for change in found if isinstance(change, Replaced) and change.frozen]
         for other in frozen[1:]:

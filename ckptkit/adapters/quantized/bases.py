@@ -137,12 +137,7 @@ class PackedBases:
         return Stored(self._original.origin.name, entry.key, entry.dtype)
 
     def unpacked(self, name: str, reader: PackedReader) -> Unpacked:
-        """Finds the way to the elements of a weight, and proves it where the original is there.
-
-        Raises:
-            RefusedError: If there is none, or if the original is another model.
-            FormatError: If what lies beside the weight is damaged.
-        """  # noqa: DOC501  made by `_no_state` and `_wrong_base`
+        """Finds the way to the elements of a weight, and proves it where the original is there."""
         beside = self._in_original.get(name)
         if name not in self._in_trained:
             return self._of(self._original, self._in_original[name], reader)
@@ -355,12 +350,6 @@ def plan_quantized(
         nested: Whether scales were quantized too, where no quantization state tells; None where
             the user did not say.
         workers: How many threads may read at once, about 40 MB each.
-
-    Raises:
-        RefusedError: If a packed weight has no state and no original was given, if the original
-            is another model, or if what was chosen cannot be had.
-        UnsupportedError: If the base is quantized in a way that is not modelled.
-        FormatError: If a quantization state is damaged.
     """
     for weights in filter(None, (trained, original)):
         refuse_unmodelled(weights.entries, weights.config, location=weights.location)
@@ -381,9 +370,6 @@ def quantization_norms(
         base: What `plan_quantized` returned.
         names: The weights; those of which there is no original are left out.
         origins: The opened sources, by name.
-
-    Raises:
-        InputError: If a source cannot be read.
     """
     reader = PackedReader(origins)
     return {

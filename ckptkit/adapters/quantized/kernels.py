@@ -117,15 +117,12 @@ class StoredScales:
 
     @property
     def reads(self) -> tuple[tuple[str, Key], ...]:
-        """The tensor itself."""
         return self.absmax.reads
 
     def demands(self, blocks: Span) -> tuple[Demand, ...]:
-        """The same range of it."""
         return self.absmax.demands(blocks)
 
     def values(self, _blocks: Span, inputs: Sequence[NDArray[Any]]) -> Floats:
-        """What was read, as float32."""
         return inputs[0].astype(np.float32, copy=False)
 
 
@@ -149,7 +146,6 @@ class NestedScales:
 
     @property
     def reads(self) -> tuple[tuple[str, Key], ...]:
-        """The three tensors."""
         return (*self.absmax.reads, *self.nested_absmax.reads, *self.nested_map.reads)
 
     def demands(self, blocks: Span) -> tuple[Demand, ...]:
@@ -193,7 +189,6 @@ class FourBitWeight:
 
     @property
     def reads(self) -> tuple[tuple[str, Key], ...]:
-        """The codes, and what the scales are made from."""
         return (*self.packed.reads, *self.scales.reads)
 
     def demands(self, span: Span) -> tuple[Demand, ...]:
@@ -254,11 +249,9 @@ class EightBitWeight:
 
     @property
     def reads(self) -> tuple[tuple[str, Key], ...]:
-        """The codes, and what the scales are made from."""
         return (*self.packed.reads, *self.scales.reads)
 
     def demands(self, span: Span) -> tuple[Demand, ...]:
-        """The codes of the range, and the scales of the rows that it touches."""
         return (*self.packed.demands(span), *self.scales.demands(self._rows(span)))
 
     def values(self, span: Span, inputs: Sequence[NDArray[Any]]) -> NDArray[Any]:

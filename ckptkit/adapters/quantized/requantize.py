@@ -106,13 +106,7 @@ class Packing:
 
 
 def packing_from_json(document: Mapping[str, Any]) -> Packing:
-    """Returns what plain values hold.
-
-    Raises:
-        ValueError: If they are damaged.
-        KeyError: Likewise.
-        TypeError: Likewise.
-    """
+    """Returns what plain values hold."""
     weights = {str(name): PackedRecord(*row) for name, row in document["weights"].items()}
     storage = str(document["storage"])
     if document["bits"] != FOUR_BITS:
@@ -232,7 +226,6 @@ class _Weight:
 
     @property
     def elements(self) -> int:
-        """How many elements it has."""
         return int(np.prod(self.shape))
 
 
@@ -253,10 +246,6 @@ def requantized(
             nobody said.
         where: What to call the adapter in errors.
         workers: How many threads may read at once.
-
-    Raises:
-        RefusedError: If the record does not say enough, or is that of another model.
-        InputError: If the base cannot be read.
     """
     try:
         return _Requantizing(base, nested=nested, workers=workers).run(packings)
@@ -360,11 +349,7 @@ class _Requantizing:
     def _settled(
         self, packing: Packing, told: FourBitSettings, weights: Sequence[_Weight]
     ) -> FourBitSettings:
-        """Completes what is recorded, and compares checksums where there are some.
-
-        Raises:
-            RefusedError: If something stays open.
-        """
+        """Completes what is recorded, and compares checksums where there are some."""
         if told.nested is None:
             told = replace(told, nested=self._nested)
         if told.nested is None:

@@ -90,15 +90,12 @@ class DerivedScales:
 
     @property
     def reads(self) -> tuple[tuple[str, Key], ...]:
-        """The original weight."""
         return self.original.reads
 
     def demands(self, blocks: Span) -> tuple[Demand, ...]:
-        """The elements of the blocks."""
         return self.original.demands(self._span(blocks))
 
     def values(self, blocks: Span, inputs: Sequence[NDArray[Any]]) -> Floats:
-        """The largest magnitude of each block."""
         elements = self.original.values(self._span(blocks), inputs)
         return block_maxima(elements, self.dtype, self.blocksize)[1]
 
@@ -121,11 +118,9 @@ class DerivedNestedScales:
 
     @property
     def reads(self) -> tuple[tuple[str, Key], ...]:
-        """The original weight."""
         return self.scales.reads
 
     def demands(self, blocks: Span) -> tuple[Demand, ...]:
-        """The elements of all blocks that share a scale of scales with one of these."""
         return self.scales.demands(self._whole(blocks))
 
     def values(self, blocks: Span, inputs: Sequence[NDArray[Any]]) -> Floats:
@@ -276,11 +271,9 @@ class RequantizedFourBit:
 
     @property
     def reads(self) -> tuple[tuple[str, Key], ...]:
-        """The original weight."""
         return self.original.reads
 
     def demands(self, span: Span) -> tuple[Demand, ...]:
-        """The elements of all blocks that have to do with the range."""
         return self.original.demands(self._elements(self._blocks(span)))
 
     def values(self, span: Span, inputs: Sequence[NDArray[Any]]) -> NDArray[Any]:
@@ -355,16 +348,13 @@ class RequantizedEightBit:
 
     @property
     def dtype(self) -> DType:
-        """Always float32, as of stored weights of eight bits."""
         return _FLOAT32
 
     @property
     def reads(self) -> tuple[tuple[str, Key], ...]:
-        """The original weight."""
         return self.original.reads
 
     def demands(self, span: Span) -> tuple[Demand, ...]:
-        """The rows that the range touches."""
         return self.original.demands(self._rows(span))
 
     def values(self, span: Span, inputs: Sequence[NDArray[Any]]) -> NDArray[Any]:
@@ -386,7 +376,6 @@ class RequantizedEightBit:
 
 @cache
 def _grid(quant_type: FourBitType) -> tuple[Floats, Floats]:
-    """Returns the numbers that codes stand for, in order, and the middles between them."""
     numbers = np.unique(CODES[quant_type])
     return numbers, ((numbers[:-1] + numbers[1:]) / np.float32(2)).astype(np.float32)
 

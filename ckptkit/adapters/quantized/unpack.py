@@ -79,7 +79,6 @@ class Proof:
 
     @property
     def holds(self) -> bool:
-        """Whether the packed weight was made from the original."""
         return not self.crowded and self.differing <= _TOLERATED * self.elements
 
 
@@ -102,11 +101,9 @@ class PackedReader:
         return np.frombuffer(data, numpy_dtype(dtype))
 
     def whole(self, origin: str, entry: TensorEntry) -> NDArray[Any]:
-        """Returns all elements of a stored tensor."""
         return self.read(origin, entry.key, Span(0, entry.elements))
 
     def values(self, operand: Operand, span: Span) -> NDArray[Any]:
-        """Returns elements of an operand."""
         inputs = [self.read(d.origin, d.key, d.place) for d in operand.demands(span)]
         return operand.values(span, inputs)
 
@@ -260,15 +257,10 @@ class Place:
     reader: PackedReader
 
     def stored(self, entry: TensorEntry) -> Stored:
-        """Returns a tensor of the source as an operand."""
         return Stored(self.origin, entry.key, entry.dtype)
 
     def state(self, entry: TensorEntry) -> FourBitState:
-        """Reads a quantization state.
-
-        Raises:
-            FormatError: If it is damaged.
-        """
+        """Reads a quantization state."""
         where = f"{self.location}, tensor {entry.name!r}"
         if entry.size_bytes > MAX_STATE_BYTES:
             raise FormatError(f"has {entry.size_bytes:,} bytes, too many for a state", where=where)
@@ -282,9 +274,6 @@ def eight_bits_by_companions(weight: PackedWeight, place: Place, dtype: DType) -
         weight: The weight.
         place: Where it lies.
         dtype: What it was before.
-
-    Raises:
-        FormatError: If the scales are those of another weight.
     """
     scales = weight.companions[SCALES_OF_ROWS]
     rows, columns = weight.packed.shape
@@ -303,11 +292,7 @@ def eight_bits_by_original(weight: PackedWeight, place: Place, original: Stored)
 
 
 def four_bits_by_companions(weight: PackedWeight, place: Place, state: FourBitState) -> Unpacked:
-    """Returns a 4-bit weight that has its scales beside it.
-
-    Raises:
-        FormatError: If what lies beside it belongs to another weight.
-    """
+    """Returns a 4-bit weight that has its scales beside it."""
     if weight.packed.size_bytes != -(-state.elements // 2):
         raise FormatError(
             f"{weight.packed.name!r} has {weight.packed.size_bytes:,} bytes, but its state is"
@@ -351,7 +336,6 @@ def four_bits_by_original(
 def proof_of_four_bits(
     packed: Stored, original: Stored, state: FourBitState, reader: PackedReader
 ) -> Proof:
-    """Compares packed codes with the weight that they are said to stand for."""
     return prove_four_bits(reader, _claim(packed, original, state))
 
 

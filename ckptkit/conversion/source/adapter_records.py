@@ -53,9 +53,6 @@ class AdapterRecords:
             adapter: Its name.
             is_only_one: Whether a configuration that tells no name is its.
             others: The names of folders that are those of other adapters.
-
-        Raises:
-            InputError: If what is there cannot be read.
         """
         unnamed = [ADAPTER_CONFIG] if is_only_one or adapter == DEFAULT else []
         named = [f"{_NAMED}/{adapter}/{ADAPTER_CONFIG}", f"{adapter}/{ADAPTER_CONFIG}"]
@@ -79,13 +76,7 @@ class AdapterRecords:
 
 
 def read_record(path: PathLike) -> AdapterRecord:
-    """Returns the configuration that the user named: a file, or the folder that holds it.
-
-    Raises:
-        MissingFileError: If it is not there.
-        InputError: If it cannot be read.
-        UsageError: If the path cannot be one.
-    """
+    """Returns the configuration that the user named: a file, or the folder that holds it."""
     check_path(path, _OPTION)
     place = place_of(path)
     name = ADAPTER_CONFIG

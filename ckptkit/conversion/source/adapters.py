@@ -57,13 +57,7 @@ class Choice:
 
 
 def sort_trees(checkpoint: Opened, *, keep_module: bool = False) -> dict[str, Sorted]:
-    """Tells adapters from bases in every model of a checkpoint.
-
-    Raises:
-        CannotPlanError: If there is no model of the name that was selected.
-        FormatError: If two tensors have one name when wrappers are cut out.
-        UnsupportedError: If an adapter is of a method that is not modelled.
-    """
+    """Tells adapters from bases in every model of a checkpoint."""
     index = checkpoint.index
     trees = model_trees(index)
     if checkpoint.select is not None:
@@ -110,12 +104,7 @@ def choose_adapter(
         wanted: The name that the user gave, or None.
         may_be_empty: Whether an adapter that was saved without a tensor is taken for one.
 
-    Raises:
-        AmbiguousSourceError: If there are several and none was named.
-        CannotPlanError: If there is none of that name.
-        IncompleteCheckpointError: If an adapter was to be saved, and none was.
-        RefusedError: If nothing in the checkpoint was trained with PEFT.
-    """  # noqa: DOC501  private functions raise some of them
+    """
     found = list(adapters_in(trees, recorded))
     if not found and may_be_empty and was_saved_empty(checkpoint):
         return Choice(wanted or next(iter(recorded), DEFAULT), "", is_named=False)
@@ -341,12 +330,10 @@ class PeftFinding:
 
     @property
     def is_of_lora(self) -> bool:
-        """Whether `ckptkit adapter` may handle it."""
         return self.method in {"", LORA}
 
     @property
     def title(self) -> str:
-        """What it is, such as `an IA3 adapter of PEFT`."""
         return title_of(self.method)
 
     @property
@@ -477,7 +464,6 @@ def _beside(checkpoint: Opened, location: str) -> Place:
 
 
 def choices(select: str | None, also: Sequence[PathLike]) -> list[str]:
-    """Returns the options with which a user chose a checkpoint, as they are typed."""
     chosen = [] if select is None else ["--select", select]
     return [*chosen, *(text for folder in also for text in ("--also", os.fspath(folder)))]
 

@@ -23,11 +23,6 @@ def with_model_config(index: TensorIndex, folder: PathLike) -> TensorIndex:
     Args:
         index: Of a checkpoint.
         folder: Holds the `config.json` of the model.
-
-    Raises:
-        NotACheckpointError: If there is no `config.json`.
-        RefusedError: If transformers cannot build the model, or if its parameters do not account
-            for every element.
     """
     flat = flat_parameters(index)
     if not flat:

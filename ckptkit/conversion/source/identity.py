@@ -65,10 +65,6 @@ def check_reach(
 
     Returns:
         What the user should know: that nothing was there to compare with.
-
-    Raises:
-        IncompleteCheckpointError: If a tensor is smaller than in one of the models.
-        InputError: If a model's header is damaged.
     """
     if all(unit.candidate.format != HfShardsReader.name for unit in checkpoint.units):
         return ()

@@ -56,10 +56,6 @@ def dtypes_in(folder: PathLike, *, option: str) -> Mapping[Fqn, DType]:
     Args:
         folder: A model folder, or any checkpoint.
         option: What named it, for messages.
-
-    Raises:
-        InputError: If there is no model, or if a header is damaged.
-        AmbiguousSourceError: If there are several.
     """
     return {entry.name: entry.dtype for entry in _model_of(folder, option)}
 
@@ -70,11 +66,7 @@ def shapes_in(folder: PathLike, *, option: str) -> Mapping[str, Shape]:
 
 
 def shapes_there(folder: PathLike) -> Mapping[str, Shape]:
-    """Returns the shapes of a model's tensors by their headers; none where it has no weights.
-
-    Raises:
-        InputError: If a header is damaged, or a file is missing.
-    """
+    """Returns the shapes of a model's tensors by their headers; none where it has no weights."""
     with open_source(folder) as source:
         index = pretrained_index(source)
     return {} if index is None else {str(e.name): e.shape for e in index.of_part("model")}
@@ -94,10 +86,6 @@ def file_map_of(folder: PathLike, *, option: str) -> FileMap:
     """Returns which of a model's safetensors files holds which tensor.
 
     The index alone is enough: the weights that it names need not be there.
-
-    Raises:
-        NotACheckpointError: If the folder has neither an index nor `model.safetensors`.
-        FormatError: If the index is damaged.
     """
     where = f"{option} {folder}"
     with ExitStack() as stack:
@@ -125,9 +113,6 @@ def names_in(folder: PathLike) -> tuple[Fqn, ...]:
     """Returns the names of the tensors in a model folder; none where it has no weights.
 
     An index alone is enough here too.
-
-    Raises:
-        InputError: If a header or the index is damaged.
     """
     with open_source(folder) as source:
         there = set(source.walk(0))
@@ -143,9 +128,6 @@ def pretrained_index(source: Source) -> TensorIndex | None:
 
     Returns:
         The index, or None where the folder holds no such weights.
-
-    Raises:
-        InputError: If a header is damaged, or a file is missing.
     """
     names = list(source.walk(0))
     candidates = recognise(names)
@@ -186,10 +168,6 @@ def optimizer_output(
         checkpoint: The source.
         request: What was asked for.
         model: The tensors of the model that is written.
-
-    Raises:
-        RefusedError: If there is no optimizer, or if it cannot be told which one is meant.
-        InputError: If its states are damaged or incomplete.
     """
     if not request.optimizer:
         return OptimizerOutput()
@@ -210,11 +188,7 @@ def optimizer_output(
 
 
 def _raise_what_was_passed_over(checkpoint: Opened) -> None:
-    """Raises what is wrong with the optimizer's file, which nobody else needs.
-
-    Raises:
-        InputError: If something is.
-    """
+    """Raises what is wrong with the optimizer's file, which nobody else needs."""
     if next(checkpoint.index.of_part("optimizer"), None) is not None:
         return
     for unit in checkpoint.units:
@@ -264,12 +238,7 @@ def _with_plain_values(
 
 
 def _value_at(blob: BlobRef, source: Source, path: KeyPath) -> object:
-    """Parses a python object that lies in the source.
-
-    Raises:
-        FormatError: If it is larger than any.
-        InputError: If it is damaged.
-    """
+    """Parses a python object that lies in the source."""
     where = f"{blob.path}, object {'.'.join(map(str, path))!r}"
     size = blob.stop - blob.start
     if size > _MAX_BLOB_BYTES:
@@ -298,11 +267,7 @@ class _Budget:
         self._left = _MAX_VALUES
 
     def plain(self, value: object, depth: int = 0) -> Any:
-        """Returns a value made of python's own types.
-
-        Raises:
-            _NotPlainError: If something else is in it.
-        """
+        """Returns a value made of python's own types."""
         self._left -= 1
         if self._left < 0 or depth > _MAX_DEPTH:
             raise _NotPlainError

@@ -78,7 +78,6 @@ class Opened:
 
     @property
     def path(self) -> str:
-        """The chosen step, named under the user's path."""
         return posixpath.join(self.location, self.folder) if self.folder else self.location
 
 
@@ -103,13 +102,6 @@ def opened(
 
     Yields:
         The checkpoint, its files open.
-
-    Raises:
-        NotACheckpointError: If there is none.
-        AmbiguousSourceError: If there are several and nothing was selected.
-        InputError: If what is there cannot be parsed.
-        NoSpaceError: If parsing it would take more memory than allowed.
-        UsageError: If a path cannot be one, or the path is a file that stands beside `also`.
     """
     check_path(path, "SRC")
     location = place_of(path)

@@ -19,11 +19,7 @@ _DEEP = 64  # folders below a prefix; more than any path has
 
 
 def check_path(text: PathLike, what: str) -> None:
-    """Refuses paths that no system call would take, before one fails on them.
-
-    Raises:
-        UsageError: If the path is empty, too long, or a loop of links.
-    """
+    """Refuses paths that no system call would take, before one fails on them."""
     if not os.fspath(text):
         raise UsageError("is empty, where a path was expected", where=what)
     if is_url(text):
@@ -44,10 +40,6 @@ def open_folder(stack: ExitStack, place: PathLike, option: str) -> Folder:
         stack: Closes it.
         place: What the user named.
         option: By which option, for messages.
-
-    Raises:
-        NotACheckpointError: If there is none.
-        UsageError: If the path cannot be one.
     """
     check_path(place, option)
     if not is_url(place):
@@ -61,11 +53,7 @@ def open_folder(stack: ExitStack, place: PathLike, option: str) -> Folder:
 
 
 def open_root(stack: ExitStack, place: PathLike) -> tuple[Folder, str | None]:
-    """Opens the folder to search and, when the place is a file, tells that file's name.
-
-    Raises:
-        NotACheckpointError: If nothing is there.
-    """
+    """Opens the folder to search and, when the place is a file, tells that file's name."""
     if is_url(place):
         return _open_remote_root(stack, place_of(place))
     path = local_path(place)

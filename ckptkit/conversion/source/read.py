@@ -41,11 +41,7 @@ def as_numpy(data: bytearray, dtype: DType, shape: Shape) -> NDArray[Any]:
 
 
 def as_torch(data: bytearray, dtype: DType, shape: Shape) -> torch.Tensor:
-    """Returns row-major bytes as a tensor that shares their memory.
-
-    Raises:
-        UsageError: If torch is not installed.
-    """
+    """Returns row-major bytes as a tensor that shares their memory."""
     try:
         import torch
     except ImportError as error:
@@ -75,10 +71,6 @@ class Checkpoint(Closing):
             path: Any path in or above a checkpoint.
             select: The model to take where there are several.
             also: Further directories that hold files of the same checkpoint.
-
-        Raises:
-            InputError: If there is none, or if it cannot be parsed.
-            AmbiguousSourceError: If there are several models and none was selected.
         """
         with ExitStack() as stack:
             self._opened = stack.enter_context(opened(path, select=select, also=also))
@@ -89,29 +81,23 @@ class Checkpoint(Closing):
 
     @property
     def path(self) -> str:
-        """The checkpoint that was found, under the path that was given."""
         return self._opened.path
 
     @property
     def format(self) -> str:
-        """The on-disk format."""
         return self._opened.index.format
 
     @property
     def run(self) -> RunFacts:
-        """What is known of the run that wrote it."""
         return self._opened.index.run
 
     def keys(self) -> tuple[Fqn, ...]:
-        """Returns the names of all tensors of the model, in order."""
         return tuple(entry.name for entry in self._entries.values())
 
     def shape(self, name: str) -> Shape:
-        """Returns the full shape of a tensor."""
         return self._entry(name).shape
 
     def dtype(self, name: str) -> str:
-        """Returns torch's name of a tensor's element type, such as `bfloat16`."""
         return self._entry(name).dtype.name
 
     @check_arguments
@@ -125,11 +111,7 @@ class Checkpoint(Closing):
         Returns:
             The tensor, row-major.
 
-        Raises:
-            KeyError: If there is no such tensor.
-            InputError: If it is incomplete or damaged.
-            UsageError: If the framework is unknown, or not installed.
-        """  # noqa: DOC501  `error_of` makes an InputError
+        """
         entry = self._entry(name)
         problem = next(find_problems(self._opened.index, [entry]), None)
         if problem is not None:
@@ -145,7 +127,6 @@ class Checkpoint(Closing):
         raise UsageError(f"{framework!r} is not among torch, numpy", where="framework")
 
     def close(self) -> None:
-        """Closes the files."""
         self._stack.close()
 
     def _entry(self, name: str) -> TensorEntry:
@@ -185,7 +166,6 @@ class Scan:
 
 
 def leaf_span(entry: TensorEntry, leaf: int) -> Span:
-    """Returns the elements of one leaf of a tensor's digest."""
     step = LEAF_BYTES // entry.dtype.itemsize
     return Span(leaf * step, min((leaf + 1) * step, entry.elements))
 

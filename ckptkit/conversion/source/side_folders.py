@@ -74,12 +74,10 @@ class SideFolders:
             self.sources.setdefault(given.location, given)
 
     def choose(self, *, allow_code: bool) -> tuple[list[SideFile], list[str]]:
-        """Returns the files to put beside the weights, and python files left out."""
         listed = [(origin, _listing(source)) for origin, source in self.sources.items()]
         return choose_side_files(listed, allow_code=allow_code)
 
     def read(self, file: SideFile) -> bytes:
-        """Returns a whole side file."""
         return self.sources[file.origin].read(file.path, 0, file.size_bytes)
 
     def outputs(
@@ -91,9 +89,6 @@ class SideFolders:
             files: As `choose` returned them.
             config: The model's configuration as it is to be written, if there is one.
             allow_code: Whether `auto_map`, which names python files, stays.
-
-        Raises:
-            FormatError: If a configuration is not a JSON object.
         """
         return [self._output(file, config, allow_code=allow_code) for file in files]
 
@@ -130,11 +125,7 @@ class SideFolders:
         return self.base if is_of_base else None
 
     def config(self, files: Sequence[SideFile]) -> dict[str, Any] | None:
-        """Returns the model's configuration, or None where there is none.
-
-        Raises:
-            FormatError: If it is not a JSON object.
-        """
+        """Returns the model's configuration, or None where there is none."""
         file = next((file for file in files if file.name == CONFIG), None)
         if file is None or file.size_bytes > MAX_JSON_BYTES:
             return None
@@ -245,9 +236,6 @@ def find_ties(
 
     Returns:
         The ties that hold, and those that do not.
-
-    Raises:
-        InputError: If the source cannot be read.
     """
     by_name = {entry.name: entry for entry in entries}
     extents = {name: (entry.dtype, entry.shape) for name, entry in by_name.items()}

@@ -129,11 +129,7 @@ class _Step:
         self._source = source
 
     def put_together(self) -> tuple[dict[str, bytes], list[str]]:
-        """Returns the files that stand for the whole step, and the folders that it does without.
-
-        Raises:
-            InputError: If ranks are missing, or copies do not belong together.
-        """
+        """Returns the files that stand for the whole step, and the folders that it does without."""
         self._check_one_save()
         path = posixpath.join(self._folder, MANIFEST_NAME)
         whole = next((copy for copy in self._copies if copy.ranks is None), None)
@@ -233,10 +229,6 @@ class LeftShards:
         Args:
             found: What a path stands for.
             select: What the user selected, or None.
-
-        Raises:
-            AmbiguousSourceError: If the model is not whole, or not what the shards hold, and
-                was not selected by its name.
         """
         notes = [
             self._compared(unit, shards, found.folder)

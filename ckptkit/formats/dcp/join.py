@@ -44,11 +44,9 @@ class Where:
     text: str
 
     def tensor(self, key: str) -> Where:
-        """Returns the place of one key."""
         return Where(f"{self.text}, key {shown(key)}" if self.text else f"key {shown(key)}")
 
     def error(self, message: str) -> FormatError:
-        """Makes the error for a file that contradicts itself."""
         return FormatError(message, where=self.text, hint=_HINT)
 
 
@@ -84,11 +82,7 @@ class TensorRows:
     def add(
         self, key: str, number: int, shape: tuple[int, ...], itemsize: int, chunks: object
     ) -> None:
-        """Adds the chunks of one tensor.
-
-        Raises:
-            FormatError: If they are not a list of chunks.
-        """
+        """Adds the chunks of one tensor."""
         where = self.where.tensor(key)
         # A list that two tensors shared would be walked once for each of them.
         if not isinstance(chunks, list) or id(chunks) in self._seen:
@@ -130,12 +124,7 @@ class Entries:
         self._transforms: dict[int, dict[tuple[str, ...], None]] = {}
 
     def read(self, table: dict[Any, Any]) -> None:
-        """Reads all items.
-
-        Raises:
-            FormatError: If one is malformed or names a key that the index does not have.
-            UnsafePathError: If a data file lies outside the folder.
-        """
+        """Reads all items."""
         texts = self.values.texts
         keys = _Lookup(lambda position: self._number(texts[position]))
         paths = _Lookup(lambda position: self._file(texts[position]))
@@ -151,11 +140,9 @@ class Entries:
 
     @property
     def transformed(self) -> list[int]:
-        """Numbers of the keys that have a transform."""
         return list(self._transforms)
 
     def transforms_of(self, key: str) -> tuple[tuple[str, ...], ...]:
-        """Returns the different lists of transforms among the items of a key."""
         return tuple(self._transforms.get(self.numbers[key], ()))
 
     def _add(self, index: object, info: object) -> None:
@@ -261,12 +248,7 @@ class Join:
         self.is_bare = True  # no stored item is longer than its elements
 
     def result(self) -> tuple[dict[str, Columns], dict[str, Place]]:
-        """Returns the columns of each tensor, and the place of each python object.
-
-        Raises:
-            FormatError: If chunks and stored items do not belong together one to one, if a chunk
-                leaves its tensor, or if two share bytes without being the same.
-        """
+        """Returns the columns of each tensor, and the place of each python object."""
         self._check_entries()
         objects = self._objects()
         used = []

@@ -127,12 +127,6 @@ def parse_metadata(data: bytes, *, where: str, shortcuts: bool = True) -> DcpMet
 
     Returns:
         Columns in place of the objects of the file.
-
-    Raises:
-        UnsafePickleError: If the pickle names or does what no such file does.
-        UnsafePathError: If a data file lies outside the folder.
-        UnsupportedError: If a dtype or layout is not modelled.
-        InputError: If the file is damaged.
     """
     root, values = _unpickled(data, where) if shortcuts else (None, None)
     if values is None:
@@ -284,11 +278,7 @@ def _tensor(
 
 
 def fields_of(value: object, name: str, where: Where) -> dict[str, Any]:
-    """Returns the fields of an inert instance of the dataclass `name`.
-
-    Raises:
-        FormatError: If the value is not one.
-    """
+    """Returns the fields of an inert instance of the dataclass `name`."""
     if not isinstance(value, InertObject) or value.cls.name != name:
         raise where.error(f"there is something else in the place of a {name}")
     if not isinstance(value.state, dict):
@@ -343,7 +333,6 @@ def _memory_format(*args: object) -> int:
 
 
 def _path(*args: object) -> None:
-    """Stands for the path of the checkpoint on the machine that wrote it, which nobody needs."""
     if not all(isinstance(part, str) for part in args):
         raise UnsafePickleError("a path is not made from strings")
 
@@ -352,9 +341,6 @@ def _save_plan(*_: object) -> None:
     """Refuses the save plans of all ranks, which Megatron-Core adds to the metadata.
 
     Source: megatron/core/dist_checkpointing/strategies/torch.py, `all_local_plans`.
-
-    Raises:
-        UnsupportedError: Always.
     """
     raise UnsupportedError(
         "a Megatron-Core distributed checkpoint ('all_local_plans' holds the save plans of its"

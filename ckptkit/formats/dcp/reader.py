@@ -73,9 +73,6 @@ class Images:
         """Returns where the chunks of tensors lie, in their order.
 
         Of a file that is missing, the records are where `.metadata` has them.
-
-        Raises:
-            InputError: If the header of an image is damaged, or contradicts `.metadata`.
         """
         self._foresee(tensors)
         rows = [self._place(tensor, row) for tensor in tensors for row in range(len(tensor.file))]
@@ -169,12 +166,7 @@ class BlobRef:
 
 
 def content_of(source: Source, blob: BlobRef, *, where: str) -> tuple[Read, int]:
-    """Returns how to read the archive of an object, and the archive's length.
-
-    Raises:
-        FormatError: If it is compressed and damaged.
-        LimitError: If it is compressed and too large to be held in memory.
-    """
+    """Returns how to read the archive of an object, and the archive's length."""
 
     def read(start: int, stop: int) -> bytes:
         return source.read(blob.path, blob.start + start, blob.start + stop)
@@ -216,10 +208,6 @@ class DcpReader:
 
         Returns:
             The index; files that are missing or short are left for the plan to refuse.
-
-        Raises:
-            MissingFileError: If `.metadata` is not there.
-            InputError: If it is damaged, hostile or not modelled.
         """
         path = posixpath.join(candidate.folder, METADATA)
         where = posixpath.join(source.location, path)

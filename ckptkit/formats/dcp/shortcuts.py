@@ -284,7 +284,6 @@ class FastMachine(Machine):
         super().store(slot)
 
     def next_slot(self) -> int:
-        """Returns the slot that the next MEMOIZE fills."""
         return self.filled + (self.run_skipped[-1] if self.run_skipped else 0)
 
     def fetch(self, slot: int) -> object:
@@ -334,7 +333,6 @@ class FastMachine(Machine):
         return self.patterns[cls]
 
     def _fits(self, container: type) -> bool:
-        """Says whether the values above the last mark are for a container."""
         return self.fence > 0 and type(self.stack[self.fence - 1]) is container
 
     def _advance(self, widths: Ints) -> Ints:

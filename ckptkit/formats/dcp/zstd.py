@@ -64,10 +64,6 @@ class ZstdContent:
             read: Returns the compressed bytes `[start, stop)`.
             size_bytes: How many there are.
             where: File and tensor, for messages.
-
-        Raises:
-            FormatError: If no stream begins there.
-            LimitError: If decoding it would take too much memory.
         """
         import zstandard
 
@@ -95,9 +91,6 @@ class ZstdContent:
 
         Returns:
             How many bytes were there; fewer than asked for at the end alone.
-
-        Raises:
-            FormatError: If the stream is damaged.
         """
         import zstandard
 
@@ -131,10 +124,6 @@ def decoded(read: Read, size_bytes: int, *, most_bytes: int, where: str) -> byte
         size_bytes: How many there are.
         most_bytes: How many decoded ones are taken.
         where: File and object, for messages.
-
-    Raises:
-        FormatError: If the stream is damaged.
-        LimitError: If there are more bytes, or decoding takes too much memory.
     """
     content = ZstdContent(read, size_bytes, where=where)
     pieces: list[bytes] = []
@@ -214,10 +203,6 @@ def look_ahead(head: bytes, expected: Expected) -> Ahead:
     Args:
         head: The first `HEAD_BYTES` of the archive, or all of a shorter one.
         expected: What it should hold.
-
-    Raises:
-        FormatError: If the archive holds something else, or is damaged.
-        UnsafePickleError: If the pickle names something outside the allow-list.
     """
     where = expected.where
     records = _records(head)
@@ -268,10 +253,6 @@ def prove(ahead: Ahead, tail: bytes, expected: Expected) -> Payload:
 
     Returns:
         Where the data lie, with their checksum.
-
-    Raises:
-        FormatError: If its ends contradict each other.
-        InputError: If the archive is damaged.
     """
 
     def read(start: int, stop: int) -> bytes:

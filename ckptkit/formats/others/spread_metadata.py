@@ -83,14 +83,7 @@ class SpreadMetadata:
 
 
 def read_spread_metadata(source: Source, path: str) -> SpreadMetadata:
-    """Returns what the file at a path says.
-
-    Raises:
-        LimitError: If it is larger than any real one.
-        UnsafePickleError: If its pickle names anything at all.
-        UnsupportedError: If it is of a version, or names something, that is not modelled.
-        FormatError: If it is damaged, or says something else.
-    """
+    """Returns what the file at a path says."""
     where = posixpath.join(source.location, path)
     size = source.stat(path).size_bytes
     if size > MAX_METADATA_BYTES:

@@ -82,12 +82,7 @@ class LocalImages:
         self.entries: dict[Key, TensorEntry] = {}
 
     def add(self, item: str, spread: SpreadItem, by_rank: Mapping[int, str]) -> None:
-        """Adds the tensors of an item of the state.
-
-        Raises:
-            MissingFileError: If the file of a rank is not there.
-            FormatError: If files hold other tensors than the metadata tells, or of other shapes.
-        """
+        """Adds the tensors of an item of the state."""
         held = {rank: self._opened(rank, path) for rank, path in sorted(by_rank.items())}
         names = {".".join(map(str, path)): path for path in spread.tensors}
         for rank, tensors in held.items():
@@ -199,14 +194,7 @@ class TorchCheckpointingReader:
         return described(paths)
 
     def read_index(self, source: Source, candidate: Candidate) -> TensorIndex:
-        """Returns the index of the pickles and headers of all ranks' files.
-
-        Raises:
-            MissingFileError: If the file of a rank is not there.
-            UnsupportedError: If a tensor is spread, or a file stored, in a way not modelled.
-            UnsafePickleError: If a pickle names something outside the allow-list.
-            FormatError: If a file is damaged, or the files contradict each other.
-        """
+        """Returns the index of the pickles and headers of all ranks' files."""
         where = posixpath.join(source.location, candidate.folder)
         path = posixpath.join(candidate.folder, METADATA_PICKLE)
         is_described = path in candidate.files
@@ -272,11 +260,7 @@ class _Files:
         return cls(archives, images)
 
     def check(self, world_size: int, where: str) -> None:
-        """Refuses files of ranks that the run did not have.
-
-        Raises:
-            FormatError: If there are some.
-        """
+        """Refuses files of ranks that the run did not have."""
         for by_rank in (*self.archives.values(), *self.images.values()):
             stale = [path for rank, path in by_rank.items() if rank >= world_size]
             if stale:

@@ -131,10 +131,6 @@ def gather_ranks(ranks: Sequence[RankManifest], where: str) -> Gathered:
     Args:
         ranks: What each lists, in order.
         where: The snapshot, for messages.
-
-    Raises:
-        FormatError: If ranks contradict each other.
-        IncompleteCheckpointError: If no rank has a block of a tensor.
     """
     found = Gathered(values=_values(ranks))
     for name, state in _states(ranks).items():
@@ -243,13 +239,7 @@ class TorchsnapshotReader:
         return [Candidate(self.name, h, tuple(sorted(f)), reason) for h, f in sorted(found.items())]
 
     def read_index(self, source: Source, candidate: Candidate) -> TensorIndex:
-        """Parses the manifest; data files are only looked up.
-
-        Raises:
-            UnsupportedError: If the manifest names what is not modelled.
-            IncompleteCheckpointError: If it lacks a rank, or all blocks of a tensor.
-            InputError: If it is damaged, or files are longer than it says.
-        """
+        """Parses the manifest; data files are only looked up."""
         path = posixpath.join(candidate.folder, SNAPSHOT_METADATA)
         manifest = read_manifest(source, path)
         where = posixpath.join(source.location, candidate.folder)

@@ -45,9 +45,6 @@ def plain_value(kind: str, text: object) -> object:
 
     >>> plain_value("float", "exSuR+F6hD8="), plain_value("bool", "False")
     (0.01, False)
-
-    Raises:
-        FormatError: If it stands for none.
     """
     if not isinstance(text, str):
         raise FormatError(f"value of the kind {shown(kind)} is not a text")
@@ -159,14 +156,7 @@ class SnapshotManifest:
 
 
 def read_manifest(source: Source, path: str) -> SnapshotManifest:
-    """Returns what the file at a path says.
-
-    Raises:
-        LimitError: If it is larger than any real one.
-        UnsupportedError: If it is of a version, or names a kind of entry, that is not modelled.
-        UnsafePathError: If it names a file outside the snapshot.
-        FormatError: If it is damaged, or contradicts itself.
-    """
+    """Returns what the file at a path says."""
     where = posixpath.join(source.location, path)
     size = source.stat(path).size_bytes
     if size > MAX_MANIFEST_BYTES:
@@ -300,13 +290,11 @@ class _Parser:
 
 
 def _numbers(entry: Mapping[str, Any]) -> frozenset[int]:
-    """Returns the keys of a container that are numbers."""
     keys = entry["keys"]
     return frozenset(k for k in keys if type(k) is int) if isinstance(keys, list) else frozenset()
 
 
 def _decoded_manifest(token: str) -> str:
-    """Undoes the escaping of slashes in keys."""
     return token.replace("%2F", "/").replace("%25", "%")
 
 

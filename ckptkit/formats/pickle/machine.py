@@ -31,7 +31,6 @@ _UNSET = object()
 
 
 def shown(text: str) -> str:
-    """Quotes a text for a message, cut to a length that a person can read."""
     return repr(text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}…")
 
 
@@ -132,9 +131,6 @@ class Machine:
 
         Returns:
             Its value.
-
-        Raises:
-            InputError: If it is damaged, hostile, or followed by something.
         """
         value, end = self.run_first()
         if end != len(self.data):
@@ -147,9 +143,6 @@ class Machine:
 
         Returns:
             Its value, and where it ends.
-
-        Raises:
-            InputError: If it is damaged or hostile.
         """
         data, table, end = self.data, self.table, len(self.data)
         while self.running:
@@ -164,7 +157,6 @@ class Machine:
         return value, self.pos
 
     def place(self) -> str:
-        """Says where the current opcode is."""
         return f"{self.where}: byte {self.at:,}" if self.where else f"byte {self.at:,}"
 
     def malformed(self, message: str) -> FormatError:
@@ -228,7 +220,6 @@ class Machine:
         return int(line)
 
     def push(self, value: object) -> None:
-        """Puts a value on the stack."""
         self.stack.append(value)
 
     def pop(self) -> object:

@@ -384,13 +384,6 @@ def parse_pickle(
 
     Returns:
         The value. Parsing takes time and memory within a multiple of the length of `data`.
-
-    Raises:
-        UnsafePickleError: If the pickle names a global that is not allowed, calls what is not
-            to be called, or uses an opcode that no checkpoint needs.
-        TruncatedFileError: If it ends too early.
-        FormatError: If it is malformed; the message has the byte position.
-        LimitError: If it could only have been made to exhaust time.
     """
     return Machine(data, allowed, OPCODES, where=where, persistent=persistent).run()
 
@@ -435,9 +428,6 @@ def ordered_dict(*args: object) -> InertDict:
 
     Returns:
         An empty dictionary that can take them.
-
-    Raises:
-        UnsafePickleError: If it is called with arguments, as no pickle by python 3 does.
     """
     if args:
         raise UnsafePickleError(f"'OrderedDict' is made from {len(args)} arguments, not none")

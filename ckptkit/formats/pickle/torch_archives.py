@@ -45,28 +45,16 @@ class Document:
     where: str
 
     def inner(self, key: str | int) -> Document:
-        """Returns the dictionary under a key; an empty one where there is none.
-
-        Raises:
-            FormatError: If it is something else.
-        """
+        """Returns the dictionary under a key; an empty one where there is none."""
         return _document(self.values.get(key), f"{self.where}, {key!r}")
 
     def inner_list(self, key: str) -> list[Document]:
-        """Returns the dictionaries in the list under a key; none where there is no list.
-
-        Raises:
-            FormatError: If it is something else.
-        """
+        """Returns the dictionaries in the list under a key; none where there is no list."""
         where = f"{self.where}, {key!r}"
         return [_document(item, where) for item in self.sequence(key)]
 
     def sequence(self, key: str) -> Sequence[Any]:
-        """Returns the list under a key; an empty one where there is none.
-
-        Raises:
-            FormatError: If it is something else.
-        """
+        """Returns the list under a key; an empty one where there is none."""
         found = self.values.get(key)
         if found is None:
             return ()
@@ -75,11 +63,7 @@ class Document:
         return found
 
     def vectors(self, key: str) -> list[TensorRef]:
-        """Returns the one-dimensional tensors in the list under a key.
-
-        Raises:
-            FormatError: If something else is among them.
-        """
+        """Returns the one-dimensional tensors in the list under a key."""
         found = self.sequence(key)
         for item in found:
             if not (isinstance(item, TensorRef) and len(item.shape) == 1 and item.row_major):
@@ -87,27 +71,18 @@ class Document:
         return list(found)
 
     def count(self, key: str) -> int | None:
-        """Returns the natural number under a key, or None where there is none.
-
-        Raises:
-            FormatError: If it is something else.
-        """
+        """Returns the natural number under a key, or None where there is none."""
         found = self.values.get(key)
         if found is not None and not _is_count(found):
             raise self.error(f"{key!r} is not a natural number")
         return found
 
     def text(self, key: str) -> str:
-        """Returns the text under a key, or an empty one."""
         found = self.values.get(key)
         return found if isinstance(found, str) else ""
 
     def shapes(self) -> dict[str, Shape]:
-        """Returns the dictionary as one of shapes by name.
-
-        Raises:
-            FormatError: If it is none.
-        """
+        """Returns the dictionary as one of shapes by name."""
         for name, shape in self.values.items():
             whole = isinstance(shape, tuple) and len(shape) <= MAX_DIMENSIONS
             if not (isinstance(name, str) and whole and all(map(_is_count, shape))):
@@ -115,18 +90,13 @@ class Document:
         return dict(self.values)
 
     def tensor(self, name: str) -> TensorRef:
-        """Returns the tensor of a name.
-
-        Raises:
-            FormatError: If it is not there, or is something else.
-        """
+        """Returns the tensor of a name."""
         found = self.values.get(name)
         if not isinstance(found, TensorRef):
             raise self.error(f"holds no tensor {shown(name)}")
         return found
 
     def error(self, message: str) -> FormatError:
-        """Makes the error to raise for what was found wrong here."""
         return FormatError(message, where=self.where)
 
 
@@ -153,11 +123,7 @@ class Extents(Protocol):
         ...
 
     def extent(self, storage: StorageRef) -> tuple[int, int, int | None]:
-        """Returns a storage's first byte, the one after its last, and the checksum stored for it.
-
-        Raises:
-            FormatError: If there is no such record, or if it has another length.
-        """
+        """Returns the start and the end of a storage, and the checksum stored for it."""
         ...
 
 
@@ -186,15 +152,10 @@ class TorchArchive:
 
     @property
     def where(self) -> str:
-        """The file, for messages."""
         return self.archive.where
 
     def document(self) -> Document:
-        """Returns the dictionary that the file holds.
-
-        Raises:
-            FormatError: If it holds something else.
-        """
+        """Returns the dictionary that the file holds."""
         if not isinstance(self.root, dict):
             raise FormatError("holds no dictionary", where=self.where)
         return Document(self.root, self.where)
@@ -217,11 +178,6 @@ class ArchiveTable:
             source: Where it lies.
             path: The file.
             allowed: What the pickle may name, and what stands for it.
-
-        Raises:
-            UnsafePickleError: If the pickle names something else.
-            UnsupportedError: If the file holds what is not modelled.
-            FormatError: If it is damaged.
         """
         file = source.stat(path)
         where = posixpath.join(source.location, path)
@@ -234,11 +190,7 @@ class ArchiveTable:
         return TorchArchive(path, len(self.files) - 1, root, pickle_bytes, archive)
 
     def record(self, file: TorchArchive, tensor: TensorRef) -> int:
-        """Returns the position of the record of a tensor's storage, adding it when new.
-
-        Raises:
-            FormatError: If the archive has no such record, or one of another length.
-        """
+        """Returns the position of the record of a tensor's storage, adding it when new."""
         storage = tensor.storage
         place = file.number, storage.key
         known = self._places.get(place)

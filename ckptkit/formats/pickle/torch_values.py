@@ -72,7 +72,6 @@ class StorageRef:
 
     @property
     def size_bytes(self) -> int:
-        """Length of its record."""
         return self.elements * (self.dtype or _BYTE).itemsize
 
 
@@ -93,11 +92,7 @@ class TensorRef:
 
 
 def storage_ref(identity: object) -> StorageRef:
-    """Returns what a persistent id says, `('storage', class, key, location, elements)`.
-
-    Raises:
-        FormatError: If it has another form.
-    """
+    """Returns what a persistent id says, `('storage', class, key, location, elements)`."""
     match identity:
         case ("storage", StorageClass(dtype=dtype), str(key), str(), int(elements)) if (
             _is_count(elements) and key
@@ -107,12 +102,7 @@ def storage_ref(identity: object) -> StorageRef:
 
 
 def rebuild_tensor_v2(*args: object) -> TensorRef:
-    """Returns a tensor for `_rebuild_tensor_v2(storage, offset, size, stride, …[, metadata])`.
-
-    Raises:
-        FormatError: If the arguments do not describe a view on a storage.
-        UnsupportedError: If the tensor is lazily conjugated or negated.
-    """
+    """Returns a tensor for `_rebuild_tensor_v2(storage, offset, size, stride, …[, metadata])`."""
     match args:
         case (StorageRef() as storage, offset, shape, strides, _, _, *metadata):
             _refuse_lazy(*metadata or (None,))
@@ -121,12 +111,7 @@ def rebuild_tensor_v2(*args: object) -> TensorRef:
 
 
 def rebuild_tensor_v3(*args: object) -> TensorRef:
-    """Returns a tensor for `_rebuild_tensor_v3(storage, offset, size, stride, …, dtype, …)`.
-
-    Raises:
-        FormatError: If the arguments do not describe a view on a storage.
-        UnsupportedError: If the dtype is not modelled.
-    """
+    """Returns a tensor for `_rebuild_tensor_v3(storage, offset, size, stride, …, dtype, …)`."""
     match args:
         case (
             StorageRef() as storage,
@@ -147,11 +132,7 @@ def rebuild_tensor_v3(*args: object) -> TensorRef:
 
 
 def rebuild_parameter(*args: object) -> TensorRef:
-    """Returns the tensor for `_rebuild_parameter(tensor, grad, hooks)` and its kin with a state.
-
-    Raises:
-        FormatError: If the first argument is not a tensor.
-    """
+    """Returns the tensor for `_rebuild_parameter(tensor, grad, hooks)` and its kin with a state."""
     match args:
         case (TensorRef() as tensor, _, _) | (TensorRef() as tensor, _, _, _):
             return tensor
@@ -318,11 +299,5 @@ ALLOWED: Mapping[tuple[str, str], object] = {
 
 
 def parse_values(pickle: bytes, *, where: str) -> object:
-    """Returns what a `data.pkl` holds; tensors in it are `TensorRef`s, storages `StorageRef`s.
-
-    Raises:
-        UnsafePickleError: If the pickle names something outside the allow-list.
-        FormatError: If it is damaged, or a tensor in it does not fit its storage.
-        UnsupportedError: If a dtype or a kind of tensor is not modelled.
-    """
+    """Returns what a `data.pkl` holds; tensors in it are `TensorRef`s, storages `StorageRef`s."""
     return parse_pickle(pickle, ALLOWED, where=where, persistent=storage_ref)

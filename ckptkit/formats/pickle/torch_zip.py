@@ -136,9 +136,6 @@ def template_of(
         storage: The record of its only storage.
         identity: The record that names the contents, where there is one; nobody reads it.
         where: The file, for messages.
-
-    Raises:
-        FormatError: If the local header of a record contradicts the directory.
     """
     start = data_start(read, storage, where=where)
     stop = start + storage.size_bytes
@@ -252,12 +249,7 @@ class TensorCache:
         self._archives[ends.size_bytes] = kept[:_TEMPLATES_OF_A_SIZE]
 
     def tensor(self, pickle: bytes, *, where: str) -> tuple[TensorRef, bool]:
-        """Returns the tensor that a pickle describes, and whether it is row-major.
-
-        Raises:
-            FormatError: If the pickle holds anything but one tensor.
-            UnsafePickleError: If it names something outside the allow-list.
-        """
+        """Returns the tensor that a pickle describes, and whether it is row-major."""
         found = self._tensors.get(pickle)
         if found is None:
             value = parse_values(pickle, where=where)
@@ -288,12 +280,7 @@ class Archive:
     where: str
 
     def pickle(self, *, max_bytes: int = MAX_PICKLE_BYTES) -> bytes:
-        """Returns the checked bytes of `data.pkl`.
-
-        Raises:
-            LimitError: If there are more than `max_bytes`.
-            ChecksumError: If they do not have the checksum in the directory.
-        """
+        """Returns the checked bytes of `data.pkl`."""
         entry = self.entries[self.prefix + _PICKLE]
         if entry.size_bytes > max_bytes:
             raise LimitError(
@@ -313,21 +300,13 @@ class Archive:
         return data
 
     def extent(self, storage: StorageRef) -> tuple[int, int, int | None]:
-        """Returns a storage's first byte, the one after its last, and the checksum stored for it.
-
-        Raises:
-            FormatError: If there is no such record, or if it has another length.
-        """
+        """Returns the start and the end of a storage, and the checksum stored for it."""
         entry = self.record(storage)
         start = data_start(self.read, entry, where=self.where)
         return start, start + entry.size_bytes, entry.crc32
 
     def record(self, storage: StorageRef) -> ZipEntry:
-        """Returns the record of a storage.
-
-        Raises:
-            FormatError: If there is none, or if it has another length.
-        """
+        """Returns the record of a storage."""
         entry = self.entries.get(f"{self.prefix}data/{storage.key}")
         if entry is None:
             raise FormatError(
@@ -349,10 +328,6 @@ def open_archive(read: Read, size_bytes: int, *, where: str) -> Archive:
         read: Returns the bytes `[start, stop)` of the archive.
         size_bytes: The archive's length.
         where: The file, for messages.
-
-    Raises:
-        FormatError: If the archive is damaged, or was not written by `torch.save`.
-        UnsupportedError: If it holds a TorchScript program, or big-endian numbers.
     """
     entries = read_directory(read, size_bytes, where=where)
     prefix = next(iter(entries), "").partition("/")[0] + "/"
@@ -379,12 +354,6 @@ def locate_tensor(
         size_bytes: The archive's length.
         where: The file or tensor, for messages.
         cache: Makes archives with equal pickles cheaper; pass the same one for all of them.
-
-    Raises:
-        FormatError: If the archive is damaged or does not hold one tensor.
-        ChecksumError: If the pickle does not have its checksum.
-        UnsafePickleError: If the pickle names something outside the allow-list.
-        UnsupportedError: If byte order, dtype or kind of tensor are not modelled.
     """
     ends = Ends.of(read, size_bytes)
     if cache is None:
@@ -427,11 +396,6 @@ def locate_object(read: Read, size_bytes: int, *, where: str) -> object:
 
     Returns:
         Plain values; a tensor among them is a `TensorRef`.
-
-    Raises:
-        FormatError: If the archive is damaged.
-        ChecksumError: If the pickle does not have its checksum.
-        UnsafePickleError: If the pickle names something outside the allow-list.
     """
     ends = Ends.of(read, size_bytes)
     archive = open_archive(ends.before(read), size_bytes, where=where)

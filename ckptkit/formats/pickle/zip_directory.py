@@ -88,12 +88,6 @@ def read_directory(read: Read, size_bytes: int, *, where: str) -> Mapping[str, Z
 
     Returns:
         The records by full name, in the order in which they lie in the archive.
-
-    Raises:
-        FormatError: If the directory is damaged or contradicts itself.
-        TruncatedFileError: If the archive ends before its directory.
-        LimitError: If the directory is larger than one of that many records can be.
-        UnsupportedError: If a record is compressed or encrypted.
     """
     end = _read_end(read, size_bytes, where)
     rows = _read_rows(read(end.start, end.stop), end, where)
@@ -131,9 +125,6 @@ def data_start(read: Read, entry: ZipEntry, *, where: str) -> int:
 
     Returns:
         The position from the archive's start; the data ends `entry.size_bytes` later.
-
-    Raises:
-        FormatError: If the local header contradicts the directory.
     """
     name = entry.name.encode()
     stop = entry.header_start + _LOCAL.size + len(name)

@@ -94,7 +94,6 @@ class Family:
     files: tuple[RankFile, ...]
 
     def of(self, kind: Kind) -> list[RankFile]:
-        """Returns the files of one kind, by rank."""
         return [file for file in self.files if file.kind == kind]
 
 
@@ -188,7 +187,6 @@ class RankContents:
 
     @property
     def is_spread(self) -> bool:
-        """Whether some of its tensors are parts of others, which all ranks together have."""
         return any(not isinstance(tensor, TensorRef) for tensor in self.tensors.values())
 
 
@@ -210,12 +208,6 @@ class RankReading:
         Args:
             file: The file.
             under: Keys that all its values are put under.
-
-        Raises:
-            UnsafePickleError: If the pickle names something outside the allow-list.
-            UnsupportedError: If it holds a kind of tensor that is not modelled.
-            FormatError: If the file is damaged.
-            LimitError: If it was made to exhaust memory.
         """
         archive = self.table.open(self.source, file.path, SHARDED_ALLOWED)
         tensors: dict[KeyPath, Tensor] = {}
@@ -276,11 +268,7 @@ def _slices(one: RankContents) -> Iterator[tuple[KeyPath, int, int]]:
 
 
 def check_names(family: Family, where: str) -> None:
-    """Refuses files of runs of different sizes, and two files of one rank.
-
-    Raises:
-        FormatError: If there are some.
-    """
+    """Refuses files of runs of different sizes, and two files of one rank."""
     sizes = sorted({file.world_size for file in family.files if file.world_size is not None})
     if len(sizes) > 1:
         named = " and ".join(map(str, sizes))
@@ -302,12 +290,7 @@ def check_names(family: Family, where: str) -> None:
 
 
 def check_ranks(family: Family, world_size: int, where: str) -> None:
-    """Refuses files that are missing, and files of ranks that the run did not have.
-
-    Raises:
-        MissingFileError: If the file of a rank is not there.
-        FormatError: If there is one too many.
-    """
+    """Refuses files that are missing, and files of ranks that the run did not have."""
     for kind, what in _WORDS.items():
         ranks = {file.rank for file in family.of(kind)}
         missing = absent_ranks(ranks, world_size)
@@ -340,11 +323,7 @@ def absent_ranks(ranks: set[int], world_size: int) -> str:
 
 
 def told_sizes(contents: Sequence[RankContents]) -> dict[int, RankContents]:
-    """Returns the world sizes that ShardedTensors tell, each with a file that tells it.
-
-    Raises:
-        FormatError: If one tells that another rank wrote the file.
-    """
+    """Returns the world sizes that ShardedTensors tell, each with a file that tells it."""
     found: dict[int, RankContents] = {}
     for one in contents:
         for tensor in one.tensors.values():
@@ -361,11 +340,7 @@ def told_sizes(contents: Sequence[RankContents]) -> dict[int, RankContents]:
 
 
 def check_counters(contents: Sequence[RankContents]) -> None:
-    """Refuses ranks of different steps, where their files tell how far the run was.
-
-    Raises:
-        FormatError: If two ranks count differently.
-    """
+    """Refuses ranks of different steps, where their files tell how far the run was."""
     first: dict[KeyPath, tuple[RankContents, Any]] = {}
     for one, path, value in _counters(contents):
         other, known = first.setdefault(path, (one, value))

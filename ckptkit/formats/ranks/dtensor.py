@@ -62,10 +62,6 @@ def read_numbers(tensor: TensorRef, read: Callable[[], bytes]) -> list[int]:
     Args:
         tensor: The tensor.
         read: Returns all bytes of its storage.
-
-    Raises:
-        FormatError: If it holds something else.
-        LimitError: If there are more than any machine has ranks.
     """
     kind = _INTEGERS.get(tensor.dtype)
     if kind is None or not tensor.row_major:
@@ -85,9 +81,6 @@ def mesh_of(value: InertObject, rank: int, read: ReadNumbers) -> Mesh:
         value: As the pickle has it.
         rank: The rank that wrote the pickle.
         read: Returns the elements of the tensors in it.
-
-    Raises:
-        FormatError: If the rank is not in it, or in another place than it says.
     """
     held = fields_of(value, "mesh of devices")
     sizes, coordinate, highest = _placed(held, rank, read)
@@ -244,10 +237,6 @@ def placements_of(value: object, dimensions: int) -> tuple[Placement, ...]:
     Args:
         value: A tuple or list of inert placements.
         dimensions: Of the tensor.
-
-    Raises:
-        UnsupportedError: If one of them is not modelled, such as a sum that was not yet taken.
-        FormatError: If they are none.
     """
     if not isinstance(value, (tuple, list)):
         raise FormatError("DTensor has no placements")
@@ -287,10 +276,6 @@ def local_part(
 
     Returns:
         The part, possibly empty; None where the splits cannot have been made in that order.
-
-    Raises:
-        FormatError: If there is not one placement for each dimension of the mesh.
-        LimitError: If there are more pieces than any real split makes.
     """
     if len(placements) != len(mesh.sizes):
         raise FormatError(

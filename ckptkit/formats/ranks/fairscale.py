@@ -85,12 +85,6 @@ def fairscale_shards(
 
     Returns:
         The shards, or None where no file has FairScale's metadata.
-
-    Raises:
-        UnsupportedError: If ranks have experts of their own.
-        MissingFileError: If a rank has no metadata.
-        FormatError: If metadata and shards do not fit each other.
-        IncompleteCheckpointError: If shards are missing.
     """
     documents = {one.file.rank: found for one in beside if (found := _metadata(one))}
     documents |= {one.file.rank: found for one in contents if (found := _metadata(one))}

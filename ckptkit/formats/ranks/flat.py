@@ -82,22 +82,18 @@ class FlatVector:
 
 
 def flat_name(path: str) -> str:
-    """Returns what FSDP1 calls the flat parameter of a module in a state dict."""
     return f"{path}.{FLAT}" if path else FLAT
 
 
 def is_flat(entry: TensorEntry) -> bool:
-    """Tells whether a tensor is a flat parameter."""
     return entry.part == "model" and entry.name.rpartition(".")[2] == FLAT
 
 
 def flat_parameters(index: TensorIndex) -> list[TensorEntry]:
-    """Returns the flat parameters of an index, in order."""
     return [entry for entry in index.tensors.values() if is_flat(entry)]
 
 
 def has_flat(index: TensorIndex) -> bool:
-    """Tells whether an index has flat parameters."""
     return any(map(is_flat, index.tensors.values()))
 
 
@@ -120,9 +116,6 @@ def unflattened(
         entries: The flat ones among its tensors.
         vectors: What they are made of.
         where: What told it, for messages.
-
-    Raises:
-        FormatError: If a flat parameter is not among the vectors, or has another length.
     """
     known = {vector.name: vector for vector in vectors}
     tensors: dict[Key, TensorEntry] = {}
@@ -237,11 +230,6 @@ def with_layout_beside(index: TensorIndex, source: Source, folder: str) -> Tenso
         index: With flat parameters.
         source: Where the checkpoint lies.
         folder: Of the files of the ranks.
-
-    Raises:
-        FormatError: If the file is damaged, or is of another model.
-        UnsupportedError: If a newer ckptkit wrote it.
-        LimitError: If it is larger than that of any model.
     """
     for file in _beside(source, folder):
         where = posixpath.join(source.location, file.path)
@@ -267,13 +255,7 @@ def _beside(source: Source, folder: str) -> Iterator[FileRef]:
 
 
 def parse_layout(data: bytes, where: str) -> list[FlatVector]:
-    """Returns what a file says that ckptkit's training side wrote; none where it tells nothing.
-
-    Raises:
-        FormatError: If it is damaged.
-        ChecksumError: If it does not have its checksum.
-        UnsupportedError: If a newer ckptkit wrote it, or a parameter was not flattened row by row.
-    """
+    """Returns what a file says that ckptkit's training side wrote; none where it tells nothing."""
     try:
         document = json.loads(data)
     except (ValueError, RecursionError) as error:

@@ -56,9 +56,7 @@ def vectors_of(
         world_size: The number of ranks of the run.
         slices: Where parameters lie in their flat ones, as far as the checkpoint tells.
 
-    Raises:
-        CannotPlanError: If not every element is accounted for, or in more than one way.
-    """  # noqa: DOC501  `_misfit` makes it
+    """
     units = [
         _Unit(_path(name), elements, tuple(inside))
         for (name, elements), inside in zip(

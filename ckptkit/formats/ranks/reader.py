@@ -86,9 +86,6 @@ def with_verl_config(index: TensorIndex, source: Source, folder: str) -> TensorI
         index: Of the files of ranks.
         source: Where they lie.
         folder: Of the files.
-
-    Raises:
-        FormatError: If the file is damaged, or is of a run of another size.
     """
     path = posixpath.join(folder, _NAME)
     where = posixpath.join(source.location, path)
@@ -143,14 +140,7 @@ class RankFilesReader:
         ]
 
     def read_index(self, source: Source, candidate: Candidate) -> TensorIndex:
-        """Returns the index of the pickles and directories of all ranks' files.
-
-        Raises:
-            MissingFileError: If the file of a rank is not there.
-            UnsupportedError: If a tensor is placed in a way that is not modelled.
-            UnsafePickleError: If a pickle names something outside the allow-list.
-            InputError: If a file is damaged, or the files contradict each other.
-        """
+        """Returns the index of the pickles and directories of all ranks' files."""
         where = posixpath.join(source.location, candidate.folder)
         (family,) = families(candidate.files)
         check_names(family, where)
@@ -394,11 +384,7 @@ class ForeignReader:
         ]
 
     def read_index(self, source: Source, candidate: Candidate) -> TensorIndex:
-        """Refuses.
-
-        Raises:
-            UnsupportedError: Always, with what the files are.
-        """
+        """Refuses."""
         raise UnsupportedError(
             f"holds {candidate.reason}",
             where=posixpath.join(source.location, candidate.folder),

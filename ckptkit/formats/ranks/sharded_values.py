@@ -63,7 +63,6 @@ class DTensorRef:
 
     @property
     def dtype(self) -> DType:
-        """Element type."""
         return self.local.dtype
 
 
@@ -95,16 +94,11 @@ class ShardedTensorRef:
 
 
 def is_count(value: object) -> bool:
-    """Tells whether an inert value is a natural number that an index can hold."""
     return type(value) is int and 0 <= value <= _MAX_BYTES
 
 
 def fields_of(value: object, what: str) -> Mapping[Any, Any]:
-    """Returns the attributes of an inert object, whether it has slots or a dictionary.
-
-    Raises:
-        FormatError: If it is something else.
-    """
+    """Returns the attributes of an inert object, whether it has slots or a dictionary."""
     state = value.state if isinstance(value, InertObject) else None
     if isinstance(state, tuple):
         state = _joined(state)
@@ -146,11 +140,7 @@ def _outside(inner: tuple[object, ...]) -> tuple[Shape, DType]:
 
 
 def checked_shape(shape: Sequence[object], dtype: DType) -> Shape:
-    """Returns the shape of a tensor that could be there.
-
-    Raises:
-        FormatError: If it is none.
-    """
+    """Returns the shape of a tensor that could be there."""
     if len(shape) > MAX_DIMENSIONS or not all(map(is_count, shape)):
         raise FormatError("tensor has sizes that are no natural numbers")
     sizes = tuple(size for size in shape if isinstance(size, int))
@@ -260,5 +250,4 @@ SHARDED_ALLOWED: Mapping[tuple[str, str], object] = {
 
 
 def class_of(value: object) -> str:
-    """Returns the class of an inert object, for messages and to tell placements apart."""
     return value.cls.name if isinstance(value, InertObject) else shown(type(value).__name__)

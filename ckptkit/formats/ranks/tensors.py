@@ -72,7 +72,6 @@ class _Seen:
     placements: tuple[Placement, ...]
 
     def part(self, *, inner_first: bool) -> LocalPart | None:
-        """Returns what the rank has by its placements."""
         return local_part(self.tensor.shape, self.mesh, self.placements, inner_first=inner_first)
 
 
@@ -98,11 +97,6 @@ class Placing:
         Args:
             path: Of the tensor, for messages.
             held: What the ranks have.
-
-        Raises:
-            FormatError: If the ranks contradict each other, or a part has another size than its
-                placements give it.
-            UnsupportedError: If a placement is not modelled.
         """
         first, other = held[0][1], _odd_one(held)
         if other is not None:
@@ -188,11 +182,7 @@ class Placing:
         return Stored(chunk, tensor)
 
     def _count(self, archive: TorchArchive) -> None:
-        """Bounds the memory that chunks take: a pickle may name the same parts any number of times.
-
-        Raises:
-            LimitError: If a file has far more of them than its pickle can describe.
-        """
+        """Limits the memory of chunks: a pickle may name the same parts any number of times."""
         counted = self.counts[archive.number] = self.counts.get(archive.number, 0) + 1
         if counted > _MIN_CHUNKS + archive.pickle_bytes // _BYTES_OF_A_CHUNK:
             raise LimitError(
@@ -260,7 +250,6 @@ def _odd_one(held: Held) -> tuple[RankContents, Tensor] | None:
 
 
 def is_cut(held: Held) -> bool:
-    """Tells whether ranks have plain tensors of different shapes under one name."""
     return len({tensor.shape for _, tensor in _plain(held)}) > 1
 
 
@@ -325,7 +314,6 @@ def _view(stored: Stored) -> tuple[int, int, Shape]:
 
 
 def _differ(first: Stored, second: Stored) -> bool:
-    """Tells whether different checksums of two storages mean different values of two views."""
     same = first.tensor.strides == second.tensor.strides
     return same and _fills(first) and _fills(second)
 
@@ -342,7 +330,6 @@ NOTE = (
 
 
 def is_of_optimizer(path: KeyPath) -> bool:
-    """Tells whether a path leads into an optimizer's state."""
     return any(isinstance(step, str) and "optim" in step.lower() for step in path[:-1])
 
 

@@ -133,7 +133,6 @@ class _Numbers:
 
 
 def is_shard(path: str) -> bool:
-    """Tells whether a file has the name of a shard."""
     return _SHARD.fullmatch(posixpath.basename(path)) is not None
 
 
@@ -161,13 +160,6 @@ class HfShardsReader:
         return Candidate(self.name, folder, tuple(files), f"{reason}{'' if ranks == 1 else 's'}")
 
     def read_index(self, source: Source, candidate: Candidate) -> TensorIndex:
-        """Returns the index of the headers of all shards.
-
-        Raises:
-            MissingFileError: If a shard is missing, as the others' numbers tell.
-            UnsupportedError: If a shard does not say where its pieces belong.
-            InputError: If a header is damaged, or shards are of different saves.
-        """
         return _Assembly(source, candidate).index()
 
 
@@ -258,9 +250,6 @@ class _Assembly:
 
         A rank that holds nothing of a model file writes none, as in a pipeline. That nothing is
         lacking inside of a tensor, its coverage proves later.
-
-        Raises:
-            MissingFileError: If it has gaps.
         """
         there = {(number.rank, number.model_file) for number in self.numbers}
         last = max(number.rank for number in self.numbers)

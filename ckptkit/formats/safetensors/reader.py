@@ -67,10 +67,6 @@ def saved_offsets(header: Header, *, where: str) -> Mapping[str, Shape]:
 
     Returns:
         For each name one number for each dimension, in elements.
-
-    Raises:
-        UnsupportedError: If the header does not tell, or if its version is not known.
-        FormatError: If what it tells does not fit its tensors.
     """
     text = header.metadata.get(_INFO)
     if text is None:
@@ -95,9 +91,6 @@ def check_whole(header: Header, *, where: str) -> None:
 
     Files that torch wrote whole say that each tensor begins at its begin. What cannot be
     understood is let pass: it tells of no piece.
-
-    Raises:
-        UnsupportedError: If the header says that a tensor begins elsewhere.
     """
     if _INFO not in header.metadata:
         return
@@ -186,11 +179,6 @@ def parse_header(raw: bytes, size_bytes: int, *, where: str) -> Header:
         raw: The JSON, without the eight bytes of its length.
         size_bytes: The whole file's length.
         where: The file, for messages.
-
-    Raises:
-        FormatError: If the header breaks any rule of the format.
-        TruncatedFileError: If the file ends before the last tensor does.
-        UnsupportedError: If a dtype is not modelled.
     """
     if not raw.startswith(b"{"):
         raise FormatError(f"header starts with {raw[:1]!r}, not with b'{{'", where=where)
@@ -221,12 +209,6 @@ def read_header(source: Source, file: FileRef, start: int = 0) -> Header:
 
     Returns:
         The header, with the positions of tensors from the start of the file.
-
-    Raises:
-        FormatError: If the header breaks any rule of the format.
-        TruncatedFileError: If the file ends before its header or its last tensor does.
-        LimitError: If the header is longer than the reference reader takes.
-        UnsupportedError: If a dtype is not modelled.
     """
     where = posixpath.join(source.location, file.path)
     size_bytes = file.size_bytes - start
@@ -267,17 +249,10 @@ class SafetensorsReader:
     name = "safetensors"
 
     def find(self, paths: Sequence[str]) -> list[Candidate]:
-        """Recognises single files, and sets that are numbered or have an index."""
         return [found.candidate(self.name) for found in file_sets(paths, (".safetensors",))]
 
     def read_index(self, source: Source, candidate: Candidate) -> TensorIndex:
-        """Returns the index of all headers of a candidate.
-
-        Raises:
-            MissingFileError: If a file of the set is not there.
-            UnsupportedError: If a file holds pieces of tensors, as one rank had them.
-            InputError: If a header or the index is damaged, or they contradict each other.
-        """
+        """Returns the index of all headers of a candidate."""
         where = posixpath.join(source.location, candidate.folder)
         paths, weight_map = members(source, candidate)
         files = [source.stat(path) for path in paths]

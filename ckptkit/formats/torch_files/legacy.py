@@ -33,12 +33,7 @@ _SAVE_AGAIN = "save it again: `torch.save(torch.load(path, weights_only=True), p
 
 
 def is_legacy(head: bytes) -> bool:
-    """Tells from the first `HEAD_BYTES` of a file whether it has this layout.
-
-    Raises:
-        UnsupportedError: If it is the tar archive that torch wrote before 0.1.10, or a pickle
-            that `torch.save` did not write.
-    """
+    """Tells from the first `HEAD_BYTES` of a file whether it has this layout."""
     if head[_TAR_AT:].startswith(_TAR):
         raise UnsupportedError(
             "file is the tar archive that torch wrote before 0.1.10, which is not modelled",
@@ -72,11 +67,7 @@ class LegacyArchive:
     where: str
 
     def extent(self, storage: StorageRef) -> tuple[int, int, None]:
-        """Returns a storage's first byte and the one after its last; there is no checksum.
-
-        Raises:
-            FormatError: If the count in front of the elements is another.
-        """
+        """Returns a storage's first byte and the one after its last; there is no checksum."""
         first = self.storages[storage.key]
         start = self.starts[storage.key]
         count = int.from_bytes(self.read(start - _COUNT_BYTES, start), "little", signed=True)
@@ -102,11 +93,6 @@ def open_legacy(
 
     Returns:
         What the file holds, how long the pickle of that is, and where its storages lie.
-
-    Raises:
-        UnsafePickleError: If the pickle names something that is not allowed.
-        UnsupportedError: If the numbers are big-endian, or the layout has another version.
-        FormatError: If the file is damaged.
     """
     pickles = _Pickles(read, size_bytes, where)
     if pickles.next({}, None) != _MAGIC_NUMBER:

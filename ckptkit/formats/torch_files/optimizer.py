@@ -74,7 +74,6 @@ class TorchOptimizerReader:
 
 
 def is_optimizer_candidate(candidate: Candidate) -> bool:
-    """Tells whether a candidate is the file of an optimizer."""
     return candidate.format == TorchOptimizerReader.name
 
 
@@ -85,13 +84,7 @@ def with_their_models(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 
 def read_optimizer_file(source: Source, candidate: Candidate) -> TensorIndex:
-    """Returns the index of an optimizer's file.
-
-    Raises:
-        UnsafePickleError: If its pickle names something outside the allow-list.
-        UnsupportedError: If it holds what is not modelled.
-        InputError: If it is damaged.
-    """
+    """Returns the index of an optimizer's file."""
     (path,) = candidate.files
     contents = TorchContents()
     contents.add_file(source, path, (tree_of(path),))

@@ -107,13 +107,7 @@ def _sets_of(folder: str, paths: list[str]) -> list[FileSet]:
 
 
 def read_weight_map(source: Source, path: str) -> dict[str, str]:
-    """Returns what an index says: file path, relative to the source, by tensor name.
-
-    Raises:
-        LimitError: If it is larger than any real one.
-        FormatError: If it is not JSON, or has no `weight_map` of strings.
-        UnsafePathError: If a file name leads out of the index's folder.
-    """
+    """Returns what an index says: file path, relative to the source, by tensor name."""
     where = posixpath.join(source.location, path)
     size_bytes = source.stat(path).size_bytes
     if size_bytes > MAX_JSON_BYTES:
@@ -138,12 +132,7 @@ def _stays_inside(file: str) -> bool:
 
 
 def members(source: Source, candidate: Candidate) -> tuple[list[str], dict[str, str] | None]:
-    """Returns the data files of a candidate, and its weight map where it has an index.
-
-    Raises:
-        MissingFileError: If files that the index names, or that the numbering implies, are gone.
-        IncompleteCheckpointError: If the index names no file.
-    """
+    """Returns the data files of a candidate, and its weight map where it has an index."""
     where = posixpath.join(source.location, candidate.folder)
     indices = [path for path in candidate.files if path.endswith(INDEX_ENDING)]
     if not indices:
@@ -204,9 +193,6 @@ def check_weight_map(
         weight_map: What the index says: file by tensor name.
         found: What the headers say.
         where: The checkpoint, for messages.
-
-    Raises:
-        FormatError: If they disagree on any tensor.
     """
     for name in [*weight_map, *found]:
         said, real = weight_map.get(name), found.get(name)
@@ -222,11 +208,7 @@ def _file(path: str | None) -> str:
 
 
 def loads_strictly(data: bytes, *, where: str) -> object:
-    """Returns parsed JSON, in which no name stands twice in one object.
-
-    Raises:
-        FormatError: If the bytes are not UTF-8, not JSON, or nested too deeply.
-    """
+    """Returns parsed JSON, in which no name stands twice in one object."""
     try:
         content: object = json.loads(
             data.decode(),
@@ -274,19 +256,11 @@ class TorchFileReader:
     name = "torch"
 
     def find(self, paths: Sequence[str]) -> list[Candidate]:
-        """Recognises single files, and sets that are numbered or have an index."""
         own = [path for path in paths if not _NOT_A_MODEL.fullmatch(posixpath.basename(path))]
         return [found.candidate(self.name) for found in file_sets(own, ENDINGS)]
 
     def read_index(self, source: Source, candidate: Candidate) -> TensorIndex:
-        """Returns the index of the directories and pickles of all files of a candidate.
-
-        Raises:
-            MissingFileError: If a file of the set is not there.
-            UnsupportedError: If a file is of a kind that is not modelled.
-            UnsafePickleError: If a pickle names something outside the allow-list.
-            InputError: If a file or the index is damaged, or they contradict each other.
-        """
+        """Returns the index of the directories and pickles of all files of a candidate."""
         where = posixpath.join(source.location, candidate.folder)
         paths, weight_map = members(source, candidate)
         contents = TorchContents()
@@ -309,7 +283,6 @@ class _Found:
 
     @property
     def key(self) -> Key:
-        """The path, dotted."""
         return Key(".".join(map(str, self.path)))
 
 
@@ -330,12 +303,6 @@ class TorchContents:
             source: Where it lies.
             path: The file.
             under: Keys that all its values are put under.
-
-        Raises:
-            UnsafePickleError: If the pickle names something outside the allow-list.
-            UnsupportedError: If the file is of a kind that is not modelled.
-            FormatError: If it is damaged.
-            LimitError: If it was made to exhaust memory.
         """
         file = self._table.open(source, path, TRAINING_VALUES)
         if not self._framework.name:
@@ -360,16 +327,11 @@ class TorchContents:
                 )
 
     def homes(self) -> dict[str, str]:
-        """Maps every tensor to the file that holds it."""
         files, records = self._table.files, self._table.records
         return {t.key: files[records[t.record].file].path for t in self._tensors}
 
     def index(self, where: str) -> TensorIndex:
-        """Returns the index of everything that was added.
-
-        Raises:
-            FormatError: If two tensors have the same name.
-        """
+        """Returns the index of everything that was added."""
         writer = self._framework.name or "torch.save"
         return TensorIndex(
             format=TorchFileReader.name,
@@ -394,10 +356,6 @@ def walk(root: object, *, limit: int, where: str) -> Iterator[tuple[KeyPath, obj
         root: Dictionaries, lists and tuples, nested; they may be shared.
         limit: How many values may be met at most.
         where: The file, for messages.
-
-    Raises:
-        LimitError: If there are more values than `limit`, as sharing can bring about.
-        FormatError: If containers hold themselves, or are nested more than `MAX_DEPTH` deep.
     """
     met = 0
     waiting: list[tuple[KeyPath, object]] = [((), root)]

@@ -148,21 +148,10 @@ class ZeroFile:
 
 
 def open_zero_file(table: ArchiveTable, source: Source, name: FileName) -> ZeroFile:
-    """Opens a file of DeepSpeed's and parses its pickle.
-
-    Raises:
-        UnsafePickleError: If the pickle names something outside the allow-list.
-        FormatError: If the file is damaged, or holds something else.
-    """
     archive = open_zero_archive(table, source, name.path)
     return ZeroFile(name, archive.document(), archive)
 
 
 def open_zero_archive(table: ArchiveTable, source: Source, path: str) -> TorchArchive:
-    """Opens a file of DeepSpeed's that may hold something else than a dictionary.
-
-    Raises:
-        UnsafePickleError: If the pickle names something outside the allow-list.
-        FormatError: If the file is damaged.
-    """
+    """Opens a file of DeepSpeed's that may hold something else than a dictionary."""
     return table.open(source, path, _ALLOWED)

@@ -65,11 +65,7 @@ class Parameter:
 
 
 def chunks_of(table: ArchiveTable, parameter: Parameter) -> ChunkTable:
-    """Returns the chunks that a parameter's runs are.
-
-    Raises:
-        FormatError: If the archive of a run has no record for its tensor.
-    """
+    """Returns the chunks that a parameter's runs are."""
     itemsize = parameter.dtype.itemsize
     chunks = [
         Chunk(
@@ -84,11 +80,7 @@ def chunks_of(table: ArchiveTable, parameter: Parameter) -> ChunkTable:
 
 
 def partition_counts(optimizer: Document) -> set[int]:
-    """Returns over how many ranks a file of optimizer states says that parameters are spread.
-
-    Raises:
-        FormatError: If it does not say so in numbers.
-    """
+    """Returns over how many ranks a file of optimizer states says that parameters are spread."""
     found = optimizer.values.get("partition_count")
     counts = found if isinstance(found, (list, tuple)) else [found]
     if not counts or not all(type(count) is int and count > 0 for count in counts):
@@ -104,11 +96,6 @@ def sliced_parameters(
     Args:
         groups: The shapes of parameters, group by group.
         ranks: The files of optimizer states in the order of their ranks, with their states.
-
-    Raises:
-        UnsupportedError: If a file does not tell which slices it has.
-        IncompleteCheckpointError: If slices of a parameter are missing.
-        FormatError: If a slice is not where it is said to be.
     """
     found: dict[str, list[Run]] = {name: [] for group in groups for name in group}
     for file, state in ranks:
@@ -163,10 +150,6 @@ def partitioned_parameters(
     Args:
         groups: The shapes of parameters, group by group.
         ranks: The files of optimizer states in the order of their ranks, with their states.
-
-    Raises:
-        FormatError: If the vectors do not hold what the shapes ask for.
-        IncompleteCheckpointError: If they hold less.
     """
     shapes = {name: shape for group in groups for name, shape in group.items()}
     found: dict[str, list[Run]] = {name: [] for name in shapes}
@@ -214,7 +197,6 @@ class _Cursor:
         return self._number, first
 
     def _left(self) -> int:
-        """Counts what the current vector still has."""
         at_end = self._number == len(self.vectors)
         return 0 if at_end else self.vectors[self._number].shape[0] - self._at
 
@@ -232,10 +214,6 @@ def partitioned_frozen(models: Sequence[ZeroFile]) -> dict[str, Parameter]:
 
     Args:
         models: The files of weights in the order of their ranks.
-
-    Raises:
-        FormatError: If a rank has no part, or one of another length.
-        IncompleteCheckpointError: If they hold less than the parameter.
     """
     shapes = models[0].content.inner("frozen_param_shapes").shapes()
     found: dict[str, Parameter] = {}

@@ -68,12 +68,7 @@ class RankStates:
 
 
 def rank_states(file: ZeroFile, state: Document) -> RankStates:
-    """Finds the optimizer's states in the file of a rank.
-
-    Raises:
-        FormatError: If they are not kept as DeepSpeed keeps them.
-        LimitError: If there are more kinds of them than any optimizer has.
-    """
+    """Finds the optimizer's states in the file of a rank."""
     found = _rank_states(file, state)
     for vector in found.vectors.values():
         if len(vector.values) > _MAX_KINDS:
@@ -119,9 +114,6 @@ def optimizer_states(
         parameters: The master copies of trained parameters, by name.
         names: What parameters are called in the index, by name.
         groups: The names of parameters, vector by vector.
-
-    Raises:
-        FormatError: If ranks keep different states of a parameter, or are of different steps.
     """
     _check_steps(ranks)
     maker = _Maker(table, {rank.file.name.path: rank for rank in ranks})
@@ -137,9 +129,6 @@ def _check_steps(ranks: Sequence[RankStates]) -> None:
     """Refuses ranks whose vectors were stepped differently often: two saves are mixed.
 
     A step is a tensor of one number, whose checksum tells it as well as its bytes would.
-
-    Raises:
-        FormatError: If there are any.
     """
     seen: dict[int, tuple[object, str]] = {}
     for rank in ranks:
@@ -270,11 +259,7 @@ def _holds(tensor: object, run: Run) -> bool:
 
 
 def group_values(rank: RankStates, groups: Sequence[Sequence[Fqn]]) -> dict[KeyPath, Any]:
-    """Returns the settings of groups, with the names of parameters in place of vectors.
-
-    Raises:
-        FormatError: If a vector is in two groups.
-    """
+    """Returns the settings of groups, with the names of parameters in place of vectors."""
     _check_unfolded(rank)
     values: dict[KeyPath, Any] = {}
     seen: set[int] = set()
@@ -296,11 +281,7 @@ def group_values(rank: RankStates, groups: Sequence[Sequence[Fqn]]) -> dict[KeyP
 
 
 def _check_unfolded(rank: RankStates) -> None:
-    """Refuses groups that are few bytes, shared over and over: none has a setting without one.
-
-    Raises:
-        LimitError: If there are any.
-    """
+    """Refuses groups that are few bytes, shared over and over: none has a setting without one."""
     limit = rank.file.archive.pickle_bytes
     met = 0
     for group in rank.groups:

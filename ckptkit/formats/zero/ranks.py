@@ -38,11 +38,7 @@ def checked_names(paths: Sequence[str], where: str) -> Mapping[Kind, list[FileNa
         paths: The files of one tag.
         where: Its folder, for messages.
 
-    Raises:
-        UnsupportedError: If a part of the model is stored in a way that is not modelled.
-        FormatError: If several files are of one rank.
-        MissingFileError: If there are no weights.
-    """  # noqa: DOC501  `_unsupported` makes one of them
+    """
     for path in paths:
         other = not_modelled(path)
         if other is not None:
@@ -97,7 +93,6 @@ class Contents:
 
     @property
     def is_partitioned(self) -> bool:
-        """Whether the weights themselves are spread over ranks, as in stage 3."""
         return self.models[0].name.rank is not None
 
     @property
@@ -107,22 +102,14 @@ class Contents:
 
     @property
     def states(self) -> list[Document]:
-        """The states in the files of optimizer states."""
         return [file.content.inner(_STATES) for file in self.ranks]
 
     @property
     def stage(self) -> int | None:
-        """The stage that the optimizer states tell, or None."""
         return self.states[0].count("zero_stage") if self.ranks else None
 
     def check(self) -> None:
-        """Proves that every rank's file is there, and that all are of one save.
-
-        Raises:
-            UnsupportedError: If a part of the model is stored in a way that is not modelled.
-            MissingFileError: If the file of a rank is not there.
-            FormatError: If files contradict each other.
-        """
+        """Proves that every rank's file is there, and that all are of one save."""
         refuse_parallelism(self.models, self.where)
         self._refuse_expert_groups()
         world = self._world_size()
@@ -181,7 +168,6 @@ class Contents:
         )
 
     def groups(self) -> list[dict[str, Shape]]:
-        """Returns the shapes of trained parameters, by name, for each vector of the ranks."""
         return parameter_groups(self.first)
 
     def masters(self) -> Mapping[str, Parameter]:
@@ -193,25 +179,17 @@ class Contents:
         return find(self.groups(), pairs)
 
     def kept(self) -> list[RankStates]:
-        """Returns what the ranks keep of the optimizer."""
         return [rank_states(*pair) for pair in zip(self.ranks, self.states, strict=True)]
 
     def frozen(self) -> Mapping[str, Parameter]:
-        """Returns the frozen parameters that are spread over ranks, by name."""
         return partitioned_frozen(self.models) if self.is_partitioned else {}
 
     def shared(self) -> Mapping[str, str]:
-        """Returns the names under which others' parameters are known besides, with the others."""
         return shared_parameters(self.first)
 
 
 def check_ranks(names: Sequence[FileName], expected: range, where: str) -> None:
-    """Refuses files that are missing, and files of ranks that the run did not have.
-
-    Raises:
-        MissingFileError: If the file of a rank is not there.
-        FormatError: If there is one of a rank that the run did not have.
-    """
+    """Refuses files that are missing, and files of ranks that the run did not have."""
     found = {name.rank for name in names}
     missing = [rank for rank in expected if rank not in found]
     if missing:
@@ -235,11 +213,7 @@ def check_ranks(names: Sequence[FileName], expected: range, where: str) -> None:
 
 
 def refuse_parallelism(models: Sequence[ZeroFile], where: str) -> None:
-    """Refuses files of weights that hold only a part of the model, where others are elsewhere.
-
-    Raises:
-        UnsupportedError: If there are any.
-    """  # noqa: DOC501  `_unsupported` makes it
+    """Refuses files of weights that hold only a part of the model, where others are elsewhere."""
     for file in models:
         content = file.content
         degrees = content.inner("checkpoint_parallel_dimensions")
@@ -254,22 +228,14 @@ def refuse_parallelism(models: Sequence[ZeroFile], where: str) -> None:
 
 
 def checked_same(models: Sequence[ZeroFile], where: str) -> None:
-    """Refuses files of weights of several steps, or of several runs.
-
-    Raises:
-        FormatError: If there are any.
-    """
+    """Refuses files of weights of several steps, or of several runs."""
     for key in ("global_steps", "dp_world_size"):
         if len({file.content.count(key) for file in models}) > 1:
             raise FormatError(f"the files of ranks have several {key!r}", where=where)
 
 
 def parameter_groups(model: Document) -> list[dict[str, Shape]]:
-    """Returns the shapes of trained parameters, by name, for each vector of the ranks.
-
-    Raises:
-        FormatError: If a parameter is in two groups, as no optimizer allows.
-    """
+    """Returns the shapes of trained parameters, by name, for each vector of the ranks."""
     groups: list[dict[str, Shape]] = []
     seen: set[str] = set()
     for document in model.inner_list("param_shapes"):
@@ -283,11 +249,7 @@ def parameter_groups(model: Document) -> list[dict[str, Shape]]:
 
 
 def shared_parameters(model: Document) -> Mapping[str, str]:
-    """Returns the names under which others' parameters are known besides, with the others.
-
-    Raises:
-        FormatError: If a name is none.
-    """
+    """Returns the names under which others' parameters are known besides, with the others."""
     found = model.inner("shared_params").values
     if not all(isinstance(name, str) for pair in found.items() for name in pair):
         raise model.error("'shared_params' names something that is not a text")

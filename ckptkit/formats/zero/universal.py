@@ -50,14 +50,7 @@ class UniversalReader:
         ]
 
     def read_index(self, source: Source, candidate: Candidate) -> TensorIndex:
-        """Returns the index of the pickles and directories of all files.
-
-        Raises:
-            MissingFileError: If the file of a rank or of a parameter is not there.
-            UnsupportedError: If a part of the model is stored in a way that is not modelled.
-            UnsafePickleError: If a pickle names something outside the allow-list.
-            InputError: If a file is damaged, or the files contradict each other.
-        """
+        """Returns the index of the pickles and directories of all files."""
         # Every source is searched for this format, and few are of it.
         from ckptkit.formats.pickle.torch_archives import ArchiveTable
         from ckptkit.formats.zero.optimizer import Weights, index_of

@@ -64,12 +64,7 @@ class Stored:
     is_vocabulary: bool = False
 
     def tensor(self) -> TensorRef:
-        """Returns the tensor.
-
-        Raises:
-            FormatError: If it is something else.
-            UnsupportedError: If its elements do not lie one after another.
-        """
+        """Returns the tensor."""
         if not isinstance(self.value, TensorRef):
             raise FormatError("holds no tensor", where=self.file.where)
         if not self.value.row_major:
@@ -101,13 +96,7 @@ class UniversalContents:
 
     @classmethod
     def open(cls, table: ArchiveTable, source: Source, paths: Sequence[str], where: str) -> Self:
-        """Opens the files, and proves that they are of one save of a kind that is modelled.
-
-        Raises:
-            MissingFileError: If the file of a rank is not there.
-            UnsupportedError: If a part of the model is stored in a way that is not modelled.
-            FormatError: If files contradict each other.
-        """
+        """Opens the files, and proves that they are of one save of a kind that is modelled."""
         names = checked_names([path for path in paths if universal_place(path) is None], where)
         _refuse_mixture(names["optim"], where)
         models = [open_zero_file(table, source, name) for name in names["model"]]
@@ -135,7 +124,6 @@ class UniversalContents:
 
     @property
     def is_partitioned(self) -> bool:
-        """Whether the weights themselves are spread over ranks, as in stage 3."""
         return self.models[0].name.rank is not None
 
     @property
@@ -144,7 +132,6 @@ class UniversalContents:
         return self.models[0].content
 
     def groups(self) -> list[dict[str, Shape]]:
-        """Returns the shapes of trained parameters, by name, for each vector of the ranks."""
         return parameter_groups(self.first)
 
     def masters(self) -> Mapping[str, Parameter]:
@@ -163,11 +150,9 @@ class UniversalContents:
         return found
 
     def frozen(self) -> Mapping[str, Parameter]:
-        """Returns the frozen parameters that are spread over ranks, by name."""
         return partitioned_frozen(self.models) if self.is_partitioned else {}
 
     def shared(self) -> Mapping[str, str]:
-        """Returns the names under which others' parameters are known besides, with the others."""
         return shared_parameters(self.first)
 
     def states(self, table: ArchiveTable, called: Mapping[str, Fqn]) -> States:
@@ -176,10 +161,6 @@ class UniversalContents:
         Args:
             table: The opened files.
             called: What parameters are called in the index, by name.
-
-        Raises:
-            FormatError: If the parameters of a group are of different steps.
-            MissingFileError: If a file of a parameter is not there.
         """
         rank = self._common_states()
         groups = self.groups()
@@ -317,11 +298,7 @@ def _stored(archive: TorchArchive) -> Stored:
 
 
 def _parameter(name: str, held: Stored, shape: Shape) -> Parameter:
-    """Gives a stored tensor its shape, which in stage 3 it has lost.
-
-    Raises:
-        FormatError: If it has another.
-    """
+    """Gives a stored tensor its shape, which in stage 3 it has lost."""
     tensor = held.tensor()
     count = math.prod(shape)
     if tensor.shape not in {shape, (count,)}:

@@ -35,7 +35,6 @@ class ModelFacts:
 
     @property
     def step(self) -> int | None:
-        """The step of training that the weights are of."""
         step = self.manifest.source.get("step") if self.manifest is not None else None
         return step if isinstance(step, int) else None
 

@@ -42,7 +42,6 @@ class Change:
     deleted: Sequence[str]
 
     def is_in(self, tree: Tree) -> bool:
-        """Tells whether a tree is what this change makes, as far as it touches it."""
         here = not differing(tree, self.added)
         return here and not any(path in tree for path in self.deleted)
 
@@ -65,11 +64,6 @@ class HeadMovedError(Exception):
 
 
 def tree_of(hub: Hub, revision: str) -> dict[str, str]:
-    """Lists the files of a revision with their hashes.
-
-    Raises:
-        HubError: If the Hub does not tell.
-    """
     entries = hub.call(lambda: list(_entries(hub, revision)))
     return {entry.path: entry.lfs.sha256 if entry.lfs else entry.blob_id for entry in entries}
 
@@ -80,11 +74,6 @@ def _entries(hub: Hub, revision: str) -> Any:
 
 
 def commit_of(hub: Hub, revision: str) -> str:
-    """Returns the commit that a revision names.
-
-    Raises:
-        HubError: If the Hub does not tell.
-    """
     return str(hub.call(hub.api.repo_info, hub.repo_id, revision=revision).sha)
 
 
@@ -101,10 +90,6 @@ class Committer:
 
         Returns:
             Where it is.
-
-        Raises:
-            HeadMovedError: If `parent` is no longer the head.
-            HubError: If the Hub does not take it.
         """
         requests = self._pull_requests() if self._create_pr else {}
         attempt = 0
@@ -170,11 +155,7 @@ class Committer:
 
 
 def check_landed(hub: Hub, commit: str, expected: Hashes) -> None:
-    """Compares what the Hub holds with what was hashed here while it was read.
-
-    Raises:
-        VerificationError: If a file has another hash there, or is not there.
-    """
+    """Compares what the Hub holds with what was hashed here while it was read."""
     found = tree_of(hub, commit)
     for path in differing(found, expected):
         state = "has another hash at the Hub than here" if path in found else "is not at the Hub"
@@ -194,11 +175,7 @@ class Tagged:
     tree: Tree
 
     def check(self, hub: Hub, expected: Hashes) -> None:
-        """Refuses a tag that names something else than what is pushed.
-
-        Raises:
-            HubError: If a file differs.
-        """
+        """Refuses a tag that names something else than what is pushed."""
         for path in differing(self.tree, expected):
             raise HubError(
                 f"the tag {self.name!r} is there already, and names other files, such as {path}",
@@ -219,9 +196,6 @@ def find_tag(hub: Hub, name: str) -> Tagged | None:
 def check_tag(tag: str) -> None:
     """Refuses what git takes for no name of a tag, before anything is sent.
 
-    Raises:
-        UsageError: If it is none.
-
     Source: git-check-ref-format(1).
     """
     if not tag or _NO_NAME.search(tag):
@@ -232,11 +206,7 @@ def check_tag(tag: str) -> None:
 
 
 def tag_commit(hub: Hub, tag: str, commit: str) -> None:
-    """Names a commit by a tag, which may be there already if it names the same.
-
-    Raises:
-        HubError: If the tag names another commit, or the Hub does not take it.
-    """
+    """Names a commit by a tag, which may be there already if it names the same."""
     try:
         hub.call(hub.api.create_tag, hub.repo_id, tag=tag, revision=commit)
     except HubError as error:

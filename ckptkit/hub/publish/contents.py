@@ -36,11 +36,6 @@ class Small:
 
 
 def read_small(source: Source, paths: Iterable[str]) -> dict[str, Small]:
-    """Reads files, and parses those that are JSON.
-
-    Raises:
-        FormatError: If a configuration is no JSON.
-    """
     return {path: _read(source, path) for path in paths}
 
 
@@ -57,11 +52,7 @@ def _read(source: Source, path: str) -> Small:
 
 
 def check_against_manifest(files: Iterable[Small], manifest: Manifest, where: str) -> None:
-    """Compares small files with the digests in the manifest.
-
-    Raises:
-        VerificationError: If one was changed since it was written.
-    """
+    """Compares small files with the digests in the manifest."""
     for file in files:
         record = manifest.files.get(file.path)
         if record is None or not record.digest:
@@ -152,9 +143,6 @@ def refuse_secrets(
         where: The folder that the files lie in.
         known: Secrets that are in use.
         others: Further files that are published, whose names alone are searched.
-
-    Raises:
-        RefusedError: If there is one; the error tells file and kind, and never the secret.
     """
     paths = "\n".join([*contents, *others])
     found = [f"{kind} in the name of a file" for kind in find_secrets(paths.encode(), known)]

@@ -125,7 +125,6 @@ def _is_of_step(path: str, name: str) -> bool:
 
 
 def is_weights(path: str) -> bool:
-    """Tells whether a file of that name holds weights, or is the index of files that do."""
     return _WEIGHTS.fullmatch(posixpath.basename(path)) is not None
 
 

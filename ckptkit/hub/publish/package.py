@@ -98,13 +98,7 @@ class Package:
 
 
 def prepare(folder: Folder, repo_id: str, wishes: Wishes) -> Package:
-    """Decides what is published, and refuses what must not be.
-
-    Raises:
-        RefusedError: If the folder is not one that loads, or holds a secret.
-        InputError: If it is damaged or incomplete.
-        VerificationError: If it is not what its manifest says.
-    """
+    """Decides what is published, and refuses what must not be."""
     step = _step_files(folder, wishes)
     paths = sorted(path for path in files_below(folder) if not _is_below(path, wishes.whole))
     manifest = read_manifest(folder, paths)

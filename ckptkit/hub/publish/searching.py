@@ -105,9 +105,6 @@ def refuse_found(found: Sequence[str], where: str) -> None:
     Args:
         found: Their kinds and files, in words.
         where: The folder that the files lie in.
-
-    Raises:
-        RefusedError: If there are any.
     """
     if found:
         raise RefusedError(

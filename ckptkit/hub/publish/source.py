@@ -45,12 +45,7 @@ MAX_FILE_BYTES = 500_000_000_000
 
 
 def local_folder(place: PathLike) -> Path:
-    """Returns the folder to push.
-
-    Raises:
-        RefusedError: If it is a URL.
-        MissingFileError: If it is no folder.
-    """
+    """Returns the folder to push."""
     where = os.fspath(place)
     if is_url(place):
         raise RefusedError(
@@ -68,12 +63,7 @@ def local_folder(place: PathLike) -> Path:
 
 
 def read_manifest(source: Source, paths: Iterable[str]) -> Manifest | None:
-    """Returns the manifest of a folder, if there is one.
-
-    Raises:
-        RefusedError: If it is that of a step of training.
-        FormatError: If it cannot be parsed.
-    """  # noqa: DOC501  `parse_manifest` makes the second
+    """Returns the manifest of a folder, if there is one."""
     if MANIFEST_NAME not in set(paths):
         return None
     size = source.stat(MANIFEST_NAME).size_bytes
@@ -87,11 +77,7 @@ def read_manifest(source: Source, paths: Iterable[str]) -> Manifest | None:
 
 
 def refuse_checkpoints(source: Source, paths: Iterable[str]) -> None:
-    """Refuses what no library loads from the Hub.
-
-    Raises:
-        RefusedError: If the folder is a sharded checkpoint, or has one right below it.
-    """  # noqa: DOC501  `_to_consolidate` makes it
+    """Refuses what no library loads from the Hub."""
     for candidate in recognise(list(paths)):
         if candidate.format not in _LOADS:
             raise _to_consolidate(source.location, f"is a sharded checkpoint ({candidate.reason})")
@@ -107,7 +93,6 @@ def _to_consolidate(location: str, what: str) -> RefusedError:
 
 
 def files_below(source: Source) -> list[str]:
-    """Lists the files of a folder and of folders right below it."""
     return list(source.walk(_DEPTH))
 
 
@@ -123,11 +108,7 @@ def files_of_whole(source: Source, whole: str) -> list[str]:
 
 
 def stat_all(source: Source, paths: Iterable[str]) -> dict[str, FileRef]:
-    """Looks at the files to push.
-
-    Raises:
-        RefusedError: If one is a link that leads out, or larger than the Hub takes.
-    """
+    """Looks at the files to push."""
     found = {}
     for path in paths:
         where = posixpath.join(source.location, path)
@@ -151,13 +132,7 @@ def stat_all(source: Source, paths: Iterable[str]) -> dict[str, FileRef]:
 def check_complete(
     source: Source, manifest: Manifest | None, files: Iterable[str], small: Mapping[str, Small]
 ) -> None:
-    """Refuses a model with missing or strange weight files.
-
-    Raises:
-        RefusedError: If the folder holds no weights, or is a run with sharded checkpoints in it.
-        IncompleteCheckpointError: If an index names files that are not there.
-        VerificationError: If the files are not those of the manifest.
-    """
+    """Refuses a model with missing or strange weight files."""
     files = list(files)
     weights = [path for path in files if is_weights(path) and not path.endswith(INDEX_ENDING)]
     if not weights:
@@ -197,11 +172,7 @@ def _check_files(source: Source, manifest: Manifest, weights: Iterable[str]) -> 
 
 
 def check_unchanged(source: Folder, refs: Iterable[FileRef]) -> None:
-    """Refuses to commit what changed while it was sent.
-
-    Raises:
-        SourceChangedError: If a file is no longer the one that was read.
-    """
+    """Refuses to commit what changed while it was sent."""
     changed = source.changed(list(refs))
     if changed is not None:
         raise SourceChangedError(
@@ -252,10 +223,6 @@ def large_file(
         path: The file.
         manifest: What is known of it, if there is a manifest.
         check: Whether its tensors are compared with the manifest.
-
-    Raises:
-        InputError: If it is damaged.
-        VerificationError: If it holds other tensors than the manifest says.
     """
     file = source.stat(path)
     parts: list[Part] = []
@@ -307,13 +274,7 @@ class OneReading:
         }
 
     def to(self, sink: Sink) -> None:
-        """Gives every byte to the sink, in blocks of 8 to 16 MiB, and checks the digests.
-
-        Raises:
-            VerificationError: If a digest is not the manifest's.
-            RefusedError: If there is a secret in it; the sink is not given the block that has it.
-            InputError: If the file cannot be read, or ends early.
-        """
+        """Gives every byte to the sink, in blocks of 8 to 16 MiB, and checks the digests."""
         for block in self._blocks():
             start, stop = block[0][0], block[-1][1]
             data = self._source.read(self._file.path, start, stop)

@@ -71,9 +71,6 @@ class Sender:
 
         Returns:
             The SHA-256 of each, by path.
-
-        Raises:
-            VerificationError: If a file is not what the manifest says.
         """
         found = self._all(files, lambda file: self._reading(file).sha256())
         return dict(zip([file.path for file in files], found, strict=True))
@@ -83,10 +80,6 @@ class Sender:
 
         Returns:
             What to commit for each.
-
-        Raises:
-            VerificationError: If a file is not what the manifest says.
-            HubError: If the Hub does not take it.
         """
         if not files:
             return []

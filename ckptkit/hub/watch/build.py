@@ -212,11 +212,6 @@ def make_folder(
 
     Returns:
         What was made.
-
-    Raises:
-        InputError: If the step is damaged or incomplete, or vanishes meanwhile.
-        RefusedError: If it cannot be made as it was asked for.
-        VerificationError: If what was written does not read back as it was written.
     """
     notes: list[str] = []
 

@@ -30,7 +30,6 @@ class WatchMetrics:
         self._started = time.time()
 
     def listen(self, event: WatchEvent) -> None:
-        """Takes notice of an event."""
         with self._lock:
             self._tally.take(event, time.time())
 
@@ -104,9 +103,6 @@ class MetricsServer:
             metrics: What to serve.
             port: Of TCP; 0 takes a free one.
             host: The address to listen at; only this machine can ask at the default.
-
-        Raises:
-            OutputError: If the port cannot be had.
         """
         try:
             self._server = ThreadingHTTPServer((host, port), _handler(metrics))
@@ -126,7 +122,6 @@ class MetricsServer:
 
     @property
     def url(self) -> str:
-        """Where the metrics are."""
         host, port = self._server.server_address[:2]
         return f"http://{host!s}:{port}{_PATH}"
 

@@ -73,11 +73,6 @@ def run_watch(
 
     Returns:
         The watch; its `failures` tell which steps could not be pushed as they are.
-
-    Raises:
-        UsageError: If the tags would be none.
-        RefusedError: If another watch is at work there.
-        CkptkitError: What cannot pass, and what has not passed when it was to end.
     """
     check_tag(f"{request.tag_prefix}1")
     state = state_folder(request)
@@ -102,12 +97,7 @@ def run_watch(
 
 
 def state_folder(request: WatchRequest) -> Path:
-    """Returns where the state of a watch lies.
-
-    Raises:
-        RefusedError: If the run is at a URL, and none was named.
-        NotACheckpointError: If the run is no directory.
-    """
+    """Returns where the state of a watch lies."""
     if request.state is not None:
         return request.state
     location = os.fspath(request.run)

@@ -47,35 +47,19 @@ class Branch(Protocol):
     """One branch of one repository, and the repository's tags."""
 
     def commits(self) -> Sequence[tuple[str, str]]:
-        """Returns hash and title of each commit, the newest first; none without a repository.
-
-        Raises:
-            HubError: If it cannot be asked, or refuses.
-        """
+        """Returns hash and title of each commit, the newest first; none without a repository."""
         ...
 
     def tags(self) -> dict[str, str]:
-        """Returns the commit that each tag points to; none without a repository.
-
-        Raises:
-            HubError: If it cannot be asked, or refuses.
-        """
+        """Returns the commit that each tag points to; none without a repository."""
         ...
 
     def create_tag(self, tag: str, commit: str) -> None:
-        """Makes a tag, which may be there already if it points to the same commit.
-
-        Raises:
-            HubError: If it cannot be made, or is of another commit.
-        """
+        """Makes a tag, which may be there already if it points to the same commit."""
         ...
 
     def delete_tag(self, tag: str) -> None:
-        """Removes a tag.
-
-        Raises:
-            HubError: If it cannot be removed.
-        """
+        """Removes a tag."""
         ...
 
     def url_of(self, commit: str) -> str:
@@ -83,11 +67,7 @@ class Branch(Protocol):
         ...
 
     def push(self, folder: Path, message: str, whole: str) -> Pushed:
-        """Makes one commit of a folder, with one below it that goes as it is.
-
-        Raises:
-            CkptkitError: If that fails.
-        """
+        """Makes one commit of a folder, with one below it that goes as it is."""
         ...
 
 
@@ -107,24 +87,14 @@ class StepsAtHub:
         self._tags: dict[str, str] = {}
 
     def tag_of(self, step: int) -> str:
-        """Returns the name of a step's tag."""
         return f"{self._tag_prefix}{step}"
 
     def check(self) -> None:
-        """Asks the Hub for the first time.
-
-        Raises:
-            HubError: If it cannot be asked, or refuses.
-        """
+        """Asks the Hub for the first time."""
         self._known()
 
     def find(self, push: StepPush) -> AtHub | None:
-        """Returns the commit of a step, None where there is none.
-
-        Raises:
-            HubError: If the Hub cannot be asked.
-            RefusedError: If the step's tag belongs to something else.
-        """
+        """Returns the commit of a step, None where there is none."""
         commits, title = self._known(), title_of(push)
         commit = commits.get(title)
         tagged = self._tags.get(push.tag)
@@ -143,9 +113,6 @@ class StepsAtHub:
             folder: What is pushed.
             push: The step.
             whole: A folder below that goes as it is; empty for none.
-
-        Raises:
-            CkptkitError: If that fails; it may have been made all the same.
         """
         title = title_of(push)
         commits, self._commits = self._known(), None  # nobody knows, until it is done
@@ -154,11 +121,7 @@ class StepsAtHub:
         return AtHub(done.commit, done.url, done.bytes_uploaded, skipped=done.skipped)
 
     def tag(self, push: StepPush, found: AtHub) -> None:
-        """Has the step's tag point to its commit.
-
-        Raises:
-            HubError: If the Hub refuses, or cannot be asked.
-        """  # noqa: DOC501  it is passed on
+        """Has the step's tag point to its commit."""
         self._known()
         if self._tags.get(push.tag) == found.commit:
             return
@@ -228,11 +191,7 @@ class HubBranch:
         self._listener = listener
 
     def commits(self) -> Sequence[tuple[str, str]]:
-        """Returns hash and title of each commit, the newest first; none without a repository.
-
-        Raises:
-            HubError: If it cannot be asked, or refuses.
-        """
+        """Returns hash and title of each commit, the newest first; none without a repository."""
         hub, revision = self._hub, self._settings.revision or _MAIN
         try:
             found = hub.call(hub.api.list_repo_commits, hub.repo_id, revision=revision)
@@ -243,11 +202,7 @@ class HubBranch:
         return [(commit.commit_id, commit.title) for commit in found]
 
     def tags(self) -> dict[str, str]:
-        """Returns the commit that each tag points to; none without a repository.
-
-        Raises:
-            HubError: If it cannot be asked, or refuses.
-        """
+        """Returns the commit that each tag points to; none without a repository."""
         try:
             found = self._hub.call(self._hub.api.list_repo_refs, self._hub.repo_id)
         except HubError as error:
@@ -257,31 +212,16 @@ class HubBranch:
         return {tag.name: tag.target_commit for tag in found.tags}
 
     def create_tag(self, tag: str, commit: str) -> None:
-        """Makes a tag, which may be there already if it points to the same commit.
-
-        Raises:
-            HubError: If it cannot be made, or is of another commit.
-        """
         tag_commit(self._hub, tag, commit)
 
     def delete_tag(self, tag: str) -> None:
-        """Removes a tag.
-
-        Raises:
-            HubError: If it cannot be removed.
-        """
         self._hub.call(self._hub.api.delete_tag, self._hub.repo_id, tag=tag)
 
     def url_of(self, commit: str) -> str:
-        """Returns where people see a commit."""
         return f"{self._hub.url}/commit/{commit}"
 
     def push(self, folder: Path, message: str, whole: str) -> Pushed:
-        """Makes one commit of a folder, with one below it that goes as it is.
-
-        Raises:
-            CkptkitError: If that fails.
-        """
+        """Makes one commit of a folder, with one below it that goes as it is."""
         return push(
             folder,
             self._hub.repo_id,

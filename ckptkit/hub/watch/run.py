@@ -61,9 +61,6 @@ class WatchedRun:
         """Returns the complete steps, the lowest number first; none where there is no run yet.
 
         A step without a manifest is taken once it has stayed the same for a while.
-
-        Raises:
-            InputError: If the run cannot be listed.
         """
         try:
             listing = list_run(self._run, state=self._state)
@@ -88,16 +85,11 @@ class WatchedRun:
 
     @property
     def unsettled(self) -> Mapping[str, str]:
-        """Digests, by name, of the steps that the last look found in flux, perhaps unfinished."""
         found = self._unsettled.items()
         return {name: digest for name, digest in found if name not in self._taken}
 
     def hold(self, step: SeenStep) -> AbstractContextManager[object]:
-        """Keeps a step from being pruned until the result is left.
-
-        Raises:
-            MissingFileError: If it is gone.
-        """
+        """Keeps a step from being pruned until the result is left."""
         return open_run(self._run).hold(step.name, step.markers)
 
     def is_there(self, step: SeenStep) -> bool:

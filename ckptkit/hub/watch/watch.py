@@ -69,7 +69,6 @@ class WatchEvent:
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the event as plain values."""
         step = {} if self.step is None else {"step": self.step}
         return {"event": self.name} | step | dict(self.facts)
 
@@ -283,10 +282,6 @@ class Watch:
         Args:
             pauses: Where it waits.
             progress: Is told of the bytes of what is made and pushed.
-
-        Raises:
-            CkptkitError: What cannot pass, such as wrong credentials; and what has not passed
-                when the watch was to end.
         """
         failed = 0
         while True:

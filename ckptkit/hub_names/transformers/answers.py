@@ -36,9 +36,6 @@ def answer(request: NamingRequest, conversions: Sequence[Any] | None = None) -> 
         request: The model and its tensors.
         conversions: Those that loading left at the model, where it is known; None leaves them to
             the names of the base.
-
-    Raises:
-        CannotPlanError: If it cannot be told without the elements of the tensors.
     """
     model = model_of(request, conversions)
     own = _own_tensors(model)
@@ -73,11 +70,7 @@ def model_of(request: NamingRequest, conversions: Sequence[Any] | None = None) -
 
 
 def torch_dtype(dtype: DType) -> torch.dtype:
-    """Returns an element type as torch has it.
-
-    Raises:
-        CannotPlanError: If torch has it not.
-    """
+    """Returns an element type as torch has it."""
     found = getattr(torch, dtype.name, None)
     if not isinstance(found, torch.dtype):
         raise CannotPlanError(f"torch {torch.__version__} has no element type {dtype.name}")
@@ -92,7 +85,6 @@ def _described(name: Fqn, tensor: TracedTensor | ComputedTensor) -> HubTensor:
 
 
 def _is_of_disk(given: Mapping[Fqn, TracedTensor], own: Mapping[Fqn, Any], model: Any) -> bool:
-    """Tells whether tensors have the names of files already, as where files are written anew."""
     disk = reverted(model, own).keys()
     return bool(given.keys() & (disk - own.keys())) and not given.keys() & (own.keys() - disk)
 

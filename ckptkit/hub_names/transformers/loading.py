@@ -73,7 +73,6 @@ class _Found:
 
     @property
     def strange(self) -> frozenset[str]:
-        """What unexpected names are for."""
         return frozenset(self.targets[name] for name in self.unexpected)
 
 
@@ -82,9 +81,6 @@ def report_loading(request: LoadRequest) -> LoadReport:
 
     Args:
         request: The configuration, and the tensors.
-
-    Raises:
-        CannotPlanError: If the installed transformers has no such model.
     """
     model = build_model(request.config, list(request.tensors))
     found = _load(model, request)

@@ -34,9 +34,6 @@ def build_model(config: Mapping[str, Any], live: Collection[str]) -> Any:
 
     Returns:
         The model of the class that was trained.
-
-    Raises:
-        CannotPlanError: If the installed transformers has no such model.
     """
     parsed = _parsed(_config_class(config), config)
     parsed._attn_implementation = "eager"  # noqa: SLF001  kernels of others need not be there
@@ -114,9 +111,6 @@ def listed_parameters(config: Mapping[str, Any], live: list[str]) -> list[dict[s
     Args:
         config: A parsed `config.json`.
         live: Names that the checkpoint tells; they choose the class where `config` does not.
-
-    Raises:
-        CannotPlanError: If a parameter is not stored row by row.
     """
     model = build_model(config, live)
     if hasattr(model, "tie_weights"):

@@ -61,7 +61,6 @@ class TracedTensor(torch.Tensor):
 
     @classmethod
     def of_live(cls, name: Fqn, shape: Shape, dtype: torch.dtype) -> TracedTensor:
-        """Returns a live tensor as it is."""
         return cls.holding(Arrangement.of_live(name, shape), dtype)
 
     @classmethod
@@ -72,11 +71,7 @@ class TracedTensor(torch.Tensor):
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Follows one operation.
-
-        Raises:
-            ComputesError: If it does anything but move elements.
-        """  # noqa: DOC501  `_refused` makes it
+        """Follows one operation."""
         follow = _MOVES.get(operation.overloadpacket)
         if follow is None or not all(issubclass(kind, (cls, torch.nn.Parameter)) for kind in types):
             raise _refused(operation)
@@ -236,9 +231,6 @@ def reverted(
     Args:
         model: The model.
         tensors: Its tensors, by live name.
-
-    Raises:
-        CannotPlanError: If that depends on the elements.
     """
     revert = core_model_loading.revert_weight_conversion
     try:
@@ -282,20 +274,14 @@ class _Watched(ConversionOps):  # type: ignore[misc]  # transformers is not foll
 
     @property
     def supports_many_to_many(self) -> bool:
-        """Whether any of them is made for several inputs and outputs."""
         return any(getattr(one, "supports_many_to_many", False) for one in self._operations)
 
     @property
     def reverse_op(self) -> _Watched:
-        """All of them backwards."""
         return _Watched([one.reverse_op for one in reversed(self._operations)])
 
     def convert(self, input_dict: Mapping[str, Any], **options: Any) -> dict[str, Any]:
-        """Converts what traced tensors stand for.
-
-        Raises:
-            CannotPlanError: If what is made depends on the elements.
-        """
+        """Converts what traced tensors stand for."""
         try:
             return self._run(_each(input_dict, lambda tensor: tensor), options)
         except ComputesError:

@@ -100,11 +100,7 @@ def _files_below(folder: Path) -> list[Path]:
 
 
 def given_folder(folder: Path) -> Chosen | None:
-    """Returns what lies in a folder that the user has named; None if no sharded model does.
-
-    Raises:
-        ResumeError: If it is not there.
-    """
+    """Returns what lies in a folder that the user has named; None if no sharded model does."""
     if not folder.is_dir():
         raise ResumeError("no such directory was found", where=str(folder))
     if not (folder / names.model_unit(0) / METADATA).is_file():
@@ -122,9 +118,6 @@ def newest_folder(run: Path, models: int, optimizers: int) -> Chosen:
         run: The directory above them.
         models: How many models there are.
         optimizers: How many optimizers there are.
-
-    Raises:
-        ResumeError: If there is none.
     """
     units = [names.model_unit(i) for i in range(models)]
     units += [names.optimizer_unit(i) for i in range(optimizers)]
@@ -288,11 +281,7 @@ class AcceleratorSaves:
         states.call_load_hooks(accelerator, folder)
 
     def close(self) -> None:
-        """Waits for the last save; a later one opens a Checkpointer anew.
-
-        Raises:
-            CkptkitError: If a save failed, and nobody has asked for its result.
-        """
+        """Waits for the last save; a later one opens a Checkpointer anew."""
         self._registered, self._checked = [], ([], "")
         try:
             self._run.close()
@@ -334,11 +323,7 @@ class AcceleratorSaves:
         return self._met
 
     def _voted(self, accelerator: Accelerator, target: Target) -> str:
-        """Returns why accelerate itself has to save, as whichever rank comes first finds.
-
-        Raises:
-            OutputExistsError: If accelerate names the folder, and there is one of that name.
-        """
+        """Returns why accelerate itself has to save, as whichever rank comes first finds."""
         automatic = states.is_automatic(accelerator)
         # It cannot be the one of this save: that one needs this rank's part.
         if automatic and os.path.lexists(target.folder):

@@ -68,7 +68,6 @@ class Target:
 
     @property
     def folder(self) -> Path:
-        """The directory that the save becomes."""
         return self.run / (self.name or f"{self.prefix}{self.step}")
 
 
@@ -83,25 +82,18 @@ class Registered:
         self.target = target
 
     def state_dict(self) -> Any:
-        """Returns the state of the object."""
         return self.target.state_dict()
 
     def load_state_dict(self, state: Any) -> None:
-        """Puts the object into a state."""
         self.target.load_state_dict(state)
 
 
 def is_automatic(accelerator: Accelerator) -> bool:
-    """Tells whether accelerate names the folders by itself."""
     return bool(accelerator.project_configuration.automatic_checkpoint_naming)
 
 
 def run_of(accelerator: Accelerator) -> Path:
-    """Returns the directory in which accelerate names the folders by itself.
-
-    Raises:
-        UsageError: If the accelerator has no project.
-    """
+    """Returns the directory in which accelerate names the folders by itself."""
     if accelerator.project_dir is None:
         raise UsageError(
             "automatic_checkpoint_naming was found without a directory for the project",
@@ -112,11 +104,7 @@ def run_of(accelerator: Accelerator) -> Path:
 
 
 def target_of(accelerator: Accelerator, output_dir: str | os.PathLike[str] | None) -> Target:
-    """Returns where `accelerator.save_state(output_dir)` would save.
-
-    Raises:
-        UsageError: If no directory follows from the arguments.
-    """
+    """Returns where `accelerator.save_state(output_dir)` would save."""
     count = int(accelerator.save_iteration)
     if is_automatic(accelerator):
         return Target(run_of(accelerator), count, AUTOMATIC_PREFIX)
@@ -130,11 +118,7 @@ def target_of(accelerator: Accelerator, output_dir: str | os.PathLike[str] | Non
 
 
 def source_of(accelerator: Accelerator, input_dir: str | os.PathLike[str] | None) -> Target:
-    """Returns where `accelerator.load_state(input_dir)` looks.
-
-    Raises:
-        UsageError: If no directory follows from the arguments.
-    """
+    """Returns where `accelerator.load_state(input_dir)` looks."""
     if input_dir is not None:
         return _target_at(given_path(input_dir), 0)
     if is_automatic(accelerator):
@@ -147,7 +131,6 @@ def source_of(accelerator: Accelerator, input_dir: str | os.PathLike[str] | None
 
 
 def given_path(input_dir: str | os.PathLike[str]) -> Path:
-    """Returns the directory to load that the user has named."""
     return Path(input_dir).expanduser().absolute()
 
 
@@ -179,7 +162,6 @@ def why_stock(accelerator: Accelerator) -> str:
 
 
 def with_limit(accelerator: Accelerator, options: Options) -> Options:
-    """Returns options by which as many folders stay as the accelerator's project wants."""
     limit = accelerator.project_configuration.total_limit
     return options if limit is None else {"keep_last": max(1, int(limit)), **options}
 
@@ -207,12 +189,10 @@ def state_of(
 
 
 def registered_objects(accelerator: Accelerator) -> list[Any]:
-    """Returns what was registered for checkpointing."""
     return list(accelerator._custom_objects)  # noqa: SLF001
 
 
 def counts_of(accelerator: Accelerator) -> tuple[int, int]:
-    """Returns how many models and optimizers there are."""
     return len(accelerator._models), len(accelerator._optimizers)  # noqa: SLF001
 
 
@@ -276,6 +256,5 @@ def call_load_hooks(accelerator: Accelerator, folder: Path) -> None:
 
 
 def set_count(accelerator: Accelerator, states: Mapping[str, Any]) -> None:
-    """Puts back accelerate's own count of batches."""
     if "step" in states:
         accelerator.step = int(states["step"])

@@ -61,7 +61,6 @@ class _Part:
 
     @property
     def elements(self) -> int:
-        """How many elements the whole has."""
         return math.prod(self.shape)
 
     def within(self, memory: memoryview) -> torch.Tensor:
@@ -91,7 +90,6 @@ class _Held:
 
     @property
     def digest(self) -> str:
-        """Tells by which two ranks see that they mean the same whole."""
         rows = [[part.names, part.shape, str(part.dtype), part.start] for part in self.parts]
         return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
 
@@ -113,10 +111,6 @@ def whole_state(
     Returns:
         The tensors by name, as `state_dict` of the model before it was sharded; empty on the
         other ranks. Or, on all ranks alike, why only stock can gather it.
-
-    Raises:
-        PeerError: If another rank does not take part in time.
-        CkptkitError: What went wrong on any rank.
     """
     held = _held(model, peers)
     with _Memory(peers, held, timeout_seconds) as memory:

@@ -70,11 +70,7 @@ def hub_options(trainer: Any) -> Options:
 
 
 def checked_options(options: Options) -> Options:
-    """Returns the user's options, if they are for the user to choose.
-
-    Raises:
-        UsageError: If one is not, or has not the form that it needs.
-    """
+    """Returns the user's options, if they are for the user to choose."""
     taken = sorted(_TOLD_BY_ARGUMENTS.keys() & options.keys())
     if taken:
         raise UsageError(
@@ -114,7 +110,6 @@ def _watchers(trainer: Any) -> Iterator[str]:
 
 
 def replaces_save_model(trainer: Trainer) -> bool:
-    """Tells whether a subclass has a `save_model` of its own, which every step is given to."""
     return any("save_model" in vars(kind) for kind in _own_kinds(trainer))
 
 
@@ -167,11 +162,7 @@ class TrainerCheckpoints:
     """
 
     def __init__(self, trainer: Trainer, *, wait: bool | None, options: Options) -> None:
-        """Takes the trainer, and what `install` was given.
-
-        Raises:
-            UsageError: If an option is wrong.
-        """
+        """Takes the trainer, and what `install` was given."""
         self.callback = _Callback(self)
         self._trainer: Any = trainer
         self._wait = wait
@@ -205,15 +196,10 @@ class TrainerCheckpoints:
 
     @property
     def handles(self) -> Mapping[int, SaveHandle]:
-        """The saves that are under way, and the last one, by their steps."""
         return self._handles
 
     def change(self, *, wait: bool | None, options: Options) -> None:
-        """Takes other options than before; those that are not given stay.
-
-        Raises:
-            UsageError: If one is wrong, or comes while the Trainer trains.
-        """
+        """Takes other options than before; those that are not given stay."""
         if wait is not None:
             self._wait = wait
         if options and self._checkpointer is not None:
@@ -226,9 +212,6 @@ class TrainerCheckpoints:
 
         Yields:
             The directory of the run.
-
-        Raises:
-            CkptkitError: As for `Checkpointer`, and as `Checkpointer.close` does.
         """
         run = Path(self._trainer._get_output_dir(trial))  # noqa: SLF001  there is no public way
         self._loaded = None
@@ -243,11 +226,7 @@ class TrainerCheckpoints:
 
     @contextmanager
     def opened(self) -> Iterator[Checkpointer]:
-        """Yields the Checkpointer, which outside of training is there for this only.
-
-        Raises:
-            CkptkitError: As for `Checkpointer`.
-        """
+        """Yields the Checkpointer, which outside of training is there for this only."""
         is_training = self._checkpointer is not None
         try:
             run = self._run if is_training else Path(self._trainer.args.output_dir)
@@ -277,10 +256,6 @@ class TrainerCheckpoints:
         """Saves a step as the Trainer's own `_save_checkpoint` does, in the background.
 
         Source: transformers 5.23, `Trainer._save_checkpoint`.
-
-        Raises:
-            CkptkitError: As for `Checkpointer.save`; and what went wrong with the save itself,
-                if it is waited for.
         """
         trainer = self._trainer
         step, run = trainer.state.global_step, Path(trainer._get_output_dir(trial))  # noqa: SLF001
@@ -317,9 +292,6 @@ class TrainerCheckpoints:
 
         Returns:
             Whether it could; a checkpoint of another kind is the Trainer's own.
-
-        Raises:
-            CkptkitError: As for `Checkpointer.resume`.
         """
         folder = Path(checkpoint)
         if not holds_shards(folder):
@@ -334,9 +306,6 @@ class TrainerCheckpoints:
 
         Returns:
             Whether they are loaded; if not, the Trainer looks for them itself.
-
-        Raises:
-            CkptkitError: As for `Checkpointer.resume`.
         """
         if checkpoint is None or not has_optimizer(Path(checkpoint)):
             return False
@@ -345,11 +314,7 @@ class TrainerCheckpoints:
         return self._loaded == (Path(checkpoint), True)
 
     def load_best(self) -> bool:
-        """Loads the best model; returns whether it could.
-
-        Raises:
-            CkptkitError: As for `Checkpointer.resume`.
-        """
+        """Loads the best model; returns whether it could."""
         folder = Path(self._trainer.state.best_model_checkpoint)
         if not holds_shards(folder):
             return False
@@ -359,11 +324,7 @@ class TrainerCheckpoints:
         return True
 
     def finish(self) -> None:
-        """Waits for all saves.
-
-        Raises:
-            SaveError: If the last one failed, or the best one and it is to be loaded now.
-        """
+        """Waits for all saves."""
         failed = self._wait_for_all()
         self.tell()
         for step in sorted(self._best.keys() - failed.keys()):
@@ -379,7 +340,6 @@ class TrainerCheckpoints:
             logger.error("step %d was not saved, later ones were", step)
 
     def tell(self) -> None:
-        """Reports the saves that have ended, where the Trainer reports its losses."""
         self._reports.tell(self._trainer)
 
     def folder(self, step: int) -> Path:

@@ -49,10 +49,6 @@ def save_model(trainer: Any, checkpoints: TrainerCheckpoints, output_dir: str | 
 
     Returns:
         Whether it did; a model that is not sharded is left to the Trainer.
-
-    Raises:
-        CkptkitError: What went wrong, on every rank.
-        OutputError: On rank 0, if what lies beside the model could not be written.
     """
     if not is_sharded(trainer.model):
         return False
@@ -100,9 +96,6 @@ def follow_up(trainer: Any, checkpoints: TrainerCheckpoints, handle: SaveHandle)
         trainer: Who saved.
         checkpoints: Of the trainer.
         handle: Of the save.
-
-    Raises:
-        CkptkitError: As `save_model` does.
     """
     folder = checkpoints.folder(handle.step)
     if handle.skipped:

@@ -51,9 +51,6 @@ def newest_checkpoint(run: Path) -> Path:
     """Returns the newest checkpoint of a run that is complete, whoever wrote it.
 
     The Trainer itself takes the one with the highest number.
-
-    Raises:
-        ResumeError: If there is none.
     """
     for saved in reversed(saved_steps(run)):
         if saved.complete or _is_whole_stock(saved.path):
@@ -71,9 +68,7 @@ def newest_of_all(run: Path) -> Path:
 
     Others may still see an older state of a shared file system.
 
-    Raises:
-        ResumeError: If there is none.
-    """  # noqa: DOC501  made from what rank 0 sent
+    """
     if not distributed.is_initialized() or distributed.get_world_size() == 1:
         return newest_checkpoint(run)
     found: list[Any] = [None]
@@ -90,12 +85,10 @@ def newest_of_all(run: Path) -> Path:
 
 
 def holds_shards(folder: Path) -> bool:
-    """Tells whether a checkpoint holds a model in shards, written by ckptkit or the Trainer."""
     return (folder / names.model_unit(0) / METADATA).is_file()
 
 
 def has_optimizer(folder: Path) -> bool:
-    """Tells whether a checkpoint holds the state of an optimizer, in shards."""
     return (folder / names.optimizer_unit(0) / METADATA).is_file()
 
 

@@ -61,7 +61,6 @@ class StoredTensor:
 
     @property
     def key(self) -> str:
-        """The flat key."""
         return flat_key(self.path)
 
 
@@ -76,12 +75,10 @@ class StoredObject:
 
     @property
     def key(self) -> str:
-        """The flat key."""
         return flat_key(self.path)
 
 
 def flat_key(path: Sequence[str | int]) -> str:
-    """Returns the key under which DCP stores the value at a path."""
     return ".".join(map(str, path))
 
 
@@ -286,7 +283,6 @@ class _Writer:
         return value + _MEMOIZE
 
     def _next_fetch(self) -> bytes:
-        """Returns the opcode that fetches what is memoized next."""
         slot = self._slots
         return b"h%c" % slot if slot <= _BINGET_MAX else b"j" + slot.to_bytes(4, "little")
 

@@ -65,10 +65,6 @@ def layout_hf_weights(products: Sequence[Product], max_file_bytes: int) -> list[
 
     Returns:
         The weight files, and their index where there are several.
-
-    Raises:
-        CannotPlanError: If safetensors has no name for a tensor's element type, or another use
-            for the tensor's name, or if a header would be larger than the library reads.
     """
     ordered = sorted(products, key=lambda product: name_order(product.spec.name))
     groups = split_by_size(ordered, max_file_bytes)
@@ -84,9 +80,6 @@ def layout_hf_files(groups: Sequence[tuple[str, Sequence[Product]]]) -> list[Out
 
     Returns:
         The weight files, and their index unless all lies in `model.safetensors`.
-
-    Raises:
-        CannotPlanError: As for `layout_hf_weights`.
     """
     files = [_weights_file(*group) for group in groups]
     names = [name for name, _ in groups]
@@ -96,11 +89,7 @@ def layout_hf_files(groups: Sequence[tuple[str, Sequence[Product]]]) -> list[Out
 
 
 def layout_adapter(products: Sequence[Product]) -> OutputFile:
-    """Lays the tensors of an adapter out as PEFT reads them: always one file.
-
-    Raises:
-        CannotPlanError: As for `layout_hf_weights`.
-    """
+    """Lays the tensors of an adapter out as PEFT reads them: always one file."""
     return _weights_file(f"{ADAPTER_STEM}.safetensors", products)
 
 

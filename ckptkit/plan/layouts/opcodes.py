@@ -13,12 +13,10 @@ _STOP = b"."
 
 
 def global_name(module: str, name: str) -> bytes:
-    """Pushes a global."""
     return f"c{module}\n{name}\n".encode()
 
 
 def text(value: str) -> bytes:
-    """Pushes a string."""
     data = value.encode()
     return b"X" + struct.pack("<I", len(data)) + data
 
@@ -36,11 +34,7 @@ def integer(value: int) -> bytes:
 
 
 def scalar(value: object) -> bytes:
-    """Pushes a number, a text or None.
-
-    Raises:
-        TypeError: If it is something else.
-    """
+    """Pushes a number, a text or None."""
     if value is None:
         return b"N"
     if isinstance(value, bool):
@@ -60,30 +54,24 @@ def _negative(value: int) -> bytes:
 
 
 def items(values: Iterable[bytes]) -> bytes:
-    """Pushes a list."""
     return b"](" + b"".join(values) + b"e"
 
 
 def numbers(values: Sequence[int]) -> bytes:
-    """Pushes a tuple of ints."""
     return sequence(map(integer, values))
 
 
 def sequence(items: Iterable[bytes]) -> bytes:
-    """Pushes a tuple."""
     return b"(" + b"".join(items) + b"t"
 
 
 def call(function: bytes, arguments: bytes) -> bytes:
-    """Pushes what a function returns for a tuple of arguments."""
     return function + arguments + b"R"
 
 
 def mapping(items: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """Pushes a dictionary."""
     return b"}(" + b"".join(key + value for key, value in items) + b"u"
 
 
 def pickled(value: bytes) -> bytes:
-    """Wraps pushed opcodes into a whole pickle."""
     return _PROTOCOL_2 + value + _STOP

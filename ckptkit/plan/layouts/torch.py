@@ -56,13 +56,11 @@ def tensor(spec: TensorSpec, storage: str) -> bytes:
 
 
 def state_dict_pickle(specs: Sequence[TensorSpec]) -> bytes:
-    """Returns `data.pkl` of a state dict whose tensors lie in the records 0, 1 and so on."""
     items = [(text(spec.name), tensor(spec, str(i))) for i, spec in enumerate(specs)]
     return pickled(mapping(items))
 
 
 def tensor_pickle(spec: TensorSpec) -> bytes:
-    """Returns `data.pkl` of a single tensor in the record 0."""
     return pickled(tensor(spec, "0"))
 
 
@@ -79,9 +77,6 @@ def value_opcodes(value: Any) -> bytes:
 
     Args:
         value: `Stored` tensors may be in it.
-
-    Raises:
-        TypeError: If something else is.
     """
     if isinstance(value, Stored):
         return tensor(value.spec, value.storage)

@@ -69,9 +69,6 @@ class Journal:
             first: The entry that a new one begins with.
             is_new: Whether what is there is no longer true.
             capabilities: What the platform offers.
-
-        Raises:
-            OSError: If it cannot be written.
         """
         able = capabilities or detect_capabilities()
         flags = os.O_WRONLY | os.O_CREAT | (os.O_TRUNC if is_new else 0)

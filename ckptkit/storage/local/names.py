@@ -11,16 +11,11 @@ WORK_INFIX = ".ckptkit-"
 
 
 def is_work_folder(name: str) -> bool:
-    """Says whether a folder of that name belongs to an output that is being written."""
     return name.startswith(".") and WORK_INFIX in name
 
 
 def check_relative(path: str, where: str) -> None:
-    """Refuses a path that would lead out of the folder it is relative to.
-
-    Raises:
-        UnsafePathError: If it is absolute, climbs with `..`, is empty or holds a NUL.
-    """
+    """Refuses a path that would lead out of the folder it is relative to."""
     pure = PurePath(path)
     if pure.anchor or ".." in pure.parts or not pure.parts or "\0" in path:
         raise UnsafePathError(
@@ -35,9 +30,6 @@ def check_below(name: str, place: str) -> None:
     Args:
         name: Of an object, relative to the place; a slash at its end belongs to a folder's marker.
         place: Bucket and folders.
-
-    Raises:
-        UnsafePathError: If it leads out of the place, or is the place itself.
     """
     parts = name.removesuffix("/").split("/")
     if not place.strip("/") or not set(parts).isdisjoint({"", ".", ".."}):

@@ -81,11 +81,7 @@ class SharedTarget:
             seen: What `manifest_digest` returned when the processes began; None for now.
             capabilities: What the platform offers; detected when left out.
 
-        Raises:
-            OutputExistsError: If `out` holds something and is not to be overwritten.
-            OutputError: If `out` is no directory, or nothing can be written there, or if it holds
-                something and cannot be replaced at once.
-        """  # noqa: DOC501  `output_exists` makes it
+        """
         self._named = out
         self._overwrite = overwrite
         self._capabilities = capabilities or detect_capabilities()
@@ -113,21 +109,17 @@ class SharedTarget:
 
     @property
     def location(self) -> str:
-        """The directory to be, as it was named."""
         return str(self._named)
 
     @property
     def folder(self) -> Path:
-        """The hidden folder in which the output grows."""
         return self._work.path
 
     @property
     def removal(self) -> str:
-        """The command by which a user gives up what other processes have begun."""
         return f"rm -r '{self.folder}'"
 
     def plan(self) -> bytes | None:
-        """Returns what the processes have agreed on, None where nobody has begun."""
         note = self.notes.get(_PLAN)
         return None if note is None else plan_of(note)
 
@@ -138,7 +130,6 @@ class SharedTarget:
 
     @property
     def notes(self) -> WorkNotes:
-        """What the processes tell each other in the hidden folder."""
         return WorkNotes(self._work.path, self._named, self._capabilities)
 
     def sweep(self) -> None:
@@ -146,42 +137,18 @@ class SharedTarget:
         sweep_work_folders(self._work.path.parent, self._out, self._capabilities)
 
     def why_no_ranges(self) -> str:
-        """Tries to write at an offset; returns why that cannot be done, empty if it can.
-
-        Raises:
-            NoSpaceError: If the disk is full.
-            OutputError: If what was tried cannot be removed again.
-        """
+        """Tries to write at an offset; returns why that cannot be done, empty if it can."""
         return why_no_ranges(self._work.path, self._named, self._capabilities)
 
     def create(self, path: str, size_bytes: int) -> None:
-        """Makes a file of that size, unless another process has done so.
-
-        Raises:
-            NoSpaceError: If the disk is full.
-            OutputError: If it cannot be made.
-            UnsafePathError: If it would lie outside the output.
-        """
+        """Makes a file of that size, unless another process has done so."""
         self._files.create(path, size_bytes, join_file)
 
     def write(self, path: str, start: int, data: memoryview) -> None:
-        """Writes `data` at byte `start` of a created file; thread-safe for disjoint ranges.
-
-        Raises:
-            NoSpaceError: If the disk is full.
-            OutputError: If it cannot be written.
-            ValueError: If the range is not inside a file that was created.
-        """
+        """Writes `data` at byte `start` of a created file; thread-safe for disjoint ranges."""
         self._files.write(path, start, data)
 
     def write_runs(self, path: str, starts: Sequence[int], data: memoryview) -> None:
-        """Writes data that is cut into as many equal runs, as `write` does each of them.
-
-        Raises:
-            NoSpaceError: If the disk is full.
-            OutputError: If it cannot be written.
-            ValueError: If a run is not inside a file that was created.
-        """
         self._files.write_runs(path, starts, data)
 
     def part_file(self, name: str) -> PartFile:
@@ -194,11 +161,6 @@ class SharedTarget:
         Args:
             sizes: Of the files of the output, by path.
             parts: The rows of each part file, by name.
-
-        Raises:
-            ChecksumError: If a part file does not hold what was written to it.
-            NoSpaceError: If the disk is full.
-            OutputError: If something cannot be read or written.
         """
         files = StagedFiles(self._work.files, self._named, self._capabilities)
         try:
@@ -214,7 +176,6 @@ class SharedTarget:
             files.close()
 
     def free_bytes(self) -> int:
-        """Returns how much room there is where the files are staged."""
         with translated(self._named):
             return free_bytes(self._work.path)
 
@@ -228,12 +189,7 @@ class SharedTarget:
             return free + sum(self._files.taken_bytes(path) for path in paths)
 
     def sync(self) -> None:
-        """Makes what this process wrote durable; what it writes next it has to create again.
-
-        Raises:
-            NoSpaceError: If the disk is full.
-            OutputError: If something cannot be made durable.
-        """
+        """Makes what this process wrote durable; what it writes next it has to create again."""
         with translated(self._named):
             self._files.sync()
             self._files = StagedFiles(self._work.files, self._named, self._capabilities)
@@ -253,12 +209,7 @@ class SharedTarget:
         return {}
 
     def finish(self, mark: str) -> None:
-        """Makes what this process wrote durable, and leaves a mark of that.
-
-        Raises:
-            NoSpaceError: If the disk is full.
-            OutputError: If something cannot be made durable.
-        """
+        """Makes what this process wrote durable, and leaves a mark of that."""
         self.sync()
         with translated(self._named):
             (self._work.path / mark).touch()
@@ -277,12 +228,7 @@ class SharedTarget:
             last: The file that says that all is there.
             data: Its content.
 
-        Raises:
-            OutputExistsError: If another run has filled the destination meanwhile, or replaced
-                what was there; in the second case nothing of this output is kept.
-            NoSpaceError: If the disk is full.
-            OutputError: If something cannot be made durable or visible.
-        """  # noqa: DOC501  `output_exists` makes it
+        """
         with translated(self._named):
             if last == MANIFEST_NAME and self._overwrite and self._out.is_dir():
                 self._refuse_newer()

@@ -53,9 +53,6 @@ class LocalSource(Closing):
             root: The directory; its name is kept for messages as it is given.
             capabilities: What the platform offers; detected when left out.
             open_files: How many descriptors may lie open at once.
-
-        Raises:
-            MissingFileError: If it is not a directory.
         """
         self._root = root
         self._capabilities = capabilities or detect_capabilities()
@@ -70,7 +67,6 @@ class LocalSource(Closing):
 
     @property
     def location(self) -> str:
-        """The directory as the user named it."""
         return str(self._root)
 
     def walk(self, depth: int) -> Iterator[str]:
@@ -78,20 +74,11 @@ class LocalSource(Closing):
 
         Folders that are links are not entered, since they may lead round in circles; nor are
         folders in which an output is being staged, or that may not be looked into.
-
-        Raises:
-            InputError: If the root cannot be listed.
         """
         yield from self._walk("", depth)
 
     def stat(self, path: str) -> FileRef:
-        """Returns size and identity of a file, the latter from inode, mtime and size.
-
-        Raises:
-            MissingFileError: If it is not there.
-            UnsafePathError: If it leads out of the directory.
-            InputError: If it is no regular file, or may not be looked at.
-        """
+        """Returns size and identity of a file, the latter from inode, mtime and size."""
         with self._translated(path):
             status = self._resolve(path).stat()
             self._check_regular(path, status)
@@ -99,14 +86,7 @@ class LocalSource(Closing):
         return FileRef(path, status.st_size, identity, status.st_mtime)
 
     def read(self, path: str, start: int, stop: int) -> bytes:
-        """Returns exactly the bytes `[start, stop)`.
-
-        Raises:
-            TruncatedFileError: If the file ends before `stop`; nothing is allocated then.
-            MissingFileError: If it is not there.
-            UnsafePathError: If it leads out of the directory.
-            InputError: If it cannot be read.
-        """
+        """Returns exactly the bytes `[start, stop)`."""
         with self._translated(path), self._pool.use(path) as file:
             size_bytes = file.status().st_size
             if stop > size_bytes:
@@ -117,14 +97,7 @@ class LocalSource(Closing):
         return data
 
     def read_into(self, path: str, start: int, target: memoryview) -> None:
-        """Fills `target` from byte `start` on; thread-safe.
-
-        Raises:
-            TruncatedFileError: If the file ends before `target` is full.
-            MissingFileError: If it is not there.
-            UnsafePathError: If it leads out of the directory.
-            InputError: If it cannot be read.
-        """
+        """Fills `target` from byte `start` on; thread-safe."""
         if not target.nbytes:
             return
         view = target.cast("B")

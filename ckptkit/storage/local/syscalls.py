@@ -106,7 +106,6 @@ class OpenFile:
         self._lock = threading.Lock()
 
     def status(self) -> os.stat_result:
-        """Returns size, inode, times and type."""
         return os.fstat(self._file.fileno())
 
     def read_at(self, start: int, target: memoryview) -> int:
@@ -136,7 +135,6 @@ class OpenFile:
             done += self._write_some(start + done, data[done:])
 
     def truncate(self, size_bytes: int) -> None:
-        """Sets the size."""
         os.ftruncate(self._file.fileno(), size_bytes)
 
     def preallocate(self, size_bytes: int) -> None:
@@ -162,7 +160,6 @@ class OpenFile:
             raise error
 
     def sync(self) -> None:
-        """Makes the content durable, whichever descriptor wrote it."""
         os.fsync(self._file.fileno())
 
     def lock(self, *, shared: bool = False) -> bool:
@@ -181,7 +178,6 @@ class OpenFile:
         return True
 
     def advise_sequential(self) -> None:
-        """Tells the kernel to read ahead far."""
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
 
@@ -222,12 +218,7 @@ def open_for_reading(path: Path, capabilities: Capabilities) -> OpenFile:
 
 
 def create_file(path: Path, size_bytes: int, capabilities: Capabilities) -> None:
-    """Makes a new file of that size, with its blocks reserved where that is possible.
-
-    Raises:
-        FileExistsError: If there is a file of that name.
-        OSError: If there is no room for it, or it cannot be made.
-    """
+    """Makes a new file of that size, with its blocks reserved where that is possible."""
     # Asked before reserving: a reservation that fails half-way has filled the disk meanwhile.
     room = shutil.disk_usage(path.parent)
     if room.total and size_bytes > room.free:  # some file systems do not count, and say 0
@@ -248,9 +239,6 @@ def join_file(path: Path, size_bytes: int, capabilities: Capabilities) -> None:
 
     Its blocks are reserved where the file system can do that without writing to them, which may
     be another process's by now: writers to holes would have to wait for each other.
-
-    Raises:
-        OSError: If there is no room for it, or it cannot be made.
     """
     file = OpenFile(path, os.O_WRONLY | os.O_CREAT, capabilities)
     try:
@@ -273,7 +261,6 @@ def _preallocated(file: OpenFile, size_bytes: int) -> bool:
 
 
 def open_for_writing(path: Path, capabilities: Capabilities) -> OpenFile:
-    """Opens a file that exists, to write through the page cache."""
     return OpenFile(path, os.O_WRONLY, capabilities)
 
 
@@ -297,9 +284,6 @@ def open_locked(path: Path, capabilities: Capabilities, *, shared: bool = False)
 
     Returns:
         The file, whose closing gives the lock back, or None where somebody else has it.
-
-    Raises:
-        OSError: If the file cannot be made or the file system knows no locks.
     """
     file = OpenFile(path, os.O_RDWR | os.O_CREAT | _NOFOLLOW, capabilities)
     try:
@@ -315,11 +299,7 @@ def open_locked(path: Path, capabilities: Capabilities, *, shared: bool = False)
 
 
 def link_file(path: Path, name: Path, capabilities: Capabilities) -> None:
-    """Gives a file a second name; neither of the two is durable before its directory is synced.
-
-    Raises:
-        OSError: If it cannot be done, as on file systems that know no such names.
-    """
+    """Gives a file a second name; neither of the two is durable before its directory is synced."""
     if not capabilities.hard_links:
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP), str(name))
     os.link(path, name)
@@ -344,9 +324,6 @@ def exchange(first: Path, second: Path, capabilities: Capabilities) -> bool:
 
     Returns:
         False where the kernel or the file system does not offer that.
-
-    Raises:
-        OSError: If one of them is missing or may not be renamed.
 
     Source:
         renameat2 with RENAME_EXCHANGE: https://man7.org/linux/man-pages/man2/rename.2.html
@@ -411,11 +388,7 @@ class DescriptorPool(Generic[File]):
 
     @contextmanager
     def use(self, path: str) -> Iterator[File]:
-        """Yields the open file of a path.
-
-        Raises:
-            ValueError: If the pool was closed.
-        """
+        """Yields the open file of a path."""
         slot = self._acquire(path)
         try:
             yield slot.file

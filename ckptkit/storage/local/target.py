@@ -72,17 +72,10 @@ class StagedFiles:
         return path in self._sizes
 
     def taken_bytes(self, path: str) -> int:
-        """Returns the room that a file takes, 0 where nobody has made it."""
         return taken_bytes(self.folder / path)
 
     def create(self, path: str, size_bytes: int, create: Create) -> None:
-        """Makes a file of that size, its content undefined until written.
-
-        Raises:
-            NoSpaceError: If the place has no room for it.
-            OutputError: If it cannot be made.
-            UnsafePathError: If it would lie outside the output.
-        """
+        """Makes a file of that size, its content undefined until written."""
         check_relative(path, str(self._named))
         file = self.folder / path
         with translated(self._named, size_bytes):
@@ -95,11 +88,6 @@ class StagedFiles:
         """Writes `data` at byte `start` of a created file; thread-safe for disjoint ranges.
 
         Data whose address is congruent to `start` modulo 4,096 goes past the page cache.
-
-        Raises:
-            NoSpaceError: If the disk is full.
-            OutputError: If it cannot be written.
-            ValueError: If the range is not inside a file that was created.
         """
         size_bytes = self._sizes.get(path, -1)
         if start < 0 or start + data.nbytes > size_bytes:
@@ -110,13 +98,7 @@ class StagedFiles:
             file.write_at(start, data.cast("B"))
 
     def write_runs(self, path: str, starts: Sequence[int], data: memoryview) -> None:
-        """Writes data that is cut into as many equal runs, each at its own byte of a file.
-
-        Raises:
-            NoSpaceError: If the disk is full.
-            OutputError: If it cannot be written.
-            ValueError: If a run is not inside a file that was created.
-        """
+        """Writes data that is cut into as many equal runs, each at its own byte of a file."""
         length = data.nbytes // len(starts)
         if min(starts) < 0 or max(starts) + length > self._sizes.get(path, -1):
             raise ValueError(f"runs from byte {min(starts)} on are not all in file {path!r}")
@@ -125,11 +107,7 @@ class StagedFiles:
                 file.write_at(start, data[number * length : (number + 1) * length])
 
     def sync(self) -> None:
-        """Makes everything that was written durable, and closes it.
-
-        Raises:
-            OSError: If something cannot be made durable.
-        """
+        """Makes everything that was written durable, and closes it."""
         with ThreadPoolExecutor(SYNC_THREADS) as threads:
             for _ in threads.map(self._sync_file, self._sizes):
                 pass
@@ -139,7 +117,6 @@ class StagedFiles:
             sync_directory(folder, self._capabilities)
 
     def close(self) -> None:
-        """Closes the files."""
         self._pool.close()
 
     def _open(self, path: str) -> StagedFile:
@@ -180,7 +157,6 @@ class StagedFile:
             self._buffered.write_at(start + tail, data[tail:])
 
     def sync(self) -> None:
-        """Makes the content durable."""
         self._buffered.sync()
 
     def close(self) -> None:
@@ -224,10 +200,7 @@ def translated(named: Path, size_bytes: int = 0) -> Iterator[None]:
         named: The output, as the user named it.
         size_bytes: How much was to be written.
 
-    Raises:
-        NoSpaceError: If the disk is full.
-        OutputError: If it cannot be written for another reason.
-    """  # noqa: DOC501  `_no_space` makes it
+    """
     try:
         yield
     except OSError as error:
@@ -249,11 +222,7 @@ def _no_space(named: Path, size_bytes: int) -> NoSpaceError:
 
 
 def write_small(path: Path, data: bytes, capabilities: Capabilities) -> None:
-    """Makes a small file, durable with its entry in the folder, unless another process has.
-
-    Raises:
-        OSError: If it cannot be written.
-    """
+    """Makes a small file, durable with its entry in the folder, unless another process has."""
     join_file(path, len(data), capabilities)
     file = open_for_writing(path, capabilities)
     try:
@@ -325,10 +294,6 @@ class LocalTarget:
             overwrite: Whether a directory that holds something is replaced by the commit.
             resume: Whether what a kill left behind is gone on with, where it has a journal.
             capabilities: What the platform offers; detected when left out.
-
-        Raises:
-            OutputExistsError: If `out` holds something and is not to be overwritten.
-            OutputError: If `out` is no directory, or nothing can be written there.
         """
         self._named = out
         self._overwrite = overwrite
@@ -352,42 +317,21 @@ class LocalTarget:
 
     @property
     def location(self) -> str:
-        """The directory to be, as it was named."""
         return str(self._named)
 
     def create(self, path: str, size_bytes: int) -> None:
-        """Makes a file of that size, its blocks reserved, its content undefined until written.
-
-        Raises:
-            NoSpaceError: If the place has no room for it.
-            OutputError: If it exists already or cannot be made.
-            UnsafePathError: If it would lie outside the output.
-        """
+        """Makes a file of that size, its blocks reserved, its content undefined until written."""
         self._files.create(path, size_bytes, create_file)
 
     def write(self, path: str, start: int, data: memoryview) -> None:
         """Writes `data` at byte `start` of a created file; thread-safe for disjoint ranges.
 
         Data whose address is congruent to `start` modulo 4,096 goes past the page cache.
-
-        Raises:
-            NoSpaceError: If the disk is full.
-            OutputError: If it cannot be written.
-            ValueError: If the range is not inside a file that was created.
         """
         self._files.write(path, start, data)
 
     def commit(self, last: str) -> None:
-        """Makes everything durable and visible at once, the file `last` after all others.
-
-        Raises:
-            OutputExistsError: If another run has filled the destination, or replaced what was
-                there, since this target was made.
-            RefusedError: If it holds files that are not of an earlier output.
-            NoSpaceError: If the disk is full.
-            OutputError: If something cannot be made durable or visible.
-            ValueError: If `last` was not created.
-        """
+        """Makes everything durable and visible at once, the file `last` after all others."""
         if last not in self._files:
             raise ValueError(f"file {last!r} was not created")
         with translated(self._named):
@@ -428,20 +372,14 @@ class LocalTarget:
 
     @property
     def folder(self) -> Path:
-        """The hidden folder in which the output grows."""
         return self._work.path
 
     @property
     def journal(self) -> Path:
-        """Where it is written down what is finished."""
         return self._work.journal
 
     def staged(self, path: str) -> Path:
-        """Returns where a file of the output is until the commit.
-
-        Raises:
-            UnsafePathError: If it would lie outside the output.
-        """
+        """Returns where a file of the output is until the commit."""
         check_relative(path, str(self._named))
         return self._work.files / path
 
@@ -450,9 +388,6 @@ class LocalTarget:
 
         Args:
             paths: Relative to the output; they have been proven.
-
-        Raises:
-            OutputError: If something cannot be removed.
         """
         kept = {self.staged(path) for path in paths}
         with translated(self._named):

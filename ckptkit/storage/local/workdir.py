@@ -60,7 +60,6 @@ class WorkFolder:
         self._lock = lock
 
     def remove(self) -> None:
-        """Deletes the folder as far as it can be, and gives the lock back."""
         shutil.rmtree(self.path, ignore_errors=True)
         self.release()
 
@@ -75,10 +74,6 @@ def claim_work_folder(parent: Path, name: str, capabilities: Capabilities) -> Wo
 
     Returns:
         The folder, locked, with an empty `files` in it.
-
-    Raises:
-        OSError: If nothing can be made in `parent`.
-        FileNotFoundError: If somebody keeps removing what is made there.
     """
     for _ in range(_ATTEMPTS):
         path = parent / f".{name}{WORK_INFIX}{os.urandom(NONCE_BYTES).hex()}"
@@ -107,10 +102,6 @@ def join_work_folder(parent: Path, name: str, nonce: str, capabilities: Capabili
 
     Returns:
         The folder, which is not swept away while one of the processes is alive.
-
-    Raises:
-        OSError: If it can neither be made nor entered.
-        FileNotFoundError: If somebody keeps removing it.
     """
     path = parent / f".{name}{WORK_INFIX}{nonce}"
     for _ in range(_ATTEMPTS):
@@ -191,7 +182,6 @@ def _work_folders(parent: Path, out: Path) -> list[Path]:
 
 
 def publish_lock(out: Path) -> Path:
-    """Returns the file that is locked while `out` is filled one file at a time."""
     return out / f".{out.name}{WORK_INFIX}publish"
 
 
@@ -247,7 +237,6 @@ def entries(out: Path) -> Iterator[Path]:
 
 
 def is_empty(out: Path) -> bool:
-    """Says whether a directory holds nothing of anybody's."""
     return next(entries(out), None) is None
 
 
@@ -276,9 +265,6 @@ def publish(work: WorkFolder, out: Path, *, overwrite: bool, capabilities: Capab
 
     Returns:
         False if `out` holds something that is not to be overwritten; then nothing has changed.
-
-    Raises:
-        OSError: If a rename fails.
     """
     if out.is_dir():
         shutil.copymode(out, work.files)  # somebody may have made it private
@@ -327,9 +313,6 @@ def publish_inside(work: WorkFolder, out: Path, last: str, capabilities: Capabil
 
     Returns:
         False if `out` was filled meanwhile, or is being filled; then nothing has changed.
-
-    Raises:
-        OSError: If a file cannot be put there; those that were are taken back.
     """
     with _only_one(out, capabilities) as alone:
         if not alone or not is_empty(out):

@@ -306,9 +306,6 @@ def retried(
 
     Returns:
         The answer.
-
-    Raises:
-        Exception: The last error, or the first that is no passing trouble.
     """
     failures = 0
     while True:

@@ -62,9 +62,6 @@ def s3_listing(filesystem: Any, path: str) -> Iterator[tuple[str, Mapping[str, A
     Args:
         filesystem: An `s3fs.S3FileSystem`.
         path: Bucket and prefix, without the slash at its end.
-
-    Raises:
-        Exception: Whatever the client raises.
     """
     bucket, key, _ = split_s3_path(filesystem, path)
     prefix = f"{key}/" if key else ""
@@ -85,9 +82,6 @@ def s3_delete(filesystem: Any, bucket: str, keys: Sequence[str]) -> None:
         filesystem: An `s3fs.S3FileSystem`.
         bucket: Of the objects.
         keys: Their names.
-
-    Raises:
-        OSError: If the store keeps one.
     """
     # The body of a request for many is XML, whose readers change such characters.
     odd = [key for key in keys if _NOT_IN_XML.search(key)]
@@ -113,10 +107,6 @@ def s3_range(filesystem: Any, path: str, start: int, target: memoryview, etag: s
         target: Where the bytes go; it has their number.
         etag: What the object has to have still; empty where that does not matter.
 
-    Raises:
-        EOFError: If the object ended earlier.
-        Exception: Whatever the client raises; status 412 where the object is another one.
-
     Source:
         https://docs.aws.amazon.com/AmazonS3/latest/API/API_GetObject.html
     """
@@ -134,10 +124,6 @@ def s3_head(filesystem: Any, path: str) -> Mapping[str, Any]:
 
     Returns:
         The same names as in a listing of fsspec's.
-
-    Raises:
-        FileNotFoundError: If there is none.
-        Exception: Whatever else the client raises.
     """
     bucket, key, version = split_s3_path(filesystem, path)
     given = {"VersionId": version} if version else {}
@@ -147,11 +133,7 @@ def s3_head(filesystem: Any, path: str) -> Mapping[str, Any]:
 
 
 def s3_get(filesystem: Any, path: str) -> bytes:
-    """Returns all bytes of a small object; `cat_file` takes a part of some keys for a version.
-
-    Raises:
-        Exception: Whatever the client raises.
-    """
+    """Returns all bytes of a small object; `cat_file` takes a part of some keys for a version."""
     from fsspec.asyn import sync
 
     data: bytes = sync(filesystem.loop, _get, filesystem, path)
@@ -265,10 +247,8 @@ class ToldSum:
 
 
 def encoded(crc32: int) -> str:
-    """Returns a checksum as requests hold it."""
     return base64.b64encode(crc32.to_bytes(_CRC_BYTES, "big")).decode("ascii")
 
 
 def decoded(text: str) -> int:
-    """Reads a checksum."""
     return int.from_bytes(base64.b64decode(text), "big")

@@ -164,10 +164,6 @@ class S3Commit:
             location: What messages call it.
             writing: A context that makes errors of ours of what the store raises.
             overwrite: Whether an earlier output is replaced.
-
-        Raises:
-            OutputExistsError: If something lies there and is not to be replaced.
-            RefusedError: If another run is putting its output there.
         """
         self._store = store
         self._location = location
@@ -232,11 +228,6 @@ class S3Commit:
             items: All files but the manifest.
             last: The manifest, or its content.
             still_ours: Tells whether no other run has removed the uploads.
-
-        Raises:
-            OutputExistsError: If another run has put an output there since.
-            RefusedError: If another run does so now, or if files there are not of an output.
-            OutputError: If the uploads were removed, or if the store refuses.
         """
         with self._writing():
             self._manifest = last.key if not isinstance(last, bytes) else self._manifest

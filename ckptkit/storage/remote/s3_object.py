@@ -48,9 +48,6 @@ class PartBuffers:
 
         Yields:
             Parts with their bytes, which are the caller's until the next one is asked for.
-
-        Raises:
-            ValueError: If a byte lies outside the object, or in a part that the store copies.
         """
         stop = start + data.nbytes
         for part in self._between(start, stop):
@@ -134,9 +131,6 @@ def complete_upload(
         upload: The upload.
         parts: All of its parts.
         whole: The CRC-32 of all bytes, where the object's checksum is to be that.
-
-    Raises:
-        FileNotFoundError: If somebody has removed the upload.
     """
     try:
         store.complete(upload.key, upload.name, parts, whole)
@@ -152,9 +146,6 @@ def check_object(store: S3Uploads, upload: Upload, expected: ObjectSums) -> Head
 
     Returns:
         What the store says of it.
-
-    Raises:
-        ChecksumError: If it is another one.
     """
     head = store.head(upload.key)
     agrees = head.told is None or expected.agree_with(head.told)
@@ -219,7 +210,6 @@ class S3Object:
 
     @property
     def copied_parts(self) -> tuple[ObjectPart, ...]:
-        """The parts that are to be copied by the store."""
         return tuple(part for part in self._parts if part.copied is not None)
 
     def write(self, start: int, data: memoryview) -> None:
@@ -236,11 +226,7 @@ class S3Object:
                 )
 
     def copy(self, part: ObjectPart, source: CopySource) -> None:
-        """Has the store copy a part.
-
-        Raises:
-            ChecksumError: If the store says that it has copied other bytes.
-        """
+        """Has the store copy a part."""
         assert part.copied is not None  # noqa: S101  that is what `copied_parts` gave
         span = part.source_start, part.source_start + part.stop - part.start
         sent = self._store.copy(self.key, self._begin(), part.number, source, span)
@@ -263,13 +249,7 @@ class S3Object:
         return len(done) == len(self._parts)
 
     def publish(self) -> None:
-        """Makes it visible, and compares what the store has with what it was given.
-
-        Raises:
-            ChecksumError: If the store has other bytes.
-            OutputError: If the store copied parts and does not tell what it has.
-            ValueError: If bytes are missing.
-        """
+        """Makes it visible, and compares what the store has with what it was given."""
         if not self.is_whole:
             raise ValueError(f"{self.key!r} lacks {len(self._parts) - len(self._sent)} parts")
         expected = self._expected()
@@ -282,11 +262,7 @@ class S3Object:
         self._check(expected)
 
     def publish_new(self) -> None:
-        """Makes it visible unless there is an object of that name; a large one in any case.
-
-        Raises:
-            OutputError: If there is another one.
-        """
+        """Makes it visible unless there is an object of that name; a large one in any case."""
         if not self._is_small or not self.is_whole:
             self.publish()
             return
@@ -326,7 +302,6 @@ class S3Object:
             return self._upload
 
     def _expected(self) -> ObjectSums:
-        """Returns the checksums, from those sent and those stored beside the sources."""
         sums = ObjectSums.of(self._checksums())
         return replace(sums, of_parts=None, parts=len(self._parts)) if self._is_split else sums
 

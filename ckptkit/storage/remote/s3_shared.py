@@ -69,9 +69,6 @@ class S3Notes:
 
         Returns:
             What the note says: `data`, or what another process was first with.
-
-        Raises:
-            OutputError: If it cannot be left, or the store knows no such condition.
         """
         if self.why_no_conditions():
             raise OutputError(self.why_no_conditions(), where=self._store.url(self._prefix))
@@ -87,20 +84,12 @@ class S3Notes:
         )
 
     def leave(self, name: str, data: bytes) -> None:
-        """Leaves a note that nobody else leaves.
-
-        Raises:
-            OutputError: If it cannot be left.
-        """
+        """Leaves a note that nobody else leaves."""
         with self._writing():
             self._store.put(self._prefix + name, data, crc32(data))
 
     def get(self, name: str) -> bytes | None:
-        """Returns what a note says, None where there is none.
-
-        Raises:
-            OutputError: If it cannot be read.
-        """
+        """Returns what a note says, None where there is none."""
         path = self._store.url(self._prefix + name).removeprefix("s3://")
         with self._writing():
             try:
@@ -181,25 +170,17 @@ class S3SharedObject:
             self._rows[part.number] = part.number, sent.etag, checksum
 
     def rows(self) -> list[Sequence[Any]]:
-        """Returns number, ETag and CRC-32 of the parts that were sent from here."""
         return [self._rows[number] for number in sorted(self._rows)]
 
     def adopt(self, rows: Sequence[Sequence[Any]]) -> None:
-        """Takes over the parts that others have sent."""
         for number, etag, checksum in rows:
             self._rows[number] = number, etag, checksum
 
     def missing(self) -> list[ObjectPart]:
-        """Returns the parts that nobody has sent, in their order."""
         return [part for number, part in self._parts.items() if number not in self._rows]
 
     def publish(self) -> None:
-        """Makes it visible, and compares what the store has with what it was given.
-
-        Raises:
-            ChecksumError: If the store has other bytes.
-            ValueError: If parts are missing.
-        """
+        """Makes it visible, and compares what the store has with what it was given."""
         if not self._parts:
             self.etag = self._store.put(self.key, b"", 0)
             return
@@ -256,9 +237,6 @@ class S3SharedTarget:
             place: Where it goes.
             attempt: What all processes have in common.
             cut: Returns the parts of a file, as all processes cut it.
-
-        Raises:
-            OutputExistsError: If something lies there and is not to be replaced.
         """
         self._place, self._attempt, self._cut = place, attempt, cut
         self._store = S3Uploads(place.store.store, place.store.root, writer=attempt.nonce)
@@ -275,21 +253,17 @@ class S3SharedTarget:
 
     @property
     def location(self) -> str:
-        """The URL, as it was named."""
         return self._place.location
 
     @property
     def removal(self) -> str:
-        """The command by which a user gives up what other processes have begun."""
         return f"aws s3 rm '{self._store.url(self._folder + _PLAN)}'"
 
     @property
     def notes(self) -> S3Notes:
-        """What the processes of this attempt tell each other."""
         return self._notes
 
     def plan(self) -> bytes | None:
-        """Returns what the processes have agreed on, None where nobody has begun."""
         note = self._common.get(_PLAN)
         return None if note is None else plan_of(note)
 
@@ -311,33 +285,20 @@ class S3SharedTarget:
         self._commit.sweep(kept=f"{self._folder}{self._attempt.name}/")
 
     def create(self, path: str, size_bytes: int) -> None:
-        """Takes note of a file of that size; parts of it that were not sent are forgotten.
-
-        Raises:
-            UnsafePathError: If it would lie outside the output.
-        """
+        """Takes note of a file of that size; parts of it that were not sent are forgotten."""
         check_relative(path, self.location)
         key = self._place.key + path
         parts = self._cut(path) if size_bytes else ()
         self._objects[path] = S3SharedObject(self._store, key, parts, lambda: self._upload(path))
 
     def begin(self) -> None:
-        """Begins the uploads of all files that were created, and says so to the others.
-
-        Raises:
-            OutputError: If the store refuses.
-        """
+        """Begins the uploads of all files that were created, and says so to the others."""
         with ThreadPoolExecutor(_REQUESTS_AT_A_TIME) as threads:
             for _ in threads.map(self._begin_one, self._objects):
                 pass
 
     def write(self, path: str, start: int, data: memoryview) -> None:
-        """Takes bytes of a created file, and sends every part that they complete.
-
-        Raises:
-            OutputError: If the store does not take them.
-            ValueError: If the range is not inside a file that was created.
-        """
+        """Takes bytes of a created file, and sends every part that they complete."""
         item = self._objects.get(path)
         if item is None:
             raise ValueError(f"file {path!r} was not created")
@@ -348,7 +309,6 @@ class S3SharedTarget:
         """Does nothing: what was sent is durable."""
 
     def sent(self) -> SentRows:
-        """Returns number, ETag and CRC-32 of the parts that were sent."""
         return {path: item.rows() for path, item in self._objects.items() if item.rows()}
 
     def adopt(self, sent: SentRows) -> Mapping[str, Sequence[ObjectPart]]:
@@ -364,13 +324,6 @@ class S3SharedTarget:
         Args:
             last: The file that says that all is there.
             data: Its content.
-
-        Raises:
-            ChecksumError: If the store has other bytes than it was given.
-            OutputExistsError: If another run has filled the place meanwhile, or replaced what
-                was there; in the second case nothing of this output is kept.
-            OutputError: If the store refuses.
-            ValueError: If `last` is not the manifest.
         """
         if last != MANIFEST_NAME:
             raise ValueError(f"{last!r} is no manifest")

@@ -87,11 +87,6 @@ class S3Target:
             location: What messages call it.
             writing: A context that makes errors of ours of what the store raises.
             overwrite: Whether an earlier output is replaced by the commit.
-
-        Raises:
-            OutputExistsError: If something lies there and is not to be replaced.
-            RefusedError: If something lies there that is not of an earlier output, or if another
-                run is putting its output there.
         """
         self._store = store
         self._prefix = prefix
@@ -107,7 +102,6 @@ class S3Target:
 
     @property
     def location(self) -> str:
-        """The URL, as it was named."""
         return self._location
 
     def free_bytes(self) -> int | None:
@@ -115,12 +109,6 @@ class S3Target:
         return None
 
     def create(self, path: str, size_bytes: int) -> None:
-        """Takes note of a file of that size.
-
-        Raises:
-            OutputError: If it exists already.
-            UnsafePathError: If it would lie outside the output.
-        """
         self.create_copied(path, size_bytes, ())
 
     def create_copied(self, path: str, size_bytes: int, copies: Sequence[CopiedRange]) -> None:
@@ -130,10 +118,6 @@ class S3Target:
             path: The file.
             size_bytes: Its size.
             copies: The ranges, as `choose_copies` chose them; they are not to be written.
-
-        Raises:
-            OutputError: If it exists already.
-            UnsafePathError: If it would lie outside the output.
         """
         check_relative(path, self._location)
         if path in self._objects:
@@ -142,12 +126,7 @@ class S3Target:
         self._objects[path] = S3Object(self._store, key, size_bytes, copies, begun=self._note)
 
     def write(self, path: str, start: int, data: memoryview) -> None:
-        """Takes bytes of a created file, and sends every part that they complete.
-
-        Raises:
-            OutputError: If the store does not take them.
-            ValueError: If the range is not inside a file that was created.
-        """
+        """Takes bytes of a created file, and sends every part that they complete."""
         item = self._objects.get(path)
         if item is None or start < 0 or start + data.nbytes > item.size_bytes:
             raise ValueError(f"bytes [{start}, {start + data.nbytes}) are not in file {path!r}")
@@ -155,15 +134,9 @@ class S3Target:
             item.write(start, data)
 
     def copied_parts(self, path: str) -> tuple[ObjectPart, ...]:
-        """Returns what `copy` is to be called for."""
         return self._objects[path].copied_parts
 
     def copy(self, path: str, part: ObjectPart, source: CopySource) -> None:
-        """Has the store copy a part of a file from another object.
-
-        Raises:
-            OutputError: If the store does not.
-        """
         with self._writing():
             self._objects[path].copy(part, source)
 
@@ -181,13 +154,6 @@ class S3Target:
         """Makes everything visible, the file `last` after all others.
 
         Readers of what is replaced lose its `last` file first, and so never take old for new.
-
-        Raises:
-            OutputExistsError: If the place was filled by another run meanwhile.
-            RefusedError: If another run is putting its output there.
-            ChecksumError: If the store has other bytes than it was given.
-            OutputError: If the store refuses.
-            ValueError: If `last` was not created, or a file lacks bytes.
         """
         if last not in self._objects:
             raise ValueError(f"file {last!r} was not created")

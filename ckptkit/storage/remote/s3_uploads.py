@@ -33,7 +33,6 @@ class SentPart:
     crc32: int | None = None
 
     def to_request(self) -> dict[str, Any]:
-        """Returns what the request to complete an upload says of it."""
         said: dict[str, Any] = {"PartNumber": self.number, "ETag": self.etag}
         return said if self.crc32 is None else said | {CHECKSUM: encoded(self.crc32)}
 
@@ -81,15 +80,12 @@ class S3Uploads:
         self.has_checksums = when == "when_supported"
 
     def url(self, key: str) -> str:
-        """Returns what messages call an object."""
         return f"s3://{self._bucket}/{key}"
 
     def keys(self, prefix: str) -> Iterator[str]:
-        """Yields the keys that begin with a prefix, in their order."""
         yield from self.objects(prefix)
 
     def objects(self, prefix: str) -> dict[str, str]:
-        """Returns the ETags of the objects whose keys begin with a prefix, in their order."""
         return {item["Key"]: str(item.get("ETag", "")) for item in self._listed(prefix)}
 
     def _listed(self, prefix: str) -> Iterator[Mapping[str, Any]]:
@@ -139,9 +135,6 @@ class S3Uploads:
             crc32: Their checksum.
             in_parts: Whether the condition goes with the end of an upload in parts, since some
                 stores know it there alone.
-
-        Raises:
-            OSError: If the store does not take it.
         """
         try:
             if in_parts:
@@ -165,12 +158,7 @@ class S3Uploads:
             raise
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Removes objects; those that are not there do not matter.
-
-        Raises:
-            UnsafePathError: If one does not lie below the place that was named.
-            OSError: If the store keeps one.
-        """
+        """Removes objects; those that are not there do not matter."""
         root = f"{self._bucket}/{self.prefix}"
         for key in keys:
             if not key.startswith(self.prefix):

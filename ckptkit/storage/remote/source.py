@@ -54,10 +54,6 @@ class RemoteSource(Closing):
             place: A URL, with the options of its storage.
             listed: What is known to lie there already.
             root: What the client calls the place, where that is known.
-
-        Raises:
-            AccessError: If the storage does not let us in.
-            RefusedError: If the client for it is not installed.
         """
         self.place = place
         self._store = store_of(place)
@@ -79,34 +75,14 @@ class RemoteSource(Closing):
         return True
 
     def walk(self, depth: int) -> Iterator[str]:
-        """Yields the paths of files down to `depth` folders below, sorted.
-
-        Raises:
-            AccessError: If the storage does not let us in.
-            StorageError: If it cannot be listed.
-        """
         yield from sorted(path for path in self._objects() if path.count("/") <= depth)
 
     def stat(self, path: str) -> FileRef:
-        """Returns size and identity of a file.
-
-        Raises:
-            MissingFileError: If it is not there.
-            UnsafePathError: If it leads out of the prefix.
-            AccessError: If the storage does not let us in.
-        """
         known = self._known(path)
         return FileRef(path, known.size_bytes, known.identity, known.modified)
 
     def read(self, path: str, start: int, stop: int) -> bytes:
-        """Returns exactly the bytes `[start, stop)`.
-
-        Raises:
-            TruncatedFileError: If the file ends before `stop`; nothing is asked for then.
-            MissingFileError: If it is not there.
-            SourceChangedError: If it is no longer the file that was listed.
-            StorageError: If it cannot be read.
-        """
+        """Returns exactly the bytes `[start, stop)`."""
         known = self._known(path)
         if stop > known.size_bytes:
             raise self._truncated(path, start, stop, known.size_bytes)
@@ -121,14 +97,7 @@ class RemoteSource(Closing):
         return bytes(memoryview(data)[start - first : stop - first])
 
     def read_into(self, path: str, start: int, target: memoryview) -> None:
-        """Fills `target` from byte `start` on; thread-safe.
-
-        Raises:
-            TruncatedFileError: If the file ends before `target` is full.
-            MissingFileError: If it is not there.
-            SourceChangedError: If it is no longer the file that was listed.
-            StorageError: If it cannot be read.
-        """
+        """Fills `target` from byte `start` on; thread-safe."""
         if not target.nbytes:
             return
         view = target.cast("B")
@@ -138,11 +107,7 @@ class RemoteSource(Closing):
         self._fill(path, start, view)
 
     def fetch(self, reads: Sequence[tuple[FileRange, memoryview]]) -> None:
-        """Fills many buffers, each from its range, with as many requests at a time as there are.
-
-        Raises:
-            InputError: The first error of any of them, once all have ended.
-        """
+        """Fills many buffers, each from its range, with as many requests at a time as there are."""
         if len(reads) == 1:
             self.read_into(reads[0][0].path, reads[0][0].start, reads[0][1])
             return
@@ -165,7 +130,6 @@ class RemoteSource(Closing):
             future.exception()  # is met again, and told, by whoever needs the bytes
 
     def copy_source(self, path: str) -> CopySource | None:
-        """Returns the object that a file is, for a store that copies objects itself."""
         known = self._known(path)
         return CopySource(self._store, posixpath.join(self._root, path), known.etag)
 
@@ -176,12 +140,7 @@ class RemoteSource(Closing):
             self.stat(wanted.path)
 
     def changed(self, refs: Sequence[FileRef]) -> FileRef | None:
-        """Returns the first file that is no longer the one it was, or None.
-
-        Raises:
-            AccessError: If the storage does not let us in any more.
-            StorageError: If it cannot be asked.
-        """
+        """Returns the first file that is no longer the one it was, or None."""
         now = self._list()
         for ref in refs:
             found = now.get(ref.path) or self._look_up(ref.path)
@@ -210,9 +169,6 @@ class RemoteSource(Closing):
         Args:
             location: Its URL.
             folders: Names of folders right in it.
-
-        Raises:
-            StorageError: If it cannot be listed.
         """
         other = RemoteSource(self.place.beside(location))
         found = other._asked("", lambda: other._store.listing_of(other._root, folders))
@@ -220,7 +176,6 @@ class RemoteSource(Closing):
         return other
 
     def close(self) -> None:
-        """Ends the threads that read."""
         if self._crew is not None:
             self._crew.shutdown(cancel_futures=True)
 

@@ -48,9 +48,6 @@ def pinned_root(filesystem: Any, path: str) -> str:
     Args:
         filesystem: A `huggingface_hub.HfFileSystem`.
         path: Such as `org/name@main/folder`.
-
-    Raises:
-        Exception: Whatever the client raises, such as where there is no such repository.
     """
     from huggingface_hub import HfApi
 
@@ -119,20 +116,9 @@ class RemoteStore:
         return path.rstrip("/")
 
     def listing(self, path: str) -> dict[str, StoredObject]:
-        """Returns all objects below a path, by their paths relative to it.
-
-        Raises:
-            Exception: Whatever the client raises; also where there is no such bucket, but not
-                where a folder is empty or missing.
-        """
         return {name: one for name, one in self._listed(path).items() if not _is_marker(name)}
 
     def folder_markers(self, path: str) -> list[str]:
-        """Returns the names of empty objects below a path that stand for folders, or for it.
-
-        Raises:
-            Exception: Whatever the client raises.
-        """
         found = self._listed(path).items() if self.is_s3 else ()
         return [name for name, one in found if _is_marker(name) and not one.size_bytes]
 
@@ -157,11 +143,7 @@ class RemoteStore:
         return retried(ask, self.patience, what=f"list {path}")
 
     def listing_of(self, path: str, folders: Collection[str]) -> dict[str, StoredObject]:
-        """Returns the objects right below a path, and those in some folders there.
-
-        Raises:
-            Exception: Whatever the client raises; a missing folder is no error.
-        """
+        """Returns the objects right below a path, and those in some folders there."""
 
         def ask() -> list[Mapping[str, Any]]:
             self.filesystem.invalidate_cache()
@@ -186,11 +168,7 @@ class RemoteStore:
         return objects
 
     def get_small(self, path: str) -> bytes | None:
-        """Returns the bytes of a small object; None where there is none.
-
-        Raises:
-            Exception: Whatever the client raises but that.
-        """
+        """Returns the bytes of a small object; None where there is none."""
 
         def ask() -> bytes | None:
             try:
@@ -204,11 +182,7 @@ class RemoteStore:
         return retried(ask, self.patience, what=f"read {path}")
 
     def put_small(self, path: str, data: bytes) -> None:
-        """Writes a small object.
-
-        Raises:
-            Exception: Whatever the client raises.
-        """
+        """Writes a small object."""
 
         def ask() -> object:
             if not self.is_s3:
@@ -230,9 +204,6 @@ class RemoteStore:
 
         Returns:
             The new ETag, empty where the store knows none; None if something else is there.
-
-        Raises:
-            Exception: Whatever the client raises.
         """
         if not self.is_s3:
             return self._put_new(path, data, may_exist=bool(expected))
@@ -278,10 +249,6 @@ class RemoteStore:
         Args:
             root: Bucket and prefix of the place that was named.
             names: Relative to it.
-
-        Raises:
-            UnsafePathError: If a name leads out of the place; nothing is removed then.
-            Exception: Whatever the client raises.
         """
         for name in names:
             check_below(name, root)
@@ -302,11 +269,7 @@ class RemoteStore:
         retried(ask, self.patience, what=what)
 
     def look_up(self, path: str) -> StoredObject | None:
-        """Returns a single object, whether or not listings show it yet; None where it is not.
-
-        Raises:
-            Exception: Whatever the client raises but that.
-        """
+        """Returns a single object, whether or not listings show it yet; None where it is not."""
         given = self.filesystem, path
 
         def ask() -> StoredObject | None:
@@ -319,11 +282,7 @@ class RemoteStore:
         return retried(ask, self.patience, what=f"look up {path}")
 
     def read_into(self, path: str, start: int, target: memoryview, known: StoredObject) -> None:
-        """Fills `target` from byte `start` of an object on, with one request that succeeds.
-
-        Raises:
-            Exception: Whatever the client raises; `EOFError` if fewer bytes came.
-        """
+        """Fills `target` from byte `start` of an object on, with one request that succeeds."""
 
         def ask() -> None:
             if self.is_s3:
@@ -346,12 +305,7 @@ _stores: WeakValueDictionary[tuple[int, str, str], RemoteStore] = WeakValueDicti
 
 
 def store_of(place: Place) -> RemoteStore:
-    """Returns the client for a place; places with equal options share one while it is in use.
-
-    Raises:
-        UsageError: If the options are not those of such a storage.
-        RefusedError: If the client for it is not installed.
-    """
+    """Returns the client for a place; places with equal options share one while it is in use."""
     options = json.dumps(place.options, sort_keys=True, default=repr)
     key = os.getpid(), place.protocol, options
     with _lock:
@@ -362,7 +316,6 @@ def store_of(place: Place) -> RemoteStore:
 
 
 def _is_marker(name: str) -> bool:
-    """Tells whether a name is that of a folder, for which some clients leave an empty object."""
     return not name or name.endswith("/")
 
 

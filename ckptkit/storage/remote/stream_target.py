@@ -153,9 +153,6 @@ class StreamTarget:
         Args:
             place: The URL and its options.
             overwrite: Whether what lies there is replaced by the commit.
-
-        Raises:
-            OutputExistsError: If something lies there and is not to be replaced.
         """
         # A client of its own: the files of a transaction are those of its file system.
         self._store = RemoteStore(place.protocol, place.options, place.location)
@@ -177,7 +174,6 @@ class StreamTarget:
 
     @property
     def location(self) -> str:
-        """The URL, as it was named."""
         return self._location
 
     def free_bytes(self) -> int | None:
@@ -185,24 +181,14 @@ class StreamTarget:
         return None
 
     def create(self, path: str, size_bytes: int) -> None:
-        """Takes note of a file of that size; it is opened with its first bytes.
-
-        Raises:
-            OutputError: If it exists already.
-            UnsafePathError: If it would lie outside the output.
-        """
+        """Takes note of a file of that size; it is opened with its first bytes."""
         check_relative(path, self._location)
         if path in self._streams:
             raise OutputError(f"the file {path!r} is there already", where=self._location)
         self._streams[path] = Stream(lambda: self._open(path), size_bytes, self._room)
 
     def write(self, path: str, start: int, data: memoryview) -> None:
-        """Writes bytes of a created file; those that come too early wait for their turn.
-
-        Raises:
-            OutputError: If the store does not take them.
-            ValueError: If the range is not inside a file that was created.
-        """
+        """Writes bytes of a created file; those that come too early wait for their turn."""
         stream = self._streams.get(path)
         if stream is None or start < 0 or start + data.nbytes > stream.size_bytes:
             raise ValueError(f"bytes [{start}, {start + data.nbytes}) are not in file {path!r}")
@@ -217,11 +203,6 @@ class StreamTarget:
         """Makes everything visible, the file `last` after all others.
 
         Readers of what is replaced lose its `last` file first, and so never take old for new.
-
-        Raises:
-            OutputExistsError: If the place was filled by somebody else meanwhile.
-            OutputError: If the store refuses.
-            ValueError: If `last` was not created, or a file lacks bytes.
         """
         if last not in self._streams:
             raise ValueError(f"file {last!r} was not created")
@@ -309,15 +290,7 @@ _BUCKETS = S3_PROTOCOLS | {"abfs", "abfss", "az", "gcs", "gs", "oci", "oss"}
 
 
 def check_remote_target(place: Place, *, overwrite: bool) -> None:
-    """Refuses a place that `open_remote_target` would refuse, and writes nothing.
-
-    Raises:
-        OutputExistsError: If something lies there and is not to be replaced.
-        OutputError: If the store cannot be reached.
-        RefusedError: If a whole bucket would be replaced, or files that are not of an earlier
-            output, or if another run is putting its output there.
-        UsageError: If the URL or an option is of no use.
-    """  # noqa: DOC501  the store makes the second
+    """Refuses a place that `open_remote_target` would refuse, and writes nothing."""
     store = store_of(place)
     with writing_to(place.location, store.options)():
         path = store.path_of(place.location)
@@ -345,11 +318,6 @@ def open_remote_target(place: Place, *, overwrite: bool) -> Target:
     Args:
         place: A URL with its options.
         overwrite: Whether what lies there is replaced by the commit.
-
-    Raises:
-        OutputExistsError: If something lies there and is not to be replaced.
-        OutputError: If the store cannot be reached, or refuses.
-        UsageError: If the URL or an option is of no use.
     """
     if place.protocol not in S3_PROTOCOLS:
         return StreamTarget(place, overwrite=overwrite)

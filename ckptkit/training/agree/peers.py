@@ -104,12 +104,6 @@ class Peers:
 
         Returns:
             What `decide` returned.
-
-        Raises:
-            PeerError: If a rank did not answer in time, or the store failed.
-            CkptkitError: The same that `decide` raised on rank 0, or that a rank had to `refuse`
-                with; also where a rank's part cannot be sent.
-            Exception: On rank 0, what else `decide` raised; the others get a `PeerError`.
         """
         self._sweep()
         key = self._next_round(topic)
@@ -134,9 +128,6 @@ class Peers:
             topic: What the round is about.
             error: What went wrong here.
             timeout_seconds: As for `agree`.
-
-        Raises:
-            PeerError: If the store failed.
         """
         key = self._next_round(topic)
         document = _error_json(f"rank {self.rank} failed before {topic!r}", error)
@@ -180,12 +171,7 @@ class Peers:
         return f"agree/{topic}/{number}"
 
     def _collect(self, topic: str, key: str, value: Any, timeout_seconds: float) -> list[Any]:
-        """Returns all ranks' values; for rank 0.
-
-        Raises:
-            PeerError: If some did not come.
-            CkptkitError: What a rank had to refuse with.
-        """  # noqa: DOC501  made from what it sent
+        """Returns all ranks' values; for rank 0."""
         keys = [f"{key}/{rank}" for rank in self._others]
         found = poll_until(lambda: self.board.get_all(keys), timeout_seconds) if keys else []
         if found is None:
@@ -226,7 +212,6 @@ class Peers:
         return answer["value"]
 
     def _forget(self, key: str, after_seconds: float) -> None:
-        """Has a key removed by a later call, when nobody can be waiting for it any more."""
         with self._lock:
             self._stale.append((time.monotonic() + after_seconds, key))
 
@@ -253,10 +238,6 @@ def open_peers(run: str | PathLike[str], *, timeout_seconds: float, is_place: bo
 
     Returns:
         The ranks.
-
-    Raises:
-        UsageError: If the ranks were given different things to work on.
-        PeerError: If a rank did not come in time, or the store failed.
     """
     if not (distributed.is_available() and distributed.is_initialized()):
         return Peers(0, 1, LocalBoard(), _new_nonce())
@@ -288,9 +269,7 @@ def meet(board: Board, rank: int, world_size: int, *, timeout_seconds: float) ->
     that it is for. A rank that is not among them came too late, or was not there at all when
     rank 0 gave up on it, and goes on to the next one.
 
-    Raises:
-        PeerError: If a rank did not come in time, or the store failed.
-    """  # noqa: DOC501  made from what rank 0 answered
+    """
     own = _new_nonce()
     number = int(board.get(f"openings/{rank}") or 0) + 1
     if rank == 0:
@@ -399,9 +378,6 @@ class Meeting:
         Args:
             peers: The other ranks.
             about: What they meet for, unlike that of any other meeting.
-
-        Raises:
-            PeerError: If the store failed.
         """
         self.rank = peers.rank
         self._about = about
@@ -416,11 +392,7 @@ class Meeting:
     def agree(
         self, attempt: Attempt, value: Mapping[str, Any], decide: Decide, *, timeout_seconds: float
     ) -> Mapping[str, Any]:
-        """Lets rank 0 decide on what all ranks say of an attempt, as `Peers.agree` does.
-
-        Raises:
-            PeerError: If a rank is at a later save already, or does not answer in time.
-        """
+        """Lets rank 0 decide on what all ranks say of an attempt, as `Peers.agree` does."""
         self._here = attempt.number + self._lead, attempt.step, attempt.name
         number = self._here[0]
         self._tell()
@@ -453,11 +425,7 @@ class Meeting:
 
 
 def _values_of(told: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """Returns what all ranks say of an attempt, where they mean the same directory.
-
-    Raises:
-        UsageError: If they do not.
-    """
+    """Returns what all ranks say of an attempt, where they mean the same directory."""
     for rank, one in enumerate(told):
         if one["name"] != told[0]["name"]:
             raise UsageError(
@@ -510,7 +478,6 @@ class Votes:
     """Questions that all ranks ask, in any order and at any time."""
 
     def __init__(self, board: Board) -> None:
-        """Takes the board on which the answers stand."""
         self._board = board
         self._asked: deque[str] = deque()
 
@@ -520,9 +487,6 @@ class Votes:
         Args:
             question: Names the question; each is asked once by a rank.
             find: Returns this rank's answer, which is not looked for where one stands already.
-
-        Raises:
-            PeerError: If the store failed.
         """
         key = f"votes/{question}"
         self._asked.append(key)

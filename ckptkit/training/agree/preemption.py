@@ -83,9 +83,6 @@ class SaveRequests:
                 most half of the time that is left now; 0 to ignore Slurm.
             timeout_seconds: How long `should_save` may wait for other ranks, if less than
                 `LONGEST_WAIT_SECONDS`.
-
-        Raises:
-            UsageError: If the signals cannot be handled.
         """
         self._peers = peers
         self._run = run

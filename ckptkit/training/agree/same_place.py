@@ -42,9 +42,6 @@ def check_same_place(of_ranks: Sequence[Facts], where: str) -> None:
     Args:
         of_ranks: What `place_facts` returned on each rank.
         where: What the ranks were given them for.
-
-    Raises:
-        UsageError: If one differs from that of rank 0.
     """
     first = of_ranks[0]
     for rank, facts in enumerate(of_ranks):

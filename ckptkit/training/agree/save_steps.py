@@ -87,7 +87,6 @@ class Rounds:
 
     @property
     def is_open(self) -> bool:
-        """Whether a round is open, as far as this rank knows."""
         return self._open is not None
 
     def ask(self, wish: Wish) -> None:
@@ -101,11 +100,7 @@ class Rounds:
             self._wish = wish.joined(self._wish)
 
     def advance(self) -> None:
-        """Takes the round that is open, or to be opened, as far as it gets without waiting.
-
-        Raises:
-            PeerError: If the store failed; the next call takes up where this one stopped.
-        """
+        """Takes the round that is open, or to be opened, as far as it gets without waiting."""
         current = self._open or self._join()
         if current is None:
             return

@@ -63,7 +63,6 @@ class LocalBoard:
         self._lock = threading.Lock()
 
     def set(self, key: str, value: bytes) -> None:
-        """Sets a key."""
         with self._lock:
             self._values[key] = value
 
@@ -89,7 +88,6 @@ class LocalBoard:
             return desired
 
     def delete(self, key: str) -> None:
-        """Removes a key, where it is there."""
         with self._lock:
             self._values.pop(key, None)
 
@@ -157,12 +155,7 @@ class StoreBoard:
         return board
 
     def set(self, key: str, value: bytes) -> None:
-        """Sets a key.
-
-        Raises:
-            ValueError: If the value has more than `MAX_VALUE_BYTES`.
-            PeerError: If the store fails or does not answer.
-        """
+        """Sets a key."""
         if len(value) > MAX_VALUE_BYTES:
             raise ValueError(
                 f"a value of {len(value):,} bytes was found against {MAX_VALUE_BYTES:,}"
@@ -170,42 +163,23 @@ class StoreBoard:
         self._courier.run(lambda: self._store.set(self._key(key), value))
 
     def get(self, key: str) -> bytes | None:
-        """Returns a key's value, None where there is no such key.
-
-        Raises:
-            PeerError: If the store fails or does not answer.
-        """
+        """Returns a key's value, None where there is no such key."""
         found = self.get_all([key])
         return found[0] if found else None
 
     def get_all(self, keys: Sequence[str]) -> list[bytes] | None:
-        """Returns the values of all these keys, None while any of them is missing.
-
-        Raises:
-            PeerError: If the store fails or does not answer.
-        """
         return self._courier.run(lambda: self._get_all([self._key(key) for key in keys]))
 
     def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
-        """Sets a key to `desired` where its value is `expected`, all in one step.
-
-        Raises:
-            PeerError: If the store fails or does not answer.
-        """
+        """Sets a key to `desired` where its value is `expected`, all in one step."""
         name, old, new = self._key(key), expected.decode(), desired.decode()
         found: bytes = self._courier.run(lambda: self._store.compare_set(name, old, new))
         return found
 
     def delete(self, key: str) -> None:
-        """Removes a key, where it is there.
-
-        Raises:
-            PeerError: If the store fails or does not answer.
-        """
         self._courier.run(lambda: self._store.delete_key(self._key(key)))
 
     def close(self) -> None:
-        """Ends the thread that speaks to the store, for all boards on this connection."""
         self._courier.close()
 
     def _connect(self) -> None:

@@ -48,7 +48,6 @@ def part_of(rank: int) -> str:
 
 
 def mark_of(rank: int) -> str:
-    """Returns the file in the hidden folder by which a rank says that its part is durable."""
     return f"rank-{rank}"
 
 
@@ -73,12 +72,6 @@ def commit(
 
     Returns:
         What all ranks are told.
-
-    Raises:
-        SaveError: If ranks planned different things, or some bytes were written never or twice.
-        OutputError: If a rank wrote to another place, or the directory cannot be made.
-        ChecksumError: If what a rank handed to this one is not found as it was written.
-        OutputExistsError: If it was filled by somebody else meanwhile.
     """
     where = str(request.out)
     digest = digest_of_plan(plan)
@@ -101,11 +94,7 @@ def commit(
 def _await_marks(
     target: SharedTarget, where: str, outs: Sequence[str], patience_seconds: float
 ) -> None:
-    """Waits until what all ranks wrote is seen on this one.
-
-    Raises:
-        OutputError: If it is not.
-    """
+    """Waits until what all ranks wrote is seen on this one."""
     marks = [mark_of(rank) for rank in range(len(outs))]
     is_same = set(outs) == {where}
     poll_until(lambda: None if target.absent(marks) else True, patience_seconds if is_same else 0)

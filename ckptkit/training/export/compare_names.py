@@ -20,11 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 def compare_with_model(plan: Plan, request: ExportRequest) -> None:
-    """Compares names and shapes with the model of the configuration that is written.
-
-    Raises:
-        RefusedError: If the export would not load as that model.
-    """
+    """Compares names and shapes with the model of the configuration that is written."""
     config = _config_of(plan)
     if config is None or request.options.names == "live":
         return

@@ -112,11 +112,7 @@ class Attempt:
         sidecar: Mapping[str, object],
         save_instead: SaveInstead,
     ) -> None:
-        """Writes this rank's part, durably, or begins to save it sharded.
-
-        Raises:
-            CkptkitError: What went wrong here; the other ranks are told.
-        """
+        """Writes this rank's part, durably, or begins to save it sharded."""
         try:
             self._target = target = self._opened()
             how = self._agreed_way(target)
@@ -265,11 +261,7 @@ class Attempt:
         return unpacked_table(self._agree(packed_table(exported.table), decide))
 
     def _agreed(self) -> Mapping[str, Any]:
-        """Tells all ranks that this one is done, and returns what was committed.
-
-        Raises:
-            CkptkitError: What went wrong on any rank.
-        """
+        """Tells all ranks that this one is done, and returns what was committed."""
         written, target = self._written, self._target
         assert written is not None and target is not None  # noqa: S101, PT018  begin() returned
         decided: list[Mapping[str, Any]] = []
@@ -412,11 +404,6 @@ def make_request(
         out: The directory to be.
         options: How to write it.
         source: What the manifest says of the origin; what lies at its `path` is not replaced.
-
-    Raises:
-        UsageError: If something does not have the form that it needs.
-        RefusedError: If the run, the current directory, or files that are not of an earlier
-            output would be replaced.
     """
     path = os.fspath(out)
     check_path(path, "out")
@@ -476,9 +463,6 @@ class Exporter:
 
         Returns:
             The handle of the export, once this rank's bytes are durable.
-
-        Raises:
-            CkptkitError: What went wrong on this rank; the others are told.
         """
         began = time.perf_counter()
         self._under_way = [e for e in self._under_way if not e[1].done() or e[1].unheard_error]
@@ -497,11 +481,7 @@ class Exporter:
         return handle
 
     def close(self) -> None:
-        """Waits for all exports to end.
-
-        Raises:
-            CkptkitError: If one failed, and nobody has asked for its result.
-        """
+        """Waits for all exports to end."""
         for thread, _ in self._under_way:
             thread.join()
         errors = [error for _, handle in self._under_way if (error := handle.unheard_error)]

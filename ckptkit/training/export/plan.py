@@ -89,7 +89,6 @@ class DiskNames:
         self.versions: Mapping[str, str] = library
 
     def name_of(self, live: Fqn) -> Fqn:
-        """Returns what a live tensor is called on disk, if it is one tensor there."""
         return self._called.get(live, live)
 
     def specs(self, written: Table) -> Iterator[TensorSpec]:
@@ -102,7 +101,6 @@ class DiskNames:
                 yield TensorSpec(name, found[0].dtype, tensor.shape)
 
     def sources(self, name: Fqn) -> tuple[Fqn, ...]:
-        """Returns the live tensors that one on disk is made of."""
         tensor = self._tensors.get(name)
         return (name,) if tensor is None else tensor.sources
 
@@ -278,7 +276,6 @@ class Block:
 
 
 def declared_ties(table: Table, side: Mapping[str, bytes]) -> Mapping[Fqn, Fqn]:
-    """Returns the names that are declared tied and may be one, each with the one that stays."""
     return tie_candidates(config_in(side), _extents(table))
 
 
@@ -303,9 +300,6 @@ def plan_model(
 
     Returns:
         The plan; its tensors are described and not yet bound to what they are copied from.
-
-    Raises:
-        RefusedError: If the model would load as another one, or cannot be written like this.
     """
     config, entries = config_in(side), [_entry(spec) for spec in table.values()]
     refuse_what_would_load_as_random(entries, location=where, config=config)
@@ -336,10 +330,6 @@ def plan_adapter(table: Table, side: Mapping[str, bytes], options: ConsolidateRe
         table: The tensors of the adapter, by the names that PEFT's files give them.
         side: What lies beside them, with `adapter_config.json`.
         options: What was asked for.
-
-    Raises:
-        RefusedError: If the adapter is of a kind that has no tensors of its own in PEFT's files.
-        CannotPlanError: If safetensors cannot hold a tensor.
     """
     kind = parse_json_object(side[ADAPTER_CONFIG], where=ADAPTER_CONFIG).get("peft_type")
     if not table or kind in _COMPUTED:
@@ -355,7 +345,6 @@ def plan_adapter(table: Table, side: Mapping[str, bytes], options: ConsolidateRe
 
 
 def places_of(plan: Plan) -> dict[Fqn, Place]:
-    """Returns where each tensor of a plan lies."""
     return {spec.name: Place(file.path, seg.start, spec) for file, seg, spec in plan.specs()}
 
 
@@ -369,11 +358,7 @@ def digest_of_plan(plan: Plan) -> str:
 
 
 def merged_tables(tables: Sequence[Table]) -> dict[Fqn, TensorSpec]:
-    """Joins what ranks hold that do not all hold the same, such as stages of a pipeline.
-
-    Raises:
-        UsageError: If a name stands for different tensors.
-    """
+    """Joins what ranks hold that do not all hold the same, such as stages of a pipeline."""
     merged: dict[Fqn, TensorSpec] = {}
     for rank, table in enumerate(tables):
         for name, spec in table.items():
@@ -454,7 +439,6 @@ def _extents(table: Table) -> dict[Fqn, tuple[DType, Shape]]:
 
 
 def config_in(side: Mapping[str, bytes]) -> dict[str, Any] | None:
-    """Returns the model's configuration among what lies beside its weights, if it is there."""
     data = side.get(CONFIG)
     return None if data is None else parse_model_config(data, where=CONFIG)
 

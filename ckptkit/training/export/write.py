@@ -61,7 +61,6 @@ class TorchCaster(Caster):
     _at_once = 1 << 20  # a call of torch takes longer to begin than one of numpy
 
     def __init__(self, target: DType) -> None:
-        """Takes the element type to cast to, `bfloat16` or `float16`."""
         super().__init__(_FLOAT32, target)
         self._rounded = _TARGETS[target.name]
 
@@ -108,13 +107,7 @@ class Part:
 def write_parts(
     target: SharedTarget | PartFile, plan: Plan, parts: Sequence[Part]
 ) -> dict[Fqn, Share]:
-    """Writes parts of tensors, and returns the share that each tensor has got from them.
-
-    Raises:
-        NoSpaceError: If the disk is full.
-        OutputError: If something cannot be written.
-        OverflowRefusedError: If a number does not fit the element type.
-    """
+    """Writes parts of tensors, and returns the share that each tensor has got from them."""
     _check_room(target, plan, parts)
     sizes = {file.path: file.size_bytes for file in plan.files}
     for path in dict.fromkeys(part.place.path for part in parts):
@@ -134,11 +127,7 @@ def write_parts(
 
 
 def _check_room(target: SharedTarget | PartFile, plan: Plan, parts: Sequence[Part]) -> None:
-    """Refuses an output that does not fit, before this rank writes its part.
-
-    Raises:
-        NoSpaceError: If it does not.
-    """
+    """Refuses an output that does not fit, before this rank writes its part."""
     if isinstance(target, PartFile):
         size, room = sum(part.size_bytes for part in parts), target.free_bytes()
         what = "this rank's part"
@@ -164,7 +153,6 @@ def _write(
     data: memoryview,
     buffer: memoryview,
 ) -> memoryview:
-    """Writes runs, and returns the buffer that they lie in."""
     target.write_runs(path, starts, data)
     return buffer
 
@@ -176,12 +164,7 @@ def _settle(devices: Iterable[torch.device]) -> None:
 
 
 def write_literals(target: SharedTarget, plan: Plan) -> None:
-    """Makes all files of a plan and writes what is known of them beforehand; for one rank.
-
-    Raises:
-        NoSpaceError: If the disk is full.
-        OutputError: If something cannot be written.
-    """
+    """Makes all files of a plan and writes what is known of them beforehand; for one rank."""
     for file in plan.files:
         target.create(file.path, file.size_bytes)
         for segment in file.segments:
@@ -240,7 +223,6 @@ class _Desk:
 
 
 def _position(block: Block, element: int, itemsize: int) -> int:
-    """Returns where an element of a block lies in its tensor."""
     run, rest = divmod(element * itemsize, block.run_bytes)
     return int(block.at[run] + rest) // itemsize
 
@@ -303,11 +285,7 @@ class Exported:
 
 
 def parts_of_model(bound: BoundState) -> list[nn.Module]:
-    """Returns the one model of a state; several modules where they are stages of a pipeline.
-
-    Raises:
-        UsageError: If there is none, or more than one.
-    """
+    """Returns the one model of a state; several modules where they are stages of a pipeline."""
     if len({model.saved_as for model in bound.models}) != 1:
         raise UsageError(
             f"{len(bound.models)} models were found where one was expected",
@@ -332,12 +310,7 @@ def chosen_adapter(bound: BoundState) -> tuple[str, ...]:
 
 
 def look_at(bound: BoundState) -> Exported:
-    """Returns what of the model lies on this rank, without any communication.
-
-    Raises:
-        UsageError: If the state does not hold one model.
-        UnsupportedError: If a tensor is sparse, quantized or has no data.
-    """
+    """Returns what of the model lies on this rank, without any communication."""
     modules, world = parts_of_model(bound), Copies(bound.world_size, bound.rank)
     walks = [ModelWalk(module, TensorPlaces("", ()), world=world) for module in modules]
     views = [walk.look(keep=True) for walk in walks]  # all that a save holds
@@ -361,9 +334,6 @@ def side_files(bound: BoundState, sidecar: Mapping[str, object]) -> dict[str, by
     """Returns what lies beside the weights, by name: all of it on rank 0.
 
     The other ranks need what the plan depends on: configurations, and not tokenizers.
-
-    Raises:
-        UsageError: If something given by the user cannot be stored.
     """
     modules = parts_of_model(bound)
     if bound.rank:
@@ -376,7 +346,6 @@ def side_files(bound: BoundState, sidecar: Mapping[str, object]) -> dict[str, by
 
 
 def _may_configure(value: object) -> bool:
-    """Tells whether something beside the weights may be, or hold, a model's configuration."""
     return isinstance(value, (str, bytes, os.PathLike)) or hasattr(value, "to_json_string")
 
 
@@ -393,7 +362,6 @@ def boxes_of(piece: Piece) -> Iterator[tuple[Box, torch.Tensor]]:
 
 
 def packed_table(table: Table) -> str:
-    """Returns a table as short text."""
     rows = [[spec.name, spec.dtype.name, spec.shape] for spec in table.values()]
     return base64.b64encode(zlib.compress(json.dumps(rows).encode())).decode()
 

@@ -41,10 +41,6 @@ def extra_state_changes(
 
     Yields:
         What gives it to each of them.
-
-    Raises:
-        ResumeError: If it holds more than plain values.
-        InputError: If it is damaged.
     """
     index = stored.index(model.unit)
     left = set(_extra_paths(index, model.path))
@@ -141,7 +137,6 @@ def without_extra(pieces: Iterable[Piece], model: BoundModel) -> list[Piece]:
 
 
 def extra_keys(index: TensorIndex, model: KeyPath) -> set[Key]:
-    """Returns the keys of stored tensors that belong to an extra state."""
     return {key for key, entry in index.tensors.items() if is_extra(entry.key_path, model)}
 
 

@@ -94,23 +94,14 @@ class Opening:
 
     @property
     def stored(self) -> StoredStep:
-        """The directory.
-
-        Raises:
-            InputError: If its manifest is damaged.
-        """
+        """The directory."""
         if self._stored is None:
             self._stored = StoredStep.opened(self._folder)
         return self._stored
 
     @property
     def bound(self) -> BoundState:
-        """The state, with the places that it has in this step.
-
-        Raises:
-            ResumeError: If something of it was not saved.
-            InputError: If the step is damaged.
-        """
+        """The state, with the places that it has in this step."""
         if self._bound is None:
             layout = self.stored.layout
             bound = self._given
@@ -126,11 +117,7 @@ class Opening:
         return loaders_alike(self.stored, self.bound)
 
     def unfit_optimizers(self) -> dict[str, str]:
-        """Tells which optimizers could not go on from this step, by name, and why.
-
-        Raises:
-            InputError: If the step is damaged.
-        """
+        """Tells which optimizers could not go on from this step, by name, and why."""
         found: dict[str, str] = {}
         for optimizer in self.bound.optimizers:
             try:
@@ -141,12 +128,7 @@ class Opening:
         return found
 
     def _check_state(self, optimizer: BoundOptimizer) -> None:
-        """Sees that an optimizer has, or can make, state like that in the step.
-
-        Raises:
-            ResumeError: If it cannot.
-            InputError: If the step is damaged.
-        """
+        """Sees that an optimizer has, or can make, state like that in the step."""
         allocate(self.stored, optimizer, self._slots, self._world)
         depth = len(optimizer.path)
         pieces = [
@@ -166,10 +148,6 @@ class Opening:
             step: The number of the step.
             alike: What `loaders_alike` returned to rank 0.
             anew: The names of optimizers whose state is not to be taken up, but cleared.
-
-        Raises:
-            ResumeError: If something does not fit.
-            InputError: If the step is damaged.
         """
         bound, slots = self.bound, self._slots
         fresh = [o for o in bound.optimizers if o.name in anew]
@@ -197,11 +175,7 @@ class Opening:
         return Prepared(pieces, changes)
 
     def fill(self, prepared: Prepared) -> Loaded:
-        """Fills the tensors.
-
-        Raises:
-            InputError: If the step is damaged.
-        """
+        """Fills the tensors."""
         reports = {
             unit: load_pieces(self.stored.index(unit), self.stored.source, of_unit)
             for unit, of_unit in prepared.pieces.items()
@@ -375,9 +349,6 @@ class Opening:
         """Refuses tensors that no model asks for, as torch's strict load_state_dict does.
 
         What a pipeline's stage does not ask for is that of other stages.
-
-        Raises:
-            ResumeError: If there are some.
         """
         for model, view in zip(self.bound.models, self._views, strict=True):
             if view.values.count < self.bound.world_size:

@@ -31,9 +31,6 @@ def materialise(modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -
     Args:
         modules: The models, wrapped already.
         optimizers: Those of their parameters; they get the new ones.
-
-    Raises:
-        ResumeError: If nobody can tell what a buffer that is not saved should hold.
     """
     for module in modules:
         if any(tensor.is_meta for tensor in _tensors(module)):
@@ -185,10 +182,6 @@ def allocate_state(
         index: Of the DCP directory that holds the state.
         path: What comes before `state` in the key paths.
         leave: The identities of parameters whose state stays as it is.
-
-    Raises:
-        ResumeError: If only the optimizer itself could tell how its state is sharded, by a step,
-            and it cannot make one.
     """
     stored = _stored_states(index, path)
     groups = [(g, [p for p in g["params"] if id(p) not in leave]) for g in optimizer.param_groups]
@@ -281,9 +274,6 @@ def step_without_effect(optimizer: Optimizer) -> None:
 
     Args:
         optimizer: What `torch.compile` does in its step is not worth while here, and left out.
-
-    Raises:
-        ResumeError: If it cannot make a step here.
     """
     if optimizer.state:
         return

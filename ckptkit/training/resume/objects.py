@@ -60,10 +60,6 @@ def unflattened(
         live: What is there now in its stead.
         saved: Whether it is known to have been saved, so that it may have no leaves.
         leaving: Names on the first level that belong to something else.
-
-    Raises:
-        ResumeError: If nothing was saved there.
-        InputError: If it is damaged.
     """
     nodes = stored.structure(place.unit, place.path)
     sharded = {path: leaf for path, leaf in flatten(live) if isinstance(leaf, DTensor)}

@@ -43,13 +43,11 @@ _DECOUPLED = "decoupled_weight_decay"  # what tells AdamW from Adam since torch 
 
 
 def unwrapped(optimizer: Optimizer) -> Optimizer:
-    """Returns the optimizer inside, where accelerate wraps it."""
     inner = getattr(optimizer, "optimizer", None)
     return inner if isinstance(inner, Optimizer) else optimizer
 
 
 def class_of(optimizer: Optimizer) -> str:
-    """Returns the name of an optimizer's class."""
     return type(unwrapped(optimizer)).__name__
 
 
@@ -63,9 +61,6 @@ def check_optimizer(
         groups: The stored groups.
         made_by: The class that was saved; empty where that is not known.
         where: The entry of the state, for messages.
-
-    Raises:
-        ResumeError: If they are those of another optimizer, which could not go on from there.
     """
     own = class_of(optimizer)
     if made_by == own or not groups:

@@ -59,9 +59,6 @@ def group_changes(
 
     Yields:
         What puts them in place.
-
-    Raises:
-        ResumeError: If a group has no counterpart in the checkpoint.
     """
     of_names = {name: group for group in groups for name in group[PARAMS]}
     for number, group in enumerate(bound.optimizer.param_groups):
@@ -143,10 +140,6 @@ def stored_groups(stored: StoredStep, bound: BoundOptimizer, slots: Slots) -> li
         stored: The step.
         bound: The optimizer.
         slots: What its parameters hold on this rank.
-
-    Raises:
-        ResumeError: If they hold more than plain values.
-        InputError: If they are damaged.
     """
     index = stored.index(bound.unit)
     own = {slot.fqn for p in _parameters(bound.optimizer) for slot in slots[id(p)]}
@@ -303,12 +296,7 @@ class _StoredStates:
                 self._nested[name].append((path, key))
 
     def of(self, parameter: torch.Tensor, slot: Slot) -> _State | None:
-        """Returns what was saved of a parameter's state, None where there is nothing to put.
-
-        Raises:
-            ResumeError: If a tensor's place on this rank cannot be told.
-            InputError: If it is damaged.
-        """
+        """Returns what was saved of a parameter's state, None where there is nothing to put."""
         name, unit = slot.fqn, self._bound.unit
         nodes, filled = self._structure(name), list(self._filled.get(name, ()))
         nested = dict(self._nested.get(name, ()))
@@ -357,10 +345,6 @@ def value_changes(
 
     Yields:
         What puts them in place.
-
-    Raises:
-        ResumeError: If a tensor's place on this rank cannot be told.
-        InputError: If the step is damaged.
     """
     states = _StoredStates(stored, bound, world)
     for parameter in _parameters(bound.optimizer):
@@ -387,10 +371,6 @@ def unbound_changes(
 
     Yields:
         What puts it in place.
-
-    Raises:
-        ResumeError: If it holds more than plain values.
-        InputError: If it is damaged.
     """
     index = stored.index(bound.unit)
     state: MutableMapping[Any, Any] = bound.optimizer.state

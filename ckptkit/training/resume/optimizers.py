@@ -50,11 +50,7 @@ def check_state(stored: StoredStep, bound: BoundOptimizer, slots: Slots, world: 
         slots: What its parameters hold on this rank.
         world: The number of ranks, and this one.
 
-    Raises:
-        ResumeError: If the state belongs to other parts of the parameters than this rank has, or
-            if that of the optimizer would, and the stored one is that of whole ones.
-        InputError: If what says so is damaged.
-    """  # noqa: DOC501  `_elsewhere` returns the error
+    """
     live = _live(bound, slots)
     layout = _layout(stored, bound, live, world)
     if layout is None:
@@ -81,10 +77,6 @@ def allocate(stored: StoredStep, bound: BoundOptimizer, slots: Slots, world: Cop
         bound: The optimizer; it may never have stepped.
         slots: What its parameters hold on this rank.
         world: The number of ranks, and this one.
-
-    Raises:
-        ResumeError: If it keeps other tensors than were saved, or cannot make its state.
-        InputError: If the step is damaged.
     """
     live, composed = _live(bound, slots), composed_kinds(stored, bound)
     for name, one in live.items():
@@ -123,11 +115,7 @@ def _rename(
 
 
 def composed_kinds(stored: StoredStep, bound: BoundOptimizer) -> dict[str, Kinds]:
-    """Returns what the composed tensors in the state of whole parameters were, by parameter.
-
-    Raises:
-        InputError: If what says so is damaged.
-    """
+    """Returns what the composed tensors in the state of whole parameters were, by parameter."""
     index = stored.index(bound.unit)
     return {
         ".".join(map(str, rest)): _parsed(stored, bound, path)
@@ -166,7 +154,6 @@ class _Value(NamedTuple):
 
 
 def has_layout(stored: StoredStep, bound: BoundOptimizer) -> bool:
-    """Tells whether a step has state that is bound to the ranks that saved it."""
     index = stored.index(bound.unit)
     return next(below(index.values, bound.path, rank_bound.LAYOUTS), None) is not None
 
@@ -188,10 +175,7 @@ def _layout(
     Those of other optimizers that this rank had in the same place, as a pipeline's stages have
     them, are left out: they share no parameter with this one.
 
-    Raises:
-        ResumeError: If another number of ranks saved it.
-        InputError: If it is damaged.
-    """  # noqa: DOC501  `_elsewhere` returns the error
+    """
     found = list(below(stored.index(bound.unit).values, bound.path, rank_bound.LAYOUTS))
     if not found:
         return None
@@ -207,7 +191,6 @@ def _layout(
 
 
 def _names_on_ranks(stored: StoredStep, bound: BoundOptimizer) -> set[str]:
-    """Returns the parameters of which some rank has state of its own."""
     keys = [entry.key_path for entry in stored.index(bound.unit).tensors.values()]
     return {str(rest[1]) for rest, _ in below(keys, bound.path, rank_bound.STATES)}
 

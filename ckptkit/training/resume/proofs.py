@@ -75,7 +75,6 @@ def table_of(partial: Sequence[PartialBlob]) -> Table:
 
 
 def unpack(text: str) -> Table:
-    """Returns a table that `pack` made a text of."""
     data = zlib.decompress(base64.b64decode(text))
     return np.ascontiguousarray(np.frombuffer(data, "<i8").reshape(_COLUMNS, -1).T)
 
@@ -93,9 +92,6 @@ def cross_check(tables: Sequence[Table], name: Callable[[int], str]) -> int:
 
     Returns:
         How many blobs stay unproven, because no parts fit together to the whole.
-
-    Raises:
-        ChecksumError: If a blob has another checksum than the stored one.
     """
     table = _in_order(np.concatenate([*tables, np.empty((0, _COLUMNS), np.int64)]))
     if not len(table):

@@ -44,10 +44,6 @@ def loaders_alike(stored: StoredStep, bound: BoundState) -> dict[str, bool]:
 
     Returns:
         By the names of the entries; empty where as many ranks resume as saved.
-
-    Raises:
-        ResumeError: If one was not saved.
-        InputError: If it is damaged.
     """
     world = stored.world_size or bound.world_size
     if world == bound.world_size:
@@ -72,10 +68,6 @@ def loader_changes(
 
     Yields:
         What puts it in place.
-
-    Raises:
-        ResumeError: If it was not saved, or holds more than plain values.
-        InputError: If it is damaged.
     """
     world = stored.world_size or bound.world_size
     if world == bound.world_size:
@@ -151,9 +143,6 @@ def object_changes(
 
     Yields:
         What puts each in place.
-
-    Raises:
-        ResumeError: If one was not saved, or holds more than plain values.
     """
     for other in bound.others:
         if other.kind == "dataloader":

@@ -71,11 +71,6 @@ def resume(
 
     Returns:
         The step, or None where the run has none that is complete.
-
-    Raises:
-        UsageError: If `step` is no count.
-        ResumeError: If a step does not fit the state, or all that there are are damaged.
-        PeerError: If another rank does not answer in time.
     """
     _check_count(step, peers, timeout_seconds)
     found = peers.agree(
@@ -114,9 +109,6 @@ def decline(peers: Peers, error: Exception, *, timeout_seconds: float) -> None:
         peers: The other ranks.
         error: Why not; it is raised on all of them.
         timeout_seconds: As for `resume`.
-
-    Raises:
-        PeerError: If the store failed.
     """
     peers.refuse(_FIRST_ROUND, error, timeout_seconds=timeout_seconds)
 
@@ -141,10 +133,6 @@ def resume_from(
 
     Returns:
         The number of the step, 0 where it is not known.
-
-    Raises:
-        InputError: If it is not there, does not fit, or is damaged.
-        PeerError: If another rank does not answer in time.
     """
     step: int = peers.agree(
         _FIRST_ROUND,
@@ -161,12 +149,7 @@ def resume_from(
 def _found_by_all(
     asked: Sequence[Mapping[str, Any]], saved: Sequence[SavedStep], run: Path | Place
 ) -> list[dict[str, Any]]:
-    """Lists the steps to try, where all ranks ask for the same.
-
-    Raises:
-        UsageError: If they do not.
-        ResumeError: If the step that they ask for is not complete.
-    """
+    """Lists the steps to try, where all ranks ask for the same."""
     _check_alike(asked, "folder")
     for rank, one in enumerate(asked):
         if one["step"] != asked[0]["step"]:
@@ -180,12 +163,7 @@ def _found_by_all(
 
 
 def _step_of_all(asked: Sequence[Mapping[str, Any]], folder: Path | Place) -> int:
-    """Returns the number of the step in a directory, where all ranks name the same one.
-
-    Raises:
-        UsageError: If they do not.
-        ResumeError: If it is not there.
-    """
+    """Returns the number of the step in a directory, where all ranks name the same one."""
     _check_alike(asked, "step")
     check_same_place([one["folder"] for one in asked], "folder")
     return _step_in(folder)
@@ -257,24 +235,14 @@ class _Attempt:
         self._timeout_seconds = timeout_seconds
 
     def load_from(self, run: Path | Place, name: str, step: int) -> InputError | None:
-        """Does what `load` does with a step of a run, if need be without the nodes' own copies.
-
-        Raises:
-            ResumeError: If the step does not fit; also on ranks where it does.
-            PeerError: If a rank does not answer in time.
-        """
+        """Does what `load` does with a step of a run, if need be without the nodes' own copies."""
         problem = self.load(_below(run, name), step)
         if problem is not None and isinstance(run, NearPlace):  # one of these may be damaged
             return self.load(_below(Place(run, run.options), name), step)
         return problem
 
     def load(self, folder: Path | Place, step: int) -> InputError | None:
-        """Returns what is damaged, the same on all ranks, or None where all is in place.
-
-        Raises:
-            ResumeError: If the step does not fit; also on ranks where it does.
-            PeerError: If a rank does not answer in time.
-        """
+        """Returns what is damaged, the same on all ranks, or None where all is in place."""
         start = time.perf_counter()
         with few_collections(), Opening(folder, self._bound) as opening:
             alike = self._ask_rank_0(opening.loaders_alike)
@@ -444,11 +412,7 @@ def _first_problem(found: Sequence[Mapping[str, Any] | None]) -> dict[str, Any] 
 
 
 def _prove(stored: StoredStep, packed: Sequence[Mapping[str, Any]]) -> None:
-    """Checks blobs of which no rank has read all.
-
-    Raises:
-        ChecksumError: If one is damaged.
-    """
+    """Checks blobs of which no rank has read all."""
     unproven = max(rank["left_out"] for rank in packed)
     for unit in sorted({unit for rank in packed for unit in rank["tables"]}):
         index = stored.index(unit)

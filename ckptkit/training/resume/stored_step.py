@@ -73,7 +73,6 @@ class SavedEntry:
 
     @property
     def name(self) -> str:
-        """What it is called in messages."""
         return shown_name(self.key, self.position)
 
 
@@ -96,9 +95,6 @@ def parse_facts(data: bytes, *, where: str) -> SavedFacts:
     Args:
         data: The file of the facts.
         where: It, for messages.
-
-    Raises:
-        FormatError: If the file is damaged.
     """
     try:
         document = json.loads(data)
@@ -128,9 +124,6 @@ def matched(bound: BoundState, entries: Sequence[SavedEntry], *, where: str) -> 
         bound: In the layout of the step.
         entries: What the step holds.
         where: The step, for messages.
-
-    Raises:
-        ResumeError: If something was not saved under its name, or was something else.
     """
     saved = {(entry.key, entry.position): entry for entry in entries}
     mine: list[Bound] = [*bound.models, *bound.optimizers, *bound.others]
@@ -240,9 +233,6 @@ class StoredStep(Closing):
         Args:
             place: The directory, or its URL.
             manifest: What it says of itself, where that is known.
-
-        Raises:
-            InputError: If it cannot be opened.
         """
         self.manifest = manifest
         self.source: Folder = open_source(place)
@@ -252,11 +242,7 @@ class StoredStep(Closing):
 
     @classmethod
     def opened(cls, place: Path | Place) -> Self:
-        """Opens a step with the manifest that lies in it, if there is one.
-
-        Raises:
-            InputError: If it cannot be opened, or its manifest is damaged.
-        """
+        """Opens a step with the manifest that lies in it, if there is one."""
         stored = cls(place)
         try:
             if stored.has_file(MANIFEST_NAME):
@@ -303,20 +289,12 @@ class StoredStep(Closing):
 
     @property
     def entries(self) -> tuple[SavedEntry, ...] | None:
-        """The entries of the mapping that it was saved from, None where that is not known.
-
-        Raises:
-            InputError: If what says so is damaged.
-        """
+        """The entries of the mapping that it was saved from, None where that is not known."""
         return self._known_facts().entries
 
     @property
     def has_structures(self) -> bool:
-        """Whether the step says how nested values are put together: older ones do not.
-
-        Raises:
-            InputError: If what says so is damaged.
-        """
+        """Whether the step says how nested values are put together: older ones do not."""
         return self._known_facts().has_structures
 
     def _known_facts(self) -> SavedFacts:
@@ -329,11 +307,7 @@ class StoredStep(Closing):
         return self._facts
 
     def structure(self, unit: str, path: KeyPath) -> Nodes | None:
-        """Returns how a nested value is put together; None where its leaves tell that.
-
-        Raises:
-            InputError: If what says so is damaged.
-        """
+        """Returns how a nested value is put together; None where its leaves tell that."""
         if self._structures is None:
             self._structures = dict(self._read_structures()) if self.has_structures else {}
         return self._structures.get((unit, path))
@@ -346,17 +320,11 @@ class StoredStep(Closing):
                     yield (one.unit, one.path), one.nodes
 
     def entry(self, key: str, position: int | None) -> SavedEntry | None:
-        """Returns an entry of the mapping, None where there was none, or none is known."""
         found = (e for e in self.entries or () if (e.key, e.position) == (key, position))
         return next(found, None)
 
     def index(self, unit: str) -> TensorIndex:
-        """Returns the index of a DCP directory.
-
-        Raises:
-            ResumeError: If nothing was saved there.
-            InputError: If it is damaged.
-        """
+        """Returns the index of a DCP directory."""
         if unit not in self._indexes:
             path = posixpath.join(unit, METADATA)
             self._require(path)
@@ -365,7 +333,6 @@ class StoredStep(Closing):
         return self._indexes[unit]
 
     def has_unit(self, unit: str) -> bool:
-        """Tells whether something was saved in a DCP directory."""
         return self.has_file(posixpath.join(unit, METADATA))
 
     def has_value(self, unit: str, path: KeyPath) -> bool:
@@ -373,12 +340,7 @@ class StoredStep(Closing):
         return path in self.index(unit).values
 
     def values(self, unit: str, start: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
-        """Yields the values below a key path, each with the rest of its path.
-
-        Raises:
-            ResumeError: If one holds more than plain values.
-            InputError: If one is damaged.
-        """
+        """Yields the values below a key path, each with the rest of its path."""
         for path in self.index(unit).values:
             if path[: len(start)] == start:
                 yield path[len(start) :], self.value(unit, path)
@@ -404,16 +366,11 @@ class StoredStep(Closing):
         return True
 
     def digest(self, path: str) -> str | None:
-        """Returns the digest that the manifest has of a file, None where it has none."""
         record = self.manifest.files.get(path) if self.manifest is not None else None
         return record.digest or None if record is not None else None
 
     def check_digests(self) -> None:
-        """Reads all small files of which the manifest has a checksum, and compares them.
-
-        Raises:
-            ChecksumError: If one was changed, or cannot be read.
-        """
+        """Reads all small files of which the manifest has a checksum, and compares them."""
         if self.manifest is not None:
             for problem in digest_problems(self.source, "", self.manifest, leaving_out=()):
                 where = posixpath.join(self.source.location, problem.where)
@@ -425,7 +382,6 @@ class StoredStep(Closing):
         return self.source.read(path, 0, size)
 
     def close(self) -> None:
-        """Closes its files."""
         self.source.close()
 
     def _require(self, path: str) -> None:

@@ -48,11 +48,7 @@ class TargetMemory:
 
 
 def memories_of(piece: Piece) -> list[TargetMemory]:
-    """Returns the memory of each place of a piece, in the piece's order.
-
-    Raises:
-        ResumeError: If the tensor has no memory yet, or less than its places need.
-    """
+    """Returns the memory of each place of a piece, in the piece's order."""
     local = piece.local.detach()
     if local.device.type == "meta":
         raise ResumeError("is still on the meta device, so there is nothing to load into")

@@ -73,12 +73,10 @@ class Blob:
 
     @property
     def size_bytes(self) -> int:
-        """Of the archive, headers and trailer included."""
         return self.record.stop - self.record.start
 
     @property
     def wanted_bytes(self) -> int:
-        """Of its elements, as far as they are asked for."""
         elements = sum(math.prod(wish.overlap.source.sizes) for wish in self.wishes)
         return elements * self.entry.dtype.itemsize
 
@@ -122,11 +120,7 @@ class BlobReader:
         self.partial: list[PartialBlob] = []
 
     def read(self, group: Sequence[Blob]) -> None:
-        """Reads blobs of one file; several are neighbours, and small enough for one read.
-
-        Raises:
-            InputError: If the file is damaged, or the bytes have another checksum.
-        """
+        """Reads blobs of one file; several are neighbours, and small enough for one read."""
         file = self._files[group[0].record.file].path
         view = _View(self, file)
         if len(group) > 1 or group[0].size_bytes <= 2 * WINDOW_BYTES:
@@ -135,7 +129,6 @@ class BlobReader:
             self._read_blob(view, blob)
 
     def fetch(self, path: str, start: int, target: memoryview) -> None:
-        """Reads from a file, and counts."""
         self._source.read_into(path, start, target)
         self.bytes_read += len(target)
 
@@ -214,11 +207,7 @@ class BlobReader:
 
 
 def check_crc32(found: int, expected: int, *, where: str) -> None:
-    """Compares a checksum with the stored one.
-
-    Raises:
-        ChecksumError: If they differ.
-    """
+    """Compares a checksum with the stored one."""
     if found != expected:
         raise ChecksumError(
             f"CRC-32 {found:08x} was found against {expected:08x} stored", where=where
@@ -360,10 +349,6 @@ def load_pieces(
 
     Returns:
         What was read, and what is left to be proven.
-
-    Raises:
-        ResumeError: If the checkpoint lacks a tensor, or has another shape or dtype for it.
-        InputError: If it is damaged or incomplete.
     """
     start = time.perf_counter()
     entries = match_entries(index, pieces)
@@ -393,9 +378,6 @@ def match_entries(index: TensorIndex, pieces: Sequence[Piece]) -> list[TensorEnt
 
     Returns:
         One for each piece, in order.
-
-    Raises:
-        ResumeError: If one is missing, or does not fit.
     """
     found = [_entry(index, piece) for piece in pieces]
     missing = [piece.key for piece, entry in zip(pieces, found, strict=True) if entry is None]
@@ -424,7 +406,6 @@ def first_few(names: Sequence[str]) -> str:
 
 
 def names_of(piece: Piece) -> Iterator[Key]:
-    """Yields the keys that a piece may have in a checkpoint."""
     yield Key(piece.key)
     yield from (Key(".".join(map(str, path))) for path in piece.aliases)
 

@@ -47,7 +47,6 @@ class Attempt:
 
     @property
     def step_name(self) -> str:
-        """The name of the step's directory."""
         return Path(self.final).name
 
 
@@ -82,7 +81,7 @@ class Committer:
 
         Returns:
             `{"committed": …}` or `{"error": …}`, for every rank.
-        """  # noqa: DOC501  raised to be told to all ranks
+        """
         errors = [(rank, v["error"]) for rank, v in enumerate(values) if "error" in v]
         try:
             if errors:

@@ -21,9 +21,6 @@ def open_ending(session: Session, peers: Peers, settings: Settings) -> Ending:
 
     Where the nodes' own disks come first, what an earlier job left there is drained before
     anything else.
-
-    Raises:
-        CkptkitError: If such a disk, or the shared place, cannot be used.
     """
     timeout = settings.timeout_seconds
     committer = Committer(session.committer, session.retired_by, timeout_seconds=timeout)

@@ -79,7 +79,6 @@ class Sample:
     bounds: tuple[int, ...]
 
     def __len__(self) -> int:
-        """Returns how many parts there are."""
         return len(self.bounds) - 1
 
     def part(self, number: int) -> CopyStep:
@@ -193,10 +192,6 @@ def plan_save(
 
     Returns:
         The plan.
-
-    Raises:
-        UnsupportedError: If a tensor is sparse, quantized or has no data, naming its key.
-        UsageError: If the limit is too small to work with.
     """
     if limit_bytes is not None and limit_bytes < MIN_LIMIT_BYTES:
         raise UsageError(
@@ -275,7 +270,6 @@ class _Waves:
         return start, image is None or (full and start == 0)
 
     def end_of_trained(self) -> None:
-        """Notes that all that comes from now on belongs to frozen weights."""
         counts = zip(map(len, self.images), map(len, self.copies), strict=True)
         self._trained, self._trained_bytes = list(counts), self.data_bytes
 
@@ -440,11 +434,7 @@ class _Unit:
 
 
 def storable_dtype(piece: Piece) -> DType:
-    """Returns the type of a piece's elements.
-
-    Raises:
-        UnsupportedError: If the tensor is sparse, quantized or has no data, naming its key.
-    """
+    """Returns the type of a piece's elements."""
     local = piece.local
     if _is_dense(local):
         try:
@@ -464,9 +454,6 @@ def check_storable(tensor: torch.Tensor, where: str) -> DType:
     Args:
         tensor: The elements on this rank.
         where: Its name, for messages.
-
-    Raises:
-        UnsupportedError: If it is sparse, quantized or has no data.
     """
     if not _is_dense(tensor):
         kind = "a quantized" if tensor.is_quantized else f"a {tensor.layout}"

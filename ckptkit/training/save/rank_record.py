@@ -25,11 +25,7 @@ def record_of(
     attempt: str,
     step: int,
 ) -> tuple[dict[str, Any], tuple[Inline, ...]]:
-    """Returns the rank's record, but for what its writer adds, and the files of its objects.
-
-    Raises:
-        SaveError: If an object cannot be pickled, naming its key.
-    """
+    """Returns the rank's record, but for what its writer adds, and the files of its objects."""
     units: dict[str, Mapping[str, Any]] = dict(plan.record_units)
     files: list[Inline] = []
     by_unit: dict[str, list[ObjectValue]] = {}
@@ -63,9 +59,6 @@ def objects_file(
 
     Returns:
         The file, and `[path, file_number, start, length]` for each object.
-
-    Raises:
-        SaveError: If an object cannot be pickled, naming its key.
     """
     data = bytearray()
     rows: list[list[Any]] = []
@@ -103,5 +96,4 @@ def _archive_of(item: ObjectValue) -> bytes:
 
 @lru_cache(_ARCHIVES)
 def _archive_of_plain(value: _Plain) -> bytes:
-    """Most objects are hyperparameters, which are the same in every save."""
     return saved(value.value)

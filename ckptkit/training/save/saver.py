@@ -73,7 +73,6 @@ class Save:
     rewrite: Callable[[], None] | None = None
 
     def staged(self) -> None:
-        """Notes that the training thread is done with the save."""
         self.handle.blocked_seconds = time.perf_counter() - self.began
 
 
@@ -152,7 +151,6 @@ class Saver:
         self._work.put(lambda: self._finish(save))
 
     def kill(self) -> None:
-        """Has the save under way fail soon."""
         self._writer.kill()
 
     def close(self) -> None:

@@ -40,7 +40,6 @@ class Settler:
 
     @staticmethod
     def placed(attempt: Attempt) -> Attempt:
-        """Returns an attempt with the folder that this rank writes into."""
         return attempt
 
     def recover(self) -> None:
@@ -96,11 +95,7 @@ class Settler:
             logger.exception("removing what failed saves left")
 
     def _agree(self, save: Save) -> Mapping[str, Any]:
-        """Tells all ranks how it went here, and returns what was committed.
-
-        Raises:
-            CkptkitError: What went wrong on any rank.
-        """  # noqa: DOC501
+        """Tells all ranks how it went here, and returns what was committed."""
         committer = self._committer
         decided: list[Mapping[str, Any]] = []
 

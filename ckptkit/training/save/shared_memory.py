@@ -144,7 +144,6 @@ class SharedBuffer:
 
     @property
     def size_bytes(self) -> int:
-        """How many there are."""
         return len(self._view)
 
     def reserve(self, size_bytes: int) -> bool:
@@ -155,9 +154,7 @@ class SharedBuffer:
         Returns:
             Whether the memory is new.
 
-        Raises:
-            NoSpaceError: If there is not so much; then there is none at all any more.
-        """  # noqa: DOC501  made by `_no_space`
+        """
         if size_bytes <= self.size_bytes:
             return False
         size_bytes = -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -235,11 +232,7 @@ class SharedBuffer:
 
 
 def _file_in(folder: Path, size_bytes: int) -> int:
-    """Returns the descriptor of a new file without a name.
-
-    Raises:
-        NoSpaceError: If the folder cannot be used, or has no room for so many bytes.
-    """
+    """Returns the descriptor of a new file without a name."""
     place = repr(str(folder))
     try:
         status = os.statvfs(folder)

@@ -14,7 +14,6 @@ Signature = tuple[object, ...]
 
 
 def signature_of(pieces: Sequence[Piece], owned: Sequence[bool]) -> Signature:
-    """Returns everything about the pieces that a plan depends on, to be compared with `==`."""
     return tuple(map(_row, pieces, owned))
 
 

@@ -130,7 +130,6 @@ class SaveSlot:
 
     @property
     def idle(self) -> bool:
-        """Whether the next save may begin here."""
         return self._current is None or self._current.freed
 
     def wait(self, timeout: float | None = None) -> None:
@@ -139,11 +138,7 @@ class SaveSlot:
             self._current.wait_freed(timeout)
 
     def prepare(self, bound: BoundState) -> None:
-        """Makes memory ready for what a save will hold, and starts the writer.
-
-        Raises:
-            CkptkitError: If there is not enough memory, or the state cannot be stored.
-        """
+        """Makes memory ready for what a save will hold, and starts the writer."""
         pieces = bound.holdings(0).pieces  # looked at once, they are found faster in a save
         plan = self._plan_for(pieces)
         self._reserve(plan, expected_state_bytes(bound, pieces, self._signatures.of(pieces)[0]))
@@ -161,9 +156,6 @@ class SaveSlot:
         Args:
             save: What is asked for.
             find_state: Returns the state; called once an earlier save has ended.
-
-        Raises:
-            UsageError: If the state cannot be saved; the other ranks are told all the same.
         """
         try:
             waited = time.perf_counter()
@@ -192,7 +184,6 @@ class SaveSlot:
             self._saver.finish(save)
 
     def kill(self) -> None:
-        """Has the save under way fail soon."""
         self._saver.kill()
 
     def close(self) -> None:

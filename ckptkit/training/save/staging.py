@@ -31,7 +31,6 @@ class Staged:
     def __init__(
         self, events: Sequence[tuple[torch.device, Any]] = (), sources: Sequence[torch.Tensor] = ()
     ) -> None:
-        """Takes an event for each device that still copies, and the tensors it copies from."""
         self._events = tuple(events)
         self._sources = tuple(sources)
 
@@ -75,9 +74,6 @@ class Stager:
         """Prepares the buffer for a plan, growing it where it is too small.
 
         The buffer must not be in use. Does nothing for the plan that is loaded already.
-
-        Raises:
-            NoSpaceError: If the memory for it is missing.
         """
         if plan is self._plan and self._descriptor == self._buffer.descriptor:
             return

@@ -81,15 +81,9 @@ class WriterProcess:
 
     @property
     def pid(self) -> int | None:
-        """The running process, or None."""
         return self._process.pid if self._process is not None else None
 
     def start(self) -> None:
-        """Starts the process where none runs, and hands it the buffer.
-
-        Raises:
-            WriterError: If it cannot be started.
-        """
         with self._lock:
             self._start()
 
@@ -99,10 +93,7 @@ class WriterProcess:
         Returns:
             The answer.
 
-        Raises:
-            WriterError: If the process dies, or gives no sign of life for too long.
-            CkptkitError: What went wrong in the process.
-        """  # noqa: DOC501  made from the answer
+        """
         with self._lock:
             channel = self._start()
             self._send(channel, request)
@@ -118,7 +109,6 @@ class WriterProcess:
             process.kill()
 
     def close(self) -> None:
-        """Ends the process, which leaves by itself as soon as the connection is closed."""
         with self._lock:
             self._forget(_LEAVE_SECONDS)
 
@@ -139,11 +129,7 @@ class WriterProcess:
         return channel
 
     def _send(self, channel: Channel, message: Request, descriptors: Sequence[int] = ()) -> None:
-        """Sends a message, which a process that is stopped may not take.
-
-        Raises:
-            WriterError: If the process is gone, or has not taken all of it in time.
-        """
+        """Sends a message, which a process that is stopped may not take."""
         try:
             channel.send(message, descriptors)
         except TimeoutError as error:
@@ -199,11 +185,7 @@ class WriterProcess:
         )
 
     def _next(self, channel: Channel) -> Answer | None:
-        """Returns the next message, or None where none came for a while.
-
-        Raises:
-            WriterError: If the process is gone, or stops in the middle of a message.
-        """
+        """Returns the next message, or None where none came for a while."""
         assert self._socket is not None  # noqa: S101  there is a channel
         poller = select.poll()  # unlike `select`, it takes descriptors above 1,024
         poller.register(self._socket, select.POLLIN)

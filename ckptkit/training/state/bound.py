@@ -29,11 +29,7 @@ _PLAIN_HINT = "put values such as counters into a dict, which is saved and resto
 def entries_of(
     state: Mapping[str, object], layout: Layout
 ) -> Iterator[tuple[str, int | None, object]]:
-    """Yields the values of the mapping, those of lists one by one with their positions.
-
-    Raises:
-        UsageError: If a key is no name, or a value is there twice.
-    """
+    """Yields the values of the mapping, those of lists one by one with their positions."""
     seen: dict[int, str] = {}
     for key, value in state.items():
         _check_key(key, layout)
@@ -55,9 +51,6 @@ def leaves(
     """Returns what `entries_of` yields: two states with the same objects are the same state.
 
     Whoever compares them by identity has to hold on to them, since identities are used again.
-
-    Raises:
-        UsageError: If a key is no name, or a value is there twice.
     """
     return tuple(entries_of(state, layout))
 
@@ -67,9 +60,6 @@ def kind_of(key: str, value: object) -> Kind:
 
     Wrappers are known by what they can do, because accelerate's scheduler, for one, is no
     `LRScheduler`. What is iterated over and has a state is a dataloader: each rank has its own.
-
-    Raises:
-        UsageError: If it is nothing that can be saved.
     """
     if isinstance(value, nn.Module):
         return "model"
@@ -173,7 +163,6 @@ class BoundModel:
 
     @property
     def unit(self) -> str:
-        """The DCP directory of its tensors, of those of the adapter where it is split."""
         return self.places.unit
 
     @property
@@ -209,7 +198,6 @@ class BoundOptimizer:
 
     @property
     def name(self) -> str:
-        """What it is called in messages."""
         return shown_name(*self.saved_as)
 
 
@@ -238,16 +226,13 @@ class BoundObject:
 
     @property
     def saved_as(self) -> tuple[str, int | None]:
-        """The key and the position that it is found again by."""
         return self.key, self.position
 
     @property
     def where(self) -> str:
-        """Its path in the user's state, for messages."""
         return path_in_state(self.key, self.position)
 
     def state(self) -> Any:
-        """Returns its state, which may still be shared with it."""
         return self.target if self.kind == "plain" else self.target.state_dict()
 
 
@@ -261,11 +246,7 @@ class Entries:
 
 
 def place_entries(state: Mapping[str, object], layout: Layout, *, rank: int) -> Entries:
-    """Gives each entry of the user's mapping a place in a step.
-
-    Raises:
-        UsageError: If a value is nothing that can be saved, or is there twice.
-    """
+    """Gives each entry of the user's mapping a place in a step."""
     naming = _Naming(layout, rank)
     for key, position, value in entries_of(state, layout):
         naming.take(key, position, value)

@@ -148,11 +148,7 @@ class BoundState:
     unfit_optimizer: Unfit = "error"
 
     def beside(self, files: Mapping[str, bytes] | None) -> BoundState:
-        """Returns the same state with further files, by name, that this rank saves with it.
-
-        Raises:
-            UsageError: If one has no bytes, or no name for a file that is not taken.
-        """
+        """Returns the same state with further files, by name, that this rank saves with it."""
         if not files:
             return self
         own = [name for other in self.others for name in (other.unit, other.file)]
@@ -171,10 +167,6 @@ class BoundState:
 
         Args:
             step: The number of the step that is saved.
-
-        Raises:
-            UsageError: If an optimizer's parameter belongs to no model in the mapping.
-            UnsupportedError: If the place of some elements of a model cannot be told.
         """
         dispensable: list[Dispensable] = []
         found = self.tensors(keep=True, sparing=dispensable)
@@ -256,9 +248,6 @@ class BoundState:
         """Refuses tensors that would be hidden in a file of Python objects, where others look.
 
         Beside a model the state dict of another one, such as an average, is a value as any.
-
-        Raises:
-            UsageError: If it is the state dict of what should be in the mapping itself.
         """
         found = taken_from(other.target)
         if found is None or (found == "model" and self.models):
@@ -280,9 +269,6 @@ class BoundState:
             sparing: Gets the optimizers, and what is wrong with them; one of which the state
                 cannot be stored is then left out, so that it does not cost the models. None to
                 have that raised.
-
-        Raises:
-            UsageError: If an optimizer's parameter belongs to no model in the mapping.
         """
         views: list[ModelView] = [walk.look(keep=keep) for walk in self._walks]
         found = Found()
@@ -351,11 +337,7 @@ def placed_slot(leaf: Leaf, path: KeyPath, meshes: Meshes, values: Replicas) -> 
 
 
 def check_keys(pieces: Iterable[Piece], objects: Iterable[ObjectValue]) -> None:
-    """Refuses two values of which the names in the mapping make one key.
-
-    Raises:
-        UsageError: If there are some.
-    """
+    """Refuses two values of which the names in the mapping make one key."""
     taken: dict[tuple[str, str], KeyPath] = {}
     items: Iterable[Piece | ObjectValue] = chain(pieces, objects)
     for item in items:
@@ -379,11 +361,6 @@ def bind(state: Mapping[str, object], *, layout: Layout, rank: int, world_size: 
         layout: What the step's directory looks like.
         rank: Of this process.
         world_size: How many processes train.
-
-    Raises:
-        UsageError: If a value is none of these, something is there twice, an optimizer's
-            parameters belong to no model in the mapping, or a state dict stands where its model
-            or optimizer was to.
     """
     world = Copies(world_size, rank)
     entries = united(place_entries(state, layout, rank=rank), world)

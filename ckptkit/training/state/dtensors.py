@@ -45,7 +45,6 @@ class Copies(NamedTuple):
     own: int = 0
 
     def times(self, number: int, own: int) -> Copies:
-        """Returns the copies when each of these exists `number` times."""
         return Copies(self.number * number, self.own * number + own)
 
 
@@ -104,11 +103,7 @@ class Meshes:
         return self._around.times(*_place_among_ranks(self._largest))
 
     def slot(self, fqn: str, tensor: DTensor, values: Replicas) -> Slot:
-        """Returns where a DTensor's elements belong.
-
-        Raises:
-            UnsupportedError: If its local part is no single block of the full tensor.
-        """
+        """Returns where a DTensor's elements belong."""
         mesh, placements = tensor.device_mesh, tuple(tensor.placements)
         shape = tuple(tensor.shape)
         key = (id(mesh), placements, shape)
@@ -149,16 +144,11 @@ class Meshes:
         return self._replicas[key]
 
     def _is_inside(self, mesh: DeviceMesh) -> bool:
-        """Tells whether the data parallel wrapper spans all ranks of a mesh of several."""
         return mesh.size() > 1 and self._ranks.issuperset(_ranks_of(mesh))
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns this rank's own plain tensor, without copying and outside of autograd.
-
-    Raises:
-        UnsupportedError: If it is made of several tensors.
-    """
+    """Returns this rank's own plain tensor, without copying and outside of autograd."""
     tensor = _own_part(tensor)
     if is_composed(tensor):
         raise UnsupportedError(
@@ -198,7 +188,6 @@ def _own_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def has_data(tensor: torch.Tensor) -> bool:
-    """Tells whether there is memory behind a plain tensor."""
     return not (tensor.is_meta or isinstance(tensor, FakeTensor))
 
 

@@ -67,11 +67,6 @@ class FileMark:
 
     @classmethod
     def of(cls, path: Path) -> FileMark:
-        """Returns the mark of a file as it is now.
-
-        Raises:
-            OSError: If it cannot be seen.
-        """
         return cls(path, _status(path.stat()))
 
     def still_holds(self) -> bool:

@@ -27,10 +27,6 @@ def check_unused(modules: Sequence[nn.Module]) -> None:
 
     Args:
         modules: All of its modules.
-
-    Raises:
-        UsageError: If it is called from a hook of the backward pass, from one of the forward pass
-            where FSDP2 has parameters whole, or inside of `summon_full_params`.
     """
     flat = [m for m in modules if isinstance(m, FullyShardedDataParallel)]
     states = list(_states(modules))
@@ -58,11 +54,7 @@ def check_unused(modules: Sequence[nn.Module]) -> None:
 
 
 def check_registered(modules: Sequence[nn.Module]) -> None:
-    """Refuses parameters that a module was given after FSDP2 began to work, which it never uses.
-
-    Raises:
-        UnsupportedError: If there is one.
-    """
+    """Refuses parameters that a module was given after FSDP2 began to work, which it never uses."""
     for _, state in _states(modules):
         if state._is_root is None:  # its first forward pass takes up what it finds
             continue

@@ -49,10 +49,6 @@ def serialised(value: object, where: str) -> bytes:
     Args:
         value: What to save.
         where: Its path in the state, for messages.
-
-    Raises:
-        SaveError: If it cannot be pickled, with the path of what cannot.
-        UsageError: If a resume would not get it back, with the path of what it would not.
     """
     check_nesting(value, where)
     proven = _prove(value)
@@ -73,9 +69,6 @@ def kept_object(unit: str, path: KeyPath, value: object, where: str) -> ObjectVa
         path: The key path in it.
         value: What to save; it may change once this returns.
         where: Its path in the state, for messages.
-
-    Raises:
-        UsageError: If a resume would not get it back.
     """
     if is_plain(value) and all(map(is_sound, _items(value))):
         return ObjectValue(unit, path, value)
@@ -83,11 +76,7 @@ def kept_object(unit: str, path: KeyPath, value: object, where: str) -> ObjectVa
 
 
 def kept_bytes(value: object, where: str) -> bytes:
-    """Returns what `serialised` does; all that cannot be kept is the user's to change.
-
-    Raises:
-        UsageError: If a resume would not get it back.
-    """
+    """Returns what `serialised` does; all that cannot be kept is the user's to change."""
     try:
         return serialised(value, where)
     except SaveError as error:
@@ -118,11 +107,6 @@ def is_sound(value: object) -> bool:
 
 
 def check_nesting(value: object, where: str) -> None:
-    """Refuses values that contain themselves, or are nested deeper than a resume follows.
-
-    Raises:
-        UsageError: With the path of the first such place.
-    """
     _check_nesting(value, where, {}, set())
 
 

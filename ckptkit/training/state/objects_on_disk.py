@@ -71,10 +71,6 @@ def read_object(source: Source, blob: BlobRef, *, where: str) -> Any:
 
     Returns:
         The value, made of plain types, tensors on the CPU and numpy arrays.
-
-    Raises:
-        ResumeError: If it holds something of another class.
-        InputError: If it is damaged.
     """
     place = f"{posixpath.join(source.location, blob.path)}, {where}"
     data = _read_checked(source, blob.path, (blob.start, blob.stop), place)
@@ -101,12 +97,6 @@ def is_readable(data: bytes) -> str:
 
 
 def object_without_data(data: bytes) -> Any:
-    """Returns what `object_from_bytes` does, but for what tensors hold.
-
-    Raises:
-        ResumeError: If it holds something of another class.
-        InputError: If it is damaged.
-    """
     archive, inert = _parsed(data, where="")
     return _DryThaw(archive).value(inert, 0)
 
@@ -120,10 +110,6 @@ def object_from_bytes(data: bytes, *, where: str) -> Any:
 
     Returns:
         The value, made of plain types, tensors on the CPU and numpy arrays.
-
-    Raises:
-        ResumeError: If it holds something of another class.
-        InputError: If it is damaged.
     """
     archive, inert = _parsed(data, where=where)
     return _Thaw(archive).value(inert, 0)

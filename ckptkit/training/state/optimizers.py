@@ -109,10 +109,6 @@ class OptimizerWalk:
         """Returns the tensors in the states of its parameters, which a resume fills in place.
 
         Nothing else is looked at, as a resume replaces it.
-
-        Raises:
-            UsageError: If a parameter belongs to none of the models, or two have the same name.
-            UnsupportedError: If some tensor cannot be stored.
         """
         walk = _Walk(views, self._place, for_save=False)
         if rank_bound.is_paged(self._optimizer):
@@ -132,10 +128,6 @@ class OptimizerWalk:
             views: The models in which its parameters are.
             keep: Whether to keep the pieces, and to return them again as long as all tensors
                 stay where they are.
-
-        Raises:
-            UsageError: If a parameter belongs to none of the models, or two have the same name.
-            UnsupportedError: If some state cannot be stored, or would not come back equal.
         """
         optimizer, walk = self._optimizer, _Walk(views, self._place, for_save=True)
         now = _Now.of(optimizer, views)
@@ -253,7 +245,6 @@ class _Kept:
     stamp: Stamp | None = None
 
     def forget(self) -> None:
-        """Lets go of the tensors' memory, as the optimizer has done."""
         self.states, self.stamp = _States(), None
 
     def still_holds(self, now: _Now) -> bool:

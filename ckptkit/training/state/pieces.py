@@ -73,22 +73,18 @@ class Piece:
 
     @property
     def frozen(self) -> bool:
-        """Whether training leaves the elements alone."""
         return bool(self.watched)
 
     @property
     def entry(self) -> Entry:
-        """What names the tensor in a step."""
         return self.unit, self.key_path
 
     @property
     def key(self) -> str:
-        """The flat key of DCP."""
         return ".".join(map(str, self.key_path))
 
     @property
     def elements(self) -> int:
-        """How many elements lie on this rank."""
         return sum(math.prod(place.sizes) for place in self.places)
 
     @property
@@ -144,7 +140,6 @@ class Dispensable:
     problem: str = ""
 
     def to_json(self) -> dict[str, object]:
-        """Returns it as a rank's record has it."""
         path = list(self.path)
         return {"name": self.name, "unit": self.unit, "path": path, "problem": self.problem}
 
@@ -198,16 +193,13 @@ class Slot:
 
     @property
     def elements(self) -> int:
-        """How many elements lie on this rank."""
         return sum(math.prod(place.sizes) for place in self.places)
 
     @property
     def whole(self) -> bool:
-        """Whether all elements lie on this rank."""
         return self.elements == math.prod(self.shape)
 
     def follows(self, tensor: torch.Tensor) -> bool:
-        """Tells whether a state tensor is cut as the parameter is."""
         return tuple(tensor.shape) == self.held
 
     def _own(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -259,23 +251,19 @@ class Slot:
 
 
 def whole_box(shape: Shape) -> Box:
-    """Returns the place that holds all of a tensor."""
     return Box((0,) * len(shape), shape)
 
 
 def whole_places(shape: Shape) -> tuple[Box, ...]:
-    """Returns the places of a tensor that lies on this rank as a whole."""
     return () if 0 in shape else (whole_box(shape),)
 
 
 @lru_cache(maxsize=1 << 16)
 def span_places(span: Span, shape: Shape, axes: tuple[int, ...] = ()) -> tuple[Box, ...]:
-    """Returns the places that hold a range of elements, in the order of `axes` where given."""
     return tuple(slabs(span, tuple(shape[axis] for axis in axes) if axes else shape))
 
 
 def whole_slot(fqn: str, tensor: torch.Tensor, replicas: Replicas, values: Replicas) -> Slot:
-    """Returns the slot of a tensor that lies on this rank as a whole."""
     shape = tuple(tensor.shape)
     return Slot(fqn, shape, whole_places(shape), shape, replicas, values)
 

@@ -66,12 +66,10 @@ class Held:
 
     @property
     def name(self) -> str:
-        """What its state is stored under."""
         return self.slots[0].fqn
 
     @property
     def sharded(self) -> bool:
-        """Whether other ranks may hold other elements of it."""
         return any(slot.sharded for slot in self.slots)
 
 
@@ -107,7 +105,6 @@ def is_low_bit(optimizer: Optimizer) -> bool:
 
 
 def is_paged(optimizer: Optimizer) -> bool:
-    """Tells whether an optimizer of bitsandbytes keeps its state in memory of its own."""
     return bool(getattr(unwrapped(optimizer), "is_paged", False))
 
 
@@ -246,7 +243,6 @@ def lost_scales(
 
 
 def lasting_scales(packed: Mapping[str, Any]) -> frozenset[int]:
-    """Returns the identities of the tensors that are there from one state dict to the next."""
     states = [one for state in packed.values() for one in (state, state.state2) if one is not None]
     return frozenset(id(tensor) for one in states for tensor in (one.absmax, one.code))
 

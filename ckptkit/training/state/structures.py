@@ -100,9 +100,6 @@ def take_apart(
         where: Its path in the user's state, for messages.
         any_tensor: Whether tensors may be of classes of their own.
         taken: Names on the first level that belong to something else.
-
-    Raises:
-        UsageError: If it contains itself, or something that would come back as something else.
     """
     if any_tensor and _is_simple(value):
         return [Leaf((k,), v, where + step_of(k)) for k, v in value.items()], None  # type: ignore[attr-defined]
@@ -241,16 +238,11 @@ def _name_of_factory(factory: Callable[[], Any] | None, where: str) -> str | Non
 
 
 def tables_of(structures: Iterable[Structure]) -> dict[str, Any]:
-    """Returns what the file of structures holds."""
     return {"version": VERSION, "structures": [(s.unit, s.path, s.nodes) for s in structures]}
 
 
 def parse_structures(document: Any, *, where: str) -> list[Structure]:
-    """Returns the structures that a file holds.
-
-    Raises:
-        FormatError: If it is damaged, or of a newer version.
-    """
+    """Returns the structures that a file holds."""
     try:
         version = document["version"]
         found = [
@@ -270,11 +262,7 @@ def parse_structures(document: Any, *, where: str) -> list[Structure]:
 
 
 def leaves_by_key(nodes: Nodes, where: str) -> dict[Any, KeyPath]:
-    """Returns the paths of those values of a mapping that are leaves, by their keys.
-
-    Raises:
-        FormatError: If the structure is damaged.
-    """
+    """Returns the paths of those values of a mapping that are leaves, by their keys."""
     try:
         kind, items = nodes[0][:2]
         if kind in {"list", "leaf", "parameter"}:
@@ -289,11 +277,7 @@ def leaves_by_key(nodes: Nodes, where: str) -> dict[Any, KeyPath]:
 
 
 def leaf_paths(nodes: Nodes, where: str) -> list[KeyPath]:
-    """Returns the paths of a structure's leaves.
-
-    Raises:
-        FormatError: If the structure is damaged.
-    """
+    """Returns the paths of a structure's leaves."""
     try:
         return [tuple(node[1]) for node in nodes if node[0] in {"leaf", "parameter"}]
     except (TypeError, LookupError) as error:
@@ -307,9 +291,6 @@ def put_together(nodes: Nodes | None, leaves: Mapping[KeyPath, Any], where: str)
         nodes: Its structure; None where the leaves alone tell it.
         leaves: Its leaves, by the rest of their key paths.
         where: The step and the value, for messages.
-
-    Raises:
-        FormatError: If they do not belong together.
     """
     if nodes is None:
         return _told_by(leaves)

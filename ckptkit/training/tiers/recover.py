@@ -65,9 +65,6 @@ class Recovery:
         Returns:
             The largest `save_number` of what was drained, 0 where there was nothing; the same on
             all ranks.
-
-        Raises:
-            CkptkitError: On every rank, if there is one and the shared place cannot take it.
         """
         here = _described(self.tier) if self.tier.leads else []
         topic = "what lies on the nodes' own disks"
@@ -281,9 +278,6 @@ def _further(folder: Path, tier: LocalTier) -> dict[str, dict[str, Any]]:
 
     Returns:
         What a manifest says of them, by path.
-
-    Raises:
-        SaveError: If the node's part is gone.
     """
     copy = next((one for one in tier.copies() if one.path == folder), None)
     if copy is None:
@@ -321,7 +315,6 @@ class NearPlace(Place):
         return found
 
     def step(self, name: str) -> NearPlace:
-        """Returns a folder in it."""
         return NearPlace.of(self.beside(posixpath.join(self, name)), self.near / name)
 
 

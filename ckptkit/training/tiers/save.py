@@ -85,7 +85,6 @@ class TierEnding:
             self._give_up(save, SaveError(f"{type(error).__name__}: {error}", hint=OURS))
 
     def kill(self) -> None:
-        """Has drains under way fail soon."""
         self._keeper.kill()
         self._drains.kill()
 
@@ -96,11 +95,7 @@ class TierEnding:
         self._tier.close()
 
     def _keep(self, save: Save) -> bool:
-        """Returns whether the step is durable on the nodes; else all ranks are to write anew.
-
-        Raises:
-            CkptkitError: What went wrong on any rank.
-        """
+        """Returns whether the step is durable on the nodes; else all ranks are to write anew."""
         written = self._agree(save, outcome_here(save))
         if "proofs" in written:
             kept = self._agree(save, self._committed(save, written["proofs"]))
@@ -199,12 +194,10 @@ class Drains:
             return {self._newest, self._coming, *waiting}
 
     def holds(self, name: str) -> bool:
-        """Tells whether a step of that name is still to be drained."""
         with self._lock:
             return any(save.attempt.step_name == name for save in self._waiting)
 
     def expect(self, name: str) -> None:
-        """Notes that a step is about to lie on the node's disk."""
         with self._lock:
             self._coming = name
 

@@ -37,7 +37,6 @@ class RunIdentity:
     path: str
 
     def to_json(self) -> dict[str, str]:
-        """Returns it as it stands in a manifest."""
         return {"identity": self.identity, "path": self.path}
 
 
@@ -59,7 +58,6 @@ class NodeCopy:
 
     @property
     def is_drained(self) -> bool:
-        """Whether the shared place is known to have the step."""
         return (self.path / _DRAINED).exists()
 
 
@@ -109,15 +107,9 @@ class LocalTier:
         return self.path / attempt.step_name
 
     def signed(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns a manifest that says which run a node's part belongs to."""
         return {**manifest, "source": {**manifest["source"], NODE_RUN: self._owner.to_json()}}
 
     def copies(self) -> Iterator[NodeCopy]:
-        """Yields the parts of steps that lie here, damaged ones left out.
-
-        Raises:
-            OSError: If the directory cannot be listed.
-        """
         return _copies_in(self.path)
 
     def note_drained(self, name: str) -> None:
@@ -145,7 +137,6 @@ class LocalTier:
             logger.warning("%s: %s", self.path, note)
 
     def close(self) -> None:
-        """Gives the directory to the next job."""
         if self._lock is not None:
             self._lock.close()
 
@@ -158,12 +149,6 @@ def open_tier(local: Path, run: Run[Any], peers: Peers, *, timeout_seconds: floa
         run: The place that all share.
         peers: The ranks.
         timeout_seconds: How long they are waited for.
-
-    Raises:
-        UsageError: On every rank, if one of the directories is that of the run.
-        RefusedError: On every rank, if one cannot be used, another job is writing there, or it
-            has what another run did not drain.
-        PeerError: If another rank does not come in time.
     """
     identity = peers.agree(
         "which run it is", None, lambda _: run.identity(), timeout_seconds=timeout_seconds
@@ -247,9 +232,6 @@ class _Opening:
         """Removes what another run left here, or an earlier one in the same place.
 
         Its steps must be taken for none of this run's, and none that is nowhere else may go.
-
-        Raises:
-            RefusedError: If it may be the only copy.
         """
         if self.lock is None or not copy.is_drained:
             raise RefusedError(
@@ -263,12 +245,10 @@ class _Opening:
         logger.info("%s: %s of the run %s was removed", self.path, copy.path.name, copy.owner.path)
 
     def unmark(self) -> None:
-        """Removes this rank's mark."""
         with suppress(OSError):
             self._own_mark().unlink(missing_ok=True)
 
     def give_back(self) -> None:
-        """Gives up the lock."""
         if self.lock is not None:
             self.lock.close()
 
@@ -278,11 +258,7 @@ class _Opening:
 
 
 def _check_groups(of_ranks: Sequence[Sequence[int]]) -> None:
-    """Refuses directories whose marks show to some of the ranks that share them, and not to all.
-
-    Raises:
-        UsageError: If there is one.
-    """
+    """Refuses directories whose marks show to some of the ranks that share them, and not to all."""
     for rank, group in enumerate(of_ranks):
         other = next((member for member in group if of_ranks[member] != group), None)
         if other is not None:
@@ -295,11 +271,7 @@ def _check_groups(of_ranks: Sequence[Sequence[int]]) -> None:
 
 
 def raise_first(problems: list[Mapping[str, Any] | None]) -> None:
-    """Raises the first of the ranks' errors, which says where it happened.
-
-    Raises:
-        CkptkitError: If there is one.
-    """
+    """Raises the first of the ranks' errors, which says where it happened."""
     for rank, document in enumerate(problems):
         if document is not None:
             raise error_from_json(document).located(f"rank {rank}")

@@ -68,9 +68,6 @@ class UploadProcess(WriterProcess):
 
         Returns:
             The answer.
-
-        Raises:
-            CkptkitError: What went wrong.
         """
         if isinstance(request, Discard):
             self._failed.setdefault(request.attempt, _step_of(request.folder))
@@ -109,7 +106,6 @@ class UploadProcess(WriterProcess):
 
 
 def _step_of(folder: str) -> str:
-    """Returns the step that a working folder was to become."""
     return _name(folder).removeprefix(".").partition(WORK_INFIX)[0]
 
 
@@ -148,19 +144,10 @@ class UrlRun(Run[Place]):
 
     @cached_property
     def store(self) -> Store:
-        """The store.
-
-        Raises:
-            CkptkitError: If nothing speaks to such a one.
-        """
         return Store(self._remote)
 
     def open(self) -> None:
-        """Makes the run this job's: called once, by rank 0, before anything is saved.
-
-        Raises:
-            CkptkitError: If it cannot be written.
-        """
+        """Makes the run this job's: called once, by rank 0, before anything is saved."""
         take_run(self.store, self._nonce)
         run_identity(self.store)
         count = self.store.abort_unfinished()
@@ -168,11 +155,6 @@ class UrlRun(Run[Place]):
             logger.info("%s: %d uploads that an earlier job left were removed", self.place, count)
 
     def look(self) -> None:
-        """Sees that the store lets this rank in.
-
-        Raises:
-            CkptkitError: If it does not.
-        """
         run_identity(self.store)
 
     def sweep(self) -> None:
@@ -185,19 +167,10 @@ class UrlRun(Run[Place]):
             logger.warning("what earlier jobs left could not be removed: %s", error)
 
     def identity(self) -> str:
-        """Returns what tells the run from all others.
-
-        Raises:
-            CkptkitError: If it cannot be read or written.
-        """
         return run_identity(self.store)
 
     def steps(self) -> tuple[SavedStep, ...]:
-        """Returns what lies there, but reads no manifest twice.
-
-        Raises:
-            CkptkitError: If the run cannot be listed.
-        """
+        """Returns what lies there, but reads no manifest twice."""
         found, self._known = steps_at(self.store, self.prefix, self._known)
         return found
 
@@ -219,7 +192,6 @@ class UrlRun(Run[Place]):
         return Remote(str(self.place), self.place.options)
 
     def below(self, name: str) -> Place:
-        """Returns where the step of that name lies."""
         return self.place.beside(posixpath.join(self.place, name))
 
     def _manifest(self, name: str) -> Manifest | None:
@@ -230,11 +202,7 @@ class UrlRun(Run[Place]):
 
 
 def check_place(place: Place) -> None:
-    """Refuses URLs to which nothing can be uploaded.
-
-    Raises:
-        UsageError: If it is one.
-    """
+    """Refuses URLs to which nothing can be uploaded."""
     if place.protocol in _READ_ONLY | _WITHIN_A_PROCESS:
         why = "is only read" if place.protocol in _READ_ONLY else "lies within one process"
         raise UsageError(
@@ -245,11 +213,6 @@ def check_place(place: Place) -> None:
 
 
 def steps_of_place(place: Place, prefix: str) -> tuple[SavedStep, ...]:
-    """Returns what lies in a run at a URL, as `saved_steps` does for a directory.
-
-    Raises:
-        CkptkitError: If it cannot be listed.
-    """
     return steps_at(Store(Remote(str(place), place.options)), prefix, {})[0]
 
 

@@ -55,12 +55,6 @@ class Uploader:
 
         Returns:
             What was uploaded.
-
-        Raises:
-            InputError: If a file is not there, or not as long as it was.
-            OutputExistsError: If something else lies where the step was to go.
-            CkptkitError: If the store refuses.
-            OSError: If something cannot be read.
         """
         began, processor = time.monotonic(), time.process_time()
         folder = Path(request.folder)

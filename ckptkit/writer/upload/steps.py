@@ -56,10 +56,6 @@ def claim_step(store: Store, step: str, attempt: str) -> None:
     """Makes a step's folder ready for the objects of a save; every rank may call this.
 
     A whole step that is replaced stops being one here, and not in the middle of what follows.
-
-    Raises:
-        OutputExistsError: If something lies there that no save of ours left.
-        CkptkitError: If the store refuses.
     """
     manifest, mark = f"{step}/{MANIFEST_NAME}", f"{step}/{UPLOADING}"
     is_whole = store.look(manifest) is not None
@@ -76,31 +72,18 @@ def claim_step(store: Store, step: str, attempt: str) -> None:
 
 
 def is_in_use(store: Store, step: str) -> bool:
-    """Tells whether somebody reads a step, or pushes it.
-
-    Raises:
-        CkptkitError: If the store refuses.
-    """
     return store.has_younger(f"{IN_USE}/{step}", MARK_SECONDS)
 
 
 def remove_step(store: Store, step: str) -> None:
-    """Removes a step: first the manifest, so that no half of it looks whole.
-
-    Raises:
-        CkptkitError: If the store refuses.
-    """
+    """Removes a step: first the manifest, so that no half of it looks whole."""
     store.remove(f"{step}/{MANIFEST_NAME}")
     store.remove_all(tuple(store.entries(step)))
     store.remove_all(store.folder_markers(step))
 
 
 def remove_unfinished(store: Store, step: str) -> None:
-    """Removes what a save of ours left of a step that it could not finish, if it did.
-
-    Raises:
-        CkptkitError: If the store refuses.
-    """
+    """Removes what a save of ours left of a step that it could not finish, if it did."""
     if store.look(f"{step}/{UPLOADING}") is None or store.look(f"{step}/{MANIFEST_NAME}"):
         return
     mark = f"{step}/{UPLOADING}"
@@ -109,36 +92,22 @@ def remove_unfinished(store: Store, step: str) -> None:
 
 
 def unfinished_steps(paths: Collection[str]) -> list[str]:
-    """Returns the folders, of those that paths name, in which a save of ours was broken off."""
     steps = {path.partition("/")[0] for path in paths if path.endswith(f"/{UPLOADING}")}
     return sorted(step for step in steps if f"{step}/{MANIFEST_NAME}" not in paths)
 
 
 def note_newest(store: Store, step: str) -> None:
-    """Notes that a step has just become whole.
-
-    Raises:
-        CkptkitError: If the store refuses.
-    """
     store.put(_NEWEST, step.encode())
 
 
 def newest_step(store: Store) -> str:
-    """Returns the step that became whole last, if it still is; else an empty text.
-
-    Raises:
-        CkptkitError: If the store refuses.
-    """
+    """Returns the step that became whole last, if it still is; else an empty text."""
     step = (store.get(_NEWEST) or b"").decode(errors="replace").strip()
     return step if step and store.look(f"{step}/{MANIFEST_NAME}") is not None else ""
 
 
 def run_identity(store: Store) -> str:
-    """Returns what tells a run from all others; a run that has none is given one.
-
-    Raises:
-        CkptkitError: If the store refuses.
-    """
+    """Returns what tells a run from all others; a run that has none is given one."""
     found = store.get(_IDENTITY)
     if found:
         return found.decode(errors="replace").strip()
@@ -148,21 +117,12 @@ def run_identity(store: Store) -> str:
 
 
 def take_run(store: Store, nonce: str) -> None:
-    """Notes which job writes to a run; an earlier one that still does will find that out.
-
-    Raises:
-        CkptkitError: If the store refuses.
-    """
+    """Notes which job writes to a run; an earlier one that still does will find that out."""
     store.put(_JOB, nonce.encode())
 
 
 def check_run(store: Store, nonce: str) -> None:
-    """Sees that no other job has opened a run since.
-
-    Raises:
-        RefusedError: If one has.
-        CkptkitError: If the store refuses.
-    """
+    """Sees that no other job has opened a run since."""
     found = store.get(_JOB)
     if found is not None and found != nonce.encode():
         raise RefusedError(
@@ -223,10 +183,6 @@ def finish(request: Finish, store: Store, tally: Tally) -> Committed:
 
     Returns:
         What is now there, and what is gone.
-
-    Raises:
-        CkptkitError: If something is missing, late, garbled or contradictory, if another job has
-            opened the run since, or if the store refuses.
     """
     began = time.monotonic()
     step = _Step(request, store, tally)

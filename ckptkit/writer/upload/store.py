@@ -97,9 +97,6 @@ class Store:
         Args:
             remote: The URL, and what its storage is told.
             patience: How often requests are repeated.
-
-        Raises:
-            CkptkitError: If nothing does, or the options are not its own.
         """
         self.location = remote.url.rstrip("/")
         protocol = self.location.partition("://")[0]
@@ -117,15 +114,12 @@ class Store:
         return self._made("", lambda: S3Uploads(self._store, self._root))
 
     def address(self, path: str) -> str:
-        """Returns the name by which fsspec knows an object."""
         return posixpath.join(self._root, path) if path else self._root
 
     def key(self, path: str) -> str:
-        """Returns the name of an object in its bucket."""
         return self.address(path).partition("/")[2]
 
     def where(self, path: str) -> str:
-        """Returns the URL of an object, for messages."""
         return posixpath.join(self.location, path) if path else self.location
 
     def perform(self, path: str, operation: Callable[[], _T]) -> _T:
@@ -138,9 +132,7 @@ class Store:
         Returns:
             What it returned.
 
-        Raises:
-            CkptkitError: If it cannot be done.
-        """  # noqa: DOC501
+        """
         try:
             return operation()
         except CkptkitError:
@@ -166,7 +158,6 @@ class Store:
         return None if found is None else _entry(found)
 
     def get(self, path: str) -> bytes | None:
-        """Returns a small object, None where there is none."""
         return self.perform(path, partial(self._store.get_small, self.address(path)))
 
     def get_many(self, paths: Collection[str]) -> Iterator[bytes | None]:
@@ -191,7 +182,6 @@ class Store:
         self._made(target, partial(self.filesystem.cp_file, *addresses))
 
     def remove(self, path: str) -> None:
-        """Removes an object, if it is there."""
         self.remove_all([path])
 
     def remove_all(self, paths: Collection[str]) -> None:
@@ -201,7 +191,6 @@ class Store:
         self.perform(where, partial(self._store.delete, self._root, some))
 
     def folder_markers(self, folder: str) -> list[str]:
-        """Returns the empty objects that stand for a folder and for those in it, by their paths."""
         ask = partial(self._store.folder_markers, self.address(folder))
         return [f"{folder}/{name}" for name in self.perform(folder, ask)]
 
@@ -219,7 +208,6 @@ class Store:
         return len(uploads)
 
     def _made(self, path: str, ask: Callable[[], _T]) -> _T:
-        """Makes one request, again and again while that may help."""
         again = partial(retried, ask, self._store.patience, what=self.where(path))
         return self.perform(path, again)
 
@@ -259,10 +247,6 @@ class Sender:
             file: The file, open.
             size_bytes: Its length.
             path: What the object is called.
-
-        Raises:
-            TruncatedFileError: If it is shorter.
-            CkptkitError: If the store does not take it.
         """
         s3 = self._store.s3
         if s3 is None:
@@ -324,11 +308,7 @@ class Sender:
 
 
 def _read(file: Readable, size_bytes: int) -> Iterator[tuple[int, bytes]]:
-    """Yields the parts of a file, each with its first byte.
-
-    Raises:
-        TruncatedFileError: If it ends before it should.
-    """
+    """Yields the parts of a file, each with its first byte."""
     for part in cut_into_parts(size_bytes) if size_bytes else ():
         data = file.read_bytes(part.start, part.stop - part.start)
         if len(data) != part.stop - part.start:

@@ -79,11 +79,7 @@ def batch(
 
 
 def _read(jobs: str, commands: Mapping[str, Any], if_exists: str | None) -> Sequence[Any]:
-    """Reads and checks all lines.
-
-    Raises:
-        UsageError: If one of them is wrong.
-    """
+    """Reads and checks all lines."""
     from ckptkit_cli.batch.jobs import read_jobs
 
     if if_exists is not None:
@@ -113,7 +109,6 @@ def _lines(jobs: str) -> Sequence[str]:
 
 
 def _commands(context: typer.Context) -> Mapping[str, Any]:
-    """Returns the commands by their names, those of groups as `group command`."""
     return dict(_named(context.find_root().command, ""))
 
 

@@ -137,11 +137,7 @@ def _by_option(document: Mapping[str, Any]) -> dict[str, Any]:
 def _places(
     command: str, parameters: _Parameters, values: Mapping[str, Any]
 ) -> tuple[Place | None, tuple[Place, ...]]:
-    """Returns where a job writes, and what it reads.
-
-    Raises:
-        UsageError: If a password stands in a URL, or a storage option is no pair.
-    """
+    """Returns where a job writes, and what it reads."""
     source_options = parse_options(values.get("src-option", ()), option="src-option")
     target_options = parse_options(values.get("dst-option", ()), option="dst-option")
     out, reads = None, []
@@ -209,16 +205,11 @@ class _Parameters:
         return name in self._options or (name == "events" and self._events)
 
     def renamed(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns values by the names of arguments where they are given as help shows them."""
         shown = {str(p.metavar).lower().replace("_", "-"): self._key(p) for p in self._arguments}
         return {shown.get(name, name): value for name, value in values.items()}
 
     def words(self, values: Mapping[str, Any]) -> Iterator[str]:
-        """Yields the command line that gives these values.
-
-        Raises:
-            UsageError: If one is unknown or missing, or has not the form that it needs.
-        """
+        """Yields the command line that gives these values."""
         for name, parameter in self._options.items():
             if name in values:
                 yield from _option_words(name, parameter, values[name])
@@ -227,11 +218,7 @@ class _Parameters:
             yield values[name]
 
     def checked(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the values that are given as texts, lists of texts, and bools.
-
-        Raises:
-            UsageError: If one is unknown or missing, or has not the form that it needs.
-        """
+        """Returns the values that are given as texts, lists of texts, and bools."""
         known = [*self.arguments, *self._options]
         for name in values:
             if name not in known:
@@ -250,7 +237,6 @@ class _Parameters:
 
     @property
     def arguments(self) -> list[str]:
-        """The names of the arguments, in order."""
         return [self._key(argument) for argument in self._arguments]
 
     def given(self, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -288,9 +274,6 @@ def _value(name: str, value: Any, option: Any) -> Any:
         name: Of the argument or option.
         value: As it was given.
         option: The option as click has it; None for an argument.
-
-    Raises:
-        UsageError: If it has not the form that it needs.
     """
     if option is not None and option.is_flag:
         if not isinstance(value, bool):
