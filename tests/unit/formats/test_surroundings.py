@@ -11,7 +11,7 @@ import pytest
 import ckptkit
 from ckptkit.formats.discovery import FileGroup, grouped
 
-FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
+FIXTURES = Path(__file__).resolve().parents[3] / "fixtures"
 SAVED = "peft_checkpointer/checkpoint/checkpoint-2"
 
 

@@ -17,7 +17,7 @@ import ckptkit
 from ckptkit.adapters.merge import base as merge_base
 from ckptkit.conversion.names_on_disk import DiskNames
 
-GENERATIONS = Path(__file__).resolve().parents[2] / "fixtures" / "peft_generations"
+GENERATIONS = Path(__file__).resolve().parents[3] / "fixtures" / "peft_generations"
 BASE = GENERATIONS / "bases" / "llama"
 PREFIX = "base_model.model."
 Q_PROJ = "model.layers.0.self_attn.q_proj"

@@ -28,7 +28,7 @@ from ckptkit.core.errors import (
     UnsupportedError,
 )
 
-FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
+FIXTURES = Path(__file__).resolve().parents[3] / "fixtures"
 ONE, THREE = "universal_small_zero1", "universal_small_zero3"
 TAG = "global_step2_universal"
 STATES = "zero_pp_rank_1_mp_rank_00_optim_states.pt"

@@ -23,7 +23,7 @@ from ckptkit.core.errors import (
 )
 from ckptkit.formats.others import torchsnapshot_manifest
 
-FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
+FIXTURES = Path(__file__).resolve().parents[3] / "fixtures"
 Change = Callable[[dict[str, Any]], object]
 WEIGHT = "0/model/first.weight"
 

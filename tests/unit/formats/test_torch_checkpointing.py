@@ -27,7 +27,7 @@ from ckptkit.formats.others import spread_metadata
 from ckptkit.formats.pickle.pickles import parse_pickle
 from ckptkit.storage.local.source import LocalSource
 
-FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
+FIXTURES = Path(__file__).resolve().parents[3] / "fixtures"
 Change = Callable[[dict[str, Any]], object]
 
 

@@ -20,7 +20,7 @@ from ckptkit.hub.publish.source import LargeFile, OneReading
 from ckptkit.storage.local.source import LocalSource
 from tests.planted_secrets import FILES, SECRETS
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 ODD_TOKEN = "corp7781tokenÄ"  # noqa: S105  no secret
 
 

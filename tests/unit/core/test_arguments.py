@@ -29,7 +29,7 @@ from ckptkit.options import choose_dtype
 from ckptkit.runs.listing import RunListing
 from ckptkit.runs.pruning import Pruned
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 LLAMA = ROOT / "fixtures" / "accelerate_fsdp2_tied_with_config" / "checkpoint"
 
 

@@ -12,7 +12,7 @@ import ckptkit.hub
 from ckptkit.core.errors import UsageError
 from ckptkit.storage.locations import Place, is_url, local_path
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 LLAMA = ROOT / "fixtures" / "accelerate_fsdp2_tied_with_config" / "checkpoint"
 OUT = "/nowhere/out"
 UNUSABLE = ["a\0b", "\ud800", "s3://bucket/\0", "s3://bucket/\udcff", "file:///a\0", "x" * 300]

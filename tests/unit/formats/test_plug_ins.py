@@ -15,7 +15,7 @@ import ckptkit
 from ckptkit.core.errors import InputError, MissingFileError, NotACheckpointError
 from ckptkit.formats.registry import EXPECTED, READERS, installed, recognise
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 EXAMPLE = (ROOT / "examples" / "reader_plugin" / "npy_rows.py").read_text(encoding="utf-8")
 WORKING = "class Reader:\n    name = 'theirs'\n    def find(self, paths): {find}\n"
 Installing = Callable[..., None]

@@ -26,7 +26,7 @@ from ckptkit.core.errors import (
     UnsupportedError,
 )
 
-FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
+FIXTURES = Path(__file__).resolve().parents[3] / "fixtures"
 CASE = FIXTURES / "dcp_images_fsdp2" / "checkpoint"
 
 

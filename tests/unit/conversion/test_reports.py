@@ -22,7 +22,7 @@ from ckptkit.core.index import Fqn, Key
 from ckptkit.plan.layouts.hf import layout_hf_weights
 from ckptkit.plan.plan import SOURCE, Copy, Product, TensorSpec
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 

@@ -22,7 +22,7 @@ from ckptkit.formats.ranks.flat import parse_layout
 from ckptkit.formats.ranks.flat_models import ModelParameter, vectors_of
 from ckptkit.training import write_flat_layout
 
-FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
+FIXTURES = Path(__file__).resolve().parents[3] / "fixtures"
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from ckptkit.core.errors import (
 from ckptkit.formats.safetensors.hf_shards import UNPROVEN
 from tests.made_up_shards import HALVES, WHOLE, Pieces, shard_name, with_metadata, write_shards
 
-FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
+FIXTURES = Path(__file__).resolve().parents[3] / "fixtures"
 INDEX = "model.safetensors.index.json"
 RIGHT = {"w": WHOLE, "gain": torch.tensor(3.25)}
 

@@ -21,7 +21,7 @@ from ckptkit.plan.peft_names import (
 )
 from ckptkit.plan.selection import looks_packed, what_loads_as_random
 
-NAMES = Path(__file__).resolve().parents[2] / "fixtures" / "transformers_names.json.gz"
+NAMES = Path(__file__).resolve().parents[3] / "fixtures" / "transformers_names.json.gz"
 P = "base_model.model.model.layers.0.self_attn.q_proj"
 # Words of PEFT's that classes of Transformers have among their own attributes.
 SHARED_WORDS = {"prompt_encoder"}
