@@ -148,7 +148,7 @@ def _measured(sides: Sides, request: DiffRequest, listener: Listener) -> _Change
         else:
             found.approximated[module_of(pair.name)] = pair, factors
     for origin in (sides.tuned, sides.base):
-        origin.ledger.finish()
+        origin.checksums.finish()
     return found
 
 

@@ -53,7 +53,7 @@ class AdapterValues:
         for entry in (*table.tokens.values(), *table.whole.values()):
             for block in self._blocks(entry):
                 _refuse_wild(block, entry)
-        self._origin.ledger.finish()
+        self._origin.checksums.finish()
         if not (is_trained or allow_untrained):
             found = "lora_B" if is_scaled else "scaling"
             raise RefusedError(

@@ -29,6 +29,7 @@ from ckptkit.core.index import Key
 from ckptkit.core.manifest import Manifest
 from ckptkit.core.text import size_text
 from ckptkit.core.threads import run_crew
+from ckptkit.engine.decompress import decoding_bytes
 from ckptkit.engine.executor import Executor, Inputs
 from ckptkit.engine.outcome import (
     BytesWritten,
@@ -41,7 +42,6 @@ from ckptkit.engine.outcome import (
     can_be_proven,
     is_proven,
 )
-from ckptkit.engine.zstd import decoding_bytes
 from ckptkit.options import Resources
 from ckptkit.plan.plan import OutputFile
 from ckptkit.storage.local.journal import Entry, Journal, read_journal
@@ -286,7 +286,7 @@ def _entry(file: OutputFile, digests: Digests, inputs: Inputs) -> Entry:
     origins = inputs.origins.items()
     outcome = Outcome(
         digests=Digests({name: dict(digests.tensors.get(name, {})) for name in names}),
-        open_records={name: origin.ledger.open_now() for name, origin in origins},
+        open_records={name: origin.checksums.open_now() for name, origin in origins},
         unverified={name: {*map(str, origin.unverified.copy())} for name, origin in origins},
     )
     return {_FILE: file.path, _OUTCOME: outcome.to_json()}

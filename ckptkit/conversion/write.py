@@ -30,11 +30,11 @@ from ckptkit.engine.budget import (
     ExecutionSettings,
     settle_workers,
 )
+from ckptkit.engine.decompress import decoding_bytes
 from ckptkit.engine.executor import Executor, Inputs
 from ckptkit.engine.outcome import Committed, Digests, Listener, Planned
 from ckptkit.engine.prefetch import READ_AHEAD_BYTES
 from ckptkit.engine.store_copies import with_store_copies
-from ckptkit.engine.zstd import decoding_bytes
 from ckptkit.formats.dcp.reader import METADATA
 from ckptkit.options import Resources
 from ckptkit.plan.plan import TASK_BYTES, Compute, Copy, Plan, Segment, ServerCopy

@@ -19,12 +19,12 @@ from ckptkit.core.index import Key, Span
 from ckptkit.core.manifest import LEAF_BYTES
 from ckptkit.core.threads import Throttle, run_crew
 from ckptkit.engine.budget import ExecutionSettings
+from ckptkit.engine.checksum_tracker import DeferredChecksums
 from ckptkit.engine.kernels import Preparations
 from ckptkit.engine.outcome import BytesWritten, Digests, Listener, Outcome, Sealed, Started
 from ckptkit.engine.reader import Origin, TensorReader
-from ckptkit.engine.seals import Seals
 from ckptkit.engine.store_copies import StoreCopies, copies_of
-from ckptkit.engine.windows import Horizon, fill_straight
+from ckptkit.engine.windows import PrefetchWindow, read_direct
 from ckptkit.plan.plan import (
     Compute,
     Copy,
@@ -50,7 +50,7 @@ Put = Callable[[Task, memoryview], bool]
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """Everything a plan reads from: opened checkpoints, and places that hold side files."""
+    """What a plan reads from: opened checkpoints, and the folders of side files."""
 
     origins: Mapping[str, Origin]
     folders: Mapping[str, Source]
@@ -75,12 +75,12 @@ class Executor:
         self._listener = listener
         self._lock = threading.Lock()
         self._preparations = Preparations()
-        self._seals = Seals(plan.files)
+        self._checksums = DeferredChecksums(plan.files)
         self._sealed: set[Sealed] = set()
         self._throttle = Throttle(settings.bytes_per_second)
 
     def run(self) -> Digests:
-        """Fills every file of the plan; what is written is not yet durable or visible.
+        """Fills every file of the plan; the output is not yet durable or visible.
 
         Tasks are taken in the plan's order, and every byte is written once.
 
@@ -105,16 +105,16 @@ class Executor:
                 self._target.create(file.path, file.size_bytes)
 
     def run_part(self, tasks: Iterator[Task]) -> Outcome:
-        """Fills what some of the plan's tasks say; called once, and the files have been made.
+        """Runs some of the plan's tasks; called once, after `create_files`.
 
-        Trailers that name checksums of tasks that others run are left out: `complete` writes them.
-        Every other byte of the tasks is written once.
+        Trailers that contain checksums of tasks in other parts are left out: `complete` writes
+        them. Every other byte of the tasks is written once.
 
         Args:
             tasks: Neighbours in the plan's order, none left out between the first and the last.
 
         Returns:
-            What is needed, of all parts together, to complete the output.
+            What `complete` needs of all parts together.
         """
         first = next(tasks, None)
         if first is not None:
@@ -124,8 +124,8 @@ class Executor:
         return Outcome(
             digests=self.digests,
             sealed=self._sealed,
-            pieces=dict(self._seals.pieces()),
-            open_records={n: o.ledger.still_open() for n, o in self._inputs.origins.items()},
+            pieces=dict(self._checksums.pieces()),
+            open_records={n: o.checksums.still_open() for n, o in self._inputs.origins.items()},
             unverified={n: {*map(str, o.unverified)} for n, o in self._inputs.origins.items()},
         )
 
@@ -134,21 +134,21 @@ class Executor:
 
         Args:
             tasks: Of which a part was left out, and which the target takes as a whole only.
-            outcome: Of all parts together; what is found now has to be the same.
+            outcome: Of all parts together; the digests have to be the same now.
         """
         for slot, pieces in outcome.pieces.items():
-            self._seals.add(slot, pieces)
+            self._checksums.add(slot, pieces)
         self._run(tasks, self._put_whole)
-        other = outcome.digests.first_difference(self.digests)
-        if other is not None:
+        name = outcome.digests.first_difference(self.digests)
+        if name is not None:
             raise ChecksumError(
-                f"other bytes were found in tensor {other!r} than shortly before",
+                f"other bytes were found in tensor {name!r} than shortly before",
                 where="SRC",
                 hint="the source changed while it was read; run again",
             )
 
     def complete(self, outcome: Outcome, *, has_trailers: bool = False) -> Digests:
-        """Writes the trailers, and proves what single parts could not, after all are run.
+        """Writes the trailers, and checks what single parts could not, after all are run.
 
         Args:
             outcome: Of all parts together.
@@ -165,7 +165,7 @@ class Executor:
             origin.unverified.update(map(Key, outcome.unverified.get(name, ())))
             origin.adopt(outcome.open_records.get(name, {}))
         for slot, pieces in outcome.pieces.items():
-            self._seals.add(slot, pieces)
+            self._checksums.add(slot, pieces)
         if not has_trailers:
             self._write_trailers(outcome.sealed)
         self._settle()
@@ -180,8 +180,8 @@ class Executor:
         for number, file in enumerate(self._plan.files):
             for position, segment in enumerate(file.segments):
                 if isinstance(segment.body, ServerCopy) and segment.spec is not None:
-                    crc = self._seals.value((number, position))
-                    assert crc is not None  # noqa: S101  nobody has given up
+                    crc = self._checksums.value((number, position))
+                    assert crc is not None  # noqa: S101  no worker has failed
                     self.digests.crc32s[str(segment.spec.name)] = crc
 
     def _run(self, tasks: Iterator[Task], put: Put) -> None:
@@ -189,7 +189,7 @@ class Executor:
             try:
                 self._work(shared, put)
             except BaseException:
-                self._seals.give_up()
+                self._checksums.give_up()
                 if isinstance(self._target, InOrder):
                     self._target.give_up()
                 raise
@@ -198,27 +198,27 @@ class Executor:
             run_crew(self._settings.workers, tasks, work, self._throttle.stopped)
 
     def _work(self, tasks: Iterator[Task], put: Put) -> None:
-        desk = _Desk(self._inputs, self._preparations, self._settings.task_bytes)
+        worker = _TaskWorker(self._inputs, self._preparations, self._settings.task_bytes)
         for task in tasks:
-            data = desk.prepare(task)
-            filled = desk.fill_straight(task, data)
+            data = worker.buffer_of(task)
+            filled = read_direct(task, data, worker.readers)
             for at, (part, view) in enumerate(_parts(task, data)):
                 if at not in filled:
-                    desk.look_ahead(task, at, filled)
+                    worker.window.fetch_parts(task, at, filled)
                 if not isinstance(part.segment.body, Trailer):
                     if at not in filled:
-                        desk.fill(part, view)
+                        worker.fill(part, view)
                     self._digest(task, part, view)
-            desk.forget()
+            worker.clear()
             if not put(task, data):
-                return  # another worker has failed, and says why
+                return  # another worker has failed, and raises the error
             self._listener(BytesWritten(len(data)))
-            self._throttle.take(max(len(data), desk.bytes_read()))
+            self._throttle.take(max(len(data), worker.take_bytes_read()))
 
     def _put_whole(self, task: Task, data: memoryview) -> bool:
         for part, view in _parts(task, data):
             is_trailer = isinstance(part.segment.body, Trailer)
-            if is_trailer and not self._seals.fill(task.file, part, view):
+            if is_trailer and not self._checksums.fill(task.file, part, view):
                 return False
         self._target.write(self._plan.files[task.file].path, task.start, data)
         return True
@@ -230,7 +230,7 @@ class Executor:
         for part, view in _parts(task, data):
             if isinstance(part.segment.body, Trailer):
                 if self._is_ours(begin, task, part.segment.body):
-                    if not self._seals.fill(task.file, part, view):
+                    if not self._checksums.fill(task.file, part, view):
                         return False
                     with self._lock:
                         self._sealed.add((task.file, part.number, part.start))
@@ -256,18 +256,18 @@ class Executor:
 
     def _write_trailer(self, task: Task, part: Part) -> None:
         view = memoryview(bytearray(part.stop - part.start))
-        if not self._seals.fill(task.file, part, view):
+        if not self._checksums.fill(task.file, part, view):
             raise ValueError("a trailer was asked for before all of its checksums are known")
         start = part.segment.start + part.start
         self._target.write(self._plan.files[task.file].path, start, view)
 
     def _settle(self) -> None:
         for origin in self._inputs.origins.values():
-            origin.ledger.finish()
+            origin.checksums.finish()
 
     def _digest(self, task: Task, part: Part, view: memoryview) -> None:
         path = self._plan.files[task.file].path
-        self._seals.note((task.file, part.number), part.start, view)
+        self._checksums.note((task.file, part.number), part.start, view)
         if isinstance(part.segment.body, ServerCopy):
             return
         leaf = part.start // LEAF_BYTES
@@ -288,41 +288,34 @@ def _parts(task: Task, data: memoryview) -> Iterator[tuple[Part, memoryview]]:
         at += part.stop - part.start
 
 
-class _Desk:
-    """What one worker has at hand: readers, and buffers that it uses again and again."""
+class _TaskWorker:
+    """The readers of one worker, and the buffers that it reuses for each task."""
 
     def __init__(self, inputs: Inputs, preparations: Preparations, task_bytes: int) -> None:
         self._inputs = inputs
         self._preparations = preparations
-        self._readers = {name: TensorReader(origin) for name, origin in inputs.origins.items()}
+        self.readers = {name: TensorReader(origin) for name, origin in inputs.origins.items()}
+        self.window = PrefetchWindow(inputs.origins, self.readers)
         self._block = aligned_buffer(task_bytes + PAGE_BYTES)
         self._scratch: dict[int, memoryview] = {}
         self._raw_bytes = 0
-        self._horizon = Horizon(inputs.origins, self._readers)
 
-    def bytes_read(self) -> int:
-        """Returns how much was read from the sources since it was asked last."""
+    def take_bytes_read(self) -> int:
+        """Returns how much was read from the sources since the last call."""
         total, self._raw_bytes = self._raw_bytes, 0
-        for reader in self._readers.values():
-            total += reader.bytes_read
-            reader.bytes_read = 0
+        for reader in self.readers.values():
+            total += reader.cache.bytes_read
+            reader.cache.bytes_read = 0
         return total
 
-    def prepare(self, task: Task) -> memoryview:
+    def buffer_of(self, task: Task) -> memoryview:
         low = task.start % PAGE_BYTES
         return self._block[low : low + task.stop - task.start]
 
-    def fill_straight(self, task: Task, data: memoryview) -> Container[int]:
-        """Fills what of a task can be read straight into its buffer; returns which parts."""
-        return fill_straight(task, data, self._readers)
-
-    def look_ahead(self, task: Task, at: int, filled: Container[int]) -> None:
-        self._horizon.reach(task, at, filled)
-
-    def forget(self) -> None:
-        """Frees what was fetched, so that it takes no room beside what is sent."""
-        for reader in self._readers.values():
-            reader.forget()
+    def clear(self) -> None:
+        """Frees what was prefetched, before the task is sent, which takes memory too."""
+        for reader in self.readers.values():
+            reader.clear()
 
     def fill(self, part: Part, view: memoryview) -> None:
         """Fills the buffer of one part of a segment."""
@@ -334,7 +327,7 @@ class _Desk:
             folder.read_into(body.path, body.start + part.start, view)
             self._raw_bytes += len(view)
         elif isinstance(body, (Copy, ServerCopy)) and spec is not None:
-            self._readers[body.origin].fill(body.key, _span_of(part, spec), view)
+            self.readers[body.origin].fill(body.key, _span_of(part, spec), view)
         elif isinstance(body, Compute) and spec is not None:
             self._compute(body, spec, _span_of(part, spec), view)
         else:
@@ -347,7 +340,7 @@ class _Desk:
         step = max(grain, COMPUTE_ELEMENTS // grain * grain)
         for start in range(span.start, span.stop, step):
             block = Span(start, min(start + step, span.stop))
-            self._horizon.reach_blocks(kernel, spec, block, span.stop)
+            self.window.fetch_blocks(kernel, spec, block, span.stop)
             inputs = [
                 self._input(slot, demand) for slot, demand in enumerate(kernel.demands(spec, block))
             ]
@@ -358,9 +351,9 @@ class _Desk:
     def _read(self, demand: Demand) -> NDArray[Any]:
         """Reads into memory of its own."""
         entry = self._inputs.origins[demand.origin].index.tensors[demand.key]
-        found = np.empty(demand.place.stop - demand.place.start, numpy_dtype(entry.dtype))
-        self._readers[demand.origin].fill(demand.key, demand.place, found.view(np.uint8).data)
-        return found
+        elements = np.empty(demand.place.stop - demand.place.start, numpy_dtype(entry.dtype))
+        self.readers[demand.origin].fill(demand.key, demand.place, elements.view(np.uint8).data)
+        return elements
 
     def _input(self, slot: int, demand: Demand) -> NDArray[Any]:
         entry = self._inputs.origins[demand.origin].index.tensors[demand.key]
@@ -368,7 +361,7 @@ class _Desk:
         scratch = self._scratch.get(slot)
         if scratch is None or len(scratch) < size:
             scratch = self._scratch[slot] = aligned_buffer(size)
-        self._readers[demand.origin].fill(demand.key, demand.place, scratch[:size])
+        self.readers[demand.origin].fill(demand.key, demand.place, scratch[:size])
         return np.frombuffer(scratch[:size], numpy_dtype(entry.dtype))
 
 

@@ -14,8 +14,7 @@ from typing import Any
 
 from ckptkit.core.checksums import CRC32_SCHEME, ChecksumPiece, join_leaves, leaf_digest
 from ckptkit.core.manifest import LEAF_BYTES
-from ckptkit.engine.locate import OpenRecord
-from ckptkit.engine.seals import Seals, Slot
+from ckptkit.engine.checksum_tracker import DeferredChecksums, OpenRecord, Slot
 from ckptkit.plan.plan import (
     TASK_BYTES,
     Compute,
@@ -211,7 +210,7 @@ def is_proven(file: OutputFile, digests: Digests, read_into: ReadInto) -> bool:
 class _Proof:
     def __init__(self, file: OutputFile, digests: Digests) -> None:
         self._digests = digests
-        self._seals = Seals([file])
+        self._checksums = DeferredChecksums([file])
 
     def holds(self, task: Task, data: memoryview) -> bool:
         at = 0
@@ -227,8 +226,8 @@ class _Proof:
             return view == segment.body.data[part.start : part.stop]
         if isinstance(segment.body, Trailer):
             expected = memoryview(bytearray(len(view)))
-            return self._seals.fill(0, part, expected) and view == expected
-        self._seals.note((0, part.number), part.start, view)
+            return self._checksums.fill(0, part, expected) and view == expected
+        self._checksums.note((0, part.number), part.start, view)
         name = "" if segment.spec is None else str(segment.spec.name)
         written = self._digests.tensors.get(name, {}).get(part.start // LEAF_BYTES)
         return leaf_digest(view) == written

@@ -1,89 +1,159 @@
-"""Reads ranges of tensors out of a source, whatever the layout of their chunks."""
+"""Reads elements of tensors out of a source, whatever the layout of their chunks.
+
+`TensorReader` reads either a span of a tensor into a buffer (`fill`), or boxes of one chunk into
+any memory (`read_chunk`). Both read byte runs of at most `RUN_BYTES`, straight into the memory
+where it is contiguous and through a scratch buffer elsewhere, and hand each run to the checksum
+tracker of the source.
+"""
 
 from __future__ import annotations
 
+import math
 import posixpath
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptkit.core.crc import crc32
-from ckptkit.core.geometry import flat_offset, hull, intersect
-from ckptkit.core.index import Box, FileRange, Key, Span, TensorIndex
+from ckptkit.core.geometry import (
+    Overlap,
+    contiguous_parts,
+    flat_offset,
+    hull,
+    intersect,
+    relative,
+    row_major_strides,
+    widened,
+)
+from ckptkit.core.index import Box, ChunkTable, FileRange, Key, Span, TensorEntry, TensorIndex
 from ckptkit.engine.casts import Caster, overflow_error
-from ckptkit.engine.locate import (
-    Account,
-    ChecksumLedger,
-    Located,
-    LocatedChunks,
-    Locator,
-    OpenRecord,
-)
-from ckptkit.engine.prefetch import (
-    READ_AHEAD_BYTES,
-    ChunkLookup,
-    FetchedRanges,
-    Piece,
-    Run,
-    ranges_of,
-)
-from ckptkit.engine.zstd import DecodedRecords
-from ckptkit.storage.base import Source, distant
+from ckptkit.engine.checksum_tracker import ChecksumTracker, OpenRecord, TrackedRecord
+from ckptkit.engine.decompress import DecodedRecords
+from ckptkit.engine.locate import ChunkLookup, Located, LocatedChunks, Locator, SpanOverlap
+from ckptkit.engine.prefetch import READ_AHEAD_BYTES, ByteRun, RangeCache, ranges_of
+from ckptkit.storage.base import Source
 
-# Large enough that Python's share of a read is small, and that pieces of many column chunks stay
-# worth one; small enough that a checksum finds the bytes still in a cache.
+# Large enough that Python's share of a read is small, and that a scratch buffer of many column
+# chunks is worth a read; small enough that a checksum finds the bytes still in a cache.
 RUN_BYTES = 4 << 20
-_Place = tuple[Box, NDArray[Any]]  # a box of a chunk, and where its elements go
+# Where a column of a matrix is wanted, runs below a page are read with what is between them.
+_SHORT_RUN_BYTES = 4 << 10
+_DIRECT_READS = 8  # of `RUN_BYTES` each, that a distant source is asked for together
 _LOOKUPS = 16
 _MOST_RUNS = 8  # of chunks that are smaller, several are better read with one request
 _LOCATED = 4096
+_BYTE_TYPES = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "V16"}
+
+
+class BoxMemory(Protocol):
+    """Memory for a box of a tensor, in host memory or on a device.
+
+    Elements are moved as bytes, so that their type does not matter; see `byte_type`.
+    """
+
+    def direct(self, box: Box) -> memoryview | None:
+        """Returns the memory of a part of the box as one writable run, None if it is not one."""
+        ...
+
+    def put(self, box: Box, elements: NDArray[Any]) -> None:
+        """Copies elements, in the shape of a part of the box, to their place."""
+        ...
+
+
+class ArrayMemory:
+    """A numpy array of any strides as the memory of a box."""
+
+    __slots__ = ("_array",)
+
+    def __init__(self, array: NDArray[Any]) -> None:
+        self._array = array
+
+    def direct(self, box: Box) -> memoryview | None:
+        part = self._array[slices_of(box)]
+        return part.reshape(-1).view(np.uint8).data if part.flags.c_contiguous else None
+
+    def put(self, box: Box, elements: NDArray[Any]) -> None:
+        self._array[slices_of(box)] = elements
+
+
+BoxTarget = tuple[Overlap, BoxMemory]
+"""A box of a chunk, and the memory that it goes to."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkRead:
+    """Boxes of one chunk, and the memory that each of them goes to.
+
+    Attributes:
+        entry: The tensor.
+        chunks: Its chunks, without replicas.
+        row: The chunk.
+        targets: The boxes.
+    """
+
+    entry: TensorEntry
+    chunks: ChunkTable
+    row: int
+    targets: tuple[BoxTarget, ...]
+
+    @property
+    def record(self) -> int:
+        return int(self.chunks.record[self.row])
 
 
 class Origin:
     """A source with its index, opened for reading tensors.
 
     Attributes:
-        ledger: The checksums of its records.
+        checksums: The checksums of its records.
         unverified: Keys of tensors of which some bytes had no stored checksum.
-        located: The chunks that somebody has looked into already.
+        located: The chunks that were located already.
         decoded: What is decoded of its compressed records.
     """
 
-    def __init__(self, name: str, source: Source, index: TensorIndex) -> None:
+    def __init__(
+        self, name: str, source: Source, index: TensorIndex, *, most_pieces: int | None = None
+    ) -> None:
+        """Opens it.
+
+        Args:
+            name: What plans call it.
+            source: Its files.
+            index: What is in them.
+            most_pieces: As for `ChecksumTracker`.
+        """
         self.name = name
         self.source = source
         self.index = index
-        self.ledger = ChecksumLedger(len(index.records))
+        self.checksums = ChecksumTracker(len(index.records), most_pieces=most_pieces)
         self.unverified: set[Key] = set()
         self.located = LocatedChunks()
         self.decoded = DecodedRecords(source, index)
-        self.ledger.finish_with(self.decoded.finish)
+        self.checksums.finish_with(self.decoded.finish)
 
     def adopt(self, records: Mapping[int, OpenRecord]) -> None:
-        """Takes over what other processes have left open in their ledgers."""
-        for record, found in records.items():
-            path = self.index.files[self.index.records[record].file].path
-            self.ledger.adopt(record, found, partial(self.source.read_into, path))
+        """Continues the records that the trackers of other processes have left open."""
+        for number, record in records.items():
+            path = self.index.files[self.index.records[number].file].path
+            self.checksums.adopt(number, record, partial(self.source.read_into, path))
 
 
 class TensorReader:
-    """Fills buffers with elements of tensors; one per thread, it owns its scratch memory.
+    """Reads elements of tensors; one per thread, it owns its scratch memory.
 
     Attributes:
-        bytes_read: How much of the source it has read so far.
+        cache: The source, with what was prefetched.
     """
 
     def __init__(self, origin: Origin) -> None:
-        self.bytes_read = 0
         self._origin = origin
-        far = distant(origin.source)
-        self._ahead = None if far is None else FetchedRanges(far)
-        self._foreseen: Sequence[tuple[Key, Span]] = ()
-        self._locator = Locator(self._ahead or origin.source, origin.index)
+        self.cache = RangeCache(origin.source)
+        self._prefetched: Sequence[tuple[Key, Span]] = ()
+        self._locator = Locator(self.cache, origin.index)
         self._lookups: OrderedDict[Key, ChunkLookup] = OrderedDict()
         self._located: OrderedDict[tuple[Key, int], Located] = OrderedDict()
         self._scratch: memoryview | None = None
@@ -101,85 +171,94 @@ class TensorReader:
             else:
                 self._fill_rounded(lookup, part, view)
 
-    @property
-    def is_distant(self) -> bool:
-        """Whether reading costs round trips, so that `foresee` is worth a call."""
-        return self._ahead is not None
+    def read_chunk(self, read: ChunkRead) -> Located:
+        """Reads boxes of a chunk into their memory.
 
-    def runs(self, key: Key, span: Span) -> Sequence[Run]:
+        What was fetched into `cache` is taken from there. Of a chunk that is there as a whole,
+        all bytes are added to the checksum, and else those that are read.
+
+        Returns:
+            Where the chunk is.
+        """
+        located = self._locate(read.entry, read.chunks, read.row)
+        if located.compressed is None and located.crc32 is not None:
+            whole = self.cache.cached(located.path, located.start, located.stop)
+            if whole is not None:
+                self._origin.checksums.note(read.record, 0, whole)
+        itemsize = read.entry.stored_dtype.itemsize
+        if located.strides is not None:
+            self._gather(located, read.record, itemsize, read.targets)
+            return located
+        for overlap, memory in sorted(read.targets, key=lambda target: target[0].source.offsets):
+            self._read_box(located, read.record, itemsize, overlap, memory)
+        return located
+
+    def byte_runs(self, key: Key, span: Span) -> Sequence[ByteRun]:
         """Returns the runs that a span consists of; none where it has others, or too many.
 
-        Nothing is read: chunks that nobody has looked into yet are not known to hold runs.
+        Nothing is read: chunks that were not located yet count as others.
         """
         lookup = self._lookup(key)
         itemsize = lookup.entry.stored_dtype.itemsize
-        runs: list[Run] = []
-        for piece in lookup.pieces(span):
-            known = self._origin.located.get((key, piece.row))
-            if known is None or piece.placement is not None or len(runs) == _MOST_RUNS:
+        runs: list[ByteRun] = []
+        for overlap in lookup.overlaps(span):
+            located = self._origin.located.get((key, overlap.row))
+            if located is None or not overlap.is_contiguous or len(runs) == _MOST_RUNS:
                 return ()
-            if known.strides is not None or known.compressed is not None:
+            if located.strides is not None or located.compressed is not None:
                 return ()
-            located = self._locate(lookup, piece.row)
-            start = located.origin + piece.source_start * itemsize
+            self._locate(lookup.entry, lookup.chunks, overlap.row)  # so that it is tracked
+            start = located.origin + overlap.source_start * itemsize
             runs.append(
-                Run(
-                    FileRange(located.path, start, start + piece.elements * itemsize),
-                    piece.target_start * itemsize,
-                    int(lookup.chunks.record[piece.row]),
+                ByteRun(
+                    FileRange(located.path, start, start + overlap.elements * itemsize),
+                    overlap.target_start * itemsize,
+                    int(lookup.chunks.record[overlap.row]),
                     None if located.crc32 is None else start - located.start,
                 )
             )
         return () if lookup.entry.rounded_from is not None else runs
 
-    def fetch(self, reads: Sequence[tuple[FileRange, memoryview]]) -> None:
-        """Fills buffers from a distant source; what they hold is still to be booked."""
-        far = distant(self._origin.source)
-        assert far is not None  # noqa: S101  nobody asks for it otherwise
-        far.fetch(reads)
-        self.bytes_read += sum(wanted.size_bytes for wanted, _ in reads)
-
-    def book(self, run: Run, data: memoryview) -> None:
-        """Checks the bytes of a run, as soon as all of its record are read."""
+    def note(self, run: ByteRun, data: memoryview) -> None:
+        """Adds the bytes of a run, which were read past `fill`, to the checksum of its record."""
         if run.checked_at is not None:
-            self._origin.ledger.add(run.record, (run.checked_at, len(data), crc32(data)))
+            self._origin.checksums.note(run.record, run.checked_at, data)
 
-    def forget(self) -> None:
-        """Frees the memory of what was fetched."""
-        if self._ahead is not None:
-            self._ahead.forget()
-        self._foreseen = ()
+    def clear(self) -> None:
+        """Frees the memory of what was prefetched."""
+        self.cache.clear()
+        self._prefetched = ()
 
-    def foresee(self, wanted: Sequence[tuple[Key, Span]]) -> None:
-        """Fetches what the following calls of `fill` read, if it is not at hand already.
+    def prefetch(self, wanted: Sequence[tuple[Key, Span]]) -> None:
+        """Fetches what the following calls of `fill` read from a distant source.
 
         Args:
             wanted: Tensors and spans of them, `READ_AHEAD_BYTES` together at most; a call for a
                 part of a span is served too.
         """
-        if self._ahead is None or all(self._is_foreseen(key, span) for key, span in wanted):
+        if not self.cache.is_distant or all(self._is_prefetched(key, span) for key, span in wanted):
             return
         index, located = self._origin.index, self._origin.located
         ranges = (ranges_of(index, self._lookup(key), span, located) for key, span in wanted)
-        self._ahead.fetch(one for group in ranges for one in group)
-        self._foreseen = tuple(wanted)
+        self.cache.fetch(part for group in ranges for part in group)
+        self._prefetched = tuple(wanted)
 
-    def _is_foreseen(self, key: Key, span: Span) -> bool:
+    def _is_prefetched(self, key: Key, span: Span) -> bool:
         return any(
-            key == other and known.start <= span.start and span.stop <= known.stop
-            for other, known in self._foreseen
+            key == other and window.start <= span.start and span.stop <= window.stop
+            for other, window in self._prefetched
         )
 
     def _windows(self, lookup: ChunkLookup, span: Span) -> Iterator[Span]:
         """Yields the span as a whole, or in parts each of which is fetched first."""
         key = lookup.entry.key
-        if self._ahead is None or self._is_foreseen(key, span):
+        if not self.cache.is_distant or self._is_prefetched(key, span):
             yield span
             return
         step = READ_AHEAD_BYTES // lookup.entry.stored_dtype.itemsize
         for start in range(span.start, span.stop, step):
             part = Span(start, min(start + step, span.stop))
-            self.foresee([(key, part)])
+            self.prefetch([(key, part)])
             yield part
 
     def _fill_rounded(self, lookup: ChunkLookup, span: Span, target: memoryview) -> None:
@@ -202,142 +281,173 @@ class TensorReader:
 
     def _fill_stored(self, lookup: ChunkLookup, span: Span, target: memoryview) -> None:
         """Fills a buffer with elements as they are stored."""
-        itemsize = lookup.entry.stored_dtype.itemsize
+        entry, chunks = lookup.entry, lookup.chunks
+        itemsize = entry.stored_dtype.itemsize
         step = max(1, RUN_BYTES // itemsize)
-        scattered = False
+        has_strided = False
         for start in range(span.start, span.stop, step):
             part = Span(start, min(start + step, span.stop))
             low = (start - span.start) * itemsize
             view = target[low : low + (part.stop - part.start) * itemsize]
-            for piece in lookup.pieces(part):
-                located = self._locate(lookup, piece.row)
+            for overlap in lookup.overlaps(part):
+                located = self._locate(entry, chunks, overlap.row)
                 if located.strides is None:
-                    self._fill_piece(lookup, located, piece, view)
+                    record, memory = (
+                        int(chunks.record[overlap.row]),
+                        _block(view, overlap, itemsize),
+                    )
+                    self._read_box(located, record, itemsize, overlap, memory)
                 else:
-                    scattered = True
-        if scattered:
-            self._fill_scattered(lookup, span, target)
+                    has_strided = True
+        if has_strided:
+            self._fill_strided(lookup, span, target)
 
-    def _fill_scattered(self, lookup: ChunkLookup, span: Span, target: memoryview) -> None:
+    def _fill_strided(self, lookup: ChunkLookup, span: Span, target: memoryview) -> None:
         """Fills in what is not stored row-major: over the whole range, however long, at once."""
-        places: dict[int, list[_Place]] = {}
-        for piece in lookup.pieces(span):
-            if self._locate(lookup, piece.row).strides is not None:
-                array = _target_array(target, piece, lookup.entry.stored_dtype.itemsize)
-                places.setdefault(piece.row, []).append((piece.place, array))
-        for row, wanted in places.items():
-            self._gather(self._locate(lookup, row), wanted)
-
-    def _fill_piece(
-        self, lookup: ChunkLookup, located: Located, piece: Piece, view: memoryview
-    ) -> None:
         itemsize = lookup.entry.stored_dtype.itemsize
-        if piece.placement is None:
-            low = piece.target_start * itemsize
-            run = view[low : low + piece.elements * itemsize]
-            self._read_run(lookup, located, piece, run)
-        else:
-            scratch = self._scratch_of(piece.elements * itemsize)
-            self._read_run(lookup, located, piece, scratch)
-            _target_array(view, piece, itemsize)[...] = _elements(scratch, itemsize).reshape(
-                piece.place.sizes
-            )
+        targets: dict[int, list[BoxTarget]] = {}
+        for overlap in lookup.overlaps(span):
+            if self._locate(lookup.entry, lookup.chunks, overlap.row).strides is not None:
+                memory = _block(target, overlap, itemsize)
+                targets.setdefault(overlap.row, []).append((overlap, memory))
+        for row, of_chunk in targets.items():
+            located = self._locate(lookup.entry, lookup.chunks, row)
+            self._gather(located, int(lookup.chunks.record[row]), itemsize, of_chunk)
 
-    def _read_run(
-        self, lookup: ChunkLookup, located: Located, piece: Piece, target: memoryview
+    def _read_box(
+        self, located: Located, record: int, itemsize: int, overlap: Overlap, memory: BoxMemory
     ) -> None:
-        start = located.origin + piece.source_start * lookup.entry.stored_dtype.itemsize
-        self._read_into(located, start, target)
-        if located.crc32 is not None:
-            booked = (start - located.start, len(target), crc32(target))
-            self._origin.ledger.add(int(lookup.chunks.record[piece.row]), booked)
+        """Reads a box of a chunk that is stored row-major, run by run."""
+        chunk, box = overlap.chunk, overlap.source
+        strides = row_major_strides(chunk)
+        wide = widened(box, chunk, _SHORT_RUN_BYTES // itemsize)
+        direct_reads: list[tuple[FileRange, memoryview]] = []
+        for part in contiguous_parts(wide, chunk, RUN_BYTES // itemsize):
+            start = located.origin + flat_offset(part.offsets, strides) * itemsize
+            stop = start + math.prod(part.sizes) * itemsize
+            wanted = intersect(part, box)
+            place = None if wanted is None else _moved(wanted, overlap)
+            direct = memory.direct(place) if place is not None and wanted == part else None
+            if direct is not None and self._reads_past_cache(located, start, stop):
+                direct_reads.append((FileRange(located.path, start, stop), direct))
+                if len(direct_reads) == _DIRECT_READS:
+                    self._read_direct(located, record, direct_reads)
+                    direct_reads = []
+                continue
+            run = self._scratch_of(stop - start) if direct is None else direct
+            self._read_run(located, record, start, run)
+            if direct is None and wanted is not None and place is not None:
+                elements = np.frombuffer(run, byte_type(itemsize)).reshape(part.sizes)
+                memory.put(place, elements[slices_of(relative(wanted, part))])
+        self._read_direct(located, record, direct_reads)
 
-    def _read_into(self, located: Located, start: int, target: memoryview) -> None:
+    def _reads_past_cache(self, located: Located, start: int, stop: int) -> bool:
+        return (
+            self.cache.is_distant
+            and located.compressed is None
+            and self.cache.cached(located.path, start, stop) is None
+        )
+
+    def _read_direct(
+        self, located: Located, record: int, reads: Sequence[tuple[FileRange, memoryview]]
+    ) -> None:
+        self.cache.read_direct(reads)
+        for wanted, data in reads if located.crc32 is not None else ():
+            self._origin.checksums.note(record, wanted.start - located.start, data)
+
+    def _read_run(self, located: Located, record: int, start: int, target: memoryview) -> None:
         if located.compressed is not None:
             self._origin.decoded.read_into(located.compressed, start, target)
-        elif self._ahead is None:
-            self._origin.source.read_into(located.path, start, target)
-        else:
-            self._ahead.read_into(located.path, start, target)
-        self.bytes_read += len(target)
+            self.cache.bytes_read += len(target)
+            return
+        self.cache.read_into(located.path, start, target)
+        if located.crc32 is not None:
+            self._origin.checksums.note(record, start - located.start, target)
 
-    def _gather(self, located: Located, wanted: Sequence[_Place]) -> None:
-        """Collects boxes of a chunk that is not stored row-major; `finish` checks its CRC.
+    def _gather(
+        self, located: Located, record: int, itemsize: int, targets: Sequence[BoxTarget]
+    ) -> None:
+        """Reads boxes of a chunk that is not stored row-major.
 
-        What lies between the elements of one box are those of the next, so all are collected
-        from the same reads.
+        The bytes between the elements of one box are those of the next, so all boxes are
+        collected from the same reads.
         """
         strides = located.strides or ()
-        itemsize = wanted[0][1].itemsize
-        box = hull([place for place, _ in wanted])
-        reach = [(n - 1) * s for n, s in zip(box.sizes, strides, strict=True)]
-        extent = (sum(reach) + 1) * itemsize
-        if extent <= RUN_BYTES:
+        pending = [hull([overlap.source for overlap, _ in targets])]
+        while pending:
+            part = pending.pop()
+            inside = [
+                (shared, overlap, memory)
+                for overlap, memory in targets
+                if (shared := intersect(part, overlap.source)) is not None
+            ]
+            if not inside:
+                continue
+            outer = hull([box for box, _, _ in inside])
+            reach = [(n - 1) * s for n, s in zip(outer.sizes, strides, strict=True)]
+            extent = (sum(reach) + 1) * itemsize
+            if extent > RUN_BYTES:
+                axis = max(range(len(reach)), key=lambda i: reach[i])
+                rest = extent - reach[axis] * itemsize
+                count = max(1, (RUN_BYTES - rest) // (strides[axis] * itemsize) + 1)
+                parts = list(_cut(outer, axis, min(count, max(1, outer.sizes[axis] - 1))))
+                pending += reversed(parts)
+                continue
             scratch = self._scratch_of(extent)
-            start = located.origin + flat_offset(box.offsets, strides) * itemsize
-            self._read_into(located, start, scratch)
-            steps = [s * itemsize for s in strides]
-            whole = _elements(scratch, itemsize)
-            found = np.lib.stride_tricks.as_strided(whole, box.sizes, steps, writeable=False)
-            for place, target in wanted:
-                target[...] = _part_of(found, box, place)
-            return
-        axis = max(range(len(reach)), key=lambda i: reach[i])
-        rest = extent - reach[axis] * itemsize
-        count = max(1, (RUN_BYTES - rest) // (strides[axis] * itemsize) + 1)
-        for part in _cut(box, axis, min(count, max(1, box.sizes[axis] - 1))):
-            inside = [(intersect(part, place), place, target) for place, target in wanted]
-            parts = [(i, _part_of(target, place, i)) for i, place, target in inside if i]
-            if parts:
-                self._gather(located, parts)
+            start = located.origin + flat_offset(outer.offsets, strides) * itemsize
+            self._read_run(located, record, start, scratch)
+            elements = np.lib.stride_tricks.as_strided(
+                np.frombuffer(scratch, byte_type(itemsize)),
+                outer.sizes,
+                [stride * itemsize for stride in strides],
+                writeable=False,
+            )
+            for box, overlap, memory in inside:
+                memory.put(_moved(box, overlap), elements[slices_of(relative(box, outer))])
 
     def _lookup(self, key: Key) -> ChunkLookup:
-        found = self._lookups.get(key)
-        if found is None:
-            found = self._lookups[key] = ChunkLookup(self._origin.index.tensors[key])
+        lookup = self._lookups.get(key)
+        if lookup is None:
+            lookup = self._lookups[key] = ChunkLookup(self._origin.index.tensors[key])
             if len(self._lookups) > _LOOKUPS:
                 self._lookups.popitem(last=False)
-        return found
+        return lookup
 
-    def _locate(self, lookup: ChunkLookup, row: int) -> Located:
-        key = (lookup.entry.key, row)
-        found = self._located.get(key)
-        if found is None:
-            found = self._located[key] = self._locate_anew(lookup, row)
+    def _locate(self, entry: TensorEntry, chunks: ChunkTable, row: int) -> Located:
+        key = (entry.key, row)
+        located = self._located.get(key)
+        if located is None:
+            located = self._located[key] = self._locate_anew(entry, chunks, row)
             if len(self._located) > _LOCATED:
                 self._located.popitem(last=False)
-        return found
+        return located
 
-    def _locate_anew(self, lookup: ChunkLookup, row: int) -> Located:
-        chunk = (lookup.entry.key, row)
+    def _locate_anew(self, entry: TensorEntry, chunks: ChunkTable, row: int) -> Located:
+        chunk = (entry.key, row)
         located = self._origin.located.get(chunk)
         if located is None:
-            located = self._locator.locate(lookup.entry, lookup.chunks, row)
+            located = self._locator.locate(entry, chunks, row)
             if located.compressed is not None:
-                located = self._look_into_stream(lookup, row)
+                mark = partial(self._origin.unverified.add, entry.key)
+                located = self._origin.decoded.locate(entry, chunks, row, mark)
             self._origin.located.put(chunk, located)
         if located.compressed is not None:
             return located
         if located.crc32 is None:
-            self._origin.unverified.add(lookup.entry.key)
+            self._origin.unverified.add(entry.key)
             return located
         source, path = self._origin.source, located.path
-        where = f"{posixpath.join(source.location, path)}, tensor {lookup.entry.key!r}"
-        self._origin.ledger.expect(
-            int(lookup.chunks.record[row]),
-            Account(
+        self._origin.checksums.expect(
+            int(chunks.record[row]),
+            TrackedRecord(
                 start=located.start,
                 stop=located.stop,
                 expected=located.crc32,
-                where=where,
+                where=f"{posixpath.join(source.location, path)}, tensor {entry.key!r}",
                 read_into=partial(source.read_into, path),
             ),
         )
         return located
-
-    def _look_into_stream(self, lookup: ChunkLookup, row: int) -> Located:
-        mark = partial(self._origin.unverified.add, lookup.entry.key)
-        return self._origin.decoded.locate(lookup.entry, lookup.chunks, row, mark)
 
     def _scratch_of(self, size_bytes: int) -> memoryview:
         if self._scratch is None or len(self._scratch) < size_bytes:
@@ -345,18 +455,27 @@ class TensorReader:
         return self._scratch[:size_bytes]
 
 
-def _elements(data: memoryview, itemsize: int) -> NDArray[Any]:
-    return np.frombuffer(data, f"V{itemsize}")
+def byte_type(itemsize: int) -> str:
+    """Returns numpy's name of a type of that size whose values are not interpreted."""
+    return _BYTE_TYPES[itemsize]
 
 
-def _part_of(array: NDArray[Any], box: Box, part: Box) -> NDArray[Any]:
-    """Returns what an array that holds `box` holds of `part`."""
-    return array[
-        tuple(
-            slice(p - b, p - b + n)
-            for b, p, n in zip(box.offsets, part.offsets, part.sizes, strict=True)
-        )
-    ]
+def slices_of(box: Box) -> tuple[Any, ...]:
+    """Returns the index of a box in an array or tensor.
+
+    Its ellipsis makes a view, and no scalar, of an array without dimensions.
+    """
+    return (
+        *(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True)),
+        Ellipsis,
+    )
+
+
+def _moved(part: Box, overlap: Overlap) -> Box:
+    """Returns where a part of an overlap goes, counted as `overlap.target` is."""
+    inside = relative(part, overlap.source)
+    offsets = zip(inside.offsets, overlap.target.offsets, strict=True)
+    return Box(tuple(i + t for i, t in offsets), inside.sizes)
 
 
 def _cut(box: Box, axis: int, count: int) -> Iterator[Box]:
@@ -368,13 +487,8 @@ def _cut(box: Box, axis: int, count: int) -> Iterator[Box]:
         yield Box(tuple(offsets), tuple(sizes))
 
 
-def _target_array(view: memoryview, piece: Piece, itemsize: int) -> NDArray[Any]:
-    """Returns the part of a buffer that a piece goes to, in the piece's own shape."""
-    whole = _elements(view, itemsize)
-    if piece.placement is None:
-        run = whole[piece.target_start : piece.target_start + piece.elements]
-        return run.reshape(piece.place.sizes)
-    outer = piece.placement.outer
-    block = whole[piece.target_start :][: int(np.prod(outer, dtype=np.int64))].reshape(outer)
-    inner = piece.placement.inner
-    return block[tuple(slice(o, o + s) for o, s in zip(inner.offsets, inner.sizes, strict=True))]
+def _block(view: memoryview, overlap: SpanOverlap, itemsize: int) -> ArrayMemory:
+    """Returns the part of a span's buffer that holds the block of an overlap."""
+    start, size = overlap.block_start * itemsize, math.prod(overlap.block) * itemsize
+    elements = np.frombuffer(view[start : start + size], byte_type(itemsize))
+    return ArrayMemory(elements.reshape(overlap.block))

@@ -1,4 +1,4 @@
-"""What a store copies by itself: found in a plan, left out of its tasks, and asked for."""
+"""Copies that a store makes by itself: found in a plan, left out of its tasks, and requested."""
 
 from __future__ import annotations
 
@@ -10,29 +10,23 @@ from dataclasses import dataclass, replace
 from ckptkit.core.index import FileRange, Span
 from ckptkit.core.object_parts import MIN_PART_BYTES, CopiedRange, ObjectPart, choose_copies
 from ckptkit.core.threads import run_crew
-from ckptkit.engine.locate import Located, Locator
+from ckptkit.engine.locate import ChunkLookup, Located, Locator, SpanOverlap
 from ckptkit.engine.outcome import BytesWritten, Listener
-from ckptkit.engine.prefetch import (
-    FREE_GAP_OF_ENDS_BYTES,
-    ChunkLookup,
-    FetchedRanges,
-    Piece,
-    windows_of,
-)
+from ckptkit.engine.prefetch import FREE_GAP_OF_ENDS_BYTES, RangeCache, windows_of
 from ckptkit.engine.reader import Origin
 from ckptkit.plan.plan import Copy, OutputFile, Plan, Segment, ServerCopy
-from ckptkit.storage.base import CopyingTarget, CopySource, ObjectSource, distant
+from ckptkit.storage.base import CopyingTarget, CopySource, ObjectSource
 
-# What takes no memory here and hardly a processor, but time on the way and at the store.
+# Copies take no memory and hardly any processor time here, but time at the store.
 _REQUESTS_AT_A_TIME = 8
-_LOOKED_INTO_AT_ONCE = 256
+_LOCATED_AT_ONCE = 256
 
 
 def with_store_copies(plan: Plan, origins: Mapping[str, Origin], target: CopyingTarget) -> Plan:
     """Returns a plan that has the store copy whole chunks wherever that is possible.
 
-    That is where an output tensor is a source tensor without change, and a chunk of it lies in
-    one piece in both, is large enough for a part, and has a checksum stored beside it.
+    That is where an output tensor is a source tensor without change, and a chunk of it is
+    contiguous in both, is large enough for a part, and has a stored checksum.
 
     Args:
         plan: The plan.
@@ -43,24 +37,25 @@ def with_store_copies(plan: Plan, origins: Mapping[str, Origin], target: Copying
         The plan, with a note of why nothing is copied where that is so.
     """
     candidates = list(_candidates(plan, origins))
-    examples = {id(one.store): one for one in map(_source_of, candidates) if one is not None}
+    sources = map(_source_of, candidates)
+    examples = {id(source.store): source for source in sources if source is not None}
     if not examples:
         return plan
-    reasons = {store: target.why_no_copies(one) for store, one in examples.items()}
+    reasons = {store: target.why_no_copies(source) for store, source in examples.items()}
     stores = {store for store, reason in reasons.items() if not reason}
-    # Also where nothing is copied: many chunks are looked into with one request here, and what
-    # was found out spares those who read them one or two requests for each.
-    found = _located(candidates, stores)
+    # Also where nothing is copied: one request locates many chunks here, and readers then need
+    # one or two requests less for each.
+    copies = _locate_copies(candidates, stores)
     if not stores:
         notes = [f"all bytes go through this machine: {reason}" for reason in reasons.values()]
         return replace(plan, notes=(*plan.notes, *notes[:1]))
-    files = tuple(_with_copies(file, found[number]) for number, file in enumerate(plan.files))
+    files = tuple(_with_copies(file, copies[number]) for number, file in enumerate(plan.files))
     return replace(plan, files=files)
 
 
 @dataclass(frozen=True, slots=True)
 class StoreCopies:
-    """The copies that a plan asks its target's store for."""
+    """The copies that a plan requests from its target's store."""
 
     plan: Plan
     origins: Mapping[str, Origin]
@@ -87,7 +82,7 @@ class StoreCopies:
 
 def copies_of(file: OutputFile) -> list[CopiedRange]:
     bodies = (segment.body for segment in file.segments)
-    return [one for body in bodies if isinstance(body, ServerCopy) for one in body.copied]
+    return [copied for body in bodies if isinstance(body, ServerCopy) for copied in body.copied]
 
 
 def _sources(
@@ -112,7 +107,7 @@ def _object_of(origin: Origin, path: str) -> CopySource | None:
 
 @dataclass(frozen=True, slots=True)
 class _Candidate:
-    """A tensor of which some chunks may be copied, as far as the index tells.
+    """A tensor of which some chunks may be copied, as far as the index shows.
 
     Attributes:
         file: The number of its file in the plan.
@@ -120,7 +115,7 @@ class _Candidate:
         segment: Its segment.
         origin: Where it comes from.
         lookup: Its chunks.
-        pieces: Those of its pieces that are large enough, in the order of their bytes.
+        overlaps: What its large chunks hold of it, in the order of the bytes.
     """
 
     file: int
@@ -128,32 +123,32 @@ class _Candidate:
     segment: Segment
     origin: Origin
     lookup: ChunkLookup
-    pieces: Sequence[Piece]
+    overlaps: Sequence[SpanOverlap]
 
     def copies(self, locator: Locator, stores: Container[int]) -> Iterator[CopiedRange]:
-        """Yields what can be copied, now that it is looked into, from any of the stores."""
+        """Yields what can be copied, now that its chunks are located, from any of the stores."""
         itemsize = self.lookup.entry.stored_dtype.itemsize
-        for piece in self.pieces:
-            size = piece.elements * itemsize
-            located = locator.locate(self.lookup.entry, self.lookup.chunks, piece.row)
+        for overlap in self.overlaps:
+            size = overlap.elements * itemsize
+            located = locator.locate(self.lookup.entry, self.lookup.chunks, overlap.row)
             if located.compressed is not None:
                 continue
-            self.origin.located.put((self.lookup.entry.key, piece.row), located)
+            self.origin.located.put((self.lookup.entry.key, overlap.row), located)
             source = _object_of(self.origin, located.path)
             if source is None or id(source.store) not in stores:
                 continue
-            if located.crc32 is not None and _is_all(located, piece, size):
-                start = self.segment.start + piece.target_start * itemsize
+            if located.crc32 is not None and _is_all(located, overlap, size):
+                start = self.segment.start + overlap.target_start * itemsize
                 yield CopiedRange(start, start + size, located.path, located.start, located.crc32)
 
     def windows(self) -> Iterator[FileRange]:
-        for piece in self.pieces:
-            yield from windows_of(self.origin.index, self.lookup, piece.row)
+        for overlap in self.overlaps:
+            yield from windows_of(self.origin.index, self.lookup, overlap.row)
 
 
 def _source_of(candidate: _Candidate) -> CopySource | None:
     index, lookup = candidate.origin.index, candidate.lookup
-    record = index.records[int(lookup.chunks.record[candidate.pieces[0].row])]
+    record = index.records[int(lookup.chunks.record[candidate.overlaps[0].row])]
     return _object_of(candidate.origin, index.files[record.file].path)
 
 
@@ -166,71 +161,67 @@ def _candidates(plan: Plan, origins: Mapping[str, Origin]) -> Iterator[_Candidat
             origin = origins[segment.body.origin]
             entry = origin.index.tensors[segment.body.key]
             lookup = ChunkLookup(entry)
-            pieces = [] if entry.rounded_from else list(_large_pieces(lookup))
-            if pieces:
-                yield _Candidate(number, position, segment, origin, lookup, pieces)
+            overlaps = [] if entry.rounded_from else _large_overlaps(lookup)
+            if overlaps:
+                yield _Candidate(number, position, segment, origin, lookup, overlaps)
 
 
-def _large_pieces(lookup: ChunkLookup) -> Iterator[Piece]:
-    entry = lookup.entry
-    whole = Span(0, math.prod(entry.shape))
-    for piece in sorted(lookup.pieces(whole), key=lambda piece: piece.target_start):
-        size = piece.elements * entry.stored_dtype.itemsize
-        if piece.placement is None and size >= MIN_PART_BYTES:
-            yield piece
+def _large_overlaps(lookup: ChunkLookup) -> list[SpanOverlap]:
+    least_elements = MIN_PART_BYTES / lookup.entry.stored_dtype.itemsize
+    whole = lookup.overlaps(Span(0, math.prod(lookup.entry.shape)))
+    large = [o for o in whole if o.is_contiguous and o.elements >= least_elements]
+    return sorted(large, key=lambda overlap: overlap.target_start)
 
 
-def _located(
+def _locate_copies(
     candidates: Sequence[_Candidate], stores: Container[int]
 ) -> Mapping[int, Mapping[int, list[CopiedRange]]]:
-    """Looks into chunks, many with one request; returns what can be copied, by file and segment."""
-    found: dict[int, dict[int, list[CopiedRange]]] = defaultdict(dict)
+    """Locates chunks, many with one request; returns what can be copied, by file and segment."""
+    by_file: dict[int, dict[int, list[CopiedRange]]] = defaultdict(dict)
 
     def work(batches: Iterator[Sequence[_Candidate]]) -> None:
         for batch in batches:
-            far = distant(batch[0].origin.source)
-            source = None if far is None else FetchedRanges(far)
-            if source is not None:
-                source.fetch(
-                    (one for candidate in batch for one in candidate.windows()),
-                    free_gap_bytes=FREE_GAP_OF_ENDS_BYTES,
-                )
             origin = batch[0].origin
-            locator = Locator(source or origin.source, origin.index)
-            for one in batch:
-                found[one.file][one.position] = list(one.copies(locator, stores))
+            cache = RangeCache(origin.source)
+            if cache.is_distant:
+                windows = (window for candidate in batch for window in candidate.windows())
+                cache.fetch(windows, free_gap_bytes=FREE_GAP_OF_ENDS_BYTES)
+            locator = Locator(cache, origin.index)
+            for candidate in batch:
+                copies = list(candidate.copies(locator, stores))
+                by_file[candidate.file][candidate.position] = copies
 
     run_crew(_REQUESTS_AT_A_TIME, _batches(candidates), work)
-    return found
+    return by_file
 
 
 def _batches(candidates: Sequence[_Candidate]) -> Iterator[Sequence[_Candidate]]:
     batch: list[_Candidate] = []
-    for one in candidates:
-        pieces = sum(len(other.pieces) for other in batch)
-        if batch and (one.origin is not batch[0].origin or pieces >= _LOOKED_INTO_AT_ONCE):
+    for candidate in candidates:
+        chunks = sum(len(other.overlaps) for other in batch)
+        if batch and (candidate.origin is not batch[0].origin or chunks >= _LOCATED_AT_ONCE):
             yield batch
             batch = []
-        batch.append(one)
+        batch.append(candidate)
     if batch:
         yield batch
 
 
-def _is_all(located: Located, piece: Piece, size_bytes: int) -> bool:
-    """Tells whether a piece is all that a checksum was stored for, in the same order."""
+def _is_all(located: Located, overlap: SpanOverlap, size_bytes: int) -> bool:
+    """Whether an overlap is all that a checksum was stored for, in the same order."""
     return (
         located.strides is None
-        and piece.source_start == 0
+        and overlap.source_start == 0
         and located.origin == located.start
         and located.stop - located.start == size_bytes
     )
 
 
-def _with_copies(file: OutputFile, found: Mapping[int, Sequence[CopiedRange]]) -> OutputFile:
-    ranges = [copied for at in sorted(found) for copied in found[at]]
+def _with_copies(file: OutputFile, by_segment: Mapping[int, Sequence[CopiedRange]]) -> OutputFile:
+    ranges = [copied for at in sorted(by_segment) for copied in by_segment[at]]
     chosen = set(choose_copies(file.size_bytes, ranges))
     segments = list(file.segments)
-    for at, copies in found.items():
+    for at, copies in by_segment.items():
         body = segments[at].body
         kept = tuple(copied for copied in copies if copied in chosen)
         if kept and isinstance(body, Copy):

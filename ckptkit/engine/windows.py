@@ -1,9 +1,9 @@
-"""How far a worker looks ahead: which parts of its task are fetched together from afar.
+"""What a worker reads from distant sources: prefetch windows, and direct reads of whole tasks.
 
-Reading from afar straight to where the bytes are wanted, in requests as large as the work.
-
-What is known to lie in one run, in the source as in the output, needs no memory in between. Each
-request costs a round trip and, at the store, as much as some hundred kilobytes.
+`PrefetchWindow` fetches what the next parts of a task read, as far as one window of memory
+reaches. `read_direct` fills parts whose bytes are contiguous in the source as in the output, which
+needs no memory in between and few requests: each costs a round trip and, at the store, as much as
+some hundred kilobytes.
 """
 
 from __future__ import annotations
@@ -12,15 +12,8 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckptkit.core.index import FileRange, Key, Span
-from ckptkit.engine.locate import LocatedChunks
-from ckptkit.engine.prefetch import (
-    READ_AHEAD_BYTES,
-    ChunkLookup,
-    Run,
-    coalesce,
-    ranges_of,
-    requests,
-)
+from ckptkit.engine.locate import ChunkLookup, LocatedChunks
+from ckptkit.engine.prefetch import READ_AHEAD_BYTES, ByteRun, coalesce, ranges_of, requests
 from ckptkit.engine.reader import Origin, TensorReader
 from ckptkit.plan.plan import (
     Compute,
@@ -35,25 +28,30 @@ from ckptkit.plan.plan import (
 )
 from ckptkit.storage.base import distant
 
-_Wanted = tuple[str, Key, Span]
+_Read = tuple[str, Key, Span]
 
 
-class Horizon:
-    """What a worker reads next, as far as one window of memory reaches; one thread's own."""
+class PrefetchWindow:
+    """Prefetches what a worker reads next, as far as one window of memory reaches.
+
+    It is for one thread at a time.
+    """
 
     def __init__(self, origins: Mapping[str, Origin], readers: Mapping[str, TensorReader]) -> None:
         self._origins = origins
-        self._readers = {name: reader for name, reader in readers.items() if reader.is_distant}
+        self._readers = {
+            name: reader for name, reader in readers.items() if reader.cache.is_distant
+        }
         self._task: Task | None = None
         self._reached = 0
 
-    def reach(self, task: Task, at: int, filled: Container[int] = ()) -> None:
+    def fetch_parts(self, task: Task, at: int, filled: Container[int]) -> None:
         """Fetches what a part of a task reads, with as many of the following ones as fit in.
 
         Args:
-            task: What is done next.
-            at: The part of it that comes now.
-            filled: The parts that need nothing any more.
+            task: The task that the worker runs.
+            at: The part of it that comes next.
+            filled: The parts that are filled already.
         """
         if not self._readers:
             return
@@ -61,16 +59,16 @@ class Horizon:
             self._task, self._reached = task, 0
         if at < self._reached:
             return
-        wanted: list[_Wanted] = []
+        wanted: list[_Read] = []
         for number, following in enumerate(task.parts[at:], at):
-            more = [] if number in filled else list(self._far(_reads_of(following)))
+            more = [] if number in filled else list(self._distant(_reads_of(following)))
             if self._bytes([*wanted, *more]) > READ_AHEAD_BYTES:
                 break
             wanted += more
             self._reached = at = at + 1
-        self._foresee(wanted)
+        self._prefetch(wanted)
 
-    def reach_blocks(self, kernel: Kernel, spec: TensorSpec, block: Span, stop: int) -> None:
+    def fetch_blocks(self, kernel: Kernel, spec: TensorSpec, block: Span, stop: int) -> None:
         """Fetches what a block of a tensor is computed from, and the blocks after it.
 
         Args:
@@ -81,38 +79,38 @@ class Horizon:
         """
         if not self._readers:
             return
-        wanted: list[_Wanted] = []
+        wanted: list[_Read] = []
         size, low = block.stop - block.start, block.start
         while low < stop:
             demands = kernel.demands(spec, Span(low, min(low + size, stop)))
-            more = list(self._far((d.origin, d.key, d.place) for d in demands))
+            more = list(self._distant((d.origin, d.key, d.place) for d in demands))
             if wanted and self._bytes([*wanted, *more]) > READ_AHEAD_BYTES:
                 break
             wanted, low = [*wanted, *more], low + size
         if self._bytes(wanted) <= READ_AHEAD_BYTES:
-            self._foresee(wanted)
+            self._prefetch(wanted)
 
-    def _far(self, reads: Iterator[_Wanted]) -> Iterator[_Wanted]:
-        return (one for one in reads if one[0] in self._readers)
+    def _distant(self, reads: Iterator[_Read]) -> Iterator[_Read]:
+        return (read for read in reads if read[0] in self._readers)
 
-    def _bytes(self, wanted: list[_Wanted]) -> int:
+    def _bytes(self, wanted: list[_Read]) -> int:
         return sum(
             (span.stop - span.start) * self._origins[name].index.tensors[key].stored_dtype.itemsize
             for name, key, span in wanted
         )
 
-    def _foresee(self, wanted: list[_Wanted]) -> None:
+    def _prefetch(self, wanted: list[_Read]) -> None:
         for name in dict.fromkeys(name for name, _, _ in wanted):
-            self._readers[name].foresee([(k, span) for other, k, span in wanted if other == name])
+            self._readers[name].prefetch([(k, span) for other, k, span in wanted if other == name])
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedReads:
-    """What is asked of distant sources while a plan is executed.
+    """What the execution of a plan reads from distant sources.
 
     Attributes:
-        requests: How often, about: what a task reads may not fit into memory at once.
-        size_bytes: For how much, with what is read in vain.
+        requests: About how many: what a task reads may not fit into memory at once.
+        size_bytes: How much they return, with what is read in vain.
     """
 
     requests: int
@@ -120,27 +118,27 @@ class PlannedReads:
 
 
 def planned_reads(plan: Plan, origins: Mapping[str, Origin]) -> PlannedReads | None:
-    """Returns what a plan reads from afar; None where all its sources are near."""
-    far = {name: one for name, one in origins.items() if distant(one.source) is not None}
+    """Returns what a plan reads from distant sources; None where it has none."""
+    far = {name for name, origin in origins.items() if distant(origin.source) is not None}
     if not far:
         return None
     nothing_located = LocatedChunks()
     count = size = 0
     for task in plan.tasks():
         wanted: dict[str, list[FileRange]] = {}
-        for name, key, span in (one for part in task.parts for one in _reads_of(part)):
+        for name, key, span in (read for part in task.parts for read in _reads_of(part)):
             if name in far:
-                index = far[name].index
+                index = origins[name].index
                 lookup = ChunkLookup(index.tensors[key])
                 wanted.setdefault(name, []).extend(ranges_of(index, lookup, span, nothing_located))
         for ranges in wanted.values():
             asked = list(requests(coalesce(ranges)))
             count += len(asked)
-            size += sum(one.size_bytes for one in asked)
+            size += sum(request.size_bytes for request in asked)
     return PlannedReads(count, size)
 
 
-def _reads_of(part: Part) -> Iterator[_Wanted]:
+def _reads_of(part: Part) -> Iterator[_Read]:
     """Yields what a part of a segment reads, as far as that is known before a kernel is ready."""
     body, spec = part.segment.body, part.segment.spec
     if spec is None:
@@ -155,71 +153,66 @@ def _reads_of(part: Part) -> Iterator[_Wanted]:
 
 
 LEAST_BYTES = 1 << 20
-"""What is smaller is better read together with what lies near it."""
+"""Smaller parts are better read together with their neighbours."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Placed:
-    run: Run
+class _DirectRead:
+    run: ByteRun
     at: int  # in the buffer of the task
 
 
-def fill_straight(
+def read_direct(
     task: Task, data: memoryview, readers: Mapping[str, TensorReader]
 ) -> frozenset[int]:
-    """Reads all that a task takes over unchanged, and that lies in runs whose place is known.
+    """Reads all that a task copies without change, and that is in byte runs of located chunks.
 
     Args:
-        task: What is to be filled.
-        data: Its buffer.
+        task: The task.
+        data: Its buffer, to be filled.
         readers: Of the sources, by name.
 
     Returns:
         The positions of the parts that are filled.
     """
-    placed: dict[str, list[_Placed]] = {}
+    reads: dict[str, list[_DirectRead]] = {}
     filled = set()
-    for position, (part, at) in enumerate(_with_places(task)):
+    at = 0
+    for position, part in enumerate(task.parts):
         origin, runs = _runs_of(part, readers)
         if runs:
             filled.add(position)
-            placed.setdefault(origin, []).extend(_Placed(run, at + run.target) for run in runs)
-    for origin, found in placed.items():
-        readers[origin].fetch(
-            [(wanted, data[at : at + wanted.size_bytes]) for wanted, at in _joined(found)]
+            reads.setdefault(origin, []).extend(_DirectRead(run, at + run.target) for run in runs)
+        at += part.stop - part.start
+    for origin, of_origin in reads.items():
+        readers[origin].cache.read_direct(
+            [(wanted, data[at : at + wanted.size_bytes]) for wanted, at in _joined(of_origin)]
         )
-        for one in found:
-            readers[origin].book(one.run, data[one.at : one.at + one.run.place.size_bytes])
+        for read in of_origin:
+            readers[origin].note(read.run, data[read.at : read.at + read.run.stored.size_bytes])
     return frozenset(filled)
 
 
-def _with_places(task: Task) -> Iterator[tuple[Part, int]]:
-    at = 0
-    for part in task.parts:
-        yield part, at
-        at += part.stop - part.start
-
-
-def _runs_of(part: Part, readers: Mapping[str, TensorReader]) -> tuple[str, Sequence[Run]]:
+def _runs_of(part: Part, readers: Mapping[str, TensorReader]) -> tuple[str, Sequence[ByteRun]]:
     body, spec = part.segment.body, part.segment.spec
     if spec is None or part.stop - part.start < LEAST_BYTES:
         return "", ()
-    if not isinstance(body, (Copy, ServerCopy)) or not readers[body.origin].is_distant:
+    if not isinstance(body, (Copy, ServerCopy)) or not readers[body.origin].cache.is_distant:
         return "", ()
     size = spec.dtype.itemsize
     span = Span(part.start // size, part.stop // size)
-    return body.origin, readers[body.origin].runs(body.key, span)
+    return body.origin, readers[body.origin].byte_runs(body.key, span)
 
 
-def _joined(placed: Sequence[_Placed]) -> Iterator[tuple[FileRange, int]]:
+def _joined(reads: Sequence[_DirectRead]) -> Iterator[tuple[FileRange, int]]:
     """Yields what is read and where it goes, neighbours on both sides as one."""
-    wanted, at = placed[0].run.place, placed[0].at
-    for one in placed[1:]:
-        place = one.run.place
-        follows = place.path == wanted.path and place.start == wanted.stop
-        if follows and one.at == at + wanted.size_bytes:
-            wanted = FileRange(wanted.path, wanted.start, place.stop)
+    wanted, at = reads[0].run.stored, reads[0].at
+    for read in reads[1:]:
+        stored = read.run.stored
+        follows = stored.path == wanted.path and stored.start == wanted.stop
+        if follows and read.at == at + wanted.size_bytes:
+            wanted = FileRange(wanted.path, wanted.start, stored.stop)
         else:
             yield wanted, at
-            wanted, at = place, one.at
+            wanted, at = stored, read.at
     yield wanted, at

@@ -24,7 +24,7 @@ from ckptkit.core.errors import (
     OutputExistsError,
     RefusedError,
 )
-from ckptkit.engine.locate import ChecksumLedger
+from ckptkit.engine.checksum_tracker import ChecksumTracker
 from ckptkit.engine.outcome import BytesWritten, Event, Left, Planned, Started
 from ckptkit.options import Layout
 from ckptkit.storage.local.journal import read_journal
@@ -249,11 +249,11 @@ def test_damage_in_what_kept_files_were_made_of_is_found_though_nothing_else_rea
     for path in copy.rglob("*_optim_states.pt"):  # in one record with `up.weight`, read by nobody
         path.write_bytes(path.read_bytes().replace(other, bytes(8)))
 
-    def stop(_: ChecksumLedger) -> None:
+    def stop(_: ChecksumTracker) -> None:
         raise Stop
 
     with monkeypatch.context() as patch:
-        patch.setattr(ChecksumLedger, "finish", stop)
+        patch.setattr(ChecksumTracker, "finish", stop)
         with pytest.raises(Stop):
             resumed(copy, out, **options)
     assert journaled(out)

@@ -119,7 +119,7 @@ class Checkpoint(Closing):
         data = bytearray(entry.size_bytes)
         origin = Origin(SOURCE, self._opened.source, self._opened.index)
         TensorReader(origin).fill(entry.key, Span(0, entry.elements), memoryview(data))
-        origin.ledger.finish()
+        origin.checksums.finish()
         if framework == "numpy":
             return as_numpy(data, entry.dtype, entry.shape)
         if framework == "torch":
@@ -220,7 +220,7 @@ def _late_failures(origin: Origin) -> Iterator[InputError]:
     """Settles what is still open in the ledger; each failure closes one record."""
     while True:
         try:
-            origin.ledger.finish()
+            origin.checksums.finish()
         except InputError as error:
             yield error
         else:

@@ -1,4 +1,4 @@
-"""Proving stored checksums of blobs that no rank reads whole, from what all ranks read together."""
+"""Compares stored checksums of records that no rank reads whole with what all ranks read."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 
 from ckptkit.core.checksums import crc32_combine
 from ckptkit.core.errors import ChecksumError
-from ckptkit.training.resume.tensors import PartialBlob, check_crc32
+from ckptkit.engine.checksum_tracker import NumberedRecord
 
 Table = NDArray[np.int64]
-"""Columns: the blob's number, size and stored CRC-32; start, length and CRC-32 of a part."""
+"""Columns: the record's number, size and stored CRC-32; start, length and CRC-32 of a part."""
 
-# Bounds of what rank 0 gets of all ranks together, and of one of them; blobs beyond them stay
+# Bounds of what rank 0 gets of all ranks together, and of one of them; records beyond them stay
 # unproven. The store takes 4 MiB in one value.
 _MOST_ROWS = 2_000_000
 _MOST_CHARACTERS = 64 << 20
@@ -32,26 +32,26 @@ _X_TO_32 = crc32_combine(1 << 7, 0, 1)  # x^24 times x^8
 
 
 class Packed(TypedDict):
-    """What a rank tells rank 0: a table for each index, and how many blobs are in none."""
+    """What a rank sends to rank 0: a table for each index, and how many records are in none."""
 
     tables: dict[str, str]
     left_out: int
 
 
-def pack(partial: Mapping[str, Sequence[PartialBlob]], *, world_size: int) -> Packed:
-    """Returns blobs as texts that are together small enough for the store.
+def pack(partial: Mapping[str, Sequence[NumberedRecord]], *, world_size: int) -> Packed:
+    """Returns records as texts that are together small enough for the store.
 
     Args:
-        partial: Blobs of which a rank read parts, by the index that they belong to.
-        world_size: How many ranks tell theirs.
+        partial: Records of which a rank read parts, by the index that they belong to.
+        world_size: How many ranks send theirs.
     """
     rows = _MOST_ROWS // world_size
     characters = min(_MOST_CHARACTERS // world_size, _MOST_CHARACTERS_OF_A_RANK)
     tables: dict[str, str] = {}
     left_out = 0
-    for name, blobs in partial.items():
-        whole = table_of(blobs)
-        # All ranks keep the blobs of the lowest numbers, so that what they tell fits together.
+    for name, records in partial.items():
+        whole = table_of(records)
+        # All ranks keep the records of the lowest numbers, so that their tables fit together.
         table = whole[: max(rows, 0)]
         text = _text(table)
         while len(text) > max(characters, 0) and len(table):
@@ -64,12 +64,12 @@ def pack(partial: Mapping[str, Sequence[PartialBlob]], *, world_size: int) -> Pa
     return Packed(tables=tables, left_out=left_out)
 
 
-def table_of(partial: Sequence[PartialBlob]) -> Table:
-    """Returns blobs as rows, one for each part; a blob without parts has an empty one."""
+def table_of(partial: Sequence[NumberedRecord]) -> Table:
+    """Returns records as rows, one for each part; a record without parts has an empty one."""
     rows = [
-        (blob.number, blob.size_bytes, blob.expected, *part)
-        for blob in sorted(partial, key=lambda blob: blob.number)
-        for part in blob.parts or ((0, 0, 0),)
+        (number, record.stop - record.start, record.expected, *part)
+        for number, record in sorted(partial, key=lambda numbered: numbered[0])
+        for part in record.pieces or ((0, 0, 0),)
     ]
     return np.array(rows, np.int64).reshape(len(rows), _COLUMNS)
 
@@ -84,14 +84,14 @@ def _text(table: Table) -> str:
 
 
 def cross_check(tables: Sequence[Table], name: Callable[[int], str]) -> int:
-    """Proves blobs from the parts that different ranks read.
+    """Proves records from the parts that different ranks read.
 
     Args:
         tables: What the ranks report, of one index.
-        name: Tells what the blob of a number is called in messages.
+        name: Returns what the record of a number is called in messages.
 
     Returns:
-        How many blobs stay unproven, because no parts fit together to the whole.
+        How many records stay unproven, because no parts fit together to the whole.
     """
     table = _in_order(np.concatenate([*tables, np.empty((0, _COLUMNS), np.int64)]))
     if not len(table):
@@ -109,8 +109,8 @@ def _in_order(table: Table) -> Table:
     table = table[np.lexsort([table[:, at] for at in (_CRC, _LENGTH, _START, _NUMBER)])]
     again = np.zeros(len(table), np.bool_)
     again[1:] = (table[1:] == table[:-1]).all(axis=1)
-    found: Table = table[~again]
-    return found
+    distinct: Table = table[~again]
+    return distinct
 
 
 def _starts(table: Table) -> NDArray[np.intp]:
@@ -118,7 +118,7 @@ def _starts(table: Table) -> NDArray[np.intp]:
 
 
 def _check_alike(table: Table, starts: NDArray[np.intp], name: Callable[[int], str]) -> None:
-    """Compares what the ranks say of one blob, and of one part of it."""
+    """Compares what the ranks report of one record, and of one part of it."""
     first = np.repeat(starts, np.diff(np.append(starts, len(table))))
     bad = (table[:, [_SIZE, _EXPECTED]] != table[first][:, [_SIZE, _EXPECTED]]).any(axis=1)
     place = [_NUMBER, _START, _LENGTH]
@@ -132,29 +132,36 @@ def _disagree(where: str) -> None:
 
 
 def _chained(table: Table, starts: NDArray[np.intp]) -> NDArray[np.bool_]:
-    """Tells of each blob whether its parts follow one another from its start to its end."""
+    """Returns for each record whether its parts follow one another from its start to its end."""
     stops = table[:, _START] + table[:, _LENGTH]
     before = np.roll(stops, 1)
     before[starts] = 0
     last = np.append(starts[1:], len(table)) - 1
     unbroken = np.logical_and.reduceat(table[:, _START] == before, starts)
-    found: NDArray[np.bool_] = unbroken & (stops[last] == table[last, _SIZE])
-    return found
+    is_chained: NDArray[np.bool_] = unbroken & (stops[last] == table[last, _SIZE])
+    return is_chained
 
 
 def _check_chained(table: Table, name: Callable[[int], str]) -> None:
-    """Joins all parts of all blobs at once: their sum, each moved by what comes after it."""
+    """Joins all parts of all records at once: their sum, each moved by what comes after it."""
     if not len(table):
         return
     starts = _starts(table)
     after = table[:, _SIZE] - table[:, _START] - table[:, _LENGTH]
     moved = _products(table[:, _CRC], _powers(after))
-    found = np.bitwise_xor.reduceat(moved, starts)
+    crc32s = np.bitwise_xor.reduceat(moved, starts)
     expected = table[starts, _EXPECTED]
-    if (found != expected).any():
-        at = int(np.argmax(found != expected))
+    if (crc32s != expected).any():
+        at = int(np.argmax(crc32s != expected))
         where = name(int(table[starts[at], _NUMBER]))
-        check_crc32(int(found[at]), int(expected[at]), where=where)
+        _check_crc32(int(crc32s[at]), int(expected[at]), where=where)
+
+
+def _check_crc32(crc32: int, expected: int, *, where: str) -> None:
+    if crc32 != expected:
+        raise ChecksumError(
+            f"CRC-32 {crc32:08x} was found against {expected:08x} stored", where=where
+        )
 
 
 def _powers(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -165,8 +172,8 @@ def _powers(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
         factor = np.int64(crc32_combine(_ONE, 0, 1 << bit))
         has = (distinct >> bit & 1).astype(np.bool_)
         power[has] = _products(power[has], np.full(int(has.sum()), factor))
-    found: NDArray[np.int64] = power[places.reshape(-1)]
-    return found
+    powers: NDArray[np.int64] = power[places.reshape(-1)]
+    return powers
 
 
 def _products(left: NDArray[np.int64], right: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -184,18 +191,18 @@ def _check_others(
     counts: NDArray[np.intp],
     name: Callable[[int], str],
 ) -> int:
-    """Checks blobs of which ranks read parts that overlap, or not all; returns what is left."""
+    """Checks records of which ranks read parts that overlap, or not all; returns what is left."""
     unproven = 0
     left = _MOST_ROWS_JOINED_SINGLY
     for start, count in zip(starts.tolist(), counts.tolist(), strict=True):
         left -= count
         rows = table[start : start + count].tolist() if left >= 0 else []
         number = int(table[start, _NUMBER])
-        found = _joined(rows, int(table[start, _SIZE]), number, name)
-        if found is None:
+        crc32 = _joined(rows, int(table[start, _SIZE]), number, name)
+        if crc32 is None:
             unproven += 1
         else:
-            check_crc32(found, int(table[start, _EXPECTED]), where=name(number))
+            _check_crc32(crc32, int(table[start, _EXPECTED]), where=name(number))
     return unproven
 
 

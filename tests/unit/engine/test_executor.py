@@ -34,9 +34,9 @@ from ckptkit.core.index import (
 )
 from ckptkit.core.manifest import LEAF_BYTES
 from ckptkit.engine.budget import ExecutionSettings
+from ckptkit.engine.checksum_tracker import OpenRecord
 from ckptkit.engine.executor import Executor, Inputs
 from ckptkit.engine.kernels import CastKernel
-from ckptkit.engine.locate import OpenRecord
 from ckptkit.engine.outcome import BytesWritten, Digests, Event, Outcome, Started, ignore
 from ckptkit.engine.reader import Origin, TensorReader
 from ckptkit.options import ConsolidateRequest

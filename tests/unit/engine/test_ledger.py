@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ckptkit.core.checksums import ChecksumPiece as Piece
 from ckptkit.core.errors import ChecksumError
-from ckptkit.engine.locate import READ_BYTES, Account, ChecksumLedger
+from ckptkit.engine.checksum_tracker import READ_BYTES, ChecksumTracker, TrackedRecord
 
 DATA = random.Random(0).randbytes(5_000)  # noqa: S311
 START = 1_000  # of the record in its file
@@ -31,9 +31,9 @@ class Reads:
         self.size_bytes += len(target)
 
 
-def account(reads: Reads, expected: int | None = None) -> Account:
+def record(reads: Reads, expected: int | None = None) -> TrackedRecord:
     crc = zlib.crc32(reads.file[START:]) if expected is None else expected
-    return Account(START, len(reads.file), crc, "a file, tensor 'w'", reads)
+    return TrackedRecord(START, len(reads.file), crc, "a file, tensor 'w'", reads)
 
 
 def piece(start: int, stop: int, data: bytes = DATA) -> Piece:
@@ -41,11 +41,11 @@ def piece(start: int, stop: int, data: bytes = DATA) -> Piece:
 
 
 def settled(pieces: list[Piece], reads: Reads, expected: int | None = None) -> None:
-    ledger = ChecksumLedger(1)
-    ledger.expect(0, account(reads, expected))
+    tracker = ChecksumTracker(1)
+    tracker.expect(0, record(reads, expected))
     for one in pieces:
-        ledger.add(0, one)
-    ledger.finish()
+        tracker.add(0, one)
+    tracker.finish()
 
 
 SPANS = st.tuples(st.integers(0, len(DATA)), st.integers(0, len(DATA))).map(sorted)
@@ -110,9 +110,9 @@ def test_a_long_record_is_read_in_bounded_steps() -> None:
         largest = max(largest, len(target))
         reads(position, target)
 
-    ledger = ChecksumLedger(1)
-    ledger.expect(0, Account(START, START + len(record), zlib.crc32(record), "here", read))
-    ledger.finish()
+    tracker = ChecksumTracker(1)
+    tracker.expect(0, TrackedRecord(START, START + len(record), zlib.crc32(record), "here", read))
+    tracker.finish()
     assert (largest, reads.size_bytes) == (READ_BYTES, len(record))
 
 
@@ -123,53 +123,53 @@ def test_an_empty_record_is_settled_against_the_checksum_of_nothing() -> None:
 
 
 def test_a_settled_record_is_not_opened_again() -> None:
-    ledger, reads = ChecksumLedger(1), Reads()
-    ledger.expect(0, account(reads))
-    ledger.add(0, piece(0, len(DATA)))
-    ledger.expect(0, account(reads, expected=7))
-    ledger.add(0, piece(0, 10))
-    ledger.finish()
+    tracker, reads = ChecksumTracker(1), Reads()
+    tracker.expect(0, record(reads))
+    tracker.add(0, piece(0, len(DATA)))
+    tracker.expect(0, record(reads, expected=7))
+    tracker.add(0, piece(0, 10))
+    tracker.finish()
     assert reads.size_bytes == 0
 
 
 def test_a_piece_of_a_record_without_checksum_is_ignored() -> None:
-    ChecksumLedger(2).add(1, piece(0, 10))
+    ChecksumTracker(2).add(1, piece(0, 10))
 
 
 def test_a_failing_record_does_not_hide_the_others() -> None:
-    ledger = ChecksumLedger(3)
+    tracker = ChecksumTracker(3)
     for record, expected in enumerate((None, 1, 2)):
-        ledger.expect(record, account(Reads(), expected))
+        tracker.expect(record, record(Reads(), expected))
     for _ in range(2):
         with pytest.raises(ChecksumError):
-            ledger.finish()
-    ledger.finish()
+            tracker.finish()
+    tracker.finish()
 
 
 def test_threads_may_add_pieces_at_once() -> None:
-    ledger, reads = ChecksumLedger(1), Reads()
-    ledger.expect(0, account(reads))
+    tracker, reads = ChecksumTracker(1), Reads()
+    tracker.expect(0, record(reads))
     steps = range(0, len(DATA), 10)
 
     def add(starts: range) -> None:
         for start in starts:
-            ledger.add(0, piece(start, start + 10))
+            tracker.add(0, piece(start, start + 10))
 
     threads = [threading.Thread(target=add, args=(part,)) for part in (steps[::2], steps[1::2])]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    ledger.finish()
+    tracker.finish()
     assert reads.size_bytes == 0
 
 
 def test_what_was_told_of_a_damaged_record_is_not_told_again_and_it_is_never_taken_for_proven() -> (
     None
 ):
-    ledger = ChecksumLedger(1)
-    ledger.expect(0, account(Reads(), expected=1))
+    tracker = ChecksumTracker(1)
+    tracker.expect(0, record(Reads(), expected=1))
     with pytest.raises(ChecksumError):
-        ledger.add(0, piece(0, len(DATA)))
-    assert set(ledger.open_now()) == {0}
-    ledger.finish()
+        tracker.add(0, piece(0, len(DATA)))
+    assert set(tracker.open_now()) == {0}
+    tracker.finish()

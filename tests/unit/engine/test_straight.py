@@ -24,7 +24,7 @@ from ckptkit.core.index import (
 )
 from ckptkit.engine.locate import Locator
 from ckptkit.engine.reader import Origin, TensorReader
-from ckptkit.engine.windows import LEAST_BYTES, fill_straight
+from ckptkit.engine.windows import LEAST_BYTES, read_direct
 from ckptkit.plan.plan import SOURCE, TASK_BYTES, Copy, Plan, Task, TensorSpec, contiguous
 from ckptkit.storage.memory import MemorySource
 
@@ -90,7 +90,7 @@ def _filled(origin: Origin, tensor: np.ndarray, most_bytes: int) -> tuple[bytes,
     readers, data, filled = {SOURCE: TensorReader(origin)}, bytearray(), []
     for task in _tasks(tensor, most_bytes):
         view = memoryview(bytearray(task.stop - task.start))
-        filled.append(len(list(fill_straight(task, view, readers))))
+        filled.append(len(list(read_direct(task, view, readers))))
         data += view
     return bytes(data), filled
 
@@ -115,7 +115,7 @@ def test_runs_are_read_with_one_request_each_and_neighbours_together(tensor: np.
     assert isinstance(source, FarSource)
     assert len(source.asked) == 4  # three chunks, the last of them in two tasks
     assert sum(one.size_bytes for one in source.asked) == tensor.nbytes
-    origin.ledger.finish()
+    origin.checksums.finish()
     assert len(source.asked) == 4
 
 

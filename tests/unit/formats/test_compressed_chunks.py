@@ -202,7 +202,7 @@ def test_spans_in_any_order_and_from_many_threads_are_right(tmp_path: Path) -> N
             thread.start()
         for thread in threads:
             thread.join()
-        origin.ledger.finish()
+        origin.checksums.finish()
     assert not wrong
 
 
@@ -215,8 +215,8 @@ def test_what_was_read_in_part_is_proven_to_its_end(tmp_path: Path) -> None:
         origin = Origin("source", checkpoint.source, checkpoint.index)
         TensorReader(origin).fill(Key("model.w"), Span(0, 2), memoryview(bytearray(8)))
         with pytest.raises(ChecksumError, match="decompressed data have CRC-32"):
-            origin.ledger.finish()
-        origin.ledger.finish()
+            origin.checksums.finish()
+        origin.checksums.finish()
 
 
 def test_a_flipped_bit_in_what_is_decoded_is_refused(small: Made) -> None:

@@ -16,10 +16,11 @@ from torch.distributed import checkpoint as dcp
 from ckptkit.core.errors import ChecksumError, IncompleteCheckpointError, ResumeError
 from ckptkit.core.geometry import slabs
 from ckptkit.core.index import Box, Span, TensorIndex
+from ckptkit.engine.checksum_tracker import NumberedRecord
 from ckptkit.formats.registry import find_candidates, read_index
 from ckptkit.storage.local.source import LocalSource
 from ckptkit.training.resume.proofs import cross_check, pack, table_of, unpack
-from ckptkit.training.resume.tensors import PartialBlob, load_pieces, unexpected_keys
+from ckptkit.training.resume.tensors import load_pieces, unexpected_keys
 from ckptkit.training.state.pieces import Piece
 
 Cut = Callable[[str, torch.Tensor, int, int], Piece]
@@ -124,7 +125,7 @@ def test_any_cut_of_any_checkpoint_is_filled_bit_for_bit(
 ) -> None:
     opened = open_case(real_checkpoints / case)
     for world in WORLDS:
-        partial: list[PartialBlob] = []
+        partial: list[NumberedRecord] = []
         for rank in range(world):
             pieces = [cut(key, whole, rank, world) for key, whole in opened.truth.items()]
             report = load_pieces(opened.index, opened.source, pieces)
@@ -180,7 +181,7 @@ def test_a_flipped_bit_in_a_whole_blob_is_found_by_the_rank_itself(tmp_path: Pat
 def test_a_flipped_bit_in_a_shared_blob_is_found_by_all_ranks_together(tmp_path: Path) -> None:
     opened = saved(tmp_path / "c", {"w": torch.randn(300, 300)})
     _flip(tmp_path / "c/__0_0.distcp", 100_000)
-    partial: list[PartialBlob] = []
+    partial: list[NumberedRecord] = []
     for rank in range(3):
         found = rows_of("model.w", torch.empty(300, 300), rank, 3)
         partial += load_pieces(opened.index, opened.source, [found]).partial

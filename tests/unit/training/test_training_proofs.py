@@ -10,19 +10,19 @@ import numpy as np
 import pytest
 
 from ckptkit.core.errors import ChecksumError
+from ckptkit.engine.checksum_tracker import NumberedRecord, OpenRecord
 from ckptkit.training.resume import proofs
 from ckptkit.training.resume.proofs import cross_check, pack, table_of, unpack
-from ckptkit.training.resume.tensors import PartialBlob
 
 DATA = bytes(range(256)) * 20
 
 
-def blob(number: int, *cuts: tuple[int, int], data: bytes = DATA) -> PartialBlob:
+def blob(number: int, *cuts: tuple[int, int], data: bytes = DATA) -> NumberedRecord:
     parts = tuple((a, b - a, zlib.crc32(data[a:b])) for a, b in cuts)
-    return PartialBlob(number, "where", len(DATA), zlib.crc32(DATA), parts)
+    return number, OpenRecord(0, len(DATA), zlib.crc32(DATA), "where", parts)
 
 
-def checked(*blobs: PartialBlob) -> int:
+def checked(*blobs: NumberedRecord) -> int:
     return cross_check([table_of([one]) for one in blobs], "blob {}".format)
 
 
@@ -58,7 +58,12 @@ def test_another_byte_is_found_and_so_is_a_rank_that_reads_differently() -> None
 def test_one_limit_holds_for_all_that_a_rank_tells(monkeypatch: pytest.MonkeyPatch) -> None:
     noise = random.Random(4)  # noqa: S311
     blobs = [
-        PartialBlob(n, "", 1 << 40, 1, ((noise.randrange(1 << 40), 5, noise.randrange(1 << 32)),))
+        (
+            n,
+            OpenRecord(
+                *(0, 1 << 40, 1, ""), ((noise.randrange(1 << 40), 5, noise.randrange(1 << 32)),)
+            ),
+        )
         for n in range(4_000)
     ]
     monkeypatch.setattr(proofs, "_MOST_CHARACTERS", 100_000)

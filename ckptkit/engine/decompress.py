@@ -26,7 +26,7 @@ from ckptkit.core.errors import (
     UnsupportedError,
 )
 from ckptkit.core.index import CONTAINERS, ChunkTable, TensorEntry, TensorIndex
-from ckptkit.engine.locate import Located, Readable
+from ckptkit.engine.locate import ByteSource, Located
 from ckptkit.formats.dcp.zstd import (
     HEAD_BYTES,
     TAIL_BYTES,
@@ -62,7 +62,7 @@ class DecodedRecords:
         decoded_bytes: How much was decoded so far, what was decoded again included.
     """
 
-    def __init__(self, source: Readable, index: TensorIndex) -> None:
+    def __init__(self, source: ByteSource, index: TensorIndex) -> None:
         self.decoded_bytes = 0
         self._source = source
         self._index = index

@@ -1,0 +1,351 @@
+"""CRC-32s folded from pieces that arrive in any order and from any thread.
+
+`ChecksumTracker` compares the records of a source with their stored checksums.
+`DeferredChecksums` computes those of output segments, which trailers contain: the directory of a
+zip archive names the checksums of its records.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ckptkit.core.checksums import ChecksumPiece, RangeChecksum, crc32_combine, joined_pieces
+from ckptkit.core.crc import crc32
+from ckptkit.core.errors import ChecksumError, CkptkitError
+from ckptkit.plan.plan import OutputFile, Part, Segment, ServerCopy, Trailer
+
+READ_BYTES = 1 << 20
+ReadInto = Callable[[int, memoryview], None]  # absolute position in the file
+Slot = tuple[int, int]  # the number of a file in its plan, and of a segment in the file
+_CRC_BYTES = 4
+
+
+@dataclass(slots=True)
+class TrackedRecord:
+    """The data of a record, and the checksums of the parts that were read.
+
+    Attributes:
+        start: First byte of the data in its file.
+        stop: First byte after it.
+        expected: The stored CRC-32.
+        where: File and tensor, for messages.
+        read_into: Reads from the file, for parts that nothing else reads.
+        pieces: What was read so far.
+        seen_bytes: The lengths of all pieces together.
+        is_refused: Whether an error was raised for it already.
+        is_given_up: Whether it has more pieces than are kept.
+    """
+
+    start: int
+    stop: int
+    expected: int
+    where: str
+    read_into: ReadInto
+    pieces: list[ChecksumPiece] = field(default_factory=list)
+    seen_bytes: int = 0
+    is_refused: bool = False
+    is_given_up: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class OpenRecord:
+    """A record of which only a part was read, as a value that processes exchange.
+
+    Attributes:
+        start: First byte of its data in its file.
+        stop: First byte after it.
+        expected: The stored CRC-32.
+        where: File and tensor, for messages.
+        pieces: What was read, joined where pieces touch.
+    """
+
+    start: int
+    stop: int
+    expected: int
+    where: str
+    pieces: tuple[ChecksumPiece, ...]
+
+    def joined(self, other: OpenRecord) -> OpenRecord:
+        """Returns the record with what two processes have read of it."""
+        if (self.start, self.stop, self.expected) != (other.start, other.stop, other.expected):
+            raise ChecksumError(
+                f"one process found bytes [{self.start:,}, {self.stop:,}) with CRC-32"
+                f" {self.expected:08x} stored, another bytes [{other.start:,}, {other.stop:,})"
+                f" with {other.expected:08x}",
+                where=self.where,
+                hint="the file changed while it was read, or is another one on another machine",
+            )
+        return replace(self, pieces=tuple(joined_pieces((*self.pieces, *other.pieces))))
+
+    def to_json(self) -> list[Any]:
+        pieces = [list(piece) for piece in self.pieces]
+        return [self.start, self.stop, self.expected, self.where, pieces]
+
+    @classmethod
+    def from_json(cls, values: Sequence[Any]) -> OpenRecord:
+        start, stop, expected, where, pieces = values
+        return cls(start, stop, expected, where, tuple((at, n, crc) for at, n, crc in pieces))
+
+
+NumberedRecord = tuple[int, OpenRecord]
+"""An open record, and its number in the index, which is the same in every process."""
+
+
+class ChecksumTracker:
+    """Checks that source bytes which went into an output have the stored checksums.
+
+    A record whose pieces cover it is compared at once and forgotten. The rest is compared by
+    `finish`, which reads what is missing, or handed on as open records.
+    """
+
+    def __init__(self, records: int, *, most_pieces: int | None = None) -> None:
+        """Starts without a record.
+
+        Args:
+            records: How many the source has.
+            most_pieces: Of one record; beyond it the record stays open without any piece. None
+                for no limit.
+        """
+        self._lock = threading.Lock()
+        self._open: dict[int, TrackedRecord] = {}
+        self._others: list[Callable[[], None]] = []
+        self._settled = bytearray(records)
+        self._most_pieces = most_pieces
+
+    def expect(self, number: int, record: TrackedRecord) -> None:
+        """Starts tracking a record of which something will be read."""
+        with self._lock:
+            if number not in self._open and not self._settled[number]:
+                self._open[number] = record
+
+    def note(self, number: int, start: int, data: memoryview) -> None:
+        """Adds bytes that were read, at their position in the record's data."""
+        record = self._open.get(number)
+        if record is not None and not record.is_given_up:
+            self.add(number, (start, len(data), crc32(data)))
+
+    def add(self, number: int, piece: ChecksumPiece) -> None:
+        """Adds a piece whose checksum is known."""
+        with self._lock:
+            record = self._open.get(number)
+            if record is None:
+                return
+            record.pieces.append(piece)
+            record.seen_bytes += piece[1]
+            if record.seen_bytes < record.stop - record.start or self._settled[number]:
+                self._limit_pieces(record)
+                return
+            self._settled[number] = 1
+        self._settle(number, record)
+
+    def is_settled(self, number: int) -> bool:
+        """Whether a record was read whole, and has the stored checksum."""
+        return bool(self._settled[number]) and number not in self._open
+
+    def settle(self, number: int) -> None:
+        """Reads what is missing of a record, if it is still open, and compares it."""
+        with self._lock:
+            record = self._open.get(number)
+            if record is None or self._settled[number]:
+                return
+            self._settled[number] = 1
+        self._settle(number, record)
+
+    def _settle(self, number: int, record: TrackedRecord) -> None:
+        try:
+            _compare(record)
+        except CkptkitError:
+            record.is_refused = True  # it stays open: it is not proven
+            raise
+        with self._lock:  # not before: another thread must not take an open record for proven
+            self._open.pop(number, None)
+
+    def _limit_pieces(self, record: TrackedRecord) -> None:
+        if self._most_pieces is None or len(record.pieces) <= self._most_pieces:
+            return
+        record.pieces = joined_pieces(record.pieces)
+        if len(record.pieces) > self._most_pieces // 2:
+            record.is_given_up, record.pieces = True, []
+
+    def still_open(self) -> dict[int, OpenRecord]:
+        """Returns the records that are not settled, for a tracker that has the other parts.
+
+        What is decoded from a stream is settled here: it cannot be handed on.
+        """
+        self._finish_others()
+        return self.open_now()
+
+    def open_now(self) -> dict[int, OpenRecord]:
+        """Returns the records that are not settled yet, and settles nothing."""
+        with self._lock:
+            return {
+                number: OpenRecord(
+                    *(record.start, record.stop, record.expected, record.where),
+                    tuple(joined_pieces(record.pieces)),
+                )
+                for number, record in self._open.items()
+            }
+
+    def adopt(self, number: int, record: OpenRecord, read_into: ReadInto) -> None:
+        """Continues a record that other trackers have left open; `finish` settles it."""
+        tracked = TrackedRecord(record.start, record.stop, record.expected, record.where, read_into)
+        with self._lock:
+            self._open.setdefault(number, tracked).pieces.extend(record.pieces)
+
+    def finish_with(self, finish: Callable[[], None]) -> None:
+        self._others.append(finish)
+
+    def _finish_others(self) -> None:
+        for other in self._others:
+            other()
+
+    def finish(self) -> None:
+        """Reads what is missing of every open record, and compares it."""
+        self._finish_others()
+        while self._open:
+            _, record = self._open.popitem()
+            if not record.is_refused:
+                _compare(record)
+
+
+def _compare(record: TrackedRecord) -> None:
+    crc = at = 0
+    for start, length, piece in sorted(record.pieces):
+        stop = start + length
+        if stop <= at:
+            continue  # read twice, and counted already
+        if start > at:
+            crc, at = _read_on(record, crc, at, start), start
+        fits = start == at
+        crc = crc32_combine(crc, piece, length) if fits else _read_on(record, crc, at, stop)
+        at = stop
+    crc = _read_on(record, crc, at, record.stop - record.start)
+    if crc != record.expected:
+        raise ChecksumError(
+            f"bytes [{record.start:,}, {record.stop:,}) have CRC-32 {crc:08x} against"
+            f" {record.expected:08x} stored",
+            where=record.where,
+            hint="the file was damaged after it was saved; copy it again, or take an earlier"
+            " checkpoint",
+        )
+
+
+def _read_on(record: TrackedRecord, crc: int, start: int, stop: int) -> int:
+    if start < stop:
+        buffer = memoryview(bytearray(min(READ_BYTES, stop - start)))
+        while start < stop:
+            view = buffer[: stop - start]
+            record.read_into(record.start + start, view)
+            crc = crc32(view, crc)
+            start += len(view)
+    return crc
+
+
+class DeferredChecksums:
+    """Computes the CRC-32 of every segment that a trailer names, and fills trailers in.
+
+    Also that of every segment of which a store copies a part, since no task reads all of it.
+
+    Tasks are taken in order, and each adds its pieces before it asks for a checksum, which is
+    always that of a segment before. So a thread that waits here waits for a task that another
+    thread is running, and never for one that has not started.
+    """
+
+    def __init__(self, files: Sequence[OutputFile]) -> None:
+        self._changed = threading.Condition()
+        self._given_up = False
+        self._sums = {
+            (number, named): _SegmentChecksum(
+                file.segments[named].stop - file.segments[named].start
+            )
+            for number, file in enumerate(files)
+            for segment in file.segments
+            if isinstance(segment.body, Trailer)
+            for _, named in segment.body.fields
+        }
+        for number, file in enumerate(files):
+            for position, segment in enumerate(file.segments):
+                if isinstance(segment.body, ServerCopy):
+                    self._take_copies((number, position), segment, segment.body)
+
+    def _take_copies(self, slot: Slot, segment: Segment, body: ServerCopy) -> None:
+        checksum = self._sums.setdefault(slot, _SegmentChecksum(segment.stop - segment.start))
+        checksum.add((c.start - segment.start, c.size_bytes, c.crc32) for c in body.copied)
+
+    def note(self, slot: Slot, start: int, data: memoryview) -> None:
+        if slot in self._sums:
+            self.add(slot, [(start, len(data), crc32(data))])
+
+    def add(self, slot: Slot, pieces: Iterable[ChecksumPiece]) -> None:
+        """Adds pieces whose checksums are known."""
+        with self._changed:
+            if self._sums[slot].add(pieces):
+                self._changed.notify_all()
+
+    def fill(self, file: int, part: Part, view: memoryview) -> bool:
+        """Fills a part of a trailer, and waits for the checksums that belong there.
+
+        Returns:
+            False if another worker has failed meanwhile.
+        """
+        body = part.segment.body
+        assert isinstance(body, Trailer)  # noqa: S101  narrows the type
+        view[:] = body.template[part.start : part.stop]
+        for position, named in body.fields:
+            if part.start - _CRC_BYTES < position < part.stop:
+                crc = self.value((file, named))
+                if crc is None:
+                    return False
+                for at, byte in enumerate(crc.to_bytes(_CRC_BYTES, "little"), position):
+                    if part.start <= at < part.stop:
+                        view[at - part.start] = byte
+        return True
+
+    def give_up(self) -> None:
+        """Wakes the threads that wait for pieces which will not come any more."""
+        with self._changed:
+            self._given_up = True
+            self._changed.notify_all()
+
+    def pieces(self) -> Mapping[Slot, Sequence[ChecksumPiece]]:
+        with self._changed:
+            return {slot: joined_pieces(s.pieces) for slot, s in self._sums.items() if s.pieces}
+
+    def value(self, slot: Slot) -> int | None:
+        """Returns the checksum of a segment once it is whole; None if another worker has failed."""
+        checksum = self._sums[slot]
+        with self._changed:
+            self._changed.wait_for(lambda: self._given_up or checksum.is_whole)
+            return checksum.value() if checksum.is_whole else None
+
+
+class _SegmentChecksum:
+    """The pieces of one segment."""
+
+    __slots__ = ("_seen_bytes", "_size_bytes", "pieces")
+
+    def __init__(self, size_bytes: int) -> None:
+        self.pieces: list[ChecksumPiece] = []
+        self._size_bytes = size_bytes
+        self._seen_bytes = 0
+
+    @property
+    def is_whole(self) -> bool:
+        return self._seen_bytes == self._size_bytes
+
+    def add(self, pieces: Iterable[ChecksumPiece]) -> bool:
+        for piece in pieces:
+            if self.is_whole:
+                break  # a part of it is run again
+            self.pieces.append(piece)
+            self._seen_bytes += piece[1]
+        return self.is_whole
+
+    def value(self) -> int:
+        whole = RangeChecksum()
+        for piece in self.pieces:
+            whole.add(*piece)
+        return whole.value(self._size_bytes)
