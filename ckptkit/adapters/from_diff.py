@@ -25,7 +25,7 @@ from ckptkit.core.index import Fqn
 from ckptkit.core.manifest import Manifest
 from ckptkit.core.model_configs import to_json
 from ckptkit.engine.executor import Inputs
-from ckptkit.engine.kernels import Given
+from ckptkit.engine.kernels import ConstantKernel
 from ckptkit.engine.outcome import Listener, Started, ignore
 from ckptkit.engine.reader import Origin
 from ckptkit.lora.changes import model_types
@@ -202,7 +202,7 @@ class _Output:
             reads = ((SOURCE, pair.tuned.key), (self._sides.base.name, pair.base.key))
             for name, factor in (("lora_A", factors.down), ("lora_B", factors.up)):
                 spec = TensorSpec(Fqn(f"{PEFT_PREFIX}{module}.{name}.weight"), dtype, factor.shape)
-                yield Product(spec, Compute(Given(factor.reshape(-1)), reads))
+                yield Product(spec, Compute(ConstantKernel(factor.reshape(-1)), reads))
 
     def _copies(self) -> Iterator[Product]:
         tensors = {pair.name: pair.tuned for pair in self._sides.pairs}

@@ -40,7 +40,7 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.index import FileRef, Key, TensorEntry, TensorIndex
 from ckptkit.core.manifest import MANIFEST_NAME, Manifest
-from ckptkit.engine.outcome import Kept, Listener, Planned
+from ckptkit.engine.outcome import Listener, OutputKept, Planned
 from ckptkit.formats.discovery import Unit, is_unit_folder, step_of
 from ckptkit.options import changed_options
 from ckptkit.plan.plan import SOURCE, Compute, Copy, Plan
@@ -199,7 +199,7 @@ def write_and_remove(
                 where=os.fspath(job.out),
                 hint="bring the output back, and run again; what is left of the source stays",
             )
-        listener(Kept(os.fspath(job.out)))
+        listener(OutputKept(os.fspath(job.out)))
     else:
         manifest = (None if overwrite else confirmed(job, listener)) or write()
     removal.carry_out(manifest, listener)
@@ -322,7 +322,7 @@ def _finished(job: Consolidation, listener: Listener) -> Manifest | None:
     made_of, src = resolved(str(manifest.source.get("path", ""))), resolved(job.src)
     if not (_is_removed(job.src, src, made_of) and run_verification(job.out, listener=listener).ok):
         return None
-    listener(Kept(os.fspath(job.out)))
+    listener(OutputKept(os.fspath(job.out)))
     listener(Planned((f"the source {made_of} was removed by an earlier run",)))
     if not is_url(src):
         with suppress(OSError):  # something else lies there, as it may

@@ -27,7 +27,7 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.manifest import MANIFEST_NAME, Manifest, check_manifest_size, parse_manifest
 from ckptkit.engine.executor import Inputs
-from ckptkit.engine.outcome import Kept, Listener, Planned, ignore
+from ckptkit.engine.outcome import Listener, OutputKept, Planned, ignore
 from ckptkit.plan.plan import Body, Compute, Literal, OutputFile, RawCopy
 from ckptkit.storage.places import open_source
 from ckptkit.version import __version__
@@ -107,7 +107,7 @@ def confirmed(job: Consolidation, listener: Listener | None = None) -> Manifest 
             where=where,
             hint="have it written anew with --overwrite",
         )
-    listener(Kept(where))
+    listener(OutputKept(where))
     return earlier
 
 

@@ -32,8 +32,8 @@ from ckptkit.core.errors import CkptkitError, NoSpaceError, RefusedError, error_
 from ckptkit.core.index import Fqn, Key, Shape, Span
 from ckptkit.core.threads import memory_in_use_bytes
 from ckptkit.engine.budget import WORKER_BYTES
-from ckptkit.engine.kernels import Given, Operand, Stored
-from ckptkit.engine.rearranged import Computed, Rearranged, Stretch
+from ckptkit.engine.kernels import ConstantKernel, Operand, StoredOperand
+from ckptkit.engine.rearranged import ComputedOperand, RearrangeKernel, StridedBox
 from ckptkit.hub_names.names import HubNames, HubTensor, NamingRequest, whole_of
 from ckptkit.hub_names.needed import naming_need, why_unsure
 from ckptkit.options import NameChoice, Resources
@@ -83,11 +83,11 @@ class Converted:
     group: Conversion
     spec: TensorSpec
 
-    def prepared(self, _out: TensorSpec, reading: Reading) -> Given:
+    def prepared(self, _out: TensorSpec, reading: Reading) -> ConstantKernel:
         """Returns a kernel that has the elements, converting the group if nobody has yet."""
         model = self.group.model
         converter = reading.kept(("conversions", id(model)), partial(Converter, model))
-        return Given(converter.take(self.group, self.spec, reading))
+        return ConstantKernel(converter.take(self.group, self.spec, reading))
 
 
 def beside_conversions(resources: Resources, size_bytes: int) -> Resources:
@@ -511,12 +511,12 @@ class _Maker:
         return found
 
 
-def _rearranged(tensor: HubTensor, operands: Sequence[Operand]) -> Rearranged:
+def _rearranged(tensor: HubTensor, operands: Sequence[Operand]) -> RearrangeKernel:
     number = {source: i for i, source in enumerate(tensor.sources)}
-    return Rearranged(
+    return RearrangeKernel(
         grid=tensor.grid,
         stretches=tuple(
-            Stretch(piece.box, number[piece.source], piece.start, piece.steps)
+            StridedBox(piece.box, number[piece.source], piece.start, piece.steps)
             for piece in tensor.pieces
         ),
         operands=tuple(operands),
@@ -526,10 +526,10 @@ def _rearranged(tensor: HubTensor, operands: Sequence[Operand]) -> Rearranged:
 def _operand(product: Product) -> Operand:
     body, spec = product.body, product.spec
     if isinstance(body, Copy):
-        return Stored(body.origin, body.key, spec.dtype)
+        return StoredOperand(body.origin, body.key, spec.dtype)
     if isinstance(body.kernel, Preparable):
         raise RefusedError(
             f"tensor {spec.name!r} is computed as a whole, and stands in several tensors on disk",
             hint=_LIVE,
         )
-    return Computed(body.kernel, spec, body.reads)
+    return ComputedOperand(body.kernel, spec, body.reads)

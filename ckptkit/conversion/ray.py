@@ -20,7 +20,7 @@ from ckptkit.core.errors import RefusedError
 from ckptkit.core.manifest import Manifest
 from ckptkit.engine.executor import Executor
 from ckptkit.engine.outcome import BytesWritten, Listener, Outcome, Planned, Started, ignore
-from ckptkit.engine.ray import NodeLimits, RunShare, imported_ray, run_on_ray
+from ckptkit.engine.ray import NodeLimits, RunShare, import_ray, run_on_ray
 from ckptkit.options import Resources
 from ckptkit.plan.shares import Share, shares_for, tasks_of
 from ckptkit.storage.base import distant
@@ -92,7 +92,7 @@ def write_on_ray(
         The manifest, as it lies in the output; the same as one machine would have written.
     """
     place = SharedPlace(out, _OPTION)
-    imported_ray()
+    import_ray()
     seen = place.seen() if overwrite else None
     with job.prepared() as prepared:
         listener(Planned(prepared.plan.notes))

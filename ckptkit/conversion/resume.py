@@ -34,11 +34,11 @@ from ckptkit.engine.executor import Executor, Inputs
 from ckptkit.engine.outcome import (
     BytesWritten,
     Digests,
-    Left,
     Listener,
     Outcome,
     Planned,
     Started,
+    WorkKept,
     can_be_proven,
     is_proven,
 )
@@ -90,7 +90,7 @@ def write_resumably(
     except BaseException:
         if resume and target.has_finished and not target.is_filled:
             target.leave()
-            listener(Left(str(target.folder)))
+            listener(WorkKept(str(target.folder)))
         raise
     finally:
         target.abandon()

@@ -26,7 +26,15 @@ from ckptkit.conversion.write import (
 from ckptkit.core.errors import CkptkitError, InputError, OutputError, RefusedError
 from ckptkit.core.manifest import MANIFEST_NAME, Manifest
 from ckptkit.engine.executor import Executor, Inputs
-from ckptkit.engine.outcome import Committed, Kept, Listener, Outcome, Planned, Started, ignore
+from ckptkit.engine.outcome import (
+    Listener,
+    Outcome,
+    OutputCommitted,
+    OutputKept,
+    Planned,
+    Started,
+    ignore,
+)
 from ckptkit.engine.reader import Origin
 from ckptkit.plan.plan import TASK_BYTES, OutputFile, Plan, Task
 from ckptkit.plan.shares import Share, object_parts, tasks_of, tasks_within
@@ -109,7 +117,7 @@ def commit_shares(
     manifest = manifest_of(prepared, digests)
     target.sync()
     target.commit(MANIFEST_NAME, manifest.to_json())
-    listener(Committed(target.location))
+    listener(OutputCommitted(target.location))
     return manifest
 
 
@@ -170,7 +178,7 @@ def run_slice(
         listener(Planned(prepared.plan.notes))
         earlier = written_already(prepared, out) if overwrite else None
         if earlier is not None:  # by these slices, as a rule: this one is repeated
-            listener(Kept(os.fspath(out)))
+            listener(OutputKept(os.fspath(out)))
             return SliceDone(share, (), earlier)
         name = fingerprint_of(prepared)[: 2 * NONCE_BYTES]
         attempt = Attempt(_NONCE, name, overwrite=overwrite, seen=seen)

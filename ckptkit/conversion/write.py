@@ -32,7 +32,7 @@ from ckptkit.engine.budget import (
 )
 from ckptkit.engine.decompress import decoding_bytes
 from ckptkit.engine.executor import Executor, Inputs
-from ckptkit.engine.outcome import Committed, Digests, Listener, Planned
+from ckptkit.engine.outcome import Digests, Listener, OutputCommitted, Planned
 from ckptkit.engine.prefetch import READ_AHEAD_BYTES
 from ckptkit.engine.store_copies import with_store_copies
 from ckptkit.formats.dcp.reader import METADATA
@@ -251,7 +251,7 @@ def commit_output(manifest: Manifest, target: Target, listener: Listener) -> Non
     target.create(MANIFEST_NAME, len(data))
     target.write(MANIFEST_NAME, 0, memoryview(data))
     target.commit(last=MANIFEST_NAME)
-    listener(Committed(target.location))
+    listener(OutputCommitted(target.location))
 
 
 def manifest_of(prepared: Prepared, digests: Digests) -> Manifest:

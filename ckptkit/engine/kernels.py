@@ -78,7 +78,7 @@ class CastKernel:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Given:
+class ConstantKernel:
     """Hands out what is known; what it was made from stands beside it in the plan.
 
     Attributes:
@@ -134,7 +134,7 @@ class Operand(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredOperand:
     """A tensor as it is stored.
 
     Attributes:
@@ -159,7 +159,7 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True)
-class Cast:
+class CastOperand:
     """Another tensor in another float type.
 
     Attributes:

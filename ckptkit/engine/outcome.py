@@ -262,27 +262,27 @@ class Waiting:
 
 
 @dataclass(frozen=True, slots=True)
-class Committed:
+class OutputCommitted:
     """The output is durable and visible."""
 
     path: str
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class OutputKept:
     """The output was there already, whole and the one asked for; nothing was written."""
 
     path: str
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
+class WorkKept:
     """The run fails; what it has finished stays in that folder, for one that resumes it."""
 
     path: str
 
 
-Event = Planned | Started | BytesWritten | Waiting | Committed | Kept | Left
+Event = Planned | Started | BytesWritten | Waiting | OutputCommitted | OutputKept | WorkKept
 Listener = Callable[[Event], None]
 
 

@@ -34,7 +34,7 @@ Values = Mapping[str, Any]
 RunShare = Callable[[Share], Values]
 
 
-class Station(Protocol):
+class WorkerFactory(Protocol):
     """What a worker is made from; it is sent to every node."""
 
     def opened(self, cores: int) -> AbstractContextManager[RunShare]:
@@ -60,7 +60,7 @@ class NodeLimits:
 
 
 def run_on_ray(
-    station: Station,
+    station: WorkerFactory,
     deal: Callable[[int], Sequence[Share]],
     limits: NodeLimits,
     take: Callable[[Share, Values], None],
@@ -73,14 +73,14 @@ def run_on_ray(
         limits: What a worker takes of its node.
         take: Is given what each share came to, once, in any order, in the calling thread.
     """
-    ray = imported_ray()
+    ray = import_ray()
     with _connected(ray), ExitStack() as stack:
         crew = _RayCrew(ray, station, limits)
         stack.callback(crew.dismiss)
         crew.run(deal(len(crew.nodes())), take)
 
 
-def imported_ray() -> Any:
+def import_ray() -> Any:
     """Returns Ray."""
     try:
         import ray
@@ -131,10 +131,10 @@ def _own_signals() -> Iterator[None]:
         signal.signal(signal.SIGTERM, handler)
 
 
-class Worker:
+class RayWorker:
     """The process of one node. Errors that ckptkit means are answers, as plain values."""
 
-    def __init__(self, station: Station, cores: int, folder: str) -> None:
+    def __init__(self, station: WorkerFactory, cores: int, folder: str) -> None:
         with suppress(OSError):  # then relative paths are not found, and an error says so
             os.chdir(folder)
         self._station = station
@@ -171,7 +171,7 @@ class _Hired:
 class _RayCrew:
     """The workers of a cluster, one a node, and what each is working on."""
 
-    def __init__(self, ray: Any, station: Station, limits: NodeLimits) -> None:
+    def __init__(self, ray: Any, station: WorkerFactory, limits: NodeLimits) -> None:
         self._ray = ray
         self._limits = limits
         self._station = station
@@ -240,7 +240,7 @@ class _RayCrew:
         }
         if self._limits.memory_bytes is not None:
             options["memory"] = self._limits.memory_bytes
-        made = self._ray.remote(Worker).options(**options)
+        made = self._ray.remote(RayWorker).options(**options)
         return _Hired(made.remote(self._station, cores, str(Path.cwd())), node, host)
 
     def _deal(self) -> None:

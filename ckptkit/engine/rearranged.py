@@ -23,7 +23,7 @@ _MOST_READ = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class StridedBox:
     """A box of the output that lies at regular steps in one operand.
 
     Attributes:
@@ -59,7 +59,7 @@ class _Read:
 
 
 @dataclass(frozen=True, slots=True)
-class Rearranged:
+class RearrangeKernel:
     """A tensor whose elements come from boxes of others, maybe with their axes exchanged.
 
     A block reads at most twice its own elements. Where neighbours in the output lie far
@@ -72,7 +72,7 @@ class Rearranged:
     """
 
     grid: Shape
-    stretches: tuple[Stretch, ...]
+    stretches: tuple[StridedBox, ...]
     operands: tuple[Operand, ...]
 
     @property
@@ -129,7 +129,7 @@ class Rearranged:
 
 
 @dataclass(frozen=True, slots=True)
-class Computed:
+class ComputedOperand:
     """What a kernel makes of its sources, as an operand of another one.
 
     Attributes:

@@ -28,7 +28,7 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.manifest import MANIFEST_NAME, Manifest, parse_manifest
 from ckptkit.core.text import size_text
-from ckptkit.engine.outcome import BytesWritten, Committed, Listener, Started, ignore
+from ckptkit.engine.outcome import BytesWritten, Listener, OutputCommitted, Started, ignore
 from ckptkit.hub.client import Hub, quiet_client
 from ckptkit.hub.publish.commit import commit_of
 from ckptkit.hub.publish.source import LargeFile, OneReading, large_file
@@ -320,7 +320,7 @@ class _Pull:
         self._all(rest, manifest)
         notes = self._check_whole(manifest)
         self._partial.commit()
-        self._listener(Committed(folder))
+        self._listener(OutputCommitted(folder))
         return Pulled(
             repo_id=self._hub.repo_id,
             commit=self._commit,

@@ -13,13 +13,13 @@ from typing import Any, Protocol, Self
 
 from ckptkit.engine.outcome import (
     BytesWritten,
-    Committed,
     Event,
-    Kept,
-    Left,
+    OutputCommitted,
+    OutputKept,
     Planned,
     Started,
     Waiting,
+    WorkKept,
 )
 from ckptkit_cli._output import Output
 
@@ -71,7 +71,7 @@ class EventLines:
             case Waiting(what):
                 self._end_stage()
                 self._emit("waiting", message=what)
-            case Committed(path) | Kept(path) | Left(path):
+            case OutputCommitted(path) | OutputKept(path) | WorkKept(path):
                 self._end_stage()
                 self._emit(type(event).__name__.lower(), path=path)
 
@@ -129,9 +129,9 @@ class Progress:
         """Takes notice of an event."""
         with self._lock:
             self._lines.listen(event)
-            if isinstance(event, Kept):
+            if isinstance(event, OutputKept):
                 self.kept = True
-            if isinstance(event, Left):
+            if isinstance(event, WorkKept):
                 self._output.warn(f"what is finished stays in {event.path} for --resume")
             if isinstance(event, Planned):
                 self.notes += tuple(event.notes)

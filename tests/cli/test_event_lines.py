@@ -7,7 +7,14 @@ from typing import Any
 
 import pytest
 
-from ckptkit.engine.outcome import BytesWritten, Committed, Kept, Planned, Started, Waiting
+from ckptkit.engine.outcome import (
+    BytesWritten,
+    OutputCommitted,
+    OutputKept,
+    Planned,
+    Started,
+    Waiting,
+)
 from ckptkit_cli._output import Output
 from ckptkit_cli._progress import EventLines, Progress
 from ckptkit_cli.runs import age_text
@@ -37,7 +44,7 @@ def test_progress_is_told_once_a_second_and_when_a_stage_ends() -> None:
     heard.events.listen(Waiting("it is compared"))
     assert heard.progress()[-1] == 1000
     assert heard.lines[-1] == ("waiting", {"message": "it is compared"})
-    heard.events.listen(Committed("out"))
+    heard.events.listen(OutputCommitted("out"))
     assert heard.lines[0] == ("planned", {"notes": ["a note"]})
     assert heard.lines[-1] == ("committed", {"path": "out"})
 
@@ -61,7 +68,7 @@ def test_stages_are_counted_apart() -> None:
     for total in (7, 9):
         heard.events.listen(Started(total))
         heard.events.listen(BytesWritten(total))
-    heard.events.listen(Kept("out"))
+    heard.events.listen(OutputKept("out"))
     told = [(name, facts.get("done_bytes")) for name, facts in heard.lines]
     assert told == [
         *[("started", None), ("progress", 7)],

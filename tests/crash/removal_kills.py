@@ -16,7 +16,7 @@ from typing import Any
 
 import ckptkit
 from ckptkit.core.errors import CkptkitError
-from ckptkit.engine.outcome import Committed, Event
+from ckptkit.engine.outcome import Event, OutputCommitted
 
 CHANGES = {"os.remove", "os.rmdir", "os.rename"}
 SOURCE, OUT = "run", "out"
@@ -40,7 +40,7 @@ def die_before(change: int, source: Path) -> None:
 
 
 def die_once_committed(event: Event) -> None:
-    if isinstance(event, Committed):
+    if isinstance(event, OutputCommitted):
         os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -26,7 +26,7 @@ from ckptkit.core.errors import (
     VerificationError,
 )
 from ckptkit.core.manifest import Manifest
-from ckptkit.engine.outcome import Committed, Event
+from ckptkit.engine.outcome import Event, OutputCommitted
 from ckptkit.storage.places import Place
 from tests.object_store import ObjectStore
 
@@ -62,7 +62,7 @@ def once_committed(act: Act) -> Callable[[Event], None]:
     """Does something as soon as the output is in place."""
 
     def listen(event: Event) -> None:
-        if isinstance(event, Committed):
+        if isinstance(event, OutputCommitted):
             act()
 
     return listen

@@ -18,7 +18,7 @@ import ckptkit
 from ckptkit.conversion.consolidate import Consolidation, run_consolidation_slice
 from ckptkit.conversion.slices import SliceDone
 from ckptkit.core.errors import OutputExistsError, RefusedError, SourceChangedError
-from ckptkit.engine.outcome import BytesWritten, Event, Kept
+from ckptkit.engine.outcome import BytesWritten, Event, OutputKept
 from ckptkit.options import ConsolidateRequest, Layout, Resources
 from ckptkit.plan.shares import Share
 from ckptkit.storage.places import PathLike, Place
@@ -299,7 +299,7 @@ def test_a_slice_repeated_after_the_commit_leaves_nothing_behind(
     heard: list[Event] = []
     done = slice_of(bucket, 0, 2, out=out, overwrite=True, listener=heard)
     assert done.manifest is not None
-    assert Kept(os.fspath(out)) in heard
+    assert OutputKept(os.fspath(out)) in heard
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
     assert not [key for key in bucket.keys("out/") if ".ckptkit-" in key]
     assert bucket.unfinished_uploads() == []

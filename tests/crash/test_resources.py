@@ -19,7 +19,7 @@ from ckptkit.core.errors import (
     NoSpaceError,
     UsageError,
 )
-from ckptkit.engine.outcome import BytesWritten, Committed, Event, Started
+from ckptkit.engine.outcome import BytesWritten, Event, OutputCommitted, Started
 
 TENSOR = 12 << 20  # bytes: more than one leaf, so that several tasks make one tensor
 
@@ -109,7 +109,7 @@ def test_progress_adds_up_and_ends_with_the_commit(source: Path, out: Path) -> N
     ckptkit.consolidate(source, out, listener=listen)
     written = sum(event.size_bytes for event in events if isinstance(event, BytesWritten))
     assert [event.total_bytes for event in events if isinstance(event, Started)] == [written]
-    assert events[-1] == Committed(str(out))
+    assert events[-1] == OutputCommitted(str(out))
     manifest = json.loads((out / "ckptkit.json").read_text(encoding="utf-8"))
     assert written == sum(file["size_bytes"] for file in manifest["files"].values())
 

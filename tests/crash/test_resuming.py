@@ -25,7 +25,7 @@ from ckptkit.core.errors import (
     RefusedError,
 )
 from ckptkit.engine.checksum_tracker import ChecksumTracker
-from ckptkit.engine.outcome import BytesWritten, Event, Left, Planned, Started
+from ckptkit.engine.outcome import BytesWritten, Event, Planned, Started, WorkKept
 from ckptkit.options import Layout
 from ckptkit.storage.local.journal import read_journal
 from ckptkit.storage.local.target import LocalTarget
@@ -177,7 +177,7 @@ def test_a_run_that_is_interrupted_again_and_again_gets_done(
     out = tmp_path / "out"
     for files in (1, 2, 3):
         events = interrupted(source, out, files=files, error=Stop())
-        assert events[-1] == Left(str(hidden(out)[0].resolve()))
+        assert events[-1] == WorkKept(str(hidden(out)[0].resolve()))
     assert len(journaled(out)) >= 3
     resumed(source, out)
     assert content(out) == whole["hf"]

@@ -22,7 +22,7 @@ from safetensors.numpy import save_file
 
 import ckptkit
 from ckptkit.core.errors import CkptkitError
-from ckptkit.engine.outcome import BytesWritten, Committed, Event, Planned, Started
+from ckptkit.engine.outcome import BytesWritten, Event, OutputCommitted, Planned, Started
 from ckptkit.storage.places import Place
 
 NODE: dict[str, Any] = {
@@ -130,7 +130,7 @@ def compared(out: Path) -> dict[str, Any]:
     cache, answers = Path(os.environ["XDG_CACHE_HOME"]), dict[str, int]()
 
     def count(event: Event) -> None:
-        if isinstance(event, Planned | Committed):
+        if isinstance(event, Planned | OutputCommitted):
             found = sum(path.is_file() for path in cache.rglob("*"))
             answers[type(event).__name__] = found
 

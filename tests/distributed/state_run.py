@@ -41,7 +41,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from ckptkit.training.state.collect import bind
-from ckptkit.training.state.pieces import Holdings, Piece, owned
+from ckptkit.training.state.pieces import Holdings, Piece, select_owned
 
 WORDS = (
     "gather",
@@ -356,7 +356,7 @@ def gathered(holdings: Holdings) -> dict[str, dict[str, Any]]:
     mine = [
         (p.unit, [".".join(map(str, path)) for path in (p.key_path, *p.aliases)], p.shape, where,
          local.detach().clone().contiguous())
-        for p, here in zip(holdings.pieces, owned(holdings.pieces), strict=True)
+        for p, here in zip(holdings.pieces, select_owned(holdings.pieces), strict=True)
         if here
         for where, local in boxes(p)
     ]  # fmt: skip

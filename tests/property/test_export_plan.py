@@ -17,7 +17,7 @@ from ckptkit.core.index import Box, Fqn, Shape
 from ckptkit.engine.casts import Caster
 from ckptkit.plan.plan import TensorSpec
 from ckptkit.training.export import plan as export_plan
-from ckptkit.training.export.plan import Place, blocks_of, runs_of
+from ckptkit.training.export.plan import OutputPlace, blocks_of, runs_of
 from ckptkit.training.export.write import caster_of
 
 SHAPES = st.lists(st.integers(1, 7), max_size=4).map(tuple)
@@ -62,7 +62,7 @@ def test_blocks_of_all_parts_make_up_the_tensor_and_prove_it(
 ) -> None:
     shape, boxes = tiling
     spec = TensorSpec(Fqn("x"), BY_NAME[dtype], shape)
-    place = Place("f", 64 * pages, spec)
+    place = OutputPlace("f", 64 * pages, spec)
     whole = np.arange(math.prod(shape)).astype(dtype).reshape(shape)
     written, shares = bytearray(spec.size_bytes), []
     for box in boxes:
@@ -98,7 +98,7 @@ def test_the_sums_of_many_equal_runs_are_joined_as_one_by_one(
     assert share_of(starts, length, sums, len(data)) == one_by_one
 
 
-def small_blocks(box: Box, place: Place, size: int) -> Any:
+def small_blocks(box: Box, place: OutputPlace, size: int) -> Any:
     """Cuts into blocks of another size, as large tensors are cut."""
     usual = export_plan.BLOCK_BYTES, export_plan._LONG_BYTES
     export_plan.BLOCK_BYTES, export_plan._LONG_BYTES = size, size // 4

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import CannotPlanError
 from ckptkit.core.index import Fqn, Key, Shape, Span
-from ckptkit.engine.kernels import Stored
-from ckptkit.engine.rearranged import Rearranged, Stretch
+from ckptkit.engine.kernels import StoredOperand
+from ckptkit.engine.rearranged import RearrangeKernel, StridedBox
 from ckptkit.hub_names.arrangements import Arrangement, joined
 from ckptkit.hub_names.names import HubTensor, run_of, whole_of, window_of
 from ckptkit.plan.plan import TensorSpec
@@ -51,10 +51,10 @@ def realised(tensor: HubTensor, live: Live) -> Array:
 def computed(tensor: HubTensor, live: Live, block: int) -> Array:
     """Puts a described tensor together as an execution does, block by block."""
     number = {name: i for i, name in enumerate(live)}
-    kernel = Rearranged(
+    kernel = RearrangeKernel(
         tensor.grid,
-        tuple(Stretch(p.box, number[p.source], p.start, p.steps) for p in tensor.pieces),
-        tuple(Stored("source", Key(name), INT64) for name in live),
+        tuple(StridedBox(p.box, number[p.source], p.start, p.steps) for p in tensor.pieces),
+        tuple(StoredOperand("source", Key(name), INT64) for name in live),
     )
     spec = TensorSpec(tensor.name, INT64, tensor.shape)
     made = np.full(spec.elements, -1, np.int64)

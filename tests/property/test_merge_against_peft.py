@@ -34,7 +34,7 @@ from ckptkit.adapters.merge.low_rank import (
 )
 from ckptkit.core.dtypes import BY_NAME, DType
 from ckptkit.core.index import Fqn, Key, Span
-from ckptkit.engine.kernels import Stored
+from ckptkit.engine.kernels import StoredOperand
 from ckptkit.plan.plan import Demand, TensorSpec
 
 Array = NDArray[Any]
@@ -120,9 +120,9 @@ class Shelf:
         height, width = matrix_shape(tensor.shape)
         return Factor("a", Key(name), dtype_of(tensor), width, Stride(0, height), Stride(0, width))
 
-    def base(self, name: str, array: Array) -> Stored:
+    def base(self, name: str, array: Array) -> StoredOperand:
         self.tensors[name] = array
-        return Stored("b", Key(name), BY_NAME[array.dtype.name])
+        return StoredOperand("b", Key(name), BY_NAME[array.dtype.name])
 
     def merged(self, kernel: MergeKernel, shape: tuple[int, ...], cuts: int = 3) -> Array:
         """Runs a kernel over blocks that begin anywhere."""

@@ -22,7 +22,7 @@ from ckptkit.conversion import compare_names as comparing  # noqa: E402
 from ckptkit.conversion import naming_program  # noqa: E402
 from ckptkit.conversion.naming_program import NamingProgram  # noqa: E402
 from ckptkit.core.errors import CkptkitError, RefusedError, UsageError  # noqa: E402
-from ckptkit.engine.outcome import BytesWritten, Committed, Waiting  # noqa: E402
+from ckptkit.engine.outcome import BytesWritten, OutputCommitted, Waiting  # noqa: E402
 from tests.compared_models import SIZES, State, model_of, trained  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*process group.*", "ignore:.*single process.*")
@@ -396,7 +396,7 @@ def test_a_listener_is_told_of_an_answer_that_takes_longer_than_the_copying(
         kinds = [type(event) for event in events]
         assert (Waiting in kinds) == waits
         if waits:
-            assert kinds.index(BytesWritten) < kinds.index(Waiting) < kinds.index(Committed)
+            assert kinds.index(BytesWritten) < kinds.index(Waiting) < kinds.index(OutputCommitted)
 
 
 @pytest.mark.parametrize(

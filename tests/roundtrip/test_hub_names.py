@@ -33,7 +33,7 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 
 from ckptkit.hub_names.transformers.answers import answer  # noqa: E402
 from ckptkit.training import Checkpointer  # noqa: E402
-from ckptkit.training.export.plan import DiskNames  # noqa: E402
+from ckptkit.training.export.plan import ExportNames  # noqa: E402
 
 FIXTURE = Path(__file__).resolve().parents[2] / "fixtures" / "fsdp2_mixtral"
 pytestmark = pytest.mark.filterwarnings("ignore:.*process group.*", "ignore:.*single process.*")
@@ -728,7 +728,7 @@ def test_shards_of_live_tensors_become_parts_of_those_on_disk(model: str, axis: 
     tensors = {Fqn(k): (dtype_named(str(v.dtype)), tuple(v.shape)) for k, v in live.items()}
     config = built.config.to_dict() | {"architectures": [model]}
     names = answer(NamingRequest(config, tensors))
-    disk = DiskNames(names)
+    disk = ExportNames(names)
     for name, expected in revert_weight_conversion(built, live).items():
         made, written = torch.zeros_like(expected), torch.zeros_like(expected)
         for source in disk.sources(name):

@@ -17,7 +17,7 @@ from ckptkit.conversion.source.places import is_anything, is_folder
 from ckptkit.conversion.source.side_folders import SideFolders
 from ckptkit.core.errors import AmbiguousSourceError, NotACheckpointError, RefusedError
 from ckptkit.core.index import Fqn, Shape, TensorEntry
-from ckptkit.engine.kernels import Operand, Stored
+from ckptkit.engine.kernels import Operand, StoredOperand
 from ckptkit.engine.reader import Origin
 from ckptkit.lora.config import PEFT_PREFIX
 from ckptkit.lora.dialects import plain_entries, sort_entries
@@ -273,7 +273,7 @@ def _operand(base: BaseSource, stored: Fqn, live: Fqn, quantized: QuantizedBase)
     if packed is not None:
         return packed
     entry = base.entries[stored]
-    return Stored(base.origin.name, entry.key, entry.dtype)
+    return StoredOperand(base.origin.name, entry.key, entry.dtype)
 
 
 def live_shapes(

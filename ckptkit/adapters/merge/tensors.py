@@ -12,8 +12,8 @@ from ckptkit.adapters.merge.low_rank import Factor
 from ckptkit.core.dtypes import DType, dtype_named
 from ckptkit.core.errors import RefusedError
 from ckptkit.core.index import Fqn, Shape, TensorEntry
-from ckptkit.engine.kernels import Cast, Operand, OperandKernel, Stored, recast
-from ckptkit.engine.rearranged import Computed, Rearranged, Stretch
+from ckptkit.engine.kernels import CastOperand, Operand, OperandKernel, StoredOperand, recast
+from ckptkit.engine.rearranged import ComputedOperand, RearrangeKernel, StridedBox
 from ckptkit.hub_names.names import HubTensor, Window, window_of
 from ckptkit.lora.changes import Change, LowRank, Replaced, Rows, Shift
 from ckptkit.plan.plan import Copy, Product, TensorSpec
@@ -46,7 +46,7 @@ class BaseTensor:
 
     @classmethod
     def stored(cls, name: Fqn, live: Fqn, origin: str, entry: TensorEntry) -> BaseTensor:
-        operand = Stored(origin, entry.key, entry.dtype)
+        operand = StoredOperand(origin, entry.key, entry.dtype)
         return cls(name, (live,), entry.shape, entry.dtype, operand)
 
 
@@ -78,16 +78,16 @@ def rearranged(tensor: HubTensor, sources: Sequence[Operand]) -> Operand:
         sources: The tensors that it is made of, in the order of `tensor.sources`.
     """
     number = {source: i for i, source in enumerate(tensor.sources)}
-    kernel = Rearranged(
+    kernel = RearrangeKernel(
         grid=tensor.grid,
         stretches=tuple(
-            Stretch(piece.box, number[piece.source], piece.start, piece.steps)
+            StridedBox(piece.box, number[piece.source], piece.start, piece.steps)
             for piece in tensor.pieces
         ),
         operands=tuple(sources),
     )
     spec = TensorSpec(tensor.name, sources[0].dtype, tensor.shape)
-    return Computed(kernel, spec, kernel.reads)
+    return ComputedOperand(kernel, spec, kernel.reads)
 
 
 def merged_product(
@@ -114,7 +114,7 @@ def merged_product(
         kernel = MergeKernel(tensor.operand, made, rules.rounding, rules.norm_of)
         return Product(spec, kernel.compute())
     operand = tensor.operand
-    if isinstance(operand, Stored):
+    if isinstance(operand, StoredOperand):
         copy = Copy(operand.origin, operand.key)
         return recast(Product(TensorSpec(spec.name, operand.dtype, spec.shape), copy), target)
     return Product(spec, OperandKernel(operand).compute())
@@ -133,12 +133,12 @@ def _replaced(tensor: BaseTensor, change: Replaced, rules: MergeRules) -> BaseTe
     if len(tensor.live) > 1:
         raise several_needed(tensor.name, change)
     shape = entry.shape
-    operand: Operand = Stored(change.source.origin, entry.key, entry.dtype)
+    operand: Operand = StoredOperand(change.source.origin, entry.key, entry.dtype)
     if tensor.part is not None:
         shape, operand = tensor.shape, rearranged(tensor.part, [operand])
     is_held = rules.dtype == "keep" or rules.rounding is Rounding.PEFT
     if is_held and entry.dtype != tensor.dtype and entry.dtype.kind == "float":
-        operand = Cast(operand, tensor.dtype)
+        operand = CastOperand(operand, tensor.dtype)
     return BaseTensor(tensor.name, tensor.live, shape, tensor.dtype, operand, tensor.part)
 
 

@@ -18,7 +18,7 @@ from ckptkit.conversion.source.read import same_bytes
 from ckptkit.core.errors import InputError, RefusedError
 from ckptkit.core.index import Fqn, Span, TensorEntry
 from ckptkit.core.model_configs import parse_model_config
-from ckptkit.engine.kernels import Stored
+from ckptkit.engine.kernels import StoredOperand
 from ckptkit.engine.reader import RUN_BYTES, Origin, TensorReader
 from ckptkit.lora.changes import Change, Replaced
 from ckptkit.lora.config import LoraSettings
@@ -122,7 +122,7 @@ class TieJudge:
 
     def _stored(self, tensor: BaseTensor) -> tuple[str, TensorEntry] | None:
         operand = tensor.operand
-        if not isinstance(operand, Stored):
+        if not isinstance(operand, StoredOperand):
             return None
         return operand.origin, self._indexes[operand.origin].tensors[operand.key]
 

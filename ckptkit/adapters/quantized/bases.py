@@ -43,7 +43,7 @@ from ckptkit.core.dtypes import BY_NAME, DType
 from ckptkit.core.errors import CkptkitError, RefusedError
 from ckptkit.core.index import Shape, TensorEntry
 from ckptkit.core.threads import run_crew
-from ckptkit.engine.kernels import Operand, Stored
+from ckptkit.engine.kernels import Operand, StoredOperand
 from ckptkit.engine.reader import Origin
 from ckptkit.lora.quantized import (
     EIGHT_BITS,
@@ -127,14 +127,14 @@ class PackedBases:
         """Returns a reader of both sides, for one thread."""
         return PackedReader(self._origins)
 
-    def plain(self, name: str) -> Stored | None:
+    def plain(self, name: str) -> StoredOperand | None:
         """Returns the original of a packed weight, where the base model holds it unpacked."""
         if self._original is None or name in self._in_original or name not in self._in_trained:
             return None
         entry = self._original.entries.get(name)
         if entry is None or entry.dtype.kind != "float":
             return None
-        return Stored(self._original.origin.name, entry.key, entry.dtype)
+        return StoredOperand(self._original.origin.name, entry.key, entry.dtype)
 
     def unpacked(self, name: str, reader: PackedReader) -> Unpacked:
         """Finds the way to the elements of a weight, and proves it where the original is there."""
@@ -174,7 +174,7 @@ class PackedBases:
         proof = prove_same_bytes(reader, held, there)
         return replace(unpacked, proof=self._checked(weight.name, proof))
 
-    def _by_original(self, weight: PackedWeight, plain: Stored, place: Place) -> Unpacked:
+    def _by_original(self, weight: PackedWeight, plain: StoredOperand, place: Place) -> Unpacked:
         if weight.bits == EIGHT_BITS:
             unpacked = eight_bits_by_original(weight, place, plain)
             return self._proven(weight, unpacked, plain, place.reader)
@@ -187,7 +187,11 @@ class PackedBases:
         return replace(four_bits_by_original(weight, place, plain, state), proof=proof)
 
     def _settled(
-        self, weight: PackedWeight, packed: Stored, plain: Stored, reader: PackedReader
+        self,
+        weight: PackedWeight,
+        packed: StoredOperand,
+        plain: StoredOperand,
+        reader: PackedReader,
     ) -> FourBitState:
         """Returns how weights without a state were packed; the first that comes settles it."""
         shape = weight.shape or ()
@@ -199,7 +203,7 @@ class PackedBases:
         return replace(self._state, shape=shape)
 
     def _proven(
-        self, weight: PackedWeight, unpacked: Unpacked, plain: Stored, reader: PackedReader
+        self, weight: PackedWeight, unpacked: Unpacked, plain: StoredOperand, reader: PackedReader
     ) -> Unpacked:
         """Compares a weight with its original."""
         self._check_shape(weight.name, unpacked.shape)
@@ -427,7 +431,7 @@ def _of_nothing(
     return QuantizedBase(notes=(note,))
 
 
-def _refuse_without_original(names: Sequence[str], originals: Mapping[str, Stored]) -> None:
+def _refuse_without_original(names: Sequence[str], originals: Mapping[str, StoredOperand]) -> None:
     without = next((name for name in names if name not in originals), None)
     if without is not None:
         raise RefusedError(

@@ -45,7 +45,7 @@ from numpy.typing import NDArray
 from ckptkit.core.arrays import numpy_dtype
 from ckptkit.core.dtypes import BY_NAME, DType
 from ckptkit.core.index import Key, Span
-from ckptkit.engine.kernels import Stored
+from ckptkit.engine.kernels import StoredOperand
 from ckptkit.plan.plan import Demand
 
 FourBitType = Literal["nf4", "fp4"]
@@ -113,7 +113,7 @@ class StoredScales:
         absmax: The tensor that holds them.
     """
 
-    absmax: Stored
+    absmax: StoredOperand
 
     @property
     def reads(self) -> tuple[tuple[str, Key], ...]:
@@ -138,9 +138,9 @@ class NestedScales:
         offset: What was taken off the scales before, and is put back.
     """
 
-    absmax: Stored
-    nested_absmax: Stored
-    nested_map: Stored
+    absmax: StoredOperand
+    nested_absmax: StoredOperand
+    nested_map: StoredOperand
     blocksize: int
     offset: float
 
@@ -180,7 +180,7 @@ class FourBitWeight:
         dtype: Their type, the one that they had before they were quantized.
     """
 
-    packed: Stored
+    packed: StoredOperand
     scales: Scales
     quant_type: FourBitType
     blocksize: int
@@ -238,7 +238,7 @@ class EightBitWeight:
         columns: How many elements a row has.
     """
 
-    packed: Stored
+    packed: StoredOperand
     scales: Scales
     columns: int
 

@@ -33,7 +33,7 @@ from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import FormatError, InputError, RefusedError
 from ckptkit.core.index import Fqn, Shape, Span, TensorEntry
 from ckptkit.core.threads import run_crew
-from ckptkit.engine.kernels import Stored
+from ckptkit.engine.kernels import StoredOperand
 from ckptkit.engine.reader import Origin
 from ckptkit.lora.quantized import (
     BLOCKSIZES,
@@ -220,7 +220,7 @@ class _Weight:
     """A weight of the base, and what is recorded of it."""
 
     name: str
-    original: Stored
+    original: StoredOperand
     shape: Shape
     record: PackedRecord
 
@@ -263,7 +263,7 @@ class _Requantizing:
 
     def run(self, packings: Sequence[Packing]) -> QuantizedBase:
         unpacked: dict[str, Unpacked] = {}
-        originals: dict[str, Stored] = {}
+        originals: dict[str, StoredOperand] = {}
         for packing in packings:
             weights = list(self._weights(packing))
             originals |= {weight.name: weight.original for weight in weights}
@@ -288,7 +288,7 @@ class _Requantizing:
                 raise self._other_base(name, "is not there as a plain weight")
             taken = entry.elements if packing.settings is None else -(-entry.elements // 2)
             if record.size_bytes == taken:
-                stored = Stored(self._base.origin.name, entry.key, entry.dtype)
+                stored = StoredOperand(self._base.origin.name, entry.key, entry.dtype)
                 yield _Weight(name, stored, entry.shape, record)
             elif not _is_plain(entry, packing, record):
                 raise self._other_base(

@@ -37,7 +37,7 @@ from ckptkit.core.arrays import numpy_dtype
 from ckptkit.core.dtypes import BY_NAME, DType
 from ckptkit.core.errors import FormatError
 from ckptkit.core.index import Key, Shape, Span, TensorEntry
-from ckptkit.engine.kernels import Operand, Stored
+from ckptkit.engine.kernels import Operand, StoredOperand
 from ckptkit.engine.reader import Origin, TensorReader
 from ckptkit.lora.quantized import (
     BLOCKSIZES,
@@ -256,8 +256,8 @@ class Place:
     location: str
     reader: PackedReader
 
-    def stored(self, entry: TensorEntry) -> Stored:
-        return Stored(self.origin, entry.key, entry.dtype)
+    def stored(self, entry: TensorEntry) -> StoredOperand:
+        return StoredOperand(self.origin, entry.key, entry.dtype)
 
     def state(self, entry: TensorEntry) -> FourBitState:
         """Reads a quantization state."""
@@ -283,7 +283,7 @@ def eight_bits_by_companions(weight: PackedWeight, place: Place, dtype: DType) -
     return Unpacked(operand, weight.packed.shape, dtype)
 
 
-def eight_bits_by_original(weight: PackedWeight, place: Place, original: Stored) -> Unpacked:
+def eight_bits_by_original(weight: PackedWeight, place: Place, original: StoredOperand) -> Unpacked:
     """Returns an 8-bit weight whose scales are made from its original."""
     columns = weight.packed.shape[1]
     rows = DerivedScales(original, FLOAT16, columns, weight.packed.elements)
@@ -322,7 +322,7 @@ def four_bits_by_companions(weight: PackedWeight, place: Place, state: FourBitSt
 
 
 def four_bits_by_original(
-    weight: PackedWeight, place: Place, original: Stored, state: FourBitState
+    weight: PackedWeight, place: Place, original: StoredOperand, state: FourBitState
 ) -> Unpacked:
     """Returns a 4-bit weight whose scales are made from its original."""
     dtype = BY_NAME[state.dtype]
@@ -334,13 +334,17 @@ def four_bits_by_original(
 
 
 def proof_of_four_bits(
-    packed: Stored, original: Stored, state: FourBitState, reader: PackedReader
+    packed: StoredOperand, original: StoredOperand, state: FourBitState, reader: PackedReader
 ) -> Proof:
     return prove_four_bits(reader, _claim(packed, original, state))
 
 
 def settled(
-    packed: Stored, original: Stored, shape: Shape, told: FourBitSettings, reader: PackedReader
+    packed: StoredOperand,
+    original: StoredOperand,
+    shape: Shape,
+    told: FourBitSettings,
+    reader: PackedReader,
 ) -> tuple[FourBitState, Proof]:
     """Finds out how a weight was packed, by comparing some of it with its original.
 
@@ -383,13 +387,13 @@ def likely_settings(
         yield FourBitSettings(quant_type, told.nested, size, dtype)
 
 
-def _claim(packed: Stored, original: Stored, state: FourBitState) -> FourBitClaim:
+def _claim(packed: StoredOperand, original: StoredOperand, state: FourBitState) -> FourBitClaim:
     return FourBitClaim(
         packed, original, state.elements, state.quant_type, state.blocksize, BY_NAME[state.dtype]
     )
 
 
-def _four_bits(packed: Stored, scales: Scales, state: FourBitState) -> Unpacked:
+def _four_bits(packed: StoredOperand, scales: Scales, state: FourBitState) -> Unpacked:
     dtype = BY_NAME[state.dtype]
     operand = FourBitWeight(
         packed, scales, state.quant_type, state.blocksize, state.elements, dtype

@@ -45,7 +45,7 @@ from ckptkit.training.resume.stored_step import StoredStep
 from ckptkit.training.runs import saved_steps
 from ckptkit.training.settings import Options, Settings, check_options
 from ckptkit.training.state.collect import BoundState, bind
-from ckptkit.training.state.objects import flatten, serialised
+from ckptkit.training.state.objects import flatten, serialise
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -472,7 +472,7 @@ def _misfit(bound: Callable[[], BoundState]) -> str:
         for other in bound().others:
             leaves = [leaf for _, leaf in flatten(other.state(), other.path)]
             # Tensors are always fine, and may be many.
-            serialised([x for x in leaves if not isinstance(x, torch.Tensor)], other.key)
+            serialise([x for x in leaves if not isinstance(x, torch.Tensor)], other.key)
     except (UsageError, UnsupportedError, SaveError) as error:
         return str(error)
     return ""

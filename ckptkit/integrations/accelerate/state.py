@@ -22,7 +22,7 @@ from ckptkit.training import names
 from ckptkit.training.settings import Options
 from ckptkit.training.sidecar import StepFile
 from ckptkit.training.state import objects as rng
-from ckptkit.training.state.objects import saved
+from ckptkit.training.state.objects import torch_archive
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -216,10 +216,10 @@ def files_of(accelerator: Accelerator, rank: int) -> dict[str, bytes]:
     knows where it is in an accumulation of gradients.
     """
     states = {"step": int(accelerator.step), **rng.capture()}
-    files: dict[str, bytes] = {names.random_states_file(rank): StepFile(saved(states))}
+    files: dict[str, bytes] = {names.random_states_file(rank): StepFile(torch_archive(states))}
     if rank == 0:  # stock accelerate lets all ranks write one file
         for name, loader in stateful_loaders(accelerator):
-            files[name] = saved(loader.state_dict())
+            files[name] = torch_archive(loader.state_dict())
     return files
 
 

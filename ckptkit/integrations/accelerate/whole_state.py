@@ -32,7 +32,7 @@ from ckptkit.training.names import TensorPlaces, clean_fqn, parallel_prefixes
 from ckptkit.training.save.shared_memory import SharedBuffer
 from ckptkit.training.state.dtensors import Copies
 from ckptkit.training.state.models import ModelWalk
-from ckptkit.training.state.pieces import Piece, owned
+from ckptkit.training.state.pieces import Piece, select_owned
 
 _TOPIC = "the whole state of a model"
 _ALIGNMENT = 64
@@ -257,7 +257,7 @@ def _obstacle(model: torch.nn.Module) -> str:
 
 def _laid_out(pieces: Sequence[Piece]) -> _Held:
     parts, at = [], 0
-    for piece, is_mine in zip(pieces, owned(pieces), strict=True):
+    for piece, is_mine in zip(pieces, select_owned(pieces), strict=True):
         local = piece.local
         if local.layout is not torch.strided or local.is_quantized or local.is_meta:
             return _Held(reason=f"{piece.key} is sparse, quantized or without data")

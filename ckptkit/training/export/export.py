@@ -43,7 +43,7 @@ from ckptkit.training.environment import ranks_of_this_machine
 from ckptkit.training.export.commit import answer_of, commit, mark_of, part_of
 from ckptkit.training.export.compare_names import compare_with_model
 from ckptkit.training.export.plan import (
-    DiskNames,
+    ExportNames,
     ExportRequest,
     Table,
     config_in,
@@ -54,8 +54,8 @@ from ckptkit.training.export.plan import (
     plan_model,
 )
 from ckptkit.training.export.write import (
-    Exported,
-    Part,
+    BoxWrite,
+    ExportView,
     chosen_adapter,
     is_adapter,
     look_at,
@@ -89,7 +89,7 @@ class _Written:
     answer: Mapping[str, Any]
 
 
-class Attempt:
+class ExportAttempt:
     """One try to export, numbered alike on all ranks."""
 
     def __init__(
@@ -199,7 +199,7 @@ class Attempt:
         exported = look_at(bound)
         plan, names = self._plan(exported, bound, side_files(bound, sidecar))
         parts = [
-            Part(place, exported.table[source].dtype, box, local)
+            BoxWrite(place, exported.table[source].dtype, box, local)
             for name, place in places_of(plan).items()
             for source in names.sources(name)
             for box, local in names.parts(name, source, exported.parts(source))
@@ -217,7 +217,7 @@ class Attempt:
         return _Written(plan, exported.is_adapter, answer)
 
     def _hand_over(
-        self, target: SharedTarget, plan: Plan, parts: Sequence[Part]
+        self, target: SharedTarget, plan: Plan, parts: Sequence[BoxWrite]
     ) -> tuple[dict[Fqn, Share], list[Row]]:
         """Writes this rank's part to a file of its own, for rank 0 to put in its place."""
         file = target.part_file(part_of(self._peers.rank))
@@ -229,12 +229,12 @@ class Attempt:
         return shares, file.rows
 
     def _plan(
-        self, exported: Exported, bound: BoundState, side: Mapping[str, bytes]
-    ) -> tuple[Plan, DiskNames]:
+        self, exported: ExportView, bound: BoundState, side: Mapping[str, bytes]
+    ) -> tuple[Plan, ExportNames]:
         table, options = self._whole(exported), self._request.options
         if exported.is_adapter:
-            return plan_adapter(table, side, options), DiskNames(None)
-        names = DiskNames(None)
+            return plan_adapter(table, side, options), ExportNames(None)
+        names = ExportNames(None)
         if options.names != "live":
             names = disk_names(parts_of_model(bound), table, config_in(side))
         self._request = replace(self._request, versions=names.versions)
@@ -250,7 +250,7 @@ class Attempt:
             logger.warning("%s: %s", self._request.out, note)
         return plan, names
 
-    def _whole(self, exported: Exported) -> Table:
+    def _whole(self, exported: ExportView) -> Table:
         """Returns the tensors of the whole model, which ranks of a pipeline have to tell."""
         if exported.is_everywhere:
             return exported.table
@@ -467,7 +467,7 @@ class Exporter:
         began = time.perf_counter()
         self._under_way = [e for e in self._under_way if not e[1].done() or e[1].unheard_error]
         self._count += 1
-        attempt = Attempt(self._peers, self._count, request, self._timeout_seconds)
+        attempt = ExportAttempt(self._peers, self._count, request, self._timeout_seconds)
         attempt.begin(find_bound, self._sidecar, save_instead)
         handle = ExportHandle(request.out)
         durable = time.perf_counter()

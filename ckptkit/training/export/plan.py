@@ -67,7 +67,7 @@ Table = Mapping[Fqn, TensorSpec]
 Part = tuple[Box, torch.Tensor]
 
 
-class DiskNames:
+class ExportNames:
     """How live tensors are called, and cut, on disk.
 
     Attributes:
@@ -130,7 +130,7 @@ class DiskNames:
         return windows_of(tensor, self._live) or ()
 
 
-def disk_names(modules: Sequence[nn.Module], table: Table, config: Any) -> DiskNames:
+def disk_names(modules: Sequence[nn.Module], table: Table, config: Any) -> ExportNames:
     """Finds out what the tensors of a model are called on disk.
 
     Args:
@@ -143,7 +143,7 @@ def disk_names(modules: Sequence[nn.Module], table: Table, config: Any) -> DiskN
     is_native = own.__module__.startswith("transformers.")
     need = naming_need(config, has_base=True)
     if need.kind != "ask" or not is_native:
-        return DiskNames(None)
+        return ExportNames(None)
     why = why_unsure(config, (spec.dtype for spec in table.values()))
     names: HubNames | None = None
     if not why:
@@ -154,7 +154,7 @@ def disk_names(modules: Sequence[nn.Module], table: Table, config: Any) -> DiskN
     if names is not None and not _can_be_cut(names):
         why, names = _why_not(names), None
     notes = (f"names are written as training holds them: {why}",) if why else ()
-    return DiskNames(names, notes)
+    return ExportNames(names, notes)
 
 
 def _asked(model: Any, config: Mapping[str, Any], table: Table) -> HubNames:
@@ -250,7 +250,7 @@ class ExportRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class OutputPlace:
     """Where a tensor lies in the output: file, first byte in it, and how it looks there."""
 
     path: str
@@ -284,7 +284,7 @@ def plan_model(
     side: Mapping[str, bytes],
     options: ConsolidateRequest,
     is_tied: Callable[[Fqn, Fqn], bool],
-    names: DiskNames,
+    names: ExportNames,
     *,
     where: str,
 ) -> Plan:
@@ -344,8 +344,8 @@ def plan_adapter(table: Table, side: Mapping[str, bytes], options: ConsolidateRe
     return Plan((layout_adapter(products), own, *_side_files(beside, None)), {})
 
 
-def places_of(plan: Plan) -> dict[Fqn, Place]:
-    return {spec.name: Place(file.path, seg.start, spec) for file, seg, spec in plan.specs()}
+def places_of(plan: Plan) -> dict[Fqn, OutputPlace]:
+    return {spec.name: OutputPlace(file.path, seg.start, spec) for file, seg, spec in plan.specs()}
 
 
 def digest_of_plan(plan: Plan) -> str:
@@ -373,7 +373,7 @@ def merged_tables(tables: Sequence[Table]) -> dict[Fqn, TensorSpec]:
     return merged
 
 
-def blocks_of(box: Box, place: Place) -> Iterator[Block]:
+def blocks_of(box: Box, place: OutputPlace) -> Iterator[Block]:
     """Yields the parts of a box that are each cast and written at once.
 
     Long runs are cut at pages of the file, so that all but their edges fill whole pages; short

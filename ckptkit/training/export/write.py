@@ -42,14 +42,21 @@ from ckptkit.storage.local.shared_target import SharedTarget
 from ckptkit.storage.local.syscalls import PAGE_BYTES
 from ckptkit.storage.local.target import MIN_DIRECT_BYTES
 from ckptkit.storage.shared import PartFile
-from ckptkit.training.export.plan import ADAPTER_CONFIG, BLOCK_BYTES, Block, Place, Table, blocks_of
+from ckptkit.training.export.plan import (
+    ADAPTER_CONFIG,
+    BLOCK_BYTES,
+    Block,
+    OutputPlace,
+    Table,
+    blocks_of,
+)
 from ckptkit.training.names import TensorPlaces, adapter_names, innermost
 from ckptkit.training.save.staging import is_plain
 from ckptkit.training.sidecar import collect_sidecar
 from ckptkit.training.state.collect import BoundState
 from ckptkit.training.state.dtensors import Copies, has_data
 from ckptkit.training.state.models import ModelWalk
-from ckptkit.training.state.pieces import Piece, owned
+from ckptkit.training.state.pieces import Piece, select_owned
 
 _FLOAT32 = BY_NAME["float32"]
 _TARGETS = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -83,7 +90,7 @@ _BUFFERS = WRITERS + 1
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class BoxWrite:
     """A box of a tensor that this rank writes.
 
     Attributes:
@@ -93,7 +100,7 @@ class Part:
         local: The elements, in the shape of the box.
     """
 
-    place: Place
+    place: OutputPlace
     dtype: DType
     box: Box
     local: torch.Tensor
@@ -105,7 +112,7 @@ class Part:
 
 
 def write_parts(
-    target: SharedTarget | PartFile, plan: Plan, parts: Sequence[Part]
+    target: SharedTarget | PartFile, plan: Plan, parts: Sequence[BoxWrite]
 ) -> dict[Fqn, Share]:
     """Writes parts of tensors, and returns the share that each tensor has got from them."""
     _check_room(target, plan, parts)
@@ -126,7 +133,7 @@ def write_parts(
     return dict(desk.shares)
 
 
-def _check_room(target: SharedTarget | PartFile, plan: Plan, parts: Sequence[Part]) -> None:
+def _check_room(target: SharedTarget | PartFile, plan: Plan, parts: Sequence[BoxWrite]) -> None:
     """Refuses an output that does not fit, before this rank writes its part."""
     if isinstance(target, PartFile):
         size, room = sum(part.size_bytes for part in parts), target.free_bytes()
@@ -172,10 +179,10 @@ def write_literals(target: SharedTarget, plan: Plan) -> None:
                 target.write(file.path, segment.start, memoryview(segment.body.data))
 
 
-def _jobs(parts: Sequence[Part]) -> Iterator[tuple[Part, Block]]:
+def _jobs(parts: Sequence[BoxWrite]) -> Iterator[tuple[BoxWrite, Block]]:
     # In the order of the files: the device then writes long stretches. What goes through the page
     # cache has to wait until nothing else is written to the file, so it comes last.
-    def order(part: Part) -> tuple[bool, str, int]:
+    def order(part: BoxWrite) -> tuple[bool, str, int]:
         return part.size_bytes < MIN_DIRECT_BYTES, part.place.path, part.place.start
 
     for part in sorted(parts, key=order):
@@ -191,7 +198,7 @@ class _Desk:
         self._casters: dict[tuple[DType, DType], Caster] = {}
 
     def cast(
-        self, part: Part, block: Block, buffer: memoryview
+        self, part: BoxWrite, block: Block, buffer: memoryview
     ) -> tuple[Sequence[int], memoryview]:
         """Returns where the runs of a block begin in its file, and their bytes in the buffer."""
         place, itemsize = part.place, part.place.spec.dtype.itemsize
@@ -207,7 +214,7 @@ class _Desk:
         self.shares[name] = self.shares[name].joined(share)
         return (block.at + place.start).tolist(), data
 
-    def _fill(self, part: Part, block: Block, data: NDArray[np.uint8]) -> None:
+    def _fill(self, part: BoxWrite, block: Block, data: NDArray[np.uint8]) -> None:
         source, wanted = _elements(part.local, block), part.place.spec.dtype
         if part.dtype == wanted:
             data[:] = source
@@ -250,7 +257,7 @@ _ADAPTERS = "adapters"
 
 
 @dataclass(frozen=True, slots=True)
-class Exported:
+class ExportView:
     """A rank's view of what is exported.
 
     Attributes:
@@ -309,7 +316,7 @@ def chosen_adapter(bound: BoundState) -> tuple[str, ...]:
     return "--adapter", names.adapter
 
 
-def look_at(bound: BoundState) -> Exported:
+def look_at(bound: BoundState) -> ExportView:
     """Returns what of the model lies on this rank, without any communication."""
     modules, world = parts_of_model(bound), Copies(bound.world_size, bound.rank)
     walks = [ModelWalk(module, TensorPlaces("", ()), world=world) for module in modules]
@@ -320,8 +327,8 @@ def look_at(bound: BoundState) -> Exported:
     for name, piece in named:
         pieces[name] = (*pieces.get(name, ()), piece)
     taken = list({id(piece): piece for _, piece in named}.values())
-    mine = zip(taken, owned(taken), strict=True)
-    return Exported(
+    mine = zip(taken, select_owned(taken), strict=True)
+    return ExportView(
         table={name: _spec(name, found[0]) for name, found in pieces.items()},
         pieces=pieces,
         owned=frozenset(id(piece) for piece, is_mine in mine if is_mine),

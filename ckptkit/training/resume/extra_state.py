@@ -13,7 +13,7 @@ from torch import nn
 
 from ckptkit.core.index import Key, KeyPath, TensorIndex
 from ckptkit.training.names import clean_fqn, parallel_prefixes
-from ckptkit.training.resume.objects import Place, unflattened
+from ckptkit.training.resume.objects import ValueLocation, unflatten
 from ckptkit.training.resume.stored_step import StoredStep
 from ckptkit.training.resume.tensors import first_few
 from ckptkit.training.state.collect import BoundModel
@@ -52,7 +52,7 @@ def extra_state_changes(
         live = module.get_extra_state()
         if found or stored.structure(model.unit, path) is not None:
             where = f"{model.key}, {name}"
-            made = unflattened(stored, Place(model.unit, path, where), live, saved=True)
+            made = unflatten(stored, ValueLocation(model.unit, path, where), live, saved=True)
             pieces += made.pieces
             state = made.value
             yield lambda module=module, state=state: module.set_extra_state(state)  # type: ignore[misc]

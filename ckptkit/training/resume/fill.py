@@ -33,9 +33,9 @@ from ckptkit.training.resume.restore import (
     random_changes,
     tensor_pieces,
 )
-from ckptkit.training.resume.stored_step import StoredStep, matched
+from ckptkit.training.resume.stored_step import StoredStep, bind_to_step
 from ckptkit.training.resume.tensors import (
-    LoadReport,
+    FillReport,
     first_few,
     load_pieces,
     match_entries,
@@ -47,7 +47,7 @@ from ckptkit.training.state.dtensors import Copies
 from ckptkit.training.state.fsdp1 import cast_buffers
 from ckptkit.training.state.models import ModelView, ModelWalk
 from ckptkit.training.state.optimizers import STATE
-from ckptkit.training.state.pieces import Piece, Slot
+from ckptkit.training.state.pieces import Piece, ShardLayout
 from ckptkit.training.state.rank_bound import is_scale
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ _COMPARED = 1 << 20  # elements at once, so that little memory is needed
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedStep:
     """What one rank has read of a step.
 
     Attributes:
@@ -65,13 +65,13 @@ class Loaded:
             another: that one's name, and the largest absolute difference on this rank.
     """
 
-    reports: Mapping[str, LoadReport] = field(default_factory=dict)
+    reports: Mapping[str, FillReport] = field(default_factory=dict)
     changes: Sequence[Callable[[], object]] = ()
     untied: Mapping[str, tuple[str, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class FillPlan:
     """What one rank has found to fit, before it fills any tensor.
 
     Attributes:
@@ -83,7 +83,7 @@ class Prepared:
     changes: Sequence[Callable[[], object]] = ()
 
 
-class Opening:
+class StepLoader:
     """A step's directory, opened when it is first asked for; it has to be closed."""
 
     def __init__(self, folder: Path | Place, bound: BoundState) -> None:
@@ -108,7 +108,7 @@ class Opening:
             if layout not in {None, bound.layout}:
                 bound = _bound_again(bound, layout)
             if self.stored.entries is not None:
-                bound = matched(bound, self.stored.entries, where=str(self._folder))
+                bound = bind_to_step(bound, self.stored.entries, where=str(self._folder))
             self._bound = bound
         return self._bound
 
@@ -141,7 +141,7 @@ class Opening:
 
     def prepare(
         self, step: int, alike: Mapping[str, bool], anew: Collection[str] = frozenset()
-    ) -> Prepared:
+    ) -> FillPlan:
         """Reads everything but the tensors, and sees that these fit; overwrites none of them.
 
         Args:
@@ -172,15 +172,15 @@ class Opening:
             pieces[piece.unit].append(piece)
         for unit, of_unit in pieces.items():
             match_entries(self.stored.index(unit), of_unit)
-        return Prepared(pieces, changes)
+        return FillPlan(pieces, changes)
 
-    def fill(self, prepared: Prepared) -> Loaded:
+    def fill(self, prepared: FillPlan) -> LoadedStep:
         """Fills the tensors."""
         reports = {
             unit: load_pieces(self.stored.index(unit), self.stored.source, of_unit)
             for unit, of_unit in prepared.pieces.items()
         }
-        return Loaded(reports, prepared.changes, self._compare_tied(prepared.pieces))
+        return LoadedStep(reports, prepared.changes, self._compare_tied(prepared.pieces))
 
     def _compare_tied(self, pieces: Mapping[str, Sequence[Piece]]) -> dict[str, tuple[str, float]]:
         """Compares what the model holds as one tensor and the step as several, as far as read."""
@@ -342,7 +342,7 @@ class Opening:
         return [ModelWalk(m.module, m.places, world=self._world).look() for m in bound.models]
 
     @cached_property
-    def _slots(self) -> dict[int, tuple[Slot, ...]]:
+    def _slots(self) -> dict[int, tuple[ShardLayout, ...]]:
         return {key: slots for view in self._views for key, slots in view.slots.items()}
 
     def _check_models(self, pieces: Mapping[str, Sequence[Piece]]) -> None:

@@ -16,9 +16,9 @@ from ckptkit.core.index import KeyPath, TensorEntry, TensorIndex
 from ckptkit.training.resume.optimizer_fit import unwrapped
 from ckptkit.training.state.dtensors import DTensor
 from ckptkit.training.state.optimizers import STATE, below
-from ckptkit.training.state.pieces import Slot
+from ckptkit.training.state.pieces import ShardLayout
 
-Slots = Mapping[int, tuple[Slot, ...]]
+Slots = Mapping[int, tuple[ShardLayout, ...]]
 _Named = tuple[nn.Module, str]
 
 
@@ -218,7 +218,7 @@ def _needs_step(
     )
 
 
-def _is_odd(slot: Slot, stored: Mapping[str, Mapping[str, TensorEntry]]) -> bool:
+def _is_odd(slot: ShardLayout, stored: Mapping[str, Mapping[str, TensorEntry]]) -> bool:
     return any(
         entry.shape != slot.shape and entry.elements != 1
         for entry in stored.get(slot.fqn, {}).values()
@@ -228,7 +228,7 @@ def _is_odd(slot: Slot, stored: Mapping[str, Mapping[str, TensorEntry]]) -> bool
 def _allocate(
     optimizer: Optimizer,
     parameter: torch.Tensor,
-    slots: Sequence[Slot],
+    slots: Sequence[ShardLayout],
     stored: Mapping[str, Mapping[str, TensorEntry]],
     *,
     on_device: bool,
@@ -244,13 +244,13 @@ def _allocate(
             state[name] = _empty(parameter, slot, name, entry, on_device=on_device)
 
 
-def has_state(parameter: torch.Tensor, slots: Sequence[Slot]) -> bool:
+def has_state(parameter: torch.Tensor, slots: Sequence[ShardLayout]) -> bool:
     """Tells whether an optimizer has state here; FSDP1's ranks without elements have none."""
     return isinstance(parameter, DTensor) or any(slot.elements for slot in slots)
 
 
 def _empty(
-    parameter: torch.Tensor, slot: Slot, name: str, entry: TensorEntry, *, on_device: bool
+    parameter: torch.Tensor, slot: ShardLayout, name: str, entry: TensorEntry, *, on_device: bool
 ) -> torch.Tensor:
     dtype: torch.dtype = getattr(torch, entry.dtype.name)
     if entry.shape == slot.shape and (entry.shape or name != "step"):

@@ -20,7 +20,7 @@ from ckptkit.training.state.structures import Nodes, adapt, leaf_paths, put_toge
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ValueLocation:
     """Where a nested value lies.
 
     Attributes:
@@ -34,7 +34,7 @@ class Place:
     name: str
 
 
-class Unflattened(NamedTuple):
+class UnflattenedValue(NamedTuple):
     """A value that was put together.
 
     Attributes:
@@ -46,9 +46,14 @@ class Unflattened(NamedTuple):
     pieces: list[Piece]
 
 
-def unflattened(
-    stored: StoredStep, place: Place, live: Any, *, saved: bool, leaving: Collection[str] = ()
-) -> Unflattened:
+def unflatten(
+    stored: StoredStep,
+    place: ValueLocation,
+    live: Any,
+    *,
+    saved: bool,
+    leaving: Collection[str] = (),
+) -> UnflattenedValue:
     """Puts a value together from the keys of a DCP directory.
 
     Steps without structures, which older versions and other tools write, do not tell all types,
@@ -78,11 +83,11 @@ def unflattened(
         value = put_together(nodes, leaves, where=f"{stored.source.location}, {place.name}")
     if not stored.has_structures:
         value = adapt(value, live)
-    return Unflattened(value, list(_pieces_of(place, own)))
+    return UnflattenedValue(value, list(_pieces_of(place, own)))
 
 
 def _paths(
-    stored: StoredStep, place: Place, nodes: Nodes | None, leaving: Collection[str]
+    stored: StoredStep, place: ValueLocation, nodes: Nodes | None, leaving: Collection[str]
 ) -> list[KeyPath]:
     """Returns the paths of the leaves below a place."""
     if nodes is not None:
@@ -94,7 +99,7 @@ def _paths(
 
 
 def _read(
-    stored: StoredStep, place: Place, paths: Iterable[KeyPath], skip: Container[KeyPath]
+    stored: StoredStep, place: ValueLocation, paths: Iterable[KeyPath], skip: Container[KeyPath]
 ) -> Iterator[tuple[KeyPath, Any]]:
     """Yields the leaves at some paths below a place, tensors read as a whole."""
     depth, tensors = len(place.path), []
@@ -108,7 +113,7 @@ def _read(
         yield key[depth:], tensor
 
 
-def put(target: Any, path: KeyPath, value: Any) -> None:
+def set_nested(target: Any, path: KeyPath, value: Any) -> None:
     """Sets a value in nested dictionaries and lists, keys meant as texts."""
     *outer, last = path
     for at, name in enumerate(outer):
@@ -153,7 +158,7 @@ def _whole_piece(unit: str, entry: TensorEntry) -> Piece:
     return Piece(unit, entry.key_path, entry.shape, places, local)
 
 
-def _pieces_of(place: Place, tensors: Mapping[KeyPath, DTensor]) -> Iterator[Piece]:
+def _pieces_of(place: ValueLocation, tensors: Mapping[KeyPath, DTensor]) -> Iterator[Piece]:
     meshes = Meshes(Copies())
     meshes.learn(tensors.values())
     for path, tensor in tensors.items():

@@ -19,7 +19,7 @@ from ckptkit.core.errors import FormatError, ResumeError
 from ckptkit.core.index import KeyPath
 from ckptkit.core.text import a_kind
 from ckptkit.training.resume.materialise import Slots, has_state
-from ckptkit.training.resume.objects import Place, put, read_tensors, unflattened
+from ckptkit.training.resume.objects import ValueLocation, read_tensors, set_nested, unflatten
 from ckptkit.training.resume.optimizer_fit import unwrapped
 from ckptkit.training.resume.optimizers import composed_places, has_layout, state_values
 from ckptkit.training.resume.stored_step import StoredStep
@@ -29,7 +29,7 @@ from ckptkit.training.state.bound import BoundOptimizer
 from ckptkit.training.state.dtensors import Copies, DTensor
 from ckptkit.training.state.objects import is_same
 from ckptkit.training.state.optimizers import GROUPS, PARAMS, STATE, below
-from ckptkit.training.state.pieces import Piece, Slot
+from ckptkit.training.state.pieces import Piece, ShardLayout
 from ckptkit.training.state.structures import Nodes, adapt, leaf_paths, put_together
 
 Apply = Callable[[], object]
@@ -295,7 +295,7 @@ class _StoredStates:
             else:
                 self._nested[name].append((path, key))
 
-    def of(self, parameter: torch.Tensor, slot: Slot) -> _State | None:
+    def of(self, parameter: torch.Tensor, slot: ShardLayout) -> _State | None:
         """Returns what was saved of a parameter's state, None where there is nothing to put."""
         name, unit = slot.fqn, self._bound.unit
         nodes, filled = self._structure(name), list(self._filled.get(name, ()))
@@ -329,7 +329,7 @@ class _BoundState(_State):
 
     def give(self, optimizer: Optimizer, parameter: torch.Tensor) -> None:
         for path, value in self.leaves.items():
-            put(optimizer.state[parameter], path, value)
+            set_nested(optimizer.state[parameter], path, value)
 
 
 def value_changes(
@@ -379,8 +379,8 @@ def unbound_changes(
     below_groups = (rest[:1] for rest, _ in below(index.values, bound.path, GROUPS))
     of_parameters |= {name for key in below_groups for name in key if isinstance(name, str)}
     live = {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
-    place = Place(bound.unit, (*bound.path, STATE), bound.name)
-    made = unflattened(stored, place, live, saved=True, leaving=of_parameters)
+    place = ValueLocation(bound.unit, (*bound.path, STATE), bound.name)
+    made = unflatten(stored, place, live, saved=True, leaving=of_parameters)
     _check_mapping(made.value, bound.name)
     pieces += made.pieces
     yield partial(_set_unbound, state, made.value, exact=stored.has_structures)
@@ -395,7 +395,7 @@ def _set_unbound(state: MutableMapping[Any, Any], found: Mapping[Any, Any], *, e
         state[key] = _filled(live.get(key), value)
 
 
-def _check_placeable(parameter: torch.Tensor, slot: Slot, rest: KeyPath) -> None:
+def _check_placeable(parameter: torch.Tensor, slot: ShardLayout, rest: KeyPath) -> None:
     if isinstance(parameter, DTensor) or not slot.whole:
         raise ResumeError(
             f"the optimizer keeps tensors in {rest[0]!r}, whose place on each rank is not known",

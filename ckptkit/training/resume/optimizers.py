@@ -11,14 +11,14 @@ import torch
 from ckptkit.core.errors import FormatError, ResumeError
 from ckptkit.core.index import KeyPath, TensorEntry, TensorIndex
 from ckptkit.training.resume.materialise import Slots, allocate_state, step_without_effect
-from ckptkit.training.resume.objects import put
+from ckptkit.training.resume.objects import set_nested
 from ckptkit.training.resume.optimizer_fit import RESET_HINT, class_of
 from ckptkit.training.resume.stored_step import StoredStep
 from ckptkit.training.state import rank_bound
 from ckptkit.training.state.bound import BoundOptimizer
 from ckptkit.training.state.dtensors import Copies
 from ckptkit.training.state.optimizers import STATE, below
-from ckptkit.training.state.pieces import Slot
+from ckptkit.training.state.pieces import ShardLayout
 from ckptkit.training.state.structures import leaves_by_key
 
 Kinds = Sequence[tuple[Sequence[str | int], str]]
@@ -29,7 +29,7 @@ class _Live(NamedTuple):
     """A parameter of the optimizer, and what it holds on this rank."""
 
     parameter: torch.Tensor
-    slots: tuple[Slot, ...]
+    slots: tuple[ShardLayout, ...]
 
 
 class _Layout(NamedTuple):
@@ -256,7 +256,7 @@ def _fit_state(
         entry = entries[names]
         if kind == "Tensor" and entry is not None and rank_bound.tensor_at(state, names) is None:
             dtype: torch.dtype = getattr(torch, entry.dtype.name)
-            put(state, names, torch.empty(entry.shape, dtype=dtype, device=parameter.device))
+            set_nested(state, names, torch.empty(entry.shape, dtype=dtype, device=parameter.device))
     _check_kinds(bound, state, kinds)
 
 

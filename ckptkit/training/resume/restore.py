@@ -23,7 +23,7 @@ from ckptkit.core.text import a_kind
 from ckptkit.formats.dcp.reader import BlobRef
 from ckptkit.training import names
 from ckptkit.training.resume.extra_state import without_extra
-from ckptkit.training.resume.objects import Place, unflattened
+from ckptkit.training.resume.objects import ValueLocation, unflatten
 from ckptkit.training.resume.stored_step import StoredStep
 from ckptkit.training.state import objects as rng
 from ckptkit.training.state.bound import shown_name
@@ -167,9 +167,9 @@ def _state_of(stored: StoredStep, bound: BoundObject, pieces: list[Piece]) -> An
     if bound.file and stored.has_file(bound.file):
         state = stored.file(bound.file)
     else:
-        place = Place(bound.unit, bound.path, name)
+        place = ValueLocation(bound.unit, bound.path, name)
         saved = stored.entry(bound.key, bound.position) is not None
-        made = unflattened(stored, place, bound.state(), saved=saved)
+        made = unflatten(stored, place, bound.state(), saved=saved)
         pieces += made.pieces
         state = made.value
     if bound.kind == "plain" and isinstance(bound.target, dict) is not isinstance(state, Mapping):

@@ -27,7 +27,7 @@ from ckptkit.runs.marks import STEP_PREFIXES
 from ckptkit.storage.places import Place
 from ckptkit.training.agree.peers import Peers
 from ckptkit.training.agree.same_place import check_same_place, place_facts
-from ckptkit.training.resume.fill import Loaded, Opening, Prepared
+from ckptkit.training.resume.fill import FillPlan, LoadedStep, StepLoader
 from ckptkit.training.resume.proofs import cross_check, pack, unpack
 from ckptkit.training.resume.stored_step import StoredStep
 from ckptkit.training.resume.tensors import first_few
@@ -244,10 +244,10 @@ class _Attempt:
     def load(self, folder: Path | Place, step: int) -> InputError | None:
         """Returns what is damaged, the same on all ranks, or None where all is in place."""
         start = time.perf_counter()
-        with few_collections(), Opening(folder, self._bound) as opening:
+        with few_collections(), StepLoader(folder, self._bound) as opening:
             alike = self._ask_rank_0(opening.loaders_alike)
             anew = self._starting_anew(opening)
-            loaded, prepared = Loaded(), Prepared()
+            loaded, prepared = LoadedStep(), FillPlan()
             try:
                 prepared = opening.prepare(step, alike, anew)
             except Exception as caught:  # noqa: BLE001  the other ranks have to hear of it
@@ -302,7 +302,7 @@ class _Attempt:
         )
         return answer
 
-    def _starting_anew(self, opening: Opening) -> frozenset[str]:
+    def _starting_anew(self, opening: StepLoader) -> frozenset[str]:
         """Agrees on which optimizers do not go on from the step, where the user allows that."""
         if self._bound.unfit_optimizer != "reset":
             return frozenset()
@@ -322,7 +322,7 @@ class _Attempt:
         return frozenset(reasons)
 
     def _agree(
-        self, opening: Opening, loaded: Loaded, error: Exception | None
+        self, opening: StepLoader, loaded: LoadedStep, error: Exception | None
     ) -> dict[str, Any] | None:
         partial = {unit: report.partial for unit, report in loaded.reports.items()}
         value = {
@@ -355,7 +355,7 @@ class _Attempt:
         if problem is not None:
             raise error_from_json(problem["error"]) from error
 
-    def _report(self, step: int, loaded: Loaded, seconds: float) -> None:
+    def _report(self, step: int, loaded: LoadedStep, seconds: float) -> None:
         if self._peers.rank != 0:
             return
         reports = loaded.reports.values()
@@ -374,7 +374,7 @@ def _problem(error: Exception) -> dict[str, Any]:
     return {"error": ResumeError(text[:2_000]).to_json(), "misfit": True}
 
 
-def _verdict(values: Sequence[Mapping[str, Any]], opening: Opening) -> dict[str, Any] | None:
+def _verdict(values: Sequence[Mapping[str, Any]], opening: StepLoader) -> dict[str, Any] | None:
     """Decides for all ranks, on rank 0."""
     problem = _first_problem([value["problem"] for value in values])
     if problem is not None:

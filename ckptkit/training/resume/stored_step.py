@@ -117,7 +117,7 @@ def _entry(document: Mapping[str, Any]) -> SavedEntry:
     return dataclasses.replace(entry, stages=document.get("stages") is True)
 
 
-def matched(bound: BoundState, entries: Sequence[SavedEntry], *, where: str) -> BoundState:
+def bind_to_step(bound: BoundState, entries: Sequence[SavedEntry], *, where: str) -> BoundState:
     """Returns the same state with the places that its entries have in a step.
 
     Args:

@@ -32,7 +32,7 @@ _SHOWN_NAMES = 5
 
 
 @dataclass(frozen=True, slots=True)
-class LoadReport:
+class FillReport:
     """What filling the pieces took, and what was proven of the bytes.
 
     Attributes:
@@ -53,7 +53,7 @@ class LoadReport:
 
 def load_pieces(
     index: TensorIndex, source: Source, pieces: Sequence[Piece], *, threads: int = 0
-) -> LoadReport:
+) -> FillReport:
     """Fills the live tensors of pieces from a checkpoint.
 
     Args:
@@ -74,7 +74,7 @@ def load_pieces(
     )
     origin = Origin("step", source, index, most_pieces=_MOST_PARTS)
     report = read_chunks(origin, plan_chunk_reads(wanted), threads=threads)
-    return LoadReport(
+    return FillReport(
         bytes_read=report.bytes_read,
         bytes_needed=sum(piece.size_bytes for piece in pieces),
         seconds=time.perf_counter() - start,

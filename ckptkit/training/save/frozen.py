@@ -26,7 +26,7 @@ from ckptkit.runs.marks import MARKS_FOLDER
 from ckptkit.training.save.commit import Attempt
 from ckptkit.training.save.layout import SavePlan
 from ckptkit.training.save.staging import Stager
-from ckptkit.training.state.frozen_watch import FileMark, Watch
+from ckptkit.training.state.frozen_watch import FileMark, VersionWatch
 from ckptkit.training.state.pieces import Entry, Piece
 from ckptkit.writer.messages import Image, Link, Written
 
@@ -86,7 +86,7 @@ class _Kept:
     run: Path
     epoch: object
     layout: tuple[object, ...]
-    watches: tuple[Watch, ...]
+    watches: tuple[VersionWatch, ...]
     links: list[Link] = field(default_factory=list)
     marks: list[FileMark] = field(default_factory=list)
     sums: list[int] = field(default_factory=list)
@@ -253,7 +253,7 @@ class FrozenFiles:
         folder = run / self._place / f"{attempt.name}-{self._rank}"
         self._folders[folder] = None
         self._recent.append(folder)
-        watches = [Watch.of(piece, forget=self.forget) for piece in _frozen(plan, pieces)]
+        watches = [VersionWatch.of(piece, forget=self.forget) for piece in _frozen(plan, pieces)]
         kept = _Kept(folder, run, self._epoch, plan.frozen, tuple(watches))
         waves = []
         for number, images in enumerate(plan.images):

@@ -9,7 +9,7 @@ from typing import Any
 
 from ckptkit.training.names import RNG
 from ckptkit.training.save.layout import SavePlan
-from ckptkit.training.state.objects import is_plain, saved, serialised
+from ckptkit.training.state.objects import is_plain, serialise, torch_archive
 from ckptkit.training.state.pieces import ObjectValue
 from ckptkit.writer.messages import Inline
 
@@ -90,10 +90,10 @@ def _archive_of(item: ObjectValue) -> bytes:
     if is_plain(value):
         return _archive_of_plain(_Plain(repr(value), value))
     if item.key_path[0] == RNG:  # our own, and long: known to be readable
-        return saved(value)
-    return serialised(value, ".".join(map(str, item.key_path)))
+        return torch_archive(value)
+    return serialise(value, ".".join(map(str, item.key_path)))
 
 
 @lru_cache(_ARCHIVES)
 def _archive_of_plain(value: _Plain) -> bytes:
-    return saved(value.value)
+    return torch_archive(value.value)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ckptkit.training.state.pieces import Piece, owned
+from ckptkit.training.state.pieces import Piece, select_owned
 
 Signature = tuple[object, ...]
 
@@ -34,7 +34,7 @@ class Signatures:
         known = [piece() for piece in self._pieces]
         if len(known) == len(pieces) and all(map(operator.is_, pieces, known)):
             return self._owned, self._signature
-        owners = owned(pieces)
+        owners = select_owned(pieces)
         if len(known) != len(pieces):
             self._signature = signature_of(pieces, owners)
         else:

@@ -237,7 +237,7 @@ class BoundObject:
 
 
 @dataclass(frozen=True, slots=True)
-class Entries:
+class BoundEntries:
     """All entries of the mapping, by kind, each in the order of the mapping."""
 
     models: tuple[BoundModel, ...]
@@ -245,12 +245,12 @@ class Entries:
     others: tuple[BoundObject, ...]
 
 
-def place_entries(state: Mapping[str, object], layout: Layout, *, rank: int) -> Entries:
+def place_entries(state: Mapping[str, object], layout: Layout, *, rank: int) -> BoundEntries:
     """Gives each entry of the user's mapping a place in a step."""
     naming = _Naming(layout, rank)
     for key, position, value in entries_of(state, layout):
         naming.take(key, position, value)
-    return Entries(tuple(naming.models), tuple(naming.optimizers), tuple(naming.others))
+    return BoundEntries(tuple(naming.models), tuple(naming.optimizers), tuple(naming.others))
 
 
 class _Naming:

@@ -20,10 +20,10 @@ from ckptkit.training.resume.optimizer_fit import Unfit, class_of
 from ckptkit.training.sidecar import checked_files
 from ckptkit.training.state import objects as rng
 from ckptkit.training.state.bound import (
+    BoundEntries,
     BoundModel,
     BoundObject,
     BoundOptimizer,
-    Entries,
     Layout,
     index_of,
     path_in_state,
@@ -32,22 +32,28 @@ from ckptkit.training.state.bound import (
 )
 from ckptkit.training.state.dtensors import Copies, DTensor, Meshes, local_part
 from ckptkit.training.state.models import ModelView, ModelWalk
-from ckptkit.training.state.objects import check_nesting, flatten, kept_bytes, kept_object, saved
-from ckptkit.training.state.optimizers import Found, OptimizerWalk
+from ckptkit.training.state.objects import (
+    check_nesting,
+    flatten,
+    make_object,
+    serialise_or_refuse,
+    torch_archive,
+)
+from ckptkit.training.state.optimizers import CollectedState, OptimizerWalk
 from ckptkit.training.state.pieces import (
-    Dispensable,
     Holdings,
     ObjectValue,
+    OptionalEntry,
     Piece,
     Replicas,
-    Slot,
+    ShardLayout,
     SmallFile,
-    whole_slot,
+    whole_layout,
 )
 from ckptkit.training.state.structures import VERSION, Leaf, Structure, tables_of, take_apart
 
 
-def united(entries: Entries, world: Copies) -> Entries:
+def merge_stages(entries: BoundEntries, world: Copies) -> BoundEntries:
     """Puts the members of a list that are stages of a pipeline into one DCP directory.
 
     A rank may have several stages, and another rank another number of them; they are known by
@@ -168,7 +174,7 @@ class BoundState:
         Args:
             step: The number of the step that is saved.
         """
-        dispensable: list[Dispensable] = []
+        dispensable: list[OptionalEntry] = []
         found = self.tensors(keep=True, sparing=dispensable)
         files = [*self._files]
         for other in self.others:
@@ -177,7 +183,7 @@ class BoundState:
         if self.layout == "dcp" and any("." in entry["key"] for entry in self._entries()):
             check_keys(found.pieces, found.objects)
         if found.structures:
-            data = saved(tables_of(found.structures))
+            data = torch_archive(tables_of(found.structures))
             files.append(SmallFile(names.values_file(self.rank), data))
         return Holdings(tuple(found.pieces), tuple(found.objects), tuple(files), tuple(dispensable))
 
@@ -191,10 +197,10 @@ class BoundState:
         elif self.layout == "accelerate":
             file = names.random_states_file(self.rank)
             if file not in {given.path for given in self._files}:  # accelerate counts otherwise
-                files.append(SmallFile(file, saved({"step": step, **states})))
+                files.append(SmallFile(file, torch_archive({"step": step, **states})))
         elif self.optimizers:  # a model alone is not trained on, says the Trainer
             file = names.trainer_random_states_file(self.rank, self.world_size)
-            files.append(SmallFile(file, saved(rng.under_trainer_keys(states))))
+            files.append(SmallFile(file, torch_archive(rng.under_trainer_keys(states))))
 
     def pieces(self) -> tuple[Piece, ...]:
         """Returns the tensors of models and optimizers on this rank: what a resume writes into."""
@@ -261,7 +267,9 @@ class BoundState:
             hint=f"pass the {found} itself, without state_dict()",
         )
 
-    def tensors(self, *, keep: bool = False, sparing: list[Dispensable] | None = None) -> Found:
+    def tensors(
+        self, *, keep: bool = False, sparing: list[OptionalEntry] | None = None
+    ) -> CollectedState:
         """Returns what this rank holds of the models and optimizers.
 
         Args:
@@ -271,7 +279,7 @@ class BoundState:
                 have that raised.
         """
         views: list[ModelView] = [walk.look(keep=keep) for walk in self._walks]
-        found = Found()
+        found = CollectedState()
         for view in views:
             found.add(view)
         for bound, walk in zip(self.optimizers, self._optimizer_walks, strict=True):
@@ -285,7 +293,7 @@ class BoundState:
                     raise
                 problem = _shown(bound, error)
             if sparing is not None:
-                sparing.append(Dispensable(bound.name, bound.unit, bound.path, problem))
+                sparing.append(OptionalEntry(bound.name, bound.unit, bound.path, problem))
         return found
 
     def trained_by(self, optimizer: BoundOptimizer) -> frozenset[tuple[str, KeyPath]]:
@@ -300,19 +308,21 @@ class BoundState:
             for slot in slots
         )
 
-    def _take_other(self, bound: BoundObject, found: Found, files: list[SmallFile]) -> None:
+    def _take_other(
+        self, bound: BoundObject, found: CollectedState, files: list[SmallFile]
+    ) -> None:
         """Adds what this rank holds of an entry that is no model and no optimizer."""
         state = bound.state()
         check_nesting(state, bound.where)
         if bound.kind in _PER_RANK and self.layout == "dcp":
             path = (*bound.path, str(self.rank))
-            found.objects.append(kept_object(bound.unit, path, state, bound.where))
+            found.objects.append(make_object(bound.unit, path, state, bound.where))
         elif bound.kind not in _PER_RANK and self._in_dcp(state):
             self._take_leaves(bound, state, found)
         elif bound.kind in _PER_RANK or self.rank == 0:
-            files.append(SmallFile(bound.file, kept_bytes(state, bound.where)))
+            files.append(SmallFile(bound.file, serialise_or_refuse(state, bound.where)))
 
-    def _take_leaves(self, bound: BoundObject, state: object, found: Found) -> None:
+    def _take_leaves(self, bound: BoundObject, state: object, found: CollectedState) -> None:
         leaves, nodes = take_apart(state, bound.where)
         if nodes is not None and self.rank == 0:
             found.structures.append(Structure(bound.unit, bound.path, nodes))
@@ -325,15 +335,15 @@ class BoundState:
                 slot = placed_slot(leaf, path, meshes, values)
                 found.pieces += slot.pieces(bound.unit, path, local_part(leaf.value))
             elif self.rank == 0:
-                found.objects.append(kept_object(bound.unit, path, leaf.value, leaf.where))
+                found.objects.append(make_object(bound.unit, path, leaf.value, leaf.where))
 
 
-def placed_slot(leaf: Leaf, path: KeyPath, meshes: Meshes, values: Replicas) -> Slot:
+def placed_slot(leaf: Leaf, path: KeyPath, meshes: Meshes, values: Replicas) -> ShardLayout:
     """Returns where the tensor of a leaf lies."""
     name = ".".join(map(str, path))
     if isinstance(leaf.value, DTensor):
         return meshes.slot(name, leaf.value, values)
-    return whole_slot(name, leaf.value, values, values)
+    return whole_layout(name, leaf.value, values, values)
 
 
 def check_keys(pieces: Iterable[Piece], objects: Iterable[ObjectValue]) -> None:
@@ -363,7 +373,7 @@ def bind(state: Mapping[str, object], *, layout: Layout, rank: int, world_size: 
         world_size: How many processes train.
     """
     world = Copies(world_size, rank)
-    entries = united(place_entries(state, layout, rank=rank), world)
+    entries = merge_stages(place_entries(state, layout, rank=rank), world)
     bound = BoundState(
         layout,
         rank,

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ckptkit.core.errors import UnsupportedError
 from ckptkit.core.index import Box, Shape
-from ckptkit.training.state.pieces import Replicas, Slot
+from ckptkit.training.state.pieces import Replicas, ShardLayout
 
 try:
     from torch.distributed.tensor import DTensor
@@ -32,7 +32,7 @@ __all__ = [
     "inner_tensors",
     "is_composed",
     "local_part",
-    "lying",
+    "memory_layout",
 ]
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -102,7 +102,7 @@ class Meshes:
             return self._around
         return self._around.times(*_place_among_ranks(self._largest))
 
-    def slot(self, fqn: str, tensor: DTensor, values: Replicas) -> Slot:
+    def slot(self, fqn: str, tensor: DTensor, values: Replicas) -> ShardLayout:
         """Returns where a DTensor's elements belong."""
         mesh, placements = tensor.device_mesh, tuple(tensor.placements)
         shape = tuple(tensor.shape)
@@ -110,7 +110,7 @@ class Meshes:
         cut = self._cuts.get(key)
         if cut is None:
             cut = self._cuts[key] = self._cut(fqn, tensor)
-        return Slot(fqn, shape, cut.places, cut.held, cut.replicas, values, sharded=True)
+        return ShardLayout(fqn, shape, cut.places, cut.held, cut.replicas, values, sharded=True)
 
     def _cut(self, fqn: str, tensor: DTensor) -> _Cut:
         held = tuple(local_part(tensor).shape)
@@ -191,7 +191,7 @@ def has_data(tensor: torch.Tensor) -> bool:
     return not (tensor.is_meta or isinstance(tensor, FakeTensor))
 
 
-def lying(tensor: torch.Tensor) -> tuple[Any, ...] | None:
+def memory_layout(tensor: torch.Tensor) -> tuple[Any, ...] | None:
     """Returns where and how this rank's elements lie in memory, None if they have no memory."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # noqa: SLF001
     if isinstance(local, FakeTensor):  # which warns when it is asked for its memory

@@ -9,7 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from ckptkit.training.state.collect import BoundState
-from ckptkit.training.state.pieces import Piece, owned
+from ckptkit.training.state.pieces import Piece, select_owned
 
 _PROBE_SHAPE = (2, 2)
 _BLOB_BYTES = 2_048  # headers and padding around one stored tensor, rounded up
@@ -68,7 +68,9 @@ def expected_state_bytes(bound: BoundState, pieces: Sequence[Piece], owners: Seq
             counts += len(trained) if like else 0
     # State is dealt out together with the weights, which may thereby go to other ranks.
     later = [*pieces, *further]
-    return max(0, _bytes(later, owned(later)) - _bytes(pieces, owners)) + counts * _BLOB_BYTES
+    return (
+        max(0, _bytes(later, select_owned(later)) - _bytes(pieces, owners)) + counts * _BLOB_BYTES
+    )
 
 
 def _is_without_state(optimizer: Optimizer) -> bool:

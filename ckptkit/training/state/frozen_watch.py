@@ -10,14 +10,14 @@ from pathlib import Path
 
 import torch
 
-from ckptkit.training.state.dtensors import lying
+from ckptkit.training.state.dtensors import memory_layout
 from ckptkit.training.state.pieces import Piece, Watched
 
 _MOST_LINKS = 1000  # fewer than any file system allows that has hard links at all
 
 
 @dataclass(frozen=True, slots=True)
-class Watch:
+class VersionWatch:
     """A frozen weight as it was.
 
     Attributes:
@@ -33,7 +33,7 @@ class Watch:
     versions: tuple[int, ...] | None
 
     @classmethod
-    def of(cls, piece: Piece, *, forget: Callable[[], object]) -> Watch:
+    def of(cls, piece: Piece, *, forget: Callable[[], object]) -> VersionWatch:
         """Returns the watch of a piece as it is now.
 
         Args:
@@ -54,7 +54,7 @@ class Watch:
             self.versions is not None
             and self.versions == _versions(piece)
             and all(a() is b() for a, b in zip(self.tensors, piece.watched, strict=True))
-            and lying(self.local) == lying(piece.local)
+            and memory_layout(self.local) == memory_layout(piece.local)
         )
 
 

@@ -30,7 +30,7 @@ from ckptkit.core.manifest import FLAT_LAYOUT
 from ckptkit.storage.local.syscalls import detect_capabilities, sync_directory
 from ckptkit.training.names import clean_fqn, parallel_prefixes
 from ckptkit.training.state.dtensors import Copies
-from ckptkit.training.state.pieces import Replicas, Slot, span_places, whole_places
+from ckptkit.training.state.pieces import Replicas, ShardLayout, span_places, whole_places
 from ckptkit.writer.commit import put_file
 
 
@@ -53,8 +53,8 @@ class FlatPart:
 
     fqn: str
     aliases: tuple[str, ...]
-    in_shard: Slot
-    on_its_own: Slot | None
+    in_shard: ShardLayout
+    on_its_own: ShardLayout | None
     parameter: nn.Parameter | None
     span: Span
     assigned: nn.Parameter | None = None
@@ -371,7 +371,7 @@ def _parts(
         shape = tuple(flat._shapes[index])
         axes = _axes(flat, index)
         start, stop = _interval(info)
-        slot = Slot(
+        slot = ShardLayout(
             names[index][0],
             shape,
             span_places(Span(start, stop), shape, axes),
@@ -390,7 +390,7 @@ def _parts(
         yield FlatPart(slot.fqn, aliases, slot, own, parameter, span, assigned)
 
 
-def _on_its_own(slot: Slot, sharing: int) -> Slot:
+def _on_its_own(slot: ShardLayout, sharing: int) -> ShardLayout:
     """Returns where the elements lie in the original parameter.
 
     That is a range of one dimension, unless each rank has the whole flat parameter.

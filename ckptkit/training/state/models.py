@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from ckptkit.training.names import TensorPlaces, clean_fqn, parallel_prefixes, wrapper_names
-from ckptkit.training.state.dtensors import Copies, DTensor, Meshes, local_part, lying
+from ckptkit.training.state.dtensors import Copies, DTensor, Meshes, local_part, memory_layout
 from ckptkit.training.state.frozen_watch import watched_beside, watched_by
 from ckptkit.training.state.fsdp1 import (
     FlatUnit,
@@ -31,8 +31,15 @@ from ckptkit.training.state.fsdp1 import (
     strategy_of,
 )
 from ckptkit.training.state.in_use import check_registered, check_unused
-from ckptkit.training.state.objects import flatten, kept_object, step_of
-from ckptkit.training.state.pieces import ObjectValue, Piece, Replicas, Slot, Watched, whole_slot
+from ckptkit.training.state.objects import flatten, make_object, step_of
+from ckptkit.training.state.pieces import (
+    ObjectValue,
+    Piece,
+    Replicas,
+    ShardLayout,
+    Watched,
+    whole_layout,
+)
 from ckptkit.training.state.rank_bound import lasting_scales, lost_scales, packed_weights
 from ckptkit.training.state.structures import Structure, take_apart
 
@@ -66,7 +73,8 @@ class Stamp:
                 living()
 
         return cls(
-            tuple(weakref.ref(tensor, gone) for tensor in tensors), tuple(map(lying, tensors))
+            tuple(weakref.ref(tensor, gone) for tensor in tensors),
+            tuple(map(memory_layout, tensors)),
         )
 
     def still_holds(self, tensors: Sequence[torch.Tensor]) -> bool:
@@ -74,11 +82,11 @@ class Stamp:
         return (
             len(tensors) == len(self.tensors)
             and all(map(operator.is_, tensors, [known() for known in self.tensors]))
-            and all(map(operator.eq, map(lying, tensors), self.places))
+            and all(map(operator.eq, map(memory_layout, tensors), self.places))
         )
 
 
-def apart(tensor: torch.Tensor) -> torch.Tensor:
+def detach_local(tensor: torch.Tensor) -> torch.Tensor:
     """Returns this rank's part as an object of its own, so that one can see the tensor go.
 
     Its shape and strides stay what they are, whatever is done to the tensor in place.
@@ -104,7 +112,7 @@ class ModelView:
 
     pieces: tuple[Piece, ...]
     objects: tuple[ObjectValue, ...]
-    slots: Mapping[int, tuple[Slot, ...]]
+    slots: Mapping[int, tuple[ShardLayout, ...]]
     meshes: Meshes
     values: Replicas
     managed: frozenset[int] = frozenset()
@@ -330,7 +338,7 @@ class _Look:
     wrapping: _Wrapping
     copies: Replicas
     values: Replicas
-    slots: dict[int, tuple[Slot, ...]] = field(default_factory=dict)
+    slots: dict[int, tuple[ShardLayout, ...]] = field(default_factory=dict)
     pieces: list[Piece] = field(default_factory=list)
     objects: list[ObjectValue] = field(default_factory=list)
     structures: list[Structure] = field(default_factory=list)
@@ -387,7 +395,7 @@ class _Look:
             if part.assigned is None or part.on_its_own is None:
                 self._add(part.in_shard, part.names, unit.shard, watched)
             else:
-                self._add(part.on_its_own, part.names, apart(part.assigned), watched)
+                self._add(part.on_its_own, part.names, detach_local(part.assigned), watched)
             if part.parameter is not None and part.on_its_own is not None:
                 self.slots[id(part.parameter)] = self.slots[id(own)] = (part.on_its_own,)
             self.parameters[part.fqn] = own
@@ -397,7 +405,7 @@ class _Look:
     ) -> None:
         slot = self._slot(names[0], tensor)
         self.slots[id(tensor)] = (slot,)
-        local = apart(tensor)
+        local = detach_local(tensor)
         # Neither of the two counts the changes that are made through the other one.
         further = [local] if isinstance(tensor, DTensor) else []
         watched = watched_by(tensor, *further, tied=tied)
@@ -414,9 +422,9 @@ class _Look:
             path = (*start, *leaf.path)
             if isinstance(leaf.value, torch.Tensor):
                 slot = self._slot(".".join(map(str, path)), leaf.value)
-                self.pieces.extend(slot.pieces(unit, path, apart(leaf.value)))
+                self.pieces.extend(slot.pieces(unit, path, detach_local(leaf.value)))
             elif self.values.own == 0:
-                self.objects.append(kept_object(unit, path, leaf.value, leaf.where))
+                self.objects.append(make_object(unit, path, leaf.value, leaf.where))
 
     def take_live(self, name: str, value: object) -> None:
         """Takes what a resume replaces, of which not all need be fit to be saved."""
@@ -424,22 +432,24 @@ class _Look:
         for path, leaf in flatten(value, start):
             if isinstance(leaf, torch.Tensor):
                 slot = self._slot(".".join(map(str, path)), leaf)
-                self.pieces.extend(slot.pieces(unit, path, apart(leaf)))
+                self.pieces.extend(slot.pieces(unit, path, detach_local(leaf)))
             elif self.values.own == 0:
                 self.objects.append(ObjectValue(unit, path, leaf))
 
     def take_unsaved(self, fqn: str, parameter: nn.Parameter) -> None:
         self.slots[id(parameter)] = (self._slot(fqn, parameter),)
 
-    def _add(self, slot: Slot, names: Sequence[str], local: torch.Tensor, watched: Watched) -> None:
+    def _add(
+        self, slot: ShardLayout, names: Sequence[str], local: torch.Tensor, watched: Watched
+    ) -> None:
         for unit, (path, *aliases) in self.wrapping.places.by_unit(names).items():
             self.pieces.extend(slot.pieces(unit, path, local, aliases, watched))
 
-    def _slot(self, fqn: str, tensor: torch.Tensor) -> Slot:
+    def _slot(self, fqn: str, tensor: torch.Tensor) -> ShardLayout:
         if isinstance(tensor, DTensor):
             return self.wrapping.meshes.slot(fqn, tensor, self.values)
         equal = id(tensor) in self.wrapping.equal
-        return whole_slot(fqn, tensor, self.copies if equal else self.values, self.values)
+        return whole_layout(fqn, tensor, self.copies if equal else self.values, self.values)
 
 
 def _outline(model: nn.Module) -> tuple[tuple[nn.Module, ...], tuple[str, ...]]:

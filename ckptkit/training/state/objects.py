@@ -36,14 +36,14 @@ _SHOWN_PATH = 200
 _ADVICE = "let its state_dict() return plain values, tensors and arrays, or leave it out"
 
 
-def saved(value: object) -> bytes:
+def torch_archive(value: object) -> bytes:
     """Returns what `torch.save` writes for a value."""
     target = io.BytesIO()
     torch.save(value, target)
     return target.getvalue()
 
 
-def serialised(value: object, where: str) -> bytes:
+def serialise(value: object, where: str) -> bytes:
     """Returns a user's value as `torch.save` writes it, proven to come back equal.
 
     Args:
@@ -61,7 +61,7 @@ def serialised(value: object, where: str) -> bytes:
     raise UsageError(problem, where=where, hint=_ADVICE)
 
 
-def kept_object(unit: str, path: KeyPath, value: object, where: str) -> ObjectValue:
+def make_object(unit: str, path: KeyPath, value: object, where: str) -> ObjectValue:
     """Returns a value for a DCP directory, proven to come back equal.
 
     Args:
@@ -72,13 +72,13 @@ def kept_object(unit: str, path: KeyPath, value: object, where: str) -> ObjectVa
     """
     if is_plain(value) and all(map(is_sound, _items(value))):
         return ObjectValue(unit, path, value)
-    return ObjectValue(unit, path, value, kept_bytes(value, where))
+    return ObjectValue(unit, path, value, serialise_or_refuse(value, where))
 
 
-def kept_bytes(value: object, where: str) -> bytes:
-    """Returns what `serialised` does; all that cannot be kept is the user's to change."""
+def serialise_or_refuse(value: object, where: str) -> bytes:
+    """Returns what `serialise` does; all that cannot be kept is the user's to change."""
     try:
-        return serialised(value, where)
+        return serialise(value, where)
     except SaveError as error:
         raise UsageError(error.message, where=error.where, hint=error.hint) from error
 
@@ -176,7 +176,7 @@ class _Proven(NamedTuple):
 
 def _prove(value: object) -> _Proven:
     try:
-        data = saved(value)
+        data = torch_archive(value)
     except Exception as error:  # noqa: BLE001  whatever a user's `__reduce__` raises
         return _Proven(b"", f"{a_kind(value)} cannot be pickled: {error}")
     try:
@@ -401,6 +401,6 @@ def restore(states: Mapping[str, Any]) -> None:
         torch.set_rng_state(states["torch_manual_seed"])
     if torch.cuda.is_available():
         devices = range(torch.cuda.device_count())
-        saved = states.get("torch_cuda_manual_seed", ())
-        for device, state in zip(devices, saved, strict=False):
+        cuda_states = states.get("torch_cuda_manual_seed", ())
+        for device, state in zip(devices, cuda_states, strict=False):
             torch.cuda.set_rng_state(state, device)

@@ -42,10 +42,10 @@ from ckptkit.training.state.dtensors import (
     is_composed,
     local_part,
 )
-from ckptkit.training.state.models import ModelView, Stamp, apart
-from ckptkit.training.state.objects import flatten, kept_object
-from ckptkit.training.state.pieces import ObjectValue, Piece, Replicas, Slot, whole_slot
-from ckptkit.training.state.rank_bound import Held
+from ckptkit.training.state.models import ModelView, Stamp, detach_local
+from ckptkit.training.state.objects import flatten, make_object
+from ckptkit.training.state.pieces import ObjectValue, Piece, Replicas, ShardLayout, whole_layout
+from ckptkit.training.state.rank_bound import ParameterState
 from ckptkit.training.state.structures import Leaf, Structure, take_apart
 
 STATE = "state"
@@ -115,7 +115,7 @@ class OptimizerWalk:
             _wait_for_pages(_Now.of(self._optimizer, views).values)
         return list(walk.take_states(self._optimizer).pieces)
 
-    def look(self, views: Sequence[ModelView], *, keep: bool = False) -> Found:
+    def look(self, views: Sequence[ModelView], *, keep: bool = False) -> CollectedState:
         """Returns the tensors on this rank, and the objects that it has to write.
 
         Hyperparameters lie under `param_groups` and the number of their group. Where parameters
@@ -172,7 +172,7 @@ class _States(NamedTuple):
 
 
 @dataclass(slots=True)
-class Found:
+class CollectedState:
     """What a walk has found.
 
     Attributes:
@@ -185,7 +185,7 @@ class Found:
     objects: list[ObjectValue] = field(default_factory=list)
     structures: list[Structure] = field(default_factory=list)
 
-    def add(self, other: Found | ModelView | _States) -> None:
+    def add(self, other: CollectedState | ModelView | _States) -> None:
         """Adds what another walk has found."""
         self.pieces += other.pieces
         self.objects += other.objects
@@ -256,7 +256,7 @@ class _Walk:
     """One walk over an optimizer."""
 
     def __init__(self, views: Sequence[ModelView], place: _Place, *, for_save: bool) -> None:
-        self.found = Found()
+        self.found = CollectedState()
         self._views = views
         self._for_save = for_save
         self._unit, self._path, self._world, self._where = place
@@ -265,7 +265,7 @@ class _Walk:
     def take_states(self, optimizer: Optimizer) -> _States:
         """Returns the tensors of all parameters' states, and takes what else is in them."""
         groups: list[_Group] = []
-        held: list[tuple[Held, Meshes]] = []
+        held: list[tuple[ParameterState, Meshes]] = []
         for group in optimizer.param_groups:
             names: list[str] = []
             model = 0
@@ -287,23 +287,25 @@ class _Walk:
         for piece in pieces:
             storable_dtype(piece)
         found = self.found
-        self.found = Found()
+        self.found = CollectedState()
         objects += found.objects
         return _States(tuple(pieces), tuple(objects), tuple(found.structures), tuple(groups))
 
-    def _held(self, slots: Sequence[Slot], optimizer: Optimizer, parameter: torch.Tensor) -> Held:
+    def _held(
+        self, slots: Sequence[ShardLayout], optimizer: Optimizer, parameter: torch.Tensor
+    ) -> ParameterState:
         state: Any = optimizer.state.get(parameter, {})
         where = f"{self._where}.state[{slots[0].fqn!r}]"
         if type(state) is dict and not state:  # which looking for a state may leave
-            return Held(slots, ())
+            return ParameterState(slots, ())
         if not self._for_save:
-            return Held(slots, [Leaf(path, leaf, where) for path, leaf in flatten(state)])
+            return ParameterState(slots, [Leaf(path, leaf, where) for path, leaf in flatten(state)])
         with _of_optimizer():
             leaves, nodes = take_apart(state, where, any_tensor=True)
         for leaf in leaves:
             if type(leaf.value) is torch.Tensor:
                 check_storable(leaf.value, leaf.where)
-        return Held(slots, leaves, nodes)
+        return ParameterState(slots, leaves, nodes)
 
     def take_group(self, index: int, group: Mapping[str, Any], known: _Group) -> None:
         view, path = self._views[known.model], (*self._path, GROUPS)
@@ -326,7 +328,7 @@ class _Walk:
             where = f"{self._where}.state"
             self._take_shared((*self._path, STATE), values, view, where, taken=self._seen)
 
-    def _find(self, parameter: torch.Tensor) -> tuple[int, tuple[Slot, ...]]:
+    def _find(self, parameter: torch.Tensor) -> tuple[int, tuple[ShardLayout, ...]]:
         for number, view in enumerate(self._views):
             slots = view.slots.get(id(parameter))
             if slots is not None:
@@ -350,13 +352,13 @@ class _Walk:
             )
         self._seen.update(names)
 
-    def _states_of(self, held: Held, meshes: Meshes, *, bound: bool) -> Iterator[Piece]:
+    def _states_of(self, held: ParameterState, meshes: Meshes, *, bound: bool) -> Iterator[Piece]:
         if bound and held.sharded:
             return self._rank_bound_pieces(held)
         self._take_values(held)
         return self._placed_pieces(held, meshes)
 
-    def _take_values(self, held: Held) -> None:
+    def _take_values(self, held: ParameterState) -> None:
         for slot in held.slots:
             if slot.values.own or not self._for_save:
                 continue
@@ -369,16 +371,16 @@ class _Walk:
 
     def _keep(self, path: KeyPath, leaf: Leaf) -> None:
         with _of_optimizer():
-            self.found.objects.append(kept_object(self._unit, path, leaf.value, leaf.where))
+            self.found.objects.append(make_object(self._unit, path, leaf.value, leaf.where))
 
-    def _placed_pieces(self, held: Held, meshes: Meshes) -> Iterator[Piece]:
+    def _placed_pieces(self, held: ParameterState, meshes: Meshes) -> Iterator[Piece]:
         for slot in held.slots:
             start: KeyPath = (*self._path, STATE, slot.fqn)
             for leaf in held.leaves:
                 if isinstance(leaf.value, torch.Tensor):
                     yield from self._pieces_of(leaf.value, slot, meshes, (*start, *leaf.path))
 
-    def _rank_bound_pieces(self, held: Held) -> Iterator[Piece]:
+    def _rank_bound_pieces(self, held: ParameterState) -> Iterator[Piece]:
         """Takes the values of a state that is bound to this rank, and returns its tensors."""
         start = (*self._path, rank_bound.STATES, str(self._world.own), held.name)
         if held.nodes is not None:
@@ -389,15 +391,15 @@ class _Walk:
         return rank_bound.pieces_of(held, self._unit, self._path, self._world.own)
 
     def _pieces_of(
-        self, value: torch.Tensor, slot: Slot, meshes: Meshes, path: KeyPath
+        self, value: torch.Tensor, slot: ShardLayout, meshes: Meshes, path: KeyPath
     ) -> Iterator[Piece]:
         if not is_composed(value):
             placed = _slot_of_state(value, slot, meshes)
-            yield from placed.pieces(self._unit, path, apart(value))
+            yield from placed.pieces(self._unit, path, detach_local(value))
             return
         for rest, inner in inner_tensors(value):
-            part = whole_slot(slot.fqn, inner, slot.replicas, slot.values)
-            yield from part.pieces(self._unit, (*path, *rest), apart(inner))
+            part = whole_layout(slot.fqn, inner, slot.replicas, slot.values)
+            yield from part.pieces(self._unit, (*path, *rest), detach_local(inner))
 
     def _take_shared(
         self,
@@ -436,16 +438,16 @@ def _shared_pieces(
     if isinstance(tensor, DTensor):
         slot = view.meshes.slot(name, tensor, view.values)
     else:
-        slot = whole_slot(name, tensor, view.values, view.values)
+        slot = whole_layout(name, tensor, view.values, view.values)
     return slot.pieces(unit, path, local_part(tensor))
 
 
-def _slot_of_state(tensor: torch.Tensor, slot: Slot, meshes: Meshes) -> Slot:
+def _slot_of_state(tensor: torch.Tensor, slot: ShardLayout, meshes: Meshes) -> ShardLayout:
     """Returns where a plain state tensor or DTensor belongs, which is known to have a place."""
     if isinstance(tensor, DTensor):
         return meshes.slot(slot.fqn, tensor, slot.values)
     if tensor.dim() and slot.follows(tensor):
         return slot
     if tensor.numel() == 1:
-        return whole_slot(slot.fqn, tensor, slot.values, slot.values)
-    return whole_slot(slot.fqn, tensor, slot.replicas, slot.values)
+        return whole_layout(slot.fqn, tensor, slot.values, slot.values)
+    return whole_layout(slot.fqn, tensor, slot.replicas, slot.values)

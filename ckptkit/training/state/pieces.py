@@ -124,7 +124,7 @@ class SmallFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Dispensable:
+class OptionalEntry:
     """An entry of the state without which a step is still worth having: an optimizer.
 
     Attributes:
@@ -159,11 +159,11 @@ class Holdings:
     pieces: tuple[Piece, ...]
     objects: tuple[ObjectValue, ...] = ()
     files: tuple[SmallFile, ...] = ()
-    dispensable: tuple[Dispensable, ...] = ()
+    dispensable: tuple[OptionalEntry, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class ShardLayout:
     """What this rank holds of one parameter, and of every tensor that is cut like it.
 
     Attributes:
@@ -263,9 +263,11 @@ def span_places(span: Span, shape: Shape, axes: tuple[int, ...] = ()) -> tuple[B
     return tuple(slabs(span, tuple(shape[axis] for axis in axes) if axes else shape))
 
 
-def whole_slot(fqn: str, tensor: torch.Tensor, replicas: Replicas, values: Replicas) -> Slot:
+def whole_layout(
+    fqn: str, tensor: torch.Tensor, replicas: Replicas, values: Replicas
+) -> ShardLayout:
     shape = tuple(tensor.shape)
-    return Slot(fqn, shape, whole_places(shape), shape, replicas, values)
+    return ShardLayout(fqn, shape, whole_places(shape), shape, replicas, values)
 
 
 def _shaped(tensor: torch.Tensor, sizes: Shape) -> torch.Tensor:
@@ -283,7 +285,7 @@ def _unpermuted(place: Box, axes: tuple[int, ...]) -> Box:
     )
 
 
-def owned(pieces: Sequence[Piece]) -> tuple[bool, ...]:
+def select_owned(pieces: Sequence[Piece]) -> tuple[bool, ...]:
     """Tells for each piece whether this rank writes it.
 
     Pieces that may be spread are dealt out by size, the largest first, each to the replica with

@@ -41,7 +41,7 @@ from ckptkit.core.index import KeyPath
 from ckptkit.training.names import clean_fqn
 from ckptkit.training.resume.optimizer_fit import unwrapped
 from ckptkit.training.state.dtensors import Copies, DTensor, inner_tensors, is_composed
-from ckptkit.training.state.pieces import ObjectValue, Piece, Slot, whole_places
+from ckptkit.training.state.pieces import ObjectValue, Piece, ShardLayout, whole_places
 from ckptkit.training.state.structures import Leaf, Nodes
 
 STATES = "rank_bound"
@@ -51,7 +51,7 @@ _LOW_BITS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class ParameterState:
     """A parameter of an optimizer with its state on this rank.
 
     Attributes:
@@ -60,7 +60,7 @@ class Held:
         nodes: How they are put together, where they do not tell it.
     """
 
-    slots: Sequence[Slot]
+    slots: Sequence[ShardLayout]
     leaves: Sequence[Leaf]
     nodes: Nodes | None = None
 
@@ -73,7 +73,7 @@ class Held:
         return any(slot.sharded for slot in self.slots)
 
 
-def is_rank_bound(optimizer: Optimizer, held: Iterable[Held]) -> bool:
+def is_rank_bound(optimizer: Optimizer, held: Iterable[ParameterState]) -> bool:
     """Tells whether the state of an optimizer's sharded parameters has no place in full tensors.
 
     All ranks have to come to the same answer, also one whose parts are too small to be
@@ -108,13 +108,13 @@ def is_paged(optimizer: Optimizer) -> bool:
     return bool(getattr(unwrapped(optimizer), "is_paged", False))
 
 
-def _has_place(tensor: torch.Tensor, slot: Slot) -> bool:
+def _has_place(tensor: torch.Tensor, slot: ShardLayout) -> bool:
     if is_composed(tensor):
         return False
     return isinstance(tensor, DTensor) or is_placed(tensor, slot)
 
 
-def is_placed(tensor: torch.Tensor, slot: Slot) -> bool:
+def is_placed(tensor: torch.Tensor, slot: ShardLayout) -> bool:
     """Tells whether the place of a plain state tensor in the full one follows from the parameter.
 
     That is so if it is cut like the parameter, is a single number, or belongs to a whole one.
@@ -123,7 +123,7 @@ def is_placed(tensor: torch.Tensor, slot: Slot) -> bool:
     return follows or tensor.numel() == 1 or (slot.whole and slot.start is None)
 
 
-def pieces_of(held: Held, unit: str, path: KeyPath, rank: int) -> Iterator[Piece]:
+def pieces_of(held: ParameterState, unit: str, path: KeyPath, rank: int) -> Iterator[Piece]:
     """Yields the inner plain tensors of a parameter's state, under the keys of this rank.
 
     Args:
@@ -142,7 +142,7 @@ def pieces_of(held: Held, unit: str, path: KeyPath, rank: int) -> Iterator[Piece
 
 
 def layouts_of(
-    held: Iterable[Held], unit: str, path: KeyPath, world: Copies
+    held: Iterable[ParameterState], unit: str, path: KeyPath, world: Copies
 ) -> Iterator[ObjectValue]:
     """Yields what tells which parts of sharded parameters this rank has, and their state's kinds.
 
@@ -159,13 +159,13 @@ def layouts_of(
         yield ObjectValue(unit, key, json.dumps(document))
 
 
-def _facts(held: Held) -> dict[str, Any]:
+def _facts(held: ParameterState) -> dict[str, Any]:
     tensors = [leaf for leaf in held.leaves if isinstance(leaf.value, torch.Tensor)]
     kinds = [(leaf.path, kind_of(leaf.value)) for leaf in tensors]
     return {**part_of(held.slots), "kinds": kinds}
 
 
-def composed_of(held: Held, unit: str, path: KeyPath) -> Iterator[ObjectValue]:
+def composed_of(held: ParameterState, unit: str, path: KeyPath) -> Iterator[ObjectValue]:
     """Yields what tells the kinds of the composed tensors in a whole parameter's state."""
     kinds = [
         (leaf.path, kind_of(leaf.value))
@@ -176,7 +176,7 @@ def composed_of(held: Held, unit: str, path: KeyPath) -> Iterator[ObjectValue]:
         yield ObjectValue(unit, (*path, COMPOSED, held.name), json.dumps(kinds))
 
 
-def part_of(slots: Sequence[Slot]) -> dict[str, Any]:
+def part_of(slots: Sequence[ShardLayout]) -> dict[str, Any]:
     """Returns, as plain values, which elements of a parameter a rank holds and how."""
     return {
         "names": [slot.fqn for slot in slots],

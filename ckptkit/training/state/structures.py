@@ -35,7 +35,7 @@ from ckptkit.training.state.objects import (
     flatten,
     holds_more,
     is_sound,
-    kept_bytes,
+    serialise_or_refuse,
     step_of,
 )
 from ckptkit.training.state.objects_on_disk import FACTORIES
@@ -167,7 +167,7 @@ class _Taking:
     def _name(self, key: object, used: set[str], where: str) -> str:
         """Returns a text for a key that no other key of the mapping has."""
         if not (type(key) in _KEYS or type(key) is str) or not is_sound(key):
-            kept_bytes(key, where)  # refuses what would not come back equal
+            serialise_or_refuse(key, where)  # refuses what would not come back equal
         name = text = str(key)
         number = 1
         while name in used:

@@ -45,7 +45,7 @@ from ckptkit.core.manifest import LEAF_BYTES
 from ckptkit.engine import kernels as preparing
 from ckptkit.engine.budget import ExecutionSettings, single_threaded_blas
 from ckptkit.engine.executor import Executor, Inputs
-from ckptkit.engine.kernels import Cast, Preparations, Stored
+from ckptkit.engine.kernels import CastOperand, Preparations, StoredOperand
 from ckptkit.engine.outcome import ignore
 from ckptkit.engine.reader import Origin
 from ckptkit.plan.plan import (
@@ -91,8 +91,8 @@ class Tensors:
         dtype = BY_NAME[array.dtype.name]
         return Factor(ADAPTER, Key(name), dtype, columns, Stride(0, rows), Stride(0, columns))
 
-    def stored(self, name: str) -> Stored:
-        return Stored(ADAPTER, Key(name), BY_NAME[self.arrays[name].dtype.name])
+    def stored(self, name: str) -> StoredOperand:
+        return StoredOperand(ADAPTER, Key(name), BY_NAME[self.arrays[name].dtype.name])
 
     def origin(self) -> Origin:
         files = {name: array.tobytes() for name, array in self.arrays.items()}
@@ -508,7 +508,7 @@ def test_the_number_of_threads_of_the_library_is_put_back() -> None:
 
 def test_a_replacement_that_bfloat16_rounds_to_infinity_is_refused() -> None:
     numbers = np.array([1, np.inf, -3.4e38], np.float32)
-    cast = Cast(Stored(ADAPTER, Key("whole"), FLOAT32), BY_NAME["bfloat16"])
+    cast = CastOperand(StoredOperand(ADAPTER, Key("whole"), FLOAT32), BY_NAME["bfloat16"])
     with pytest.raises(OverflowRefusedError, match="at element 12 does not fit bfloat16"):
         cast.values(Span(10, 13), [numbers])
     found = cast.values(Span(10, 12), [numbers[:2]])

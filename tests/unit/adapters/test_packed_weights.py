@@ -36,7 +36,7 @@ from ckptkit.adapters.quantized.scales import (
 )
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.index import Key, Span
-from ckptkit.engine.kernels import Operand, Stored
+from ckptkit.engine.kernels import Operand, StoredOperand
 
 bitsandbytes: Any = importlib.import_module("bitsandbytes.functional")  # it has no types
 TYPES: tuple[FourBitType, ...] = ("nf4", "fp4")
@@ -68,10 +68,10 @@ class Memory:
     def __init__(self) -> None:
         self.tensors: dict[str, NDArray[Any]] = {}
 
-    def put(self, key: str, tensor: torch.Tensor) -> Stored:
+    def put(self, key: str, tensor: torch.Tensor) -> StoredOperand:
         """Stores a tensor."""
         self.tensors[key] = as_numpy(tensor)
-        return Stored("memory", Key(key), BY_NAME[str(tensor.dtype).removeprefix("torch.")])
+        return StoredOperand("memory", Key(key), BY_NAME[str(tensor.dtype).removeprefix("torch.")])
 
     def values(self, operand: Operand, start: int, stop: int) -> NDArray[Any]:
         """Returns a range of an operand, reading exactly what it demands."""

@@ -16,7 +16,7 @@ from torch.optim.optimizer import (
 
 from ckptkit.training.state.collect import bind
 from ckptkit.training.state.forecast import expected_state_bytes, state_types
-from ckptkit.training.state.pieces import Piece, Replicas, owned
+from ckptkit.training.state.pieces import Piece, Replicas, select_owned
 
 HEADERS = 3 * 2048  # of the two moments and the count of steps
 
@@ -24,7 +24,7 @@ HEADERS = 3 * 2048  # of the two moments and the count of steps
 def expected(state: dict[str, Any]) -> int:
     bound = bind(state, layout="accelerate", rank=0, world_size=1)
     pieces = bound.holdings(0).pieces
-    return expected_state_bytes(bound, pieces, owned(pieces))
+    return expected_state_bytes(bound, pieces, select_owned(pieces))
 
 
 def test_only_what_an_optimizer_trains_counts_and_each_optimizer_for_itself() -> None:
@@ -67,7 +67,7 @@ def test_state_counts_where_it_will_be_written() -> None:
         (piece,) = bound.pieces()
         group = Replicas(2, rank)
         shared = Piece("", piece.key_path, piece.shape, piece.places, piece.local, group)
-        found.append(expected_state_bytes(bound, [shared], owned([shared])))
+        found.append(expected_state_bytes(bound, [shared], select_owned([shared])))
     assert found == [2048, 400 + 2 * 2048]  # rank 0 writes the weight, rank 1 its momentum
 
 

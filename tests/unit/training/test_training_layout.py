@@ -17,7 +17,7 @@ from ckptkit.core.index import Box
 from ckptkit.training.save.layout import plan_save
 from ckptkit.training.save.rank_record import objects_file, record_of
 from ckptkit.training.save.signatures import Signatures, signature_of
-from ckptkit.training.state.pieces import ObjectValue, Piece, Replicas, owned
+from ckptkit.training.state.pieces import ObjectValue, Piece, Replicas, select_owned
 from ckptkit.writer.messages import Fixed
 
 
@@ -134,16 +134,19 @@ def test_signatures_are_worked_out_again_only_for_pieces_that_are_new() -> None:
     pieces = [piece(name, torch.ones(2), replicas=group) for name in "abc"]
     signatures = Signatures()
     owners, before = signatures.of(pieces)
-    assert owners == owned(pieces)
+    assert owners == select_owned(pieces)
     assert before == signature_of(pieces, owners)
     again = signatures.of(list(pieces))
     assert again[0] is owners
     assert again[1] is before
     pieces[1] = piece("b", torch.ones(9), replicas=group)
     owners, after = signatures.of(pieces)
-    assert owners == owned(pieces) == (False, True, False)  # the largest is dealt out first
+    assert owners == select_owned(pieces) == (False, True, False)  # the largest is dealt out first
     assert after == signature_of(pieces, owners) != before
-    assert signatures.of(pieces[:2]) == (owned(pieces[:2]), signature_of(pieces[:2], (False, True)))
+    assert signatures.of(pieces[:2]) == (
+        select_owned(pieces[:2]),
+        signature_of(pieces[:2], (False, True)),
+    )
 
 
 def test_signatures_do_not_keep_pieces_alive() -> None:

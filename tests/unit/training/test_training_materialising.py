@@ -17,7 +17,7 @@ from ckptkit.training.names import TensorPlaces
 from ckptkit.training.resume.materialise import allocate_state, materialise
 from ckptkit.training.state.dtensors import Copies
 from ckptkit.training.state.models import ModelWalk
-from ckptkit.training.state.pieces import Replicas, whole_slot
+from ckptkit.training.state.pieces import Replicas, whole_layout
 
 
 class Table(nn.Module):
@@ -138,7 +138,7 @@ def test_all_but_the_count_of_steps_lies_where_the_parameter_does(*, fused: bool
 
 def test_the_padding_of_a_flat_parameters_state_is_zero() -> None:
     flat = nn.Parameter(torch.ones(4))
-    slot = whole_slot("weight", torch.ones(3), Replicas(), Replicas())
+    slot = whole_layout("weight", torch.ones(3), Replicas(), Replicas())
     slots = {id(flat): (dataclasses.replace(slot, held=(4,), start=0, sharded=True),)}
     optimizer = SGD([flat], lr=1.0, momentum=0.9)
     torch.use_deterministic_algorithms(True)  # it fills memory that is not initialised

@@ -17,7 +17,7 @@ from ckptkit.core.errors import CkptkitError, FormatError, ResumeError, UsageErr
 from ckptkit.training import Checkpointer
 from ckptkit.training.agree.peers import Peers
 from ckptkit.training.agree.store import LocalBoard
-from ckptkit.training.resume.fill import Opening
+from ckptkit.training.resume.fill import StepLoader
 from ckptkit.training.resume.resume import resume
 from ckptkit.training.resume.stored_step import SavedFacts, parse_facts
 from ckptkit.training.state.collect import bind
@@ -90,7 +90,7 @@ def test_entries_that_make_no_sense_are_damage(tmp_path: Path) -> None:
         with pytest.raises(FormatError, match="does not name what the step holds"):
             parse_facts(text.encode(), where="file")
     assert parse_facts(b"{}", where="file").entries is None
-    assert Opening(tmp_path, bind({}, layout="dcp", rank=0, world_size=1)).stored.entries is None
+    assert StepLoader(tmp_path, bind({}, layout="dcp", rank=0, world_size=1)).stored.entries is None
 
 
 class Counting(nn.Module):

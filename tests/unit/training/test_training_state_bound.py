@@ -24,7 +24,7 @@ from ckptkit.training.save.layout import plan_save
 from ckptkit.training.state import objects as rng
 from ckptkit.training.state.bound import kind_of, leaves
 from ckptkit.training.state.collect import BoundState, Layout, bind
-from ckptkit.training.state.pieces import Holdings, owned
+from ckptkit.training.state.pieces import Holdings, select_owned
 
 
 class Loader:
@@ -257,7 +257,7 @@ def test_a_sparse_buffer_is_refused_with_its_name() -> None:
     for _ in range(2):
         pieces = bound.holdings(1).pieces
         with pytest.raises(UnsupportedError, match=r"^model\.graph: a torch.sparse_coo tensor"):
-            plan_save(pieces, owned(pieces), rank=0)
+            plan_save(pieces, select_owned(pieces), rank=0)
 
 
 def test_memory_that_training_has_let_go_of_is_not_kept() -> None:

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ckptkit.core.errors import UnsupportedError
 from ckptkit.training.state.collect import bind
-from ckptkit.training.state.pieces import Piece, owned
+from ckptkit.training.state.pieces import Piece, select_owned
 
 NAMES = ("rep", "shard", "tp")
 
@@ -85,7 +85,9 @@ def owned_by_all(build: Callable[[], nn.Module], world_size: int) -> list[list[P
             optimizer.step()
             bound = bind(state, layout="accelerate", rank=rank, world_size=world_size)
             pieces = bound.holdings(1).pieces
-            found.append([one for one, mine in zip(pieces, owned(pieces), strict=True) if mine])
+            found.append(
+                [one for one, mine in zip(pieces, select_owned(pieces), strict=True) if mine]
+            )
     return found
 
 
@@ -179,7 +181,7 @@ def test_experts_on_a_slice_of_a_mesh_are_written_once_by_one_of_their_copies(
         with as_rank(rank, 4):
             bound = bind({"model": build()}, layout="dcp", rank=rank, world_size=4)
             pieces = bound.pieces()
-            for piece, mine in zip(pieces, owned(pieces), strict=True):
+            for piece, mine in zip(pieces, select_owned(pieces), strict=True):
                 if mine:
                     owners.setdefault(f"{piece.key} {piece.places[0].offsets}", []).append(rank)
     assert len(owners) == 2 + 4

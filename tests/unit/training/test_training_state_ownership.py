@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptkit.core.index import Box
-from ckptkit.training.state.pieces import Piece, Replicas, owned
+from ckptkit.training.state.pieces import Piece, Replicas, select_owned
 
 
 def piece(name: str, elements: int, replicas: Replicas) -> Piece:
@@ -31,7 +31,7 @@ def test_each_piece_has_one_owner_and_the_loads_are_even(
             for g, sizes in enumerate(groups)
             for i, size in enumerate(sizes)
         ]
-        owners.append(owned(pieces))
+        owners.append(select_owned(pieces))
     assert all(sum(answers) == 1 for answers in zip(*owners, strict=True))
     for sizes, at in _slices(groups):
         loads = [
@@ -62,10 +62,10 @@ def test_what_other_groups_hold_does_not_change_who_owns_a_piece(
         first, second = Replicas(2, own), Replicas(2, 1 - own)
         pieces = [piece(f"o{i}", size, second) for i, size in enumerate(more)]
         pieces += [piece(f"s{i}", size, first) for i, size in enumerate(sizes)]
-        answers.append(owned(pieces)[len(more) :])
+        answers.append(select_owned(pieces)[len(more) :])
     assert all(one != two for one, two in zip(*answers, strict=True))
 
 
 def test_a_piece_without_elements_is_nobodys() -> None:
     empty = Piece("", ("a",), (4,), (), torch.empty(0), Replicas(1, 0))
-    assert owned([empty]) == (False,)
+    assert select_owned([empty]) == (False,)
