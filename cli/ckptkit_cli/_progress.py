@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -24,6 +24,11 @@ from ckptkit.engine.outcome import (
 from ckptkit_cli._output import Output
 
 _PAUSE_SECONDS = 1.0
+_NAMES: Mapping[type[Event], str] = {
+    OutputCommitted: "committed",
+    OutputKept: "kept",
+    WorkKept: "left",
+}
 
 
 class Emit(Protocol):
@@ -73,7 +78,7 @@ class EventLines:
                 self._emit("waiting", message=what)
             case OutputCommitted(path) | OutputKept(path) | WorkKept(path):
                 self._end_stage()
-                self._emit(type(event).__name__.lower(), path=path)
+                self._emit(_NAMES[type(event)], path=path)
 
     def _end_stage(self) -> None:
         if self._done_bytes > self._told_bytes:
