@@ -31,7 +31,7 @@ class Reads:
         self.size_bytes += len(target)
 
 
-def record(reads: Reads, expected: int | None = None) -> TrackedRecord:
+def tracked(reads: Reads, expected: int | None = None) -> TrackedRecord:
     crc = zlib.crc32(reads.file[START:]) if expected is None else expected
     return TrackedRecord(START, len(reads.file), crc, "a file, tensor 'w'", reads)
 
@@ -42,7 +42,7 @@ def piece(start: int, stop: int, data: bytes = DATA) -> Piece:
 
 def settled(pieces: list[Piece], reads: Reads, expected: int | None = None) -> None:
     tracker = ChecksumTracker(1)
-    tracker.expect(0, record(reads, expected))
+    tracker.expect(0, tracked(reads, expected))
     for one in pieces:
         tracker.add(0, one)
     tracker.finish()
@@ -124,9 +124,9 @@ def test_an_empty_record_is_settled_against_the_checksum_of_nothing() -> None:
 
 def test_a_settled_record_is_not_opened_again() -> None:
     tracker, reads = ChecksumTracker(1), Reads()
-    tracker.expect(0, record(reads))
+    tracker.expect(0, tracked(reads))
     tracker.add(0, piece(0, len(DATA)))
-    tracker.expect(0, record(reads, expected=7))
+    tracker.expect(0, tracked(reads, expected=7))
     tracker.add(0, piece(0, 10))
     tracker.finish()
     assert reads.size_bytes == 0
@@ -139,7 +139,7 @@ def test_a_piece_of_a_record_without_checksum_is_ignored() -> None:
 def test_a_failing_record_does_not_hide_the_others() -> None:
     tracker = ChecksumTracker(3)
     for record, expected in enumerate((None, 1, 2)):
-        tracker.expect(record, record(Reads(), expected))
+        tracker.expect(record, tracked(Reads(), expected))
     for _ in range(2):
         with pytest.raises(ChecksumError):
             tracker.finish()
@@ -148,7 +148,7 @@ def test_a_failing_record_does_not_hide_the_others() -> None:
 
 def test_threads_may_add_pieces_at_once() -> None:
     tracker, reads = ChecksumTracker(1), Reads()
-    tracker.expect(0, record(reads))
+    tracker.expect(0, tracked(reads))
     steps = range(0, len(DATA), 10)
 
     def add(starts: range) -> None:
@@ -168,7 +168,7 @@ def test_what_was_told_of_a_damaged_record_is_not_told_again_and_it_is_never_tak
     None
 ):
     tracker = ChecksumTracker(1)
-    tracker.expect(0, record(Reads(), expected=1))
+    tracker.expect(0, tracked(Reads(), expected=1))
     with pytest.raises(ChecksumError):
         tracker.add(0, piece(0, len(DATA)))
     assert set(tracker.open_now()) == {0}

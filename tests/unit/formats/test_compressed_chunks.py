@@ -48,7 +48,7 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.index import Key, Span
 from ckptkit.core.threads import memory_in_use_bytes
-from ckptkit.engine import zstd as streams
+from ckptkit.engine import decompress as streams
 from ckptkit.engine.reader import Origin, TensorReader
 from ckptkit.formats.dcp.zstd import ZstdContent, decoded
 from ckptkit.options import ConsolidateRequest
