@@ -12,6 +12,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import ckptkit
+from ckptkit.core.retries import RetryPolicy
 from ckptkit.hub import client as retrying
 from tests.hub_server import HubServer
 
@@ -55,7 +56,7 @@ def running_hub(*, xet: bool = True) -> Iterator[HubServer]:
     with HubServer(xet=xet) as hub, pytest.MonkeyPatch.context() as patch:
         patch.setattr(constants, "HF_HUB_OFFLINE", False)
         patch.setattr(constants, "HF_HUB_DISABLE_XET", not xet)
-        patch.setattr(retrying, "_FIRST_PAUSE", 0.02)
+        patch.setattr(retrying, "HUB_RETRIES", RetryPolicy(first_wait_seconds=0.02))
         patch.delenv("HF_TOKEN", raising=False)
         patch.setenv("HF_HUB_OFFLINE", "0")
         patch.setattr(_xet, "XET_CONNECTION_INFO_CACHE", {})

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import re
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
@@ -23,6 +22,7 @@ from ckptkit.core.errors import (
     OutputError,
     UsageError,
 )
+from ckptkit.core.retries import TRANSIENT_STATUSES, RetryPolicy, call_with_retries
 from ckptkit.hub.publish.secrets import is_repo_id, without_secrets
 from ckptkit.storage.local.syscalls import is_out_of_space
 from ckptkit.version import __version__
@@ -31,15 +31,12 @@ if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
 
-TRANSIENT = frozenset({408, 429, 500, 502, 503, 504})
-"""HTTP statuses that another attempt may not meet."""
-ATTEMPTS = 7
+HUB_RETRIES = RetryPolicy(attempts=7, first_wait_seconds=0.5, longest_wait_seconds=30.0, jitter=0.0)
 FIRST_ATTEMPTS = 3
 """Of a Hub that has never been reached: most likely this machine is offline."""
 UNAUTHORIZED, NOT_FOUND = 401, 404
 _CONFLICT = 412
 _HTTP_LIBRARIES = frozenset({"httpcore", "httpcore2", "httpx", "httpx2", "requests", "urllib3"})
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0
 _LONGEST_ASKED = 900.0  # a Hub that asks for more is not waited for
 _RESET = re.compile(r"\bt=(\d+)")  # of a `RateLimit` header, in seconds
 _LOG = logging.getLogger("ckptkit.hub")
@@ -95,7 +92,8 @@ def pause_before(error: BaseException, attempt: int, *, reached: bool = True) ->
         attempt: How many there were.
         reached: Whether the Hub was reached before.
     """
-    most = ATTEMPTS if reached else min(ATTEMPTS, FIRST_ATTEMPTS)
+    attempts = HUB_RETRIES.attempts
+    most = attempts if reached else min(attempts, FIRST_ATTEMPTS)
     pause = None if attempt >= most else _pause(error, attempt)
     if pause is not None:
         status = status_of(error)
@@ -106,13 +104,13 @@ def pause_before(error: BaseException, attempt: int, *, reached: bool = True) ->
 
 def _pause(error: BaseException, attempt: int) -> float | None:
     response = getattr(error, "response", None)
-    if status_of(error) in TRANSIENT:
+    if status_of(error) in TRANSIENT_STATUSES:
         asked = _asked_pause(getattr(response, "headers", {}))
         if asked is not None:
             return asked if asked <= _LONGEST_ASKED else None
     elif not is_network(error) and not _is_garbled(error):
         return None
-    return float(min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** (attempt - 1)))
+    return HUB_RETRIES.wait_seconds(attempt)
 
 
 def _is_garbled(error: BaseException) -> bool:
@@ -185,21 +183,19 @@ class Hub:
 
     def call(self, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
         """Calls the client, again where the Hub is busy or was not reached."""
-        attempt = 0
-        while True:
-            attempt += 1
-            try:
-                result = function(*args, **kwargs)
-            except Exception as failure:  # noqa: BLE001  raised again, as one of ours
-                error = underlying(failure)
-                self._was_reached |= not is_network(error)
-                pause = pause_before(error, attempt, reached=self._was_reached)
-                if pause is None:
-                    raise self.told(error) from error
-            else:
-                self._was_reached = True
-                return result
-            time.sleep(pause)
+
+        def wait_before(failure: Exception, attempt: int) -> float | None:
+            error = underlying(failure)
+            self._was_reached |= not is_network(error)
+            return pause_before(error, attempt, reached=self._was_reached)
+
+        try:
+            result = call_with_retries(lambda: function(*args, **kwargs), wait_before)
+        except Exception as failure:  # noqa: BLE001  raised again, as one of ours
+            error = underlying(failure)
+            raise self.told(error) from error
+        self._was_reached = True
+        return result
 
     def read(self, path: str, revision: str) -> bytes:
         """Returns the content of a small file."""
@@ -276,9 +272,9 @@ class Hub:
         said = self._said(error)
         if is_offline(error):
             return _offline(self.repo_id)
-        if status in TRANSIENT:
+        if status in TRANSIENT_STATUSES:
             return HubUnavailableError(
-                f"the Hub answered {status}, {ATTEMPTS} times",
+                f"the Hub answered {status}, {HUB_RETRIES.attempts} times",
                 where=self.repo_id,
                 hint="run it again later; what was uploaded is not sent again",
             )

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError, OutputError, RefusedError
-from ckptkit.storage.remote.errors import Writing, retried
+from ckptkit.storage.remote.errors import Writing
 from ckptkit.storage.remote.store import RemoteStore
 
 CLAIM_NAME = ".ckptkit-commit"
@@ -219,10 +219,8 @@ class OutputClaim:
         return _Found(etag, document if isinstance(document, dict) else {}, is_old)
 
     def _write(self, data: bytes, expected: str) -> str | None:
-        return retried(
-            lambda: self._store.put_if(self._path, data, expected),
-            self._store.patience,
-            what=f"write {self._path}",
+        return self._store.retry(
+            lambda: self._store.put_if(self._path, data, expected), f"write {self._path}"
         )
 
     def _document(self, *, writer: str | None = None) -> bytes:

@@ -29,7 +29,7 @@ from ckptkit.hub.watch.build import Making, PushChoice, PushKind
 from ckptkit.hub.watch.metrics import MetricsServer, WatchMetrics
 from ckptkit.hub.watch.open import WatchRequest, run_watch
 from ckptkit.hub.watch.remote import BranchSettings
-from ckptkit.hub.watch.watch import Backoff, WatchEvent, WatchSettings
+from ckptkit.hub.watch.watch import WATCH_RETRIES, WatchEvent, WatchSettings
 from ckptkit.options import (
     ConsolidateRequest,
     check_choice,
@@ -375,6 +375,7 @@ def _request(given: Mapping[str, Any]) -> WatchRequest:
     mode = cast(BestMode, given["best_mode"])
     whole = _folder_name(given["whole_step"])
     state = None if given["state"] is None else Path(given["state"])
+    retries = replace(WATCH_RETRIES, attempts=_ONCE_TRIES) if given["once"] else WATCH_RETRIES
     return WatchRequest(
         run=run,
         repo_id=given["push"],
@@ -389,7 +390,7 @@ def _request(given: Mapping[str, Any]) -> WatchRequest:
             making=_making(given, whole),
             poll_seconds=_interval(given["interval"], run),
             at_end=given["at_end"],
-            backoff=Backoff(last_tries=_ONCE_TRIES) if given["once"] else Backoff(),
+            retries=retries,
             metrics=_metrics(given),
             # Training, which starts a watch too, may end before its first step.
             needs_steps=not given["wait_for_lock"],

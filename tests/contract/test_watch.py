@@ -14,12 +14,13 @@ import ckptkit
 from ckptkit.adapters.sources import AdapterRequest
 from ckptkit.core.checksums import digest_as
 from ckptkit.core.errors import CkptkitError, HubError, HubUnavailableError, RefusedError
+from ckptkit.core.retries import RetryPolicy
 from ckptkit.hub import client as retrying
 from ckptkit.hub import pull
 from ckptkit.hub.watch.build import Making, PushChoice
 from ckptkit.hub.watch.open import WatchRequest, run_watch
 from ckptkit.hub.watch.remote import BranchSettings
-from ckptkit.hub.watch.watch import Backoff, WatchEvent, WatchSettings
+from ckptkit.hub.watch.watch import WatchEvent, WatchSettings
 from ckptkit.runs.push_journal import WATCH_FOLDER, pushes_in
 from ckptkit.runs.save_order import Retention
 from ckptkit.storage.places import PathLike, Place
@@ -35,7 +36,7 @@ OTHER = FIXTURES / "peft_checkpointer/checkpoint/checkpoint-2"
 ADAPTER = FIXTURES / "peft_trl_fsdp2_ckptkit/checkpoint/checkpoint-2"
 MODEL = FIXTURES / "fsdp2_plain/checkpoint"
 REPO = "org/run"
-SOON = Backoff(first_seconds=0.01, most_seconds=0.01, last_tries=2)
+SOON = RetryPolicy(attempts=2, first_wait_seconds=0.01, longest_wait_seconds=0.01)
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +108,7 @@ def watch(hub: HubServer, run: Path) -> Callable[..., Watched]:
     ) -> Watched:
         found = Watched()
         settings = WatchSettings(
-            choice=choice or PushChoice(), making=making or Making(), backoff=SOON
+            choice=choice or PushChoice(), making=making or Making(), retries=SOON
         )
         known = {"token": TOKEN, "endpoint": hub.url} | options
         request = WatchRequest(run=place, repo_id=REPO, settings=settings, **known)
@@ -193,7 +194,7 @@ def test_a_step_that_vanishes_while_it_is_read_is_passed_over(hub: HubServer, ru
             shutil.rmtree(run / "checkpoint-1")
 
     found = Watched()
-    settings = WatchSettings(backoff=SOON)
+    settings = WatchSettings(retries=SOON)
     request = WatchRequest(run, REPO, settings=settings, token=TOKEN, endpoint=hub.url)
 
     def listen(event: WatchEvent) -> None:
@@ -285,7 +286,7 @@ def test_of_steps_that_cannot_be_pushed_nothing_stays_on_the_disk(run: Path, wat
 def test_a_hub_that_is_down_is_tried_again_until_it_is_up(
     hub: HubServer, run: Path, watch: Watch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retrying, "ATTEMPTS", 1)
+    monkeypatch.setattr(retrying, "HUB_RETRIES", RetryPolicy(attempts=1))
     add(run, 1)
     hub.fail("POST /api/repos/create", [503])
     found = watch(lambda: None, lambda: None)

@@ -17,12 +17,12 @@ import torch
 import ckptkit
 from ckptkit.conversion.consolidate import Consolidation, run_consolidation_slice
 from ckptkit.conversion.slices import SliceDone
+from ckptkit.core import retries
 from ckptkit.core.errors import OutputExistsError, RefusedError, SourceChangedError
 from ckptkit.engine.outcome import BytesWritten, Event, OutputKept
 from ckptkit.options import ConsolidateRequest, Layout, Resources
 from ckptkit.plan.shares import Share
 from ckptkit.storage.places import PathLike, Place
-from ckptkit.storage.remote import errors as retries
 from ckptkit.storage.remote.s3_uploads import S3Uploads
 from tests.object_store import KEY, SECRET, Bucket, Fault
 from tests.sharded import write_sharded
@@ -54,12 +54,12 @@ def bucket(object_store, checkpoint: Path) -> Bucket:  # type: ignore[no-untyped
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Waits are asked for, and not waited."""
-    real = retries.retried
+    real = retries.call_with_retries
 
-    def hurried(ask, patience, *, what):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-        return real(ask, patience, what=what, sleep=lambda _: None)
+    def hurried(ask, wait_before):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+        return real(ask, wait_before, sleep=lambda _: None)
 
-    monkeypatch.setattr("ckptkit.storage.remote.s3_uploads.retried", hurried)
+    monkeypatch.setattr("ckptkit.storage.remote.store.call_with_retries", hurried)
 
 
 def place(bucket: Bucket, prefix: str) -> Place:

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 import ckptkit
+from ckptkit.core import retries
 from ckptkit.core.errors import (
     AccessError,
     ChecksumError,
@@ -28,7 +29,6 @@ from ckptkit.core.errors import (
 from ckptkit.core.manifest import Manifest
 from ckptkit.options import Layout
 from ckptkit.storage.places import Place
-from ckptkit.storage.remote import errors as retries
 from tests.object_store import KEY, SECRET, Bucket, Fault, ObjectStore
 from tests.sharded import write_sharded
 
@@ -61,12 +61,12 @@ def bucket(object_store: ObjectStore, checkpoint: Path) -> Bucket:
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Waits are asked for, and not waited."""
-    real = retries.retried
+    real = retries.call_with_retries
 
-    def hurried(ask, patience, *, what):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-        return real(ask, patience, what=what, sleep=lambda _: None)
+    def hurried(ask, wait_before):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+        return real(ask, wait_before, sleep=lambda _: None)
 
-    monkeypatch.setattr("ckptkit.storage.remote.s3_uploads.retried", hurried)
+    monkeypatch.setattr("ckptkit.storage.remote.store.call_with_retries", hurried)
 
 
 def place(bucket: Bucket, prefix: str, **further: object) -> Place:

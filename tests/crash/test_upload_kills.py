@@ -12,8 +12,8 @@ import pytest
 
 from ckptkit.core.errors import CkptkitError, OutputError, SaveError
 from ckptkit.core.manifest import MANIFEST_NAME, parse_manifest
+from ckptkit.core.retries import RetryPolicy
 from ckptkit.storage.local.syscalls import detect_capabilities
-from ckptkit.storage.remote.errors import Patience
 from ckptkit.training.save.writer_process import WriterProcess
 from ckptkit.training.tiers.url_run import UploadProcess
 from ckptkit.writer.failures import Tally
@@ -94,7 +94,7 @@ def _fields(made: Finish) -> dict[str, Any]:
 
 
 def opened(name: str) -> Store:
-    return Store(Remote(f"memory://{name}"), Patience(attempts=2, first_wait_seconds=0.0))
+    return Store(Remote(f"memory://{name}"), RetryPolicy(attempts=2, first_wait_seconds=0.0))
 
 
 def killed_before(store: Store, number: int) -> None:

@@ -29,6 +29,7 @@ from ckptkit.core.errors import (
     StorageError,
     VerificationError,
 )
+from ckptkit.core.retries import RetryPolicy
 from ckptkit.engine.outcome import Listener
 from ckptkit.hub.publish.files import NEVER
 from ckptkit.hub.publish.secrets import without_secrets
@@ -163,29 +164,10 @@ def is_of_the_step(error: CkptkitError) -> bool:
     return isinstance(error, InputError | RefusedError | OutputExistsError | VerificationError)
 
 
-@dataclass(frozen=True, slots=True)
-class Backoff:
-    """How long is waited after a try that failed.
-
-    Attributes:
-        first_seconds: After the first one; each further pause is twice as long.
-        most_seconds: The longest pause.
-        last_tries: How many tries in a row may fail once the watch is to end.
-    """
-
-    first_seconds: float = 2.0
-    most_seconds: float = 300.0
-    last_tries: int = 6
-
-    def pause(self, tries: int) -> float:
-        """Returns how long to wait after that many tries in a row have failed.
-
-        >>> [Backoff().pause(tries) for tries in (1, 2, 3, 20)]
-        [2.0, 4.0, 8.0, 300.0]
-        """
-        return float(min(self.first_seconds * 2.0 ** min(tries - 1, 60), self.most_seconds))
-
-
+WATCH_RETRIES = RetryPolicy(
+    attempts=6, first_wait_seconds=2.0, longest_wait_seconds=300.0, jitter=0.0
+)
+"""Failed looks of a watch are repeated without an end; `attempts` counts once it is to end."""
 _WORK = "work"
 _LISTED = 5  # of files that were not pushed
 _MOST_MARKS = 32  # each takes a descriptor or two
@@ -212,7 +194,7 @@ class WatchSettings:
         choice: Which steps are pushed.
         making: What is made of a step.
         poll_seconds: How often the run is looked at.
-        backoff: How long a failed try is waited after, and how many are made at the end.
+        retries: How long to wait after a failed look, and how many are made at the end.
         at_end: Whether nothing is pushed before the end.
         settle_seconds: How long the end waits for steps that others are writing.
         metrics: Metrics that a rule needs, by the option that names them. Where no step has one,
@@ -223,7 +205,7 @@ class WatchSettings:
     choice: PushChoice = field(default_factory=PushChoice)
     making: Making = field(default_factory=Making)
     poll_seconds: float = 5.0
-    backoff: Backoff = field(default_factory=Backoff)
+    retries: RetryPolicy = WATCH_RETRIES
     at_end: bool = False
     settle_seconds: float = 120.0
     metrics: Mapping[str, str] = field(default_factory=dict)
@@ -290,9 +272,7 @@ class Watch:
                 is_idle = self._go_on(progress, ending=ending)
             except CkptkitError as error:
                 failed += 1
-                if not is_passing(error) or (
-                    ending and failed >= self._settings.backoff.last_tries
-                ):
+                if not is_passing(error) or (ending and failed >= self._settings.retries.attempts):
                     raise
                 self._wait_after(error, failed, pauses)
                 continue
@@ -550,7 +530,7 @@ class Watch:
             self._say("pruned", None, steps=list(removed))
 
     def _wait_after(self, error: CkptkitError, failed: int, pauses: Pauses) -> None:
-        seconds = self._settings.backoff.pause(failed)
+        seconds = self._settings.retries.wait_seconds(failed)
         self._say("retrying", None, error=error.to_json(), tries=failed, seconds=seconds)
         pauses.wait(seconds)
 

@@ -1,21 +1,16 @@
-"""What the clients of object stores raise, told apart without importing any of them.
+"""Errors of the clients of object stores: which are worth a retry, and what they are reported as.
 
-What a store refuses while an output is written, as errors that say what to do.
-
-Asking a store again when it could not answer, and waiting longer each time.
+Errors are recognised by the names of their classes, so that no client has to be imported.
 """
 
 from __future__ import annotations
 
 import errno
 import logging
-import random
 import re
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from ckptkit.core.errors import (
     AccessError,
@@ -29,14 +24,14 @@ from ckptkit.core.errors import (
     StorageError,
     UsageError,
 )
+from ckptkit.core.retries import TRANSIENT_STATUSES, RetryPolicy
 from ckptkit.core.text import without_url_secrets
 from ckptkit.storage.locations import without_values
 
-_PASSING = frozenset({408, 425, 429, 500, 502, 503, 504, 509, 529})
 _DENIED = frozenset({401, 403, 407})
 _GONE = frozenset({404, 410})
 _CHANGED = 412
-_PASSING_CODES = frozenset(
+_TRANSIENT_CODES = frozenset(
     {"InternalError", "RequestTimeout", "ServiceUnavailable", "SlowDown", "Throttling"}
 )
 _DENIED_CODES = frozenset(
@@ -89,7 +84,7 @@ def is_transient(error: BaseException) -> bool:
         return True
     status = status_of(error)
     if status is not None:
-        return status in _PASSING or bool(_codes(error) & _PASSING_CODES)
+        return status in TRANSIENT_STATUSES or bool(_codes(error) & _TRANSIENT_CODES)
     if isinstance(error, (FileNotFoundError, PermissionError)):
         return False
     return isinstance(error, (TimeoutError, ConnectionError, EOFError)) or _named(error, _BROKEN)
@@ -208,6 +203,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 _LOG = logging.getLogger(__name__)
 Writing = Callable[[], AbstractContextManager[None]]
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+_WARNED_FAILURES = 3  # so many failures of one request are logged as a warning
 
 
 def writing_to(location: str, options: Mapping[str, Any]) -> Writing:
@@ -261,62 +257,21 @@ def _output_error(error: Exception, location: str, options: Mapping[str, Any]) -
     return OutputError(f"cannot be written: {text}", where=location, hint=hint)
 
 
-_log = logging.getLogger(__name__)
-_TOLD_AT = 3  # what fails that often is worth a line that users see
-Answer = TypeVar("Answer")
-
-
-@dataclass(frozen=True, slots=True)
-class Patience:
-    """How often a store is asked, and how long is waited in between.
-
-    Attributes:
-        attempts: How often it is asked at most.
-        first_wait_seconds: Before the second time; each further wait is twice as long.
-        longest_wait_seconds: Of a single wait.
-    """
-
-    attempts: int = 7
-    first_wait_seconds: float = 0.2
-    longest_wait_seconds: float = 8.0
-
-    def wait_seconds(self, failures: int) -> float:
-        """Returns how long to wait after so many failures: half of it for certain, half by lot.
-
-        Many workers that failed together would otherwise come back together.
-        """
-        full = min(self.first_wait_seconds * 2.0 ** (failures - 1), self.longest_wait_seconds)
-        return full * (0.5 + 0.5 * random.random())  # noqa: S311  no secret depends on it
-
-
-def retried(
-    ask: Callable[[], Answer],
-    patience: Patience,
-    *,
-    what: str,
-    sleep: Callable[[float], None] = time.sleep,
-) -> Answer:
-    """Asks until there is an answer.
+def wait_before_retry(
+    error: Exception, failures: int, policy: RetryPolicy, what: str
+) -> float | None:
+    """Returns how long to wait before a request to a store is repeated; None if that is no use.
 
     Args:
-        ask: Asks once; what was done by a failed attempt must do no harm the second time.
-        patience: How often.
-        what: What is asked for, for the log.
-        sleep: Waits.
-
-    Returns:
-        The answer.
+        error: What the client raised.
+        failures: How often the request has failed.
+        policy: How often to repeat it.
+        what: The request, for the log.
     """
-    failures = 0
-    while True:
-        try:
-            return ask()
-        except Exception as error:
-            failures += 1
-            if failures >= patience.attempts or not is_transient(error):
-                raise
-            wait = patience.wait_seconds(failures)
-            kind = type(error).__name__
-            level = logging.WARNING if failures == _TOLD_AT else logging.INFO
-            _log.log(level, "%s: %s, asking again in %.1f s", without_url_secrets(what), kind, wait)
-            sleep(wait)
+    if failures >= policy.attempts or not is_transient(error):
+        return None
+    wait = policy.wait_seconds(failures)
+    level = logging.WARNING if failures == _WARNED_FAILURES else logging.INFO
+    kind = type(error).__name__
+    _LOG.log(level, "%s: %s, asking again in %.1f s", without_url_secrets(what), kind, wait)
+    return wait

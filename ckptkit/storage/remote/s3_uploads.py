@@ -12,7 +12,7 @@ from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.core.errors import UnsafePathError
-from ckptkit.storage.remote.errors import retried, status_of
+from ckptkit.storage.remote.errors import status_of
 from ckptkit.storage.remote.s3 import CHECKSUM, OF_PARTS, WHOLE, ToldSum, encoded, split_s3_path
 from ckptkit.storage.remote.store import RemoteStore
 
@@ -114,9 +114,7 @@ class S3Uploads:
     def get(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
         """Returns bytes of an object of any bucket, which its path names."""
         read = self.store.filesystem.cat_file
-        data: bytes = retried(
-            lambda: read(path, start=start, end=stop), self.store.patience, what=f"read {path}"
-        )
+        data: bytes = self.store.retry(lambda: read(path, start=start, end=stop), f"read {path}")
         return data
 
     def put(self, key: str, data: bytes, crc32: int) -> str:
@@ -193,7 +191,7 @@ class S3Uploads:
             data.seek(0)
             return call("upload_part", **of, Body=data, **self._proof(crc32))
 
-        answer = retried(ask, self.store.patience, what=f"upload_part {number} {key}")
+        answer = self.store.retry(ask, f"upload_part {number} {key}")
         return SentPart(number, answer["ETag"], crc32 if self.has_checksums else None)
 
     def copy(
@@ -274,10 +272,8 @@ class S3Uploads:
 
     def _ask(self, request: str, key: str, **given: Any) -> Any:
         call = self.store.filesystem.call_s3
-        return retried(
-            lambda: call(request, Bucket=self._bucket, **given),
-            self.store.patience,
-            what=f"{request} {key}",
+        return self.store.retry(
+            lambda: call(request, Bucket=self._bucket, **given), f"{request} {key}"
         )
 
     def _signed(self) -> dict[str, Any]:

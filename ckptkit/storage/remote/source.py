@@ -246,7 +246,7 @@ class RemoteSource(Closing):
                 error,
                 where=self._where(path),
                 options=self._store.options,
-                attempts=self._store.patience.attempts,
+                attempts=self._store.retry_policy.attempts,
             ) from None  # whose text may hold what ours was freed of
 
     def _truncated(self, path: str, start: int, stop: int, end: int) -> TruncatedFileError:

@@ -16,12 +16,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakValueDictionary
 
 from ckptkit.core.errors import RefusedError, UsageError
+from ckptkit.core.retries import RetryPolicy, call_with_retries
 from ckptkit.storage.local.names import check_below
-from ckptkit.storage.remote.errors import Patience, is_without_bucket, retried, status_of, told
+from ckptkit.storage.remote.errors import is_without_bucket, status_of, told, wait_before_retry
 from ckptkit.storage.remote.s3 import (
     S3_PROTOCOLS,
     s3_delete,
@@ -75,6 +76,7 @@ _HUB = "hf"
 _OTHER_IS_THERE = frozenset({409, 412})
 _GONE = 404
 _UNKNOWN_CONDITION = frozenset({400, 501})
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +104,22 @@ class RemoteStore:
         self.options = dict(options)
         self.is_s3 = protocol in S3_PROTOCOLS
         self.has_conditions = True
-        # Other clients ask again by themselves.
-        self.patience = Patience() if self.is_s3 else Patience(attempts=2)
+        # Other clients retry by themselves.
+        self.retry_policy = RetryPolicy() if self.is_s3 else RetryPolicy(attempts=2)
         self.filesystem = _filesystem(protocol, self.options, where)
+
+    def retry(self, ask: Callable[[], T], what: str) -> T:
+        """Makes a request, and repeats it while it fails with transient errors.
+
+        Args:
+            ask: Makes it once.
+            what: The request, for the log.
+
+        Returns:
+            What `ask` returned.
+        """
+        wait = partial(wait_before_retry, policy=self.retry_policy, what=what)
+        return call_with_retries(ask, wait)
 
     def path_of(self, location: str) -> str:
         """Returns what the client calls a URL; one of the Hub is fixed to the commit it has now."""
@@ -112,7 +127,7 @@ class RemoteStore:
             return location.partition("://")[2].strip("/")
         path: str = self.filesystem._strip_protocol(location)  # noqa: SLF001  fsspec's own name
         if self.protocol == _HUB:
-            return retried(lambda: pinned_root(self.filesystem, path), self.patience, what=location)
+            return self.retry(lambda: pinned_root(self.filesystem, path), location)
         return path.rstrip("/")
 
     def listing(self, path: str) -> dict[str, StoredObject]:
@@ -140,7 +155,7 @@ class RemoteStore:
                 if name.lstrip("/").startswith(prefix) and one.get("type") == "file"
             }
 
-        return retried(ask, self.patience, what=f"list {path}")
+        return self.retry(ask, f"list {path}")
 
     def listing_of(self, path: str, folders: Collection[str]) -> dict[str, StoredObject]:
         """Returns the objects right below a path, and those in some folders there."""
@@ -156,7 +171,7 @@ class RemoteStore:
             return found
 
         objects = {}
-        for info in retried(ask, self.patience, what=f"list {path}"):
+        for info in self.retry(ask, f"list {path}"):
             name = info["name"].rstrip("/").rpartition("/")[2]
             if info["name"].rstrip("/") == path:
                 continue  # the marker of the folder itself
@@ -179,7 +194,7 @@ class RemoteStore:
                 return None
             return data
 
-        return retried(ask, self.patience, what=f"read {path}")
+        return self.retry(ask, f"read {path}")
 
     def put_small(self, path: str, data: bytes) -> None:
         """Writes a small object."""
@@ -190,7 +205,7 @@ class RemoteStore:
             bucket, key, _ = split_s3_path(self.filesystem, path)
             return self.filesystem.call_s3("put_object", Bucket=bucket, Key=key, Body=data)
 
-        retried(ask, self.patience, what=f"write {path}")
+        self.retry(ask, f"write {path}")
 
     def put_if(self, path: str, data: bytes, expected: str) -> str | None:
         """Writes a small object if what is there is what is expected; asks the store once.
@@ -256,17 +271,14 @@ class RemoteStore:
             bucket, prefix, _ = split_s3_path(self.filesystem, root)
             start = f"{prefix}/" if prefix else ""
             keys = [start + name for name in names]
-            self._retried(lambda: s3_delete(self.filesystem, bucket, keys), f"delete {root}")
+            self.retry(lambda: s3_delete(self.filesystem, bucket, keys), f"delete {root}")
         elif names:
             for name in names:
-                self._retried(partial(self._delete, f"{root}/{name}"), f"delete {root}/{name}")
+                self.retry(partial(self._delete, f"{root}/{name}"), f"delete {root}/{name}")
 
     def _delete(self, path: str) -> None:
         with suppress(FileNotFoundError):  # also where the answer to a first try was lost
             self.filesystem.rm_file(path)
-
-    def _retried(self, ask: Callable[[], object], what: str) -> None:
-        retried(ask, self.patience, what=what)
 
     def look_up(self, path: str) -> StoredObject | None:
         """Returns a single object, whether or not listings show it yet; None where it is not."""
@@ -279,7 +291,7 @@ class RemoteStore:
                 return None
             return _object_of(info) if info.get("type") == "file" else None
 
-        return retried(ask, self.patience, what=f"look up {path}")
+        return self.retry(ask, f"look up {path}")
 
     def read_into(self, path: str, start: int, target: memoryview, known: StoredObject) -> None:
         """Fills `target` from byte `start` of an object on, with one request that succeeds."""
@@ -297,7 +309,7 @@ class RemoteStore:
                 raise EOFError(f"{len(data):,} bytes came, {len(target):,} were asked for")
             target[:] = data
 
-        retried(ask, self.patience, what=f"read {path}")
+        self.retry(ask, f"read {path}")
 
 
 _lock = threading.Lock()
@@ -343,7 +355,7 @@ def _filesystem(protocol: str, options: Mapping[str, Any], where: str) -> Any:
             hint="see whether the URL and the names of the options are right",
         ) from None
     if protocol in S3_PROTOCOLS:
-        filesystem.retries = 1  # `retried` asks again, and would multiply what it does
+        filesystem.retries = 1  # `RemoteStore.retry` repeats requests; both together would multiply
     return filesystem
 
 

@@ -19,7 +19,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from ckptkit.core.crc import crc32
 from ckptkit.core.errors import CkptkitError, OutputError, SaveError, TruncatedFileError
 from ckptkit.core.object_parts import PART_BYTES, cut_into_parts
-from ckptkit.storage.remote.errors import Patience, is_transient, retried, status_of, told
+from ckptkit.core.retries import RetryPolicy
+from ckptkit.storage.remote.errors import is_transient, status_of, told
 from ckptkit.storage.remote.s3_object import S3Object
 from ckptkit.storage.remote.s3_uploads import S3Uploads
 from ckptkit.storage.remote.store import RemoteStore, StoredObject
@@ -65,7 +66,7 @@ def _is_denied(error: BaseException) -> bool:
     return named or isinstance(error, PermissionError) or status_of(error) in _DENIED
 
 
-PATIENCE = Patience(attempts=9, longest_wait_seconds=16.0)
+UPLOAD_RETRIES = RetryPolicy(attempts=9, longest_wait_seconds=16.0)
 """Some 40 seconds in all, for each request."""
 _THREADS = 8
 _T = TypeVar("_T")
@@ -91,18 +92,18 @@ class Store:
         filesystem: fsspec's.
     """
 
-    def __init__(self, remote: Remote, patience: Patience = PATIENCE) -> None:
+    def __init__(self, remote: Remote, retry_policy: RetryPolicy = UPLOAD_RETRIES) -> None:
         """Connects to nothing yet, but finds what speaks to such a store.
 
         Args:
             remote: The URL, and what its storage is told.
-            patience: How often requests are repeated.
+            retry_policy: How often requests are repeated.
         """
         self.location = remote.url.rstrip("/")
         protocol = self.location.partition("://")[0]
         self._options = remote.options
         self._store = RemoteStore(protocol, remote.options, self.location)
-        self._store.patience = patience
+        self._store.retry_policy = retry_policy
         self.filesystem: Any = self._store.filesystem
         self._root = self._made("", lambda: self._store.path_of(self.location))
 
@@ -208,7 +209,7 @@ class Store:
         return len(uploads)
 
     def _made(self, path: str, ask: Callable[[], _T]) -> _T:
-        again = partial(retried, ask, self._store.patience, what=self.where(path))
+        again = partial(self._store.retry, ask, self.where(path))
         return self.perform(path, again)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from ckptkit.core.errors import (
@@ -11,7 +13,8 @@ from ckptkit.core.errors import (
     StorageError,
     UsageError,
 )
-from ckptkit.storage.remote.errors import Patience, as_input_error, is_transient, retried
+from ckptkit.core.retries import RetryPolicy, call_with_retries
+from ckptkit.storage.remote.errors import as_input_error, is_transient, wait_before_retry
 
 
 class AnswerError(Exception):
@@ -45,8 +48,9 @@ def test_passing_trouble_is_asked_away_and_waits_double() -> None:
             raise answer
         return str(answer)
 
-    patience = Patience(first_wait_seconds=1.0, longest_wait_seconds=3.0)
-    assert retried(ask, patience, what="it", sleep=waits.append) == "here"
+    policy = RetryPolicy(first_wait_seconds=1.0, longest_wait_seconds=3.0)
+    wait_before = partial(wait_before_retry, policy=policy, what="it")
+    assert call_with_retries(ask, wait_before, sleep=waits.append) == "here"
     limits = [1.0, 2.0, 3.0, 3.0]
     assert all(limit / 2 <= wait <= limit for wait, limit in zip(waits, limits, strict=True))
 
@@ -59,8 +63,9 @@ def test_what_will_not_change_is_asked_once(error: Exception) -> None:
         asked.append(1)
         raise error
 
+    wait_before = partial(wait_before_retry, policy=RetryPolicy(), what="it")
     with pytest.raises(type(error)):
-        retried(ask, Patience(), what="it", sleep=lambda _: None)
+        call_with_retries(ask, wait_before, sleep=lambda _: None)
     assert len(asked) == 1
 
 
