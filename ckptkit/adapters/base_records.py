@@ -19,7 +19,7 @@ from ckptkit.core.checksums import RangeChecksum
 from ckptkit.core.crc import crc32
 from ckptkit.core.errors import FormatError, InputError
 from ckptkit.core.index import Box, Fqn, Shape, Span, TensorEntry
-from ckptkit.core.manifest import MANIFEST_NAME, Manifest, check_manifest_size, parse_manifest
+from ckptkit.core.manifest import MANIFEST_NAME, Manifest
 from ckptkit.engine.locate import Locator
 from ckptkit.engine.reader import RUN_BYTES, Origin, TensorReader
 from ckptkit.lora.layers import table_of
@@ -30,6 +30,8 @@ from ckptkit.lora.quantized import (
     packed_weights,
     settings_told,
 )
+from ckptkit.storage.base import is_there
+from ckptkit.storage.manifests import read_manifest
 
 if TYPE_CHECKING:
     from ckptkit.adapters.sources import OpenedAdapter
@@ -291,14 +293,10 @@ def _read_crc32(reader: TensorReader, entry: TensorEntry) -> int:
 
 def read_record_of_base(opened: Opened) -> BaseRecord:
     """Reads what the manifest of an extracted adapter says of its base; nothing where none is."""
-    path = posixpath.join(opened.folder, MANIFEST_NAME)
-    where = posixpath.join(opened.path, MANIFEST_NAME)
-    try:
-        size = opened.source.stat(path).size_bytes
-    except InputError:
+    if not is_there(opened.source, posixpath.join(opened.folder, MANIFEST_NAME)):
         return BaseRecord()
-    check_manifest_size(size, where=where)
-    manifest = parse_manifest(opened.source.read(path, 0, size), where=where)
+    where = posixpath.join(opened.path, MANIFEST_NAME)
+    manifest = read_manifest(opened.source, opened.folder)
     return _parsed(manifest, where) if manifest.kind == _KIND else BaseRecord()
 
 

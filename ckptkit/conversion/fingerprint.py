@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import posixpath
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -25,10 +24,11 @@ from ckptkit.core.errors import (
     OutputExistsError,
     VerificationError,
 )
-from ckptkit.core.manifest import MANIFEST_NAME, Manifest, check_manifest_size, parse_manifest
+from ckptkit.core.manifest import Manifest
 from ckptkit.engine.executor import Inputs
 from ckptkit.engine.outcome import Listener, OutputKept, Planned, ignore
 from ckptkit.plan.plan import Body, Compute, Literal, OutputFile, RawCopy
+from ckptkit.storage.manifests import read_manifest
 from ckptkit.storage.places import open_source
 from ckptkit.version import __version__
 
@@ -132,10 +132,7 @@ def earlier_output(out: PathLike) -> Manifest | None:
     """Returns the manifest of an output of ours that is there; None for none."""
     try:
         with open_source(out) as source:
-            size = source.stat(MANIFEST_NAME).size_bytes
-            where = posixpath.join(source.location, MANIFEST_NAME)
-            check_manifest_size(size, where=where)
-            return parse_manifest(source.read(MANIFEST_NAME, 0, size), where=where)
+            return read_manifest(source)
     except (MissingFileError, NotACheckpointError):
         return None
 

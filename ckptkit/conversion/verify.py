@@ -22,7 +22,7 @@ from ckptkit.core.errors import (
     NotACheckpointError,
 )
 from ckptkit.core.index import Problem, TensorEntry, TensorIndex
-from ckptkit.core.manifest import MANIFEST_NAME, Manifest, check_manifest_size, parse_manifest
+from ckptkit.core.manifest import Manifest
 from ckptkit.core.threads import usable_cores
 from ckptkit.engine.outcome import Listener, ignore
 from ckptkit.engine.reader import Origin
@@ -36,6 +36,7 @@ from ckptkit.plan.optimizer import OPTIMIZER
 from ckptkit.plan.plan import SOURCE
 from ckptkit.runs.steps import digest_problems, file_problems, step_folder
 from ckptkit.storage.base import Source
+from ckptkit.storage.manifests import read_manifest
 from ckptkit.storage.places import is_url, local_path, open_source, place_of
 
 _READ_BYTES = 1 << 20
@@ -175,13 +176,10 @@ def run_verification(
 
 
 def _manifest_in(source: Source) -> Manifest | None:
-    where = posixpath.join(source.location, MANIFEST_NAME)
     try:
-        size = source.stat(MANIFEST_NAME).size_bytes
+        return read_manifest(source)
     except MissingFileError:
         return None
-    check_manifest_size(size, where=where)
-    return parse_manifest(source.read(MANIFEST_NAME, 0, size), where=where)
 
 
 def _verify_source(

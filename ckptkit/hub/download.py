@@ -26,7 +26,7 @@ from ckptkit.core.errors import (
     RefusedError,
     VerificationError,
 )
-from ckptkit.core.manifest import MANIFEST_NAME, Manifest, parse_manifest
+from ckptkit.core.manifest import MANIFEST_NAME, Manifest
 from ckptkit.core.text import size_text
 from ckptkit.engine.outcome import BytesWritten, Listener, OutputCommitted, Started, ignore
 from ckptkit.hub.client import Hub, quiet_client
@@ -44,6 +44,7 @@ from ckptkit.storage.local.syscalls import (
 )
 from ckptkit.storage.local.target import free_bytes, make_missing, translated
 from ckptkit.storage.local.workdir import WorkFolder, is_empty, publish
+from ckptkit.storage.manifests import read_manifest
 from ckptkit.storage.places import PathLike, is_url
 
 _CLIENT = ".cache"  # what the client remembers of its downloads lies here, beside the files
@@ -315,7 +316,7 @@ class _Pull:
         first = [path for path in (MANIFEST_NAME,) if path in self._remote]
         self._all(first, None)
         with LocalSource(self._partial.files) as source:
-            manifest = _manifest(source) if first else None
+            manifest = read_manifest(source) if first else None
         rest = [path for path in self._remote if path not in first]
         self._all(rest, manifest)
         notes = self._check_whole(manifest)
@@ -404,11 +405,6 @@ class _Pull:
 
 def _is_weights(path: str) -> bool:
     return path.endswith((".safetensors", ".bin"))
-
-
-def _manifest(source: LocalSource) -> Manifest:
-    size = source.stat(MANIFEST_NAME).size_bytes
-    return parse_manifest(source.read(MANIFEST_NAME, 0, size), where=MANIFEST_NAME)
 
 
 def _edited(folder: Path, manifest: Manifest) -> list[str]:

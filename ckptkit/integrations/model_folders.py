@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from ckptkit.core.errors import CkptkitError, OutputError
 from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.storage.local.workdir import is_empty
-from ckptkit.storage.manifests import read_manifest
+from ckptkit.storage.manifests import read_local_manifest
 from ckptkit.training.checkpointer import Checkpointer
 from ckptkit.training.export.export import ExportOptions
 from ckptkit.training.handle import ExportReport
@@ -107,7 +107,7 @@ def _move_into(out: Path) -> None:
 
 def _is_step(folder: Path) -> bool:
     try:
-        return read_manifest(folder).kind == "training"
+        return read_local_manifest(folder).kind == "training"
     except (OSError, CkptkitError):
         return False
 

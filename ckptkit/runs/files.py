@@ -10,14 +10,12 @@ from ckptkit.core.index import FileRange
 from ckptkit.core.manifest import (
     MANIFEST_NAME,
     RUN_FACTS,
-    Manifest,
-    check_manifest_size,
-    parse_manifest,
 )
 from ckptkit.formats.base import Candidate
 from ckptkit.formats.registry import SEARCH_DEPTH, recognise
 from ckptkit.runs.steps import step_folder
 from ckptkit.storage.base import Source, distant, foresee, is_there
+from ckptkit.storage.manifests import read_manifest
 
 _ARCHIVES = (".bin", ".pt", ".pth", ".ckpt")
 _WEIGHTS = ".safetensors"
@@ -74,17 +72,10 @@ def _extents(source: Source, manifests: Sequence[str]) -> Iterator[FileRange]:
 
 
 def _named(source: Source, path: str) -> Iterator[str]:
-    manifest = _manifest(source, path)
-    if manifest is not None:
-        yield path
-        folder = posixpath.dirname(path)
-        yield from (posixpath.join(folder, name) for name in manifest.files)
-
-
-def _manifest(source: Source, path: str) -> Manifest | None:
+    folder = posixpath.dirname(path)
     try:
-        size = source.stat(path).size_bytes
-        check_manifest_size(size, where=path)
-        return parse_manifest(source.read(path, 0, size), where=path)
+        manifest = read_manifest(source, folder)
     except InputError:
-        return None  # is told when the step is looked at
+        return  # reported when the step is listed
+    yield path
+    yield from (posixpath.join(folder, name) for name in manifest.files)

@@ -15,12 +15,11 @@ from ckptkit.core.manifest import (
     SIDE_FOLDER,
     TRAINING,
     Manifest,
-    check_manifest_size,
-    parse_manifest,
 )
 from ckptkit.formats.base import Candidate
 from ckptkit.formats.discovery import is_unit_folder
 from ckptkit.storage.base import Source, is_there
+from ckptkit.storage.manifests import read_manifest
 
 _WRITER = "ckptkit"
 _READ_BYTES = 1 << 20
@@ -120,7 +119,7 @@ class SavedSteps:
             return
         path = posixpath.join(folder, MANIFEST_NAME)
         try:
-            found = _read_manifest(self._source, path)
+            found = read_manifest(self._source, folder)
         except MissingFileError:
             if is_there(self._source, posixpath.join(folder, RUN_FACTS)):
                 self._manifests[folder] = Problem(MissingFileError.code, path, _ABSENT)
@@ -205,13 +204,6 @@ def _crc32(source: Source, path: str, size_bytes: int) -> int:
     for start in range(0, size_bytes, _READ_BYTES):
         crc = crc32(source.read(path, start, min(start + _READ_BYTES, size_bytes)), crc)
     return crc
-
-
-def _read_manifest(source: Source, path: str) -> Manifest:
-    where = posixpath.join(source.location, path)
-    size = source.stat(path).size_bytes
-    check_manifest_size(size, where=where)
-    return parse_manifest(source.read(path, 0, size), where=where)
 
 
 def _version(manifest: Manifest) -> str:

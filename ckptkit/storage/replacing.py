@@ -5,15 +5,15 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
 from ckptkit.core.errors import CkptkitError, OutputExistsError, RefusedError
-from ckptkit.core.manifest import MANIFEST_NAME, check_manifest_size, parse_manifest
+from ckptkit.core.manifest import MANIFEST_NAME, TRAINING, check_manifest_size, parse_manifest
 from ckptkit.storage.local.workdir import entries
 
 _EXAMPLES = 3
-_TRAINING = "training"
 _COUNTED = 1000
 _NAMES = frozenset({".metadata", ".snapshot_metadata", "latest"})
 _ENDINGS = (
@@ -22,19 +22,73 @@ _ENDINGS = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class EarlierOutput:
+    """What the manifest of a place says of the output that is to be replaced.
+
+    Attributes:
+        has_manifest: Whether there is one that can be read at all.
+        is_damaged: Whether it is not a valid manifest.
+        files: The files that it names; none for a step of a training run, which is no output.
+    """
+
+    has_manifest: bool = False
+    is_damaged: bool = False
+    files: frozenset[str] = frozenset()
+
+    @classmethod
+    def from_manifest(cls, data: bytes | None, where: str) -> EarlierOutput:
+        """Parses a manifest.
+
+        Args:
+            data: The content of the file, None where there is none.
+            where: The place, for messages.
+        """
+        if data is None:
+            return cls()
+        try:
+            manifest = parse_manifest(data, where=where)
+        except CkptkitError:
+            return cls(has_manifest=True, is_damaged=True)
+        is_output = manifest.kind != TRAINING
+        return cls(has_manifest=True, files=frozenset(manifest.files) if is_output else frozenset())
+
+    def unnamed(self, found: Iterable[str]) -> Iterator[str]:
+        """Yields the files that do not belong to the output.
+
+        With a damaged manifest, all files in the same folder count as its files.
+        """
+        for name in found:
+            if name not in self.files and not (self.is_damaged and "/" not in name):
+                yield name
+
+    def removable(self, found: Collection[str], known: Collection[str] = ()) -> set[str]:
+        """Returns the files of a place in a store that are removed when its output is replaced.
+
+        Files that the manifest does not name stay; all files are removed where it is damaged.
+
+        Args:
+            found: The files of the place.
+            known: Further files of the output, such as those of an unfinished commit.
+        """
+        if self.is_damaged:
+            return set(found)
+        return set(found) & {MANIFEST_NAME, *known, *self.files}
+
+
 def refuse_unnamed(
-    found: Collection[str], manifest: bytes | None, location: str, known: Collection[str] = ()
+    found: Collection[str], earlier: EarlierOutput, location: str, known: Collection[str] = ()
 ) -> None:
     """Refuses to replace checkpoints and weights that no manifest there names.
 
     Args:
         found: The files of the place, relative to it.
-        manifest: The content of its manifest, None where it has none.
-        location: What messages call the place.
-        known: Further files that may go, such as those of an unfinished commit.
+        earlier: What its manifest says.
+        location: The place, for messages.
+        known: Further files that may be replaced, such as those of an unfinished commit.
     """
-    refused = sorted(name for name in set(found) - set(known) if _is_of_checkpoint(name))
-    _refuse(_unnamed(refused, manifest, location), location, has_manifest=manifest is not None)
+    checked = sorted(name for name in set(found) - set(known) if _is_of_checkpoint(name))
+    _refuse(earlier.unnamed(checked), location, has_manifest=earlier.has_manifest)
 
 
 def refuse_unnamed_in(out: Path, named_as: str) -> None:
@@ -42,7 +96,7 @@ def refuse_unnamed_in(out: Path, named_as: str) -> None:
 
     Args:
         out: The directory.
-        named_as: What messages call it.
+        named_as: The directory, for messages.
     """
     path = out / MANIFEST_NAME
     try:
@@ -50,13 +104,14 @@ def refuse_unnamed_in(out: Path, named_as: str) -> None:
         manifest: bytes | None = path.read_bytes()
     except (OSError, CkptkitError):
         manifest = None
+    earlier = EarlierOutput.from_manifest(manifest, named_as)
     found = (name for name in _files_in(out) if _is_of_checkpoint(name))
-    unnamed = list(islice(_unnamed(found, manifest, named_as), _COUNTED))
-    _refuse(unnamed, named_as, has_manifest=manifest is not None)
+    unnamed = list(islice(earlier.unnamed(found), _COUNTED))
+    _refuse(unnamed, named_as, has_manifest=earlier.has_manifest)
 
 
 def manifest_mark(out: Path) -> tuple[int, ...]:
-    """Returns what tells the manifest in a directory from one that another run puts there."""
+    """Returns values that differ when another run replaces the manifest of a directory."""
     try:
         found = (out / MANIFEST_NAME).stat()
     except OSError:
@@ -65,7 +120,7 @@ def manifest_mark(out: Path) -> tuple[int, ...]:
 
 
 def manifest_digest(out: Path) -> str:
-    """Returns the same as `manifest_mark` on all machines that see a directory."""
+    """Returns a digest of the manifest of a directory: the same value on all machines."""
     try:
         with (out / MANIFEST_NAME).open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
@@ -73,13 +128,14 @@ def manifest_digest(out: Path) -> str:
         return ""
 
 
-def refuse_newer(now: str | tuple[int, ...], seen: str | tuple[int, ...], named_as: str) -> None:
-    """Refuses to replace an output that was put in a directory after this run had looked at it.
+def refuse_newer(now: object, seen: object, named_as: str) -> None:
+    """Refuses to replace an output that another run committed after this run began.
 
     Args:
-        now: What `manifest_mark` or `manifest_digest` returns at the commit.
-        seen: What it returned when the run began.
-        named_as: What messages call the directory.
+        now: What identifies the manifest at the commit, such as `manifest_mark` or an ETag; false
+            where there is none.
+        seen: What identified it when the run began.
+        named_as: The directory, for messages.
     """
     if now and now != seen:
         raise OutputExistsError(
@@ -89,29 +145,8 @@ def refuse_newer(now: str | tuple[int, ...], seen: str | tuple[int, ...], named_
         )
 
 
-def removable(
-    found: Collection[str], manifest: bytes | None, where: str, known: Collection[str] = ()
-) -> set[str]:
-    """Returns the files of a place in a store that go when its output is replaced.
-
-    Files that the earlier manifest does not name stay; all files go where it cannot be read.
-    """
-    if manifest is not None and not _is_readable(manifest, where):
-        return set(found)
-    return set(found) & {MANIFEST_NAME, *known, *named_files(manifest, where)}
-
-
-def _unnamed(found: Iterable[str], manifest: bytes | None, where: str) -> Iterator[str]:
-    named = named_files(manifest, where)
-    # A manifest that cannot be read is that of a damaged output, whose files stand next to it.
-    is_damaged = manifest is not None and not _is_readable(manifest, where)
-    for name in found:
-        if name not in named and not (is_damaged and "/" not in name):
-            yield name
-
-
 def _is_of_checkpoint(name: str) -> bool:
-    """Tells by its name whether a file holds weights or state of a training, or is a manifest.
+    """Says by its name whether a file holds weights or state of a training, or is a manifest.
 
     >>> _is_of_checkpoint("checkpoint-4/optimizer_0/.metadata"), _is_of_checkpoint("notes.md")
     (True, False)
@@ -119,26 +154,6 @@ def _is_of_checkpoint(name: str) -> bool:
     last = name.rpartition("/")[2]
     is_nested_manifest = last == MANIFEST_NAME and name != MANIFEST_NAME
     return last in _NAMES or is_nested_manifest or last.lower().endswith(_ENDINGS)
-
-
-def _is_readable(manifest: bytes, where: str) -> bool:
-    try:
-        parse_manifest(manifest, where=where)
-    except CkptkitError:
-        return False
-    return True
-
-
-def named_files(manifest: bytes | None, where: str) -> frozenset[str]:
-    """Returns the files that a manifest names; none where it cannot be read."""
-    if manifest is None:
-        return frozenset()
-    try:
-        found = parse_manifest(manifest, where=where)
-    except CkptkitError:
-        return frozenset()
-    # A step of a training is no output, whatever its manifest names.
-    return frozenset() if found.kind == _TRAINING else frozenset(found.files)
 
 
 def _files_in(out: Path) -> Iterator[str]:

@@ -32,7 +32,7 @@ from ckptkit.runs.marks import (
 )
 from ckptkit.runs.save_order import Retention, StepFacts, abandoned, missing_metric, steps_to_remove
 from ckptkit.storage.local.names import WORK_INFIX
-from ckptkit.storage.manifests import read_manifest
+from ckptkit.storage.manifests import read_local_manifest
 from ckptkit.storage.places import Place
 from ckptkit.training.save.writer_process import Patience, WriterProcess
 from ckptkit.writer.process import writer_command
@@ -318,7 +318,7 @@ class RunFolder(Run[Path]):
 
     def _manifest(self, name: str) -> Manifest | None:
         try:
-            return read_manifest(self.path / name)
+            return read_local_manifest(self.path / name)
         except (CkptkitError, OSError):
             return None
 
@@ -385,7 +385,7 @@ def _identity(path: Path) -> _Identity | None:
 
 def _saved_step(step: int, path: Path) -> SavedStep:
     try:
-        manifest = read_manifest(path)
+        manifest = read_local_manifest(path)
     except FileNotFoundError:
         return unfinished_step(step, path)
     except (OSError, CkptkitError) as error:

@@ -6,7 +6,6 @@ What the manifest of a merged model says of where it came from.
 from __future__ import annotations
 
 import math
-import posixpath
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,13 +19,14 @@ from ckptkit.adapters.sources import OpenedAdapter
 from ckptkit.conversion.source.places import resolved
 from ckptkit.core.arrays import numpy_dtype
 from ckptkit.core.checksums import digest_of, join_leaves, leaf_digest
-from ckptkit.core.errors import InputError
 from ckptkit.core.index import Fqn, Span, TensorEntry
-from ckptkit.core.manifest import LEAF_BYTES, MANIFEST_NAME, Manifest, parse_manifest
+from ckptkit.core.manifest import LEAF_BYTES, MANIFEST_NAME, Manifest
 from ckptkit.engine.kernels import Operand
 from ckptkit.engine.reader import Origin, TensorReader
 from ckptkit.lora.changes import Change, LowRank, MergeRequest, Replaced, Rows, Source
 from ckptkit.lora.identity import found_at
+from ckptkit.storage.base import is_there
+from ckptkit.storage.manifests import read_manifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,13 +124,8 @@ def _manifest_of(base: BaseSource) -> Manifest | None:
     """Returns the manifest of a base that ckptkit wrote."""
     if base.opened.manifest is not None:
         return base.opened.manifest
-    where = posixpath.join(base.opened.location, MANIFEST_NAME)
     source = base.opened.source
-    try:
-        size = source.stat(MANIFEST_NAME).size_bytes
-    except InputError:
-        return None
-    return parse_manifest(source.read(MANIFEST_NAME, 0, size), where=where)
+    return read_manifest(source) if is_there(source, MANIFEST_NAME) else None
 
 
 _STEP = 1 << 20

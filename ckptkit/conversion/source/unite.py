@@ -32,13 +32,12 @@ from ckptkit.core.manifest import (
     TRAINING,
     FileRecord,
     Manifest,
-    check_manifest_size,
-    parse_manifest,
     source_of_all,
 )
 from ckptkit.formats.base import Candidate
 from ckptkit.formats.discovery import Found, Unit, is_left_of
 from ckptkit.storage.base import Folder, Source
+from ckptkit.storage.manifests import read_manifest
 from ckptkit.storage.overlay import OverlaySource
 
 if TYPE_CHECKING:
@@ -108,12 +107,9 @@ def unite(source: OverlaySource, steps: Iterable[str]) -> United:
 
 
 def _copies(folders: Sequence[Folder], step: str) -> Iterable[_Copy]:
-    path = posixpath.join(step, MANIFEST_NAME)
     for folder in folders:
         try:
-            size = folder.stat(path).size_bytes
-            check_manifest_size(size, where=path)
-            manifest = parse_manifest(folder.read(path, 0, size), where=path)
+            manifest = read_manifest(folder, step)
         except CkptkitError:
             continue  # is told when the step is looked at as a whole
         if manifest.kind == TRAINING:

@@ -12,7 +12,7 @@ from ckptkit.conversion.verify import run_verification
 from ckptkit.core.dtypes import DType, dtype_named
 from ckptkit.core.errors import VerificationError
 from ckptkit.core.index import FileRef, Shape
-from ckptkit.core.manifest import MANIFEST_NAME, Manifest, parse_manifest
+from ckptkit.core.manifest import MANIFEST_NAME, Manifest
 from ckptkit.formats.torch_files.reader import INDEX_ENDING
 from ckptkit.hub.publish.card import ModelFacts, base_model_of, write_card
 from ckptkit.hub.publish.contents import (
@@ -40,13 +40,14 @@ from ckptkit.hub.publish.source import (
     files_below,
     files_of_whole,
     large_file,
-    read_manifest,
+    read_model_manifest,
     refuse_checkpoints,
     stat_all,
 )
 from ckptkit.plan.load_report import PUSH
 from ckptkit.plan.side_files import CONFIG, has_auto_map
 from ckptkit.storage.base import Folder
+from ckptkit.storage.manifests import read_manifest
 
 _TEXTS = (".json", ".jinja", ".md", ".txt", ".yaml", ".yml")
 
@@ -101,7 +102,7 @@ def prepare(folder: Folder, repo_id: str, wishes: Wishes) -> Package:
     """Decides what is published, and refuses what must not be."""
     step = _step_files(folder, wishes)
     paths = sorted(path for path in files_below(folder) if not _is_below(path, wishes.whole))
-    manifest = read_manifest(folder, paths)
+    manifest = read_model_manifest(folder, paths)
     refuse_checkpoints(folder, paths)
     chosen = choose_files(
         paths, code=_names_code(folder, paths), optimizer=wishes.optimizer, include=wishes.include
@@ -146,11 +147,9 @@ def _step_files(folder: Folder, wishes: Wishes) -> Chosen:
     if not whole:
         return Chosen((), ())
     paths = [path.removeprefix(f"{whole}/") for path in files_of_whole(folder, whole)]
-    own = f"{whole}/{MANIFEST_NAME}"
     recorded: Mapping[str, object] = {}
     if MANIFEST_NAME in paths:
-        data = folder.read(own, 0, folder.stat(own).size_bytes)
-        recorded = parse_manifest(data, where=own).files
+        recorded = read_manifest(folder, whole).files
     patterns = [pattern.removeprefix(f"{whole}/") for pattern in wishes.include]
     chosen = choose_step_files(paths, recorded.keys(), patterns)
     return Chosen(

@@ -23,7 +23,7 @@ from ckptkit.core.errors import (
     VerificationError,
 )
 from ckptkit.core.index import FileRef
-from ckptkit.core.manifest import LEAF_BYTES, MANIFEST_NAME, TRAINING, Manifest, parse_manifest
+from ckptkit.core.manifest import LEAF_BYTES, MANIFEST_NAME, TRAINING, Manifest
 from ckptkit.engine.outcome import BytesWritten, Listener
 from ckptkit.formats.registry import recognise
 from ckptkit.formats.safetensors.reader import StoredTensor, read_header
@@ -33,6 +33,7 @@ from ckptkit.hub.publish.files import is_weights, named_by_index
 from ckptkit.hub.publish.searching import SecretSearch, refuse_found
 from ckptkit.runs.steps import file_problems
 from ckptkit.storage.base import Folder, Source
+from ckptkit.storage.manifests import read_manifest
 from ckptkit.storage.places import PathLike, is_url
 
 _LOADS = frozenset({"safetensors", "torch"})
@@ -62,13 +63,11 @@ def local_folder(place: PathLike) -> Path:
     return Path(where)
 
 
-def read_manifest(source: Source, paths: Iterable[str]) -> Manifest | None:
-    """Returns the manifest of a folder, if there is one."""
+def read_model_manifest(source: Source, paths: Iterable[str]) -> Manifest | None:
+    """Returns the manifest of a folder that can be pushed, None if it has none."""
     if MANIFEST_NAME not in set(paths):
         return None
-    size = source.stat(MANIFEST_NAME).size_bytes
-    where = posixpath.join(source.location, MANIFEST_NAME)
-    manifest = parse_manifest(source.read(MANIFEST_NAME, 0, size), where=where)
+    manifest = read_manifest(source)
     if manifest.kind == TRAINING:
         raise _to_consolidate(source.location, "is a step of a training run")
     if manifest.kind not in _PUSHED:

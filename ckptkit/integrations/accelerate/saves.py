@@ -34,7 +34,7 @@ from ckptkit.integrations.model_folders import export_into
 from ckptkit.integrations.open_runs import OpenRun
 from ckptkit.integrations.patches import STOCK
 from ckptkit.runs.marks import MARKS_FOLDER
-from ckptkit.storage.manifests import read_manifest
+from ckptkit.storage.manifests import read_local_manifest
 from ckptkit.training import names
 from ckptkit.training.agree.peers import Peers, Votes, open_peers
 from ckptkit.training.checkpointer import Checkpointer
@@ -87,7 +87,7 @@ def _not_ours(folder: Path) -> str:
     """Returns the name of something in a folder that is no part of a save of ours."""
     try:
         there = {path.relative_to(folder).as_posix() for path in _files_below(folder)}
-        ours = set(read_manifest(folder).files) if MANIFEST_NAME in there else set()
+        ours = set(read_local_manifest(folder).files) if MANIFEST_NAME in there else set()
     except (OSError, CkptkitError) as error:
         return f"what cannot be read ({error})"
     return min(there - ours - {MANIFEST_NAME}, default="") if ours else min(there, default="")

@@ -17,13 +17,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 from ckptkit.core.crc import crc32
-from ckptkit.core.errors import OutputError, OutputExistsError
+from ckptkit.core.errors import OutputError
 from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.storage.local.names import WORK_INFIX, is_work_folder
 from ckptkit.storage.output_claim import OutputClaim
 from ckptkit.storage.remote.errors import Writing, output_there, quietly
 from ckptkit.storage.remote.s3_uploads import S3Uploads
-from ckptkit.storage.replacing import refuse_unnamed, removable
+from ckptkit.storage.replacing import EarlierOutput, refuse_newer, refuse_unnamed
 
 NONCE_BYTES = 8
 UPLOADS = "uploads"
@@ -238,22 +238,15 @@ class S3Commit:
                 )
             old = self.objects()
             self._is_dirty = bool(self.claim.names)
-            manifest = self._refuse_changed(old)
+            manifest, replaced = self._check_replaced(old)
             made = {self._manifest, *(item.key for item in items)}
             start = len(self._store.prefix)
-            goes = self._removable({key[start:] for key in old}, manifest)
-            self.claim.add_names({*goes, *(key[start:] for key in made)})
+            self.claim.add_names({*replaced, *(key[start:] for key in made)})
             self._replace(items, last, manifest)
             self._is_dirty = False
         kept = {key[start:] for key in made}
-        rest = sorted(self._store.prefix + name for name in goes - kept)
+        rest = sorted(self._store.prefix + name for name in replaced - kept)
         quietly(self._writing, lambda: self._delete(rest))
-
-    def _removable(self, names: set[str], manifest: bytes | None) -> set[str]:
-        """Returns the files that go with the earlier output; files of others stay."""
-        if self._manifest != self._store.prefix + MANIFEST_NAME:
-            return names
-        return removable(names, manifest, self._location, self.claim.names)
 
     def release(self) -> None:
         """Gives the claim back, if it is held."""
@@ -266,24 +259,20 @@ class S3Commit:
         objects = self.objects()
         self._is_dirty = bool(objects) and self._manifest not in objects
 
-    def _refuse_changed(self, old: dict[str, str]) -> bytes | None:
-        """Refuses what is not to be replaced; returns the manifest that is."""
+    def _check_replaced(self, old: dict[str, str]) -> tuple[bytes | None, set[str]]:
+        """Returns the manifest that is replaced, and the files that are removed with it."""
         self._refuse_filled(old)
-        found = old.get(self._manifest, "")
-        if found and found != self.seen:
-            raise OutputExistsError(
-                "another run has put its output there since this one began",
-                where=self._location,
-                hint="run one command at a time for an output, and this one again",
-            )
+        etag = old.get(self._manifest, "")
+        refuse_newer(etag, self.seen, self._location)
         start = len(self._store.prefix)
         name = self._manifest[start:]
-        path = f"{self._store.root}/{name}"
-        manifest = self._store.store.get_small(path) if found else None
-        if name == MANIFEST_NAME:
-            names = {key[start:] for key in old}
-            refuse_unnamed(names, manifest, self._location, self.claim.names)
-        return manifest
+        manifest = self._store.store.get_small(f"{self._store.root}/{name}") if etag else None
+        names = {key[start:] for key in old}
+        if name != MANIFEST_NAME:
+            return manifest, names
+        earlier = EarlierOutput.from_manifest(manifest, self._location)
+        refuse_unnamed(names, earlier, self._location, self.claim.names)
+        return manifest, earlier.removable(names, self.claim.names)
 
     def _replace(
         self, items: Sequence[Publishable], last: Last | bytes, manifest: bytes | None

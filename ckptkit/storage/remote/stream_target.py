@@ -18,7 +18,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ckptkit.core.errors import OutputError, OutputExistsError, RefusedError, UsageError
+from ckptkit.core.errors import OutputError, RefusedError, UsageError
 from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.storage.base import Target
 from ckptkit.storage.local.names import check_relative, is_work_folder
@@ -29,7 +29,7 @@ from ckptkit.storage.remote.s3_commit import NONCE_BYTES
 from ckptkit.storage.remote.s3_target import S3Target
 from ckptkit.storage.remote.s3_uploads import S3Uploads
 from ckptkit.storage.remote.store import RemoteStore, StoredObject, store_of
-from ckptkit.storage.replacing import refuse_unnamed, removable
+from ckptkit.storage.replacing import EarlierOutput, refuse_newer, refuse_unnamed
 
 if TYPE_CHECKING:
     from ckptkit.storage.places import Place
@@ -272,17 +272,13 @@ class StreamTarget:
     def _refuse_changed(self, found: Mapping[str, StoredObject], last: str) -> set[str]:
         """Refuses what is not to be replaced; returns the files that go with it."""
         self._refuse_filled(found)
-        if last in found and found[last] != self._seen.get(last):
-            raise OutputExistsError(
-                "another run has put its output there since this one began",
-                where=self._location,
-                hint="run one command at a time for an output, and this one again",
-            )
+        refuse_newer(found.get(last), self._seen.get(last), self._location)
         if found and last == MANIFEST_NAME:
             path = f"{self._path}/{last}"
             data = self._store.get_small(path) if last in found else None
-            refuse_unnamed(set(found), data, self._location, self._claim.names)
-            return removable(set(found), data, self._location, self._claim.names)
+            earlier = EarlierOutput.from_manifest(data, self._location)
+            refuse_unnamed(set(found), earlier, self._location, self._claim.names)
+            return earlier.removable(set(found), self._claim.names)
         return set(found)
 
 
@@ -309,7 +305,8 @@ def check_remote_target(place: Place, *, overwrite: bool) -> None:
         left = claim.refuse_taken()
         if found:
             manifest = store.get_small(f"{path}/{MANIFEST_NAME}")
-            refuse_unnamed(found, manifest, place.location, left)
+            earlier = EarlierOutput.from_manifest(manifest, place.location)
+            refuse_unnamed(found, earlier, place.location, left)
 
 
 def open_remote_target(place: Place, *, overwrite: bool) -> Target:

@@ -21,13 +21,13 @@ from ckptkit.core.manifest import (
     RUN_FACTS,
     Manifest,
     check_manifest_size,
-    parse_manifest,
 )
 from ckptkit.core.text import Closing
 from ckptkit.formats.base import Candidate
 from ckptkit.formats.dcp.reader import METADATA, DcpReader
 from ckptkit.runs.steps import digest_problems, lost_entries
 from ckptkit.storage.base import Folder
+from ckptkit.storage.manifests import read_manifest
 from ckptkit.storage.places import Place, open_source
 from ckptkit.training import names
 from ckptkit.training.names import TensorPlaces, adapter_names
@@ -246,9 +246,7 @@ class StoredStep(Closing):
         stored = cls(place)
         try:
             if stored.has_file(MANIFEST_NAME):
-                data = stored._small_file(MANIFEST_NAME)
-                where = posixpath.join(stored.source.location, MANIFEST_NAME)
-                stored.manifest = parse_manifest(data, where=where)
+                stored.manifest = read_manifest(stored.source)
                 if isinstance(place, NearPlace):
                     stored.source = with_near_files(stored.source, place.near, stored.manifest)
         except BaseException:

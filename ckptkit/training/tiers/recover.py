@@ -23,7 +23,7 @@ from ckptkit.core.text import Closing
 from ckptkit.runs.marks import is_step_folder
 from ckptkit.storage.base import Folder, distant, foresee
 from ckptkit.storage.local.source import LocalSource
-from ckptkit.storage.manifests import read_manifest
+from ckptkit.storage.manifests import read_local_manifest
 from ckptkit.storage.places import Place
 from ckptkit.training.agree.peers import Peers, name_ranks
 from ckptkit.training.runs import Run
@@ -327,7 +327,7 @@ def with_near_files(far: Folder, near: Path, manifest: Manifest) -> Folder:
         manifest: Of the step.
     """
     try:
-        copy = read_manifest(near)
+        copy = read_local_manifest(near)
     except (CkptkitError, OSError):
         return far
     if not _attempt(manifest) or _attempt(copy) != _attempt(manifest):

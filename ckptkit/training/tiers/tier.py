@@ -15,7 +15,7 @@ from typing import Any
 from ckptkit.core.errors import CkptkitError, RefusedError, UsageError, error_from_json
 from ckptkit.core.manifest import NODE_RANKS, NODE_RUN, Manifest
 from ckptkit.runs.marks import MARKS_FOLDER
-from ckptkit.storage.manifests import read_manifest
+from ckptkit.storage.manifests import read_local_manifest
 from ckptkit.training.agree.peers import Peers
 from ckptkit.training.runs import Run, RunFolder, RunLock
 from ckptkit.training.save.commit import Attempt
@@ -286,7 +286,7 @@ def _copies_in(folder: Path) -> Iterator[NodeCopy]:
 
 def _copy_at(path: Path) -> NodeCopy | None:
     try:
-        manifest = read_manifest(path)
+        manifest = read_local_manifest(path)
     except (CkptkitError, OSError):
         return None
     ranks, owner = (manifest.source.get(key) for key in (NODE_RANKS, NODE_RUN))

@@ -12,7 +12,7 @@ from functools import cached_property, partial
 from pathlib import Path, PurePosixPath
 
 from ckptkit.core.errors import CkptkitError, FormatError, UsageError
-from ckptkit.core.manifest import MANIFEST_NAME, Manifest, parse_manifest
+from ckptkit.core.manifest import MANIFEST_NAME, Manifest, check_manifest_size, parse_manifest
 from ckptkit.runs.marks import STEP_PREFIXES, is_step_folder
 from ckptkit.storage.local.names import WORK_INFIX
 from ckptkit.storage.places import Place
@@ -242,15 +242,20 @@ def steps_at(
         if before is not None and before[0] == mark:
             step = before[1]
         else:
-            step = _saved_step(store, name, int(name.removeprefix(prefix)), entries)
+            step = _saved_step(store, name, int(name.removeprefix(prefix)), entries, mark)
         found.append(step)
         if step.complete and mark is not None:
             complete[name] = mark, step
     return in_order(found), complete
 
 
-def _saved_step(store: Store, name: str, step: int, entries: dict[str, Entry]) -> SavedStep:
+def _saved_step(
+    store: Store, name: str, step: int, entries: dict[str, Entry], mark: Entry | None
+) -> SavedStep:
     try:
+        if mark is not None:
+            where = store.where(f"{name}/{MANIFEST_NAME}")
+            check_manifest_size(mark.size_bytes, where=where)
         manifest = _manifest_of(store, name)
     except CkptkitError as error:
         return SavedStep(step, complete=False, path=Path(name), problem=str(error))
