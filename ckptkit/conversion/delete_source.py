@@ -49,8 +49,8 @@ from ckptkit.runs.marks import claim
 from ckptkit.runs.places import open_run, recorded_pushes
 from ckptkit.runs.steps import step_folder
 from ckptkit.storage.base import Folder, is_there
+from ckptkit.storage.local.disk import LOCAL_DISK
 from ckptkit.storage.local.names import check_relative
-from ckptkit.storage.local.syscalls import detect_capabilities, open_for_reading
 from ckptkit.storage.places import PathLike, Place, is_url, local_path, open_source, place_of
 from ckptkit.storage.removal import put_record, refuse_unremovable, remove_files
 
@@ -502,7 +502,7 @@ def _forget(out: Path, manifest: Manifest) -> None:
     """Has the output read from the disk, and not from memory, as far as the system does so."""
     for path in manifest.files:
         with suppress(OSError):  # is met again by whoever reads it
-            file = open_for_reading(out / path, detect_capabilities())
+            file = LOCAL_DISK.open_for_reading(out / path)
             try:
                 file.forget()
             finally:

@@ -44,8 +44,8 @@ from ckptkit.engine.outcome import (
 )
 from ckptkit.options import Resources
 from ckptkit.plan.plan import OutputFile
+from ckptkit.storage.local.disk import LOCAL_DISK
 from ckptkit.storage.local.journal import Entry, Journal, read_journal
-from ckptkit.storage.local.syscalls import detect_capabilities, open_for_reading
 from ckptkit.storage.local.target import LocalTarget, translated
 from ckptkit.storage.places import PathLike, is_url
 
@@ -206,7 +206,7 @@ class _Earlier:
 
     def _is_proven(self, file: OutputFile) -> bool:
         try:
-            staged = open_for_reading(self._target.staged(file.path), detect_capabilities())
+            staged = LOCAL_DISK.open_for_reading(self._target.staged(file.path))
         except OSError:
             return False
         try:

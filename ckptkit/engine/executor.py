@@ -40,7 +40,7 @@ from ckptkit.plan.plan import (
 )
 from ckptkit.storage.base import CopyingTarget, InOrder, Sink, Source
 from ckptkit.storage.buffers import aligned_buffer
-from ckptkit.storage.local.syscalls import PAGE_BYTES
+from ckptkit.storage.local.disk import PAGE_BYTES
 
 # A block of fp32 is then as large as one read. Smaller ones cost more calls than they save in
 # the processor's cache, and much more where a chunk has to be passed over for each block.

@@ -24,7 +24,7 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.retries import TRANSIENT_STATUSES, RetryPolicy, call_with_retries
 from ckptkit.hub.publish.secrets import is_repo_id, without_secrets
-from ckptkit.storage.local.syscalls import is_out_of_space
+from ckptkit.storage.local.disk import is_out_of_space
 from ckptkit.version import __version__
 
 if TYPE_CHECKING:

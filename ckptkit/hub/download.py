@@ -33,15 +33,9 @@ from ckptkit.hub.client import Hub, quiet_client
 from ckptkit.hub.publish.commit import commit_of
 from ckptkit.hub.publish.source import LargeFile, OneReading, large_file
 from ckptkit.runs.steps import file_problems
+from ckptkit.storage.local.disk import LOCAL_DISK, Disk, is_refused
 from ckptkit.storage.local.names import WORK_INFIX, check_relative
 from ckptkit.storage.local.source import LocalSource
-from ckptkit.storage.local.syscalls import (
-    Capabilities,
-    detect_capabilities,
-    is_refused,
-    open_locked,
-    sync_directory,
-)
 from ckptkit.storage.local.target import free_bytes, make_missing, translated
 from ckptkit.storage.local.workdir import WorkFolder, is_empty, publish
 from ckptkit.storage.manifests import read_manifest
@@ -53,11 +47,11 @@ _CLIENT = ".cache"  # what the client remembers of its downloads lies here, besi
 class Partial:
     """The files of a pull on their way to the folder that they are to be."""
 
-    def __init__(self, out: Path, work: WorkFolder, capabilities: Capabilities) -> None:
+    def __init__(self, out: Path, work: WorkFolder, disk: Disk) -> None:
         self._named = out
         self._out = out.resolve()
         self._work = work
-        self._capabilities = capabilities
+        self._disk = disk
 
     @property
     def files(self) -> Path:
@@ -101,10 +95,10 @@ class Partial:
                 _sync(path)
                 folders.add(path.parent)
             for folder in folders:
-                sync_directory(folder, self._capabilities)
-            if not publish(self._work, self._out, overwrite=False, capabilities=self._capabilities):
+                self._disk.sync_directory(folder)
+            if not publish(self._work, self._out, overwrite=False, disk=self._disk):
                 raise _exists(self._named)
-            sync_directory(self._out.parent, self._capabilities)
+            self._disk.sync_directory(self._out.parent)
         self._work.remove()
 
     def leave(self) -> None:
@@ -132,7 +126,7 @@ def partial_folder(out: Path) -> Iterator[Partial]:
         OutputError: If `out` is a file, or nothing can be written there.
         RefusedError: If another pull is at work there.
     """  # noqa: DOC501  `_exists` makes the first
-    capabilities = detect_capabilities()
+    disk = LOCAL_DISK
     if out.exists() and not out.is_dir():
         raise OutputError("a file was found where a directory was expected", where=str(out))
     if out.is_dir() and not is_empty(out):
@@ -140,14 +134,14 @@ def partial_folder(out: Path) -> Iterator[Partial]:
     with translated(out):
         resolved = out.resolve()
         make_missing(resolved.parent)
-        work = _enter(resolved, capabilities)
+        work = _enter(resolved, disk)
     if work is None:
         raise RefusedError(
             "another pull is writing there",
             where=str(out),
             hint="wait for it, or name another directory",
         )
-    partial = Partial(out, work, capabilities)
+    partial = Partial(out, work, disk)
     try:
         yield partial
     finally:
@@ -162,13 +156,13 @@ def _exists(out: Path) -> OutputExistsError:
     )
 
 
-def _enter(out: Path, capabilities: Capabilities) -> WorkFolder | None:
+def _enter(out: Path, disk: Disk) -> WorkFolder | None:
     path = out.parent / f".{out.name}{WORK_INFIX}pull"
     path.mkdir(exist_ok=True)
     lock = None
-    if capabilities.locks:
+    if disk.locks:
         try:
-            lock = open_locked(path / ".lock", capabilities)
+            lock = disk.open_locked(path / ".lock")
         except OSError as error:
             if not is_refused(error):
                 raise

@@ -16,8 +16,8 @@ from typing import Protocol
 
 from ckptkit.core.errors import InputError, NotACheckpointError, OutputError
 from ckptkit.runs.marks import StepMark, claim, hold, run_is_live
+from ckptkit.storage.local.disk import LOCAL_DISK
 from ckptkit.storage.local.names import WORK_INFIX, is_work_folder
-from ckptkit.storage.local.syscalls import detect_capabilities, sync_directory
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +191,7 @@ class LocalRun:
             if not self._holds(trash.name, step, files):
                 trash.rename(folder)
                 raise OutputError(_AGAIN, where=str(folder), hint=_JUDGED_ANEW)
-            sync_directory(self._root, detect_capabilities())
+            LOCAL_DISK.sync_directory(self._root)
             _remove_tree(trash)
 
     def clear_up(self, *, remove: bool) -> Sequence[str]:

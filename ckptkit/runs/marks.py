@@ -29,15 +29,7 @@ from typing import Any
 from ckptkit.core.errors import MissingFileError, RefusedError
 from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.core.text import Closing
-from ckptkit.storage.local.syscalls import (
-    Capabilities,
-    OpenFile,
-    detect_capabilities,
-    is_refused,
-    open_for_reading,
-    open_locked,
-    sync_directory,
-)
+from ckptkit.storage.local.disk import LOCAL_DISK, Disk, OpenFile, is_refused
 
 MARKS_FOLDER = ".ckptkit"
 _LOCK = "lock"
@@ -85,16 +77,15 @@ def _close(lock: weakref.ref[RunLock]) -> None:
         alive.close()
 
 
-def take_run_lock(run: Path, capabilities: Capabilities | None = None) -> RunLock | None:
+def take_run_lock(run: Path, disk: Disk = LOCAL_DISK) -> RunLock | None:
     """Takes the lock of a run for this process.
 
     Returns:
         The lock, or None where the file system knows no locks.
     """
-    able = capabilities or detect_capabilities()
     path = run / MARKS_FOLDER / _LOCK
     path.parent.mkdir(parents=True, exist_ok=True)
-    file = _locked(path, able) if able.locks else None
+    file = _locked(path, disk) if disk.locks else None
     if file is None:
         return None
     text = json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode()
@@ -103,13 +94,13 @@ def take_run_lock(run: Path, capabilities: Capabilities | None = None) -> RunLoc
     return RunLock(file)
 
 
-def _locked(path: Path, capabilities: Capabilities) -> OpenFile | None:
+def _locked(path: Path, disk: Disk) -> OpenFile | None:
     """Tries more than once: who only looks whether the lock is taken has it for a moment."""
     for attempt in range(_TRIES):
         if attempt:
             time.sleep(_TRY_SECONDS)
         try:
-            file = open_locked(path, capabilities)
+            file = disk.open_locked(path)
         except OSError as error:
             if is_refused(error):
                 return None
@@ -126,16 +117,15 @@ def _locked(path: Path, capabilities: Capabilities) -> OpenFile | None:
     )
 
 
-def run_is_live(run: Path, capabilities: Capabilities | None = None) -> bool | None:
+def run_is_live(run: Path, disk: Disk = LOCAL_DISK) -> bool | None:
     """Tells whether a job holds the lock of a run; None where the file system has no locks."""
-    able = capabilities or detect_capabilities()
     path = run / MARKS_FOLDER / _LOCK
-    if not able.locks:
+    if not disk.locks:
         return None
     if not path.exists():
         return False
     try:
-        file = open_locked(path, able)
+        file = disk.open_locked(path)
     except OSError as error:
         if is_refused(error):
             return None
@@ -166,7 +156,7 @@ def take_request(run: Path) -> Owner | None:
     return owner
 
 
-def run_identity(run: Path, capabilities: Capabilities | None = None) -> str:
+def run_identity(run: Path, disk: Disk = LOCAL_DISK) -> str:
     """Returns what tells a run from all others; a run that has none is given one, durably.
 
     Only who has the lock of the run may call this.
@@ -182,7 +172,7 @@ def run_identity(run: Path, capabilities: Capabilities | None = None) -> str:
         file.flush()
         os.fsync(file.fileno())
     draft.replace(path)
-    sync_directory(path.parent, capabilities or detect_capabilities())
+    disk.sync_directory(path.parent)
     return identity
 
 
@@ -244,16 +234,15 @@ class StepMark(Closing):
             file.close()
 
 
-def hold(paths: Iterable[Path], capabilities: Capabilities | None = None) -> StepMark:
+def hold(paths: Iterable[Path], disk: Disk = LOCAL_DISK) -> StepMark:
     """Marks files as being read; others may read them too, and nobody removes them.
 
     Where the file system has no locks, or allows none to this user, nothing is marked.
     """
-    able = capabilities or detect_capabilities()
     held: list[OpenFile] = []
     try:
-        for path in paths if able.locks else ():
-            file = _held(path, able)
+        for path in paths if disk.locks else ():
+            file = _held(path, disk)
             if file is not None:
                 held.append(file)
     except BaseException:
@@ -262,17 +251,16 @@ def hold(paths: Iterable[Path], capabilities: Capabilities | None = None) -> Ste
     return StepMark(held)
 
 
-def claim(paths: Iterable[Path], capabilities: Capabilities | None = None) -> StepMark | None:
+def claim(paths: Iterable[Path], disk: Disk = LOCAL_DISK) -> StepMark | None:
     """Takes files for removal, without waiting.
 
     Returns:
         The mark, which keeps readers out, or None where somebody reads one of the files. Where
         the file system has no locks, there is nothing to take, and it is not None.
     """
-    able = capabilities or detect_capabilities()
     taken: list[OpenFile] = []
-    for path in paths if able.locks else ():
-        file = _opened_for_claim(path, able)
+    for path in paths if disk.locks else ():
+        file = _opened_for_claim(path, disk)
         if file is None:
             continue
         taken.append(file)
@@ -282,23 +270,23 @@ def claim(paths: Iterable[Path], capabilities: Capabilities | None = None) -> St
     return StepMark(taken)
 
 
-def _opened_for_claim(path: Path, capabilities: Capabilities) -> OpenFile | None:
+def _opened_for_claim(path: Path, disk: Disk) -> OpenFile | None:
     """Opens a file, for writing where that is allowed: NFS gives no other lock to such a one."""
     for flags in (os.O_RDWR, os.O_RDONLY):
         try:
-            return OpenFile(path.resolve(), flags, capabilities)
+            return disk.open(path.resolve(), flags)
         except OSError as error:
             logger.debug("%s cannot be opened: %s", path, error)
     return None
 
 
-def _held(path: Path, capabilities: Capabilities) -> OpenFile | None:
+def _held(path: Path, disk: Disk) -> OpenFile | None:
     """Tries more than once: who only asks whether a step is in use has the lock for a moment."""
     for attempt in range(_MARK_TRIES):
         if attempt:
             time.sleep(_MARK_TRY_SECONDS)
         try:
-            file = open_for_reading(path.resolve(strict=True), capabilities)
+            file = disk.open_for_reading(path.resolve(strict=True))
         except FileNotFoundError as error:
             raise _gone(path) from error
         except OSError as error:

@@ -23,15 +23,7 @@ from typing import Any, Literal, get_args
 
 from ckptkit.core.errors import NoSpaceError, OutputError, RefusedError
 from ckptkit.runs.marks import MARKS_FOLDER
-from ckptkit.storage.local.syscalls import (
-    Capabilities,
-    OpenFile,
-    detect_capabilities,
-    is_out_of_space,
-    is_refused,
-    open_locked,
-    sync_directory,
-)
+from ckptkit.storage.local.disk import LOCAL_DISK, Disk, OpenFile, is_out_of_space, is_refused
 
 WATCH_FOLDER = f"{MARKS_FOLDER}/watch"
 _LOCK = "lock"
@@ -186,9 +178,7 @@ class WatchLock:
             file.close()
 
 
-def take_watch_lock(
-    state: Path, run: Path | None, capabilities: Capabilities | None = None
-) -> WatchLock:
+def take_watch_lock(state: Path, run: Path | None, disk: Disk = LOCAL_DISK) -> WatchLock:
     """Takes the lock of a watch's state, and that of the run where the run can be written to.
 
     Where the file system knows no locks there is nothing to take.
@@ -196,13 +186,12 @@ def take_watch_lock(
     Args:
         state: Where the watch keeps its state.
         run: The run's own folder for it, None for a run on no disk.
-        capabilities: What the platform offers; detected when left out.
+        disk: The file operations of the platform.
     """
-    able = capabilities or detect_capabilities()
     taken: list[OpenFile] = []
     try:
         for folder in dict.fromkeys(one for one in (state, run) if one is not None):
-            file = _locked(folder, able, must=folder == state)
+            file = _locked(folder, disk, must=folder == state)
             if file is not None:
                 taken.append(file)
     except BaseException:
@@ -211,12 +200,12 @@ def take_watch_lock(
     return WatchLock(tuple(taken))
 
 
-def _locked(folder: Path, capabilities: Capabilities, *, must: bool) -> OpenFile | None:
+def _locked(folder: Path, disk: Disk, *, must: bool) -> OpenFile | None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if not capabilities.locks:
+        if not disk.locks:
             return None
-        file = open_locked(folder / _LOCK, capabilities)
+        file = disk.open_locked(folder / _LOCK)
     except OSError as error:
         if is_refused(error) or not must:
             return None
@@ -287,7 +276,7 @@ def _replace(path: Path, data: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     draft.replace(path)
-    sync_directory(path.parent, detect_capabilities())
+    LOCAL_DISK.sync_directory(path.parent)
 
 
 def _unwritable(path: Path, error: OSError) -> OutputError | NoSpaceError:

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ckptkit.core.errors import OutputError, RefusedError
-from ckptkit.storage.local.syscalls import OpenFile, detect_capabilities, sync_directory
+from ckptkit.storage.local.disk import LOCAL_DISK
 from ckptkit.storage.locations import Place, is_url, local_path
 from ckptkit.storage.remote.errors import writing_to
 from ckptkit.storage.remote.store import RemoteStore, store_of
@@ -50,17 +50,17 @@ def put_record(root: Place, name: str, data: bytes) -> None:
             path = f"{store.path_of(root.location)}/{name}"
             store.put_small(path, data)
         return
-    folder, capabilities = local_path(root).resolve(), detect_capabilities()
+    folder, disk = local_path(root).resolve(), LOCAL_DISK
     new = folder / f"{name}.new"
     try:
-        file = OpenFile(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, capabilities)
+        file = disk.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         try:
             file.write_at(0, memoryview(data))
             file.sync()
         finally:
             file.close()
         new.replace(folder / name)
-        sync_directory(folder, capabilities)
+        disk.sync_directory(folder)
     except OSError as error:
         raise OutputError(
             f"the removal cannot be recorded: {error.strerror}",

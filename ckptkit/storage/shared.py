@@ -23,17 +23,7 @@ from ckptkit.core.crc import crc32
 from ckptkit.core.errors import ChecksumError
 from ckptkit.core.object_parts import ObjectPart
 from ckptkit.storage.base import Sink
-from ckptkit.storage.local.syscalls import (
-    PAGE_BYTES,
-    Capabilities,
-    is_out_of_space,
-    is_refused,
-    join_file,
-    open_for_reading,
-    open_for_writing,
-    open_locked,
-    sync_directory,
-)
+from ckptkit.storage.local.disk import PAGE_BYTES, Disk, is_out_of_space, is_refused
 from ckptkit.storage.local.target import free_bytes, translated, write_small
 
 SentRows = dict[str, list[Sequence[Any]]]
@@ -173,17 +163,17 @@ _CONTENT = "content"
 class WorkNotes:
     """Notes, each a folder with one file in it: renaming a folder never replaces a filled one."""
 
-    def __init__(self, folder: Path, named: Path, capabilities: Capabilities) -> None:
+    def __init__(self, folder: Path, named: Path, disk: Disk) -> None:
         """Looks into a folder that exists.
 
         Args:
             folder: The hidden folder.
             named: The output, as messages call it.
-            capabilities: What the platform offers.
+            disk: The file operations of the platform.
         """
         self._folder = folder
         self._named = named
-        self._capabilities = capabilities
+        self._disk = disk
 
     def put(self, name: str, data: bytes) -> bytes:
         """Leaves a note unless there is one of that name, durable, whole or not at all.
@@ -196,7 +186,7 @@ class WorkNotes:
         with translated(self._named, len(data)):
             try:
                 new.mkdir()
-                write_small(new / _CONTENT, data, self._capabilities)
+                write_small(new / _CONTENT, data, self._disk)
                 new.rename(self._folder / name)
             except OSError as error:
                 shutil.rmtree(new, ignore_errors=True)
@@ -204,7 +194,7 @@ class WorkNotes:
                 if found is None:
                     raise
                 return found
-            sync_directory(self._folder, self._capabilities)
+            self._disk.sync_directory(self._folder)
         return data
 
     def get(self, name: str) -> bytes | None:
@@ -218,11 +208,11 @@ class WorkNotes:
     @contextmanager
     def alone(self, name: str, _owner: str = "") -> Iterator[bool]:
         """Yields whether this process is the only one here; always, where there are no locks."""
-        if not self._capabilities.locks:
+        if not self._disk.locks:
             yield True
             return
         try:
-            lock = open_locked(self._folder / f"{name}.lock", self._capabilities)
+            lock = self._disk.open_locked(self._folder / f"{name}.lock")
         except FileNotFoundError:  # the folder is gone: somebody was here before
             yield False
             return
@@ -249,13 +239,13 @@ class PartFile:
         rows: What was written, in its order.
     """
 
-    def __init__(self, path: Path, named: Path, capabilities: Capabilities) -> None:
+    def __init__(self, path: Path, named: Path, disk: Disk) -> None:
         """Makes the file.
 
         Args:
             path: Where it lies.
             named: The output, as messages call it.
-            capabilities: What the platform offers.
+            disk: The file operations of the platform.
         """
         self.rows: list[Row] = []
         self._path = path
@@ -263,8 +253,8 @@ class PartFile:
         self._at = 0
         self._lock = threading.Lock()
         with translated(named):
-            join_file(path, 0, capabilities)
-            self._file = open_for_writing(path, capabilities)
+            disk.join_file(path, 0)
+            self._file = disk.open_for_writing(path)
 
     def create(self, _path: str, _size_bytes: int) -> None:
         """Does nothing: whoever puts the bytes in their place makes the files."""
@@ -294,10 +284,10 @@ class PartFile:
 
 
 def read_parts(
-    path: Path, rows: Sequence[Row], capabilities: Capabilities
+    path: Path, rows: Sequence[Row], disk: Disk
 ) -> Iterator[tuple[str, Sequence[int], memoryview]]:
     """Yields what a file was written for: the file of the output, the runs' starts, the bytes."""
-    file, at = open_for_reading(path, capabilities), 0
+    file, at = disk.open_for_reading(path), 0
     try:
         for name, starts, size, expected in rows:
             data = file.read_bytes(at, size)
@@ -385,21 +375,21 @@ def why_not_shared(kind: str, *, is_one_machine: bool = False) -> str:
     return ""
 
 
-def why_no_ranges(folder: Path, named: Path, capabilities: Capabilities) -> str:
+def why_no_ranges(folder: Path, named: Path, disk: Disk) -> str:
     """Tries to write at an offset; returns why that cannot be done, empty if it can.
 
     Args:
         folder: Where to try.
         named: What messages call it.
-        capabilities: What the platform offers.
+        disk: The file operations of the platform.
 
     """
     # Not by the process, whose number another machine may have given as well.
     path = folder / f".probe-{os.urandom(8).hex()}"
     with translated(named):
         try:
-            join_file(path, 2 * PAGE_BYTES, capabilities)
-            file = open_for_writing(path, capabilities)
+            disk.join_file(path, 2 * PAGE_BYTES)
+            file = disk.open_for_writing(path)
             try:
                 file.write_at(PAGE_BYTES, memoryview(b"1"))
                 file.write_at(1, memoryview(b"1"))

@@ -26,7 +26,7 @@ from torch.utils import _python_dispatch as dispatch
 
 from ckptkit.core.arguments import check_names
 from ckptkit.core.errors import CkptkitError, SaveError, UsageError
-from ckptkit.storage.local.syscalls import Closable
+from ckptkit.storage.local.disk import Closable
 from ckptkit.training.agree.peers import open_peers
 from ckptkit.training.agree.preemption import open_requests
 from ckptkit.training.binding import Binding

@@ -23,8 +23,8 @@ from ckptkit.core.errors import OutputExistsError
 from ckptkit.core.manifest import MANIFEST_NAME, NODE_RANKS, FileRecord, parse_manifest
 from ckptkit.plan.layouts.dcp_metadata import METADATA_NAME, write_metadata
 from ckptkit.runs.marks import claim
+from ckptkit.storage.local.disk import Disk
 from ckptkit.storage.local.names import WORK_INFIX
-from ckptkit.storage.local.syscalls import Capabilities, exchange, sync_directory
 from ckptkit.writer.failures import Tally, naming
 from ckptkit.writer.gathering import Gathering, Patience, crc_digest
 from ckptkit.writer.merge import Unit, few_collections
@@ -51,13 +51,13 @@ def put_file(path: Path, data: bytes) -> None:
             os.close(descriptor)
 
 
-def make_folders(folder: Path, inside: Iterable[str], capabilities: Capabilities) -> list[Path]:
+def make_folders(folder: Path, inside: Iterable[str], disk: Disk) -> list[Path]:
     """Makes a folder, those above it, and some inside it, where they are not there.
 
     Args:
         folder: The outermost one that the caller fills.
         inside: Paths relative to it; may hold the empty one.
-        capabilities: What the platform offers.
+        disk: The file operations of the platform.
 
     Returns:
         The folders inside, those between included, whose entries are to be made durable after
@@ -66,7 +66,7 @@ def make_folders(folder: Path, inside: Iterable[str], capabilities: Capabilities
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for path in missing:
-        sync_directory(path.parent, capabilities)
+        disk.sync_directory(path.parent)
     needed = {folder}
     for name in inside:
         path = folder / name
@@ -96,21 +96,21 @@ def remove_whole(path: Path) -> None:
     shutil.rmtree(trash)
 
 
-def sync_tree(folder: Path, capabilities: Capabilities) -> None:
+def sync_tree(folder: Path, disk: Disk) -> None:
     for path, _, _ in os.walk(folder, topdown=False):
-        sync_directory(Path(path), capabilities)
+        disk.sync_directory(Path(path))
 
 
 _OCCUPIED = frozenset({errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR})
 
 
-def publish(folder: Path, final: Path, capabilities: Capabilities) -> Path | None:
+def publish(folder: Path, final: Path, disk: Disk) -> Path | None:
     """Renames a working folder to its step, durably; a complete step of that name is replaced.
 
     Args:
         folder: The working folder, all of it durable.
         final: The step's directory, beside it.
-        capabilities: What the platform offers.
+        disk: The file operations of the platform.
 
     Returns:
         Where the replaced step lies now, hidden, or None where nothing was replaced.
@@ -122,8 +122,8 @@ def publish(folder: Path, final: Path, capabilities: Capabilities) -> Path | Non
         if error.errno not in _OCCUPIED:
             raise
         _refuse_strangers(final)
-        replaced = _replace(folder, final, capabilities)
-    sync_directory(final.parent, capabilities)
+        replaced = _replace(folder, final, disk)
+    disk.sync_directory(final.parent)
     return replaced
 
 
@@ -176,9 +176,9 @@ def _refuse_strangers(final: Path) -> None:
     )
 
 
-def _replace(folder: Path, final: Path, capabilities: Capabilities) -> Path:
+def _replace(folder: Path, final: Path, disk: Disk) -> Path:
     trash = hidden_beside(final, TRASH)
-    if exchange(folder, final, capabilities):
+    if disk.exchange_folders(folder, final):
         with suppress(OSError):  # it is hidden under its present name as well
             folder.rename(trash)
             return trash
@@ -194,7 +194,7 @@ def _replace(folder: Path, final: Path, capabilities: Capabilities) -> Path:
     return trash
 
 
-def commit(request: Commit, capabilities: Capabilities, tally: Tally) -> Committed:
+def commit(request: Commit, disk: Disk, tally: Tally) -> Committed:
     """Commits an attempt whose ranks have all given proof.
 
     Until the rename nothing is visible; afterwards all of it is, and durable. Only then the
@@ -202,7 +202,7 @@ def commit(request: Commit, capabilities: Capabilities, tally: Tally) -> Committ
 
     Args:
         request: What to commit.
-        capabilities: What the platform offers.
+        disk: The file operations of the platform.
         tally: Is told of bytes read and written.
 
     Returns:
@@ -211,7 +211,7 @@ def commit(request: Commit, capabilities: Capabilities, tally: Tally) -> Committ
     began = time.monotonic()
     folder, final = Path(request.folder), Path(request.final)
     patience = Patience(request.visible_seconds)
-    attempt = _Attempt(folder, capabilities, tally, Gathering(_Folder(folder), tally, patience))
+    attempt = _Attempt(folder, disk, tally, Gathering(_Folder(folder), tally, patience))
     ranks = request.node_ranks
     with few_collections():
         if ranks:
@@ -221,7 +221,7 @@ def commit(request: Commit, capabilities: Capabilities, tally: Tally) -> Committ
     notes = attempt.copy_from(request.beside)
     manifest = without(of_node(request.manifest, ranks), attempt.lost)
     size_bytes = attempt.finish(manifest, keeps_records=bool(ranks))
-    replaced = publish(folder, final, capabilities)
+    replaced = publish(folder, final, disk)
     # A step that lacks something takes the place of none that has all.
     remove = () if attempt.lost else request.remove
     retired = [Path(step) for step in remove if Path(step) != final]
@@ -270,7 +270,7 @@ class _Attempt:
     """The working folder of one attempt, on its way to become a step."""
 
     folder: Path
-    capabilities: Capabilities
+    disk: Disk
     tally: Tally
     gathering: Gathering
     lost: Mapping[str, str] = field(default_factory=dict)  # see `Merged`
@@ -330,10 +330,10 @@ class _Attempt:
         where = str(self.folder / MANIFEST_NAME)
         if not keeps_records:
             shutil.rmtree(self.folder / FOLDER)
-        sync_tree(self.folder, self.capabilities)
+        sync_tree(self.folder, self.disk)
         manifest = manifest_bytes(document, self.files, where)
         put_file(self.folder / MANIFEST_NAME, manifest)
-        sync_directory(self.folder, self.capabilities)
+        self.disk.sync_directory(self.folder)
         return sum(file.size_bytes for file in self.files.values()) + len(manifest)
 
 

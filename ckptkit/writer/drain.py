@@ -12,19 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ckptkit.core.errors import MissingFileError, OutputError, TruncatedFileError
+from ckptkit.storage.local.disk import BLOCK_BYTES, Disk, OpenFile, is_refused
 from ckptkit.storage.local.names import check_relative
-from ckptkit.storage.local.syscalls import (
-    BLOCK_BYTES,
-    Capabilities,
-    OpenFile,
-    create_file,
-    is_refused,
-    link_file,
-    open_direct,
-    open_for_reading,
-    open_for_writing,
-    sync_directory,
-)
 from ckptkit.writer.commit import make_folders, put_file
 from ckptkit.writer.failures import Tally, naming
 from ckptkit.writer.messages import Drain, Written
@@ -83,10 +72,10 @@ def recorded_files(folder: Path, records: Mapping[str, bytes]) -> list[WrittenFi
     ]
 
 
-def open_written(path: Path, size_bytes: int, capabilities: Capabilities) -> OpenFile:
+def open_written(path: Path, size_bytes: int, disk: Disk) -> OpenFile:
     """Opens a file of which the length is known, to be read in order; it has to be closed."""
     try:
-        file = open_for_reading(path, capabilities)
+        file = disk.open_for_reading(path)
     except FileNotFoundError as error:
         raise MissingFileError(_GONE, where=str(path)) from error
     found = file.status().st_size
@@ -109,8 +98,8 @@ _SYNC_BYTES = 256 << 20  # cached at most, so that the last sync is no long one
 class Drainer:
     """Copies the files of one step after another."""
 
-    def __init__(self, capabilities: Capabilities) -> None:
-        self._capabilities = capabilities
+    def __init__(self, disk: Disk) -> None:
+        self._disk = disk
         # Of files with several names, as frozen weights have: marks of source and copy, by path.
         self._shared: dict[str, tuple[Mark | None, Mark | None]] = {}
 
@@ -131,16 +120,16 @@ class Drainer:
         listed = recorded_files(folder, records)
         extra = {posixpath.join(BESIDE, path): read_small(folder, path) for path in request.further}
         goals = {posixpath.dirname(p) for p in (*(file.path for file in listed), *extra, *records)}
-        made = make_folders(target, goals, self._capabilities)
-        copier = _Copier(self._capabilities, tally)
+        made = make_folders(target, goals, self._disk)
+        copier = _Copier(self._disk, tally)
         linked_bytes = sum(self._bring(file, request, copier) for file in listed)
         for path, data in extra.items():
             put_file(target / path, data)
         for parent in made:
-            sync_directory(parent, self._capabilities)
+            self._disk.sync_directory(parent)
         for path, data in records.items():
             put_file(target / path, data)
-        sync_directory(target / FOLDER, self._capabilities)
+        self._disk.sync_directory(target / FOLDER)
         size_bytes = sum(file.size_bytes for file in listed) - linked_bytes
         return Written(
             attempt=request.attempt,
@@ -167,7 +156,7 @@ class Drainer:
 
     def _linked(self, earlier: Path, target: Path) -> bool:
         try:
-            link_file(earlier, target, self._capabilities)
+            self._disk.link_file(earlier, target)
         except OSError:  # refused, or it has as many names as it may have
             return False
         return True
@@ -186,8 +175,8 @@ def _check_place(run: Path) -> None:
 class _Copier:
     """Copies files through one aligned buffer, past the page cache where that is possible."""
 
-    def __init__(self, capabilities: Capabilities, tally: Tally) -> None:
-        self._capabilities = capabilities
+    def __init__(self, disk: Disk, tally: Tally) -> None:
+        self._disk = disk
         self._tally = tally
         self._buffer = mmap.mmap(-1, _STRIDE_BYTES)  # direct I/O wants an aligned address
 
@@ -195,17 +184,17 @@ class _Copier:
         """Copies a file of which the length is known, durably but for its entry in the folder."""
         padded = -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES
         with naming(source):
-            read = open_written(source, size_bytes, self._capabilities)
+            read = open_written(source, size_bytes, self._disk)
         try:
             with naming(target):
-                create_file(target, padded, self._capabilities)
+                self._disk.create_file(target, padded)
                 self._fill(read, source, target, size_bytes)
         finally:
             read.close()
 
     def _fill(self, read: OpenFile, source: Path, target: Path, size_bytes: int) -> None:
-        direct = open_direct(target, self._capabilities)
-        write = direct or open_for_writing(target, self._capabilities)
+        direct = self._disk.open_direct(target)
+        write = direct or self._disk.open_for_writing(target)
         cached = 0
         try:
             with memoryview(self._buffer) as buffer:
@@ -233,6 +222,6 @@ class _Copier:
             if not is_refused(error):
                 raise
             write.close()
-            write = open_for_writing(target, self._capabilities)
+            write = self._disk.open_for_writing(target)
             write.write_at(start, data)
         return write

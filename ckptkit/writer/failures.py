@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from ckptkit.core.errors import CkptkitError, NoSpaceError, OutputError, SaveError
-from ckptkit.storage.local.syscalls import is_out_of_space
+from ckptkit.storage.local.disk import is_out_of_space
 from ckptkit.writer.messages import Answer, Channel, Progress
 
 _NOT_WRITABLE = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})

@@ -20,18 +20,8 @@ from typing import Self
 
 from ckptkit.core.crc import crc32
 from ckptkit.core.errors import SaveError
+from ckptkit.storage.local.disk import BLOCK_BYTES, Disk, OpenFile, is_refused
 from ckptkit.storage.local.names import check_relative
-from ckptkit.storage.local.syscalls import (
-    BLOCK_BYTES,
-    Capabilities,
-    OpenFile,
-    create_file,
-    is_refused,
-    link_file,
-    open_direct,
-    open_for_writing,
-    sync_directory,
-)
 from ckptkit.writer.commit import make_folders, put_file
 from ckptkit.writer.failures import Tally, naming
 from ckptkit.writer.messages import Blob, Image, Link, Persist, Proof, Written
@@ -86,13 +76,13 @@ class Behind:
 class _Output:
     """A file that is being written, past the page cache as long as that is possible."""
 
-    def __init__(self, path: Path, size_bytes: int, capabilities: Capabilities) -> None:
+    def __init__(self, path: Path, size_bytes: int, disk: Disk) -> None:
         self._path = path
-        self._capabilities = capabilities
+        self._disk = disk
         with naming(path):
-            create_file(path, size_bytes, capabilities)
-            direct = open_direct(path, capabilities)
-            self._file: OpenFile = direct or open_for_writing(path, capabilities)
+            disk.create_file(path, size_bytes)
+            direct = disk.open_direct(path)
+            self._file: OpenFile = direct or disk.open_for_writing(path)
         self.direct = direct is not None
         self._cached_bytes = 0
 
@@ -105,7 +95,7 @@ class _Output:
                 if not self.direct or not is_refused(error):
                     raise
                 self._file.close()
-                self._file = open_for_writing(self._path, self._capabilities)
+                self._file = self._disk.open_for_writing(self._path)
                 self.direct = False
                 self._file.write_at(at, data)
             self._cached_bytes += len(data)
@@ -130,12 +120,12 @@ class ImageWriter:
     While one stride of an image is on its way to the disk, the next one is summed up.
 
     Args:
-        capabilities: What the platform offers.
+        disk: The file operations of the platform.
         tally: Is told of every stride.
     """
 
-    def __init__(self, capabilities: Capabilities, tally: Tally) -> None:
-        self._capabilities = capabilities
+    def __init__(self, disk: Disk, tally: Tally) -> None:
+        self._disk = disk
         self._tally = tally
         self._behind = Behind()
         self._outputs: list[_Output] = []
@@ -167,7 +157,7 @@ class ImageWriter:
             buffer: The whole shared buffer, writable.
         """
         stop = _checked(image, len(buffer))
-        output = _Output(path, stop - image.start, self._capabilities)
+        output = _Output(path, stop - image.start, self._disk)
         self._outputs.append(output)
         sums = _Sums(image.blobs, buffer)
         for start in range(image.start, stop, STRIDE_BYTES):
@@ -232,16 +222,16 @@ def _checked(image: Image, buffer_bytes: int) -> int:
 class Links:
     """The links of one attempt's folder."""
 
-    def __init__(self, folder: Path, capabilities: Capabilities) -> None:
+    def __init__(self, folder: Path, disk: Disk) -> None:
         self._folder = folder
-        self._capabilities = capabilities
+        self._disk = disk
 
     def take(self, links: Sequence[Link]) -> None:
         """Gives files that are kept their names in the folder."""
         for link in links:
             path = self._folder / link.path
             with naming(path):
-                link_file(Path(link.kept), path, self._capabilities)
+                self._disk.link_file(Path(link.kept), path)
                 size_bytes = path.stat().st_size
             if size_bytes != link.size_bytes:
                 raise SaveError(
@@ -261,7 +251,7 @@ class Links:
             for link in links:
                 kept = Path(link.kept)
                 kept.parent.mkdir(parents=True, exist_ok=True)
-                link_file(self._folder / link.path, kept, self._capabilities)
+                self._disk.link_file(self._folder / link.path, kept)
         except OSError as error:
             return (
                 f"hard links were refused ({error.strerror or error}): frozen weights are written"
@@ -276,8 +266,8 @@ _MOST_ATTEMPTS = 8  # in flight at once; of those that failed the oldest is forg
 class Persister:
     """Persists what lies in a shared buffer, wave after wave."""
 
-    def __init__(self, capabilities: Capabilities) -> None:
-        self._capabilities = capabilities
+    def __init__(self, disk: Disk) -> None:
+        self._disk = disk
         self._buffer: mmap.mmap | None = None
         self._problem = "no shared buffer was announced"
         self._files: dict[str, list[WrittenFile]] = {}  # of all waves, by attempt
@@ -308,8 +298,8 @@ class Persister:
         new: list[WrittenFile] = []
         for path in (*_paths(request), *(link.path for link in request.keeps)):
             check_relative(path, request.folder)
-        made = make_folders(folder, self._parents(request), self._capabilities)
-        links = Links(folder, self._capabilities)
+        made = make_folders(folder, self._parents(request), self._disk)
+        links = Links(folder, self._disk)
         links.take(request.links)
         notes = self._write_images(request, folder, tally)
         note = links.keep(request.keeps)
@@ -319,7 +309,7 @@ class Persister:
             tally.done_bytes += len(inline.data)
             new.append(WrittenFile(inline.path, len(inline.data), crc32(inline.data)))
         for parent in made:
-            sync_directory(parent, self._capabilities)
+            self._disk.sync_directory(parent)
         linked = [WrittenFile(link.path, link.size_bytes, None) for link in request.links]
         files += [*new, *linked]
         proof = self._record(request, files) if request.record is not None else None
@@ -358,7 +348,7 @@ class Persister:
                 hint="see whether /dev/shm is large enough; the writer is asked again next time",
             )
         with memoryview(self._buffer) as buffer:
-            with ImageWriter(self._capabilities, tally) as writer:
+            with ImageWriter(self._disk, tally) as writer:
                 for image in request.images:
                     writer.write(folder / image.path, image, buffer)
             refused = writer.refused
@@ -383,7 +373,7 @@ class Persister:
         del self._files[request.attempt]  # even if that fails now: the same may be asked again
         path = Path(request.folder, request.record_path)
         put_file(path, data)
-        sync_directory(path.parent, self._capabilities)
+        self._disk.sync_directory(path.parent)
         rank = int(request.record["rank"])
         return Proof(rank, request.record_path, len(data), crc32(data))
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from ckptkit.core.errors import CkptkitError, SaveError
-from ckptkit.storage.local.syscalls import Capabilities, detect_capabilities
+from ckptkit.storage.local.disk import Disk
 from ckptkit.writer.failures import Parent, Tally, as_failure, attend
 from ckptkit.writer.messages import (
     Answer,
@@ -57,7 +57,7 @@ class Worker(Protocol):
 
 def main() -> None:
     """Serves the socket whose number is the first argument; the second is the niceness."""
-    run(Desk(detect_capabilities()))
+    run(Desk(Disk()))
 
 
 def run(desk: Worker) -> None:
@@ -94,9 +94,9 @@ def _serve(connection: socket.socket, desk: Worker) -> None:
 class Desk:
     """Does requests, and answers every failure."""
 
-    def __init__(self, capabilities: Capabilities) -> None:
-        self._capabilities = capabilities
-        self._persister = Persister(capabilities)
+    def __init__(self, disk: Disk) -> None:
+        self._disk = disk
+        self._persister = Persister(disk)
         self._drainer: Drainer | None = None
 
     def attach(self, message: Buffer, channel: Channel) -> None:
@@ -124,7 +124,7 @@ class Desk:
         if isinstance(message, Commit):
             from ckptkit.writer.commit import commit  # only rank 0's second process needs it
 
-            return commit(message, self._capabilities, tally)
+            return commit(message, self._disk, tally)
         if isinstance(message, Drain):
             return self._drained(message, tally)
         if isinstance(message, Discard):
@@ -141,7 +141,7 @@ class Desk:
         from ckptkit.writer.drain import Drainer  # only the processes that drain need it
 
         if self._drainer is None:
-            self._drainer = Drainer(self._capabilities)
+            self._drainer = Drainer(self._disk)
         return self._drainer.drain(message, tally)
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from ckptkit.core.errors import RefusedError
 from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.runs.marks import MARKS_FOLDER
+from ckptkit.storage.local.disk import LOCAL_DISK, Disk
 from ckptkit.storage.local.names import WORK_INFIX
-from ckptkit.storage.local.syscalls import Capabilities, detect_capabilities, sync_directory
 from ckptkit.writer.commit import OLD, TRASH
 
 # A step's folder may have any name; what follows it tells that a save made the hidden one.
@@ -50,14 +50,14 @@ def leftovers(run: Path) -> tuple[Leftover, ...]:
     return tuple(found)
 
 
-def sweep(run: Path, capabilities: Capabilities | None = None) -> tuple[str, ...]:
+def sweep(run: Path, disk: Disk = LOCAL_DISK) -> tuple[str, ...]:
     """Puts back a step whose replacement was interrupted, and removes all else that is left.
 
     Nothing may be saving into the run meanwhile.
 
     Args:
         run: The run's directory.
-        capabilities: What the platform offers; detected when left out.
+        disk: The file operations of the platform.
 
     Returns:
         What was done, and what could not be, for the log.
@@ -74,7 +74,7 @@ def sweep(run: Path, capabilities: Capabilities | None = None) -> tuple[str, ...
         except OSError as error:
             notes.append(f"{leftover.path.name} could not be removed: {error}")
     if found:
-        sync_directory(run, capabilities or detect_capabilities())
+        disk.sync_directory(run)
     return (*notes, *_sweep_descriptions(run / MARKS_FOLDER))
 
 

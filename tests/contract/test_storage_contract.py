@@ -21,8 +21,8 @@ from ckptkit.core.errors import (
 )
 from ckptkit.storage.base import Source, Target
 from ckptkit.storage.buffers import aligned_buffer
+from ckptkit.storage.local.disk import Disk
 from ckptkit.storage.local.source import LocalSource
-from ckptkit.storage.local.syscalls import Capabilities, detect_capabilities
 from ckptkit.storage.local.target import LocalTarget
 from ckptkit.storage.memory import MemorySource, MemoryTarget
 from ckptkit.storage.places import Place as RemoteLocation
@@ -31,7 +31,7 @@ from ckptkit.storage.remote.source import RemoteSource
 from ckptkit.storage.remote.store import store_of
 from tests.object_store import Bucket, ObjectStore
 
-CAPABILITIES = {"native": detect_capabilities(), "portable": Capabilities.none()}
+DISKS = {"native": Disk(), "portable": Disk.portable()}
 FILES = {
     "a.txt": b"first",
     "a/b.bin": bytes(range(256)) * 40,
@@ -54,7 +54,7 @@ class Place:
     def target(self, *, overwrite: bool = False) -> Target:
         if self._kind == "memory":
             return MemoryTarget(self._files, overwrite=overwrite)
-        return LocalTarget(self._out, overwrite=overwrite, capabilities=CAPABILITIES[self._kind])
+        return LocalTarget(self._out, overwrite=overwrite, disk=DISKS[self._kind])
 
     def visible(self) -> dict[str, bytes]:
         if self._kind == "memory":
@@ -130,7 +130,7 @@ def open_source(request: pytest.FixtureRequest, tmp_path: Path) -> OpenSource:
         for path, data in files.items():
             (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / path).write_bytes(data)
-        source = LocalSource(tmp_path, capabilities=CAPABILITIES[request.param])
+        source = LocalSource(tmp_path, disk=DISKS[request.param])
         request.addfinalizer(source.close)
         return source
 

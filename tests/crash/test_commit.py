@@ -19,13 +19,13 @@ from types import FrameType
 import pytest
 
 from ckptkit.core.errors import OutputExistsError
-from ckptkit.storage.local.syscalls import Capabilities, detect_capabilities
+from ckptkit.storage.local.disk import Disk
 from ckptkit.storage.local.target import LocalTarget
 
 KINDS = {
-    "native": detect_capabilities(),
-    "no_exchange": replace(detect_capabilities(), exchange=False),
-    "portable": Capabilities.none(),
+    "native": Disk(),
+    "no_exchange": replace(Disk(), exchange=False),
+    "portable": Disk.portable(),
 }
 OLD = {"old.bin": b"old" * 100, "manifest.json": b"old manifest"}
 NEW = {"model.bin": b"new" * 50_000, "folder/vocabulary": b"words", "manifest.json": b"manifest"}
@@ -35,8 +35,8 @@ ONLY_LOOKS = frozenset({"fspath", "stat", "lstat", "fstat", "scandir", "listdir"
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="the experiment forks")
 
 
-def stage_and_commit(out: Path, capabilities: Capabilities, *, overwrite: bool) -> None:
-    target = LocalTarget(out, overwrite=overwrite, capabilities=capabilities)
+def stage_and_commit(out: Path, disk: Disk, *, overwrite: bool) -> None:
+    target = LocalTarget(out, overwrite=overwrite, disk=disk)
     try:
         for path, data in NEW.items():
             target.create(path, len(data))
@@ -133,26 +133,26 @@ def judge(found: dict[str, bytes]) -> str:
 
 
 def run_again(scene: str, out: Path, kind: str, state: str) -> None:
-    capabilities = KINDS[kind]
-    restored = judge_after_sweep(out, capabilities) if scene == "overwrite" else state
-    if scene == "overwrite" and capabilities.locks and restored not in {"old", "new"}:
+    disk = KINDS[kind]
+    restored = judge_after_sweep(out, disk) if scene == "overwrite" else state
+    if scene == "overwrite" and disk.locks and restored not in {"old", "new"}:
         raise AssertionError(f"the previous output was lost, {restored} is left")
     try:
-        stage_and_commit(out, capabilities, overwrite=scene == "overwrite")
+        stage_and_commit(out, disk, overwrite=scene == "overwrite")
     except OutputExistsError:
         if state != "new":
             raise
     if visible(out) != NEW:
         raise AssertionError(f"the second run left {sorted(visible(out))}")
-    if capabilities.locks:
+    if disk.locks:
         left = {path.name for path in (*out.parent.iterdir(), *out.iterdir())}
         if any(name.startswith(".") for name in left):
             raise AssertionError(f"leftovers were not removed: {sorted(left)}")
 
 
-def judge_after_sweep(out: Path, capabilities: Capabilities) -> str:
+def judge_after_sweep(out: Path, disk: Disk) -> str:
     """Opens the place once more, which undoes what a kill left half done."""
-    LocalTarget(out, overwrite=True, capabilities=capabilities).abandon()
+    LocalTarget(out, overwrite=True, disk=disk).abandon()
     return judge(visible(out) if out.exists() else {})
 
 
@@ -240,7 +240,7 @@ def test_of_two_processes_that_commit_at_once_exactly_one_wins(tmp_path: Path, k
 
 def race(folder: Path, kind: str) -> str:
     """Stages everything, waits for the word, and commits."""
-    target = LocalTarget(folder / "out", capabilities=KINDS[kind])
+    target = LocalTarget(folder / "out", disk=KINDS[kind])
     for path, data in NEW.items():
         target.create(path, len(data))
         target.write(path, 0, memoryview(data))

@@ -33,7 +33,7 @@ from ckptkit.core.errors import (
     UsageError,
     WriterError,
 )
-from ckptkit.storage.local.syscalls import Capabilities, detect_capabilities
+from ckptkit.storage.local.disk import Disk
 from ckptkit.training import Checkpointer
 from ckptkit.training.save.writer_process import WriterProcess
 from ckptkit.training.tiers.save import TierEnding
@@ -45,10 +45,10 @@ from ckptkit.writer.persist import Persister
 
 troubles: Any = importlib.import_module("troubles")  # put there by conftest.py
 writing: Any = importlib.import_module("writing")
-NATIVE = detect_capabilities()
+NATIVE = Disk()
 SECONDS = 30.0
 EVERY_PLATFORM = pytest.mark.parametrize(
-    "capabilities", [NATIVE, replace(NATIVE, direct_io=False), Capabilities.none()]
+    "disk", [NATIVE, replace(NATIVE, direct_io=False), Disk.portable()]
 )
 
 
@@ -371,23 +371,21 @@ def kept_on_nodes(folder: Path, attempts: tuple[str, str]) -> tuple[list[Any], l
     return saves, proofs
 
 
-def drained(save: Any, rank: int, target: Path, capabilities: Capabilities = NATIVE) -> int:
+def drained(save: Any, rank: int, target: Path, disk: Disk = NATIVE) -> int:
     records = (f".ranks/{rank}.json",)
     request = Drain(save.attempt, str(save.final), str(target), records)
-    return Drainer(capabilities).drain(request, Tally()).size_bytes
+    return Drainer(disk).drain(request, Tally()).size_bytes
 
 
 @EVERY_PLATFORM
-def test_drained_parts_commit_to_what_was_written(
-    tmp_path: Path, capabilities: Capabilities
-) -> None:
+def test_drained_parts_commit_to_what_was_written(tmp_path: Path, disk: Disk) -> None:
     saves, proofs = kept_on_nodes(tmp_path, ("0123abcd-1", "0123abcd-1"))
     shared = writing.Save(tmp_path / "run", world_size=2)
     shared.run.mkdir()
     for rank, save in enumerate(saves):
         held = [path for path in save.final.rglob("*") if path.is_file()]
         size_bytes = sum(path.stat().st_size for path in held if path.name != "ckptkit.json")
-        assert drained(save, rank, shared.folder, capabilities) == size_bytes
+        assert drained(save, rank, shared.folder, disk) == size_bytes
     commit(shared.commit(proofs), NATIVE, Tally())
     assert ckptkit.verify(shared.final).ok
     for save in saves:

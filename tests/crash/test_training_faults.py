@@ -32,7 +32,7 @@ from ckptkit.core.errors import (
     UsageError,
     WriterError,
 )
-from ckptkit.storage.local.syscalls import OpenFile, detect_capabilities
+from ckptkit.storage.local.disk import Disk, OpenFile
 from ckptkit.training import Checkpointer, checkpointer
 from ckptkit.training.resume import resume as resuming
 from ckptkit.training.save import slot as save_slot
@@ -286,7 +286,7 @@ def test_large_files_in_the_page_cache_are_made_durable_on_the_way(
     tally, seen = Tally(), []
     monkeypatch.setattr(OpenFile, "sync", lambda _: seen.append(tally.done_bytes))
     image = Image("x", 0, 20_480, ())
-    with images.ImageWriter(replace(detect_capabilities(), direct_io=False), tally) as writer:
+    with images.ImageWriter(replace(Disk(), direct_io=False), tally) as writer:
         writer.write(tmp_path / "x", image, memoryview(bytearray(image.size_bytes)))
     assert seen == [4096, 12_288, 20_480]  # before the last write is counted, and at the end
 

@@ -13,7 +13,7 @@ import pytest
 from ckptkit.core.errors import CkptkitError, OutputError, SaveError
 from ckptkit.core.manifest import MANIFEST_NAME, parse_manifest
 from ckptkit.core.retries import RetryPolicy
-from ckptkit.storage.local.syscalls import detect_capabilities
+from ckptkit.storage.local.disk import Disk
 from ckptkit.training.save.writer_process import WriterProcess
 from ckptkit.training.tiers.url_run import UploadProcess
 from ckptkit.writer.failures import Tally
@@ -35,7 +35,7 @@ from ckptkit.writer.upload.steps import Ledger, finish
 from ckptkit.writer.upload.store import Entry, Sender, Store, as_failure
 
 writing: Any = importlib.import_module("writing")  # put there by conftest.py
-NATIVE = detect_capabilities()
+NATIVE = Disk()
 JOB = "0123abcd"
 CHANGES = ("pipe_file", "open", "rm_file", "cp_file")
 

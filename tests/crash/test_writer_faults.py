@@ -33,19 +33,19 @@ from ckptkit.core.errors import (
     TruncatedFileError,
     UnsafePathError,
 )
-from ckptkit.storage.local.syscalls import Capabilities, OpenFile, detect_capabilities
+from ckptkit.storage.local.disk import Disk, OpenFile
 from ckptkit.writer.commit import commit
 from ckptkit.writer.failures import Tally
 from ckptkit.writer.messages import Commit, Committed, Discard, Persist, Proof, Written
 from ckptkit.writer.persist import STRIDE_BYTES, Persister
 
 writing: Any = importlib.import_module("writing")  # put there by conftest.py
-NATIVE = detect_capabilities()
+NATIVE = Disk()
 KEY = ("model", "a.weight")
 
 
-def persist(memory: Any, request: Persist, capabilities: Capabilities = NATIVE) -> Written:
-    persister = Persister(capabilities)
+def persist(memory: Any, request: Persist, disk: Disk = NATIVE) -> Written:
+    persister = Persister(disk)
     buffer = memory.share()
     persister.attach(memory.descriptor, buffer.size_bytes)
     return persister.persist(request, Tally())
@@ -157,10 +157,10 @@ def test_waves_of_one_attempt_end_in_one_record(tmp_path: Path) -> None:
 def test_a_step_saved_again_is_replaced_and_retired_steps_go(tmp_path: Path) -> None:
     older = writing.Save(tmp_path, step=400)
     committed(older.commit(persist_all(older)))
-    for number, capabilities in enumerate((NATIVE, NATIVE, replace(NATIVE, exchange=False))):
+    for number, disk in enumerate((NATIVE, NATIVE, replace(NATIVE, exchange=False))):
         save = writing.Save(tmp_path, f"a-{number}")
         gone = (str(older.final), str(save.final), str(tmp_path / "checkpoint-7"))
-        answer = commit(save.commit(persist_all(save), remove=gone), capabilities, Tally())
+        answer = commit(save.commit(persist_all(save), remove=gone), disk, Tally())
         assert answer.removed == ((str(older.final),) if number == 0 else ())
         assert answer.notes == ()
         assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-500"]

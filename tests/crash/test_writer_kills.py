@@ -32,10 +32,10 @@ def deadly(call):
 for name in ("open", "write", "pwrite", "fsync", "ftruncate", "posix_fallocate", "mkdir", "rename",
              "unlink", "rmdir"):
     setattr(os, name, deadly(getattr(os, name)))
-from ckptkit.storage.local import syscalls
+from ckptkit.storage.local import disk
 from ckptkit.writer import process as main
-from ckptkit.writer import commit as publish
-publish.exchange = deadly(syscalls.exchange if {exchanges} else lambda *_: False)
+exchange = disk.Disk.exchange_folders if {exchanges} else lambda *_: False
+disk.Disk.exchange_folders = deadly(exchange)
 main.main()
 """
 ROOT = Path(__file__).resolve().parents[2]

@@ -21,11 +21,10 @@ from torch import nn
 import ckptkit
 from ckptkit.core.crc import crc32
 from ckptkit.core.errors import SaveError, UnsafePathError, WriterError
-from ckptkit.storage.local.syscalls import detect_capabilities
+from ckptkit.storage.local.disk import Disk
 from ckptkit.training import Checkpointer
 from ckptkit.training.save import slot as save_slot
 from ckptkit.training.save.writer_process import Patience
-from ckptkit.writer import persist as links
 from ckptkit.writer.commit import commit
 from ckptkit.writer.failures import Tally
 from ckptkit.writer.messages import Link, Persist, Written
@@ -33,27 +32,27 @@ from ckptkit.writer.persist import Persister
 from ckptkit.writer.process import writer_command
 
 writing: Any = importlib.import_module("writing")  # put there by conftest.py
-NATIVE = detect_capabilities()
+NATIVE = Disk()
 ROOT = Path(__file__).resolve().parents[2]
 ALONE = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 FILE = f"{writing.MODEL}/__0_0.distcp"
 
 
-def persist(memory: Any, request: Persist, capabilities: Any = NATIVE) -> Written:
-    persister = Persister(capabilities)
+def persist(memory: Any, request: Persist, disk: Any = NATIVE) -> Written:
+    persister = Persister(disk)
     buffer = memory.share()
     persister.attach(memory.descriptor, buffer.size_bytes)
     return persister.persist(request, Tally())
 
 
-def keeping(run: Path, capabilities: Any = NATIVE) -> tuple[Link, Written]:
+def keeping(run: Path, disk: Any = NATIVE) -> tuple[Link, Written]:
     """Has the model's file of a first step written and kept."""
     save = writing.Save(run, "a-1", 1, 400)
     memory, request = save.persist(0, writing.usual_units(0, 1))
     image = next(image for image in memory.images if image.path == FILE)
     link = Link(FILE, str(run / ".ckptkit" / "a" / "kept" / FILE), image.size_bytes)
     ranges = ((image.blobs[0].start, image.blobs[0].stop), (image.start, image.start + 7))
-    answer = persist(memory, replace(request, keeps=(link,), ranges=ranges), capabilities)
+    answer = persist(memory, replace(request, keeps=(link,), ranges=ranges), disk)
     assert answer.proof is not None
     commit(save.commit([answer.proof]), NATIVE, Tally())
     return link, answer
@@ -102,14 +101,12 @@ def test_a_linked_file_whose_bytes_changed_is_found_by_verify(tmp_path: Path) ->
 @pytest.mark.parametrize(
     "number", [errno.EPERM, errno.EOPNOTSUPP, errno.EXDEV, errno.EMLINK, errno.ENOSPC]
 )
-def test_a_link_that_is_refused_costs_no_save(
-    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError(number, os.strerror(number))
+def test_a_link_that_is_refused_costs_no_save(number: int, tmp_path: Path) -> None:
+    class Refusing(Disk):
+        def link_file(self, _path: Path, _name: Path) -> None:
+            raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(links, "link_file", refuse)
-    _, answer = keeping(tmp_path)
+    _, answer = keeping(tmp_path, Refusing())
     assert not answer.kept
     assert answer.sums == ()
     (note,) = (note for note in answer.notes if "links" in note)

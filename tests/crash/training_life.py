@@ -51,11 +51,10 @@ def deadly(call):
 for name in ("open", "write", "pwrite", "fsync", "ftruncate", "posix_fallocate", "mkdir", "rename",
              "unlink", "rmdir"):
     setattr(os, name, deadly(getattr(os, name)))
-from ckptkit.storage.local import syscalls
+from ckptkit.storage.local import disk
 from ckptkit.writer import process as main
 from ckptkit.writer import messages
-from ckptkit.writer import commit as publish
-publish.exchange = deadly(syscalls.exchange)
+disk.Disk.exchange_folders = deadly(disk.Disk.exchange_folders)
 messages.Channel.send = deadly(messages.Channel.send)
 do = main.Desk.do
 def noted(self, message, tally):

@@ -34,13 +34,12 @@ LATE_SECONDS = 1.0  # for each of two files
 PROGRAM = """
 import errno, fcntl, os, sys, threading, time
 sys.path.append({root!r})
-from ckptkit.storage.local.syscalls import Capabilities
 from ckptkit.writer import persist as images
 from ckptkit.writer import process as main
 from ckptkit.writer import persist
 images.STRIDE_BYTES = 4096
 if {bare}:
-    main.detect_capabilities = Capabilities.none
+    main.Disk = main.Disk.portable
 
 def trouble():
     try:

@@ -12,23 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.core.crc import crc32
-from ckptkit.storage.local.syscalls import (
-    Capabilities,
-    OpenFile,
-    detect_capabilities,
-    open_for_reading,
-    sync_directory,
-)
+from ckptkit.storage.local.disk import LOCAL_DISK, Disk
 
 _LOG = logging.getLogger(__name__)
 _MOST_BYTES = 1 << 30
 Entry = Mapping[str, Any]
 
 
-def read_journal(path: Path, capabilities: Capabilities | None = None) -> list[Entry]:
+def read_journal(path: Path, disk: Disk = LOCAL_DISK) -> list[Entry]:
     """Returns the entries of a journal up to the first that is not whole; none without a file."""
     try:
-        file = open_for_reading(path, capabilities or detect_capabilities())
+        file = disk.open_for_reading(path)
     except OSError:
         return []
     try:
@@ -59,23 +53,20 @@ def _entries(data: bytes) -> Iterator[Entry]:
 class Journal:
     """A journal that is being written, by a thread of its own. Use it as a context manager."""
 
-    def __init__(
-        self, path: Path, first: Entry, *, is_new: bool, capabilities: Capabilities | None = None
-    ) -> None:
+    def __init__(self, path: Path, first: Entry, *, is_new: bool, disk: Disk = LOCAL_DISK) -> None:
         """Opens it.
 
         Args:
             path: Where it lies.
             first: The entry that a new one begins with.
             is_new: Whether what is there is no longer true.
-            capabilities: What the platform offers.
+            disk: The file operations of the platform.
         """
-        able = capabilities or detect_capabilities()
         flags = os.O_WRONLY | os.O_CREAT | (os.O_TRUNC if is_new else 0)
-        self._file = OpenFile(path, flags, able)
+        self._file = disk.open(path, flags)
         self._at = self._file.status().st_size
         self._write([b"\n" if self._at else _line(first)])
-        sync_directory(path.parent, able)
+        disk.sync_directory(path.parent)
         self._waiting: queue.SimpleQueue[Callable[[], Entry | None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="ckptkit-journal", daemon=True)
         self._thread.start()

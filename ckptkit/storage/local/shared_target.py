@@ -11,13 +11,8 @@ from pathlib import Path
 from ckptkit.core.errors import OutputError, OutputExistsError
 from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.core.object_parts import ObjectPart
+from ckptkit.storage.local.disk import LOCAL_DISK, Disk
 from ckptkit.storage.local.names import WORK_INFIX
-from ckptkit.storage.local.syscalls import (
-    Capabilities,
-    detect_capabilities,
-    join_file,
-    sync_directory,
-)
 from ckptkit.storage.local.target import (
     StagedFiles,
     cannot_be_replaced,
@@ -70,7 +65,7 @@ class SharedTarget:
         *,
         overwrite: bool = False,
         seen: str | None = None,
-        capabilities: Capabilities | None = None,
+        disk: Disk = LOCAL_DISK,
     ) -> None:
         """Enters the hidden folder, and makes it and missing parents where they are not there.
 
@@ -79,12 +74,12 @@ class SharedTarget:
             nonce: 16 hexadecimal digits that name this attempt, the same in all processes.
             overwrite: Whether a directory that holds something is replaced by the commit.
             seen: What `manifest_digest` returned when the processes began; None for now.
-            capabilities: What the platform offers; detected when left out.
+            disk: The file operations of the platform.
 
         """
         self._named = out
         self._overwrite = overwrite
-        self._capabilities = capabilities or detect_capabilities()
+        self._disk = disk
         self._made: list[Path] = []
         with translated(out):
             self._out = out.resolve()
@@ -99,13 +94,11 @@ class SharedTarget:
             parent = self._out if self._inside else self._out.parent
             self._made = make_missing(parent)
             try:
-                self._work: WorkFolder = join_work_folder(
-                    parent, self._out.name, nonce, self._capabilities
-                )
+                self._work: WorkFolder = join_work_folder(parent, self._out.name, nonce, self._disk)
             except BaseException:
                 remove_empty(self._made)
                 raise
-        self._files = StagedFiles(self._work.files, out, self._capabilities)
+        self._files = StagedFiles(self._work.files, out, self._disk)
 
     @property
     def location(self) -> str:
@@ -130,19 +123,19 @@ class SharedTarget:
 
     @property
     def notes(self) -> WorkNotes:
-        return WorkNotes(self._work.path, self._named, self._capabilities)
+        return WorkNotes(self._work.path, self._named, self._disk)
 
     def sweep(self) -> None:
         """Removes what killed attempts left behind; for one of the processes."""
-        sweep_work_folders(self._work.path.parent, self._out, self._capabilities)
+        sweep_work_folders(self._work.path.parent, self._out, self._disk)
 
     def why_no_ranges(self) -> str:
         """Tries to write at an offset; returns why that cannot be done, empty if it can."""
-        return why_no_ranges(self._work.path, self._named, self._capabilities)
+        return why_no_ranges(self._work.path, self._named, self._disk)
 
     def create(self, path: str, size_bytes: int) -> None:
         """Makes a file of that size, unless another process has done so."""
-        self._files.create(path, size_bytes, join_file)
+        self._files.create(path, size_bytes, self._disk.join_file)
 
     def write(self, path: str, start: int, data: memoryview) -> None:
         """Writes `data` at byte `start` of a created file; thread-safe for disjoint ranges."""
@@ -153,7 +146,7 @@ class SharedTarget:
 
     def part_file(self, name: str) -> PartFile:
         """Makes a file whose bytes the process that commits puts in their place with `unite`."""
-        return PartFile(self._work.path / name, self._named, self._capabilities)
+        return PartFile(self._work.path / name, self._named, self._disk)
 
     def unite(self, sizes: Mapping[str, int], parts: Mapping[str, Sequence[Row]]) -> None:
         """Puts what other processes wrote to part files in its place; for one process.
@@ -162,14 +155,14 @@ class SharedTarget:
             sizes: Of the files of the output, by path.
             parts: The rows of each part file, by name.
         """
-        files = StagedFiles(self._work.files, self._named, self._capabilities)
+        files = StagedFiles(self._work.files, self._named, self._disk)
         try:
             for path, size_bytes in sizes.items():
-                files.create(path, size_bytes, join_file)
+                files.create(path, size_bytes, self._disk.join_file)
             with translated(self._named):
                 for name, rows in parts.items():
                     part = self._work.path / name
-                    for path, starts, data in read_parts(part, rows, self._capabilities):
+                    for path, starts, data in read_parts(part, rows, self._disk):
                         files.write_runs(path, starts, data)
                 files.sync()
         finally:
@@ -192,9 +185,9 @@ class SharedTarget:
         """Makes what this process wrote durable; what it writes next it has to create again."""
         with translated(self._named):
             self._files.sync()
-            self._files = StagedFiles(self._work.files, self._named, self._capabilities)
+            self._files = StagedFiles(self._work.files, self._named, self._disk)
             for folder in self._made:
-                sync_directory(folder.parent, self._capabilities)
+                self._disk.sync_directory(folder.parent)
 
     def begin(self) -> None:
         """Makes the created files durable, so that other processes find them."""
@@ -233,10 +226,10 @@ class SharedTarget:
             if last == MANIFEST_NAME and self._overwrite and self._out.is_dir():
                 self._refuse_newer()
                 refuse_unnamed_in(self._out, str(self._named))
-            write_small(self._work.files / last, data, self._capabilities)
+            write_small(self._work.files / last, data, self._disk)
             if not self._publish(last):
                 raise output_exists(self._named)
-            sync_directory(self._out.parent, self._capabilities)
+            self._disk.sync_directory(self._out.parent)
         self._work.remove()
 
     def _refuse_newer(self) -> None:
@@ -269,10 +262,8 @@ class SharedTarget:
 
     def _publish(self, last: str) -> bool:
         if self._inside:
-            return publish_inside(self._work, self._out, last, self._capabilities)
-        return publish(
-            self._work, self._out, overwrite=self._overwrite, capabilities=self._capabilities
-        )
+            return publish_inside(self._work, self._out, last, self._disk)
+        return publish(self._work, self._out, overwrite=self._overwrite, disk=self._disk)
 
 
 def _refuse_file(out: Path, named_as: str) -> None:

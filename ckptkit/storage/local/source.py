@@ -17,14 +17,8 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.index import FileRef
 from ckptkit.core.text import Closing
+from ckptkit.storage.local.disk import LOCAL_DISK, DescriptorPool, Disk, OpenFile
 from ckptkit.storage.local.names import check_relative, is_work_folder
-from ckptkit.storage.local.syscalls import (
-    Capabilities,
-    DescriptorPool,
-    OpenFile,
-    detect_capabilities,
-    open_for_reading,
-)
 
 OPEN_FILES = 128
 
@@ -45,17 +39,17 @@ class LocalSource(Closing):
     """
 
     def __init__(
-        self, root: Path, *, capabilities: Capabilities | None = None, open_files: int = OPEN_FILES
+        self, root: Path, *, disk: Disk = LOCAL_DISK, open_files: int = OPEN_FILES
     ) -> None:
         """Opens the directory.
 
         Args:
             root: The directory; its name is kept for messages as it is given.
-            capabilities: What the platform offers; detected when left out.
+            disk: The file operations of the platform.
             open_files: How many descriptors may lie open at once.
         """
         self._root = root
-        self._capabilities = capabilities or detect_capabilities()
+        self._disk = disk
         with self._translated(""):
             self._resolved = root.resolve(strict=True)
             if not self._resolved.is_dir():
@@ -144,7 +138,7 @@ class LocalSource(Closing):
     def _open(self, path: str) -> OpenFile:
         resolved = self._resolve(path)
         self._check_regular(path, resolved.stat())
-        file = open_for_reading(resolved, self._capabilities)
+        file = self._disk.open_for_reading(resolved)
         try:
             self._check_regular(path, file.status())  # it may have been swapped in between
             file.advise_sequential()

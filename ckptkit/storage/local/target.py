@@ -16,21 +16,16 @@ from pathlib import Path
 from ckptkit.core.errors import NoSpaceError, OutputError, OutputExistsError
 from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.storage.buffers import address_of
-from ckptkit.storage.local.names import check_relative
-from ckptkit.storage.local.syscalls import (
+from ckptkit.storage.local.disk import (
     BLOCK_BYTES,
+    LOCAL_DISK,
     PAGE_BYTES,
-    Capabilities,
     DescriptorPool,
-    create_file,
-    detect_capabilities,
+    Disk,
     is_out_of_space,
     is_refused,
-    join_file,
-    open_direct,
-    open_for_writing,
-    sync_directory,
 )
+from ckptkit.storage.local.names import check_relative
 from ckptkit.storage.local.workdir import (
     WorkFolder,
     can_be_replaced,
@@ -47,23 +42,23 @@ OPEN_FILES = 64
 SYNC_THREADS = 4
 MIN_DIRECT_BYTES = 128 * 1024
 """Shorter writes go through the page cache: waiting for the device would cost more."""
-Create = Callable[[Path, int, Capabilities], None]
+Create = Callable[[Path, int], None]
 
 
 class StagedFiles:
     """The files of an output in the hidden folder in which it grows."""
 
-    def __init__(self, folder: Path, named: Path, capabilities: Capabilities) -> None:
+    def __init__(self, folder: Path, named: Path, disk: Disk) -> None:
         """Takes a folder that exists.
 
         Args:
             folder: Where the files are.
             named: The output, as messages call it.
-            capabilities: What the platform offers.
+            disk: The file operations of the platform.
         """
         self.folder = folder
         self._named = named
-        self._capabilities = capabilities
+        self._disk = disk
         self._sizes: dict[str, int] = {}
         self._lock = threading.Lock()
         self._pool = DescriptorPool(self._open, OPEN_FILES, retire=StagedFile.retire)
@@ -80,7 +75,7 @@ class StagedFiles:
         file = self.folder / path
         with translated(self._named, size_bytes):
             file.parent.mkdir(parents=True, exist_ok=True)
-            create(file, size_bytes, self._capabilities)
+            create(file, size_bytes)
         with self._lock:
             self._sizes[path] = size_bytes
 
@@ -114,13 +109,13 @@ class StagedFiles:
         self._pool.close()
         folders = [path for path in self.folder.rglob("*") if path.is_dir()]
         for folder in (*folders, self.folder):
-            sync_directory(folder, self._capabilities)
+            self._disk.sync_directory(folder)
 
     def close(self) -> None:
         self._pool.close()
 
     def _open(self, path: str) -> StagedFile:
-        return StagedFile(self.folder / path, self._sizes[path], self._capabilities)
+        return StagedFile(self.folder / path, self._sizes[path], self._disk)
 
     def _sync_file(self, path: str) -> None:
         with self._pool.use(path) as file:
@@ -132,12 +127,12 @@ class StagedFile:
 
     __slots__ = ("_buffered", "_direct", "_direct_works")
 
-    def __init__(self, path: Path, size_bytes: int, capabilities: Capabilities) -> None:
-        self._buffered = open_for_writing(path, capabilities)
+    def __init__(self, path: Path, size_bytes: int, disk: Disk) -> None:
+        self._buffered = disk.open_for_writing(path)
         self._direct = None
         try:
             if size_bytes >= MIN_DIRECT_BYTES:
-                self._direct = open_direct(path, capabilities)
+                self._direct = disk.open_direct(path)
         except OSError:
             self._buffered.close()
             raise
@@ -221,16 +216,16 @@ def _no_space(named: Path, size_bytes: int) -> NoSpaceError:
     return NoSpaceError(text, where=str(named), hint="free some space, or name a place with more")
 
 
-def write_small(path: Path, data: bytes, capabilities: Capabilities) -> None:
+def write_small(path: Path, data: bytes, disk: Disk) -> None:
     """Makes a small file, durable with its entry in the folder, unless another process has."""
-    join_file(path, len(data), capabilities)
-    file = open_for_writing(path, capabilities)
+    disk.join_file(path, len(data))
+    file = disk.open_for_writing(path)
     try:
         file.write_at(0, memoryview(data))
         file.sync()
     finally:
         file.close()
-    sync_directory(path.parent, capabilities)
+    disk.sync_directory(path.parent)
 
 
 def free_bytes(path: Path) -> int:
@@ -285,7 +280,7 @@ class LocalTarget:
         *,
         overwrite: bool = False,
         resume: bool = False,
-        capabilities: Capabilities | None = None,
+        disk: Disk = LOCAL_DISK,
     ) -> None:
         """Prepares the place, makes missing parents and sweeps away what a kill left behind.
 
@@ -293,14 +288,14 @@ class LocalTarget:
             out: The directory to be; its name is kept for messages as it is given.
             overwrite: Whether a directory that holds something is replaced by the commit.
             resume: Whether what a kill left behind is gone on with, where it has a journal.
-            capabilities: What the platform offers; detected when left out.
+            disk: The file operations of the platform.
         """
         self._named = out
         self._overwrite = overwrite
         self._resume = resume
         self._is_left = False
         self.has_finished = False
-        self._capabilities = capabilities or detect_capabilities()
+        self._disk = disk
         self._made: list[Path] = []
         with translated(self._named):
             self._out = out.resolve()
@@ -313,7 +308,7 @@ class LocalTarget:
                 raise
         self._seen = manifest_mark(self._out)
         self._inside = self._work.path.parent == self._out
-        self._files = StagedFiles(self._work.files, out, self._capabilities)
+        self._files = StagedFiles(self._work.files, out, self._disk)
 
     @property
     def location(self) -> str:
@@ -321,7 +316,7 @@ class LocalTarget:
 
     def create(self, path: str, size_bytes: int) -> None:
         """Makes a file of that size, its blocks reserved, its content undefined until written."""
-        self._files.create(path, size_bytes, create_file)
+        self._files.create(path, size_bytes, self._disk.create_file)
 
     def write(self, path: str, start: int, data: memoryview) -> None:
         """Writes `data` at byte `start` of a created file; thread-safe for disjoint ranges.
@@ -343,7 +338,7 @@ class LocalTarget:
                 raise self._filled()
             made, self._made = self._made, []
             for folder in {self._out.parent, *(path.parent for path in made)}:
-                sync_directory(folder, self._capabilities)
+                self._disk.sync_directory(folder)
         self._work.remove()
         self._sweep()  # what killed runs left to be resumed is of no use any more
 
@@ -354,7 +349,7 @@ class LocalTarget:
 
     def _sweep(self) -> None:
         for parent in (self._out.parent, self._out):
-            sweep_work_folders(parent, self._out, self._capabilities)
+            sweep_work_folders(parent, self._out, self._disk)
 
     def abandon(self) -> None:
         """Removes what was written; does nothing after a commit, or where it was left."""
@@ -424,7 +419,7 @@ class LocalTarget:
     def _claimed(self) -> WorkFolder:
         out, exists = self._out, self._out.is_dir()
         try:
-            work = claim_work_folder(out.parent, out.name, self._capabilities)
+            work = claim_work_folder(out.parent, out.name, self._disk)
         except OSError as error:
             if not exists or error.errno not in _NOT_WRITABLE:
                 raise
@@ -436,25 +431,25 @@ class LocalTarget:
 
     def _reclaimed(self) -> WorkFolder | None:
         out = self._out
-        found = reclaim_work_folder(out.parent, out, self._capabilities)
-        return found or reclaim_work_folder(out, out, self._capabilities)
+        found = reclaim_work_folder(out.parent, out, self._disk)
+        return found or reclaim_work_folder(out, out, self._disk)
 
     def _prepare_inside(self) -> WorkFolder:
         if not is_empty(self._out):
             raise cannot_be_replaced(self._named)
-        return claim_work_folder(self._out, self._out.name, self._capabilities)
+        return claim_work_folder(self._out, self._out.name, self._disk)
 
     def _publish(self, last: str) -> bool:
-        work, out, capabilities = self._work, self._out, self._capabilities
+        work, out, disk = self._work, self._out, self._disk
         if self._inside:
-            return publish_inside(work, out, last, capabilities)
-        return publish(work, out, overwrite=self._overwrite, capabilities=capabilities)
+            return publish_inside(work, out, last, disk)
+        return publish(work, out, overwrite=self._overwrite, disk=disk)
 
     def _filled(self) -> OutputExistsError:
         return output_exists(self._named)
 
 
-def _stays(_path: Path, _size_bytes: int, _capabilities: Capabilities) -> None:
+def _stays(_path: Path, _size_bytes: int) -> None:
     """Makes no file, since it is there."""
 
 

@@ -23,15 +23,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from ckptkit.storage.local.disk import Disk, OpenFile, is_refused
 from ckptkit.storage.local.names import WORK_INFIX, is_work_folder
-from ckptkit.storage.local.syscalls import (
-    Capabilities,
-    OpenFile,
-    exchange,
-    is_refused,
-    open_locked,
-    sync_directory,
-)
 
 NONCE_BYTES = 8
 _ATTEMPTS = 16
@@ -69,7 +62,7 @@ class WorkFolder:
             self._lock.close()
 
 
-def claim_work_folder(parent: Path, name: str, capabilities: Capabilities) -> WorkFolder:
+def claim_work_folder(parent: Path, name: str, disk: Disk) -> WorkFolder:
     """Makes a new work folder for the output `name`.
 
     Returns:
@@ -79,7 +72,7 @@ def claim_work_folder(parent: Path, name: str, capabilities: Capabilities) -> Wo
         path = parent / f".{name}{WORK_INFIX}{os.urandom(NONCE_BYTES).hex()}"
         path.mkdir()
         try:
-            work = _lock_work_folder(path, capabilities)
+            work = _lock_work_folder(path, disk)
         except FileNotFoundError:  # swept away between its making and its locking
             continue
         except OSError:
@@ -91,14 +84,14 @@ def claim_work_folder(parent: Path, name: str, capabilities: Capabilities) -> Wo
     raise FileNotFoundError(f"{_ATTEMPTS} new folders disappeared from {str(parent)!r}")
 
 
-def join_work_folder(parent: Path, name: str, nonce: str, capabilities: Capabilities) -> WorkFolder:
+def join_work_folder(parent: Path, name: str, nonce: str, disk: Disk) -> WorkFolder:
     """Makes the work folder of a nonce, or enters it where another process has made it.
 
     Args:
         parent: Where it lies.
         name: Of the output.
         nonce: 16 hexadecimal digits, the same in all processes that work there.
-        capabilities: What the platform offers.
+        disk: The file operations of the platform.
 
     Returns:
         The folder, which is not swept away while one of the processes is alive.
@@ -107,7 +100,7 @@ def join_work_folder(parent: Path, name: str, nonce: str, capabilities: Capabili
     for _ in range(_ATTEMPTS):
         path.mkdir(exist_ok=True)
         with suppress(FileNotFoundError):  # swept away meanwhile
-            work = _lock_work_folder(path, capabilities, shared=True)
+            work = _lock_work_folder(path, disk, shared=True)
             if work is not None:
                 work.files.mkdir(exist_ok=True)
                 return work
@@ -115,7 +108,7 @@ def join_work_folder(parent: Path, name: str, nonce: str, capabilities: Capabili
     raise FileNotFoundError(errno.ENOENT, "it is removed again and again", str(path))
 
 
-def reclaim_work_folder(parent: Path, out: Path, capabilities: Capabilities) -> WorkFolder | None:
+def reclaim_work_folder(parent: Path, out: Path, disk: Disk) -> WorkFolder | None:
     """Enters the newest work folder for `out` that has a journal and whose process is gone.
 
     Half a commit is undone. Where there are no locks, nobody knows who is alive.
@@ -123,7 +116,7 @@ def reclaim_work_folder(parent: Path, out: Path, capabilities: Capabilities) -> 
     Returns:
         The folder, locked, or None where there is none.
     """
-    if not capabilities.locks:
+    if not disk.locks:
         return None
     journals: list[tuple[float, Path]] = []
     with suppress(OSError):  # a folder that may be written to but not listed
@@ -132,7 +125,7 @@ def reclaim_work_folder(parent: Path, out: Path, capabilities: Capabilities) -> 
                 journals.append((WorkFolder(path, None).journal.stat().st_mtime, path))
     for _, path in sorted(journals, reverse=True):
         with suppress(OSError):  # somebody else was faster, or it belongs to another user
-            lock = open_locked(path / ".lock", capabilities)
+            lock = disk.open_locked(path / ".lock")
             if lock is None:
                 continue
             work = WorkFolder(path, lock)
@@ -144,13 +137,11 @@ def reclaim_work_folder(parent: Path, out: Path, capabilities: Capabilities) -> 
     return None
 
 
-def _lock_work_folder(
-    path: Path, capabilities: Capabilities, *, shared: bool = False
-) -> WorkFolder | None:
-    if not capabilities.locks:
+def _lock_work_folder(path: Path, disk: Disk, *, shared: bool = False) -> WorkFolder | None:
+    if not disk.locks:
         return WorkFolder(path, None)
     try:
-        lock = open_locked(path / ".lock", capabilities, shared=shared)
+        lock = disk.open_locked(path / ".lock", shared=shared)
     except OSError as error:
         if is_refused(error):  # then nobody else can lock it either, so nobody sweeps it away
             return WorkFolder(path, None)
@@ -158,18 +149,18 @@ def _lock_work_folder(
     return None if lock is None else WorkFolder(path, lock)
 
 
-def sweep_work_folders(parent: Path, out: Path, capabilities: Capabilities) -> None:
+def sweep_work_folders(parent: Path, out: Path, disk: Disk) -> None:
     """Removes the work folders for `out` whose process is gone, after undoing half a commit.
 
     Where there are no locks, nobody knows who is alive, and nothing is removed.
     """
-    if not capabilities.locks:
+    if not disk.locks:
         return
     with suppress(OSError):  # a folder that may be written to but not listed
         for path in _work_folders(parent, out):
-            _sweep(path, out, capabilities)
+            _sweep(path, out, disk)
         if parent == out and not is_empty(out):
-            _sweep_publish_lock(out, capabilities)
+            _sweep_publish_lock(out, disk)
 
 
 def _work_folders(parent: Path, out: Path) -> list[Path]:
@@ -185,19 +176,19 @@ def publish_lock(out: Path) -> Path:
     return out / f".{out.name}{WORK_INFIX}publish"
 
 
-def _sweep_publish_lock(out: Path, capabilities: Capabilities) -> None:
+def _sweep_publish_lock(out: Path, disk: Disk) -> None:
     """Removes it from a full directory, where whoever waits for it would be refused anyway."""
     path = publish_lock(out)
     if path.exists():
-        lock = open_locked(path, capabilities)
+        lock = disk.open_locked(path)
         if lock is not None:
             path.unlink()
             lock.close()
 
 
-def _sweep(path: Path, out: Path, capabilities: Capabilities) -> None:
+def _sweep(path: Path, out: Path, disk: Disk) -> None:
     with suppress(OSError):  # somebody else was faster, or it belongs to another user
-        lock = open_locked(path / ".lock", capabilities)
+        lock = disk.open_locked(path / ".lock")
         if lock is None:
             return
         work = WorkFolder(path, lock)
@@ -260,7 +251,7 @@ def can_be_replaced(out: Path, work: WorkFolder) -> bool:
     return False
 
 
-def publish(work: WorkFolder, out: Path, *, overwrite: bool, capabilities: Capabilities) -> bool:
+def publish(work: WorkFolder, out: Path, *, overwrite: bool, disk: Disk) -> bool:
     """Renames the staged files to `out` in one step.
 
     Returns:
@@ -274,7 +265,7 @@ def publish(work: WorkFolder, out: Path, *, overwrite: bool, capabilities: Capab
         if not overwrite or not out.is_dir():
             return False
         with suppress(FileNotFoundError):  # removed meanwhile, so the place is free now
-            return exchange(work.files, out, capabilities) or _swap(work, out)
+            return disk.exchange_folders(work.files, out) or _swap(work, out)
     return False
 
 
@@ -308,35 +299,35 @@ def _swap(work: WorkFolder, out: Path) -> bool:
     return True
 
 
-def publish_inside(work: WorkFolder, out: Path, last: str, capabilities: Capabilities) -> bool:
+def publish_inside(work: WorkFolder, out: Path, last: str, disk: Disk) -> bool:
     """Puts the staged files into the empty directory `out`, one by one, and `last` at the end.
 
     Returns:
         False if `out` was filled meanwhile, or is being filled; then nothing has changed.
     """
-    with _only_one(out, capabilities) as alone:
+    with _only_one(out, disk) as alone:
         if not alone or not is_empty(out):
             return False
         (work.files / last).rename(work.last)
         try:
-            _place_all(work.files, out, capabilities)
+            _place_all(work.files, out, disk)
             work.last.rename(out / last)
         except OSError as error:
             take_back(work, out)
             if error.errno in _OCCUPIED:
                 return False
             raise
-        sync_directory((out / last).parent, capabilities)
+        disk.sync_directory((out / last).parent)
     return True
 
 
 @contextmanager
-def _only_one(out: Path, capabilities: Capabilities) -> Iterator[bool]:
-    if not capabilities.locks:
+def _only_one(out: Path, disk: Disk) -> Iterator[bool]:
+    if not disk.locks:
         yield True
         return
     path = publish_lock(out)
-    lock = open_locked(path, capabilities)
+    lock = disk.open_locked(path)
     if lock is None:
         yield False
         return
@@ -347,7 +338,7 @@ def _only_one(out: Path, capabilities: Capabilities) -> Iterator[bool]:
         lock.close()
 
 
-def _place_all(files: Path, out: Path, capabilities: Capabilities) -> None:
+def _place_all(files: Path, out: Path, disk: Disk) -> None:
     for path in sorted(files.rglob("*")):
         placed = out / path.relative_to(files)
         if path.is_dir():
@@ -355,8 +346,8 @@ def _place_all(files: Path, out: Path, capabilities: Capabilities) -> None:
         else:
             _place(path, placed)
     for folder in sorted((p for p in files.rglob("*") if p.is_dir()), reverse=True):
-        sync_directory(out / folder.relative_to(files), capabilities)
-    sync_directory(out, capabilities)
+        disk.sync_directory(out / folder.relative_to(files))
+    disk.sync_directory(out)
 
 
 def _place(path: Path, placed: Path) -> None:

@@ -60,7 +60,7 @@ from ckptkit.plan.side_files import (
     is_side_file,
 )
 from ckptkit.plan.ties import tie_candidates, tie_conflicts, ties_to_drop, untied_config
-from ckptkit.storage.local.syscalls import PAGE_BYTES
+from ckptkit.storage.local.disk import PAGE_BYTES
 from ckptkit.training.names import innermost
 
 Table = Mapping[Fqn, TensorSpec]

@@ -38,8 +38,8 @@ from ckptkit.formats.trees import EXTRA_STATE
 from ckptkit.lora.names import AdapterNames
 from ckptkit.plan.plan import Literal, Plan, TensorSpec
 from ckptkit.storage.buffers import aligned_buffer
+from ckptkit.storage.local.disk import PAGE_BYTES
 from ckptkit.storage.local.shared_target import SharedTarget
-from ckptkit.storage.local.syscalls import PAGE_BYTES
 from ckptkit.storage.local.target import MIN_DIRECT_BYTES
 from ckptkit.storage.shared import PartFile
 from ckptkit.training.export.plan import (

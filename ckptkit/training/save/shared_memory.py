@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from ckptkit.core.errors import NoSpaceError
-from ckptkit.storage.local.syscalls import is_out_of_space, is_refused
+from ckptkit.storage.local.disk import is_out_of_space, is_refused
 
 
 @dataclass(frozen=True, slots=True)

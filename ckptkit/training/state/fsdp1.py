@@ -27,7 +27,7 @@ from ckptkit.core.crc import crc32
 from ckptkit.core.errors import UnsupportedError, UsageError
 from ckptkit.core.index import Shape, Span
 from ckptkit.core.manifest import FLAT_LAYOUT
-from ckptkit.storage.local.syscalls import detect_capabilities, sync_directory
+from ckptkit.storage.local.disk import LOCAL_DISK
 from ckptkit.training.names import clean_fqn, parallel_prefixes
 from ckptkit.training.state.dtensors import Copies
 from ckptkit.training.state.pieces import Replicas, ShardLayout, span_places, whole_places
@@ -475,4 +475,4 @@ def _put(path: Path, data: bytes) -> None:
     new.unlink(missing_ok=True)  # of an earlier process of that number, which was killed
     put_file(new, data)
     new.replace(path)
-    sync_directory(path.parent, detect_capabilities())
+    LOCAL_DISK.sync_directory(path.parent)

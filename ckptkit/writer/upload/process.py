@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckptkit.core.errors import CkptkitError, SaveError
+from ckptkit.storage.local.disk import Disk
 from ckptkit.storage.local.names import check_relative
-from ckptkit.storage.local.syscalls import Capabilities, detect_capabilities
 from ckptkit.writer.drain import Mark, open_written, read_small, recorded_files, shared_mark
 from ckptkit.writer.failures import Tally, as_failure, naming
 from ckptkit.writer.messages import (
@@ -39,9 +39,9 @@ from ckptkit.writer.upload.store import as_failure as as_failure_of_store
 class Uploader:
     """Uploads the files of one step after another."""
 
-    def __init__(self, capabilities: Capabilities) -> None:
+    def __init__(self, disk: Disk) -> None:
         """Takes what the platform offers."""
-        self._capabilities = capabilities
+        self._disk = disk
         # Of files with several names, as frozen weights have: what was last uploaded, by path.
         self._shared: dict[str, tuple[Mark, Entry]] = {}
 
@@ -62,7 +62,7 @@ class Uploader:
         listed = recorded_files(folder, records)
         listed += [_as_written(folder, path) for path in request.further]
         claim_step(store, request.step, request.attempt)
-        step = _Step(self._capabilities, request, store, tally, self._shared)
+        step = _Step(self._disk, request, store, tally, self._shared)
         for file in listed:
             step.bring(file)
         for path, data in records.items():
@@ -82,7 +82,7 @@ class _Step:
 
     def __init__(
         self,
-        capabilities: Capabilities,
+        disk: Disk,
         request: Upload,
         store: Store,
         tally: Tally,
@@ -90,7 +90,7 @@ class _Step:
     ) -> None:
         self.sent_bytes = self.copied_bytes = 0
         self.notes: list[str] = []
-        self._capabilities = capabilities
+        self._disk = disk
         self._request = request
         self._store = store
         self._tally = tally
@@ -138,7 +138,7 @@ class _Step:
 
     def _sent(self, source: Path, target: str, size_bytes: int) -> Entry:
         with naming(source):
-            file = open_written(source, size_bytes, self._capabilities)
+            file = open_written(source, size_bytes, self._disk)
         try:
             self._sender.send(file, size_bytes, target)
         finally:
@@ -163,7 +163,7 @@ def _as_written(folder: Path, path: str) -> WrittenFile:
 
 def main() -> None:
     """Serves the socket whose number is the first argument; the second is the niceness."""
-    run(UploadDesk(detect_capabilities()))
+    run(UploadDesk(Disk()))
     os._exit(0)  # threads of the store's client would be waited for
 
 
@@ -172,10 +172,10 @@ class UploadDesk:
     """Does requests, and answers every failure.
 
     Attributes:
-        capabilities: What the platform offers.
+        disk: The file operations of the platform.
     """
 
-    capabilities: Capabilities
+    disk: Disk
     _uploader: Uploader | None = None
     _known: Remote | None = None
     _store: Store | None = field(default=None, repr=False)
@@ -203,7 +203,7 @@ class UploadDesk:
     def _done(self, message: Message, tally: Tally) -> Answer:
         if isinstance(message, Upload):
             if self._uploader is None:
-                self._uploader = Uploader(self.capabilities)
+                self._uploader = Uploader(self.disk)
             return self._uploader.upload(message, self._store_of(message.remote), tally)
         if isinstance(message, Finish):
             return finish(message, self._store_of(message.remote), tally)

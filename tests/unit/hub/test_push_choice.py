@@ -18,7 +18,7 @@ from ckptkit.runs.push_journal import (
     watch_identity,
 )
 from ckptkit.runs.save_order import StepFacts
-from ckptkit.storage.local.syscalls import Capabilities
+from ckptkit.storage.local.disk import Disk
 
 
 def saved(step: int, number: int = 0, loss: float | None = None, whole: bool = True) -> StepFacts:
@@ -118,4 +118,4 @@ def test_one_process_at_a_time_has_the_lock_of_a_run_wherever_its_state_is(tmp_p
     assert identity
     assert watch_identity(run) == identity
     take_watch_lock(state, run).close()
-    take_watch_lock(state, None, Capabilities.none()).close()
+    take_watch_lock(state, None, Disk.portable()).close()

@@ -20,16 +20,12 @@ from ckptkit.core.errors import (
 )
 from ckptkit.storage.buffers import aligned_buffer
 from ckptkit.storage.local import target as staged_files
+from ckptkit.storage.local.disk import Disk, OpenFile
 from ckptkit.storage.local.source import LocalSource
-from ckptkit.storage.local.syscalls import (
-    Capabilities,
-    OpenFile,
-    detect_capabilities,
-)
 from ckptkit.storage.local.target import LocalTarget
 
-NATIVE = detect_capabilities()
-PORTABLE = Capabilities.none()
+NATIVE = Disk()
+PORTABLE = Disk.portable()
 ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="a property of Linux")
 NOT_ROOT = pytest.mark.skipif(
     hasattr(os, "geteuid") and os.geteuid() == 0, reason="root may write anywhere"
@@ -151,12 +147,12 @@ def test_a_name_longer_than_the_file_system_takes_is_an_error(tmp_path: Path) ->
         source.stat("x" * 5000)
 
 
-@pytest.mark.parametrize("capabilities", [NATIVE, PORTABLE])
-def test_descriptors_are_bounded_and_given_back(tmp_path: Path, capabilities: Capabilities) -> None:
+@pytest.mark.parametrize("disk", [NATIVE, PORTABLE])
+def test_descriptors_are_bounded_and_given_back(tmp_path: Path, disk: Disk) -> None:
     for rank in range(1024):
         (tmp_path / f"__{rank}_0.distcp").write_bytes(rank.to_bytes(4, "little"))
     before = open_descriptors() if sys.platform == "linux" else 0
-    source = LocalSource(tmp_path, capabilities=capabilities, open_files=16)
+    source = LocalSource(tmp_path, disk=disk, open_files=16)
     for rank in (*range(1024), 5, 1023, 5):
         assert source.read(f"__{rank}_0.distcp", 0, 4) == rank.to_bytes(4, "little")
     if sys.platform == "linux":
@@ -213,10 +209,12 @@ def test_a_file_goes_on_through_the_page_cache_when_a_direct_write_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Refusing, "count", 0)
-    monkeypatch.setattr(
-        staged_files, "open_direct", lambda path, value: Refusing(path, os.O_WRONLY, value)
-    )
-    target = LocalTarget(tmp_path / "out")
+
+    class Directly(Disk):
+        def open_direct(self, path: Path) -> OpenFile:
+            return Refusing(path, os.O_WRONLY, self)
+
+    target = LocalTarget(tmp_path / "out", disk=Directly())
     data = aligned_buffer(1 << 20)
     data[:] = bytes(range(256)) * 4096
     target.create("x", 3 << 20)
@@ -229,7 +227,7 @@ def test_a_file_goes_on_through_the_page_cache_when_a_direct_write_is_refused(
 
 @pytest.mark.parametrize(("shift", "direct"), [(0, 1), (4096, 1), (17, 1), (1, 0)])
 def test_only_congruent_addresses_go_past_the_page_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shift: int, direct: int
+    tmp_path: Path, shift: int, direct: int
 ) -> None:
     pieces: list[tuple[int, int]] = []
 
@@ -238,14 +236,15 @@ def test_only_congruent_addresses_go_past_the_page_cache(
             pieces.append((start, len(data)))
             super().write_at(start, data)
 
-    monkeypatch.setattr(
-        staged_files, "open_direct", lambda path, value: Recording(path, os.O_WRONLY, value)
-    )
+    class Directly(Disk):
+        def open_direct(self, path: Path) -> OpenFile:
+            return Recording(path, os.O_WRONLY, self)
+
     start = shift if shift != 1 else 0
     buffer = aligned_buffer(1 << 20)
     buffer[:] = os.urandom(1 << 20)
     data = buffer[shift : shift + 900_001]
-    target = LocalTarget(tmp_path / "out")
+    target = LocalTarget(tmp_path / "out", disk=Directly())
     target.create("x", 1 << 20)
     target.write("x", start, data)
     target.commit("x")
@@ -320,11 +319,9 @@ def test_a_filled_output_is_refused_with_exit_5_and_untouched(tmp_path: Path) ->
     assert contents(tmp_path) == {"out/mine": b"mine"}
 
 
-@pytest.mark.parametrize("capabilities", [NATIVE, PORTABLE, replace(NATIVE, exchange=False)])
-def test_an_output_filled_meanwhile_is_left_alone(
-    tmp_path: Path, capabilities: Capabilities
-) -> None:
-    target = LocalTarget(tmp_path / "out", capabilities=capabilities)
+@pytest.mark.parametrize("disk", [NATIVE, PORTABLE, replace(NATIVE, exchange=False)])
+def test_an_output_filled_meanwhile_is_left_alone(tmp_path: Path, disk: Disk) -> None:
+    target = LocalTarget(tmp_path / "out", disk=disk)
     fill(target, {"x": b"x"})
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_bytes(b"mine")

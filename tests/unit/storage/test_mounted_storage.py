@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from ckptkit.core.errors import NoSpaceError, OutputError, OutputExistsError
-from ckptkit.storage.local.syscalls import Capabilities, detect_capabilities
+from ckptkit.storage.local.disk import Disk
 from ckptkit.storage.local.target import LocalTarget
 
-NATIVE = detect_capabilities()
-PORTABLE = Capabilities.none()
+NATIVE = Disk()
+PORTABLE = Disk.portable()
 
 
 def fill(target: LocalTarget, files: dict[str, bytes]) -> None:
@@ -63,7 +63,7 @@ def test_a_full_disk_is_reported_when_the_file_is_created(tmp_path: Path) -> Non
 
 def test_a_full_disk_is_reported_when_it_fills_while_writing(tmp_path: Path) -> None:
     with mounted(tmp_path / "small", *TMPFS) as small:
-        target = LocalTarget(small / "out", capabilities=PORTABLE)
+        target = LocalTarget(small / "out", disk=PORTABLE)
         for name in ("x", "y"):  # without reservation, both seem to fit
             target.create(name, 900_000)
         target.write("x", 0, memoryview(bytes(900_000)))
@@ -74,17 +74,17 @@ def test_a_full_disk_is_reported_when_it_fills_while_writing(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("options", [TMPFS, ("--bind", "bound")], ids=["disk", "bind"])
-@pytest.mark.parametrize("capabilities", [NATIVE, PORTABLE], ids=["native", "portable"])
+@pytest.mark.parametrize("disk", [NATIVE, PORTABLE], ids=["native", "portable"])
 def test_an_empty_mount_point_is_filled_file_by_file(
-    tmp_path: Path, options: tuple[str, ...], capabilities: Capabilities
+    tmp_path: Path, options: tuple[str, ...], disk: Disk
 ) -> None:
     (tmp_path / "bound").mkdir()
     options = tuple(str(tmp_path / "bound") if part == "bound" else part for part in options)
     with mounted(tmp_path / "out", *options) as out:
         (out / "lost+found").mkdir()
-        first = LocalTarget(out, capabilities=capabilities)
-        second = LocalTarget(out, capabilities=capabilities)
-        third = LocalTarget(out, capabilities=capabilities)
+        first = LocalTarget(out, disk=disk)
+        second = LocalTarget(out, disk=disk)
+        third = LocalTarget(out, disk=disk)
         fill(first, {"x": b"x", "folder/y": b"y" * 1000, "last": b"last"})
         fill(second, {"x": b"other", "last": b"last"})
         first.commit("last")

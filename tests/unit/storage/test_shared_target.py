@@ -7,25 +7,20 @@ from pathlib import Path
 import pytest
 
 from ckptkit.core.errors import ChecksumError, OutputError, OutputExistsError
+from ckptkit.storage.local.disk import Disk, OpenFile
 from ckptkit.storage.local.shared_target import SharedTarget
-from ckptkit.storage.local.syscalls import (
-    Capabilities,
-    OpenFile,
-    detect_capabilities,
-    open_for_writing,
-)
 from ckptkit.storage.local.target import LocalTarget
 from ckptkit.storage.shared import filesystem_of, why_no_ranges, why_not_shared
 
 NONCE = "0123456789abcdef"
-NATIVE = detect_capabilities()
+NATIVE = Disk()
 SIZE = 300_000
-each_platform = pytest.mark.parametrize("capabilities", [NATIVE, Capabilities.none()])
+each_platform = pytest.mark.parametrize("disk", [NATIVE, Disk.portable()])
 
 
-def written(out: Path, numbers: range, capabilities: Capabilities = NATIVE) -> list[SharedTarget]:
+def written(out: Path, numbers: range, disk: Disk = NATIVE) -> list[SharedTarget]:
     """Enters an output that many times, each part with its own range of one file."""
-    targets = [SharedTarget(out, NONCE, capabilities=capabilities) for _ in numbers]
+    targets = [SharedTarget(out, NONCE, disk=disk) for _ in numbers]
     for number in reversed(numbers):
         target = targets[number]
         target.create("f", SIZE * len(numbers))
@@ -35,10 +30,8 @@ def written(out: Path, numbers: range, capabilities: Capabilities = NATIVE) -> l
 
 
 @each_platform
-def test_parts_of_several_processes_become_one_file(
-    tmp_path: Path, capabilities: Capabilities
-) -> None:
-    targets = written(tmp_path / "a/out", range(3), capabilities)
+def test_parts_of_several_processes_become_one_file(tmp_path: Path, disk: Disk) -> None:
+    targets = written(tmp_path / "a/out", range(3), disk)
     assert targets[0].absent([f"part-{i}" for i in range(4)]) == ["part-3"]
     targets[1].commit("last", b"done")
     for target in targets:
@@ -198,16 +191,13 @@ def test_the_innermost_mount_tells_the_file_system(tmp_path: Path) -> None:
     assert not filesystem_of(tmp_path, mounts=tmp_path / "absent")
 
 
-def test_two_processes_may_try_the_storage_at_the_same_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def meet(path: Path, capabilities: Capabilities) -> OpenFile:
-        monkeypatch.undo()
-        assert why_no_ranges(tmp_path, tmp_path, NATIVE) == ""
-        return open_for_writing(path, capabilities)
+def test_two_processes_may_try_the_storage_at_the_same_time(tmp_path: Path) -> None:
+    class Meeting(Disk):
+        def open_for_writing(self, path: Path) -> OpenFile:
+            assert why_no_ranges(tmp_path, tmp_path, NATIVE) == ""
+            return NATIVE.open_for_writing(path)
 
-    monkeypatch.setattr("ckptkit.storage.shared.open_for_writing", meet)
-    assert why_no_ranges(tmp_path, tmp_path, NATIVE) == ""
+    assert why_no_ranges(tmp_path, tmp_path, Meeting()) == ""
 
 
 def test_storage_that_takes_no_ranges_is_found_out(
@@ -220,6 +210,6 @@ def test_storage_that_takes_no_ranges_is_found_out(
 
     for refused in ("write_at", "truncate"):
         with monkeypatch.context() as patch:
-            patch.setattr(f"ckptkit.storage.local.syscalls.OpenFile.{refused}", refuse)
+            patch.setattr(f"ckptkit.storage.local.disk.OpenFile.{refused}", refuse)
             assert "operation not supported" in why_no_ranges(tmp_path, tmp_path, NATIVE)
     assert not list(tmp_path.iterdir())

@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 
 from ckptkit.core.errors import OutputError
-from ckptkit.storage.local.syscalls import Capabilities, detect_capabilities
+from ckptkit.storage.local.disk import Disk
 from ckptkit.storage.shared import WorkNotes
 
-NATIVE = detect_capabilities()
-each_platform = pytest.mark.parametrize("capabilities", [NATIVE, Capabilities.none()])
+NATIVE = Disk()
+each_platform = pytest.mark.parametrize("disk", [NATIVE, Disk.portable()])
 
 
 @each_platform
-def test_the_first_note_of_a_name_stays(tmp_path: Path, capabilities: Capabilities) -> None:
-    notes = WorkNotes(tmp_path, tmp_path / "out", capabilities)
+def test_the_first_note_of_a_name_stays(tmp_path: Path, disk: Disk) -> None:
+    notes = WorkNotes(tmp_path, tmp_path / "out", disk)
     assert notes.get("plan") is None
     assert notes.put("plan", b"first") == b"first"
     assert notes.put("plan", b"second") == b"first"

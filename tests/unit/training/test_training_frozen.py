@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ckptkit.core.index import Box
-from ckptkit.storage.local.syscalls import detect_capabilities
+from ckptkit.storage.local.disk import Disk
 from ckptkit.training.save.commit import Attempt
 from ckptkit.training.save.frozen import FrozenFiles, SaveFiles
 from ckptkit.training.save.layout import SavePlan, plan_save
@@ -27,7 +27,7 @@ from ckptkit.writer.failures import Tally
 from ckptkit.writer.messages import Persist, Written
 from ckptkit.writer.persist import Persister
 
-NATIVE = detect_capabilities()
+NATIVE = Disk()
 UNIT = "pytorch_model_fsdp_0"
 FROZEN = f"{UNIT}/__0_frozen_0.distcp"
 
@@ -50,7 +50,7 @@ class Job:
         self.turned = nn.Parameter(torch.randn(300, 200).T, requires_grad=False)
         self.adapter = nn.Parameter(torch.randn(256, 8))
         self.files = FrozenFiles("0123abcd", 0, in_flight)
-        self.capabilities = NATIVE
+        self.disk = NATIVE
         self.replaced: torch.Tensor | None = None
         self.notes: tuple[str, ...] = ()
         self.further: dict[str, torch.Tensor] = {}  # that is trained
@@ -90,7 +90,7 @@ class Job:
         self.answers: list[Written] = []
         for number, wave in enumerate(files.waves):
             self.stager.stage(plan, pieces, number, frozen=files.frozen).wait()
-            persister = Persister(self.capabilities)
+            persister = Persister(self.disk)
             persister.attach(os.dup(self._buffer.descriptor), self._buffer.size_bytes)
             answer = persister.persist(
                 Persist(
@@ -293,7 +293,7 @@ def test_frozen_weights_in_waves_are_linked_as_well(tmp_path: Path) -> None:
 
 
 def test_where_links_are_refused_it_is_said_once_and_all_is_always_written(job: Job) -> None:
-    job.capabilities = replace(NATIVE, hard_links=False)
+    job.disk = replace(NATIVE, hard_links=False)
     assert not job.linked()
     assert [note for note in job.notes if "hard links were refused" in note]
     assert not job.linked()

@@ -17,7 +17,7 @@ from ckptkit.core.errors import OutputError, RefusedError, UsageError
 from ckptkit.core.manifest import MANIFEST_NAME, FileRecord, Manifest
 from ckptkit.runs.marks import ask_for_save, run_is_live, take_run_lock
 from ckptkit.runs.save_order import Retention, steps_to_remove
-from ckptkit.storage.local.syscalls import detect_capabilities
+from ckptkit.storage.local.disk import Disk
 from ckptkit.training import runs
 from ckptkit.training.runs import RunFolder, saved_steps
 
@@ -268,7 +268,7 @@ def test_a_file_system_without_locks_gets_a_warning(
 def test_a_platform_without_locks_has_none(tmp_path: Path) -> None:
     import dataclasses
 
-    able = dataclasses.replace(detect_capabilities(), locks=False)
+    able = dataclasses.replace(Disk(), locks=False)
     assert take_run_lock(tmp_path, able) is None
     assert run_is_live(tmp_path, able) is None
 

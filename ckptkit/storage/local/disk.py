@@ -1,9 +1,6 @@
-"""Every system call that has to have a portable fallback, and nothing else.
+"""The system calls that need a portable fallback, and a bounded pool of open files.
 
-What the platform can do is a value that callers pass in, so that a test chooses the fallback by
-passing another one.
-
-A bounded set of open files that several threads share.
+Callers pass a `Disk`, so that a test forces a fallback by passing another one.
 """
 
 from __future__ import annotations
@@ -38,47 +35,6 @@ _NONBLOCK: int = getattr(os, "O_NONBLOCK", 0)
 _NOFOLLOW: int = getattr(os, "O_NOFOLLOW", 0)
 
 
-@dataclass(frozen=True, slots=True)
-class Capabilities:
-    """What the platform offers; a False makes the fallback run.
-
-    Attributes:
-        positional_io: Reads and writes at an offset, without a shared file position.
-        direct_io: Writes that go past the page cache.
-        directory_sync: Making the entries of a directory durable.
-        exchange: Swapping two directories in one step.
-        locks: Locks that end with their process.
-        preallocation: Reserving the blocks of a file before they are written.
-        hard_links: Giving a file a second name.
-    """
-
-    positional_io: bool
-    direct_io: bool
-    directory_sync: bool
-    exchange: bool
-    locks: bool
-    preallocation: bool
-    hard_links: bool
-
-    @classmethod
-    def none(cls) -> Capabilities:
-        """Returns the value under which only what every platform has is used."""
-        return cls(*[False] * 7)
-
-
-def detect_capabilities() -> Capabilities:
-    """Returns what this platform offers; a file system may still refuse, which is handled."""
-    return Capabilities(
-        positional_io=hasattr(os, "preadv") and hasattr(os, "pwrite"),
-        direct_io=hasattr(os, "O_DIRECT"),
-        directory_sync=os.name == "posix",
-        exchange=sys.platform == "linux",
-        locks=os.name == "posix",
-        preallocation=hasattr(os, "posix_fallocate"),
-        hard_links=hasattr(os, "link"),
-    )
-
-
 def is_out_of_space(error: OSError) -> bool:
     """Says whether a call failed because the disk or the quota is full."""
     return error.errno in _OUT_OF_SPACE
@@ -94,7 +50,7 @@ class OpenFile:
 
     __slots__ = ("_file", "_lock", "_positional")
 
-    def __init__(self, path: Path, flags: int, capabilities: Capabilities) -> None:
+    def __init__(self, path: Path, flags: int, disk: Disk) -> None:
         writable = bool(flags & (os.O_WRONLY | os.O_RDWR))
         descriptor = os.open(path, flags | _BINARY, 0o666)
         try:
@@ -102,7 +58,7 @@ class OpenFile:
         except OSError:  # a directory
             os.close(descriptor)
             raise
-        self._positional = capabilities.positional_io
+        self._positional = disk.positional_io
         self._lock = threading.Lock()
 
     def status(self) -> os.stat_result:
@@ -147,7 +103,7 @@ class OpenFile:
         Source:
             fallocate: https://man7.org/linux/man-pages/man2/fallocate.2.html
         """
-        import ctypes  # only outputs that several processes write pay for it
+        import ctypes  # only outputs that several processes write need it
 
         call = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
         if call is None:
@@ -163,10 +119,10 @@ class OpenFile:
         os.fsync(self._file.fileno())
 
     def lock(self, *, shared: bool = False) -> bool:
-        """Takes the lock that ends with the process; False where somebody else has it.
+        """Takes the lock that ends with the process; returns False if another process has it.
 
         Args:
-            shared: Whether other processes may have it too, if they want it shared as well.
+            shared: Whether other processes may hold it at the same time, shared as well.
         """
         import fcntl  # not there on Windows
 
@@ -212,42 +168,155 @@ class OpenFile:
             return self._file.write(data) or 0
 
 
-def open_for_reading(path: Path, capabilities: Capabilities) -> OpenFile:
-    """Opens a file without ever waiting for a writer at the other end of a pipe."""
-    return OpenFile(path, os.O_RDONLY | _NONBLOCK | _NOFOLLOW, capabilities)
+@dataclass(frozen=True, slots=True)
+class Disk:
+    """The file operations of this platform. An attribute that is False makes the fallback run.
 
+    A file system may refuse an operation that the platform has; the fallback runs then, too.
 
-def create_file(path: Path, size_bytes: int, capabilities: Capabilities) -> None:
-    """Makes a new file of that size, with its blocks reserved where that is possible."""
-    # Asked before reserving: a reservation that fails half-way has filled the disk meanwhile.
-    room = shutil.disk_usage(path.parent)
-    if room.total and size_bytes > room.free:  # some file systems do not count, and say 0
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-    file = OpenFile(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, capabilities)
-    try:
-        if size_bytes and not (capabilities.preallocation and _preallocated(file, size_bytes)):
-            file.truncate(size_bytes)
-    except BaseException:
-        file.close()  # before it is removed, or Windows would not let it go
-        path.unlink()
-        raise
-    file.close()
-
-
-def join_file(path: Path, size_bytes: int, capabilities: Capabilities) -> None:
-    """Makes a file of that size unless another process has made it already.
-
-    Its blocks are reserved where the file system can do that without writing to them, which may
-    be another process's by now: writers to holes would have to wait for each other.
+    Attributes:
+        positional_io: Reads and writes at an offset, without a shared file position.
+        direct_io: Writes that bypass the page cache.
+        directory_sync: Making the entries of a directory durable.
+        exchange: Swapping two directories in one step.
+        locks: Locks that end with their process.
+        preallocation: Reserving the blocks of a file before they are written.
+        hard_links: Giving a file a second name.
     """
-    file = OpenFile(path, os.O_WRONLY | os.O_CREAT, capabilities)
-    try:
-        if file.status().st_size < size_bytes:
-            file.truncate(size_bytes)
-        if size_bytes >= _MIN_RESERVED_BYTES and capabilities.preallocation:
-            file.reserve(size_bytes)
-    finally:
+
+    positional_io: bool = hasattr(os, "preadv") and hasattr(os, "pwrite")
+    direct_io: bool = hasattr(os, "O_DIRECT")
+    directory_sync: bool = os.name == "posix"
+    exchange: bool = sys.platform == "linux"
+    locks: bool = os.name == "posix"
+    preallocation: bool = hasattr(os, "posix_fallocate")
+    hard_links: bool = hasattr(os, "link")
+
+    @classmethod
+    def portable(cls) -> Disk:
+        """Returns a disk that uses only what every platform has."""
+        return cls(*[False] * 7)
+
+    def open(self, path: Path, flags: int) -> OpenFile:
+        return OpenFile(path, flags, self)
+
+    def open_for_reading(self, path: Path) -> OpenFile:
+        """Opens a file without ever waiting for a writer at the other end of a pipe."""
+        return OpenFile(path, os.O_RDONLY | _NONBLOCK | _NOFOLLOW, self)
+
+    def open_for_writing(self, path: Path) -> OpenFile:
+        return OpenFile(path, os.O_WRONLY, self)
+
+    def open_direct(self, path: Path) -> OpenFile | None:
+        """Opens an existing file for writes that bypass the page cache; None if refused."""
+        if not self.direct_io:
+            return None
+        try:
+            return OpenFile(path, os.O_WRONLY | os.O_DIRECT, self)
+        except OSError as error:
+            if is_refused(error):
+                return None
+            raise
+
+    def open_locked(self, path: Path, *, shared: bool = False) -> OpenFile | None:
+        """Opens or makes a lock file and takes its lock.
+
+        The lock is only valid while `path` still names the locked file: the previous owner may
+        have removed it between the opening and the locking.
+
+        Returns:
+            The file, whose closing releases the lock, or None if another process has it.
+        """
+        file = OpenFile(path, os.O_RDWR | os.O_CREAT | _NOFOLLOW, self)
+        try:
+            if file.lock(shared=shared) and os.path.samestat(file.status(), path.stat()):
+                return file
+        except FileNotFoundError:
+            pass
+        except OSError:
+            file.close()
+            raise
         file.close()
+        return None
+
+    def create_file(self, path: Path, size_bytes: int) -> None:
+        """Makes a new file of that size, with its blocks reserved where that is possible."""
+        # Checked before reserving: a reservation that fails half-way has filled the disk meanwhile.
+        room = shutil.disk_usage(path.parent)
+        if room.total and size_bytes > room.free:  # some file systems do not count, and say 0
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        file = OpenFile(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, self)
+        try:
+            if size_bytes and not (self.preallocation and _preallocated(file, size_bytes)):
+                file.truncate(size_bytes)
+        except BaseException:
+            file.close()  # before it is removed: Windows does not remove open files
+            path.unlink()
+            raise
+        file.close()
+
+    def join_file(self, path: Path, size_bytes: int) -> None:
+        """Makes a file of that size unless another process has made it already.
+
+        Its blocks are reserved where the file system can do that without writing to them, since
+        another process may have written them: writers to holes would have to wait for each other.
+        """
+        file = OpenFile(path, os.O_WRONLY | os.O_CREAT, self)
+        try:
+            if file.status().st_size < size_bytes:
+                file.truncate(size_bytes)
+            if size_bytes >= _MIN_RESERVED_BYTES and self.preallocation:
+                file.reserve(size_bytes)
+        finally:
+            file.close()
+
+    def link_file(self, path: Path, name: Path) -> None:
+        """Gives a file a second name; neither is durable before its directory is synced."""
+        if not self.hard_links:
+            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP), str(name))
+        os.link(path, name)
+
+    def sync_directory(self, path: Path) -> None:
+        """Makes the entries of a directory durable, where the file system has such a thing."""
+        if not self.directory_sync:
+            return
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | _BINARY)
+        try:
+            os.fsync(descriptor)
+        except OSError as error:
+            if not is_refused(error):
+                raise
+        finally:
+            os.close(descriptor)
+
+    def exchange_folders(self, first: Path, second: Path) -> bool:
+        """Swaps two directories in one step.
+
+        Returns:
+            False where the kernel or the file system does not offer that.
+
+        Source:
+            renameat2 with RENAME_EXCHANGE: https://man7.org/linux/man-pages/man2/rename.2.html
+        """
+        if not self.exchange:
+            return False
+        import ctypes  # only an overwriting commit needs it
+
+        library = ctypes.CDLL(None, use_errno=True)
+        try:
+            call = library.renameat2
+        except AttributeError:
+            return False
+        names = os.fsencode(first), os.fsencode(second)
+        if call(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0:
+            return True
+        error = OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(second))
+        if is_refused(error):
+            return False
+        raise error
+
+
+LOCAL_DISK = Disk()
 
 
 def _preallocated(file: OpenFile, size_bytes: int) -> bool:
@@ -258,92 +327,6 @@ def _preallocated(file: OpenFile, size_bytes: int) -> bool:
             return False
         raise
     return True
-
-
-def open_for_writing(path: Path, capabilities: Capabilities) -> OpenFile:
-    return OpenFile(path, os.O_WRONLY, capabilities)
-
-
-def open_direct(path: Path, capabilities: Capabilities) -> OpenFile | None:
-    """Opens a file that exists, to write past the page cache; None where that is refused."""
-    if not capabilities.direct_io:
-        return None
-    try:
-        return OpenFile(path, os.O_WRONLY | os.O_DIRECT, capabilities)
-    except OSError as error:
-        if is_refused(error):
-            return None
-        raise
-
-
-def open_locked(path: Path, capabilities: Capabilities, *, shared: bool = False) -> OpenFile | None:
-    """Opens or makes a lock file and takes its lock.
-
-    The lock is only worth something while `path` still names the file that was locked: whoever
-    had it before may have removed it between the opening and the locking.
-
-    Returns:
-        The file, whose closing gives the lock back, or None where somebody else has it.
-    """
-    file = OpenFile(path, os.O_RDWR | os.O_CREAT | _NOFOLLOW, capabilities)
-    try:
-        if file.lock(shared=shared) and os.path.samestat(file.status(), path.stat()):
-            return file
-    except FileNotFoundError:
-        pass
-    except OSError:
-        file.close()
-        raise
-    file.close()
-    return None
-
-
-def link_file(path: Path, name: Path, capabilities: Capabilities) -> None:
-    """Gives a file a second name; neither of the two is durable before its directory is synced."""
-    if not capabilities.hard_links:
-        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP), str(name))
-    os.link(path, name)
-
-
-def sync_directory(path: Path, capabilities: Capabilities) -> None:
-    """Makes the entries of a directory durable, where the file system has such a thing."""
-    if not capabilities.directory_sync:
-        return
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | _BINARY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if not is_refused(error):
-            raise
-    finally:
-        os.close(descriptor)
-
-
-def exchange(first: Path, second: Path, capabilities: Capabilities) -> bool:
-    """Swaps two directories in one step.
-
-    Returns:
-        False where the kernel or the file system does not offer that.
-
-    Source:
-        renameat2 with RENAME_EXCHANGE: https://man7.org/linux/man-pages/man2/rename.2.html
-    """
-    if not capabilities.exchange:
-        return False
-    import ctypes  # only an overwriting commit pays for it
-
-    library = ctypes.CDLL(None, use_errno=True)
-    try:
-        call = library.renameat2
-    except AttributeError:
-        return False
-    names = os.fsencode(first), os.fsencode(second)
-    if call(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0:
-        return True
-    error = OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(second))
-    if is_refused(error):
-        return False
-    raise error
 
 
 class Closable(Protocol):

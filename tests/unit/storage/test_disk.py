@@ -16,26 +16,18 @@ from types import SimpleNamespace
 import pytest
 
 from ckptkit.storage.buffers import HUGE_PAGE_BYTES, address_of, aligned_buffer
-from ckptkit.storage.local.syscalls import (
+from ckptkit.storage.local.disk import (
     BLOCK_BYTES,
     PAGE_BYTES,
-    Capabilities,
+    Disk,
     OpenFile,
-    create_file,
-    detect_capabilities,
-    exchange,
     is_out_of_space,
     is_refused,
-    open_direct,
-    open_for_reading,
-    open_for_writing,
-    open_locked,
-    sync_directory,
 )
 
-NATIVE = detect_capabilities()
-PORTABLE = Capabilities.none()
-BOTH = pytest.mark.parametrize("capabilities", [NATIVE, PORTABLE], ids=["native", "portable"])
+NATIVE = Disk()
+PORTABLE = Disk.portable()
+BOTH = pytest.mark.parametrize("disk", [NATIVE, PORTABLE], ids=["native", "portable"])
 ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="a system call of Linux")
 
 
@@ -53,14 +45,14 @@ class Stuttering(OpenFile):
 
 
 @BOTH
-def test_partial_reads_and_writes_are_continued(tmp_path: Path, capabilities: Capabilities) -> None:
+def test_partial_reads_and_writes_are_continued(tmp_path: Path, disk: Disk) -> None:
     path = tmp_path / "x"
     path.write_bytes(bytes(20))
-    file = Stuttering(path, os.O_WRONLY, capabilities)
+    file = Stuttering(path, os.O_WRONLY, disk)
     file.write_at(5, memoryview(b"0123456789"))
     file.close()
     assert path.read_bytes() == bytes(5) + b"0123456789" + bytes(5)
-    file = Stuttering(path, os.O_RDONLY, capabilities)
+    file = Stuttering(path, os.O_RDONLY, disk)
     target = bytearray(100)
     assert file.read_at(5, memoryview(target)) == 15
     assert target[:15] == b"0123456789" + bytes(5)
@@ -70,12 +62,10 @@ def test_partial_reads_and_writes_are_continued(tmp_path: Path, capabilities: Ca
 
 
 @BOTH
-def test_threads_that_share_a_file_do_not_disturb_each_other(
-    tmp_path: Path, capabilities: Capabilities
-) -> None:
+def test_threads_that_share_a_file_do_not_disturb_each_other(tmp_path: Path, disk: Disk) -> None:
     path = tmp_path / "x"
-    create_file(path, 80_000, capabilities)
-    file = open_for_writing(path, capabilities)
+    disk.create_file(path, 80_000)
+    file = disk.open_for_writing(path)
 
     def write(thread: int) -> None:
         for turn in range(100):
@@ -93,32 +83,32 @@ def test_threads_that_share_a_file_do_not_disturb_each_other(
 @BOTH
 @pytest.mark.parametrize("size_bytes", [0, 1, 12_345])
 def test_a_new_file_has_its_size_and_is_never_an_old_one(
-    tmp_path: Path, capabilities: Capabilities, size_bytes: int
+    tmp_path: Path, disk: Disk, size_bytes: int
 ) -> None:
-    create_file(tmp_path / "x", size_bytes, capabilities)
+    disk.create_file(tmp_path / "x", size_bytes)
     assert (tmp_path / "x").stat().st_size == size_bytes
     with pytest.raises(FileExistsError):
-        create_file(tmp_path / "x", size_bytes, capabilities)
+        disk.create_file(tmp_path / "x", size_bytes)
 
 
 @ON_LINUX
 def test_preallocation_reserves_the_blocks(tmp_path: Path) -> None:
-    create_file(tmp_path / "x", 1 << 20, NATIVE)
-    create_file(tmp_path / "y", 1 << 20, replace(NATIVE, preallocation=False))
+    NATIVE.create_file(tmp_path / "x", 1 << 20)
+    replace(NATIVE, preallocation=False).create_file(tmp_path / "y", 1 << 20)
     assert (tmp_path / "x").stat().st_blocks * 512 >= 1 << 20
     assert (tmp_path / "y").stat().st_blocks == 0
 
 
 @BOTH
 def test_more_than_is_free_is_refused_before_anything_is_reserved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capabilities: Capabilities
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk: Disk
 ) -> None:
     # Told, not true: a real attempt would fill the disk.
     usage = SimpleNamespace(total=9000, free=1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
-    create_file(tmp_path / "fits", 1000, capabilities)
+    disk.create_file(tmp_path / "fits", 1000)
     with pytest.raises(OSError, match="No space left") as caught:
-        create_file(tmp_path / "large", 1001, capabilities)
+        disk.create_file(tmp_path / "large", 1001)
     assert is_out_of_space(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["fits"]
 
@@ -133,7 +123,7 @@ def test_a_reservation_that_fails_half_way_leaves_no_file(
 
     monkeypatch.setattr(OpenFile, "preallocate", fail)
     with pytest.raises(OSError, match="No space left"):
-        create_file(tmp_path / "x", 4096, NATIVE)
+        NATIVE.create_file(tmp_path / "x", 4096)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -145,14 +135,14 @@ def test_a_file_system_that_reserves_nothing_still_gets_the_size(
         raise OSError(errno.EOPNOTSUPP, f"{file} does not reserve {size_bytes}")
 
     monkeypatch.setattr(OpenFile, "preallocate", refuse)
-    create_file(tmp_path / "x", 4096, NATIVE)
+    NATIVE.create_file(tmp_path / "x", 4096)
     assert (tmp_path / "x").stat().st_size == 4096
 
 
 @BOTH
-def test_a_directory_is_not_opened_as_a_file(tmp_path: Path, capabilities: Capabilities) -> None:
+def test_a_directory_is_not_opened_as_a_file(tmp_path: Path, disk: Disk) -> None:
     with pytest.raises(OSError, match="directory"):
-        open_for_reading(tmp_path, capabilities)
+        disk.open_for_reading(tmp_path)
 
 
 @ON_LINUX
@@ -160,27 +150,27 @@ def test_a_link_is_not_followed_when_a_file_is_opened(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"x")
     (tmp_path / "link").symlink_to("x")
     with pytest.raises(OSError, match="symbolic links"):
-        open_for_reading(tmp_path / "link", NATIVE)
+        NATIVE.open_for_reading(tmp_path / "link")
     with pytest.raises(OSError, match="symbolic links"):
-        open_locked(tmp_path / "link", NATIVE)
+        NATIVE.open_locked(tmp_path / "link")
 
 
 def test_direct_io_is_off_where_it_is_not_offered(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"x")
-    assert open_direct(tmp_path / "x", PORTABLE) is None
+    assert PORTABLE.open_direct(tmp_path / "x") is None
 
 
 @ON_LINUX
 def test_direct_io_is_off_where_the_file_system_refuses_it() -> None:
-    assert open_direct(Path("/proc/self/comm"), NATIVE) is None
+    assert NATIVE.open_direct(Path("/proc/self/comm")) is None
 
 
 @BOTH
-def test_a_directory_is_synced_or_left_alone(tmp_path: Path, capabilities: Capabilities) -> None:
-    sync_directory(tmp_path, capabilities)
-    if capabilities.directory_sync:
+def test_a_directory_is_synced_or_left_alone(tmp_path: Path, disk: Disk) -> None:
+    disk.sync_directory(tmp_path)
+    if disk.directory_sync:
         with pytest.raises(FileNotFoundError):
-            sync_directory(tmp_path / "none", capabilities)
+            disk.sync_directory(tmp_path / "none")
 
 
 @ON_LINUX
@@ -188,31 +178,31 @@ def test_two_directories_change_places(tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / f"in_{name}").touch()
-    assert exchange(tmp_path / "a", tmp_path / "b", NATIVE)
+    assert NATIVE.exchange_folders(tmp_path / "a", tmp_path / "b")
     assert (tmp_path / "a" / "in_b").exists()
     assert (tmp_path / "b" / "in_a").exists()
     with pytest.raises(FileNotFoundError):
-        exchange(tmp_path / "a", tmp_path / "none", NATIVE)
-    assert not exchange(tmp_path / "a", tmp_path / "b", PORTABLE)
+        NATIVE.exchange_folders(tmp_path / "a", tmp_path / "none")
+    assert not PORTABLE.exchange_folders(tmp_path / "a", tmp_path / "b")
     assert (tmp_path / "a" / "in_b").exists()
 
 
 @pytest.mark.skipif(not NATIVE.locks, reason="this platform has no such locks")
 def test_a_lock_is_held_until_closed_or_until_the_process_ends(tmp_path: Path) -> None:
     path = tmp_path / ".lock"
-    first = open_locked(path, NATIVE)
+    first = NATIVE.open_locked(path)
     assert first is not None
-    assert open_locked(path, NATIVE) is None
+    assert NATIVE.open_locked(path) is None
     first.close()
     code = (
-        "import os, sys; from pathlib import Path; from ckptkit.storage.local.syscalls import *\n"
-        f"assert open_locked(Path({str(path)!r}), detect_capabilities())\n"
+        "import os, sys; from pathlib import Path; from ckptkit.storage.local.disk import *\n"
+        f"assert Disk().open_locked(Path({str(path)!r}))\n"
         "os.kill(os.getpid(), 9)"
     )
     subprocess.run(
         [sys.executable, "-c", code], check=False, env={"PYTHONPATH": os.pathsep.join(sys.path)}
     )
-    second = open_locked(path, NATIVE)
+    second = NATIVE.open_locked(path)
     assert second is not None
     second.close()
 
@@ -227,8 +217,8 @@ def test_a_lock_on_a_removed_file_is_worth_nothing(tmp_path: Path) -> None:
             return super().lock(shared=shared)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ckptkit.storage.local.syscalls.OpenFile", Unlucky)
-        assert open_locked(path, NATIVE) is None
+        patch.setattr("ckptkit.storage.local.disk.OpenFile", Unlucky)
+        assert NATIVE.open_locked(path) is None
 
 
 def test_buffers_are_aligned_zeroed_and_writable() -> None:
