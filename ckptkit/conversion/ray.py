@@ -26,7 +26,7 @@ from ckptkit.plan.shares import Share, shares_for, tasks_of
 from ckptkit.storage.base import distant
 from ckptkit.storage.local.workdir import NONCE_BYTES
 from ckptkit.storage.places import PathLike, SharedPlace, is_url
-from ckptkit.storage.shared import Attempt
+from ckptkit.storage.shared import OutputAttempt
 
 _OPTION = "--engine ray"
 
@@ -45,7 +45,7 @@ class NodeStation:
 
     job: Job
     out: PathLike
-    attempt: Attempt
+    attempt: OutputAttempt
     fingerprint: str
     are_threads_chosen: bool
 
@@ -97,7 +97,7 @@ def write_on_ray(
     with job.prepared() as prepared:
         listener(Planned(prepared.plan.notes))
         nonce = os.urandom(NONCE_BYTES).hex()
-        attempt = Attempt(nonce, overwrite=overwrite, is_agreed=False, seen=seen)
+        attempt = OutputAttempt(nonce, overwrite=overwrite, is_agreed=False, seen=seen)
         target = place.open(attempt, cut_of(prepared.plan))
         try:
             target.sweep()

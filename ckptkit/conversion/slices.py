@@ -40,7 +40,7 @@ from ckptkit.plan.plan import TASK_BYTES, OutputFile, Plan, Task
 from ckptkit.plan.shares import Share, object_parts, tasks_of, tasks_within
 from ckptkit.storage.local.workdir import NONCE_BYTES
 from ckptkit.storage.places import PathLike, SharedPlace
-from ckptkit.storage.shared import Attempt, Cut, SharedOutput
+from ckptkit.storage.shared import Cut, OutputAttempt, SharedOutput
 
 
 class Job(Protocol):
@@ -181,7 +181,7 @@ def run_slice(
             listener(OutputKept(os.fspath(out)))
             return SliceDone(share, (), earlier)
         name = fingerprint_of(prepared)[: 2 * NONCE_BYTES]
-        attempt = Attempt(_NONCE, name, overwrite=overwrite, seen=seen)
+        attempt = OutputAttempt(_NONCE, name, overwrite=overwrite, seen=seen)
         target = place.open(attempt, cut_of(prepared.plan))
         try:
             _meet(prepared, target, share)

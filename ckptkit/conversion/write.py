@@ -42,7 +42,7 @@ from ckptkit.runs.marking import read_at_store
 from ckptkit.storage.base import CopyingTarget, Target, distant
 from ckptkit.storage.local.target import output_exists
 from ckptkit.storage.local.workdir import is_empty
-from ckptkit.storage.place_identity import Overlap, find_overlap
+from ckptkit.storage.place_identity import PlaceRelation, find_overlap
 from ckptkit.storage.places import Place, is_url, local_path, place_of
 from ckptkit.storage.remote.s3 import S3_PROTOCOLS
 from ckptkit.storage.replacing import refuse_unnamed_in
@@ -337,7 +337,7 @@ def check_destination(
         read.append((base, "base"))
     for place, what in read:
         _refuse_nested(place_of(place), place_of(out), what, overwrite=overwrite)
-    if like is not None and find_overlap(out, like) is Overlap.AROUND:
+    if like is not None and find_overlap(out, like) is PlaceRelation.AROUND:
         _refuse_around(place_of(out), "model of --like")
     if is_url(out):
         from ckptkit.storage.remote.stream_target import (
@@ -359,9 +359,9 @@ def _refuse_nested(source: Place, out: Place, what: str, *, overwrite: bool) -> 
         # A file may be converted into a folder in its own, unless it is a part of a checkpoint.
         is_single = path.suffix != ".distcp" and path.name != METADATA
     overlap = find_overlap(out, folder)
-    if overlap is Overlap.NONE or (overlap is Overlap.INSIDE and is_single):
+    if overlap is PlaceRelation.NONE or (overlap is PlaceRelation.INSIDE and is_single):
         return
-    if overlap is Overlap.INSIDE or (overlap is Overlap.SAME and not is_single):
+    if overlap is PlaceRelation.INSIDE or (overlap is PlaceRelation.SAME and not is_single):
         raise RefusedError(
             f"the output would lie inside the {what}",
             where=out.location,

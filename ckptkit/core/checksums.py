@@ -200,7 +200,7 @@ _FEW = 32  # ranges whose sums are joined faster one by one
 _MASK = (1 << 64) - 1
 
 
-class Share(NamedTuple):
+class ChecksumShare(NamedTuple):
     """What one process knows of a tensor.
 
     Attributes:
@@ -213,14 +213,14 @@ class Share(NamedTuple):
     crc32: int = 0
     edges: int = 0
 
-    def joined(self, other: Share) -> Share:
+    def joined(self, other: ChecksumShare) -> ChecksumShare:
         """Returns the share of both."""
-        return Share(self.crc32 ^ other.crc32, (self.edges + other.edges) & _MASK)
+        return ChecksumShare(self.crc32 ^ other.crc32, (self.edges + other.edges) & _MASK)
 
 
 def share_of(
     starts: Ints, length_bytes: int, crc32s: NDArray[np.uint32], total_bytes: int
-) -> Share:
+) -> ChecksumShare:
     """Returns the share of some ranges of one length.
 
     Args:
@@ -232,7 +232,7 @@ def share_of(
     stops = starts + length_bytes
     edges = int(_marks(stops).sum(dtype=np.uint64)) - int(_marks(starts).sum(dtype=np.uint64))
     crc32 = crc32_moved(_joined(starts, crc32s), total_bytes - int(stops[-1]))
-    return Share(crc32, edges & _MASK)
+    return ChecksumShare(crc32, edges & _MASK)
 
 
 def _joined(starts: Ints, crc32s: NDArray[np.uint32]) -> int:
@@ -253,7 +253,7 @@ def _joined(starts: Ints, crc32s: NDArray[np.uint32]) -> int:
     return int(level[0])
 
 
-def is_whole(share: Share, total_bytes: int) -> bool:
+def is_whole(share: ChecksumShare, total_bytes: int) -> bool:
     """Tells whether the joined shares are those of every byte, each written once."""
     return share.edges == (_mark(total_bytes) - _mark(0)) & _MASK
 

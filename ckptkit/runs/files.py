@@ -14,7 +14,7 @@ from ckptkit.core.manifest import (
 from ckptkit.formats.base import Candidate
 from ckptkit.formats.registry import SEARCH_DEPTH, recognise
 from ckptkit.runs.steps import step_folder
-from ckptkit.storage.base import Source, distant, foresee, is_there
+from ckptkit.storage.base import Source, distant, is_there, prefetch
 from ckptkit.storage.manifests import read_manifest
 
 _ARCHIVES = (".bin", ".pt", ".pth", ".ckpt")
@@ -35,10 +35,10 @@ def listed_files(source: Source) -> list[str]:
     known = set(paths)
     steps = dict.fromkeys(step_folder(one.folder) for one in recognise(paths)) or [""]
     expected = [posixpath.join(step, name) for step in steps for name in _OF_STEPS]
-    foresee(source, [FileRange(path, 0, 0) for path in expected if path not in known])
+    prefetch(source, [FileRange(path, 0, 0) for path in expected if path not in known])
     manifests = [path for path in paths if posixpath.basename(path) == MANIFEST_NAME]
     manifests += [path for path in expected[:: len(_OF_STEPS)] if path not in known]
-    foresee(source, list(_extents(source, manifests)))
+    prefetch(source, list(_extents(source, manifests)))
     for path in manifests:
         named = (one for one in _named(source, path) if one not in known)
         known.update(one for one in named if is_there(source, one))
@@ -48,7 +48,7 @@ def listed_files(source: Source) -> list[str]:
 def foresee_headers(source: Source, candidate: Candidate) -> None:
     """Has the headers of all files of a checkpoint read at once, where each costs a round trip."""
     if distant(source) is not None:
-        foresee(source, list(_headers(source, candidate)))
+        prefetch(source, list(_headers(source, candidate)))
 
 
 def _headers(source: Source, candidate: Candidate) -> Iterator[FileRange]:

@@ -27,7 +27,7 @@ from ckptkit.runs.local import StoredFile
 from ckptkit.runs.marks import MARKS_FOLDER
 from ckptkit.storage.places import PathLike, Place, place_of
 from ckptkit.storage.remote.errors import as_input_error, told
-from ckptkit.storage.remote.store import StoredObject, store_of
+from ckptkit.storage.remote.store import ObjectInfo, store_of
 
 _MOST_BYTES = 64 << 20
 Answer = TypeVar("Answer")
@@ -54,10 +54,10 @@ class MarkObjects:
     def protocol(self) -> str:
         return self._store.protocol
 
-    def listing(self, folder: str) -> dict[str, StoredObject]:
+    def listing(self, folder: str) -> dict[str, ObjectInfo]:
         return self._read(folder, lambda: self._store.listing(self._at(folder)))
 
-    def look_up(self, path: str) -> StoredObject | None:
+    def look_up(self, path: str) -> ObjectInfo | None:
         """Returns an object; None where it is not there."""
         return self._read(path, lambda: self._store.look_up(self._at(path)))
 
@@ -301,10 +301,10 @@ def _claim_path(step: str) -> str:
     return f"{_REMOVING}/{step}.json"
 
 
-def _is_known(path: str, found: StoredObject, known: object) -> bool:
+def _is_known(path: str, found: ObjectInfo, known: object) -> bool:
     """Tells whether an object is the one that was seen, and none that was written since."""
     return isinstance(known, dict) and known.get(path) == [found.identity, found.modified]
 
 
-def _is_younger(found: StoredObject, seconds: float) -> bool:
+def _is_younger(found: ObjectInfo, seconds: float) -> bool:
     return not found.modified or found.modified + seconds > time.time()

@@ -92,20 +92,20 @@ class Distant(Source, Protocol):
         """
         ...
 
-    def foresee(self, ranges: Collection[FileRange]) -> None:
+    def prefetch(self, ranges: Collection[FileRange]) -> None:
         """Is told which small ranges `read` will be asked for one by one, and may have them."""
         ...
 
 
 @runtime_checkable
-class Prefix(Folder, Protocol):
+class StoreFolder(Folder, Protocol):
     """A folder of an object store: others of the same store are opened from it."""
 
-    def below(self, folder: str) -> Prefix:
+    def below(self, folder: str) -> StoreFolder:
         """Returns a folder in it; nothing is listed again, nor has to be closed."""
         ...
 
-    def above(self, location: str, *, folders: Collection[str]) -> Prefix:
+    def above(self, location: str, *, folders: Collection[str]) -> StoreFolder:
         """Returns another place on the same storage, of which little is listed.
 
         Args:
@@ -120,11 +120,11 @@ def distant(source: Source) -> Distant | None:
     return source if isinstance(source, Distant) and source.is_distant else None
 
 
-def foresee(source: Source, ranges: Collection[FileRange]) -> None:
+def prefetch(source: Source, ranges: Collection[FileRange]) -> None:
     """Tells a source which small ranges will be read; one that is near need not know."""
     far = distant(source)
     if far is not None:
-        far.foresee(ranges)
+        far.prefetch(ranges)
 
 
 def is_there(source: Source, path: str) -> bool:

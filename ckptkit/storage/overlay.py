@@ -8,7 +8,7 @@ from contextlib import suppress
 
 from ckptkit.core.errors import FormatError, InputError, MissingFileError
 from ckptkit.core.index import FileRange, FileRef
-from ckptkit.storage.base import CopySource, Distant, Folder, ObjectSource, Source, foresee
+from ckptkit.storage.base import CopySource, Distant, Folder, ObjectSource, Source, prefetch
 from ckptkit.storage.memory import MemorySource
 
 _WHOLE_BYTES = 16 << 20  # up to which files are compared as a whole
@@ -96,14 +96,14 @@ class OverlaySource:
             if isinstance(place, Distant):
                 place.fetch(group)
 
-    def foresee(self, ranges: Collection[FileRange]) -> None:
+    def prefetch(self, ranges: Collection[FileRange]) -> None:
         """Has small ranges read that will be asked for one by one."""
         places: dict[int, list[FileRange]] = {}
         for one in ranges:
             with suppress(InputError):  # is met again by whoever reads it
                 places.setdefault(id(self._place(one.path)), []).append(one)
         for group in places.values():
-            foresee(self._place(group[0].path), group)
+            prefetch(self._place(group[0].path), group)
 
     def copy_source(self, path: str) -> CopySource | None:
         place = self._place(path)

@@ -28,7 +28,7 @@ _AMAZON = re.compile(r"(?:.*\.)?amazonaws\.com(\.cn)?")
 _THIS_MACHINE = "localhost"
 
 
-class Overlap(Enum):
+class PlaceRelation(Enum):
     """How a first place is related to a second one."""
 
     NONE = "none"
@@ -60,21 +60,21 @@ class PlaceIdentity:
         object.__setattr__(self, "kind", kind)
         object.__setattr__(self, "names", names)
 
-    def overlap(self, other: PlaceIdentity) -> Overlap:
+    def overlap(self, other: PlaceIdentity) -> PlaceRelation:
         """Returns how this place is related to another one.
 
         Places of which nothing shows that they lie in different stores are taken to lie in one.
         """
         if self.kind != other.kind:
-            return Overlap.NONE
+            return PlaceRelation.NONE
         if self.kind == _LOCAL:
             named = _by_names(self.names, other.names)
-            return self._by_files(other) if named is Overlap.NONE else named
+            return self._by_files(other) if named is PlaceRelation.NONE else named
         first, second = self.names, other.names
         if _ACCESS_POINT.fullmatch(first[0]) or _ACCESS_POINT.fullmatch(second[0]):
             first, second = first[1:], second[1:]  # it stands for a bucket of another name
         found = _by_names(first, second)
-        return Overlap.NONE if found is Overlap.NONE or self._differs(other) else found
+        return PlaceRelation.NONE if found is PlaceRelation.NONE or self._differs(other) else found
 
     @cached_property
     def name(self) -> str:
@@ -124,17 +124,17 @@ class PlaceIdentity:
         numbers = tuple((stat.st_dev, stat.st_ino) for stat in reversed(stats))
         return numbers, tuple(reversed(missing))
 
-    def _by_files(self, other: PlaceIdentity) -> Overlap:
+    def _by_files(self, other: PlaceIdentity) -> PlaceRelation:
         """Compares by the numbers of folders: file systems may take names of other case for one."""
         try:
             (mine, my_rest), (theirs, their_rest) = self._files, other._files
         except OSError:
-            return Overlap.NONE
+            return PlaceRelation.NONE
         if mine[-1] == theirs[-1]:
             return _by_names(my_rest, their_rest)
         if not their_rest and theirs[-1] in mine:
-            return Overlap.INSIDE
-        return Overlap.AROUND if not my_rest and mine[-1] in theirs else Overlap.NONE
+            return PlaceRelation.INSIDE
+        return PlaceRelation.AROUND if not my_rest and mine[-1] in theirs else PlaceRelation.NONE
 
 
 def identify_place(place: PathLike) -> PlaceIdentity:
@@ -146,7 +146,7 @@ def identify_place(place: PathLike) -> PlaceIdentity:
     return PlaceIdentity(place_of(place))
 
 
-def find_overlap(first: PathLike, second: PathLike) -> Overlap:
+def find_overlap(first: PathLike, second: PathLike) -> PlaceRelation:
     """Returns how the first of two places is related to the second.
 
     Places are compared by what they are: links and mounts are followed, `file://` is a path,
@@ -156,7 +156,7 @@ def find_overlap(first: PathLike, second: PathLike) -> Overlap:
     return identify_place(first).overlap(identify_place(second))
 
 
-def find_overlaps(places: Sequence[PathLike]) -> Iterator[tuple[int, int, Overlap]]:
+def find_overlaps(places: Sequence[PathLike]) -> Iterator[tuple[int, int, PlaceRelation]]:
     """Yields pairs of places that are one, or of which the first lies inside the second.
 
     Many places take little time: each is compared with those alone whose names it begins with.
@@ -178,17 +178,17 @@ def find_overlaps(places: Sequence[PathLike]) -> Iterator[tuple[int, int, Overla
         ]
         for other in around:
             found = one.overlap(known[other])
-            if found is not Overlap.NONE:
+            if found is not PlaceRelation.NONE:
                 yield index, other, found
         around.append(index)
 
 
-def _by_names(first: Sequence[str], second: Sequence[str]) -> Overlap:
+def _by_names(first: Sequence[str], second: Sequence[str]) -> PlaceRelation:
     if first == second:
-        return Overlap.SAME
+        return PlaceRelation.SAME
     if first[: len(second)] == second:
-        return Overlap.INSIDE
-    return Overlap.AROUND if second[: len(first)] == first else Overlap.NONE
+        return PlaceRelation.INSIDE
+    return PlaceRelation.AROUND if second[: len(first)] == first else PlaceRelation.NONE
 
 
 def _remote_names(place: Place, kind: str) -> tuple[str, ...]:

@@ -14,11 +14,11 @@ from ckptkit.storage.local.target import LocalTarget
 from ckptkit.storage.locations import PathLike, Place, Sources, is_url, local_path, place_of
 from ckptkit.storage.remote.errors import writing_to
 from ckptkit.storage.remote.s3 import S3_PROTOCOLS
-from ckptkit.storage.remote.s3_shared import Prefix, S3SharedTarget
+from ckptkit.storage.remote.s3_shared import S3Prefix, S3SharedTarget
 from ckptkit.storage.remote.s3_uploads import S3Uploads
 from ckptkit.storage.remote.store import store_of
 from ckptkit.storage.replacing import manifest_digest
-from ckptkit.storage.shared import Attempt, Cut, SharedOutput
+from ckptkit.storage.shared import Cut, OutputAttempt, SharedOutput
 
 __all__ = [
     "PathLike",
@@ -87,7 +87,7 @@ class SharedPlace:
     def takes_parts(self) -> bool:
         return self._prefix is not None
 
-    def open(self, attempt: Attempt, cut: Cut) -> SharedOutput:
+    def open(self, attempt: OutputAttempt, cut: Cut) -> SharedOutput:
         """Returns a view of the output.
 
         Args:
@@ -102,7 +102,7 @@ class SharedPlace:
         return S3SharedTarget(self._prefix, attempt, cut)
 
 
-def _connected(place: Place) -> Prefix:
+def _connected(place: Place) -> S3Prefix:
     store = store_of(place)
     writing = writing_to(place.location, store.options)
     with writing():
@@ -110,4 +110,4 @@ def _connected(place: Place) -> Prefix:
         if not root:
             raise UsageError("names no bucket", where=place.location)
         uploads = S3Uploads(store, root)
-        return Prefix(uploads, uploads.prefix, place.location, writing)
+        return S3Prefix(uploads, uploads.prefix, place.location, writing)

@@ -32,7 +32,7 @@ Cut = Callable[[str], Sequence[ObjectPart]]
 
 
 @dataclass(frozen=True, slots=True)
-class Attempt:
+class OutputAttempt:
     """What all processes that fill an output have in common.
 
     Attributes:

@@ -24,7 +24,7 @@ from ckptkit.engine.outcome import Outcome
 from ckptkit.options import ConsolidateRequest, Resources
 from ckptkit.plan.shares import Share
 from ckptkit.storage.places import PathLike, Place
-from ckptkit.storage.shared import Attempt
+from ckptkit.storage.shared import OutputAttempt
 from tests.object_store import Bucket, ObjectStore
 
 pytestmark = pytest.mark.distributed
@@ -162,7 +162,7 @@ def station_of(
     return distributing.NodeStation(
         job=Consolidation(source, out, ConsolidateRequest(), resources=resources),
         out=out,
-        attempt=Attempt("0123456789abcdef", is_agreed=False),
+        attempt=OutputAttempt("0123456789abcdef", is_agreed=False),
         fingerprint=fingerprint,
         are_threads_chosen=workers is not None,
     )

@@ -11,7 +11,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptkit.core.checksums import Share, is_whole, share_of
+from ckptkit.core.checksums import ChecksumShare, is_whole, share_of
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.index import Box, Fqn, Shape
 from ckptkit.engine.casts import Caster
@@ -76,7 +76,7 @@ def test_blocks_of_all_parts_make_up_the_tensor_and_prove_it(
                 sums[number] = zlib.crc32(run)
             shares.append(share_of(block.at, block.run_bytes, sums, spec.size_bytes))
     assert bytes(written) == whole.tobytes()
-    joined = Share()
+    joined = ChecksumShare()
     for share in reversed(shares):
         joined = joined.joined(share)
     assert is_whole(joined, spec.size_bytes)
@@ -91,7 +91,7 @@ def test_the_sums_of_many_equal_runs_are_joined_as_one_by_one(
     starts = 2 + np.arange(count, dtype=np.int64) * (length + gap)
     runs = [data[start : start + length] for start in starts.tolist()]
     sums = np.array([zlib.crc32(run) for run in runs], np.uint32)
-    one_by_one = Share()
+    one_by_one = ChecksumShare()
     for number in range(count):
         alone = share_of(starts[number : number + 1], length, sums[number : number + 1], len(data))
         one_by_one = one_by_one.joined(alone)
@@ -112,7 +112,7 @@ def small_blocks(box: Box, place: OutputPlace, size: int) -> Any:
 def test_a_share_is_whole_only_if_every_byte_was_written_once(
     ranges: list[tuple[int, int]], total: int
 ) -> None:
-    joined, counts = Share(), [0] * max([total, *(a + n for a, n in ranges)])
+    joined, counts = ChecksumShare(), [0] * max([total, *(a + n for a, n in ranges)])
     for start, length in ranges:
         one = share_of(np.array([start]), length, np.ones(1, np.uint32), total + 20)
         joined = joined.joined(one)

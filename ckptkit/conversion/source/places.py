@@ -12,7 +12,7 @@ from ckptkit.core.errors import NotACheckpointError, UsageError
 from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.storage.base import Folder, is_there
 from ckptkit.storage.local.source import LocalSource
-from ckptkit.storage.place_identity import Overlap, find_overlaps
+from ckptkit.storage.place_identity import PlaceRelation, find_overlaps
 from ckptkit.storage.places import PathLike, Place, is_url, local_path, open_source, place_of
 
 _DEEP = 64  # folders below a prefix; more than any path has
@@ -88,7 +88,7 @@ def open_others(stack: ExitStack, first: Place, also: Sequence[PathLike]) -> Ite
     for one in also:
         check_path(one, "--also")
     pairs = find_overlaps([first, *also]) if also else ()
-    repeated = {max(pair) for *pair, how in pairs if how is Overlap.SAME}
+    repeated = {max(pair) for *pair, how in pairs if how is PlaceRelation.SAME}
     for number, one in enumerate(also, 1):
         if number not in repeated:
             yield open_folder(stack, one, "--also")

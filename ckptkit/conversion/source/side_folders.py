@@ -40,7 +40,7 @@ from ckptkit.plan.ties import (
     tied_names_absent,
     ties_to_drop,
 )
-from ckptkit.storage.base import Folder, Prefix, Source
+from ckptkit.storage.base import Folder, Source, StoreFolder
 from ckptkit.storage.local.source import LocalSource
 from ckptkit.storage.places import PathLike, is_url, place_of
 
@@ -139,16 +139,16 @@ class _Opener:
     def __init__(self, stack: ExitStack, folder: Folder) -> None:
         self._stack = stack
         self._folder = folder
-        self._above: dict[str, Prefix | None] = {}
+        self._above: dict[str, StoreFolder | None] = {}
 
     def open(self, path: str) -> Folder | None:
-        if isinstance(self._folder, Prefix):
+        if isinstance(self._folder, StoreFolder):
             return self._remote(self._folder, path)
         if not Path(path).is_dir():
             return None
         return self._stack.enter_context(LocalSource(Path(path)))
 
-    def _remote(self, root: Prefix, path: str) -> Folder | None:
+    def _remote(self, root: StoreFolder, path: str) -> Folder | None:
         """Takes a part of a listing; one above the root is of what may be meant there alone."""
         inside = _rest_of(path, root.location)
         if inside is None:
@@ -160,7 +160,7 @@ class _Opener:
         found = root.below(inside) if inside else root
         return found if next(iter(found.walk(1)), None) is not None else None
 
-    def _listed(self, root: Prefix, run: str) -> Prefix | None:
+    def _listed(self, root: StoreFolder, run: str) -> StoreFolder | None:
         if run not in self._above:
             try:
                 self._above[run] = root.above(run, folders=_SHALLOW)

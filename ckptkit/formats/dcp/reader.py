@@ -49,7 +49,7 @@ from ckptkit.formats.trees import (
     framework_of_keys,
     framework_of_meta,
 )
-from ckptkit.storage.base import Source, foresee
+from ckptkit.storage.base import Source, prefetch
 
 _Held = Mapping[str, tuple[StoredTensor, Shape]]
 
@@ -88,7 +88,7 @@ class Images:
             if start < self.files[file].size_bytes
         }
         wanted = [FileRange(self.files[n].path, at, at + 1) for n, at in starts.items()]
-        foresee(self.source, wanted)
+        prefetch(self.source, wanted)
 
     def _place(self, tensor: DcpTensor, row: int) -> tuple[int, int, int]:
         file, start = int(tensor.file[row]), int(tensor.start[row])

@@ -210,7 +210,7 @@ class ObjectSums:
             count += 1
         return cls(whole, of_parts, count)
 
-    def agree_with(self, told: ToldSum) -> bool:
+    def agree_with(self, told: StoreChecksum) -> bool:
         """Tells whether a store means the same object; it may leave open which sum it tells."""
         if told.parts is not None and told.parts != self.parts:
             return False
@@ -222,7 +222,7 @@ class ObjectSums:
 
 
 @dataclass(frozen=True, slots=True)
-class ToldSum:
+class StoreChecksum:
     """What a store says of an object's bytes.
 
     Attributes:
@@ -236,7 +236,7 @@ class ToldSum:
     parts: int | None = None
 
     @classmethod
-    def in_answer(cls, answer: Mapping[str, Any]) -> ToldSum | None:
+    def in_answer(cls, answer: Mapping[str, Any]) -> StoreChecksum | None:
         """Returns the sum that an answer tells, None if it tells none."""
         text = answer.get(CHECKSUM)
         if not text:

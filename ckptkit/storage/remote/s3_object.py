@@ -17,7 +17,7 @@ from ckptkit.core.crc import crc32
 from ckptkit.core.errors import ChecksumError, OutputError
 from ckptkit.core.object_parts import CopiedRange, ObjectPart, cut_into_parts
 from ckptkit.storage.remote.s3 import ObjectSums
-from ckptkit.storage.remote.s3_uploads import Head, S3Uploads, SentPart
+from ckptkit.storage.remote.s3_uploads import ObjectHead, S3Uploads, SentPart
 
 if TYPE_CHECKING:
     from ckptkit.storage.base import CopySource
@@ -107,7 +107,7 @@ _DAMAGED = (
 
 
 @dataclass(frozen=True, slots=True)
-class Upload:
+class MultipartUpload:
     """An upload that is to become an object.
 
     Attributes:
@@ -122,7 +122,7 @@ class Upload:
 
 
 def complete_upload(
-    store: S3Uploads, upload: Upload, parts: Sequence[SentPart], whole: int | None = None
+    store: S3Uploads, upload: MultipartUpload, parts: Sequence[SentPart], whole: int | None = None
 ) -> None:
     """Makes an object of an upload, also where that was done already and nobody heard of it.
 
@@ -141,7 +141,7 @@ def complete_upload(
             raise
 
 
-def check_object(store: S3Uploads, upload: Upload, expected: ObjectSums) -> Head:
+def check_object(store: S3Uploads, upload: MultipartUpload, expected: ObjectSums) -> ObjectHead:
     """Compares an object with what the store was given for it.
 
     Returns:
@@ -289,8 +289,8 @@ class S3Object:
         complete_upload(self._store, self._whole_upload, parts, whole)
 
     @property
-    def _whole_upload(self) -> Upload:
-        return Upload(self.key, self._upload, self.size_bytes)
+    def _whole_upload(self) -> MultipartUpload:
+        return MultipartUpload(self.key, self._upload, self.size_bytes)
 
     def _begin(self) -> str:
         with self._lock:

@@ -33,9 +33,14 @@ from ckptkit.storage.local.names import WORK_INFIX, check_relative
 from ckptkit.storage.remote.errors import Writing, quietly
 from ckptkit.storage.remote.s3 import ObjectSums
 from ckptkit.storage.remote.s3_commit import UPLOADS, S3Commit, mark_of, sweep_uploads, uploads_in
-from ckptkit.storage.remote.s3_object import PartBuffers, Upload, check_object, complete_upload
+from ckptkit.storage.remote.s3_object import (
+    MultipartUpload,
+    PartBuffers,
+    check_object,
+    complete_upload,
+)
 from ckptkit.storage.remote.s3_uploads import S3Uploads, SentPart
-from ckptkit.storage.shared import Attempt, Cut, SentRows, plan_note, plan_of, seen_in
+from ckptkit.storage.shared import Cut, OutputAttempt, SentRows, plan_note, plan_of, seen_in
 
 _ATTEMPTS = 10
 _WAIT_SECONDS = 0.2
@@ -192,7 +197,7 @@ class S3SharedObject:
             sums.append((checksum, part.stop - part.start))
             size = part.stop
             parts.append(SentPart(number, etag, checksum if self._store.has_checksums else None))
-        upload = Upload(self.key, self._begun(), size)
+        upload = MultipartUpload(self.key, self._begun(), size)
         complete_upload(self._store, upload, parts)
         self.etag = check_object(self._store, upload, ObjectSums.of(sums)).etag
 
@@ -209,7 +214,7 @@ _REQUESTS_AT_A_TIME = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Prefix:
+class S3Prefix:
     """A prefix of a bucket to which an output goes.
 
     Attributes:
@@ -230,7 +235,7 @@ class S3SharedTarget:
 
     takes_parts = True
 
-    def __init__(self, place: Prefix, attempt: Attempt, cut: Cut) -> None:
+    def __init__(self, place: S3Prefix, attempt: OutputAttempt, cut: Cut) -> None:
         """Looks at what is there.
 
         Args:

@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from ckptkit.core.errors import UnsafePathError
 from ckptkit.storage.remote.errors import status_of
-from ckptkit.storage.remote.s3 import CHECKSUM, OF_PARTS, WHOLE, ToldSum, encoded, split_s3_path
+from ckptkit.storage.remote.s3 import (
+    CHECKSUM,
+    OF_PARTS,
+    WHOLE,
+    StoreChecksum,
+    encoded,
+    split_s3_path,
+)
 from ckptkit.storage.remote.store import RemoteStore
 
 if TYPE_CHECKING:
@@ -38,11 +45,11 @@ class SentPart:
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class ObjectHead:
     """What a store says of an object: size, CRC-32 if it knows it, ETag, and who wrote it."""
 
     size_bytes: int
-    told: ToldSum | None
+    told: StoreChecksum | None
     etag: str = ""
     writer: str = ""
 
@@ -217,7 +224,7 @@ class S3Uploads:
             CopySourceIfMatch=source.etag,
             CopySourceRange=f"bytes={span[0]}-{span[1] - 1}",
         )["CopyPartResult"]
-        told = ToldSum.in_answer(answer)
+        told = StoreChecksum.in_answer(answer)
         return SentPart(number, answer["ETag"], told.crc32 if told else None)
 
     def complete(
@@ -262,13 +269,15 @@ class S3Uploads:
         except FileNotFoundError:
             return
 
-    def head(self, key: str) -> Head:
+    def head(self, key: str) -> ObjectHead:
         """Asks what the store knows of an object."""
         asked = {"ChecksumMode": "ENABLED"} if self.has_checksums else {}
         answer = self._ask("head_object", key, Key=key, **asked)
         writer = str((answer.get("Metadata") or {}).get(_WRITER, ""))
         etag = str(answer.get("ETag", ""))
-        return Head(int(answer["ContentLength"]), ToldSum.in_answer(answer), etag, writer)
+        return ObjectHead(
+            int(answer["ContentLength"]), StoreChecksum.in_answer(answer), etag, writer
+        )
 
     def _ask(self, request: str, key: str, **given: Any) -> Any:
         call = self.store.filesystem.call_s3

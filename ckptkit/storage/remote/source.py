@@ -23,7 +23,7 @@ from ckptkit.storage.base import CopySource
 from ckptkit.storage.local.names import check_relative, is_work_folder
 from ckptkit.storage.output_claim import CLAIM_NAME
 from ckptkit.storage.remote.errors import as_input_error
-from ckptkit.storage.remote.store import CONNECTIONS, StoredObject, store_of
+from ckptkit.storage.remote.store import CONNECTIONS, ObjectInfo, store_of
 
 if TYPE_CHECKING:
     from ckptkit.storage.places import Place
@@ -46,7 +46,7 @@ class RemoteSource(Closing):
     """
 
     def __init__(
-        self, place: Place, *, listed: Mapping[str, StoredObject] | None = None, root: str = ""
+        self, place: Place, *, listed: Mapping[str, ObjectInfo] | None = None, root: str = ""
     ) -> None:
         """Opens the prefix; nothing is listed before it is needed.
 
@@ -59,7 +59,7 @@ class RemoteSource(Closing):
         self._store = store_of(place)
         self._root = root or self._asked("", lambda: self._store.path_of(place))
         self._listed = listed
-        self._found: dict[str, StoredObject | None] = {}
+        self._found: dict[str, ObjectInfo | None] = {}
         self._kept = _KeptRanges()
         self._lock = threading.Lock()
         self._crew: ThreadPoolExecutor | None = None
@@ -119,13 +119,13 @@ class RemoteSource(Closing):
         if errors:
             raise errors[0]
 
-    def foresee(self, ranges: Collection[FileRange]) -> None:
+    def prefetch(self, ranges: Collection[FileRange]) -> None:
         """Reads small ranges that will be asked for one by one, all at a time, and keeps them.
 
         An empty range asks for no more than whether there is such a file.
         """
         wanted = [one for one in ranges if one.size_bytes <= _KEPT_BYTES]
-        futures = [self._pool().submit(self._foreseen, one) for one in wanted]
+        futures = [self._pool().submit(self._prefetch_one, one) for one in wanted]
         for future in futures:
             future.exception()  # is met again, and told, by whoever needs the bytes
 
@@ -133,7 +133,7 @@ class RemoteSource(Closing):
         known = self._known(path)
         return CopySource(self._store, posixpath.join(self._root, path), known.etag)
 
-    def _foreseen(self, wanted: FileRange) -> None:
+    def _prefetch_one(self, wanted: FileRange) -> None:
         if wanted.size_bytes:
             self.read(wanted.path, wanted.start, wanted.stop)
         else:
@@ -179,16 +179,16 @@ class RemoteSource(Closing):
         if self._crew is not None:
             self._crew.shutdown(cancel_futures=True)
 
-    def _objects(self) -> Mapping[str, StoredObject]:
+    def _objects(self) -> Mapping[str, ObjectInfo]:
         if self._listed is None:
             self._listed = self._list()
         return self._listed
 
-    def _list(self) -> Mapping[str, StoredObject]:
+    def _list(self) -> Mapping[str, ObjectInfo]:
         found = self._asked("", lambda: self._store.listing(self._root))
         return self._finished(found)
 
-    def _finished(self, found: Mapping[str, StoredObject]) -> dict[str, StoredObject]:
+    def _finished(self, found: Mapping[str, ObjectInfo]) -> dict[str, ObjectInfo]:
         """Leaves out outputs that are being put in place, of which only a part may be there."""
         claims = (path for path in found if path.rpartition("/")[2] == CLAIM_NAME)
         folders = [path.removesuffix(CLAIM_NAME) for path in claims]
@@ -205,7 +205,7 @@ class RemoteSource(Closing):
             if _is_ours(path) and not path.startswith(begun)
         }
 
-    def _known(self, path: str) -> StoredObject:
+    def _known(self, path: str) -> ObjectInfo:
         check_relative(path, self.location)
         known = self._objects().get(path)
         if known is None:
@@ -214,12 +214,12 @@ class RemoteSource(Closing):
             raise MissingFileError("nothing was found there", where=self._where(path))
         return known
 
-    def _look_up_once(self, path: str) -> StoredObject | None:
+    def _look_up_once(self, path: str) -> ObjectInfo | None:
         if path not in self._found:
             self._found[path] = self._look_up(path)
         return self._found[path]
 
-    def _look_up(self, path: str) -> StoredObject | None:
+    def _look_up(self, path: str) -> ObjectInfo | None:
         full = posixpath.join(self._root, path)
         try:
             return self._asked(path, lambda: self._store.look_up(full))

@@ -80,7 +80,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class StoredObject:
+class ObjectInfo:
     """An object as a listing shows it.
 
     Attributes:
@@ -130,15 +130,15 @@ class RemoteStore:
             return self.retry(lambda: pinned_root(self.filesystem, path), location)
         return path.rstrip("/")
 
-    def listing(self, path: str) -> dict[str, StoredObject]:
+    def listing(self, path: str) -> dict[str, ObjectInfo]:
         return {name: one for name, one in self._listed(path).items() if not _is_marker(name)}
 
     def folder_markers(self, path: str) -> list[str]:
         found = self._listed(path).items() if self.is_s3 else ()
         return [name for name, one in found if _is_marker(name) and not one.size_bytes]
 
-    def _listed(self, path: str) -> dict[str, StoredObject]:
-        def ask() -> dict[str, StoredObject]:
+    def _listed(self, path: str) -> dict[str, ObjectInfo]:
+        def ask() -> dict[str, ObjectInfo]:
             if self.is_s3:
                 return {n: _object_of(one) for n, one in s3_listing(self.filesystem, path)}
             self.filesystem.invalidate_cache()
@@ -157,7 +157,7 @@ class RemoteStore:
 
         return self.retry(ask, f"list {path}")
 
-    def listing_of(self, path: str, folders: Collection[str]) -> dict[str, StoredObject]:
+    def listing_of(self, path: str, folders: Collection[str]) -> dict[str, ObjectInfo]:
         """Returns the objects right below a path, and those in some folders there."""
 
         def ask() -> list[Mapping[str, Any]]:
@@ -280,11 +280,11 @@ class RemoteStore:
         with suppress(FileNotFoundError):  # also where the answer to a first try was lost
             self.filesystem.rm_file(path)
 
-    def look_up(self, path: str) -> StoredObject | None:
+    def look_up(self, path: str) -> ObjectInfo | None:
         """Returns a single object, whether or not listings show it yet; None where it is not."""
         given = self.filesystem, path
 
-        def ask() -> StoredObject | None:
+        def ask() -> ObjectInfo | None:
             try:
                 info = s3_head(*given) if self.is_s3 else self.filesystem.info(path)
             except (FileNotFoundError, NotADirectoryError):
@@ -293,7 +293,7 @@ class RemoteStore:
 
         return self.retry(ask, f"look up {path}")
 
-    def read_into(self, path: str, start: int, target: memoryview, known: StoredObject) -> None:
+    def read_into(self, path: str, start: int, target: memoryview, known: ObjectInfo) -> None:
         """Fills `target` from byte `start` of an object on, with one request that succeeds."""
 
         def ask() -> None:
@@ -359,13 +359,13 @@ def _filesystem(protocol: str, options: Mapping[str, Any], where: str) -> Any:
     return filesystem
 
 
-def _object_of(info: Mapping[str, Any]) -> StoredObject:
+def _object_of(info: Mapping[str, Any]) -> ObjectInfo:
     etag = str(info.get("ETag") or info.get("etag") or "")
     size = int(info.get("size") or 0)
     hub = info.get("xet_hash") or info.get("blob_id")
     marks = [str(hub)] if hub else [str(info[mark]) for mark in _MARKS if info.get(mark)]
     identity = f"{(etag or '-'.join(marks)).strip(chr(34))}-{size:x}"
-    return StoredObject(size, identity, etag, _seconds(info))
+    return ObjectInfo(size, identity, etag, _seconds(info))
 
 
 def _seconds(info: Mapping[str, Any]) -> float:

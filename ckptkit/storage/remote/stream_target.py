@@ -28,7 +28,7 @@ from ckptkit.storage.remote.s3 import S3_PROTOCOLS
 from ckptkit.storage.remote.s3_commit import NONCE_BYTES
 from ckptkit.storage.remote.s3_target import S3Target
 from ckptkit.storage.remote.s3_uploads import S3Uploads
-from ckptkit.storage.remote.store import RemoteStore, StoredObject, store_of
+from ckptkit.storage.remote.store import ObjectInfo, RemoteStore, store_of
 from ckptkit.storage.replacing import EarlierOutput, refuse_newer, refuse_unnamed
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ WAITING_BYTES = 16 << 20
 """What may wait for its turn in memory, of all files together."""
 
 
-class Room:
+class PendingMemory:
     """The memory in which writes wait for their turn.
 
     Whoever finds no room waits for those before it. That ends, as long as writes are begun in the
@@ -61,7 +61,7 @@ class Room:
 class Stream:
     """One file."""
 
-    def __init__(self, opened: Callable[[], Any], size_bytes: int, room: Room) -> None:
+    def __init__(self, opened: Callable[[], Any], size_bytes: int, room: PendingMemory) -> None:
         """Prepares it.
 
         Args:
@@ -162,7 +162,7 @@ class StreamTarget:
         self._overwrite = overwrite
         self._streams: dict[str, Stream] = {}
         self._published: list[str] = []
-        self._room = Room()
+        self._room = PendingMemory()
         with self._writing():
             self._path = self._store.path_of(place.location)
             # Not by the client of the transaction, which shows nothing before its end.
@@ -261,7 +261,7 @@ class StreamTarget:
     def _remove(self, path: str) -> None:
         self._store.delete(self._path, [path])
 
-    def _objects(self) -> dict[str, StoredObject]:
+    def _objects(self) -> dict[str, ObjectInfo]:
         found = self._store.listing(self._path).items()
         return {path: one for path, one in found if not is_work_folder(path.split("/")[0])}
 
@@ -269,7 +269,7 @@ class StreamTarget:
         if found and not self._overwrite:
             raise output_there(self._location)
 
-    def _refuse_changed(self, found: Mapping[str, StoredObject], last: str) -> set[str]:
+    def _refuse_changed(self, found: Mapping[str, ObjectInfo], last: str) -> set[str]:
         """Refuses what is not to be replaced; returns the files that go with it."""
         self._refuse_filled(found)
         refuse_newer(found.get(last), self._seen.get(last), self._location)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ckptkit.core.checksums import CRC32_SCHEME, Share, digest_of, is_whole
+from ckptkit.core.checksums import CRC32_SCHEME, ChecksumShare, digest_of, is_whole
 from ckptkit.core.errors import OutputError, SaveError
 from ckptkit.core.index import Fqn
 from ckptkit.core.manifest import MANIFEST_NAME, FileRecord, Manifest, TensorRecord
@@ -22,7 +22,12 @@ _PROOF = "live"
 
 
 def answer_of(
-    plan: Plan, shares: Mapping[Fqn, Share], size_bytes: int, *, out: str, rows: Sequence[Row]
+    plan: Plan,
+    shares: Mapping[Fqn, ChecksumShare],
+    size_bytes: int,
+    *,
+    out: str,
+    rows: Sequence[Row],
 ) -> dict[str, Any]:
     """Returns what a rank tells of its part, as JSON values.
 
@@ -35,7 +40,7 @@ def answer_of(
     """
     return {
         "plan": digest_of_plan(plan),
-        "shares": [shares.get(spec.name, Share()) for _, _, spec in plan.specs()],
+        "shares": [shares.get(spec.name, ChecksumShare()) for _, _, spec in plan.specs()],
         "size_bytes": size_bytes,
         "out": out,
         "rows": rows,
@@ -134,9 +139,9 @@ def _manifest(
 
 
 def _joined(name: Fqn, segment: Segment, of_ranks: Sequence[Sequence[int]]) -> int:
-    whole = Share()
+    whole = ChecksumShare()
     for share in of_ranks:
-        whole = whole.joined(Share(*share))
+        whole = whole.joined(ChecksumShare(*share))
     if not is_whole(whole, segment.stop - segment.start):
         raise SaveError(
             "not every byte was written once",

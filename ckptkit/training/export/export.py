@@ -24,7 +24,7 @@ from typing import Any, Literal, TypedDict
 
 from ckptkit.conversion.source.places import check_path
 from ckptkit.core.arguments import refuse_unknown
-from ckptkit.core.checksums import Share
+from ckptkit.core.checksums import ChecksumShare
 from ckptkit.core.errors import CkptkitError, PeerError, RefusedError, SaveError, error_from_json
 from ckptkit.core.index import Fqn
 from ckptkit.options import (
@@ -218,7 +218,7 @@ class ExportAttempt:
 
     def _hand_over(
         self, target: SharedTarget, plan: Plan, parts: Sequence[BoxWrite]
-    ) -> tuple[dict[Fqn, Share], list[Row]]:
+    ) -> tuple[dict[Fqn, ChecksumShare], list[Row]]:
         """Writes this rank's part to a file of its own, for rank 0 to put in its place."""
         file = target.part_file(part_of(self._peers.rank))
         try:

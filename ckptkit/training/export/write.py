@@ -26,7 +26,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from ckptkit.core.checksums import Share, share_of
+from ckptkit.core.checksums import ChecksumShare, share_of
 from ckptkit.core.crc import crc32
 from ckptkit.core.dtypes import BY_NAME, DType, dtype_named
 from ckptkit.core.errors import NoSpaceError, UnsupportedError, UsageError
@@ -113,7 +113,7 @@ class BoxWrite:
 
 def write_parts(
     target: SharedTarget | PartFile, plan: Plan, parts: Sequence[BoxWrite]
-) -> dict[Fqn, Share]:
+) -> dict[Fqn, ChecksumShare]:
     """Writes parts of tensors, and returns the share that each tensor has got from them."""
     _check_room(target, plan, parts)
     sizes = {file.path: file.size_bytes for file in plan.files}
@@ -194,7 +194,7 @@ class _Desk:
     """Where blocks are cast and summed."""
 
     def __init__(self) -> None:
-        self.shares: defaultdict[Fqn, Share] = defaultdict(Share)
+        self.shares: defaultdict[Fqn, ChecksumShare] = defaultdict(ChecksumShare)
         self._casters: dict[tuple[DType, DType], Caster] = {}
 
     def cast(

@@ -21,7 +21,7 @@ from ckptkit.core.index import FileRange, FileRef
 from ckptkit.core.manifest import Manifest, source_of_all
 from ckptkit.core.text import Closing
 from ckptkit.runs.marks import is_step_folder
-from ckptkit.storage.base import Folder, distant, foresee
+from ckptkit.storage.base import Folder, distant, prefetch
 from ckptkit.storage.local.source import LocalSource
 from ckptkit.storage.manifests import read_local_manifest
 from ckptkit.storage.places import Place
@@ -395,8 +395,8 @@ class _NearFirst(Closing):
         for wanted, target in reads:
             self.read_into(wanted.path, wanted.start, target)
 
-    def foresee(self, ranges: Collection[FileRange]) -> None:
-        foresee(self._far, [one for one in ranges if one.path not in self._names])
+    def prefetch(self, ranges: Collection[FileRange]) -> None:
+        prefetch(self._far, [one for one in ranges if one.path not in self._names])
 
     def changed(self, refs: Sequence[FileRef]) -> FileRef | None:
         return self._far.changed(refs)

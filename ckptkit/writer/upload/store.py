@@ -23,7 +23,7 @@ from ckptkit.core.retries import RetryPolicy
 from ckptkit.storage.remote.errors import is_transient, status_of, told
 from ckptkit.storage.remote.s3_object import S3Object
 from ckptkit.storage.remote.s3_uploads import S3Uploads
-from ckptkit.storage.remote.store import RemoteStore, StoredObject
+from ckptkit.storage.remote.store import ObjectInfo, RemoteStore
 from ckptkit.writer.failures import Tally
 from ckptkit.writer.messages import Remote
 
@@ -213,7 +213,7 @@ class Store:
         return self.perform(path, again)
 
 
-def _entry(found: StoredObject) -> Entry:
+def _entry(found: ObjectInfo) -> Entry:
     return Entry(found.size_bytes, found.identity)
 
 

@@ -14,7 +14,7 @@ from ckptkit.core.errors import CkptkitError, UsageError
 from ckptkit.core.text import a_kind
 from ckptkit.options import Layout
 from ckptkit.storage.locations import Place, Sources, parse_options, place_of
-from ckptkit.storage.place_identity import Overlap, find_overlaps
+from ckptkit.storage.place_identity import PlaceRelation, find_overlaps
 from ckptkit_cli.consolidate import job_of
 
 _SHORT = {"extract": "adapter extract", "merge": "adapter merge", "from-diff": "adapter from-diff"}
@@ -312,10 +312,10 @@ def _collisions(jobs: Sequence[BatchJob]) -> Iterator[CkptkitError]:
     writing = [job for job in jobs if job.out is not None]
     for one, other, overlap in find_overlaps([cast(Place, job.out) for job in writing]):
         first, second = sorted((writing[one], writing[other]), key=lambda job: job.line)
-        is_same = overlap is Overlap.SAME
+        is_same = overlap is PlaceRelation.SAME
         if is_same and first.shares and second.shares:
             continue
-        is_inner = (overlap is Overlap.INSIDE) == (second is writing[one])
+        is_inner = (overlap is PlaceRelation.INSIDE) == (second is writing[one])
         how = "to the same directory as" if is_same else "inside the output of"
         if not is_same and not is_inner:
             how = "around the output of"

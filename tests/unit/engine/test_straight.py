@@ -49,7 +49,7 @@ class FarSource(MemorySource):
             self.asked.append(wanted)
             self.read_into(wanted.path, wanted.start, view)
 
-    def foresee(self, ranges: Collection[FileRange]) -> None:
+    def prefetch(self, ranges: Collection[FileRange]) -> None:
         pass
 
 

@@ -20,7 +20,7 @@ from ckptkit.core.object_parts import (
     part_bytes,
 )
 from ckptkit.storage.remote.s3_object import PartBuffers
-from ckptkit.storage.remote.stream_target import Room, Stream
+from ckptkit.storage.remote.stream_target import PendingMemory, Stream
 
 MIB = 1 << 20
 S3_MOST_COPIED_BYTES = 5 << 30
@@ -136,7 +136,7 @@ class Written:
 
 
 def test_a_stream_gets_its_bytes_in_order_and_early_ones_wait_in_bounded_memory() -> None:
-    file, room = Written(), Room(limit_bytes=6)
+    file, room = Written(), PendingMemory(limit_bytes=6)
     stream = Stream(lambda: file, 12, room)
     stream.write(3, memoryview(b"def"))
     stream.write(6, memoryview(b"ghi"))
@@ -151,7 +151,7 @@ def test_a_stream_gets_its_bytes_in_order_and_early_ones_wait_in_bounded_memory(
 
 
 def test_who_waits_for_bytes_that_will_not_come_is_let_go() -> None:
-    file, room = Written(), Room(limit_bytes=2)
+    file, room = Written(), PendingMemory(limit_bytes=2)
     stream = Stream(lambda: file, 12, room)
     late = threading.Thread(target=stream.write, args=(3, memoryview(b"def")))
     late.start()

@@ -11,7 +11,7 @@ from ckptkit.storage import place_identity
 from ckptkit.storage import shared as filesystems
 from ckptkit.storage.locations import Place
 from ckptkit.storage.place_identity import (
-    Overlap,
+    PlaceRelation,
     find_overlap,
     find_overlaps,
     identify_place,
@@ -67,11 +67,11 @@ def no_configuration(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 )
 def test_one_place_written_in_two_ways(first: Place, second: Place) -> None:
     one, two = identify_place(first), identify_place(second)
-    assert one.overlap(two) is Overlap.SAME
-    assert two.overlap(one) is Overlap.SAME
+    assert one.overlap(two) is PlaceRelation.SAME
+    assert two.overlap(one) is PlaceRelation.SAME
     below = identify_place(Place(f"{first.location}/checkpoint-4", first.options))
-    assert below.overlap(two) is Overlap.INSIDE
-    assert two.overlap(below) is Overlap.AROUND
+    assert below.overlap(two) is PlaceRelation.INSIDE
+    assert two.overlap(below) is PlaceRelation.AROUND
 
 
 @pytest.mark.parametrize(
@@ -94,8 +94,8 @@ def test_one_place_written_in_two_ways(first: Place, second: Place) -> None:
 )
 def test_places_that_are_two(first: Place, second: Place) -> None:
     one, two = identify_place(first), identify_place(second)
-    assert one.overlap(two) is Overlap.NONE
-    assert two.overlap(one) is Overlap.NONE
+    assert one.overlap(two) is PlaceRelation.NONE
+    assert two.overlap(one) is PlaceRelation.NONE
 
 
 def test_the_name_of_a_place_is_one_for_all_ways_to_write_it(
@@ -127,9 +127,12 @@ def test_an_endpoint_of_the_environment_is_that_of_an_option(
     variable: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(variable, f"{HERE}/")
-    assert find_overlap(place("s3://b/p/checkpoint-4"), place("s3://b/p", HERE)) is Overlap.INSIDE
+    assert (
+        find_overlap(place("s3://b/p/checkpoint-4"), place("s3://b/p", HERE))
+        is PlaceRelation.INSIDE
+    )
     other = place("s3://b/p", "http://127.0.0.1:9001")
-    assert find_overlap(place("s3://b/p"), other) is Overlap.NONE
+    assert find_overlap(place("s3://b/p"), other) is PlaceRelation.NONE
 
 
 def test_an_endpoint_of_a_profile_is_that_of_an_option(
@@ -139,7 +142,7 @@ def test_an_endpoint_of_a_profile_is_that_of_an_option(
     file.write_text(f"[profile in-house]\nregion = eu-1\nendpoint_url = {HERE}\n")
     monkeypatch.setenv("AWS_CONFIG_FILE", str(file))
     first = Place("s3://b/p", {**KEYS, "profile": "in-house"})
-    assert find_overlap(first, place("s3://b/p", HERE)) is Overlap.SAME
+    assert find_overlap(first, place("s3://b/p", HERE)) is PlaceRelation.SAME
 
 
 def test_paths_are_followed_to_what_they_name(tmp_path: Path) -> None:
@@ -148,10 +151,10 @@ def test_paths_are_followed_to_what_they_name(tmp_path: Path) -> None:
     link = tmp_path / "link"
     link.symlink_to(run)
     for one in (f"file://{run}", f"FILE://localhost{run}", f"local://{run}", f"{run}/../run", link):
-        assert find_overlap(Place(one), Place(run)) is Overlap.SAME, one
-        assert find_overlap(Place(run / "checkpoint-4"), Place(one)) is Overlap.INSIDE, one
-        assert find_overlap(Place(f"{one}/new/out"), Place(run)) is Overlap.INSIDE, one
-    assert find_overlap(Place(run), Place(tmp_path / "run2")) is Overlap.NONE
+        assert find_overlap(Place(one), Place(run)) is PlaceRelation.SAME, one
+        assert find_overlap(Place(run / "checkpoint-4"), Place(one)) is PlaceRelation.INSIDE, one
+        assert find_overlap(Place(f"{one}/new/out"), Place(run)) is PlaceRelation.INSIDE, one
+    assert find_overlap(Place(run), Place(tmp_path / "run2")) is PlaceRelation.NONE
 
 
 def test_a_folder_that_is_mounted_twice_is_one(
@@ -170,10 +173,10 @@ def test_a_folder_that_is_mounted_twice_is_one(
     found = filesystems.mounts_of(table)
     monkeypatch.setattr(place_identity, "mounts_of", lambda: found)
     out = mounted / "a" / "new"
-    assert find_overlap(Place(out), Place(disk / "runs" / "a")) is Overlap.INSIDE
-    assert find_overlap(Place(disk), Place(out)) is Overlap.AROUND
-    assert find_overlap(Place(mounted), Place(disk / "runs")) is Overlap.SAME
-    assert find_overlap(Place(mounted), Place(tmp_path / "runs")) is Overlap.NONE
+    assert find_overlap(Place(out), Place(disk / "runs" / "a")) is PlaceRelation.INSIDE
+    assert find_overlap(Place(disk), Place(out)) is PlaceRelation.AROUND
+    assert find_overlap(Place(mounted), Place(disk / "runs")) is PlaceRelation.SAME
+    assert find_overlap(Place(mounted), Place(tmp_path / "runs")) is PlaceRelation.NONE
 
 
 def test_of_many_places_those_that_overlap_are_found(tmp_path: Path) -> None:
@@ -188,6 +191,6 @@ def test_of_many_places_those_that_overlap_are_found(tmp_path: Path) -> None:
     ]
     found = {frozenset((one, two)) for one, two, _ in find_overlaps(places)}
     assert found == {frozenset(pair) for pair in [(0, 2), (0, 3), (2, 3), (4, 5)]}
-    inside = [(one, two) for one, two, how in find_overlaps(places) if how is Overlap.INSIDE]
+    inside = [(one, two) for one, two, how in find_overlaps(places) if how is PlaceRelation.INSIDE]
     assert (5, 4) in inside
     assert (0, 2) in inside

@@ -12,9 +12,9 @@ from ckptkit.core import object_parts
 from ckptkit.core.errors import ChecksumError
 from ckptkit.core.object_parts import MIN_PART_BYTES, CopiedRange
 from ckptkit.storage.base import CopySource
-from ckptkit.storage.remote.s3 import OF_PARTS, WHOLE, ObjectSums, ToldSum, encoded
+from ckptkit.storage.remote.s3 import OF_PARTS, WHOLE, ObjectSums, StoreChecksum, encoded
 from ckptkit.storage.remote.s3_object import S3Object
-from ckptkit.storage.remote.s3_uploads import Head, S3Uploads, SentPart
+from ckptkit.storage.remote.s3_uploads import ObjectHead, S3Uploads, SentPart
 
 PARTS = (b"first part", b"second", b"")
 SUMS = ObjectSums.of([(zlib.crc32(part), len(part)) for part in PARTS])
@@ -29,28 +29,30 @@ def test_the_sums_are_those_of_the_bytes_and_of_the_checksums_of_the_parts() -> 
 @pytest.mark.parametrize(
     ("told", "agrees"),
     [
-        (ToldSum(SUMS.whole, WHOLE), True),
-        (ToldSum(SUMS.whole), True),
-        (ToldSum(SUMS.of_parts or 0), True),
-        (ToldSum(SUMS.of_parts or 0, OF_PARTS, 3), True),
-        (ToldSum(SUMS.of_parts or 0, OF_PARTS, 2), False),
-        (ToldSum(SUMS.of_parts or 0, WHOLE), False),
-        (ToldSum(SUMS.whole, OF_PARTS, 3), False),
-        (ToldSum(SUMS.whole ^ 1), False),
-        (ToldSum(SUMS.whole ^ 1, WHOLE), False),
+        (StoreChecksum(SUMS.whole, WHOLE), True),
+        (StoreChecksum(SUMS.whole), True),
+        (StoreChecksum(SUMS.of_parts or 0), True),
+        (StoreChecksum(SUMS.of_parts or 0, OF_PARTS, 3), True),
+        (StoreChecksum(SUMS.of_parts or 0, OF_PARTS, 2), False),
+        (StoreChecksum(SUMS.of_parts or 0, WHOLE), False),
+        (StoreChecksum(SUMS.whole, OF_PARTS, 3), False),
+        (StoreChecksum(SUMS.whole ^ 1), False),
+        (StoreChecksum(SUMS.whole ^ 1, WHOLE), False),
     ],
 )
-def test_a_sum_is_compared_with_the_one_of_its_kind(told: ToldSum, agrees: bool) -> None:
+def test_a_sum_is_compared_with_the_one_of_its_kind(told: StoreChecksum, agrees: bool) -> None:
     assert SUMS.agree_with(told) is agrees
 
 
 def test_what_a_store_answers_is_read_in_all_its_forms() -> None:
     text = encoded(SUMS.whole)
-    assert ToldSum.in_answer({}) is None
-    assert ToldSum.in_answer({"ChecksumCRC32": text}) == ToldSum(SUMS.whole)
-    assert ToldSum.in_answer({"ChecksumCRC32": f"{text}-7"}) == ToldSum(SUMS.whole, OF_PARTS, 7)
+    assert StoreChecksum.in_answer({}) is None
+    assert StoreChecksum.in_answer({"ChecksumCRC32": text}) == StoreChecksum(SUMS.whole)
+    assert StoreChecksum.in_answer({"ChecksumCRC32": f"{text}-7"}) == StoreChecksum(
+        SUMS.whole, OF_PARTS, 7
+    )
     whole = {"ChecksumCRC32": text, "ChecksumType": WHOLE}
-    assert ToldSum.in_answer(whole) == ToldSum(SUMS.whole, WHOLE)
+    assert StoreChecksum.in_answer(whole) == StoreChecksum(SUMS.whole, WHOLE)
 
 
 @dataclass
@@ -77,12 +79,14 @@ class FakeUploads:
     ) -> None:
         self.completed.append((parts, whole))
 
-    def head(self, _key: str) -> Head:
+    def head(self, _key: str) -> ObjectHead:
         parts, whole = self.completed[-1]
         if whole is not None:
-            return Head(len(COPIED), ToldSum(whole, WHOLE))
+            return ObjectHead(len(COPIED), StoreChecksum(whole, WHOLE))
         sums = [(part.crc32 or 0, 1) for part in parts]
-        return Head(len(COPIED), ToldSum(ObjectSums.of(sums).of_parts or 0, OF_PARTS, len(parts)))
+        return ObjectHead(
+            len(COPIED), StoreChecksum(ObjectSums.of(sums).of_parts or 0, OF_PARTS, len(parts))
+        )
 
 
 def _copied(uploads: FakeUploads) -> S3Object:

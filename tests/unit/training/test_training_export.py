@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import ckptkit
-from ckptkit.core.checksums import Share
+from ckptkit.core.checksums import ChecksumShare
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import (
     CkptkitError,
@@ -220,8 +220,8 @@ def test_parts_that_were_not_all_written_are_never_committed(
 ) -> None:
     write: Any = export_attempt.__dict__["write_parts"]
 
-    def forget(*arguments: Any) -> dict[Fqn, Share]:
-        return {**write(*arguments), Fqn("up.weight"): Share()}
+    def forget(*arguments: Any) -> dict[Fqn, ChecksumShare]:
+        return {**write(*arguments), Fqn("up.weight"): ChecksumShare()}
 
     monkeypatch.setattr(export_attempt, "write_parts", forget)
     with Checkpointer(tmp_path / "run") as checkpointer:
