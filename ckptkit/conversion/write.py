@@ -42,10 +42,10 @@ from ckptkit.runs.marking import read_at_store
 from ckptkit.storage.base import CopyingTarget, Target, distant
 from ckptkit.storage.local.target import output_exists
 from ckptkit.storage.local.workdir import is_empty
+from ckptkit.storage.manifests import refuse_unnamed_in
 from ckptkit.storage.place_identity import PlaceRelation, find_overlap
 from ckptkit.storage.places import Place, is_url, local_path, place_of
 from ckptkit.storage.remote.s3 import S3_PROTOCOLS
-from ckptkit.storage.replacing import refuse_unnamed_in
 from ckptkit.version import __version__
 
 

@@ -1,15 +1,39 @@
-"""Reading the manifest of a folder; its size is checked before its bytes are read."""
+"""The manifest of a folder: reading it, and which files of an earlier output it lets one replace.
+
+The size of a manifest is checked before its bytes are read.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import os
 import posixpath
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckptkit.core.manifest import MANIFEST_NAME, Manifest, check_manifest_size, parse_manifest
+from ckptkit.core.errors import CkptkitError, OutputExistsError, RefusedError
+from ckptkit.core.manifest import (
+    MANIFEST_NAME,
+    TRAINING,
+    Manifest,
+    check_manifest_size,
+    parse_manifest,
+)
+from ckptkit.storage.local.workdir import entries
 
 if TYPE_CHECKING:  # which needs numpy
     from ckptkit.storage.base import Source
+
+_EXAMPLES = 3
+_COUNTED = 1000
+_NAMES = frozenset({".metadata", ".snapshot_metadata", "latest"})
+_ENDINGS = (
+    *(".distcp", ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".gguf", ".metadata"),
+    *(".npz", ".h5", ".msgpack", ".onnx", ".index.json"),
+)
 
 
 def read_manifest(source: Source, folder: str = "") -> Manifest:
@@ -36,3 +60,166 @@ def read_local_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST_NAME
     check_manifest_size(path.stat().st_size, where=str(path))
     return parse_manifest(path.read_bytes(), where=str(path))
+
+
+@dataclass(frozen=True, slots=True)
+class EarlierOutput:
+    """What the manifest of a place says of the output that is to be replaced.
+
+    Attributes:
+        has_manifest: Whether there is one that can be read at all.
+        is_damaged: Whether it is not a valid manifest.
+        files: The files that it names; none for a step of a training run, which is no output.
+    """
+
+    has_manifest: bool = False
+    is_damaged: bool = False
+    files: frozenset[str] = frozenset()
+
+    @classmethod
+    def from_manifest(cls, data: bytes | None, where: str) -> EarlierOutput:
+        """Parses a manifest.
+
+        Args:
+            data: The content of the file, None where there is none.
+            where: The place, for messages.
+        """
+        if data is None:
+            return cls()
+        try:
+            manifest = parse_manifest(data, where=where)
+        except CkptkitError:
+            return cls(has_manifest=True, is_damaged=True)
+        is_output = manifest.kind != TRAINING
+        return cls(has_manifest=True, files=frozenset(manifest.files) if is_output else frozenset())
+
+    def unnamed(self, found: Iterable[str]) -> Iterator[str]:
+        """Yields the files that do not belong to the output.
+
+        With a damaged manifest, all files in the same folder count as its files.
+        """
+        for name in found:
+            if name not in self.files and not (self.is_damaged and "/" not in name):
+                yield name
+
+    def removable(self, found: Collection[str], known: Collection[str] = ()) -> set[str]:
+        """Returns the files of a place in a store that are removed when its output is replaced.
+
+        Files that the manifest does not name stay; all files are removed where it is damaged.
+
+        Args:
+            found: The files of the place.
+            known: Further files of the output, such as those of an unfinished commit.
+        """
+        if self.is_damaged:
+            return set(found)
+        return set(found) & {MANIFEST_NAME, *known, *self.files}
+
+
+def refuse_unnamed(
+    found: Collection[str], earlier: EarlierOutput, location: str, known: Collection[str] = ()
+) -> None:
+    """Refuses to replace checkpoints and weights that no manifest there names.
+
+    Args:
+        found: The files of the place, relative to it.
+        earlier: What its manifest says.
+        location: The place, for messages.
+        known: Further files that may be replaced, such as those of an unfinished commit.
+    """
+    checked = sorted(name for name in set(found) - set(known) if _is_of_checkpoint(name))
+    _refuse(earlier.unnamed(checked), location, has_manifest=earlier.has_manifest)
+
+
+def refuse_unnamed_in(out: Path, named_as: str) -> None:
+    """Refuses to replace a directory with checkpoints or weights that its manifest does not name.
+
+    Args:
+        out: The directory.
+        named_as: The directory, for messages.
+    """
+    path = out / MANIFEST_NAME
+    try:
+        check_manifest_size(path.stat().st_size, where=str(path))
+        manifest: bytes | None = path.read_bytes()
+    except (OSError, CkptkitError):
+        manifest = None
+    earlier = EarlierOutput.from_manifest(manifest, named_as)
+    found = (name for name in _files_in(out) if _is_of_checkpoint(name))
+    unnamed = list(islice(earlier.unnamed(found), _COUNTED))
+    _refuse(unnamed, named_as, has_manifest=earlier.has_manifest)
+
+
+def manifest_mark(out: Path) -> tuple[int, ...]:
+    """Returns values that differ when another run replaces the manifest of a directory."""
+    try:
+        found = (out / MANIFEST_NAME).stat()
+    except OSError:
+        return ()
+    return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size
+
+
+def manifest_digest(out: Path) -> str:
+    """Returns a digest of the manifest of a directory: the same value on all machines."""
+    try:
+        with (out / MANIFEST_NAME).open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError:
+        return ""
+
+
+def refuse_newer(now: object, seen: object, named_as: str) -> None:
+    """Refuses to replace an output that another run committed after this run began.
+
+    Args:
+        now: What identifies the manifest at the commit, such as `manifest_mark` or an ETag; false
+            where there is none.
+        seen: What identified it when the run began.
+        named_as: The directory, for messages.
+    """
+    if now and now != seen:
+        raise OutputExistsError(
+            "another run has put its output there since this one began",
+            where=named_as,
+            hint="run one command at a time for an output, and this one again",
+        )
+
+
+def _is_of_checkpoint(name: str) -> bool:
+    """Says by its name whether a file holds weights or state of a training, or is a manifest.
+
+    >>> _is_of_checkpoint("checkpoint-4/optimizer_0/.metadata"), _is_of_checkpoint("notes.md")
+    (True, False)
+    """
+    last = name.rpartition("/")[2]
+    is_nested_manifest = last == MANIFEST_NAME and name != MANIFEST_NAME
+    return last in _NAMES or is_nested_manifest or last.lower().endswith(_ENDINGS)
+
+
+def _files_in(out: Path) -> Iterator[str]:
+    """Yields the files and links of a directory, sorted within each folder."""
+    for entry in sorted(entries(out)):
+        if entry.is_symlink() or not entry.is_dir():
+            yield entry.name
+            continue
+        for folder, folders, files in os.walk(entry):
+            folders.sort()
+            links = [name for name in folders if Path(folder, name).is_symlink()]
+            for name in sorted([*files, *links]):
+                yield Path(folder, name).relative_to(out).as_posix()
+
+
+def _refuse(unnamed: Iterable[str], location: str, *, has_manifest: bool) -> None:
+    listed = list(unnamed)
+    if not listed:
+        return
+    examples = ", ".join(repr(name) for name in listed[:_EXAMPLES])
+    rest = len(listed) - _EXAMPLES
+    more = f" and {rest:,} more" if rest > 0 else ""
+    by = f"its {MANIFEST_NAME} does not name" if has_manifest else f"no {MANIFEST_NAME} names"
+    raise RefusedError(
+        f"holds checkpoint or weight files that {by} as files of an output, and --overwrite"
+        f" replaces an earlier output only: {examples}{more}",
+        where=location,
+        hint="move them away, or remove them by hand; or choose another place",
+    )

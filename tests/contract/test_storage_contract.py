@@ -24,11 +24,12 @@ from ckptkit.storage.buffers import aligned_buffer
 from ckptkit.storage.local.disk import Disk
 from ckptkit.storage.local.source import LocalSource
 from ckptkit.storage.local.target import LocalTarget
-from ckptkit.storage.memory import MemorySource, MemoryTarget
+from ckptkit.storage.memory import MemorySource
 from ckptkit.storage.places import Place as RemoteLocation
 from ckptkit.storage.places import open_target
 from ckptkit.storage.remote.source import RemoteSource
 from ckptkit.storage.remote.store import store_of
+from tests.memory_target import MemoryTarget
 from tests.object_store import Bucket, ObjectStore
 
 DISKS = {"native": Disk(), "portable": Disk.portable()}

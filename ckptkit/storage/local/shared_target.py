@@ -32,7 +32,7 @@ from ckptkit.storage.local.workdir import (
     publish_inside,
     sweep_work_folders,
 )
-from ckptkit.storage.replacing import manifest_digest, refuse_newer, refuse_unnamed_in
+from ckptkit.storage.manifests import manifest_digest, refuse_newer, refuse_unnamed_in
 from ckptkit.storage.shared import (
     PartFile,
     Row,

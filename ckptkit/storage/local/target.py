@@ -36,7 +36,7 @@ from ckptkit.storage.local.workdir import (
     reclaim_work_folder,
     sweep_work_folders,
 )
-from ckptkit.storage.replacing import manifest_mark, refuse_newer, refuse_unnamed_in
+from ckptkit.storage.manifests import manifest_mark, refuse_newer, refuse_unnamed_in
 
 OPEN_FILES = 64
 SYNC_THREADS = 4

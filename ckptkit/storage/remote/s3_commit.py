@@ -20,10 +20,10 @@ from ckptkit.core.crc import crc32
 from ckptkit.core.errors import OutputError
 from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.storage.local.names import WORK_INFIX, is_work_folder
+from ckptkit.storage.manifests import EarlierOutput, refuse_newer, refuse_unnamed
 from ckptkit.storage.output_claim import OutputClaim
 from ckptkit.storage.remote.errors import Writing, output_there, quietly
 from ckptkit.storage.remote.s3_uploads import S3Uploads
-from ckptkit.storage.replacing import EarlierOutput, refuse_newer, refuse_unnamed
 
 NONCE_BYTES = 8
 UPLOADS = "uploads"

@@ -22,6 +22,7 @@ from ckptkit.core.errors import OutputError, RefusedError, UsageError
 from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.storage.base import Target
 from ckptkit.storage.local.names import check_relative, is_work_folder
+from ckptkit.storage.manifests import EarlierOutput, refuse_newer, refuse_unnamed
 from ckptkit.storage.output_claim import OutputClaim
 from ckptkit.storage.remote.errors import Writing, output_there, quietly, writing_to
 from ckptkit.storage.remote.s3 import S3_PROTOCOLS
@@ -29,7 +30,6 @@ from ckptkit.storage.remote.s3_commit import NONCE_BYTES
 from ckptkit.storage.remote.s3_target import S3Target
 from ckptkit.storage.remote.s3_uploads import S3Uploads
 from ckptkit.storage.remote.store import ObjectInfo, RemoteStore, store_of
-from ckptkit.storage.replacing import EarlierOutput, refuse_newer, refuse_unnamed
 
 if TYPE_CHECKING:
     from ckptkit.storage.places import Place

@@ -36,7 +36,7 @@ from ckptkit.options import (
 )
 from ckptkit.plan.plan import Plan
 from ckptkit.storage.local.shared_target import SharedTarget
-from ckptkit.storage.replacing import refuse_unnamed_in
+from ckptkit.storage.manifests import refuse_unnamed_in
 from ckptkit.storage.shared import Row, filesystem_of, why_not_shared
 from ckptkit.training.agree.peers import Peers
 from ckptkit.training.environment import ranks_of_this_machine

@@ -57,7 +57,8 @@ from ckptkit.plan.plan import (
     TensorSpec,
     contiguous,
 )
-from ckptkit.storage.memory import MemorySource, MemoryTarget
+from ckptkit.storage.memory import MemorySource
+from tests.memory_target import MemoryTarget
 
 Array = NDArray[Any]
 FLOAT32 = BY_NAME["float32"]
