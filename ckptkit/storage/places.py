@@ -14,9 +14,8 @@ from ckptkit.storage.local.target import LocalTarget
 from ckptkit.storage.locations import PathLike, Place, Sources, is_url, local_path, place_of
 from ckptkit.storage.manifests import manifest_digest
 from ckptkit.storage.remote.errors import writing_to
-from ckptkit.storage.remote.s3 import S3_PROTOCOLS
+from ckptkit.storage.remote.s3 import S3_PROTOCOLS, S3Uploads
 from ckptkit.storage.remote.s3_shared import S3Prefix, S3SharedTarget
-from ckptkit.storage.remote.s3_uploads import S3Uploads
 from ckptkit.storage.remote.store import store_of
 from ckptkit.storage.shared import Cut, OutputAttempt, SharedOutput
 

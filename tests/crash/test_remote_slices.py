@@ -23,7 +23,7 @@ from ckptkit.engine.outcome import BytesWritten, Event, OutputKept
 from ckptkit.options import ConsolidateRequest, Layout, Resources
 from ckptkit.plan.shares import Share
 from ckptkit.storage.places import PathLike, Place
-from ckptkit.storage.remote.s3_uploads import S3Uploads
+from ckptkit.storage.remote.s3 import S3Uploads
 from tests.object_store import KEY, SECRET, Bucket, Fault
 from tests.sharded import write_sharded
 

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 from ckptkit.core.crc import crc32
 from ckptkit.core.errors import ChecksumError, OutputError
 from ckptkit.core.object_parts import CopiedRange, ObjectPart, cut_into_parts
-from ckptkit.storage.remote.s3 import ObjectSums
-from ckptkit.storage.remote.s3_uploads import ObjectHead, S3Uploads, SentPart
+from ckptkit.storage.remote.s3 import ObjectHead, ObjectSums, S3Uploads, SentPart
 
 if TYPE_CHECKING:
     from ckptkit.storage.base import CopySource

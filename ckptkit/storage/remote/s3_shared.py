@@ -31,15 +31,14 @@ from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.core.object_parts import ObjectPart
 from ckptkit.storage.local.names import WORK_INFIX, check_relative
 from ckptkit.storage.remote.errors import Writing, quietly
-from ckptkit.storage.remote.s3 import ObjectSums
-from ckptkit.storage.remote.s3_commit import UPLOADS, S3Commit, mark_of, sweep_uploads, uploads_in
+from ckptkit.storage.remote.s3 import ObjectSums, S3Uploads, SentPart
 from ckptkit.storage.remote.s3_object import (
     MultipartUpload,
     PartBuffers,
     check_object,
     complete_upload,
 )
-from ckptkit.storage.remote.s3_uploads import S3Uploads, SentPart
+from ckptkit.storage.remote.s3_target import UPLOADS, S3Commit, mark_of, sweep_uploads, uploads_in
 from ckptkit.storage.shared import Cut, OutputAttempt, SentRows, plan_note, plan_of, seen_in
 
 _ATTEMPTS = 10

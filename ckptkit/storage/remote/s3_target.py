@@ -1,31 +1,355 @@
-"""Writing an output to S3: uploads in parts that become objects all at the end.
+"""Writing an output to S3: uploads in parts that become objects at the commit.
 
-Nothing is renamed, since S3 cannot: until the commit there are only unfinished uploads, which no
-reader sees, and a small object that names them, by which the next run knows what a killed one
-left behind. The commit completes the uploads, and writes the manifest last.
+S3 cannot rename objects. Until the commit there are only unfinished uploads, which no reader sees,
+and a mark: a small object that names them, so that the next run can remove what a killed run left.
 
-Whether a store copies parts of objects, and proves what it copied: tried, and not assumed.
+A commit holds a claim on the place, so that of two runs one wins as a whole. It removes the old
+manifest, completes the uploads, checks that the objects at the place are those that it wrote, and
+writes the new manifest if there is none. Uploads of another run are removed only under the claim,
+and a run whose uploads were removed cannot commit.
 """
 
 from __future__ import annotations
 
+import json
 import logging
+import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
 
 from ckptkit.core.crc import crc32
 from ckptkit.core.errors import OutputError
+from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.core.object_parts import CopiedRange, ObjectPart
 from ckptkit.storage.base import CopySource
-from ckptkit.storage.local.names import WORK_INFIX, check_relative
-from ckptkit.storage.remote.errors import Writing, quietly
-from ckptkit.storage.remote.s3 import ObjectSums
-from ckptkit.storage.remote.s3_commit import S3Commit, mark_of
+from ckptkit.storage.local.names import WORK_INFIX, check_relative, is_work_folder
+from ckptkit.storage.manifests import EarlierOutput, refuse_newer, refuse_unnamed
+from ckptkit.storage.output_claim import OutputClaim
+from ckptkit.storage.remote.errors import Writing, output_there, quietly
+from ckptkit.storage.remote.s3 import ObjectSums, S3Uploads, SentPart
 from ckptkit.storage.remote.s3_object import S3Object
-from ckptkit.storage.remote.s3_uploads import S3Uploads, SentPart
 
+NONCE_BYTES = 8
 PROBE_BYTES = 1024
+UPLOADS = "uploads"
+"""In a mark or a note: key and name of each upload; and the folder of such notes."""
+_PLANNED = "planned"
 _LOG = logging.getLogger(__name__)
+
+
+def mark_of(uploads: Sequence[tuple[str, str]], planned: Collection[str] = ()) -> bytes:
+    """Returns an object's content that tells the next run of uploads.
+
+    Args:
+        uploads: Key and name of each.
+        planned: Keys of uploads that are about to begin, whose names are not known yet.
+    """
+    return json.dumps({UPLOADS: list(uploads), _PLANNED: sorted(planned)}).encode()
+
+
+def _planned_in(mark: bytes) -> frozenset[str]:
+    try:
+        return frozenset(str(key) for key in json.loads(mark)[_PLANNED])
+    except (ValueError, TypeError, KeyError):
+        return frozenset()
+
+
+def uploads_in(mark: bytes) -> Iterator[tuple[str, str]]:
+    """Yields key and name of the uploads that a mark tells of; of one that is damaged, none."""
+    try:
+        for key, upload in json.loads(mark)[UPLOADS]:
+            yield str(key), str(upload)
+    except (ValueError, TypeError, KeyError):
+        return
+
+
+def has_leftovers(store: S3Uploads, prefix: str, *, kept: str = "") -> bool:
+    """Tells whether `sweep_uploads` would find something to remove."""
+    if any(not (kept and key.startswith(kept)) for key in _marks(store, prefix, prefix)):
+        return True
+    work = f"{prefix}{WORK_INFIX}"
+    return any(not (kept and key.startswith(kept)) for key, _ in _unfinished(store, work))
+
+
+def sweep_uploads(store: S3Uploads, prefix: str, *, only: str = "", kept: str = "") -> None:
+    """Removes what earlier runs wrote down below a prefix, and the uploads that it tells of.
+
+    Args:
+        store: The bucket.
+        prefix: Of the output, with the slash at its end.
+        only: The prefix of what is removed, where that is not all.
+        kept: The prefix of what stays.
+    """
+
+    def goes(key: str) -> bool:
+        return key.startswith(only) and not (kept and key.startswith(kept))
+
+    found = _marks(store, prefix, only or prefix)
+    marks = [key for key in found if goes(key)]
+    planned: set[str] = set()
+    for mark in marks:
+        name = found[mark]
+        if name is None or f"{UPLOADS}/" in name:
+            planned |= _abort_all(store, mark, prefix)
+    work = f"{prefix}{WORK_INFIX}"
+    for key, upload in _unfinished(store, prefix if planned else only or work):
+        if key in planned or (key.startswith(work) and goes(key)):
+            store.abort(key, upload)
+    if marks:  # last: without them nothing tells of the uploads
+        store.delete(marks)
+
+
+def _marks(store: S3Uploads, prefix: str, below: str) -> dict[str, str | None]:
+    """Returns the keys of marks, of notes and of what was tried, with the names of notes."""
+    own = re.compile(
+        re.escape(f"{prefix}{WORK_INFIX}")
+        + f"[0-9a-f]{{{2 * NONCE_BYTES}}}(?:(?P<probe>-probe)|/(?P<name>.*))?",
+        re.DOTALL,
+    )
+    found = ((key, own.fullmatch(key)) for key in store.objects(below))
+    return {key: one["probe"] or one["name"] for key, one in found if one is not None}
+
+
+def _unfinished(store: S3Uploads, prefix: str) -> list[tuple[str, str]]:
+    """Returns the uploads below a prefix; none where they may not be listed."""
+    try:
+        return list(store.unfinished(prefix))
+    except OSError as error:
+        _LOG.debug("unfinished uploads were not looked for: %s", type(error).__name__)
+        return []
+
+
+def _abort_all(store: S3Uploads, mark: str, prefix: str) -> frozenset[str]:
+    """Removes the uploads that a mark tells of; returns the keys of those that had no name yet."""
+    try:
+        data = store.get(store.url(mark).removeprefix("s3://"))
+    except FileNotFoundError:  # another process sweeps here too
+        return frozenset()
+    for key, upload in uploads_in(data):
+        if key.startswith(prefix):
+            _LOG.info("removing an unfinished upload of an earlier run: %s", key)
+            store.abort(key, upload)
+    return frozenset(key for key in _planned_in(data) if key.startswith(prefix))
+
+
+_PUBLISHED_AT_ONCE = 8  # a store may take minutes to complete a large upload
+
+
+class Publishable(Protocol):
+    """An object that becomes visible at the commit."""
+
+    key: str
+    etag: str
+
+    def publish(self) -> None:
+        """Makes it visible, and notes its ETag."""
+        ...
+
+
+class Last(Protocol):
+    """The manifest, which becomes visible after all others."""
+
+    key: str
+
+    def publish_new(self) -> None:
+        """Makes it visible if nothing of its name is there."""
+        ...
+
+
+class S3Commit:
+    """One run's way to the commit of a place."""
+
+    def __init__(
+        self, store: S3Uploads, location: str, writing: Writing, *, overwrite: bool
+    ) -> None:
+        """Looks at what is there.
+
+        Args:
+            store: The place.
+            location: What messages call it.
+            writing: A context that makes errors of ours of what the store raises.
+            overwrite: Whether an earlier output is replaced.
+        """
+        self._store = store
+        self._location = location
+        self._writing = writing
+        self._overwrite = overwrite
+        self.claim = OutputClaim(store.store, store.root, location, writing)
+        self._is_dirty = False
+        self._manifest = store.prefix + MANIFEST_NAME
+        with writing():
+            self.claim.refuse_taken()
+            self._seen = self.objects()
+            self._refuse_filled(self._seen)
+
+    def objects(self) -> dict[str, str]:
+        """Returns keys and ETags of what lies at the place, marks and folder markers left out."""
+        start = len(self._store.prefix)
+        return {
+            key: etag
+            for key, etag in self._store.objects(self._store.prefix).items()
+            if key[start:]
+            and not key.endswith("/")
+            and not is_work_folder(key[start:].partition("/")[0])
+        }
+
+    def _refuse_filled(self, objects: Collection[str]) -> None:
+        """Refuses a place that holds something, if that is not to be replaced."""
+        if objects and not self._overwrite:
+            raise output_there(self._location)
+
+    @property
+    def seen(self) -> str:
+        """The ETag of the manifest that a commit may replace; empty where there was none."""
+        return self._seen.get(self._manifest, "")
+
+    @seen.setter
+    def seen(self, etag: str) -> None:
+        self._seen[self._manifest] = etag
+
+    def sweep(self, *, kept: str = "") -> None:
+        """Removes what earlier runs left of their uploads, and what runs under way have begun.
+
+        Args:
+            kept: The prefix of what stays.
+        """
+        with self._writing():
+            if not has_leftovers(self._store, self._store.prefix, kept=kept):
+                return
+            self.claim.take()
+            try:
+                sweep_uploads(self._store, self._store.prefix, kept=kept)
+            finally:
+                self.claim.release(is_clean=not self.claim.names)
+
+    def run(
+        self, items: Sequence[Publishable], last: Last | bytes, still_ours: Callable[[], bool]
+    ) -> None:
+        """Puts an output in place, its manifest last.
+
+        The claim is held until `release`, also where this fails.
+
+        Args:
+            items: All files but the manifest.
+            last: The manifest, or its content.
+            still_ours: Tells whether no other run has removed the uploads.
+        """
+        with self._writing():
+            self._manifest = last.key if not isinstance(last, bytes) else self._manifest
+            self.claim.take()
+            if not still_ours():
+                raise self._lost(
+                    "another run for the same place has removed the uploads of this one"
+                )
+            old = self.objects()
+            self._is_dirty = bool(self.claim.names)
+            manifest, replaced = self._check_replaced(old)
+            made = {self._manifest, *(item.key for item in items)}
+            start = len(self._store.prefix)
+            self.claim.add_names({*replaced, *(key[start:] for key in made)})
+            self._replace(items, last, manifest)
+            self._is_dirty = False
+        kept = {key[start:] for key in made}
+        rest = sorted(self._store.prefix + name for name in replaced - kept)
+        quietly(self._writing, lambda: self._delete(rest))
+
+    def release(self) -> None:
+        """Gives the claim back, if it is held."""
+        if self.claim.is_held and self._is_dirty:
+            quietly(self._writing, self._look_for_rest)
+        self.claim.release(is_clean=not self._is_dirty)
+
+    def _look_for_rest(self) -> None:
+        """Notes whether files lie there that only the claim tells to be of an output."""
+        objects = self.objects()
+        self._is_dirty = bool(objects) and self._manifest not in objects
+
+    def _check_replaced(self, old: dict[str, str]) -> tuple[bytes | None, set[str]]:
+        """Returns the manifest that is replaced, and the files that are removed with it."""
+        self._refuse_filled(old)
+        etag = old.get(self._manifest, "")
+        refuse_newer(etag, self.seen, self._location)
+        start = len(self._store.prefix)
+        name = self._manifest[start:]
+        manifest = self._store.store.get_small(f"{self._store.root}/{name}") if etag else None
+        names = {key[start:] for key in old}
+        if name != MANIFEST_NAME:
+            return manifest, names
+        earlier = EarlierOutput.from_manifest(manifest, self._location)
+        refuse_unnamed(names, earlier, self._location, self.claim.names)
+        return manifest, earlier.removable(names, self.claim.names)
+
+    def _replace(
+        self, items: Sequence[Publishable], last: Last | bytes, manifest: bytes | None
+    ) -> None:
+        if manifest is not None:
+            self.claim.check()
+            self._store.delete([self._manifest])
+        begun: list[bool] = []
+        try:
+            self._publish(items, begun)
+            self._see(items)
+            self.claim.check()
+            self._put_last(last)
+        except BaseException:
+            if manifest is not None and not begun:  # the earlier output is whole
+                put = self._store.put_new
+                quietly(
+                    self._writing,
+                    lambda: put(self._manifest, manifest, crc32(manifest), in_parts=False),
+                )
+            raise
+
+    def _publish(self, items: Sequence[Publishable], begun: list[bool]) -> None:
+        """Publishes objects, many at a time; at the first error no further one is begun."""
+
+        def one(item: Publishable) -> None:
+            self.claim.check()
+            begun.append(True)
+            self._is_dirty = True
+            item.publish()
+
+        with ThreadPoolExecutor(_PUBLISHED_AT_ONCE, thread_name_prefix="ckptkit-publish") as pool:
+            futures = [pool.submit(one, item) for item in items]
+            try:
+                for future in futures:
+                    future.result()
+            finally:
+                for future in futures:
+                    future.cancel()
+
+    def _see(self, items: Sequence[Publishable]) -> None:
+        """Sees that what lies there is what this run has put there."""
+        now = self.objects()
+        for item in items:
+            if item.etag and now.get(item.key) != item.etag:
+                raise self._lost(f"{item.key!r} was replaced or removed by another writer")
+        if self._manifest in now:
+            raise self._lost("another run has put its manifest there")
+
+    def _put_last(self, last: Last | bytes) -> None:
+        if not isinstance(last, bytes):
+            last.publish_new()
+            return
+        key = self._manifest
+        is_put = self._store.put_new(key, last, crc32(last), in_parts=False)
+        path = f"{self._store.root}/{MANIFEST_NAME}"
+        if not is_put and self._store.store.get_small(path) != last:  # an answer may be lost
+            raise self._lost("another run has put its manifest there")
+
+    def _delete(self, keys: Sequence[str]) -> None:
+        if keys:
+            self.claim.check()
+            self._store.delete(keys)
+
+    def _lost(self, why: str) -> OutputError:
+        return OutputError(
+            why,
+            where=self._location,
+            hint="run one command at a time for an output, and this one again",
+        )
 
 
 def why_no_copies(store: S3Uploads, key: str, source: CopySource) -> str:

@@ -25,10 +25,8 @@ from ckptkit.storage.local.names import check_relative, is_work_folder
 from ckptkit.storage.manifests import EarlierOutput, refuse_newer, refuse_unnamed
 from ckptkit.storage.output_claim import OutputClaim
 from ckptkit.storage.remote.errors import Writing, output_there, quietly, writing_to
-from ckptkit.storage.remote.s3 import S3_PROTOCOLS
-from ckptkit.storage.remote.s3_commit import NONCE_BYTES
-from ckptkit.storage.remote.s3_target import S3Target
-from ckptkit.storage.remote.s3_uploads import S3Uploads
+from ckptkit.storage.remote.s3 import S3_PROTOCOLS, S3Uploads
+from ckptkit.storage.remote.s3_target import NONCE_BYTES, S3Target
 from ckptkit.storage.remote.store import ObjectInfo, RemoteStore, store_of
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ from ckptkit.core.errors import CkptkitError, OutputError, SaveError, TruncatedF
 from ckptkit.core.object_parts import PART_BYTES, cut_into_parts
 from ckptkit.core.retries import RetryPolicy
 from ckptkit.storage.remote.errors import is_transient, status_of, told
+from ckptkit.storage.remote.s3 import S3Uploads
 from ckptkit.storage.remote.s3_object import S3Object
-from ckptkit.storage.remote.s3_uploads import S3Uploads
 from ckptkit.storage.remote.store import ObjectInfo, RemoteStore
 from ckptkit.writer.failures import Tally
 from ckptkit.writer.messages import Remote

@@ -12,9 +12,17 @@ from ckptkit.core import object_parts
 from ckptkit.core.errors import ChecksumError
 from ckptkit.core.object_parts import MIN_PART_BYTES, CopiedRange
 from ckptkit.storage.base import CopySource
-from ckptkit.storage.remote.s3 import OF_PARTS, WHOLE, ObjectSums, StoreChecksum, encoded
+from ckptkit.storage.remote.s3 import (
+    OF_PARTS,
+    WHOLE,
+    ObjectHead,
+    ObjectSums,
+    S3Uploads,
+    SentPart,
+    StoreChecksum,
+    encoded,
+)
 from ckptkit.storage.remote.s3_object import S3Object
-from ckptkit.storage.remote.s3_uploads import ObjectHead, S3Uploads, SentPart
 
 PARTS = (b"first part", b"second", b"")
 SUMS = ObjectSums.of([(zlib.crc32(part), len(part)) for part in PARTS])
