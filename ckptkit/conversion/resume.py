@@ -46,7 +46,7 @@ from ckptkit.options import Resources
 from ckptkit.plan.plan import OutputFile
 from ckptkit.storage.local.disk import LOCAL_DISK
 from ckptkit.storage.local.journal import Entry, Journal, read_journal
-from ckptkit.storage.local.target import LocalTarget, translated
+from ckptkit.storage.local.target import LocalTarget, translate_errors
 from ckptkit.storage.places import PathLike, is_url
 
 _PLAN, _FILE, _OUTCOME = "plan", "file", "outcome"
@@ -141,7 +141,7 @@ def _write_rest(
 
 @contextmanager
 def _journal(target: LocalTarget, fingerprint: str, *, is_new: bool) -> Iterator[Journal]:
-    with translated(Path(target.location)):
+    with translate_errors(Path(target.location)):
         journal = Journal(target.journal, {_PLAN: fingerprint}, is_new=is_new)
     try:
         yield journal

@@ -36,7 +36,7 @@ from ckptkit.runs.steps import file_problems
 from ckptkit.storage.local.disk import LOCAL_DISK, Disk, is_refused
 from ckptkit.storage.local.names import WORK_INFIX, check_relative
 from ckptkit.storage.local.source import LocalSource
-from ckptkit.storage.local.target import free_bytes, make_missing, translated
+from ckptkit.storage.local.target import free_bytes, make_missing, translate_errors
 from ckptkit.storage.local.workdir import WorkFolder, is_empty, publish
 from ckptkit.storage.manifests import read_manifest
 from ckptkit.storage.places import PathLike, is_url
@@ -87,8 +87,8 @@ class Partial:
         Raises:
             OutputExistsError: If somebody filled the destination meanwhile.
             OutputError: If something cannot be made durable or visible.
-        """  # noqa: DOC501  `_exists` and `translated` make them
-        with translated(self._named):
+        """  # noqa: DOC501  `_exists` and `translate_errors` make them
+        with translate_errors(self._named):
             shutil.rmtree(self.files / _CLIENT, ignore_errors=True)
             folders = {self.files}
             for path in self._files():
@@ -131,7 +131,7 @@ def partial_folder(out: Path) -> Iterator[Partial]:
         raise OutputError("a file was found where a directory was expected", where=str(out))
     if out.is_dir() and not is_empty(out):
         raise _exists(out)
-    with translated(out):
+    with translate_errors(out):
         resolved = out.resolve()
         make_missing(resolved.parent)
         work = _enter(resolved, disk)

@@ -26,7 +26,7 @@ from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.runs.local import StoredFile
 from ckptkit.runs.marks import MARKS_FOLDER
 from ckptkit.storage.places import PathLike, Place, place_of
-from ckptkit.storage.remote.errors import as_input_error, told
+from ckptkit.storage.remote.errors import as_input_error, describe_error
 from ckptkit.storage.remote.store import ObjectInfo, store_of
 
 _MOST_BYTES = 64 << 20
@@ -110,7 +110,7 @@ class MarkObjects:
             raise
         except Exception as error:  # noqa: BLE001  clients raise what they like
             raise OutputError(
-                f"cannot be {verb}: {told(error, self._place.options)}",
+                f"cannot be {verb}: {describe_error(error, self._place.options)}",
                 where=self._where(path),
                 hint="see whether the credentials allow it",
             ) from None

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError, OutputError, RefusedError
-from ckptkit.storage.remote.errors import Writing
+from ckptkit.storage.remote.errors import ErrorTranslator
 from ckptkit.storage.remote.store import RemoteStore
 
 CLAIM_NAME = ".ckptkit-commit"
@@ -55,20 +55,22 @@ class _Found:
 class OutputClaim:
     """One run's claim on a place in a store; threads share it."""
 
-    def __init__(self, store: RemoteStore, root: str, location: str, writing: Writing) -> None:
+    def __init__(
+        self, store: RemoteStore, root: str, location: str, translate_errors: ErrorTranslator
+    ) -> None:
         """Takes nothing yet.
 
         Args:
             store: The client.
             root: What the client calls the place.
             location: What messages call it.
-            writing: A context that makes errors of ours of what the store raises.
+            translate_errors: A context that turns errors of the client into ours.
         """
         self._store = store
         self._path = f"{root}/{CLAIM_NAME}"
         self._root = root
         self._location = location
-        self._writing = writing
+        self._translate_errors = translate_errors
         self._writer = os.urandom(8).hex()
         self._lock = threading.Lock()
         self._etag = ""
@@ -149,7 +151,7 @@ class OutputClaim:
         if not trusted:
             return
         try:
-            with self._writing():
+            with self._translate_errors():
                 if is_clean or not self._names:
                     self._store.delete(self._root, [CLAIM_NAME])
                 else:
@@ -162,7 +164,7 @@ class OutputClaim:
         if found is not None:
             self._names |= found.names
         data = self._document()
-        with self._writing():
+        with self._translate_errors():
             self._write(data, found.etag if found is not None else "")
             if self._store.get_small(self._path) != data:
                 return False
@@ -190,7 +192,7 @@ class OutputClaim:
                 _LOG.warning("the claim on %s is not renewed: %s", self._location, error)
 
     def _renew(self) -> None:
-        with self._lock, self._writing():
+        with self._lock, self._translate_errors():
             if not self.is_held:
                 return
             asked = time.monotonic()
@@ -205,7 +207,7 @@ class OutputClaim:
                 self._confirmed = 0.0
 
     def _read(self) -> _Found | None:
-        with self._writing():
+        with self._translate_errors():
             known = self._store.look_up(self._path)
             data = self._store.get_small(self._path) if known is not None else None
         if known is None or data is None:

@@ -5,7 +5,7 @@ From a path or a URL to what several processes fill there together.
 
 from __future__ import annotations
 
-from ckptkit.core.errors import RefusedError, UsageError
+from ckptkit.core.errors import RefusedError
 from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.storage.base import Folder, Target
 from ckptkit.storage.local.shared_target import SharedTarget
@@ -13,10 +13,9 @@ from ckptkit.storage.local.source import LocalSource
 from ckptkit.storage.local.target import LocalTarget
 from ckptkit.storage.locations import PathLike, Place, Sources, is_url, local_path, place_of
 from ckptkit.storage.manifests import manifest_digest
-from ckptkit.storage.remote.errors import writing_to
-from ckptkit.storage.remote.s3 import S3_PROTOCOLS, S3Uploads
-from ckptkit.storage.remote.s3_shared import S3Prefix, S3SharedTarget
-from ckptkit.storage.remote.store import store_of
+from ckptkit.storage.remote.s3 import S3_PROTOCOLS
+from ckptkit.storage.remote.s3_shared import S3SharedTarget
+from ckptkit.storage.remote.s3_target import open_s3_prefix
 from ckptkit.storage.shared import Cut, OutputAttempt, SharedOutput
 
 __all__ = [
@@ -72,14 +71,14 @@ class SharedPlace:
                     hint="write to a shared disk and copy the finished output, or leave the option"
                     " out: one process writes to such a URL without a local disk",
                 )
-            self._prefix = _connected(self.place)
+            self._prefix = open_s3_prefix(self.place)
 
     def seen(self) -> str:
         """Returns what identifies the manifest that is there; empty where there is none."""
         if self._prefix is None:
             return manifest_digest(local_path(self.place))
-        with self._prefix.writing():
-            key = self._prefix.key + MANIFEST_NAME
+        with self._prefix.translate_errors():
+            key = self._prefix.store.prefix + MANIFEST_NAME
             return self._prefix.store.objects(key).get(key, "")
 
     @property
@@ -99,14 +98,3 @@ class SharedPlace:
                 folder, attempt.nonce, overwrite=attempt.overwrite, seen=attempt.seen
             )
         return S3SharedTarget(self._prefix, attempt, cut)
-
-
-def _connected(place: Place) -> S3Prefix:
-    store = store_of(place)
-    writing = writing_to(place.location, store.options)
-    with writing():
-        root = store.path_of(place.location)
-        if not root:
-            raise UsageError("names no bucket", where=place.location)
-        uploads = S3Uploads(store, root)
-        return S3Prefix(uploads, uploads.prefix, place.location, writing)

@@ -10,7 +10,7 @@ from pathlib import Path
 from ckptkit.core.errors import OutputError, RefusedError
 from ckptkit.storage.local.disk import LOCAL_DISK
 from ckptkit.storage.locations import Place, is_url, local_path
-from ckptkit.storage.remote.errors import writing_to
+from ckptkit.storage.remote.errors import error_translator
 from ckptkit.storage.remote.store import RemoteStore, store_of
 
 _READ_ONLY = frozenset({"hf", "http", "https"})
@@ -46,7 +46,7 @@ def put_record(root: Place, name: str, data: bytes) -> None:
     """Writes a small file that is durable and whole, or not there."""
     if is_url(root):
         store = store_of(root)
-        with writing_to(root.location, store.options)():
+        with error_translator(root.location, store.options)():
             path = f"{store.path_of(root.location)}/{name}"
             store.put_small(path, data)
         return
@@ -112,7 +112,7 @@ def _remove_empty(path: Path, root: Path) -> None:
 
 def _remove_objects(root: Place, paths: Sequence[str]) -> None:
     store = store_of(root)
-    with writing_to(root.location, store.options)():
+    with error_translator(root.location, store.options)():
         base = store.path_of(root.location)
         for path in paths:
             _remove_object(store, base, path)

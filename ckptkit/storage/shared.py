@@ -1,30 +1,15 @@
-"""The seam between processes that fill one output together and the place that holds it.
-
-Small files in a hidden folder, by which processes that fill one output tell of themselves.
-
-What one process writes for another one to put in its place, where only one may write a file.
-
-Whether a place lets several machines write ranges of one file at once.
-"""
+"""Processes that fill one output together: what they share, and whether their disk allows it."""
 
 from __future__ import annotations
 
-import errno
-import os
-import shutil
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from ckptkit.core.crc import crc32
-from ckptkit.core.errors import ChecksumError
 from ckptkit.core.object_parts import ObjectPart
 from ckptkit.storage.base import Sink
-from ckptkit.storage.local.disk import PAGE_BYTES, Disk, is_out_of_space, is_refused
-from ckptkit.storage.local.target import free_bytes, translated, write_small
 
 SentRows = dict[str, list[Sequence[Any]]]
 """What a store has told of the parts that it took, by file, as JSON values."""
@@ -156,151 +141,8 @@ class SharedOutput(Sink, Protocol):
         ...
 
 
-_OCCUPIED = frozenset({errno.ENOTEMPTY, errno.EEXIST, errno.EACCES})
-_CONTENT = "content"
-
-
-class WorkNotes:
-    """Notes, each a folder with one file in it: renaming a folder never replaces a filled one."""
-
-    def __init__(self, folder: Path, named: Path, disk: Disk) -> None:
-        """Looks into a folder that exists.
-
-        Args:
-            folder: The hidden folder.
-            named: The output, as messages call it.
-            disk: The file operations of the platform.
-        """
-        self._folder = folder
-        self._named = named
-        self._disk = disk
-
-    def put(self, name: str, data: bytes) -> bytes:
-        """Leaves a note unless there is one of that name, durable, whole or not at all.
-
-        Returns:
-            What the note says: `data`, or what another process was first with.
-
-        """
-        new = self._folder / f"{name}.{os.urandom(8).hex()}"
-        with translated(self._named, len(data)):
-            try:
-                new.mkdir()
-                write_small(new / _CONTENT, data, self._disk)
-                new.rename(self._folder / name)
-            except OSError as error:
-                shutil.rmtree(new, ignore_errors=True)
-                found = self.get(name) if error.errno in _OCCUPIED else None
-                if found is None:
-                    raise
-                return found
-            self._disk.sync_directory(self._folder)
-        return data
-
-    def get(self, name: str) -> bytes | None:
-        """Returns what a note says, None where there is none."""
-        with translated(self._named):
-            try:
-                return (self._folder / name / _CONTENT).read_bytes()
-            except FileNotFoundError:
-                return None
-
-    @contextmanager
-    def alone(self, name: str, _owner: str = "") -> Iterator[bool]:
-        """Yields whether this process is the only one here; always, where there are no locks."""
-        if not self._disk.locks:
-            yield True
-            return
-        try:
-            lock = self._disk.open_locked(self._folder / f"{name}.lock")
-        except FileNotFoundError:  # the folder is gone: somebody was here before
-            yield False
-            return
-        except OSError as error:
-            if not is_refused(error):
-                raise
-            yield True
-            return
-        try:
-            yield lock is not None
-        finally:
-            if lock is not None:
-                lock.close()
-
-
 Row = tuple[str, Sequence[int], int, int]
 """A file of the output, where in it runs of one length begin, their bytes in all, their CRC-32."""
-
-
-class PartFile:
-    """A file written from its start to its end, and what is to become of its bytes.
-
-    Attributes:
-        rows: What was written, in its order.
-    """
-
-    def __init__(self, path: Path, named: Path, disk: Disk) -> None:
-        """Makes the file.
-
-        Args:
-            path: Where it lies.
-            named: The output, as messages call it.
-            disk: The file operations of the platform.
-        """
-        self.rows: list[Row] = []
-        self._path = path
-        self._named = named
-        self._at = 0
-        self._lock = threading.Lock()
-        with translated(named):
-            disk.join_file(path, 0)
-            self._file = disk.open_for_writing(path)
-
-    def create(self, _path: str, _size_bytes: int) -> None:
-        """Does nothing: whoever puts the bytes in their place makes the files."""
-
-    def write_runs(self, path: str, starts: Sequence[int], data: memoryview) -> None:
-        """Takes data that is cut into as many equal runs, each for its own byte of a file."""
-        with self._lock, translated(self._named, data.nbytes):
-            self._file.write_at(self._at, data)
-            self._at += data.nbytes
-            self.rows.append((path, starts, data.nbytes, crc32(data)))
-
-    def free_bytes(self) -> int:
-        with translated(self._named):
-            return free_bytes(self._path)
-
-    def finish(self) -> None:
-        """Makes the file durable and closes it, after which other machines see all of it."""
-        with translated(self._named):
-            try:
-                self._file.sync()
-            finally:
-                self._file.close()
-
-    def close(self) -> None:
-        """Closes the file, whatever it holds."""
-        self._file.close()
-
-
-def read_parts(
-    path: Path, rows: Sequence[Row], disk: Disk
-) -> Iterator[tuple[str, Sequence[int], memoryview]]:
-    """Yields what a file was written for: the file of the output, the runs' starts, the bytes."""
-    file, at = disk.open_for_reading(path), 0
-    try:
-        for name, starts, size, expected in rows:
-            data = file.read_bytes(at, size)
-            if len(data) != size or crc32(data) != expected:
-                raise ChecksumError(
-                    f"other bytes than were written were found from byte {at:,} on",
-                    where=str(path),
-                    hint="the storage does not show what another machine wrote; export to another",
-                )
-            yield name, starts, memoryview(data)
-            at += size
-    finally:
-        file.close()
 
 
 _MOUNTS = Path("/proc/self/mountinfo")
@@ -372,35 +214,6 @@ def why_not_shared(kind: str, *, is_one_machine: bool = False) -> str:
     is_fuse = kind == "fuse" or (kind.startswith("fuse.") and kind not in _OTHER_FUSE)
     if is_fuse or (kind in _SEPARATE_CACHES and not is_one_machine):
         return f"its file system, {kind}, does not take ranges of one file from several machines"
-    return ""
-
-
-def why_no_ranges(folder: Path, named: Path, disk: Disk) -> str:
-    """Tries to write at an offset; returns why that cannot be done, empty if it can.
-
-    Args:
-        folder: Where to try.
-        named: What messages call it.
-        disk: The file operations of the platform.
-
-    """
-    # Not by the process, whose number another machine may have given as well.
-    path = folder / f".probe-{os.urandom(8).hex()}"
-    with translated(named):
-        try:
-            disk.join_file(path, 2 * PAGE_BYTES)
-            file = disk.open_for_writing(path)
-            try:
-                file.write_at(PAGE_BYTES, memoryview(b"1"))
-                file.write_at(1, memoryview(b"1"))
-            finally:
-                file.close()
-        except OSError as error:
-            if is_out_of_space(error):
-                raise
-            return f"it does not take ranges of a file: {(error.strerror or str(error)).lower()}"
-        finally:
-            path.unlink(missing_ok=True)
     return ""
 
 

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ckptkit.core.errors import OutputError, OutputExistsError
+from ckptkit.core.crc import crc32
+from ckptkit.core.errors import ChecksumError, OutputError, OutputExistsError
 from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.core.object_parts import ObjectPart
-from ckptkit.storage.local.disk import LOCAL_DISK, Disk
+from ckptkit.storage.local.disk import LOCAL_DISK, PAGE_BYTES, Disk, is_out_of_space, is_refused
 from ckptkit.storage.local.names import WORK_INFIX
 from ckptkit.storage.local.target import (
     StagedFiles,
-    cannot_be_replaced,
     free_bytes,
     make_missing,
-    output_exists,
+    not_replaceable_error,
+    output_exists_error,
     remove_empty,
-    translated,
+    translate_errors,
     write_small,
 )
 from ckptkit.storage.local.workdir import (
@@ -33,19 +36,179 @@ from ckptkit.storage.local.workdir import (
     sweep_work_folders,
 )
 from ckptkit.storage.manifests import manifest_digest, refuse_newer, refuse_unnamed_in
-from ckptkit.storage.shared import (
-    PartFile,
-    Row,
-    SentRows,
-    WorkNotes,
-    plan_note,
-    plan_of,
-    read_parts,
-    seen_in,
-    why_no_ranges,
-)
+from ckptkit.storage.shared import Row, SentRows, plan_note, plan_of, seen_in
 
 _PLAN = "plan"
+_OCCUPIED = frozenset({errno.ENOTEMPTY, errno.EEXIST, errno.EACCES})
+_CONTENT = "content"
+
+
+class WorkNotes:
+    """Notes, each a folder with one file in it: renaming a folder never replaces a filled one."""
+
+    def __init__(self, folder: Path, named: Path, disk: Disk) -> None:
+        """Looks into a folder that exists.
+
+        Args:
+            folder: The hidden folder.
+            named: The output, as messages call it.
+            disk: The file operations of the platform.
+        """
+        self._folder = folder
+        self._named = named
+        self._disk = disk
+
+    def put(self, name: str, data: bytes) -> bytes:
+        """Leaves a note unless there is one of that name, durable, whole or not at all.
+
+        Returns:
+            What the note says: `data`, or what another process was first with.
+
+        """
+        new = self._folder / f"{name}.{os.urandom(8).hex()}"
+        with translate_errors(self._named, len(data)):
+            try:
+                new.mkdir()
+                write_small(new / _CONTENT, data, self._disk)
+                new.rename(self._folder / name)
+            except OSError as error:
+                shutil.rmtree(new, ignore_errors=True)
+                found = self.get(name) if error.errno in _OCCUPIED else None
+                if found is None:
+                    raise
+                return found
+            self._disk.sync_directory(self._folder)
+        return data
+
+    def get(self, name: str) -> bytes | None:
+        """Returns what a note says, None where there is none."""
+        with translate_errors(self._named):
+            try:
+                return (self._folder / name / _CONTENT).read_bytes()
+            except FileNotFoundError:
+                return None
+
+    @contextmanager
+    def alone(self, name: str, _owner: str = "") -> Iterator[bool]:
+        """Yields whether this process is the only one here; always, where there are no locks."""
+        if not self._disk.locks:
+            yield True
+            return
+        try:
+            lock = self._disk.open_locked(self._folder / f"{name}.lock")
+        except FileNotFoundError:  # the folder is gone: somebody was here before
+            yield False
+            return
+        except OSError as error:
+            if not is_refused(error):
+                raise
+            yield True
+            return
+        try:
+            yield lock is not None
+        finally:
+            if lock is not None:
+                lock.close()
+
+
+class PartFile:
+    """A file written from its start to its end, and what is to become of its bytes.
+
+    Attributes:
+        rows: What was written, in its order.
+    """
+
+    def __init__(self, path: Path, named: Path, disk: Disk) -> None:
+        """Makes the file.
+
+        Args:
+            path: Where it lies.
+            named: The output, as messages call it.
+            disk: The file operations of the platform.
+        """
+        self.rows: list[Row] = []
+        self._path = path
+        self._named = named
+        self._at = 0
+        self._lock = threading.Lock()
+        with translate_errors(named):
+            disk.join_file(path, 0)
+            self._file = disk.open_for_writing(path)
+
+    def create(self, _path: str, _size_bytes: int) -> None:
+        """Does nothing: whoever puts the bytes in their place makes the files."""
+
+    def write_runs(self, path: str, starts: Sequence[int], data: memoryview) -> None:
+        """Takes data that is cut into as many equal runs, each for its own byte of a file."""
+        with self._lock, translate_errors(self._named, data.nbytes):
+            self._file.write_at(self._at, data)
+            self._at += data.nbytes
+            self.rows.append((path, starts, data.nbytes, crc32(data)))
+
+    def free_bytes(self) -> int:
+        with translate_errors(self._named):
+            return free_bytes(self._path)
+
+    def finish(self) -> None:
+        """Makes the file durable and closes it, after which other machines see all of it."""
+        with translate_errors(self._named):
+            try:
+                self._file.sync()
+            finally:
+                self._file.close()
+
+    def close(self) -> None:
+        """Closes the file, whatever it holds."""
+        self._file.close()
+
+
+def read_parts(
+    path: Path, rows: Sequence[Row], disk: Disk
+) -> Iterator[tuple[str, Sequence[int], memoryview]]:
+    """Yields what a file was written for: the file of the output, the runs' starts, the bytes."""
+    file, at = disk.open_for_reading(path), 0
+    try:
+        for name, starts, size, expected in rows:
+            data = file.read_bytes(at, size)
+            if len(data) != size or crc32(data) != expected:
+                raise ChecksumError(
+                    f"other bytes than were written were found from byte {at:,} on",
+                    where=str(path),
+                    hint="the storage does not show what another machine wrote; export to another",
+                )
+            yield name, starts, memoryview(data)
+            at += size
+    finally:
+        file.close()
+
+
+def why_no_ranges(folder: Path, named: Path, disk: Disk) -> str:
+    """Tries to write at an offset; returns why that cannot be done, empty if it can.
+
+    Args:
+        folder: Where to try.
+        named: What messages call it.
+        disk: The file operations of the platform.
+
+    """
+    # Not by the process, whose number another machine may have given as well.
+    path = folder / f".probe-{os.urandom(8).hex()}"
+    with translate_errors(named):
+        try:
+            disk.join_file(path, 2 * PAGE_BYTES)
+            file = disk.open_for_writing(path)
+            try:
+                file.write_at(PAGE_BYTES, memoryview(b"1"))
+                file.write_at(1, memoryview(b"1"))
+            finally:
+                file.close()
+        except OSError as error:
+            if is_out_of_space(error):
+                raise
+            return f"it does not take ranges of a file: {(error.strerror or str(error)).lower()}"
+        finally:
+            path.unlink(missing_ok=True)
+    return ""
 
 
 class SharedTarget:
@@ -81,16 +244,16 @@ class SharedTarget:
         self._overwrite = overwrite
         self._disk = disk
         self._made: list[Path] = []
-        with translated(out):
+        with translate_errors(out):
             self._out = out.resolve()
             self._seen = manifest_digest(self._out) if seen is None else seen
             _refuse_file(self._out, named_as=str(out))
             self._inside = _has_to_stay(self._out)
             if self._out.is_dir() and not is_empty(self._out):
                 if not overwrite:
-                    raise output_exists(out)
+                    raise output_exists_error(out)
                 if self._inside:
-                    raise cannot_be_replaced(out)
+                    raise not_replaceable_error(out)
             parent = self._out if self._inside else self._out.parent
             self._made = make_missing(parent)
             try:
@@ -159,7 +322,7 @@ class SharedTarget:
         try:
             for path, size_bytes in sizes.items():
                 files.create(path, size_bytes, self._disk.join_file)
-            with translated(self._named):
+            with translate_errors(self._named):
                 for name, rows in parts.items():
                     part = self._work.path / name
                     for path, starts, data in read_parts(part, rows, self._disk):
@@ -169,7 +332,7 @@ class SharedTarget:
             files.close()
 
     def free_bytes(self) -> int:
-        with translated(self._named):
+        with translate_errors(self._named):
             return free_bytes(self._work.path)
 
     def room_bytes(self, paths: Iterable[str]) -> int:
@@ -177,13 +340,13 @@ class SharedTarget:
 
         Any process that writes to the output may have made them, of their full size.
         """
-        with translated(self._named):
+        with translate_errors(self._named):
             free = free_bytes(self._work.path)  # before the rest, which only grows meanwhile
             return free + sum(self._files.taken_bytes(path) for path in paths)
 
     def sync(self) -> None:
         """Makes what this process wrote durable; what it writes next it has to create again."""
-        with translated(self._named):
+        with translate_errors(self._named):
             self._files.sync()
             self._files = StagedFiles(self._work.files, self._named, self._disk)
             for folder in self._made:
@@ -204,7 +367,7 @@ class SharedTarget:
     def finish(self, mark: str) -> None:
         """Makes what this process wrote durable, and leaves a mark of that."""
         self.sync()
-        with translated(self._named):
+        with translate_errors(self._named):
             (self._work.path / mark).touch()
 
     def absent(self, marks: Iterable[str]) -> list[str]:
@@ -222,13 +385,13 @@ class SharedTarget:
             data: Its content.
 
         """
-        with translated(self._named):
+        with translate_errors(self._named):
             if last == MANIFEST_NAME and self._overwrite and self._out.is_dir():
                 self._refuse_newer()
                 refuse_unnamed_in(self._out, str(self._named))
             write_small(self._work.files / last, data, self._disk)
             if not self._publish(last):
-                raise output_exists(self._named)
+                raise output_exists_error(self._named)
             self._disk.sync_directory(self._out.parent)
         self._work.remove()
 

@@ -50,7 +50,7 @@ class LocalSource(Closing):
         """
         self._root = root
         self._disk = disk
-        with self._translated(""):
+        with self._translate_errors(""):
             self._resolved = root.resolve(strict=True)
             if not self._resolved.is_dir():
                 raise MissingFileError(
@@ -73,7 +73,7 @@ class LocalSource(Closing):
 
     def stat(self, path: str) -> FileRef:
         """Returns size and identity of a file, the latter from inode, mtime and size."""
-        with self._translated(path):
+        with self._translate_errors(path):
             status = self._resolve(path).stat()
             self._check_regular(path, status)
         identity = f"{status.st_ino:x}-{status.st_mtime_ns:x}-{status.st_size:x}"
@@ -81,7 +81,7 @@ class LocalSource(Closing):
 
     def read(self, path: str, start: int, stop: int) -> bytes:
         """Returns exactly the bytes `[start, stop)`."""
-        with self._translated(path), self._pool.use(path) as file:
+        with self._translate_errors(path), self._pool.use(path) as file:
             size_bytes = file.status().st_size
             if stop > size_bytes:
                 raise self._truncated(path, start, stop, size_bytes)
@@ -95,7 +95,7 @@ class LocalSource(Closing):
         if not target.nbytes:
             return
         view = target.cast("B")
-        with self._translated(path), self._pool.use(path) as file:
+        with self._translate_errors(path), self._pool.use(path) as file:
             done = file.read_at(start, view)
         if done < len(view):
             raise self._truncated(path, start, start + len(view), start + done)
@@ -117,13 +117,13 @@ class LocalSource(Closing):
 
     def linked_folders(self) -> list[str]:
         """Returns the names of folders right below that are links, which `walk` does not enter."""
-        with self._translated(""), os.scandir(self._resolved) as entries:
+        with self._translate_errors(""), os.scandir(self._resolved) as entries:
             return sorted(e.name for e in entries if e.is_symlink() and _is_folder(e))
 
     def _walk(self, folder: str, depth: int) -> Iterator[str]:
         if folder and not os.access(self._resolved / folder, os.R_OK | os.X_OK):
             return  # such as lost+found: nobody's checkpoint, and no reason to fail
-        with self._translated(folder), os.scandir(self._resolved / folder) as entries:
+        with self._translate_errors(folder), os.scandir(self._resolved / folder) as entries:
             found = sorted(
                 (f"{folder}{entry.name}{'/' if _is_folder(entry) else ''}", entry.is_symlink())
                 for entry in entries
@@ -166,7 +166,7 @@ class LocalSource(Closing):
             )
 
     @contextmanager
-    def _translated(self, path: str) -> Iterator[None]:
+    def _translate_errors(self, path: str) -> Iterator[None]:
         try:
             yield
         except (FileNotFoundError, NotADirectoryError) as error:

@@ -73,7 +73,7 @@ class StagedFiles:
         """Makes a file of that size, its content undefined until written."""
         check_relative(path, str(self._named))
         file = self.folder / path
-        with translated(self._named, size_bytes):
+        with translate_errors(self._named, size_bytes):
             file.parent.mkdir(parents=True, exist_ok=True)
             create(file, size_bytes)
         with self._lock:
@@ -89,7 +89,7 @@ class StagedFiles:
             raise ValueError(f"bytes [{start}, {start + data.nbytes}) are not in file {path!r}")
         if not data.nbytes:
             return
-        with translated(self._named, data.nbytes), self._pool.use(path) as file:
+        with translate_errors(self._named, data.nbytes), self._pool.use(path) as file:
             file.write_at(start, data.cast("B"))
 
     def write_runs(self, path: str, starts: Sequence[int], data: memoryview) -> None:
@@ -97,7 +97,7 @@ class StagedFiles:
         length = data.nbytes // len(starts)
         if min(starts) < 0 or max(starts) + length > self._sizes.get(path, -1):
             raise ValueError(f"runs from byte {min(starts)} on are not all in file {path!r}")
-        with translated(self._named, data.nbytes), self._pool.use(path) as file:
+        with translate_errors(self._named, data.nbytes), self._pool.use(path) as file:
             for number, start in enumerate(starts):
                 file.write_at(start, data[number * length : (number + 1) * length])
 
@@ -188,7 +188,7 @@ def _whole_pages(start: int, data: memoryview) -> tuple[int, int]:
 
 
 @contextmanager
-def translated(named: Path, size_bytes: int = 0) -> Iterator[None]:
+def translate_errors(named: Path, size_bytes: int = 0) -> Iterator[None]:
     """Turns what the system says of an output into our errors.
 
     Args:
@@ -246,7 +246,7 @@ def taken_bytes(path: Path) -> int:
 _NOT_WRITABLE = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 
 
-def output_exists(out: Path) -> OutputExistsError:
+def output_exists_error(out: Path) -> OutputExistsError:
     """Returns the error for a destination that holds something already."""
     return OutputExistsError(
         "the directory holds files where an empty or absent one was expected",
@@ -255,7 +255,7 @@ def output_exists(out: Path) -> OutputExistsError:
     )
 
 
-def cannot_be_replaced(out: Path) -> OutputError:
+def not_replaceable_error(out: Path) -> OutputError:
     """Returns the error for a full destination that is to be overwritten and cannot be renamed."""
     return OutputError(
         "the directory holds files and cannot be renamed, so it cannot be replaced at once",
@@ -297,7 +297,7 @@ class LocalTarget:
         self.has_finished = False
         self._disk = disk
         self._made: list[Path] = []
-        with translated(self._named):
+        with translate_errors(self._named):
             self._out = out.resolve()
             self._refuse_file()
             try:
@@ -329,7 +329,7 @@ class LocalTarget:
         """Makes everything durable and visible at once, the file `last` after all others."""
         if last not in self._files:
             raise ValueError(f"file {last!r} was not created")
-        with translated(self._named):
+        with translate_errors(self._named):
             self._files.sync()
             if last == MANIFEST_NAME and self._overwrite and self._out.is_dir():
                 refuse_newer(manifest_mark(self._out), self._seen, str(self._named))
@@ -385,7 +385,7 @@ class LocalTarget:
             paths: Relative to the output; they have been proven.
         """
         kept = {self.staged(path) for path in paths}
-        with translated(self._named):
+        with translate_errors(self._named):
             for file in list(self._work.files.rglob("*")):
                 if file not in kept and not file.is_dir():
                     file.unlink()
@@ -395,7 +395,7 @@ class LocalTarget:
 
     def free_bytes(self) -> int:
         """Returns how much room there is for the output, with what an earlier run has taken."""
-        with translated(self._named):
+        with translate_errors(self._named):
             taken = sum(taken_bytes(path) for path in self._work.files.rglob("*"))
             return free_bytes(self._work.path) + taken
 
@@ -436,7 +436,7 @@ class LocalTarget:
 
     def _prepare_inside(self) -> WorkFolder:
         if not is_empty(self._out):
-            raise cannot_be_replaced(self._named)
+            raise not_replaceable_error(self._named)
         return claim_work_folder(self._out, self._out.name, self._disk)
 
     def _publish(self, last: str) -> bool:
@@ -446,7 +446,7 @@ class LocalTarget:
         return publish(work, out, overwrite=self._overwrite, disk=disk)
 
     def _filled(self) -> OutputExistsError:
-        return output_exists(self._named)
+        return output_exists_error(self._named)
 
 
 def _stays(_path: Path, _size_bytes: int) -> None:

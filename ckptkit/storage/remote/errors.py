@@ -78,7 +78,7 @@ _LOG_IN = (
 
 def is_transient(error: BaseException) -> bool:
     """Tells whether the same question may well be answered the next time."""
-    if _named(error, {_OFFLINE}) or _is_denied(error):
+    if _has_type(error, {_OFFLINE}) or _is_denied(error):
         return False
     if type(error).__name__ in _BROKEN:  # what lies below it is told as statuses of our own
         return True
@@ -87,7 +87,7 @@ def is_transient(error: BaseException) -> bool:
         return status in TRANSIENT_STATUSES or bool(_codes(error) & _TRANSIENT_CODES)
     if isinstance(error, (FileNotFoundError, PermissionError)):
         return False
-    return isinstance(error, (TimeoutError, ConnectionError, EOFError)) or _named(error, _BROKEN)
+    return isinstance(error, (TimeoutError, ConnectionError, EOFError)) or _has_type(error, _BROKEN)
 
 
 def is_without_bucket(error: BaseException) -> bool:
@@ -97,7 +97,7 @@ def is_without_bucket(error: BaseException) -> bool:
 
 def status_of(error: BaseException) -> int | None:
     """Returns the HTTP status that an error of any client tells of, or None."""
-    for one in _chain(error):
+    for one in _causes(error):
         answer = getattr(one, "response", None)
         if isinstance(answer, Mapping):
             answer = answer.get("ResponseMetadata", {}).get("HTTPStatusCode")
@@ -123,7 +123,7 @@ def as_input_error(
         options: Of the storage; their values are taken out of the text.
         attempts: How often the store was asked.
     """
-    text = told(error, options)
+    text = describe_error(error, options)
     kind, message, hint = _kind_of(error, text)
     if kind is StorageError and attempts > 1 and is_transient(error):
         message = f"cannot be read after {attempts} attempts: {text}"
@@ -148,7 +148,7 @@ def _kind_of(error: BaseException, text: str) -> tuple[type[CkptkitError], str, 
 
 
 def _tests(error: BaseException, status: int | None) -> Iterator[tuple[str, bool]]:
-    yield "offline", _named(error, {_OFFLINE})
+    yield "offline", _has_type(error, {_OFFLINE})
     yield "denied", _is_denied(error)
     yield "bucketless", is_without_bucket(error)
     yield "missing", isinstance(error, FileNotFoundError) or status in _GONE
@@ -164,7 +164,7 @@ _LOOK_AT_BUCKET = "see whether its name and the endpoint are right"
 _LOOK_AT_OPTIONS = "see whether the URL and the names and forms of the options are right"
 
 
-def told(error: BaseException, options: Mapping[str, Any]) -> str:
+def describe_error(error: BaseException, options: Mapping[str, Any]) -> str:
     """Returns the first line of an error's text, without secrets."""
     lines = str(error).strip().splitlines() or [""]
     text = without_url_secrets(_QUERY.sub(r"\1?…", without_values(lines[0], options)))
@@ -173,7 +173,7 @@ def told(error: BaseException, options: Mapping[str, Any]) -> str:
 
 
 def _is_denied(error: BaseException) -> bool:
-    if isinstance(error, PermissionError) or _named(error, _NO_CREDENTIALS):
+    if isinstance(error, PermissionError) or _has_type(error, _NO_CREDENTIALS):
         return True
     if isinstance(error, FileNotFoundError):
         return False
@@ -182,16 +182,16 @@ def _is_denied(error: BaseException) -> bool:
 
 def _codes(error: BaseException) -> set[str]:
     """Returns the names that S3 gives the error."""
-    answers = (getattr(one, "response", None) for one in _chain(error))
+    answers = (getattr(one, "response", None) for one in _causes(error))
     found = (a.get("Error", {}).get("Code") for a in answers if isinstance(a, Mapping))
     return {code for code in found if isinstance(code, str)}
 
 
-def _named(error: BaseException, names: frozenset[str] | set[str]) -> bool:
-    return any(kind.__name__ in names for one in _chain(error) for kind in type(one).__mro__)
+def _has_type(error: BaseException, names: frozenset[str] | set[str]) -> bool:
+    return any(kind.__name__ in names for one in _causes(error) for kind in type(one).__mro__)
 
 
-def _chain(error: BaseException) -> Iterator[BaseException]:
+def _causes(error: BaseException) -> Iterator[BaseException]:
     seen: list[BaseException] = []
     one: BaseException | None = error
     while one is not None and one not in seen:
@@ -201,12 +201,12 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 _LOG = logging.getLogger(__name__)
-Writing = Callable[[], AbstractContextManager[None]]
+ErrorTranslator = Callable[[], AbstractContextManager[None]]
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _WARNED_FAILURES = 3  # so many failures of one request are logged as a warning
 
 
-def writing_to(location: str, options: Mapping[str, Any]) -> Writing:
+def error_translator(location: str, options: Mapping[str, Any]) -> ErrorTranslator:
     """Returns a context in which what the client of a store raises becomes an error of ours.
 
     Args:
@@ -215,7 +215,7 @@ def writing_to(location: str, options: Mapping[str, Any]) -> Writing:
     """
 
     @contextmanager
-    def writing() -> Iterator[None]:
+    def translate_errors() -> Iterator[None]:
         try:
             yield
         except CkptkitError:
@@ -223,19 +223,19 @@ def writing_to(location: str, options: Mapping[str, Any]) -> Writing:
         except Exception as error:  # noqa: BLE001  the clients of stores raise what they like
             raise _output_error(error, location, options) from None
 
-    return writing
+    return translate_errors
 
 
-def quietly(writing: Writing, action: Callable[[], object]) -> None:
+def clean_up(translate_errors: ErrorTranslator, action: Callable[[], object]) -> None:
     """Clears something away, and says it on the log where that fails."""
     try:
-        with writing():
+        with translate_errors():
             action()
     except CkptkitError as error:
         _LOG.warning("something was left behind: %s", error)
 
 
-def output_there(location: str) -> OutputExistsError:
+def output_exists_error(location: str) -> OutputExistsError:
     """Returns the error for a place that holds something already."""
     return OutputExistsError(
         "holds files where none were expected",
@@ -248,7 +248,7 @@ def _output_error(error: Exception, location: str, options: Mapping[str, Any]) -
     read = as_input_error(error, where=location, options=options)
     if isinstance(read, AccessError):
         return read
-    text = told(error, options)
+    text = describe_error(error, options)
     if getattr(error, "errno", None) in _FULL:
         return NoSpaceError(text, where=location)
     hint = "see whether the store can be reached; no reader sees what was sent so far"

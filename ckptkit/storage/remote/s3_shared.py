@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 from ckptkit.core.crc import crc32
@@ -30,7 +30,7 @@ from ckptkit.core.errors import OutputError, OutputExistsError
 from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.core.object_parts import ObjectPart
 from ckptkit.storage.local.names import WORK_INFIX, check_relative
-from ckptkit.storage.remote.errors import Writing, quietly
+from ckptkit.storage.remote.errors import ErrorTranslator, clean_up
 from ckptkit.storage.remote.s3 import ObjectSums, S3Uploads, SentPart
 from ckptkit.storage.remote.s3_object import (
     MultipartUpload,
@@ -38,7 +38,14 @@ from ckptkit.storage.remote.s3_object import (
     check_object,
     complete_upload,
 )
-from ckptkit.storage.remote.s3_target import UPLOADS, S3Commit, mark_of, sweep_uploads, uploads_in
+from ckptkit.storage.remote.s3_target import (
+    UPLOADS,
+    S3Commit,
+    S3Prefix,
+    mark_of,
+    sweep_uploads,
+    uploads_in,
+)
 from ckptkit.storage.shared import Cut, OutputAttempt, SentRows, plan_note, plan_of, seen_in
 
 _ATTEMPTS = 10
@@ -55,17 +62,17 @@ class S3Notes:
         https://docs.aws.amazon.com/AmazonS3/latest/userguide/conditional-writes.html
     """
 
-    def __init__(self, store: S3Uploads, prefix: str, writing: Writing) -> None:
+    def __init__(self, store: S3Uploads, prefix: str, translate_errors: ErrorTranslator) -> None:
         """Takes a prefix.
 
         Args:
             store: The bucket.
             prefix: Of the keys, with the slash at its end.
-            writing: A context that makes errors of ours of what the store raises.
+            translate_errors: A context that turns errors of the client into ours.
         """
         self._store = store
         self._prefix = prefix
-        self._writing = writing
+        self._translate_errors = translate_errors
         self._in_parts: bool | None = None
 
     def put(self, name: str, data: bytes) -> bytes:
@@ -77,7 +84,7 @@ class S3Notes:
         if self.why_no_conditions():
             raise OutputError(self.why_no_conditions(), where=self._store.url(self._prefix))
         for _ in range(_ATTEMPTS):
-            with self._writing():
+            with self._translate_errors():
                 self._put_new(name, data)
             found = self.get(name)
             if found is not None:
@@ -89,13 +96,13 @@ class S3Notes:
 
     def leave(self, name: str, data: bytes) -> None:
         """Leaves a note that nobody else leaves."""
-        with self._writing():
+        with self._translate_errors():
             self._store.put(self._prefix + name, data, crc32(data))
 
     def get(self, name: str) -> bytes | None:
         """Returns what a note says, None where there is none."""
         path = self._store.url(self._prefix + name).removeprefix("s3://")
-        with self._writing():
+        with self._translate_errors():
             try:
                 return self._store.get(path)
             except FileNotFoundError:
@@ -122,7 +129,7 @@ class S3Notes:
 
     def _is_refused(self, *, in_parts: bool) -> bool:
         key, data = f"{self._prefix}probe-{os.urandom(8).hex()}", b"probe"
-        with self._writing():
+        with self._translate_errors():
             self._store.put(key, data, crc32(data))
             try:
                 return not self._store.put_new(key, data, crc32(data), in_parts=in_parts)
@@ -212,23 +219,6 @@ _PLANNED = ".planned"
 _REQUESTS_AT_A_TIME = 8
 
 
-@dataclass(frozen=True, slots=True)
-class S3Prefix:
-    """A prefix of a bucket to which an output goes.
-
-    Attributes:
-        store: The bucket.
-        key: Of the keys, with the slash at its end; empty for the bucket itself.
-        location: What messages call it.
-        writing: A context that makes errors of ours of what the store raises.
-    """
-
-    store: S3Uploads
-    key: str
-    location: str
-    writing: Writing
-
-
 class S3SharedTarget:
     """One process's view of such an output."""
 
@@ -242,16 +232,15 @@ class S3SharedTarget:
             attempt: What all processes have in common.
             cut: Returns the parts of a file, as all processes cut it.
         """
-        self._place, self._attempt, self._cut = place, attempt, cut
-        self._store = S3Uploads(place.store.store, place.store.root, writer=attempt.nonce)
-        self._writing = place.writing
-        self._folder = f"{place.key}{WORK_INFIX}{attempt.nonce}/"
-        self._common = S3Notes(self._store, self._folder, self._writing)
-        self._notes = S3Notes(self._store, f"{self._folder}{attempt.name}/", self._writing)
+        store = S3Uploads(place.store.store, place.store.root, writer=attempt.nonce)
+        self._place, self._attempt, self._cut = replace(place, store=store), attempt, cut
+        self._store = store
+        self._translate_errors = place.translate_errors
+        self._folder = f"{store.prefix}{WORK_INFIX}{attempt.nonce}/"
+        self._common = S3Notes(self._store, self._folder, self._translate_errors)
+        self._notes = S3Notes(self._store, f"{self._folder}{attempt.name}/", self._translate_errors)
         self._objects: dict[str, S3SharedObject] = {}
-        self._commit = S3Commit(
-            self._store, place.location, place.writing, overwrite=attempt.overwrite
-        )
+        self._commit = S3Commit(self._place, overwrite=attempt.overwrite)
         if attempt.seen is not None:
             self._commit.seen = attempt.seen
 
@@ -291,7 +280,7 @@ class S3SharedTarget:
     def create(self, path: str, size_bytes: int) -> None:
         """Takes note of a file of that size; parts of it that were not sent are forgotten."""
         check_relative(path, self.location)
-        key = self._place.key + path
+        key = self._store.prefix + path
         parts = self._cut(path) if size_bytes else ()
         self._objects[path] = S3SharedObject(self._store, key, parts, lambda: self._upload(path))
 
@@ -306,7 +295,7 @@ class S3SharedTarget:
         item = self._objects.get(path)
         if item is None:
             raise ValueError(f"file {path!r} was not created")
-        with self._writing():
+        with self._translate_errors():
             item.write(start, data)
 
     def sync(self) -> None:
@@ -336,7 +325,7 @@ class S3SharedTarget:
             self._commit.seen = agreed
         try:
             self._commit.run(list(self._objects.values()), data, self._has_uploads)
-            quietly(self._writing, self._remove)
+            clean_up(self._translate_errors, self._remove)
         except OutputExistsError:
             if self._attempt.overwrite:  # else each further try would be refused
                 self.abandon()
@@ -349,12 +338,12 @@ class S3SharedTarget:
 
     def abandon(self) -> None:
         """Removes what all processes wrote, so that none of them can commit it any more."""
-        quietly(self._writing, self._remove)
+        clean_up(self._translate_errors, self._remove)
 
     def _remove(self) -> None:
         """Removes the notes, the one first without which the others are nothing, and uploads."""
         self._store.delete([self._folder + _PLAN])
-        sweep_uploads(self._store, self._place.key, only=self._folder)
+        sweep_uploads(self._store, self._store.prefix, only=self._folder)
 
     def _has_uploads(self) -> bool:
         """Tells whether no other run has removed the notes of the uploads, and so these."""
@@ -363,12 +352,12 @@ class S3SharedTarget:
 
     def _plan_one(self, path: str) -> None:
         """Writes down an upload that is about to begin, for the next run after a kill."""
-        key = self._place.key + path
+        key = self._store.prefix + path
         self._notes.leave(f"{_note_of(path)}{_PLANNED}", mark_of([], [key]))
 
     def _begin_one(self, path: str) -> None:
-        with self._writing():
-            key = self._place.key + path
+        with self._translate_errors():
+            key = self._store.prefix + path
             self._plan_one(path)
             upload = self._store.begin(key)
             self._notes.leave(_note_of(path), mark_of([(key, upload)]))
@@ -377,7 +366,7 @@ class S3SharedTarget:
         """Returns the upload of a file, which the first process that needs it begins."""
         found = self._notes.get(_note_of(path))
         if found is None and self._attempt.is_agreed:
-            key = self._place.key + path
+            key = self._store.prefix + path
             self._plan_one(path)
             mine = self._store.begin(key)
             found = self._notes.put(_note_of(path), mark_of([(key, mine)]))

@@ -17,19 +17,29 @@ import re
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 from ckptkit.core.crc import crc32
-from ckptkit.core.errors import OutputError
+from ckptkit.core.errors import OutputError, UsageError
 from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.core.object_parts import CopiedRange, ObjectPart
 from ckptkit.storage.base import CopySource
 from ckptkit.storage.local.names import WORK_INFIX, check_relative, is_work_folder
 from ckptkit.storage.manifests import EarlierOutput, refuse_newer, refuse_unnamed
 from ckptkit.storage.output_claim import OutputClaim
-from ckptkit.storage.remote.errors import Writing, output_there, quietly
+from ckptkit.storage.remote.errors import (
+    ErrorTranslator,
+    clean_up,
+    error_translator,
+    output_exists_error,
+)
 from ckptkit.storage.remote.s3 import ObjectSums, S3Uploads, SentPart
 from ckptkit.storage.remote.s3_object import S3Object
+from ckptkit.storage.remote.store import store_of
+
+if TYPE_CHECKING:
+    from ckptkit.storage.places import Place
 
 NONCE_BYTES = 8
 PROBE_BYTES = 1024
@@ -158,28 +168,55 @@ class Last(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class S3Prefix:
+    """A prefix of a bucket to which an output is written.
+
+    Attributes:
+        store: The requests of its bucket.
+        location: The URL, for messages.
+        translate_errors: A context that turns errors of the client into ours.
+    """
+
+    store: S3Uploads
+    location: str
+    translate_errors: ErrorTranslator
+
+
+def open_s3_prefix(place: Place, *, writer: str = "") -> S3Prefix:
+    """Connects to the bucket of a place.
+
+    Args:
+        place: A URL with its options.
+        writer: The name that all written objects carry; empty for none.
+    """
+    store = store_of(place)
+    translate_errors = error_translator(place.location, store.options)
+    with translate_errors():
+        root = store.path_of(place.location)
+        if not root:
+            raise UsageError("names no bucket", where=place.location)
+        return S3Prefix(S3Uploads(store, root, writer=writer), place.location, translate_errors)
+
+
 class S3Commit:
     """One run's way to the commit of a place."""
 
-    def __init__(
-        self, store: S3Uploads, location: str, writing: Writing, *, overwrite: bool
-    ) -> None:
+    def __init__(self, place: S3Prefix, *, overwrite: bool) -> None:
         """Looks at what is there.
 
         Args:
-            store: The place.
-            location: What messages call it.
-            writing: A context that makes errors of ours of what the store raises.
+            place: Where the output goes.
             overwrite: Whether an earlier output is replaced.
         """
-        self._store = store
-        self._location = location
-        self._writing = writing
+        store, location, translate_errors = place.store, place.location, place.translate_errors
+        self._store, self._location = store, location
+        self._translate_errors = translate_errors
         self._overwrite = overwrite
-        self.claim = OutputClaim(store.store, store.root, location, writing)
+        self.claim = OutputClaim(store.store, store.root, location, translate_errors)
         self._is_dirty = False
         self._manifest = store.prefix + MANIFEST_NAME
-        with writing():
+        with translate_errors():
             self.claim.refuse_taken()
             self._seen = self.objects()
             self._refuse_filled(self._seen)
@@ -198,7 +235,7 @@ class S3Commit:
     def _refuse_filled(self, objects: Collection[str]) -> None:
         """Refuses a place that holds something, if that is not to be replaced."""
         if objects and not self._overwrite:
-            raise output_there(self._location)
+            raise output_exists_error(self._location)
 
     @property
     def seen(self) -> str:
@@ -215,7 +252,7 @@ class S3Commit:
         Args:
             kept: The prefix of what stays.
         """
-        with self._writing():
+        with self._translate_errors():
             if not has_leftovers(self._store, self._store.prefix, kept=kept):
                 return
             self.claim.take()
@@ -236,7 +273,7 @@ class S3Commit:
             last: The manifest, or its content.
             still_ours: Tells whether no other run has removed the uploads.
         """
-        with self._writing():
+        with self._translate_errors():
             self._manifest = last.key if not isinstance(last, bytes) else self._manifest
             self.claim.take()
             if not still_ours():
@@ -253,12 +290,12 @@ class S3Commit:
             self._is_dirty = False
         kept = {key[start:] for key in made}
         rest = sorted(self._store.prefix + name for name in replaced - kept)
-        quietly(self._writing, lambda: self._delete(rest))
+        clean_up(self._translate_errors, lambda: self._delete(rest))
 
     def release(self) -> None:
         """Gives the claim back, if it is held."""
         if self.claim.is_held and self._is_dirty:
-            quietly(self._writing, self._look_for_rest)
+            clean_up(self._translate_errors, self._look_for_rest)
         self.claim.release(is_clean=not self._is_dirty)
 
     def _look_for_rest(self) -> None:
@@ -296,8 +333,8 @@ class S3Commit:
         except BaseException:
             if manifest is not None and not begun:  # the earlier output is whole
                 put = self._store.put_new
-                quietly(
-                    self._writing,
+                clean_up(
+                    self._translate_errors,
                     lambda: put(self._manifest, manifest, crc32(manifest), in_parts=False),
                 )
             raise
@@ -394,34 +431,22 @@ def _abort(store: S3Uploads, key: str, upload: str) -> None:
 class S3Target:
     """A prefix of a bucket that holds a whole output once it is committed."""
 
-    def __init__(
-        self,
-        store: S3Uploads,
-        prefix: str,
-        location: str,
-        writing: Writing,
-        *,
-        overwrite: bool,
-    ) -> None:
+    def __init__(self, place: S3Prefix, *, overwrite: bool) -> None:
         """Looks at what is there, and removes what a killed run left of its uploads.
 
         Args:
-            store: The bucket.
-            prefix: Of the keys, with the slash at its end; empty for the bucket itself.
-            location: What messages call it.
-            writing: A context that makes errors of ours of what the store raises.
+            place: Where the output goes.
             overwrite: Whether an earlier output is replaced by the commit.
         """
-        self._store = store
-        self._prefix = prefix
-        self._location = location
-        self._writing = writing
+        store = place.store
+        self._store, self._location = store, place.location
+        self._translate_errors = place.translate_errors
         self._objects: dict[str, S3Object] = {}
-        self._mark = f"{prefix}{WORK_INFIX}{store.writer}"
+        self._mark = f"{store.prefix}{WORK_INFIX}{store.writer}"
         self._uploads: list[tuple[str, str]] = []
         self._planned: frozenset[str] = frozenset()
         self._lock = threading.Lock()
-        self._commit = S3Commit(store, location, writing, overwrite=overwrite)
+        self._commit = S3Commit(place, overwrite=overwrite)
         self._commit.sweep()
 
     @property
@@ -446,7 +471,7 @@ class S3Target:
         check_relative(path, self._location)
         if path in self._objects:
             raise OutputError(f"the file {path!r} is there already", where=self._location)
-        key = self._prefix + path
+        key = self._store.prefix + path
         self._objects[path] = S3Object(self._store, key, size_bytes, copies, begun=self._note)
 
     def write(self, path: str, start: int, data: memoryview) -> None:
@@ -454,14 +479,14 @@ class S3Target:
         item = self._objects.get(path)
         if item is None or start < 0 or start + data.nbytes > item.size_bytes:
             raise ValueError(f"bytes [{start}, {start + data.nbytes}) are not in file {path!r}")
-        with self._writing():
+        with self._translate_errors():
             item.write(start, data)
 
     def copied_parts(self, path: str) -> tuple[ObjectPart, ...]:
         return self._objects[path].copied_parts
 
     def copy(self, path: str, part: ObjectPart, source: CopySource) -> None:
-        with self._writing():
+        with self._translate_errors():
             self._objects[path].copy(part, source)
 
     def why_no_copies(self, source: CopySource) -> str:
@@ -498,11 +523,11 @@ class S3Target:
         objects = list(self._objects.values())
         self._objects.clear()
         for item in objects:
-            quietly(self._writing, item.remove)
+            clean_up(self._translate_errors, item.remove)
         if self._planned:
             self._uploads.clear()
             self._planned = frozenset()
-            quietly(self._writing, lambda: self._store.delete([self._mark]))
+            clean_up(self._translate_errors, lambda: self._store.delete([self._mark]))
         self._commit.release()
 
     def _note(self, key: str, upload: str) -> None:

@@ -22,7 +22,12 @@ from weakref import WeakValueDictionary
 from ckptkit.core.errors import RefusedError, UsageError
 from ckptkit.core.retries import RetryPolicy, call_with_retries
 from ckptkit.storage.local.names import check_below
-from ckptkit.storage.remote.errors import is_without_bucket, status_of, told, wait_before_retry
+from ckptkit.storage.remote.errors import (
+    describe_error,
+    is_without_bucket,
+    status_of,
+    wait_before_retry,
+)
 from ckptkit.storage.remote.s3 import (
     S3_PROTOCOLS,
     s3_delete,
@@ -344,13 +349,13 @@ def _filesystem(protocol: str, options: Mapping[str, Any], where: str) -> Any:
     except ImportError as error:
         extra = _EXTRAS.get(protocol)
         raise RefusedError(
-            f"the client for {protocol}:// is not installed: {told(error, options)}",
+            f"the client for {protocol}:// is not installed: {describe_error(error, options)}",
             where=where,
             hint=f"pip install 'ckptkit-toolkit[{extra}]'" if extra else "install what it names",
         ) from None
     except (KeyError, TypeError, ValueError) as error:
         raise UsageError(
-            f"no storage was opened: {told(error, options)}",
+            f"no storage was opened: {describe_error(error, options)}",
             where=where,
             hint="see whether the URL and the names of the options are right",
         ) from None

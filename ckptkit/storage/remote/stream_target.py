@@ -24,9 +24,14 @@ from ckptkit.storage.base import Target
 from ckptkit.storage.local.names import check_relative, is_work_folder
 from ckptkit.storage.manifests import EarlierOutput, refuse_newer, refuse_unnamed
 from ckptkit.storage.output_claim import OutputClaim
-from ckptkit.storage.remote.errors import Writing, output_there, quietly, writing_to
-from ckptkit.storage.remote.s3 import S3_PROTOCOLS, S3Uploads
-from ckptkit.storage.remote.s3_target import NONCE_BYTES, S3Target
+from ckptkit.storage.remote.errors import (
+    ErrorTranslator,
+    clean_up,
+    error_translator,
+    output_exists_error,
+)
+from ckptkit.storage.remote.s3 import S3_PROTOCOLS
+from ckptkit.storage.remote.s3_target import NONCE_BYTES, S3Target, open_s3_prefix
 from ckptkit.storage.remote.store import ObjectInfo, RemoteStore, store_of
 
 if TYPE_CHECKING:
@@ -156,15 +161,19 @@ class StreamTarget:
         self._store = RemoteStore(place.protocol, place.options, place.location)
         self._filesystem = self._store.filesystem
         self._location = place.location
-        self._writing: Writing = writing_to(place.location, self._store.options)
+        self._translate_errors: ErrorTranslator = error_translator(
+            place.location, self._store.options
+        )
         self._overwrite = overwrite
         self._streams: dict[str, Stream] = {}
         self._published: list[str] = []
         self._room = PendingMemory()
-        with self._writing():
+        with self._translate_errors():
             self._path = self._store.path_of(place.location)
             # Not by the client of the transaction, which shows nothing before its end.
-            self._claim = OutputClaim(store_of(place), self._path, self._location, self._writing)
+            self._claim = OutputClaim(
+                store_of(place), self._path, self._location, self._translate_errors
+            )
             self._claim.refuse_taken()
             self._seen = self._objects()
             self._refuse_filled(self._seen)
@@ -190,7 +199,7 @@ class StreamTarget:
         stream = self._streams.get(path)
         if stream is None or start < 0 or start + data.nbytes > stream.size_bytes:
             raise ValueError(f"bytes [{start}, {start + data.nbytes}) are not in file {path!r}")
-        with self._writing():
+        with self._translate_errors():
             stream.write(start, data.cast("B"))
 
     def give_up(self) -> None:
@@ -208,7 +217,7 @@ class StreamTarget:
         if lacking:
             raise ValueError(f"bytes are missing of {lacking[0]!r}")
         try:
-            with self._writing():
+            with self._translate_errors():
                 self._claim.take()
                 old = self._objects()
                 goes = self._refuse_changed(old, last)
@@ -228,20 +237,20 @@ class StreamTarget:
         self._published.clear()
         self._filesystem.transaction.files.clear()
         for path in sorted(goes - made):
-            quietly(self._writing, partial(self._remove, path))
+            clean_up(self._translate_errors, partial(self._remove, path))
         self._claim.release(is_clean=True)
 
     def abandon(self) -> None:
         """Removes what was written; does nothing after a commit."""
         streams, self._streams = self._streams, {}
         for stream in streams.values():
-            quietly(self._writing, stream.discard)
+            clean_up(self._translate_errors, stream.discard)
         published, self._published = self._published, []
         for path in published:  # the last one of a commit that failed may be visible or not
-            quietly(self._writing, partial(self._remove, path))
+            clean_up(self._translate_errors, partial(self._remove, path))
         self._filesystem.transaction.files.clear()
         if self._claim.is_held:
-            quietly(self._writing, self._release)
+            clean_up(self._translate_errors, self._release)
 
     def _release(self) -> None:
         """Gives the claim back; what lies there without a manifest stays named."""
@@ -265,7 +274,7 @@ class StreamTarget:
 
     def _refuse_filled(self, found: Collection[str]) -> None:
         if found and not self._overwrite:
-            raise output_there(self._location)
+            raise output_exists_error(self._location)
 
     def _refuse_changed(self, found: Mapping[str, ObjectInfo], last: str) -> set[str]:
         """Refuses what is not to be replaced; returns the files that go with it."""
@@ -286,7 +295,7 @@ _BUCKETS = S3_PROTOCOLS | {"abfs", "abfss", "az", "gcs", "gs", "oci", "oss"}
 def check_remote_target(place: Place, *, overwrite: bool) -> None:
     """Refuses a place that `open_remote_target` would refuse, and writes nothing."""
     store = store_of(place)
-    with writing_to(place.location, store.options)():
+    with error_translator(place.location, store.options)():
         path = store.path_of(place.location)
         if not path.strip("/"):
             raise UsageError("names no place in the store", where=place.location)
@@ -298,8 +307,10 @@ def check_remote_target(place: Place, *, overwrite: bool) -> None:
             )
         found = [name for name in store.listing(path) if not is_work_folder(name.split("/")[0])]
         if not overwrite and found:
-            raise output_there(place.location)
-        claim = OutputClaim(store, path, place.location, writing_to(place.location, store.options))
+            raise output_exists_error(place.location)
+        claim = OutputClaim(
+            store, path, place.location, error_translator(place.location, store.options)
+        )
         left = claim.refuse_taken()
         if found:
             manifest = store.get_small(f"{path}/{MANIFEST_NAME}")
@@ -316,11 +327,5 @@ def open_remote_target(place: Place, *, overwrite: bool) -> Target:
     """
     if place.protocol not in S3_PROTOCOLS:
         return StreamTarget(place, overwrite=overwrite)
-    store = store_of(place)
-    writing = writing_to(place.location, store.options)
-    with writing():
-        root = store.path_of(place.location)
-        if not root:
-            raise UsageError("names no bucket", where=place.location)
-        uploads = S3Uploads(store, root, writer=os.urandom(NONCE_BYTES).hex())
-    return S3Target(uploads, uploads.prefix, place.location, writing, overwrite=overwrite)
+    prefix = open_s3_prefix(place, writer=os.urandom(NONCE_BYTES).hex())
+    return S3Target(prefix, overwrite=overwrite)

@@ -39,9 +39,8 @@ from ckptkit.lora.names import AdapterNames
 from ckptkit.plan.plan import Literal, Plan, TensorSpec
 from ckptkit.storage.buffers import aligned_buffer
 from ckptkit.storage.local.disk import PAGE_BYTES
-from ckptkit.storage.local.shared_target import SharedTarget
+from ckptkit.storage.local.shared_target import PartFile, SharedTarget
 from ckptkit.storage.local.target import MIN_DIRECT_BYTES
-from ckptkit.storage.shared import PartFile
 from ckptkit.training.export.plan import (
     ADAPTER_CONFIG,
     BLOCK_BYTES,

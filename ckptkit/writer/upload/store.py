@@ -20,7 +20,7 @@ from ckptkit.core.crc import crc32
 from ckptkit.core.errors import CkptkitError, OutputError, SaveError, TruncatedFileError
 from ckptkit.core.object_parts import PART_BYTES, cut_into_parts
 from ckptkit.core.retries import RetryPolicy
-from ckptkit.storage.remote.errors import is_transient, status_of, told
+from ckptkit.storage.remote.errors import describe_error, is_transient, status_of
 from ckptkit.storage.remote.s3 import S3Uploads
 from ckptkit.storage.remote.s3_object import S3Object
 from ckptkit.storage.remote.store import ObjectInfo, RemoteStore
@@ -42,7 +42,7 @@ def as_failure(error: BaseException, where: str, options: Mapping[str, Any]) -> 
     """
     if isinstance(error, CkptkitError):
         return error
-    said = f"{type(error).__name__}: {told(error, options)}"
+    said = f"{type(error).__name__}: {describe_error(error, options)}"
     if _is_denied(error):
         return OutputError(f"the store refused access: {said}", where=where, hint=_REFUSED)
     if isinstance(error, FileNotFoundError):

@@ -8,9 +8,9 @@ import pytest
 
 from ckptkit.core.errors import ChecksumError, OutputError, OutputExistsError
 from ckptkit.storage.local.disk import Disk, OpenFile
-from ckptkit.storage.local.shared_target import SharedTarget
+from ckptkit.storage.local.shared_target import SharedTarget, why_no_ranges
 from ckptkit.storage.local.target import LocalTarget
-from ckptkit.storage.shared import filesystem_of, why_no_ranges, why_not_shared
+from ckptkit.storage.shared import filesystem_of, why_not_shared
 
 NONCE = "0123456789abcdef"
 NATIVE = Disk()
