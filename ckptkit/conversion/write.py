@@ -40,7 +40,7 @@ from ckptkit.options import Resources
 from ckptkit.plan.plan import TASK_BYTES, Compute, Copy, Plan, Segment, ServerCopy
 from ckptkit.runs.marking import read_at_store
 from ckptkit.storage.base import CopyingTarget, Target, distant
-from ckptkit.storage.local.target import output_exists
+from ckptkit.storage.local.target import output_exists_error
 from ckptkit.storage.local.workdir import is_empty
 from ckptkit.storage.manifests import refuse_unnamed_in
 from ckptkit.storage.place_identity import PlaceRelation, find_overlap
@@ -388,6 +388,6 @@ def _check_local(out: Path, *, overwrite: bool) -> None:
             hint="name a directory below it",
         )
     if not overwrite and target.is_dir() and not is_empty(target):
-        raise output_exists(out)
+        raise output_exists_error(out)
     if overwrite and target.is_dir():
         refuse_unnamed_in(target, os.fspath(out))
