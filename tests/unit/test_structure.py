@@ -19,9 +19,9 @@ LIMITS = {
     "modules": 373,
     "modules with one importer": 66,
     "modules in import circles": 6,
-    "public class names with several meanings": 35,
+    "public class names with several meanings": 28,
     "module names used in two packages": 38,
-    "lines with told, somebody, nobody or whoever": 551,
+    "lines with told, somebody, nobody or whoever": 535,
 }
 _FILES = re.compile(r"\b(?:ckptkit|cli|tests|benchmarks)/[\w/]+\.py\b")
 _WORDS = re.compile(r"\b(told|somebody|nobody|whoever)\b", re.IGNORECASE)
