@@ -78,28 +78,27 @@ def make(model: str, ranks: int, out: Path) -> None:
 def plan(src: Path, nodes: int) -> dict[str, Any]:
     """Plans as each node does, and returns what came of it; for a process of its own."""
     began = time.process_time()
-    from ckptkit.conversion.consolidate import Consolidation
-    from ckptkit.conversion.fingerprint import fingerprint_of
+    from ckptkit.conversion.prepare import ConversionJob
     from ckptkit.options import ConsolidateRequest
     from ckptkit.plan.shares import Share, shares_for, tasks_of
 
     request = ConsolidateRequest(names="live")
-    with Consolidation(src, WORK / "out" / "scale", request).prepared() as prepared:
+    with ConversionJob(src, WORK / "out" / "scale", request).plan_output() as output:
         planned = time.process_time()
-        fingerprint_of(prepared)
+        output.fingerprint()
         compared = time.process_time()
-        share = sum(1 for _ in tasks_of(prepared.plan, Share(nodes // 2, nodes)))
+        share = sum(1 for _ in tasks_of(output.plan, Share(nodes // 2, nodes)))
         dealt = time.process_time()
-        files = prepared.plan.files
+        files = output.plan.files
         return {
-            "tensors": sum(1 for _ in prepared.plan.specs()),
-            "chunks": len(prepared.checkpoint.index.records),
+            "tensors": sum(1 for _ in output.plan.specs()),
+            "chunks": len(output.checkpoint.index.records),
             "files": len(files),
             "segments": sum(len(file.segments) for file in files),
-            "tasks": sum(1 for _ in prepared.plan.tasks()),
+            "tasks": sum(1 for _ in output.plan.tasks()),
             "tasks_of_a_node": share,
-            "shares": len(shares_for(prepared.plan, nodes)),
-            "bytes": prepared.plan.bytes_written,
+            "shares": len(shares_for(output.plan, nodes)),
+            "bytes": output.plan.bytes_written,
             "plan_seconds": planned - began,
             "fingerprint_seconds": compared - planned,
             "deal_seconds": dealt - compared,

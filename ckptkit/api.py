@@ -28,7 +28,6 @@ from ckptkit.runs.save_order import BestMode, Retention
 from ckptkit.storage.locations import Sources, place_of
 
 if TYPE_CHECKING:
-    from ckptkit.conversion.consolidate import Consolidation
     from ckptkit.conversion.diff import Difference
     from ckptkit.conversion.inspect import Inspection
     from ckptkit.conversion.source.open import PathLike
@@ -218,40 +217,15 @@ def convert(src: PathLike, out: PathLike, *, to: Layout, **options: Unpack[Optio
         OutputExistsError: If `out` is not empty.
         VerificationError: If it is the output asked for, and damaged; then no source is removed.
     """
-    from ckptkit.conversion.consolidate import run_consolidation
-    from ckptkit.conversion.delete_source import write_and_remove
-    from ckptkit.conversion.fingerprint import confirmed
+    from ckptkit.conversion.job import run_job
+    from ckptkit.conversion.prepare import ConversionJob
     from ckptkit.engine.outcome import ignore
 
     overwrite = options.get("overwrite", False)
-    if_exists, listener = options.get("if_exists", "error"), options.get("listener")
+    if_exists = options.get("if_exists", "error")
     check_if_exists(if_exists, overwrite=overwrite)
-    job = _job(src, out, to, options)
-
-    def write() -> Manifest:
-        return run_consolidation(
-            job.src,
-            job.out,
-            job.request,
-            base=job.base,
-            overwrite=overwrite,
-            resources=job.resources,
-            listener=listener,
-            also=job.also,
-            resume=options.get("resume", False),
-        )
-
-    if options.get("delete_source", False):
-        return write_and_remove(job, write, listener or ignore, overwrite=overwrite)[0]
-    earlier = confirmed(job, listener) if if_exists == "verify" else None
-    return earlier or write()
-
-
-def _job(src: PathLike, out: PathLike, to: Layout, options: Options) -> Consolidation:
-    from ckptkit.conversion.consolidate import Consolidation
-
     sources = Sources(src, options.get("src_options"))
-    return Consolidation(
+    job = ConversionJob(
         sources.first,
         place_of(out, options.get("dst_options")),
         make_request(to, _located(options, sources)),
@@ -264,7 +238,12 @@ def _job(src: PathLike, out: PathLike, to: Layout, options: Options) -> Consolid
             bandwidth=options.get("bandwidth"),
             engine=options.get("engine", "local"),
         ),
+        overwrite=overwrite,
+        if_exists=if_exists,
+        resume=options.get("resume", False),
+        delete_source=options.get("delete_source", False),
     )
+    return run_job(job, options.get("listener") or ignore).whole
 
 
 def make_request(to: Layout, options: Options) -> ConsolidateRequest:

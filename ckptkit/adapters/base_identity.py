@@ -22,7 +22,7 @@ from ckptkit.adapters.base_records import (
 from ckptkit.adapters.merge.base import BaseSource, open_base, weights_as_they_are
 from ckptkit.adapters.merge.report import SourceAdapter
 from ckptkit.adapters.quantized.bases import QloraBase, QuantizedBase, Weights
-from ckptkit.conversion.source.open import Opened
+from ckptkit.conversion.source.open import OpenedCheckpoint
 from ckptkit.conversion.source.places import absolute, resolved
 from ckptkit.core.arrays import numpy_dtype
 from ckptkit.core.errors import CkptkitError, InputError, RefusedError
@@ -44,7 +44,7 @@ _ANYWAY = (
 )
 
 
-def recorded_base(settings: LoraSettings, checkpoint: Opened) -> Expected:
+def recorded_base(settings: LoraSettings, checkpoint: OpenedCheckpoint) -> Expected:
     """Returns what an adapter's configuration, or the run that saved it, tells of its base."""
     expected = expected_of(settings)
     recorded = _run_facts(checkpoint).get("base_model")
@@ -57,7 +57,7 @@ def recorded_base(settings: LoraSettings, checkpoint: Opened) -> Expected:
     )
 
 
-def _run_facts(checkpoint: Opened) -> Mapping[str, Any]:
+def _run_facts(checkpoint: OpenedCheckpoint) -> Mapping[str, Any]:
     path = posixpath.join(checkpoint.folder, RUN_FACTS)
     try:
         size = checkpoint.source.stat(path).size_bytes

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.adapters.quantized.requantize import Packing, packing_from_json, packings_of
-from ckptkit.conversion.source.open import Opened
+from ckptkit.conversion.source.open import OpenedCheckpoint
 from ckptkit.conversion.source.places import absolute
 from ckptkit.core.checksums import RangeChecksum
 from ckptkit.core.crc import crc32
@@ -291,7 +291,7 @@ def _read_crc32(reader: TensorReader, entry: TensorEntry) -> int:
     return found
 
 
-def read_record_of_base(opened: Opened) -> BaseRecord:
+def read_record_of_base(opened: OpenedCheckpoint) -> BaseRecord:
     """Reads what the manifest of an extracted adapter says of its base; nothing where none is."""
     if not is_there(opened.source, posixpath.join(opened.folder, MANIFEST_NAME)):
         return BaseRecord()

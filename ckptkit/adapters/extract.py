@@ -13,10 +13,11 @@ from ckptkit.adapters.sources import AdapterRequest, OpenedAdapter, open_adapter
 from ckptkit.conversion.source.adapter_records import ADAPTER_CONFIG
 from ckptkit.conversion.source.open import PathLike
 from ckptkit.conversion.write import (
-    Prepared,
+    PlannedOutput,
+    SingleProcess,
     check_destination,
-    estimated,
-    settings_for,
+    choose_settings,
+    estimate_plan,
     write_output,
 )
 from ckptkit.core.manifest import Manifest
@@ -79,12 +80,12 @@ def run_extraction(
         What was written.
     """
     check_destination(src, out, overwrite=overwrite, also=request.also)
-    target = open_target(out, overwrite=overwrite)
-    try:
-        with prepared_extraction(src, out, request, resources or Resources()) as (plan, found):
-            manifest = write_output(plan, target, listener or ignore)
-    finally:
-        target.abandon()
+    listener = listener or ignore
+    with (
+        SingleProcess(open_target(out, overwrite=overwrite), listener) as strategy,
+        prepared_extraction(src, out, request, resources or Resources()) as (planned, found),
+    ):
+        manifest = write_output(planned, strategy, listener)
     return ExtractedAdapter(
         manifest=manifest,
         name=found.adapter.name,
@@ -98,7 +99,7 @@ def run_extraction(
 @contextmanager
 def prepared_extraction(
     src: PathLike, out: PathLike, request: AdapterRequest, resources: Resources
-) -> Iterator[tuple[Prepared, OpenedAdapter]]:
+) -> Iterator[tuple[PlannedOutput, OpenedAdapter]]:
     """Opens an adapter, checks it, and plans its folder; writes nothing.
 
     Yields:
@@ -114,16 +115,16 @@ def prepared_extraction(
         ]
         files = (layout_adapter(products), _config_file(found), *_side_files(found))
         plan = Plan(files, {}, found.notes)
-        settings = settings_for(resources, plan, sources=(found.opened,), out=out)
+        settings = choose_settings(resources, plan, sources=(found.opened,), out=out)
         origin = Origin(SOURCE, found.opened.source, found.opened.index)
         read = sum(entry.size_bytes for entry in tensors.values())
         yield (
-            Prepared(
+            PlannedOutput(
                 sources=(found.opened,),
                 plan=plan,
                 inputs=Inputs({SOURCE: origin}, found.folders.sources),
                 settings=settings,
-                estimate=estimated(plan, settings, out, bytes_read=2 * read),
+                estimate=estimate_plan(plan, settings, out, bytes_read=2 * read),
                 kind=_KIND,
                 options=_options(request),
                 facts={

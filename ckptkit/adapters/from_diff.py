@@ -13,10 +13,11 @@ from ckptkit.adapters.base_records import BaseRecord, read_digests, spread
 from ckptkit.adapters.tuned import Approximation, ChangeReader, Pair, Sides, approximate, open_sides
 from ckptkit.conversion.source.open import PathLike
 from ckptkit.conversion.write import (
-    Prepared,
+    PlannedOutput,
+    SingleProcess,
     check_destination,
-    estimated,
-    settings_for,
+    choose_settings,
+    estimate_plan,
     write_output,
 )
 from ckptkit.core.dtypes import dtype_named
@@ -90,18 +91,17 @@ def run_adapter_from_diff(
         The manifest, with what each layer's factors miss.
     """
     check_destination(tuned, out, overwrite=overwrite, also=(base,))
-    target = open_target(out, overwrite=overwrite)
-    try:
-        with _prepared(tuned, out, request, base, listener) as plan:
-            return write_output(plan, target, listener)
-    finally:
-        target.abandon()
+    with (
+        SingleProcess(open_target(out, overwrite=overwrite), listener) as strategy,
+        _prepared(tuned, out, request, base, listener) as planned,
+    ):
+        return write_output(planned, strategy, listener)
 
 
 @contextmanager
 def _prepared(
     tuned: PathLike, out: PathLike, request: DiffRequest, base: PathLike, listener: Listener
-) -> Iterator[Prepared]:
+) -> Iterator[PlannedOutput]:
     with ExitStack() as stack:
         sides = open_sides(stack, tuned, base, request.select, request.patterns.exclude)
         listener(Started(sum(pair.tuned.size_bytes for pair in sides.pairs)))
@@ -167,20 +167,20 @@ class _Output:
         names = [pair.name for pair in sides.pairs]
         self._kept = kept(ranks, full, names, sides.tied)
 
-    def prepared(self, out: PathLike) -> Prepared:
+    def prepared(self, out: PathLike) -> PlannedOutput:
         sides, opened = self._sides, self._sides.opened
         document = to_json(self._config())
         weights = layout_adapter([*self._factors(), *self._copies()])
         config = contiguous(_CONFIG, [(len(document), Literal(document), None)])
         plan = Plan((weights, config), {}, tuple(self._notes()))
-        settings = settings_for(Resources(), plan, sources=opened, out=out)
+        settings = choose_settings(Resources(), plan, sources=opened, out=out)
         read = sum(pair.tuned.size_bytes + pair.base.size_bytes for pair in sides.pairs)
-        return Prepared(
+        return PlannedOutput(
             sources=opened,
             plan=plan,
             inputs=Inputs({o.name: _again(o) for o in (sides.tuned, sides.base)}, {}),
             settings=settings,
-            estimate=estimated(plan, settings, out, bytes_read=read),
+            estimate=estimate_plan(plan, settings, out, bytes_read=read),
             kind="adapter",
             options=self._options(),
             facts={

@@ -13,7 +13,7 @@ from ckptkit.adapters.merge.ties import resized_embeddings
 from ckptkit.adapters.values import AdapterValues, tied_tokens
 from ckptkit.conversion.source.adapter_records import AdapterRecord, AdapterRecords, read_record
 from ckptkit.conversion.source.adapters import Choice, base_of, choose_adapter, sort_trees
-from ckptkit.conversion.source.open import Opened, PathLike, opened
+from ckptkit.conversion.source.open import OpenedCheckpoint, PathLike, open_checkpoint
 from ckptkit.conversion.source.side_folders import SideFolders
 from ckptkit.core.errors import AdapterError, CkptkitError, RefusedError
 from ckptkit.core.index import Fqn, TensorEntry
@@ -75,7 +75,7 @@ class OpenedAdapter:
             adapter has the tensor by.
     """
 
-    opened: Opened
+    opened: OpenedCheckpoint
     folders: SideFolders
     adapter: Adapter
     base: Mapping[Fqn, TensorEntry]
@@ -98,7 +98,9 @@ def open_adapter(stack: ExitStack, path: PathLike, request: AdapterRequest = _AN
 
     """
     checkpoint = stack.enter_context(
-        opened(path, select=request.select, also=request.also, limit_bytes=request.limit_bytes)
+        open_checkpoint(
+            path, select=request.select, also=request.also, limit_bytes=request.limit_bytes
+        )
     )
     folders = SideFolders(stack, checkpoint, None)
     try:
@@ -112,7 +114,9 @@ def open_adapter(stack: ExitStack, path: PathLike, request: AdapterRequest = _AN
 class _Opening:
     """Decides step by step what the adapter is; each step needs the ones before it."""
 
-    def __init__(self, checkpoint: Opened, folders: SideFolders, request: AdapterRequest) -> None:
+    def __init__(
+        self, checkpoint: OpenedCheckpoint, folders: SideFolders, request: AdapterRequest
+    ) -> None:
         self._checkpoint = checkpoint
         self._folders = folders
         self._request = request

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from ckptkit.adapters.merge.base import BaseSource, open_base
 from ckptkit.conversion.names_on_disk import disk_names
-from ckptkit.conversion.source.open import Opened, PathLike, opened
+from ckptkit.conversion.source.open import OpenedCheckpoint, PathLike, open_checkpoint
 from ckptkit.conversion.source.places import is_folder
 from ckptkit.conversion.source.side_folders import SideFolders, find_ties
 from ckptkit.core.arrays import numpy_dtype
@@ -310,7 +310,7 @@ class Sides:
         notes: What the user should know.
     """
 
-    opened: tuple[Opened, Opened]
+    opened: tuple[OpenedCheckpoint, OpenedCheckpoint]
     tuned: Origin
     base: Origin
     config: Mapping[str, Any] | None
@@ -368,7 +368,7 @@ def open_sides(
 
 def _open_tuned(stack: ExitStack, path: PathLike, select: str | None) -> BaseSource:
     """Opens the trained model; of a run, its newest step."""
-    found = stack.enter_context(opened(path, select=select))
+    found = stack.enter_context(open_checkpoint(path, select=select))
     request = ConsolidateRequest(select=found.select)
     entries = select_model(found.index, request, location=found.path)
     problem = next(find_problems(found.index, entries), None)

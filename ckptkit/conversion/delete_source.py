@@ -21,12 +21,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xxhash
 
-from ckptkit.conversion.fingerprint import confirmed, earlier_output
-from ckptkit.conversion.source.identity import IDENTITY, source_facts
-from ckptkit.conversion.source.open import opened
+from ckptkit.conversion.existing_output import read_output_manifest, verify_existing_output
+from ckptkit.conversion.source.open import SOURCE_IDENTITY, describe_sources, open_checkpoint
 from ckptkit.conversion.source.places import resolved
 from ckptkit.conversion.verify import run_verification
-from ckptkit.conversion.write import Prepared
+from ckptkit.conversion.write import PlannedOutput
 from ckptkit.core.errors import (
     CkptkitError,
     InputError,
@@ -55,7 +54,7 @@ from ckptkit.storage.places import PathLike, Place, is_url, local_path, open_sou
 from ckptkit.storage.removal import put_record, refuse_unremovable, remove_files
 
 if TYPE_CHECKING:
-    from ckptkit.conversion.consolidate import Consolidation
+    from ckptkit.conversion.prepare import ConversionJob
 
 
 _OPTION = "--delete-source"
@@ -110,7 +109,7 @@ class SourceRemoval:
 
         """
         self._verify(manifest, listener)
-        if manifest.source.get(IDENTITY) != self.identity:
+        if manifest.source.get(SOURCE_IDENTITY) != self.identity:
             raise self._changed("it is another one than the output was made of")
         with open_source(self.root) as source:
             left = [f for f in self.files if not self.manifest or is_there(source, f.path)]
@@ -174,25 +173,26 @@ class SourceRemoval:
 
 
 def write_and_remove(
-    job: Consolidation, write: Callable[[], Manifest], listener: Listener, *, overwrite: bool
+    job: ConversionJob, write: Callable[[], Manifest], listener: Listener
 ) -> tuple[Manifest, SourceRemoval | None]:
     """Writes an output and removes its source, each as far as an earlier run has not done it.
 
+    With `overwrite`, an existing output is written anew for as long as its source is whole.
+
     Args:
-        job: What is to be written.
-        write: Writes it.
-        listener: Is told how far the reading is.
-        overwrite: Whether an output that is there is written anew while its source is whole.
+        job: The job.
+        write: Writes its output.
+        listener: Receives progress events.
 
     Returns:
         The manifest, and what was removed; None where an earlier run has removed all of it.
     """
-    finished = _finished(job, listener)
+    finished = _find_finished(job, listener)
     if finished is not None:
         return finished, None
-    removal = planned_removal(job)
+    removal = plan_removal(job)
     if removal.manifest:
-        manifest = earlier_output(job.out)
+        manifest = read_output_manifest(job.out)
         if manifest is None:
             raise OutputExistsError(
                 "the removal of the source was begun, and its output is not there any more",
@@ -201,27 +201,28 @@ def write_and_remove(
             )
         listener(OutputKept(os.fspath(job.out)))
     else:
-        manifest = (None if overwrite else confirmed(job, listener)) or write()
+        existing = None if job.overwrite else verify_existing_output(job, listener)
+        manifest = existing or write()
     removal.carry_out(manifest, listener)
     return manifest, removal
 
 
-def planned_removal(job: Consolidation) -> SourceRemoval:
-    """Finds what goes with the source of a job, before anything is written.
+def plan_removal(job: ConversionJob) -> SourceRemoval:
+    """Finds the files of a job's source that are removed, before anything is written.
 
     Returns:
-        All of it, or what an earlier run that was killed has recorded.
+        All of them, or those that an earlier run that was killed has recorded.
     """
     _refuse_several(job)
     refuse_linked(job.src)
-    earlier = _unfinished(job)
-    if earlier is not None:
-        return earlier
-    with job.prepared() as prepared:
-        return _removal_of(prepared, job)
+    unfinished = _find_unfinished(job)
+    if unfinished is not None:
+        return unfinished
+    with job.plan_output() as planned:
+        return _removal_of(planned, job)
 
 
-def _refuse_several(job: Consolidation) -> None:
+def _refuse_several(job: ConversionJob) -> None:
     if job.also:
         raise UsageError(
             "stands beside --also: what lies in several places is not removed",
@@ -252,7 +253,7 @@ def _is_of_step(name: str) -> bool:
     return step_of(name) is not None or is_unit_folder(name)
 
 
-def _request_of(job: Consolidation) -> dict[str, Any]:
+def _request_of(job: ConversionJob) -> dict[str, Any]:
     base = None if job.base is None else os.fspath(job.base)
     facts = {**changed_options(job.request), "base": base, "src": resolved(job.src)}
     plain: dict[str, Any] = json.loads(json.dumps(facts, default=os.fspath))
@@ -267,7 +268,7 @@ def _digest(data: bytes) -> str:
     return xxhash.xxh3_128(data).hexdigest()
 
 
-def _unfinished(job: Consolidation) -> SourceRemoval | None:
+def _find_unfinished(job: ConversionJob) -> SourceRemoval | None:
     """Returns the removal that a killed run of the same command has begun; None for none."""
     src, name = place_of(job.src), _record_name(job.out)
     for root in (src, src.beside(posixpath.dirname(src.rstrip("/")))):
@@ -304,17 +305,17 @@ def _read_record(root: Place, name: str) -> Any:
         return None
 
 
-def _finished(job: Consolidation, listener: Listener) -> Manifest | None:
+def _find_finished(job: ConversionJob, listener: Listener) -> Manifest | None:
     """Returns the manifest of an output whose source was removed by an earlier run of the command.
 
     Nothing of what the output was made of is there any more, it was made in the same way, and it
     is proven. Older steps may lie beside: they stay, also with `overwrite`, which would replace
     the newest step by an older one otherwise.
     """
-    if job.also or _unfinished(job) is not None:
+    if job.also or _find_unfinished(job) is not None:
         return None
     try:
-        manifest = earlier_output(job.out)
+        manifest = read_output_manifest(job.out)
     except CkptkitError:  # damaged; the run that would replace it goes on
         return None
     if manifest is None or manifest.options != changed_options(job.request):
@@ -345,7 +346,7 @@ def _is_removed(place: PathLike, src: str, made_of: str) -> bool:
 def _model_at(place: PathLike) -> str | None:
     """Returns where the model lies that a command would take there; None where there is none."""
     try:
-        with opened(place) as checkpoint:
+        with open_checkpoint(place) as checkpoint:
             holds = next(iter(checkpoint.index.of_part("model")), None) is not None
             return checkpoint.path if holds else None
     except NotACheckpointError:
@@ -354,17 +355,17 @@ def _model_at(place: PathLike) -> str | None:
         return os.fspath(place)
 
 
-def _removal_of(prepared: Prepared, job: Consolidation) -> SourceRemoval:
-    checkpoint = prepared.checkpoint
+def _removal_of(planned: PlannedOutput, job: ConversionJob) -> SourceRemoval:
+    checkpoint = planned.checkpoint
     folder = checkpoint.source.folders[0]
     root = place_of(job.src).beside(folder.location)
-    read = _read_keys(prepared.plan)
+    read = _read_keys(planned.plan)
     holding = _files_by_key(checkpoint.index)
     used = {path for key in read for path in holding.get(key, ())}
     units = [unit for unit in checkpoint.units if used & set(unit.candidate.files)]
     paths = {path for unit in units for path in unit.candidate.files}
     lost = [entry for entry in checkpoint.index.tensors.values() if paths & holding[entry.key]]
-    _refuse_lost(list(_not_written(lost, prepared, read)), root)
+    _refuse_lost(list(_not_written(lost, planned, read)), root)
     ordered = dict.fromkeys([*_first(folder, units), *sorted(paths)])
     files = tuple(_stat(folder, path) for path in ordered)
     _refuse_unknown([file for file in files if file.path in paths], checkpoint.index, root)
@@ -375,7 +376,7 @@ def _removal_of(prepared: Prepared, job: Consolidation) -> SourceRemoval:
         out=job.out,
         files=files,
         markers=tuple(marker(unit.candidate) for unit in units),
-        identity=source_facts(prepared.sources)[IDENTITY],
+        identity=describe_sources(planned.sources)[SOURCE_IDENTITY],
         values=len(checkpoint.index.values),
         request=_request_of(job),
     )
@@ -402,11 +403,11 @@ def _files_by_key(index: TensorIndex) -> Mapping[Key, set[str]]:
 
 
 def _not_written(
-    entries: list[TensorEntry], prepared: Prepared, read: set[Key]
+    entries: list[TensorEntry], planned: PlannedOutput, read: set[Key]
 ) -> Iterator[TensorEntry]:
     """Yields those of which the output does not have the values, as exactly as they are stored."""
-    index = prepared.checkpoint.index
-    tied = {str(name) for name in prepared.plan.dropped}
+    index = planned.checkpoint.index
+    tied = {str(name) for name in planned.plan.dropped}
     kept = {key for group in index.aliases if group & read for key in group}
     # Another model may have a tensor of the same name, of which nothing was compared.
     trees = {entry.tree for entry in index.tensors.values() if _best(entry) in read}

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ckptkit.conversion.source.open import PathLike, opened
+from ckptkit.conversion.source.open import PathLike, open_checkpoint
 from ckptkit.conversion.source.read import leaf_span, same_bytes, scan
 from ckptkit.conversion.source.side_folders import SideFolders
 from ckptkit.core.arrays import numpy_dtype
@@ -81,7 +81,7 @@ class _Side:
     """One of the two checkpoints."""
 
     def __init__(self, stack: ExitStack, path: PathLike, name: str) -> None:
-        checkpoint = stack.enter_context(opened(path))
+        checkpoint = stack.enter_context(open_checkpoint(path))
         request = ConsolidateRequest(select=checkpoint.select)
         entries = select_model(checkpoint.index, request, location=checkpoint.path)
         problem = next(find_problems(checkpoint.index, entries), None)

@@ -22,7 +22,7 @@ from ckptkit.conversion.source.adapters import (
     config_of,
     find_peft,
 )
-from ckptkit.conversion.source.open import Opened, PathLike, opened
+from ckptkit.conversion.source.open import OpenedCheckpoint, PathLike, open_checkpoint
 from ckptkit.conversion.source.side_folders import SideFolders
 from ckptkit.core.arguments import ambiguous_truth
 from ckptkit.core.errors import CkptkitError, InputError
@@ -41,7 +41,7 @@ from ckptkit.runs.steps import step_folder
 _DESCRIBING = (SIDE_FOLDER, "huggingface")  # folders of side files
 
 
-def ignored_files(checkpoint: Opened) -> tuple[FileGroup, ...]:
+def ignored_files(checkpoint: OpenedCheckpoint) -> tuple[FileGroup, ...]:
     """Groups the files of a step that are neither read nor taken along beside the weights."""
     base = checkpoint.folder
     inside = [path for path in checkpoint.paths if _is_inside(path, base)]
@@ -62,7 +62,7 @@ def _describes(path: str, base: str) -> bool:
     return is_known or (rest != "" and first in _DESCRIBING)
 
 
-def saved_mesh(checkpoint: Opened) -> tuple[tuple[str, int], ...]:
+def saved_mesh(checkpoint: OpenedCheckpoint) -> tuple[tuple[str, int], ...]:
     """Returns the mesh of the first model of a step that ckptkit saved; empty where unknown."""
     if checkpoint.manifest is None:
         return ()
@@ -225,7 +225,7 @@ def run_inspection(
     """
     with ExitStack() as stack:
         checkpoint = stack.enter_context(
-            opened(path, select=select, also=also, model_config=model_config)
+            open_checkpoint(path, select=select, also=also, model_config=model_config)
         )
         folders = SideFolders(stack, checkpoint, None)
         config = config_of(folders)
@@ -254,7 +254,9 @@ def _refusals(
     return {tree: told for tree, told in found.items() if told}
 
 
-def _report(checkpoint: Opened, config: Mapping[str, Any], tied: tuple[TieLine, ...]) -> Inspection:
+def _report(
+    checkpoint: OpenedCheckpoint, config: Mapping[str, Any], tied: tuple[TieLine, ...]
+) -> Inspection:
     index = checkpoint.index
     saved = checkpoint.manifest.source if checkpoint.manifest is not None else {}
     entries = list(index.tensors.values())
@@ -286,7 +288,7 @@ def _report(checkpoint: Opened, config: Mapping[str, Any], tied: tuple[TieLine, 
     )
 
 
-def _mesh(checkpoint: Opened) -> tuple[MeshDimension, ...]:
+def _mesh(checkpoint: OpenedCheckpoint) -> tuple[MeshDimension, ...]:
     mesh = checkpoint.index.run.mesh or saved_mesh(checkpoint)
     return tuple(MeshDimension(name, size) for name, size in mesh)
 
@@ -369,7 +371,7 @@ def _bytes_per_rank(entries: Sequence[TensorEntry]) -> tuple[int, ...]:
     return tuple(totals[rank] for rank in range(max(known) + 1)) if known else ()
 
 
-def _ties(checkpoint: Opened, config: Mapping[str, Any] | None) -> tuple[TieLine, ...]:
+def _ties(checkpoint: OpenedCheckpoint, config: Mapping[str, Any] | None) -> tuple[TieLine, ...]:
     index = checkpoint.index
     lines = []
     locator = Locator(checkpoint.source, index)

@@ -1,32 +1,38 @@
-"""Everything that happens before the first byte is written.
-
-What `--dtype base`, `--vocab-size` and `--like` make of the tensors that will be written.
-"""
+"""Planning a conversion: everything that happens before the first byte is written."""
 
 from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckptkit.conversion.compare_names import NOTHING, Comparison, Subject, plan_comparison
 from ckptkit.conversion.names_on_disk import Named, beside_conversions, left_out, named
 from ckptkit.conversion.naming_program import NamingProgram
 from ckptkit.conversion.source.adapters import adapter_facts, choices, find_peft, step_of_base
-from ckptkit.conversion.source.identity import check_reach
-from ckptkit.conversion.source.model_folders import dtypes_in, file_map_of, optimizer_output
-from ckptkit.conversion.source.open import Opened, PathLike, opened
+from ckptkit.conversion.source.model_folders import (
+    check_reach,
+    dtypes_in,
+    file_map_of,
+    optimizer_output,
+)
+from ckptkit.conversion.source.open import OpenedCheckpoint, PathLike, open_checkpoint
 from ckptkit.conversion.source.side_folders import SideFolders, Ties, absent_twins, find_ties
-from ckptkit.conversion.write import Prepared, estimated, settings_for
+from ckptkit.conversion.write import (
+    PlannedOutput,
+    check_destination,
+    choose_settings,
+    estimate_plan,
+)
 from ckptkit.core.errors import RefusedError
 from ckptkit.core.index import Fqn, TensorEntry
 from ckptkit.engine.executor import Inputs
 from ckptkit.engine.kernels import CastKernel, first_rows, recast
 from ckptkit.engine.reader import Origin
-from ckptkit.options import ConsolidateRequest, Resources, changed_options, matches
+from ckptkit.options import ConsolidateRequest, IfExists, Resources, changed_options, matches
 from ckptkit.plan.coverage import error_of, find_problems
 from ckptkit.plan.layouts.dcp import layout_dcp
 from ckptkit.plan.layouts.hf import layout_hf_files, layout_hf_weights
@@ -45,27 +51,134 @@ from ckptkit.plan.selection import (
     select_model,
     under_tied_names,
 )
+from ckptkit.plan.shares import Share
 from ckptkit.plan.side_files import SideFile, bytes_by_dtype, config_as_written, dense_config
 from ckptkit.plan.ties import tied_names_absent, untied_config
 from ckptkit.plan.vocabulary import Trim, plan_trim, refuse_cut_tokenizer, tokens_in, trimmed_config
 
 _LISTED = 3
+_KINDS = {"hf": "model", "torch": "torch", "dcp": "dcp"}
+_LAYOUTS = {"hf": layout_hf_weights, "torch": layout_torch_full, "dcp": layout_dcp}
 
 
-class Shaping:
-    """Shapes an output after model folders that were named beside its source.
-
-    All of it looks at the names that are written, which may be others than those at the source.
+@dataclass(frozen=True, slots=True)
+class ConversionJob:
+    """A conversion as values, which can be sent to another process.
 
     Attributes:
-        notes: What the user should know, as far as it came up.
+        src: The source.
+        out: The output.
+        request: What the output holds.
+        base: A model folder for what the source lacks, or None.
+        also: Further directories of the source.
+        resources: What the execution may use.
+        overwrite: Whether to replace an output that holds something.
+        if_exists: `verify` accepts an existing output that equals the one asked for.
+        resume: Whether to resume an interrupted run.
+        delete_source: Whether to remove the files that were read once the output is verified.
+        share: The slice to write, or None for all of the output.
+        advice: The options that messages propose where the output would not load.
+    """
+
+    src: PathLike
+    out: PathLike
+    request: ConsolidateRequest
+    base: str | None = None
+    also: tuple[PathLike, ...] = ()
+    resources: Resources = field(default_factory=Resources)
+    overwrite: bool = False
+    if_exists: IfExists = "error"
+    resume: bool = False
+    delete_source: bool = False
+    share: Share | None = None
+    advice: Advice = CONSOLIDATE
+
+    def check_places(self) -> None:
+        """Refuses an output that could not be written, before any work is done."""
+        check_destination(
+            self.src,
+            self.out,
+            overwrite=self.overwrite,
+            also=self.also,
+            base=self.base,
+            like=self.request.like,
+        )
+
+    @contextmanager
+    def plan_output(self) -> Iterator[PlannedOutput]:
+        """Opens the source, proves that it is whole, and plans the output; writes nothing.
+
+        Yields:
+            The plan, with its sources open.
+        """
+        request = self.request
+        with ExitStack() as stack:
+            checkpoint = stack.enter_context(
+                open_checkpoint(
+                    self.src,
+                    select=request.select,
+                    also=self.also,
+                    limit_bytes=self.resources.memory_limit_bytes,
+                    model_config=request.model_config,
+                )
+            )
+            folders = SideFolders(stack, checkpoint, self.base)
+            if request.names != "live":
+                _refuse_adapters(self, checkpoint, folders)
+            options = OutputOptions(request, self.base, checkpoint.path)
+            program = stack.enter_context(NamingProgram())
+            yield _Planner(self, checkpoint, folders, options, program).plan()
+
+
+def _refuse_adapters(
+    job: ConversionJob, checkpoint: OpenedCheckpoint, folders: SideFolders
+) -> None:
+    """Refuses an adapter, or a model with one in it, and proposes the command that takes it."""
+    request = job.request
+    peft = find_peft(checkpoint, folders)
+    if peft is None:
+        return
+    advice = _advise_on_lora(job, checkpoint, folders) if peft.is_of_lora else ""
+    if not advice:
+        if checkpoint.select is None and len(model_trees(checkpoint.index)) > 1:
+            return  # the user first chooses one of them
+        peft = find_peft(checkpoint, folders, request.wants)
+        advice = "" if peft is None else peft.advice
+    if peft is not None:
+        raise RefusedError(peft.refusal, where=checkpoint.path, hint=hint_on_raw(advice))
+
+
+def _advise_on_lora(job: ConversionJob, checkpoint: OpenedCheckpoint, folders: SideFolders) -> str:
+    """Returns the commands that take an adapter of LoRA; empty where none does."""
+    facts = adapter_facts(checkpoint, folders)
+    out = os.fspath(job.out)
+    if facts is None:
+        step = step_of_base(checkpoint)
+        merge = shlex.join(["ckptkit", "adapter", "merge", step, out])
+        of_base = "this is the base that training left as it was; for the trained model run"
+        return f"{of_base} `{merge}`" if step else ""
+    chosen = choices(job.request.select, job.also)
+    source = os.fspath(job.src) if chosen else checkpoint.path
+    extract = facts.extract(source, out, chosen=chosen)
+    alone = "" if facts.is_ready else f", for the adapter alone `{extract}`"
+    remark = f" ({facts.remark})" if facts.remark else ""
+    return f"for the merged model run `{facts.merge(source, out, chosen=chosen)}`{alone}{remark}"
+
+
+class OutputOptions:
+    """What `--dtype base`, `--vocab-size` and `--like` make of the tensors that are written.
+
+    They apply to the names that are written, which can differ from those of the source.
+
+    Attributes:
+        notes: Notes for the user.
     """
 
     def __init__(self, request: ConsolidateRequest, base: str | None, location: str) -> None:
-        """Reads the headers of the folders.
+        """Reads the headers of the model folders that the options name.
 
         Args:
-            request: What was asked for.
+            request: The options.
             base: The base model's folder, or None.
             location: The source, for messages.
         """
@@ -82,7 +195,7 @@ class Shaping:
 
     @property
     def before_names(self) -> ConsolidateRequest:
-        """The request as far as it is met before tensors get the names that are written."""
+        """The request without options that need the names on disk."""
         request = self._request
         return replace(request, dtype="keep") if request.dtype == "base" else request
 
@@ -96,34 +209,43 @@ class Shaping:
             entries, self._request, config, location=self._location, base=self._dtypes
         )
 
-    def regard(self, tokenizer: Mapping[str, Any] | None) -> None:
+    def count_tokens(self, tokenizer: Mapping[str, Any] | None) -> None:
         self._tokens = 0 if tokenizer is None else tokens_in(tokenizer)
 
-    def products(
+    def apply(
         self, products: Sequence[Product], config: Mapping[str, Any] | None
     ) -> Sequence[Product]:
-        """Returns the tensors with the rows and in the element types that were asked for."""
+        """Returns the tensors with the rows and the element types that were asked for."""
         if self._request.vocab_size is not None:
-            products = self._trimmed(products, self._request.vocab_size, config)
-        return self._recast(products) if self._request.dtype == "base" else products
+            products = self._cut_rows(products, self._request.vocab_size, config)
+        return self._cast_to_base(products) if self._request.dtype == "base" else products
 
     def config(self, config: dict[str, Any]) -> dict[str, Any]:
         return config if self._trim is None else trimmed_config(config, self._trim)
 
-    def files(self, products: Sequence[Product], tied: Collection[Fqn]) -> list[OutputFile] | None:
-        """Returns the weight files as another model has them, or None where none was named.
+    def layout(
+        self,
+        products: Sequence[Product],
+        config: Mapping[str, Any] | None,
+        dropped: Mapping[Fqn, Fqn],
+    ) -> list[OutputFile]:
+        """Returns the weight files.
 
         Args:
-            products: What is to be written.
-            tied: Names that are not written because another tensor holds their bytes.
+            products: The tensors to be written.
+            config: The model's configuration, or None.
+            dropped: Names that are not written because another tensor has their bytes.
         """
+        request = self._request
         if self._files is None:
-            return None
-        found = distribute(products, self._files, is_wanted=self._request.wants, tied=tied)
-        self.notes += found.notes
-        return layout_hf_files(found.groups)
+            return _LAYOUTS[request.layout](products, request.max_file_bytes)
+        names = {product.spec.name for product in products}
+        tied = {*dropped, *tied_names_absent(config, names)}
+        files = distribute(products, self._files, is_wanted=request.wants, tied=tied)
+        self.notes += files.notes
+        return layout_hf_files(files.groups)
 
-    def _trimmed(
+    def _cut_rows(
         self, products: Sequence[Product], size: int, config: Mapping[str, Any] | None
     ) -> list[Product]:
         specs = [product.spec for product in products]
@@ -136,9 +258,9 @@ class Shaping:
             self.notes.append(f"the rows {size:,} to {trim.rows - 1:,} were cut from {listed}")
         return [first_rows(product, trim.shape(product.spec)) for product in products]
 
-    def _recast(self, products: Sequence[Product]) -> list[Product]:
+    def _cast_to_base(self, products: Sequence[Product]) -> list[Product]:
         policy = DTypePolicy("base", self._request.keep_dtype, self._dtypes)
-        made = [recast(product, policy.target(product.spec)) for product in products]
+        cast = [recast(product, policy.target(product.spec)) for product in products]
         lacking = [
             product.spec.name
             for product in products
@@ -160,212 +282,91 @@ class Shaping:
                 f"{self._base} has no tensor {listed}{more}: written in the element type that the"
                 " source has"
             )
-        return made
+        return cast
 
 
-_KINDS = {"hf": "model", "torch": "torch", "dcp": "dcp"}
-_LAYOUTS = {"hf": layout_hf_weights, "torch": layout_torch_full, "dcp": layout_dcp}
+class _Planner:
+    """Plans one output."""
 
-
-@contextmanager
-def prepared(
-    src: PathLike,
-    out: PathLike,
-    request: ConsolidateRequest,
-    *,
-    base: str | None,
-    resources: Resources,
-    also: Sequence[PathLike] = (),
-    advice: Advice = CONSOLIDATE,
-) -> Iterator[Prepared]:
-    """Opens a source, proves that it is whole, and plans the output; writes nothing.
-
-    Yields:
-        The plan, with its sources open.
-    """
-    with ExitStack() as stack:
-        limit = resources.memory_limit_bytes
-        checkpoint = stack.enter_context(
-            opened(
-                src,
-                select=request.select,
-                also=also,
-                limit_bytes=limit,
-                model_config=request.model_config,
-            )
-        )
-        folders = SideFolders(stack, checkpoint, base)
-        if request.names != "live":
-            _refuse_adapters(checkpoint, folders, request, _Typed(src, out, also))
-        shaping = Shaping(request, base, checkpoint.path)
-        program = stack.enter_context(NamingProgram())
-        asking = _Asking(program, advice)
-        yield _Preparation(checkpoint, folders, request, resources, shaping, asking).run(out)
-
-
-@dataclass(frozen=True, slots=True)
-class _Typed:
-    """What a user named, for commands that are proposed."""
-
-    src: PathLike
-    out: PathLike
-    also: Sequence[PathLike]
-
-
-def _refuse_adapters(
-    checkpoint: Opened, folders: SideFolders, request: ConsolidateRequest, typed: _Typed
-) -> None:
-    """Refuses an adapter, or what has one in it, with what makes something of it."""
-    peft = find_peft(checkpoint, folders)
-    if peft is None:
-        return
-    advice = _advice_on_lora(checkpoint, folders, request, typed) if peft.is_of_lora else ""
-    if not advice:
-        if checkpoint.select is None and len(model_trees(checkpoint.index)) > 1:
-            return  # the user first chooses one of them
-        peft = find_peft(checkpoint, folders, request.wants)
-        advice = "" if peft is None else peft.advice
-    if peft is not None:
-        raise RefusedError(peft.refusal, where=checkpoint.path, hint=hint_on_raw(advice))
-
-
-def _advice_on_lora(
-    checkpoint: Opened, folders: SideFolders, request: ConsolidateRequest, typed: _Typed
-) -> str:
-    """Returns the commands that make something of LoRA; empty where none does."""
-    facts = adapter_facts(checkpoint, folders)
-    out = os.fspath(typed.out)
-    if facts is None:
-        step = step_of_base(checkpoint)
-        merge = shlex.join(["ckptkit", "adapter", "merge", step, out])
-        of_base = "this is the base that training left as it was; for the trained model run"
-        return f"{of_base} `{merge}`" if step else ""
-    chosen = choices(request.select, typed.also)
-    source = os.fspath(typed.src) if chosen else checkpoint.path
-    extract = facts.extract(source, out, chosen=chosen)
-    alone = "" if facts.is_ready else f", for the adapter alone `{extract}`"
-    remark = f" ({facts.remark})" if facts.remark else ""
-    return f"for the merged model run `{facts.merge(source, out, chosen=chosen)}`{alone}{remark}"
-
-
-@dataclass(frozen=True, slots=True)
-class _Asking:
-    """What answers for transformers, and what is advised where an output would not load."""
-
-    program: NamingProgram
-    advice: Advice
-
-
-class _Preparation:
     def __init__(
         self,
-        checkpoint: Opened,
+        job: ConversionJob,
+        checkpoint: OpenedCheckpoint,
         folders: SideFolders,
-        request: ConsolidateRequest,
-        resources: Resources,
-        shaping: Shaping,
-        asking: _Asking,
+        options: OutputOptions,
+        program: NamingProgram,
     ) -> None:
-        self._program = asking.program
-        self._advice = asking.advice
-        self._shaping = shaping
+        self._job = job
+        self._request = job.request
         self._checkpoint = checkpoint
         self._folders = folders
-        self._request = request
-        self._resources = resources
+        self._options = options
+        self._program = program
         self._notes = list(checkpoint.notes)
 
-    def run(self, out: PathLike) -> Prepared:
-        checkpoint = self._checkpoint
-        entries = self._entries()
-        side, code = self._folders.choose(allow_code=self._request.allow_code)
-        config = self._config(side)
-        self._shaping.check_casts(entries, config)
-        if self._request.vocab_size is not None:
-            self._shaping.regard(self._folders.tokenizer(side))
-        ties = self._ties(config, entries)
-        if self._request.layout == "dcp":
+    def plan(self) -> PlannedOutput:
+        checkpoint, request, options = self._checkpoint, self._request, self._options
+        entries = self._select_entries()
+        side, code = self._folders.choose(allow_code=request.allow_code)
+        config = self._read_config(side)
+        options.check_casts(entries, config)
+        if request.vocab_size is not None:
+            options.count_tokens(self._folders.tokenizer(side))
+        # An origin of its own: what is compared is read, and verified, again when it is written.
+        origin = Origin(SOURCE, checkpoint.source, checkpoint.index)
+        # Training loads every name of a tied weight, so that a checkpoint for it drops none.
+        ties = Ties({}, {}) if request.layout == "dcp" else find_ties(config, entries, origin)
+        if request.layout == "dcp":
             absent, note = absent_twins(config, {entry.name for entry in entries})
             entries = under_tied_names(entries, absent)
             self._notes += filter(None, [note])
-        before = self._shaping.before_names
-        made = make_products(entries, before, ties.dropped, CastKernel)
-        self._notes += filter(None, [note_of_masters(entries, made)])
-        given = self._named(made, config, ties)
-        products = self._shaping.products(given.products, config)
-        weights = self._weights(products, config, given.dropped)
-        config = self._written_config(config, products, ties)
-        files = self._folders.outputs(side, config, allow_code=self._request.allow_code)
-        self._note_what_is_absent(config, code)
-        comparison = self._comparison(config, side, products, given)
-        states = optimizer_output(checkpoint, self._request, entries)
-        self._notes += (*given.notes, *self._shaping.notes, *states.notes)
-        plan = Plan((*weights, *states.files, *files), given.dropped, tuple(self._notes))
+        live = make_products(entries, options.before_names, ties.dropped, CastKernel)
+        self._notes += filter(None, [note_of_masters(entries, live)])
+        names = self._name_on_disk(live, config, ties)
+        products = options.apply(names.products, config)
+        weights = options.layout(products, config, names.dropped)
+        config = self._config_to_write(config, products, ties)
+        files = self._folders.outputs(side, config, allow_code=request.allow_code)
+        if code:
+            self._notes.append(
+                f"python files were left out: {', '.join(code)}; pass --allow-code to copy them"
+            )
+        comparison = self._compare_names(config, side, products, names)
+        states = optimizer_output(checkpoint, request, entries)
+        self._notes += (*names.notes, *options.notes, *states.notes)
+        plan = Plan((*weights, *states.files, *files), names.dropped, tuple(self._notes))
         read = sum(entry.size_bytes for entry in entries if entry.name not in ties.dropped)
-        settings = settings_for(
-            beside_conversions(self._resources, given.conversion_bytes),
-            plan,
-            sources=(checkpoint,),
-            out=out,
-        )
+        return self._planned(plan, names, comparison, read + states.bytes_read)
+
+    def _planned(
+        self, plan: Plan, names: Named, comparison: Comparison, bytes_read: int
+    ) -> PlannedOutput:
+        checkpoint, out = self._checkpoint, self._job.out
+        resources = beside_conversions(self._job.resources, names.conversion_bytes)
+        settings = choose_settings(resources, plan, sources=(checkpoint,), out=out)
         origin = Origin(SOURCE, checkpoint.source, checkpoint.index)
-        return Prepared(
+        return PlannedOutput(
             sources=(checkpoint,),
             plan=plan,
             inputs=Inputs({SOURCE: origin}, self._folders.sources),
             settings=settings,
-            estimate=estimated(
-                *(plan, settings, out),
-                bytes_read=read + states.bytes_read,
-                besides_bytes=given.conversion_bytes,
+            estimate=estimate_plan(
+                plan,
+                settings,
+                out,
+                bytes_read=bytes_read,
+                besides_bytes=names.conversion_bytes,
             ),
             kind=_KINDS[self._request.layout],
             options=changed_options(self._request),
-            facts=self._shaping.facts,
-            versions=given.versions,
+            facts=self._options.facts,
+            versions=names.versions,
             comparison=comparison,
         )
 
-    def _comparison(
-        self,
-        config: Mapping[str, Any] | None,
-        side: Sequence[SideFile],
-        products: Sequence[Product],
-        given: Named,
-    ) -> Comparison:
-        """Compares names and shapes with the model that the configuration describes."""
-        if config is None:
-            return NOTHING
-        if self._request.names == "live":
-            self._notes.append(
-                "names and shapes are not compared with the model of config.json: --names live"
-            )
-            return NOTHING
-        specs = {p.spec.name: (p.spec.dtype, p.spec.shape) for p in products}
-        if given.left_out:
-            self._notes.append(
-                f"left out by --include or --exclude: {len(given.left_out):,} of"
-                f" {len(given.left_out) + len(specs):,} tensors; the model of config.json may need"
-                " them"
-            )
-        subject = Subject(
-            config={**config, **self._folders.code_of(side)},
-            tensors={str(name): spec for name, spec in {**given.left_out, **specs}.items()},
-            left_out=frozenset(map(str, given.left_out)),
-            where=self._checkpoint.path,
-            base=self._folders.base_of_config(side),
-            is_live=self._request.layout != "hf",
-            advice=self._advice,
-        )
-        comparison, notes = plan_comparison(subject, self._program)
-        self._notes += notes
-        return comparison
-
-    def _entries(self) -> Sequence[TensorEntry]:
+    def _select_entries(self) -> Sequence[TensorEntry]:
         checkpoint = self._checkpoint
-        request = self._request
-        if checkpoint.select != request.select:
-            request = request.selecting(checkpoint.select)
+        request = self._request.selecting(checkpoint.select)
         entries = select_model(checkpoint.index, request, location=checkpoint.path)
         if request.names != "live":
             refuse_packed(entries, location=checkpoint.path)
@@ -376,33 +377,17 @@ class _Preparation:
         self._notes += check_reach(checkpoint, entries, models)
         return entries
 
-    def _config(self, side: Sequence[SideFile]) -> Mapping[str, Any] | None:
-        found = self._folders.config(side)
-        config = dense_config(found, self._checkpoint.index.of_part("model"))
-        if config != found:
+    def _read_config(self, side: Sequence[SideFile]) -> Mapping[str, Any] | None:
+        stored = self._folders.config(side)
+        config = dense_config(stored, self._checkpoint.index.of_part("model"))
+        if config != stored:
             self._notes.append(
                 "config.json has a quantization_config, which is left out: the weights of the"
                 " source are not packed"
             )
         return config
 
-    def _written_config(
-        self, config: Mapping[str, Any] | None, products: Sequence[Product], ties: Ties
-    ) -> dict[str, Any] | None:
-        if config is None:
-            return None
-        written = bytes_by_dtype((p.spec.dtype, p.spec.size_bytes) for p in products)
-        made = config_as_written(config, written, allow_code=self._request.allow_code)
-        return self._shaping.config(self._untied(made, ties))
-
-    def _ties(self, config: Mapping[str, Any] | None, entries: Sequence[TensorEntry]) -> Ties:
-        if self._request.layout == "dcp":  # training loads every name of a tied weight
-            return Ties({}, {})
-        checkpoint = self._checkpoint
-        # An origin of its own: what was compared is read, and proven, once more when written.
-        return find_ties(config, entries, Origin(SOURCE, checkpoint.source, checkpoint.index))
-
-    def _named(
+    def _name_on_disk(
         self, products: Sequence[Product], config: Mapping[str, Any] | None, ties: Ties
     ) -> Named:
         """Gives tensors the names on disk; only model folders are loaded by those."""
@@ -421,38 +406,57 @@ class _Preparation:
             program=self._program,
         )
 
-    def _weights(
-        self,
-        products: Sequence[Product],
-        config: Mapping[str, Any] | None,
-        dropped: Mapping[Fqn, Fqn],
-    ) -> list[OutputFile]:
-        names = {product.spec.name for product in products}
-        tied = {*dropped, *tied_names_absent(config, names)}
-        files = self._shaping.files(products, tied)
-        if files is None:
-            files = _LAYOUTS[self._request.layout](products, self._request.max_file_bytes)
-        return files
-
-    def _untied(self, config: dict[str, Any], ties: Ties) -> dict[str, Any]:
-        if not ties.broken:
-            return config
-        untied = dict(untied_config(config))
+    def _config_to_write(
+        self, config: Mapping[str, Any] | None, products: Sequence[Product], ties: Ties
+    ) -> dict[str, Any] | None:
+        if config is None:
+            self._notes.append(
+                "no config.json was found beside the source: Transformers needs one to load the"
+                " output; pass --base DIR to take it, and the tokenizer, from there"
+            )
+            return None
+        sizes = bytes_by_dtype((p.spec.dtype, p.spec.size_bytes) for p in products)
+        config = config_as_written(config, sizes, allow_code=self._request.allow_code)
+        untied = dict(untied_config(config)) if ties.broken else config
         consequence = ", and tie_word_embeddings is set to false" if untied != config else ""
         for target, source in ties.broken.items():
             self._notes.append(
                 f"the configuration ties {target!r} to {source!r}, but they differ: both are"
                 f" written{consequence}"
             )
-        return untied
+        return self._options.config(untied)
 
-    def _note_what_is_absent(self, config: Mapping[str, Any] | None, code: Sequence[str]) -> None:
+    def _compare_names(
+        self,
+        config: Mapping[str, Any] | None,
+        side: Sequence[SideFile],
+        products: Sequence[Product],
+        names: Named,
+    ) -> Comparison:
+        """Compares names and shapes with the model that the configuration describes."""
         if config is None:
+            return NOTHING
+        if self._request.names == "live":
             self._notes.append(
-                "no config.json was found beside the source: Transformers needs one to load the"
-                " output; pass --base DIR to take it, and the tokenizer, from there"
+                "names and shapes are not compared with the model of config.json: --names live"
             )
-        if code:
+            return NOTHING
+        specs = {p.spec.name: (p.spec.dtype, p.spec.shape) for p in products}
+        if names.left_out:
             self._notes.append(
-                f"python files were left out: {', '.join(code)}; pass --allow-code to copy them"
+                f"left out by --include or --exclude: {len(names.left_out):,} of"
+                f" {len(names.left_out) + len(specs):,} tensors; the model of config.json may need"
+                " them"
             )
+        subject = Subject(
+            config={**config, **self._folders.code_of(side)},
+            tensors={str(name): spec for name, spec in {**names.left_out, **specs}.items()},
+            left_out=frozenset(map(str, names.left_out)),
+            where=self._checkpoint.path,
+            base=self._folders.base_of_config(side),
+            is_live=self._request.layout != "hf",
+            advice=self._job.advice,
+        )
+        comparison, notes = plan_comparison(subject, self._program)
+        self._notes += notes
+        return comparison

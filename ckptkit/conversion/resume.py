@@ -1,7 +1,7 @@
-"""Outputs on a disk that can be gone on with: a journal tells which files were finished.
+"""Outputs on a disk that can be resumed: a journal records which files were finished.
 
-What is finished is written down as it comes, so that any run that was killed can be continued. A
-file counts only after all of it was read again and compared with what was written.
+Every file is recorded when its last byte is written, so that any run that was killed can be
+resumed. A resumed run reads recorded files again and compares them with what was written.
 """
 
 from __future__ import annotations
@@ -9,24 +9,19 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from ckptkit.conversion.fingerprint import fingerprint_of
-from ckptkit.conversion.slices import Job
 from ckptkit.conversion.write import (
-    Prepared,
-    commit_output,
-    manifest_of,
-    marked_as_read,
-    refuse_changed,
+    PlannedOutput,
+    SingleProcess,
+    refuse_changed_sources,
     refuse_full_disk,
 )
-from ckptkit.core.errors import RefusedError
+from ckptkit.core.errors import CkptkitError, RefusedError
 from ckptkit.core.index import Key
-from ckptkit.core.manifest import Manifest
 from ckptkit.core.text import size_text
 from ckptkit.core.threads import run_crew
 from ckptkit.engine.decompress import decoding_bytes
@@ -53,7 +48,7 @@ _PLAN, _FILE, _OUTCOME = "plan", "file", "outcome"
 
 
 def refuse_resuming(out: PathLike, resources: Resources) -> None:
-    """Refuses to go on where nothing is written down of what is finished."""
+    """Refuses `--resume` where no journal is kept."""
     where = what = ""
     if is_url(out):
         where, what = os.fspath(out), "a URL was found where --resume needs a directory as OUT"
@@ -68,95 +63,72 @@ def refuse_resuming(out: PathLike, resources: Resources) -> None:
         )
 
 
-def write_resumably(
-    job: Job, out: Path, listener: Listener, *, overwrite: bool, resume: bool
-) -> Manifest:
-    """Writes an output on a disk, with what an earlier run has finished of it.
+class Resumable(SingleProcess):
+    """Writes an output on a disk, without the files that an interrupted run has finished."""
 
-    Args:
-        job: What is to be done.
-        out: The directory to be.
-        listener: Receives progress events.
-        overwrite: Whether an output that holds something is replaced by the commit.
-        resume: Whether finished files are looked for, and what is finished stays if this fails.
+    _target: LocalTarget
 
-    Returns:
-        The manifest, as it lies in the output.
-    """
-    target = LocalTarget(out, overwrite=overwrite, resume=resume)
-    try:
-        with job.prepared() as plan:
-            return _write(plan, target, listener, resume=resume)
-    except BaseException:
-        if resume and target.has_finished and not target.is_filled:
+    def __init__(self, out: Path, listener: Listener, *, overwrite: bool, resume: bool) -> None:
+        """Claims the place.
+
+        Args:
+            out: The directory.
+            listener: Receives progress events.
+            overwrite: Whether the commit replaces an output that holds something.
+            resume: Whether to keep files of an interrupted run, and those of this one if it fails.
+        """
+        super().__init__(LocalTarget(out, overwrite=overwrite, resume=resume), listener)
+        self._resume = resume
+        self._finished = _FinishedFiles()
+
+    def start(self, planned: PlannedOutput) -> None:
+        refuse_full_disk(planned, self._target)
+        self._planned = planned
+        self._fingerprint = planned.fingerprint()
+        if self._resume:
+            run = _InterruptedRun(planned, self._target, self._fingerprint)
+            self._finished = run.check_files(self._listener)
+        self._listener(Planned((*planned.plan.notes, *self._finished.notes)))
+
+    def execute(self) -> None:
+        planned, target, finished = self._planned, self._target, self._finished
+        target.keep(finished.paths)
+        with translate_errors(Path(target.location)):
+            head = {_PLAN: self._fingerprint}
+            journal = Journal(target.journal, head, is_new=not finished.paths)
+        with closing(journal):
+            for name, origin in planned.inputs.origins.items():
+                origin.unverified.update(map(Key, finished.outcome.unverified.get(name, ())))
+                origin.adopt(finished.outcome.open_records.get(name, {}))
+            files = tuple(f for f in planned.plan.files if f.path not in finished.paths)
+            plan = replace(planned.plan, files=files)
+            sink = _JournaledSink(planned, target, journal)
+            executor = Executor(plan, planned.inputs, sink, planned.settings, self._listener)
+            sink.digests = executor.digests
+            self._digests = executor.run()
+            refuse_changed_sources(planned)
+            self._digests.update(finished.outcome.digests)
+
+    def reject(self, error: CkptkitError) -> None:
+        if isinstance(error, RefusedError):
+            self._target.has_finished = False  # no later run can finish what is refused
+
+    def close(self, error: BaseException | None) -> None:
+        target = self._target
+        if error is not None and self._resume and target.has_finished and not target.is_filled:
             target.leave()
-            listener(WorkKept(str(target.folder)))
-        raise
-    finally:
+            self._listener(WorkKept(str(target.folder)))
         target.abandon()
 
 
-def _write(
-    prepared: Prepared, target: LocalTarget, listener: Listener, *, resume: bool
-) -> Manifest:
-    """Executes a plan and commits what it wrote."""
-    refuse_full_disk(prepared, target)
-    fingerprint = fingerprint_of(prepared)
-    kept = _Kept()
-    if resume:
-        kept = _Earlier(prepared, target, fingerprint).proven(listener)
-    listener(Planned((*prepared.plan.notes, *kept.notes)))
-    prepared.comparison.begin()
-    target.keep(kept.paths)
-    with _journal(target, fingerprint, is_new=not kept.paths) as journal:
-        digests = _write_rest(prepared, _JournaledSink(prepared, target, journal), kept, listener)
-    try:
-        prepared.comparison.finish(listener)
-    except RefusedError:
-        target.has_finished = False  # no later run can finish what is refused
-        raise
-    manifest = manifest_of(prepared, digests)
-    commit_output(manifest, target, listener)
-    return manifest
-
-
-def _write_rest(
-    prepared: Prepared, sink: _JournaledSink, kept: _Kept, listener: Listener
-) -> Digests:
-    """Writes what was not kept; returns the digests of all."""
-    files = tuple(file for file in prepared.plan.files if file.path not in kept.paths)
-    for name, origin in prepared.inputs.origins.items():
-        origin.unverified.update(map(Key, kept.outcome.unverified.get(name, ())))
-        origin.adopt(kept.outcome.open_records.get(name, {}))
-    plan = replace(prepared.plan, files=files)
-    executor = Executor(plan, prepared.inputs, sink, prepared.settings, listener)
-    sink.digests = executor.digests
-    with marked_as_read(prepared):
-        digests = executor.run()
-        for source in prepared.sources:
-            refuse_changed(source)
-    digests.update(kept.outcome.digests)
-    return digests
-
-
-@contextmanager
-def _journal(target: LocalTarget, fingerprint: str, *, is_new: bool) -> Iterator[Journal]:
-    with translate_errors(Path(target.location)):
-        journal = Journal(target.journal, {_PLAN: fingerprint}, is_new=is_new)
-    try:
-        yield journal
-    finally:
-        journal.close()
-
-
 @dataclass(frozen=True, slots=True)
-class _Kept:
-    """What an earlier run has finished, and what it knew then.
+class _FinishedFiles:
+    """Files of an interrupted run that are as it wrote them.
 
     Attributes:
-        paths: Of the files.
-        outcome: Their digests, and what was still to be proven of the sources.
-        notes: What the user should know.
+        paths: Their paths in the output.
+        outcome: Their digests, and which records of the sources were not verified yet.
+        notes: Notes for the user.
     """
 
     paths: frozenset[str] = frozenset()
@@ -164,81 +136,79 @@ class _Kept:
     notes: tuple[str, ...] = ()
 
 
-class _Earlier:
-    """The run that was interrupted."""
+class _InterruptedRun:
+    """The journal of an interrupted run, and the files that it recorded."""
 
-    def __init__(self, prepared: Prepared, target: LocalTarget, fingerprint: str) -> None:
-        self._prepared = prepared
+    def __init__(self, planned: PlannedOutput, target: LocalTarget, fingerprint: str) -> None:
+        self._planned = planned
         self._target = target
         entries = read_journal(target.journal)
-        self._is_there = bool(entries)
-        self._is_same = self._is_there and entries[0].get(_PLAN) == fingerprint
-        found = {entry[_FILE]: entry[_OUTCOME] for entry in entries if _FILE in entry}
-        self._last = Outcome.from_json(entries[-1][_OUTCOME]) if found and self._is_same else None
-        self._outcomes = {path: Outcome.from_json(one) for path, one in found.items()}
+        self._has_journal = bool(entries)
+        self._is_same_plan = self._has_journal and entries[0].get(_PLAN) == fingerprint
+        recorded = {entry[_FILE]: entry[_OUTCOME] for entry in entries if _FILE in entry}
+        is_usable = recorded and self._is_same_plan
+        self._last = Outcome.from_json(entries[-1][_OUTCOME]) if is_usable else None
+        self._outcomes = {path: Outcome.from_json(value) for path, value in recorded.items()}
 
-    def proven(self, listener: Listener) -> _Kept:
-        """Reads what is finished, and returns what of it is as it was written."""
-        if not self._is_there:
-            return _Kept(notes=("--resume found no interrupted run: all is written",))
-        if not self._is_same:
-            return _Kept(notes=(_OTHER_PLAN,))
+    def check_files(self, listener: Listener) -> _FinishedFiles:
+        """Reads the recorded files, and returns those that are as they were written."""
+        if not self._has_journal:
+            return _FinishedFiles(notes=("--resume found no interrupted run: all is written",))
+        if not self._is_same_plan:
+            return _FinishedFiles(notes=(_OTHER_PLAN,))
         files = [
             file
-            for file in self._prepared.plan.files
+            for file in self._planned.plan.files
             if file.path in self._outcomes and can_be_proven(file)
         ]
-        good = self._prove(files, listener)
-        return _Kept(frozenset(good), self._joined(good), tuple(self._told(files, good)))
-
-    def _prove(self, files: list[OutputFile], listener: Listener) -> set[str]:
         listener(Started(sum(file.size_bytes for file in files)))
-        good: set[str] = set()
+        intact: set[str] = set()
 
         def work(shared: Iterator[OutputFile]) -> None:
             for file in shared:
-                if self._is_proven(file):
-                    good.add(file.path)
+                if self._is_intact(file):
+                    intact.add(file.path)
                 listener(BytesWritten(file.size_bytes))
 
-        run_crew(self._prepared.settings.workers, iter(files), work)
-        return good
+        run_crew(self._planned.settings.workers, iter(files), work)
+        notes = tuple(self._notes(files, intact))
+        return _FinishedFiles(frozenset(intact), self._join_outcomes(intact), notes)
 
-    def _is_proven(self, file: OutputFile) -> bool:
+    def _is_intact(self, file: OutputFile) -> bool:
         try:
             staged = LOCAL_DISK.open_for_reading(self._target.staged(file.path))
         except OSError:
             return False
         try:
-            is_long = staged.status().st_size == file.size_bytes
+            has_size = staged.status().st_size == file.size_bytes
             digests = self._outcomes[file.path].digests
-            return is_long and is_proven(file, digests, staged.read_at)
-        except OSError:  # a disk that does not give it back
+            return has_size and is_proven(file, digests, staged.read_at)
+        except OSError:  # the disk cannot read it back
             return False
         finally:
             staged.close()
 
-    def _joined(self, good: set[str]) -> Outcome:
-        """Joins what was known; of what was not proven yet, only the newest word counts."""
-        whole = Outcome()
-        for path, one in self._outcomes.items():
-            if path in good:
-                whole.digests.update(one.digests)
-            for origin, keys in one.unverified.items():
-                whole.unverified.setdefault(origin, set()).update(keys)
+    def _join_outcomes(self, intact: set[str]) -> Outcome:
+        """Joins digests of the files; of open source records only the newest entry counts."""
+        joined = Outcome()
+        for path, outcome in self._outcomes.items():
+            if path in intact:
+                joined.digests.update(outcome.digests)
+            for origin, keys in outcome.unverified.items():
+                joined.unverified.setdefault(origin, set()).update(keys)
         if self._last is not None:
-            whole.open_records = self._last.open_records
-        return whole
+            joined.open_records = self._last.open_records
+        return joined
 
-    def _told(self, files: list[OutputFile], good: set[str]) -> Iterator[str]:
-        count = len(self._prepared.plan.files)
-        size = sum(file.size_bytes for file in files if file.path in good)
+    def _notes(self, files: list[OutputFile], intact: set[str]) -> Iterator[str]:
+        count = len(self._planned.plan.files)
+        size = sum(file.size_bytes for file in files if file.path in intact)
         yield (
-            f"{len(good):,} of {count:,} files ({size_text(size)}) were finished by the interrupted"
-            " run, and are proven to be as it wrote them"
+            f"{len(intact):,} of {count:,} files ({size_text(size)}) were finished by the"
+            " interrupted run, and are proven to be as it wrote them"
         )
         for file in files:
-            if file.path not in good:
+            if file.path not in intact:
                 yield f"{file.path!r} is not as the interrupted run wrote it, and is written again"
 
 
@@ -249,19 +219,21 @@ _OTHER_PLAN = (
 
 
 class _JournaledSink:
-    """Hands on what is written, and sees which files are finished by that."""
+    """Passes writes on to a target, and records in the journal which files they finish."""
 
-    def __init__(self, prepared: Prepared, target: LocalTarget, journal: Journal) -> None:
+    def __init__(self, planned: PlannedOutput, target: LocalTarget, journal: Journal) -> None:
         self.digests = Digests()
         self._target = target
         self._journal = journal
-        self._inputs = prepared.inputs
+        self._inputs = planned.inputs
         self._lock = threading.Lock()
-        is_open = any(decoding_bytes(one.index) for one in prepared.inputs.origins.values())
+        origins = planned.inputs.origins.values()
+        # What is decompressed is verified at the end only, so that no file can be recorded before.
+        is_compressed = any(decoding_bytes(origin.index) for origin in origins)
         self._files = {
             file.path: file
-            for file in prepared.plan.files
-            if can_be_proven(file) and not is_open  # what is decoded is proven at the end alone
+            for file in planned.plan.files
+            if can_be_proven(file) and not is_compressed
         }
         self._missing = {path: file.size_bytes for path, file in self._files.items()}
 
@@ -281,7 +253,7 @@ class _JournaledSink:
 
 
 def _entry(file: OutputFile, digests: Digests, inputs: Inputs) -> Entry:
-    """Returns what has to be known to keep a file, now that all of it is written."""
+    """Returns the journal entry of a file, all of which is written."""
     names = [str(segment.spec.name) for segment in file.segments if segment.spec is not None]
     origins = inputs.origins.items()
     outcome = Outcome(

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ckptkit.conversion.source.open import Opened, PathLike, opened
+from ckptkit.conversion.source.open import OpenedCheckpoint, PathLike, open_checkpoint
 from ckptkit.conversion.source.read import scan
 from ckptkit.core.checksums import digest_like, leaf_digest, leaf_ranges, tree_digest
 from ckptkit.core.crc import crc32
@@ -185,7 +185,7 @@ def _manifest_in(source: Source) -> Manifest | None:
 def _verify_source(
     path: PathLike, select: str | None, also: Sequence[PathLike], listener: Listener
 ) -> Verification:
-    with opened(path, select=select, also=also) as checkpoint:
+    with open_checkpoint(path, select=select, also=also) as checkpoint:
         index = checkpoint.index
         entries = list(index.tensors.values())
         if checkpoint.select is not None:
@@ -218,7 +218,7 @@ def _told_of(objects: CheckedObjects) -> Iterator[str]:
 class _FilesBeside:
     """Checks the files of a step that ckptkit saved; of other checkpoints there are none."""
 
-    def __init__(self, checkpoint: Opened) -> None:
+    def __init__(self, checkpoint: OpenedCheckpoint) -> None:
         self.problems: tuple[Problem, ...] = ()
         self.proven: tuple[str, ...] = ()
         keys = checkpoint.index.tensors.keys()

@@ -1,24 +1,28 @@
-"""From a plan to an output: room, bytes, proof and commit, the same for every command.
+"""Writing a planned output: the steps that every command shares, and where an output may go.
 
-Where an output may go.
+`write_output` runs them in one order: reserve room and announce the plan, execute, compare names
+with the model, commit. A `WriteStrategy` says how each step is done.
 """
 
 from __future__ import annotations
 
+import json
 import os
-import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from types import TracebackType
+from typing import Any, Generic, NoReturn, Protocol, Self, TypeVar
+
+import xxhash
 
 from ckptkit.conversion.compare_names import NOTHING, Comparison
-from ckptkit.conversion.source.identity import source_facts
-from ckptkit.conversion.source.open import Opened, PathLike
+from ckptkit.conversion.source.open import OpenedCheckpoint, PathLike, describe_sources
 from ckptkit.conversion.source.places import check_path
-from ckptkit.core.errors import NoSpaceError, RefusedError, SourceChangedError
+from ckptkit.core.errors import CkptkitError, NoSpaceError, RefusedError, SourceChangedError
 from ckptkit.core.manifest import BY_STORE, MANIFEST_NAME, FileRecord, Manifest, TensorRecord
 from ckptkit.core.object_parts import part_bytes
 from ckptkit.core.threads import memory_in_use_bytes, usable_cores
@@ -37,16 +41,18 @@ from ckptkit.engine.prefetch import READ_AHEAD_BYTES
 from ckptkit.engine.store_copies import with_store_copies
 from ckptkit.formats.dcp.reader import METADATA
 from ckptkit.options import Resources
-from ckptkit.plan.plan import TASK_BYTES, Compute, Copy, Plan, Segment, ServerCopy
+from ckptkit.plan.plan import TASK_BYTES, Body, Compute, Copy, Plan, Segment, ServerCopy
 from ckptkit.runs.marking import read_at_store
 from ckptkit.storage.base import CopyingTarget, Target, distant
-from ckptkit.storage.local.target import output_exists_error
+from ckptkit.storage.local.target import free_bytes, output_exists_error
 from ckptkit.storage.local.workdir import is_empty
 from ckptkit.storage.manifests import refuse_unnamed_in
 from ckptkit.storage.place_identity import PlaceRelation, find_overlap
 from ckptkit.storage.places import Place, is_url, local_path, place_of
 from ckptkit.storage.remote.s3 import S3_PROTOCOLS
 from ckptkit.version import __version__
+
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,23 +73,23 @@ class Estimate:
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PlannedOutput:
     """A plan with everything that is needed to execute it.
 
     Attributes:
-        sources: The checkpoints that it reads; the first is what the output is made from.
+        sources: The checkpoints that it reads; the output is made from the first.
         plan: What is to be written.
-        inputs: The opened files of the plan's origins.
-        settings: How it may use the machine.
-        estimate: What it will take.
-        kind: Of the output, as its manifest says it.
+        inputs: The open files of the plan's origins.
+        settings: Workers and memory of the execution.
+        estimate: Bytes and memory that the execution needs.
+        kind: Kind of the output in its manifest.
         options: The options that differ from their defaults, as JSON values.
-        facts: What the manifest says of the source besides where it lies.
-        versions: The libraries besides ours that the output follows from, with their versions.
-        comparison: Finds out whether the output would load as the model of its configuration.
+        facts: Further entries of the manifest's `source`.
+        versions: Libraries besides ckptkit that the output depends on, with their versions.
+        comparison: Compares names and shapes with the model of the configuration.
     """
 
-    sources: tuple[Opened, ...]
+    sources: tuple[OpenedCheckpoint, ...]
     plan: Plan
     inputs: Inputs
     settings: ExecutionSettings
@@ -95,11 +101,44 @@ class Prepared:
     comparison: Comparison = NOTHING
 
     @property
-    def checkpoint(self) -> Opened:
+    def checkpoint(self) -> OpenedCheckpoint:
         return self.sources[0]
 
+    def fingerprint(self) -> str:
+        """Returns a digest that is equal for plans that write the same bytes from the same files.
 
-def estimated(
+        Files of a source count with their identity (inode and time on a disk, ETag in a store), so
+        replaced files give another digest. Their location and the settings do not count.
+        """
+        digest = xxhash.xxh3_128()
+        for line in self._described():
+            digest.update(json.dumps(line, sort_keys=True, default=str).encode())
+            digest.update(b"\n")
+        return digest.hexdigest()
+
+    def _described(self) -> Iterator[Any]:
+        yield [__version__, self.kind, dict(self.versions)]
+        yield [dict(self.options), dict(self.facts)]
+        for source in self.sources:
+            yield source.index.format
+            yield from ([file.path, file.size_bytes, file.identity] for file in source.index.files)
+        for file in self.plan.files:
+            yield [file.path, file.size_bytes]
+            for segment in file.segments:
+                spec = segment.spec
+                tensor = None if spec is None else [spec.name, spec.dtype.name, spec.shape]
+                yield [segment.start, segment.stop, tensor, _describe_body(segment.body)]
+        yield sorted(map(list, self.plan.dropped.items()))
+
+
+def _describe_body(body: Body) -> str:
+    """Describes a body; what a kernel computes follows from the options and the sources."""
+    if isinstance(body, Compute):
+        return f"{type(body.kernel).__name__} of {body.reads!r}"
+    return repr(body)
+
+
+def estimate_plan(
     plan: Plan,
     settings: ExecutionSettings,
     out: PathLike,
@@ -124,11 +163,11 @@ def estimated(
     )
 
 
-def settings_for(
+def choose_settings(
     resources: Resources,
     plan: Plan | None = None,
     *,
-    sources: Iterable[Opened] = (),
+    sources: Iterable[OpenedCheckpoint] = (),
     out: PathLike = "",
 ) -> ExecutionSettings:
     """Chooses how many workers fit into what the user allows.
@@ -164,7 +203,7 @@ def _is_s3(out: PathLike) -> bool:
     return place_of(out).protocol in S3_PROTOCOLS
 
 
-def _computes(plan: Plan, sources: Sequence[Opened]) -> bool:
+def _computes(plan: Plan, sources: Sequence[OpenedCheckpoint]) -> bool:
     """Tells whether anything is made of what is read, in memory of its own."""
     bodies = (segment.body for file in plan.files for segment in file.segments)
     entries = (entry for source in sources for entry in source.index.tensors.values())
@@ -173,39 +212,111 @@ def _computes(plan: Plan, sources: Sequence[Opened]) -> bool:
     )
 
 
-def _decoding_bytes(sources: Sequence[Opened]) -> int:
+def _decoding_bytes(sources: Sequence[OpenedCheckpoint]) -> int:
     return sum(decoding_bytes(one.index) for one in sources)
 
 
-def write_output(prepared: Prepared, target: Target, listener: Listener) -> Manifest:
-    """Executes a plan and commits what it wrote, whole or not at all.
+class WriteStrategy(ABC, Generic[R]):
+    """How an output is written; `write_output` calls the methods in this order.
 
-    Returns:
-        The manifest, as it lies in the output.
+    A strategy is made before the output is planned: it claims the place. As a context manager it
+    releases it.
     """
-    refuse_full_disk(prepared, target)
-    if isinstance(target, CopyingTarget):
-        plan = with_store_copies(prepared.plan, prepared.inputs.origins, target)
-        prepared = replace(prepared, plan=plan)
-    listener(Planned(prepared.plan.notes))
-    prepared.comparison.begin()
-    executor = Executor(prepared.plan, prepared.inputs, target, prepared.settings, listener)
-    with marked_as_read(prepared):
-        digests = executor.run()
-        for source in prepared.sources:
-            refuse_changed(source)
-    prepared.comparison.finish(listener)
-    manifest = manifest_of(prepared, digests)
-    commit_output(manifest, target, listener)
-    return manifest
+
+    @abstractmethod
+    def start(self, planned: PlannedOutput) -> R | None:
+        """Makes sure that there is room, and announces the plan.
+
+        Returns:
+            None, or the result where the output exists already.
+        """
+
+    @abstractmethod
+    def execute(self) -> None:
+        """Writes the files, and makes sure that the sources did not change meanwhile."""
+
+    def reject(self, error: CkptkitError) -> None:
+        """Is called when the comparison of names refuses the output."""
+
+    @abstractmethod
+    def commit(self) -> R:
+        """Makes the output visible, or returns what is missing."""
+
+    @abstractmethod
+    def close(self, error: BaseException | None) -> None:
+        """Releases the place.
+
+        Args:
+            error: What ended the writing early, or None.
+        """
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close(error)
 
 
-def marked_as_read(prepared: Prepared) -> AbstractContextManager[None]:
-    """Marks those sources as being read that are steps of the hooks on an object store.
+def write_output(planned: PlannedOutput, strategy: WriteStrategy[R], listener: Listener) -> R:
+    """Executes a plan and commits what it wrote, whole or not at all."""
+    existing = strategy.start(planned)
+    if existing is not None:
+        return existing
+    planned.comparison.begin()
+    # Steps on a disk are marked for as long as they are open, those at a URL only from here on.
+    with mark_as_read(planned):
+        strategy.execute()
+        try:
+            planned.comparison.finish(listener)
+        except CkptkitError as error:
+            strategy.reject(error)
+            raise
+        return strategy.commit()
 
-    Those on a disk are marked for as long as they are open.
-    """
-    saved = [source for source in prepared.sources if source.manifest is not None]
+
+class SingleProcess(WriteStrategy[Manifest]):
+    """Writes an output in this process; an interrupted run leaves nothing."""
+
+    def __init__(self, target: Target, listener: Listener) -> None:
+        self._target = target
+        self._listener = listener
+
+    def start(self, planned: PlannedOutput) -> None:
+        refuse_full_disk(planned, self._target)
+        if isinstance(self._target, CopyingTarget):
+            plan = with_store_copies(planned.plan, planned.inputs.origins, self._target)
+            planned = replace(planned, plan=plan)
+        self._planned = planned
+        self._listener(Planned(planned.plan.notes))
+
+    def execute(self) -> None:
+        planned = self._planned
+        self._digests = Executor(
+            planned.plan, planned.inputs, self._target, planned.settings, self._listener
+        ).run()
+        refuse_changed_sources(planned)
+
+    def commit(self) -> Manifest:
+        manifest = build_manifest(self._planned, self._digests)
+        data = manifest.to_json()
+        self._target.create(MANIFEST_NAME, len(data))
+        self._target.write(MANIFEST_NAME, 0, memoryview(data))
+        self._target.commit(last=MANIFEST_NAME)
+        self._listener(OutputCommitted(self._target.location))
+        return manifest
+
+    def close(self, error: BaseException | None) -> None:  # noqa: ARG002  of no matter here
+        self._target.abandon()
+
+
+def mark_as_read(planned: PlannedOutput) -> AbstractContextManager[None]:
+    """Marks those sources as being read that are steps of the hooks on an object store."""
+    saved = [source for source in planned.sources if source.manifest is not None]
     return read_at_store([place_of(source.location).beside(source.path) for source in saved])
 
 
@@ -222,9 +333,9 @@ class Room(Protocol):
         ...
 
 
-def refuse_full_disk(prepared: Prepared, target: Room) -> None:
+def refuse_full_disk(planned: PlannedOutput, target: Room) -> None:
     """Refuses to begin where the output has no room."""
-    needed, free = prepared.estimate.bytes_written, target.free_bytes()
+    needed, free = planned.estimate.bytes_written, target.free_bytes()
     if free is not None and needed > free:
         raise NoSpaceError(
             f"the output needs {needed:,} bytes and {free:,} are free",
@@ -233,37 +344,30 @@ def refuse_full_disk(prepared: Prepared, target: Room) -> None:
         )
 
 
-def refuse_changed(source: Opened) -> None:
-    """Refuses what was made from a source that was not the same all the time."""
-    found = [file for file in source.index.files if file.size_bytes >= 0]  # others were never read
-    changed = source.source.changed(found)
-    if changed is not None:
-        raise SourceChangedError(
-            f"{changed.path!r} changed while it was read",
-            where=source.path,
-            hint="wait until the save has finished, then run again",
-        )
+def refuse_changed_sources(planned: PlannedOutput) -> None:
+    """Refuses an output whose source changed while it was read."""
+    for source in planned.sources:
+        # A negative size means that the file was never read.
+        read = [file for file in source.index.files if file.size_bytes >= 0]
+        changed = source.source.changed(read)
+        if changed is not None:
+            raise SourceChangedError(
+                f"{changed.path!r} changed while it was read",
+                where=source.path,
+                hint="wait until the save has finished, then run again",
+            )
 
 
-def commit_output(manifest: Manifest, target: Target, listener: Listener) -> None:
-    """Makes an output visible, with its manifest after all other files."""
-    data = manifest.to_json()
-    target.create(MANIFEST_NAME, len(data))
-    target.write(MANIFEST_NAME, 0, memoryview(data))
-    target.commit(last=MANIFEST_NAME)
-    listener(OutputCommitted(target.location))
-
-
-def manifest_of(prepared: Prepared, digests: Digests) -> Manifest:
+def build_manifest(planned: PlannedOutput, digests: Digests) -> Manifest:
     """Returns what the manifest of an output says, when all of it is written."""
     unverified = {
-        (name, key) for name, origin in prepared.inputs.origins.items() for key in origin.unverified
+        (name, key) for name, origin in planned.inputs.origins.items() for key in origin.unverified
     }
     return Manifest(
-        kind=prepared.kind,
-        source=source_facts(prepared.sources) | dict(prepared.facts),
-        options=prepared.options,
-        versions={"ckptkit": __version__, **prepared.versions},
+        kind=planned.kind,
+        source=describe_sources(planned.sources) | dict(planned.facts),
+        options=planned.options,
+        versions={"ckptkit": __version__, **planned.versions},
         tensors={
             spec.name: TensorRecord(
                 dtype=spec.dtype.name,
@@ -272,15 +376,15 @@ def manifest_of(prepared: Prepared, digests: Digests) -> Manifest:
                 digest=digests.of_tensor(spec.name),
                 proof=_proof(segment, unverified),
             )
-            for file, segment, spec in prepared.plan.specs()
+            for file, segment, spec in planned.plan.specs()
         },
-        tied={str(target): str(source) for target, source in prepared.plan.dropped.items()},
+        tied={str(target): str(source) for target, source in planned.plan.dropped.items()},
         files={
             file.path: FileRecord(
                 file.size_bytes,
                 digests.of_file(file.path) if len(file.segments) == 1 else "",
             )
-            for file in prepared.plan.files
+            for file in planned.plan.files
         },
     )
 
@@ -300,15 +404,10 @@ def _reads(segment: Segment) -> Iterable[tuple[str, str]]:
 
 
 def _free_bytes(out: PathLike) -> int | None:
-    if is_url(out):
-        return None
-    place = local_path(out).absolute()
-    while not place.exists() and place != place.parent:
-        place = place.parent
-    try:
-        return shutil.disk_usage(place).free
-    except OSError:
-        return None
+    if not is_url(out):
+        with suppress(OSError):
+            return free_bytes(local_path(out).absolute())
+    return None
 
 
 def check_destination(

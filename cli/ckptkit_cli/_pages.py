@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckptkit.conversion.write import Prepared
+from ckptkit.conversion.write import PlannedOutput
 from ckptkit.core.manifest import BY_STORE, MANIFEST_NAME, Manifest
 from ckptkit.core.text import size_text
 from ckptkit.engine.outcome import BytesWritten, Event, Started
@@ -46,7 +46,7 @@ from ckptkit_cli._output import (
 
 if TYPE_CHECKING:
     from ckptkit.conversion.delete_source import SourceRemoval
-    from ckptkit.conversion.slices import SliceDone
+    from ckptkit.plan.shares import Share
 
 
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
@@ -198,7 +198,7 @@ def _model_class(done: Consolidated, config: dict[str, Any]) -> str:
     return name if name.isidentifier() and name.isascii() else "AutoModel"
 
 
-def plan_json(prepared: Prepared, out: str) -> dict[str, Any]:
+def plan_json(prepared: PlannedOutput, out: str) -> dict[str, Any]:
     """Returns the plan as plain values."""
     plan, estimate = prepared.plan, prepared.estimate
     return {
@@ -220,7 +220,7 @@ def plan_json(prepared: Prepared, out: str) -> dict[str, Any]:
     }
 
 
-def _requests_json(prepared: Prepared) -> dict[str, Any]:
+def _requests_json(prepared: PlannedOutput) -> dict[str, Any]:
     reads = planned_reads(prepared.plan, prepared.inputs.origins)
     if reads is None:
         return {}
@@ -237,7 +237,7 @@ def _file_json(file: OutputFile) -> dict[str, Any]:
     }
 
 
-def plan_page(output: Output, prepared: Prepared, out: str) -> Iterator[str]:
+def plan_page(output: Output, prepared: PlannedOutput, out: str) -> Iterator[str]:
     """Yields the plan's lines for people."""
     yield output.styled(f"Plan for {escaped(out)}; nothing was written", "bold")
     for label, text in _facts(prepared):
@@ -251,7 +251,7 @@ def plan_page(output: Output, prepared: Prepared, out: str) -> Iterator[str]:
             yield from wrapped(escaped(note), width=output.width, rest="    ")
 
 
-def _facts(prepared: Prepared) -> Iterator[tuple[str, str]]:
+def _facts(prepared: PlannedOutput) -> Iterator[tuple[str, str]]:
     plan, estimate = prepared.plan, prepared.estimate
     checkpoint = prepared.checkpoint
     dtypes: Counter[str] = Counter()
@@ -294,7 +294,7 @@ def _facts(prepared: Prepared) -> Iterator[tuple[str, str]]:
     )
 
 
-def _room(prepared: Prepared) -> str:
+def _room(prepared: PlannedOutput) -> str:
     free, needed = prepared.estimate.bytes_free, prepared.estimate.bytes_written
     if free is None:
         return "free space unknown"
@@ -366,16 +366,16 @@ def removed_page(removal: SourceRemoval | None) -> Iterator[str]:
 _LISTED = 8
 
 
-def slice_json(done: SliceDone, out: str) -> dict[str, Any]:
-    """Returns what `--json` prints for a slice that was not the last."""
-    return {"out": out, "slice": str(done.share), "missing": list(done.missing)}
+def slice_json(share: Share | None, missing: Sequence[int], out: str) -> dict[str, Any]:
+    """Returns the `--json` document of a slice that was not the last."""
+    return {"out": out, "slice": str(share), "missing": list(missing)}
 
 
-def slice_page(done: SliceDone, out: str) -> Iterator[str]:
+def slice_page(share: Share | None, missing: Sequence[int], out: str) -> Iterator[str]:
     """Yields the lines for people."""
-    yield f"slice {done.share} of {escaped(out)} is written"
-    if done.missing:
-        listed = ", ".join(first_of([str(number) for number in done.missing], _LISTED))
+    yield f"slice {share} of {escaped(out)} is written"
+    if missing:
+        listed = ", ".join(first_of([str(number) for number in missing], _LISTED))
         yield f"it appears when these are too: {listed}"
     else:
         yield "another slice puts it in place; where that one was killed, run it again"

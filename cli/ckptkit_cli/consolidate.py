@@ -7,19 +7,17 @@ What `consolidate` and `convert` share: the options, the run, and the plan that 
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from ckptkit.core.errors import UsageError
-from ckptkit.core.manifest import Manifest
 from ckptkit.engine.outcome import Event, Planned
 from ckptkit.options import (
     ConsolidateRequest,
     Layout,
-    Resources,
     check_if_exists,
     file_limit,
     make_resources,
@@ -37,9 +35,7 @@ from ckptkit_cli._output import Output, told
 from ckptkit_cli._progress import Progress
 
 if TYPE_CHECKING:
-    from ckptkit.conversion.consolidate import Consolidation
-    from ckptkit.conversion.delete_source import SourceRemoval
-
+    from ckptkit.conversion.prepare import ConversionJob
 
 _NOT_SLICED = {
     "resume": "--resume; a slice that was written is kept anyway, and any other is run again",
@@ -52,23 +48,22 @@ def run_command(title: str, layout: Layout, given: Mapping[str, Any]) -> None:
 
     Args:
         title: Its name.
-        layout: What the output looks like; the request refuses an unknown one.
-        given: The options, by the names that they have in `consolidate`.
+        layout: The layout of the output; the request refuses an unknown one.
+        given: The options, by the names of their parameters in `consolidate`.
     """
     output = Output(as_json=given["as_json"], quiet=given["quiet"], events=given["events"])
     with told(output):
-        job = job_of(title, layout, given)
-        share = slice_of(given)
+        job = job_of(layout, given)
         if given["dry_run"]:
-            job.show_plan(output)
-        elif share is not None:
-            job.run_slice(output, share)
+            _show_plan(job, output)
         else:
-            job.run(output)
+            _run(title, job, output)
 
 
-def job_of(title: str, layout: Layout, given: Mapping[str, Any]) -> Job:
-    """Reads the options, by the names that they have in `consolidate`."""
+def job_of(layout: Layout, given: Mapping[str, Any]) -> ConversionJob:
+    """Reads the options, by the names of their parameters in `consolidate`."""
+    from ckptkit.conversion.prepare import ConversionJob
+
     given = located(given)
     request = ConsolidateRequest(
         dtype=given["dtype"],
@@ -93,17 +88,19 @@ def job_of(title: str, layout: Layout, given: Mapping[str, Any]) -> Job:
         bandwidth=given["bandwidth"],
         engine=given["engine"],
     )
-    places = _Places(given["src"], given["out"], given["base"], given["also"])
     check_if_exists(given["if_exists"], overwrite=given["overwrite"])
-    return Job(
-        title=title,
-        places=places,
+    return ConversionJob(
+        src=given["src"],
+        out=given["out"],
         request=request,
+        base=given["base"],
+        also=given["also"],
         resources=resources,
         overwrite=given["overwrite"],
-        verifies=given["if_exists"] == "verify",
-        resumes=given["resume"],
-        deletes=given["delete_source"],
+        if_exists=given["if_exists"],
+        resume=given["resume"],
+        delete_source=given["delete_source"],
+        share=_slice_of(given),
     )
 
 
@@ -119,7 +116,7 @@ def worker_count(workers: str | None) -> int | None:
         ) from error
 
 
-def slice_of(given: Mapping[str, Any]) -> Share | None:
+def _slice_of(given: Mapping[str, Any]) -> Share | None:
     """Reads which part of the work is to be done, None where all of it is."""
     text, engine = given["slice_"], given["engine"]
     if text is None:
@@ -134,165 +131,60 @@ def slice_of(given: Mapping[str, Any]) -> Share | None:
     return parse_slice(text)
 
 
-def _warn(output: Output, event: Event) -> None:
-    for note in event.notes if isinstance(event, Planned) else ():
-        output.warn(note)
+def _run(title: str, job: ConversionJob, output: Output) -> None:
+    """Runs a job, and shows its result."""
+    from ckptkit.conversion.job import run_job
+    from ckptkit_cli._pages import (
+        Consolidated,
+        consolidation_page,
+        removal_json,
+        removed_page,
+        slice_json,
+        slice_page,
+    )
+
+    began = time.perf_counter()
+    label = title if job.share is None else f"{title} {job.share}"
+    with Progress(output, label) as progress:
+        result = run_job(job, progress.listen)
+        seconds = time.perf_counter() - began
+    out = os.fspath(job.out)
+    if result.manifest is None:
+        output.document(slice_json(job.share, result.missing, out))
+        output.lines(slice_page(job.share, result.missing, out))
+        return
+    done = Consolidated(out, result.manifest, seconds, progress.notes, progress.kept)
+    progress.warn(done.notes)
+    output.document(done.to_json() | removal_json(result.removal))
+    output.lines(consolidation_page(output, done))
+    output.lines(removed_page(result.removal))
 
 
-@dataclass(frozen=True, slots=True)
-class _Places:
-    src: str
-    out: str
-    base: str | None
-    also: tuple[str, ...]
+def _show_plan(job: ConversionJob, output: Output) -> None:
+    """Shows what a run would do, and fails where it would fail before its first byte."""
+    from ckptkit_cli._pages import plan_json, plan_page, planned_page, removal_json
 
+    removal = None
+    if job.delete_source:
+        from ckptkit.conversion.delete_source import plan_removal
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    """What was asked for.
-
-    Attributes:
-        title: The command's name.
-        places: What is read and written.
-        request: What the output should hold.
-        resources: What the execution may use.
-        overwrite: Whether an output that holds something is replaced.
-        verifies: Whether an output that is there is proven to be the one asked for.
-        resumes: Whether a run that was interrupted is gone on with.
-        deletes: Whether the files that were read are removed when the output is proven.
-    """
-
-    title: str
-    places: _Places
-    request: ConsolidateRequest
-    resources: Resources
-    overwrite: bool
-    verifies: bool
-    resumes: bool = False
-    deletes: bool = False
-
-    def run(self, output: Output) -> None:
-        """Writes the output, and tells what was written."""
-        began = time.perf_counter()
-        with Progress(output, self.title) as progress:
-            removal = None
-            if self.deletes:
-                manifest, removal = self._written_and_removed(progress)
-            else:
-                manifest = self._confirmed(progress) or self._written(progress)
-            seconds = time.perf_counter() - began
-        self._tell(output, manifest, seconds, progress, removal)
-
-    def run_slice(self, output: Output, share: Share) -> None:
-        """Writes one part of the output, and puts the whole in place where it is the last."""
-        from ckptkit.conversion.consolidate import run_consolidation_slice
-        from ckptkit_cli._pages import slice_json, slice_page
-
-        began = time.perf_counter()
-        with Progress(output, f"{self.title} {share}") as progress:
-            manifest = self._confirmed(progress)
-            if manifest is None:
-                done = run_consolidation_slice(
-                    self._consolidation(),
-                    share,
-                    overwrite=self.overwrite,
-                    listener=progress.listen,
-                )
-                manifest = done.manifest
-                if manifest is None:
-                    output.document(slice_json(done, self.places.out))
-                    output.lines(slice_page(done, self.places.out))
-                    return
-        self._tell(output, manifest, time.perf_counter() - began, progress)
-
-    def _tell(
-        self,
-        output: Output,
-        manifest: Manifest,
-        seconds: float,
-        progress: Progress,
-        removal: SourceRemoval | None = None,
-    ) -> None:
-        from ckptkit_cli._pages import Consolidated, consolidation_page, removal_json, removed_page
-
-        done = Consolidated(self.places.out, manifest, seconds, progress.notes, progress.kept)
-        progress.warn(done.notes)
-        output.document(done.to_json() | removal_json(removal))
-        output.lines(consolidation_page(output, done))
-        output.lines(removed_page(removal))
-
-    def _confirmed(self, progress: Progress) -> Manifest | None:
-        if not self.verifies:
-            return None
-        from ckptkit.conversion.fingerprint import confirmed
-
-        return confirmed(self._consolidation(), progress.listen)
-
-    def _consolidation(self) -> Consolidation:
-        from ckptkit.conversion.consolidate import Consolidation
-
-        places = self.places
-        return Consolidation(
-            *(places.src, places.out, self.request, places.base, places.also), self.resources
-        )
-
-    def _written(self, progress: Progress) -> Manifest:
-        from ckptkit.conversion.consolidate import run_consolidation
-
-        places = self.places
-        return run_consolidation(
-            places.src,
-            places.out,
-            self.request,
-            base=places.base,
-            also=places.also,
-            overwrite=self.overwrite,
-            resources=self.resources,
-            listener=progress.listen,
-            resume=self.resumes,
-        )
-
-    def _written_and_removed(self, progress: Progress) -> tuple[Manifest, SourceRemoval | None]:
-        from ckptkit.conversion.delete_source import write_and_remove
-
-        return write_and_remove(
-            self._consolidation(),
-            partial(self._written, progress),
-            progress.listen,
-            overwrite=self.overwrite,
-        )
-
-    def _removal(self) -> SourceRemoval:
-        from ckptkit.conversion.delete_source import planned_removal
-
-        return planned_removal(self._consolidation())
-
-    def show_plan(self, output: Output) -> None:
-        """Shows what a run would do, and fails where it would fail before its first byte."""
-        from ckptkit.conversion.prepare import prepared
-        from ckptkit.conversion.write import check_destination
-        from ckptkit_cli._pages import plan_json, plan_page, planned_page, removal_json
-
-        removal = self._removal() if self.deletes else None
-        if removal is not None and removal.manifest:  # it was begun already
+        removal = plan_removal(job)
+        if removal.manifest:  # an earlier run has begun it
             output.document(removal_json(removal))
             output.lines(planned_page(output, removal))
             return
-        src, out, also, base = (
-            self.places.src,
-            self.places.out,
-            self.places.also,
-            self.places.base,
-        )
-        like = self.request.like
-        check_destination(src, out, overwrite=self.overwrite, also=also, base=base, like=like)
-        with prepared(
-            src, out, self.request, base=base, resources=self.resources, also=also
-        ) as plan:
-            plan.comparison.finish(partial(_warn, output))
-            output.document(plan_json(plan, out) | removal_json(removal))
-            output.lines(plan_page(output, plan, out))
-            output.lines(planned_page(output, removal))
+    job.check_places()
+    out = os.fspath(job.out)
+    with job.plan_output() as planned:
+        planned.comparison.finish(partial(_warn, output))
+        output.document(plan_json(planned, out) | removal_json(removal))
+        output.lines(plan_page(output, planned, out))
+        output.lines(planned_page(output, removal))
+
+
+def _warn(output: Output, event: Event) -> None:
+    for note in event.notes if isinstance(event, Planned) else ():
+        output.warn(note)
 
 
 def consolidate(

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 import ckptkit
-from ckptkit.conversion.source.open import opened
+from ckptkit.conversion.source.open import open_checkpoint
 from ckptkit.core.errors import CannotPlanError, CkptkitError
 from ckptkit.core.index import ChunkTable
 from ckptkit.engine.locate import Locator
@@ -100,7 +100,7 @@ class Bench:
 
     def _found_holders(self) -> dict[str, list[tuple[int, int]]]:
         found: dict[str, list[tuple[int, int]]] = {}
-        with opened(self.folder, select=self.case.options.get("select")) as checkpoint:
+        with open_checkpoint(self.folder, select=self.case.options.get("select")) as checkpoint:
             locator = Locator(checkpoint.source, checkpoint.index)
             for entry in checkpoint.index.of_part("model"):
                 for row in _stored_once(entry.chunks):

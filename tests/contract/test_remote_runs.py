@@ -7,12 +7,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import ckptkit
-from ckptkit.conversion.consolidate import Consolidation, run_consolidation_slice
+from ckptkit.conversion.job import run_job
+from ckptkit.conversion.prepare import ConversionJob
 from ckptkit.core.errors import AccessError, MissingFileError, OutputError
 from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.engine.outcome import Event, Started
@@ -93,8 +95,8 @@ def test_a_step_that_a_slice_reads_stays(bucket: Bucket, run: Place, tmp_path: P
         if isinstance(event, Started):
             reasons.append(ckptkit.prune(run, keep_last=1, dry_run=True).steps[0].why)
 
-    job = Consolidation(step_of(run, 1), tmp_path / "out", ConsolidateRequest())
-    done = [run_consolidation_slice(job, Share(number, 2), listener=prune) for number in (1, 0)]
+    job = ConversionJob(step_of(run, 1), tmp_path / "out", ConsolidateRequest())
+    done = [run_job(replace(job, share=Share(number, 2)), prune) for number in (1, 0)]
     assert reasons == ["it is being read"] * 2
     assert done[-1].manifest is not None
     ckptkit.consolidate(step_of(run, 1), tmp_path / "whole")

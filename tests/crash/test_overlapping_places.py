@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import ckptkit
-from ckptkit.conversion.source.open import opened
+from ckptkit.conversion.source.open import open_checkpoint
 from ckptkit.core.errors import CkptkitError, RefusedError
 from ckptkit.storage.places import Place
 from tests.object_store import KEY, SECRET, Bucket, ObjectStore
@@ -92,7 +92,7 @@ def test_a_further_source_that_is_the_source_or_another_one_is_opened_once(
         Place(f"{kind}://{bucket.name}/p/run/checkpoint-4{end}", options)
         for kind, end, options in zip(("s3a", "s3") * 3, ("/", "", "//") * 2, ways, strict=False)
     ]
-    with opened(source, also=also) as found:
+    with open_checkpoint(source, also=also) as found:
         assert [one.location for one in found.source.folders] == [source.location]
     node = tmp_path / "node"
     shutil.copytree(STEP, node)
@@ -100,7 +100,7 @@ def test_a_further_source_that_is_the_source_or_another_one_is_opened_once(
     other = Place(f"{bucket.url}/p/other/checkpoint-4", bucket.store.options)
     also += [Place(one) for one in (node, f"file://{node}", f"local://{node}/")]
     also += [other.beside(f"s3a{other[2:]}"), other]
-    with opened(source, also=also) as found:
+    with open_checkpoint(source, also=also) as found:
         assert len(found.source.folders) == 3
 
 

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import ckptkit
-from ckptkit.conversion.consolidate import Consolidation, run_consolidation_slice
-from ckptkit.conversion.slices import SliceDone
+from ckptkit.conversion.job import JobResult, run_job
+from ckptkit.conversion.prepare import ConversionJob
 from ckptkit.core import retries
 from ckptkit.core.errors import OutputExistsError, RefusedError, SourceChangedError
 from ckptkit.engine.outcome import BytesWritten, Event, OutputKept
@@ -75,11 +75,18 @@ def slice_of(
     overwrite: bool = False,
     listener: list[Event] | None = None,
     **options: str,
-) -> SliceDone:
+) -> JobResult:
     request = ConsolidateRequest(names="live", **options)  # type: ignore[arg-type]
-    job = Consolidation(place(bucket, "run"), out or place(bucket, "out"), request, resources=ONE)
+    job = ConversionJob(
+        place(bucket, "run"),
+        out or place(bucket, "out"),
+        request,
+        resources=ONE,
+        overwrite=overwrite,
+        share=Share(number, count),
+    )
     hear = (lambda _: None) if listener is None else listener.append
-    return run_consolidation_slice(job, Share(number, count), overwrite=overwrite, listener=hear)
+    return run_job(job, hear)
 
 
 def remote_files(bucket: Bucket) -> dict[str, bytes]:
@@ -272,7 +279,7 @@ def test_a_source_that_changes_before_the_commit_leaves_nothing(
     def changed(_: object) -> None:
         raise SourceChangedError("changed")
 
-    monkeypatch.setattr("ckptkit.conversion.slices.refuse_changed", changed)
+    monkeypatch.setattr("ckptkit.conversion.distribute.refuse_changed_sources", changed)
     with pytest.raises(SourceChangedError):
         slice_of(bucket, 1, 2)
     assert bucket.keys("out/") == bucket.unfinished_uploads() == []

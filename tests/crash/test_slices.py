@@ -10,8 +10,10 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,10 +21,10 @@ import safetensors.numpy
 
 import ckptkit
 from ckptkit.adapters.merge.run import AdapterChoice, prepared_merge, run_merge
-from ckptkit.conversion import slices as slicing
-from ckptkit.conversion.consolidate import Consolidation, run_consolidation_slice
-from ckptkit.conversion.slices import SliceDone, run_slice
-from ckptkit.conversion.write import Prepared
+from ckptkit.conversion import distribute
+from ckptkit.conversion.job import JobResult, run_job
+from ckptkit.conversion.prepare import ConversionJob
+from ckptkit.conversion.write import PlannedOutput, write_output
 from ckptkit.core.errors import (
     ChecksumError,
     OutputError,
@@ -34,6 +36,7 @@ from ckptkit.engine.outcome import BytesWritten, Event, ignore
 from ckptkit.lora.changes import MergeRequest
 from ckptkit.options import ConsolidateRequest, Layout, Resources
 from ckptkit.plan.shares import Share
+from ckptkit.storage.places import PathLike
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 ONE = Resources(workers=1)
@@ -56,10 +59,13 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def slice_of(
     source: Path, out: Path, number: int, count: int, *, layout: Layout = "hf", **options: str
-) -> SliceDone:
+) -> JobResult:
     request = ConsolidateRequest(layout=layout, max_file_bytes=30_000_000, **options)  # type: ignore[arg-type]
-    job = Consolidation(source, out, request, resources=ONE)
-    return run_consolidation_slice(job, Share(number, count))
+    return run_slice(ConversionJob(source, out, request, resources=ONE), number, count)
+
+
+def run_slice(job: ConversionJob, number: int, count: int, **options: Any) -> JobResult:
+    return run_job(replace(job, share=Share(number, count)), **options)
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -109,10 +115,19 @@ def test_sources_of_every_kind_can_be_sliced(case: str, tmp_path: Path) -> None:
     checkpoint = FIXTURES / case / "checkpoint"
     request = ConsolidateRequest(max_file_bytes=4_000, names="live")
     ckptkit.consolidate(checkpoint, tmp_path / "whole", max_shard_size=4_000, names="live")
-    job = Consolidation(checkpoint, tmp_path / "out", request, resources=ONE)
+    job = ConversionJob(checkpoint, tmp_path / "out", request, resources=ONE)
     for number in (1, 2, 0):
-        run_consolidation_slice(job, Share(number, 3))
+        run_slice(job, number, 3)
     assert content(tmp_path / "out") == content(tmp_path / "whole")
+
+
+def write_slice(job: distribute.OutputJob, out: PathLike, share: Share) -> None:
+    """Writes a slice of what is not a conversion."""
+    with (
+        distribute.Slice(out, share, ignore, overwrite=False) as strategy,
+        job.plan_output() as planned,
+    ):
+        write_output(planned, strategy, ignore)
 
 
 class Merge:
@@ -124,7 +139,7 @@ class Merge:
         self.out = out
 
     @contextmanager
-    def prepared(self) -> Iterator[Prepared]:
+    def plan_output(self) -> Iterator[PlannedOutput]:
         with prepared_merge(
             self.adapters, self.out, self.request, base=None, resources=ONE
         ) as merge:
@@ -135,7 +150,7 @@ def test_a_merge_can_be_sliced(tmp_path: Path) -> None:
     job = Merge(tmp_path / "out")
     run_merge(job.adapters, tmp_path / "whole", job.request)
     for number in (1, 2, 0):
-        run_slice(job, job.out, Share(number, 3), overwrite=False, listener=ignore)
+        write_slice(job, job.out, Share(number, 3))
     assert content(tmp_path / "out") == content(tmp_path / "whole")
 
 
@@ -164,13 +179,13 @@ def test_a_killed_slice_is_run_again_and_others_are_not(source: Path, tmp_path: 
     finally:
         os.kill(killed.pid, signal.SIGKILL)
         assert killed.wait() == -signal.SIGKILL
-    job = Consolidation(source, out, ConsolidateRequest(), resources=ONE)
+    job = ConversionJob(source, out, ConsolidateRequest(), resources=ONE)
     for number in (1, 2):
-        assert 0 in run_consolidation_slice(job, Share(number, 3)).missing
+        assert 0 in run_slice(job, number, 3).missing
     events: list[Event] = []
-    run_consolidation_slice(job, Share(1, 3), listener=events.append)
+    run_slice(job, 1, 3, listener=events.append)
     assert not any(isinstance(event, BytesWritten) for event in events)  # it is there already
-    assert run_consolidation_slice(job, Share(0, 3)).manifest is not None
+    assert run_slice(job, 0, 3).manifest is not None
     ckptkit.consolidate(source, tmp_path / "whole")
     assert content(out) == content(tmp_path / "whole")
     assert not leftovers(out)
@@ -192,10 +207,17 @@ def test_a_slice_whose_part_was_removed_does_not_take_an_earlier_output_for_its_
 ) -> None:
     out = tmp_path / "out"
     ckptkit.consolidate(source, out)
-    job = Consolidation(source, out, ConsolidateRequest(dtype="bfloat16"), resources=ONE)
-    monkeypatch.setattr(slicing, "_compare", lambda _, target, __: target.abandon())
+    request = ConsolidateRequest(dtype="bfloat16")
+    job = ConversionJob(source, out, request, resources=ONE, overwrite=True)
+    execute = distribute.Slice.execute
+
+    def execute_and_abandon(strategy: distribute.Slice) -> None:
+        execute(strategy)
+        strategy._open_target.abandon()
+
+    monkeypatch.setattr(distribute.Slice, "execute", execute_and_abandon)
     with pytest.raises(OutputError, match="was removed by another process"):
-        run_consolidation_slice(job, Share(0, 2), overwrite=True)
+        run_slice(job, 0, 2)
     assert not leftovers(out)
 
 
@@ -222,19 +244,16 @@ def test_a_source_that_changes_between_a_slice_and_the_commit_leaves_nothing(
     class Changing:
         """Another save comes once this slice has its plan."""
 
-        def prepared(self) -> AbstractContextManager[Prepared]:
-            return self._prepared()
-
         @contextmanager
-        def _prepared(self) -> Iterator[Prepared]:
+        def plan_output(self) -> Iterator[PlannedOutput]:
             request = ConsolidateRequest(max_file_bytes=30_000_000)
-            with Consolidation(copy, out, request, resources=ONE).prepared() as prepared:
+            with ConversionJob(copy, out, request, resources=ONE).plan_output() as planned:
                 for path in copy.rglob("*.distcp"):
                     os.utime(path, ns=(1, 1))
-                yield prepared
+                yield planned
 
     with pytest.raises(SourceChangedError):
-        run_slice(Changing(), out, Share(1, 2), overwrite=False, listener=ignore)
+        write_slice(Changing(), out, Share(1, 2))
     assert not out.exists()
     assert not leftovers(out)
 
@@ -259,6 +278,6 @@ def test_damage_in_a_record_that_two_slices_share_is_found_by_the_last(
 
 
 def test_a_url_is_refused_with_what_to_do_instead(source: Path) -> None:
-    job = Consolidation(source, "memory://out", ConsolidateRequest(), resources=ONE)
+    job = ConversionJob(source, "memory://out", ConsolidateRequest(), resources=ONE)
     with pytest.raises(RefusedError, match="a URL was found where --slice needs a directory"):
-        run_slice(job, job.out, Share(0, 2), overwrite=False, listener=ignore)
+        write_slice(job, job.out, Share(0, 2))

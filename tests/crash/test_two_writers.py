@@ -19,7 +19,8 @@ from urllib.parse import urlsplit
 import pytest
 
 import ckptkit
-from ckptkit.conversion.consolidate import Consolidation, run_consolidation_slice
+from ckptkit.conversion.job import run_job
+from ckptkit.conversion.prepare import ConversionJob
 from ckptkit.core.errors import CkptkitError, NotACheckpointError, RefusedError
 from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.engine.outcome import BytesWritten, Event, Planned, Started
@@ -203,9 +204,10 @@ def test_a_writer_to_a_directory_does_not_replace_what_came_after_it_began(
 def write_slice(place: Place, number: int, dtype: str, **more: Any) -> str:
     """Returns how a slice of two ended, as `write` does."""
     request = ConsolidateRequest(names="live", dtype=dtype)  # type: ignore[arg-type]
-    job = Consolidation(STEP / "checkpoint", place, request)
+    share = Share(number, 2)
+    job = ConversionJob(STEP / "checkpoint", place, request, overwrite=True, share=share)
     try:
-        run_consolidation_slice(job, Share(number, 2), overwrite=True, **more)
+        run_job(job, **more)
     except CkptkitError as error:
         return f"{error.exit_status} {error}"
     return ""

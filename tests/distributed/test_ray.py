@@ -15,10 +15,9 @@ import pytest
 import safetensors.numpy
 
 import ckptkit
-from ckptkit.conversion import ray as distributing
-from ckptkit.conversion.consolidate import Consolidation
-from ckptkit.conversion.fingerprint import fingerprint_of
-from ckptkit.conversion.write import Prepared
+from ckptkit.conversion import distribute
+from ckptkit.conversion.prepare import ConversionJob
+from ckptkit.conversion.write import PlannedOutput
 from ckptkit.core.errors import EngineError, RefusedError
 from ckptkit.engine.outcome import Outcome
 from ckptkit.options import ConsolidateRequest, Resources
@@ -156,11 +155,11 @@ def test_what_one_process_put_there_while_the_nodes_wrote_is_not_replaced(told: 
 
 def station_of(
     source: PathLike, out: PathLike, fingerprint: str, workers: int | None = None
-) -> distributing.NodeStation:
+) -> distribute.NodeStation:
     """What a node is sent."""
     resources = Resources(workers=workers)
-    return distributing.NodeStation(
-        job=Consolidation(source, out, ConsolidateRequest(), resources=resources),
+    return distribute.NodeStation(
+        job=ConversionJob(source, out, ConsolidateRequest(), resources=resources),
         out=out,
         attempt=OutputAttempt("0123456789abcdef", is_agreed=False),
         fingerprint=fingerprint,
@@ -193,16 +192,16 @@ def test_a_node_that_makes_another_plan_is_refused(source: Path, tmp_path: Path)
 def test_a_node_has_a_thread_for_each_of_its_cores_unless_told_otherwise(
     source: Path, tmp_path: Path, wanted: int | None, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = Consolidation(source, tmp_path / "out", ConsolidateRequest())
-    with job.prepared() as prepared:
-        fingerprint = fingerprint_of(prepared)
+    job = ConversionJob(source, tmp_path / "out", ConsolidateRequest())
+    with job.plan_output() as planned:
+        fingerprint = planned.fingerprint()
     found: list[int] = []
 
-    def note(prepared: Prepared, *_: object) -> Outcome:
-        found.append(prepared.settings.workers)
+    def note(planned: PlannedOutput, *_: object) -> Outcome:
+        found.append(planned.settings.workers)
         return Outcome()
 
-    monkeypatch.setattr(distributing, "run_share", note)
+    monkeypatch.setattr(distribute, "run_share", note)
     station = station_of(source, tmp_path / "out", fingerprint, wanted)
     with station.opened(1) as run:
         run(Share(0, 1))

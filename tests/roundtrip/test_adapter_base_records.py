@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 import ckptkit
 from ckptkit.adapters.base_records import stored_digests
-from ckptkit.conversion.source.open import opened
+from ckptkit.conversion.source.open import open_checkpoint
 from ckptkit.core.errors import FormatError, RefusedError
 from ckptkit.core.manifest import Manifest
 from ckptkit.engine.outcome import Event, Planned
@@ -78,12 +78,12 @@ def test_the_digests_of_a_base_in_shards_are_those_of_its_whole_tensors(
 
 
 def test_digests_are_spread_over_all_weights_and_left_out_without_checksums() -> None:
-    with opened(PLAIN / "checkpoint") as found:
+    with open_checkpoint(PLAIN / "checkpoint") as found:
         origin = Origin("source", found.source, found.index)
         entry = next(e for e in found.index.of_part("model") if len(e.shape) > 1)
         many = stored_digests(origin, {str(number): entry for number in range(80)})
     assert list(many) == [str(10 * number) for number in range(8)]
-    with opened(PLAIN / "base") as found:
+    with open_checkpoint(PLAIN / "base") as found:
         origin = Origin("source", found.source, found.index)
         weights = {str(e.name): e for e in found.index.of_part("model")}
         assert stored_digests(origin, weights) == {}
@@ -222,7 +222,7 @@ def test_a_weight_that_is_no_run_of_its_record_has_no_digest(tmp_path: Path) -> 
     views = {"columns": whole[:, 2:5], "rows": whole[1:3]}
     held = {"plain": whole.clone(), "turned": whole.T.contiguous().T, **views}
     torch.save(held, tmp_path / "x.bin")
-    with opened(tmp_path / "x.bin") as found:
+    with open_checkpoint(tmp_path / "x.bin") as found:
         origin = Origin("source", found.source, found.index)
         weights = {str(entry.name): entry for entry in found.index.tensors.values()}
         digests = stored_digests(origin, weights)

@@ -27,7 +27,7 @@ import ckptkit_cli._application
 import ckptkit_cli.main
 from ckptkit.adapters.extract import run_extraction
 from ckptkit.adapters.sources import AdapterRequest
-from ckptkit.conversion.source.open import opened
+from ckptkit.conversion.source.open import open_checkpoint
 from ckptkit.core.errors import IncompleteCheckpointError, RefusedError
 from ckptkit.integrations.model_folders import export_into
 from ckptkit.storage.local.shared_target import SharedTarget
@@ -143,7 +143,7 @@ def test_what_is_extracted_is_what_peft_would_have_saved_and_loads_in_it(
 
 def places(source: Path) -> dict[str, Any]:
     """Returns the index of a checkpoint, which tells where each tensor lies."""
-    with opened(source) as checkpoint:
+    with open_checkpoint(source) as checkpoint:
         index = checkpoint.index
         found: dict[str, Any] = {}
         for entry in index.of_part("model"):

@@ -19,11 +19,11 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 
 import ckptkit  # noqa: E402
 from ckptkit.conversion import compare_names as comparing  # noqa: E402
-from ckptkit.conversion.consolidate import Consolidation, run_consolidation_slice  # noqa: E402
+from ckptkit.conversion.job import JobResult, run_job  # noqa: E402
 from ckptkit.conversion.naming_program import NamingProgram  # noqa: E402
-from ckptkit.conversion.slices import SliceDone  # noqa: E402
+from ckptkit.conversion.prepare import ConversionJob  # noqa: E402
 from ckptkit.core.errors import CkptkitError, RefusedError  # noqa: E402
-from ckptkit.engine.outcome import BytesWritten, Event  # noqa: E402
+from ckptkit.engine.outcome import BytesWritten, Event, ignore  # noqa: E402
 from ckptkit.hub import push  # noqa: E402
 from ckptkit.options import ConsolidateRequest, Resources  # noqa: E402
 from ckptkit.plan.shares import Share  # noqa: E402
@@ -274,9 +274,10 @@ def late(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(comparing, "_looks_wrong", lambda _subject: False)
 
 
-def slice_of(src: Path, out: Path, number: int, listener: Any = None) -> SliceDone:
-    job = Consolidation(src, out, ConsolidateRequest(), resources=Resources(workers=1))
-    return run_consolidation_slice(job, Share(number, 2), listener=listener)
+def slice_of(src: Path, out: Path, number: int, listener: Any = None) -> JobResult:
+    one, share = Resources(workers=1), Share(number, 2)
+    job = ConversionJob(src, out, ConsolidateRequest(), resources=one, share=share)
+    return run_job(job, listener or ignore)
 
 
 @pytest.mark.usefixtures("late")

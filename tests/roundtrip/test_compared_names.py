@@ -259,7 +259,8 @@ def test_what_is_found_while_tensors_are_copied_leaves_nothing_behind(
     tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No cheap check sees a bias; transformers answers beside the copying."""
-    from ckptkit.conversion.consolidate import Consolidation, run_consolidation_slice
+    from ckptkit.conversion.job import run_job
+    from ckptkit.conversion.prepare import ConversionJob
     from ckptkit.options import ConsolidateRequest
     from ckptkit.plan.shares import parse_slice
 
@@ -273,8 +274,8 @@ def test_what_is_found_while_tensors_are_copied_leaves_nothing_behind(
 
     def run() -> None:
         if how == "slices":
-            job = Consolidation(src, out, ConsolidateRequest(), None, ())
-            run_consolidation_slice(job, parse_slice("0/2"))
+            job = ConversionJob(src, out, ConsolidateRequest(), share=parse_slice("0/2"))
+            run_job(job)
         else:
             ckptkit.consolidate(src, out, resume=how == "resumed")
 

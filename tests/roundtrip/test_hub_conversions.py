@@ -13,7 +13,7 @@ import ckptkit
 from ckptkit.conversion import names_on_disk as naming
 from ckptkit.conversion import naming_program
 from ckptkit.conversion.names_on_disk import disk_names
-from ckptkit.conversion.prepare import prepared
+from ckptkit.conversion.prepare import ConversionJob
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import NoSpaceError, RefusedError
 from ckptkit.core.index import Fqn
@@ -106,10 +106,9 @@ def test_what_is_computed_is_what_save_pretrained_computes(
     assert expected["model.layers.1.self_attn.kv_total"].dtype == torch.float32
     assert torch.equal(expected["lm_head.weight"], model.lm_head.weight / 2)
 
-    with prepared(
-        source, tmp_path / "out", ConsolidateRequest(), base=None, resources=Resources()
-    ) as plan:
-        planned = list(plan.plan.notes)
+    job = ConversionJob(source, tmp_path / "out", ConsolidateRequest())
+    with job.plan_output() as planned_output:
+        planned = list(planned_output.plan.notes)
     notes: list[str] = []
     manifest = ckptkit.consolidate(
         source,

@@ -23,7 +23,7 @@ from ckptkit.adapters.merge.base import BASE, Alignment, BaseSource, base_tensor
 from ckptkit.adapters.merge.run import AdapterChoice, MergedModel, run_merge
 from ckptkit.adapters.quantized.bases import QuantizedBase, Weights, plan_quantized
 from ckptkit.adapters.sources import AdapterRequest
-from ckptkit.conversion.source.open import opened
+from ckptkit.conversion.source.open import open_checkpoint
 from ckptkit.core.errors import CkptkitError, FormatError, RefusedError, UnsupportedError
 from ckptkit.core.index import Box, Fqn
 from ckptkit.engine.reader import Origin
@@ -456,7 +456,7 @@ def planned(
             if path is None:
                 sides.append(None)
                 continue
-            found = stack.enter_context(opened(path))
+            found = stack.enter_context(open_checkpoint(path))
             entries = {
                 str(k): v
                 for k, v in plain_entries(sort_entries(found.index.of_part("model")).rest).items()
@@ -597,7 +597,7 @@ def test_a_packed_part_of_a_fused_weight_is_not_written_as_one(tmp_path: Path) -
     save_file({name: torch.zeros(32, 1, dtype=torch.uint8)}, tmp_path / "model.safetensors")
     live = (Fqn("model.layers.0.mlp.experts.down_proj"),)
     piece = HubTensor(name, (8, 8), (8, 8), (Piece(Box((0, 0), (8, 8)), live[0], 0, (8, 1)),))
-    with opened(tmp_path) as found:
+    with open_checkpoint(tmp_path) as found:
         entries = plain_entries(sort_entries(found.index.of_part("model")).rest)
         base = BaseSource(found, Origin(BASE, found.source, found.index), entries, None, False)
         alignment = Alignment([Placed(name, live, (name,), piece)], {})

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 import ckptkit
-from ckptkit.conversion.source.open import opened
+from ckptkit.conversion.source.open import open_checkpoint
 from ckptkit.core.errors import (
     ChecksumError,
     CkptkitError,
@@ -143,7 +143,7 @@ def test_optimizer_states_have_the_names_and_values_of_the_live_ones(
     case: str, select: str | None, tmp_path: Path
 ) -> None:
     source = FIXTURES / case / "checkpoint"
-    with opened(source, select=select) as checkpoint:
+    with open_checkpoint(source, select=select) as checkpoint:
         names = {str(entry.name) for entry in checkpoint.index.of_part("optimizer")}
     assert names == set(truth(case, "truth_optimizer"))
     out = tmp_path / "out"

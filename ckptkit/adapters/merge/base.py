@@ -12,7 +12,7 @@ from ckptkit.adapters.merge.tensors import BaseTensor, rearranged
 from ckptkit.adapters.quantized.bases import QuantizedBase, Weights
 from ckptkit.conversion.names_on_disk import DiskNames, disk_names
 from ckptkit.conversion.source.model_folders import pretrained_index
-from ckptkit.conversion.source.open import Opened, PathLike, opened
+from ckptkit.conversion.source.open import OpenedCheckpoint, PathLike, open_checkpoint
 from ckptkit.conversion.source.places import is_anything, is_folder
 from ckptkit.conversion.source.side_folders import SideFolders
 from ckptkit.core.errors import AmbiguousSourceError, NotACheckpointError, RefusedError
@@ -55,7 +55,7 @@ class BaseSource:
         home: The folder that the configuration lies in; empty where there is none.
     """
 
-    opened: Opened
+    opened: OpenedCheckpoint
     origin: Origin
     entries: Mapping[Fqn, TensorEntry]
     config: Mapping[str, Any] | None
@@ -96,7 +96,7 @@ def open_base(stack: ExitStack, path: PathLike, limit_bytes: int | None) -> Base
     try:
         found = _pretrained(stack, path)
         if found is None:
-            found = stack.enter_context(opened(path, limit_bytes=limit_bytes))
+            found = stack.enter_context(open_checkpoint(path, limit_bytes=limit_bytes))
         request = ConsolidateRequest().selecting(found.select)
         entries = select_model(found.index, request, location=found.path)
     except AmbiguousSourceError as error:
@@ -137,7 +137,7 @@ def _plain(entries: Sequence[TensorEntry], location: str) -> dict[Fqn, TensorEnt
     return plain_entries(found.rest)
 
 
-def _pretrained(stack: ExitStack, path: PathLike) -> Opened | None:
+def _pretrained(stack: ExitStack, path: PathLike) -> OpenedCheckpoint | None:
     """Opens what `from_pretrained` would load, whatever other weights lie beside it."""
     if not is_folder(path):
         return None
@@ -146,7 +146,7 @@ def _pretrained(stack: ExitStack, path: PathLike) -> Opened | None:
     index = pretrained_index(folder)
     if index is None:
         return None
-    return Opened(place, OverlaySource([folder]), "", (), index, None, ())
+    return OpenedCheckpoint(place, OverlaySource([folder]), "", (), index, None, ())
 
 
 def align(

@@ -31,7 +31,7 @@ from ckptkit.adapters.quantized.requantize import Packing, requantized
 from ckptkit.conversion.compare_names import NOTHING, Comparison, Subject, plan_comparison
 from ckptkit.conversion.naming_program import NamingProgram
 from ckptkit.conversion.source.side_folders import SideFolders
-from ckptkit.conversion.write import Prepared, estimated, settings_for
+from ckptkit.conversion.write import PlannedOutput, choose_settings, estimate_plan
 from ckptkit.core.errors import AdapterError, RefusedError
 from ckptkit.core.index import Fqn, Shape
 from ckptkit.engine.executor import Inputs
@@ -268,7 +268,7 @@ class MergePreparation:
         self._origins[self._base.origin.name] = self._base.origin
         self._notes = [note for adapter in adapters for note in adapter.found.notes]
 
-    def run(self, out: PathLike) -> tuple[Prepared, list[MergedLayer]]:
+    def run(self, out: PathLike) -> tuple[PlannedOutput, list[MergedLayer]]:
         """Plans the output."""
         self._checks.check_identity()
         modules = [module for one in self._adapters for module in modules_of(one.found.adapter)]
@@ -321,7 +321,7 @@ class MergePreparation:
         record = None if given is None else self._packings()
         choice = self._request.qlora_base
         is_default = record is not None and choice != "original"
-        nested, workers = self._request.double_quant, settings_for(self._resources).workers
+        nested, workers = self._request.double_quant, choose_settings(self._resources).workers
         found = plan_quantized(
             *(trained, given),
             shapes=shapes,
@@ -504,17 +504,17 @@ class MergePreparation:
 
     def _prepared(
         self, out: PathLike, plan: Plan, alignment: Alignment, quantized: QuantizedBase
-    ) -> Prepared:
+    ) -> PlannedOutput:
         opened = [one.found.opened for one in self._adapters]
         opened += [] if self._given is None else [self._given.opened]
-        settings = settings_for(self._resources, plan, sources=opened, out=out)
+        settings = choose_settings(self._resources, plan, sources=opened, out=out)
         read = sum(spec.size_bytes for _, _, spec in plan.specs())
-        return Prepared(
+        return PlannedOutput(
             sources=tuple(opened),
             plan=plan,
             inputs=Inputs(self._origins, self._folders.sources),
             settings=settings,
-            estimate=estimated(plan, settings, out, bytes_read=read),
+            estimate=estimate_plan(plan, settings, out, bytes_read=read),
             kind="model",
             options=self._request.changed(),
             facts=source_facts(self._adapters, self._base, quantized.facts),

@@ -13,7 +13,7 @@ from ckptkit.adapters.merge.report import MergedLayer, SourceAdapter
 from ckptkit.adapters.sources import AdapterRequest, OpenedAdapter, open_adapter
 from ckptkit.conversion.source.open import PathLike
 from ckptkit.conversion.source.places import resolved
-from ckptkit.conversion.write import Prepared, check_destination, write_output
+from ckptkit.conversion.write import PlannedOutput, SingleProcess, check_destination, write_output
 from ckptkit.core.errors import AmbiguousSourceError, UsageError
 from ckptkit.core.manifest import Manifest
 from ckptkit.engine.outcome import Listener, ignore
@@ -61,7 +61,7 @@ class PlannedMerge:
         layers: What is to be done to each changed tensor.
     """
 
-    prepared: Prepared
+    prepared: PlannedOutput
     layers: Sequence[MergedLayer]
 
 
@@ -90,14 +90,13 @@ def run_merge(
         What was written.
     """
     check_apart(adapters, out, base, overwrite=overwrite)
-    target = open_target(out, overwrite=overwrite)
-    try:
-        resources = resources or Resources()
-        with prepared_merge(adapters, out, request, base=base, resources=resources) as merge:
-            manifest = write_output(merge.prepared, target, listener or ignore)
-            return MergedModel(manifest, merge.layers, merge.prepared.plan.notes)
-    finally:
-        target.abandon()
+    resources, listener = resources or Resources(), listener or ignore
+    with (
+        SingleProcess(open_target(out, overwrite=overwrite), listener) as strategy,
+        prepared_merge(adapters, out, request, base=base, resources=resources) as merge,
+    ):
+        manifest = write_output(merge.prepared, strategy, listener)
+        return MergedModel(manifest, merge.layers, merge.prepared.plan.notes)
 
 
 def choices_of(

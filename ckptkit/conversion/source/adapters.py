@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.conversion.source.adapter_records import ADAPTER_CONFIG, AdapterRecords
-from ckptkit.conversion.source.open import Opened, PathLike
+from ckptkit.conversion.source.open import OpenedCheckpoint, PathLike
 from ckptkit.conversion.source.places import absolute, is_folder
 from ckptkit.conversion.source.side_folders import SideFolders
 from ckptkit.core.errors import (
@@ -56,7 +56,7 @@ class Choice:
     is_named: bool
 
 
-def sort_trees(checkpoint: Opened, *, keep_module: bool = False) -> dict[str, Sorted]:
+def sort_trees(checkpoint: OpenedCheckpoint, *, keep_module: bool = False) -> dict[str, Sorted]:
     """Tells adapters from bases in every model of a checkpoint."""
     index = checkpoint.index
     trees = model_trees(index)
@@ -88,7 +88,7 @@ def _sorted(entries: Sequence[TensorEntry], *, keep_module: bool) -> Sorted:
 
 
 def choose_adapter(
-    checkpoint: Opened,
+    checkpoint: OpenedCheckpoint,
     trees: Mapping[str, Sorted],
     recorded: Sequence[str],
     wanted: str | None,
@@ -126,7 +126,7 @@ def choose_adapter(
     raise _several(found, checkpoint)
 
 
-def _several(found: Sequence[Choice], checkpoint: Opened) -> AmbiguousSourceError:
+def _several(found: Sequence[Choice], checkpoint: OpenedCheckpoint) -> AmbiguousSourceError:
     if len({one.name for one in found}) == 1:
         return AmbiguousSourceError(
             f"{len(found)} models have an adapter: {', '.join(repr(one.tree) for one in found)}",
@@ -187,13 +187,13 @@ def _listed(choices: Sequence[Choice]) -> str:
     return ", ".join(dict.fromkeys(repr(one.name) for one in choices))
 
 
-def was_saved_empty(checkpoint: Opened) -> bool:
+def was_saved_empty(checkpoint: OpenedCheckpoint) -> bool:
     """Tells whether an adapter may have been saved there that had no tensor."""
     holds_model = next(iter(checkpoint.index.of_part("model")), None) is not None
     return not holds_model and not all(map(is_optimizer_folder, _folders(checkpoint)))
 
 
-def _nothing_found(checkpoint: Opened) -> RefusedError | IncompleteCheckpointError:
+def _nothing_found(checkpoint: OpenedCheckpoint) -> RefusedError | IncompleteCheckpointError:
     index = checkpoint.index
     moments = _moments(index)
     count = sum(1 for _ in index.of_part("model"))
@@ -227,7 +227,7 @@ def _nothing_found(checkpoint: Opened) -> RefusedError | IncompleteCheckpointErr
     )
 
 
-def _folders(checkpoint: Opened) -> list[str]:
+def _folders(checkpoint: OpenedCheckpoint) -> list[str]:
     """Returns the names of the folders that a checkpoint was read from."""
     root = absolute(checkpoint.location)
     paths = (posixpath.join(root, unit.candidate.folder) for unit in checkpoint.units)
@@ -352,7 +352,7 @@ class PeftFinding:
 
 
 def find_peft(
-    checkpoint: Opened, folders: SideFolders, wants: Callable[[str], bool] | None = None
+    checkpoint: OpenedCheckpoint, folders: SideFolders, wants: Callable[[str], bool] | None = None
 ) -> PeftFinding | None:
     """Finds out whether PEFT trained what would be consolidated.
 
@@ -391,7 +391,7 @@ def config_of(folders: SideFolders) -> Mapping[str, Any] | None:
         return None
 
 
-def _folder_of_peft(checkpoint: Opened) -> str:
+def _folder_of_peft(checkpoint: OpenedCheckpoint) -> str:
     """Returns the folder of a checkpoint whose only weights have the name of PEFT's file."""
     files = {file for unit in checkpoint.units for file in unit.candidate.files}
     if not files or not all(_OF_PEFT.fullmatch(posixpath.basename(file)) for file in files):
@@ -414,7 +414,7 @@ def _recorded_method(folders: SideFolders, folder: str) -> tuple[str, bool]:
     return method if isinstance(method, str) else "", is_beside
 
 
-def adapter_facts(checkpoint: Opened, folders: SideFolders) -> AdapterFacts | None:
+def adapter_facts(checkpoint: OpenedCheckpoint, folders: SideFolders) -> AdapterFacts | None:
     """Tells what of PEFT lies in a checkpoint; None where nothing does, or nothing modelled.
 
     Args:
@@ -448,7 +448,7 @@ def adapter_facts(checkpoint: Opened, folders: SideFolders) -> AdapterFacts | No
     )
 
 
-def step_of_base(checkpoint: Opened) -> str:
+def step_of_base(checkpoint: OpenedCheckpoint) -> str:
     """Returns the step whose frozen base was opened without its adapter; else an empty text."""
     for folder in (one.candidate.folder for one in checkpoint.units):
         place = absolute(checkpoint.source.folders[0].location)
@@ -459,7 +459,7 @@ def step_of_base(checkpoint: Opened) -> str:
     return ""
 
 
-def _beside(checkpoint: Opened, location: str) -> Place:
+def _beside(checkpoint: OpenedCheckpoint, location: str) -> Place:
     return place_of(checkpoint.location).beside(location)
 
 

@@ -11,11 +11,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckptkit.conversion.source.open import Opened, PathLike, opened
+from ckptkit.conversion.source.open import OpenedCheckpoint, PathLike, open_checkpoint
 from ckptkit.conversion.source.places import open_folder
 from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import (
     FormatError,
+    IncompleteCheckpointError,
+    InputError,
     NotACheckpointError,
     RefusedError,
     UnsafePickleError,
@@ -28,6 +30,7 @@ from ckptkit.formats.optimizer_names import NUMBERED
 from ckptkit.formats.pickle.torch_values import parse_values
 from ckptkit.formats.pickle.torch_zip import open_archive
 from ckptkit.formats.registry import read_index, recognise
+from ckptkit.formats.safetensors.hf_shards import UNPROVEN, HfShardsReader
 from ckptkit.formats.torch_files.optimizer import TorchOptimizerReader, read_optimizer_file
 from ckptkit.formats.torch_files.reader import read_weight_map
 from ckptkit.options import ConsolidateRequest
@@ -42,6 +45,7 @@ from ckptkit.plan.optimizer import (
 )
 from ckptkit.plan.plan import OutputFile
 from ckptkit.plan.selection import FileMap
+from ckptkit.plan.vocabulary import is_embedding, is_head
 from ckptkit.storage.base import Source
 from ckptkit.storage.places import open_source
 
@@ -78,7 +82,7 @@ def _model_of(folder: PathLike, option: str) -> list[TensorEntry]:
         index = pretrained_index(source)
         if index is not None:
             return list(index.of_part("model"))
-    with opened(folder) as checkpoint:
+    with open_checkpoint(folder) as checkpoint:
         return list(checkpoint.index.of_part("model"))
 
 
@@ -138,6 +142,55 @@ def pretrained_index(source: Source) -> TensorIndex | None:
     return None
 
 
+def check_reach(
+    checkpoint: OpenedCheckpoint, entries: Sequence[TensorEntry], models: Mapping[str, str | None]
+) -> tuple[str, ...]:
+    """Compares shapes that are only what pieces reach to with those of another model.
+
+    Args:
+        checkpoint: What was opened.
+        entries: Its tensors that are to be written.
+        models: Folders of models of the same architecture, by the option that named them.
+
+    Returns:
+        What the user should know: that nothing was there to compare with.
+    """
+    if all(unit.candidate.format != HfShardsReader.name for unit in checkpoint.units):
+        return ()
+    notes = [note for note in checkpoint.index.run.notes if note == UNPROVEN]
+    for option, folder in models.items():
+        shapes = {} if folder is None else _shapes_of_model(folder, option)
+        shared = [entry for entry in entries if entry.name in shapes]
+        for entry in shared:
+            _check_reach_of(entry, shapes[entry.name], f"{option} {folder}", is_sized=not notes)
+        notes = [] if shared else notes
+    return tuple(notes)
+
+
+def _shapes_of_model(folder: str, option: str) -> Mapping[str, Shape]:
+    try:
+        return shapes_in(folder, option=option)
+    except InputError:
+        if option == "--base":
+            raise
+        return {}  # of this one the index may be there alone
+
+
+def _check_reach_of(entry: TensorEntry, expected: Shape, where: str, *, is_sized: bool) -> None:
+    """Refuses a tensor that is shorter; a vocabulary may be, if a configuration says so."""
+    may_differ = is_sized and (is_embedding(entry.name) or is_head(entry.name))
+    if may_differ or len(expected) != len(entry.shape):
+        return
+    if any(size < other for size, other in zip(entry.shape, expected, strict=True)):
+        raise IncompleteCheckpointError(
+            f"the shards of {entry.name!r} reach to {list(entry.shape)}, there it has"
+            f" {list(expected)}: a shard after the last one is missing",
+            where=where,
+            hint="give the directory that holds the shards of every rank, or name the model that"
+            " the run was started from",
+        )
+
+
 _MAX_BLOB_BYTES = 64 << 20
 _MAX_VALUES = 10_000_000  # names of parameters, and settings, over all groups
 _MAX_DEPTH = 20
@@ -160,7 +213,7 @@ class OptimizerOutput:
 
 
 def optimizer_output(
-    checkpoint: Opened, request: ConsolidateRequest, model: Sequence[TensorEntry]
+    checkpoint: OpenedCheckpoint, request: ConsolidateRequest, model: Sequence[TensorEntry]
 ) -> OptimizerOutput:
     """Plans the files of the optimizer; none where they were not asked for.
 
@@ -187,7 +240,7 @@ def optimizer_output(
     return OptimizerOutput(tuple(files), sum(entry.size_bytes for entry in entries), tuple(notes))
 
 
-def _raise_what_was_passed_over(checkpoint: Opened) -> None:
+def _raise_what_was_passed_over(checkpoint: OpenedCheckpoint) -> None:
     """Raises what is wrong with the optimizer's file, which nobody else needs."""
     if next(checkpoint.index.of_part("optimizer"), None) is not None:
         return
@@ -196,7 +249,7 @@ def _raise_what_was_passed_over(checkpoint: Opened) -> None:
             read_optimizer_file(checkpoint.source, unit.candidate)
 
 
-def _check_whole(checkpoint: Opened, entries: Sequence[TensorEntry]) -> None:
+def _check_whole(checkpoint: OpenedCheckpoint, entries: Sequence[TensorEntry]) -> None:
     problem = next(find_problems(checkpoint.index, entries), None)
     if problem is not None:
         raise error_of(problem, checkpoint.path)

@@ -10,11 +10,24 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import xxhash
 
-from ckptkit.conversion.source.flat_models import with_model_config
-from ckptkit.conversion.source.places import absolute, check_path, open_others, open_root
+from ckptkit.conversion.source.places import (
+    absolute,
+    check_path,
+    open_folder,
+    open_others,
+    open_root,
+)
 from ckptkit.conversion.source.unite import LeftShards, unite
-from ckptkit.core.errors import InputError, NoSpaceError, NotACheckpointError, UsageError
+from ckptkit.core.errors import (
+    FormatError,
+    InputError,
+    MissingFileError,
+    NoSpaceError,
+    NotACheckpointError,
+    UsageError,
+)
 from ckptkit.core.index import (
     Key,
     KeyPath,
@@ -25,6 +38,7 @@ from ckptkit.core.index import (
     TensorIndex,
 )
 from ckptkit.core.manifest import MANIFEST_NAME, Manifest
+from ckptkit.core.model_configs import parse_model_config
 from ckptkit.core.threads import memory_in_use_bytes
 from ckptkit.formats.base import Candidate
 from ckptkit.formats.dcp.reader import METADATA
@@ -32,26 +46,29 @@ from ckptkit.formats.discovery import Found, Unit, is_single_file, resolve, step
 from ckptkit.formats.files import missing_files
 from ckptkit.formats.optimizer_names import with_named_states
 from ckptkit.formats.ranks.contents import with_numbered_ranks
+from ckptkit.formats.ranks.flat import SLICES, flat_parameters, is_flat, unflattened
+from ckptkit.formats.ranks.flat_models import ModelParameter, vectors_of
 from ckptkit.formats.registry import complaints, nothing_found, parsing_bytes, read_index, recognise
 from ckptkit.formats.torch_files.reader import TorchFileReader
 from ckptkit.formats.zero.tags import without_older_tags
 from ckptkit.plan.coverage import error_of
+from ckptkit.plan.side_files import CONFIG, MAX_JSON_BYTES
 from ckptkit.runs.files import foresee_headers, listed_files
 from ckptkit.runs.marking import hold_candidates
 from ckptkit.runs.save_order import SavedFolder, left_behind, series_of
 from ckptkit.runs.steps import SavedSteps, step_folder
 from ckptkit.storage.base import Folder
 from ckptkit.storage.overlay import OverlaySource
-from ckptkit.storage.places import PathLike, place_of
+from ckptkit.storage.places import PathLike, is_url, place_of
 
-__all__ = ["Opened", "PathLike", "opened"]
+__all__ = ["OpenedCheckpoint", "PathLike", "open_checkpoint"]
 _MARKS = {"trainer_state.json": "Transformers Trainer"}
 _ACCELERATE = "pytorch_model_fsdp_"
 _ACCELERATE_STATE = "random_states_0.pkl"  # which `save_state` always writes
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class OpenedCheckpoint:
     """A checkpoint that was found and parsed.
 
     Attributes:
@@ -82,14 +99,14 @@ class Opened:
 
 
 @contextmanager
-def opened(
+def open_checkpoint(
     path: PathLike,
     *,
     select: str | None = None,
     also: Sequence[PathLike] = (),
     limit_bytes: int | None = None,
     model_config: PathLike | None = None,
-) -> Iterator[Opened]:
+) -> Iterator[OpenedCheckpoint]:
     """Opens whatever checkpoint lies at, or under, a path.
 
     Args:
@@ -113,9 +130,86 @@ def opened(
         source = OverlaySource(folders, compared=(METADATA, MANIFEST_NAME))
         found = _Search(source, location, only, limit_bytes).run(select)
         if model_config is not None:
-            found = replace(found, index=with_model_config(found.index, model_config))
+            found = replace(found, index=_with_model_config(found.index, model_config))
         stack.enter_context(hold_candidates(folders, [unit.candidate for unit in found.units]))
         yield found
+
+
+def _with_model_config(index: TensorIndex, folder: PathLike) -> TensorIndex:
+    """Replaces flat parameters of FSDP1, if there are any, by those of the model.
+
+    Args:
+        index: The index of a checkpoint.
+        folder: A folder with the `config.json` of the model.
+    """
+    flat = flat_parameters(index)
+    if not flat:
+        return index
+    from ckptkit.conversion.naming_program import ask_parameters  # needed with --model-config alone
+
+    config = _read_config(folder)
+    alone = {entry.name for entry in index.of_part("model") if not is_flat(entry)}
+    slices = {str(path[-1]): value for path, value in index.values.items() if path[:1] == SLICES}
+    parameters = (
+        ModelParameter(tuple(parameter["names"]), tuple(parameter["shape"]))
+        for parameter in ask_parameters(config, sorted({*alone, *slices}))
+    )
+    missing = [p for p in parameters if alone.isdisjoint(p.names)]
+    lengths = {str(entry.name): entry.elements for entry in flat}
+    vectors = vectors_of(missing, lengths, index.run.world_size or 1, slices)
+    return unflattened(index, flat, vectors, f"--model-config {folder}")
+
+
+def _read_config(folder: PathLike) -> dict[str, object]:
+    with ExitStack() as stack:
+        source = open_folder(stack, folder, "--model-config")
+        where = posixpath.join(source.location, CONFIG)
+        try:
+            size = source.stat(CONFIG).size_bytes
+        except MissingFileError as error:
+            raise NotACheckpointError(
+                f"no {CONFIG!r} lies there",
+                where=f"--model-config {folder}",
+                hint="name a folder as save_pretrained writes it; its weights need not be there",
+            ) from error
+        if size > MAX_JSON_BYTES:
+            raise FormatError(f"has {size:,} bytes, more than any configuration", where=where)
+        return parse_model_config(source.read(CONFIG, 0, size), where=where)
+
+
+SOURCE_IDENTITY = "identity"
+"""In the source of a manifest: changes when a file of the source is replaced or rewritten."""
+
+
+def describe_sources(sources: Sequence[OpenedCheckpoint]) -> dict[str, Any]:
+    """Returns the `source` of a manifest; the output is made from the first of the sources."""
+    checkpoint = sources[0]
+    return {
+        "path": checkpoint.path,
+        "format": checkpoint.index.format,
+        "step": checkpoint.index.run.step,
+        "world_size": checkpoint.index.run.world_size,
+        SOURCE_IDENTITY: _digest_of_files(sources),
+    }
+
+
+def _digest_of_files(sources: Sequence[OpenedCheckpoint]) -> str:
+    """Returns a digest of the sizes and times, or ETags, of all files, without their paths.
+
+    A path can name the run or the step in it, and a copy of the same files is the same source.
+    """
+    digest = xxhash.xxh3_128()
+    for source in sources:
+        lines = []
+        for file in source.index.files:
+            identity = file.identity
+            if not is_url(source.location):
+                # The inode comes first. It differs between copies, and on some file systems
+                # between mounts.
+                identity = identity.partition("-")[2] or identity
+            lines.append(f"{identity} {file.size_bytes}")
+        digest.update("".join(f"{line}\n" for line in sorted(lines)).encode())
+    return digest.hexdigest()
 
 
 class _Search:
@@ -132,7 +226,7 @@ class _Search:
         self._paths: Sequence[str] = ()
         self._indexes: dict[tuple[str, str, tuple[str, ...]], TensorIndex] = {}
 
-    def run(self, select: str | None) -> Opened:
+    def run(self, select: str | None) -> OpenedCheckpoint:
         candidates = self._candidates()
         left_alone: tuple[str, ...] = ()
         if select is None:
@@ -158,7 +252,7 @@ class _Search:
         run = replace(index.run, step=known, writer=writer)
         saved = step_folder(found.units[0].candidate.folder)
         problems = (*index.problems, *self._steps.problems(saved))
-        return Opened(
+        return OpenedCheckpoint(
             location=self._location,
             source=self._source,
             folder=found.folder,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptkit.conversion.source.open import PathLike, opened
+from ckptkit.conversion.source.open import PathLike, open_checkpoint
 from ckptkit.core.arguments import check_arguments
 from ckptkit.core.arrays import numpy_dtype
 from ckptkit.core.dtypes import DType
@@ -73,7 +73,7 @@ class Checkpoint(Closing):
             also: Further directories that hold files of the same checkpoint.
         """
         with ExitStack() as stack:
-            self._opened = stack.enter_context(opened(path, select=select, also=also))
+            self._opened = stack.enter_context(open_checkpoint(path, select=select, also=also))
             request = ConsolidateRequest(select=self._opened.select)
             entries = select_model(self._opened.index, request, location=self._opened.path)
             self._entries: dict[str, TensorEntry] = {entry.name: entry for entry in entries}

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.conversion.naming_program import ask_parameters
-from ckptkit.conversion.source.open import Opened
+from ckptkit.conversion.source.open import OpenedCheckpoint
 from ckptkit.conversion.source.places import absolute, open_folder
 from ckptkit.conversion.source.read import same_bytes
 from ckptkit.core.errors import FormatError, InputError, RefusedError
@@ -59,7 +59,9 @@ class SideFolders:
         sources: The folders, by their paths.
     """
 
-    def __init__(self, stack: ExitStack, checkpoint: Opened, base: PathLike | None) -> None:
+    def __init__(
+        self, stack: ExitStack, checkpoint: OpenedCheckpoint, base: PathLike | None
+    ) -> None:
         self.base = None if base is None else place_of(base)
         self.sources: dict[str, Folder] = {}
         given = None if base is None else open_folder(stack, base, "--base")
@@ -175,7 +177,7 @@ def _rest_of(path: str, root: str) -> str | None:
     return path.removeprefix(f"{root}/") if path.startswith(f"{root}/") else None
 
 
-def _places(checkpoint: Opened, root: str) -> Iterator[str]:
+def _places(checkpoint: OpenedCheckpoint, root: str) -> Iterator[str]:
     """Yields where side files may lie, nearest to the weights first."""
     step = _in(root, checkpoint.folder)
     models = [unit.candidate.folder for unit in checkpoint.units if not unit.is_optimizer]

@@ -16,13 +16,12 @@ from typing import Literal, get_args
 
 from ckptkit.adapters.extract import run_extraction
 from ckptkit.adapters.sources import AdapterRequest
-from ckptkit.conversion.consolidate import Consolidation
-from ckptkit.conversion.resume import write_resumably
+from ckptkit.conversion.job import run_job
+from ckptkit.conversion.prepare import ConversionJob
 from ckptkit.conversion.source.adapters import adapter_facts
-from ckptkit.conversion.source.open import PathLike, opened
+from ckptkit.conversion.source.open import PathLike, open_checkpoint
 from ckptkit.conversion.source.side_folders import SideFolders
 from ckptkit.conversion.verify import Verification, run_verification
-from ckptkit.conversion.write import check_destination
 from ckptkit.core.errors import InputError, OutputError, RefusedError, UsageError, VerificationError
 from ckptkit.core.manifest import Manifest
 from ckptkit.engine.outcome import Event, Listener, Planned, ignore
@@ -240,17 +239,16 @@ def _make(src: PathLike, out: Path, making: Making, listener: Listener) -> Manif
         return run_extraction(
             src, out, making.adapter, resources=making.resources, listener=listener
         ).manifest
-    job = Consolidation(
+    job = ConversionJob(
         src, out, making.request, making.base, resources=making.resources, advice=making.advice
     )
-    check_destination(src, out, overwrite=False, base=making.base)
-    return write_resumably(job, out, listener, overwrite=False, resume=False)
+    return run_job(job, listener).whole
 
 
 def _holds_adapter(src: PathLike) -> bool:
     """Tells whether PEFT trained what lies there; what is wrong with it is said later."""
     with ExitStack() as stack:
-        checkpoint = stack.enter_context(opened(src))
+        checkpoint = stack.enter_context(open_checkpoint(src))
         return adapter_facts(checkpoint, SideFolders(stack, checkpoint, None)) is not None
 
 

@@ -108,7 +108,7 @@ def _job(
     words = tuple(parameters.words(values))
     out, reads = _places(command, parameters, values)
     if command in {"consolidate", "convert"}:  # refuses values before the first job runs
-        job_of(command, cast(Layout, values.get("to", "hf")), parameters.given(values))
+        job_of(cast(Layout, values.get("to", "hf")), parameters.given(values))
     return BatchJob(
         line=number,
         name=document.get("id"),

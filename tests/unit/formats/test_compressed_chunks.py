@@ -9,6 +9,7 @@ import random
 import threading
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 import ckptkit
-from ckptkit.conversion.consolidate import Consolidation, run_consolidation_slice
-from ckptkit.conversion.source.open import opened
+from ckptkit.conversion.job import run_job
+from ckptkit.conversion.prepare import ConversionJob
+from ckptkit.conversion.source.open import open_checkpoint
 from ckptkit.core.errors import (
     ChecksumError,
     CkptkitError,
@@ -184,7 +186,7 @@ def test_spans_in_any_order_and_from_many_threads_are_right(tmp_path: Path) -> N
     made = Made(tmp_path / "run", noise(500, 700), count=2)
     expected = made.whole.flatten().numpy()
     wrong: list[Span] = []
-    with opened(made.write()) as checkpoint:
+    with open_checkpoint(made.write()) as checkpoint:
         origin = Origin("source", checkpoint.source, checkpoint.index)
 
         def read(seed: int) -> None:
@@ -211,7 +213,7 @@ def test_what_was_read_in_part_is_proven_to_its_end(tmp_path: Path) -> None:
     data = bytearray(archive_of(made.whole))
     data[-5000] ^= 1
     made.streams = [compressed(bytes(data))]
-    with opened(made.write()) as checkpoint:
+    with open_checkpoint(made.write()) as checkpoint:
         origin = Origin("source", checkpoint.source, checkpoint.index)
         TensorReader(origin).fill(Key("model.w"), Span(0, 2), memoryview(bytearray(8)))
         with pytest.raises(ChecksumError, match="decompressed data have CRC-32"):
@@ -340,7 +342,7 @@ def test_other_extensions_are_refused_by_name(descriptors: list[str], small: Mad
 
 def test_memory_for_decoding_is_reckoned_with(tmp_path: Path) -> None:
     folder = Made(tmp_path / "run", noise(3000, 1001), 1, 40).write()
-    with opened(folder) as checkpoint:
+    with open_checkpoint(folder) as checkpoint:
         needed = streams.decoding_bytes(checkpoint.index)
     assert 3000 * 1001 * 4 < needed < 200 << 20
     limit = memory_in_use_bytes() + needed // 2
@@ -382,7 +384,7 @@ def test_objects_that_torch_compressed_are_checked(tmp_path: Path) -> None:
     assert found.proven == ("objects beside the tensors that have their CRC-32: 1",)
     problems = ckptkit.inspect(tmp_path / "other").problems
     assert ["mine.nothing/1" in problem.message for problem in problems] == [True]
-    with opened(tmp_path / "run") as checkpoint:
+    with open_checkpoint(tmp_path / "run") as checkpoint:
         (blob,) = checkpoint.index.values.values()
     file = tmp_path / "run" / blob.path
     data = bytearray(file.read_bytes())
@@ -410,8 +412,8 @@ def test_slices_share_a_compressed_chunk_and_each_proves_it(tmp_path: Path) -> N
     made = Made(tmp_path / "run", noise(3000, 1001))
     assert made.whole.nbytes > TASK_BYTES
     out = tmp_path / "out"
-    job = Consolidation(made.write(), out, ConsolidateRequest(names="live"))
-    assert [run_consolidation_slice(job, Share(n, 2)).manifest is None for n in (1, 0)] == [
+    job = ConversionJob(made.write(), out, ConsolidateRequest(names="live"))
+    assert [run_job(replace(job, share=Share(n, 2))).manifest is None for n in (1, 0)] == [
         True,
         False,
     ]
@@ -419,10 +421,10 @@ def test_slices_share_a_compressed_chunk_and_each_proves_it(tmp_path: Path) -> N
     data = bytearray(archive_of(made.whole))
     data[-2000] ^= 1  # the first slice writes nothing of it
     made.streams = [compressed(bytes(data))]
-    job = Consolidation(made.write(), tmp_path / "never", ConsolidateRequest(names="live"))
+    job = ConversionJob(made.write(), tmp_path / "never", ConsolidateRequest(names="live"))
     for number in (0, 1):
         with pytest.raises(ChecksumError, match="decompressed data"):
-            run_consolidation_slice(job, Share(number, 2))
+            run_job(replace(job, share=Share(number, 2)))
 
 
 def test_a_report_of_it_is_json(small: Made) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import ckptkit
-from ckptkit.conversion.source.open import opened
+from ckptkit.conversion.source.open import open_checkpoint
 from ckptkit.core.errors import MissingFileError, RefusedError, UsageError
 from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.runs.local import LocalRun
@@ -100,7 +100,10 @@ def test_a_step_that_training_went_back_from_goes_first(run: Path) -> None:
 
 
 def test_a_step_that_is_open_stays_and_goes_once_it_is_closed(run: Path) -> None:
-    with opened(run / "checkpoint-100" / "pytorch_model_fsdp_0"), opened(run / "checkpoint-200"):
+    with (
+        open_checkpoint(run / "checkpoint-100" / "pytorch_model_fsdp_0"),
+        open_checkpoint(run / "checkpoint-200"),
+    ):
         planned = ckptkit.prune(run, keep_last=1, dry_run=True)
         pruned = ckptkit.prune(run, keep_last=1)
         assert names(run) == ["checkpoint-100", "checkpoint-200", "checkpoint-600"]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import ckptkit
-from ckptkit.conversion.source.open import opened
+from ckptkit.conversion.source.open import open_checkpoint
 from ckptkit.hub.watch.build import Earlier, PushChoice, waiting_steps
 from ckptkit.hub.watch.run import WatchedRun
 from ckptkit.runs.save_order import Retention, StepFacts, steps_to_remove
@@ -98,7 +98,7 @@ def test_the_best_by_a_metric_stays_on_both_branches(went_back: Path) -> None:
 
 
 def test_consolidate_and_inspect_take_the_newest_of_the_live_branch(went_back: Path) -> None:
-    with opened(went_back) as found:
+    with open_checkpoint(went_back) as found:
         assert found.folder == "checkpoint-220"
         back = "checkpoint-300, checkpoint-400 left alone: training went back from it"
         assert found.notes[:2] == (back, "3 older steps left alone")
@@ -109,7 +109,7 @@ def test_an_incomplete_step_of_the_live_branch_proves_nothing(went_back: Path) -
     for step in (210, 220):
         for path in (went_back / f"checkpoint-{step}").rglob("*.distcp"):
             path.unlink()
-    with opened(went_back) as found:
+    with open_checkpoint(went_back) as found:
         assert found.folder == "checkpoint-400"
 
 
@@ -133,7 +133,7 @@ def test_a_copy_with_other_times_is_no_rollback(tmp_path: Path) -> None:
     save(1000, best="checkpoint-100")
     for number, folder in enumerate(sorted(run.iterdir())):  # 100, 1000, 200, 50
         dated(Path(shutil.copytree(folder, copy / folder.name)), 1.8e9 + number)
-    with opened(copy) as found:
+    with open_checkpoint(copy) as found:
         assert found.folder == "checkpoint-1000"
     pruned = ckptkit.prune(copy, keep_last=1)
     assert names(copy) == ["checkpoint-100", "checkpoint-1000", "checkpoint-50"]
@@ -148,7 +148,7 @@ def test_steps_at_one_time_are_in_the_order_of_their_numbers(tmp_path: Path) -> 
     save = by_trainer(tmp_path)
     for step in (100, 200, 300):
         dated(save(step), 1.7e9)
-    with opened(tmp_path) as found:
+    with open_checkpoint(tmp_path) as found:
         assert found.folder == "checkpoint-300"
     ckptkit.prune(tmp_path, keep_last=1)
     assert names(tmp_path) == ["checkpoint-300"]
