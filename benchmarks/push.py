@@ -27,7 +27,7 @@ from measuring import (
 )
 
 sys.path.insert(0, str(ROOT))
-from tests.hub_server import TOKEN, HubServer  # noqa: E402  needs the path above
+from tests.hub_server import TOKEN, HubServer
 
 _UPLOAD = """
 import sys
