@@ -1,0 +1,111 @@
+"""What ckptkit 0.1 wrote is listed, verified, converted to the same bytes and resumed from.
+
+`fixtures/written_by_0_1` is kept as it is: a change of a format that fails here fails its users.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import ckptkit
+from ckptkit.training import Checkpointer
+
+FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
+WRITTEN = FIXTURES / "written_by_0_1"
+
+
+@pytest.fixture(scope="module")
+def generator() -> ModuleType:
+    path = FIXTURES / "generators" / "written_by_0_1.py"
+    spec = importlib.util.spec_from_file_location("written_by_0_1", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_run_of_0_1_is_listed() -> None:
+    listed = ckptkit.list_run(WRITTEN / "run")
+    assert [(step.step, step.complete) for step in listed.steps] == [(2, True), (4, True)]
+    assert all(step.metrics["loss"] > 0 for step in listed.steps)
+
+
+@pytest.mark.parametrize("name", ["run/checkpoint-2", "run/checkpoint-4"])
+def test_a_step_of_0_1_is_verified(name: str) -> None:
+    assert ckptkit.verify(WRITTEN / name)
+
+
+@pytest.mark.parametrize("name", ["model", "shards", "adapter", "merged"])
+def test_an_output_of_0_1_is_verified(name: str) -> None:
+    assert ckptkit.verify(WRITTEN / name)
+
+
+def test_a_damaged_output_of_0_1_is_not(tmp_path: Path) -> None:
+    model = shutil.copytree(WRITTEN / "model", tmp_path / "model")
+    file = model / "model-00002-of-00002.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    assert not ckptkit.verify(model)
+
+
+def same_files(ours: Path, theirs: Path) -> bool:
+    """Whether two folders have the same files, apart from the time of day in the manifest."""
+    names = {path.relative_to(theirs) for path in theirs.rglob("*") if path.is_file()}
+    assert {path.relative_to(ours) for path in ours.rglob("*") if path.is_file()} == names
+    return all(
+        (ours / name).read_bytes() == (theirs / name).read_bytes()
+        for name in names
+        if name.name != "ckptkit.json"
+    )
+
+
+def test_commands_write_the_bytes_that_0_1_wrote(tmp_path: Path) -> None:
+    ckptkit.consolidate(WRITTEN / "run", tmp_path / "model", max_shard_size="10KB")
+    assert same_files(tmp_path / "model", WRITTEN / "model")
+    ckptkit.convert(WRITTEN / "run", tmp_path / "shards", to="dcp")
+    assert same_files(tmp_path / "shards", WRITTEN / "shards")
+    lora = FIXTURES / "peft_trl_fsdp2_ckptkit" / "checkpoint"
+    ckptkit.extract_adapter(lora, tmp_path / "adapter")
+    assert same_files(tmp_path / "adapter", WRITTEN / "adapter")
+    ckptkit.merge_adapter(lora, tmp_path / "merged")
+    assert same_files(tmp_path / "merged", WRITTEN / "merged")
+
+
+def test_an_output_of_0_1_counts_as_one_of_ours(tmp_path: Path) -> None:
+    model = shutil.copytree(WRITTEN / "model", tmp_path / "model")
+    options: dict[str, Any] = {"max_shard_size": "10KB", "if_exists": "verify"}
+    ckptkit.consolidate(WRITTEN / "run", model, **options)
+    assert ckptkit.diff(model, WRITTEN / "shards").equal
+
+
+def test_a_step_of_0_1_is_resumed_from(tmp_path: Path, generator: ModuleType) -> None:
+    from transformers import LlamaForCausalLM
+
+    run = shutil.copytree(WRITTEN / "run", tmp_path / "run")
+    torch.manual_seed(1)
+    model = LlamaForCausalLM(generator.CONFIG)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+    values = generator.Values(None)
+    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "values": values}
+    with Checkpointer(run) as checkpointer:
+        assert checkpointer.resume(state) == 4
+    parameters = load_file(WRITTEN / "parameters.safetensors")
+    moments = load_file(WRITTEN / "moments.safetensors")
+    live = dict(model.named_parameters())
+    assert live.keys() == parameters.keys() == moments.keys()
+    for name, tensor in live.items():
+        assert torch.equal(tensor, parameters[name])
+        assert torch.equal(optimizer.state[tensor]["exp_avg_sq"], moments[name])
+    assert scheduler.last_epoch == 4
+    assert values.kept == {"ids": {3, 5}, "path": Path("data"), (1, 2): [1.5, None, b"x"]}
