@@ -33,7 +33,7 @@ def save(lines: str, run: str) -> None:
     process._PROGRAM = program + process._PROGRAM
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 8))
     optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.randn(4, 64)).sum().backward()  # type: ignore[no-untyped-call]
+    model(torch.randn(4, 64)).sum().backward()
     optimizer.step()
     state = {"model": model, "optimizer": optimizer}
     with Checkpointer(run) as checkpointer:
