@@ -1,6 +1,6 @@
-"""Checks of what callers give to public functions: names that exist, and values of the right kind.
+"""Checks of the arguments of public functions: names that exist, and values of the right type.
 
-Annotations are read as the text that they are, so that nothing they name has to be imported.
+Annotations are read as text, so that nothing that they name has to be imported.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _has_path(value: Any) -> bool:
 
 
 def _is_switch(value: object) -> bool:
-    """Tells whether a value is a bool, of numpy too, or one of the numbers 0 and 1."""
+    """Says whether a value is a bool, of numpy too, or one of the numbers 0 and 1."""
     if type(value).__name__ in {"bool", "bool_"}:
         return True
     return isinstance(value, numbers.Integral) and value in {0, 1}
@@ -204,7 +204,7 @@ def _fits_one(value: object, annotation: str) -> bool:
 
 
 def _inner(annotation: str) -> str:
-    """Returns what stands in the brackets after `Sequence`."""
+    """Returns the text in the brackets after `Sequence`."""
     start = annotation.index("Sequence[") + len("Sequence[")
     depth, at = 1, start
     while depth:
@@ -227,7 +227,7 @@ def _named(annotation: str) -> str:
 
 
 def _alternatives(annotation: str) -> list[str]:
-    """Cuts a union at the bars that stand in no brackets.
+    """Splits a union at the bars outside of brackets.
 
     >>> _alternatives("Sequence[str | int] | None")
     ['Sequence[str | int]', 'None']

@@ -1,15 +1,11 @@
 """Checksums of parts, joined to those of the whole without reading it again.
 
-Two kinds: the CRC-32 that zip archives hold, and the digest of a tensor that the manifest
-holds. Both can be computed from pieces, in any order and by any number of threads.
+There are two kinds: the CRC-32 that zip archives hold, and the digest of a tensor in a manifest.
+Both can be computed from pieces, in any order and by any number of threads.
 
-The digests of tensors in a manifest, computed from leaves in the scheme that was used.
-
-Proof of bytes that several processes wrote, joined from one small number of each.
-
-A process that wrote some byte ranges of a tensor tells a share: what its ranges add to the
-tensor's CRC-32, and a mark of where they begin and end. The shares of all processes joined give
-the CRC-32 of the whole without a look at the bytes, and prove that each byte was written once.
+A process that wrote some byte ranges of a tensor returns a share: what its ranges add to the
+tensor's CRC-32, and a mark of where they begin and end. The joined shares of all processes give
+the CRC-32 of the whole without reading it, and prove that each byte was written once.
 """
 
 from __future__ import annotations
@@ -254,7 +250,7 @@ def _joined(starts: Ints, crc32s: NDArray[np.uint32]) -> int:
 
 
 def is_whole(share: ChecksumShare, total_bytes: int) -> bool:
-    """Tells whether the joined shares are those of every byte, each written once."""
+    """Says whether the joined shares cover every byte, each written once."""
     return share.edges == (_mark(total_bytes) - _mark(0)) & _MASK
 
 

@@ -19,7 +19,7 @@ class DType:
         safetensors: The name in a safetensors header, or None where that format has none.
         numpy: The numpy name; types that numpy lacks are ml_dtypes' of the same name.
         itemsize: Bytes per element.
-        kind: What arithmetic it stands for. Only `float` is ever cast.
+        kind: Its arithmetic. Only `float` is ever cast.
         storage: The class name under which `torch.save` writes a storage of this type, or None
             where torch writes an untyped storage and names the type apart.
     """

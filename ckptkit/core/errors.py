@@ -26,7 +26,7 @@ class CkptkitError(Exception):
     code: ClassVar[str] = "error"
     exit_status: ClassVar[int] = 3
     usual_hint: ClassVar[str] = ""
-    """What to do next where whoever raises it knows nothing better."""
+    """What to do next, unless the error has its own hint."""
 
     def __init__(self, message: str, *, where: str = "", hint: str = "") -> None:
         message, where, hint = map(without_url_secrets, (message, where, hint))
@@ -85,7 +85,7 @@ class InputError(CkptkitError):
 
 
 class NotACheckpointError(InputError):
-    """No known checkpoint lies at or under the path."""
+    """No known checkpoint is at or under the path."""
 
     code = "not-a-checkpoint"
 
@@ -112,7 +112,7 @@ class MissingFileError(InputError):
 
 
 class IncompleteCheckpointError(InputError):
-    """Some elements of a tensor lie in no file, or in two."""
+    """Some elements of a tensor are in no file, or in two."""
 
     code = "incomplete-checkpoint"
 
@@ -189,7 +189,7 @@ class RefusedError(CkptkitError):
 
 
 class AmbiguousSourceError(RefusedError):
-    """Several checkpoints lie under the path, and none was selected."""
+    """Several checkpoints are under the path, and none was selected."""
 
     code = "ambiguous-source"
 

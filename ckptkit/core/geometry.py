@@ -36,7 +36,7 @@ def row_major_strides(shape: Shape) -> Shape:
 
 
 def is_row_major(shape: Shape, strides: Shape) -> bool:
-    """Tells whether the elements lie densely and in row-major order.
+    """Says whether the elements are dense and in row-major order.
 
     Strides of dimensions that hold a single element do not matter.
 
@@ -117,7 +117,7 @@ def flat_offset(offsets: Shape, strides: Shape) -> int:
 
 
 def is_contiguous_in(sizes: Shape, outer: Shape) -> bool:
-    """Tells whether a box of `sizes` is one run of elements of a row-major `outer` block."""
+    """Says whether a box of `sizes` is one run of elements of a row-major `outer` block."""
     axis = 0
     while axis < len(sizes) and sizes[axis] == 1:
         axis += 1
@@ -333,7 +333,7 @@ def relative(box: Box, outer: Box) -> Box:
 def widened(box: Box, outer: Shape, least_elements: int) -> Box:
     """Returns the box, grown until its runs in a row-major block have some length.
 
-    Runs that are shorter than what a read costs anyway are better read with what lies between.
+    Runs that are shorter than the cost of a read are better read with the bytes between them.
 
     Args:
         box: A box of the block.

@@ -1,4 +1,4 @@
-"""What a reader finds in a checkpoint: tensors, their chunks, and where the bytes lie.
+"""What a reader finds in a checkpoint: tensors, their chunks, and where the bytes are.
 
 A `TensorIndex` is made from headers alone. Everything that there can be millions of (chunks
 and records) is held in numpy columns and handed out as small frozen values on demand.
@@ -264,7 +264,7 @@ def _row(place: Box | Span) -> tuple[Shape, Shape]:
 
 
 def _column(values: NDArray[Any] | int, dtype: str, count: int) -> NDArray[Any]:
-    """Returns a column; a single number takes no memory, however often it stands in it."""
+    """Returns a column; a single repeated number takes no memory."""
     if isinstance(values, np.ndarray) and values.shape == (count,):
         return values.astype(dtype, copy=False)
     return _repeated(int(values), dtype, count)
@@ -304,10 +304,10 @@ class TensorEntry:
         part: Whether that state dict is a model's, an optimizer's, or neither.
         dtype: Element type, as stored but for `rounded_from`.
         shape: The full, unsharded shape.
-        chunks: Where its elements lie.
+        chunks: Where its elements are.
         rounded_from: Element type in the chunks where reading rounds them to `dtype`, because
             the live tensor was so rounded and is stored nowhere; None where they have `dtype`.
-        master: Where the same values lie unrounded, or None.
+        master: Where the same values are unrounded, or None.
     """
 
     key: Key
@@ -323,7 +323,7 @@ class TensorEntry:
 
     @property
     def stored_dtype(self) -> DType:
-        """Element type of what lies in the chunks."""
+        """Element type in the chunks."""
         return self.rounded_from or self.dtype
 
     @property
@@ -357,9 +357,9 @@ class RunFacts:
         world_size: Number of ranks, or None.
         step: Training step, or None.
         writer: Who wrote it, in words.
-        version: The version of the writer, where the checkpoint tells it; else empty.
+        version: The version of the writer, where the checkpoint has it; else empty.
         mesh: The dimensions of the device mesh, each with its name (empty where it has none) and
-            its size; empty where the checkpoint does not tell.
+            its size; empty where the checkpoint does not have it.
         notes: Further facts for `inspect`, such as what was ignored.
     """
 
@@ -373,7 +373,7 @@ class RunFacts:
 
 @dataclass(frozen=True, slots=True)
 class TensorIndex:
-    """Everything that the headers of a checkpoint tell.
+    """Everything that the headers of a checkpoint say.
 
     Attributes:
         format: Short name of the on-disk format, such as `dcp`.

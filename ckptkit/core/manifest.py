@@ -19,15 +19,15 @@ MANIFEST_VERSION = 1
 TRAINING = "training"
 """The kind of a manifest that proves a step of a training run."""
 NODE_RANKS = "node_ranks"
-"""In the source of such a manifest: the ranks whose files lie there, where not all ranks' do."""
+"""In the source of such a manifest: the ranks whose files are there, if these are not all."""
 NODE_RUN = "node_run"
-"""Beside them: the identity of the run that they belong to, and its path."""
+"""In the same place: the identity of the run that they belong to, and its path."""
 SIDE_FOLDER = "ckptkit"
-"""The folder of a step in which lies what describes the run."""
+"""The folder of a step with the files that describe the run."""
 RUN_FACTS = f"{SIDE_FOLDER}/run.json"
 FLAT_LAYOUT = f"{SIDE_FOLDER}/flat_parameters.json"
 BY_STORE = "store-crc32"
-"""The proof of a tensor of which a store copied bytes that nobody else has seen."""
+"""The proof of a tensor of which a store copied bytes without passing them through here."""
 LEAF_BYTES = 8 << 20  # digests are trees over leaves of this many bytes of a tensor
 _MAX_MANIFEST_BYTES = 256 << 20
 
@@ -156,7 +156,7 @@ def parse_manifest(data: bytes, *, where: str) -> Manifest:
 
 
 def _check_inside(path: str, where: str) -> None:
-    """Refuses what `check_relative` of the storage refuses, which lies above this layer."""
+    """Refuses the paths that `check_relative` refuses, which is in a layer above."""
     parts = [part for part in path.replace("\\", "/").split("/") if part not in {"", "."}]
     if not parts or ".." in parts or path.startswith(("/", "\\")) or "\0" in path:
         raise UnsafePathError(

@@ -16,7 +16,7 @@ MOST_COPIED_BYTES = 4 << 30
 """By one request, which may take 5 GiB: what is too short for a part of its own comes on top."""
 PART_BYTES = 6 << 20
 """What is sent at a time where the limits leave a choice: little, since it waits in memory."""
-_MOST_COPIES = MOST_PARTS // 2  # the rest is for what lies between
+_MOST_COPIES = MOST_PARTS // 2  # the rest is for the bytes between them
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +62,15 @@ class ObjectPart:
     @property
     def source_start(self) -> int:
         """The first byte in the source, of a part that is copied."""
-        assert self.copied is not None  # noqa: S101  nobody asks it of another part
+        assert self.copied is not None  # noqa: S101  only copied parts have it
         return self.copied.source_start + self.start - self.copied.start
 
 
 def choose_copies(size_bytes: int, found: Sequence[CopiedRange]) -> tuple[CopiedRange, ...]:
     """Chooses what the store is to copy, so that all between can be sent as parts.
 
-    What lies before, between and behind must be nothing at all, or large enough for a part, the
-    end of the object excepted: the smaller one of two neighbours gives way.
+    The bytes before, between and behind must be none, or enough for a part, except at the end of
+    the object: of two neighbours, the smaller one is dropped.
 
     Args:
         size_bytes: Of the object.
@@ -146,7 +146,7 @@ def _runs(
 
 
 def _pieces(start: int, stop: int, largest: int) -> Iterator[tuple[int, int]]:
-    """Cuts a run; what is too short for a part at its end goes to the piece before."""
+    """Cuts a run; an end that is too short for a part is added to the piece before."""
     while start < stop:
         end = min(start + largest, stop)
         if stop - end < MIN_PART_BYTES:

@@ -11,7 +11,7 @@ from typing import Self
 
 _END = r"[^\s'\"<>\\]*"
 _SIGNED = re.compile(
-    # A query of the web, and one with a signature or a token wherever it stands.
+    # A query of a web URL, and one with a signature or a token in any URL.
     rf"(https?://[^\s?'\"<>\\]+)\?{_END}"
     rf"|(\w[\w+.-]*://[^\s?'\"<>\\]+)\?{_END}?"
     rf"(?:sig|signature|token|credential|password|passwd|secret|key)={_END}",

@@ -1,8 +1,6 @@
-"""Threads that share one iterator of work; the first error stops all of them.
+"""Threads that share one iterator of work, a limit on their bytes per second, and cores and memory.
 
-A limit on bytes per second, kept by all threads of a process together.
-
-What this process uses of the machine, and may use.
+The first error stops all threads.
 """
 
 from __future__ import annotations
@@ -93,10 +91,10 @@ class _Crew(Generic[Item]):
 
 
 class Throttle:
-    """Makes whoever moves bytes wait until they fit into a rate.
+    """Delays threads that move bytes so that all together keep a rate.
 
     Attributes:
-        stopped: Set where nothing more is to be moved, so that nobody waits any longer.
+        stopped: Set to end all waits.
     """
 
     def __init__(self, bytes_per_second: int | None) -> None:

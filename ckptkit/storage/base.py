@@ -1,4 +1,4 @@
-"""The two seams between ckptkit and the places where bytes live."""
+"""The interfaces between ckptkit and storage: sources that are read, targets that are written."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Source(Protocol):
         """Returns size and identity of a file.
 
         Raises:
-            MissingFileError: If it is not there.
+            MissingFileError: If it does not exist.
             UnsafePathError: If it leads out of the source.
         """
         ...
@@ -51,7 +51,7 @@ class Source(Protocol):
 
 
 class Folder(Source, Protocol):
-    """A source that was opened, and is closed again."""
+    """A source that has to be closed."""
 
     def changed(self, refs: Sequence[FileRef]) -> FileRef | None:
         """Returns the first file that is no longer the one it was, or None."""
@@ -62,7 +62,7 @@ class Folder(Source, Protocol):
         ...
 
     def close(self) -> None:
-        """Lets go of descriptors and connections; what is read afterwards fails."""
+        """Closes descriptors and connections; later reads fail."""
         ...
 
     def __enter__(self) -> Self: ...
@@ -77,11 +77,11 @@ class Folder(Source, Protocol):
 
 @runtime_checkable
 class Distant(Source, Protocol):
-    """A source of which every read costs a round trip, so that many are asked for together."""
+    """A source where each read costs a round trip, so that many ranges are read together."""
 
     @property
     def is_distant(self) -> bool:
-        """Whether that is so; what stands for several sources finds out from them."""
+        """Whether reads cost round trips; a source of several sources asks them."""
         ...
 
     def fetch(self, reads: Sequence[tuple[FileRange, memoryview]]) -> None:
@@ -93,42 +93,42 @@ class Distant(Source, Protocol):
         ...
 
     def prefetch(self, ranges: Collection[FileRange]) -> None:
-        """Is told which small ranges `read` will be asked for one by one, and may have them."""
+        """Reads small ranges that `read` will be called for one by one; may do nothing."""
         ...
 
 
 @runtime_checkable
 class StoreFolder(Folder, Protocol):
-    """A folder of an object store: others of the same store are opened from it."""
+    """A folder of an object store; other folders of the same store are opened from it."""
 
     def below(self, folder: str) -> StoreFolder:
-        """Returns a folder in it; nothing is listed again, nor has to be closed."""
+        """Returns a folder in it, without another listing; it needs no close."""
         ...
 
     def above(self, location: str, *, folders: Collection[str]) -> StoreFolder:
-        """Returns another place on the same storage, of which little is listed.
+        """Returns another place on the same storage, and lists only a part of it.
 
         Args:
             location: Its URL.
-            folders: The folders right in it that are looked into.
+            folders: The folders right in it that are listed.
         """
         ...
 
 
 def distant(source: Source) -> Distant | None:
-    """Returns a source that is better asked for many ranges together; None for others."""
+    """Returns the source if its ranges are better read together; None for others."""
     return source if isinstance(source, Distant) and source.is_distant else None
 
 
 def prefetch(source: Source, ranges: Collection[FileRange]) -> None:
-    """Tells a source which small ranges will be read; one that is near need not know."""
+    """Announces small reads to a source where each one costs a round trip."""
     far = distant(source)
     if far is not None:
         far.prefetch(ranges)
 
 
 def is_there(source: Source, path: str) -> bool:
-    """Tells whether a file is there and may be read, also where listings do not show it yet."""
+    """Says whether a file exists and may be read, also where listings do not show it yet."""
     try:
         source.stat(path)
     except InputError:
@@ -137,7 +137,7 @@ def is_there(source: Source, path: str) -> bool:
 
 
 class Sink(Protocol):
-    """What takes the files of an output."""
+    """Where the files of an output are written."""
 
     def create(self, path: str, size_bytes: int) -> None:
         """Makes a file of that size, its content undefined until written.
@@ -161,14 +161,14 @@ class Target(Sink, Protocol):
         ...
 
     def free_bytes(self) -> int | None:
-        """Returns how much room there is, None where nobody knows."""
+        """Returns how much room there is, None where that is not known."""
         ...
 
     def commit(self, last: str) -> None:
         """Makes everything durable and visible at once, the file `last` after all others.
 
         Raises:
-            OutputExistsError: If the destination was filled by somebody else meanwhile.
+            OutputExistsError: If another process has filled the destination meanwhile.
         """
         ...
 
@@ -179,12 +179,12 @@ class Target(Sink, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CopySource:
-    """An object of a store, for the store itself to copy from.
+    """An object that the store itself can copy from.
 
     Attributes:
-        store: The client that reads it; a store copies what its own client reads.
+        store: The client that reads it; a store copies only objects of its own client.
         path: Bucket and key, with a slash between.
-        etag: Its version, as the store calls it.
+        etag: Its version.
     """
 
     store: object = field(repr=False)
@@ -197,35 +197,35 @@ class ObjectSource(Protocol):
     """A source whose files may be objects of a store."""
 
     def copy_source(self, path: str) -> CopySource | None:
-        """Returns the object that a file is, or None for a file that is none."""
+        """Returns the object of a file, None for a file that is not an object."""
         ...
 
 
 @runtime_checkable
 class CopyingTarget(Protocol):
-    """A target whose store may copy ranges of objects itself, without the bytes coming here."""
+    """A target whose store may copy ranges of objects itself, without moving bytes through here."""
 
     def why_no_copies(self, source: CopySource) -> str:
-        """Tries whether that works from an object; returns why it does not, empty if it does."""
+        """Tries to copy from an object; returns why that fails, empty if it works."""
         ...
 
     def create_copied(self, path: str, size_bytes: int, copies: Sequence[CopiedRange]) -> None:
-        """Makes a file as `create` does, of which these ranges are copied and not written."""
+        """Makes a file as `create` does; these ranges of it are copied, and not written."""
         ...
 
     def copied_parts(self, path: str) -> tuple[ObjectPart, ...]:
-        """Returns what `copy` is to be called for, of a file that was created."""
+        """Returns the parts of a created file that `copy` has to be called for."""
         ...
 
     def copy(self, path: str, part: ObjectPart, source: CopySource) -> None:
-        """Has a part of a file copied; thread-safe."""
+        """Lets the store copy a part of a file; thread-safe."""
         ...
 
 
 @runtime_checkable
 class InOrder(Protocol):
-    """A target that takes bytes in the order of files, and has those wait that come too early."""
+    """A target that takes bytes in the order of files; writes that come too early wait."""
 
     def give_up(self) -> None:
-        """Lets those go who wait for a write that will not come."""
+        """Ends all waits for a write that will not come."""
         ...

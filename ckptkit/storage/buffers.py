@@ -1,4 +1,4 @@
-"""Memory that direct I/O takes: aligned to pages, and in few long runs."""
+"""Memory for direct I/O: aligned to pages, and contiguous in large runs."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from contextlib import suppress
 import numpy as np
 
 HUGE_PAGE_BYTES = 2 << 20
-"""What most processors map as one; on others a buffer is merely aligned to more than it needs."""
+"""The huge page of most processors; on others a buffer is aligned to more than it needs."""
 
 
 def aligned_buffer(size_bytes: int) -> memoryview:
-    """Returns writable zeroed memory that begins at a page, given back when nobody holds it.
+    """Returns writable zeroed memory that begins at a page; it is freed with its last reference.
 
-    A large buffer begins at a huge page, and lies in huge pages where the kernel has some: direct
+    A large buffer begins at a huge page, and is in huge pages where the kernel has some: direct
     I/O then hands the device a few long runs of memory instead of thousands of single pages.
     """
     if not hasattr(mmap, "MAP_PRIVATE"):
@@ -31,6 +31,6 @@ def aligned_buffer(size_bytes: int) -> memoryview:
 
 
 def address_of(data: memoryview) -> int:
-    """Returns where in memory the first byte lies."""
+    """Returns the address of the first byte."""
     address, _ = np.frombuffer(data, np.uint8).__array_interface__["data"]
     return int(address)

@@ -1,6 +1,6 @@
-"""Paths and URLs as the user gives them, with the options of their storage.
+"""Paths and URLs as the user gives them, and the options of their storage.
 
-What the user says of a storage: `key=value` on the command line, nested values in Python.
+Options are `key=value` pairs on the command line, and nested values in Python.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _USER = re.compile(r"(?!arn:)[^/@]*:(?!\d+/)[^@]*@")
 class Place(str):
     """A location with the options of its storage, such as an endpoint and its keys.
 
-    It is a text, and can stand wherever a path can. What is made of it by joining or cutting is
-    a text alone; `beside` and `below` make places.
+    It is a `str`, and is accepted wherever a path is. Joining or slicing it returns a plain `str`;
+    `beside` returns a place.
 
     Attributes:
-        options: What fsspec is given for it; secrets, and therefore in no message and no `repr`.
+        options: For fsspec. They may be secrets, so no message and no `repr` shows them.
     """
 
     __slots__ = ("options",)
@@ -41,7 +41,7 @@ class Place(str):
     options: Mapping[str, Any]
 
     def __new__(cls, location: PathLike, options: Mapping[str, Any] | None = None) -> Self:
-        """Makes a place; a `file://` URL becomes the path that it stands for.
+        """Makes a place; a `file://` URL becomes its path.
 
         Args:
             location: A local path, or a URL such as `s3://bucket/run`.
@@ -56,9 +56,9 @@ class Place(str):
         return str.__str__(self)
 
     def __str__(self) -> str:
-        """For those who make sure that they have a text: a URL is one, and keeps its options.
+        """Returns a URL as a place, with its options, and a path as a plain `str`.
 
-        A path has no use for any, and `pathlib` takes nothing but a plain text from here.
+        Code that calls `str` on its arguments keeps the options so; `pathlib` takes a plain `str`.
         """
         return self if is_url(self) else self.location
 
@@ -83,7 +83,7 @@ class Place(str):
 
 
 def place_of(path: PathLike, options: Mapping[str, Any] | None = None) -> Place:
-    """Returns a place as the user named it, with options unless it brings its own."""
+    """Returns a place as the user named it, with options unless it has its own."""
     if isinstance(path, Place) and (path.options or not options):
         return path
     place = Place(path)
@@ -91,7 +91,7 @@ def place_of(path: PathLike, options: Mapping[str, Any] | None = None) -> Place:
 
 
 class Sources:
-    """All places that a command reads, and the options that were given for them.
+    """All places that a command reads, and the options for them.
 
     Attributes:
         first: The one that it is about.
@@ -111,7 +111,7 @@ class Sources:
         """Returns a further place, with the options if they fit it.
 
         They fit where both are URLs of one protocol, or where the first one is a path, which needs
-        none. A store of another kind would not understand them, and is not to see their secrets.
+        none. A store of another kind does not know them, and must not see their secrets.
         """
         kinds = {store_kind(one.protocol) for one in (self.first, Place(path))}
         fits = not is_url(self.first) or len(kinds) == 1
@@ -125,7 +125,7 @@ class Sources:
 
 
 def is_url(place: PathLike) -> bool:
-    """Says whether a place is no path of this machine's file systems."""
+    """Says whether a place is a URL, and not a path of this machine."""
     return _URL.fullmatch(_plain(os.fspath(place))) is not None
 
 
@@ -139,7 +139,7 @@ def store_kind(protocol: str) -> str:
 
 
 def _check_usable(location: str) -> None:
-    """Refuses what no system call and no store takes.
+    """Refuses a location that no system call and no store accepts.
 
     Bytes of a name that are no UTF-8 are surrogates here, which paths may hold and URLs may not.
     """
@@ -232,7 +232,7 @@ def _value(name: str, text: str) -> Any:
 
 
 def without_values(text: str, options: Mapping[str, Any]) -> str:
-    """Returns a text in which the values of options are no longer found."""
+    """Returns a text in which the values of options are hidden."""
     for value in sorted(_texts(options), key=len, reverse=True):
         text = text.replace(value, _HIDDEN)
     return text

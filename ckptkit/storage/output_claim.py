@@ -1,8 +1,8 @@
-"""The claim of the run that puts its output in place in a store: one at a time, and not for ever.
+"""The claim of a run on a place in a store: one run commits at a time, and a claim expires.
 
 OUT/.ckptkit-commit names the run, its process and every file that OUT may hold of unfinished
-commits. It is written only if there is none, renewed while the commit takes, and removed at its
-end. While it is there and the manifest is not, what lies at OUT is no finished output.
+commits. It is written only if there is none, renewed during the commit, and removed at its end.
+While the claim exists and the manifest does not, OUT holds no finished output.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class OutputClaim:
 
         Args:
             store: The client.
-            root: What the client calls the place.
-            location: What messages call it.
+            root: The place, as the client names it.
+            location: The place, for messages.
             translate_errors: A context that turns errors of the client into ours.
         """
         self._store = store
@@ -99,7 +99,7 @@ class OutputClaim:
         return frozenset() if found is None else found.names
 
     def take(self) -> None:
-        """Claims the place. Waits briefly for another run, and takes over from a dead one."""
+        """Claims the place. Waits briefly for another run, and takes over a dead one's claim."""
         for _ in range(_TRIES):
             found = self._wait_for_end()
             if self._try(found):
@@ -129,7 +129,7 @@ class OutputClaim:
             self.check()
 
     def check(self) -> None:
-        """Sees that the place is still this run's own, right before something there is changed."""
+        """Checks that this run still owns the place, right before it changes something there."""
         if not self.is_held or time.monotonic() - self._confirmed > _TRUSTED_SECONDS:
             raise OutputError(
                 "another run may have taken this place over, since this one stood still",
@@ -138,10 +138,10 @@ class OutputClaim:
             )
 
     def release(self, *, is_clean: bool) -> None:
-        """Gives the claim back.
+        """Releases the claim.
 
         Args:
-            is_clean: Whether nothing unfinished lies at the place; else the names of it stay.
+            is_clean: Whether the place holds nothing unfinished; else the names of it are kept.
         """
         ended, self._ended = self._ended, None
         if ended is None:
@@ -246,7 +246,7 @@ class OutputClaim:
 
 
 def _machine() -> str:
-    """Returns what tells the processes that this one sees from those of other machines."""
+    """Returns an identity of this machine and its namespace of processes."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{socket.gethostname()} {boot} {Path('/proc/self/ns/pid').readlink()}"
@@ -255,7 +255,7 @@ def _machine() -> str:
 
 
 def _process(number: int) -> str:
-    """Returns what tells a process from all others of the machine; empty if there is none."""
+    """Returns an identity of a process on this machine; empty if it has ended."""
     try:
         stat = Path(f"/proc/{number}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -18,23 +18,23 @@ _PARTS = 64  # of larger ones; the first and the last bytes are among them
 
 
 class OverlaySource:
-    """Directories laid over one another: a path stands for the file of that path in any of them.
+    """Several directories that are read as one: a path names the file of that path in any of them.
 
-    A file that lies in several must be the same in all. Small ones are compared as a whole, and
-    large ones in many places, since to read all would take as long as what is to be done with it:
-    two saves differ nearly everywhere.
+    A file that is in several directories must be the same in all. Small files are compared as a
+    whole, large ones in many places: reading all of them would take as long as the work itself,
+    and two saves differ nearly everywhere.
     """
 
     def __init__(self, folders: Sequence[Folder], *, compared: Collection[str] = ()) -> None:
-        """Takes the directories, which stay the caller's to close.
+        """Takes the directories, which the caller closes.
 
         Args:
-            folders: The directories, one at least; the first one names the place.
+            folders: At least one directory; the first one is the location of messages.
             compared: Names of files that are compared as a whole, however large they are.
         """
         self._folders = tuple(folders)
         self._compared = frozenset(compared)
-        self._made: Mapping[str, bytes] = {}
+        self._generated: Mapping[str, bytes] = {}
         self._without: tuple[str, ...] = ()
         self._places: dict[str, Source] = {}
         self._lock = threading.Lock()
@@ -48,21 +48,21 @@ class OverlaySource:
     def folders(self) -> tuple[Folder, ...]:
         return self._folders
 
-    def lay_over(self, made: Mapping[str, bytes], *, without: Sequence[str] = ()) -> None:
-        """Has files that were made up stand for those of their paths, in all directories.
+    def lay_over(self, generated: Mapping[str, bytes], *, without: Sequence[str] = ()) -> None:
+        """Replaces files of the directories by generated ones.
 
         Args:
-            made: Their bytes, by path.
+            generated: Their bytes, by path.
             without: Folders whose files are no longer listed.
         """
         with self._lock:
-            self._made = {**self._made, **made}
+            self._generated = {**self._generated, **generated}
             self._without = (*self._without, *(f"{folder}/" for folder in without))
             self._places.clear()
 
     def walk(self, depth: int) -> Iterator[str]:
         """Yields the paths of files in any of the directories, as `Source.walk` does."""
-        found = {path for path in self._made if path.count("/") <= depth}
+        found = {path for path in self._generated if path.count("/") <= depth}
         for folder in self._folders:
             found.update(folder.walk(depth))
         yield from sorted(path for path in found if not path.startswith(self._without))
@@ -83,7 +83,7 @@ class OverlaySource:
         return any(isinstance(folder, Distant) for folder in self._folders)
 
     def fetch(self, reads: Sequence[tuple[FileRange, memoryview]]) -> None:
-        """Fills many buffers, each from its range; raises what reading one by one would raise."""
+        """Fills many buffers, each from its range; raises what single reads would raise."""
         distant: dict[int, list[tuple[FileRange, memoryview]]] = {}
         for wanted, view in reads:
             place = self._place(wanted.path)
@@ -97,10 +97,10 @@ class OverlaySource:
                 place.fetch(group)
 
     def prefetch(self, ranges: Collection[FileRange]) -> None:
-        """Has small ranges read that will be asked for one by one."""
+        """Reads small ranges that `read` will be called for one by one."""
         places: dict[int, list[FileRange]] = {}
         for one in ranges:
-            with suppress(InputError):  # is met again by whoever reads it
+            with suppress(InputError):  # reported when the file is read
                 places.setdefault(id(self._place(one.path)), []).append(one)
         for group in places.values():
             prefetch(self._place(group[0].path), group)
@@ -128,7 +128,7 @@ class OverlaySource:
         for folder in self._folders:
             if folder is place:
                 return folder.changed(refs)
-        return None  # what was made up stays as it is
+        return None  # generated files do not change
 
     def linked_folders(self) -> list[str]:
         return sorted({name for folder in self._folders for name in folder.linked_folders()})
@@ -143,8 +143,8 @@ class OverlaySource:
         return known
 
     def _find(self, path: str) -> Source:
-        if path in self._made:
-            return MemorySource(self._made, self.location)
+        if path in self._generated:
+            return MemorySource(self._generated, self.location)
         if len(self._folders) == 1:
             return self._folders[0]
         found: list[tuple[Folder, FileRef]] = []
@@ -178,7 +178,7 @@ class OverlaySource:
             raise FormatError(
                 f"{differs} in {other[0].location}",
                 where=f"{first[0].location}/{path}",
-                hint="a file that lies in several places must be the same in all: see whether they"
+                hint="a file that is in several places must be the same in all: check that they"
                 " belong to one save",
             )
 

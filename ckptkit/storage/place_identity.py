@@ -1,4 +1,4 @@
-"""Whether two places are one, or one lies inside the other, however they are written."""
+"""Whether two places are the same, or one is inside the other, however they are written."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class PlaceRelation(Enum):
     NONE = "none"
     SAME = "same"
     INSIDE = "inside"
-    """The first lies inside the second."""
+    """The first is inside the second."""
     AROUND = "around"
-    """The second lies inside the first."""
+    """The second is inside the first."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +63,7 @@ class PlaceIdentity:
     def overlap(self, other: PlaceIdentity) -> PlaceRelation:
         """Returns how this place is related to another one.
 
-        Places of which nothing shows that they lie in different stores are taken to lie in one.
+        Without a sign that the stores differ, they count as one.
         """
         if self.kind != other.kind:
             return PlaceRelation.NONE
@@ -72,7 +72,7 @@ class PlaceIdentity:
             return self._by_files(other) if named is PlaceRelation.NONE else named
         first, second = self.names, other.names
         if _ACCESS_POINT.fullmatch(first[0]) or _ACCESS_POINT.fullmatch(second[0]):
-            first, second = first[1:], second[1:]  # it stands for a bucket of another name
+            first, second = first[1:], second[1:]  # an access point is an alias of a bucket
         found = _by_names(first, second)
         return PlaceRelation.NONE if found is PlaceRelation.NONE or self._differs(other) else found
 
@@ -86,7 +86,7 @@ class PlaceIdentity:
         return f"{self.kind}://{end}/{'/'.join(self.names)}"
 
     def _differs(self, other: PlaceIdentity) -> bool:
-        """Tells whether the stores, which are of one kind, are certainly two."""
+        """Says whether the stores, which are of one kind, are certainly different."""
         first, second = self.place, other.place
         if self.kind == _IN_MEMORY or (
             first.protocol == second.protocol and first.options == second.options
@@ -157,7 +157,7 @@ def find_overlap(first: PathLike, second: PathLike) -> PlaceRelation:
 
 
 def find_overlaps(places: Sequence[PathLike]) -> Iterator[tuple[int, int, PlaceRelation]]:
-    """Yields pairs of places that are one, or of which the first lies inside the second.
+    """Yields pairs of places that are the same, or of which the first is inside the second.
 
     Many places take little time: each is compared with those alone whose names it begins with.
 
@@ -226,7 +226,7 @@ def _s3_endpoint(place: Place) -> str:
 
 
 def _may_be_one(first: str, second: str) -> bool:
-    """Tells whether two endpoints may be those of one store."""
+    """Says whether two endpoints may be those of one store."""
     try:
         (host, port), (other, other_port) = _address(first), _address(second)
     except ValueError:
@@ -240,7 +240,7 @@ def _may_be_one(first: str, second: str) -> bool:
 
 
 def _store_name(endpoint: str) -> str:
-    """Returns one name for the ways to write an endpoint that no lookup is needed for."""
+    """Returns one name for all spellings of an endpoint that need no lookup."""
     try:
         host, port = _address(endpoint)
     except ValueError:
@@ -260,7 +260,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _address(endpoint: str) -> tuple[str, int]:
-    """Returns host and port; that of `http` stands for that of `https`."""
+    """Returns host and port; the port of `http` counts as that of `https`."""
     parts = urlsplit(endpoint if "//" in endpoint else f"//{endpoint}")
     host = (parts.hostname or "").rstrip(".")
     port = parts.port or _DEFAULT_PORTS.get(parts.scheme, 443)

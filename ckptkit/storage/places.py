@@ -1,7 +1,4 @@
-"""From a path or a URL as the user gave it to what reads or writes there.
-
-From a path or a URL to what several processes fill there together.
-"""
+"""Opening a path or a URL: for reading, for writing, or for several writing processes."""
 
 from __future__ import annotations
 
@@ -58,7 +55,7 @@ class SharedPlace:
 
         Args:
             out: The output.
-            option: By which several processes were asked for.
+            option: The option that asked for several processes, for messages.
         """
         self.place = place_of(out)
         self._prefix = None

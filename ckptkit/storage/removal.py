@@ -1,4 +1,4 @@
-"""Single files taken away from a place that was read, and nothing that lies beside them."""
+"""Removing single files of a source, and nothing else in its folders."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _READ_ONLY = frozenset({"hf", "http", "https"})
 
 
 def refuse_unremovable(root: Place, paths: Collection[str]) -> None:
-    """Refuses files that cannot be removed, or that stand for others.
+    """Refuses files that cannot be removed, or that are links.
 
     Args:
-        root: The place that they lie in.
+        root: The place that holds them.
         paths: Relative to it.
     """
     if is_url(root):
@@ -36,9 +36,9 @@ def refuse_unremovable(root: Place, paths: Collection[str]) -> None:
         file = folder / path
         if file.resolve() != file or not file.is_file():
             raise RefusedError(
-                f"{path!r} is no file of its own but a link, or lies behind one",
+                f"{path!r} is no file of its own but a link, or is behind one",
                 where=root.location,
-                hint="remove what it stands for by hand, and leave --delete-source out",
+                hint="remove the file that it points to by hand, and leave out --delete-source",
             )
 
 
@@ -73,9 +73,9 @@ def remove_files(root: Place, paths: Sequence[str], *, last: str) -> None:
     """Removes files in the order that they are given in, and folders that are empty then.
 
     Args:
-        root: The place that they lie in; it stays, unless it is left empty.
+        root: The place that holds them; it is removed if it is empty then.
         paths: Relative to it; some may have been removed already.
-        last: The file by which the removal is known, which goes after all folders.
+        last: The record of the removal, which is removed after all folders.
     """
     if is_url(root):
         _remove_objects(root, [*paths, last])
@@ -103,7 +103,7 @@ def _remove_file(root: Place, path: Path, what: str) -> None:
 
 
 def _remove_empty(path: Path, root: Path) -> None:
-    with suppress(OSError):  # something else lies there, as it may
+    with suppress(OSError):  # another file is there, which is allowed
         while path.is_relative_to(root):
             if path.exists():
                 path.rmdir()

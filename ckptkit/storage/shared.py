@@ -12,21 +12,21 @@ from ckptkit.core.object_parts import ObjectPart
 from ckptkit.storage.base import Sink
 
 SentRows = dict[str, list[Sequence[Any]]]
-"""What a store has told of the parts that it took, by file, as JSON values."""
+"""What a store has returned for the parts that it took, by file, as JSON values."""
 Cut = Callable[[str], Sequence[ObjectPart]]
 
 
 @dataclass(frozen=True, slots=True)
 class OutputAttempt:
-    """What all processes that fill an output have in common.
+    """What all processes that fill one output have in common.
 
     Attributes:
         nonce: 16 hexadecimal digits.
-        name: Of what they write, so that what was given up is told from what is under way.
-        overwrite: Whether what lies there is replaced by the commit.
-        is_agreed: Whether they agree among themselves; else one of them begins for all.
+        name: Of what they write; distinguishes abandoned work from work in progress.
+        overwrite: Whether the commit replaces an earlier output.
+        is_agreed: Whether the processes agree through notes; else one of them begins for all.
         seen: What identifies the manifest that was there when they began, empty where there was
-            none; None for the one that is there when the target is made.
+            none; None for the one that is there when the target is opened.
     """
 
     nonce: str
@@ -51,22 +51,22 @@ def seen_in(note: bytes | None) -> str | None:
 
 
 class Notes(Protocol):
-    """Small texts by which the processes tell each other what they have done."""
+    """Small texts by which the processes report what they have done."""
 
     def put(self, name: str, data: bytes) -> bytes:
-        """Leaves a note unless there is one of that name; returns what the note says."""
+        """Writes a note unless there is one of that name; returns the content of the note."""
         ...
 
     def get(self, name: str) -> bytes | None:
-        """Returns what a note says, None where there is none."""
+        """Returns the content of a note, None where there is none."""
         ...
 
     def alone(self, name: str, owner: str) -> AbstractContextManager[bool]:
-        """Yields whether this process may go on with what only one may do.
+        """Yields whether this process may do something that only one process may do.
 
         Args:
             name: What that is.
-            owner: Who asks; the same one may ask again after it was killed.
+            owner: Who asks; the same owner may ask again after it was killed.
         """
         ...
 
@@ -84,24 +84,24 @@ class SharedOutput(Sink, Protocol):
 
     @property
     def removal(self) -> str:
-        """The command by which a user gives up what other processes have begun."""
+        """The shell command with which a user discards what other processes have begun."""
         ...
 
     @property
     def notes(self) -> Notes:
-        """What the processes tell each other."""
+        """The notes of the processes."""
         ...
 
     def plan(self) -> bytes | None:
-        """Returns what the processes have agreed on, None where nobody has begun."""
+        """Returns what the processes have agreed on, None where none has begun."""
         ...
 
     def agree(self, plan: bytes) -> bytes:
-        """Says what is to be done, unless another process has; returns what was agreed on."""
+        """Proposes a plan unless another process has; returns the plan that was agreed on."""
         ...
 
     def free_bytes(self) -> int | None:
-        """Returns how much room there is, None where nobody knows."""
+        """Returns how much room there is, None where that is not known."""
         ...
 
     def why_no_ranges(self) -> str:
@@ -113,31 +113,31 @@ class SharedOutput(Sink, Protocol):
         ...
 
     def begin(self) -> None:
-        """Makes the created files ready for the other processes, where one deals out the work."""
+        """Makes the created files ready for the other processes, where one distributes the work."""
         ...
 
     def sync(self) -> None:
-        """Makes what this process wrote durable; what it writes next it has to create again."""
+        """Makes what this process wrote durable; files have to be created again after it."""
         ...
 
     def sent(self) -> SentRows:
-        """Returns what has to be known for the commit of the parts that were written."""
+        """Returns what the commit has to know of the parts that were written."""
         ...
 
     def adopt(self, sent: SentRows) -> Mapping[str, Sequence[ObjectPart]]:
-        """Takes over what the processes have sent; returns which parts are missing, by file."""
+        """Adds what other processes have sent; returns the missing parts, by file."""
         ...
 
     def commit(self, last: str, data: bytes) -> None:
-        """Makes the whole visible, the file `last` after all others; for one process."""
+        """Makes the output visible, the file `last` after all others; for one process."""
         ...
 
     def leave(self) -> None:
-        """Ends this process's part, whatever becomes of the whole."""
+        """Ends this process's part; the output stays as it is."""
         ...
 
     def abandon(self) -> None:
-        """Removes what all processes wrote, so that none of them can commit it any more."""
+        """Removes what all processes wrote, so that none of them can commit it."""
         ...
 
 
@@ -169,7 +169,7 @@ class Mount:
 
 
 def mounts_of(mounts: Path = _MOUNTS) -> tuple[Mount, ...]:
-    """Returns what is mounted, in its order; nothing where the system does not tell.
+    """Returns what is mounted, in its order; nothing where the system does not report it.
 
     Source:
         https://man7.org/linux/man-pages/man5/proc_pid_mountinfo.5.html
@@ -204,12 +204,12 @@ def filesystem_of(path: Path, *, mounts: Path = _MOUNTS) -> str:
 
 
 def why_not_shared(kind: str, *, is_one_machine: bool = False) -> str:
-    """Tells why several processes cannot write a file of a file system at once; empty if they can.
+    """Returns why several processes cannot write one file at once; empty if they can.
 
     Args:
         kind: As `filesystem_of` returns it.
         is_one_machine: Whether all of them share one kernel, and so its one page cache; what a
-            program behind FUSE makes of their writes is not known even then.
+            program behind FUSE does with their writes is not known even then.
     """
     is_fuse = kind == "fuse" or (kind.startswith("fuse.") and kind not in _OTHER_FUSE)
     if is_fuse or (kind in _SEPARATE_CACHES and not is_one_machine):

@@ -359,7 +359,7 @@ class DescriptorPool(Generic[File]):
 
         Args:
             open_file: Opens the file of a path; called outside any lock.
-            limit: How many files may lie open unused.
+            limit: How many unused files stay open.
             retire: Closes a file that had to make room for others.
         """
         self._open_file = open_file

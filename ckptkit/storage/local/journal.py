@@ -1,4 +1,4 @@
-"""Lines that tell what is finished of an output, durable soon after, without holding anybody up."""
+"""A journal of the finished files of an output, written by a thread of its own."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Journal:
         """Opens it.
 
         Args:
-            path: Where it lies.
+            path: The file.
             first: The entry that a new one begins with.
             is_new: Whether what is there is no longer true.
             disk: The file operations of the platform.
@@ -96,7 +96,7 @@ class Journal:
             try:
                 found = (make() for make in made if make is not None)
                 self._write([_line(entry) for entry in found if entry is not None])
-            except OSError as error:  # such as a full disk, of which the output itself will tell
+            except OSError as error:  # such as a full disk, which the output itself reports
                 _LOG.warning("the journal of the output is not written: %s", error.strerror)
 
     def _write(self, lines: list[bytes]) -> None:

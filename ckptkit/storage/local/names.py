@@ -25,7 +25,7 @@ def check_relative(path: str, where: str) -> None:
 
 
 def check_below(name: str, place: str) -> None:
-    """Refuses to remove what does not lie below a place that was named.
+    """Refuses to remove an object that is not below a place.
 
     Args:
         name: Of an object, relative to the place; a slash at its end belongs to a folder's marker.

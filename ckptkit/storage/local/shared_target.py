@@ -51,7 +51,7 @@ class WorkNotes:
 
         Args:
             folder: The hidden folder.
-            named: The output, as messages call it.
+            named: The output, for messages.
             disk: The file operations of the platform.
         """
         self._folder = folder
@@ -96,7 +96,7 @@ class WorkNotes:
             return
         try:
             lock = self._disk.open_locked(self._folder / f"{name}.lock")
-        except FileNotFoundError:  # the folder is gone: somebody was here before
+        except FileNotFoundError:  # another process has removed the folder
             yield False
             return
         except OSError as error:
@@ -122,8 +122,8 @@ class PartFile:
         """Makes the file.
 
         Args:
-            path: Where it lies.
-            named: The output, as messages call it.
+            path: The file.
+            named: The output, for messages.
             disk: The file operations of the platform.
         """
         self.rows: list[Row] = []
@@ -136,7 +136,7 @@ class PartFile:
             self._file = disk.open_for_writing(path)
 
     def create(self, _path: str, _size_bytes: int) -> None:
-        """Does nothing: whoever puts the bytes in their place makes the files."""
+        """Does nothing: the process that unites the parts makes the files."""
 
     def write_runs(self, path: str, starts: Sequence[int], data: memoryview) -> None:
         """Takes data that is cut into as many equal runs, each for its own byte of a file."""
@@ -214,9 +214,9 @@ def why_no_ranges(folder: Path, named: Path, disk: Disk) -> str:
 class SharedTarget:
     """One process's view of an output that all of them write, each its own ranges.
 
-    Nobody has to come first: whoever does makes the hidden folder and its files, the others
-    enter it. Where the system knows locks, every process holds one that others may share, so
-    that nobody sweeps the folder away before the last of them has ended.
+    The first process makes the hidden folder and its files, the others enter it. Where the system
+    has locks, every process holds a shared one, so that no run sweeps the folder away before the
+    last of them has ended.
     """
 
     takes_parts = False
@@ -280,7 +280,7 @@ class SharedTarget:
         return None if note is None else plan_of(note)
 
     def agree(self, plan: bytes) -> bytes:
-        """Says what is to be done, unless another process has; returns what was agreed on."""
+        """Proposes a plan unless another process has; returns the plan that was agreed on."""
         seen = self._seen if self._overwrite else None
         return plan_of(self.notes.put(_PLAN, plan_note(plan, seen)))
 
@@ -357,11 +357,11 @@ class SharedTarget:
         self.sync()
 
     def sent(self) -> SentRows:
-        """Returns nothing: what was written lies in its place."""
+        """Returns nothing: what was written is in its place."""
         return {}
 
     def adopt(self, _sent: SentRows) -> Mapping[str, Sequence[ObjectPart]]:
-        """Does nothing: what other processes wrote lies in its place."""
+        """Does nothing: what other processes wrote is in its place."""
         return {}
 
     def finish(self, mark: str) -> None:
@@ -437,5 +437,5 @@ def _refuse_file(out: Path, named_as: str) -> None:
 
 
 def _has_to_stay(out: Path) -> bool:
-    """Tells whether a directory cannot be renamed; every process has to find the same."""
+    """Says whether a directory cannot be renamed; all processes must get the same answer."""
     return out.is_dir() and (os.path.ismount(out) or not os.access(out.parent, os.W_OK))

@@ -46,7 +46,7 @@ class LocalSource(Closing):
         Args:
             root: The directory; its name is kept for messages as it is given.
             disk: The file operations of the platform.
-            open_files: How many descriptors may lie open at once.
+            open_files: How many descriptors may be open at once.
         """
         self._root = root
         self._disk = disk
@@ -122,7 +122,7 @@ class LocalSource(Closing):
 
     def _walk(self, folder: str, depth: int) -> Iterator[str]:
         if folder and not os.access(self._resolved / folder, os.R_OK | os.X_OK):
-            return  # such as lost+found: nobody's checkpoint, and no reason to fail
+            return  # such as lost+found, which is no checkpoint and no reason to fail
         with self._translate_errors(folder), os.scandir(self._resolved / folder) as entries:
             found = sorted(
                 (f"{folder}{entry.name}{'/' if _is_folder(entry) else ''}", entry.is_symlink())
@@ -199,7 +199,7 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
 
 
 def _hub_blobs(resolved: Path) -> tuple[Path, ...]:
-    """Returns where the files of a Hub snapshot really lie, if `resolved` is in one.
+    """Returns the folder of the blobs of a Hub snapshot, if `resolved` is in one.
 
     Source:
         https://huggingface.co/docs/huggingface_hub/guides/manage-cache

@@ -53,7 +53,7 @@ class StagedFiles:
 
         Args:
             folder: Where the files are.
-            named: The output, as messages call it.
+            named: The output, for messages.
             disk: The file operations of the platform.
         """
         self.folder = folder
@@ -82,7 +82,7 @@ class StagedFiles:
     def write(self, path: str, start: int, data: memoryview) -> None:
         """Writes `data` at byte `start` of a created file; thread-safe for disjoint ranges.
 
-        Data whose address is congruent to `start` modulo 4,096 goes past the page cache.
+        Data whose address is congruent to `start` modulo 4,096 bypasses the page cache.
         """
         size_bytes = self._sizes.get(path, -1)
         if start < 0 or start + data.nbytes > size_bytes:
@@ -123,7 +123,7 @@ class StagedFiles:
 
 
 class StagedFile:
-    """A file under construction: whole pages go past the page cache, ragged edges through it."""
+    """A file under construction: whole pages bypass the page cache, ragged edges go through it."""
 
     __slots__ = ("_buffered", "_direct", "_direct_works")
 
@@ -271,7 +271,7 @@ class LocalTarget:
     writes go past the page cache where the file system and the alignment of the data allow.
 
     Attributes:
-        has_finished: Whether something there is worth to be left to another run.
+        has_finished: Whether it holds finished files that another run can take over.
     """
 
     def __init__(
@@ -287,7 +287,7 @@ class LocalTarget:
         Args:
             out: The directory to be; its name is kept for messages as it is given.
             overwrite: Whether a directory that holds something is replaced by the commit.
-            resume: Whether what a kill left behind is gone on with, where it has a journal.
+            resume: Whether to continue what a killed run left behind, where it has a journal.
             disk: The file operations of the platform.
         """
         self._named = out
@@ -321,7 +321,7 @@ class LocalTarget:
     def write(self, path: str, start: int, data: memoryview) -> None:
         """Writes `data` at byte `start` of a created file; thread-safe for disjoint ranges.
 
-        Data whose address is congruent to `start` modulo 4,096 goes past the page cache.
+        Data whose address is congruent to `start` modulo 4,096 bypasses the page cache.
         """
         self._files.write(path, start, data)
 
@@ -360,7 +360,7 @@ class LocalTarget:
         remove_empty(self._made)
 
     def leave(self) -> None:
-        """Ends without a commit, and leaves what was written to whoever goes on with it."""
+        """Ends without a commit, and keeps what was written for a later run."""
         self._is_left = True
         self._files.close()
         self._work.release()
@@ -466,7 +466,7 @@ def make_missing(folder: Path) -> list[Path]:
 
 
 def remove_empty(folders: list[Path]) -> None:
-    """Removes folders, given outermost first, as far as nobody else uses them."""
-    with suppress(OSError):  # somebody else uses it by now
+    """Removes folders, given outermost first, as far as they are empty."""
+    with suppress(OSError):  # another process uses it by now
         for folder in reversed(folders):
             folder.rmdir()

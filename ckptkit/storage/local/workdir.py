@@ -1,6 +1,6 @@
 """The hidden folder in which one output is staged, and the removal of those left by a kill.
 
-Beside OUT (or, where OUT cannot be renamed over, inside it) lies
+Next to OUT (or inside it, where OUT cannot be renamed over) is
 
     .OUT.ckptkit-0123456789abcdef/
         .lock     locked while the process that works there is alive
@@ -28,18 +28,18 @@ from ckptkit.storage.local.names import WORK_INFIX, is_work_folder
 
 NONCE_BYTES = 8
 _ATTEMPTS = 16
-_SWEEP_SECONDS = 0.01  # in which somebody who sweeps is done with an empty folder
+_SWEEP_SECONDS = 0.01  # in which another process has swept an empty folder
 
 
 class WorkFolder:
-    """A folder that belongs to this process, or to nobody alive.
+    """A folder that belongs to this process, or to a process that has ended.
 
     Attributes:
         path: The folder itself.
         files: Where the output grows.
         last: Where the last file waits.
         old: Where the previous output waits.
-        journal: Where it is written down what is finished.
+        journal: The journal of finished files.
     """
 
     __slots__ = ("_lock", "files", "journal", "last", "old", "path")
@@ -57,7 +57,7 @@ class WorkFolder:
         self.release()
 
     def release(self) -> None:
-        """Gives the lock back, so that whoever comes next may delete the folder."""
+        """Releases the lock, so that the next run may delete the folder."""
         if self._lock is not None:
             self._lock.close()
 
@@ -88,7 +88,7 @@ def join_work_folder(parent: Path, name: str, nonce: str, disk: Disk) -> WorkFol
     """Makes the work folder of a nonce, or enters it where another process has made it.
 
     Args:
-        parent: Where it lies.
+        parent: The folder that holds it.
         name: Of the output.
         nonce: 16 hexadecimal digits, the same in all processes that work there.
         disk: The file operations of the platform.
@@ -111,7 +111,7 @@ def join_work_folder(parent: Path, name: str, nonce: str, disk: Disk) -> WorkFol
 def reclaim_work_folder(parent: Path, out: Path, disk: Disk) -> WorkFolder | None:
     """Enters the newest work folder for `out` that has a journal and whose process is gone.
 
-    Half a commit is undone. Where there are no locks, nobody knows who is alive.
+    Half a commit is undone. Without locks, no process can know which others are alive.
 
     Returns:
         The folder, locked, or None where there is none.
@@ -124,7 +124,7 @@ def reclaim_work_folder(parent: Path, out: Path, disk: Disk) -> WorkFolder | Non
             with suppress(OSError):
                 journals.append((WorkFolder(path, None).journal.stat().st_mtime, path))
     for _, path in sorted(journals, reverse=True):
-        with suppress(OSError):  # somebody else was faster, or it belongs to another user
+        with suppress(OSError):  # another process was faster, or it belongs to another user
             lock = disk.open_locked(path / ".lock")
             if lock is None:
                 continue
@@ -143,7 +143,7 @@ def _lock_work_folder(path: Path, disk: Disk, *, shared: bool = False) -> WorkFo
     try:
         lock = disk.open_locked(path / ".lock", shared=shared)
     except OSError as error:
-        if is_refused(error):  # then nobody else can lock it either, so nobody sweeps it away
+        if is_refused(error):  # then no other process can lock it either, and none sweeps it away
             return WorkFolder(path, None)
         raise
     return None if lock is None else WorkFolder(path, lock)
@@ -152,7 +152,7 @@ def _lock_work_folder(path: Path, disk: Disk, *, shared: bool = False) -> WorkFo
 def sweep_work_folders(parent: Path, out: Path, disk: Disk) -> None:
     """Removes the work folders for `out` whose process is gone, after undoing half a commit.
 
-    Where there are no locks, nobody knows who is alive, and nothing is removed.
+    Without locks, no process can know which others are alive, and nothing is removed.
     """
     if not disk.locks:
         return
@@ -177,7 +177,7 @@ def publish_lock(out: Path) -> Path:
 
 
 def _sweep_publish_lock(out: Path, disk: Disk) -> None:
-    """Removes it from a full directory, where whoever waits for it would be refused anyway."""
+    """Removes it from a full directory, which refuses all processes that wait for it."""
     path = publish_lock(out)
     if path.exists():
         lock = disk.open_locked(path)
@@ -187,7 +187,7 @@ def _sweep_publish_lock(out: Path, disk: Disk) -> None:
 
 
 def _sweep(path: Path, out: Path, disk: Disk) -> None:
-    with suppress(OSError):  # somebody else was faster, or it belongs to another user
+    with suppress(OSError):  # another process was faster, or it belongs to another user
         lock = disk.open_locked(path / ".lock")
         if lock is None:
             return
@@ -216,7 +216,7 @@ def take_back(work: WorkFolder, out: Path) -> None:
         elif placed.exists() and placed.samefile(path):
             placed.unlink()
     for folder in sorted(folders, reverse=True):
-        with suppress(OSError):  # somebody else's, or never made
+        with suppress(OSError):  # holds other files, or was never made
             folder.rmdir()
 
 
@@ -238,8 +238,8 @@ _OCCUPIED = frozenset({errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR})
 def can_be_replaced(out: Path, work: WorkFolder) -> bool:
     """Says whether a directory may be renamed, which a mount point may not.
 
-    It is told to take the place of the work folder. That folder is not empty, so the answer of
-    an ordinary directory is that this cannot be, and nothing has changed.
+    Tries to rename it to the work folder. That folder is not empty, so an ordinary directory
+    answers with an error, and nothing has changed.
 
     Returns:
         True if a rename over it, or an exchange with it, can be expected to succeed.
@@ -258,7 +258,7 @@ def publish(work: WorkFolder, out: Path, *, overwrite: bool, disk: Disk) -> bool
         False if `out` holds something that is not to be overwritten; then nothing has changed.
     """
     if out.is_dir():
-        shutil.copymode(out, work.files)  # somebody may have made it private
+        shutil.copymode(out, work.files)  # the user may have made it private
     for _ in range(_PUBLISH_ATTEMPTS):
         if _take_empty_place(work.files, out):
             return True

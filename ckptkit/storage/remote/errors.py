@@ -68,7 +68,7 @@ _NO_CREDENTIALS = frozenset(
     }
 )
 _OFFLINE = "OfflineModeIsEnabled"
-_QUERY = re.compile(r"(\w+://[^\s?'\"]+)\?[^\s'\"]+")  # signatures stand there
+_QUERY = re.compile(r"(\w+://[^\s?'\"]+)\?[^\s'\"]+")  # the query may hold a signature
 _LONGEST = 300
 _LOG_IN = (
     "see whether the name is right; what is private is shown to those alone who may see it and log"
@@ -77,10 +77,10 @@ _LOG_IN = (
 
 
 def is_transient(error: BaseException) -> bool:
-    """Tells whether the same question may well be answered the next time."""
+    """Says whether the same request may succeed the next time."""
     if _has_type(error, {_OFFLINE}) or _is_denied(error):
         return False
-    if type(error).__name__ in _BROKEN:  # what lies below it is told as statuses of our own
+    if type(error).__name__ in _BROKEN:  # whose cause may have a status that the client made up
         return True
     status = status_of(error)
     if status is not None:
@@ -91,12 +91,12 @@ def is_transient(error: BaseException) -> bool:
 
 
 def is_without_bucket(error: BaseException) -> bool:
-    """Tells whether not even the bucket is there in which something was looked for."""
+    """Says whether a request failed because its bucket does not exist."""
     return "NoSuchBucket" in _codes(error)
 
 
 def status_of(error: BaseException) -> int | None:
-    """Returns the HTTP status that an error of any client tells of, or None."""
+    """Returns the HTTP status in an error of any client, or None."""
     for one in _causes(error):
         answer = getattr(one, "response", None)
         if isinstance(answer, Mapping):
@@ -115,13 +115,13 @@ _STATUS_NAMES = ("status", "status_code", "code")
 def as_input_error(
     error: BaseException, *, where: str, options: Mapping[str, Any], attempts: int = 1
 ) -> CkptkitError:
-    """Returns what a failed read is told as.
+    """Returns the error of ours for a failed read.
 
     Args:
         error: What the client raised.
         where: The file or place.
         options: Of the storage; their values are taken out of the text.
-        attempts: How often the store was asked.
+        attempts: How often the request was made.
     """
     text = describe_error(error, options)
     kind, message, hint = _kind_of(error, text)
@@ -133,7 +133,7 @@ def as_input_error(
 
 
 def _kind_of(error: BaseException, text: str) -> tuple[type[CkptkitError], str, str]:
-    """Returns the class of error that it becomes, its message, and what to do."""
+    """Returns the class of the error, its message, and its hint."""
     status = status_of(error)
     found = next(name for name, holds in _tests(error, status) if holds)
     return {
@@ -181,7 +181,7 @@ def _is_denied(error: BaseException) -> bool:
 
 
 def _codes(error: BaseException) -> set[str]:
-    """Returns the names that S3 gives the error."""
+    """Returns the error codes of S3."""
     answers = (getattr(one, "response", None) for one in _causes(error))
     found = (a.get("Error", {}).get("Code") for a in answers if isinstance(a, Mapping))
     return {code for code in found if isinstance(code, str)}
@@ -207,11 +207,11 @@ _WARNED_FAILURES = 3  # so many failures of one request are logged as a warning
 
 
 def error_translator(location: str, options: Mapping[str, Any]) -> ErrorTranslator:
-    """Returns a context in which what the client of a store raises becomes an error of ours.
+    """Returns a context that turns errors of the client of a store into ours.
 
     Args:
         location: The place, for messages.
-        options: What the client was given, whose values no message shows.
+        options: The options of the client; no message shows their values.
     """
 
     @contextmanager
@@ -227,7 +227,7 @@ def error_translator(location: str, options: Mapping[str, Any]) -> ErrorTranslat
 
 
 def clean_up(translate_errors: ErrorTranslator, action: Callable[[], object]) -> None:
-    """Clears something away, and says it on the log where that fails."""
+    """Removes something, and logs a warning where that fails."""
     try:
         with translate_errors():
             action()
@@ -236,7 +236,7 @@ def clean_up(translate_errors: ErrorTranslator, action: Callable[[], object]) ->
 
 
 def output_exists_error(location: str) -> OutputExistsError:
-    """Returns the error for a place that holds something already."""
+    """Returns the error for a place that holds files already."""
     return OutputExistsError(
         "holds files where none were expected",
         where=location,

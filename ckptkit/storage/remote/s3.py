@@ -37,11 +37,11 @@ WHOLE = "FULL_OBJECT"
 OF_PARTS = "COMPOSITE"
 _CRC_BYTES = 4
 _WRITER = "ckptkit-writer"
-_THERE = frozenset({409, 412})  # another one is being written, or is there
+_THERE = frozenset({409, 412})  # another object is being written, or exists
 
 
 def s3_options(options: Mapping[str, Any], *, connections: int) -> dict[str, Any]:
-    """Returns options for s3fs with which the client leaves asking again to us.
+    """Returns options for s3fs that switch off the retries of the client.
 
     Args:
         options: The user's, which win.
@@ -57,8 +57,8 @@ def split_s3_path(filesystem: Any, path: str) -> tuple[str, str, str]:
     """Returns bucket, key, and version of an object; every character of a key is its own.
 
     Args:
-        filesystem: An `s3fs.S3FileSystem`; only one that is told of versions takes `?versionId=`
-            for more than a part of the key.
+        filesystem: An `s3fs.S3FileSystem`; `?versionId=` is a part of the key unless it is
+            version-aware.
         path: Bucket and key.
     """
     arn = _ACCESS_POINT.fullmatch(path)
@@ -117,14 +117,14 @@ def s3_delete(filesystem: Any, bucket: str, keys: Sequence[str]) -> None:
 
 
 def s3_range(filesystem: Any, path: str, start: int, target: memoryview, etag: str) -> None:
-    """Fills `target` from byte `start` of an object on, straight from the connection.
+    """Fills `target` from byte `start` of an object on, directly from the connection.
 
     Args:
         filesystem: An `s3fs.S3FileSystem`.
         path: Bucket and key.
         start: First byte.
-        target: Where the bytes go; it has their number.
-        etag: What the object has to have still; empty where that does not matter.
+        target: Where the bytes are written; as large as the range.
+        etag: The ETag that the object must have; empty for any.
 
     Source:
         https://docs.aws.amazon.com/AmazonS3/latest/API/API_GetObject.html
@@ -135,7 +135,7 @@ def s3_range(filesystem: Any, path: str, start: int, target: memoryview, etag: s
 
 
 def s3_head(filesystem: Any, path: str) -> Mapping[str, Any]:
-    """Returns what is known of an object, asked for by its name: listings may lag, this does not.
+    """Returns the entry of an object, also where listings do not show it yet.
 
     Args:
         filesystem: An `s3fs.S3FileSystem`.
@@ -152,7 +152,7 @@ def s3_head(filesystem: Any, path: str) -> Mapping[str, Any]:
 
 
 def s3_get(filesystem: Any, path: str) -> bytes:
-    """Returns all bytes of a small object; `cat_file` takes a part of some keys for a version."""
+    """Returns all bytes of a small object; `cat_file` misreads some keys as versions."""
     from fsspec.asyn import sync
 
     data: bytes = sync(filesystem.loop, _get, filesystem, path)
@@ -224,25 +224,25 @@ class ObjectSums:
             count += 1
         return cls(whole, of_parts, count)
 
-    def agree_with(self, told: StoreChecksum) -> bool:
-        """Tells whether a store means the same object; it may leave open which sum it tells."""
-        if told.parts is not None and told.parts != self.parts:
+    def agree_with(self, stored: StoreChecksum) -> bool:
+        """Says whether the checksum of a store is that of this object; its kind may be unknown."""
+        if stored.parts is not None and stored.parts != self.parts:
             return False
-        if told.kind == WHOLE:
-            return told.crc32 == self.whole
-        if told.kind == OF_PARTS:
-            return told.crc32 == self.of_parts
-        return told.crc32 in {self.whole, self.of_parts}
+        if stored.kind == WHOLE:
+            return stored.crc32 == self.whole
+        if stored.kind == OF_PARTS:
+            return stored.crc32 == self.of_parts
+        return stored.crc32 in {self.whole, self.of_parts}
 
 
 @dataclass(frozen=True, slots=True)
 class StoreChecksum:
-    """What a store says of an object's bytes.
+    """The checksum that a store keeps of an object.
 
     Attributes:
         crc32: The checksum.
-        kind: Of what it is, `WHOLE` or `OF_PARTS`; empty where the store does not say.
-        parts: Of how many parts, where the store says so.
+        kind: `WHOLE` or `OF_PARTS`; empty where the store does not say.
+        parts: The number of parts, where the store says so.
     """
 
     crc32: int
@@ -251,7 +251,7 @@ class StoreChecksum:
 
     @classmethod
     def in_answer(cls, answer: Mapping[str, Any]) -> StoreChecksum | None:
-        """Returns the sum that an answer tells, None if it tells none."""
+        """Returns the checksum in an answer, None if it has none."""
         text = answer.get(CHECKSUM)
         if not text:
             return None
@@ -270,7 +270,7 @@ def decoded(text: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class SentPart:
-    """A part that the store has taken: what it is called when the upload is completed."""
+    """A part that the store has taken, as the request that completes the upload names it."""
 
     number: int
     etag: str
@@ -283,10 +283,10 @@ class SentPart:
 
 @dataclass(frozen=True, slots=True)
 class ObjectHead:
-    """What a store says of an object: size, CRC-32 if it knows it, ETag, and who wrote it."""
+    """What a store knows of an object: size, checksum if any, ETag, and which run wrote it."""
 
     size_bytes: int
-    told: StoreChecksum | None
+    checksum: StoreChecksum | None
     etag: str = ""
     writer: str = ""
 
@@ -294,8 +294,8 @@ class ObjectHead:
 class S3Uploads:
     """The objects of one bucket, and the uploads to it; threads share it.
 
-    What fails raises what s3fs makes of it, an `OSError` as a rule, after it was tried again
-    where that may help.
+    A failed request raises the error of s3fs, usually an `OSError`, after retries where these may
+    help.
 
     Attributes:
         store: The client.
@@ -309,7 +309,7 @@ class S3Uploads:
 
         Args:
             store: The client.
-            root: Bucket and prefix of the place that was named; nothing else is removed.
+            root: Bucket and prefix of the place; nothing outside of it is removed.
             writer: The name that all objects of one output carry in their metadata.
         """
         self.store = store
@@ -319,7 +319,7 @@ class S3Uploads:
         self.prefix = f"{prefix}/" if prefix else ""
         store.filesystem.connect()
         config = store.filesystem.s3.meta.config
-        # Stores that know no checksums are used with this setting of the client's.
+        # Stores without checksums are used with this setting of the client.
         when = getattr(config, "request_checksum_calculation", "when_required")
         self.has_checksums = when == "when_supported"
 
@@ -359,14 +359,14 @@ class S3Uploads:
     def put_new(self, key: str, data: bytes, crc32: int, *, in_parts: bool) -> bool:
         """Writes a small object unless there is one; returns whether it did.
 
-        Stores that take no notice of the condition write it in any case.
+        Stores that ignore the condition write it in any case.
 
         Args:
             key: What it is called.
             data: Its bytes, at least one.
             crc32: Their checksum.
-            in_parts: Whether the condition goes with the end of an upload in parts, since some
-                stores know it there alone.
+            in_parts: Whether the condition is sent with the end of an upload in parts, since some
+                stores know it only there.
         """
         try:
             if in_parts:
@@ -395,7 +395,7 @@ class S3Uploads:
         for key in keys:
             if not key.startswith(self.prefix):
                 raise UnsafePathError(
-                    f"{key!r} was to be removed, which does not lie below the place", where=root
+                    f"{key!r} was to be removed, which is not below the place", where=root
                 )
         self.store.delete(root.rstrip("/"), [key[len(self.prefix) :] for key in keys])
 
@@ -451,8 +451,8 @@ class S3Uploads:
             CopySourceIfMatch=source.etag,
             CopySourceRange=f"bytes={span[0]}-{span[1] - 1}",
         )["CopyPartResult"]
-        told = StoreChecksum.in_answer(answer)
-        return SentPart(number, answer["ETag"], told.crc32 if told else None)
+        checksum = StoreChecksum.in_answer(answer)
+        return SentPart(number, answer["ETag"], checksum.crc32 if checksum else None)
 
     def complete(
         self,
@@ -462,7 +462,7 @@ class S3Uploads:
         whole: int | None = None,
         **conditions: str,
     ) -> str:
-        """Makes an object of an upload; a store may refuse it if it has another checksum.
+        """Completes an upload; a store may refuse it if its checksum differs.
 
         Args:
             key: Of the object.

@@ -1,7 +1,4 @@
-"""One object that is being written to S3: invisible until its upload is completed.
-
-Puts an object's parts together from writes that come in about the order of its bytes.
-"""
+"""An object that is being written to S3, invisible until its upload is completed."""
 
 from __future__ import annotations
 
@@ -24,18 +21,21 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class _Filling:
-    data: BytesIO  # which clients send piece by piece, where they would send bytes in one go
+    data: BytesIO  # clients send it in pieces, and `bytes` as a whole
     missing: int
 
 
 class PartBuffers:
-    """The parts of one object that are being filled; those are few if writes come in order."""
+    """The parts of one object that are being filled, of which few are open at a time.
+
+    Writes come in about the order of the bytes of the object.
+    """
 
     def __init__(self, parts: Sequence[ObjectPart]) -> None:
         self._parts = parts
         self._starts = [part.start for part in parts]
         self._filling: dict[int, _Filling] = {}
-        self._free: list[BytesIO] = []  # new memory would have to be cleared page by page
+        self._free: list[BytesIO] = []  # new memory would be cleared page by page
         self._lock = threading.Lock()
 
     def add(self, start: int, data: memoryview) -> Iterator[tuple[ObjectPart, BytesIO]]:
@@ -46,7 +46,7 @@ class PartBuffers:
             data: Its bytes, one dimension; disjoint from those of all other writes.
 
         Yields:
-            Parts with their bytes, which are the caller's until the next one is asked for.
+            Parts with their bytes, which are valid until the next one is requested.
         """
         stop = start + data.nbytes
         for part in self._between(start, stop):
@@ -97,11 +97,11 @@ class PartBuffers:
 
 
 SMALL_BYTES = 1 << 20
-"""Up to which an object is kept in memory and sent by one request, when it may be visible."""
+"""Smaller objects are kept in memory, and sent by one request at the commit."""
 
 
 _DAMAGED = (
-    "what was saved is damaged, or was on its way; `ckptkit verify` on the source tells which"
+    "the source is damaged, or the bytes were on their way; run `ckptkit verify` on the source"
 )
 
 
@@ -123,7 +123,7 @@ class MultipartUpload:
 def complete_upload(
     store: S3Uploads, upload: MultipartUpload, parts: Sequence[SentPart], whole: int | None = None
 ) -> None:
-    """Makes an object of an upload, also where that was done already and nobody heard of it.
+    """Completes an upload, also if an earlier request did so and its answer was lost.
 
     Args:
         store: The bucket.
@@ -141,16 +141,17 @@ def complete_upload(
 
 
 def check_object(store: S3Uploads, upload: MultipartUpload, expected: ObjectSums) -> ObjectHead:
-    """Compares an object with what the store was given for it.
+    """Compares an object with what was sent for it.
 
     Returns:
-        What the store says of it.
+        What the store knows of it.
     """
     head = store.head(upload.key)
-    agrees = head.told is None or expected.agree_with(head.told)
+    stored = head.checksum
+    agrees = stored is None or expected.agree_with(stored)
     if head.size_bytes != upload.size_bytes or not agrees:
-        found = "unknown" if head.told is None else f"{head.told.crc32:08x}"
-        kind = "" if head.told is None or not head.told.kind else f" ({head.told.kind.lower()})"
+        found = "unknown" if stored is None else f"{stored.crc32:08x}"
+        kind = "" if stored is None or not stored.kind else f" ({stored.kind.lower()})"
         sums = [f"{one:08x}" for one in (expected.whole, expected.of_parts) if one is not None]
         raise ChecksumError(
             f"the store has {head.size_bytes:,} bytes with CRC-32 {found}{kind} against"
@@ -174,7 +175,7 @@ class S3Object:
         begun: Callable[[str, str], None],
         sums_parts: bool = True,
     ) -> None:
-        """Prepares it; the store hears of it with the first bytes.
+        """Prepares it; the upload begins with the first bytes.
 
         Args:
             store: Where it will be.
@@ -183,8 +184,8 @@ class S3Object:
             copies: What the store is to copy, as `choose_copies` chose it.
             begun: Called with the key and an empty name right before the upload begins, and with
                 its name before it gets its first part.
-            sums_parts: Whether the store is to keep the checksum of those of its parts, which
-                costs it least; else it is that of all bytes, which a copy of the object keeps.
+            sums_parts: Whether the store keeps the checksum of the checksums of its parts, which
+                costs it least; else that of all bytes, which a copy of the object keeps.
         """
         self.key = key
         self.size_bytes = size_bytes
@@ -192,7 +193,7 @@ class S3Object:
         self._begun = begun
         self._is_small = size_bytes <= SMALL_BYTES and not copies
         self._parts = _parts(size_bytes, copies, in_one=self._is_small)
-        # Of a copied range that is cut in two, nobody knows the checksums of the halves.
+        # If a copied range is cut in two, the checksums of the halves are unknown.
         self._is_split = any(
             one.copied is not None and one.copied is other.copied
             for one, other in pairwise(self._parts)
@@ -225,7 +226,7 @@ class S3Object:
                 )
 
     def copy(self, part: ObjectPart, source: CopySource) -> None:
-        """Has the store copy a part."""
+        """Lets the store copy a part."""
         assert part.copied is not None  # noqa: S101  that is what `copied_parts` gave
         span = part.source_start, part.source_start + part.stop - part.start
         sent = self._store.copy(self.key, self._begin(), part.number, source, span)
@@ -248,7 +249,7 @@ class S3Object:
         return len(done) == len(self._parts)
 
     def publish(self) -> None:
-        """Makes it visible, and compares what the store has with what it was given."""
+        """Makes it visible, and compares the stored object with what was sent."""
         if not self.is_whole:
             raise ValueError(f"{self.key!r} lacks {len(self._parts) - len(self._sent)} parts")
         expected = self._expected()
@@ -316,11 +317,11 @@ class S3Object:
     def _check(self, expected: ObjectSums) -> None:
         head = check_object(self._store, self._whole_upload, expected)
         self.etag = head.etag
-        if head.told is None and self.copied_parts:
+        if head.checksum is None and self.copied_parts:
             raise OutputError(
-                "the store tells no CRC-32 of what it copied, so that nothing proves it",
+                "the store reports no CRC-32 of what it copied, so the bytes cannot be verified",
                 where=self._store.url(self.key),
-                hint="have the bytes go through this machine: --dst-option"
+                hint="copy the bytes through this machine: --dst-option"
                 " config_kwargs.request_checksum_calculation=when_required",
             )
 

@@ -1,17 +1,13 @@
 """An output on S3 that several processes fill at once: parts of common uploads, completed by one.
 
-Below the output lies, until it is committed,
+Below the output is, until it is committed,
 
     .ckptkit-0123456789abcdef/
-        plan                  what all processes do; who removes it gives the others up
+        plan                  what all processes do; without it none of them can commit
         ATTEMPT/uploads/PATH  the upload of a file, of which every process sends its own parts
-        ATTEMPT/…             what else the processes tell each other
+        ATTEMPT/…             other notes of the processes
 
 No reader sees the uploads, and the next run finds them by these notes.
-
-One object on S3 to which several processes send parts, and which one of them completes.
-
-Notes as small objects of a bucket, the first of a name winning over all others.
 """
 
 from __future__ import annotations
@@ -53,10 +49,10 @@ _WAIT_SECONDS = 0.2
 
 
 class S3Notes:
-    """The notes below a prefix, each of which is written once.
+    """Notes as small objects below a prefix; the first one of a name wins.
 
-    That the first one wins is the store's doing: it is told to write an object only if there is
-    none (`If-None-Match`). Stores differ in where they know this, so that it is tried.
+    The store sees to that: it writes an object only if there is none (`If-None-Match`). Stores
+    differ in the requests that know this condition, so it is tried.
 
     Source:
         https://docs.aws.amazon.com/AmazonS3/latest/userguide/conditional-writes.html
@@ -76,10 +72,10 @@ class S3Notes:
         self._in_parts: bool | None = None
 
     def put(self, name: str, data: bytes) -> bytes:
-        """Leaves a note unless there is one of that name.
+        """Writes a note unless there is one of that name.
 
         Returns:
-            What the note says: `data`, or what another process was first with.
+            The content of the note: `data`, or that of the process that was first.
         """
         if self.why_no_conditions():
             raise OutputError(self.why_no_conditions(), where=self._store.url(self._prefix))
@@ -89,18 +85,18 @@ class S3Notes:
             found = self.get(name)
             if found is not None:
                 return found
-            time.sleep(_WAIT_SECONDS)  # the other one was not written after all, or is removed
+            time.sleep(_WAIT_SECONDS)  # the other note was not written, or was removed
         raise OutputError(
             f"the note {name!r} is removed again and again", where=self._store.url(self._prefix)
         )
 
     def leave(self, name: str, data: bytes) -> None:
-        """Leaves a note that nobody else leaves."""
+        """Writes a note whose name only this process uses."""
         with self._translate_errors():
             self._store.put(self._prefix + name, data, crc32(data))
 
     def get(self, name: str) -> bytes | None:
-        """Returns what a note says, None where there is none."""
+        """Returns the content of a note, None where there is none."""
         path = self._store.url(self._prefix + name).removeprefix("s3://")
         with self._translate_errors():
             try:
@@ -110,11 +106,11 @@ class S3Notes:
 
     @contextmanager
     def alone(self, name: str, owner: str) -> Iterator[bool]:
-        """Yields whether `owner` was the first, now or earlier, to ask for it."""
+        """Yields whether `owner` was the first to ask, now or earlier."""
         yield self.put(name, owner.encode()) == owner.encode()
 
     def why_no_conditions(self) -> str:
-        """Tries to write an object twice; returns why that is of no use, empty if it is."""
+        """Tries to write an object twice; returns why conditions do not work, empty if they do."""
         if self._in_parts is None:
             for in_parts in (False, True):
                 if self._is_refused(in_parts=in_parts):
@@ -133,14 +129,14 @@ class S3Notes:
             self._store.put(key, data, crc32(data))
             try:
                 return not self._store.put_new(key, data, crc32(data), in_parts=in_parts)
-            except OSError:  # what a store says that does not know it at all
+            except OSError:  # the answer of a store without such a condition
                 return False
             finally:
                 self._store.delete([key])
 
 
 class S3SharedObject:
-    """One process's view of such an object; threads share it.
+    """An object to which several processes send parts, as one of them sees it; threads share it.
 
     Attributes:
         key: What it will be called.
@@ -220,7 +216,7 @@ _REQUESTS_AT_A_TIME = 8
 
 
 class S3SharedTarget:
-    """One process's view of such an output."""
+    """One process's view of an output on S3 that several processes write."""
 
     takes_parts = True
 
@@ -228,7 +224,7 @@ class S3SharedTarget:
         """Looks at what is there.
 
         Args:
-            place: Where it goes.
+            place: Where the output is written.
             attempt: What all processes have in common.
             cut: Returns the parts of a file, as all processes cut it.
         """
@@ -261,12 +257,12 @@ class S3SharedTarget:
         return None if note is None else plan_of(note)
 
     def agree(self, plan: bytes) -> bytes:
-        """Says what is to be done, unless another process has; returns what was agreed on."""
+        """Proposes a plan unless another process has; returns the plan that was agreed on."""
         seen = self._commit.seen if self._attempt.overwrite else None
         return plan_of(self._common.put(_PLAN, plan_note(plan, seen)))
 
     def free_bytes(self) -> int | None:
-        """Returns None: a bucket has no limit that anybody could ask for."""
+        """Returns None: a bucket has no limit that could be queried."""
         return None
 
     def why_no_ranges(self) -> str:
@@ -278,14 +274,14 @@ class S3SharedTarget:
         self._commit.sweep(kept=f"{self._folder}{self._attempt.name}/")
 
     def create(self, path: str, size_bytes: int) -> None:
-        """Takes note of a file of that size; parts of it that were not sent are forgotten."""
+        """Prepares a file of that size; parts of it that were not sent are dropped."""
         check_relative(path, self.location)
         key = self._store.prefix + path
         parts = self._cut(path) if size_bytes else ()
         self._objects[path] = S3SharedObject(self._store, key, parts, lambda: self._upload(path))
 
     def begin(self) -> None:
-        """Begins the uploads of all files that were created, and says so to the others."""
+        """Begins the uploads of all created files, and writes their notes."""
         with ThreadPoolExecutor(_REQUESTS_AT_A_TIME) as threads:
             for _ in threads.map(self._begin_one, self._objects):
                 pass
@@ -305,7 +301,7 @@ class S3SharedTarget:
         return {path: item.rows() for path, item in self._objects.items() if item.rows()}
 
     def adopt(self, sent: SentRows) -> Mapping[str, Sequence[ObjectPart]]:
-        """Takes over what the processes have sent; returns which parts are missing, by file."""
+        """Adds what other processes have sent; returns the missing parts, by file."""
         for path, rows in sent.items():
             self._objects[path].adopt(rows)
         missing = {path: item.missing() for path, item in self._objects.items()}
@@ -334,24 +330,24 @@ class S3SharedTarget:
             self._commit.release()
 
     def leave(self) -> None:
-        """Ends this process's part, whatever becomes of the whole."""
+        """Ends this process's part; the output stays as it is."""
 
     def abandon(self) -> None:
-        """Removes what all processes wrote, so that none of them can commit it any more."""
+        """Removes what all processes wrote, so that none of them can commit it."""
         clean_up(self._translate_errors, self._remove)
 
     def _remove(self) -> None:
-        """Removes the notes, the one first without which the others are nothing, and uploads."""
+        """Removes the notes, first the plan, without which none can commit, and the uploads."""
         self._store.delete([self._folder + _PLAN])
         sweep_uploads(self._store, self._store.prefix, only=self._folder)
 
     def _has_uploads(self) -> bool:
-        """Tells whether no other run has removed the notes of the uploads, and so these."""
+        """Says whether the notes of the uploads exist: another run removes both together."""
         with_parts = [path for path, item in self._objects.items() if item.rows()]
         return not with_parts or self._notes.get(_note_of(with_parts[0])) is not None
 
     def _plan_one(self, path: str) -> None:
-        """Writes down an upload that is about to begin, for the next run after a kill."""
+        """Notes an upload that is about to begin, for the next run after a kill."""
         key = self._store.prefix + path
         self._notes.leave(f"{_note_of(path)}{_PLANNED}", mark_of([], [key]))
 
@@ -375,7 +371,7 @@ class S3SharedTarget:
         for _, upload in uploads_in(found or b""):
             return upload
         raise OutputError(
-            f"the upload of {path!r} was removed by somebody else",
+            f"the upload of {path!r} was removed by another run",
             where=self.location,
             hint="run one command at a time for an output, and this one again",
         )

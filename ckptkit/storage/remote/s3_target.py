@@ -50,7 +50,7 @@ _LOG = logging.getLogger(__name__)
 
 
 def mark_of(uploads: Sequence[tuple[str, str]], planned: Collection[str] = ()) -> bytes:
-    """Returns an object's content that tells the next run of uploads.
+    """Returns the content of a mark, by which the next run finds uploads.
 
     Args:
         uploads: Key and name of each.
@@ -67,7 +67,7 @@ def _planned_in(mark: bytes) -> frozenset[str]:
 
 
 def uploads_in(mark: bytes) -> Iterator[tuple[str, str]]:
-    """Yields key and name of the uploads that a mark tells of; of one that is damaged, none."""
+    """Yields key and name of the uploads in a mark; none if it is damaged."""
     try:
         for key, upload in json.loads(mark)[UPLOADS]:
             yield str(key), str(upload)
@@ -76,7 +76,7 @@ def uploads_in(mark: bytes) -> Iterator[tuple[str, str]]:
 
 
 def has_leftovers(store: S3Uploads, prefix: str, *, kept: str = "") -> bool:
-    """Tells whether `sweep_uploads` would find something to remove."""
+    """Says whether `sweep_uploads` would find something to remove."""
     if any(not (kept and key.startswith(kept)) for key in _marks(store, prefix, prefix)):
         return True
     work = f"{prefix}{WORK_INFIX}"
@@ -84,7 +84,7 @@ def has_leftovers(store: S3Uploads, prefix: str, *, kept: str = "") -> bool:
 
 
 def sweep_uploads(store: S3Uploads, prefix: str, *, only: str = "", kept: str = "") -> None:
-    """Removes what earlier runs wrote down below a prefix, and the uploads that it tells of.
+    """Removes the marks and notes of earlier runs below a prefix, and their uploads.
 
     Args:
         store: The bucket.
@@ -93,11 +93,11 @@ def sweep_uploads(store: S3Uploads, prefix: str, *, only: str = "", kept: str = 
         kept: The prefix of what stays.
     """
 
-    def goes(key: str) -> bool:
+    def is_removed(key: str) -> bool:
         return key.startswith(only) and not (kept and key.startswith(kept))
 
     found = _marks(store, prefix, only or prefix)
-    marks = [key for key in found if goes(key)]
+    marks = [key for key in found if is_removed(key)]
     planned: set[str] = set()
     for mark in marks:
         name = found[mark]
@@ -105,9 +105,9 @@ def sweep_uploads(store: S3Uploads, prefix: str, *, only: str = "", kept: str = 
             planned |= _abort_all(store, mark, prefix)
     work = f"{prefix}{WORK_INFIX}"
     for key, upload in _unfinished(store, prefix if planned else only or work):
-        if key in planned or (key.startswith(work) and goes(key)):
+        if key in planned or (key.startswith(work) and is_removed(key)):
             store.abort(key, upload)
-    if marks:  # last: without them nothing tells of the uploads
+    if marks:  # last: the next run finds the uploads by them
         store.delete(marks)
 
 
@@ -132,7 +132,7 @@ def _unfinished(store: S3Uploads, prefix: str) -> list[tuple[str, str]]:
 
 
 def _abort_all(store: S3Uploads, mark: str, prefix: str) -> frozenset[str]:
-    """Removes the uploads that a mark tells of; returns the keys of those that had no name yet."""
+    """Removes the uploads in a mark; returns the keys of those that had no name yet."""
     try:
         data = store.get(store.url(mark).removeprefix("s3://"))
     except FileNotFoundError:  # another process sweeps here too
@@ -200,13 +200,13 @@ def open_s3_prefix(place: Place, *, writer: str = "") -> S3Prefix:
 
 
 class S3Commit:
-    """One run's way to the commit of a place."""
+    """The commit of one run to a place."""
 
     def __init__(self, place: S3Prefix, *, overwrite: bool) -> None:
         """Looks at what is there.
 
         Args:
-            place: Where the output goes.
+            place: Where the output is written.
             overwrite: Whether an earlier output is replaced.
         """
         store, location, translate_errors = place.store, place.location, place.translate_errors
@@ -222,7 +222,7 @@ class S3Commit:
             self._refuse_filled(self._seen)
 
     def objects(self) -> dict[str, str]:
-        """Returns keys and ETags of what lies at the place, marks and folder markers left out."""
+        """Returns keys and ETags of the objects of the place, without marks and folder markers."""
         start = len(self._store.prefix)
         return {
             key: etag
@@ -264,14 +264,14 @@ class S3Commit:
     def run(
         self, items: Sequence[Publishable], last: Last | bytes, still_ours: Callable[[], bool]
     ) -> None:
-        """Puts an output in place, its manifest last.
+        """Commits an output, its manifest last.
 
         The claim is held until `release`, also where this fails.
 
         Args:
             items: All files but the manifest.
             last: The manifest, or its content.
-            still_ours: Tells whether no other run has removed the uploads.
+            still_ours: Says whether no other run has removed the uploads.
         """
         with self._translate_errors():
             self._manifest = last.key if not isinstance(last, bytes) else self._manifest
@@ -293,13 +293,13 @@ class S3Commit:
         clean_up(self._translate_errors, lambda: self._delete(rest))
 
     def release(self) -> None:
-        """Gives the claim back, if it is held."""
+        """Releases the claim, if it is held."""
         if self.claim.is_held and self._is_dirty:
             clean_up(self._translate_errors, self._look_for_rest)
         self.claim.release(is_clean=not self._is_dirty)
 
     def _look_for_rest(self) -> None:
-        """Notes whether files lie there that only the claim tells to be of an output."""
+        """Notes whether the place holds files that only the claim names as those of an output."""
         objects = self.objects()
         self._is_dirty = bool(objects) and self._manifest not in objects
 
@@ -358,7 +358,7 @@ class S3Commit:
                     future.cancel()
 
     def _see(self, items: Sequence[Publishable]) -> None:
-        """Sees that what lies there is what this run has put there."""
+        """Checks that the objects of the place are those that this run wrote."""
         now = self.objects()
         for item in items:
             if item.etag and now.get(item.key) != item.etag:
@@ -408,14 +408,14 @@ def why_no_copies(store: S3Uploads, key: str, source: CopySource) -> str:
         part = store.copy(key, upload, 1, source, (0, PROBE_BYTES))
         expected = crc32(store.get(source.path, 0, PROBE_BYTES))
         store.complete(key, upload, [SentPart(1, part.etag, expected)])
-        told, upload = store.head(key).told, ""
+        checksum, upload = store.head(key).checksum, ""
         store.delete([key])
     except Exception as error:  # noqa: BLE001  whatever it is, the bytes can go through here
         _LOG.debug("the store was asked for a copy: %s", type(error).__name__)
         _abort(store, key, upload)
         return f"the store does not copy parts of objects ({type(error).__name__})"
-    if told is None or not ObjectSums.of([(expected, PROBE_BYTES)]).agree_with(told):
-        return "the store tells no CRC-32 of what it copied"
+    if checksum is None or not ObjectSums.of([(expected, PROBE_BYTES)]).agree_with(checksum):
+        return "the store reports no CRC-32 of what it copied"
     return ""
 
 
@@ -435,7 +435,7 @@ class S3Target:
         """Looks at what is there, and removes what a killed run left of its uploads.
 
         Args:
-            place: Where the output goes.
+            place: Where the output is written.
             overwrite: Whether an earlier output is replaced by the commit.
         """
         store = place.store
@@ -454,14 +454,14 @@ class S3Target:
         return self._location
 
     def free_bytes(self) -> int | None:
-        """Returns None: a bucket has no limit that anybody could ask for."""
+        """Returns None: a bucket has no limit that could be queried."""
         return None
 
     def create(self, path: str, size_bytes: int) -> None:
         self.create_copied(path, size_bytes, ())
 
     def create_copied(self, path: str, size_bytes: int, copies: Sequence[CopiedRange]) -> None:
-        """Takes note of a file of which the store copies ranges, when `copy` asks it to.
+        """Prepares a file of which `copy` lets the store copy ranges.
 
         Args:
             path: The file.
@@ -490,7 +490,7 @@ class S3Target:
             self._objects[path].copy(part, source)
 
     def why_no_copies(self, source: CopySource) -> str:
-        """Tries to have a few bytes copied; returns why that is of no use, empty if it is.
+        """Tries to copy a few bytes; returns why the store cannot, empty if it can.
 
         Args:
             source: The object to copy from, of `PROBE_BYTES` at least.
@@ -531,7 +531,7 @@ class S3Target:
         self._commit.release()
 
     def _note(self, key: str, upload: str) -> None:
-        """Writes down that an upload is ours, before it begins and before it holds any bytes."""
+        """Writes an upload into the mark, before it begins and before it holds any bytes."""
         with self._lock:
             if upload:
                 self._uploads.append((key, upload))
@@ -542,6 +542,6 @@ class S3Target:
             self._store.put(self._mark, data, crc32(data))
 
     def _has_mark(self) -> bool:
-        """Tells whether no other run has removed what was written down, and the uploads."""
+        """Says whether the mark exists: another run removes it together with the uploads."""
         path = self._store.url(self._mark).removeprefix("s3://")
         return not self._planned or self._store.store.look_up(path) is not None

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 _HEADER_BYTES = 64 << 10
 _LEAST_BYTES = 4 << 10
-_HEADER_SHARE = 256  # one byte in so many may be read in vain at either end of a file
-_KEPT_BYTES = 1 << 20  # of a range that may be asked for again, such as a directory at a file's end
+_HEADER_SHARE = 256  # one byte in so many may be read in vain at each end of a file
+_KEPT_BYTES = 1 << 20  # of a range that may be read again, such as a directory at the end of a file
 _KEPT_TOGETHER_BYTES = 16 << 20
 Answer = TypeVar("Answer")
 
@@ -40,9 +40,9 @@ Answer = TypeVar("Answer")
 class RemoteSource(Closing):
     """A prefix of an object store that is read and never changed.
 
-    One listing tells what is there; a file that it lacks is looked up by its name, since a store's
-    listing may lag behind what was written. Every read depends on the object being the one that was
-    listed, where the store offers that.
+    The files come from one listing; a file that it lacks is looked up by its name, since the
+    listing of a store may lag behind what was written. Every read requires the listed version of
+    the object, where the store has such conditions.
     """
 
     def __init__(
@@ -52,8 +52,8 @@ class RemoteSource(Closing):
 
         Args:
             place: A URL, with the options of its storage.
-            listed: What is known to lie there already.
-            root: What the client calls the place, where that is known.
+            listed: The objects of the place, where these are known.
+            root: The place, as the client names it, where that is known.
         """
         self.place = place
         self._store = store_of(place)
@@ -66,7 +66,7 @@ class RemoteSource(Closing):
 
     @property
     def location(self) -> str:
-        """The URL as the user named it; that of a place holds no secrets."""
+        """The URL as the user named it; a place has no secrets in its URL."""
         return self.place.location
 
     @property
@@ -107,7 +107,7 @@ class RemoteSource(Closing):
         self._fill(path, start, view)
 
     def fetch(self, reads: Sequence[tuple[FileRange, memoryview]]) -> None:
-        """Fills many buffers, each from its range, with as many requests at a time as there are."""
+        """Fills many buffers, each from its range, with many requests at a time."""
         if len(reads) == 1:
             self.read_into(reads[0][0].path, reads[0][0].start, reads[0][1])
             return
@@ -120,14 +120,14 @@ class RemoteSource(Closing):
             raise errors[0]
 
     def prefetch(self, ranges: Collection[FileRange]) -> None:
-        """Reads small ranges that will be asked for one by one, all at a time, and keeps them.
+        """Reads small ranges at a time that `read` will be called for one by one, and keeps them.
 
-        An empty range asks for no more than whether there is such a file.
+        An empty range only looks up its file.
         """
         wanted = [one for one in ranges if one.size_bytes <= _KEPT_BYTES]
         futures = [self._pool().submit(self._prefetch_one, one) for one in wanted]
         for future in futures:
-            future.exception()  # is met again, and told, by whoever needs the bytes
+            future.exception()  # raised again when the bytes are read
 
     def copy_source(self, path: str) -> CopySource | None:
         known = self._known(path)
@@ -189,7 +189,7 @@ class RemoteSource(Closing):
         return self._finished(found)
 
     def _finished(self, found: Mapping[str, ObjectInfo]) -> dict[str, ObjectInfo]:
-        """Leaves out outputs that are being put in place, of which only a part may be there."""
+        """Leaves out outputs that are being committed, which may be incomplete."""
         claims = (path for path in found if path.rpartition("/")[2] == CLAIM_NAME)
         folders = [path.removesuffix(CLAIM_NAME) for path in claims]
         begun = tuple(one for one in folders if f"{one}{MANIFEST_NAME}" not in found)
@@ -224,7 +224,7 @@ class RemoteSource(Closing):
         try:
             return self._asked(path, lambda: self._store.look_up(full))
         except AccessError:
-            return None  # how S3 answers for what is absent where only a part may be listed
+            return None  # the answer of S3 for an absent key where only a part may be listed
 
     def _fill(self, path: str, start: int, view: memoryview) -> None:
         full, known = posixpath.join(self._root, path), self._known(path)
@@ -247,7 +247,7 @@ class RemoteSource(Closing):
                 where=self._where(path),
                 options=self._store.options,
                 attempts=self._store.retry_policy.attempts,
-            ) from None  # whose text may hold what ours was freed of
+            ) from None  # its text may hold secrets that ours does not
 
     def _truncated(self, path: str, start: int, stop: int, end: int) -> TruncatedFileError:
         return TruncatedFileError(
@@ -264,8 +264,8 @@ class RemoteSource(Closing):
 def _widened(start: int, stop: int, size_bytes: int) -> tuple[int, int]:
     """Returns the range to ask for where a header, or a directory at a file's end, is read.
 
-    Its length stands before it, or after it: both come with one question. A small file comes as a
-    whole, since its other parts will be asked for next.
+    Its length is next to it: one request reads both. A small file is read as a whole, since its
+    other parts will be read next.
     """
     if size_bytes <= _HEADER_BYTES:
         return 0, size_bytes
@@ -287,7 +287,7 @@ class _KeptRanges:
         self._size_bytes = 0
 
     def find(self, path: str, start: int, stop: int) -> bytes | None:
-        """Returns the bytes of a range that begins where a kept one does, or lies in a wide one."""
+        """Returns the bytes of a range that begins where a kept one does, or is in a wide one."""
         with self._lock:
             for begin in (start, *self._wide.get(path, ())):
                 data = self._by_file.get((path, begin))

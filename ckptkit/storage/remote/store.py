@@ -1,9 +1,7 @@
-"""One account on one object store, through fsspec: listing it, and reading ranges of its objects.
+"""The client of an object store, or of the Hub, through fsspec: listing, reading and writing.
 
-Nothing here gives up at the first failure, and nothing here knows what a checkpoint is. Errors
-are the client's own; who calls knows what was asked for, and tells them.
-
-Reading files of a repository on the Hub, at one commit, through the client's file system.
+Requests are repeated after transient errors. Errors are those of the client, which callers
+translate.
 """
 
 from __future__ import annotations
@@ -47,7 +45,7 @@ _KINDS = {"dataset": "datasets/", "space": "spaces/"}
 
 
 def pinned_root(filesystem: Any, path: str) -> str:
-    """Returns a path in a repository with the commit that its revision stands for now.
+    """Returns a path in a repository with the commit that its revision names now.
 
     A branch may move between two requests; a commit does not.
 
@@ -91,7 +89,7 @@ class ObjectInfo:
     Attributes:
         size_bytes: Its size.
         identity: Changes when it is replaced.
-        etag: What a request can be made to depend on; empty where the store has no such thing.
+        etag: For conditional requests; empty where the store has none.
         modified: When it was written, in seconds since 1970; 0 where that is unknown.
     """
 
@@ -127,7 +125,7 @@ class RemoteStore:
         return call_with_retries(ask, wait)
 
     def path_of(self, location: str) -> str:
-        """Returns what the client calls a URL; one of the Hub is fixed to the commit it has now."""
+        """Returns the client's path of a URL; a path on the Hub is pinned to the current commit."""
         if self.is_s3:
             return location.partition("://")[2].strip("/")
         path: str = self.filesystem._strip_protocol(location)  # noqa: SLF001  fsspec's own name
@@ -213,17 +211,17 @@ class RemoteStore:
         self.retry(ask, f"write {path}")
 
     def put_if(self, path: str, data: bytes, expected: str) -> str | None:
-        """Writes a small object if what is there is what is expected; asks the store once.
+        """Writes a small object if the existing one is as expected, with a single request.
 
-        Stores that know no such condition write in any case; `has_conditions` is false then.
+        Stores without such conditions write in any case; `has_conditions` is false then.
 
         Args:
             path: The object.
             data: Its bytes.
-            expected: The ETag of what is there; empty if there is to be nothing.
+            expected: The ETag of the existing object; empty if there must be none.
 
         Returns:
-            The new ETag, empty where the store knows none; None if something else is there.
+            The new ETag, empty where the store has none; None if another object exists.
         """
         if not self.is_s3:
             return self._put_new(path, data, may_exist=bool(expected))
@@ -262,12 +260,12 @@ class RemoteStore:
         return ""
 
     def delete(self, root: str, names: Sequence[str]) -> None:
-        """Removes objects below a path, by exact names; those that are gone already are no error.
+        """Removes objects below a path, by exact names; missing ones are no error.
 
         Everything that is removed from a store is removed here.
 
         Args:
-            root: Bucket and prefix of the place that was named.
+            root: Bucket and prefix of the place.
             names: Relative to it.
         """
         for name in names:
@@ -286,7 +284,7 @@ class RemoteStore:
             self.filesystem.rm_file(path)
 
     def look_up(self, path: str) -> ObjectInfo | None:
-        """Returns a single object, whether or not listings show it yet; None where it is not."""
+        """Returns a single object, also where listings do not show it yet; None if absent."""
         given = self.filesystem, path
 
         def ask() -> ObjectInfo | None:
@@ -299,7 +297,7 @@ class RemoteStore:
         return self.retry(ask, f"look up {path}")
 
     def read_into(self, path: str, start: int, target: memoryview, known: ObjectInfo) -> None:
-        """Fills `target` from byte `start` of an object on, with one request that succeeds."""
+        """Fills `target` from byte `start` of an object on."""
 
         def ask() -> None:
             if self.is_s3:

@@ -1,12 +1,8 @@
-"""From a URL to what writes an output there.
+"""Writing an output to a URL; stores other than S3 through any file system of fsspec.
 
-Writing an output through any file system of fsspec: every file from its start to its end.
-
-What fsspec promises of all stores is a file that is opened, written in order and closed, and
-that readers see when it is committed. So files are left open until the commit, which closes them
-one by one, the manifest last.
-
-Files that are written from start to end, fed by threads that come in about that order.
+All that fsspec promises of every store is a file that is opened, written in order and closed, and
+that readers see when it is committed. So files stay open until the commit, which closes them one
+by one, the manifest last. Threads write in about the order of files and bytes.
 """
 
 from __future__ import annotations
@@ -39,14 +35,14 @@ if TYPE_CHECKING:
 
 
 WAITING_BYTES = 16 << 20
-"""What may wait for its turn in memory, of all files together."""
+"""How many bytes of all files may wait in memory for their turn."""
 
 
 class PendingMemory:
     """The memory in which writes wait for their turn.
 
-    Whoever finds no room waits for those before it. That ends, as long as writes are begun in the
-    order of files and bytes: the first of those begun never waits.
+    A write without room waits for those before it. This ends as long as writes are begun in the
+    order of files and bytes, since the first of them never waits.
     """
 
     def __init__(self, limit_bytes: int = WAITING_BYTES) -> None:
@@ -55,7 +51,7 @@ class PendingMemory:
         self.is_given_up = False
 
     def give_up(self) -> None:
-        """Lets everybody go who waits, and takes nothing any more."""
+        """Ends all waits, and accepts nothing any more."""
         with self.changed:
             self.is_given_up = True
             self.changed.notify_all()
@@ -103,17 +99,19 @@ class Stream:
         self._file.commit()
 
     def discard(self) -> None:
-        """Throws away what was written."""
+        """Discards what was written."""
         if self._file is None:
             return
         try:
             self._file.discard()
         finally:
             with suppress(AttributeError):
-                self._file.closed = True  # or its end would write the rest, and make it visible
+                self._file.closed = (
+                    True  # else its finaliser would write the rest, and make it visible
+                )
 
     def _is_next(self, start: int, data: memoryview) -> bool:
-        """Tells whether it is a write's turn; keeps it for later where it is not."""
+        """Says whether it is the turn of a write; keeps its bytes for later otherwise."""
         room = self._room
         with room.changed:
             room.changed.wait_for(
@@ -130,7 +128,7 @@ class Stream:
             return False
 
     def _advance(self, count: int) -> bytes | None:
-        """Takes note of bytes written; returns those that follow them if they are there."""
+        """Counts written bytes; returns those that follow them if they are kept."""
         room = self._room
         with room.changed:
             self._position += count
@@ -155,7 +153,7 @@ class StreamTarget:
 
         Args:
             place: The URL and its options.
-            overwrite: Whether what lies there is replaced by the commit.
+            overwrite: Whether the commit replaces an earlier output.
         """
         # A client of its own: the files of a transaction are those of its file system.
         self._store = RemoteStore(place.protocol, place.options, place.location)
@@ -184,11 +182,11 @@ class StreamTarget:
         return self._location
 
     def free_bytes(self) -> int | None:
-        """Returns None: nobody knows how much room a store has."""
+        """Returns None: the room of a store is not known."""
         return None
 
     def create(self, path: str, size_bytes: int) -> None:
-        """Takes note of a file of that size; it is opened with its first bytes."""
+        """Prepares a file of that size; it is opened with its first bytes."""
         check_relative(path, self._location)
         if path in self._streams:
             raise OutputError(f"the file {path!r} is there already", where=self._location)
@@ -203,7 +201,7 @@ class StreamTarget:
             stream.write(start, data.cast("B"))
 
     def give_up(self) -> None:
-        """Lets those go who wait for a write that will not come; nothing is written any more."""
+        """Ends all waits for writes that will not come; nothing is written any more."""
         self._room.give_up()
 
     def commit(self, last: str) -> None:
@@ -220,8 +218,8 @@ class StreamTarget:
             with self._translate_errors():
                 self._claim.take()
                 old = self._objects()
-                goes = self._refuse_changed(old, last)
-                self._claim.add_names({*goes, *self._streams})
+                replaced = self._refuse_changed(old, last)
+                self._claim.add_names({*replaced, *self._streams})
                 self._claim.check()
                 if last in old:
                     self._remove(last)
@@ -232,11 +230,11 @@ class StreamTarget:
         except BaseException:
             self.abandon()
             raise
-        made = set(self._streams)
+        written = set(self._streams)
         self._streams.clear()
         self._published.clear()
         self._filesystem.transaction.files.clear()
-        for path in sorted(goes - made):
+        for path in sorted(replaced - written):
             clean_up(self._translate_errors, partial(self._remove, path))
         self._claim.release(is_clean=True)
 
@@ -253,7 +251,7 @@ class StreamTarget:
             clean_up(self._translate_errors, self._release)
 
     def _release(self) -> None:
-        """Gives the claim back; what lies there without a manifest stays named."""
+        """Releases the claim; files without a manifest stay named in it."""
         left = self._objects()
         self._claim.release(is_clean=not left or MANIFEST_NAME in left)
 
@@ -277,7 +275,7 @@ class StreamTarget:
             raise output_exists_error(self._location)
 
     def _refuse_changed(self, found: Mapping[str, ObjectInfo], last: str) -> set[str]:
-        """Refuses what is not to be replaced; returns the files that go with it."""
+        """Refuses what must not be replaced; returns the files that are removed with it."""
         self._refuse_filled(found)
         refuse_newer(found.get(last), self._seen.get(last), self._location)
         if found and last == MANIFEST_NAME:
@@ -323,7 +321,7 @@ def open_remote_target(place: Place, *, overwrite: bool) -> Target:
 
     Args:
         place: A URL with its options.
-        overwrite: Whether what lies there is replaced by the commit.
+        overwrite: Whether the commit replaces an earlier output.
     """
     if place.protocol not in S3_PROTOCOLS:
         return StreamTarget(place, overwrite=overwrite)
