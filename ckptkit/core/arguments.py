@@ -111,10 +111,10 @@ def check_names(function: Callable[P, R]) -> Callable[P, R]:
     return checked
 
 
-def _check_names(function: Callable[..., Any], given: Iterable[str]) -> _Signature:
+def _check_names(function: Callable[..., Any], arguments: Iterable[str]) -> _Signature:
     signature = _signature(function)
     if not signature.takes_any:
-        refuse_unknown(given, signature.annotations, where=signature.where)
+        refuse_unknown(arguments, signature.annotations, where=signature.where)
     return signature
 
 
@@ -171,7 +171,9 @@ def _check_kind(name: str, value: object, annotation: str, where: str) -> None:
     """Refuses a value that no alternative of an annotation allows; messages show no value."""
     if not annotation or _fits(value, annotation):
         return
-    expected = " or ".join(dict.fromkeys(_named(one) for one in _alternatives(annotation)))
+    expected = " or ".join(
+        dict.fromkeys(_named(alternative) for alternative in _alternatives(annotation))
+    )
     lone = (isinstance(value, str) or _has_path(value)) and "Sequence[" in annotation
     raise ArgumentError(
         f"is {a_kind(value)}{_element(value, annotation)}, where {expected} was expected",
@@ -183,13 +185,13 @@ def _check_kind(name: str, value: object, annotation: str, where: str) -> None:
 def _element(value: object, annotation: str) -> str:
     """Names the first element that keeps a list from being what was expected."""
     if isinstance(value, Iterable) and _is_list(value) and "Sequence[" in annotation:
-        wrong = [one for one in value if not _fits(one, _inner(annotation))]
+        wrong = [element for element in value if not _fits(element, _inner(annotation))]
         return f" with {a_kind(wrong[0])} in it" if wrong else ""
     return ""
 
 
 def _fits(value: object, annotation: str) -> bool:
-    return any(_fits_one(value, one) for one in _alternatives(annotation))
+    return any(_fits_one(value, alternative) for alternative in _alternatives(annotation))
 
 
 def _fits_one(value: object, annotation: str) -> bool:
@@ -199,7 +201,7 @@ def _fits_one(value: object, annotation: str) -> bool:
     if not _KINDS[head][0](value):
         return False
     if head == "Sequence" and isinstance(value, Sequence | set | frozenset):
-        return all(_fits(one, _inner(annotation)) for one in value)
+        return all(_fits(element, _inner(annotation)) for element in value)
     return True
 
 
@@ -219,9 +221,9 @@ def _named(annotation: str) -> str:
     if head != "Sequence":
         return named
     inner = " or ".join(
-        _KINDS[one.partition("[")[0]][1].removeprefix("a ")
-        for one in _alternatives(_inner(annotation))
-        if one.partition("[")[0] in _KINDS
+        _KINDS[alternative.partition("[")[0]][1].removeprefix("a ")
+        for alternative in _alternatives(_inner(annotation))
+        if alternative.partition("[")[0] in _KINDS
     )
     return f"{named} of {inner}s" if inner and " or " not in inner else named
 
@@ -232,10 +234,10 @@ def _alternatives(annotation: str) -> list[str]:
     >>> _alternatives("Sequence[str | int] | None")
     ['Sequence[str | int]', 'None']
     """
-    found, depth, start = [], 0, 0
+    alternatives, depth, start = [], 0, 0
     for at, character in enumerate(annotation):
         depth += {"[": 1, "]": -1}.get(character, 0)
         if character == "|" and depth == 0:
-            found.append(annotation[start:at].strip())
+            alternatives.append(annotation[start:at].strip())
             start = at + 1
-    return [*found, annotation[start:].strip()]
+    return [*alternatives, annotation[start:].strip()]

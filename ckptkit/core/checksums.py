@@ -282,18 +282,18 @@ class Digest(Protocol):
         ...
 
 
-def digest_like(known: str) -> Digest:
+def digest_like(digest: str) -> Digest:
     """Returns an empty digest in the scheme of a known one.
 
     What several processes wrote has the CRC-32 of its bytes, `crc32:` and 8 hexadecimal digits,
     because that can be joined over ranges of any kind; everything else a tree of XXH3-128.
     """
-    return _Crc32() if known.startswith(f"{CRC32_SCHEME}:") else _Tree()
+    return _Crc32() if digest.startswith(f"{CRC32_SCHEME}:") else _Tree()
 
 
-def digest_as(known: str, data: memoryview) -> str:
-    """Returns the digest of a whole content in the scheme of a known one."""
-    digest = digest_like(known)
+def digest_as(other: str, data: memoryview) -> str:
+    """Returns the digest of a whole content in the scheme of another digest."""
+    digest = digest_like(other)
     for leaf, (start, stop) in enumerate(leaf_ranges(len(data))):
         digest.add(leaf, data[start:stop])
     return digest.value(len(data))

@@ -69,9 +69,9 @@ def dtype_named(name: str, *, where: str = "") -> DType:
     Raises:
         UnsupportedError: If the table has no such type.
     """
-    found = BY_NAME.get(name.removeprefix("torch."))
-    if found is None:
+    dtype = BY_NAME.get(name.removeprefix("torch."))
+    if dtype is None:
         raise UnsupportedError(
             f"dtype {name!r} is not modelled; known are {', '.join(BY_NAME)}", where=where
         )
-    return found
+    return dtype

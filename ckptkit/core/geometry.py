@@ -186,10 +186,10 @@ def _defect_in_runs(
     start: Ints, stop: Ints, total: int, shape: Shape, *, flat: bool
 ) -> Defect | None:
     """The common case: every chunk is one run of elements, so sorting them is enough."""
-    found = _first_gap_or_overlap(start, stop, total)
-    if found is None:
+    defect = _first_gap_or_overlap(start, stop, total)
+    if defect is None:
         return None
-    (low, high), copies = found
+    (low, high), copies = defect
     span = Span(low, high)
     return Defect(span if flat or not shape else slabs(span, shape)[0], copies)
 
@@ -223,12 +223,12 @@ def _defect_in_boxes(table: ChunkTable, shape: Shape) -> Defect | None:
     ]
     cells = math.prod(len(edge) - 1 for edge in edges)
     if len(split) <= _GRID_DIMENSIONS and cells <= _GRID_CELLS:
-        found = _defect_in_grid(lower, upper, edges)
+        defect = _defect_in_grid(lower, upper, edges)
     else:
-        found = _Sweep(lower, upper, edges).find(np.arange(len(lower)), 0)
-    if found is None:
+        defect = _Sweep(lower, upper, edges).find(np.arange(len(lower)), 0)
+    if defect is None:
         return None
-    intervals, copies = found
+    intervals, copies = defect
     offsets, sizes = [0] * len(shape), list(shape)
     for (low, high), axis in zip(intervals, split, strict=False):
         offsets[axis], sizes[axis] = low, high - low
@@ -275,9 +275,9 @@ class _Sweep:
         for start, stop in itertools.pairwise(local.tolist()):
             self._count(len(rows))
             inside = rows[(low <= start) & (high >= stop)]
-            found = self.find(inside, axis + 1)
-            if found is not None:
-                return [(start, stop), *found[0]], found[1]
+            defect = self.find(inside, axis + 1)
+            if defect is not None:
+                return [(start, stop), *defect[0]], defect[1]
         return None
 
     def _find_in_line(self, low: Ints, high: Ints, total: int) -> _Found | None:

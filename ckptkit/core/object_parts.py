@@ -66,7 +66,7 @@ class ObjectPart:
         return self.copied.source_start + self.start - self.copied.start
 
 
-def choose_copies(size_bytes: int, found: Sequence[CopiedRange]) -> tuple[CopiedRange, ...]:
+def choose_copies(size_bytes: int, copyable: Sequence[CopiedRange]) -> tuple[CopiedRange, ...]:
     """Chooses what the store is to copy, so that all between can be sent as parts.
 
     The bytes before, between and behind must be none, or enough for a part, except at the end of
@@ -74,14 +74,14 @@ def choose_copies(size_bytes: int, found: Sequence[CopiedRange]) -> tuple[Copied
 
     Args:
         size_bytes: Of the object.
-        found: What could be copied, by its start, without overlaps.
+        copyable: What could be copied, by its start, without overlaps.
 
     Returns:
         Those that are to be copied, in order.
     """
     least = MIN_PART_BYTES
     while True:
-        chosen = _without_short_gaps([one for one in found if one.size_bytes >= least])
+        chosen = _without_short_gaps([copied for copied in copyable if copied.size_bytes >= least])
         if len(chosen) <= _MOST_COPIES and _has_room(size_bytes, chosen):
             return tuple(chosen)
         least *= 2
@@ -113,22 +113,22 @@ def part_bytes(size_bytes: int, most_parts: int = MOST_PARTS - 2) -> int:
     return max(PART_BYTES, -(-size_bytes // most_parts))
 
 
-def _without_short_gaps(found: Sequence[CopiedRange]) -> list[CopiedRange]:
+def _without_short_gaps(copyable: Sequence[CopiedRange]) -> list[CopiedRange]:
     chosen: list[CopiedRange] = []
-    for one in found:
+    for copied in copyable:
         while True:
-            gap = one.start - (chosen[-1].stop if chosen else 0)
+            gap = copied.start - (chosen[-1].stop if chosen else 0)
             if gap == 0 or gap >= MIN_PART_BYTES:
-                chosen.append(one)
+                chosen.append(copied)
                 break
-            if not chosen or chosen[-1].size_bytes >= one.size_bytes:
+            if not chosen or chosen[-1].size_bytes >= copied.size_bytes:
                 break
             chosen.pop()
     return chosen
 
 
 def _has_room(size_bytes: int, chosen: Sequence[CopiedRange]) -> bool:
-    pieces = sum(-(-one.size_bytes // MOST_COPIED_BYTES) for one in chosen)
+    pieces = sum(-(-copied.size_bytes // MOST_COPIED_BYTES) for copied in chosen)
     return pieces + len(chosen) + 1 < MOST_PARTS and size_bytes > 0
 
 

@@ -62,7 +62,7 @@ def without_url_secrets(text: str) -> str:
     """
     if "://" not in text:
         return text
-    return _USER.sub(r"\1…@", _SIGNED.sub(lambda found: f"{found[1] or found[2]}?…", text))
+    return _USER.sub(r"\1…@", _SIGNED.sub(lambda match: f"{match[1] or match[2]}?…", text))
 
 
 class Closing(ABC):

@@ -113,7 +113,7 @@ class Sources:
         They fit where both are URLs of one protocol, or where the first one is a path, which needs
         none. A store of another kind does not know them, and must not see their secrets.
         """
-        kinds = {store_kind(one.protocol) for one in (self.first, Place(path))}
+        kinds = {store_kind(place.protocol) for place in (self.first, Place(path))}
         fits = not is_url(self.first) or len(kinds) == 1
         return place_of(path, self._options if fits else None)
 

@@ -93,41 +93,41 @@ class EarlierOutput:
         is_output = manifest.kind != TRAINING
         return cls(has_manifest=True, files=frozenset(manifest.files) if is_output else frozenset())
 
-    def unnamed(self, found: Iterable[str]) -> Iterator[str]:
+    def unnamed(self, paths: Iterable[str]) -> Iterator[str]:
         """Yields the files that do not belong to the output.
 
         With a damaged manifest, all files in the same folder count as its files.
         """
-        for name in found:
+        for name in paths:
             if name not in self.files and not (self.is_damaged and "/" not in name):
                 yield name
 
-    def removable(self, found: Collection[str], known: Collection[str] = ()) -> set[str]:
+    def removable(self, paths: Collection[str], unfinished: Collection[str] = ()) -> set[str]:
         """Returns the files of a place in a store that are removed when its output is replaced.
 
         Files that the manifest does not name stay; all files are removed where it is damaged.
 
         Args:
-            found: The files of the place.
-            known: Further files of the output, such as those of an unfinished commit.
+            paths: The files of the place, relative to it.
+            unfinished: Further files of the output, such as those of an unfinished commit.
         """
         if self.is_damaged:
-            return set(found)
-        return set(found) & {MANIFEST_NAME, *known, *self.files}
+            return set(paths)
+        return set(paths) & {MANIFEST_NAME, *unfinished, *self.files}
 
 
 def refuse_unnamed(
-    found: Collection[str], earlier: EarlierOutput, location: str, known: Collection[str] = ()
+    paths: Collection[str], earlier: EarlierOutput, location: str, unfinished: Collection[str] = ()
 ) -> None:
     """Refuses to replace checkpoints and weights that no manifest there names.
 
     Args:
-        found: The files of the place, relative to it.
+        paths: The files of the place, relative to it.
         earlier: What its manifest says.
         location: The place, for messages.
-        known: Further files that may be replaced, such as those of an unfinished commit.
+        unfinished: Further files that may be replaced, such as those of an unfinished commit.
     """
-    checked = sorted(name for name in set(found) - set(known) if _is_of_checkpoint(name))
+    checked = sorted(name for name in set(paths) - set(unfinished) if _is_of_checkpoint(name))
     _refuse(earlier.unnamed(checked), location, has_manifest=earlier.has_manifest)
 
 
@@ -145,18 +145,18 @@ def refuse_unnamed_in(out: Path, named_as: str) -> None:
     except (OSError, CkptkitError):
         manifest = None
     earlier = EarlierOutput.from_manifest(manifest, named_as)
-    found = (name for name in _files_in(out) if _is_of_checkpoint(name))
-    unnamed = list(islice(earlier.unnamed(found), _COUNTED))
+    paths = (name for name in _files_in(out) if _is_of_checkpoint(name))
+    unnamed = list(islice(earlier.unnamed(paths), _COUNTED))
     _refuse(unnamed, named_as, has_manifest=earlier.has_manifest)
 
 
 def manifest_mark(out: Path) -> tuple[int, ...]:
     """Returns values that differ when another run replaces the manifest of a directory."""
     try:
-        found = (out / MANIFEST_NAME).stat()
+        status = (out / MANIFEST_NAME).stat()
     except OSError:
         return ()
-    return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size
+    return status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size
 
 
 def manifest_digest(out: Path) -> str:

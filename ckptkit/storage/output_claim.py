@@ -35,7 +35,7 @@ _LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _Claim:
     """A claim as it was read: its content, and what a condition can be made of."""
 
     etag: str
@@ -93,33 +93,33 @@ class OutputClaim:
         Returns:
             The files that interrupted commits may have left.
         """
-        found = self._read()
-        if found is not None and not found.is_over:
+        claim = self._read()
+        if claim is not None and not claim.is_over:
             raise self._taken()
-        return frozenset() if found is None else found.names
+        return frozenset() if claim is None else claim.names
 
     def take(self) -> None:
         """Claims the place. Waits briefly for another run, and takes over a dead one's claim."""
         for _ in range(_TRIES):
-            found = self._wait_for_end()
-            if self._try(found):
+            claim = self._wait_for_end()
+            if self._try(claim):
                 return
         raise self._taken()
 
-    def _wait_for_end(self) -> _Found | None:
+    def _wait_for_end(self) -> _Claim | None:
         """Returns the claim that this run may take over, None if there is none."""
         began, first = time.monotonic(), self._read()
-        found = first
-        while first is not None and found is not None and not found.is_over:
+        claim = first
+        while first is not None and claim is not None and not claim.is_over:
             waited = time.monotonic() - began
-            is_alive = found.etag != first.etag or _is_here(found.document)
+            is_alive = claim.etag != first.etag or _is_here(claim.document)
             if is_alive and waited > _WAIT_SECONDS:
                 raise self._taken()
             if waited > _LEASE_SECONDS:
                 break
             time.sleep(_POLL_SECONDS)
-            found = self._read()
-        return found
+            claim = self._read()
+        return claim
 
     def add_names(self, names: Collection[str]) -> None:
         """Notes the files that the place may hold until the commit has ended."""
@@ -159,13 +159,13 @@ class OutputClaim:
         except CkptkitError as error:
             _LOG.warning("the claim %s was left behind: %s", CLAIM_NAME, error)
 
-    def _try(self, found: _Found | None) -> bool:
+    def _try(self, earlier: _Claim | None) -> bool:
         """Writes the claim in place of what was found there; returns whether it is this run's."""
-        if found is not None:
-            self._names |= found.names
+        if earlier is not None:
+            self._names |= earlier.names
         data = self._document()
         with self._translate_errors():
-            self._write(data, found.etag if found is not None else "")
+            self._write(data, earlier.etag if earlier is not None else "")
             if self._store.get_small(self._path) != data:
                 return False
             if not self._store.has_conditions or self._write(data, "") is not None:
@@ -173,10 +173,10 @@ class OutputClaim:
                 time.sleep(_SETTLE_SECONDS)
                 if self._store.get_small(self._path) != data:
                     return False
-            known = self._store.look_up(self._path)
-        if known is None:
+            entry = self._store.look_up(self._path)
+        if entry is None:
             return False
-        self._etag = known.etag or known.identity
+        self._etag = entry.etag or entry.identity
         self._confirmed = time.monotonic()
         self._ended = threading.Event()
         thread = threading.Thread(target=self._keep, args=(self._ended,), name="ckptkit-claim")
@@ -199,26 +199,26 @@ class OutputClaim:
             data = self._document()
             etag = self._write(data, self._etag)
             if etag is None and self._store.get_small(self._path) == data:
-                known = self._store.look_up(self._path)  # the answer to a first try was lost
-                etag = known.etag if known is not None else None
+                entry = self._store.look_up(self._path)  # the answer to a first try was lost
+                etag = entry.etag if entry is not None else None
             if etag is not None:
                 self._etag, self._confirmed = etag or self._etag, asked
             else:
                 self._confirmed = 0.0
 
-    def _read(self) -> _Found | None:
+    def _read(self) -> _Claim | None:
         with self._translate_errors():
-            known = self._store.look_up(self._path)
-            data = self._store.get_small(self._path) if known is not None else None
-        if known is None or data is None:
+            entry = self._store.look_up(self._path)
+            data = self._store.get_small(self._path) if entry is not None else None
+        if entry is None or data is None:
             return None
         try:
             document = json.loads(data)
         except ValueError:
             document = {}
-        is_old = bool(known.modified) and known.modified + 30 * _LEASE_SECONDS < time.time()
-        etag = known.etag or known.identity
-        return _Found(etag, document if isinstance(document, dict) else {}, is_old)
+        is_old = bool(entry.modified) and entry.modified + 30 * _LEASE_SECONDS < time.time()
+        etag = entry.etag or entry.identity
+        return _Claim(etag, document if isinstance(document, dict) else {}, is_old)
 
     def _write(self, data: bytes, expected: str) -> str | None:
         return self._store.retry(

@@ -62,10 +62,10 @@ class OverlaySource:
 
     def walk(self, depth: int) -> Iterator[str]:
         """Yields the paths of files in any of the directories, as `Source.walk` does."""
-        found = {path for path in self._generated if path.count("/") <= depth}
+        paths = {path for path in self._generated if path.count("/") <= depth}
         for folder in self._folders:
-            found.update(folder.walk(depth))
-        yield from sorted(path for path in found if not path.startswith(self._without))
+            paths.update(folder.walk(depth))
+        yield from sorted(path for path in paths if not path.startswith(self._without))
 
     def stat(self, path: str) -> FileRef:
         return self._place(path).stat(path)
@@ -99,9 +99,9 @@ class OverlaySource:
     def prefetch(self, ranges: Collection[FileRange]) -> None:
         """Reads small ranges that `read` will be called for one by one."""
         places: dict[int, list[FileRange]] = {}
-        for one in ranges:
+        for wanted in ranges:
             with suppress(InputError):  # reported when the file is read
-                places.setdefault(id(self._place(one.path)), []).append(one)
+                places.setdefault(id(self._place(wanted.path)), []).append(wanted)
         for group in places.values():
             prefetch(self._place(group[0].path), group)
 
@@ -119,9 +119,9 @@ class OverlaySource:
                 return ref
             places.setdefault(id(place), []).append(ref)
         for group in places.values():
-            found = self._changed_in(self._place(group[0].path), group)
-            if found is not None:
-                return found
+            changed = self._changed_in(self._place(group[0].path), group)
+            if changed is not None:
+                return changed
         return None
 
     def _changed_in(self, place: Source, refs: Sequence[FileRef]) -> FileRef | None:
@@ -135,25 +135,25 @@ class OverlaySource:
 
     def _place(self, path: str) -> Source:
         with self._lock:
-            known = self._places.get(path)
-        if known is None:
-            known = self._find(path)
+            place = self._places.get(path)
+        if place is None:
+            place = self._find(path)
             with self._lock:
-                self._places[path] = known
-        return known
+                self._places[path] = place
+        return place
 
     def _find(self, path: str) -> Source:
         if path in self._generated:
             return MemorySource(self._generated, self.location)
         if len(self._folders) == 1:
             return self._folders[0]
-        found: list[tuple[Folder, FileRef]] = []
+        copies: list[tuple[Folder, FileRef]] = []
         for folder in self._folders:
             try:
-                found.append((folder, folder.stat(path)))
+                copies.append((folder, folder.stat(path)))
             except MissingFileError:
                 continue
-        if not found:
+        if not copies:
             others = ", ".join(folder.location for folder in self._folders[1:])
             raise MissingFileError(
                 f"nothing was found there, nor in {others}"
@@ -161,9 +161,9 @@ class OverlaySource:
                 else "nothing was found there",
                 where=f"{self.location}/{path}",
             )
-        for other in found[1:]:
-            self._check_same(path, found[0], other)
-        return found[0][0]
+        for other in copies[1:]:
+            self._check_same(path, copies[0], other)
+        return copies[0][0]
 
     def _check_same(
         self, path: str, first: tuple[Folder, FileRef], other: tuple[Folder, FileRef]

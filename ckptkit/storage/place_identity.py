@@ -73,8 +73,9 @@ class PlaceIdentity:
         first, second = self.names, other.names
         if _ACCESS_POINT.fullmatch(first[0]) or _ACCESS_POINT.fullmatch(second[0]):
             first, second = first[1:], second[1:]  # an access point is an alias of a bucket
-        found = _by_names(first, second)
-        return PlaceRelation.NONE if found is PlaceRelation.NONE or self._differs(other) else found
+        relation = _by_names(first, second)
+        are_two_stores = relation is not PlaceRelation.NONE and self._differs(other)
+        return PlaceRelation.NONE if are_two_stores else relation
 
     @cached_property
     def name(self) -> str:
@@ -101,10 +102,10 @@ class PlaceIdentity:
         if self.kind == _S3:
             return _s3_endpoint(self.place)
         inner = self.place.options.get("client_kwargs")
-        given = {**(inner if isinstance(inner, Mapping) else {}), **self.place.options}
+        options = {**(inner if isinstance(inner, Mapping) else {}), **self.place.options}
         container = _CONTAINER.match(self.place.inner_path)
-        account = _ACCOUNT.search(str(given.get("connection_string", "")))
-        named = [str(given[name]) for name in _ENDPOINTS if given.get(name)]
+        account = _ACCOUNT.search(str(options.get("connection_string", "")))
+        named = [str(options[name]) for name in _ENDPOINTS if options.get(name)]
         named += [container[2].partition(".")[0]] if container else []
         return next(iter(named), account[1] if account else "")
 
@@ -120,7 +121,7 @@ class PlaceIdentity:
         while not path.exists() and path != path.parent:
             missing.append(path.name)
             path = path.parent
-        stats = [one.stat() for one in (path, *path.parents)]
+        stats = [folder.stat() for folder in (path, *path.parents)]
         numbers = tuple((stat.st_dev, stat.st_ino) for stat in reversed(stats))
         return numbers, tuple(reversed(missing))
 
@@ -164,22 +165,23 @@ def find_overlaps(places: Sequence[PathLike]) -> Iterator[tuple[int, int, PlaceR
     Yields:
         The indexes of both, and how the first is related to the second.
     """
-    known = [identify_place(place) for place in places]
+    identities = [identify_place(place) for place in places]
     # Names of other case may be one file.
-    names = [tuple(name.casefold() for name in one.names) for one in known]
-    order = sorted(range(len(known)), key=lambda index: (known[index].kind, names[index]))
+    names = [tuple(name.casefold() for name in identity.names) for identity in identities]
+    order = sorted(range(len(identities)), key=lambda index: (identities[index].kind, names[index]))
     around: list[int] = []
     for index in order:
-        one = known[index]
+        identity = identities[index]
         around = [
             other
             for other in around
-            if known[other].kind == one.kind and names[other] == names[index][: len(names[other])]
+            if identities[other].kind == identity.kind
+            and names[other] == names[index][: len(names[other])]
         ]
         for other in around:
-            found = one.overlap(known[other])
-            if found is not PlaceRelation.NONE:
-                yield index, other, found
+            relation = identity.overlap(identities[other])
+            if relation is not PlaceRelation.NONE:
+                yield index, other, relation
         around.append(index)
 
 
@@ -270,10 +272,10 @@ def _address(endpoint: str) -> tuple[str, int]:
 def _addresses(host: str) -> frozenset[str]:
     """Returns the addresses of a host, all those of this machine by one name."""
     try:
-        found = {str(one[4][0]) for one in socket.getaddrinfo(host, None)}
+        addresses = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None)}
     except (OSError, UnicodeError):
         return frozenset()
-    return frozenset(_address_name(one) for one in found)
+    return frozenset(_address_name(entry) for entry in addresses)
 
 
 def _address_name(text: str) -> str:

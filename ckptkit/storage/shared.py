@@ -174,15 +174,15 @@ def mounts_of(mounts: Path = _MOUNTS) -> tuple[Mount, ...]:
     Source:
         https://man7.org/linux/man-pages/man5/proc_pid_mountinfo.5.html
     """
-    found = []
+    entries = []
     with suppress(OSError):
         text = mounts.read_text(encoding="utf-8", errors="surrogateescape")
         for line in text.splitlines():
             left, _, right = line.partition(" - ")
             _, _, device, root, place = left.split()[:5]
             kind = right.split()[0]
-            found.append(Mount(device, Path(_unescaped(root)), Path(_unescaped(place)), kind))
-    return tuple(found)
+            entries.append(Mount(device, Path(_unescaped(root)), Path(_unescaped(place)), kind))
+    return tuple(entries)
 
 
 def mount_of(path: Path, mounts: Sequence[Mount]) -> Mount | None:
@@ -198,8 +198,8 @@ def mount_of(path: Path, mounts: Sequence[Mount]) -> Mount | None:
 def filesystem_of(path: Path, *, mounts: Path = _MOUNTS) -> str:
     """Returns the type of the file system that holds a path, or will; empty where unknown."""
     with suppress(OSError):
-        found = mount_of(path.resolve(), mounts_of(mounts))
-        return "" if found is None else found.kind
+        mount = mount_of(path.resolve(), mounts_of(mounts))
+        return "" if mount is None else mount.kind
     return ""
 
 

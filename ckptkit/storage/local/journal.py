@@ -89,13 +89,13 @@ class Journal:
     def _run(self) -> None:
         last = False
         while not last:
-            made = [self._waiting.get()]
+            makers = [self._waiting.get()]
             while not self._waiting.empty():
-                made.append(self._waiting.get())
-            last = None in made
+                makers.append(self._waiting.get())
+            last = None in makers
             try:
-                found = (make() for make in made if make is not None)
-                self._write([_line(entry) for entry in found if entry is not None])
+                entries = (make() for make in makers if make is not None)
+                self._write([_line(entry) for entry in entries if entry is not None])
             except OSError as error:  # such as a full disk, which the output itself reports
                 _LOG.warning("the journal of the output is not written: %s", error.strerror)
 

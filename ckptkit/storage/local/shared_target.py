@@ -73,10 +73,10 @@ class WorkNotes:
                 new.rename(self._folder / name)
             except OSError as error:
                 shutil.rmtree(new, ignore_errors=True)
-                found = self.get(name) if error.errno in _OCCUPIED else None
-                if found is None:
+                content = self.get(name) if error.errno in _OCCUPIED else None
+                if content is None:
                     raise
-                return found
+                return content
             self._disk.sync_directory(self._folder)
         return data
 

@@ -124,12 +124,12 @@ class LocalSource(Closing):
         if folder and not os.access(self._resolved / folder, os.R_OK | os.X_OK):
             return  # such as lost+found, which is no checkpoint and no reason to fail
         with self._translate_errors(folder), os.scandir(self._resolved / folder) as entries:
-            found = sorted(
+            children = sorted(
                 (f"{folder}{entry.name}{'/' if _is_folder(entry) else ''}", entry.is_symlink())
                 for entry in entries
                 if not is_work_folder(entry.name)
             )
-        for path, is_link in found:  # with the slash, the order is that of all paths below
+        for path, is_link in children:  # with the slash, the order is that of all paths below
             if not path.endswith("/"):
                 yield path
             elif depth > 0 and not is_link:
@@ -160,9 +160,9 @@ class LocalSource(Closing):
 
     def _check_regular(self, path: str, status: os.stat_result) -> None:
         if not stat.S_ISREG(status.st_mode):
-            found = next((name for test, name in _KINDS if test(status.st_mode)), "no file")
+            kind = next((name for test, name in _KINDS if test(status.st_mode)), "no file")
             raise InputError(
-                f"{found} was found where a regular file was expected", where=self._where(path)
+                f"{kind} was found where a regular file was expected", where=self._where(path)
             )
 
     @contextmanager

@@ -407,14 +407,14 @@ class LocalTarget:
             )
 
     def _prepare(self) -> WorkFolder:
-        found = self._reclaimed() if self._resume else None
+        work = self._reclaimed() if self._resume else None
         self._sweep()
         if self.is_filled:
-            if found is not None:
-                found.remove()
+            if work is not None:
+                work.remove()
             raise self._filled()
-        self.has_finished = found is not None
-        return found or self._claimed()
+        self.has_finished = work is not None
+        return work or self._claimed()
 
     def _claimed(self) -> WorkFolder:
         out, exists = self._out, self._out.is_dir()
@@ -431,8 +431,8 @@ class LocalTarget:
 
     def _reclaimed(self) -> WorkFolder | None:
         out = self._out
-        found = reclaim_work_folder(out.parent, out, self._disk)
-        return found or reclaim_work_folder(out, out, self._disk)
+        work = reclaim_work_folder(out.parent, out, self._disk)
+        return work or reclaim_work_folder(out, out, self._disk)
 
     def _prepare_inside(self) -> WorkFolder:
         if not is_empty(self._out):

@@ -97,15 +97,15 @@ def is_without_bucket(error: BaseException) -> bool:
 
 def status_of(error: BaseException) -> int | None:
     """Returns the HTTP status in an error of any client, or None."""
-    for one in _causes(error):
-        answer = getattr(one, "response", None)
+    for cause in _causes(error):
+        answer = getattr(cause, "response", None)
         if isinstance(answer, Mapping):
             answer = answer.get("ResponseMetadata", {}).get("HTTPStatusCode")
         else:
             answer = getattr(answer, "status_code", None)
-        for found in (answer, *(getattr(one, name, None) for name in _STATUS_NAMES)):
-            if isinstance(found, int) and 400 <= found < 600:  # noqa: PLR2004  errors of HTTP
-                return found
+        for status in (answer, *(getattr(cause, name, None) for name in _STATUS_NAMES)):
+            if isinstance(status, int) and 400 <= status < 600:  # noqa: PLR2004  errors of HTTP
+                return status
     return None
 
 
@@ -135,7 +135,7 @@ def as_input_error(
 def _kind_of(error: BaseException, text: str) -> tuple[type[CkptkitError], str, str]:
     """Returns the class of the error, its message, and its hint."""
     status = status_of(error)
-    found = next(name for name, holds in _tests(error, status) if holds)
+    case = next(name for name, holds in _tests(error, status) if holds)
     return {
         "offline": (AccessError, f"cannot be reached: {text}", _GO_ONLINE),
         "denied": (AccessError, f"the storage does not let us in: {text}", ""),
@@ -144,7 +144,7 @@ def _kind_of(error: BaseException, text: str) -> tuple[type[CkptkitError], str, 
         "changed": (SourceChangedError, _REPLACED, _WAIT),
         "misused": (UsageError, f"cannot be opened: {text}", _LOOK_AT_OPTIONS),
         "failed": (StorageError, f"cannot be read: {text}", ""),
-    }[found]
+    }[case]
 
 
 def _tests(error: BaseException, status: int | None) -> Iterator[tuple[str, bool]]:
@@ -182,22 +182,22 @@ def _is_denied(error: BaseException) -> bool:
 
 def _codes(error: BaseException) -> set[str]:
     """Returns the error codes of S3."""
-    answers = (getattr(one, "response", None) for one in _causes(error))
-    found = (a.get("Error", {}).get("Code") for a in answers if isinstance(a, Mapping))
-    return {code for code in found if isinstance(code, str)}
+    answers = (getattr(cause, "response", None) for cause in _causes(error))
+    codes = (a.get("Error", {}).get("Code") for a in answers if isinstance(a, Mapping))
+    return {code for code in codes if isinstance(code, str)}
 
 
 def _has_type(error: BaseException, names: frozenset[str] | set[str]) -> bool:
-    return any(kind.__name__ in names for one in _causes(error) for kind in type(one).__mro__)
+    return any(kind.__name__ in names for cause in _causes(error) for kind in type(cause).__mro__)
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
     seen: list[BaseException] = []
-    one: BaseException | None = error
-    while one is not None and one not in seen:
-        seen.append(one)
-        yield one
-        one = one.__cause__
+    cause: BaseException | None = error
+    while cause is not None and cause not in seen:
+        seen.append(cause)
+        yield cause
+        cause = cause.__cause__
 
 
 _LOG = logging.getLogger(__name__)

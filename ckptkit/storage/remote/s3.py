@@ -145,10 +145,10 @@ def s3_head(filesystem: Any, path: str) -> Mapping[str, Any]:
         The same names as in a listing of fsspec's.
     """
     bucket, key, version = split_s3_path(filesystem, path)
-    given = {"VersionId": version} if version else {}
-    found = filesystem.call_s3("head_object", Bucket=bucket, Key=key, **given)
-    facts = {name: found[name] for name in ("ETag", "LastModified") if name in found}
-    return {**facts, "size": found["ContentLength"], "type": "file"}
+    arguments = {"VersionId": version} if version else {}
+    head = filesystem.call_s3("head_object", Bucket=bucket, Key=key, **arguments)
+    facts = {name: head[name] for name in ("ETag", "LastModified") if name in head}
+    return {**facts, "size": head["ContentLength"], "type": "file"}
 
 
 def s3_get(filesystem: Any, path: str) -> bytes:
@@ -336,13 +336,13 @@ class S3Uploads:
         more: dict[str, str] = {}
         while True:
             page = self._call("list_multipart_uploads", Bucket=self._bucket, Prefix=prefix, **more)
-            found = page.get("Uploads", ())
-            yield from ((item["Key"], item["UploadId"]) for item in found)
-            if not page.get("IsTruncated") or not found:
+            uploads = page.get("Uploads", ())
+            yield from ((item["Key"], item["UploadId"]) for item in uploads)
+            if not page.get("IsTruncated") or not uploads:
                 return
             more = {
-                "KeyMarker": str(page.get("NextKeyMarker") or found[-1]["Key"]),
-                "UploadIdMarker": str(page.get("NextUploadIdMarker") or found[-1]["UploadId"]),
+                "KeyMarker": str(page.get("NextKeyMarker") or uploads[-1]["Key"]),
+                "UploadIdMarker": str(page.get("NextUploadIdMarker") or uploads[-1]["UploadId"]),
             }
 
     def get(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
@@ -412,8 +412,8 @@ class S3Uploads:
         """
         kind = OF_PARTS if sums_parts else WHOLE
         wanted = {"ChecksumAlgorithm": "CRC32", "ChecksumType": kind}
-        given = (wanted if self.has_checksums else {}) | self._signed()
-        answer = self._call("create_multipart_upload", Bucket=self._bucket, Key=key, **given)
+        checksums = (wanted if self.has_checksums else {}) | self._signed()
+        answer = self._call("create_multipart_upload", Bucket=self._bucket, Key=key, **checksums)
         return str(answer["UploadId"])
 
     def send(self, key: str, upload: str, number: int, data: BytesIO, crc32: int) -> SentPart:

@@ -87,13 +87,13 @@ class PartBuffers:
 
     def _buffer(self, size_bytes: int) -> BytesIO:
         """Returns a buffer of exactly that size, one that was used before if there is one."""
-        for at, known in enumerate(self._free):
-            if known.getbuffer().nbytes == size_bytes:
+        for at, buffer in enumerate(self._free):
+            if buffer.getbuffer().nbytes == size_bytes:
                 return self._free.pop(at)
-        made = BytesIO()
-        made.seek(size_bytes - 1)
-        made.write(b"\0")
-        return made
+        new = BytesIO()
+        new.seek(size_bytes - 1)
+        new.write(b"\0")
+        return new
 
 
 SMALL_BYTES = 1 << 20
@@ -135,8 +135,8 @@ def complete_upload(
         store.complete(upload.key, upload.name, parts, whole)
     except FileNotFoundError:
         # Also where the answer to a first try was lost: then the object is there.
-        found = store.head(upload.key)
-        if found.size_bytes != upload.size_bytes or found.writer != store.writer:
+        head = store.head(upload.key)
+        if head.size_bytes != upload.size_bytes or head.writer != store.writer:
             raise
 
 
@@ -150,11 +150,11 @@ def check_object(store: S3Uploads, upload: MultipartUpload, expected: ObjectSums
     stored = head.checksum
     agrees = stored is None or expected.agree_with(stored)
     if head.size_bytes != upload.size_bytes or not agrees:
-        found = "unknown" if stored is None else f"{stored.crc32:08x}"
+        stored_crc = "unknown" if stored is None else f"{stored.crc32:08x}"
         kind = "" if stored is None or not stored.kind else f" ({stored.kind.lower()})"
-        sums = [f"{one:08x}" for one in (expected.whole, expected.of_parts) if one is not None]
+        sums = [f"{crc:08x}" for crc in (expected.whole, expected.of_parts) if crc is not None]
         raise ChecksumError(
-            f"the store has {head.size_bytes:,} bytes with CRC-32 {found}{kind} against"
+            f"the store has {head.size_bytes:,} bytes with CRC-32 {stored_crc}{kind} against"
             f" {upload.size_bytes:,} with {sums[0]}, or {sums[-1]} of {expected.parts} parts",
             where=store.url(upload.key),
             hint=_DAMAGED,
@@ -195,8 +195,8 @@ class S3Object:
         self._parts = _parts(size_bytes, copies, in_one=self._is_small)
         # If a copied range is cut in two, the checksums of the halves are unknown.
         self._is_split = any(
-            one.copied is not None and one.copied is other.copied
-            for one, other in pairwise(self._parts)
+            part.copied is not None and part.copied is other.copied
+            for part, other in pairwise(self._parts)
         )
         self._sums_parts = sums_parts and not self._is_split
         self._buffers = PartBuffers(self._parts)

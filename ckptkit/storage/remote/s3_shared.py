@@ -82,9 +82,9 @@ class S3Notes:
         for _ in range(_ATTEMPTS):
             with self._translate_errors():
                 self._put_new(name, data)
-            found = self.get(name)
-            if found is not None:
-                return found
+            content = self.get(name)
+            if content is not None:
+                return content
             time.sleep(_WAIT_SECONDS)  # the other note was not written, or was removed
         raise OutputError(
             f"the note {name!r} is removed again and again", where=self._store.url(self._prefix)
@@ -360,15 +360,15 @@ class S3SharedTarget:
 
     def _upload(self, path: str) -> str:
         """Returns the upload of a file, which the first process that needs it begins."""
-        found = self._notes.get(_note_of(path))
-        if found is None and self._attempt.is_agreed:
+        note = self._notes.get(_note_of(path))
+        if note is None and self._attempt.is_agreed:
             key = self._store.prefix + path
             self._plan_one(path)
             mine = self._store.begin(key)
-            found = self._notes.put(_note_of(path), mark_of([(key, mine)]))
-            if found != mark_of([(key, mine)]):
+            note = self._notes.put(_note_of(path), mark_of([(key, mine)]))
+            if note != mark_of([(key, mine)]):
                 self._store.abort(key, mine)
-        for _, upload in uploads_in(found or b""):
+        for _, upload in uploads_in(note or b""):
             return upload
         raise OutputError(
             f"the upload of {path!r} was removed by another run",

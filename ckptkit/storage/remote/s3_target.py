@@ -96,11 +96,11 @@ def sweep_uploads(store: S3Uploads, prefix: str, *, only: str = "", kept: str = 
     def is_removed(key: str) -> bool:
         return key.startswith(only) and not (kept and key.startswith(kept))
 
-    found = _marks(store, prefix, only or prefix)
-    marks = [key for key in found if is_removed(key)]
+    names = _marks(store, prefix, only or prefix)
+    marks = [key for key in names if is_removed(key)]
     planned: set[str] = set()
     for mark in marks:
-        name = found[mark]
+        name = names[mark]
         if name is None or f"{UPLOADS}/" in name:
             planned |= _abort_all(store, mark, prefix)
     work = f"{prefix}{WORK_INFIX}"
@@ -118,8 +118,8 @@ def _marks(store: S3Uploads, prefix: str, below: str) -> dict[str, str | None]:
         + f"[0-9a-f]{{{2 * NONCE_BYTES}}}(?:(?P<probe>-probe)|/(?P<name>.*))?",
         re.DOTALL,
     )
-    found = ((key, own.fullmatch(key)) for key in store.objects(below))
-    return {key: one["probe"] or one["name"] for key, one in found if one is not None}
+    matches = ((key, own.fullmatch(key)) for key in store.objects(below))
+    return {key: match["probe"] or match["name"] for key, match in matches if match is not None}
 
 
 def _unfinished(store: S3Uploads, prefix: str) -> list[tuple[str, str]]:
@@ -283,12 +283,12 @@ class S3Commit:
             old = self.objects()
             self._is_dirty = bool(self.claim.names)
             manifest, replaced = self._check_replaced(old)
-            made = {self._manifest, *(item.key for item in items)}
+            written = {self._manifest, *(item.key for item in items)}
             start = len(self._store.prefix)
-            self.claim.add_names({*replaced, *(key[start:] for key in made)})
+            self.claim.add_names({*replaced, *(key[start:] for key in written)})
             self._replace(items, last, manifest)
             self._is_dirty = False
-        kept = {key[start:] for key in made}
+        kept = {key[start:] for key in written}
         rest = sorted(self._store.prefix + name for name in replaced - kept)
         clean_up(self._translate_errors, lambda: self._delete(rest))
 

@@ -78,18 +78,18 @@ class RemoteSource(Closing):
         yield from sorted(path for path in self._objects() if path.count("/") <= depth)
 
     def stat(self, path: str) -> FileRef:
-        known = self._known(path)
-        return FileRef(path, known.size_bytes, known.identity, known.modified)
+        entry = self._known(path)
+        return FileRef(path, entry.size_bytes, entry.identity, entry.modified)
 
     def read(self, path: str, start: int, stop: int) -> bytes:
         """Returns exactly the bytes `[start, stop)`."""
-        known = self._known(path)
-        if stop > known.size_bytes:
-            raise self._truncated(path, start, stop, known.size_bytes)
+        entry = self._known(path)
+        if stop > entry.size_bytes:
+            raise self._truncated(path, start, stop, entry.size_bytes)
         kept = self._kept.find(path, start, stop)
         if kept is not None:
             return kept
-        first, last = _widened(start, stop, known.size_bytes)
+        first, last = _widened(start, stop, entry.size_bytes)
         data = bytearray(last - first)
         self._fill(path, first, memoryview(data))
         if len(data) <= _KEPT_BYTES:
@@ -101,9 +101,9 @@ class RemoteSource(Closing):
         if not target.nbytes:
             return
         view = target.cast("B")
-        known = self._known(path)
-        if start + len(view) > known.size_bytes:
-            raise self._truncated(path, start, start + len(view), known.size_bytes)
+        entry = self._known(path)
+        if start + len(view) > entry.size_bytes:
+            raise self._truncated(path, start, start + len(view), entry.size_bytes)
         self._fill(path, start, view)
 
     def fetch(self, reads: Sequence[tuple[FileRange, memoryview]]) -> None:
@@ -124,14 +124,14 @@ class RemoteSource(Closing):
 
         An empty range only looks up its file.
         """
-        wanted = [one for one in ranges if one.size_bytes <= _KEPT_BYTES]
-        futures = [self._pool().submit(self._prefetch_one, one) for one in wanted]
+        small = (wanted for wanted in ranges if wanted.size_bytes <= _KEPT_BYTES)
+        futures = [self._pool().submit(self._prefetch_one, wanted) for wanted in small]
         for future in futures:
             future.exception()  # raised again when the bytes are read
 
     def copy_source(self, path: str) -> CopySource | None:
-        known = self._known(path)
-        return CopySource(self._store, posixpath.join(self._root, path), known.etag)
+        entry = self._known(path)
+        return CopySource(self._store, posixpath.join(self._root, path), entry.etag)
 
     def _prefetch_one(self, wanted: FileRange) -> None:
         if wanted.size_bytes:
@@ -143,8 +143,8 @@ class RemoteSource(Closing):
         """Returns the first file that is no longer the one it was, or None."""
         now = self._list()
         for ref in refs:
-            found = now.get(ref.path) or self._look_up(ref.path)
-            if found is None or found.identity != ref.identity:
+            entry = now.get(ref.path) or self._look_up(ref.path)
+            if entry is None or entry.identity != ref.identity:
                 return ref
         return None
 
@@ -156,8 +156,8 @@ class RemoteSource(Closing):
         """Returns a folder of this prefix as a source of its own; nothing is listed again."""
         prefix = f"{folder}/"
         listed = {
-            path.removeprefix(prefix): one
-            for path, one in self._objects().items()
+            path.removeprefix(prefix): entry
+            for path, entry in self._objects().items()
             if path.startswith(prefix)
         }
         place = self.place.beside(posixpath.join(self.place.location, folder))
@@ -171,8 +171,8 @@ class RemoteSource(Closing):
             folders: Names of folders right in it.
         """
         other = RemoteSource(self.place.beside(location))
-        found = other._asked("", lambda: other._store.listing_of(other._root, folders))
-        other._listed = other._finished(found)
+        listed = other._asked("", lambda: other._store.listing_of(other._root, folders))
+        other._listed = other._finished(listed)
         return other
 
     def close(self) -> None:
@@ -185,14 +185,14 @@ class RemoteSource(Closing):
         return self._listed
 
     def _list(self) -> Mapping[str, ObjectInfo]:
-        found = self._asked("", lambda: self._store.listing(self._root))
-        return self._finished(found)
+        listed = self._asked("", lambda: self._store.listing(self._root))
+        return self._finished(listed)
 
-    def _finished(self, found: Mapping[str, ObjectInfo]) -> dict[str, ObjectInfo]:
+    def _finished(self, listed: Mapping[str, ObjectInfo]) -> dict[str, ObjectInfo]:
         """Leaves out outputs that are being committed, which may be incomplete."""
-        claims = (path for path in found if path.rpartition("/")[2] == CLAIM_NAME)
+        claims = (path for path in listed if path.rpartition("/")[2] == CLAIM_NAME)
         folders = [path.removesuffix(CLAIM_NAME) for path in claims]
-        begun = tuple(one for one in folders if f"{one}{MANIFEST_NAME}" not in found)
+        begun = tuple(path for path in folders if f"{path}{MANIFEST_NAME}" not in listed)
         if "" in begun:
             raise NotACheckpointError(
                 "an output is not finished there: a run is putting it in place, or was interrupted",
@@ -200,19 +200,19 @@ class RemoteSource(Closing):
                 hint="wait for that run, or run its command again with --overwrite",
             )
         return {
-            path: one
-            for path, one in found.items()
+            path: entry
+            for path, entry in listed.items()
             if _is_ours(path) and not path.startswith(begun)
         }
 
     def _known(self, path: str) -> ObjectInfo:
         check_relative(path, self.location)
-        known = self._objects().get(path)
-        if known is None:
-            known = self._look_up_once(path)
-        if known is None:
+        entry = self._objects().get(path)
+        if entry is None:
+            entry = self._look_up_once(path)
+        if entry is None:
             raise MissingFileError("nothing was found there", where=self._where(path))
-        return known
+        return entry
 
     def _look_up_once(self, path: str) -> ObjectInfo | None:
         if path not in self._found:
@@ -227,8 +227,8 @@ class RemoteSource(Closing):
             return None  # the answer of S3 for an absent key where only a part may be listed
 
     def _fill(self, path: str, start: int, view: memoryview) -> None:
-        full, known = posixpath.join(self._root, path), self._known(path)
-        self._asked(path, lambda: self._store.read_into(full, start, view, known))
+        full, entry = posixpath.join(self._root, path), self._known(path)
+        self._asked(path, lambda: self._store.read_into(full, start, view, entry))
 
     def _pool(self) -> ThreadPoolExecutor:
         with self._lock:

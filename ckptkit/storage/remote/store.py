@@ -55,13 +55,15 @@ def pinned_root(filesystem: Any, path: str) -> str:
     """
     from huggingface_hub import HfApi
 
-    found = filesystem.resolve_path(path)
-    if not hasattr(found, "repo_id"):  # a bucket, which has no commits
+    resolved = filesystem.resolve_path(path)
+    if not hasattr(resolved, "repo_id"):  # a bucket, which has no commits
         return path.rstrip("/")
     client = HfApi(endpoint=filesystem.endpoint, token=filesystem.token)
-    info = client.repo_info(found.repo_id, revision=found.revision, repo_type=found.repo_type)
-    root = f"{_KINDS.get(found.repo_type, '')}{found.repo_id}@{info.sha}"
-    return f"{root}/{found.path_in_repo}".rstrip("/")
+    info = client.repo_info(
+        resolved.repo_id, revision=resolved.revision, repo_type=resolved.repo_type
+    )
+    root = f"{_KINDS.get(resolved.repo_type, '')}{resolved.repo_id}@{info.sha}"
+    return f"{root}/{resolved.path_in_repo}".rstrip("/")
 
 
 def hub_range(filesystem: Any, path: str, start: int, stop: int, size_bytes: int) -> bytes:
@@ -134,28 +136,28 @@ class RemoteStore:
         return path.rstrip("/")
 
     def listing(self, path: str) -> dict[str, ObjectInfo]:
-        return {name: one for name, one in self._listed(path).items() if not _is_marker(name)}
+        return {name: entry for name, entry in self._listed(path).items() if not _is_marker(name)}
 
     def folder_markers(self, path: str) -> list[str]:
-        found = self._listed(path).items() if self.is_s3 else ()
-        return [name for name, one in found if _is_marker(name) and not one.size_bytes]
+        entries = self._listed(path).items() if self.is_s3 else ()
+        return [name for name, entry in entries if _is_marker(name) and not entry.size_bytes]
 
     def _listed(self, path: str) -> dict[str, ObjectInfo]:
         def ask() -> dict[str, ObjectInfo]:
             if self.is_s3:
-                return {n: _object_of(one) for n, one in s3_listing(self.filesystem, path)}
+                return {n: _object_of(info) for n, info in s3_listing(self.filesystem, path)}
             self.filesystem.invalidate_cache()
             try:
-                found: Mapping[str, Mapping[str, Any]] = self.filesystem.find(path, detail=True)
+                infos: Mapping[str, Mapping[str, Any]] = self.filesystem.find(path, detail=True)
             except FileNotFoundError as error:
                 if is_without_bucket(error):
                     raise
                 return {}
             prefix = f"{path}/".lstrip("/")
             return {
-                name.lstrip("/").removeprefix(prefix): _object_of(one)
-                for name, one in found.items()
-                if name.lstrip("/").startswith(prefix) and one.get("type") == "file"
+                name.lstrip("/").removeprefix(prefix): _object_of(info)
+                for name, info in infos.items()
+                if name.lstrip("/").startswith(prefix) and info.get("type") == "file"
             }
 
         return self.retry(ask, f"list {path}")
@@ -166,12 +168,12 @@ class RemoteStore:
         def ask() -> list[Mapping[str, Any]]:
             self.filesystem.invalidate_cache()
             try:
-                found: list[Mapping[str, Any]] = self.filesystem.ls(path, detail=True)
+                infos: list[Mapping[str, Any]] = self.filesystem.ls(path, detail=True)
             except (FileNotFoundError, NotADirectoryError) as error:
                 if is_without_bucket(error):
                     raise
                 return []
-            return found
+            return infos
 
         objects = {}
         for info in self.retry(ask, f"list {path}"):
@@ -182,7 +184,7 @@ class RemoteStore:
                 objects[name] = _object_of(info)
             elif name in folders:
                 inside = self.listing(f"{path}/{name}")
-                objects |= {f"{name}/{inner}": one for inner, one in inside.items()}
+                objects |= {f"{name}/{inner}": entry for inner, entry in inside.items()}
         return objects
 
     def get_small(self, path: str) -> bytes | None:
@@ -227,16 +229,16 @@ class RemoteStore:
             return self._put_new(path, data, may_exist=bool(expected))
         bucket, key, _ = split_s3_path(self.filesystem, path)
         condition = {"IfMatch": expected} if expected else {"IfNoneMatch": "*"}
-        given = condition if self.has_conditions else {}
+        conditions = condition if self.has_conditions else {}
         try:
             answer = self.filesystem.call_s3(
-                "put_object", Bucket=bucket, Key=key, Body=data, **given
+                "put_object", Bucket=bucket, Key=key, Body=data, **conditions
             )
         except Exception as error:
             status = status_of(error)
-            if given and (status in _OTHER_IS_THERE or (expected and status == _GONE)):
+            if conditions and (status in _OTHER_IS_THERE or (expected and status == _GONE)):
                 return None
-            if not given or status not in _UNKNOWN_CONDITION:
+            if not conditions or status not in _UNKNOWN_CONDITION:
                 raise
             self.has_conditions = False
             return self.put_if(path, data, expected)
@@ -285,27 +287,29 @@ class RemoteStore:
 
     def look_up(self, path: str) -> ObjectInfo | None:
         """Returns a single object, also where listings do not show it yet; None if absent."""
-        given = self.filesystem, path
 
         def ask() -> ObjectInfo | None:
             try:
-                info = s3_head(*given) if self.is_s3 else self.filesystem.info(path)
+                if self.is_s3:
+                    info = s3_head(self.filesystem, path)
+                else:
+                    info = self.filesystem.info(path)
             except (FileNotFoundError, NotADirectoryError):
                 return None
             return _object_of(info) if info.get("type") == "file" else None
 
         return self.retry(ask, f"look up {path}")
 
-    def read_into(self, path: str, start: int, target: memoryview, known: ObjectInfo) -> None:
+    def read_into(self, path: str, start: int, target: memoryview, entry: ObjectInfo) -> None:
         """Fills `target` from byte `start` of an object on."""
 
         def ask() -> None:
             if self.is_s3:
-                s3_range(self.filesystem, path, start, target, known.etag)
+                s3_range(self.filesystem, path, start, target, entry.etag)
                 return
             stop = start + len(target)
             if self.protocol == _HUB:
-                data = hub_range(self.filesystem, path, start, stop, known.size_bytes)
+                data = hub_range(self.filesystem, path, start, stop, entry.size_bytes)
             else:
                 data = self.filesystem.cat_file(path, start=start, end=stop)
             if len(data) != len(target):
@@ -337,13 +341,13 @@ def _is_marker(name: str) -> bool:
 def _filesystem(protocol: str, options: Mapping[str, Any], where: str) -> Any:
     import fsspec
 
-    given = dict(options)
+    arguments = dict(options)
     if protocol in S3_PROTOCOLS:
-        given = s3_options(given, connections=CONNECTIONS)
+        arguments = s3_options(arguments, connections=CONNECTIONS)
     if protocol != _HUB:  # whose class counts unknown options among its own
-        given.setdefault("use_listings_cache", False)
+        arguments.setdefault("use_listings_cache", False)
     try:
-        filesystem = fsspec.filesystem(protocol, skip_instance_cache=True, **given)
+        filesystem = fsspec.filesystem(protocol, skip_instance_cache=True, **arguments)
     except ImportError as error:
         extra = _EXTRAS.get(protocol)
         raise RefusedError(
@@ -373,9 +377,9 @@ def _object_of(info: Mapping[str, Any]) -> ObjectInfo:
 
 def _seconds(info: Mapping[str, Any]) -> float:
     for mark in ("LastModified", "last_modified", "mtime", "created"):
-        found = info.get(mark)
-        if isinstance(found, datetime):
-            return found.timestamp()
-        if isinstance(found, (int, float)):
-            return float(found)
+        value = info.get(mark)
+        if isinstance(value, datetime):
+            return value.timestamp()
+        if isinstance(value, (int, float)):
+            return float(value)
     return 0.0

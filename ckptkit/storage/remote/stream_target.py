@@ -267,24 +267,24 @@ class StreamTarget:
         self._store.delete(self._path, [path])
 
     def _objects(self) -> dict[str, ObjectInfo]:
-        found = self._store.listing(self._path).items()
-        return {path: one for path, one in found if not is_work_folder(path.split("/")[0])}
+        listed = self._store.listing(self._path).items()
+        return {path: entry for path, entry in listed if not is_work_folder(path.split("/")[0])}
 
-    def _refuse_filled(self, found: Collection[str]) -> None:
-        if found and not self._overwrite:
+    def _refuse_filled(self, paths: Collection[str]) -> None:
+        if paths and not self._overwrite:
             raise output_exists_error(self._location)
 
-    def _refuse_changed(self, found: Mapping[str, ObjectInfo], last: str) -> set[str]:
+    def _refuse_changed(self, objects: Mapping[str, ObjectInfo], last: str) -> set[str]:
         """Refuses what must not be replaced; returns the files that are removed with it."""
-        self._refuse_filled(found)
-        refuse_newer(found.get(last), self._seen.get(last), self._location)
-        if found and last == MANIFEST_NAME:
+        self._refuse_filled(objects)
+        refuse_newer(objects.get(last), self._seen.get(last), self._location)
+        if objects and last == MANIFEST_NAME:
             path = f"{self._path}/{last}"
-            data = self._store.get_small(path) if last in found else None
+            data = self._store.get_small(path) if last in objects else None
             earlier = EarlierOutput.from_manifest(data, self._location)
-            refuse_unnamed(set(found), earlier, self._location, self._claim.names)
-            return earlier.removable(set(found), self._claim.names)
-        return set(found)
+            refuse_unnamed(set(objects), earlier, self._location, self._claim.names)
+            return earlier.removable(set(objects), self._claim.names)
+        return set(objects)
 
 
 _BUCKETS = S3_PROTOCOLS | {"abfs", "abfss", "az", "gcs", "gs", "oci", "oss"}
@@ -303,17 +303,17 @@ def check_remote_target(place: Place, *, overwrite: bool) -> None:
                 where=place.location,
                 hint="name a prefix in it",
             )
-        found = [name for name in store.listing(path) if not is_work_folder(name.split("/")[0])]
-        if not overwrite and found:
+        names = [name for name in store.listing(path) if not is_work_folder(name.split("/")[0])]
+        if not overwrite and names:
             raise output_exists_error(place.location)
         claim = OutputClaim(
             store, path, place.location, error_translator(place.location, store.options)
         )
         left = claim.refuse_taken()
-        if found:
+        if names:
             manifest = store.get_small(f"{path}/{MANIFEST_NAME}")
             earlier = EarlierOutput.from_manifest(manifest, place.location)
-            refuse_unnamed(found, earlier, place.location, left)
+            refuse_unnamed(names, earlier, place.location, left)
 
 
 def open_remote_target(place: Place, *, overwrite: bool) -> Target:
