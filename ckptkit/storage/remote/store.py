@@ -287,13 +287,11 @@ class RemoteStore:
 
     def look_up(self, path: str) -> ObjectInfo | None:
         """Returns a single object, also where listings do not show it yet; None if absent."""
+        head = partial(s3_head, self.filesystem) if self.is_s3 else self.filesystem.info
 
         def ask() -> ObjectInfo | None:
             try:
-                if self.is_s3:
-                    info = s3_head(self.filesystem, path)
-                else:
-                    info = self.filesystem.info(path)
+                info = head(path)
             except (FileNotFoundError, NotADirectoryError):
                 return None
             return _object_of(info) if info.get("type") == "file" else None

@@ -71,7 +71,7 @@ ALLOWED = {
         "filesystem.invalidate_cache",
     ): NAMELESS,
     ("ckptkit/storage/remote/store", "RemoteStore.listing_of.ask", "filesystem.ls"): EXACT,
-    ("ckptkit/storage/remote/store", "RemoteStore.look_up.ask", "filesystem.info"): EXACT,
+    ("ckptkit/storage/remote/store", "RemoteStore.look_up", "filesystem.info"): EXACT,
     ("ckptkit/storage/remote/store", "RemoteStore.path_of", "filesystem._strip_protocol"): EXACT,
     ("ckptkit/storage/remote/store", "RemoteStore.put_if", "filesystem.call_s3"): S3,
     ("ckptkit/storage/remote/store", "RemoteStore.put_small.ask", "filesystem.call_s3"): S3,
