@@ -74,15 +74,10 @@ Box(offsets=(2, 0), sizes=(1, 1))]
             axis -= 1
         room = shape[axis] - (at // strides[axis]) % shape[axis]
         count = min(room, left // strides[axis])
-        boxes.append(_slab(at, axis, count, shape, strides))
+        offsets = tuple((at // stride) % size for stride, size in zip(strides, shape, strict=True))
+        boxes.append(Box(offsets, (1,) * axis + (count,) + shape[axis + 1 :]))
         at += count * strides[axis]
     return boxes
-
-
-def _slab(at: int, axis: int, count: int, shape: Shape, strides: Shape) -> Box:
-    offsets = tuple((at // stride) % size for stride, size in zip(strides, shape, strict=True))
-    sizes = (1,) * axis + (count,) + shape[axis + 1 :]
-    return Box(offsets, sizes)
 
 
 def intersect(first: Box, second: Box) -> Box | None:
@@ -235,10 +230,10 @@ def _defect_in_boxes(table: ChunkTable, shape: Shape) -> Defect | None:
     return Defect(Box(tuple(offsets), tuple(sizes)), copies)
 
 
-_Found = tuple[list[tuple[int, int]], int]
+_GridDefect = tuple[list[tuple[int, int]], int]
 
 
-def _defect_in_grid(lower: Ints, upper: Ints, edges: list[Ints]) -> _Found | None:
+def _defect_in_grid(lower: Ints, upper: Ints, edges: list[Ints]) -> _GridDefect | None:
     """Counts the copies of every cell of the grid that all edges span, by difference arrays."""
     shape = tuple(len(edge) for edge in edges)
     counts = np.zeros(shape, np.int32)
@@ -265,12 +260,14 @@ class _Sweep:
         self.lower, self.upper, self.edges = lower, upper, edges
         self.steps = 0
 
-    def find(self, rows: Ints, axis: int) -> _Found | None:
+    def find(self, rows: Ints, axis: int) -> _GridDefect | None:
         """Finds a defect among the boxes `rows`, looking at dimensions from `axis` on."""
         low, high = self.lower[rows, axis], self.upper[rows, axis]
         edges = self.edges[axis]
         if axis == self.lower.shape[1] - 1:
-            return self._find_in_line(low, high, int(edges[-1]))
+            self._count(len(low))
+            gap = _first_gap_or_overlap(low, high, int(edges[-1]))
+            return None if gap is None else ([gap[0]], gap[1])
         local = distinct(np.concatenate([low, high, edges[:1], edges[-1:]]))
         for start, stop in itertools.pairwise(local.tolist()):
             self._count(len(rows))
@@ -279,11 +276,6 @@ class _Sweep:
             if defect is not None:
                 return [(start, stop), *defect[0]], defect[1]
         return None
-
-    def _find_in_line(self, low: Ints, high: Ints, total: int) -> _Found | None:
-        self._count(len(low))
-        found = _first_gap_or_overlap(low, high, total)
-        return None if found is None else ([found[0]], found[1])
 
     def _count(self, rows: int) -> None:
         self.steps += 1 + rows // 1024

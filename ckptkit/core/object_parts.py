@@ -82,7 +82,8 @@ def choose_copies(size_bytes: int, copyable: Sequence[CopiedRange]) -> tuple[Cop
     least = MIN_PART_BYTES
     while True:
         chosen = _without_short_gaps([copied for copied in copyable if copied.size_bytes >= least])
-        if len(chosen) <= _MOST_COPIES and _has_room(size_bytes, chosen):
+        copies = sum(-(-copied.size_bytes // MOST_COPIED_BYTES) for copied in chosen)
+        if len(chosen) <= _MOST_COPIES and copies + len(chosen) + 1 < MOST_PARTS and size_bytes:
             return tuple(chosen)
         least *= 2
 
@@ -125,11 +126,6 @@ def _without_short_gaps(copyable: Sequence[CopiedRange]) -> list[CopiedRange]:
                 break
             chosen.pop()
     return chosen
-
-
-def _has_room(size_bytes: int, chosen: Sequence[CopiedRange]) -> bool:
-    pieces = sum(-(-copied.size_bytes // MOST_COPIED_BYTES) for copied in chosen)
-    return pieces + len(chosen) + 1 < MOST_PARTS and size_bytes > 0
 
 
 def _runs(

@@ -27,7 +27,7 @@ from ckptkit.runs.local import StoredFile
 from ckptkit.runs.marks import MARKS_FOLDER
 from ckptkit.storage.places import PathLike, Place, place_of
 from ckptkit.storage.remote.errors import as_input_error, describe_error
-from ckptkit.storage.remote.store import ObjectInfo, store_of
+from ckptkit.storage.remote.store import ObjectInfo, get_store
 
 _MOST_BYTES = 64 << 20
 Answer = TypeVar("Answer")
@@ -43,7 +43,7 @@ class MarkObjects:
             place: A URL, with the options of its storage.
         """
         self._place = place
-        self._store = store_of(place)
+        self._store = get_store(place)
         self._root = self._read("", lambda: self._store.path_of(place))
 
     @property

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Protocol, Self, runtime_checkable
 
-from ckptkit.core.errors import InputError
+from ckptkit.core.errors import InputError, TruncatedFileError
 from ckptkit.core.index import FileRange, FileRef
 from ckptkit.core.object_parts import CopiedRange, ObjectPart
 
@@ -134,6 +134,16 @@ def is_there(source: Source, path: str) -> bool:
     except InputError:
         return False
     return True
+
+
+def truncated_error(where: str, start: int, stop: int, end: int) -> TruncatedFileError:
+    """Returns the error for a file that ends at byte `end`, before the bytes `[start, stop)` do."""
+    return TruncatedFileError(
+        f"the file ends at byte {end:,} but bytes [{start:,}, {stop:,}) were expected "
+        f"({stop - end:,} missing)",
+        where=where,
+        hint="the copy was cut short; compare its size with the source's",
+    )
 
 
 class Sink(Protocol):

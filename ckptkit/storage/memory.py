@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from hashlib import blake2b
 
-from ckptkit.core.errors import (
-    MissingFileError,
-    TruncatedFileError,
-)
+from ckptkit.core.errors import MissingFileError
 from ckptkit.core.index import FileRef
+from ckptkit.storage.base import truncated_error
 from ckptkit.storage.local.names import check_relative
 
 
@@ -36,12 +34,7 @@ class MemorySource:
         """Returns exactly the bytes `[start, stop)`."""
         data = self._data(path)
         if stop > len(data):
-            raise TruncatedFileError(
-                f"the file ends at byte {len(data):,} but bytes [{start:,}, {stop:,}) were "
-                f"expected ({stop - len(data):,} missing)",
-                where=self._where(path),
-                hint="the copy was cut short; compare its size with the source's",
-            )
+            raise truncated_error(self._where(path), start, stop, len(data))
         return data[start:stop]
 
     def read_into(self, path: str, start: int, target: memoryview) -> None:

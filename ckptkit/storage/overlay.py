@@ -119,16 +119,12 @@ class OverlaySource:
                 return ref
             places.setdefault(id(place), []).append(ref)
         for group in places.values():
-            changed = self._changed_in(self._place(group[0].path), group)
-            if changed is not None:
-                return changed
+            place = self._place(group[0].path)
+            for folder in self._folders:  # generated files, which are in none, do not change
+                changed = folder.changed(group) if folder is place else None
+                if changed is not None:
+                    return changed
         return None
-
-    def _changed_in(self, place: Source, refs: Sequence[FileRef]) -> FileRef | None:
-        for folder in self._folders:
-            if folder is place:
-                return folder.changed(refs)
-        return None  # generated files do not change
 
     def linked_folders(self) -> list[str]:
         return sorted({name for folder in self._folders for name in folder.linked_folders()})
@@ -185,17 +181,10 @@ class OverlaySource:
     def _differ(self, path: str, first: tuple[Folder, FileRef], other: Folder) -> bool:
         source, ref = first
         whole = ref.size_bytes <= _WHOLE_BYTES or path.rpartition("/")[2] in self._compared
-        parts = _all_parts(ref.size_bytes) if whole else _some_parts(ref.size_bytes)
+        if whole:
+            step, starts = _READ_BYTES, range(0, ref.size_bytes, _READ_BYTES)
+        else:
+            step, last = _PART_BYTES, ref.size_bytes - _PART_BYTES
+            starts = [number * last // (_PARTS - 1) for number in range(_PARTS)]
+        parts = ((start, min(start + step, ref.size_bytes)) for start in starts)
         return any(source.read(path, *part) != other.read(path, *part) for part in parts)
-
-
-def _all_parts(size_bytes: int) -> Iterator[tuple[int, int]]:
-    for start in range(0, size_bytes, _READ_BYTES):
-        yield start, min(start + _READ_BYTES, size_bytes)
-
-
-def _some_parts(size_bytes: int) -> Iterator[tuple[int, int]]:
-    last = size_bytes - _PART_BYTES
-    for number in range(_PARTS):
-        start = number * last // (_PARTS - 1)
-        yield start, start + _PART_BYTES

@@ -14,7 +14,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from ckptkit.storage.locations import PathLike, Place, is_url, local_path, place_of, store_kind
-from ckptkit.storage.shared import mount_of, mounts_of
+from ckptkit.storage.shared import find_mount, read_mounts
 
 _LOCAL = "file"
 _S3 = "s3"
@@ -209,7 +209,7 @@ def _remote_names(place: Place, kind: str) -> tuple[str, ...]:
 def _local_names(path: Path) -> tuple[str, ...]:
     """Returns the file system, and the names from its own top on: a path may be mounted twice."""
     real = path.resolve()
-    mount = mount_of(real, mounts_of())
+    mount = find_mount(real, read_mounts())
     if mount is None:
         return ("", *real.parts)
     return (mount.device, *mount.root.parts, *real.relative_to(mount.place).parts)
@@ -217,10 +217,10 @@ def _local_names(path: Path) -> tuple[str, ...]:
 
 def _s3_endpoint(place: Place) -> str:
     """Returns the URL that the client would ask, from options, environment or its own files."""
-    from ckptkit.storage.remote.store import store_of  # late: it imports fsspec
+    from ckptkit.storage.remote.store import get_store  # late: it imports fsspec
 
     try:
-        filesystem = store_of(place).filesystem
+        filesystem = get_store(place).filesystem
         filesystem.connect()
         return str(filesystem.s3.meta.endpoint_url)
     except Exception:  # noqa: BLE001  what cannot be opened is refused by who opens it

@@ -11,7 +11,7 @@ from ckptkit.core.errors import OutputError, RefusedError
 from ckptkit.storage.local.disk import LOCAL_DISK
 from ckptkit.storage.locations import Place, is_url, local_path
 from ckptkit.storage.remote.errors import error_translator
-from ckptkit.storage.remote.store import RemoteStore, store_of
+from ckptkit.storage.remote.store import RemoteStore, get_store
 
 _READ_ONLY = frozenset({"hf", "http", "https"})
 
@@ -45,7 +45,7 @@ def refuse_unremovable(root: Place, paths: Collection[str]) -> None:
 def put_record(root: Place, name: str, data: bytes) -> None:
     """Writes a small file that is durable and whole, or not there."""
     if is_url(root):
-        store = store_of(root)
+        store = get_store(root)
         with error_translator(root.location, store.options)():
             path = f"{store.path_of(root.location)}/{name}"
             store.put_small(path, data)
@@ -111,7 +111,7 @@ def _remove_empty(path: Path, root: Path) -> None:
 
 
 def _remove_objects(root: Place, paths: Sequence[str]) -> None:
-    store = store_of(root)
+    store = get_store(root)
     with error_translator(root.location, store.options)():
         base = store.path_of(root.location)
         for path in paths:

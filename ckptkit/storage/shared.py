@@ -36,15 +36,15 @@ class OutputAttempt:
     seen: str | None = None
 
 
-def plan_note(plan: bytes, seen: str | None) -> bytes:
+def encode_plan_note(plan: bytes, seen: str | None) -> bytes:
     return (b"" if seen is None else b"=" + seen.encode()) + b"\n" + plan
 
 
-def plan_of(note: bytes) -> bytes:
+def parse_plan(note: bytes) -> bytes:
     return note.rpartition(b"\n")[2]
 
 
-def seen_in(note: bytes | None) -> str | None:
+def parse_seen(note: bytes | None) -> str | None:
     """Returns what identifies the manifest to replace, by such a note; None if it says nothing."""
     seen = (note or b"").rpartition(b"\n")[0]
     return seen[1:].decode() if seen else None
@@ -168,7 +168,7 @@ class Mount:
     kind: str
 
 
-def mounts_of(mounts: Path = _MOUNTS) -> tuple[Mount, ...]:
+def read_mounts(mounts: Path = _MOUNTS) -> tuple[Mount, ...]:
     """Returns what is mounted, in its order; nothing where the system does not report it.
 
     Source:
@@ -185,7 +185,7 @@ def mounts_of(mounts: Path = _MOUNTS) -> tuple[Mount, ...]:
     return tuple(entries)
 
 
-def mount_of(path: Path, mounts: Sequence[Mount]) -> Mount | None:
+def find_mount(path: Path, mounts: Sequence[Mount]) -> Mount | None:
     """Returns the mount that holds a path, links followed; None where that is not known."""
     best = None
     for mount in mounts:
@@ -195,10 +195,10 @@ def mount_of(path: Path, mounts: Sequence[Mount]) -> Mount | None:
     return best
 
 
-def filesystem_of(path: Path, *, mounts: Path = _MOUNTS) -> str:
+def find_filesystem_type(path: Path, *, mounts: Path = _MOUNTS) -> str:
     """Returns the type of the file system that holds a path, or will; empty where unknown."""
     with suppress(OSError):
-        mount = mount_of(path.resolve(), mounts_of(mounts))
+        mount = find_mount(path.resolve(), read_mounts(mounts))
         return "" if mount is None else mount.kind
     return ""
 
@@ -207,7 +207,7 @@ def why_not_shared(kind: str, *, is_one_machine: bool = False) -> str:
     """Returns why several processes cannot write one file at once; empty if they can.
 
     Args:
-        kind: As `filesystem_of` returns it.
+        kind: As `find_filesystem_type` returns it.
         is_one_machine: Whether all of them share one kernel, and so its one page cache; what a
             program behind FUSE does with their writes is not known even then.
     """

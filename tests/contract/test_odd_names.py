@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 import ckptkit
 from ckptkit.core.errors import CkptkitError, UnsafePathError
 from ckptkit.storage.places import Place, is_url
-from ckptkit.storage.remote.store import store_of
+from ckptkit.storage.remote.store import get_store
 from tests.made_up_runs import save_step
 from tests.object_store import Bucket, ObjectStore
 
@@ -112,7 +112,7 @@ class Places:
 
     def put(self, tree: Path, path: str) -> Place:
         place = self.at(path)
-        store = store_of(place).filesystem if is_url(place) else fsspec.filesystem("file")
+        store = get_store(place).filesystem if is_url(place) else fsspec.filesystem("file")
         for file in tree.rglob("*"):
             if file.is_file():
                 name = f"{place.inner_path}/{file.relative_to(tree).as_posix()}"
@@ -194,7 +194,7 @@ def test_so_do_the_commands_for_adapters_and_a_removal(
 def test_nothing_outside_of_the_named_place_is_removed(bucket: Bucket) -> None:
     for key in ("run/a", "run/b/c", "other/a"):
         bucket.put(key, b"1")
-    store = store_of(Place(bucket.url, bucket.store.options))
+    store = get_store(Place(bucket.url, bucket.store.options))
     for names in (["../other/a"], ["a", ""], ["/other/a"], ["b/../../other/a"], ["b//c"]):
         with pytest.raises(UnsafePathError, match="was to be removed"):
             store.delete(f"{bucket.name}/run", names)

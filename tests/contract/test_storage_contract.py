@@ -28,7 +28,7 @@ from ckptkit.storage.memory import MemorySource
 from ckptkit.storage.places import Place as RemoteLocation
 from ckptkit.storage.places import open_target
 from ckptkit.storage.remote.source import RemoteSource
-from ckptkit.storage.remote.store import store_of
+from ckptkit.storage.remote.store import get_store
 from tests.memory_target import MemoryTarget
 from tests.object_store import Bucket, ObjectStore
 
@@ -70,7 +70,7 @@ class RemotePlace(Place):
     def __init__(self, location: RemoteLocation, bucket: Bucket | None = None) -> None:
         self._location = location
         self._bucket = bucket
-        self._store = store_of(location)  # one connection for all targets
+        self._store = get_store(location)  # one connection for all targets
 
     def target(self, *, overwrite: bool = False) -> Target:
         return open_target(self._location, overwrite=overwrite)

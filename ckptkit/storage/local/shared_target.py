@@ -36,7 +36,7 @@ from ckptkit.storage.local.workdir import (
     sweep_work_folders,
 )
 from ckptkit.storage.manifests import manifest_digest, refuse_newer, refuse_unnamed_in
-from ckptkit.storage.shared import Row, SentRows, plan_note, plan_of, seen_in
+from ckptkit.storage.shared import Row, SentRows, encode_plan_note, parse_plan, parse_seen
 
 _PLAN = "plan"
 _OCCUPIED = frozenset({errno.ENOTEMPTY, errno.EEXIST, errno.EACCES})
@@ -277,12 +277,12 @@ class SharedTarget:
 
     def plan(self) -> bytes | None:
         note = self.notes.get(_PLAN)
-        return None if note is None else plan_of(note)
+        return None if note is None else parse_plan(note)
 
     def agree(self, plan: bytes) -> bytes:
         """Proposes a plan unless another process has; returns the plan that was agreed on."""
         seen = self._seen if self._overwrite else None
-        return plan_of(self.notes.put(_PLAN, plan_note(plan, seen)))
+        return parse_plan(self.notes.put(_PLAN, encode_plan_note(plan, seen)))
 
     @property
     def notes(self) -> WorkNotes:
@@ -397,7 +397,7 @@ class SharedTarget:
 
     def _refuse_newer(self) -> None:
         """Refuses to replace what another run has put there since the first process began."""
-        agreed = seen_in(self.notes.get(_PLAN))
+        agreed = parse_seen(self.notes.get(_PLAN))
         seen = self._seen if agreed is None else agreed
         try:
             refuse_newer(manifest_digest(self._out), seen, str(self._named))

@@ -12,11 +12,11 @@ from ckptkit.core.errors import (
     CkptkitError,
     InputError,
     MissingFileError,
-    TruncatedFileError,
     UnsafePathError,
 )
 from ckptkit.core.index import FileRef
 from ckptkit.core.text import Closing
+from ckptkit.storage.base import truncated_error
 from ckptkit.storage.local.disk import LOCAL_DISK, DescriptorPool, Disk, OpenFile
 from ckptkit.storage.local.names import check_relative, is_work_folder
 
@@ -84,10 +84,10 @@ class LocalSource(Closing):
         with self._translate_errors(path), self._pool.use(path) as file:
             size_bytes = file.status().st_size
             if stop > size_bytes:
-                raise self._truncated(path, start, stop, size_bytes)
+                raise truncated_error(self._where(path), start, stop, size_bytes)
             data = file.read_bytes(start, stop - start)
         if len(data) < stop - start:
-            raise self._truncated(path, start, stop, start + len(data))
+            raise truncated_error(self._where(path), start, stop, start + len(data))
         return data
 
     def read_into(self, path: str, start: int, target: memoryview) -> None:
@@ -98,7 +98,7 @@ class LocalSource(Closing):
         with self._translate_errors(path), self._pool.use(path) as file:
             done = file.read_at(start, view)
         if done < len(view):
-            raise self._truncated(path, start, start + len(view), start + done)
+            raise truncated_error(self._where(path), start, start + len(view), start + done)
 
     def changed(self, refs: Sequence[FileRef]) -> FileRef | None:
         """Returns the first file that is no longer the one it was, or None."""
@@ -178,14 +178,6 @@ class LocalSource(Closing):
         except OSError as error:
             reason = (error.strerror or str(error)).lower()
             raise InputError(f"cannot be read: {reason}", where=self._where(path)) from error
-
-    def _truncated(self, path: str, start: int, stop: int, end: int) -> TruncatedFileError:
-        return TruncatedFileError(
-            f"the file ends at byte {end:,} but bytes [{start:,}, {stop:,}) were expected "
-            f"({stop - end:,} missing)",
-            where=self._where(path),
-            hint="the copy was cut short; compare its size with the source's",
-        )
 
     def _where(self, path: str) -> str:
         return str(self._root / path)

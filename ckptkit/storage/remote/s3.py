@@ -40,7 +40,7 @@ _WRITER = "ckptkit-writer"
 _THERE = frozenset({409, 412})  # another object is being written, or exists
 
 
-def s3_options(options: Mapping[str, Any], *, connections: int) -> dict[str, Any]:
+def make_s3_options(options: Mapping[str, Any], *, connections: int) -> dict[str, Any]:
     """Returns options for s3fs that switch off the retries of the client.
 
     Args:
@@ -69,7 +69,7 @@ def split_s3_path(filesystem: Any, path: str) -> tuple[str, str, str]:
     return bucket, key, version
 
 
-def s3_listing(filesystem: Any, path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def list_s3_objects(filesystem: Any, path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yields all keys below a prefix, relative to it, each with its entry in the listing.
 
     Args:
@@ -94,7 +94,7 @@ def _list_objects(
         more = {"ContinuationToken": page["NextContinuationToken"]}
 
 
-def s3_delete(filesystem: Any, bucket: str, keys: Sequence[str]) -> None:
+def delete_s3_objects(filesystem: Any, bucket: str, keys: Sequence[str]) -> None:
     """Removes the objects of exactly these keys; those that are not there do not matter.
 
     Args:
@@ -116,7 +116,7 @@ def s3_delete(filesystem: Any, bucket: str, keys: Sequence[str]) -> None:
             raise OSError(f"{kept.get('Key')!r} is not removed: {kept.get('Message')}")
 
 
-def s3_range(filesystem: Any, path: str, start: int, target: memoryview, etag: str) -> None:
+def read_s3_range(filesystem: Any, path: str, start: int, target: memoryview, etag: str) -> None:
     """Fills `target` from byte `start` of an object on, directly from the connection.
 
     Args:
@@ -134,7 +134,7 @@ def s3_range(filesystem: Any, path: str, start: int, target: memoryview, etag: s
     sync(filesystem.loop, _fill, filesystem, path, start, target, etag)
 
 
-def s3_head(filesystem: Any, path: str) -> Mapping[str, Any]:
+def head_s3_object(filesystem: Any, path: str) -> Mapping[str, Any]:
     """Returns the entry of an object, also where listings do not show it yet.
 
     Args:
@@ -151,7 +151,7 @@ def s3_head(filesystem: Any, path: str) -> Mapping[str, Any]:
     return {**facts, "size": head["ContentLength"], "type": "file"}
 
 
-def s3_get(filesystem: Any, path: str) -> bytes:
+def get_s3_object(filesystem: Any, path: str) -> bytes:
     """Returns all bytes of a small object; `cat_file` misreads some keys as versions."""
     from fsspec.asyn import sync
 
@@ -255,16 +255,16 @@ class StoreChecksum:
         text = answer.get(CHECKSUM)
         if not text:
             return None
-        encoded, _, parts = str(text).partition("-")
+        encode_crc32, _, parts = str(text).partition("-")
         kind = OF_PARTS if parts else str(answer.get("ChecksumType", ""))
-        return cls(decoded(encoded), kind, int(parts) if parts else None)
+        return cls(decode_crc32(encode_crc32), kind, int(parts) if parts else None)
 
 
-def encoded(crc32: int) -> str:
+def encode_crc32(crc32: int) -> str:
     return base64.b64encode(crc32.to_bytes(_CRC_BYTES, "big")).decode("ascii")
 
 
-def decoded(text: str) -> int:
+def decode_crc32(text: str) -> int:
     return int.from_bytes(base64.b64decode(text), "big")
 
 
@@ -278,7 +278,7 @@ class SentPart:
 
     def to_request(self) -> dict[str, Any]:
         said: dict[str, Any] = {"PartNumber": self.number, "ETag": self.etag}
-        return said if self.crc32 is None else said | {CHECKSUM: encoded(self.crc32)}
+        return said if self.crc32 is None else said | {CHECKSUM: encode_crc32(self.crc32)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -515,4 +515,4 @@ class S3Uploads:
         return {"Metadata": {_WRITER: self.writer}} if self.writer else {}
 
     def _proof(self, crc32: int) -> dict[str, str]:
-        return {CHECKSUM: encoded(crc32)} if self.has_checksums else {}
+        return {CHECKSUM: encode_crc32(crc32)} if self.has_checksums else {}

@@ -257,7 +257,9 @@ class S3Object:
             self._is_visible = True  # also where the answer is lost
             self.etag = self._store.put(self.key, self._small, expected.whole)
             return
-        self._complete(expected)
+        parts = [self._sent[part.number] for part in self._parts]
+        whole = None if self._sums_parts else expected.whole
+        complete_upload(self._store, self._whole_upload, parts, whole)
         self._is_visible = True
         self._check(expected)
 
@@ -282,11 +284,6 @@ class S3Object:
             self._store.delete([self.key])
         elif self._upload:
             self._store.abort(self.key, self._upload)
-
-    def _complete(self, expected: ObjectSums) -> None:
-        parts = [self._sent[part.number] for part in self._parts]
-        whole = None if self._sums_parts else expected.whole
-        complete_upload(self._store, self._whole_upload, parts, whole)
 
     @property
     def _whole_upload(self) -> MultipartUpload:

@@ -38,11 +38,18 @@ from ckptkit.storage.remote.s3_target import (
     UPLOADS,
     S3Commit,
     S3Prefix,
-    mark_of,
+    encode_mark,
+    parse_uploads,
     sweep_uploads,
-    uploads_in,
 )
-from ckptkit.storage.shared import Cut, OutputAttempt, SentRows, plan_note, plan_of, seen_in
+from ckptkit.storage.shared import (
+    Cut,
+    OutputAttempt,
+    SentRows,
+    encode_plan_note,
+    parse_plan,
+    parse_seen,
+)
 
 _ATTEMPTS = 10
 _WAIT_SECONDS = 0.2
@@ -254,12 +261,12 @@ class S3SharedTarget:
 
     def plan(self) -> bytes | None:
         note = self._common.get(_PLAN)
-        return None if note is None else plan_of(note)
+        return None if note is None else parse_plan(note)
 
     def agree(self, plan: bytes) -> bytes:
         """Proposes a plan unless another process has; returns the plan that was agreed on."""
         seen = self._commit.seen if self._attempt.overwrite else None
-        return plan_of(self._common.put(_PLAN, plan_note(plan, seen)))
+        return parse_plan(self._common.put(_PLAN, encode_plan_note(plan, seen)))
 
     def free_bytes(self) -> int | None:
         """Returns None: a bucket has no limit that could be queried."""
@@ -316,7 +323,7 @@ class S3SharedTarget:
         """
         if last != MANIFEST_NAME:
             raise ValueError(f"{last!r} is no manifest")
-        agreed = seen_in(self._common.get(_PLAN))
+        agreed = parse_seen(self._common.get(_PLAN))
         if agreed is not None:
             self._commit.seen = agreed
         try:
@@ -349,14 +356,14 @@ class S3SharedTarget:
     def _plan_one(self, path: str) -> None:
         """Notes an upload that is about to begin, for the next run after a kill."""
         key = self._store.prefix + path
-        self._notes.leave(f"{_note_of(path)}{_PLANNED}", mark_of([], [key]))
+        self._notes.leave(f"{_note_of(path)}{_PLANNED}", encode_mark([], [key]))
 
     def _begin_one(self, path: str) -> None:
         with self._translate_errors():
             key = self._store.prefix + path
             self._plan_one(path)
             upload = self._store.begin(key)
-            self._notes.leave(_note_of(path), mark_of([(key, upload)]))
+            self._notes.leave(_note_of(path), encode_mark([(key, upload)]))
 
     def _upload(self, path: str) -> str:
         """Returns the upload of a file, which the first process that needs it begins."""
@@ -365,10 +372,10 @@ class S3SharedTarget:
             key = self._store.prefix + path
             self._plan_one(path)
             mine = self._store.begin(key)
-            note = self._notes.put(_note_of(path), mark_of([(key, mine)]))
-            if note != mark_of([(key, mine)]):
+            note = self._notes.put(_note_of(path), encode_mark([(key, mine)]))
+            if note != encode_mark([(key, mine)]):
                 self._store.abort(key, mine)
-        for _, upload in uploads_in(note or b""):
+        for _, upload in parse_uploads(note or b""):
             return upload
         raise OutputError(
             f"the upload of {path!r} was removed by another run",

@@ -36,7 +36,7 @@ from ckptkit.storage.remote.errors import (
 )
 from ckptkit.storage.remote.s3 import ObjectSums, S3Uploads, SentPart
 from ckptkit.storage.remote.s3_object import S3Object
-from ckptkit.storage.remote.store import store_of
+from ckptkit.storage.remote.store import get_store
 
 if TYPE_CHECKING:
     from ckptkit.storage.places import Place
@@ -49,7 +49,7 @@ _PLANNED = "planned"
 _LOG = logging.getLogger(__name__)
 
 
-def mark_of(uploads: Sequence[tuple[str, str]], planned: Collection[str] = ()) -> bytes:
+def encode_mark(uploads: Sequence[tuple[str, str]], planned: Collection[str] = ()) -> bytes:
     """Returns the content of a mark, by which the next run finds uploads.
 
     Args:
@@ -59,14 +59,14 @@ def mark_of(uploads: Sequence[tuple[str, str]], planned: Collection[str] = ()) -
     return json.dumps({UPLOADS: list(uploads), _PLANNED: sorted(planned)}).encode()
 
 
-def _planned_in(mark: bytes) -> frozenset[str]:
+def _parse_planned(mark: bytes) -> frozenset[str]:
     try:
         return frozenset(str(key) for key in json.loads(mark)[_PLANNED])
     except (ValueError, TypeError, KeyError):
         return frozenset()
 
 
-def uploads_in(mark: bytes) -> Iterator[tuple[str, str]]:
+def parse_uploads(mark: bytes) -> Iterator[tuple[str, str]]:
     """Yields key and name of the uploads in a mark; none if it is damaged."""
     try:
         for key, upload in json.loads(mark)[UPLOADS]:
@@ -137,11 +137,11 @@ def _abort_all(store: S3Uploads, mark: str, prefix: str) -> frozenset[str]:
         data = store.get(store.url(mark).removeprefix("s3://"))
     except FileNotFoundError:  # another process sweeps here too
         return frozenset()
-    for key, upload in uploads_in(data):
+    for key, upload in parse_uploads(data):
         if key.startswith(prefix):
             _LOG.info("removing an unfinished upload of an earlier run: %s", key)
             store.abort(key, upload)
-    return frozenset(key for key in _planned_in(data) if key.startswith(prefix))
+    return frozenset(key for key in _parse_planned(data) if key.startswith(prefix))
 
 
 _PUBLISHED_AT_ONCE = 8  # a store may take minutes to complete a large upload
@@ -190,7 +190,7 @@ def open_s3_prefix(place: Place, *, writer: str = "") -> S3Prefix:
         place: A URL with its options.
         writer: The name that all written objects carry; empty for none.
     """
-    store = store_of(place)
+    store = get_store(place)
     translate_errors = error_translator(place.location, store.options)
     with translate_errors():
         root = store.path_of(place.location)
@@ -538,7 +538,7 @@ class S3Target:
             elif key in self._planned:
                 return
             self._planned = frozenset(item.key for item in self._objects.values())
-            data = mark_of(self._uploads, self._planned)
+            data = encode_mark(self._uploads, self._planned)
             self._store.put(self._mark, data, crc32(data))
 
     def _has_mark(self) -> bool:

@@ -14,16 +14,15 @@ from ckptkit.core.errors import (
     CkptkitError,
     MissingFileError,
     NotACheckpointError,
-    TruncatedFileError,
 )
 from ckptkit.core.index import FileRange, FileRef
 from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.core.text import Closing
-from ckptkit.storage.base import CopySource
+from ckptkit.storage.base import CopySource, truncated_error
 from ckptkit.storage.local.names import check_relative, is_work_folder
 from ckptkit.storage.output_claim import CLAIM_NAME
 from ckptkit.storage.remote.errors import as_input_error
-from ckptkit.storage.remote.store import CONNECTIONS, ObjectInfo, store_of
+from ckptkit.storage.remote.store import CONNECTIONS, ObjectInfo, get_store
 
 if TYPE_CHECKING:
     from ckptkit.storage.places import Place
@@ -56,10 +55,10 @@ class RemoteSource(Closing):
             root: The place, as the client names it, where that is known.
         """
         self.place = place
-        self._store = store_of(place)
+        self._store = get_store(place)
         self._root = root or self._asked("", lambda: self._store.path_of(place))
         self._listed = listed
-        self._found: dict[str, ObjectInfo | None] = {}
+        self._looked_up: dict[str, ObjectInfo | None] = {}
         self._kept = _KeptRanges()
         self._lock = threading.Lock()
         self._crew: ThreadPoolExecutor | None = None
@@ -85,7 +84,7 @@ class RemoteSource(Closing):
         """Returns exactly the bytes `[start, stop)`."""
         entry = self._known(path)
         if stop > entry.size_bytes:
-            raise self._truncated(path, start, stop, entry.size_bytes)
+            raise truncated_error(self._where(path), start, stop, entry.size_bytes)
         kept = self._kept.find(path, start, stop)
         if kept is not None:
             return kept
@@ -103,7 +102,7 @@ class RemoteSource(Closing):
         view = target.cast("B")
         entry = self._known(path)
         if start + len(view) > entry.size_bytes:
-            raise self._truncated(path, start, start + len(view), entry.size_bytes)
+            raise truncated_error(self._where(path), start, start + len(view), entry.size_bytes)
         self._fill(path, start, view)
 
     def fetch(self, reads: Sequence[tuple[FileRange, memoryview]]) -> None:
@@ -209,15 +208,12 @@ class RemoteSource(Closing):
         check_relative(path, self.location)
         entry = self._objects().get(path)
         if entry is None:
-            entry = self._look_up_once(path)
+            if path not in self._looked_up:
+                self._looked_up[path] = self._look_up(path)
+            entry = self._looked_up[path]
         if entry is None:
             raise MissingFileError("nothing was found there", where=self._where(path))
         return entry
-
-    def _look_up_once(self, path: str) -> ObjectInfo | None:
-        if path not in self._found:
-            self._found[path] = self._look_up(path)
-        return self._found[path]
 
     def _look_up(self, path: str) -> ObjectInfo | None:
         full = posixpath.join(self._root, path)
@@ -248,14 +244,6 @@ class RemoteSource(Closing):
                 options=self._store.options,
                 attempts=self._store.retry_policy.attempts,
             ) from None  # its text may hold secrets that ours does not
-
-    def _truncated(self, path: str, start: int, stop: int, end: int) -> TruncatedFileError:
-        return TruncatedFileError(
-            f"the file ends at byte {end:,} but bytes [{start:,}, {stop:,}) were expected "
-            f"({stop - end:,} missing)",
-            where=self._where(path),
-            hint="the copy was cut short; compare its size with the source's",
-        )
 
     def _where(self, path: str) -> str:
         return posixpath.join(self.location, path) if path else self.location

@@ -28,12 +28,12 @@ from ckptkit.storage.remote.errors import (
 )
 from ckptkit.storage.remote.s3 import (
     S3_PROTOCOLS,
-    s3_delete,
-    s3_get,
-    s3_head,
-    s3_listing,
-    s3_options,
-    s3_range,
+    delete_s3_objects,
+    get_s3_object,
+    head_s3_object,
+    list_s3_objects,
+    make_s3_options,
+    read_s3_range,
     split_s3_path,
 )
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 _KINDS = {"dataset": "datasets/", "space": "spaces/"}
 
 
-def pinned_root(filesystem: Any, path: str) -> str:
+def pin_revision(filesystem: Any, path: str) -> str:
     """Returns a path in a repository with the commit that its revision names now.
 
     A branch may move between two requests; a commit does not.
@@ -66,7 +66,7 @@ def pinned_root(filesystem: Any, path: str) -> str:
     return f"{root}/{resolved.path_in_repo}".rstrip("/")
 
 
-def hub_range(filesystem: Any, path: str, start: int, stop: int, size_bytes: int) -> bytes:
+def read_hub_range(filesystem: Any, path: str, start: int, stop: int, size_bytes: int) -> bytes:
     """Returns the bytes `[start, stop)` of a file with one request, reading nothing ahead."""
     with filesystem.open(path, "rb", cache_type="none", size=size_bytes) as file:
         file.seek(start)
@@ -102,7 +102,7 @@ class ObjectInfo:
 
 
 class RemoteStore:
-    """A client of a store; threads share it. Make it with `store_of`."""
+    """A client of a store; threads share it. Make it with `get_store`."""
 
     def __init__(self, protocol: str, options: Mapping[str, Any], where: str) -> None:
         self.protocol = protocol
@@ -132,7 +132,7 @@ class RemoteStore:
             return location.partition("://")[2].strip("/")
         path: str = self.filesystem._strip_protocol(location)  # noqa: SLF001  fsspec's own name
         if self.protocol == _HUB:
-            return self.retry(lambda: pinned_root(self.filesystem, path), location)
+            return self.retry(lambda: pin_revision(self.filesystem, path), location)
         return path.rstrip("/")
 
     def listing(self, path: str) -> dict[str, ObjectInfo]:
@@ -145,7 +145,7 @@ class RemoteStore:
     def _listed(self, path: str) -> dict[str, ObjectInfo]:
         def ask() -> dict[str, ObjectInfo]:
             if self.is_s3:
-                return {n: _object_of(info) for n, info in s3_listing(self.filesystem, path)}
+                return {n: _object_of(info) for n, info in list_s3_objects(self.filesystem, path)}
             self.filesystem.invalidate_cache()
             try:
                 infos: Mapping[str, Mapping[str, Any]] = self.filesystem.find(path, detail=True)
@@ -193,7 +193,7 @@ class RemoteStore:
         def ask() -> bytes | None:
             try:
                 if self.is_s3:
-                    return s3_get(self.filesystem, path)
+                    return get_s3_object(self.filesystem, path)
                 data: bytes = self.filesystem.cat_file(path)
             except FileNotFoundError:
                 return None
@@ -276,7 +276,7 @@ class RemoteStore:
             bucket, prefix, _ = split_s3_path(self.filesystem, root)
             start = f"{prefix}/" if prefix else ""
             keys = [start + name for name in names]
-            self.retry(lambda: s3_delete(self.filesystem, bucket, keys), f"delete {root}")
+            self.retry(lambda: delete_s3_objects(self.filesystem, bucket, keys), f"delete {root}")
         elif names:
             for name in names:
                 self.retry(partial(self._delete, f"{root}/{name}"), f"delete {root}/{name}")
@@ -287,7 +287,7 @@ class RemoteStore:
 
     def look_up(self, path: str) -> ObjectInfo | None:
         """Returns a single object, also where listings do not show it yet; None if absent."""
-        head = partial(s3_head, self.filesystem) if self.is_s3 else self.filesystem.info
+        head = partial(head_s3_object, self.filesystem) if self.is_s3 else self.filesystem.info
 
         def ask() -> ObjectInfo | None:
             try:
@@ -303,11 +303,11 @@ class RemoteStore:
 
         def ask() -> None:
             if self.is_s3:
-                s3_range(self.filesystem, path, start, target, entry.etag)
+                read_s3_range(self.filesystem, path, start, target, entry.etag)
                 return
             stop = start + len(target)
             if self.protocol == _HUB:
-                data = hub_range(self.filesystem, path, start, stop, entry.size_bytes)
+                data = read_hub_range(self.filesystem, path, start, stop, entry.size_bytes)
             else:
                 data = self.filesystem.cat_file(path, start=start, end=stop)
             if len(data) != len(target):
@@ -321,7 +321,7 @@ _lock = threading.Lock()
 _stores: WeakValueDictionary[tuple[int, str, str], RemoteStore] = WeakValueDictionary()
 
 
-def store_of(place: Place) -> RemoteStore:
+def get_store(place: Place) -> RemoteStore:
     """Returns the client for a place; places with equal options share one while it is in use."""
     options = json.dumps(place.options, sort_keys=True, default=repr)
     key = os.getpid(), place.protocol, options
@@ -341,7 +341,7 @@ def _filesystem(protocol: str, options: Mapping[str, Any], where: str) -> Any:
 
     arguments = dict(options)
     if protocol in S3_PROTOCOLS:
-        arguments = s3_options(arguments, connections=CONNECTIONS)
+        arguments = make_s3_options(arguments, connections=CONNECTIONS)
     if protocol != _HUB:  # whose class counts unknown options among its own
         arguments.setdefault("use_listings_cache", False)
     try:

@@ -28,7 +28,7 @@ from ckptkit.storage.remote.errors import (
 )
 from ckptkit.storage.remote.s3 import S3_PROTOCOLS
 from ckptkit.storage.remote.s3_target import NONCE_BYTES, S3Target, open_s3_prefix
-from ckptkit.storage.remote.store import ObjectInfo, RemoteStore, store_of
+from ckptkit.storage.remote.store import ObjectInfo, RemoteStore, get_store
 
 if TYPE_CHECKING:
     from ckptkit.storage.places import Place
@@ -170,7 +170,7 @@ class StreamTarget:
             self._path = self._store.path_of(place.location)
             # Not by the client of the transaction, which shows nothing before its end.
             self._claim = OutputClaim(
-                store_of(place), self._path, self._location, self._translate_errors
+                get_store(place), self._path, self._location, self._translate_errors
             )
             self._claim.refuse_taken()
             self._seen = self._objects()
@@ -292,7 +292,7 @@ _BUCKETS = S3_PROTOCOLS | {"abfs", "abfss", "az", "gcs", "gs", "oci", "oss"}
 
 def check_remote_target(place: Place, *, overwrite: bool) -> None:
     """Refuses a place that `open_remote_target` would refuse, and writes nothing."""
-    store = store_of(place)
+    store = get_store(place)
     with error_translator(place.location, store.options)():
         path = store.path_of(place.location)
         if not path.strip("/"):

@@ -37,7 +37,7 @@ from ckptkit.options import (
 from ckptkit.plan.plan import Plan
 from ckptkit.storage.local.shared_target import SharedTarget
 from ckptkit.storage.manifests import refuse_unnamed_in
-from ckptkit.storage.shared import Row, filesystem_of, why_not_shared
+from ckptkit.storage.shared import Row, find_filesystem_type, why_not_shared
 from ckptkit.training.agree.peers import Peers
 from ckptkit.training.environment import ranks_of_this_machine
 from ckptkit.training.export.commit import answer_of, commit, mark_of, part_of
@@ -168,7 +168,7 @@ class ExportAttempt:
         if self._peers.world_size == 1:
             return _RANGES
         reason = why_not_shared(
-            filesystem_of(self._request.out),
+            find_filesystem_type(self._request.out),
             is_one_machine=ranks_of_this_machine() == self._peers.world_size,
         )
         return f"{_ONE_WRITER}{reason}" if reason else _RANGES

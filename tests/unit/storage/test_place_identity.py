@@ -170,7 +170,7 @@ def test_a_folder_that_is_mounted_twice_is_one(
         f"30 22 8:2 / {disk} rw - ext4 /dev/sdb1 rw\n"
         f"31 22 8:2 /runs {escaped} rw - ext4 /dev/sdb1 rw\n"
     )
-    found = filesystems.mounts_of(table)
+    found = filesystems.read_mounts(table)
     monkeypatch.setattr(place_identity, "mounts_of", lambda: found)
     out = mounted / "a" / "new"
     assert find_overlap(Place(out), Place(disk / "runs" / "a")) is PlaceRelation.INSIDE

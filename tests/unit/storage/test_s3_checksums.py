@@ -20,7 +20,7 @@ from ckptkit.storage.remote.s3 import (
     S3Uploads,
     SentPart,
     StoreChecksum,
-    encoded,
+    encode_crc32,
 )
 from ckptkit.storage.remote.s3_object import S3Object
 
@@ -53,7 +53,7 @@ def test_a_sum_is_compared_with_the_one_of_its_kind(told: StoreChecksum, agrees:
 
 
 def test_what_a_store_answers_is_read_in_all_its_forms() -> None:
-    text = encoded(SUMS.whole)
+    text = encode_crc32(SUMS.whole)
     assert StoreChecksum.in_answer({}) is None
     assert StoreChecksum.in_answer({"ChecksumCRC32": text}) == StoreChecksum(SUMS.whole)
     assert StoreChecksum.in_answer({"ChecksumCRC32": f"{text}-7"}) == StoreChecksum(

@@ -10,7 +10,7 @@ from ckptkit.core.errors import ChecksumError, OutputError, OutputExistsError
 from ckptkit.storage.local.disk import Disk, OpenFile
 from ckptkit.storage.local.shared_target import SharedTarget, why_no_ranges
 from ckptkit.storage.local.target import LocalTarget
-from ckptkit.storage.shared import filesystem_of, why_not_shared
+from ckptkit.storage.shared import find_filesystem_type, why_not_shared
 
 NONCE = "0123456789abcdef"
 NATIVE = Disk()
@@ -184,11 +184,11 @@ def test_the_innermost_mount_tells_the_file_system(tmp_path: Path) -> None:
         f"25 22 0:8 / {tmp_path}/over rw - xfs /dev/sdb rw\n"
     )
     found = {
-        place: filesystem_of(tmp_path / place, mounts=mounts)
+        place: find_filesystem_type(tmp_path / place, mounts=mounts)
         for place in ("a b/c/not/there", "a", "over/x", "..")
     }
     assert found == {"a b/c/not/there": "nfs4", "a": "tmpfs", "over/x": "xfs", "..": "ext4"}
-    assert not filesystem_of(tmp_path, mounts=tmp_path / "absent")
+    assert not find_filesystem_type(tmp_path, mounts=tmp_path / "absent")
 
 
 def test_two_processes_may_try_the_storage_at_the_same_time(tmp_path: Path) -> None:
