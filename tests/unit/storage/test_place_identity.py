@@ -171,7 +171,7 @@ def test_a_folder_that_is_mounted_twice_is_one(
         f"31 22 8:2 /runs {escaped} rw - ext4 /dev/sdb1 rw\n"
     )
     found = filesystems.read_mounts(table)
-    monkeypatch.setattr(place_identity, "mounts_of", lambda: found)
+    monkeypatch.setattr(place_identity, "read_mounts", lambda: found)
     out = mounted / "a" / "new"
     assert find_overlap(Place(out), Place(disk / "runs" / "a")) is PlaceRelation.INSIDE
     assert find_overlap(Place(disk), Place(out)) is PlaceRelation.AROUND
