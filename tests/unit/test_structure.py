@@ -21,7 +21,7 @@ LIMITS = {
     "modules in import circles": 6,
     "public class names with several meanings": 27,
     "module names used in two packages": 34,
-    "lines with told, somebody, nobody or whoever": 532,
+    "lines with told, somebody, nobody or whoever": 471,
 }
 _FILES = re.compile(r"\b(?:ckptkit|cli|tests|benchmarks)/[\w/]+\.py\b")
 _WORDS = re.compile(r"\b(told|somebody|nobody|whoever)\b", re.IGNORECASE)
