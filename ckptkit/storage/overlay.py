@@ -181,10 +181,9 @@ class OverlaySource:
     def _differ(self, path: str, first: tuple[Folder, FileRef], other: Folder) -> bool:
         source, ref = first
         whole = ref.size_bytes <= _WHOLE_BYTES or path.rpartition("/")[2] in self._compared
-        if whole:
-            step, starts = _READ_BYTES, range(0, ref.size_bytes, _READ_BYTES)
-        else:
-            step, last = _PART_BYTES, ref.size_bytes - _PART_BYTES
-            starts = [number * last // (_PARTS - 1) for number in range(_PARTS)]
+        step = _READ_BYTES if whole else _PART_BYTES
+        last = ref.size_bytes - _PART_BYTES
+        some = (number * last // (_PARTS - 1) for number in range(_PARTS))
+        starts = range(0, ref.size_bytes, _READ_BYTES) if whole else some
         parts = ((start, min(start + step, ref.size_bytes)) for start in starts)
         return any(source.read(path, *part) != other.read(path, *part) for part in parts)
