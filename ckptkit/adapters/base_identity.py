@@ -13,15 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from ckptkit.adapters.base_records import (
-    Quantization,
-    WeightDigest,
-    read_digests,
-    read_record_of_base,
-)
+from ckptkit.adapters.base_records import read_digests
 from ckptkit.adapters.merge.base import BaseSource, open_base, weights_as_they_are
 from ckptkit.adapters.merge.report import SourceAdapter
 from ckptkit.adapters.quantized.bases import QloraBase, QuantizedBase, Weights
+from ckptkit.conversion.source.adapters import read_record_of_base
 from ckptkit.conversion.source.open import OpenedCheckpoint
 from ckptkit.conversion.source.places import absolute, resolved
 from ckptkit.core.arrays import numpy_dtype
@@ -33,8 +29,16 @@ from ckptkit.engine.casts import Caster
 from ckptkit.engine.reader import RUN_BYTES, Origin, TensorReader
 from ckptkit.lora.config import LoraSettings
 from ckptkit.lora.dialects import plain_name
-from ckptkit.lora.identity import Expected, Judgement, expected_of, found_at, judge
+from ckptkit.lora.identity import (
+    Expected,
+    Judgement,
+    WeightDigest,
+    expected_of,
+    found_at,
+    judge,
+)
 from ckptkit.lora.layers import table_of
+from ckptkit.lora.quantized import Quantization
 from ckptkit.plan.side_files import MAX_JSON_BYTES
 from ckptkit.storage.places import is_url
 

@@ -1,121 +1,40 @@
-"""What a folder with an extracted adapter records of the base that it was trained on.
+"""Makes the record of an adapter's base: checksums of a few frozen weights, and how it was packed.
 
-An extracted adapter has left its base behind. So that a merge from the folder still finds out
-whether the base that it is given is the right one, the manifest keeps the checksums of a few
-frozen weights, and how the base was packed.
+The record itself, and what parses it, is in `ckptkit.lora.identity`.
 """
 
 from __future__ import annotations
 
-import posixpath
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING
 
-from ckptkit.adapters.quantized.requantize import Packing, packing_from_json, packings_of
-from ckptkit.conversion.source.open import OpenedCheckpoint
+from ckptkit.adapters.quantized.requantize import packings_of
+from ckptkit.conversion.source.adapters import read_record_of_base
 from ckptkit.conversion.source.places import absolute
 from ckptkit.core.checksums import RangeChecksum
 from ckptkit.core.crc import crc32
-from ckptkit.core.errors import FormatError, InputError
+from ckptkit.core.errors import InputError
 from ckptkit.core.index import Box, Fqn, Shape, Span, TensorEntry
-from ckptkit.core.manifest import MANIFEST_NAME, Manifest
 from ckptkit.engine.locate import Locator
 from ckptkit.engine.reader import RUN_BYTES, Origin, TensorReader
+from ckptkit.lora.identity import BaseRecord, WeightDigest
 from ckptkit.lora.layers import table_of
 from ckptkit.lora.quantized import (
     FOUR_BITS,
     FourBitSettings,
     PackedWeight,
+    Packing,
+    Quantization,
     packed_weights,
     settings_told,
 )
-from ckptkit.storage.base import is_there
-from ckptkit.storage.manifests import read_manifest
 
 if TYPE_CHECKING:
     from ckptkit.adapters.sources import OpenedAdapter
 
 
-_DIGESTS = "base_digests"
-_QUANTIZATION = "base_quantization"
 _MOST = 8  # weights: two models differ nearly everywhere
 _KIND = "adapter"
-
-
-@dataclass(frozen=True, slots=True)
-class WeightDigest:
-    """A frozen weight of the base, as it was in training.
-
-    Attributes:
-        dtype: Its element type.
-        shape: Its shape.
-        crc32: Checksum of its bytes, row-major.
-    """
-
-    dtype: str
-    shape: Shape
-    crc32: int
-
-
-@dataclass(frozen=True, slots=True)
-class Quantization:
-    """How the base of an adapter was packed in training.
-
-    Attributes:
-        kinds: Such as `nf4` and `int8`.
-        weights: How many weights lie packed in the checkpoint; 0 where its configuration alone
-            tells.
-        checkpoint: Where the checkpoint lay.
-        packings: Which weights they are, and how they were packed; none where that is not known.
-    """
-
-    kinds: tuple[str, ...]
-    weights: int
-    checkpoint: str
-    packings: tuple[Packing, ...] = ()
-
-    @property
-    def can_be_repeated(self) -> bool:
-        return bool(self.packings) and all(packing.is_told for packing in self.packings)
-
-    @property
-    def leaves_scales_open(self) -> bool:
-        """Whether it does not say that scales were quantized too, or that they were not."""
-        settings = (packing.settings for packing in self.packings)
-        return any(one is not None and one.nested is None for one in settings)
-
-
-@dataclass(frozen=True, slots=True)
-class BaseRecord:
-    """What is recorded of a base.
-
-    Attributes:
-        digests: Of a few of its weights, by their names in the plain model.
-        quantization: How it was packed; None where it was not.
-    """
-
-    digests: Mapping[str, WeightDigest] = field(default_factory=dict)
-    quantization: Quantization | None = None
-
-    def facts(self) -> dict[str, Any]:
-        """Returns the record as the source of a manifest holds it."""
-        facts: dict[str, Any] = {}
-        if self.digests:
-            facts[_DIGESTS] = {
-                name: {"dtype": one.dtype, "shape": list(one.shape), "crc32": one.crc32}
-                for name, one in self.digests.items()
-            }
-        if self.quantization is not None:
-            facts[_QUANTIZATION] = {
-                "kinds": list(self.quantization.kinds),
-                "weights": self.quantization.weights,
-                "checkpoint": self.quantization.checkpoint,
-            }
-            if self.quantization.packings:
-                listed = [packing.to_json() for packing in self.quantization.packings]
-                facts[_QUANTIZATION]["packings"] = listed
-        return facts
 
 
 def record_of(found: OpenedAdapter) -> BaseRecord:
@@ -289,37 +208,3 @@ def _read_crc32(reader: TensorReader, entry: TensorEntry) -> int:
         reader.fill(entry.key, Span(start, stop), data)
         found = crc32(data, found)
     return found
-
-
-def read_record_of_base(opened: OpenedCheckpoint) -> BaseRecord:
-    """Reads what the manifest of an extracted adapter says of its base; nothing where none is."""
-    if not is_there(opened.source, posixpath.join(opened.folder, MANIFEST_NAME)):
-        return BaseRecord()
-    where = posixpath.join(opened.path, MANIFEST_NAME)
-    manifest = read_manifest(opened.source, opened.folder)
-    return _parsed(manifest, where) if manifest.kind == _KIND else BaseRecord()
-
-
-def _parsed(manifest: Manifest, where: str) -> BaseRecord:
-    try:
-        digests = {
-            str(name): WeightDigest(str(one["dtype"]), _shape(one["shape"]), int(one["crc32"]))
-            for name, one in manifest.source.get(_DIGESTS, {}).items()
-        }
-        told = manifest.source.get(_QUANTIZATION)
-        if told is None:
-            return BaseRecord(digests)
-        kinds = tuple(str(kind) for kind in told["kinds"])
-        packings = tuple(packing_from_json(one) for one in told.get("packings", ()))
-        packed = Quantization(kinds, int(told["weights"]), str(told["checkpoint"]), packings)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise FormatError(
-            "what the manifest says of the adapter's base is damaged",
-            where=where,
-            hint="extract the adapter again",
-        ) from error
-    return BaseRecord(digests, packed)
-
-
-def _shape(sizes: Sequence[Any]) -> Shape:
-    return tuple(int(size) for size in sizes)

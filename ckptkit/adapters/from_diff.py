@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ckptkit.adapters.base_records import BaseRecord, read_digests, spread
+from ckptkit.adapters.base_records import read_digests, spread
 from ckptkit.adapters.tuned import Approximation, ChangeReader, Pair, Sides, approximate, open_sides
 from ckptkit.conversion.source.open import PathLike
 from ckptkit.conversion.write import (
@@ -32,7 +32,7 @@ from ckptkit.engine.reader import Origin
 from ckptkit.lora.changes import model_types
 from ckptkit.lora.config import PEFT_PREFIX
 from ckptkit.lora.differences import DiffPatterns, adapter_config, kept, module_of, role_of
-from ckptkit.lora.identity import found_at
+from ckptkit.lora.identity import BaseRecord, found_at
 from ckptkit.options import FACTOR_DTYPES, Resources, choose_dtype, matches, positive_number
 from ckptkit.plan.layouts.hf import layout_adapter
 from ckptkit.plan.plan import SOURCE, Compute, Copy, Literal, Plan, Product, TensorSpec, contiguous

@@ -6,22 +6,32 @@ is a note, unless the weights themselves can be compared.
 
 Source: huggingface_hub's cache (`models--org--name/snapshots/COMMIT`); transformers, which keeps
 `_commit_hash` and `_name_or_path` in configurations of older versions.
+
+An extracted adapter has left its base behind. Its manifest records checksums of a few frozen
+weights, and how the base was packed, so that a merge can check the base that it is given.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from ckptkit.core.errors import FormatError
+from ckptkit.core.index import Shape
+from ckptkit.core.manifest import Manifest
 from ckptkit.lora.config import LoraSettings
+from ckptkit.lora.quantized import Quantization, quantization_from_json
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _CACHED = re.compile(r"(?:^|/)models--([^/]+?)--([^/]+)/snapshots/([^/]+)")
 _URL = re.compile(r"hf://([\w.-]+)/([\w.-]+)(?:@([0-9a-f]{40}))?(?:/|$)")
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 _COMMIT_KEY = "_commit_hash"
+# Fields of the source in the manifest of an extracted adapter.
+_DIGESTS = "base_digests"
+_QUANTIZATION = "base_quantization"
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,3 +140,75 @@ def _unproven(expected: Expected, found: Found) -> tuple[str, ...]:
 
 def _is_repository(name: str) -> bool:
     return _REPOSITORY.fullmatch(name) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class WeightDigest:
+    """A frozen weight of the base, as it was in training.
+
+    Attributes:
+        dtype: Its element type.
+        shape: Its shape.
+        crc32: Checksum of its bytes, row-major.
+    """
+
+    dtype: str
+    shape: Shape
+    crc32: int
+
+
+@dataclass(frozen=True, slots=True)
+class BaseRecord:
+    """What is recorded of a base.
+
+    Attributes:
+        digests: Of a few of its weights, by their names in the plain model.
+        quantization: How it was packed; None where it was not.
+    """
+
+    digests: Mapping[str, WeightDigest] = field(default_factory=dict)
+    quantization: Quantization | None = None
+
+    def facts(self) -> dict[str, Any]:
+        """Returns the record as the source of a manifest holds it."""
+        facts: dict[str, Any] = {}
+        if self.digests:
+            facts[_DIGESTS] = {
+                name: {
+                    "dtype": digest.dtype,
+                    "shape": list(digest.shape),
+                    "crc32": digest.crc32,
+                }
+                for name, digest in self.digests.items()
+            }
+        if self.quantization is not None:
+            facts[_QUANTIZATION] = self.quantization.to_json()
+        return facts
+
+
+def parse_base_record(manifest: Manifest, where: str) -> BaseRecord:
+    """Parses what the manifest of an extracted adapter records of its base.
+
+    Args:
+        manifest: The manifest; one of another kind records nothing.
+        where: The path of the manifest, for messages.
+    """
+    if manifest.kind != "adapter":
+        return BaseRecord()
+    try:
+        digests = {
+            str(name): WeightDigest(
+                str(digest["dtype"]), tuple(map(int, digest["shape"])), int(digest["crc32"])
+            )
+            for name, digest in manifest.source.get(_DIGESTS, {}).items()
+        }
+        quantization = manifest.source.get(_QUANTIZATION)
+        if quantization is None:
+            return BaseRecord(digests)
+        return BaseRecord(digests, quantization_from_json(quantization))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise FormatError(
+            "what the manifest says of the adapter's base is damaged",
+            where=where,
+            hint="extract the adapter again",
+        ) from error

@@ -5,7 +5,7 @@ it. With companions their names tell; without, the size of the weight does, sinc
 its LoRA or the original model say what shape it has in truth. What is not packed is nobody's
 business here: an embedding or a head is what it is, also in a model of packed weights.
 
-`pipeline.adapters.dequantizing` turns what is found here into operands.
+`ckptkit.adapters.quantized` turns what is found here into operands.
 
 Source: bitsandbytes 0.50, `functional.py` (`QuantState.as_dict`), `nn/modules.py`
 (`Linear4bit._save_to_state_dict`, `Linear8bitLt._save_to_state_dict`).
@@ -14,6 +14,9 @@ How weights of four bits were packed: what bitsandbytes writes beside each of th
 
 Source: bitsandbytes 0.50, `functional.py` (`QuantState.as_dict`), `utils.py`
 (`pack_dict_to_tensor`): a JSON object as a tensor of bytes.
+
+`Quantization` is the record that the manifest of an extracted adapter keeps of its packed base, so
+that the weights that training computed with can be made again from the plain base.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ckptkit.core.errors import FormatError, UnsupportedError
@@ -282,3 +285,127 @@ def refuse_unmodelled(
             where=location,
             hint="pass the original model, or a dequantized copy, as --base",
         )
+
+
+@dataclass(frozen=True, slots=True)
+class PackedRecord:
+    """One weight that was packed, or may have been.
+
+    Attributes:
+        size_bytes: What it took packed.
+        offset: The mean of its scales, where they were quantized too and that was saved.
+        crc32: Checksum of its packed bytes; None where it is not known.
+    """
+
+    size_bytes: int
+    offset: float | None = None
+    crc32: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """Weights that were packed alike.
+
+    Attributes:
+        settings: How, as far as the checkpoint shows; None for eight bits.
+        storage: The element type that packed numbers were stored under.
+        weights: The weights, by their names in the plain model.
+    """
+
+    settings: FourBitSettings | None
+    storage: str
+    weights: Mapping[str, PackedRecord] = field(default_factory=dict)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the settings are recorded, or can be found by checksums."""
+        four = self.settings
+        if four is None or None not in {four.quant_type, four.blocksize, four.dtype}:
+            return True
+        return any(weight.crc32 is not None for weight in self.weights.values())
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns it as plain values."""
+        four = self.settings
+        settings = {} if four is None else {
+            "quant_type": four.quant_type,
+            "blocksize": four.blocksize,
+            "dtype": four.dtype,
+            "nested": four.nested,
+        }  # fmt: skip
+        return {
+            "bits": 8 if four is None else 4,
+            **settings,
+            "storage": self.storage,
+            "weights": {
+                name: [weight.size_bytes, weight.offset, weight.crc32]
+                for name, weight in self.weights.items()
+            },
+        }
+
+
+def _packing_from_json(document: Mapping[str, Any]) -> Packing:
+    weights = {str(name): PackedRecord(*row) for name, row in document["weights"].items()}
+    storage = str(document["storage"])
+    if document["bits"] != FOUR_BITS:
+        return Packing(None, storage, weights)
+    settings = FourBitSettings(
+        quant_type=_recorded(document["quant_type"], QUANT_TYPES),
+        nested=_recorded(document["nested"], (True, False)),
+        blocksize=_recorded(document["blocksize"], BLOCKSIZES),
+        dtype=_recorded(document["dtype"], DTYPES),
+    )
+    return Packing(settings, storage, weights)
+
+
+def _recorded(value: Any, choices: Any) -> Any:
+    if value is not None and value not in choices:
+        raise ValueError(f"{value!r} is none of {tuple(choices)}")
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """How the base of an adapter was packed in training.
+
+    Attributes:
+        kinds: Such as `nf4` and `int8`.
+        weights: How many weights are packed in the checkpoint; 0 where only its configuration
+            says so.
+        checkpoint: The path of the checkpoint.
+        packings: Which weights they are, and how they were packed; none where that is not known.
+    """
+
+    kinds: tuple[str, ...]
+    weights: int
+    checkpoint: str
+    packings: tuple[Packing, ...] = ()
+
+    @property
+    def can_be_repeated(self) -> bool:
+        return bool(self.packings) and all(packing.is_known for packing in self.packings)
+
+    @property
+    def leaves_scales_open(self) -> bool:
+        """Whether it does not say that scales were quantized too, or that they were not."""
+        settings = (packing.settings for packing in self.packings)
+        return any(four is not None and four.nested is None for four in settings)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns it as plain values."""
+        document: dict[str, Any] = {
+            "kinds": list(self.kinds),
+            "weights": self.weights,
+            "checkpoint": self.checkpoint,
+        }
+        if self.packings:
+            document["packings"] = [packing.to_json() for packing in self.packings]
+        return document
+
+
+def quantization_from_json(document: Mapping[str, Any]) -> Quantization:
+    """Returns what plain values hold; errors are those of missing keys and wrong types."""
+    kinds = tuple(str(kind) for kind in document["kinds"])
+    packings = tuple(_packing_from_json(packing) for packing in document.get("packings", ()))
+    weights, checkpoint = int(document["weights"]), str(document["checkpoint"])
+    return Quantization(kinds, weights, checkpoint, packings)

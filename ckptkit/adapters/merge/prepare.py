@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any
 
 from ckptkit.adapters.base_identity import BaseChecks, refuse_rewritten_bases
-from ckptkit.adapters.base_records import read_record_of_base
 from ckptkit.adapters.merge.base import (
     Alignment,
     BaseSource,
@@ -27,9 +26,10 @@ from ckptkit.adapters.merge.report import MergedLayer, SourceAdapter, reported, 
 from ckptkit.adapters.merge.tensors import BaseTensor, MergeRules, merged_product, several_needed
 from ckptkit.adapters.merge.ties import MergedTies, TieJudge, refuse_differing_bases, ties_in_words
 from ckptkit.adapters.quantized.bases import QuantizedBase, Weights, plan_quantized
-from ckptkit.adapters.quantized.requantize import Packing, requantized
+from ckptkit.adapters.quantized.requantize import requantized
 from ckptkit.conversion.compare_names import NOTHING, Comparison, Subject, plan_comparison
 from ckptkit.conversion.naming_program import NamingProgram
+from ckptkit.conversion.source.adapters import read_record_of_base
 from ckptkit.conversion.source.side_folders import SideFolders
 from ckptkit.conversion.write import PlannedOutput, choose_settings, estimate_plan
 from ckptkit.core.errors import AdapterError, RefusedError
@@ -54,6 +54,7 @@ from ckptkit.lora.config import Adapter
 from ckptkit.lora.generations import modules_of, with_prefix
 from ckptkit.lora.layers import table_of
 from ckptkit.lora.pairing import Base, pair
+from ckptkit.lora.quantized import Packing
 from ckptkit.lora.tying import Pair, shared_changes, tied_pairs
 from ckptkit.options import Resources
 from ckptkit.plan.layouts.hf import layout_hf_weights

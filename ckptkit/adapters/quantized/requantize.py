@@ -15,8 +15,7 @@ bytes that gave.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -36,94 +35,16 @@ from ckptkit.core.threads import run_crew
 from ckptkit.engine.kernels import StoredOperand
 from ckptkit.engine.reader import Origin
 from ckptkit.lora.quantized import (
-    BLOCKSIZES,
-    DTYPES,
     FOUR_BITS,
     MAX_STATE_BYTES,
-    QUANT_TYPES,
     FourBitSettings,
     FourBitState,
+    PackedRecord,
     PackedWeight,
+    Packing,
 )
 
 _MATRIX = 2
-
-
-@dataclass(frozen=True, slots=True)
-class PackedRecord:
-    """One weight that was packed, or may have been.
-
-    Attributes:
-        size_bytes: What it took packed.
-        offset: The mean of its scales, where they were quantized too and that was saved.
-        crc32: Checksum of its packed bytes; None where it is not known.
-    """
-
-    size_bytes: int
-    offset: float | None = None
-    crc32: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Packing:
-    """Weights that were packed alike.
-
-    Attributes:
-        settings: How, as far as the checkpoint tells; None for eight bits.
-        storage: The element type that packed numbers were stored under.
-        weights: The weights, by their names in the plain model.
-    """
-
-    settings: FourBitSettings | None
-    storage: str
-    weights: Mapping[str, PackedRecord] = field(default_factory=dict)
-
-    @property
-    def is_told(self) -> bool:
-        """Whether the settings are known, or checksums may tell them."""
-        told = self.settings
-        if told is None or None not in {told.quant_type, told.blocksize, told.dtype}:
-            return True
-        return any(weight.crc32 is not None for weight in self.weights.values())
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns it as plain values."""
-        told = self.settings
-        four = {} if told is None else {
-            "quant_type": told.quant_type,
-            "blocksize": told.blocksize,
-            "dtype": told.dtype,
-            "nested": told.nested,
-        }  # fmt: skip
-        return {
-            "bits": 8 if told is None else 4,
-            **four,
-            "storage": self.storage,
-            "weights": {
-                name: [one.size_bytes, one.offset, one.crc32] for name, one in self.weights.items()
-            },
-        }
-
-
-def packing_from_json(document: Mapping[str, Any]) -> Packing:
-    """Returns what plain values hold."""
-    weights = {str(name): PackedRecord(*row) for name, row in document["weights"].items()}
-    storage = str(document["storage"])
-    if document["bits"] != FOUR_BITS:
-        return Packing(None, storage, weights)
-    settings = FourBitSettings(
-        quant_type=_among(document["quant_type"], QUANT_TYPES),
-        nested=_among(document["nested"], (True, False)),
-        blocksize=_among(document["blocksize"], BLOCKSIZES),
-        dtype=_among(document["dtype"], DTYPES),
-    )
-    return Packing(settings, storage, weights)
-
-
-def _among(value: Any, known: Any) -> Any:
-    if value is not None and value not in known:
-        raise ValueError(f"{value!r} is none of {tuple(known)}")
-    return value
 
 
 def packings_of(

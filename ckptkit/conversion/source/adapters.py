@@ -11,7 +11,7 @@ import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckptkit.conversion.source.adapter_records import ADAPTER_CONFIG, AdapterRecords
 from ckptkit.conversion.source.open import OpenedCheckpoint, PathLike
@@ -26,16 +26,17 @@ from ckptkit.core.errors import (
     RefusedError,
 )
 from ckptkit.core.index import Fqn, TensorEntry, TensorIndex
+from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.formats.discovery import is_optimizer_folder, is_unit_folder
 from ckptkit.lora.config import PEFT_PREFIX
 from ckptkit.lora.dialects import BASE_LAYER, DEFAULT, Sorted, sort_entries
+from ckptkit.lora.identity import BaseRecord, parse_base_record
+from ckptkit.lora.quantized import Quantization
 from ckptkit.plan.peft_names import LORA, advice_on, find_adapter, own_adapters, title_of
 from ckptkit.plan.selection import as_random, model_trees
+from ckptkit.storage.base import is_there
+from ckptkit.storage.manifests import read_manifest
 from ckptkit.storage.places import Place, place_of
-
-if TYPE_CHECKING:
-    from ckptkit.adapters.base_records import Quantization
-
 
 _FACTOR = re.compile(r"(^|\.)lora_(A|B|embedding_A|embedding_B)\.")
 _BASE_UNIT = "base_model_"  # where the layout of the Trainer keeps the base of a PEFT model
@@ -432,9 +433,6 @@ def adapter_facts(checkpoint: OpenedCheckpoint, folders: SideFolders) -> Adapter
         if not names or len(names) < len(found) or _others(trees, found):
             return None
         record = records.find(names[0], is_only_one=len(names) == 1)
-        # With what unpacks weights behind it: most checkpoints that are inspected need none.
-        from ckptkit.adapters.base_records import read_record_of_base
-
         packing = read_record_of_base(checkpoint).quantization
     except CkptkitError:
         return None  # the commands say what is wrong with it
@@ -446,6 +444,14 @@ def adapter_facts(checkpoint: OpenedCheckpoint, folders: SideFolders) -> Adapter
         is_ready=record is not None and all(map(_OF_PEFT.fullmatch, units)),
         packing=packing,
     )
+
+
+def read_record_of_base(checkpoint: OpenedCheckpoint) -> BaseRecord:
+    """Reads what the manifest of an extracted adapter records of its base, if there is one."""
+    if not is_there(checkpoint.source, posixpath.join(checkpoint.folder, MANIFEST_NAME)):
+        return BaseRecord()
+    manifest = read_manifest(checkpoint.source, checkpoint.folder)
+    return parse_base_record(manifest, posixpath.join(checkpoint.path, MANIFEST_NAME))
 
 
 def step_of_base(checkpoint: OpenedCheckpoint) -> str:
