@@ -16,10 +16,17 @@ from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import TextIO
+from typing import Any, TextIO
 
-from ckptkit.core.errors import UsageError
-from ckptkit.integrations.patches import LIBRARIES, Seams
+from ckptkit.core.errors import UnsupportedError, UsageError
+from ckptkit.core.text import a_kind
+from ckptkit.integrations.patches import (
+    STOCK,
+    ImportPatcher,
+    Library,
+    replace_methods,
+    saves_whole_models,
+)
 
 logger = logging.getLogger("ckptkit.run")  # by whatever name it runs
 
@@ -85,7 +92,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return error.exit_status
     if choice != "off":
         _show_log()
-        Seams(LIBRARIES, waits=choice == "wait", speaks=_speaks()).install()
+        # torchrun numbers the ranks; one of them writes to the log.
+        logs = os.environ.get("RANK", "0") == "0"
+        ImportPatcher(_LIBRARIES, waits=choice == "wait", logs=logs).install()
     return _status_of(script)
 
 
@@ -127,11 +136,6 @@ def _choice() -> str:
     return choice
 
 
-def _speaks() -> bool:
-    """Tells whether this is the rank that writes to the log; torchrun numbers them."""
-    return os.environ.get("RANK", "0") == "0"
-
-
 class _UnlessConfigured(logging.StreamHandler[TextIO]):
     """Shows the log of ckptkit for as long as the script has not set up any of its own."""
 
@@ -147,6 +151,75 @@ def _show_log() -> None:
     ours = logging.getLogger("ckptkit")
     ours.addHandler(handler)
     ours.setLevel(logging.INFO)
+
+
+def _patch_accelerate(module: ModuleType, patcher: ImportPatcher) -> None:
+    """Makes all Accelerators save and load through ckptkit.
+
+    Source: `accelerate.Accelerator`, versions 1.7 to 1.15.
+    """
+
+    def save_state(self: Any, *arguments: Any, **options: Any) -> Any:
+        from ckptkit.integrations.accelerate import saved_like_stock
+
+        return saved_like_stock(self, *arguments, waits=patcher.waits, **options)
+
+    def load_state(self: Any, *arguments: Any, **options: Any) -> None:
+        from ckptkit.integrations.accelerate import loaded_like_stock
+
+        loaded_like_stock(self, *arguments, **options)
+
+    def save_model(self: Any, *arguments: Any, **options: Any) -> None:
+        from ckptkit.integrations.accelerate import model_saved_like_stock
+
+        model_saved_like_stock(self, *arguments, **options)
+
+    def get_state_dict(self: Any, *arguments: Any, **options: Any) -> Any:
+        from ckptkit.integrations.accelerate import state_like_stock
+
+        return state_like_stock(self, *arguments, **options)
+
+    def init(self: Any, *arguments: Any, **options: Any) -> None:
+        getattr(init, STOCK)(self, *arguments, **options)
+        patcher.log_use()
+
+    replace_methods(
+        module.Accelerator,
+        save_state=save_state,
+        load_state=load_state,
+        save_model=save_model,
+        get_state_dict=get_state_dict,
+        __init__=init,
+    )
+
+
+def _patch_trainer(module: ModuleType, patcher: ImportPatcher) -> None:
+    """Makes all Trainers save and resume through ckptkit from the moment that they are built.
+
+    Source: `transformers.Trainer`, versions 5.6 to 5.23.
+    """
+
+    def init(self: Any, *arguments: Any, **options: Any) -> None:
+        getattr(init, STOCK)(self, *arguments, **options)
+        if saves_whole_models(self):
+            return
+        from ckptkit.integrations.transformers import install
+
+        try:
+            install(self, wait=True if patcher.waits else None)
+        except UnsupportedError as error:
+            patcher.warn(f"{a_kind(self)} saves as it always does: {error}")
+
+    replace_methods(module.Trainer, __init__=init)
+
+
+_ACCELERATE = "accelerate.accelerator"
+_LIBRARIES = (
+    Library(_ACCELERATE, "accelerate", (1, 7), (1, 15), _patch_accelerate),
+    Library(
+        "transformers.trainer", "Trainer", (5, 6), (5, 23), _patch_trainer, requires=_ACCELERATE
+    ),
+)
 
 
 def _status_of(script: Script) -> int:

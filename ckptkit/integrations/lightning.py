@@ -397,7 +397,7 @@ class TrainerModelParallelStrategy(StockTrainerStrategy):  # type: ignore[misc] 
 
 
 def _is_sharded(strategy: StockFabricStrategy | StockTrainerStrategy) -> bool:
-    """Tells whether a strategy saves shards; neither of them says so in public."""
+    """Returns whether a strategy saves shards; neither of them says so in public."""
     return bool(strategy._save_distributed_checkpoint)  # noqa: SLF001
 
 
@@ -467,7 +467,7 @@ def _step_in(values: Mapping[str, Any]) -> int | None:
 
 
 def _is_as_offered(checkpoint: Mapping[str, Any], offered: Mapping[str, Any]) -> bool:
-    """Tells whether no hook has changed the weights that the strategy gave, nor the optimizers."""
+    """Returns whether hooks have left the weights and the optimizers as the strategy gave them."""
     weights = checkpoint.get("state_dict")
     return (
         isinstance(weights, dict)

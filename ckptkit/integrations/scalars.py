@@ -83,7 +83,7 @@ def _write_of(writer: Any, prefix: str) -> _Write:
 
 
 def _takes_step(log: Callable[..., object]) -> bool:
-    """Tells whether a step can be given by name, which the Trainer's `log`, for one, has not."""
+    """Returns whether a step can be given by name, which the Trainer's `log`, for one, has not."""
     try:
         parameters = inspect.signature(log).parameters
     except ValueError:  # it is not written in Python

@@ -27,10 +27,10 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.formats.dcp.reader import METADATA
-from ckptkit.integrations.accelerate import state as states
-from ckptkit.integrations.accelerate.state import AUTOMATIC_PREFIX, Registered, Target
+from ckptkit.integrations.accelerate import accelerator_state as states
+from ckptkit.integrations.accelerate.accelerator_state import AUTOMATIC_PREFIX, Registered, Target
 from ckptkit.integrations.accelerate.whole_state import whole_state
-from ckptkit.integrations.model_folders import export_into
+from ckptkit.integrations.model_export import export_into
 from ckptkit.integrations.open_runs import OpenRun
 from ckptkit.integrations.patches import STOCK
 from ckptkit.runs.marks import MARKS_FOLDER
@@ -67,7 +67,7 @@ class Chosen:
 
 
 def obstacle(target: Target) -> str:
-    """Tells why a folder cannot be replaced as a whole; empty where it can.
+    """Returns why a folder cannot be replaced as a whole; empty where it can.
 
     It can if nothing is lost: if it is not there or empty, or holds what ckptkit wrote and
     nothing else.
@@ -122,13 +122,13 @@ def newest_folder(run: Path, models: int, optimizers: int) -> Chosen:
     units = [names.model_unit(i) for i in range(models)]
     units += [names.optimizer_unit(i) for i in range(optimizers)]
     needed = [f"{unit}/{METADATA}" for unit in units] + [names.random_states_file(0)]
-    found = saved_steps(run, AUTOMATIC_PREFIX) if run.is_dir() else ()
-    for saved in reversed(found):
-        if saved.complete:
-            return Chosen(saved.path, ours=True, newest=True)
-        is_ours = (saved.path / MANIFEST_NAME).exists()
-        if not is_ours and all((saved.path / name).is_file() for name in needed):
-            return Chosen(saved.path, ours=False)
+    for step in reversed(saved_steps(run, AUTOMATIC_PREFIX) if run.is_dir() else ()):
+        folder = run / step.name
+        if step.complete:
+            return Chosen(folder, ours=True, newest=True)
+        is_ours = (folder / MANIFEST_NAME).exists()
+        if not is_ours and all((folder / name).is_file() for name in needed):
+            return Chosen(folder, ours=False)
     raise ResumeError(
         "no complete folder of automatic_checkpoint_naming was found",
         where=str(run),
@@ -341,7 +341,7 @@ class AcceleratorSaves:
         return votes.answer(f"save/{self._count}", find)
 
     def _misfit(self, accelerator: Accelerator) -> str:
-        """Tells what of the state only accelerate itself can save; looked for once."""
+        """Returns what of the state only accelerate itself can save; looked for once."""
         state = self._state(accelerator)
         objects = [one for value in state.values() for one in _listed(value)]
         known, reason = self._checked
@@ -467,7 +467,7 @@ def _put_back(accelerator: Accelerator, folder: Path, rank: int, *, loaders: boo
 
 
 def _misfit(bound: Callable[[], BoundState]) -> str:
-    """Tells what of a state ckptkit cannot save, or could not load again."""
+    """Returns what of a state ckptkit cannot save, or could not load again."""
     try:
         for other in bound().others:
             leaves = [leaf for _, leaf in flatten(other.state(), other.path)]

@@ -246,7 +246,7 @@ def _held(model: torch.nn.Module, peers: Peers) -> _Held:
 
 
 def _obstacle(model: torch.nn.Module) -> str:
-    """Tells why stock's dictionary may be another than the tensors that a model holds."""
+    """Returns why stock's dictionary may be another than the tensors that a model holds."""
     if any(_COMPILED in name for name, _ in model.named_modules()):
         return "the model was compiled"
     units = [part for part in model.modules() if isinstance(part, FullyShardedDataParallel)]

@@ -24,8 +24,12 @@ from ckptkit.core.arguments import check_names
 from ckptkit.core.errors import UnsupportedError, UsageError
 from ckptkit.core.text import a_kind
 from ckptkit.integrations.transformers.checkpoints import TrainerCheckpoints, passed_by
-from ckptkit.integrations.transformers.models import follow_up, only_what_is_meant, save_model
-from ckptkit.integrations.transformers.state import newest_of_all
+from ckptkit.integrations.transformers.trainer_models import (
+    follow_up,
+    only_what_is_meant,
+    save_model,
+)
+from ckptkit.integrations.transformers.trainer_state import newest_of_all
 from ckptkit.training.settings import Options
 
 __all__ = ["TrainerCheckpoints", "install"]
@@ -129,7 +133,7 @@ def _check_version(trainer: Trainer) -> None:
 
 
 def _problem_of(kind: type) -> str:
-    """Tells which place is missing or another than expected; empty where none is.
+    """Returns which place is missing or another than expected; empty where none is.
 
     Source: transformers 5.23, `trainer.py`.
     """

@@ -20,7 +20,7 @@ from transformers.trainer_utils import HubStrategy, SaveStrategy
 from ckptkit.core.errors import CkptkitError, UsageError
 from ckptkit.integrations.open_runs import opened as note_opened
 from ckptkit.integrations.patches import saves_whole_models
-from ckptkit.integrations.transformers.state import (
+from ckptkit.integrations.transformers.trainer_state import (
     Reports,
     drop_sentinel,
     has_optimizer,
@@ -140,7 +140,7 @@ def _uses_files(callback: TrainerCallback) -> bool:
 
 
 def _adds_files(trainer: Any, kind: type) -> bool:
-    """Tells whether a class puts files of its own into a step.
+    """Returns whether a class puts files of its own into a step.
 
     Source: trl 1.16; of its trainers only GRPO's does, with an adaptive entropy.
     """
@@ -242,7 +242,7 @@ class TrainerCheckpoints:
             self._checkpointer.prepare(state_of(self._trainer))
 
     def is_asked(self, step: int) -> bool:
-        """Tells whether something but the Trainer wants a save, which has not come since."""
+        """Returns whether something but the Trainer wants a save, which has not come since."""
         if self._checkpointer is not None and self._checkpointer.should_save(step):
             self.is_due = True
         return self.is_due
@@ -347,7 +347,7 @@ class TrainerCheckpoints:
         return self._run / f"checkpoint-{step}"
 
     def _is_waited_for(self) -> bool:
-        """Tells whether saves are waited for; says once if it is not the user who wants it."""
+        """Returns whether saves are waited for; says once if it is not the user who wants it."""
         if self._wait is not None:
             return self._wait
         watcher = watcher_of(self._trainer)
@@ -371,7 +371,7 @@ class TrainerCheckpoints:
         }
 
     def _is_wanted(self, step: int) -> bool:
-        """Tells whether a step is the last one, the best one, or one that somebody asked for."""
+        """Returns whether a step is the last one, the best one, or one that somebody asked for."""
         state, control = self._trainer.state, self._trainer.control
         is_last = step >= state.max_steps or control.should_training_stop
         return bool(is_last or step == state.best_global_step or self.is_due)

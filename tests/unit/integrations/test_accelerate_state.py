@@ -17,14 +17,14 @@ from accelerate.utils import ProjectConfiguration
 from ckptkit.core.errors import ResumeError, UsageError
 from ckptkit.core.manifest import Manifest
 from ckptkit.integrations.accelerate import install, load_state, save_model, save_state
-from ckptkit.integrations.accelerate.saves import given_folder, newest_folder, obstacle
-from ckptkit.integrations.accelerate.state import (
+from ckptkit.integrations.accelerate.accelerator_state import (
     Target,
     source_of,
     target_of,
     why_stock,
     with_limit,
 )
+from ckptkit.integrations.accelerate.saves import given_folder, newest_folder, obstacle
 
 
 @pytest.fixture

@@ -10,8 +10,12 @@ import pytest
 
 from ckptkit.core.errors import ResumeError
 from ckptkit.core.manifest import Manifest
-from ckptkit.integrations.transformers.state import drop_sentinel, newest_checkpoint, steps_beyond
-from ckptkit.runs.save_order import StepFacts
+from ckptkit.integrations.transformers.trainer_state import (
+    drop_sentinel,
+    newest_checkpoint,
+    steps_beyond,
+)
+from ckptkit.runs.steps import RunStep
 
 LIMITS = (None, 0, 1, 2, 3)
 SENTINEL = "checkpoint-is-incomplete.txt"
@@ -45,19 +49,19 @@ def test_steps_go_as_the_trainer_rotates_them(tmp_path: Path) -> None:
         path = None if best is None else str(run / f"checkpoint-{best}")
         rotate_checkpoints(str(run), save_total_limit=limit, best_model_checkpoint=path)
         stay = {int(entry.name.split("-")[1]) for entry in run.iterdir()}
-        facts = [StepFacts(step, save_number=number) for number, step in enumerate(steps, 1)]
+        facts = [RunStep(step, save_number=number) for number, step in enumerate(steps, 1)]
         assert set(steps) - set(steps_beyond(facts, limit, best)) == stay, (steps, limit, best)
 
 
 def test_only_complete_steps_count_and_go() -> None:
-    steps = [StepFacts(2), StepFacts(4), StepFacts(6), StepFacts(8, complete=False)]
+    steps = [RunStep(2), RunStep(4), RunStep(6), RunStep(8, complete=False)]
     assert steps_beyond(steps, 2, None) == (2,)
     assert steps_beyond(steps, 2, 8) == (2,)
-    assert steps_beyond([StepFacts(2), StepFacts(4, complete=False)], 1, None) == ()
+    assert steps_beyond([RunStep(2), RunStep(4, complete=False)], 1, None) == ()
 
 
 def test_the_best_step_is_lost_to_no_limit() -> None:
-    steps = [StepFacts(step) for step in (2, 4, 6)]
+    steps = [RunStep(step) for step in (2, 4, 6)]
     assert steps_beyond(steps, 1, 2) == (4,)
     assert steps_beyond(steps, 1, 3) == (2, 4)  # the best one was never saved
 

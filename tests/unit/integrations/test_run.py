@@ -179,7 +179,7 @@ def test_objects_of_a_script_can_be_sent_to_processes_that_it_spawns(
 def test_a_known_accelerate_is_changed_and_the_log_says_so_once(run: Run, tmp_path: Path) -> None:
     put_accelerate(tmp_path, "1.15.0")
     done = run(put(tmp_path / "script.py", SCRIPT))
-    assert done.stdout == "patches.py b\n"
+    assert done.stdout == "run.py b\n"
     assert done.stderr.count("\n") == 1
     assert "sharded saves of accelerate 1.15.0 go through ckptkit; CKPTKIT_RUN=off" in done.stderr
     assert not run(put(tmp_path / "script.py", SCRIPT), RANK="1").stderr
@@ -219,7 +219,7 @@ def test_one_variable_switches_it_off(run: Run, tmp_path: Path, choice: str) -> 
 def test_it_is_on_however_that_is_said(run: Run, tmp_path: Path, choice: str) -> None:
     put_accelerate(tmp_path, "1.15.0")
     done = run(put(tmp_path / "script.py", SCRIPT), CKPTKIT_RUN=choice)
-    assert done.stdout == "patches.py b\n"
+    assert done.stdout == "run.py b\n"
 
 
 def test_a_script_that_has_its_own_log_shows_ours_in_it(run: Run, tmp_path: Path) -> None:
@@ -341,7 +341,7 @@ def test_an_unknown_transformers_stays_as_it_is_beside_a_known_accelerate(
     put(tmp_path / "transformers/trainer.py", TRAINER)
     body = f"{OURS}\nfrom transformers.trainer import Trainer\nTrainer('a')\n{SCRIPT}"
     done = run(put(tmp_path / "script.py", body))
-    assert done.stdout == "patches.py b\n"
+    assert done.stdout == "run.py b\n"
     assert "transformers 6.1.0 was found, and ckptkit is known to fit" in done.stderr
     assert "sharded saves of accelerate 1.15.0 go through" in done.stderr
 
@@ -359,4 +359,4 @@ def test_a_trainer_is_left_alone_where_accelerate_is_unknown(run: Run, tmp_path:
 def test_a_library_that_was_imported_before_is_changed_as_well(run: Run, tmp_path: Path) -> None:
     put_accelerate(tmp_path, "1.15.0")
     put(tmp_path / "sitecustomize.py", "import accelerate")
-    assert run(put(tmp_path / "script.py", SCRIPT)).stdout == "patches.py b\n"
+    assert run(put(tmp_path / "script.py", SCRIPT)).stdout == "run.py b\n"

@@ -26,7 +26,8 @@ from ckptkit.core.errors import CkptkitError, ResumeError, error_from_json
 from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.formats.dcp.reader import METADATA
 from ckptkit.integrations.scalars import values_of
-from ckptkit.runs.save_order import Retention, StepFacts, abandoned, steps_to_remove
+from ckptkit.runs.save_order import Retention, steps_to_remove
+from ckptkit.runs.steps import RunStep, abandoned
 from ckptkit.training import names
 from ckptkit.training.handle import SaveReport
 from ckptkit.training.runs import saved_steps
@@ -52,10 +53,11 @@ def newest_checkpoint(run: Path) -> Path:
 
     The Trainer itself takes the one with the highest number.
     """
-    for saved in reversed(saved_steps(run)):
-        if saved.complete or _is_whole_stock(saved.path):
-            return saved.path
-        logger.warning("%s is passed over: %s", saved.path, saved.problem)
+    for step in reversed(saved_steps(run)):
+        folder = run / step.name
+        if step.complete or _is_whole_stock(folder):
+            return folder
+        logger.warning("%s is passed over: %s", folder, step.problem)
     raise ResumeError(
         "no complete checkpoint was found",
         where=str(run),
@@ -100,9 +102,7 @@ def drop_sentinel(folder: Path) -> None:
     (folder / _SENTINEL).unlink(missing_ok=True)
 
 
-def steps_beyond(
-    steps: Sequence[StepFacts], limit: int | None, best: int | None
-) -> tuple[int, ...]:
+def steps_beyond(steps: Sequence[RunStep], limit: int | None, best: int | None) -> tuple[int, ...]:
     """Returns the complete steps that `save_total_limit` leaves no room for.
 
     The newest stays and so does the best, which counts among those that stay. What is not
@@ -115,22 +115,22 @@ def steps_beyond(
 
     Source: transformers 5.23, `trainer_utils.rotate_checkpoints`.
 
-    >>> every = [StepFacts(step) for step in (2, 4, 6, 8)]
+    >>> every = [RunStep(step) for step in (2, 4, 6, 8)]
     >>> steps_beyond(every, 2, best=4), steps_beyond(every, 2, best=8), steps_beyond(every, 1, 2)
     ((2, 6), (2, 4), (4, 6))
     """
     if limit is None or limit < 1:
         return ()
     left = abandoned(steps)
-    line = sorted(facts.step for facts in steps if facts.complete and facts.step not in left)
-    there = any(facts.complete and facts.step == best for facts in steps)
-    room = limit - 1 if there and best not in line[-limit:] else limit
-    protected = [replace(facts, protected=facts.protected or facts.step == best) for facts in steps]
+    current = sorted(step.step for step in steps if step.complete and step.step not in left)
+    has_best = any(step.complete and step.step == best for step in steps)
+    room = limit - 1 if has_best and best not in current[-limit:] else limit
+    protected = [replace(step, protected=step.protected or step.step == best) for step in steps]
     return steps_to_remove(protected, Retention(keep_last=max(room, 1)))
 
 
 def _is_whole_stock(folder: Path) -> bool:
-    """Tells whether the Trainer has finished a checkpoint; it writes its own state last."""
+    """Returns whether the Trainer has finished a checkpoint; it writes its own state last."""
     if not (folder / names.TRAINER_STATE).is_file():
         return False
     if (folder / MANIFEST_NAME).exists() or (folder / _SENTINEL).exists():

@@ -143,7 +143,7 @@ def _target_at(folder: Path, count: int) -> Target:
 
 
 def why_stock(accelerator: Accelerator) -> str:
-    """Tells why only accelerate itself can save this; empty where ckptkit can.
+    """Returns why only accelerate itself can save this; empty where ckptkit can.
 
     It is the same on all ranks, which have prepared the same objects.
     """

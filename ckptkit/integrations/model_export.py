@@ -30,7 +30,7 @@ _HIDDEN = ".ckptkit-model"  # where the model is whole before its files go to th
 
 
 def is_sharded(model: torch.nn.Module) -> bool:
-    """Tells whether ranks hold parts of a model, by FSDP or as DTensors."""
+    """Returns whether ranks hold parts of a model, by FSDP or as DTensors."""
     return any(isinstance(part, FullyShardedDataParallel) for part in model.modules()) or any(
         isinstance(parameter, DTensor) for parameter in model.parameters()
     )
