@@ -43,10 +43,9 @@ from ckptkit.engine.outcome import Listener, OutputKept, Planned
 from ckptkit.formats.discovery import Unit, is_unit_folder, step_of
 from ckptkit.options import changed_options
 from ckptkit.plan.plan import SOURCE, Compute, Copy, Plan
-from ckptkit.runs.marking import marker
 from ckptkit.runs.marks import claim
-from ckptkit.runs.places import open_run, recorded_pushes
-from ckptkit.runs.steps import step_folder
+from ckptkit.runs.run_paths import marker, open_run, recorded_pushes
+from ckptkit.runs.step_manifests import step_folder
 from ckptkit.storage.base import Folder, is_there
 from ckptkit.storage.local.disk import LOCAL_DISK
 from ckptkit.storage.local.names import check_relative

@@ -36,7 +36,8 @@ from ckptkit.plan.coverage import find_problems
 from ckptkit.plan.selection import what_loads_as_random
 from ckptkit.plan.side_files import MAX_JSON_BYTES, is_side_file
 from ckptkit.plan.ties import tie_candidates
-from ckptkit.runs.steps import step_folder
+from ckptkit.runs.step_manifests import step_folder
+from ckptkit.runs.steps import parse_metrics
 
 _DESCRIBING = (SIDE_FOLDER, "huggingface")  # folders of side files
 
@@ -281,7 +282,7 @@ def _report(
         problems=tuple(_problems(index, entries)),
         notes=(*checkpoint.notes, *index.run.notes),
         layout=_text(saved.get("layout")),
-        metrics=_numbers(saved.get("metrics")),
+        metrics=_metrics(saved.get("metrics")),
         saved_at=_text(saved.get("saved_at")),
         version=index.run.version,
         ignored=ignored_files(checkpoint),
@@ -297,9 +298,9 @@ def _text(value: object) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _numbers(value: object) -> Mapping[str, float]:
-    items = value.items() if isinstance(value, Mapping) else ()
-    return {str(name): x for name, x in items if isinstance(x, (int, float))}
+def _metrics(document: object) -> Mapping[str, float]:
+    metrics = parse_metrics(document)
+    return {name: value for name, value in metrics.items() if value is not None}
 
 
 def _texts(value: object) -> tuple[str, ...]:

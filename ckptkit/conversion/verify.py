@@ -34,7 +34,7 @@ from ckptkit.formats.torch_files.optimizer import TorchOptimizerReader
 from ckptkit.plan.coverage import find_problems_by_key
 from ckptkit.plan.optimizer import OPTIMIZER
 from ckptkit.plan.plan import SOURCE
-from ckptkit.runs.steps import digest_problems, file_problems, step_folder
+from ckptkit.runs.step_manifests import digest_problems, file_problems, step_folder
 from ckptkit.storage.base import Source
 from ckptkit.storage.manifests import read_manifest
 from ckptkit.storage.places import is_url, local_path, open_source, place_of

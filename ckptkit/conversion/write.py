@@ -42,7 +42,7 @@ from ckptkit.engine.store_copies import with_store_copies
 from ckptkit.formats.dcp.reader import METADATA
 from ckptkit.options import Resources
 from ckptkit.plan.plan import TASK_BYTES, Body, Compute, Copy, Plan, Segment, ServerCopy
-from ckptkit.runs.marking import read_at_store
+from ckptkit.runs.run_paths import read_at_store
 from ckptkit.storage.base import CopyingTarget, Target, distant
 from ckptkit.storage.local.target import free_bytes, output_exists_error
 from ckptkit.storage.local.workdir import is_empty

@@ -1,8 +1,6 @@
-"""Talking to the Hub through `huggingface_hub`: what it retries not, and what its errors mean.
+"""Access to the Hub through `huggingface_hub`: retries, errors, and settings of the client.
 
-What errors of the client stand for, and how long to wait before asking again.
-
-Settings of the client, of which a process has one: changed for a while, then put back.
+The settings are global to the process; `quiet_client` restores them.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from ckptkit.core.errors import (
     UsageError,
 )
 from ckptkit.core.retries import TRANSIENT_STATUSES, RetryPolicy, call_with_retries
-from ckptkit.hub.publish.secrets import is_repo_id, without_secrets
+from ckptkit.hub.publish.secrets import is_repo_id, redact_secrets
 from ckptkit.storage.local.disk import is_out_of_space
 from ckptkit.version import __version__
 
@@ -33,17 +31,17 @@ if TYPE_CHECKING:
 
 HUB_RETRIES = RetryPolicy(attempts=7, first_wait_seconds=0.5, longest_wait_seconds=30.0, jitter=0.0)
 FIRST_ATTEMPTS = 3
-"""Of a Hub that has never been reached: most likely this machine is offline."""
+"""While the Hub has never been reached: most likely this machine is offline."""
 UNAUTHORIZED, NOT_FOUND = 401, 404
 _CONFLICT = 412
 _HTTP_LIBRARIES = frozenset({"httpcore", "httpcore2", "httpx", "httpx2", "requests", "urllib3"})
-_LONGEST_ASKED = 900.0  # a Hub that asks for more is not waited for
+_LONGEST_ASKED = 900.0  # no retry if the Hub asks for more
 _RESET = re.compile(r"\bt=(\d+)")  # of a `RateLimit` header, in seconds
 _LOG = logging.getLogger("ckptkit.hub")
 
 
-def underlying(error: Exception) -> Exception:
-    """Returns what the client wrapped: what a server said, or that none was reached."""
+def unwrap_error(error: Exception) -> Exception:
+    """Returns the error of a server or of the network that the client wrapped."""
     inner = error.__cause__ or error.__context__
     if status_of(error) is None and not is_network(error) and isinstance(inner, Exception):
         return inner if status_of(inner) is not None or is_network(inner) else error
@@ -56,7 +54,7 @@ def status_of(error: BaseException) -> int | None:
 
 
 def is_conflict(error: BaseException) -> bool:
-    """Tells whether somebody else committed meanwhile."""
+    """Returns whether another commit was made meanwhile."""
     return status_of(error) == _CONFLICT
 
 
@@ -65,7 +63,7 @@ def is_absent(error: HubError) -> bool:
 
 
 def is_network(error: BaseException) -> bool:
-    """Tells whether no answer came, for whatever reason."""
+    """Returns whether no answer came."""
     library = type(error).__module__.partition(".")[0]
     return status_of(error) is None and (library in _HTTP_LIBRARIES or _is_timeout(error))
 
@@ -79,17 +77,17 @@ def is_offline(error: BaseException) -> bool:
 
 
 def is_lost(error: BaseException) -> bool:
-    """Tells whether a request may have been done all the same: gateways say 5xx for a late one."""
+    """Returns whether a request may have succeeded anyway: gateways answer 5xx to late ones."""
     status = status_of(error)
     return is_network(error) or (status is not None and status >= 500)  # noqa: PLR2004  HTTP
 
 
 def pause_before(error: BaseException, attempt: int, *, reached: bool = True) -> float | None:
-    """Returns how long to wait before asking again, in seconds; None where that is no use.
+    """Returns the seconds to wait before another attempt; None if that would not help.
 
     Args:
-        error: What the last attempt ended with.
-        attempt: How many there were.
+        error: Of the last attempt.
+        attempt: How many attempts there were.
         reached: Whether the Hub was reached before.
     """
     attempts = HUB_RETRIES.attempts
@@ -98,7 +96,7 @@ def pause_before(error: BaseException, attempt: int, *, reached: bool = True) ->
     if pause is not None:
         status = status_of(error)
         what = "was not reached" if status is None else f"answered {status}"
-        _LOG.warning("the Hub %s; asking again in %.1f s", what, pause)
+        _LOG.warning("the Hub %s; retrying in %.1f s", what, pause)
     return pause
 
 
@@ -128,7 +126,7 @@ def _asked_pause(headers: Mapping[str, str]) -> float | None:
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _SHOWN = 300  # characters of what the Hub says
-_LOGIN = "log in with `hf auth login`, or set HF_TOKEN to a token that may do this"
+_LOGIN = "log in with `hf auth login`, or set HF_TOKEN to a token that has access"
 
 
 class Hub:
@@ -146,7 +144,7 @@ class Hub:
         """Prepares the client; nothing is sent.
 
         Args:
-            repo_id: `owner/name`; the name alone stands for one of the user's own.
+            repo_id: `owner/name`; the name alone means a repository of the user.
             token: Left out, the client takes that of HF_TOKEN or of the last login.
             endpoint: Left out, the client takes that of HF_ENDPOINT.
 
@@ -171,8 +169,8 @@ class Hub:
     def url(self) -> str:
         return f"{self.api.endpoint}/{self.repo_id}"
 
-    def named_by_owner(self) -> None:
-        """Puts the user's name before an id that has none."""
+    def resolve_owner(self) -> None:
+        """Adds the name of the user to an id without owner."""
         if "/" not in self.repo_id:
             if self.token is None:
                 raise UsageError(
@@ -182,18 +180,18 @@ class Hub:
             self.repo_id = f"{self.call(self.api.whoami)['name']}/{self.repo_id}"
 
     def call(self, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        """Calls the client, again where the Hub is busy or was not reached."""
+        """Calls the client; retries while the Hub is busy or not reached."""
 
         def wait_before(failure: Exception, attempt: int) -> float | None:
-            error = underlying(failure)
+            error = unwrap_error(failure)
             self._was_reached |= not is_network(error)
             return pause_before(error, attempt, reached=self._was_reached)
 
         try:
             result = call_with_retries(lambda: function(*args, **kwargs), wait_before)
-        except Exception as failure:  # noqa: BLE001  raised again, as one of ours
-            error = underlying(failure)
-            raise self.told(error) from error
+        except Exception as failure:  # noqa: BLE001  raised again as an error of ckptkit
+            error = unwrap_error(failure)
+            raise self.translate_error(error) from error
         self._was_reached = True
         return result
 
@@ -211,7 +209,7 @@ class Hub:
         return self.call(get)
 
     def check_card(self, text: str) -> None:
-        """Has the Hub look at a card's metadata, which it would refuse after the upload."""
+        """Lets the Hub validate a card's metadata before the upload."""
         from huggingface_hub.utils import get_session, hf_raise_for_status
 
         def post() -> list[str]:
@@ -227,15 +225,15 @@ class Hub:
             return [str(e.get("message")) for e in said.get("errors", ())] or [str(said)]
 
         for message in self.call(post):
-            said = without_secrets(message, [self.token or ""])[:_SHOWN]
+            said = redact_secrets(message, [self.token or ""])[:_SHOWN]
             raise HubError(
-                f"the Hub does not take the metadata of README.md: {said}",
+                f"the Hub refuses the metadata of README.md: {said}",
                 where=self.repo_id,
                 hint="correct the lines between the two '---' at its top",
             )
 
     def headers(self) -> dict[str, str]:
-        """Returns what the client sends with every request, the token too."""
+        """Returns the headers of every request, including the token."""
         from huggingface_hub.utils import build_hf_headers
 
         headers: dict[str, str] = build_hf_headers(
@@ -243,58 +241,58 @@ class Hub:
         )
         return headers
 
-    def told(self, error: Exception) -> CkptkitError:
-        """Returns an error of the client as one of ours, without anything secret."""
+    def translate_error(self, error: Exception) -> CkptkitError:
+        """Returns an error of the client as an error of ckptkit, without secrets."""
         if isinstance(error, CkptkitError):
             return error
         if is_network(error):
-            return self._told_of_network(error)
+            return self._network_error(error)
         if isinstance(error, OSError) and error.errno is not None and status_of(error) is None:
-            return self._told_of_disk(error)
-        return self._told_of_status(error)
+            return self._disk_error(error)
+        return self._status_error(error)
 
-    def _told_of_network(self, error: Exception) -> HubError:
+    def _network_error(self, error: Exception) -> HubError:
         kind = type(error).__name__
         return HubUnavailableError(
             f"{self.api.endpoint} was not reached ({kind})",
             where=self.repo_id,
-            hint="look at the network, and at HF_ENDPOINT if it is set; then run it again",
+            hint="check the network, and HF_ENDPOINT if it is set; then run it again",
         )
 
-    def _told_of_disk(self, error: OSError) -> CkptkitError:
+    def _disk_error(self, error: OSError) -> CkptkitError:
         reason = (error.strerror or str(error)).lower()
         if is_out_of_space(error):
             return NoSpaceError(reason, where=self.repo_id, hint="make room, then run it again")
         return OutputError(f"cannot be written: {reason}", where=self.repo_id)
 
-    def _told_of_status(self, error: Exception) -> HubError:
+    def _status_error(self, error: Exception) -> HubError:
         status = status_of(error)
-        said = self._said(error)
+        said = self._server_text(error)
         if is_offline(error):
             return _offline(self.repo_id)
         if status in TRANSIENT_STATUSES:
             return HubUnavailableError(
                 f"the Hub answered {status}, {HUB_RETRIES.attempts} times",
                 where=self.repo_id,
-                hint="run it again later; what was uploaded is not sent again",
+                hint="run it again later; uploaded files are not sent again",
             )
         for refused, message, hint in _REFUSALS:
             if refused(error, status):
-                told = f"{message}{said}" if self.token or status != UNAUTHORIZED else _NO_TOKEN
-                return HubError(told, where=self.repo_id, hint=hint)
+                text = f"{message}{said}" if self.token or status != UNAUTHORIZED else _NO_TOKEN
+                return HubError(text, where=self.repo_id, hint=hint)
         answered = "refused" if status is None else f"answered {status}"
         return HubError(f"the Hub {answered}{said}", where=self.repo_id)
 
-    def _said(self, error: Exception) -> str:
+    def _server_text(self, error: Exception) -> str:
         text = getattr(error, "server_message", None)
         if not text and status_of(error) is None:
             text = str(error)
-        text = " ".join(without_secrets(text or "", [self.token or ""]).split())
+        text = " ".join(redact_secrets(text or "", [self.token or ""]).split())
         return f": {text.rstrip('.')[:_SHOWN]}" if text else ""
 
 
 _BAD_REQUEST, _FORBIDDEN, _TOO_LARGE = 400, 403, 413
-_NO_TOKEN = "the Hub answered 401, and there is no token to send"  # noqa: S105  a message
+_NO_TOKEN = "the Hub answered 401, and no token is set"  # noqa: S105  a message
 _LFS_ERRORS = "LFS batch API returned errors"  # what the client says of files that are refused
 Refused = Callable[[Exception, int | None], bool]
 
@@ -310,24 +308,24 @@ def _has(wanted: int) -> Refused:
 _REFUSALS: tuple[tuple[Refused, str, str], ...] = (
     (
         _is_a("GatedRepoError"),
-        "access to the repository is granted by its owners, and not to this token",
-        "ask for access on its page, or pass another token",
+        "the owners of the repository have not granted access to this token",
+        "request access on its page, or pass another token",
     ),
-    (_has(UNAUTHORIZED), "the token was not accepted, so it is wrong or expired", _LOGIN),
+    (_has(UNAUTHORIZED), "the token is wrong or expired", _LOGIN),
     (
         _has(_FORBIDDEN),
-        "the token may not do this there",
-        "take a repository of your own or of your organisation, or a token that may write",
+        "the token does not have the permission for this repository",
+        "use a repository of your own or of your organisation, or a token with write access",
     ),
     (
         _is_a("RevisionNotFoundError"),
         "the repository has no such revision",
-        "look at its branches and tags on its page",
+        "see its branches and tags on its page",
     ),
     (
         _has(NOT_FOUND),
-        "there is no such repository, or it is private and the token does not open it",
-        "look at the spelling; " + _LOGIN,
+        "the repository does not exist, or it is private and the token has no access to it",
+        "check the spelling; " + _LOGIN,
     ),
     (
         lambda error, status: status == _TOO_LARGE or _LFS_ERRORS in str(error),
@@ -342,14 +340,12 @@ def _no_id(text: str) -> UsageError:
     hint = "write it as OWNER/NAME, with letters, digits, '-', '_' and '.'"
     if revision and is_repo_id(name):
         hint = f"a branch, a tag or a commit has an option of its own: {name} --revision {revision}"
-    return UsageError(
-        f"{text!r:.200} was found where the id of a repository was expected", hint=f"{hint:.300}"
-    )
+    return UsageError(f"{text!r:.200} is not the id of a repository", hint=f"{hint:.300}")
 
 
 def _offline(repo_id: str) -> HubError:
     return HubError(
-        "the Hub is not asked, because offline mode is on",
+        "the Hub cannot be used, because offline mode is on",
         where=repo_id,
         hint="unset HF_HUB_OFFLINE (and TRANSFORMERS_OFFLINE), then run it again",
     )
@@ -359,14 +355,14 @@ _NO_XET = "HF_HUB_DISABLE_XET"
 
 
 def uses_xet() -> bool:
-    """Tells whether the client may send large files to a Xet store."""
+    """Returns whether the client may send large files to a Xet store."""
     from huggingface_hub import constants
 
     return not getattr(constants, _NO_XET, False)
 
 
 def forgo_xet() -> None:
-    """Has the client send large files the older way, until `quiet_client` ends."""
+    """Makes the client upload large files without Xet until `quiet_client` ends."""
     from huggingface_hub import constants
 
     setattr(constants, _NO_XET, True)
@@ -374,9 +370,9 @@ def forgo_xet() -> None:
 
 @contextmanager
 def quiet_client() -> Iterator[None]:
-    """Keeps the client's own bars and warnings off the terminal: the latter hold signed URLs.
+    """Hides the client's progress bars, and its warnings, which hold signed URLs.
 
-    What else is set in the client meanwhile is as it was, afterwards.
+    Afterwards the client has the same settings as before.
     """
     from huggingface_hub import constants
     from huggingface_hub.utils import (

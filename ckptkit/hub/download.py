@@ -1,6 +1,6 @@
-"""`ckptkit.hub.pull`: from a repository to a folder, every byte compared with the Hub's hashes.
+"""`ckptkit.hub.pull`: downloads a repository, and compares every byte with the Hub's hashes.
 
-The hidden folder in which a pull grows: it outlives a kill, and the next pull goes on there.
+Files are collected in a hidden folder, which survives a kill; the next pull continues there.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from ckptkit.core.manifest import MANIFEST_NAME, Manifest
 from ckptkit.core.text import size_text
 from ckptkit.engine.outcome import BytesWritten, Listener, OutputCommitted, Started, ignore
 from ckptkit.hub.client import Hub, quiet_client
-from ckptkit.hub.publish.commit import commit_of
-from ckptkit.hub.publish.source import LargeFile, OneReading, large_file
-from ckptkit.runs.steps import file_problems
+from ckptkit.hub.publish.hub_commit import commit_of
+from ckptkit.hub.publish.large_files import CheckedReader, LargeFile, large_file
+from ckptkit.runs.step_manifests import file_problems
 from ckptkit.storage.local.disk import LOCAL_DISK, Disk, is_refused
 from ckptkit.storage.local.names import WORK_INFIX, check_relative
 from ckptkit.storage.local.source import LocalSource
@@ -41,11 +41,11 @@ from ckptkit.storage.local.workdir import WorkFolder, is_empty, publish
 from ckptkit.storage.manifests import read_manifest
 from ckptkit.storage.places import PathLike, is_url
 
-_CLIENT = ".cache"  # what the client remembers of its downloads lies here, beside the files
+_CLIENT = ".cache"  # the folder with the state of the client's downloads
 
 
-class Partial:
-    """The files of a pull on their way to the folder that they are to be."""
+class PullFolder:
+    """The hidden folder that collects the files of a pull."""
 
     def __init__(self, out: Path, work: WorkFolder, disk: Disk) -> None:
         self._named = out
@@ -59,33 +59,33 @@ class Partial:
         return self._work.files
 
     def keep_only(self, paths: set[str]) -> None:
-        """Removes what an earlier pull of another revision left."""
+        """Removes files that an earlier pull of another revision left."""
         for path in list(self._files()):
             if path.relative_to(self.files).as_posix() not in paths:
                 path.unlink()
 
     def check_room(self, sizes: dict[str, int]) -> None:
-        """Refuses a pull that the disk has no room for.
+        """Refuses a pull that does not fit on the disk.
 
         Raises:
-            NoSpaceError: If there is too little.
+            NoSpaceError: If it does not.
         """
-        there = sum(
+        present = sum(
             (self.files / path).stat().st_size for path in sizes if (self.files / path).is_file()
         )
-        wanted, free = sum(sizes.values()) - there, free_bytes(self.files)
+        wanted, free = sum(sizes.values()) - present, free_bytes(self.files)
         if wanted > free:
             raise NoSpaceError(
-                f"{size_text(wanted)} are to be written, and {size_text(free)} are free",
+                f"{size_text(wanted)} are needed, {size_text(free)} are free",
                 where=str(self._named),
-                hint="make room, or name a directory on another disk",
+                hint="free some space, or pass a directory on another disk",
             )
 
     def commit(self) -> None:
         """Makes everything durable, and the folder visible.
 
         Raises:
-            OutputExistsError: If somebody filled the destination meanwhile.
+            OutputExistsError: If the destination got files meanwhile.
             OutputError: If something cannot be made durable or visible.
         """  # noqa: DOC501  `_exists` and `translate_errors` make them
         with translate_errors(self._named):
@@ -102,7 +102,7 @@ class Partial:
         self._work.remove()
 
     def leave(self) -> None:
-        """Lets go of the folder; what came so far stays for the next pull."""
+        """Releases the folder; downloaded files stay for the next pull."""
         if any(self._files()) or (self.files / _CLIENT).exists():
             self._work.release()
         else:
@@ -115,16 +115,16 @@ class Partial:
 
 
 @contextmanager
-def partial_folder(out: Path) -> Iterator[Partial]:
-    """Makes the hidden folder beside `out`, or enters the one that a pull left behind.
+def open_pull_folder(out: Path) -> Iterator[PullFolder]:
+    """Makes the hidden folder next to `out`, or opens the one that an earlier pull left.
 
     Yields:
-        What is to be filled, and committed.
+        The folder to fill and commit.
 
     Raises:
-        OutputExistsError: If `out` holds something.
+        OutputExistsError: If `out` is not empty.
         OutputError: If `out` is a file, or nothing can be written there.
-        RefusedError: If another pull is at work there.
+        RefusedError: If another pull is writing there.
     """  # noqa: DOC501  `_exists` makes the first
     disk = LOCAL_DISK
     if out.exists() and not out.is_dir():
@@ -139,9 +139,9 @@ def partial_folder(out: Path) -> Iterator[Partial]:
         raise RefusedError(
             "another pull is writing there",
             where=str(out),
-            hint="wait for it, or name another directory",
+            hint="wait for it, or pass another directory",
         )
-    partial = Partial(out, work, disk)
+    partial = PullFolder(out, work, disk)
     try:
         yield partial
     finally:
@@ -150,9 +150,9 @@ def partial_folder(out: Path) -> Iterator[Partial]:
 
 def _exists(out: Path) -> OutputExistsError:
     return OutputExistsError(
-        "the directory holds files where an empty or absent one was expected",
+        "the directory is not empty",
         where=str(out),
-        hint="name another directory",
+        hint="pass another directory",
     )
 
 
@@ -188,7 +188,7 @@ _TORCH = "torch"  # outputs whose tensors lie inside archives
 
 @dataclass(frozen=True, slots=True)
 class Pulled:
-    """What a pull brought.
+    """The result of a pull.
 
     Attributes:
         repo_id: `owner/name`.
@@ -232,10 +232,10 @@ def pull(
     endpoint: str | None = None,
     listener: Listener | None = None,
 ) -> Pulled:
-    """Brings a repository to a folder, whole or not at all.
+    """Downloads a repository to a folder, all of it or nothing.
 
     Every file is compared with the Hub's hash, and what ckptkit pushed with the digests of its
-    manifest too. A pull that was interrupted goes on where it stopped when it is run again.
+    manifest too. An interrupted pull continues where it stopped when it is run again.
 
     Args:
         repo_id: `owner/name`.
@@ -246,14 +246,14 @@ def pull(
         listener: Receives progress events, from several threads.
 
     Returns:
-        What was brought.
+        The files, and what was checked.
 
     Raises:
-        UsageError: If the repository's id is none.
-        OutputExistsError: If the folder holds something.
+        UsageError: If the repository's id is invalid.
+        OutputExistsError: If the folder is not empty.
         OutputError: If it cannot be written.
-        RefusedError: If it is a URL, or another pull writes there.
-        VerificationError: If a file is not what the Hub or the manifest says.
+        RefusedError: If the folder is a URL, or another pull writes there.
+        VerificationError: If a file does not match the Hub's hash or the manifest.
         HubError: If the Hub refuses, or is not reached.
     """
     if is_url(folder):
@@ -263,27 +263,26 @@ def pull(
             hint="pull to a local directory, then `ckptkit convert` it to the URL",
         )
     hub = Hub(repo_id, token=token, endpoint=endpoint)
-    with quiet_client(), partial_folder(Path(folder)) as partial:
-        hub.named_by_owner()
+    with quiet_client(), open_pull_folder(Path(folder)) as partial:
+        hub.resolve_owner()
         commit = commit_of(hub, revision or "main")
         remote = _remote_files(hub, commit)
-        one = _Pull(hub, commit, remote, partial, listener or ignore)
-        return one.run(os.fspath(folder))
+        return _Pull(hub, commit, remote, partial, listener or ignore).run(os.fspath(folder))
 
 
 def _remote_files(hub: Hub, commit: str) -> dict[str, _Remote]:
     tree = hub.call(
         lambda: list(hub.api.list_repo_tree(hub.repo_id, recursive=True, revision=commit))
     )
-    found = {}
+    files = {}
     for entry in tree:
         blob_id = getattr(entry, "blob_id", None)
         if blob_id is not None:
             check_relative(entry.path, hub.repo_id)
             lfs: Any = getattr(entry, "lfs", None)
             size = int(getattr(entry, "size", 0))
-            found[entry.path] = _Remote(entry.path, size, lfs.sha256 if lfs else "", blob_id)
-    return found
+            files[entry.path] = _Remote(entry.path, size, lfs.sha256 if lfs else "", blob_id)
+    return files
 
 
 class _Pull:
@@ -292,7 +291,7 @@ class _Pull:
         hub: Hub,
         commit: str,
         remote: Mapping[str, _Remote],
-        partial: Partial,
+        partial: PullFolder,
         listener: Listener,
     ) -> None:
         self._hub = hub
@@ -302,7 +301,7 @@ class _Pull:
         self._listener = listener
 
     def run(self, folder: str) -> Pulled:
-        """Brings, checks and publishes the files."""
+        """Downloads, checks and commits the files."""
         sizes = {path: file.size_bytes for path, file in self._remote.items()}
         self._partial.keep_only(set(sizes))
         self._partial.check_room(sizes)
@@ -327,9 +326,9 @@ class _Pull:
         )
 
     def _all(self, paths: Sequence[str], manifest: Manifest | None) -> None:
-        """Brings files one by one, each fetched in parts at once, and checks those before it.
+        """Downloads files one after another, and checks the earlier ones meanwhile.
 
-        The client is called from this thread, in which a signal stops it.
+        The client is called from this thread, so that a signal stops it.
         """
         with ThreadPoolExecutor(_CHECKS_AT_ONCE, thread_name_prefix="pull") as pool:
             checks = []
@@ -337,10 +336,10 @@ class _Pull:
                 self._download(path, again=False)
                 checks.append((path, pool.submit(self._check, path, manifest)))
             for path, check in checks:
-                self._settle(path, check, manifest)
+                self._finish_check(path, check, manifest)
 
-    def _settle(self, path: str, check: Future[None], manifest: Manifest | None) -> None:
-        """Brings a file once more where an earlier pull, or the disk, damaged it."""
+    def _finish_check(self, path: str, check: Future[None], manifest: Manifest | None) -> None:
+        """Downloads a file once more if an earlier pull, or the disk, damaged it."""
         try:
             check.result()
         except CkptkitError:
@@ -364,20 +363,19 @@ class _Pull:
             is_weights = path.endswith(".safetensors") and in_order
             size = source.stat(path).size_bytes
             file = large_file(source, path, manifest) if is_weights else LargeFile(path, size, ())
-            found = hashlib.sha256()
             blob = hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
-            whole = found if remote.sha256 else blob
-            OneReading(source, file, ignore).to(whole.update)
+            whole = hashlib.sha256() if remote.sha256 else blob
+            CheckedReader(source, file, ignore).read_into(whole.update)
         self._listener(BytesWritten(size))
         if whole.hexdigest() != (remote.sha256 or remote.blob_id):
             raise VerificationError(
-                f"{path} has another hash here than at the Hub",
+                f"{path} has another hash here than on the Hub",
                 where=f"{self._hub.repo_id}@{self._commit[:10]}",
-                hint="run it again; if it stays so, something between here and the Hub is broken",
+                hint="run it again; if it happens again, check the network and the disk",
             )
 
     def _check_whole(self, manifest: Manifest | None) -> list[str]:
-        """Checks what concerns several files; side files that somebody edited there are noted."""
+        """Checks all files together; returns notes on side files that were edited on the Hub."""
         if manifest is None:
             return []
         with LocalSource(self._partial.files) as source:
@@ -392,7 +390,7 @@ class _Pull:
                 hint="the repository was changed after it was pushed; push the model again",
             )
         return [
-            f"{path} was changed at the Hub after it was pushed"
+            f"{path} was changed on the Hub after it was pushed"
             for path in _edited(self._partial.files, manifest)
         ]
 

@@ -2,34 +2,24 @@
 
 from __future__ import annotations
 
-import math
 import posixpath
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptkit.core.arguments import ambiguous_truth
-from ckptkit.core.errors import NotACheckpointError
-from ckptkit.core.manifest import MANIFEST_NAME, NODE_RANKS, TRAINING, Manifest
+from ckptkit.core.errors import MissingFileError, NotACheckpointError
+from ckptkit.core.manifest import NODE_RANKS, TRAINING, Manifest
 from ckptkit.formats.base import Candidate
 from ckptkit.formats.discovery import step_of
 from ckptkit.formats.files import what_is_missing
 from ckptkit.formats.registry import recognise
-from ckptkit.runs.files import listed_files
 from ckptkit.runs.local import RunStore, StoredFile
-from ckptkit.runs.marking import marker
 from ckptkit.runs.marks import is_step_folder
-from ckptkit.runs.places import open_run, recorded_pushes, runs_nearby
-from ckptkit.runs.push_journal import StepPush
-from ckptkit.runs.save_order import (
-    TRAINER_STATE,
-    SavedFolder,
-    save_orders,
-    series_of,
-    trainer_state,
-)
-from ckptkit.runs.steps import SavedSteps, file_problems
+from ckptkit.runs.run_paths import marker, open_run, recorded_pushes, runs_nearby
+from ckptkit.runs.save_order import TRAINER_STATE, save_orders, trainer_state
+from ckptkit.runs.step_manifests import StepManifests, listed_files
+from ckptkit.runs.steps import RunStep, parse_metrics, series_of, step_of_manifest
 from ckptkit.storage.base import Folder
 from ckptkit.storage.places import PathLike, open_source
 
@@ -38,72 +28,6 @@ _RANDOM_STATES = "random_states_0.pkl"
 _WRITTEN_LAST = (TRAINER_STATE, _RANDOM_STATES)  # by the Trainer, and by accelerate
 _BEST = "best_model_checkpoint"
 _NAMED = 5
-
-
-@dataclass(frozen=True, slots=True)
-class RunStep:
-    """A step of a run.
-
-    Attributes:
-        step: Its number.
-        name: Of its folder.
-        path: Where it lies, under the path of the run as it was given.
-        problem: Why it is not complete; empty where it is.
-        writer: Who saved it, as far as that can be told.
-        size_bytes: Of its files; those that it shares with other steps count in each.
-        files: What lies in it.
-        modified: When its newest file was written, in seconds since 1970; 0 where unknown.
-        metrics: The numbers that were saved with it.
-        save_number: Counts the saves of a run; 0 where it is not known.
-        order: The larger, the later the step was saved, also of steps that others saved; 0 where
-            it is not known.
-        pushes: Where it was pushed to, or is being pushed.
-        markers: The files by which its readers are known, relative to the run.
-    """
-
-    step: int
-    name: str
-    path: str
-    problem: str = ""
-    writer: str = ""
-    size_bytes: int = 0
-    files: tuple[StoredFile, ...] = field(default=(), repr=False)
-    modified: float = 0.0
-    metrics: Mapping[str, float | None] = field(default_factory=dict)
-    save_number: int = 0
-    order: int = 0
-    pushes: tuple[StepPush, ...] = ()
-    markers: tuple[str, ...] = field(default=(), repr=False)
-
-    @property
-    def complete(self) -> bool:
-        return not self.problem
-
-    @property
-    def series(self) -> str:
-        return series_of(self.name)
-
-    def to_json(self, *, now: float) -> dict[str, Any]:
-        """Returns the step as plain values; its age is in seconds at the time `now`."""
-        at = datetime.fromtimestamp(self.modified, UTC).isoformat() if self.modified else None
-        return {
-            "step": self.step,
-            "name": self.name,
-            "path": self.path,
-            "complete": self.complete,
-            "problem": self.problem,
-            "saved_by": self.writer,
-            "bytes": self.size_bytes,
-            "files": len(self.files),
-            "modified": at,
-            "age_seconds": round(max(now - self.modified, 0.0), 3) if self.modified else None,
-            "metrics": dict(self.metrics),
-            "pushed": [
-                {"repo_id": p.repo_id, "commit": p.commit, "tag": p.tag, "url": p.url, "at": p.at}
-                for p in self.pushes
-                if p.state == "pushed"
-            ],
-        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,8 +100,8 @@ class _Listing:
         self._run = run
         self._pushes = recorded_pushes(run, state)
         candidates = recognise(listed_files(source))
-        self._saved = SavedSteps(source, candidates)
-        self._candidates = _by_folder(self._saved.apart(candidates))
+        self._manifests = StepManifests(source, candidates)
+        self._candidates = _by_folder(self._manifests.apart(candidates))
         files = store.files()
         self._paths = {file.path for file in files}
         self._files = _by_folder_of_files(files)
@@ -202,41 +126,51 @@ class _Listing:
         orders: dict[str, int] = {}
         for series in {step.series for step in steps}:
             complete = [step for step in steps if step.complete and step.series == series]
-            orders |= save_orders(self._source, [self._saved_folder(step) for step in complete])
-        return [replace(step, order=orders.get(step.name, 0)) for step in steps]
-
-    def _saved_folder(self, step: RunStep) -> SavedFolder:
-        is_ours = self._saved.manifest(step.name) is not None
-        number = step.save_number if is_ours else None
-        return SavedFolder(step.name, step.step, number, step.modified)
+            orders |= save_orders(self._source, complete)
+        return [replace(step, save_number=orders.get(step.name, 0)) for step in steps]
 
     def _step(self, name: str) -> RunStep:
         files = tuple(self._files[name])
         candidates = self._candidates.get(name, [])
-        manifest = self._saved.manifest(name)
-        number = manifest.source.get("save_number") if manifest else 0
-        step = step_of(name) or 0
-        return RunStep(
-            step=step,
-            name=name,
-            path=posixpath.join(self._store.location, name),
-            problem=self._problem(name, candidates, manifest),
+        manifest = self._manifests.manifest(name)
+        number = step_of(name) or 0
+        if manifest is None:
+            problem = self._problem(name, candidates)
+            path = posixpath.join(self._store.location, name)
+            step = RunStep(
+                number, name, path, complete=not problem, problem=problem, has_manifest=False
+            )
+        else:
+            step = self._step_of_manifest(name, number, manifest)
+        return replace(
+            step,
+            metrics=step.metrics or self._metrics_of_trainer(name, number),
             writer=_writer(name, files, manifest),
             size_bytes=bytes_of(files),
             files=files,
             modified=max((file.modified for file in files), default=0.0),
-            metrics=self._metrics(name, manifest, step),
-            save_number=number if isinstance(number, int) else 0,
-            pushes=tuple(push for push in self._pushes if push.step == step),
+            pushes=tuple(push for push in self._pushes if push.step == number),
             markers=tuple(sorted(map(marker, candidates))),
         )
 
-    def _problem(
-        self, name: str, candidates: Sequence[Candidate], manifest: Manifest | None
-    ) -> str:
-        """Tells why a step is not complete."""
-        if manifest is not None:
-            return self._problem_of_ours(name, manifest)
+    def _step_of_manifest(self, name: str, number: int, manifest: Manifest) -> RunStep:
+        def size_bytes(file: str) -> int | None:
+            try:
+                return self._source.stat(posixpath.join(name, file)).size_bytes
+            except MissingFileError:
+                return None
+
+        path = posixpath.join(self._store.location, name)
+        step = step_of_manifest(number, path, manifest, size_bytes)
+        ranks = manifest.source.get(NODE_RANKS)
+        if not ranks:
+            return step
+        listed = ", ".join(map(str, ranks)) if isinstance(ranks, list) else ranks
+        problem = f"holds the files of some ranks only: {listed}"
+        return replace(step, complete=False, problem=problem)
+
+    def _problem(self, name: str, candidates: Sequence[Candidate]) -> str:
+        """Returns why a step that ckptkit has not saved is not complete; empty where it is."""
         if not candidates:
             return "no checkpoint of a known format lies here"
         unfinished = self._unfinished(name)
@@ -246,18 +180,8 @@ class _Listing:
         lacking = (self._lacks(candidate) for candidate in _main(candidates))
         return next(filter(None, lacking), "")
 
-    def _problem_of_ours(self, name: str, manifest: Manifest) -> str:
-        ranks = manifest.source.get(NODE_RANKS)
-        if ranks:
-            shown = ", ".join(map(str, ranks)) if isinstance(ranks, list) else ranks
-            return f"holds the files of some ranks only: {shown}"
-        if manifest.source.get("step") != step_of(name):
-            return f"is step {manifest.source.get('step')!r} according to its {MANIFEST_NAME}"
-        problem = next(file_problems(self._source, name, manifest), None)
-        return "" if problem is None else str(problem)
-
     def _unfinished(self, name: str) -> str:
-        """Tells whether a framework left a step before its end."""
+        """Returns whether a framework left a step before its end."""
         if self._has(name, _SENTINEL):
             return "the Trainer has not finished it"
         series = series_of(name)
@@ -271,31 +195,25 @@ class _Listing:
         return f"{name}/{file}" in self._paths
 
     def _lacks(self, candidate: Candidate) -> str:
-        return self._saved.lacks(candidate) or what_is_missing(self._source, candidate)
+        return self._manifests.lacks(candidate) or what_is_missing(self._source, candidate)
 
-    def _metrics(
-        self, name: str, manifest: Manifest | None, step: int
-    ) -> Mapping[str, float | None]:
-        if manifest is not None:
-            found = _numbers(manifest.source.get("metrics"))
-            if found:
-                return found
-        state = trainer_state(self._source, name)
-        entries = state.get("log_history")
-        found = {}
+    def _metrics_of_trainer(self, name: str, step: int) -> dict[str, float | None]:
+        """Returns what the Trainer's evaluations at this step gave, if it saved the step."""
+        entries = trainer_state(self._source, name).get("log_history")
+        metrics: dict[str, float | None] = {}
         for entry in entries if isinstance(entries, list) else ():
             if isinstance(entry, dict) and entry.get("step") == step:
-                found |= {k: v for k, v in _numbers(entry).items() if k.startswith("eval_")}
-        return found
+                metrics |= {k: v for k, v in parse_metrics(entry).items() if k.startswith("eval_")}
+        return metrics
 
     def _best_of_trainer(self, steps: Sequence[RunStep]) -> Iterator[str]:
         """Yields the step that the newest state of a Trainer calls the best.
 
         Where times and numbers disagree on which state that is, both count.
         """
-        ordered = sorted(steps, key=lambda step: (step.order, step.step), reverse=True)
+        ordered = sorted(steps, key=lambda step: (step.save_number, step.step), reverse=True)
         orders = [ordered]
-        if not any(step.order for step in steps):
+        if not any(step.save_number for step in steps):
             orders.append(sorted(steps, key=lambda step: step.modified, reverse=True))
         for candidates in orders:
             states = (trainer_state(self._source, step.name) for step in candidates)
@@ -357,21 +275,3 @@ def _writer(name: str, files: Sequence[StoredFile], manifest: Manifest | None) -
     if "meta.pt" in paths:
         return "Lightning"
     return ""
-
-
-def _numbers(metrics: object) -> dict[str, float | None]:
-    if not isinstance(metrics, dict):
-        return {}
-    table: dict[str, Any] = metrics
-    return {
-        str(name): float(value) if value is not None and _is_finite(value) else None
-        for name, value in table.items()
-        if value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
-    }
-
-
-def _is_finite(value: float) -> bool:
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # an integer without bound
-        return False

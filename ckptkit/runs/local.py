@@ -54,11 +54,11 @@ class RunStore(Protocol):
         ...
 
     def is_live(self) -> bool | None:
-        """Tells whether a job is writing to the run; None where nobody can know."""
+        """Returns whether a job is writing to the run; None where nobody can know."""
         ...
 
     def is_there(self, path: str) -> bool:
-        """Tells whether a file is there at this moment."""
+        """Returns whether a file is there at this moment."""
         ...
 
     def hold(self, step: str, markers: Collection[str]) -> AbstractContextManager[object]:
@@ -71,7 +71,7 @@ class RunStore(Protocol):
         ...
 
     def in_use(self, step: str, markers: Collection[str]) -> bool:
-        """Tells whether somebody reads a step now; changes nothing."""
+        """Returns whether somebody reads a step now; changes nothing."""
         ...
 
     def claim(
@@ -148,7 +148,7 @@ class LocalRun:
         return [file for step in steps for file in self._below(step)]
 
     def is_live(self) -> bool | None:
-        """Tells whether a job has the lock of the run; None where nobody can know."""
+        """Returns whether a job has the lock of the run; None where nobody can know."""
         try:
             return run_is_live(self._root)
         except OSError:
@@ -161,7 +161,7 @@ class LocalRun:
         return hold(self._root / path for path in sorted(markers))
 
     def in_use(self, step: str, markers: Collection[str]) -> bool:
-        """Tells whether somebody has one of the locks of a step's markers."""
+        """Returns whether somebody has one of the locks of a step's markers."""
         mark = self.claim(step, markers, ())
         if mark is None:
             return True
@@ -210,7 +210,7 @@ class LocalRun:
         return found
 
     def _holds(self, folder: str, step: str, files: Sequence[StoredFile]) -> bool:
-        """Tells whether a folder has the files that were seen in a step, and no others."""
+        """Returns whether a folder has the files that were seen in a step, and no others."""
         seen = {file.path.removeprefix(step): file.identity for file in files}
         return seen == {f.path.removeprefix(folder): f.identity for f in self._below(folder)}
 

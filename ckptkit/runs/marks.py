@@ -118,7 +118,7 @@ def _locked(path: Path, disk: Disk) -> OpenFile | None:
 
 
 def run_is_live(run: Path, disk: Disk = LOCAL_DISK) -> bool | None:
-    """Tells whether a job holds the lock of a run; None where the file system has no locks."""
+    """Returns whether a job holds the lock of a run; None where the file system has no locks."""
     path = run / MARKS_FOLDER / _LOCK
     if not disk.locks:
         return None
@@ -192,7 +192,7 @@ def step_folders(run: Path, prefixes: Sequence[str] = STEP_PREFIXES) -> dict[int
 
 
 def is_step_folder(name: str) -> bool:
-    """Tells whether a folder's name is that of a step of a run; no such number begins with 0."""
+    """Returns whether a folder's name is that of a step of a run; no such number begins with 0."""
     return _STEP_FOLDER.fullmatch(name) is not None
 
 

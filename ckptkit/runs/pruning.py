@@ -9,10 +9,11 @@ from typing import Any, Literal
 
 from ckptkit.core.arguments import ambiguous_truth
 from ckptkit.core.errors import CkptkitError, OutputError, RefusedError, UsageError
-from ckptkit.runs.listing import RunListing, RunStep, list_run
+from ckptkit.runs.listing import RunListing, list_run
 from ckptkit.runs.local import RunStore, StoredFile
-from ckptkit.runs.places import open_run
-from ckptkit.runs.save_order import Retention, StepFacts, abandoned, missing_metric, steps_to_remove
+from ckptkit.runs.run_paths import open_run
+from ckptkit.runs.save_order import Retention, missing_metric, steps_to_remove
+from ckptkit.runs.steps import RunStep, abandoned
 from ckptkit.storage.places import PathLike
 
 Action = Literal["keep", "remove", "failed"]
@@ -139,11 +140,10 @@ class _Verdicts:
         return sorted(found, key=lambda one: (one.step.step, one.step.name))
 
     def _of_series(self, steps: Sequence[RunStep]) -> Iterator[PrunedStep]:
-        facts = [self._facts(step) for step in steps]
-        gone = set(steps_to_remove(facts, self._retention))
-        plain = [replace(one, protected=False) for one in facts]
-        rules = {why: set(steps_to_remove(plain, rule)) for why, rule in self._rules()}
-        left = abandoned(facts)
+        judged = [replace(step, protected=bool(self._protection(step))) for step in steps]
+        gone = set(steps_to_remove(judged, self._retention))
+        rules = {why: set(steps_to_remove(steps, rule)) for why, rule in self._rules()}
+        left = abandoned(steps)
         for step in steps:
             if step.complete and step.step in gone:
                 why = "training went back from it" if step.step in left else "no rule keeps it"
@@ -156,15 +156,6 @@ class _Verdicts:
             return f"not complete: {step.problem}"
         rule = next((why for why, removed in rules.items() if step.step not in removed), "")
         return rule if rule == NEWEST else self._protection(step) or rule
-
-    def _facts(self, step: RunStep) -> StepFacts:
-        return StepFacts(
-            step.step,
-            complete=step.complete,
-            metrics=step.metrics,
-            protected=bool(self._protection(step)),
-            save_number=step.order,
-        )
 
     def _protection(self, step: RunStep) -> str:
         pushing = next((push for push in step.pushes if push.state == "pushing"), None)
@@ -189,10 +180,10 @@ class _Verdicts:
             yield why, replace(wanted, keep_last=None, keep_every=None)
 
     def _refuse_unknown_metric(self) -> None:
-        steps = [self._facts(step) for step in self._listing.steps]
+        steps = self._listing.steps
         if not missing_metric(steps, self._retention):
             return
-        known = sorted({name for facts in steps for name in facts.metrics})
+        known = sorted({name for step in steps for name in step.metrics})
         raise RefusedError(
             "no complete step was saved with a number as that metric;"
             f" {'found are ' + ', '.join(known) if known else 'no step has any'}",
@@ -208,7 +199,7 @@ def _with_newest_files(steps: Sequence[RunStep]) -> Iterator[str]:
     """
     for series in {step.series for step in steps}:
         complete = [step for step in steps if step.complete and step.series == series]
-        if complete and not any(step.order for step in complete):
+        if complete and not any(step.save_number for step in complete):
             yield max(complete, key=lambda step: (step.modified, step.step)).name
 
 

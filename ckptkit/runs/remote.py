@@ -302,7 +302,7 @@ def _claim_path(step: str) -> str:
 
 
 def _is_known(path: str, found: ObjectInfo, known: object) -> bool:
-    """Tells whether an object is the one that was seen, and none that was written since."""
+    """Returns whether an object is the one that was listed before, and was not written since."""
     return isinstance(known, dict) and known.get(path) == [found.identity, found.modified]
 
 

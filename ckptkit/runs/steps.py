@@ -1,215 +1,300 @@
-"""Steps of a training run that were saved by ckptkit, and what their manifests prove."""
+"""The record of a step of a run, and the listing of the steps that ckptkit saved.
+
+Training lists its run with `list_saved_steps`, by manifests alone. `ckptkit.runs.listing` lists the
+steps that any framework saved, with their files, for `ckptkit ls`, pruning and watching.
+"""
 
 from __future__ import annotations
 
+import math
 import posixpath
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
-from ckptkit.core.crc import crc32
-from ckptkit.core.errors import ChecksumError, InputError, MissingFileError, TruncatedFileError
-from ckptkit.core.index import Problem, RunFacts
-from ckptkit.core.manifest import (
-    MANIFEST_NAME,
-    RUN_FACTS,
-    SIDE_FOLDER,
-    TRAINING,
-    Manifest,
-)
-from ckptkit.formats.base import Candidate
-from ckptkit.formats.discovery import is_unit_folder
-from ckptkit.storage.base import Source, is_there
-from ckptkit.storage.manifests import read_manifest
+from ckptkit.core.errors import CkptkitError, InputError
+from ckptkit.core.manifest import MANIFEST_NAME, TRAINING, Manifest
+from ckptkit.storage.manifests import read_local_manifest
 
-_WRITER = "ckptkit"
-_READ_BYTES = 1 << 20
+if TYPE_CHECKING:
+    from ckptkit.runs.local import StoredFile
+    from ckptkit.runs.push_journal import StepPush
+
+_NUMBER = re.compile(r"\d+")
 
 
-class SavedSteps:
-    """The steps among candidates that ckptkit saved; a step is whole if it has its manifest."""
+@dataclass(frozen=True, slots=True)
+class RunStep:
+    """A step of a run.
 
-    def __init__(
-        self,
-        source: Source,
-        candidates: Sequence[Candidate],
-        problems: Mapping[str, Problem] | None = None,
-    ) -> None:
-        """Looks at the manifests.
-
-        Args:
-            source: The place that holds the steps.
-            candidates: What was recognised there.
-            problems: What is known already to be wrong, by folder of a step.
-        """
-        self._source = source
-        self._manifests: dict[str, Manifest | Problem] = dict(problems or {})
-        self._outputs: dict[str, Manifest] = {}
-        for candidate in candidates:
-            self._look(step_folder(candidate.folder))
-
-    def manifest(self, folder: str) -> Manifest | None:
-        """Returns the manifest of a step, or None where it is absent, damaged or not ours."""
-        found = self._manifests.get(folder)
-        return found if isinstance(found, Manifest) else None
-
-    def is_output(self, folder: str) -> bool:
-        """Tells whether a folder holds what ckptkit converted, and not what a run saved."""
-        return folder in self._outputs
-
-    def apart(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """Leaves out what lies in the folder that describes a step: it is no model of its own."""
-        beside = [posixpath.join(folder, SIDE_FOLDER) for folder in self._manifests]
-        return [
-            candidate
-            for candidate in candidates
-            if not any(f"{candidate.folder}/".startswith(f"{folder}/") for folder in beside)
-        ]
-
-    def problem(self, folder: str) -> Problem | None:
-        found = self._manifests.get(folder)
-        return found if isinstance(found, Problem) else None
-
-    def lacks(self, candidate: Candidate) -> str:
-        """Tells whether a candidate's step was never finished; empty for what others saved.
-
-        In a run that ckptkit saves, every step without a manifest counts as unfinished.
-        """
-        folder = step_folder(candidate.folder)
-        found = self._manifests.get(folder)
-        if isinstance(found, Problem):
-            return f"{posixpath.basename(found.where)!r} {found.message}"
-        run = posixpath.dirname(folder)
-        ours = any(
-            isinstance(other, Manifest) and posixpath.dirname(step) == run
-            for step, other in self._manifests.items()
-        )
-        return _UNFINISHED if found is None and ours else ""
-
-    def facts(self, folder: str, known: RunFacts) -> RunFacts:
-        """Returns what is known of the run, the manifest's word before that of file names."""
-        output = self._outputs.get(folder)
-        if output is not None:
-            step = _number(output.source.get("step"), known.step)
-            return replace(known, writer=_WRITER, version=_version(output), step=step)
-        manifest = self.manifest(folder)
-        if manifest is None:
-            return known
-        return RunFacts(
-            world_size=_number(manifest.source.get("world_size"), known.world_size),
-            step=_number(manifest.source.get("step"), known.step),
-            writer=_WRITER,
-            version=_version(manifest),
-            mesh=known.mesh,
-            notes=(
-                *known.notes,
-                *(f"saved without {name}: {why}" for name, why in lost_entries(manifest).items()),
-            ),
-        )
-
-    def problems(self, folder: str) -> Iterator[Problem]:
-        """Yields what is wrong with a step beside its tensors: no manifest, or missing files."""
-        found = self._manifests.get(folder)
-        if isinstance(found, Problem):
-            yield found
-        elif found is not None:
-            yield from file_problems(self._source, folder, found)
-
-    def _look(self, folder: str) -> None:
-        if folder in self._manifests or folder in self._outputs:
-            return
-        path = posixpath.join(folder, MANIFEST_NAME)
-        try:
-            found = read_manifest(self._source, folder)
-        except MissingFileError:
-            if is_there(self._source, posixpath.join(folder, RUN_FACTS)):
-                self._manifests[folder] = Problem(MissingFileError.code, path, _ABSENT)
-            return
-        except InputError as error:
-            self._manifests[folder] = Problem(error.code, path, error.message)
-            return
-        if found.kind == TRAINING:
-            self._manifests[folder] = found
-        else:
-            self._outputs[folder] = found
-
-
-_ABSENT = "is not there, and it is written last: the save was not finished"
-_UNFINISHED = f"{MANIFEST_NAME!r} {_ABSENT}"
-
-
-def step_folder(folder: str) -> str:
-    """Returns the folder of the step that a part of it lies in.
-
-    >>> step_folder("runs/checkpoint-5/pytorch_model_fsdp_0"), step_folder("optimizer_0")
-    ('runs/checkpoint-5', '')
+    Attributes:
+        step: Its number.
+        name: Of its folder.
+        path: Of its folder, under the path or URL of the run as it was given.
+        complete: Whether training could resume from it.
+        problem: Why it is not complete; empty where it is.
+        has_manifest: Whether ckptkit has written its manifest, which it writes last.
+        metrics: The numbers that were saved with it; None for one that was not finite.
+        save_number: The larger, the later the step was saved, compared with others of its series;
+            0 where unknown. ckptkit counts the saves of a run, across its jobs. Clocks are not
+            used, since the next job may run on another host; for steps that other frameworks
+            saved, `ckptkit.runs.save_order` decides whether times can be used.
+        protected: Whether something needs it, whatever the rules of a retention say.
+        writer: The framework that saved it; empty where unknown.
+        size_bytes: Of its files; those that it shares with other steps count in each.
+        files: Its files.
+        modified: When its newest file was written, in seconds since 1970; 0 where unknown.
+        pushes: Its pushes to the Hub, finished or under way.
+        markers: The files that its readers lock, relative to the run.
+        digest: Of its manifest, or of what is known of its files: distinguishes it from a step
+            that replaces it. Empty where nothing has asked for it.
     """
-    while folder and is_unit_folder(posixpath.basename(folder)):
-        folder = posixpath.dirname(folder)
-    return folder
+
+    step: int
+    name: str = ""
+    path: str = ""
+    complete: bool = True
+    problem: str = ""
+    has_manifest: bool = True
+    metrics: Mapping[str, float | None] = field(default_factory=dict)
+    save_number: int = 0
+    protected: bool = False
+    writer: str = ""
+    size_bytes: int = 0
+    files: tuple[StoredFile, ...] = field(default=(), repr=False)
+    modified: float = 0.0
+    pushes: tuple[StepPush, ...] = ()
+    markers: tuple[str, ...] = field(default=(), repr=False)
+    digest: str = ""
+
+    @property
+    def series(self) -> str:
+        return series_of(self.name)
+
+    def to_json(self, *, now: float) -> dict[str, Any]:
+        """Returns the step as plain values; its age is in seconds at the time `now`."""
+        at = datetime.fromtimestamp(self.modified, UTC).isoformat() if self.modified else None
+        return {
+            "step": self.step,
+            "name": self.name,
+            "path": self.path,
+            "complete": self.complete,
+            "problem": self.problem,
+            "saved_by": self.writer,
+            "bytes": self.size_bytes,
+            "files": len(self.files),
+            "modified": at,
+            "age_seconds": round(max(now - self.modified, 0.0), 3) if self.modified else None,
+            "metrics": dict(self.metrics),
+            "pushed": [
+                {"repo_id": p.repo_id, "commit": p.commit, "tag": p.tag, "url": p.url, "at": p.at}
+                for p in self.pushes
+                if p.state == "pushed"
+            ],
+        }
 
 
-def lost_entries(manifest: Manifest) -> dict[str, str]:
-    """Returns what could not be saved with a step, by its name in the state, and why."""
-    found = manifest.source.get("lost")
-    return {str(k): str(v) for k, v in found.items()} if isinstance(found, Mapping) else {}
+def series_of(name: str) -> str:
+    """Returns the name of a step's folder without its numbers.
+
+    >>> series_of("checkpoint-500"), series_of("epoch=3-step=500")
+    ('checkpoint-', 'epoch=-step=')
+    """
+    return _NUMBER.sub("", name)
 
 
-def file_problems(source: Source, folder: str, manifest: Manifest) -> Iterator[Problem]:
-    """Yields the files of a manifest that are not there, or not as long as they were."""
-    for name, record in manifest.files.items():
-        path = posixpath.join(folder, name)
-        try:
-            size = source.stat(path).size_bytes
-        except InputError as error:
-            missing = isinstance(error, MissingFileError)
-            yield Problem(error.code, path, "is not there" if missing else error.message)
-            continue
-        if size != record.size_bytes:
-            yield Problem(
-                TruncatedFileError.code,
-                path,
-                f"has {size:,} bytes against {record.size_bytes:,} in the manifest",
-            )
+def parse_metrics(document: object) -> dict[str, float | None]:
+    """Returns the numbers in a table of metrics; None for those that are not finite."""
+    if not isinstance(document, Mapping):
+        return {}
+    return {
+        str(name): _finite(value)
+        for name, value in document.items()
+        if value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+    }
 
 
-def digest_problems(
-    source: Source, folder: str, manifest: Manifest, *, leaving_out: Collection[str]
-) -> Iterator[Problem]:
-    """Reads the files of which a step's manifest has the CRC-32.
+def _finite(value: float | None) -> float | None:
+    try:
+        return float(value) if value is not None and math.isfinite(value) else None
+    except OverflowError:  # an integer of any length, in a manifest that was edited
+        return None
+
+
+def save_number_of(manifest: Manifest) -> int:
+    """Returns which save of the run a manifest is of; 0 where it does not say."""
+    number = manifest.source.get("save_number")
+    return number if isinstance(number, int) and number > 0 else 0
+
+
+class StepFiles(Protocol):
+    """Access to the files of the steps of one run, by names of their folders."""
+
+    @property
+    def location(self) -> str:
+        """The path or URL of the run."""
+        ...
+
+    def identity(self, name: str) -> object | None:
+        """Returns a value that changes when a step is replaced; None where there is none."""
+        ...
+
+    def manifest(self, name: str) -> Manifest | None:
+        """Returns the manifest of a step; None where it has none."""
+        ...
+
+    def size_bytes(self, name: str, file: str) -> int | None:
+        """Returns the size of a file of a step; None where it is missing."""
+        ...
+
+
+KnownSteps = dict[str, tuple[object, RunStep]]
+"""Complete steps of an earlier listing by name, each with its identity at that time."""
+
+
+def list_saved_steps(
+    numbers: Mapping[str, int], files: StepFiles, known: KnownSteps | None = None
+) -> tuple[RunStep, ...]:
+    """Lists steps that ckptkit saved; a step is complete if its manifest matches its files.
 
     Args:
-        source: The place that holds the step.
-        folder: The step's.
-        manifest: Its manifest.
-        leaving_out: Paths of which something else is known to be wrong already.
+        numbers: The numbers of the steps, by names of their folders.
+        files: Access to them.
+        known: What an earlier listing found; updated. A complete step is looked into again only
+            once it was replaced.
 
-    Yields:
-        Those that have another one, or cannot be read.
+    Returns:
+        The steps by number, except that those that training went back from, see `abandoned`, come
+        first: training resumes from the last one, and from these as a last resort.
     """
-    for name, record in manifest.files.items():
-        path = posixpath.join(folder, name)
-        if not record.digest or path in leaving_out:
-            continue
+    earlier = {} if known is None else dict(known)
+    steps: list[RunStep] = []
+    latest: KnownSteps = {}
+    for name, number in numbers.items():
+        identity = files.identity(name)  # read first: a step replaced meanwhile is read again
+        step = earlier[name][1] if name in earlier and earlier[name][0] == identity else None
+        step = step or _saved_step(name, number, files)
+        steps.append(step)
+        if step.complete and identity is not None:
+            latest[name] = identity, step
+    if known is not None:
+        known.clear()
+        known.update(latest)
+    left = abandoned(steps)
+    return tuple(sorted(steps, key=lambda step: (step.step not in left, step.step)))
+
+
+def _saved_step(name: str, number: int, files: StepFiles) -> RunStep:
+    path = posixpath.join(files.location, name)
+    try:
+        manifest = files.manifest(name)
+    except (OSError, CkptkitError) as error:
+        problem = getattr(error, "strerror", None) or str(error)
+        return RunStep(number, name, path, complete=False, problem=problem)
+    if manifest is None:
+        problem = f"it has no {MANIFEST_NAME}"
+        return RunStep(number, name, path, complete=False, problem=problem, has_manifest=False)
+
+    def size_bytes(file: str) -> int | None:
+        return files.size_bytes(name, file)
+
+    return step_of_manifest(number, path, manifest, size_bytes)
+
+
+def step_of_manifest(
+    number: int, path: str, manifest: Manifest, size_bytes: Callable[[str], int | None]
+) -> RunStep:
+    """Returns the record of a step with a manifest.
+
+    Args:
+        number: Of the step.
+        path: Of its folder.
+        manifest: Its manifest.
+        size_bytes: Returns the size of one of its files, None where it is missing.
+    """
+    problem = _problem_of(number, manifest, size_bytes)
+    return RunStep(
+        number,
+        posixpath.basename(path),
+        path,
+        complete=not problem,
+        problem=problem,
+        metrics=parse_metrics(manifest.source.get("metrics")),
+        save_number=0 if problem else save_number_of(manifest),
+    )
+
+
+def _problem_of(number: int, manifest: Manifest, size_bytes: Callable[[str], int | None]) -> str:
+    """Returns where a manifest does not match the files of a step; empty where it does."""
+    if manifest.kind != TRAINING:
+        return f"has a {MANIFEST_NAME} of kind {manifest.kind!r}, where {TRAINING!r} was expected"
+    if manifest.source.get("step") != number:
+        return f"is step {manifest.source.get('step')!r} according to its {MANIFEST_NAME}"
+    problems = (
+        _size_problem(file, record.size_bytes, size_bytes)
+        for file, record in manifest.files.items()
+    )
+    return next(filter(None, problems), "")
+
+
+def _size_problem(file: str, expected: int, size_bytes: Callable[[str], int | None]) -> str:
+    try:
+        size = size_bytes(file)
+    except InputError as error:
+        return f"file {file!r}: {error.message}"
+    if size is None:
+        return f"file {file!r} is missing"
+    if size != expected:
+        return f"file {file!r} has {size:,} bytes against {expected:,} in the manifest"
+    return ""
+
+
+def abandoned(steps: Iterable[RunStep]) -> frozenset[int]:
+    """Returns the steps that training went back from: a lower step was saved after them.
+
+    >>> saved = {200: 1, 300: 2, 210: 3}  # resumed from step 200
+    >>> sorted(abandoned([RunStep(step, save_number=n) for step, n in saved.items()]))
+    [300]
+    """
+    left = set()
+    latest = 0
+    for step in sorted((step for step in steps if step.complete), key=lambda step: step.step):
+        if step.save_number < latest:
+            left.add(step.step)
+        latest = max(latest, step.save_number)
+    return frozenset(left)
+
+
+class LocalStepFiles:
+    """The files of steps below a directory; see `StepFiles`."""
+
+    def __init__(self, run: Path) -> None:
+        self._run = run
+
+    @property
+    def location(self) -> str:
+        return str(self._run)
+
+    def identity(self, name: str) -> tuple[int, ...] | None:
+        """Returns numbers of the directory and of its manifest."""
+        folder = self._run / name
         try:
-            found = _crc32(source, path, record.size_bytes)
-        except InputError as error:
-            yield Problem(error.code, path, error.message)
-            continue
-        if record.digest != f"crc32:{found:08x}":
-            yield Problem(ChecksumError.code, path, "has another CRC-32 than the manifest")
+            both = folder.stat(), (folder / MANIFEST_NAME).stat()
+        except OSError:
+            return None
+        return tuple(n for stat in both for n in (stat.st_dev, stat.st_ino, stat.st_mtime_ns))
 
+    def manifest(self, name: str) -> Manifest | None:
+        try:
+            return read_local_manifest(self._run / name)
+        except FileNotFoundError:
+            return None
 
-def _crc32(source: Source, path: str, size_bytes: int) -> int:
-    crc = 0
-    for start in range(0, size_bytes, _READ_BYTES):
-        crc = crc32(source.read(path, start, min(start + _READ_BYTES, size_bytes)), crc)
-    return crc
-
-
-def _version(manifest: Manifest) -> str:
-    return str(manifest.versions.get(_WRITER, ""))
-
-
-def _number(value: object, otherwise: int | None) -> int | None:
-    is_number = isinstance(value, int) and not isinstance(value, bool)
-    return value if is_number else otherwise  # type: ignore[return-value]
+    def size_bytes(self, name: str, file: str) -> int | None:
+        try:
+            return (self._run / name / file).stat().st_size
+        except FileNotFoundError:
+            return None

@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import errno
 import logging
-import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from ckptkit.core.errors import CkptkitError, FormatError, OutputError, UsageError
-from ckptkit.core.manifest import MANIFEST_NAME, TRAINING, Manifest
+from ckptkit.core.errors import CkptkitError, OutputError, UsageError
+from ckptkit.core.manifest import Manifest
 from ckptkit.runs.marks import (
     MARKS_FOLDER,
     STEP_PREFIXES,
@@ -30,7 +29,15 @@ from ckptkit.runs.marks import (
     take_request,
     take_run_lock,
 )
-from ckptkit.runs.save_order import Retention, StepFacts, abandoned, missing_metric, steps_to_remove
+from ckptkit.runs.save_order import Retention, missing_metric, steps_to_remove
+from ckptkit.runs.steps import (
+    KnownSteps,
+    LocalStepFiles,
+    RunStep,
+    list_saved_steps,
+    parse_metrics,
+    save_number_of,
+)
 from ckptkit.storage.local.names import WORK_INFIX
 from ckptkit.storage.manifests import read_local_manifest
 from ckptkit.storage.places import Place
@@ -40,21 +47,6 @@ from ckptkit.writer.process import writer_command
 logger = logging.getLogger(__name__)
 
 PlaceT = TypeVar("PlaceT", Path, Place)
-
-
-@dataclass(frozen=True, slots=True)
-class SavedStep(StepFacts):
-    """A step that lies in a run.
-
-    Attributes:
-        path: Its directory; where the run lies at a URL, only the name of that.
-        problem: Why it is not complete; empty where it is.
-        finished: Whether it was once: it has a manifest.
-    """
-
-    path: Path = Path()
-    problem: str = ""
-    finished: bool = True
 
 
 class Run(Generic[PlaceT]):
@@ -100,7 +92,7 @@ class Run(Generic[PlaceT]):
         """
         return self.path / f".{Path(final).name}{WORK_INFIX}{nonce}-{attempt}"
 
-    def steps(self) -> tuple[SavedStep, ...]:
+    def steps(self) -> tuple[RunStep, ...]:
         raise NotImplementedError
 
     def last_save_number(self) -> int:
@@ -112,8 +104,7 @@ class Run(Generic[PlaceT]):
         Numbers of steps that are named by their number are compared with `last_save_number`.
         """
         manifest = self._manifest(name)
-        number = manifest.source.get("save_number") if manifest is not None else None
-        return number if isinstance(number, int) else 0
+        return 0 if manifest is None else save_number_of(manifest)
 
     def retired_by(
         self, step: int, metrics: Mapping[str, Any], retention: Retention
@@ -129,9 +120,9 @@ class Run(Generic[PlaceT]):
         """
         if retention.keeps_all:
             return ()
-        there: list[StepFacts] = [saved for saved in self.steps() if saved.step != step]
+        there: list[RunStep] = [saved for saved in self.steps() if saved.step != step]
         number = 1 + max((saved.save_number for saved in there), default=0)
-        every = [*there, StepFacts(step, metrics=_finite(metrics), save_number=number)]
+        every = [*there, RunStep(step, metrics=parse_metrics(metrics), save_number=number)]
         problem = missing_metric(every, retention)
         if problem and not self._has_warned:
             self._has_warned = True
@@ -175,78 +166,9 @@ class Run(Generic[PlaceT]):
         raise NotImplementedError
 
 
-def in_order(steps: Iterable[SavedStep]) -> tuple[SavedStep, ...]:
-    """Returns steps by their number, those that training went back from before all others."""
-    found = tuple(steps)
-    left = abandoned(found)
-    return tuple(sorted(found, key=lambda saved: (saved.step not in left, saved.step)))
-
-
-def unfinished_step(step: int, path: Path) -> SavedStep:
-    """Returns what is known of a step without a manifest."""
-    problem = f"it has no {MANIFEST_NAME}"
-    return SavedStep(step, complete=False, path=path, problem=problem, finished=False)
-
-
-def step_of_manifest(
-    step: int, path: Path, manifest: Manifest, size_bytes: Callable[[str], int | None]
-) -> SavedStep:
-    """Returns what is known of a step, which is complete if its manifest is true.
-
-    Args:
-        step: Its number.
-        path: Its directory.
-        manifest: What it says of itself.
-        size_bytes: Tells the length of a file in it, None where it is not there.
-    """
-    try:
-        _check(step, manifest, size_bytes)
-    except FormatError as error:
-        return SavedStep(step, complete=False, path=path, problem=str(error))
-    metrics = _finite(manifest.source.get("metrics"))
-    number = manifest.source.get("save_number")
-    number = number if isinstance(number, int) and number > 0 else 0
-    return SavedStep(step, metrics=metrics, save_number=number, path=path)
-
-
-def _check(step: int, manifest: Manifest, size_bytes: Callable[[str], int | None]) -> None:
-    if manifest.kind != TRAINING or manifest.source.get("step") != step:
-        raise FormatError(
-            f"a manifest of kind {manifest.kind!r} and step {manifest.source.get('step')!r} was"
-            f" found against {TRAINING!r} and {step}"
-        )
-    for name, record in manifest.files.items():
-        size = size_bytes(name)
-        if size is None:
-            raise FormatError(f"file {name!r} is missing")
-        if size != record.size_bytes:
-            raise FormatError(
-                f"file {name!r} has {size:,} bytes against {record.size_bytes:,} in the manifest"
-            )
-
-
-def _finite(metrics: object) -> Mapping[str, float]:
-    if not isinstance(metrics, dict):
-        return {}
-    table: dict[str, Any] = metrics
-    return {
-        name: float(value)
-        for name, value in table.items()
-        if isinstance(value, (int, float)) and _is_finite(value)
-    }
-
-
-def _is_finite(value: float) -> bool:
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # an integer without bound, in a manifest that somebody else made
-        return False
-
-
-__all__ = ["RunFolder", "RunLock", "SavedStep", "saved_steps"]
+__all__ = ["RunFolder", "RunLock", "saved_steps"]
 
 _URL = re.compile(r"(?:^|/)[A-Za-z][A-Za-z0-9+.-]+:/")  # in a path made absolute as well
-_Identity = tuple[int, ...]
 
 
 class RunFolder(Run[Path]):
@@ -268,20 +190,12 @@ class RunFolder(Run[Path]):
             )
         self.path = self.place = Path(named).absolute()
         self.prefix = prefix
-        self._known: dict[Path, tuple[_Identity, SavedStep]] = {}
+        self._known: KnownSteps = {}
         with _translated(self.path):
             _make_writable(self.path)
 
-    def steps(self) -> tuple[SavedStep, ...]:
-        """Returns what lies there, as `saved_steps` does, but looks into no step twice.
-
-        A step that was found complete is looked into again once it was replaced: the directory
-        or its manifest is another one, or was changed.
-        """
-        with _translated(self.path):
-            folders = step_folders(self.path, (self.prefix,))
-        known, self._known = self._known, {}
-        return in_order(self._step(step, path, known.get(path)) for step, path in folders.items())
+    def steps(self) -> tuple[RunStep, ...]:
+        return saved_steps(self.path, self.prefix, self._known)
 
     def identity(self) -> str:
         """Returns what tells the run from all others; called with the lock of the run."""
@@ -322,29 +236,15 @@ class RunFolder(Run[Path]):
         except (CkptkitError, OSError):
             return None
 
-    def _step(
-        self, number: int, path: Path, known: tuple[_Identity, SavedStep] | None
-    ) -> SavedStep:
-        before = _identity(path)
-        if known is not None and known[0] == before:
-            self._known[path] = known
-            return known[1]
-        saved = _saved_step(number, path)
-        if saved.complete and before is not None:
-            self._known[path] = before, saved
-        return saved
 
-
-def saved_steps(run: Path, prefix: str = STEP_PREFIXES[0]) -> tuple[SavedStep, ...]:
-    """Returns what lies in a run, the newest last; a step is complete if its manifest is true.
-
-    That is, it can be read, belongs to this step, and every file in it has its size. Steps that
-    training went back from, see `abandoned`, come before all others: to go on from one of them
-    is the last resort.
-    """
+def saved_steps(
+    run: Path, prefix: str = STEP_PREFIXES[0], known: KnownSteps | None = None
+) -> tuple[RunStep, ...]:
+    """Lists the steps of a run's directory, the newest last; see `list_saved_steps`."""
     with _translated(run):
         folders = step_folders(run, (prefix,))
-    return in_order(_saved_step(step, path) for step, path in folders.items())
+    numbers = {path.name: step for step, path in folders.items()}
+    return list_saved_steps(numbers, LocalStepFiles(run), known)
 
 
 def _make_writable(path: Path) -> None:
@@ -372,30 +272,3 @@ def _translated(path: Path) -> Iterator[None]:
             where=str(path),
             hint="see whether it is there, whose it is, and whether it was mounted read-only",
         ) from error
-
-
-def _identity(path: Path) -> _Identity | None:
-    """Returns numbers that change when a step is replaced; None where they cannot be told."""
-    try:
-        found = path.stat(), (path / MANIFEST_NAME).stat()
-    except OSError:
-        return None
-    return tuple(n for stat in found for n in (stat.st_dev, stat.st_ino, stat.st_mtime_ns))
-
-
-def _saved_step(step: int, path: Path) -> SavedStep:
-    try:
-        manifest = read_local_manifest(path)
-    except FileNotFoundError:
-        return unfinished_step(step, path)
-    except (OSError, CkptkitError) as error:
-        problem = getattr(error, "strerror", None) or str(error)
-        return SavedStep(step, complete=False, path=path, problem=problem)
-
-    def size_bytes(name: str) -> int | None:
-        try:
-            return (path / name).stat().st_size
-        except FileNotFoundError:
-            return None
-
-    return step_of_manifest(step, path, manifest, size_bytes)

@@ -27,8 +27,7 @@ from ckptkit.core.text import size_text
 from ckptkit.engine.outcome import BytesWritten, Event, Started
 from ckptkit.engine.prefetch import GAP_BYTES, REQUEST_BYTES
 from ckptkit.engine.windows import planned_reads
-from ckptkit.hub.watch.metrics import WatchMetrics
-from ckptkit.hub.watch.watch import EventName, WatchEvent
+from ckptkit.hub.watch.events import EventName, WatchEvent, WatchMetrics
 from ckptkit.plan.plan import TASK_BYTES, Compute, OutputFile
 from ckptkit.plan.selection import what_loads_as_random
 from ckptkit.plan.side_files import CONFIG
@@ -469,14 +468,14 @@ class WatchPage:
             sys.stderr.flush()
 
     def _status(self) -> str:
-        tally = self._metrics.tally
-        doing = tally.phase if tally.step is None else f"{tally.phase} step {tally.step}"
-        if self._total and tally.phase in {"building", "pushing"}:
+        totals = self._metrics.totals
+        doing = totals.phase if totals.step is None else f"{totals.phase} step {totals.step}"
+        if self._total and totals.phase in {"building", "pushing"}:
             doing += f" {min(self._done / self._total, 1):.0%} of {size_text(self._total)}"
-        waiting = f", {counted(tally.waiting, 'step')} waiting" if tally.waiting else ""
-        failed = sum(tally.failures.values())
+        waiting = f", {counted(totals.waiting, 'step')} waiting" if totals.waiting else ""
+        failed = sum(totals.failures.values())
         bad = f", {failed} failed" if failed else ""
-        return f"{self._where}: {tally.pushed} pushed{bad}{waiting}, {doing}"
+        return f"{self._where}: {totals.pushed} pushed{bad}{waiting}, {doing}"
 
 
 def _told(name: EventName, facts: Mapping[str, Any]) -> str:

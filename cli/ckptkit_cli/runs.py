@@ -20,11 +20,12 @@ import typer
 from ckptkit.core.errors import InputError, OutputError, RefusedError, UsageError
 from ckptkit.core.text import size_text
 from ckptkit.options import check_choice, positive_number
-from ckptkit.runs.listing import RunListing, RunStep
+from ckptkit.runs.listing import RunListing
 from ckptkit.runs.marks import ask_for_save, committed_steps, run_is_live
-from ckptkit.runs.places import run_below
 from ckptkit.runs.pruning import Pruned, PrunedStep
+from ckptkit.runs.run_paths import run_below
 from ckptkit.runs.save_order import BestMode, Retention
+from ckptkit.runs.steps import RunStep
 from ckptkit.storage.places import PathLike, local_path
 from ckptkit_cli import _job_options as options
 from ckptkit_cli._job_options import Run, WatchState

@@ -25,11 +25,11 @@ import typer
 
 from ckptkit.adapters.sources import AdapterRequest
 from ckptkit.core.errors import AmbiguousSourceError, CkptkitError, NotACheckpointError, UsageError
-from ckptkit.hub.watch.build import Making, PushChoice, PushKind
-from ckptkit.hub.watch.metrics import MetricsServer, WatchMetrics
-from ckptkit.hub.watch.open import WatchRequest, run_watch
-from ckptkit.hub.watch.remote import BranchSettings
-from ckptkit.hub.watch.watch import WATCH_RETRIES, WatchEvent, WatchSettings
+from ckptkit.hub.watch.build import BuildSettings, PushChoice, PushKind
+from ckptkit.hub.watch.events import MetricsServer, WatchEvent, WatchMetrics
+from ckptkit.hub.watch.hub_branch import BranchSettings
+from ckptkit.hub.watch.start import WatchRequest, run_watch
+from ckptkit.hub.watch.watch import WATCH_RETRIES, WatchSettings
 from ckptkit.options import (
     ConsolidateRequest,
     check_choice,
@@ -39,7 +39,7 @@ from ckptkit.options import (
     positive_number,
 )
 from ckptkit.plan.load_report import PUSH_OF_TRAINING, WATCH
-from ckptkit.runs.places import run_below
+from ckptkit.runs.run_paths import run_below
 from ckptkit.runs.save_order import BestMode, Retention
 from ckptkit.storage.locations import parse_options
 from ckptkit.storage.places import PathLike, Place, is_url
@@ -417,8 +417,8 @@ def _metrics(given: Mapping[str, Any]) -> Mapping[str, str]:
     return {} if given["wait_for_lock"] else {k: v for k, v in named.items() if v is not None}
 
 
-def _making(given: Mapping[str, Any], whole: str) -> Making:
-    return Making(
+def _making(given: Mapping[str, Any], whole: str) -> BuildSettings:
+    return BuildSettings(
         kind=cast(PushKind, given["make"]),
         request=ConsolidateRequest(
             dtype=given["dtype"],

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ckptkit.core.manifest import MANIFEST_NAME
-from ckptkit.runs.marking import step_in_use
+from ckptkit.runs.run_paths import step_in_use
 from tests.made_up_runs import save_step
 from tests.object_store import ObjectStore
 

@@ -21,7 +21,7 @@ from ckptkit.core.errors import (
 )
 from ckptkit.hub import Pulled, pull, push
 from ckptkit.hub import download as partial_module
-from ckptkit.hub.download import partial_folder
+from ckptkit.hub.download import open_pull_folder
 from tests.hub_models import consolidated, running_hub
 from tests.hub_server import TOKEN, HubServer
 
@@ -138,7 +138,7 @@ def test_bytes_that_the_hub_has_another_hash_for_are_refused(
     content = HubServer.content
     monkeypatch.setattr(HubServer, "content", lambda self, blob: content(self, blob)[:-1] + b"?")
     error = failed(pulls, tmp_path / "model", VerificationError)
-    assert "another hash here than at the Hub" in str(error)
+    assert "another hash here than on the Hub" in str(error)
 
 
 def test_weights_that_somebody_replaced_at_the_hub_are_told(
@@ -155,7 +155,7 @@ def test_a_configuration_that_somebody_edited_at_the_hub_is_taken_and_told(
 ) -> None:
     hub.put("me/model", {"config.json": b'{"model_type": "llama", "edited": true}'})
     pulled = pulls(tmp_path / "model")
-    assert pulled.notes == ("config.json was changed at the Hub after it was pushed",)
+    assert pulled.notes == ("config.json was changed on the Hub after it was pushed",)
     assert b"edited" in (tmp_path / "model" / "config.json").read_bytes()
 
 
@@ -187,7 +187,7 @@ def test_a_disk_without_room_is_told_before_anything_is_brought(
 
 
 def test_two_pulls_do_not_write_to_one_place(pulls: Pull, tmp_path: Path) -> None:
-    with partial_folder(tmp_path / "model"):
+    with open_pull_folder(tmp_path / "model"):
         failed(pulls, tmp_path / "model", RefusedError)
     pulls(tmp_path / "model")
 
@@ -196,6 +196,6 @@ def test_absent_revisions_and_repositories_are_told_apart(
     pulls: Pull, tmp_path: Path, hub: HubServer
 ) -> None:
     assert "no such revision" in str(failed(pulls, tmp_path / "m", HubError, revision="step-31"))
-    assert "no such repository" in str(failed(pulls, tmp_path / "m", HubError, repo_id="me/none"))
+    assert "does not exist" in str(failed(pulls, tmp_path / "m", HubError, repo_id="me/none"))
     hub.fail("GET .*/revision/", [503, "drop", 429], {"Retry-After": "0"})
     assert re.fullmatch("[0-9a-f]{40}", pulls(tmp_path / "m").commit)

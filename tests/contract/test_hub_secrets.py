@@ -14,10 +14,11 @@ import torch
 from ckptkit.core.errors import CkptkitError, RefusedError
 from ckptkit.hub import push
 from ckptkit.hub.publish.searching import secrets_in
-from ckptkit.hub.watch.build import Making
-from ckptkit.hub.watch.open import WatchRequest, run_watch
-from ckptkit.hub.watch.remote import BranchSettings
-from ckptkit.hub.watch.watch import WatchEvent, WatchSettings
+from ckptkit.hub.watch.build import BuildSettings
+from ckptkit.hub.watch.events import WatchEvent
+from ckptkit.hub.watch.hub_branch import BranchSettings
+from ckptkit.hub.watch.start import WatchRequest, run_watch
+from ckptkit.hub.watch.watch import WatchSettings
 from tests.hub_models import running_hub, write_model
 from tests.hub_server import TOKEN, HubServer
 from tests.planted_secrets import FILES, SECRETS
@@ -99,7 +100,7 @@ def watch(hub: HubServer, run: Path) -> Callable[..., tuple[list[WatchEvent], di
         request = WatchRequest(
             run=run,
             repo_id=REPO,
-            settings=WatchSettings(making=Making(state_folder=whole)),
+            settings=WatchSettings(making=BuildSettings(state_folder=whole)),
             branch=BranchSettings(include=include),
             token=TOKEN,
             endpoint=hub.url,

@@ -20,7 +20,7 @@ from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.engine.outcome import Event, Started
 from ckptkit.options import ConsolidateRequest
 from ckptkit.plan.shares import Share
-from ckptkit.runs.marking import step_in_use
+from ckptkit.runs.run_paths import step_in_use
 from ckptkit.storage.places import Place
 from tests.made_up_runs import save_step
 from tests.object_store import Bucket, Fault, ObjectStore

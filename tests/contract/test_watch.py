@@ -17,10 +17,11 @@ from ckptkit.core.errors import CkptkitError, HubError, HubUnavailableError, Ref
 from ckptkit.core.retries import RetryPolicy
 from ckptkit.hub import client as retrying
 from ckptkit.hub import pull
-from ckptkit.hub.watch.build import Making, PushChoice
-from ckptkit.hub.watch.open import WatchRequest, run_watch
-from ckptkit.hub.watch.remote import BranchSettings
-from ckptkit.hub.watch.watch import WatchEvent, WatchSettings
+from ckptkit.hub.watch.build import BuildSettings, PushChoice
+from ckptkit.hub.watch.events import WatchEvent
+from ckptkit.hub.watch.hub_branch import BranchSettings
+from ckptkit.hub.watch.start import WatchRequest, run_watch
+from ckptkit.hub.watch.watch import WatchSettings
 from ckptkit.runs.push_journal import WATCH_FOLDER, pushes_in
 from ckptkit.runs.save_order import Retention
 from ckptkit.storage.places import PathLike, Place
@@ -103,12 +104,12 @@ def watch(hub: HubServer, run: Path) -> Callable[..., Watched]:
         *moments: Callable[[], object],
         place: PathLike = run,
         choice: PushChoice | None = None,
-        making: Making | None = None,
+        making: BuildSettings | None = None,
         **options: Any,
     ) -> Watched:
         found = Watched()
         settings = WatchSettings(
-            choice=choice or PushChoice(), making=making or Making(), retries=SOON
+            choice=choice or PushChoice(), making=making or BuildSettings(), retries=SOON
         )
         known = {"token": TOKEN, "endpoint": hub.url} | options
         request = WatchRequest(run=place, repo_id=REPO, settings=settings, **known)
@@ -210,7 +211,7 @@ def test_a_step_that_vanishes_while_it_is_read_is_passed_over(hub: HubServer, ru
 def test_a_step_that_is_saved_again_gets_a_commit_of_its_own_and_takes_the_tag(
     hub: HubServer, run: Path, watch: Watch
 ) -> None:
-    making = Making(adapter=AdapterRequest(adapter="default"))
+    making = BuildSettings(adapter=AdapterRequest(adapter="default"))
     watch(lambda: add(run, 1), lambda: add(run, 1, OTHER, save_number=2), making=making)
     repo = hub.repo(REPO)
     assert titles(hub) == ["Step 1", "Step 1"]
@@ -278,7 +279,7 @@ def test_of_steps_that_cannot_be_pushed_nothing_stays_on_the_disk(run: Path, wat
     def look() -> None:
         built.append([path.name for path in (run / WATCH_FOLDER).glob("*.work/*")])
 
-    found = watch(look, making=Making(state_folder="last-checkpoint"))
+    found = watch(look, making=BuildSettings(state_folder="last-checkpoint"))
     assert sorted(found.failures) == [1, 2]
     assert built == [[]]
 
@@ -343,7 +344,7 @@ def test_a_whole_step_beside_the_model_can_be_resumed_from_and_the_next_replaces
 ) -> None:
     add(run, 1)
     (run / "checkpoint-1/notes.txt").write_text("of the first")
-    making = Making(state_folder="last-checkpoint")
+    making = BuildSettings(state_folder="last-checkpoint")
     watch(lambda: add(run, 2), making=making, branch=BranchSettings(private=False))
     files = hub.repo(REPO).files()
     assert "last-checkpoint/notes.txt" not in files
@@ -373,7 +374,7 @@ def test_a_whole_step_is_pushed_without_the_paths_of_this_machine_and_proves_its
         manifest["files"][path] = {"size_bytes": len(data), "digest": digest}
     manifest["source"]["path"] = f"{run}/checkpoint-1"
     (step / "ckptkit.json").write_text(json.dumps(manifest))
-    found = watch(making=Making(state_folder="last-checkpoint"))
+    found = watch(making=BuildSettings(state_folder="last-checkpoint"))
     assert found.failures == {}
     pushed = {path: hub.read(REPO, path) for path in hub.repo(REPO).files()}
     texts = {path: data for path, data in pushed.items() if not path.endswith(".safetensors")}
@@ -416,6 +417,6 @@ def test_a_step_that_others_saved_is_pushed_once_it_stays_the_same(
     def save() -> None:
         shutil.copytree(MODEL, run / "checkpoint-7")
 
-    found = watch(save, lambda: None, making=Making(kind="model"))
+    found = watch(save, lambda: None, making=BuildSettings(kind="model"))
     assert found.of("pushed") == [7]
     assert "model.safetensors" in hub.repo(REPO).files()

@@ -7,12 +7,13 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptkit.runs.save_order import Retention, StepFacts, abandoned, steps_to_remove
+from ckptkit.runs.save_order import Retention, steps_to_remove
+from ckptkit.runs.steps import RunStep, abandoned
 
 METRICS = st.dictionaries(st.sampled_from(["loss", "accuracy"]), st.none() | st.floats())
 STEPS = st.lists(
     st.builds(
-        StepFacts,
+        RunStep,
         step=st.integers(0, 60),
         complete=st.booleans(),
         metrics=METRICS,
@@ -32,7 +33,7 @@ RULES = st.builds(
 )
 
 
-def line(steps: list[StepFacts]) -> list[int]:
+def line(steps: list[RunStep]) -> list[int]:
     """Returns the complete steps of which training has not gone back, lowest first."""
     complete = [facts for facts in steps if facts.complete]
     return sorted(
@@ -45,13 +46,13 @@ def line(steps: list[StepFacts]) -> list[int]:
 
 
 @given(steps=STEPS)
-def test_a_step_is_abandoned_if_a_lower_one_was_saved_later(steps: list[StepFacts]) -> None:
+def test_a_step_is_abandoned_if_a_lower_one_was_saved_later(steps: list[RunStep]) -> None:
     complete = {facts.step for facts in steps if facts.complete}
     assert complete - abandoned(steps) == set(line(steps))
 
 
 @given(steps=STEPS, rules=RULES)
-def test_what_must_stay_stays(steps: list[StepFacts], rules: Retention) -> None:
+def test_what_must_stay_stays(steps: list[RunStep], rules: Retention) -> None:
     removed = set(steps_to_remove(steps, rules))
     complete = sorted(facts.step for facts in steps if facts.complete)
     assert removed <= set(complete)
@@ -66,7 +67,7 @@ def test_what_must_stay_stays(steps: list[StepFacts], rules: Retention) -> None:
 
 @given(steps=STEPS, rules=RULES)
 def test_no_removed_step_is_better_than_all_that_stay(
-    steps: list[StepFacts], rules: Retention
+    steps: list[RunStep], rules: Retention
 ) -> None:
     removed = set(steps_to_remove(steps, rules))
     name = rules.keep_best or ""
@@ -82,14 +83,14 @@ def test_no_removed_step_is_better_than_all_that_stay(
 
 
 @given(steps=STEPS, rules=RULES)
-def test_removing_twice_removes_nothing_more(steps: list[StepFacts], rules: Retention) -> None:
+def test_removing_twice_removes_nothing_more(steps: list[RunStep], rules: Retention) -> None:
     removed = steps_to_remove(steps, rules)
     left = [facts for facts in steps if facts.step not in removed]
     assert steps_to_remove(left, rules) == ()
 
 
 @given(steps=STEPS, last=st.integers(1, 8))
-def test_with_keep_last_alone_all_others_go(steps: list[StepFacts], last: int) -> None:
+def test_with_keep_last_alone_all_others_go(steps: list[RunStep], last: int) -> None:
     removed = steps_to_remove(steps, Retention(keep_last=last))
     kept = {*line(steps)[-last:], *(facts.step for facts in steps if facts.protected)}
     complete = sorted(facts.step for facts in steps if facts.complete)

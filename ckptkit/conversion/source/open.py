@@ -53,10 +53,10 @@ from ckptkit.formats.torch_files.reader import TorchFileReader
 from ckptkit.formats.zero.tags import without_older_tags
 from ckptkit.plan.coverage import error_of
 from ckptkit.plan.side_files import CONFIG, MAX_JSON_BYTES
-from ckptkit.runs.files import foresee_headers, listed_files
-from ckptkit.runs.marking import hold_candidates
-from ckptkit.runs.save_order import SavedFolder, left_behind, series_of
-from ckptkit.runs.steps import SavedSteps, step_folder
+from ckptkit.runs.run_paths import hold_candidates
+from ckptkit.runs.save_order import left_behind
+from ckptkit.runs.step_manifests import StepManifests, foresee_headers, listed_files, step_folder
+from ckptkit.runs.steps import RunStep, save_number_of, series_of
 from ckptkit.storage.base import Folder
 from ckptkit.storage.overlay import OverlaySource
 from ckptkit.storage.places import PathLike, is_url, place_of
@@ -222,7 +222,7 @@ class _Search:
         self._location = location
         self._only = only
         self._limit_bytes = limit_bytes
-        self._steps = SavedSteps(source, ())
+        self._steps = StepManifests(source, ())
         self._paths: Sequence[str] = ()
         self._indexes: dict[tuple[str, str, tuple[str, ...]], TensorIndex] = {}
 
@@ -267,24 +267,23 @@ class _Search:
     def _left_behind(self, folders: Sequence[str]) -> frozenset[str]:
         """Returns the steps, folders of one run, that training went back from."""
         found: set[str] = set()
-        series: dict[str, list[SavedFolder]] = {}
+        series: dict[str, list[RunStep]] = {}
         for folder in folders:
             place = posixpath.dirname(folder), series_of(posixpath.basename(folder))
             step = step_of(folder)
             if step is not None and len(folders) > 1:
-                series.setdefault("/".join(place), []).append(self._saved_folder(folder, step))
+                series.setdefault("/".join(place), []).append(self._run_step(folder, step))
         for steps in series.values():
             found |= left_behind(self._source, steps)
         return frozenset(found)
 
-    def _saved_folder(self, folder: str, step: int) -> SavedFolder:
+    def _run_step(self, folder: str, step: int) -> RunStep:
         manifest = self._steps.manifest(folder)
         if manifest is not None:
-            number = manifest.source.get("save_number")
-            return SavedFolder(folder, step, number if isinstance(number, int) else 0, 0.0)
+            return RunStep(step, folder, save_number=save_number_of(manifest))
         names = (path for path in self._paths if posixpath.dirname(path) == folder)
         times = [self._source.stat(path).modified for path in names]
-        return SavedFolder(folder, step, None, max(times, default=0.0))
+        return RunStep(step, folder, has_manifest=False, modified=max(times, default=0.0))
 
     def _candidates(self) -> list[Candidate]:
         """Recognises what lies there; what lies in parts is laid over the parts as a whole."""
@@ -299,7 +298,7 @@ class _Search:
         candidates = with_numbered_ranks(self._source, candidates, self._paths)
         if self._only is not None:
             candidates = [c for c in candidates if self._only in c.files]
-        self._steps = SavedSteps(self._source, candidates, united.problems)
+        self._steps = StepManifests(self._source, candidates, united.problems)
         return candidates
 
     def _looked_at(self) -> Sequence[str]:

@@ -1,4 +1,4 @@
-"""The model card: what is known of a model, where nobody wrote a card."""
+"""The model card: written for a repository that has none."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ModelFacts:
         base_model: The repository of the base, or None.
         adapter: `adapter_config.json`, where an adapter is pushed.
         config: `config.json`; empty where there is none.
-        manifest: How the folder was made; None where somebody else made it.
+        manifest: Of the folder; None where it has none.
     """
 
     title: str
@@ -47,19 +47,19 @@ class ModelFacts:
             for length in tensor.shape:
                 size *= length
             elements[tensor.dtype] = elements.get(tensor.dtype, 0) + size
-        told = self.config.get("dtype") or self.config.get("torch_dtype")
-        return max(elements, key=lambda name: elements[name]) if elements else str(told or "")
+        configured = self.config.get("dtype") or self.config.get("torch_dtype") or ""
+        return max(elements, key=lambda name: elements[name]) if elements else str(configured)
 
 
 def base_model_of(
-    config: Mapping[str, Any], adapter: Mapping[str, Any] | None, given: str | None
+    config: Mapping[str, Any], adapter: Mapping[str, Any] | None, base_model: str | None
 ) -> str | None:
-    """Returns the repository of the model that was trained, where it is known."""
-    named = given or (
+    """Returns the repository of the model that was trained, where known."""
+    named = base_model or (
         adapter.get("base_model_name_or_path") if adapter else config.get("_name_or_path")
     )
-    is_one = isinstance(named, str) and "/" in named and is_repo_id(named)
-    return str(named) if is_one else given
+    is_repository = isinstance(named, str) and "/" in named and is_repo_id(named)
+    return str(named) if is_repository else base_model
 
 
 def write_card(facts: ModelFacts) -> str:
@@ -68,7 +68,7 @@ def write_card(facts: ModelFacts) -> str:
 
 
 def is_ours(card: bytes) -> bool:
-    """Tells whether a card was written here, and by nobody since."""
+    """Returns whether a card was written by ckptkit, and not edited since."""
     return MARK.encode() in card
 
 

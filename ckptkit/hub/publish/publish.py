@@ -1,4 +1,4 @@
-"""`ckptkit.hub.push`: a folder that loads becomes one commit on the Hub, proven byte by byte."""
+"""`ckptkit.hub.push`: publishes a model folder as one verified commit."""
 
 from __future__ import annotations
 
@@ -14,13 +14,20 @@ from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.engine.outcome import Listener, Planned, Started, ignore
 from ckptkit.hub.client import Hub, is_absent, quiet_client
 from ckptkit.hub.publish.card import is_ours
-from ckptkit.hub.publish.commit import (
-    Change,
-    Committer,
+from ckptkit.hub.publish.folder_files import (
+    CARD,
+    Skipped,
+    check_unchanged,
+    find_stale_files,
+    local_folder,
+)
+from ckptkit.hub.publish.hub_commit import (
+    CommitChange,
+    ExistingTag,
     Hashes,
     HeadMovedError,
-    Landed,
-    Tagged,
+    HubCommit,
+    HubCommitter,
     check_landed,
     check_tag,
     commit_of,
@@ -29,14 +36,12 @@ from ckptkit.hub.publish.commit import (
     tag_commit,
     tree_of,
 )
-from ckptkit.hub.publish.files import CARD, Skipped, stale_files
-from ckptkit.hub.publish.package import Package, Wishes, prepare
-from ckptkit.hub.publish.searching import refuse_found
+from ckptkit.hub.publish.large_files import LargeFile, LargeFileUploader, UploadedFile, add_large
+from ckptkit.hub.publish.package import Package, PackageOptions, prepare_package
+from ckptkit.hub.publish.searching import refuse_secrets
 from ckptkit.hub.publish.secrets import find_secrets
-from ckptkit.hub.publish.source import LargeFile, check_unchanged, local_folder
-from ckptkit.hub.publish.upload import Sender, Sent, add_large
 from ckptkit.options import check_choice
-from ckptkit.runs.marking import hold_source
+from ckptkit.runs.run_paths import hold_source
 from ckptkit.storage.base import Folder
 from ckptkit.storage.places import PathLike, open_source
 
@@ -47,7 +52,7 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 _MAIN = "main"
 _PRIVATE, _PUBLIC = "private", "public"
-_RACES = 5  # how often somebody else may commit between our look at the head and our commit
+_RACES = 5  # attempts to commit to a head that other commits keep moving
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +69,8 @@ class Pushed:
         skipped: Files that stayed here, and why.
         deleted: Files of an earlier layout that the commit removed.
         bytes_uploaded: Sizes of the files that were uploaded, together.
-        new_repository: What a repository is that did not exist: `private` or `public`; empty of
-            one that did.
+        new_repository: The visibility of a created repository, `private` or `public`; empty if it
+            existed.
         notes: What the user should know.
     """
 
@@ -103,13 +108,13 @@ class PushOptions(TypedDict, total=False):
         token: Left out, that of HF_TOKEN or of the last login is taken.
         endpoint: Left out, HF_ENDPOINT is taken, as it was when `huggingface_hub` was imported.
         include: Patterns of files to push besides those that belong to a model.
-        include_optimizer: Whether the state of the optimizer and of random numbers goes too.
+        include_optimizer: Whether to push the state of the optimizer and of random numbers too.
         names: "auto", the default, refuses weights that would not load as the model of config.json;
             "live" compares nothing.
         base_model: The repository of the model that was trained, where a path names it here.
-        dry_run: Whether to tell only what would be done.
-        whole: The name of a folder right below that is pushed as it is, all of it, such as a step
-            that training is resumed from. What an earlier one left in the repository goes.
+        dry_run: Whether to report only what would be done.
+        whole: The name of a subfolder that is pushed unchanged, such as a step to resume training
+            from. Files of an earlier one are deleted from the repository.
         listener: Receives progress events, from several threads.
     """
 
@@ -139,17 +144,17 @@ def push(folder: PathLike, repo_id: str, **options: Unpack[PushOptions]) -> Push
 
     Args:
         folder: What `consolidate` or `extract_adapter` wrote, or any other folder that loads.
-        repo_id: `owner/name`; it is made where it does not exist.
+        repo_id: `owner/name`; created if it does not exist.
         **options: See `PushOptions`.
 
     Returns:
         What was done.
 
     Raises:
-        UsageError: If the repository's id, or the tag, is none.
-        RefusedError: If the folder is not one that loads, or holds a secret.
+        UsageError: If the repository's id or the tag is invalid.
+        RefusedError: If no library loads the folder, or it holds a secret.
         InputError: If it is damaged or incomplete.
-        VerificationError: If it is not what its manifest says, or the Hub holds other bytes.
+        VerificationError: If it does not match its manifest, or the Hub holds other bytes.
         HubError: If the Hub refuses, or is not reached.
     """
     place = local_folder(folder)
@@ -158,9 +163,9 @@ def push(folder: PathLike, repo_id: str, **options: Unpack[PushOptions]) -> Push
         check_tag(tag)
     words = "\n".join([options.get("message") or "", tag or "", options.get("revision") or ""])
     kinds = find_secrets(words.encode(errors="replace"))
-    refuse_found([f"{kind} in the message or tag of the commit" for kind in kinds], repo_id)
+    refuse_secrets([f"{kind} in the message or tag of the commit" for kind in kinds], repo_id)
     hub = Hub(repo_id, token=options.get("token"), endpoint=options.get("endpoint"))
-    wishes = _wishes(hub, options)
+    wishes = _package_options(hub, options)
     request = _Request(
         private=options.get("private"),
         revision=options.get("revision") or _MAIN,
@@ -169,15 +174,15 @@ def push(folder: PathLike, repo_id: str, **options: Unpack[PushOptions]) -> Push
         message=options.get("message"),
     )
     with quiet_client(), open_source(place) as source, hold_source(source):
-        package = prepare(source, repo_id, wishes)
-        hub.named_by_owner()
-        one = _Push(hub, source, package, request, options.get("listener") or ignore)
-        return one.dry_run() if options.get("dry_run") else one.run()
+        package = prepare_package(source, repo_id, wishes)
+        hub.resolve_owner()
+        job = _Push(hub, source, package, request, options.get("listener") or ignore)
+        return job.dry_run() if options.get("dry_run") else job.run()
 
 
-def _wishes(hub: Hub, options: PushOptions) -> Wishes:
+def _package_options(hub: Hub, options: PushOptions) -> PackageOptions:
     check_choice("--names", options.get("names", "auto"), ("auto", "live"))
-    return Wishes(
+    return PackageOptions(
         optimizer=options.get("include_optimizer", False),
         include=options.get("include", ()),
         base_model=options.get("base_model"),
@@ -197,7 +202,7 @@ class _Request:
 
 
 class _Push:
-    """One push, from a repository as it is to one with the model in it."""
+    """One push to a repository."""
 
     def __init__(
         self, hub: Hub, folder: Folder, package: Package, request: _Request, listener: Listener
@@ -212,42 +217,41 @@ class _Push:
         self._small = {path: _hashes(data) for path, data in self._contents.items()}
 
     def dry_run(self) -> Pushed:
-        """Tells what a push would do, without doing any of it."""
+        """Returns what a push would do."""
         try:
-            tree = tree_of(self._hub, self._request.revision) if self._is_there() else {}
+            tree = tree_of(self._hub, self._request.revision) if self._exists() else {}
         except HubError as error:
             if not is_absent(error):
                 raise
-            tree = {}  # there is no such branch
+            tree = {}  # the branch does not exist
         self._choose_card(tree)
         changed = differing(tree, self._small)
         large = [file.path for file in self._package.large]
-        deleted = stale_files(tree, [*self._small, *large], self._package.whole)
-        return self._pushed(Landed(""), [*changed, *large], deleted, self._request.tag)
+        deleted = find_stale_files(tree, [*self._small, *large], self._package.whole)
+        return self._report(HubCommit(""), [*changed, *large], deleted, self._request.tag)
 
     def run(self) -> Pushed:
-        """Does it."""
         self._make_repository()
         head = commit_of(self._hub, self._request.revision)
         tree = tree_of(self._hub, head)
-        tagged = self._tagged()
+        tagged = self._find_tag()
         self._choose_card(tree)
         if CARD in self._contents:
             self._hub.check_card(self._contents[CARD].decode(errors="replace"))
         hashes, sent = self._send(tree if tagged is None else tagged.tree)
-        expected = self._small | {path: frozenset([found]) for path, found in hashes.items()}
+        expected = self._small | {path: frozenset([sha256]) for path, sha256 in hashes.items()}
         if tagged is not None:
             tagged.check(self._hub, {path: expected[path] for path in expected if path != CARD})
-            return self._pushed(Landed(tagged.commit), [], [], self._request.tag)
+            return self._report(HubCommit(tagged.commit), [], [], self._request.tag)
         landed, uploaded, deleted = self._commit(head, expected, sent)
         check_landed(self._hub, landed.commit, expected)
         if self._request.tag:
             tag_commit(self._hub, self._request.tag, landed.commit)
-        return self._pushed(landed, uploaded, deleted, self._request.tag)
+        return self._report(landed, uploaded, deleted, self._request.tag)
 
     def _make_repository(self) -> None:
         hub, request = self._hub, self._request
-        if not self._is_there():
+        if not self._exists():
             private = self._visibility == _PRIVATE
             hub.call(hub.api.create_repo, hub.repo_id, private=private, exist_ok=True)
             self._check_visibility(hub.call(hub.api.repo_info, hub.repo_id))
@@ -255,8 +259,8 @@ class _Push:
             make = hub.api.create_branch
             hub.call(make, hub.repo_id, branch=request.revision, exist_ok=True)
 
-    def _is_there(self) -> bool:
-        """Tells whether the repository exists, and refuses one that is not as asked for."""
+    def _exists(self) -> bool:
+        """Returns whether the repository exists, and refuses one with another visibility."""
         try:
             info = self._hub.call(self._hub.api.repo_info, self._hub.repo_id)
         except HubError as error:
@@ -269,13 +273,12 @@ class _Push:
 
     @property
     def _visibility(self) -> str:
-        """What a repository is that this push makes."""
         return _PUBLIC if self._request.private is False else _PRIVATE
 
-    def _tagged(self) -> Tagged | None:
-        """Looks whether the tag is there: then nothing is committed, but compared.
+    def _find_tag(self) -> ExistingTag | None:
+        """Returns the tag if it exists: nothing is committed then, only compared.
 
-        What differs in its manifest is told before anything is sent.
+        A manifest that differs is refused before anything is uploaded.
         """
         tagged = find_tag(self._hub, self._request.tag) if self._request.tag else None
         if tagged is not None and MANIFEST_NAME in self._small:
@@ -283,18 +286,18 @@ class _Push:
         return tagged
 
     def _check_visibility(self, info: Any) -> None:
-        found = info.private
+        actual = info.private
         wanted = self._request.private
-        if wanted is not None and found is not None and wanted is not found:
+        if wanted is not None and actual is not None and wanted is not actual:
             words = {True: _PRIVATE, False: _PUBLIC}
             raise RefusedError(
-                f"the repository is {words[found]}, and was asked to be {words[wanted]}",
+                f"the repository is {words[actual]}, not {words[wanted]}",
                 where=self._hub.repo_id,
                 hint="change it on its settings page, or leave the option out",
             )
 
     def _choose_card(self, tree: Mapping[str, str]) -> None:
-        """Adds our card, unless somebody wrote one."""
+        """Adds the generated card, unless the repository has one that ckptkit did not write."""
         card = self._package.card
         if card is None or (CARD in tree and not self._card_is_ours()):
             return
@@ -304,12 +307,12 @@ class _Push:
     def _card_is_ours(self) -> bool:
         return is_ours(self._hub.read(CARD, self._request.revision))
 
-    def _send(self, tree: Mapping[str, str]) -> tuple[dict[str, str], list[Sent]]:
-        """Sends the large files; those that seem to be there are only read, and compared."""
+    def _send(self, tree: Mapping[str, str]) -> tuple[dict[str, str], list[UploadedFile]]:
+        """Uploads the large files; those that the Hub seems to have are only hashed."""
         package, request = self._package, self._request
         self._listener(Planned(package.notes))
         self._listener(Started(sum(file.size_bytes for file in package.large)))
-        sender = Sender(
+        uploader = LargeFileUploader(
             self._hub,
             self._folder,
             revision=request.revision,
@@ -317,60 +320,58 @@ class _Push:
             listener=self._listener,
             secrets=[self._hub.token or ""],
         )
-        seem_there = self._seem_there(tree)
-        hashes = sender.hashed(seem_there)
-        there = {path for path, found in hashes.items() if tree.get(path) == found}
-        sent = sender.send([file for file in package.large if file.path not in there])
+        hashes = uploader.hash_files(self._find_unchanged(tree))
+        unchanged = {path for path, sha256 in hashes.items() if tree.get(path) == sha256}
+        sent = uploader.upload([file for file in package.large if file.path not in unchanged])
         check_unchanged(self._folder, package.refs.values())
-        return hashes | {one.path: one.sha256 for one in sent}, sent
+        return hashes | {file.path: file.sha256 for file in sent}, sent
 
-    def _seem_there(self, tree: Mapping[str, str]) -> list[LargeFile]:
-        """Returns the files whose digests the manifest there and the one here agree on."""
+    def _find_unchanged(self, tree: Mapping[str, str]) -> list[LargeFile]:
+        """Returns the files that, by an equal manifest, are unchanged on the Hub."""
         same = tree.get(MANIFEST_NAME, "") in self._small.get(MANIFEST_NAME, ())
         return [file for file in self._package.large if same and file.path in tree]
 
     def _commit(
-        self, head: str, expected: Hashes, sent: Sequence[Sent]
-    ) -> tuple[Landed, list[str], list[str]]:
-        """Commits what differs from the head, again where somebody was faster."""
+        self, head: str, expected: Hashes, sent: Sequence[UploadedFile]
+    ) -> tuple[HubCommit, list[str], list[str]]:
+        """Commits what differs from the head, again where another commit moved it."""
         request = self._request
-        committer = Committer(self._hub, request.revision, create_pr=request.create_pr)
+        committer = HubCommitter(self._hub, request.revision, create_pr=request.create_pr)
         for _ in range(_RACES):
             tree = tree_of(self._hub, head)
             added = {path: expected[path] for path in differing(tree, expected)}
-            deleted = stale_files(tree, expected, self._package.whole)
+            deleted = find_stale_files(tree, expected, self._package.whole)
             if not added and not deleted:
-                return Landed(head), [], []
+                return HubCommit(head), [], []
             title, _, rest = self._message().partition("\n")
             operations = self._operations(added, sent)
-            change = Change(title, rest.strip(), operations, added, deleted)
+            change = CommitChange(title, rest.strip(), operations, added, deleted)
             try:
                 return committer.commit(change, head), list(added), deleted
             except HeadMovedError:
-                _LOG.info("somebody else committed to %s; looking again", self._hub.repo_id)
+                _LOG.info("%s has a new commit; comparing with it", self._hub.repo_id)
                 head = commit_of(self._hub, request.revision)
         raise HubError(
-            f"somebody else committed {_RACES} times while this push was about to",
+            f"the branch got other commits during {_RACES} attempts to commit",
             where=self._hub.repo_id,
-            hint="push again when the others have finished",
+            hint="push again when nothing else is committed there",
         )
 
-    def _operations(self, added: Hashes, sent: Sequence[Sent]) -> list[CommitOperationAdd]:
+    def _operations(self, added: Hashes, sent: Sequence[UploadedFile]) -> list[CommitOperationAdd]:
         from huggingface_hub import CommitOperationAdd
 
-        operations = {one.path: one.operation for one in sent}
+        operations = {file.path: file.operation for file in sent}
         large = {file.path: file for file in self._package.large}
-        made = []
+        additions = []
         for path in sorted(added):
             if path in self._contents:
-                made.append(CommitOperationAdd(path, self._contents[path]))
+                additions.append(CommitOperationAdd(path, self._contents[path]))
             else:
-                made.append(operations.get(path) or self._again(large[path], added[path]))
-        return made
-
-    def _again(self, file: LargeFile, hashes: frozenset[str]) -> CommitOperationAdd:
-        """Returns the operation for a file that was at the head, until somebody removed it."""
-        return add_large(self._folder, file, next(iter(hashes)))
+                # Without an operation the file was at the head when the push began.
+                sha256 = next(iter(added[path]))
+                operation = operations.get(path) or add_large(self._folder, large[path], sha256)
+                additions.append(operation)
+        return additions
 
     def _message(self) -> str:
         step = self._package.step
@@ -378,8 +379,8 @@ class _Push:
             return self._request.message.strip()
         return "Push a model with ckptkit" if step is None else f"Push step {step} with ckptkit"
 
-    def _pushed(
-        self, landed: Landed, uploaded: Sequence[str], deleted: Sequence[str], tag: str | None
+    def _report(
+        self, landed: HubCommit, uploaded: Sequence[str], deleted: Sequence[str], tag: str | None
     ) -> Pushed:
         hub, package = self._hub, self._package
         sizes = {path: len(data) for path, data in self._contents.items()}
@@ -401,6 +402,6 @@ class _Push:
 
 
 def _hashes(data: bytes) -> frozenset[str]:
-    """Returns what the Hub may tell of a file: its SHA-256, or what git calls it."""
+    """Returns the hashes that the Hub may report for a file: its SHA-256, or git's id."""
     blob = hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False)
     return frozenset([blob.hexdigest(), hashlib.sha256(data).hexdigest()])

@@ -25,6 +25,8 @@ from numpy.typing import NDArray
 from ckptkit.core.errors import RefusedError
 from ckptkit.hub.publish.secrets import PRIVATE_KEY, TOKEN_IN_USE, find_secrets, is_worth_searching
 
+MAX_SMALL_BYTES = 64_000_000
+"""Larger files are not held in memory as a whole: no text of a model is, tokenizers take 33 MB."""
 _SMALL_BYTES = 1 << 20  # data up to this size is searched as if it were text
 _CARRIED_BYTES = 4096  # of a block, which are searched again with the next one
 _AROUND_WORDS = 16  # what of the surroundings of a text is searched with it
@@ -62,11 +64,11 @@ class SecretSearch:
     """Searches data that comes in blocks, such as a file on its way to the Hub.
 
     Attributes:
-        found: The kinds of secrets that were found so far.
+        kinds: The kinds of secrets that were found so far.
     """
 
     def __init__(self, known: Sequence[str] = ()) -> None:
-        self.found: list[str] = []
+        self.kinds: list[str] = []
         self._known = known
         self._plain = [secret.encode() for secret in known if is_worth_searching(secret)]
         self._tail = b""
@@ -79,44 +81,44 @@ class SecretSearch:
         self._tail = (self._tail + block[-_CARRIED_BYTES:])[-_CARRIED_BYTES:]
 
     def _search(self, data: bytes) -> None:
-        for text in text_parts(data):
+        for text in find_texts(data):
             for kind in find_secrets(text, self._known):
-                if kind not in self.found:
-                    self.found.append(kind)
-        # A short one, or one among characters that are none of ASCII, is in no such text.
-        if TOKEN_IN_USE not in self.found and any(one in data for one in self._plain):
-            self.found.append(TOKEN_IN_USE)
+                if kind not in self.kinds:
+                    self.kinds.append(kind)
+        # find_texts misses secrets that are short, or next to characters outside ASCII.
+        if TOKEN_IN_USE not in self.kinds and any(secret in data for secret in self._plain):
+            self.kinds.append(TOKEN_IN_USE)
 
 
 def secrets_in(blocks: Iterable[bytes], known: Sequence[str] = ()) -> list[str]:
-    """Returns what kinds of secrets a file holds, also in compressed parts of it.
+    """Returns the kinds of secrets that a file holds, also in compressed parts of it.
 
     Args:
-        blocks: Its content in order. The first block tells what kind of file it is; the members
-            of a zip archive are unpacked where it is one block.
+        blocks: Its content in order. The first block shows the kind of the file; the members of a
+            zip archive are unpacked where the archive is one block.
         known: Secrets that are in use.
     """
     return list(_search(iter(blocks), known, _DEPTH))
 
 
-def refuse_found(found: Sequence[str], where: str) -> None:
+def refuse_secrets(secrets: Sequence[str], where: str) -> None:
     """Refuses to publish secrets.
 
     Args:
-        found: Their kinds and files, in words.
-        where: The folder that the files lie in.
+        secrets: Their kinds and files, in words.
+        where: The folder of the files.
     """
-    if found:
+    if secrets:
         raise RefusedError(
-            f"a push would publish {', '.join(found)}",
+            f"a push would publish {', '.join(secrets)}",
             where=where,
-            hint="take it out of the file, and revoke it if it was ever published",
+            hint="remove it from the file, and revoke it if it was ever published",
         )
 
 
 def _search(blocks: Iterator[bytes], known: Sequence[str], depth: int) -> dict[str, None]:
     search = SecretSearch(known)
-    found: dict[str, None] = {}
+    kinds: dict[str, None] = {}
 
     def searched() -> Iterator[bytes]:
         for block in blocks:
@@ -126,36 +128,36 @@ def _search(blocks: Iterator[bytes], known: Sequence[str], depth: int) -> dict[s
     stream = searched()
     first = next(stream, b"")
     if _DER_KEY.match(first):
-        found[PRIVATE_KEY] = None
+        kinds[PRIVATE_KEY] = None
     with suppress(*_DAMAGED):
         if depth and _unpacker(first) is not None:
             whole = _unpacked(itertools.chain([first], stream))
-            found |= _search(_limited(whole), known, depth - 1)
+            kinds |= _search(_limited(whole), known, depth - 1)
         elif depth and first.startswith(_ZIP):
-            found |= _search_zip(first, known, depth - 1)
+            kinds |= _search_zip(first, known, depth - 1)
     for _ in stream:
         pass
-    return dict.fromkeys(search.found) | found
+    return dict.fromkeys(search.kinds) | kinds
 
 
 def _search_zip(data: bytes, known: Sequence[str], depth: int) -> dict[str, None]:
-    found: dict[str, None] = {}
+    kinds: dict[str, None] = {}
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         for member in archive.infolist():
             with archive.open(member) as file:
                 blocks = iter(functools.partial(file.read, _BLOCK_BYTES), b"")
-                found |= _search(_limited(blocks), known, depth)
-    return found
+                kinds |= _search(_limited(blocks), known, depth)
+    return kinds
 
 
 def _unpacker(first: bytes) -> Any:
-    """Returns what unpacks a compressed stream; None where it is none."""
-    made: dict[bytes, Callable[[], object]] = {
+    """Returns a decompressor for a stream by its first bytes; None if it is not compressed."""
+    decompressors: dict[bytes, Callable[[], object]] = {
         b"\x1f\x8b": lambda: zlib.decompressobj(wbits=31),
         b"BZh": bz2.BZ2Decompressor,
         b"\xfd7zXZ\0": lambda: lzma.LZMADecompressor(memlimit=_MOST_MEMORY_BYTES),
     }
-    return next((make() for magic, make in made.items() if first.startswith(magic)), None)
+    return next((make() for magic, make in decompressors.items() if first.startswith(magic)), None)
 
 
 def _unpacked(blocks: Iterable[bytes]) -> Iterator[bytes]:
@@ -168,11 +170,11 @@ def _unpacked(blocks: Iterable[bytes]) -> Iterator[bytes]:
                 unpacker = _unpacker(rest)
             if unpacker is None:
                 return
-            yield from _pieces(rest, unpacker)
+            yield from _decompress(rest, unpacker)
             rest = unpacker.unused_data if unpacker.eof else b""
 
 
-def _pieces(block: bytes, unpacker: Any) -> Iterator[bytes]:
+def _decompress(block: bytes, unpacker: Any) -> Iterator[bytes]:
     piece = unpacker.decompress(block, _BLOCK_BYTES)
     while piece:
         yield piece
@@ -190,7 +192,7 @@ def _limited(blocks: Iterator[bytes]) -> Iterator[bytes]:
             return
 
 
-def text_parts(data: bytes) -> Iterator[bytes]:
+def find_texts(data: bytes) -> Iterator[bytes]:
     """Yields the texts in some data, with their surroundings; those in UTF-16 also as ASCII."""
     parts = data if len(data) <= _SMALL_BYTES else _texts_of_binary(data)
     yield parts
@@ -201,26 +203,26 @@ def text_parts(data: bytes) -> Iterator[bytes]:
 def _texts_of_binary(data: bytes) -> bytes:
     words = np.frombuffer(data, "<u8", len(data) // 8)
     plain = np.flatnonzero(((words & _HIGH) == 0) & (words != 0))
-    found = plain[_are_characters(words[plain])]
-    found = found[found < len(words) - 1]
-    following = (words[found + 1] & _HALF) * _TWICE  # the half of a word, as a word
-    found = found[((following & _HIGH) == 0) & _are_characters(following)]
-    if not len(found):
+    texts = plain[_are_characters(words[plain])]
+    texts = texts[texts < len(words) - 1]
+    following = (words[texts + 1] & _HALF) * _TWICE  # the half of a word, as a word
+    texts = texts[((following & _HIGH) == 0) & _are_characters(following)]
+    if not len(texts):
         return data[-_AROUND_BYTES:]
-    gaps = np.flatnonzero(np.diff(found) > 2 * _AROUND_WORDS)
-    starts = found[np.concatenate(([0], gaps + 1))] - _AROUND_WORDS
-    stops = found[np.concatenate((gaps, [len(found) - 1]))] + 2 + _AROUND_WORDS
+    gaps = np.flatnonzero(np.diff(texts) > 2 * _AROUND_WORDS)
+    starts = texts[np.concatenate(([0], gaps + 1))] - _AROUND_WORDS
+    stops = texts[np.concatenate((gaps, [len(texts) - 1]))] + 2 + _AROUND_WORDS
     ranges = zip((starts * 8).tolist(), (stops * 8).tolist(), strict=True)
     pieces = [data[max(start, 0) : stop] for start, stop in ranges]
     return b"\n".join([*pieces, data[-_AROUND_BYTES:]])
 
 
 def _are_characters(words: NDArray[np.uint64]) -> NDArray[np.bool_]:
-    """Tells which words, of bytes below 128, hold ASCII or UTF-16 without control characters."""
-    found = _have_no_control(words)
+    """Returns which words of ASCII bytes hold text, also UTF-16, without control characters."""
+    are_text = _have_no_control(words)
     for zeros, spaces in _WIDE:
-        found |= ((words & zeros) == 0) & _have_no_control(words | spaces)
-    return found
+        are_text |= ((words & zeros) == 0) & _have_no_control(words | spaces)
+    return are_text
 
 
 def _have_no_control(words: NDArray[np.uint64]) -> NDArray[np.bool_]:

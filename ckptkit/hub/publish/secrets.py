@@ -1,6 +1,6 @@
-"""Finding keys and tokens in what is about to be published. What is found is never repeated.
+"""Finds keys and tokens in what a push publishes, and removes paths of this machine from it.
 
-Taking paths of this machine out of what is published.
+No message repeats a secret.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.core.model_configs import model_config_to_json, to_json
-from ckptkit.hub.publish.files import ADAPTER_CONFIG, CARD
+from ckptkit.hub.publish.folder_files import ADAPTER_CONFIG, CARD
 from ckptkit.plan.side_files import CONFIG
 
 TOKEN_IN_USE = "the token in use"  # noqa: S105  a kind of secret
@@ -32,7 +32,7 @@ class _Kind:
         name: As users read it.
         anchors: Texts, in lower case, of which each secret of the kind holds one. A search for
             these is many times faster than one for the pattern.
-        pattern: The secret with what tells it from other texts.
+        pattern: The secret with what distinguishes it from other texts.
     """
 
     name: str
@@ -162,7 +162,7 @@ _KINDS: tuple[_Kind, ...] = (
         _ALONE + rb"\d{8,10}:AA[\w-]{33}|discord(?:app)?\.com/api/webhooks/\d+/[\w-]{60,}",
     ),
 )
-_NAMED: tuple[_Kind, ...] = (  # what only its name tells: looked for where nothing else is found
+_NAMED: tuple[_Kind, ...] = (  # known by a name only; searched if nothing else matches
     _kind(
         "a password or key",
         "password passwd passphrase pwd apikey api_key api-key api_token api-token auth_token"
@@ -196,32 +196,31 @@ _MARK = re.compile(rb"[^\w/.:-]")
 
 
 def find_secrets(text: bytes, known: Sequence[str] = ()) -> Iterator[str]:
-    """Yields what kinds of secrets a text holds, each once.
+    """Yields the kinds of secrets that a text holds, each once.
 
     Args:
         text: The text, in UTF-8; see `ckptkit.hub.publish.searching` for files of any kind.
-        known: Secrets that are in use, which are found in whatever form they have, also as base64
-            or hexadecimal digits.
+        known: Secrets that are in use, which are also found as base64 or hexadecimal digits.
     """
     if any(form in text for secret in known for form in _forms(secret)):
         yield TOKEN_IN_USE
     lower = text.lower()
-    found = False
+    has_kind = False
     for kind in _KINDS:
         if _is_in(kind, text, lower, lambda match: _is_real(match[0])):
-            found = True
+            has_kind = True
             yield kind.name
-    if not found and any(_is_in(kind, text, lower, _is_credential) for kind in _NAMED):
+    if not has_kind and any(_is_in(kind, text, lower, _is_credential) for kind in _NAMED):
         yield _NAMED[0].name
 
 
 def is_worth_searching(secret: str) -> bool:
-    """Tells whether a secret is long enough to be no part of an ordinary text."""
+    """Returns whether a secret is too long to occur in a text by chance."""
     return len(secret) > _FEWEST_CHARACTERS
 
 
-def without_secrets(text: str, known: Sequence[str] = ()) -> str:
-    """Returns a message of somebody else's with whatever looks like a secret taken out."""
+def redact_secrets(text: str, known: Sequence[str] = ()) -> str:
+    """Replaces everything in a message that looks like a secret."""
     for secret in known:
         if secret:
             text = text.replace(secret, "[secret]")
@@ -246,13 +245,13 @@ def _is_in(
     return False
 
 
-def _is_real(found: bytes) -> bool:
-    tail = found[-16:]
-    return len(set(tail)) >= _FEWEST_CHARACTERS or found.rstrip(b"-").endswith(b"KEY")
+def _is_real(secret: bytes) -> bool:
+    tail = secret[-16:]
+    return len(set(tail)) >= _FEWEST_CHARACTERS or secret.rstrip(b"-").endswith(b"KEY")
 
 
 def _is_credential(match: re.Match[bytes]) -> bool:
-    """Tells whether a value under the name of a password or key is one, and no placeholder."""
+    """Returns whether the value of a field for a password or key is no placeholder."""
     value = match["value"].rstrip(b".")
     if len(set(value)) < _FEWEST_CHARACTERS or _PLACEHOLDER.search(value):
         return False
@@ -282,7 +281,7 @@ _PATH_KEYS = frozenset({"also", "base", "config", "like", "path"})  # of a manif
 _BASE_KEY = "base_model_name_or_path"  # of an adapter
 _NAME_KEYS = frozenset({"_name_or_path", "name_or_path", "id"})  # the last one is of a base model
 _BEST = "best_model_checkpoint"  # a path, also where it looks like none of this machine
-_PLACES = ("_file", "_path", "_dir", "_folder")  # endings of other keys that name places
+_PLACES = ("_file", "_path", "_dir", "_folder")  # endings of other keys that hold paths
 _FRONT = re.compile(r"\A(---[ \t]*\r?\n)(.*?)(^---[ \t]*\r?$)", re.DOTALL | re.MULTILINE)
 _KEY = re.compile(r"([A-Za-z_][\w-]*)\s*:\s*[\"']?([^\"'\n]*)")  # of the outermost mapping
 _ITEM = re.compile(r"\s*-\s+[\"']?([^\"'\n]*)")
@@ -291,7 +290,7 @@ _BASE_TAG = re.compile(r"^base_model:(?:\w+:)?(?!//)")
 
 
 def is_local(text: str) -> bool:
-    """Tells whether a text names a place of this machine, or of a store that it has keys to.
+    """Returns whether a text is a local path, or a URL of a store.
 
     >>> is_local("/data/llama"), is_local("s3://bucket/run"), is_local("meta-llama/Llama-3.1-8B")
     (True, True, False)
@@ -300,7 +299,7 @@ def is_local(text: str) -> bool:
 
 
 def is_repo_id(text: str) -> bool:
-    """Tells whether a text can be the id of a repository."""
+    """Returns whether a text can be the id of a repository."""
     return (
         _REPO.fullmatch(text) is not None
         and not is_local(text)
@@ -310,13 +309,13 @@ def is_repo_id(text: str) -> bool:
     )
 
 
-def scrubbed(path: str, document: Any, base_model: str | None) -> Any:
+def scrub(path: str, document: Any, base_model: str | None) -> Any:
     """Returns a JSON document without paths of this machine.
 
     Args:
         path: The file that it is the content of.
         document: The content.
-        base_model: The base's repository, where it is known; it takes the place of its path.
+        base_model: The base's repository, where it is known; replaces its path.
     """
     name = posixpath.basename(path)
     if not isinstance(document, Mapping):
@@ -330,9 +329,9 @@ def scrubbed(path: str, document: Any, base_model: str | None) -> Any:
 
 
 def _without_places(key: str, value: Any, base_model: str | None) -> Any:
-    """Empties names that are paths, and forgets files and folders of this machine.
+    """Empties names that are paths, and removes files and folders of this machine.
 
-    Configurations lie inside one another where a model has several parts.
+    Configurations of models with several parts are nested.
     """
     if isinstance(value, Mapping):
         return {name: _without_places(name, inner, base_model) for name, inner in value.items()}
@@ -364,32 +363,32 @@ def _without_folders(value: Any, key: str = "") -> Any:
     return value
 
 
-def scrubbed_card(text: str) -> str:
+def scrub_card(text: str) -> str:
     """Returns a model card whose metadata names no local base, which the Hub would refuse."""
-    found = _FRONT.match(text)
-    if found is None:
+    front = _FRONT.match(text)
+    if front is None:
         return text
-    kept = _without_local_bases(found[2].splitlines(keepends=True))
-    return f"{found[1]}{''.join(kept)}{found[3]}{text[found.end() :]}"
+    lines = _without_local_bases(front[2].splitlines(keepends=True))
+    return f"{front[1]}{''.join(lines)}{front[3]}{text[front.end() :]}"
 
 
 def _without_local_bases(lines: Iterable[str]) -> Iterator[str]:
-    """Yields the lines of a card's metadata without local places under `base_model`.
+    """Yields the lines of a card's metadata without local paths under `base_model`.
 
-    Libraries write these. All other keys are the author's, whatever they hold.
+    Libraries write these. All other keys are the author's own.
     """
     below = ""
     for line in lines:
         key, item = _KEY.match(line), _ITEM.match(line)
         below = key[1] if key is not None else below
-        told = key[2] if key is not None else item[1] if item is not None else ""
-        place = _BASE_TAG.sub("", told.strip())
-        is_of_base = below == _BASE_MODEL or place != told.strip()
-        if not (is_of_base and is_local(place)):
+        value = (key[2] if key is not None else item[1] if item is not None else "").strip()
+        base = _BASE_TAG.sub("", value)
+        is_of_base = below == _BASE_MODEL or base != value
+        if not (is_of_base and is_local(base)):
             yield line
 
 
-def scrubbed_content(path: str, data: bytes, document: Any, base_model: str | None) -> bytes:
+def scrub_content(path: str, data: bytes, document: Any, base_model: str | None) -> bytes:
     """Returns a file's content as it is published; the same bytes where nothing is taken out.
 
     Args:
@@ -399,9 +398,9 @@ def scrubbed_content(path: str, data: bytes, document: Any, base_model: str | No
         base_model: The base's repository, where it is known.
     """
     if path == CARD:
-        changed = scrubbed_card(data.decode(errors="surrogateescape"))
+        changed = scrub_card(data.decode(errors="surrogateescape"))
         return changed.encode(errors="surrogateescape")
-    new = scrubbed(path, document, base_model)
+    new = scrub(path, document, base_model)
     if new == document:
         return data
     return model_config_to_json(new) if posixpath.basename(path) == CONFIG else to_json(new)

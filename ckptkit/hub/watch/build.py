@@ -28,7 +28,9 @@ from ckptkit.engine.outcome import Event, Listener, Planned, ignore
 from ckptkit.options import ConsolidateRequest, Resources
 from ckptkit.plan.load_report import WATCH, Advice
 from ckptkit.plan.side_files import CONFIG
-from ckptkit.runs.save_order import BestMode, StepFacts, abandoned
+from ckptkit.runs.push_journal import StepPush
+from ckptkit.runs.save_order import BestMode
+from ckptkit.runs.steps import RunStep, abandoned
 from ckptkit.storage.places import is_url, open_source
 
 PushKind = Literal["auto", "model", "adapter"]
@@ -62,25 +64,10 @@ class PushChoice:
             raise UsageError(f"{self.best_mode!r} is not among min, max", where="--best-mode")
 
 
-@dataclass(frozen=True, slots=True)
-class Earlier:
-    """A step that was pushed before, and may be gone since.
-
-    Attributes:
-        digest: Of its manifest.
-        save_number: Of its save; 0 where it is not known.
-        metrics: That it was saved with.
-    """
-
-    digest: str
-    save_number: int = 0
-    metrics: Mapping[str, float | None] = field(default_factory=dict)
-
-
-def waiting_steps(
-    steps: Sequence[StepFacts],
+def choose_steps(
+    steps: Sequence[RunStep],
     digests: Mapping[int, str],
-    earlier: Mapping[int, Earlier],
+    earlier: Mapping[int, StepPush],
     choice: PushChoice,
 ) -> tuple[int, ...]:
     """Chooses the steps that are to be pushed, in the order in which they were saved.
@@ -97,9 +84,9 @@ def waiting_steps(
     Returns:
         The numbers of the steps.
 
-    >>> steps = [StepFacts(step) for step in (100, 200, 300)]
+    >>> steps = [RunStep(step) for step in (100, 200, 300)]
     >>> digests = {100: "a", 200: "b", 300: "c"}
-    >>> waiting_steps(steps, digests, {100: Earlier("a")}, PushChoice())
+    >>> choose_steps(steps, digests, {100: StepPush(100, "a", "pushed", "org/name")}, PushChoice())
     (200, 300)
     """
     complete = [facts for facts in steps if facts.complete and facts.step in digests]
@@ -121,20 +108,20 @@ def waiting_steps(
     return tuple(facts.step for facts in (waiting[-1:] if choice.last_only else waiting))
 
 
-def _saved(facts: StepFacts) -> tuple[int, int]:
+def _saved(facts: RunStep) -> tuple[int, int]:
     return facts.save_number, facts.step
 
 
-def _is_pushed(step: int, digests: Mapping[int, str], earlier: Mapping[int, Earlier]) -> bool:
+def _is_pushed(step: int, digests: Mapping[int, str], earlier: Mapping[int, StepPush]) -> bool:
     return step in earlier and earlier[step].digest == digests[step]
 
 
 def _best_of(
-    waiting: Sequence[StepFacts],
-    complete: Sequence[StepFacts],
-    earlier: Mapping[int, Earlier],
+    waiting: Sequence[RunStep],
+    complete: Sequence[RunStep],
+    earlier: Mapping[int, StepPush],
     choice: PushChoice,
-) -> list[StepFacts]:
+) -> list[RunStep]:
     """Returns the one step that waits and is the best known, if it is."""
     sign = 1 if choice.best_mode == "min" else -1
 
@@ -155,7 +142,7 @@ _READ_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Making:
+class BuildSettings:
     """How a step becomes what is pushed.
 
     Attributes:
@@ -197,8 +184,8 @@ class Made:
     notes: tuple[str, ...]
 
 
-def make_folder(
-    src: PathLike, out: Path, step: int, making: Making, listener: Listener | None = None
+def build_folder(
+    src: PathLike, out: Path, step: int, making: BuildSettings, listener: Listener | None = None
 ) -> Made:
     """Makes the folder that is pushed of a step, and reads all of it back.
 
@@ -234,7 +221,7 @@ def make_folder(
     return Made(manifest, tuple(dict.fromkeys(notes)))
 
 
-def _make(src: PathLike, out: Path, making: Making, listener: Listener) -> Manifest:
+def _make(src: PathLike, out: Path, making: BuildSettings, listener: Listener) -> Manifest:
     if making.kind == "adapter" or (making.kind == "auto" and _holds_adapter(src)):
         return run_extraction(
             src, out, making.adapter, resources=making.resources, listener=listener
@@ -246,7 +233,7 @@ def _make(src: PathLike, out: Path, making: Making, listener: Listener) -> Manif
 
 
 def _holds_adapter(src: PathLike) -> bool:
-    """Tells whether PEFT trained what lies there; what is wrong with it is said later."""
+    """Returns whether PEFT trained what lies there; what is wrong with it is said later."""
     with ExitStack() as stack:
         checkpoint = stack.enter_context(open_checkpoint(src))
         return adapter_facts(checkpoint, SideFolders(stack, checkpoint, None)) is not None

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from ckptkit.core.errors import (
     AccessError,
@@ -31,134 +31,25 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.retries import RetryPolicy
 from ckptkit.engine.outcome import Listener
-from ckptkit.hub.publish.files import NEVER
-from ckptkit.hub.publish.secrets import without_secrets
-from ckptkit.hub.watch.build import Earlier, Making, PushChoice, make_folder, waiting_steps
-from ckptkit.hub.watch.remote import AtHub, StepsAtHub
-from ckptkit.hub.watch.run import SeenStep, WatchedRun
+from ckptkit.hub.publish.folder_files import NEVER
+from ckptkit.hub.publish.secrets import redact_secrets
+from ckptkit.hub.watch.build import BuildSettings, PushChoice, build_folder, choose_steps
+from ckptkit.hub.watch.events import EventName, WatchEvent, WatchListener
+from ckptkit.hub.watch.hub_branch import PushedSteps, StepCommit
+from ckptkit.hub.watch.watched_run import WatchedRun
 from ckptkit.runs.push_journal import PushJournal, StepPush
-
-EventName = Literal[
-    "serving",  # metrics can be had
-    "started",  # it has the lock, and will look at the run
-    "waiting",  # another watch has the lock
-    "seen",  # a step was committed that is to be pushed
-    "building",  # its model or adapter is being made
-    "pushing",  # it is made and verified, and goes to the Hub
-    "pushed",  # commit and tag are there
-    "passed",  # a step will not be pushed, and need not be
-    "failed",  # a step cannot be pushed as it is; the watch goes on
-    "retrying",  # the network, the Hub or a disk failed; it is tried again
-    "pruned",  # steps were removed from the run
-    "warning",
-    "stopped",  # the last event
-]
+from ckptkit.runs.steps import RunStep
 
 
-@dataclass(frozen=True, slots=True)
-class WatchEvent:
-    """Something that happened.
-
-    Attributes:
-        name: What.
-        step: The step concerned, if one is.
-        facts: What else is known, as JSON values.
-    """
-
-    name: EventName
-    step: int | None = None
-    facts: Mapping[str, Any] = field(default_factory=dict)
-
-    def to_json(self) -> dict[str, Any]:
-        step = {} if self.step is None else {"step": self.step}
-        return {"event": self.name} | step | dict(self.facts)
-
-
-WatchListener = Callable[[WatchEvent], None]
-
-
-@dataclass(slots=True)
-class Tally:
-    """What the events of a watch add up to.
-
-    Attributes:
-        pushed: Steps that were pushed since it started.
-        failures: Steps that could not be, by the code of the error.
-        retries: Tries that failed and were repeated, by the code of the error.
-        pruned: Steps that were removed from the run.
-        uploaded_bytes: Bytes that were uploaded.
-        push_seconds: Time that pushed steps took, from the first look at them.
-        newest_step: The newest complete step of the run; None where none was seen.
-        last_step: The step that was pushed last.
-        last_unix_seconds: When that was.
-        waiting: Steps that wait for their push, the one at work included.
-        phase: What it does at this moment.
-        step: The step that it does it to.
-    """
-
-    pushed: int = 0
-    failures: dict[str, int] = field(default_factory=dict)
-    retries: dict[str, int] = field(default_factory=dict)
-    pruned: int = 0
-    uploaded_bytes: int = 0
-    push_seconds: float = 0.0
-    newest_step: int | None = None
-    last_step: int | None = None
-    last_unix_seconds: float | None = None
-    waiting: int = 0
-    phase: str = "idle"
-    step: int | None = None
-
-    def take(self, event: WatchEvent, now: float) -> None:
-        """Adds an event.
-
-        Args:
-            event: What happened.
-            now: The time, in seconds since the epoch.
-        """
-        facts = event.facts
-        self.waiting = facts.get("waiting", self.waiting)
-        self.newest_step = facts.get("newest", self.newest_step)
-        match event.name:
-            case "building" | "pushing":
-                self.phase, self.step = event.name, event.step
-            case "pushed":
-                self._take_push(event, now)
-            case "failed":
-                _count(self.failures, facts)
-            case "retrying":
-                _count(self.retries, facts)
-                self.phase = event.name
-            case "pruned":
-                self.pruned += len(facts["steps"])
-            case _:
-                pass
-        if event.name in {"pushed", "failed", "passed"}:
-            self.waiting = max(self.waiting - 1, 0)
-        if event.name in {"pushed", "failed", "passed", "stopped"}:
-            self.phase, self.step = "idle", None
-
-    def _take_push(self, event: WatchEvent, now: float) -> None:
-        self.pushed += 1
-        self.uploaded_bytes += event.facts.get("uploaded_bytes", 0)
-        self.push_seconds += event.facts.get("seconds", 0.0)
-        self.last_step, self.last_unix_seconds = event.step, now
-
-
-def _count(table: dict[str, int], facts: Mapping[str, Any]) -> None:
-    code = str(facts["error"]["code"])
-    table[code] = table.get(code, 0) + 1
-
-
-def is_passing(error: CkptkitError) -> bool:
-    """Tells whether another try may succeed though nobody has changed anything."""
+def is_transient(error: CkptkitError) -> bool:
+    """Returns whether another try may succeed though nobody has changed anything."""
     if isinstance(error, AccessError):
         return False
     return isinstance(error, HubUnavailableError | NoSpaceError | InputError)
 
 
-def is_of_the_step(error: CkptkitError) -> bool:
-    """Tells whether a step cannot be pushed as it is, while others may well be."""
+def is_step_error(error: CkptkitError) -> bool:
+    """Returns whether a step cannot be pushed as it is, while others may well be."""
     if isinstance(error, AccessError | NoSpaceError | OutputError | StorageError):
         return False
     return isinstance(error, InputError | RefusedError | OutputExistsError | VerificationError)
@@ -203,7 +94,7 @@ class WatchSettings:
     """
 
     choice: PushChoice = field(default_factory=PushChoice)
-    making: Making = field(default_factory=Making)
+    making: BuildSettings = field(default_factory=BuildSettings)
     poll_seconds: float = 5.0
     retries: RetryPolicy = WATCH_RETRIES
     at_end: bool = False
@@ -223,7 +114,7 @@ class Watch:
         self,
         run: WatchedRun,
         journal: PushJournal,
-        hub: StepsAtHub,
+        hub: PushedSteps,
         settings: WatchSettings,
         listener: WatchListener,
     ) -> None:
@@ -272,7 +163,8 @@ class Watch:
                 is_idle = self._go_on(progress, ending=ending)
             except CkptkitError as error:
                 failed += 1
-                if not is_passing(error) or (ending and failed >= self._settings.retries.attempts):
+                is_last = ending and failed >= self._settings.retries.attempts
+                if is_last or not is_transient(error):
                     raise
                 self._wait_after(error, failed, pauses)
                 continue
@@ -358,18 +250,16 @@ class Watch:
             else:
                 self._settle(push, found, time.monotonic())
 
-    def _waiting(self, steps: Sequence[SeenStep]) -> list[SeenStep]:
+    def _waiting(self, steps: Sequence[RunStep]) -> list[RunStep]:
         digests = {step.step: step.digest for step in steps}
         earlier = {
-            step: Earlier(push.digest, push.save_number, push.metrics)
-            for step, push in self._journal.pushes.items()
-            if push.state == "pushed"
+            step: push for step, push in self._journal.pushes.items() if push.state == "pushed"
         }
         by_number = {step.step: step for step in steps}
-        numbers = waiting_steps(steps, digests, earlier, self._settings.choice)
+        numbers = choose_steps(steps, digests, earlier, self._settings.choice)
         return [by_number[n] for n in numbers if self._failed.get(n) != digests[n]]
 
-    def _check_metrics(self, steps: Sequence[SeenStep], *, ending: bool) -> None:
+    def _check_metrics(self, steps: Sequence[RunStep], *, ending: bool) -> None:
         pushed = [push.metrics for push in self._journal.pushes.values()]
         found = [*(step.metrics for step in steps), *pushed]
         known = sorted({name for metrics in found for name in metrics})
@@ -388,7 +278,7 @@ class Watch:
                 self._told_of_metrics.add(option)
                 self._say("warning", None, message=f"{error} ({error.hint})")
 
-    def _announce(self, steps: Sequence[SeenStep], waiting: Sequence[SeenStep]) -> None:
+    def _announce(self, steps: Sequence[RunStep], waiting: Sequence[RunStep]) -> None:
         """Tells of steps that wait, and keeps them from being pruned until they are pushed."""
         counts = {"waiting": len(waiting), "newest": max((s.step for s in steps), default=None)}
         for step in waiting:
@@ -404,7 +294,7 @@ class Watch:
                 mark.__enter__()
                 self._marks[digest] = mark
 
-    def _tell_of_passed_over(self, steps: Sequence[SeenStep], waiting: Sequence[SeenStep]) -> None:
+    def _tell_of_passed_over(self, steps: Sequence[RunStep], waiting: Sequence[RunStep]) -> None:
         """Tells of steps that no rule leaves out, and that are not pushed for their order."""
         if self._settings.choice != PushChoice():
             return
@@ -420,7 +310,7 @@ class Watch:
         with suppress(CkptkitError):  # a mark on a store that is gone ends by itself
             self._marks.pop(digest).__exit__(None, None, None)
 
-    def _push(self, step: SeenStep, progress: Listener) -> None:
+    def _push(self, step: RunStep, progress: Listener) -> None:
         began = time.monotonic()
         push = self._begun(step)
         try:
@@ -429,11 +319,11 @@ class Watch:
                 found = self._upload(step, push, progress)
             self._settle(push, found, began)
         except CkptkitError as error:
-            if not is_of_the_step(error):
+            if not is_step_error(error):
                 raise
             self._give_up(step, error)
 
-    def _begun(self, step: SeenStep) -> StepPush:
+    def _begun(self, step: RunStep) -> StepPush:
         earlier = self._journal.pushes.get(step.step)
         replaces = ""
         if earlier is not None:
@@ -449,7 +339,7 @@ class Watch:
             replaces=replaces,
         )
 
-    def _upload(self, step: SeenStep, push: StepPush, progress: Listener) -> AtHub:
+    def _upload(self, step: RunStep, push: StepPush, progress: Listener) -> StepCommit:
         folder = self._built(step, progress)
         self._journal.note(push)
         self._say("pushing", step.step, repo_id=push.repo_id)
@@ -461,14 +351,16 @@ class Watch:
             self._say("warning", step.step, message=_text_of_skipped(left))
         return found
 
-    def _built(self, step: SeenStep, progress: Listener) -> Path:
+    def _built(self, step: RunStep, progress: Listener) -> Path:
         """Returns the folder to be pushed; after a push that failed it is there already."""
         folder = self._work / f"step-{step.step}"
         if self._is_built == step.digest:
             return folder
         self._remove_built()  # of another step, whose push failed
         self._say("building", step.step)
-        made = make_folder(step.place, folder, step.step, self._settings.making, progress)
+        made = build_folder(
+            self._run.place_of(step), folder, step.step, self._settings.making, progress
+        )
         for note in made.notes:
             self._say("warning", step.step, message=note)
         self._is_built = step.digest
@@ -478,7 +370,7 @@ class Watch:
         self._is_built = ""
         shutil.rmtree(self._work, ignore_errors=True)
 
-    def _settle(self, push: StepPush, found: AtHub, began: float) -> None:
+    def _settle(self, push: StepPush, found: StepCommit, began: float) -> None:
         """Has the tag point to the commit, and writes down that the step is pushed."""
         self._hub.tag(push, found)
         at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
@@ -498,7 +390,7 @@ class Watch:
             resumed=not found.is_new,
         )
 
-    def _give_up(self, step: SeenStep, error: CkptkitError) -> None:
+    def _give_up(self, step: RunStep, error: CkptkitError) -> None:
         if isinstance(error, InputError) and not self._run.is_there(step):
             self._say("passed", step.step, reason="it was removed from the run, or replaced")
             return
@@ -539,6 +431,6 @@ class Watch:
 
 
 def _text_of_skipped(paths: Sequence[str]) -> str:
-    names = without_secrets(", ".join(paths[:_LISTED]))
+    names = redact_secrets(", ".join(paths[:_LISTED]))
     more = f" and {len(paths) - _LISTED:,} more" if len(paths) > _LISTED else ""
     return f"not pushed with the step: {names}{more}; --include GLOB adds files without secrets"

@@ -24,6 +24,7 @@ from ckptkit.core.index import TensorIndex
 from ckptkit.core.text import size_text
 from ckptkit.formats.discovery import step_of
 from ckptkit.runs.marks import STEP_PREFIXES
+from ckptkit.runs.steps import RunStep
 from ckptkit.storage.places import Place
 from ckptkit.training.agree.peers import Peers
 from ckptkit.training.agree.same_place import check_same_place, place_facts
@@ -31,7 +32,7 @@ from ckptkit.training.resume.fill import FillPlan, LoadedStep, StepLoader
 from ckptkit.training.resume.proofs import cross_check, pack, unpack
 from ckptkit.training.resume.stored_step import StoredStep
 from ckptkit.training.resume.tensors import first_few
-from ckptkit.training.runs import SavedStep, saved_steps
+from ckptkit.training.runs import saved_steps
 from ckptkit.training.state.collect import BoundState
 from ckptkit.training.tiers.recover import NearPlace
 from ckptkit.training.tiers.url_run import steps_of_place
@@ -147,7 +148,7 @@ def resume_from(
 
 
 def _found_by_all(
-    asked: Sequence[Mapping[str, Any]], saved: Sequence[SavedStep], run: Path | Place
+    asked: Sequence[Mapping[str, Any]], saved: Sequence[RunStep], run: Path | Place
 ) -> list[dict[str, Any]]:
     """Lists the steps to try, where all ranks ask for the same."""
     _check_alike(asked, "folder")
@@ -194,7 +195,7 @@ def _step_in(folder: Path | Place) -> int:
     return found if isinstance(found, int) else step_of(posixpath.basename(folder)) or 0
 
 
-def _steps(run: Path | Place, prefix: str) -> tuple[SavedStep, ...]:
+def _steps(run: Path | Place, prefix: str) -> tuple[RunStep, ...]:
     return saved_steps(run, prefix) if isinstance(run, Path) else steps_of_place(run, prefix)
 
 
@@ -204,14 +205,14 @@ def _below(run: Path | Place, name: str) -> Path | Place:
     return run / name if isinstance(run, Path) else run.beside(posixpath.join(run, name))
 
 
-def _found(saved: Sequence[SavedStep], step: int | None, run: Path | Place) -> list[dict[str, Any]]:
+def _found(saved: Sequence[RunStep], step: int | None, run: Path | Place) -> list[dict[str, Any]]:
     """Lists the steps, newest first, each with what is wrong with it at first sight."""
     found = [
         {
             "step": one.step,
-            "folder": one.path.name,
+            "folder": one.name,
             "problem": None if one.complete else one.problem or "it is not complete",
-            "finished": one.finished,
+            "finished": one.has_manifest,
         }
         for one in reversed(saved)
         if step in {None, one.step}

@@ -25,7 +25,7 @@ from ckptkit.core.manifest import (
 from ckptkit.core.text import Closing
 from ckptkit.formats.base import Candidate
 from ckptkit.formats.dcp.reader import METADATA, DcpReader
-from ckptkit.runs.steps import digest_problems, lost_entries
+from ckptkit.runs.step_manifests import digest_problems, lost_entries
 from ckptkit.storage.base import Folder
 from ckptkit.storage.manifests import read_manifest
 from ckptkit.storage.places import Place, open_source

@@ -14,9 +14,10 @@ from pathlib import Path, PurePosixPath
 from ckptkit.core.errors import CkptkitError, FormatError, UsageError
 from ckptkit.core.manifest import MANIFEST_NAME, Manifest, check_manifest_size, parse_manifest
 from ckptkit.runs.marks import STEP_PREFIXES, is_step_folder
+from ckptkit.runs.steps import KnownSteps, RunStep, list_saved_steps
 from ckptkit.storage.local.names import WORK_INFIX
 from ckptkit.storage.places import Place
-from ckptkit.training.runs import Run, SavedStep, in_order, step_of_manifest, unfinished_step
+from ckptkit.training.runs import Run
 from ckptkit.training.save.writer_process import Patience, WriterProcess
 from ckptkit.training.tiers.recover import NearPlace
 from ckptkit.writer.messages import (
@@ -140,7 +141,7 @@ class UrlRun(Run[Place]):
         self.prefix = prefix
         self._nonce = nonce
         self._process: UploadProcess | None = None
-        self._known: dict[str, tuple[Entry, SavedStep]] = {}
+        self._known: KnownSteps = {}
 
     @cached_property
     def store(self) -> Store:
@@ -169,10 +170,9 @@ class UrlRun(Run[Place]):
     def identity(self) -> str:
         return run_identity(self.store)
 
-    def steps(self) -> tuple[SavedStep, ...]:
+    def steps(self) -> tuple[RunStep, ...]:
         """Returns what lies there, but reads no manifest twice."""
-        found, self._known = steps_at(self.store, self.prefix, self._known)
-        return found
+        return _steps_at(self.store, self.prefix, self._known)
 
     def process(
         self, patience: Patience, name: str, *, niceness: int | None = None
@@ -212,62 +212,52 @@ def check_place(place: Place) -> None:
         )
 
 
-def steps_of_place(place: Place, prefix: str) -> tuple[SavedStep, ...]:
-    return steps_at(Store(Remote(str(place), place.options)), prefix, {})[0]
+def steps_of_place(place: Place, prefix: str) -> tuple[RunStep, ...]:
+    return _steps_at(Store(Remote(str(place), place.options)), prefix, {})
 
 
-def steps_at(
-    store: Store, prefix: str, known: dict[str, tuple[Entry, SavedStep]]
-) -> tuple[tuple[SavedStep, ...], dict[str, tuple[Entry, SavedStep]]]:
-    """Lists a run.
-
-    Args:
-        store: The run.
-        prefix: What comes before the number in the names of its steps.
-        known: Complete steps, each with the manifest that was read.
-
-    Returns:
-        The steps as `saved_steps` has them, and those that are complete.
-    """
-    entries = store.entries()
-    names = {path.partition("/")[0] for path in entries if "/" in path} | {newest_step(store)}
-    found: list[SavedStep] = []
-    complete: dict[str, tuple[Entry, SavedStep]] = {}
-    for name in sorted(names):
-        if not (is_step_folder(name) and name.startswith(prefix)):
-            continue
-        path = f"{name}/{MANIFEST_NAME}"
-        mark = entries.get(path) or store.look(path)
-        before = known.get(name)
-        if before is not None and before[0] == mark:
-            step = before[1]
-        else:
-            step = _saved_step(store, name, int(name.removeprefix(prefix)), entries, mark)
-        found.append(step)
-        if step.complete and mark is not None:
-            complete[name] = mark, step
-    return in_order(found), complete
+def _steps_at(store: Store, prefix: str, known: KnownSteps) -> tuple[RunStep, ...]:
+    files = _StoredStepFiles(store)
+    numbers = {
+        name: int(name.removeprefix(prefix))
+        for name in sorted(files.folders)
+        if is_step_folder(name) and name.startswith(prefix)
+    }
+    return list_saved_steps(numbers, files, known)
 
 
-def _saved_step(
-    store: Store, name: str, step: int, entries: dict[str, Entry], mark: Entry | None
-) -> SavedStep:
-    try:
-        if mark is not None:
-            where = store.where(f"{name}/{MANIFEST_NAME}")
-            check_manifest_size(mark.size_bytes, where=where)
-        manifest = _manifest_of(store, name)
-    except CkptkitError as error:
-        return SavedStep(step, complete=False, path=Path(name), problem=str(error))
-    if manifest is None:
-        return unfinished_step(step, Path(name))
+class _StoredStepFiles:
+    """The files of steps in a store; see `StepFiles`. What its listing lacks is asked for."""
 
-    def size_bytes(path: str) -> int | None:
-        # Listings may lag behind: what they lack is asked for.
-        found = entries.get(f"{name}/{path}") or store.look(f"{name}/{path}")
-        return None if found is None else found.size_bytes
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._entries = store.entries()
+        folders = {path.partition("/")[0] for path in self._entries if "/" in path}
+        self.folders = folders | {newest_step(store)}
 
-    return step_of_manifest(step, Path(name), manifest, size_bytes)
+    @property
+    def location(self) -> str:
+        return self._store.where("")
+
+    def identity(self, name: str) -> Entry | None:
+        return self._entry(f"{name}/{MANIFEST_NAME}")
+
+    def manifest(self, name: str) -> Manifest | None:
+        entry = self._entries.get(f"{name}/{MANIFEST_NAME}")
+        if entry is not None:
+            where = self._store.where(f"{name}/{MANIFEST_NAME}")
+            check_manifest_size(entry.size_bytes, where=where)
+        return _manifest_of(self._store, name)
+
+    def size_bytes(self, name: str, file: str) -> int | None:
+        entry = self._entry(f"{name}/{file}")
+        return None if entry is None else entry.size_bytes
+
+    def _entry(self, path: str) -> Entry | None:
+        entry = self._entries.get(path) or self._store.look(path)
+        if entry is not None:
+            self._entries[path] = entry
+        return entry
 
 
 def _manifest_of(store: Store, name: str) -> Manifest | None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import ckptkit
 from ckptkit.core.errors import FormatError
 from ckptkit.core.model_configs import model_config_to_json, parse_model_config
-from ckptkit.hub.publish.secrets import scrubbed_content
+from ckptkit.hub.publish.secrets import scrub_content
 
 transformers = pytest.importorskip("transformers", minversion="5")
 torch = pytest.importorskip("torch")
@@ -106,10 +106,10 @@ def test_what_only_looks_like_a_tag_stays(value: dict[str, Any]) -> None:
 def test_a_published_configuration_keeps_its_tags() -> None:
     document = {"_name_or_path": "/home/a", "limit": [0.0, {"__float__": "Infinity"}]}
     data = json.dumps(document).encode()
-    written = scrubbed_content("config.json", data, json.loads(data), None)
+    written = scrub_content("config.json", data, json.loads(data), None)
     assert json.loads(written) == document | {"_name_or_path": ""}
     bare = b'{"_name_or_path": "/home/a", "limit": Infinity}'
-    written = scrubbed_content("config.json", bare, json.loads(bare), None)
+    written = scrub_content("config.json", bare, json.loads(bare), None)
     assert json.loads(written) == {"_name_or_path": "", "limit": {"__float__": "Infinity"}}
 
 

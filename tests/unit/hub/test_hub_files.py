@@ -8,14 +8,14 @@ import pytest
 
 from ckptkit.core.errors import RefusedError
 from ckptkit.hub.publish.card import ModelFacts, base_model_of, is_ours, write_card
-from ckptkit.hub.publish.contents import Small, published, refuse_secrets
-from ckptkit.hub.publish.files import choose_files, stale_files
+from ckptkit.hub.publish.folder_files import choose_files, find_stale_files
+from ckptkit.hub.publish.package import SmallFile, check_contents, clean_contents
 from ckptkit.hub.publish.secrets import (
     find_secrets,
     is_repo_id,
-    scrubbed,
-    scrubbed_card,
-    without_secrets,
+    redact_secrets,
+    scrub,
+    scrub_card,
 )
 
 SECRETS = {
@@ -39,11 +39,11 @@ def test_a_secret_is_told_by_its_kind_and_file_and_never_shown(kind: str) -> Non
     data = f'{{"note": "use {secret} for it"}}'.encode()
     assert list(find_secrets(data)) == [kind]
     with pytest.raises(RefusedError) as raised:
-        refuse_secrets({"config.json": data}, "out", [])
+        check_contents({"config.json": data}, "out", [])
     assert kind in str(raised.value)
     assert "config.json" in str(raised.value)
     assert secret[-12:] not in f"{raised.value} {raised.value.__notes__} {raised.value!r}"
-    assert secret[-12:] not in without_secrets(data.decode())
+    assert secret[-12:] not in redact_secrets(data.decode())
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_weights_of_an_earlier_layout_go_with_a_new_model() -> None:
         "model.onnx",
         "gguf/model.safetensors",
     ]
-    assert stale_files(remote, ["model.safetensors", "config.json", "ckptkit.json"]) == [
+    assert find_stale_files(remote, ["model.safetensors", "config.json", "ckptkit.json"]) == [
         "adapter_config.json",
         "adapter_model.bin",
         "model-00001-of-00003.safetensors",
@@ -135,7 +135,7 @@ def test_weights_of_an_earlier_layout_go_with_a_new_model() -> None:
 def test_an_adapter_takes_the_place_of_an_adapter_and_leaves_a_model_alone() -> None:
     remote = ["model.safetensors", "adapter_model.bin", "adapter_config.json", "ckptkit.json"]
     new = ["adapter_model.safetensors", "adapter_config.json"]
-    assert stale_files(remote, new) == ["adapter_model.bin", "ckptkit.json"]
+    assert find_stale_files(remote, new) == ["adapter_model.bin", "ckptkit.json"]
 
 
 @pytest.mark.parametrize("text", ["org/name", "name", "a.b/c_d-e"])
@@ -153,14 +153,17 @@ def test_what_is_no_id_of_a_repository_is_refused(text: str) -> None:
 
 def test_paths_of_this_machine_are_taken_out_of_documents() -> None:
     config = {"_name_or_path": "/home/alice/llama", "model_type": "llama"}
-    assert scrubbed("config.json", config, None) == {"_name_or_path": "", "model_type": "llama"}
+    assert scrub("config.json", config, None) == {
+        "_name_or_path": "",
+        "model_type": "llama",
+    }
     named = {"_name_or_path": "meta-llama/Llama-3.1-8B"}
-    assert scrubbed("config.json", named, None) == named
+    assert scrub("config.json", named, None) == named
     adapter = {"base_model_name_or_path": "/data/llama", "r": 8}
-    assert scrubbed("adapter_config.json", adapter, "meta/l")["base_model_name_or_path"] == "meta/l"
-    assert scrubbed("adapter_config.json", adapter, None)["base_model_name_or_path"] is None
+    assert scrub("adapter_config.json", adapter, "meta/l")["base_model_name_or_path"] == "meta/l"
+    assert scrub("adapter_config.json", adapter, None)["base_model_name_or_path"] is None
     nested = {"text_config": {"_name_or_path": "/x/y"}, "special_tokens_map_file": "/root/.cache/m"}
-    assert scrubbed("tokenizer_config.json", nested | {"eos_token": "/s"}, None) == {
+    assert scrub("tokenizer_config.json", nested | {"eos_token": "/s"}, None) == {
         "text_config": {"_name_or_path": ""},
         "special_tokens_map_file": None,
         "eos_token": "/s",
@@ -178,7 +181,7 @@ def test_a_manifest_keeps_the_last_part_of_paths_and_loses_folders_and_hosts() -
         "options": {"like": "/mnt/nfs07/like", "include": ["model.*"]},
         "tensors": {"/odd/name": {"file": "model.safetensors"}},
     }
-    found = scrubbed("ckptkit.json", manifest, None)
+    found = scrub("ckptkit.json", manifest, None)
     assert found["source"] == {
         "path": "checkpoint-30",
         "config": "adapter_config.json",
@@ -194,25 +197,25 @@ def test_a_card_loses_its_local_base_and_nothing_else() -> None:
         "---\nbase_model: /home/alice/llama\nlicense: mit\ntags:\n"
         "- base_model:adapter:/home/alice/llama\n- lora\n---\nSee /home.\n"
     )
-    assert scrubbed_card(card) == "---\nlicense: mit\ntags:\n- lora\n---\nSee /home.\n"
+    assert scrub_card(card) == "---\nlicense: mit\ntags:\n- lora\n---\nSee /home.\n"
     listed = "---\nbase_model:\n- org/base\n  - ~/llama\n- s3://bucket/llama\nlicense: mit\n---\n"
-    assert scrubbed_card(listed) == "---\nbase_model:\n- org/base\nlicense: mit\n---\n"
+    assert scrub_card(listed) == "---\nbase_model:\n- org/base\nlicense: mit\n---\n"
     theirs = (
         "---\ndatasets:\n- https://example.org/data\n- /r/programming\nwidget:\n"
         "- src: https://example.org/cat.png\n- ./cat.png\nextra:\n  - ~user\n  - ../up\n"
         "base_model: org/base\nlinks:\n- s3://public/x\nurl: https://example.org\n---\n- /a\n"
     )
-    assert scrubbed_card(theirs) == theirs
+    assert scrub_card(theirs) == theirs
     good = "---\nbase_model: meta-llama/Llama-3.1-8B\n---\ntext"
-    assert scrubbed_card(good) == good
-    assert scrubbed_card("# no metadata\n- /data") == "# no metadata\n- /data"
+    assert scrub_card(good) == good
+    assert scrub_card("# no metadata\n- /data") == "# no metadata\n- /data"
 
 
 def test_a_file_without_paths_is_published_byte_by_byte() -> None:
     data = b'{"model_type":"llama",  "x": 1}\n'
-    assert published({"config.json": Small("config.json", data, json.loads(data))}, None, []) == {
-        "config.json": data
-    }
+    assert clean_contents(
+        {"config.json": SmallFile("config.json", data, json.loads(data))}, None, []
+    ) == {"config.json": data}
 
 
 def test_a_card_tells_what_is_known() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ckptkit.core.errors import RefusedError, UsageError
-from ckptkit.hub.watch.build import Earlier, PushChoice, waiting_steps
+from ckptkit.hub.watch.build import PushChoice, choose_steps
 from ckptkit.runs.push_journal import (
     StepPush,
     journal_path,
@@ -17,27 +17,28 @@ from ckptkit.runs.push_journal import (
     take_watch_lock,
     watch_identity,
 )
-from ckptkit.runs.save_order import StepFacts
+from ckptkit.runs.steps import RunStep
 from ckptkit.storage.local.disk import Disk
 
 
-def saved(step: int, number: int = 0, loss: float | None = None, whole: bool = True) -> StepFacts:
+def saved(step: int, number: int = 0, loss: float | None = None, whole: bool = True) -> RunStep:
     metrics = {} if loss is None else {"loss": loss}
-    return StepFacts(step, complete=whole, metrics=metrics, save_number=number)
+    return RunStep(step, complete=whole, metrics=metrics, save_number=number)
 
 
 def waiting(
-    steps: list[StepFacts],
-    earlier: dict[int, Earlier] | None = None,
+    steps: list[RunStep],
+    earlier: dict[int, StepPush] | None = None,
     choice: PushChoice | None = None,
 ) -> tuple[int, ...]:
     digests = {facts.step: f"digest {facts.step}-{facts.save_number}" for facts in steps}
-    return waiting_steps(steps, digests, earlier or {}, choice or PushChoice())
+    return choose_steps(steps, digests, earlier or {}, choice or PushChoice())
 
 
-def pushed(step: int, number: int = 0, loss: float | None = None) -> dict[int, Earlier]:
+def pushed(step: int, number: int = 0, loss: float | None = None) -> dict[int, StepPush]:
     metrics = {} if loss is None else {"loss": loss}
-    return {step: Earlier(f"digest {step}-{number}", number, metrics)}
+    digest = f"digest {step}-{number}"
+    return {step: StepPush(step, digest, "pushed", "org/name", save_number=number, metrics=metrics)}
 
 
 def test_steps_wait_in_the_order_in_which_they_were_saved() -> None:

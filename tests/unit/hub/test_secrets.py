@@ -14,9 +14,9 @@ import pytest
 
 from ckptkit.core.errors import RefusedError
 from ckptkit.core.manifest import LEAF_BYTES
-from ckptkit.hub.publish.files import choose_step_files
+from ckptkit.hub.publish.folder_files import choose_step_files
+from ckptkit.hub.publish.large_files import CheckedReader, LargeFile
 from ckptkit.hub.publish.searching import SecretSearch, secrets_in
-from ckptkit.hub.publish.source import LargeFile, OneReading
 from ckptkit.storage.local.source import LocalSource
 from tests.planted_secrets import FILES, SECRETS
 
@@ -60,7 +60,7 @@ def test_a_secret_among_tensors_is_found_wherever_it_begins(offset: int) -> None
             text = ("=" + SECRETS["hugging face"] + "=").encode(code)
             search = SecretSearch()
             search.add(data[: 99_000 + offset] + text + data[99_000 + offset + len(text) :])
-            assert search.found == ["a Hugging Face token"], (values.dtype, code)
+            assert search.kinds == ["a Hugging Face token"], (values.dtype, code)
 
 
 def test_a_file_is_searched_while_it_is_sent_and_the_block_with_the_secret_is_not(
@@ -73,9 +73,9 @@ def test_a_file_is_searched_while_it_is_sent_and_the_block_with_the_secret_is_no
     sent: list[bytes] = []
     with LocalSource(tmp_path) as source:
         file = LargeFile("model.safetensors", len(data), ())
-        reading = OneReading(source, file, lambda _: None)
+        reading = CheckedReader(source, file, lambda _: None)
         with pytest.raises(RefusedError, match=r"a GitHub token in model\.safetensors"):
-            reading.to(sent.append)
+            reading.read_into(sent.append)
     assert sum(map(len, sent)) <= LEAF_BYTES
 
 

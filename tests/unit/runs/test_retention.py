@@ -8,15 +8,16 @@ from typing import Any
 import pytest
 
 from ckptkit.core.errors import UsageError
-from ckptkit.runs.save_order import Retention, StepFacts, missing_metric, steps_to_remove
+from ckptkit.runs.save_order import Retention, missing_metric, steps_to_remove
+from ckptkit.runs.steps import RunStep
 
 
-def steps(*numbers: int) -> list[StepFacts]:
-    return [StepFacts(number) for number in numbers]
+def steps(*numbers: int) -> list[RunStep]:
+    return [RunStep(number) for number in numbers]
 
 
-def rated(losses: dict[int, float]) -> list[StepFacts]:
-    return [StepFacts(step, metrics={"loss": loss}) for step, loss in losses.items()]
+def rated(losses: dict[int, float]) -> list[RunStep]:
+    return [RunStep(step, metrics={"loss": loss}) for step, loss in losses.items()]
 
 
 def test_without_a_rule_all_stay() -> None:
@@ -28,7 +29,7 @@ def test_the_newest_stay_in_whatever_order_they_are_named() -> None:
 
 
 def test_an_incomplete_step_is_neither_counted_nor_removed() -> None:
-    found = [*steps(10, 20, 30), StepFacts(5, complete=False), StepFacts(40, complete=False)]
+    found = [*steps(10, 20, 30), RunStep(5, complete=False), RunStep(40, complete=False)]
     assert steps_to_remove(found, Retention(keep_last=1)) == (10, 20)
 
 
@@ -58,12 +59,12 @@ def test_without_the_metric_anywhere_only_the_newest_stays() -> None:
 
 
 def test_a_protected_step_stays() -> None:
-    found = [StepFacts(10, protected=True), *steps(20, 30)]
+    found = [RunStep(10, protected=True), *steps(20, 30)]
     assert steps_to_remove(found, Retention(keep_last=1)) == (20,)
 
 
-def saved(*numbers: int) -> list[StepFacts]:
-    return [StepFacts(step, save_number=order) for order, step in enumerate(numbers, 1)]
+def saved(*numbers: int) -> list[RunStep]:
+    return [RunStep(step, save_number=order) for order, step in enumerate(numbers, 1)]
 
 
 def test_after_a_rollback_the_steps_saved_last_are_the_newest() -> None:
@@ -77,7 +78,7 @@ def test_a_step_that_was_reached_again_counts_again() -> None:
 
 
 def test_a_metric_that_no_step_has_is_told_with_those_that_there_are() -> None:
-    found = [StepFacts(10, metrics={"loss": 1.0, "acc": None}), StepFacts(20)]
+    found = [RunStep(10, metrics={"loss": 1.0, "acc": None}), RunStep(20)]
     assert "found are acc, loss" in missing_metric(found, Retention(keep_best="acc"))
     assert "no step has any" in missing_metric(steps(10), Retention(keep_best="acc"))
     assert missing_metric(found, Retention(keep_best="loss")) == ""

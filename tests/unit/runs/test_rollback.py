@@ -12,9 +12,11 @@ import pytest
 
 import ckptkit
 from ckptkit.conversion.source.open import open_checkpoint
-from ckptkit.hub.watch.build import Earlier, PushChoice, waiting_steps
-from ckptkit.hub.watch.run import WatchedRun
-from ckptkit.runs.save_order import Retention, StepFacts, steps_to_remove
+from ckptkit.hub.watch.build import PushChoice, choose_steps
+from ckptkit.hub.watch.watched_run import WatchedRun
+from ckptkit.runs.push_journal import StepPush
+from ckptkit.runs.save_order import Retention, steps_to_remove
+from ckptkit.runs.steps import RunStep
 from tests.made_up_runs import save_step, save_stock_step
 
 Save = Callable[..., Path]
@@ -91,7 +93,7 @@ def test_the_best_by_a_metric_stays_on_both_branches(went_back: Path) -> None:
     ckptkit.prune(went_back, keep_best="eval_loss")
     assert names(went_back) == ["checkpoint-210", "checkpoint-220", "checkpoint-400"]
     facts = [
-        StepFacts(s, metrics={"x": x}, save_number=n)
+        RunStep(s, metrics={"x": x}, save_number=n)
         for n, (s, x) in enumerate([(1, 2.0), (9, 0.0), (2, 1.0), (3, 3.0)], 1)
     ]
     assert steps_to_remove(facts, Retention(keep_best="x")) == (1,)
@@ -118,11 +120,12 @@ def test_a_watch_pushes_the_live_branch_and_its_best(went_back: Path, tmp_path: 
     seen.look()
     steps = seen.look()
     digests = {step.step: step.digest for step in steps}
-    assert waiting_steps(steps, digests, {}, PushChoice()) == (100, 200, 210, 220)
+    assert choose_steps(steps, digests, {}, PushChoice()) == (100, 200, 210, 220)
     best = PushChoice(best="eval_loss")
-    assert waiting_steps(steps, digests, {}, best) == (210,)
-    before = {400: Earlier(digests[400], next(s.save_number for s in steps if s.step == 400))}
-    assert waiting_steps(steps, digests, before, PushChoice()) == (210, 220)
+    assert choose_steps(steps, digests, {}, best) == (210,)
+    number = next(s.save_number for s in steps if s.step == 400)
+    before = {400: StepPush(400, digests[400], "pushed", "org/name", save_number=number)}
+    assert choose_steps(steps, digests, before, PushChoice()) == (210, 220)
 
 
 def test_a_copy_with_other_times_is_no_rollback(tmp_path: Path) -> None:
@@ -138,10 +141,11 @@ def test_a_copy_with_other_times_is_no_rollback(tmp_path: Path) -> None:
     pruned = ckptkit.prune(copy, keep_last=1)
     assert names(copy) == ["checkpoint-100", "checkpoint-1000", "checkpoint-50"]
     assert {one.step.step: one.why for one in pruned.steps}[50] == "its files are the newest"
-    steps = [StepFacts(step) for step in (50, 100, 200, 1000, 1100)]
+    steps = [RunStep(step) for step in (50, 100, 200, 1000, 1100)]
     digests = {facts.step: str(facts.step) for facts in steps}
-    earlier = {1000: Earlier("1000", save_number=1_700_000_000_000)}
-    assert waiting_steps(steps, digests, earlier, PushChoice()) == (1100,)
+    number = 1_700_000_000_000
+    earlier = {1000: StepPush(1000, "1000", "pushed", "org/name", save_number=number)}
+    assert choose_steps(steps, digests, earlier, PushChoice()) == (1100,)
 
 
 def test_steps_at_one_time_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:

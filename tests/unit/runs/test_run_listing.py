@@ -12,9 +12,10 @@ import pytest
 import ckptkit
 from ckptkit.core.errors import NotACheckpointError
 from ckptkit.core.manifest import MANIFEST_NAME
-from ckptkit.runs.listing import RunListing, RunStep
+from ckptkit.runs.listing import RunListing
 from ckptkit.runs.marks import take_run_lock
 from ckptkit.runs.push_journal import StepPush, open_journal
+from ckptkit.runs.steps import RunStep
 from tests.made_up_runs import save_step, save_stock_step
 
 
@@ -45,7 +46,7 @@ def test_an_unfinished_step_tells_what_it_lacks(tmp_path: Path) -> None:
     found = by_name(ckptkit.list_run(tmp_path))
     assert "written last" in found["checkpoint-1"].problem
     assert f"{shard.name}" in found["checkpoint-2"].problem
-    assert "is not there" in found["checkpoint-3"].problem
+    assert "is missing" in found["checkpoint-3"].problem
     assert found["checkpoint-4"].complete
 
 

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
+import ckptkit.runs.steps as step_records
 from ckptkit.core.errors import OutputError, RefusedError, UsageError
 from ckptkit.core.manifest import MANIFEST_NAME, FileRecord, Manifest
 from ckptkit.runs.marks import ask_for_save, run_is_live, take_run_lock
 from ckptkit.runs.save_order import Retention, steps_to_remove
 from ckptkit.storage.local.disk import Disk
-from ckptkit.training import runs
 from ckptkit.training.runs import RunFolder, saved_steps
 
 
@@ -63,7 +63,7 @@ def test_complete_steps_are_told_with_their_metrics_in_order(tmp_path: Path) -> 
     assert [facts.step for facts in found] == [30, 200, 1000]
     assert all(facts.complete and not facts.problem for facts in found)
     assert found[0].metrics == {"loss": 1.5}
-    assert found[0].path == tmp_path / "checkpoint-30"
+    assert Path(found[0].path) == tmp_path / "checkpoint-30"
     assert steps_to_remove(found, Retention(keep_last=2)) == (30,)
 
 
@@ -108,13 +108,13 @@ def test_a_step_is_looked_into_once_and_again_when_it_was_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looked: list[int] = []
-    check = runs._check
+    check = step_records._problem_of
 
-    def counting(step: int, *rest: Any) -> None:
+    def counting(step: int, *rest: Any) -> str:
         looked.append(step)
-        check(step, *rest)
+        return check(step, *rest)
 
-    monkeypatch.setattr(runs, "_check", counting)
+    monkeypatch.setattr(step_records, "_problem_of", counting)
     run = RunFolder(tmp_path)
     commit(run, 1)
     (commit(run, 2) / "data").unlink()

@@ -7,37 +7,20 @@ import os
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
 from ckptkit.core.errors import IncompleteCheckpointError, InputError, NotACheckpointError
 from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.formats.discovery import step_of
-from ckptkit.runs.listing import RunListing, RunStep, list_run
-from ckptkit.runs.places import open_run
-from ckptkit.runs.save_order import StepFacts
+from ckptkit.runs.listing import RunListing, list_run
+from ckptkit.runs.run_paths import open_run
+from ckptkit.runs.steps import RunStep
 from ckptkit.storage.places import PathLike, Place, is_url, open_source
 
 _QUIET_SECONDS = 60.0  # after which nobody adds to a step that has no manifest
 _DIGEST_LENGTH = 16  # hexadecimal digits
 _LISTED = 5
-
-
-@dataclass(frozen=True, slots=True)
-class SeenStep(StepFacts):
-    """A complete step of the run.
-
-    Attributes:
-        digest: Of its manifest; of what is known of its files, where it has none.
-        name: Of its folder.
-        place: Its location, with the options of its storage.
-        markers: The files by which its readers are known.
-    """
-
-    digest: str = ""
-    name: str = ""
-    place: PathLike = ""
-    markers: tuple[str, ...] = ()
 
 
 class WatchedRun:
@@ -57,7 +40,7 @@ class WatchedRun:
         self._taken: set[str] = set()  # those among them that the last look returned
         self._absence: InputError | None = None  # of any step, at the last look
 
-    def look(self) -> tuple[SeenStep, ...]:
+    def look(self) -> tuple[RunStep, ...]:
         """Returns the complete steps, the lowest number first; none where there is no run yet.
 
         A step without a manifest is taken once it has stayed the same for a while.
@@ -71,11 +54,11 @@ class WatchedRun:
         steps = [step for step in listing.steps if step.complete and step_of(step.name) is not None]
         before, self._unsettled = self._unsettled, {}
         self._taken = set()
-        seen: dict[int, SeenStep] = {}
+        seen: dict[int, RunStep] = {}
         for step in steps:
             digest = self._digest(step, before)
             if digest:
-                seen[step.step] = self._seen(step, digest)
+                seen[step.step] = replace(step, digest=digest)
         return tuple(seen.values())
 
     @property
@@ -88,33 +71,23 @@ class WatchedRun:
         found = self._unsettled.items()
         return {name: digest for name, digest in found if name not in self._taken}
 
-    def hold(self, step: SeenStep) -> AbstractContextManager[object]:
+    def hold(self, step: RunStep) -> AbstractContextManager[object]:
         """Keeps a step from being pruned until the result is left."""
         return open_run(self._run).hold(step.name, step.markers)
 
-    def is_there(self, step: SeenStep) -> bool:
-        """Tells whether a step is still the one that was seen."""
+    def is_there(self, step: RunStep) -> bool:
+        """Returns whether a step is still the one that was seen."""
         try:
             return any(one.digest == step.digest for one in self.look() if one.step == step.step)
         except InputError:
             return True  # nobody knows
 
-    def _seen(self, step: RunStep, digest: str) -> SeenStep:
-        return SeenStep(
-            step=step.step,
-            metrics=step.metrics,
-            save_number=step.order,
-            digest=digest,
-            name=step.name,
-            place=self._place(step.name),
-            markers=step.markers,
-        )
-
-    def _place(self, name: str) -> PathLike:
-        location = f"{os.fspath(self._run).rstrip('/')}/{name}"
+    def place_of(self, step: RunStep) -> PathLike:
+        """Returns the path or URL of a step, with the options of its storage."""
+        location = f"{os.fspath(self._run).rstrip('/')}/{step.name}"
         if isinstance(self._run, Place):
             return self._run.beside(location)
-        return location if is_url(location) else str(Path(self._run) / name)
+        return location if is_url(location) else str(Path(self._run) / step.name)
 
     def _digest(self, step: RunStep, before: Mapping[str, str]) -> str:
         """Returns the digest of a step, an empty text where it may not be finished yet."""

@@ -1,4 +1,4 @@
-"""One commit, made once: retried where it was not made, looked for where nobody knows."""
+"""Makes one commit on the Hub exactly once, although answers may get lost."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 Tree = Mapping[str, str]
 """Files of a commit: the SHA-256 of large ones and git's id of others, by path."""
 Hashes = Mapping[str, frozenset[str]]
-"""What a file may be known by: the Hub decides which ones it keeps with the large."""
+"""The hashes that the Hub may report for each file: it decides which files are large."""
 _NO_NAME = re.compile(r"[\x00-\x20\x7f~^:?*\[\\]|\.\.|@\{|//|^@$|^[/.-]|/\.|[/.]$|\.lock(/|$)")
-_MOST_COMMITS = 50  # that others can have made while an answer was lost
+_MOST_COMMITS = 50  # to look through for a commit whose answer was lost
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
-    """What a commit does.
+class CommitChange:
+    """The changes of one commit.
 
     Attributes:
         message: Its title.
@@ -47,8 +47,8 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
-class Landed:
-    """Where a change is."""
+class HubCommit:
+    """A commit on the Hub, and the pull request that holds it."""
 
     commit: str
     pull_request: str = ""
@@ -60,7 +60,7 @@ def differing(tree: Tree, expected: Hashes) -> list[str]:
 
 
 class HeadMovedError(Exception):
-    """Somebody else committed to the revision meanwhile."""
+    """Another commit was made to the revision meanwhile."""
 
 
 def tree_of(hub: Hub, revision: str) -> dict[str, str]:
@@ -69,15 +69,15 @@ def tree_of(hub: Hub, revision: str) -> dict[str, str]:
 
 
 def _entries(hub: Hub, revision: str) -> Any:
-    found = hub.api.list_repo_tree(hub.repo_id, recursive=True, revision=revision)
-    return (entry for entry in found if hasattr(entry, "blob_id"))
+    entries = hub.api.list_repo_tree(hub.repo_id, recursive=True, revision=revision)
+    return (entry for entry in entries if hasattr(entry, "blob_id"))
 
 
 def commit_of(hub: Hub, revision: str) -> str:
     return str(hub.call(hub.api.repo_info, hub.repo_id, revision=revision).sha)
 
 
-class Committer:
+class HubCommitter:
     """Commits to one revision of a repository."""
 
     def __init__(self, hub: Hub, revision: str, *, create_pr: bool) -> None:
@@ -85,7 +85,7 @@ class Committer:
         self._revision = revision
         self._create_pr = create_pr
 
-    def commit(self, change: Change, parent: str) -> Landed:
+    def commit(self, change: CommitChange, parent: str) -> HubCommit:
         """Makes the commit on top of `parent`, exactly once.
 
         Returns:
@@ -107,14 +107,14 @@ class Committer:
                     raise HeadMovedError from error
                 pause = pause_before(error, attempt)
                 if pause is None:
-                    raise self._hub.told(error) from error
+                    raise self._hub.translate_error(error) from error
             time.sleep(pause)
 
-    def _send(self, change: Change, parent: str) -> Landed:
+    def _send(self, change: CommitChange, parent: str) -> HubCommit:
         from huggingface_hub import CommitOperationDelete
 
         deletions = [CommitOperationDelete(path, is_folder=False) for path in change.deleted]
-        made = self._hub.api.create_commit(
+        commit = self._hub.api.create_commit(
             self._hub.repo_id,
             operations=[*change.operations, *deletions],
             commit_message=change.message,
@@ -123,29 +123,33 @@ class Committer:
             parent_commit=parent,
             create_pr=self._create_pr,
         )
-        return Landed(str(made.oid), str(made.pr_url or ""))
+        return HubCommit(str(commit.oid), str(commit.pr_url or ""))
 
-    def _look(self, change: Change, parent: str, requests: Mapping[str, str]) -> Landed | None:
-        """Finds the commit where it was made and its answer got lost."""
+    def _look(
+        self, change: CommitChange, parent: str, requests: Mapping[str, str]
+    ) -> HubCommit | None:
+        """Returns the commit if it was made although its answer got lost."""
         if self._create_pr:
             return self._look_at_requests(change, requests)
         if commit_of(self._hub, self._revision) == parent:
             return None
         list_commits = self._hub.api.list_repo_commits
-        made = self._hub.call(list_commits, self._hub.repo_id, revision=self._revision)
-        for commit in made[:_MOST_COMMITS]:
+        commits = self._hub.call(list_commits, self._hub.repo_id, revision=self._revision)
+        for commit in commits[:_MOST_COMMITS]:
             if commit.commit_id == parent:
                 return None
             is_ours = commit.title == change.message
             if is_ours and change.is_in(tree_of(self._hub, commit.commit_id)):
-                return Landed(commit.commit_id)
+                return HubCommit(commit.commit_id)
         return None
 
-    def _look_at_requests(self, change: Change, known: Mapping[str, str]) -> Landed | None:
+    def _look_at_requests(
+        self, change: CommitChange, earlier: Mapping[str, str]
+    ) -> HubCommit | None:
         for ref, commit in self._pull_requests().items():
-            if ref not in known and change.is_in(tree_of(self._hub, commit)):
+            if ref not in earlier and change.is_in(tree_of(self._hub, commit)):
                 number = ref.rsplit("/", 1)[-1]
-                return Landed(commit, f"{self._hub.url}/discussions/{number}")
+                return HubCommit(commit, f"{self._hub.url}/discussions/{number}")
         return None
 
     def _pull_requests(self) -> dict[str, str]:
@@ -155,10 +159,10 @@ class Committer:
 
 
 def check_landed(hub: Hub, commit: str, expected: Hashes) -> None:
-    """Compares what the Hub holds with what was hashed here while it was read."""
-    found = tree_of(hub, commit)
-    for path in differing(found, expected):
-        state = "has another hash at the Hub than here" if path in found else "is not at the Hub"
+    """Compares the files on the Hub with the hashes of what was read here."""
+    tree = tree_of(hub, commit)
+    for path in differing(tree, expected):
+        state = "has another hash on the Hub than here" if path in tree else "is missing on the Hub"
         raise VerificationError(
             f"{path} {state}",
             where=f"{hub.repo_id}@{commit[:10]}",
@@ -167,46 +171,46 @@ def check_landed(hub: Hub, commit: str, expected: Hashes) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Tagged:
-    """A tag that is there already."""
+class ExistingTag:
+    """A tag that the repository has already."""
 
     name: str
     commit: str
     tree: Tree
 
     def check(self, hub: Hub, expected: Hashes) -> None:
-        """Refuses a tag that names something else than what is pushed."""
+        """Refuses a tag whose files differ from those that are pushed."""
         for path in differing(self.tree, expected):
             raise HubError(
-                f"the tag {self.name!r} is there already, and names other files, such as {path}",
+                f"the tag {self.name!r} exists already with other files, such as {path}",
                 where=hub.repo_id,
                 hint="delete the tag on the Hub, or choose another name",
             )
 
 
-def find_tag(hub: Hub, name: str) -> Tagged | None:
+def find_tag(hub: Hub, name: str) -> ExistingTag | None:
     """Looks for a tag."""
     refs = hub.call(hub.api.list_repo_refs, hub.repo_id)
     if all(tag.name != name for tag in refs.tags):
         return None
     commit = commit_of(hub, name)
-    return Tagged(name, commit, tree_of(hub, commit))
+    return ExistingTag(name, commit, tree_of(hub, commit))
 
 
 def check_tag(tag: str) -> None:
-    """Refuses what git takes for no name of a tag, before anything is sent.
+    """Refuses invalid names of tags before anything is uploaded.
 
     Source: git-check-ref-format(1).
     """
     if not tag or _NO_NAME.search(tag):
         raise UsageError(
-            f"{tag!r:.200} was found where the name of a tag was expected",
+            f"{tag!r:.200} is not a valid name of a tag",
             hint="write it with letters, digits, '-', '_' and '.', such as step-500",
         )
 
 
 def tag_commit(hub: Hub, tag: str, commit: str) -> None:
-    """Names a commit by a tag, which may be there already if it names the same."""
+    """Tags a commit; the tag may exist already if it points to the same commit."""
     try:
         hub.call(hub.api.create_tag, hub.repo_id, tag=tag, revision=commit)
     except HubError as error:
@@ -216,7 +220,7 @@ def tag_commit(hub: Hub, tag: str, commit: str) -> None:
         other = commit_of(hub, tag)
         if other != commit:
             raise HubError(
-                f"the tag {tag!r} names commit {other[:10]}, and {commit[:10]} was to be tagged",
+                f"the tag {tag!r} points to commit {other[:10]} and not to {commit[:10]}",
                 where=hub.repo_id,
                 hint="delete the tag on the Hub, or choose another name",
             ) from error

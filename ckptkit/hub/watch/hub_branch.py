@@ -16,8 +16,8 @@ from typing import Protocol
 from ckptkit.core.errors import CkptkitError, HubError, RefusedError
 from ckptkit.engine.outcome import Listener
 from ckptkit.hub.client import Hub, status_of
-from ckptkit.hub.publish.commit import tag_commit
-from ckptkit.hub.publish.files import Skipped
+from ckptkit.hub.publish.folder_files import Skipped
+from ckptkit.hub.publish.hub_commit import tag_commit
 from ckptkit.hub.publish.publish import Pushed, push
 from ckptkit.runs.push_journal import StepPush
 
@@ -25,7 +25,7 @@ TAG_PREFIX = "step-"
 
 
 @dataclass(frozen=True, slots=True)
-class AtHub:
+class StepCommit:
     """A step's commit.
 
     Attributes:
@@ -71,7 +71,7 @@ class Branch(Protocol):
         ...
 
 
-class StepsAtHub:
+class PushedSteps:
     """The steps of a run in one branch of a repository; asks the Hub as rarely as it can."""
 
     def __init__(self, branch: Branch, tag_prefix: str = TAG_PREFIX) -> None:
@@ -93,7 +93,7 @@ class StepsAtHub:
         """Asks the Hub for the first time."""
         self._known()
 
-    def find(self, push: StepPush) -> AtHub | None:
+    def find(self, push: StepPush) -> StepCommit | None:
         """Returns the commit of a step, None where there is none."""
         commits, title = self._known(), title_of(push)
         commit = commits.get(title)
@@ -104,9 +104,13 @@ class StepsAtHub:
                 where=push.repo_id,
                 hint="push each run to a repository of its own, or choose another --tag-prefix",
             )
-        return None if commit is None else AtHub(commit, self._branch.url_of(commit), is_new=False)
+        return (
+            None
+            if commit is None
+            else StepCommit(commit, self._branch.url_of(commit), is_new=False)
+        )
 
-    def push(self, folder: Path, push: StepPush, whole: str = "") -> AtHub:
+    def push(self, folder: Path, push: StepPush, whole: str = "") -> StepCommit:
         """Makes the commit of a step.
 
         Args:
@@ -118,9 +122,9 @@ class StepsAtHub:
         commits, self._commits = self._known(), None  # nobody knows, until it is done
         done = self._branch.push(folder, title, whole)
         self._commits = {**commits, title: done.commit}
-        return AtHub(done.commit, done.url, done.bytes_uploaded, skipped=done.skipped)
+        return StepCommit(done.commit, done.url, done.bytes_uploaded, skipped=done.skipped)
 
-    def tag(self, push: StepPush, found: AtHub) -> None:
+    def tag(self, push: StepPush, found: StepCommit) -> None:
         """Has the step's tag point to its commit."""
         self._known()
         if self._tags.get(push.tag) == found.commit:
@@ -174,7 +178,7 @@ class BranchSettings:
 
 
 class HubBranch:
-    """See `ckptkit.hub.watch.remote.Branch`."""
+    """See `ckptkit.hub.watch.hub_branch.Branch`."""
 
     def __init__(
         self, hub: Hub, settings: BranchSettings, listener: Listener | None = None

@@ -12,10 +12,11 @@ from pathlib import Path
 from ckptkit.core.errors import NotACheckpointError, OutputError, RefusedError
 from ckptkit.engine.outcome import Listener
 from ckptkit.hub.client import Hub, quiet_client
-from ckptkit.hub.publish.commit import check_tag
-from ckptkit.hub.watch.remote import TAG_PREFIX, BranchSettings, HubBranch, StepsAtHub
-from ckptkit.hub.watch.run import WatchedRun
-from ckptkit.hub.watch.watch import Pauses, Watch, WatchEvent, WatchListener, WatchSettings
+from ckptkit.hub.publish.hub_commit import check_tag
+from ckptkit.hub.watch.events import WatchEvent, WatchListener
+from ckptkit.hub.watch.hub_branch import TAG_PREFIX, BranchSettings, HubBranch, PushedSteps
+from ckptkit.hub.watch.watch import Pauses, Watch, WatchSettings
+from ckptkit.hub.watch.watched_run import WatchedRun
 from ckptkit.runs.pruning import prune_run
 from ckptkit.runs.push_journal import (
     WATCH_FOLDER,
@@ -80,14 +81,14 @@ def run_watch(
         stack.enter_context(_locked(request, state, pauses, listener))
         stack.enter_context(quiet_client())
         hub = Hub(request.repo_id, token=request.token, endpoint=request.endpoint)
-        hub.named_by_owner()
+        hub.resolve_owner()
         identity, *former = _identities(request.run)
         journal, note = open_journal(state, hub.repo_id, identity, former)
         started = {"run": os.fspath(request.run), "repo_id": hub.repo_id, "state": str(state)}
         listener(WatchEvent("started", None, started))
         if note:
             listener(WatchEvent("warning", None, {"message": note}))
-        branch = StepsAtHub(HubBranch(hub, request.branch, progress), request.tag_prefix)
+        branch = PushedSteps(HubBranch(hub, request.branch, progress), request.tag_prefix)
         watch = Watch(WatchedRun(request.run, state), journal, branch, request.settings, listener)
         stack.callback(watch.close)
         if not request.retention.keeps_all:

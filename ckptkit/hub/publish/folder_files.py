@@ -1,0 +1,351 @@
+"""The files of a folder that is pushed: which go to the Hub, and whether they are complete."""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from ckptkit.core.errors import (
+    IncompleteCheckpointError,
+    MissingFileError,
+    RefusedError,
+    SourceChangedError,
+    UnsafePathError,
+    VerificationError,
+)
+from ckptkit.core.index import FileRef
+from ckptkit.core.manifest import MANIFEST_NAME, SIDE_FOLDER, TRAINING, Manifest
+from ckptkit.formats.registry import recognise
+from ckptkit.formats.torch_files.reader import INDEX_ENDING
+from ckptkit.plan.side_files import is_side_file
+from ckptkit.runs.step_manifests import file_problems
+from ckptkit.storage.base import Folder, Source
+from ckptkit.storage.manifests import read_manifest
+from ckptkit.storage.places import PathLike, is_url
+
+CARD = "README.md"
+ADAPTER_CONFIG = "adapter_config.json"
+NEVER = "training_args.bin"
+"""Can hold the token that training used, in plain text."""
+_WEIGHTS = re.compile(
+    r"(model|pytorch_model|adapter_model|consolidated)(-\d+-of-\d+|\.\d+(-of-\d+)?)?"
+    r"\.(safetensors|bin)(\.index\.json)?"
+)
+_DOCUMENTS = re.compile(r"(README|MODEL_CARD|LICEN[CS]E|NOTICE|USE_POLICY)(\.\w+)?", re.IGNORECASE)
+_OPTIMIZER = re.compile(
+    r"(optimizer|scheduler|scaler)(_\d+)?\.(bin|pt)|rng_state(_\d+)?\.pth"
+    r"|random_states_\d+\.pkl|trainer_state\.json"
+)
+_TENSORS = r"(safetensors|bin|pt|pth|pth\.tar|ckpt|pkl)"
+_STATES = (  # how the files of a step begin that hold tensors or states
+    "adapter|bf16|checkpoint|ckpt|common|consolidated|custom_checkpoint|data|dataloader|dl_state"
+    "|ema|embedding|epoch|exp_avg|expert|extra_state|fp16|fp32|last|layer|metadata|meta|model"
+    "|mp_rank|optim|optimizer|pytorch_model|random_states|rank|rng_state|sampler|scaler|scheduler"
+    "|shard|state|step|train_state|weights|zero_pp_rank|zero"
+)
+_OF_STEP = re.compile(
+    r"\.metadata|\.snapshot_metadata|\w+\.distcp|latest(_universal)?|zero_to_fp32\.py"
+    r"|latest_checkpointed_iteration\.txt|trainer_state\.json|fsdp_config\.json"
+    r"|(run|flat_parameters|metadata|meta)\.json"
+    rf"|({_STATES})([\w.=-]*)\.{_TENSORS}(\.index\.json)?"
+)
+_SNAPSHOT = ".snapshot_metadata"
+_OF_SNAPSHOT = re.compile(r"(\d+|batched|replicated|sharded)/.+")
+_DATA = re.compile(rf"[^.].*\.({_TENSORS[1:-1]}|csv|jinja|json|jsonl|model|npy|npz|txt|ya?ml)")
+_CODE = "*.py"
+_ADAPTER = re.compile(r"adapter_model\.(safetensors|bin)|adapter_config\.json")
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """A file that is not pushed, and why."""
+
+    path: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class FileSelection:
+    """The files of a folder that are pushed, and those that are not."""
+
+    files: tuple[str, ...]
+    skipped: tuple[Skipped, ...]
+
+
+def choose_files(
+    paths: Iterable[str], *, code: bool, optimizer: bool, include: Sequence[str] = ()
+) -> FileSelection:
+    """Decides by name which files of a model folder are pushed.
+
+    Args:
+        paths: All files, relative to the folder.
+        code: Whether a configuration names Python files, which are then pushed too.
+        optimizer: Whether the state of the optimizer, and of random numbers, is pushed too.
+        include: Patterns of further files.
+    """
+    files, skipped = [], []
+    for path in sorted(paths):
+        reason = _reason(path, code=code, optimizer=optimizer)
+        wanted = any(fnmatchcase(path, pattern) for pattern in include)
+        if posixpath.basename(path) == NEVER:
+            skipped.append(Skipped(path, "it can hold the token that training used"))
+        elif reason and not wanted:
+            skipped.append(Skipped(path, reason))
+        else:
+            files.append(path)
+    return FileSelection(tuple(files), tuple(skipped))
+
+
+def choose_step_files(
+    paths: Iterable[str], recorded: Collection[str], include: Sequence[str] = ()
+) -> FileSelection:
+    """Decides which files of a step are pushed with it.
+
+    Args:
+        paths: All files, relative to the step's folder.
+        recorded: Those that its manifest names.
+        include: Patterns of further files.
+    """
+    all_paths = sorted(paths)
+    is_snapshot = _SNAPSHOT in all_paths
+    files, skipped = [], []
+    for path in all_paths:
+        name = posixpath.basename(path)
+        wanted = any(fnmatchcase(path, pattern) for pattern in include)
+        belongs = _is_of_step(path, name) or (is_snapshot and _OF_SNAPSHOT.fullmatch(path))
+        if path in recorded or path.startswith(f"{SIDE_FOLDER}/"):
+            belongs = belongs or _DATA.fullmatch(name)
+        if name == NEVER:
+            skipped.append(Skipped(path, "it can hold the token that training used"))
+        elif belongs or wanted:
+            files.append(path)
+        else:
+            skipped.append(Skipped(path, "not a known file of a step"))
+    return FileSelection(tuple(files), tuple(skipped))
+
+
+def _is_of_step(path: str, name: str) -> bool:
+    if fnmatchcase(name, _CODE):
+        return _OF_STEP.fullmatch(name) is not None
+    kinds = (_OF_STEP, _WEIGHTS, _DOCUMENTS)
+    return (
+        name in {MANIFEST_NAME, ADAPTER_CONFIG}
+        or any(kind.fullmatch(name) for kind in kinds)
+        or is_side_file(name)
+        or is_side_file("/".join(path.split("/")[-2:]))  # additional_chat_templates
+    )
+
+
+def is_weights(path: str) -> bool:
+    return _WEIGHTS.fullmatch(posixpath.basename(path)) is not None
+
+
+def find_stale_files(remote: Iterable[str], local: Iterable[str], whole: str = "") -> list[str]:
+    """Returns the files to delete from a repository so that it holds only the pushed model.
+
+    Loaders would pick up weight files of another kind or number of shards; with an adapter's
+    configuration next to a model, they would load the adapter's base instead of the model.
+
+    Args:
+        remote: The files that the repository holds.
+        local: Those that are pushed.
+        whole: A folder that is pushed as it is; files of an earlier one are deleted.
+    """
+    new = set(local)
+    if not any(is_weights(path) for path in new):
+        return []
+    has_model = any(is_weights(path) and not _ADAPTER.fullmatch(path) for path in new)
+    return sorted(
+        path
+        for path in set(remote) - new
+        if path == MANIFEST_NAME
+        or _ADAPTER.fullmatch(path)
+        or (has_model and is_weights(path) and "/" not in path)
+        or (whole and path.startswith(f"{whole}/"))
+    )
+
+
+def _reason(path: str, *, code: bool, optimizer: bool) -> str:
+    folder, name = posixpath.split(path)
+    if path == MANIFEST_NAME:
+        return ""
+    if _OPTIMIZER.fullmatch(name):
+        return "" if optimizer and not folder else "state of the optimizer or of random numbers"
+    if fnmatchcase(name, _CODE):
+        return "" if code else "no configuration names this Python file"
+    if _belongs(path, folder, name):
+        return ""
+    return "not a file of a model, its tokenizer or its documents"
+
+
+def _belongs(path: str, folder: str, name: str) -> bool:
+    if is_side_file(path):
+        return True
+    if folder:  # PEFT keeps every adapter but the default one in a folder of its name
+        return "/" not in folder and _ADAPTER.fullmatch(name) is not None
+    patterns = (_WEIGHTS, _DOCUMENTS)
+    return name == ADAPTER_CONFIG or any(pattern.fullmatch(name) for pattern in patterns)
+
+
+def find_missing_weights(weight_map: Mapping[str, str], files: Iterable[str]) -> list[str]:
+    """Returns the weight files that an index names and the folder lacks."""
+    return sorted(set(weight_map.values()) - set(files))
+
+
+_LOADS = frozenset({"safetensors", "torch"})
+_DEPTH = 1
+_RUN_DEPTH = 2
+_WHOLE_DEPTH = 8
+_PUSHED = frozenset({"model", "adapter", "torch"})
+MAX_FILE_BYTES = 500_000_000_000
+"""The largest file that the Hub takes."""
+
+
+def local_folder(place: PathLike) -> Path:
+    """Returns the folder to push."""
+    where = os.fspath(place)
+    if is_url(place):
+        raise RefusedError(
+            "a push reads a folder of this machine",
+            where=where,
+            hint="write it to a local folder first: `ckptkit consolidate URL DIR`",
+        )
+    if not Path(where).is_dir():
+        raise MissingFileError(
+            "is not a directory",
+            where=where,
+            hint="pass what `ckptkit consolidate` or `ckptkit adapter extract` wrote",
+        )
+    return Path(where)
+
+
+def read_model_manifest(source: Source, paths: Iterable[str]) -> Manifest | None:
+    """Returns the manifest of a folder that can be pushed, None if it has none."""
+    if MANIFEST_NAME not in set(paths):
+        return None
+    manifest = read_manifest(source)
+    if manifest.kind == TRAINING:
+        raise _to_consolidate(source.location, "is a step of a training run")
+    if manifest.kind not in _PUSHED:
+        raise _to_consolidate(source.location, f"holds a {manifest.kind!r} output")
+    return manifest
+
+
+def refuse_checkpoints(source: Source, paths: Iterable[str]) -> None:
+    """Refuses checkpoints that no library loads from the Hub."""
+    for candidate in recognise(list(paths)):
+        if candidate.format not in _LOADS:
+            raise _to_consolidate(source.location, f"is a sharded checkpoint ({candidate.reason})")
+
+
+def _to_consolidate(location: str, what: str) -> RefusedError:
+    return RefusedError(
+        f"{what}, which no library loads from the Hub",
+        where=location,
+        hint=f"run `ckptkit consolidate {location} OUT` (or `ckptkit adapter extract`, for an"
+        " adapter), then push OUT",
+    )
+
+
+def files_below(source: Source) -> list[str]:
+    return list(source.walk(_DEPTH))
+
+
+def files_of_whole(source: Source, whole: str) -> list[str]:
+    """Lists the files of a folder that is pushed as it is.
+
+    Args:
+        source: The folder above it.
+        whole: Its name; empty for none.
+    """
+    paths = source.walk(_WHOLE_DEPTH) if whole else iter(())
+    return [path for path in paths if path.startswith(f"{whole}/")]
+
+
+def stat_all(source: Source, paths: Iterable[str]) -> dict[str, FileRef]:
+    """Returns the sizes of the files to push; refuses files that cannot be pushed."""
+    files = {}
+    for path in paths:
+        where = posixpath.join(source.location, path)
+        try:
+            files[path] = source.stat(path)
+        except UnsafePathError as error:
+            raise RefusedError(
+                "is a link that leads out of the folder",
+                where=where,
+                hint="copy the file into the folder, or push the folder that contains it",
+            ) from error
+        size_bytes = files[path].size_bytes
+        if size_bytes > MAX_FILE_BYTES:
+            raise RefusedError(
+                f"has {size_bytes:,} bytes, and the Hub takes at most {MAX_FILE_BYTES:,}",
+                where=where,
+                hint="write smaller files with `ckptkit consolidate --max-shard-size 5GB`",
+            )
+    return files
+
+
+def check_complete(
+    source: Source, manifest: Manifest | None, files: Iterable[str], documents: Mapping[str, Any]
+) -> None:
+    """Refuses a model with missing or unexpected weight files.
+
+    Args:
+        source: The folder.
+        manifest: Its manifest, if it has one.
+        files: The files that are pushed.
+        documents: The parsed JSON files among them, by path.
+    """
+    files = list(files)
+    weights = [path for path in files if is_weights(path) and not path.endswith(INDEX_ENDING)]
+    if not weights:
+        refuse_checkpoints(source, source.walk(_RUN_DEPTH))
+        raise RefusedError(
+            "holds no weights",
+            where=source.location,
+            hint="pass a folder with model.safetensors or adapter_model.safetensors, such as"
+            " `ckptkit consolidate` writes",
+        )
+    for path, document in documents.items():
+        if path.endswith(INDEX_ENDING):
+            _check_index(posixpath.join(source.location, path), document, files)
+    if manifest is not None:
+        _check_files(source, manifest, weights)
+
+
+def _check_index(where: str, document: Any, files: list[str]) -> None:
+    weight_map = document.get("weight_map") if isinstance(document, Mapping) else None
+    missing = find_missing_weights(weight_map, files) if isinstance(weight_map, Mapping) else ["?"]
+    if missing:
+        raise IncompleteCheckpointError(
+            f"the index names {len(missing):,} missing files, such as {missing[0]!r}",
+            where=where,
+            hint="the folder is incomplete; write it again with `ckptkit consolidate`",
+        )
+
+
+def _check_files(source: Source, manifest: Manifest, weights: Iterable[str]) -> None:
+    hint = "see what `ckptkit verify` says; write the folder again with `ckptkit consolidate`"
+    for problem in file_problems(source, "", manifest):
+        raise VerificationError(problem.message, where=problem.where, hint=hint)
+    for path in weights:
+        if path not in manifest.files:
+            where = posixpath.join(source.location, path)
+            raise VerificationError("is not in the manifest", where=where, hint=hint)
+
+
+def check_unchanged(source: Folder, refs: Iterable[FileRef]) -> None:
+    """Refuses to commit files that changed while they were uploaded."""
+    changed = source.changed(list(refs))
+    if changed is not None:
+        raise SourceChangedError(
+            f"{changed.path!r} changed while it was uploaded",
+            where=source.location,
+            hint="wait until the folder is no longer written to, then push again",
+        )
