@@ -16,12 +16,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 MOST_MODULES_IN_A_FOLDER = 15
 LIMITS = {
-    "modules": 370,
+    "modules": 367,
     "modules with one importer": 66,
-    "modules in import circles": 6,
-    "public class names with several meanings": 27,
-    "module names used in two packages": 34,
-    "lines with told, somebody, nobody or whoever": 471,
+    "modules in import circles": 0,
+    "public class names with several meanings": 24,
+    "module names used in two packages": 29,
+    "lines with told, somebody, nobody or whoever": 424,
 }
 _FILES = re.compile(r"\b(?:ckptkit|cli|tests|benchmarks)/[\w/]+\.py\b")
 _WORDS = re.compile(r"\b(told|somebody|nobody|whoever)\b", re.IGNORECASE)
