@@ -25,7 +25,7 @@ from measuring import MB, ROOT, WORK, keep, markdown
 sys.path.insert(0, str(ROOT))
 
 from ckptkit.core.manifest import Manifest
-from ckptkit.writer.messages import Channel, Commit, Committed, Progress, Proof
+from ckptkit.writer.messages import Channel, Commit, RecordProof, StepCommitted, WriteProgress
 from ckptkit.writer.process import writer_command
 
 UNIT = "pytorch_model_fsdp_0"
@@ -65,7 +65,7 @@ def _record(rank: int, ranks: int, tensors: int) -> bytes:
     return json.dumps(document, separators=(",", ":")).encode()
 
 
-def _prepare(folder: Path, ranks: int, tensors: int) -> tuple[list[Proof], int]:
+def _prepare(folder: Path, ranks: int, tensors: int) -> tuple[list[RecordProof], int]:
     shutil.rmtree(folder.parent, ignore_errors=True)
     (folder / ".ranks").mkdir(parents=True)
     (folder / UNIT).mkdir()
@@ -75,12 +75,12 @@ def _prepare(folder: Path, ranks: int, tensors: int) -> tuple[list[Proof], int]:
         (folder / f".ranks/{rank}.json").write_bytes(data)
         with (folder / UNIT / f"__{rank}_0.distcp").open("wb") as file:
             file.truncate(tensors * BLOB_BYTES)
-        proofs.append(Proof(rank, f".ranks/{rank}.json", len(data), zlib.crc32(data)))
+        proofs.append(RecordProof(rank, f".ranks/{rank}.json", len(data), zlib.crc32(data)))
         total += len(data)
     return proofs, total
 
 
-def _commit(request: Commit) -> tuple[Committed, float, float, int]:
+def _commit(request: Commit) -> tuple[StepCommitted, float, float, int]:
     """Returns the answer, processor time, the longest silence, and peak memory in bytes."""
     ours, theirs = socket.socketpair()
     with theirs:
@@ -94,14 +94,14 @@ def _commit(request: Commit) -> tuple[Committed, float, float, int]:
         answer = channel.receive()
         now = time.perf_counter()
         silence, heard = max(silence, now - heard), now
-        if not isinstance(answer, Progress):
+        if not isinstance(answer, WriteProgress):
             break
     status = Path(f"/proc/{process.pid}/status").read_text(encoding="utf-8")
     peak = next(line for line in status.splitlines() if line.startswith("VmHWM"))
     channel.close()
     _, _, usage = os.wait4(process.pid, 0)
     process.returncode = 0
-    if not isinstance(answer, Committed):
+    if not isinstance(answer, StepCommitted):
         raise TypeError(f"not committed: {answer}")
     return answer, usage.ru_utime + usage.ru_stime, silence, int(peak.split()[1]) * 1024
 

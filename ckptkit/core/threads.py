@@ -1,20 +1,78 @@
-"""Threads that share one iterator of work, a limit on their bytes per second, and cores and memory.
+"""Threads of this process: one that calls functions in order, several that share an iterator.
 
-The first error stops all threads.
+Also a limit on bytes per second that all threads keep together, and what the process uses of the
+machine.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Generic, TypeVar
+from queue import SimpleQueue
+from typing import Any, Generic, TypeVar
 
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
 Item = TypeVar("Item")
 Worker = Callable[[Iterator[Item]], None]
+
+
+class WorkerThread:
+    """A daemon thread that calls functions one after another, in the order they were submitted.
+
+    Unlike the thread of a `ThreadPoolExecutor` it is not joined when the interpreter exits: a call
+    that hangs in storage or in C++ must not keep a program alive.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def submit(self, call: Callable[[], T]) -> Future[T]:
+        """Has a function called; the future holds what it returns or raises."""
+        future: Future[T] = Future()
+        self._calls.put((future, call))
+        return future
+
+    def submit_unwatched(self, call: Callable[[], object]) -> None:
+        """Has a function called whose future nothing reads: what it raises is logged."""
+        self.submit(call).add_done_callback(_log_error)
+
+    def stop(self) -> None:
+        """Ends the thread after the calls submitted so far, without waiting for them."""
+        self._calls.put(None)
+
+    def close(self, timeout: float | None = None) -> None:
+        """Ends the thread after the calls submitted so far, and waits for it."""
+        self.stop()
+        self._thread.join(timeout)
+
+    def _run(self) -> None:
+        while (entry := self._calls.get()) is not None:
+            future, call = entry
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(call())
+                except BaseException as error:  # noqa: BLE001  raised again by the future
+                    future.set_exception(error)
+            # Or the thread would keep what the call refers to until the next one comes.
+            del entry, future, call
+
+
+def _log_error(future: Future[Any]) -> None:
+    if not future.cancelled() and (error := future.exception()) is not None:
+        logger.error("a background call failed", exc_info=error)
 
 
 def run_crew(

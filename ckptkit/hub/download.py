@@ -34,7 +34,8 @@ from ckptkit.hub.publish.hub_commit import commit_of
 from ckptkit.hub.publish.large_files import CheckedReader, LargeFile, large_file
 from ckptkit.runs.step_manifests import file_problems
 from ckptkit.storage.local.disk import LOCAL_DISK, Disk, is_refused
-from ckptkit.storage.local.names import WORK_INFIX, check_relative
+from ckptkit.storage.local.durable import sync_file, sync_folders
+from ckptkit.storage.local.names import check_relative, hidden_name
 from ckptkit.storage.local.source import LocalSource
 from ckptkit.storage.local.target import free_bytes, make_missing, translate_errors
 from ckptkit.storage.local.workdir import WorkFolder, is_empty, publish
@@ -90,12 +91,9 @@ class PullFolder:
         """  # noqa: DOC501  `_exists` and `translate_errors` make them
         with translate_errors(self._named):
             shutil.rmtree(self.files / _CLIENT, ignore_errors=True)
-            folders = {self.files}
             for path in self._files():
-                _sync(path)
-                folders.add(path.parent)
-            for folder in folders:
-                self._disk.sync_directory(folder)
+                sync_file(path)
+            sync_folders(self.files, self._disk)
             if not publish(self._work, self._out, overwrite=False, disk=self._disk):
                 raise _exists(self._named)
             self._disk.sync_directory(self._out.parent)
@@ -157,7 +155,7 @@ def _exists(out: Path) -> OutputExistsError:
 
 
 def _enter(out: Path, disk: Disk) -> WorkFolder | None:
-    path = out.parent / f".{out.name}{WORK_INFIX}pull"
+    path = out.with_name(hidden_name(out.name, "pull"))
     path.mkdir(exist_ok=True)
     lock = None
     if disk.locks:
@@ -172,14 +170,6 @@ def _enter(out: Path, disk: Disk) -> WorkFolder | None:
     work = WorkFolder(path, lock)
     work.files.mkdir(exist_ok=True)
     return work
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 _CHECKS_AT_ONCE = 2

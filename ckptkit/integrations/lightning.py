@@ -27,15 +27,15 @@ from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.formats.discovery import step_of
 from ckptkit.integrations.open_runs import OpenRun
 from ckptkit.runs.marks import STEP_PREFIXES, is_step_folder
+from ckptkit.storage.local.durable import remove_folder
 from ckptkit.storage.local.source import LocalSource
 from ckptkit.training import Options, SaveHandle, SaveReport
 from ckptkit.training.agree.peers import open_peers
-from ckptkit.training.names import clean_fqn
 from ckptkit.training.resume.resume import decline, resume_from
 from ckptkit.training.settings import check_options
 from ckptkit.training.state.collect import bind
 from ckptkit.training.state.objects_on_disk import read_torch_file
-from ckptkit.writer.commit import remove_whole
+from ckptkit.training.step_names import clean_fqn
 
 logger = logging.getLogger(__name__)
 
@@ -168,7 +168,7 @@ def load(state: Mapping[str, Any], path: Path, *, timeout_seconds: float) -> Non
 
 def _remove(path: Path) -> None:
     try:
-        remove_whole(path)
+        remove_folder(path)
     except FileNotFoundError:
         return
     except OSError as error:

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -17,6 +16,7 @@ from typing import Protocol
 from ckptkit.core.errors import InputError, NotACheckpointError, OutputError
 from ckptkit.runs.marks import StepMark, claim, hold, run_is_live
 from ckptkit.storage.local.disk import LOCAL_DISK
+from ckptkit.storage.local.durable import TRASH, new_hidden_path, remove_tree
 from ckptkit.storage.local.names import WORK_INFIX, is_work_folder
 
 
@@ -110,12 +110,9 @@ class RunStore(Protocol):
         ...
 
 
-_TRASH = "trash"  # as the writer of a save calls it, which removes what it finds as well
-_NONCE_BYTES = 8
-_TRIES = 3
 _AGAIN = "was written again, or changed, since it was listed"
 _JUDGED_ANEW = "run again; it is judged anew"
-_HIDDEN = re.compile(rf"\.(?P<step>.+?){re.escape(WORK_INFIX)}{_TRASH}-[0-9a-f]+")
+_HIDDEN = re.compile(rf"\.(?P<step>.+?){re.escape(WORK_INFIX)}{TRASH}-[0-9a-f]+")
 
 
 class LocalRun:
@@ -183,7 +180,7 @@ class LocalRun:
         A job may replace the step at any time; what is not what was seen gets its name back.
         """
         folder = self._root / step
-        trash = self._root / f".{step}{WORK_INFIX}{_TRASH}-{os.urandom(_NONCE_BYTES).hex()}"
+        trash = new_hidden_path(folder, TRASH)
         with _removable(folder):
             if not self._holds(step, step, files):
                 raise OutputError(_AGAIN, where=str(folder), hint=_JUDGED_ANEW)
@@ -192,7 +189,7 @@ class LocalRun:
                 trash.rename(folder)
                 raise OutputError(_AGAIN, where=str(folder), hint=_JUDGED_ANEW)
             LOCAL_DISK.sync_directory(self._root)
-            _remove_tree(trash)
+            remove_tree(trash)
 
     def clear_up(self, *, remove: bool) -> Sequence[str]:
         """Removes folders that have lost their names."""
@@ -206,7 +203,7 @@ class LocalRun:
             found.append(match["step"])
             if remove:
                 with _removable(path):
-                    _remove_tree(path)
+                    remove_tree(path)
         return found
 
     def _holds(self, folder: str, step: str, files: Sequence[StoredFile]) -> bool:
@@ -243,15 +240,6 @@ def _stored(path: str, status: os.stat_result) -> StoredFile:
         links=status.st_nlink,
         inode=f"{status.st_dev:x}-{status.st_ino:x}",
     )
-
-
-def _remove_tree(path: Path) -> None:
-    """Removes a folder that somebody else may be removing as well."""
-    for _ in range(_TRIES):
-        with suppress(FileNotFoundError):
-            shutil.rmtree(path)
-        if not path.exists():
-            return
 
 
 @contextmanager

@@ -30,6 +30,7 @@ from ckptkit.core.errors import MissingFileError, RefusedError
 from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.core.text import Closing
 from ckptkit.storage.local.disk import LOCAL_DISK, Disk, OpenFile, is_refused
+from ckptkit.storage.local.durable import replace_file
 
 MARKS_FOLDER = ".ckptkit"
 _LOCK = "lock"
@@ -166,13 +167,7 @@ def run_identity(run: Path, disk: Disk = LOCAL_DISK) -> str:
     if found:
         return found
     identity = secrets.token_hex(_IDENTITY_BYTES)
-    draft = path.with_name(f".{_IDENTITY}")
-    with draft.open("w", encoding="utf-8") as file:
-        file.write(identity)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path)
-    disk.sync_directory(path.parent)
+    replace_file(path, identity.encode(), disk, draft=path.with_name(f".{_IDENTITY}"))
     return identity
 
 

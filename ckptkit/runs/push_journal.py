@@ -24,6 +24,7 @@ from typing import Any, Literal, get_args
 from ckptkit.core.errors import NoSpaceError, OutputError, RefusedError
 from ckptkit.runs.marks import MARKS_FOLDER
 from ckptkit.storage.local.disk import LOCAL_DISK, Disk, OpenFile, is_out_of_space, is_refused
+from ckptkit.storage.local.durable import replace_file
 
 WATCH_FOLDER = f"{MARKS_FOLDER}/watch"
 _LOCK = "lock"
@@ -270,13 +271,7 @@ def _push(step: int, document: Mapping[str, Any]) -> StepPush:
 
 def _replace(path: Path, data: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}")
-    with draft.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path)
-    LOCAL_DISK.sync_directory(path.parent)
+    replace_file(path, data, LOCAL_DISK, draft=path.with_name(f".{path.name}"))
 
 
 def _unwritable(path: Path, error: OSError) -> OutputError | NoSpaceError:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from ckptkit.core.errors import OutputError, RefusedError
 from ckptkit.storage.local.disk import LOCAL_DISK
+from ckptkit.storage.local.durable import replace_file
 from ckptkit.storage.locations import Place, is_url, local_path
 from ckptkit.storage.remote.errors import error_translator
 from ckptkit.storage.remote.store import RemoteStore, get_store
@@ -50,17 +50,9 @@ def put_record(root: Place, name: str, data: bytes) -> None:
             path = f"{store.path_of(root.location)}/{name}"
             store.put_small(path, data)
         return
-    folder, disk = local_path(root).resolve(), LOCAL_DISK
-    new = folder / f"{name}.new"
+    folder = local_path(root).resolve()
     try:
-        file = disk.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        try:
-            file.write_at(0, memoryview(data))
-            file.sync()
-        finally:
-            file.close()
-        new.replace(folder / name)
-        disk.sync_directory(folder)
+        replace_file(folder / name, data, LOCAL_DISK, draft=folder / f"{name}.new")
     except OSError as error:
         raise OutputError(
             f"the removal cannot be recorded: {error.strerror}",

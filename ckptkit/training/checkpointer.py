@@ -28,19 +28,19 @@ from ckptkit.core.arguments import check_names
 from ckptkit.core.errors import CkptkitError, SaveError, UsageError
 from ckptkit.storage.local.disk import Closable
 from ckptkit.training.agree.peers import open_peers
-from ckptkit.training.agree.preemption import open_requests
+from ckptkit.training.agree.save_requests import open_requests
 from ckptkit.training.binding import Binding
 from ckptkit.training.export.export import Exporter, ExportHandle, ExportOptions, make_request
 from ckptkit.training.handle import SaveHandle, SkippedError
 from ckptkit.training.resume.resume import decline, resume, resume_from
-from ckptkit.training.save.commit import Attempt
-from ckptkit.training.save.endings import open_ending
+from ckptkit.training.save.attempts import SaveAttempt
 from ckptkit.training.save.frozen import FrozenFiles
 from ckptkit.training.save.saver import Save
 from ckptkit.training.save.slot import SaveSlot
 from ckptkit.training.session import Session, open_session
 from ckptkit.training.settings import Options, check_options
 from ckptkit.training.state.collect import BoundState
+from ckptkit.training.tiers.save import open_save_backend
 
 _MANY_FAILURES = 3  # in a row: one or two may be a file system that was away for a while
 _WITHOUT_DATA = ("FakeTensorMode", "ProxyTorchDispatchMode", "FunctionalTensorMode")
@@ -224,19 +224,19 @@ class Checkpointer:
             undo.callback(self._session.close)
             self._requests = open_requests(self._peers, self._session.run, settings)
             undo.callback(self._requests.close)
-            self._ending = open_ending(self._session, self._peers, settings)
+            self._backend = open_save_backend(self._session, self._peers, settings)
             undo.pop_all()
         self._frozen = FrozenFiles(self._peers.nonce, self._peers.rank, settings.max_in_flight)
         with plain_torch():
             self._slots = [
-                SaveSlot(self._peers, settings, self._ending, self._frozen)
+                SaveSlot(self._peers, settings, self._backend, self._frozen)
                 for _ in range(settings.max_in_flight)
             ]
         self._binding = Binding(
             settings.layout, rank=self._peers.rank, world_size=self._peers.world_size
         )
         self._exporter = Exporter(self._peers, settings.sidecar, settings.timeout_seconds)
-        self._unclosed: list[Closable] = [self._exporter, *self._slots, self._ending]
+        self._unclosed: list[Closable] = [self._exporter, *self._slots, self._backend]
         self._unclosed += [self._frozen, self._requests, self._session, self._peers]
         self._handles: list[SaveHandle] = []  # of saves under way, and of failures to be raised
         self._failed = FailedSaves()
@@ -314,11 +314,11 @@ class Checkpointer:
     def _save(
         self,
         began: float,
-        attempt: Attempt,
+        attempt: SaveAttempt,
         find_bound: Callable[[], BoundState],
         metrics: Mapping[str, float] | None = None,
     ) -> SaveHandle:
-        placed = self._ending.placed(attempt)
+        placed = self._backend.placed(attempt)
         save = Save(placed, self._session.handle(placed), began, after=self._taken)
         self._handles = [h for h in self._handles if not h.done() or h.unheard_error]
         self._handles.append(save.handle)
@@ -406,7 +406,7 @@ class Checkpointer:
         with self._calling("resume") as call:
             for handle in self._handles:
                 handle.wait()
-            self._ending.recover()
+            self._backend.recover()
             self._frozen.forget()
             try:
                 call.check_modes()
@@ -509,7 +509,7 @@ class Checkpointer:
                 ", ".join(lost),
             )
             self._session.committer.kill()
-            self._ending.kill()
+            self._backend.kill()
             for slot in self._slots:
                 slot.kill()
             self._peers.close()

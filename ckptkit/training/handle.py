@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
@@ -32,25 +33,27 @@ class Reported(Protocol):
 Report = TypeVar("Report", bound=Reported)
 
 
-class Outcome(Generic[Report]):
+class BackgroundResult(Generic[Report]):
     """What a save or an export comes to: a report, or an error."""
 
     def __init__(self, what: str) -> None:
         """Takes what it is called in messages, such as "the save of step 3"."""
         self._what = what
-        self._finished = threading.Event()
-        self._report: Report | None = None
-        self._error: CkptkitError | None = None
+        self._future: Future[Report] = Future()
         self._asked = False
 
     def done(self) -> bool:
-        """Tells whether it has ended, well or not."""
-        return self._finished.is_set()
+        """Returns whether it has ended, with success or not."""
+        return self._future.done()
 
     @check_names
     def wait(self, timeout: float | None = None) -> bool:
-        """Waits until it has ended, well or not, and tells whether it has."""
-        return self._finished.wait(timeout)
+        """Waits until it has ended, with success or not, and returns whether it has."""
+        try:
+            self._future.exception(timeout)
+        except TimeoutError:
+            return False
+        return True
 
     @check_names
     def result(self, timeout: float | None = None) -> Any:
@@ -77,12 +80,10 @@ class Outcome(Generic[Report]):
             TimeoutError: If it has not ended by then.
             CkptkitError: If it failed.
         """
-        if not self._finished.wait(timeout):
+        if not self.wait(timeout):
             raise TimeoutError(f"{self._what} has not ended after {timeout} s")
         self._asked = True
-        if self._report is None:
-            raise self._error or SaveError(f"{self._what} was given up")
-        return self._report
+        return self._future.result()
 
     @check_names
     def exception(self, timeout: float | None = None) -> CkptkitError | None:
@@ -95,30 +96,26 @@ class Outcome(Generic[Report]):
 
     @property
     def error(self) -> CkptkitError | None:
-        """What went wrong, if it has ended and something did."""
-        return self._error
+        """The error, if it has ended with one."""
+        error = self._future.exception() if self._future.done() else None
+        return error if isinstance(error, CkptkitError) else None
 
     @property
     def unheard_error(self) -> CkptkitError | None:
         """What went wrong, if something did and nobody has asked for the result."""
-        return None if self._asked else self._error
+        return None if self._asked else self.error
 
     def heard(self) -> None:
         """Notes that the caller knows how it ends."""
         self._asked = True
 
     def succeed(self, report: Report) -> None:
-        """Ends it well."""
-        self._report = report
-        self._end()
+        """Ends it with success."""
+        self._future.set_result(report)
 
     def fail(self, error: CkptkitError) -> None:
         """Ends it with an error."""
-        self._error = error
-        self._end()
-
-    def _end(self) -> None:
-        self._finished.set()
+        self._future.set_exception(error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +139,7 @@ class PushReport:
     url: str
 
 
-class Push(Outcome[PushReport]):
+class Push(BackgroundResult[PushReport]):
     """The push of a step, under way or done."""
 
     def __init__(self, step: int) -> None:
@@ -221,7 +218,7 @@ class SaveReport:
         )
 
 
-class SaveHandle(Outcome[SaveReport]):
+class SaveHandle(BackgroundResult[SaveReport]):
     """A save under way; it may be asked from any thread.
 
     Attributes:
@@ -240,6 +237,7 @@ class SaveHandle(Outcome[SaveReport]):
         self.waited_seconds = 0.0
         self._staged: list[Staged] = []
         self._push: Push | None = None
+        self._future.add_done_callback(self._release)
 
     def wait_staged(self) -> None:
         """Waits until devices have copied their part of the state; on the CPU that is done.
@@ -300,7 +298,7 @@ class SaveHandle(Outcome[SaveReport]):
     @property
     def skipped(self) -> bool:
         """Whether the save was skipped because an earlier one was still being written."""
-        return isinstance(self._error, SkippedError)
+        return isinstance(self.error, SkippedError)
 
     @property
     def unheard_error(self) -> CkptkitError | None:
@@ -324,8 +322,7 @@ class SaveHandle(Outcome[SaveReport]):
         """Lets the next save begin."""
         self._freed.set()
 
-    def _end(self) -> None:
-        super()._end()
+    def _release(self, _: object) -> None:
         self._kept.set()
         self._freed.set()
 
@@ -363,7 +360,7 @@ class ExportReport:
         )
 
 
-class ExportHandle(Outcome[ExportReport]):
+class ExportHandle(BackgroundResult[ExportReport]):
     """An export whose own bytes are durable; it may be asked from any thread.
 
     `result` returns the directory; see `ExportReport.command` for the one exception.

@@ -33,7 +33,7 @@ from ckptkit.runs.save_order import Retention
 from ckptkit.storage.places import Place
 from ckptkit.training.environment import own_environment
 from ckptkit.training.handle import Push, PushReport, SaveHandle, SaveReport
-from ckptkit.training.runs import Run
+from ckptkit.training.run_folders import TrainingRun
 
 HubStrategy = Literal["every_save", "checkpoint", "all_checkpoints", "end"]
 HUB_OPTIONS = (
@@ -187,7 +187,7 @@ _MOST_RESTARTS = 3  # of a process that dies without a word
 
 
 def open_pushing(
-    run: Run[Any], rank: int, settings: HubSettings | None, retention: Retention
+    run: TrainingRun[Any], rank: int, settings: HubSettings | None, retention: Retention
 ) -> Pushing | NoPushing:
     """Starts the process that pushes, on rank 0 where it is asked for; see `Pushing`."""
     if settings is None or rank != 0:
@@ -216,7 +216,7 @@ class NoPushing:
 class Pushing:
     """The pushes of a run, done by a process that lives as long as the run is open."""
 
-    def __init__(self, run: Run[Any], settings: HubSettings, retention: Retention) -> None:
+    def __init__(self, run: TrainingRun[Any], settings: HubSettings, retention: Retention) -> None:
         """Starts the process.
 
         Args:

@@ -28,9 +28,9 @@ from ckptkit.storage.places import PathLike, Place, is_url, local_path, place_of
 from ckptkit.training.agree.peers import Peers
 from ckptkit.training.handle import SaveHandle, SaveReport
 from ckptkit.training.pushing import open_pushing
-from ckptkit.training.runs import Run, RunFolder, RunLock
-from ckptkit.training.save.commit import Attempt
-from ckptkit.training.save.writer_process import Patience
+from ckptkit.training.run_folders import RunFolder, RunLock, TrainingRun
+from ckptkit.training.save.attempts import SaveAttempt
+from ckptkit.training.save.writer_process import WriterTimeouts
 from ckptkit.training.settings import Settings, check_shared
 from ckptkit.training.sidecar import collect_sidecar, run_facts
 from ckptkit.training.state.collect import BoundState
@@ -41,7 +41,7 @@ from ckptkit.writer.failures import as_failure
 from ckptkit.writer.sweep import sweep
 
 
-class Descriptions:
+class SidecarFolders:
     """Folders whose content never changes; the newest one is for the next save.
 
     Commits that are under way copy from the ones before, as many as saves may be in flight.
@@ -132,7 +132,7 @@ class Session:
 
     def __init__(
         self,
-        run: Run[Any],
+        run: TrainingRun[Any],
         peers: Peers,
         settings: Settings,
         lock: RunLock | None,
@@ -148,15 +148,15 @@ class Session:
             saved_before: The number of the last save of earlier jobs.
         """
         self.run = run
-        patience = Patience(settings.stall_seconds, settings.timeout_seconds)
-        self.committer = run.process(patience, f"committer of rank {peers.rank}")
+        timeouts = WriterTimeouts(settings.stall_seconds, settings.timeout_seconds)
+        self.committer = run.process(timeouts, f"committer of rank {peers.rank}")
         self._peers = peers
         self._settings = settings
         self._lock = lock
         # A shared place that is slow or gone must not hold up the thread that trains.
         places = [settings.local.absolute()] if settings.local is not None else []
         folders = [place / MARKS_FOLDER / peers.nonce for place in (*places, run.path)]
-        self._descriptions = Descriptions(folders, settings.max_in_flight)
+        self._descriptions = SidecarFolders(folders, settings.max_in_flight)
         self._saved_before = saved_before
         self._count = 0
         self._tries: Counter[int] = Counter()
@@ -167,7 +167,7 @@ class Session:
         """Has saves numbered after one that was found to have been made before."""
         self._saved_before = max(self._saved_before, save_number)
 
-    def attempt(self, step: object, name: str | None = None) -> Attempt:
+    def attempt(self, step: object, name: str | None = None) -> SaveAttempt:
         """Names a try to save a step, the same on all ranks, even if one has missed another step.
 
         What it lacks is added by `describe`.
@@ -196,7 +196,7 @@ class Session:
             versions={"ckptkit": __version__, "torch": torch.__version__},
             tensors={},
         )
-        return Attempt(
+        return SaveAttempt(
             number=self._count,
             name=attempt,
             step=count,
@@ -206,7 +206,7 @@ class Session:
             retires=name is None,
         )
 
-    def handle(self, attempt: Attempt) -> SaveHandle:
+    def handle(self, attempt: SaveAttempt) -> SaveHandle:
         """Returns a new handle for an attempt, which tells of its push as well."""
         handle = SaveHandle(attempt.step)
         self._pushing.follow(handle, attempt.step_name)
@@ -234,15 +234,15 @@ class Session:
             What the first rank to ask said of itself.
         """
         choice = b"go" if here else b"skip"
-        board = self._peers.board
+        store = self._peers.store
         self._asked.append(attempt)
         if len(self._asked) > _REMEMBERED:  # every rank has long since asked for it
-            board.delete(f"goes/{self._asked.popleft()}")
-        return board.compare_set(f"goes/{attempt}", b"", choice) == b"go"
+            store.delete(f"goes/{self._asked.popleft()}")
+        return store.compare_set(f"goes/{attempt}", b"", choice) == b"go"
 
     def describe(
-        self, attempt: Attempt, bound: BoundState, metrics: Mapping[str, float] | None
-    ) -> Attempt:
+        self, attempt: SaveAttempt, bound: BoundState, metrics: Mapping[str, float] | None
+    ) -> SaveAttempt:
         """Returns an attempt with its metrics, and with what lies beside its shards."""
         source = {**attempt.manifest["source"], "metrics": _numbers(metrics)}
         manifest = {**attempt.manifest, "source": source}
@@ -305,7 +305,7 @@ def open_session(run: PathLike, peers: Peers, settings: Settings) -> Session:
     held: list[RunLock | None] = []
     place = _place_or_refusal(run, peers, settings)
 
-    def make() -> Run[Any]:
+    def make() -> TrainingRun[Any]:
         if isinstance(place, Path):
             return RunFolder(place, prefix=settings.prefix)
         assert settings.local is not None  # noqa: S101  `_checked_place` has seen to it
@@ -373,9 +373,11 @@ def _give_back(locks: Sequence[RunLock | None]) -> None:
             lock.close()
 
 
-def _opened_by_all(make: Callable[[], Run[Any]], peers: Peers, settings: Settings) -> Run[Any]:
+def _opened_by_all(
+    make: Callable[[], TrainingRun[Any]], peers: Peers, settings: Settings
+) -> TrainingRun[Any]:
     """Opens the run that rank 0 has made; a rank that cannot tells all others."""
-    opened: list[Run[Any]] = []
+    opened: list[TrainingRun[Any]] = []
     problem: dict[str, Any] | None = None
     try:
         opened.append(make())

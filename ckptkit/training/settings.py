@@ -26,7 +26,7 @@ from ckptkit.training.agree.peers import name_ranks
 from ckptkit.training.handle import SaveReport
 from ckptkit.training.pushing import HubSettings, HubStrategy, check_hub
 from ckptkit.training.resume.optimizer_fit import Unfit
-from ckptkit.training.save.layout import MIN_LIMIT_BYTES
+from ckptkit.training.save.file_layout import MIN_LIMIT_BYTES
 from ckptkit.training.sidecar import check_sidecar
 from ckptkit.training.signals import signal_names
 from ckptkit.training.state.collect import Layout

@@ -22,8 +22,8 @@ from torch import nn
 from ckptkit.core.errors import UsageError
 from ckptkit.core.manifest import MANIFEST_NAME, RUN_FACTS, SIDE_FOLDER
 from ckptkit.core.text import a_kind
-from ckptkit.training.names import innermost
 from ckptkit.training.state.pieces import SmallFile
+from ckptkit.training.step_names import innermost
 
 _CONFIG = "config.json"
 _GENERATION_CONFIG = "generation_config.json"

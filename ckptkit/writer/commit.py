@@ -1,139 +1,88 @@
-"""Turning what all ranks wrote into one step: merged, complete, durable, and visible at once.
+"""Commits an attempt: gathers the ranks' records, merges them, and gives the folder its name.
 
-Giving a finished working folder the name of its step, and clearing away what it replaces.
-
-Files and folders that are there, or said not to be, after the power failed.
+Nothing is visible before the last rename. Everything in the folder is durable before it.
 """
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from ckptkit.core.crc import crc32
-from ckptkit.core.errors import OutputExistsError
+from ckptkit.core.errors import (
+    ChecksumError,
+    FormatError,
+    MissingFileError,
+    OutputExistsError,
+    TruncatedFileError,
+)
 from ckptkit.core.manifest import MANIFEST_NAME, NODE_RANKS, FileRecord, parse_manifest
 from ckptkit.plan.layouts.dcp_metadata import METADATA_NAME, write_metadata
 from ckptkit.runs.marks import claim
 from ckptkit.storage.local.disk import Disk
-from ckptkit.storage.local.names import WORK_INFIX
-from ckptkit.writer.failures import Tally, naming
-from ckptkit.writer.gathering import Gathering, Patience, crc_digest
-from ckptkit.writer.merge import Unit, few_collections
-from ckptkit.writer.messages import Commit, Committed, Proof
-from ckptkit.writer.record import FOLDER
-
-TRASH, OLD = "trash", "old"
-"""Kinds of hidden directories: one to be removed, and one that makes room for its successor."""
-
-_NONCE_BYTES = 8
-_NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0)
-
-
-def put_file(path: Path, data: bytes) -> None:
-    """Makes a durable file; its entry in the folder is not, yet."""
-    with naming(path):
-        descriptor = os.open(path, _NEW_FILE, 0o666)
-        try:
-            left = memoryview(data)
-            while left:
-                left = left[os.write(descriptor, left) :]
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
-def make_folders(folder: Path, inside: Iterable[str], disk: Disk) -> list[Path]:
-    """Makes a folder, those above it, and some inside it, where they are not there.
-
-    Args:
-        folder: The outermost one that the caller fills.
-        inside: Paths relative to it; may hold the empty one.
-        disk: The file operations of the platform.
-
-    Returns:
-        The folders inside, those between included, whose entries are to be made durable after
-        they were filled; the innermost first.
-    """
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in missing:
-        disk.sync_directory(path.parent)
-    needed = {folder}
-    for name in inside:
-        path = folder / name
-        path.mkdir(parents=True, exist_ok=True)
-        while path != folder:
-            needed.add(path)
-            path = path.parent
-    return sorted(needed, reverse=True)
-
-
-def hidden_beside(path: Path, kind: str) -> Path:
-    """Returns a new hidden name beside a directory, which no tool takes for a checkpoint."""
-    nonce = os.urandom(_NONCE_BYTES).hex()
-    return path.parent / f".{path.name}{WORK_INFIX}{kind}-{nonce}"
-
-
-def remove_whole(path: Path) -> None:
-    """Removes a directory, which first loses its name: no half of it looks like a checkpoint.
-
-    Of a link only the link goes: what it leads to lies elsewhere, and may serve something else.
-    """
-    if path.is_symlink():
-        path.unlink()
-        return
-    trash = hidden_beside(path, TRASH)
-    path.rename(trash)
-    shutil.rmtree(trash)
-
-
-def sync_tree(folder: Path, disk: Disk) -> None:
-    for path, _, _ in os.walk(folder, topdown=False):
-        disk.sync_directory(Path(path))
-
-
-_OCCUPIED = frozenset({errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR})
+from ckptkit.storage.local.durable import (
+    OCCUPIED,
+    OLD,
+    TRASH,
+    new_hidden_path,
+    put_file,
+    remove_folder,
+    replace_folder,
+    sync_folders,
+)
+from ckptkit.storage.local.names import check_relative
+from ckptkit.writer.merge import Merged, MergedUnit, Merger, few_collections
+from ckptkit.writer.messages import ByteCounter, Commit, RecordProof, StepCommitted
+from ckptkit.writer.record import FOLDER, RankRecord, WrittenFile, parse_record
 
 
 def publish(folder: Path, final: Path, disk: Disk) -> Path | None:
     """Renames a working folder to its step, durably; a complete step of that name is replaced.
 
     Args:
-        folder: The working folder, all of it durable.
-        final: The step's directory, beside it.
+        folder: The working folder, with everything in it durable.
+        final: The step's directory, in the same folder.
         disk: The file operations of the platform.
 
     Returns:
-        Where the replaced step lies now, hidden, or None where nothing was replaced.
+        The hidden folder that has the replaced step now, None if nothing was replaced.
     """
     replaced = None
     try:
         folder.rename(final)  # an empty directory is replaced too
     except OSError as error:
-        if error.errno not in _OCCUPIED:
+        if error.errno not in OCCUPIED:
             raise
         _refuse_strangers(final)
-        replaced = _replace(folder, final, disk)
+        old = new_hidden_path(final, OLD)
+        replaced = replace_folder(folder, final, old, disk)
+        # Only an old step is put back by a sweep; `folder` has a hidden name as well.
+        trash = new_hidden_path(final, TRASH)
+        if replaced == old:
+            old.rename(trash)
+            replaced = trash
+        else:
+            with suppress(OSError):
+                replaced = folder.rename(trash)
     disk.sync_directory(final.parent)
     return replaced
 
 
 def clear(replaced: Path | None, steps: Sequence[Path]) -> tuple[list[Path], list[str]]:
-    """Removes the replaced step and retired ones, as far as that is possible.
+    """Removes the replaced step and retired steps as far as possible.
 
-    A retired step that somebody reads stays: it is retired once more by the next save.
+    A retired step that is being read stays; the next save retires it again.
 
     Returns:
-        The retired steps that are gone, and notes on what could not be removed.
+        The retired steps that were removed, and notes on what could not be removed.
     """
     removed: list[Path] = []
     notes: list[str] = []
@@ -141,7 +90,7 @@ def clear(replaced: Path | None, steps: Sequence[Path]) -> tuple[list[Path], lis
         try:
             shutil.rmtree(replaced)
         except OSError as error:
-            notes.append(f"what was replaced could not be removed: {error}")
+            notes.append(f"the replaced step could not be removed: {error}")
     for step in steps:
         try:
             is_gone = _remove_unread(step)
@@ -153,7 +102,7 @@ def clear(replaced: Path | None, steps: Sequence[Path]) -> tuple[list[Path], lis
         if is_gone:
             removed.append(step)
         else:
-            notes.append(f"{step.name} is being read, and stays until a later save")
+            notes.append(f"{step.name} is being read and stays until a later save")
     return removed, notes
 
 
@@ -162,7 +111,7 @@ def _remove_unread(step: Path) -> bool:
     if mark is None:
         return False
     with mark:
-        remove_whole(step)
+        remove_folder(step)
     return True
 
 
@@ -170,48 +119,30 @@ def _refuse_strangers(final: Path) -> None:
     if final.is_dir() and not final.is_symlink() and (final / MANIFEST_NAME).is_file():
         return
     raise OutputExistsError(
-        f"something without a {MANIFEST_NAME} was found where the step was to go",
+        f"expected a step or nothing, found something without a {MANIFEST_NAME}",
         where=str(final),
-        hint="it may be another tool's checkpoint; move it away, or save into another directory",
+        hint="it may be a checkpoint of another tool; move it away, or save into another directory",
     )
 
 
-def _replace(folder: Path, final: Path, disk: Disk) -> Path:
-    trash = hidden_beside(final, TRASH)
-    if disk.exchange_folders(folder, final):
-        with suppress(OSError):  # it is hidden under its present name as well
-            folder.rename(trash)
-            return trash
-        return folder
-    old = hidden_beside(final, OLD)
-    final.rename(old)
-    try:
-        folder.rename(final)
-    except OSError:
-        old.rename(final)
-        raise
-    old.rename(trash)
-    return trash
+def commit(request: Commit, disk: Disk, counter: ByteCounter) -> StepCommitted:
+    """Commits an attempt of which every rank has proved its record.
 
-
-def commit(request: Commit, disk: Disk, tally: Tally) -> Committed:
-    """Commits an attempt whose ranks have all given proof.
-
-    Until the rename nothing is visible; afterwards all of it is, and durable. Only then the
-    step that it replaces and the retired ones are removed.
+    Before the rename nothing is visible, after it everything is visible and durable. Only then
+    are the replaced step and the retired steps removed.
 
     Args:
         request: What to commit.
         disk: The file operations of the platform.
-        tally: Is told of bytes read and written.
+        counter: Counts the bytes read and written.
 
     Returns:
-        What is now there, and what is gone.
+        The size of the step, and what was removed.
     """
     began = time.monotonic()
     folder, final = Path(request.folder), Path(request.final)
-    patience = Patience(request.visible_seconds)
-    attempt = _Attempt(folder, disk, tally, Gathering(_Folder(folder), tally, patience))
+    timeout = VisibilityTimeout(request.visible_seconds)
+    attempt = _Attempt(folder, disk, counter, RecordGatherer(_Folder(folder), counter, timeout))
     ranks = request.node_ranks
     with few_collections():
         if ranks:
@@ -222,11 +153,11 @@ def commit(request: Commit, disk: Disk, tally: Tally) -> Committed:
     manifest = without(of_node(request.manifest, ranks), attempt.lost)
     size_bytes = attempt.finish(manifest, keeps_records=bool(ranks))
     replaced = publish(folder, final, disk)
-    # A step that lacks something takes the place of none that has all.
+    # A step with lost values must not retire a complete one.
     remove = () if attempt.lost else request.remove
     retired = [Path(step) for step in remove if Path(step) != final]
     removed, unremoved = clear(replaced, retired)
-    return Committed(
+    return StepCommitted(
         attempt=request.attempt,
         size_bytes=size_bytes,
         seconds=time.monotonic() - began,
@@ -241,7 +172,7 @@ def without(document: Mapping[str, Any], lost: Mapping[str, str]) -> Mapping[str
 
 
 class _Folder:
-    """A directory that all ranks wrote into."""
+    """The working folder, which all ranks wrote into."""
 
     def __init__(self, path: Path) -> None:
         self.location = str(path)
@@ -255,7 +186,7 @@ class _Folder:
 
     def size_bytes(self, path: str) -> int | None:
         try:
-            # Opening, unlike asking by name, makes NFS ask the server anew.
+            # Unlike stat, open makes NFS revalidate its cached attributes.
             descriptor = os.open(self._path / path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
         except FileNotFoundError:
             return None
@@ -267,27 +198,27 @@ class _Folder:
 
 @dataclass(slots=True)
 class _Attempt:
-    """The working folder of one attempt, on its way to become a step."""
+    """The working folder of one attempt while it is committed."""
 
     folder: Path
     disk: Disk
-    tally: Tally
-    gathering: Gathering
+    counter: ByteCounter
+    gathering: RecordGatherer
     lost: Mapping[str, str] = field(default_factory=dict)  # see `Merged`
 
     @property
     def files(self) -> dict[str, FileRecord]:
         return self.gathering.files
 
-    def merge(self, attempt: str, proofs: Sequence[Proof]) -> Mapping[str, Unit]:
-        """Reads all records, sees that their files are there, and merges them."""
+    def merge(self, attempt: str, proofs: Sequence[RecordProof]) -> Mapping[str, MergedUnit]:
+        """Merges all records, after a check that their files exist."""
         merged = self.gathering.merge(attempt, proofs)
         for unit in merged.empty:
             shutil.rmtree(self.folder / unit, ignore_errors=True)
         self.lost = merged.lost
         return merged.units
 
-    def write_metadata(self, units: Mapping[str, Unit]) -> None:
+    def write_metadata(self, units: Mapping[str, MergedUnit]) -> None:
         """Writes the index of every unit."""
         for name, unit in units.items():
             path = f"{name}/{METADATA_NAME}" if name else METADATA_NAME
@@ -296,7 +227,7 @@ class _Attempt:
             with target.open("xb", buffering=1 << 20) as file:
 
                 def write(data: bytes) -> None:
-                    self.tally.done_bytes += file.write(data)
+                    self.counter.done_bytes += file.write(data)
 
                 write_metadata(write, unit.tensors, unit.objects)
                 file.flush()
@@ -306,13 +237,13 @@ class _Attempt:
     def copy_from(self, beside: str) -> list[str]:
         """Copies the files of a folder into the step; returns notes.
 
-        Nobody changes the folder meanwhile: one of its files that vanishes is an error.
+        The folder does not change meanwhile: a file of it that vanishes is an error.
         """
         if not beside:
             return []
         source = Path(beside)
         if not source.is_dir():
-            return [f"{beside} is gone, so the step lies there without the files of that folder"]
+            return [f"{beside} is missing, so the step has none of its files"]
         for path in sorted(source.rglob("*")):
             if path.is_dir():
                 continue
@@ -322,7 +253,7 @@ class _Attempt:
             data = path.read_bytes()
             put_file(target, data)
             self.files[name] = FileRecord(len(data), crc_digest(crc32(data)))
-            self.tally.done_bytes += len(data)
+            self.counter.done_bytes += len(data)
         return []
 
     def finish(self, document: Mapping[str, Any], *, keeps_records: bool) -> int:
@@ -330,7 +261,7 @@ class _Attempt:
         where = str(self.folder / MANIFEST_NAME)
         if not keeps_records:
             shutil.rmtree(self.folder / FOLDER)
-        sync_tree(self.folder, self.disk)
+        sync_folders(self.folder, self.disk)
         manifest = manifest_bytes(document, self.files, where)
         put_file(self.folder / MANIFEST_NAME, manifest)
         self.disk.sync_directory(self.folder)
@@ -338,7 +269,7 @@ class _Attempt:
 
 
 def of_node(document: Mapping[str, Any], ranks: Sequence[int]) -> Mapping[str, Any]:
-    """Returns a manifest that names the ranks whose files alone lie beside it, if any are given."""
+    """Returns a manifest that names the ranks whose files the folder has, if not all have."""
     if not ranks:
         return document
     return {**document, "source": {**document["source"], NODE_RANKS: list(ranks)}}
@@ -347,7 +278,7 @@ def of_node(document: Mapping[str, Any], ranks: Sequence[int]) -> Mapping[str, A
 def manifest_bytes(
     document: Mapping[str, Any], files: Mapping[str, FileRecord], where: str
 ) -> bytes:
-    """Returns the manifest with all files in it; digests that it has already are kept.
+    """Returns the manifest with all files; digests that it has already are kept.
 
     Args:
         document: The manifest as plain values.
@@ -362,3 +293,169 @@ def manifest_bytes(
         for path, file in files.items()
     }
     return replace(manifest, files=merged).to_json()
+
+
+_FIRST_PAUSE_SECONDS = 0.01
+_LONGEST_PAUSE_SECONDS = 1.0
+_LATE = "check that all ranks write to the same file system, and whether it shows files late"
+
+
+class AttemptFiles(Protocol):
+    """The files of an attempt, by relative path."""
+
+    @property
+    def location(self) -> str:
+        """Where they are, for messages."""
+        ...
+
+    def read(self, path: str) -> bytes | None:
+        """Returns the content of a file, None if it does not exist."""
+        ...
+
+    def size_bytes(self, path: str) -> int | None:
+        """Returns the size of a file, None if it does not exist."""
+        ...
+
+
+class VisibilityTimeout:
+    """Waits until files of other machines become visible here, for a limited time in all."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._deadline = time.monotonic() + seconds
+
+    def until(self, find_fault: Callable[[], Exception | None]) -> None:
+        """Repeats a check, with growing pauses, until it finds no fault or the time is up."""
+        pause = _FIRST_PAUSE_SECONDS
+        while (fault := find_fault()) is not None:
+            if time.monotonic() + pause > self._deadline:
+                raise fault
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+
+
+class RecordGatherer:
+    """Reads the records of an attempt and checks that the files they name exist.
+
+    Attributes:
+        files: The files that were checked, by path.
+    """
+
+    def __init__(
+        self, files_of_attempt: AttemptFiles, counter: ByteCounter, timeout: VisibilityTimeout
+    ) -> None:
+        self.files: dict[str, FileRecord] = {}
+        self._attempt_files = files_of_attempt
+        self._counter = counter
+        self._timeout = timeout
+
+    def merge(self, attempt: str, proofs: Sequence[RecordProof]) -> Merged:
+        """Reads the records of all ranks, checks that their files exist, and merges them."""
+        merger = Merger(len(proofs))
+        for record, where in self._records(attempt, proofs, range(len(proofs))):
+            merger.add(record, where=where)
+        merged = merger.result()
+        for unit in merged.empty:
+            self._forget(unit)
+        return merged
+
+    def check(self, attempt: str, proofs: Sequence[RecordProof], ranks: Sequence[int]) -> None:
+        for _ in self._records(attempt, proofs, ranks):
+            pass
+
+    def see(self, files: Mapping[str, FileRecord], where: str) -> None:
+        """Checks that further files exist.
+
+        Args:
+            files: By path.
+            where: The document that names them, for messages.
+        """
+        for path, record in files.items():
+            self._see([WrittenFile(path, record.size_bytes, None)], where)
+            self.files[path] = record
+
+    def _forget(self, unit: str) -> None:
+        """Leaves out the files of a directory that the step does without."""
+        for path in [path for path in self.files if path.startswith(f"{unit}/")]:
+            del self.files[path]
+
+    def _records(
+        self, attempt: str, proofs: Sequence[RecordProof], ranks: Sequence[int]
+    ) -> Iterator[tuple[RankRecord, str]]:
+        if [proof.rank for proof in proofs] != list(ranks):
+            raise FormatError(
+                f"expected one proof of each of {len(ranks)} ranks in order, found proofs of the"
+                f" ranks {[proof.rank for proof in proofs]}",
+                where=self._attempt_files.location,
+            )
+        for proof in proofs:
+            where = self._where(proof.path)
+            record = self._read(proof, where)
+            if (record.rank, record.attempt) != (proof.rank, attempt):
+                raise FormatError(
+                    f"expected the record of rank {proof.rank} for attempt {attempt!r}, found that"
+                    f" of rank {record.rank} for {record.attempt!r}",
+                    where=where,
+                )
+            self._see(record.files, where)
+            yield record, where
+
+    def _read(self, proof: RecordProof, where: str) -> RankRecord:
+        check_relative(proof.path, self._attempt_files.location)
+        contents: list[bytes] = []
+
+        def find_fault() -> Exception | None:
+            contents.clear()
+            data = self._attempt_files.read(proof.path)
+            if data is None:
+                return self._missing(where)
+            if len(data) != proof.size_bytes:
+                return _cut_short(where, len(data), proof.size_bytes)
+            if crc32(data) != proof.crc32:
+                return ChecksumError(
+                    f"expected CRC-32 {proof.crc32:08x}, which rank {proof.rank} wrote, found"
+                    f" {crc32(data):08x}",
+                    where=where,
+                )
+            contents.append(data)
+            return None
+
+        self._timeout.until(find_fault)
+        self._counter.done_bytes += proof.size_bytes
+        return parse_record(contents[0], where=where)
+
+    def _see(self, files: Iterable[WrittenFile], where: str) -> None:
+        for file in files:
+            if file.path in self.files:
+                raise FormatError(f"{file.path} was written by two ranks", where=where)
+            self._timeout.until(partial(self._fault_of, file))
+            self.files[file.path] = FileRecord(file.size_bytes, crc_digest(file.crc32))
+
+    def _fault_of(self, file: WrittenFile) -> Exception | None:
+        size_bytes = self._attempt_files.size_bytes(file.path)
+        if size_bytes is None:
+            return self._missing(self._where(file.path))
+        if size_bytes != file.size_bytes:
+            return _cut_short(self._where(file.path), size_bytes, file.size_bytes)
+        return None
+
+    def _missing(self, where: str) -> MissingFileError:
+        return MissingFileError(
+            f"it was written, but not seen within {self._timeout.seconds:g} s",
+            where=where,
+            hint=_LATE,
+        )
+
+    def _where(self, path: str) -> str:
+        return f"{self._attempt_files.location}/{path}"
+
+
+def crc_digest(crc: int | None) -> str:
+    """Returns a CRC-32 as the manifest writes it, empty if it is unknown."""
+    return "" if crc is None else f"crc32:{crc:08x}"
+
+
+def _cut_short(where: str, found: int, expected: int) -> TruncatedFileError:
+    return TruncatedFileError(
+        f"expected {expected:,} bytes, found {found:,}", where=where, hint=_LATE
+    )

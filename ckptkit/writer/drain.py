@@ -1,7 +1,4 @@
-"""Copying what some ranks wrote on their node's own disk to the place that all nodes share.
-
-What ranks wrote on their node's own disk, as it is read again to be brought elsewhere.
-"""
+"""Copies what some ranks wrote to their node's own disk to the shared storage."""
 
 from __future__ import annotations
 
@@ -12,44 +9,41 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ckptkit.core.errors import MissingFileError, OutputError, TruncatedFileError
-from ckptkit.storage.local.disk import BLOCK_BYTES, Disk, OpenFile, is_refused
+from ckptkit.storage.local.disk import BLOCK_BYTES, Disk, OpenFile
+from ckptkit.storage.local.durable import make_folders, naming, put_file
 from ckptkit.storage.local.names import check_relative
-from ckptkit.writer.commit import make_folders, put_file
-from ckptkit.writer.failures import Tally, naming
-from ckptkit.writer.messages import Drain, Written
+from ckptkit.writer.messages import ByteCounter, Drain, Written
+from ckptkit.writer.persist import OutputFile
 from ckptkit.writer.record import FOLDER, WrittenFile, parse_record
 
 Mark = tuple[int, ...]
-"""What changes with a file."""
+"""Numbers that change when a file is replaced or modified."""
 
-_GONE = "nothing was found there"
+_GONE = "the file does not exist"
 
 
 def shared_mark(path: Path, *, names: int = 1) -> Mark | None:
-    """Returns what changes with a file.
+    """Returns the mark of a file, None if it does not exist or has fewer links.
 
     Args:
         path: The file.
-        names: How many it has to have: those that steps have in common have two at least.
-
-    Returns:
-        None where it is not there, or has fewer names.
+        names: The links it needs; files that several steps share have at least two.
     """
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return None
-    if found.st_nlink < names:
+    if status.st_nlink < names:
         return None
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def read_small(folder: Path, path: str) -> bytes:
     """Returns a small file as a whole.
 
     Args:
-        folder: Where it lies.
-        path: Its path from there.
+        folder: The folder of a step.
+        path: Relative to it.
     """
     check_relative(path, str(folder))
     try:
@@ -59,11 +53,11 @@ def read_small(folder: Path, path: str) -> bytes:
 
 
 def recorded_files(folder: Path, records: Mapping[str, bytes]) -> list[WrittenFile]:
-    """Returns the files that ranks' records name.
+    """Returns the files that records of ranks name.
 
     Args:
-        folder: Where they lie.
-        records: What was read of the records, by path.
+        folder: Of the step.
+        records: The content of the records, by path.
     """
     return [
         file
@@ -73,26 +67,26 @@ def recorded_files(folder: Path, records: Mapping[str, bytes]) -> list[WrittenFi
 
 
 def open_written(path: Path, size_bytes: int, disk: Disk) -> OpenFile:
-    """Opens a file of which the length is known, to be read in order; it has to be closed."""
+    """Opens a file of known size for reading in order; the caller closes it."""
     try:
         file = disk.open_for_reading(path)
     except FileNotFoundError as error:
         raise MissingFileError(_GONE, where=str(path)) from error
-    found = file.status().st_size
-    if found != size_bytes:
+    current_bytes = file.status().st_size
+    if current_bytes != size_bytes:
         file.close()
         raise TruncatedFileError(
-            f"{found:,} bytes were found where {size_bytes:,} were written", where=str(path)
+            f"expected {size_bytes:,} bytes, found {current_bytes:,}", where=str(path)
         )
     file.advise_sequential()
     return file
 
 
 BESIDE = f"{FOLDER}/beside"
-"""Where in a working folder the files lie that no record names, until the commit."""
+"""The folder in a working folder that has the files that no record names, until the commit."""
 
 _STRIDE_BYTES = 8 << 20
-_SYNC_BYTES = 256 << 20  # cached at most, so that the last sync is no long one
+_SYNC_BYTES = 256 << 20  # cached at most, so that the last sync is short
 
 
 class Drainer:
@@ -100,18 +94,18 @@ class Drainer:
 
     def __init__(self, disk: Disk) -> None:
         self._disk = disk
-        # Of files with several names, as frozen weights have: marks of source and copy, by path.
+        # Marks of source and copy of files with several links, such as frozen weights, by path.
         self._shared: dict[str, tuple[Mark | None, Mark | None]] = {}
 
-    def drain(self, request: Drain, tally: Tally) -> Written:
-        """Copies files, then the records that prove them; all of it is durable at the end.
+    def drain(self, request: Drain, counter: ByteCounter) -> Written:
+        """Copies files, then the records that prove them; everything is durable afterwards.
 
         Args:
             request: What to copy.
-            tally: Is told of every stride.
+            counter: Counts the bytes done.
 
         Returns:
-            What was copied.
+            The sizes and times.
         """
         began, processor = time.monotonic(), time.process_time()
         folder, target = Path(request.folder), Path(request.target)
@@ -121,7 +115,7 @@ class Drainer:
         extra = {posixpath.join(BESIDE, path): read_small(folder, path) for path in request.further}
         goals = {posixpath.dirname(p) for p in (*(file.path for file in listed), *extra, *records)}
         made = make_folders(target, goals, self._disk)
-        copier = _Copier(self._disk, tally)
+        copier = _Copier(self._disk, counter)
         linked_bytes = sum(self._bring(file, request, copier) for file in listed)
         for path, data in extra.items():
             put_file(target / path, data)
@@ -157,71 +151,51 @@ class Drainer:
     def _linked(self, earlier: Path, target: Path) -> bool:
         try:
             self._disk.link_file(earlier, target)
-        except OSError:  # refused, or it has as many names as it may have
+        except OSError:  # refused, or the file has the maximum number of links
             return False
         return True
 
 
 def _check_place(run: Path) -> None:
-    """Refuses to make what is no longer there: below it may be a mount point and a small disk."""
+    """Refuses a directory that has vanished: a new one might be on the disk below a mount point."""
     if not run.is_dir():
         raise OutputError(
-            "the directory of the run is not there any more",
+            "the directory of the run does not exist any more",
             where=str(run),
-            hint="see whether it is mounted; the step stays on the node's own disk meanwhile",
+            hint="check that it is mounted; the step stays on the node's own disk meanwhile",
         )
 
 
 class _Copier:
-    """Copies files through one aligned buffer, past the page cache where that is possible."""
+    """Copies files through one aligned buffer."""
 
-    def __init__(self, disk: Disk, tally: Tally) -> None:
+    def __init__(self, disk: Disk, counter: ByteCounter) -> None:
         self._disk = disk
-        self._tally = tally
-        self._buffer = mmap.mmap(-1, _STRIDE_BYTES)  # direct I/O wants an aligned address
+        self._counter = counter
+        self._buffer = mmap.mmap(-1, _STRIDE_BYTES)  # direct I/O needs an aligned address
 
     def copy(self, source: Path, target: Path, size_bytes: int) -> None:
-        """Copies a file of which the length is known, durably but for its entry in the folder."""
-        padded = -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES
+        """Copies a file of known size; the copy is durable, its entry in the folder is not."""
         with naming(source):
             read = open_written(source, size_bytes, self._disk)
         try:
-            with naming(target):
-                self._disk.create_file(target, padded)
-                self._fill(read, source, target, size_bytes)
+            padded_bytes = -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES
+            write = OutputFile(target, padded_bytes, self._disk, sync_bytes=_SYNC_BYTES)
+            try:
+                self._fill(read, write, source, size_bytes)
+                write.end(size_bytes)
+            finally:
+                write.close()
         finally:
             read.close()
 
-    def _fill(self, read: OpenFile, source: Path, target: Path, size_bytes: int) -> None:
-        direct = self._disk.open_direct(target)
-        write = direct or self._disk.open_for_writing(target)
-        cached = 0
-        try:
-            with memoryview(self._buffer) as buffer:
-                for start in range(0, size_bytes, _STRIDE_BYTES):
-                    wanted = min(_STRIDE_BYTES, size_bytes - start)
-                    if read.read_at(start, buffer[:wanted]) != wanted:
-                        raise TruncatedFileError("it was cut short", where=str(source))
-                    data = buffer[: -(-wanted // BLOCK_BYTES) * BLOCK_BYTES]
-                    write = self._put(write, target, start, data)
-                    self._tally.done_bytes += wanted
-                    cached += wanted
-                    if direct is None and cached >= _SYNC_BYTES:
-                        write.sync()
-                        cached = 0
-            write.truncate(size_bytes)
-            write.sync()
-        finally:
-            write.close()
-
-    def _put(self, write: OpenFile, target: Path, start: int, data: memoryview) -> OpenFile:
-        """Writes a stride; returns the file, another one where the first refused direct I/O."""
-        try:
-            write.write_at(start, data)
-        except OSError as error:
-            if not is_refused(error):
-                raise
-            write.close()
-            write = self._disk.open_for_writing(target)
-            write.write_at(start, data)
-        return write
+    def _fill(self, read: OpenFile, write: OutputFile, source: Path, size_bytes: int) -> None:
+        with memoryview(self._buffer) as buffer:
+            for start in range(0, size_bytes, _STRIDE_BYTES):
+                stride_bytes = min(_STRIDE_BYTES, size_bytes - start)
+                with naming(source):
+                    read_bytes = read.read_at(start, buffer[:stride_bytes])
+                if read_bytes != stride_bytes:
+                    raise TruncatedFileError("it was cut short", where=str(source))
+                write.write(start, buffer[: -(-stride_bytes // BLOCK_BYTES) * BLOCK_BYTES])
+                self._counter.done_bytes += stride_bytes

@@ -1,9 +1,7 @@
-"""The records of all ranks become one index: what lies where, and the proof that nothing lacks.
+"""Merges the records of all ranks into one index, and proves that nothing is missing.
 
 A job of 512 ranks has a million chunks, so chunks are kept in columns, 40 bytes each, and their
-sizes, which are few, once.
-
-Whether boxes fill a tensor: the ways in which training cuts tensors are told apart quickly.
+sizes, of which there are few distinct ones, once.
 """
 
 from __future__ import annotations
@@ -22,19 +20,19 @@ from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import FormatError, IncompleteCheckpointError
 from ckptkit.plan.layouts.dcp_metadata import Place, Sizes, StoredObject, StoredTensor, flat_key
 from ckptkit.storage.local.names import check_relative
-from ckptkit.writer.record import Dispensable, RankRecord
+from ckptkit.writer.record import RankRecord, RecordedOptional
 
 Extents = tuple[int, ...]
 Box = tuple[Extents, Extents]
-_FEW = 32  # boxes that are quickly compared with each other
+_FEW = 32  # boxes that are compared pairwise
 
 
 def is_tiling(shape: Extents, boxes: Sequence[Box]) -> bool:
-    """Says whether boxes hold every element of a tensor once.
+    """Returns whether boxes cover every element of a tensor once.
 
     Args:
         shape: Of the tensor, in elements.
-        boxes: Offsets and sizes; none is empty, none leaves the tensor, no two begin at the same
+        boxes: Offsets and sizes; none is empty, none leaves the tensor, no two start at the same
             element, and together they have as many elements as the tensor.
 
     Returns:
@@ -54,7 +52,7 @@ def is_tiling(shape: Extents, boxes: Sequence[Box]) -> bool:
 
 
 def _fill_grid(shape: Extents, boxes: Sequence[Box]) -> bool:
-    """Says whether the boxes are all cells of a grid, as those of sharded dimensions are."""
+    """Returns whether the boxes are the cells of a grid, as with sharded dimensions."""
     cells = 1
     for axis, size in enumerate(shape):
         intervals = sorted({(offsets[axis], sizes[axis]) for offsets, sizes in boxes})
@@ -70,7 +68,7 @@ def _fill_grid(shape: Extents, boxes: Sequence[Box]) -> bool:
 
 
 def _runs(shape: Extents, boxes: Sequence[Box]) -> list[tuple[int, int]] | None:
-    """Returns the row-major elements of each box, as flat parameters cut them; None if not so."""
+    """Returns the row-major element range of each box, None if one is not contiguous."""
     strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
     runs = []
     for offsets, sizes in boxes:
@@ -83,10 +81,10 @@ def _runs(shape: Extents, boxes: Sequence[Box]) -> list[tuple[int, int]] | None:
 
 
 def _are_apart(boxes: Sequence[Box]) -> bool:
-    """Says whether no two boxes overlap, by cutting the space between them again and again.
+    """Returns whether no two boxes overlap, by splitting them recursively between planes.
 
-    What is cut from side to side, as a mesh cuts tensors one dimension after the other, takes
-    little more than sorting; anything else as many comparisons as boxes lie side by side.
+    Boxes that planes separate, as a mesh cuts tensors one dimension after the other, cost little
+    more than sorting; others cost one comparison for each pair of boxes that a plane meets.
     """
     groups = [list(boxes)]
     while groups:
@@ -107,7 +105,7 @@ def _are_apart(boxes: Sequence[Box]) -> bool:
 
 
 def _cut(boxes: list[Box], axis: int) -> Iterator[list[Box]]:
-    """Yields the groups of boxes between which a plane across the axis meets no box."""
+    """Yields groups of boxes that planes across the axis separate."""
     ordered = sorted(boxes, key=lambda box: box[0][axis])
     first = end = 0
     for number, (offsets, sizes) in enumerate(ordered):
@@ -119,7 +117,7 @@ def _cut(boxes: list[Box], axis: int) -> Iterator[list[Box]]:
 
 
 def _pass_by(boxes: list[Box]) -> bool:
-    """Says whether no two boxes overlap, moving a plane along the axis with the most cuts."""
+    """Returns whether no two boxes overlap, with a sweep along the axis with the most cuts."""
     axis = max(
         range(len(boxes[0][0])), key=lambda axis: len({offsets[axis] for offsets, _ in boxes})
     )
@@ -138,17 +136,17 @@ def _overlap(first: Box, second: Box) -> bool:
 
 
 KeyPath = tuple[str | int, ...]
-_COLUMNS = 5  # offsets, sizes, file, start, length; the first three are positions in tables
-_HINT = "this is a fault of ckptkit or of two jobs in one directory; the next save is not affected"
+_COLUMNS = 5  # offsets, sizes, file, start, length; the first three are indices into tables
+_HINT = "this is a bug of ckptkit or two jobs use one directory; the next save is not affected"
 _PARTS_HINT = (
-    "where ranks hold different parts of a model, as stages of a pipeline do, the parts need"
-    " different names, and fully_shard or DDP around each, on its own ranks"
+    "if ranks hold different parts of a model, as stages of a pipeline, give the parts different"
+    " names, and wrap each in fully_shard or DDP on its own ranks"
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Unit:
-    """What one DCP directory holds."""
+class MergedUnit:
+    """The merged content of one DCP directory."""
 
     tensors: tuple[StoredTensor, ...]
     objects: tuple[StoredObject, ...]
@@ -158,19 +156,19 @@ class Merged(NamedTuple):
     """All records in one.
 
     Attributes:
-        units: What each DCP directory holds.
-        lost: What was left out, since not all of it is there, by the user's name, and why.
-        empty: Directories that hold nothing, since all in them was left out.
+        units: The content of each DCP directory.
+        lost: What was left out because it is incomplete, by the user's name, with the reason.
+        empty: Directories of which everything was left out.
     """
 
-    units: Mapping[str, Unit]
+    units: Mapping[str, MergedUnit]
     lost: Mapping[str, str]
     empty: tuple[str, ...]
 
 
 @contextmanager
 def few_collections() -> Iterator[None]:
-    """Keeps the garbage collector away from millions of objects that are no garbage."""
+    """Disables the garbage collector, which would traverse millions of live objects."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -181,30 +179,29 @@ def few_collections() -> Iterator[None]:
 
 
 class Merger:
-    """Takes records one after another, and gives the units at the end."""
+    """Merges records one after another."""
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
         self._units: dict[str, _UnitMerger] = {}
 
     def add(self, record: RankRecord, *, where: str) -> None:
-        """Takes in a record.
+        """Adds the record of a rank.
 
         Args:
-            record: Of a rank that was not taken in before.
+            record: Of a rank that was not added before.
             where: Its file, for messages.
         """
         if record.world_size != self._world_size:
             raise FormatError(
-                f"a world of {record.world_size} ranks was found where {self._world_size} took"
-                " part",
+                f"expected a record of {self._world_size} ranks, found one of {record.world_size}",
                 where=where,
                 hint=_HINT,
             )
         sizes = {file.path: file.size_bytes for file in record.files}
-        for one in record.dispensable:
-            unit = self._units.setdefault(one.unit, _UnitMerger(one.unit))
-            unit.may_lack(one, f"rank {record.rank}: {one.problem}" if one.problem else "")
+        for part in record.dispensable:
+            unit = self._units.setdefault(part.unit, _UnitMerger(part.unit))
+            unit.may_lack(part, f"rank {record.rank}: {part.problem}" if part.problem else "")
         for name, content in record.units.items():
             unit = self._units.setdefault(name, _UnitMerger(name))
             try:
@@ -221,7 +218,7 @@ class Merger:
     def result(self) -> Merged:
         """Proves that everything was written once, and returns it by directory.
 
-        What is dispensable is left out as a whole where that cannot be proven.
+        A dispensable part without that proof is left out as a whole.
         """
         units = {name: unit.result() for name, unit in self._units.items()}
         lost = {k: v for unit in self._units.values() for k, v in unit.lost.items()}
@@ -234,7 +231,7 @@ class Merger:
 
 
 class _Tensor:
-    """One tensor so far, under all its names; `rows` holds five numbers for each chunk."""
+    """One tensor under all its names; `rows` has `_COLUMNS` numbers for each chunk."""
 
     __slots__ = ("aliases", "dtype", "paths", "rows", "shape")
 
@@ -247,7 +244,7 @@ class _Tensor:
 
 
 class _Places:
-    """The chunks of a tensor, made as they are asked for."""
+    """The chunks of a tensor, created during iteration."""
 
     __slots__ = ("_files", "_rows", "_sizes")
 
@@ -276,7 +273,7 @@ class _Places:
 
 
 class _UnitMerger:
-    """Merges what the ranks say of one directory."""
+    """Merges the records of one directory."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -288,11 +285,11 @@ class _UnitMerger:
         self._dispensable: dict[KeyPath, str] = {}
         self._lost: dict[KeyPath, str] = {}
 
-    def may_lack(self, one: Dispensable, problem: str) -> None:
-        """Notes what the directory may do without, and what is wrong with it, if anything."""
-        self._dispensable[one.path] = one.name
+    def may_lack(self, part: RecordedOptional, problem: str) -> None:
+        """Adds a part that the directory may lack, and what is wrong with it, if anything."""
+        self._dispensable[part.path] = part.name
         if problem:
-            self._lost.setdefault(one.path, problem)
+            self._lost.setdefault(part.path, problem)
 
     @property
     def lost(self) -> dict[str, str]:
@@ -308,10 +305,10 @@ class _UnitMerger:
             first, second = tuple(offsets), tuple(sizes)
             if not 0 <= start <= start + length <= ends[file]:
                 raise _outside(names[file], start, length, ends[file], where)
-            known = numbers.get(first, -1), numbers.get(second, -1)
-            if min(known) < 0:
-                known = self._number_of(first), self._number_of(second)
-            tensors[number].rows.extend((*known, files[file], start, length))
+            pair = numbers.get(first, -1), numbers.get(second, -1)
+            if min(pair) < 0:
+                pair = self._number_of(first), self._number_of(second)
+            tensors[number].rows.extend((*pair, files[file], start, length))
         for path, file, start, length in content["objects"]:
             if not 0 <= start <= start + length <= ends[file]:
                 raise _outside(names[file], start, length, ends[file], where)
@@ -320,7 +317,7 @@ class _UnitMerger:
         for path in content["expected"]:
             self._expected.setdefault(_key_path(path), where)
 
-    def result(self) -> Unit:
+    def result(self) -> MergedUnit:
         sizes, files = list(self._sizes), list(self._files)
         places = {path: _Places(t.rows, sizes, files) for path, t in self._tensors.items()}
         for path, tensor in self._tensors.items():
@@ -328,20 +325,20 @@ class _UnitMerger:
                 self._prove(tensor, tuple(tensor.shape), places[path])
         self._check_expected()
         keys: dict[str, None] = {}
-        kept = {path: one for path, one in self._tensors.items() if not self._is_lost(path)}
-        objects = [one for one in self._objects.values() if not self._is_lost(one.path)]
-        names = [one.key for one in objects]
+        kept = {path: tensor for path, tensor in self._tensors.items() if not self._is_lost(path)}
+        objects = [stored for stored in self._objects.values() if not self._is_lost(stored.path)]
+        names = [stored.key for stored in objects]
         names += [flat_key(path) for tensor in kept.values() for path in tensor.paths]
         for key in names:
             if key in keys:
-                raise self._error(FormatError, key, "two values were found under one key")
+                raise self._error(FormatError, key, "two values have this key")
             keys[key] = None
         stored = [
             StoredTensor(path, tensor.dtype, tuple(tensor.shape), places[first])
             for first, tensor in kept.items()
             for path in tensor.paths
         ]
-        return Unit(tuple(stored), tuple(objects))
+        return MergedUnit(tuple(stored), tuple(objects))
 
     def _check_expected(self) -> None:
         keys = {flat_key(path) for tensor in self._tensors.values() for path in tensor.paths}
@@ -352,7 +349,7 @@ class _UnitMerger:
                     raise self._error(
                         IncompleteCheckpointError,
                         key,
-                        f"no rank wrote it, though {where} says that another one has to",
+                        f"no rank wrote it, though {where} expects it of another rank",
                         hint=_PARTS_HINT,
                     )
 
@@ -361,7 +358,7 @@ class _UnitMerger:
 
     @contextmanager
     def _sparing(self, path: KeyPath) -> Iterator[None]:
-        """Makes an error of what is dispensable cost only that."""
+        """Turns an error of a dispensable part into the loss of that part."""
         try:
             yield
         except (FormatError, IncompleteCheckpointError) as error:
@@ -377,16 +374,16 @@ class _UnitMerger:
         if tensor is None:
             _key_path(path)
             if dtype not in BY_NAME:
-                raise ValueError(f"{dtype!r:.100} was found where a dtype was expected")
+                raise ValueError(f"expected a dtype, found {dtype!r:.100}")
             self._number_of(tuple(shape))
             tensor = self._tensors[path] = _Tensor(path, dtype, shape)
         elif tensor.dtype != dtype or tensor.shape != shape:
             with self._sparing(path):
                 raise FormatError(
-                    f"{dtype} of shape {shape} was found where another rank wrote {tensor.dtype} of"
-                    f" shape {tensor.shape}",
+                    f"expected {tensor.dtype} of shape {tensor.shape}, which another rank wrote,"
+                    f" found {dtype} of shape {shape}",
                     where=f"{where}: {self._shown(flat_key(path))}",
-                    hint=f"all ranks have to save the same model; {_PARTS_HINT}",
+                    hint=f"save the same model on all ranks; {_PARTS_HINT}",
                 )
         aliases = claim.get("aliases", ())
         if aliases != tensor.aliases:
@@ -407,23 +404,23 @@ class _UnitMerger:
             other = self._objects[stored.key].file
             with self._sparing(stored.path):
                 raise FormatError(
-                    f"it was written to {other} and to {stored.file}, and can only be stored once",
+                    f"it was written to both {other} and {stored.file}",
                     where=f"{where}: {self._shown(stored.key)}",
                     hint=_HINT,
                 )
         self._objects[stored.key] = stored
 
     def _number_of(self, sizes: Sizes) -> int:
-        """Returns the position of sizes in the table; each is looked at when it comes first."""
+        """Returns the index of sizes in the table; new ones are checked."""
         number = self._sizes.get(sizes)
         if number is None:
             if not all(type(size) is int and size >= 0 for size in sizes):
-                raise ValueError(f"{sizes!r:.100} was found where sizes were expected")
+                raise ValueError(f"expected sizes, found {sizes!r:.100}")
             number = self._sizes[sizes] = len(self._sizes)
         return number
 
     def _prove(self, tensor: _Tensor, shape: Sizes, places: _Places) -> None:
-        """Proves that the chunks lie inside the tensor, apart, and have all of its elements."""
+        """Proves that the chunks are inside the tensor and cover each element once."""
         boxes: list[tuple[Sizes, Sizes]] = []
         total = 0
         for offsets, sizes, *_ in places:
@@ -431,14 +428,14 @@ class _UnitMerger:
                 raise self._error(
                     FormatError,
                     flat_key(tensor.paths[0]),
-                    f"a chunk of {len(sizes)} dimensions was found in a tensor of {len(shape)}",
+                    f"expected chunks of {len(shape)} dimensions, found one of {len(sizes)}",
                 )
             if not all(map(le, map(add, offsets, sizes), shape)):
                 raise self._error(
                     FormatError,
                     flat_key(tensor.paths[0]),
-                    f"the chunk at {list(offsets)} of sizes {list(sizes)} was found to leave the"
-                    f" shape {list(shape)}",
+                    f"the chunk at {list(offsets)} of sizes {list(sizes)} is outside of the shape"
+                    f" {list(shape)}",
                 )
             volume = math.prod(sizes)
             if volume:
@@ -459,8 +456,7 @@ class _UnitMerger:
             raise self._error(
                 FormatError,
                 key,
-                f"{total:,} elements were written of {elements:,}, some of them at the place of"
-                " another chunk",
+                f"{total:,} elements were written of {elements:,}, and some chunks overlap",
                 hint=_PARTS_HINT,
             )
 
@@ -480,20 +476,20 @@ class _UnitMerger:
 
 def _key_path(path: Sequence[Any]) -> KeyPath:
     if isinstance(path, str) or not path:
-        raise ValueError(f"{path!r:.100} was found where a path of keys was expected")
+        raise ValueError(f"expected a path of keys, found {path!r:.100}")
     if not all(isinstance(part, str) or (type(part) is int and part >= 0) for part in path):
-        raise ValueError(f"{path!r:.100} was found where a path of keys was expected")
+        raise ValueError(f"expected a path of keys, found {path!r:.100}")
     return tuple(path)
 
 
 def _text(value: object) -> str:
     if isinstance(value, str):
         return value
-    raise ValueError(f"{value!r:.100} was found where a name was expected")
+    raise ValueError(f"expected a name, found {value!r:.100}")
 
 
 def _outside(name: str, start: int, length: int, end: int, where: str) -> FormatError:
     return FormatError(
-        f"bytes [{start}, {start + length}) were found to be claimed of {name}, which has {end}",
+        f"bytes [{start}, {start + length}) are outside of {name}, which has {end} bytes",
         where=where,
     )

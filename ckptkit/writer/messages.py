@@ -1,11 +1,7 @@
-"""What the training process and its writer say to each other: framed JSON over a socket.
+"""The messages between a training process and its writer: framed JSON over a socket.
 
-A frame is the length of its text in 4 little-endian bytes, then the text. Descriptors travel
-beside the frame that announces them.
-
-What is asked of the process that drains a node's own disk.
-
-What is asked of the process that brings steps from a node's own disk to an object store.
+A frame is the length of its text in 4 little-endian bytes, then the text. Descriptors travel with
+the frame that announces them.
 """
 
 from __future__ import annotations
@@ -22,17 +18,18 @@ from typing import Any, TypeVar
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """Asks for the files that some ranks wrote to be copied to another place, and made durable.
+    """Requests a durable copy of the files that some ranks wrote.
 
     Attributes:
         attempt: Names the attempt in answers.
-        folder: Where they lie, absolute.
-        target: Where they go, absolute: the working folder of all ranks.
-        records: The ranks' records, relative to the folder; they name the files, and go last.
-        further: Files that no record names, relative to the folder; they go to `BESIDE` in the
-            target.
+        folder: The source, absolute.
+        target: The working folder of all ranks, absolute.
+        records: The ranks' records, relative to the folder; they name the files, and are copied
+            last.
+        further: Files that no record names, relative to the folder; they are copied to `BESIDE` in
+            the target.
         earlier: A step that was drained and committed before, absolute; empty for none. Files that
-            several steps have in common here are linked from there.
+            several steps share here are linked from there.
     """
 
     attempt: str
@@ -49,7 +46,7 @@ class Remote:
 
     Attributes:
         url: Of the run, without a slash at its end.
-        options: What fsspec is given for it; secrets, and therefore in no `repr`.
+        options: Options of fsspec; they may be secrets, so no `repr` shows them.
     """
 
     url: str
@@ -57,18 +54,19 @@ class Remote:
 
 
 @dataclass(frozen=True, slots=True)
-class Upload:
-    """Asks for the files that some ranks wrote to be put into a run's step.
+class UploadFiles:
+    """Requests the upload of the files that some ranks wrote of a step.
 
     Attributes:
         attempt: Names the attempt in answers.
         remote: The run.
         step: The name of the step's folder there.
-        folder: Where the files lie, absolute.
-        records: The ranks' records, relative to the folder; they name the files, and go last.
-        further: Files that no record names, relative to the folder; they go as they are.
+        folder: The source, absolute.
+        records: The ranks' records, relative to the folder; they name the files, and are uploaded
+            last.
+        further: Files that no record names, relative to the folder.
         earlier: The folder of a step of the run that was uploaded before, empty for none. Files
-            that several steps have in common here are copied from there by the store itself.
+            that several steps share here are copied from there by the store itself.
     """
 
     attempt: str
@@ -81,30 +79,30 @@ class Upload:
 
 
 @dataclass(frozen=True, slots=True)
-class Finish:
-    """Asks for a step of which all files are uploaded to be made whole, the manifest last.
+class FinishUpload:
+    """Requests the completion of a step whose files are all uploaded, the manifest last.
 
     Attributes:
         attempt: Names the attempt in answers.
         remote: The run.
         step: The name of the step's folder there.
-        job: The nonce that the run's mark has to have: that of the last job that opened it.
+        job: The nonce that the run's mark must have: that of the last job that opened it.
         proofs: One per rank.
         manifest: The manifest's document, to which the files are added; those that it lists
             already were uploaded too.
-        beside: A local folder, absolute, whose files belong into the step; empty for none.
-        remove: Names of steps that go once the new one is whole.
-        given_up: Names of steps of which uploads failed: what is left of them goes, too, unless
-            they have become whole since.
-        scratch: A local folder, absolute, for what is put together before it is uploaded.
-        visible_seconds: How long to wait for what other nodes have uploaded to become visible.
+        beside: A local folder, absolute, whose files belong to the step; empty for none.
+        remove: Names of steps to remove once the new one is complete.
+        given_up: Names of steps whose uploads failed; their remains are removed too, unless they
+            have been completed since.
+        scratch: A local folder, absolute, for temporary files.
+        visible_seconds: How long to wait until uploads of other nodes become visible.
     """
 
     attempt: str
     remote: Remote
     step: str
     job: str
-    proofs: tuple[Proof, ...]
+    proofs: tuple[RecordProof, ...]
     manifest: Mapping[str, Any]
     beside: str = ""
     remove: tuple[str, ...] = ()
@@ -115,18 +113,18 @@ class Finish:
 
 _LENGTH = struct.Struct("<I")
 _MAX_DESCRIPTORS = 4
-_AT_ONCE = 256  # items put into text while other threads wait
+_AT_ONCE = 256  # items serialised in one call, during which other threads wait
 _Item = TypeVar("_Item")
 
 
 class Fixed(tuple[_Item, ...]):  # noqa: SLOT001  tuples of any length have no slots to add
-    """Values that travel in one message after another, and are put into text only once."""
+    """Values that are sent in many messages and serialised once."""
 
     _text: bytes | None = None
 
     @property
     def text(self) -> bytes:
-        """Their JSON, which may be made in one thread while another one trains."""
+        """Their JSON, made in small parts so that the training thread is not held up."""
         if self._text is None:
             parts = [
                 _json(self[start : start + _AT_ONCE])[1:-1]
@@ -138,19 +136,19 @@ class Fixed(tuple[_Item, ...]):  # noqa: SLOT001  tuples of any length have no s
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """Announces the shared memory that later jobs refer to; its descriptor comes along."""
+    """Announces the shared memory that later requests refer to; its descriptor is attached."""
 
     size_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
-class Blob:
-    """The data of one archive inside an image.
+class ArchiveData:
+    """The data of one tensor's archive inside an image.
 
     Attributes:
         start: First byte of the data in the shared buffer.
         stop: First byte after it.
-        crc_at: Where in the buffer the four bytes of its CRC-32 belong.
+        crc_at: Offsets in the buffer of the four-byte fields for its CRC-32.
     """
 
     start: int
@@ -160,24 +158,24 @@ class Blob:
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """A file whose bytes lie ready in the shared buffer but for the checksums.
+    """A file whose bytes are in the shared buffer, except for the checksums.
 
     Attributes:
         path: Relative to the attempt's folder.
         start: First byte in the buffer, a multiple of 4096.
         size_bytes: Length of the file.
-        blobs: What is to be summed up, in order.
+        archives: What to checksum, in order.
     """
 
     path: str
     start: int
     size_bytes: int
-    blobs: tuple[Blob, ...]
+    archives: tuple[ArchiveData, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Inline:
-    """A small file whose bytes travel in the message."""
+    """A small file whose content is part of the message."""
 
     path: str
     data: bytes = field(repr=False)
@@ -185,11 +183,11 @@ class Inline:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A file that several attempts have in common, under two names.
+    """A file that several attempts share.
 
     Attributes:
         path: Relative to the attempt's folder.
-        kept: Its name outside of all attempts and steps, absolute.
+        kept: Its second name, outside of all attempts and steps, absolute.
         size_bytes: Length of the file.
     """
 
@@ -200,21 +198,21 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Persist:
-    """Asks for the files of one wave of an attempt to be written and made durable.
+    """Requests a durable write of the files of one wave of an attempt.
 
     Attributes:
         attempt: Names the attempt in answers.
-        folder: The attempt's working folder, absolute; made when it is not there.
+        folder: The attempt's working folder, absolute; created if it does not exist.
         images: Files to write from the buffer.
         inline: Files to write from this message.
         record: The rank's record (see `ckptkit.writer.record`) with the last wave, else None;
-            the writer adds what it knows of the files of all waves, and writes it last.
-        record_path: Where the record goes, relative to the folder.
-        links: Files that are there under their other name, and are given the one in the folder.
-        keeps: Files among the images that are given the other name as well, once they are
-            durable; where that is refused, the answer says so.
-        ranges: First byte in the buffer, and the one after the last, of what the answer has to
-            sum up where files were kept.
+            the writer adds the files of all waves, and writes it last.
+        record_path: Of the record, relative to the folder.
+        links: Kept files to link into the folder.
+        keeps: Files among the images to keep under their second name once they are durable; the
+            answer says whether that was refused.
+        ranges: Start and stop, in bytes of the buffer, of what the answer has to checksum if files
+            were kept.
     """
 
     attempt: str
@@ -229,8 +227,8 @@ class Persist:
 
 
 @dataclass(frozen=True, slots=True)
-class Proof:
-    """What a rank tells of its record, so that whoever reads it knows that it is whole."""
+class RecordProof:
+    """Size and checksum of a rank's record, by which a reader checks that it is complete."""
 
     rank: int
     path: str
@@ -240,7 +238,7 @@ class Proof:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Asks for a finished attempt to be merged and made visible.
+    """Requests the merge and the commit of an attempt that all ranks have written.
 
     Attributes:
         attempt: Names the attempt in answers.
@@ -249,16 +247,16 @@ class Commit:
         proofs: One per rank.
         manifest: The manifest's document, to which the files are added.
         beside: A folder, absolute, whose files are copied into the step; empty for none.
-        remove: Older steps, absolute, that go once the new one is durable.
-        visible_seconds: How long to wait for other ranks' files to become visible.
-        node_ranks: The ranks that gave proof, where these are not all: their files become a
-            node's copy of the step, which keeps their records, and is not merged.
+        remove: Older steps, absolute, to remove once the new one is durable.
+        visible_seconds: How long to wait until files of other ranks become visible.
+        node_ranks: The ranks with a proof if these are not all: their files become a node's copy
+            of the step, which keeps their records and is not merged.
     """
 
     attempt: str
     folder: str
     final: str
-    proofs: tuple[Proof, ...]
+    proofs: tuple[RecordProof, ...]
     manifest: Mapping[str, Any]
     beside: str = ""
     remove: tuple[str, ...] = ()
@@ -268,15 +266,15 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class Discard:
-    """Asks for the working folder of a failed attempt to be removed, this rank's files or all."""
+    """Requests the removal of the working folder of a failed attempt."""
 
     attempt: str
     folder: str
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
-    """Says that the writer is alive and how many bytes of the attempt are written."""
+class WriteProgress:
+    """Reports that the writer is alive and how many bytes of the attempt are written."""
 
     attempt: str
     written_bytes: int
@@ -293,16 +291,16 @@ class Written:
         cpu_seconds: Processor time it took.
         proof: Of the record, where the request had one.
         notes: What the user should know, such as that direct I/O was refused.
-        linked_bytes: Bytes of the files that were linked, and not written.
-        kept: Whether all files that were to be kept are.
-        sums: The CRC-32 of each range that was asked for; none where they are not.
+        linked_bytes: Bytes of the files that were linked instead of written.
+        kept: Whether all files to keep were kept.
+        sums: The CRC-32 of each requested range; empty if the files were not kept.
     """
 
     attempt: str
     size_bytes: int
     seconds: float
     cpu_seconds: float
-    proof: Proof | None = None
+    proof: RecordProof | None = None
     notes: tuple[str, ...] = ()
     linked_bytes: int = 0
     kept: bool = True
@@ -310,14 +308,14 @@ class Written:
 
 
 @dataclass(frozen=True, slots=True)
-class Committed:
+class StepCommitted:
     """Answers `Commit`.
 
     Attributes:
         attempt: That of the request.
         size_bytes: Bytes of all files of the step.
         seconds: Time it took.
-        removed: The older steps that are gone.
+        removed: The older steps that were removed.
         notes: What the user should know.
         lost: What could not be saved with the step, by the user's name, and why.
     """
@@ -332,20 +330,29 @@ class Committed:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Answers any request that could not be done; `error` is `CkptkitError.to_json()`."""
+    """Answers any request that failed; `error` is `CkptkitError.to_json()`."""
 
     attempt: str
     error: Mapping[str, Any]
 
 
-Request = Buffer | Persist | Commit | Discard | Drain | Upload | Finish
-Answer = Progress | Written | Committed | Failed
+class ByteCounter:
+    """How far a request is: one thread counts, another one reports it."""
+
+    __slots__ = ("done_bytes",)
+
+    def __init__(self) -> None:
+        self.done_bytes = 0
+
+
+Request = Buffer | Persist | Commit | Discard | Drain | UploadFiles | FinishUpload
+Answer = WriteProgress | Written | StepCommitted | Failed
 Message = Request | Answer
 _NESTED: Mapping[str, Any] = {
-    "images": lambda items: tuple(Image(**_tupled(i, blobs=_blobs)) for i in items),
+    "images": lambda items: tuple(Image(**_tupled(i, archives=_archives)) for i in items),
     "inline": lambda items: tuple(Inline(i["path"], base64.b64decode(i["data"])) for i in items),
-    "proofs": lambda items: tuple(Proof(**i) for i in items),
-    "proof": lambda item: item and Proof(**item),
+    "proofs": lambda items: tuple(RecordProof(**i) for i in items),
+    "proof": lambda item: item and RecordProof(**item),
     "remote": lambda item: Remote(**item),
     "remove": tuple,
     "removed": tuple,
@@ -362,8 +369,8 @@ _NESTED: Mapping[str, Any] = {
 _KINDS = {
     kind.__name__: kind
     for kind in (
-        *(Buffer, Persist, Commit, Discard, Drain, Upload, Finish),
-        *(Progress, Written, Committed, Failed),
+        *(Buffer, Persist, Commit, Discard, Drain, UploadFiles, FinishUpload),
+        *(WriteProgress, Written, StepCommitted, Failed),
     )
 }
 
@@ -386,7 +393,7 @@ class Channel:
             self._connection.sendall(part)
 
     def receive(self) -> Message | None:
-        """Returns the next message, or None when the other end is gone."""
+        """Returns the next message, None if the other end has closed the connection."""
         head = self._exactly(_LENGTH.size)
         text = head and self._exactly(_LENGTH.unpack(head)[0])
         if not text:
@@ -419,7 +426,7 @@ class Channel:
 
 
 def _fields(value: Any) -> dict[str, Any]:
-    """Returns the fields, not copied: a record may be large, and training goes on meanwhile."""
+    """Returns the fields without copies, since a record may be large and training continues."""
     return {item.name: getattr(value, item.name) for item in fields(value)}
 
 
@@ -428,8 +435,8 @@ def _json(value: object) -> bytes:
 
 
 def _texts(document: dict[str, Any]) -> list[bytes]:
-    """Returns the JSON of a document, in parts, of which those that are fixed are not copied."""
-    mark = secrets.token_hex(16)  # no name or value of the user's can hold it
+    """Returns the JSON of a document in parts, so that the fixed ones are not copied."""
+    mark = secrets.token_hex(16)  # no name or value of the user contains it
     fixed: list[bytes] = []
 
     def marked(value: object) -> object:
@@ -449,7 +456,7 @@ def _plain(value: object) -> str | dict[str, Any]:
         return base64.b64encode(value).decode()
     if is_dataclass(value):
         return _fields(value)
-    raise TypeError(f"{type(value).__name__} does not travel in a message")
+    raise TypeError(f"{type(value).__name__} cannot be sent in a message")
 
 
 def _tupled(document: Mapping[str, Any], **convert: Any) -> dict[str, Any]:
@@ -458,5 +465,5 @@ def _tupled(document: Mapping[str, Any], **convert: Any) -> dict[str, Any]:
     }
 
 
-def _blobs(items: Sequence[Mapping[str, Any]]) -> tuple[Blob, ...]:
-    return tuple(Blob(i["start"], i["stop"], tuple(i["crc_at"])) for i in items)
+def _archives(items: Sequence[Mapping[str, Any]]) -> tuple[ArchiveData, ...]:
+    return tuple(ArchiveData(i["start"], i["stop"], tuple(i["crc_at"])) for i in items)

@@ -1,17 +1,19 @@
-"""The program of the writer process: takes requests from a socket until the trainer is gone.
+"""The program of the writer process, and the command that starts it.
 
-Every rank has one that persists its files; rank 0 has a second one that commits. Which is which
-only shows in what they are asked.
-
-How a trainer starts the writer process.
+It takes requests from a socket until the trainer is gone. Each rank has a process that writes its
+files; rank 0 has a second one that commits. They differ only in the requests they get.
 """
 
 from __future__ import annotations
 
 import os
+import select
 import signal
 import socket
 import sys
+import threading
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
@@ -20,10 +22,11 @@ from typing import TYPE_CHECKING, Protocol
 
 from ckptkit.core.errors import CkptkitError, SaveError
 from ckptkit.storage.local.disk import Disk
-from ckptkit.writer.failures import Parent, Tally, as_failure, attend
+from ckptkit.writer.failures import as_failure
 from ckptkit.writer.messages import (
     Answer,
     Buffer,
+    ByteCounter,
     Channel,
     Commit,
     Discard,
@@ -31,6 +34,7 @@ from ckptkit.writer.messages import (
     Failed,
     Message,
     Persist,
+    WriteProgress,
     Written,
 )
 from ckptkit.writer.persist import Persister
@@ -45,37 +49,37 @@ _IGNORED = (
 )
 
 
-class Worker(Protocol):
-    """Does requests, and answers every failure."""
+class Handler(Protocol):
+    """Serves the requests of a trainer."""
 
     def attach(self, message: Buffer, channel: Channel) -> None:
         """Takes the buffer that the trainer shares."""
 
-    def do(self, message: Message, tally: Tally) -> Answer:
-        """Does a request, and returns its answer."""
+    def do(self, message: Message, counter: ByteCounter) -> Answer:
+        """Serves a request and returns its answer, `Failed` if it failed."""
 
 
 def main() -> None:
     """Serves the socket whose number is the first argument; the second is the niceness."""
-    run(Desk(Disk()))
+    run(RequestHandler(Disk()))
 
 
-def run(desk: Worker) -> None:
-    """Is the program, with what does the requests."""
-    # Slurm and people signal all processes of a job; the trainer decides what becomes of it.
+def run(handler: Handler) -> None:
+    """Runs the program with a handler of requests."""
+    # Slurm and users signal all processes of a job; only the trainer reacts to that.
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
     with suppress(OSError):
         os.nice(int(sys.argv[2]))
-    _serve(socket.socket(fileno=int(sys.argv[1])), desk)
+    _serve(socket.socket(fileno=int(sys.argv[1])), handler)
 
 
-def _serve(connection: socket.socket, desk: Worker) -> None:
-    """Does one request after the other until the other end, or the parent process, is gone."""
+def _serve(connection: socket.socket, handler: Handler) -> None:
+    """Serves requests until the trainer has closed the connection or is gone."""
     channel = Channel(connection)
-    parent = Parent()
-    with connection, suppress(OSError):  # while answering: the other end is gone
-        while parent.speaks(connection):
+    parent = TrainerProcess()
+    with connection, suppress(OSError):  # from an answer to a trainer that is gone
+        while parent.wait_for_message(connection):
             try:
                 message = channel.receive()
             except (ValueError, TypeError, LookupError, AttributeError) as error:
@@ -84,15 +88,96 @@ def _serve(connection: socket.socket, desk: Worker) -> None:
             if message is None:
                 return
             if isinstance(message, Buffer):
-                desk.attach(message, channel)
+                handler.attach(message, channel)
             else:
                 attempt = getattr(message, "attempt", "")
-                work = partial(desk.do, message)
+                work = partial(handler.do, message)
                 channel.send(attend(connection, channel, parent, attempt, work))
 
 
-class Desk:
-    """Does requests, and answers every failure."""
+_TICK_SECONDS = 0.5
+_GONE = getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR
+LEFT_STATUS = 3
+"""Exit status of a writer whose trainer is gone."""
+
+
+class TrainerProcess:
+    """The process that started this one.
+
+    A closed connection is not enough to notice its end: a process forked from the trainer, such as
+    a worker of a DataLoader, may hold the other end open after the trainer was killed.
+    """
+
+    def __init__(self) -> None:
+        self._pid = os.getppid()
+
+    @property
+    def is_gone(self) -> bool:
+        return os.getppid() != self._pid
+
+    def wait_for_message(self, connection: socket.socket) -> bool:
+        """Waits until the connection is readable; False if the trainer is gone."""
+        poll = select.poll()
+        poll.register(connection, select.POLLIN)
+        while not self.is_gone:
+            if poll.poll(_TICK_SECONDS * 1000):
+                return True
+        return False
+
+
+def attend(
+    connection: socket.socket,
+    channel: Channel,
+    parent: TrainerProcess,
+    attempt: str,
+    work: Callable[[ByteCounter], Answer],
+) -> Answer:
+    """Runs `work` in a thread of its own and sends `WriteProgress` until it is done.
+
+    The process exits at once, even in the middle of a write, if the connection is closed or the
+    parent is gone.
+
+    Args:
+        connection: To the trainer.
+        channel: The same, for messages.
+        parent: The trainer.
+        attempt: Named in reports of progress.
+        work: Serves the request, updates the counter, and raises nothing.
+
+    Returns:
+        What `work` returned.
+    """
+    counter, answers = ByteCounter(), []
+    wake_reader, wake_writer = os.pipe()
+
+    def run() -> None:
+        answers.append(work(counter))
+        os.write(wake_writer, b"\0")
+
+    thread = threading.Thread(target=run, name="ckptkit-request", daemon=True)
+    thread.start()
+    poll = select.poll()
+    poll.register(connection, _GONE)
+    poll.register(wake_reader, select.POLLIN)
+    reported = time.monotonic()
+    while not answers:
+        ready = poll.poll(_TICK_SECONDS * 1000)
+        if parent.is_gone or any(descriptor != wake_reader for descriptor, _ in ready):
+            os._exit(LEFT_STATUS)
+        if not ready and time.monotonic() - reported >= _TICK_SECONDS:
+            try:
+                channel.send(WriteProgress(attempt, counter.done_bytes))
+            except OSError:  # closed since the poll
+                os._exit(LEFT_STATUS)
+            reported = time.monotonic()
+    thread.join()
+    os.close(wake_reader)
+    os.close(wake_writer)
+    return answers[0]
+
+
+class RequestHandler:
+    """Serves requests to write, drain, commit and discard."""
 
     def __init__(self, disk: Disk) -> None:
         self._disk = disk
@@ -100,49 +185,41 @@ class Desk:
         self._drainer: Drainer | None = None
 
     def attach(self, message: Buffer, channel: Channel) -> None:
-        """Maps the buffer that the trainer shares; a failure shows in the next `Persist`."""
+        """Maps the buffer that the trainer shares; the next `Persist` reports a failure."""
         try:
             self._persister.attach(channel.take_descriptor(), message.size_bytes)
         except (OSError, ValueError, IndexError) as error:
             self._persister.detach(f"the shared buffer could not be mapped: {error}")
 
-    def do(self, message: Message, tally: Tally) -> Answer:
-        """Does a request.
-
-        Returns:
-            Its answer, `Failed` where it could not be done.
-        """
+    def do(self, message: Message, counter: ByteCounter) -> Answer:
+        """Serves a request and returns its answer, `Failed` if it failed."""
         attempt, folder = getattr(message, "attempt", ""), str(getattr(message, "folder", ""))
         try:
-            return self._done(message, tally)
-        except Exception as error:  # noqa: BLE001  whatever it is, the trainer has to know
+            return self._dispatch(message, counter)
+        except Exception as error:  # noqa: BLE001  the trainer reports any error
             return _failed(attempt, error, folder)
 
-    def _done(self, message: Message, tally: Tally) -> Answer:
+    def _dispatch(self, message: Message, counter: ByteCounter) -> Answer:
         if isinstance(message, Persist):
-            return self._persister.persist(message, tally)
+            return self._persister.persist(message, counter)
         if isinstance(message, Commit):
-            from ckptkit.writer.commit import commit  # only rank 0's second process needs it
+            from ckptkit.writer.commit import commit  # only processes that commit need it
 
-            return commit(message, self._disk, tally)
+            return commit(message, self._disk, counter)
         if isinstance(message, Drain):
-            return self._drained(message, tally)
+            from ckptkit.writer.drain import Drainer  # only processes that drain need it
+
+            self._drainer = self._drainer or Drainer(self._disk)
+            return self._drainer.drain(message, counter)
         if isinstance(message, Discard):
             from ckptkit.writer.sweep import discard
 
             notes = discard(message.folder)
             return Written(message.attempt, 0, 0.0, 0.0, None, notes)
         raise SaveError(
-            f"a {type(message).__name__} was received where a request was expected",
-            hint="trainer and writer are of different versions; start the job again",
+            f"expected a request, received a {type(message).__name__}",
+            hint="trainer and writer have different versions; restart the job",
         )
-
-    def _drained(self, message: Drain, tally: Tally) -> Written:
-        from ckptkit.writer.drain import Drainer  # only the processes that drain need it
-
-        if self._drainer is None:
-            self._drainer = Drainer(self._disk)
-        return self._drainer.drain(message, tally)
 
 
 def _failed(attempt: str, error: Exception, where: str) -> Failed:
@@ -151,19 +228,19 @@ def _failed(attempt: str, error: Exception, where: str) -> Failed:
 
 
 NICENESS = 10
-# These may be site-packages, so they come last: nothing there may replace a standard module.
+# These may be site-packages, so they come last: nothing in them may replace a standard module.
 _PROGRAM = "import sys; sys.path.extend({!r}); from ckptkit.writer.process import main; main()"
 
 
 def writer_command(descriptor: int, niceness: int = NICENESS) -> list[str]:
     """Returns the command of a process that serves requests.
 
-    It starts without site-packages and environment variables, since it needs neither; only the
-    library that sums up fast is let in, where there is one.
+    It starts without site-packages and environment variables; only the library that computes
+    CRC-32 fast is added if it is installed.
 
     Args:
-        descriptor: Number of the socket that it inherits.
-        niceness: By how much its priority is lowered.
+        descriptor: Number of the inherited socket.
+        niceness: Added to its nice value.
     """
     return [
         *(sys.executable, "-I", "-S", "-c", _PROGRAM.format(_roots())),
@@ -175,5 +252,5 @@ def _roots() -> list[str]:
     """Returns the folders that hold ckptkit and the library of `ckptkit.core.crc`."""
     root = Path(__file__).resolve().parents[2]
     spec = find_spec("isal")
-    found = spec.submodule_search_locations if spec else None
-    return [str(root), *(str(Path(folder).parent) for folder in found or ())]
+    folders = spec.submodule_search_locations if spec else None
+    return [str(root), *(str(Path(folder).parent) for folder in folders or ())]

@@ -1,4 +1,4 @@
-"""A rank's record: what it wrote, and the sign that all of it is durable.
+"""A rank's record: a list of what it wrote, which exists only when all of it is durable.
 
 It is a JSON document, by convention at `.ranks/R.json` in the attempt's folder:
 
@@ -12,11 +12,11 @@ It is a JSON document, by convention at `.ranks/R.json` in the attempt's folder:
      "dispensable": [{"name": "...", "unit": UNIT, "path": [...], "problem": ""}],
      "files": [{"path": "...", "size_bytes": n, "crc32": c}]}
 
-`tensor` is a position in `tensors` and `file` one in `data_files`; start and length are bytes of
-a blob's archive, offsets and sizes elements. `expected` names tensors that the rank holds and
-left to another one. What is `dispensable` does not cost the step when it cannot be saved: then
-`problem` says why, and nothing below its path is taken from any rank. `crc32` is null for data
-files, whose blobs carry their own.
+`tensor` is an index into `tensors` and `file` one into `data_files`; start and length are bytes of
+an archive, offsets and sizes elements. `expected` names tensors that the rank holds and another
+one writes. What is `dispensable` does not fail the step when it cannot be saved: then `problem`
+says why, and nothing below its path is taken from any rank. `crc32` is null for data files, whose
+archives have their own.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ class WrittenFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Dispensable:
-    """What a step may do without.
+class RecordedOptional:
+    """A part of the state that a step may lack.
 
     Attributes:
-        name: What the user calls it.
+        name: The user's name of it.
         unit: The DCP directory.
-        path: What all its key paths begin with.
+        path: The prefix of all its key paths.
         problem: Why the rank could not save it; empty if it could.
     """
 
@@ -66,15 +66,15 @@ class Dispensable:
 
 @dataclass(frozen=True, slots=True)
 class RankRecord:
-    """A record whose outer parts were checked.
+    """A record whose outer structure was checked.
 
     Attributes:
         rank: Of the rank that wrote it.
         world_size: How many ranks there were.
         attempt: The attempt that it belongs to.
-        units: By directory, what was stored there; checked when merged.
+        units: The content of each directory; checked when merged.
         files: All files of the rank, without the record itself.
-        dispensable: What the step may do without.
+        dispensable: What the step may lack.
     """
 
     rank: int
@@ -82,7 +82,7 @@ class RankRecord:
     attempt: str
     units: Mapping[str, Mapping[str, Any]]
     files: tuple[WrittenFile, ...]
-    dispensable: tuple[Dispensable, ...] = ()
+    dispensable: tuple[RecordedOptional, ...] = ()
 
 
 def record_bytes(record: Mapping[str, Any], files: Sequence[WrittenFile]) -> bytes:
@@ -105,37 +105,32 @@ def parse_record(data: bytes, *, where: str) -> RankRecord:
     except FormatError:
         raise
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-        raise FormatError(f"not a rank's record: {_said(error)}", where=where) from error
+        reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+        raise FormatError(f"not a rank's record: {reason}", where=where) from error
     for unit in filter(None, record.units):
         check_relative(unit, where)
     return record
 
 
-def _dispensable(document: Mapping[str, Any]) -> Dispensable:
+def _dispensable(document: Mapping[str, Any]) -> RecordedOptional:
     name, unit, problem = (str(document[key]) for key in ("name", "unit", "problem"))
-    return Dispensable(name, unit, tuple(document["path"]), problem)
+    return RecordedOptional(name, unit, tuple(document["path"]), problem)
 
 
 def _file(document: Mapping[str, Any], where: str) -> WrittenFile:
     crc = document["crc32"]
-    found = WrittenFile(
-        str(document["path"]), _count(document["size_bytes"]), None if crc is None else _count(crc)
-    )
-    check_relative(found.path, where)
-    return found
+    path = str(document["path"])
+    check_relative(path, where)
+    return WrittenFile(path, _count(document["size_bytes"]), None if crc is None else _count(crc))
 
 
 def _table(value: object) -> dict[str, Any]:
     if isinstance(value, dict):
         return value
-    raise ValueError(f"a {type(value).__name__} was found where an object was expected")
+    raise ValueError(f"expected an object, found a {type(value).__name__}")
 
 
 def _count(value: object) -> int:
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
-    raise ValueError(f"{value!r:.100} was found where a number was expected")
-
-
-def _said(error: Exception) -> str:
-    return f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+    raise ValueError(f"expected a number, found {value!r:.100}")

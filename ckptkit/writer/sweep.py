@@ -1,4 +1,4 @@
-"""Hidden directories of a run that a kill or a failed attempt left behind."""
+"""Removes hidden folders of a run that a kill or a failed attempt left behind."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ from ckptkit.core.errors import RefusedError
 from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.runs.marks import MARKS_FOLDER
 from ckptkit.storage.local.disk import LOCAL_DISK, Disk
+from ckptkit.storage.local.durable import OLD, TRASH, remove_tree
 from ckptkit.storage.local.names import WORK_INFIX
-from ckptkit.writer.commit import OLD, TRASH
 
-# A step's folder may have any name; what follows it tells that a save made the hidden one.
+# A step's folder may have any name; what follows it shows that a save made the hidden folder.
 _HIDDEN = re.compile(
     rf"\.(?P<name>.+?){re.escape(WORK_INFIX)}"
     rf"(?:(?P<kind>{OLD}|{TRASH})-[0-9a-f-]+|[0-9a-f]+-\d+)"
 )
-_DESCRIPTIONS = re.compile(r"[0-9a-f]{8}")  # named after the job that made them
-_TRIES = 3  # another rank may be adding to the folder at this moment, or removing it
-_LOCK = ".lock"  # in the folders of other commands, which clear up after themselves
+_SIDECARS = re.compile(r"[0-9a-f]{8}")  # folders named after the nonce of a job
+_LOCK = ".lock"  # in work folders of other commands, which sweep them themselves
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +30,7 @@ class Leftover:
 
     Attributes:
         path: The directory.
-        step: The name of the step that it was to be, or was.
+        step: The name of its step.
         kind: `work`, `old` or `trash`.
     """
 
@@ -41,41 +40,41 @@ class Leftover:
 
 
 def leftovers(run: Path) -> tuple[Leftover, ...]:
-    """Lists the hidden directories that saves make in a run, those in use included."""
-    found = []
+    """Lists the hidden folders of saves in a run, including those in use."""
+    folders = []
     for path in sorted(run.iterdir()):
         match = _HIDDEN.fullmatch(path.name)
         if match and path.is_dir() and not path.is_symlink() and not (path / _LOCK).exists():
-            found.append(Leftover(path, match["name"], match["kind"] or "work"))
-    return tuple(found)
+            folders.append(Leftover(path, match["name"], match["kind"] or "work"))
+    return tuple(folders)
 
 
 def sweep(run: Path, disk: Disk = LOCAL_DISK) -> tuple[str, ...]:
-    """Puts back a step whose replacement was interrupted, and removes all else that is left.
+    """Restores a step whose replacement was interrupted, and removes all other leftovers.
 
-    Nothing may be saving into the run meanwhile.
+    Nothing may be saving into the run at the same time.
 
     Args:
         run: The run's directory.
         disk: The file operations of the platform.
 
     Returns:
-        What was done, and what could not be, for the log.
+        Notes for the log.
     """
     notes = []
     try:
-        found = leftovers(run)
+        folders = leftovers(run)
     except OSError as error:
-        return (f"{run} could not be searched for what earlier jobs left: {error}",)
-    # What was moved away comes first: it may be the only whole copy of its step.
-    for leftover in sorted(found, key=lambda item: item.kind != OLD):
+        return (f"{run} could not be searched for leftovers of earlier jobs: {error}",)
+    # Replaced steps come first: one may be the only complete copy of its step.
+    for leftover in sorted(folders, key=lambda item: item.kind != OLD):
         try:
-            notes.append(_settle(leftover, run / leftover.step))
+            notes.append(_restore_or_remove(leftover, run / leftover.step))
         except OSError as error:
             notes.append(f"{leftover.path.name} could not be removed: {error}")
-    if found:
+    if folders:
         disk.sync_directory(run)
-    return (*notes, *_sweep_descriptions(run / MARKS_FOLDER))
+    return (*notes, *_sweep_sidecars(run / MARKS_FOLDER))
 
 
 def discard(folder: str) -> tuple[str, ...]:
@@ -88,29 +87,22 @@ def discard(folder: str) -> tuple[str, ...]:
     match = _HIDDEN.fullmatch(path.name)
     if match is None or match["kind"] is not None:
         raise RefusedError(
-            "a directory was to be removed that is no working folder of a save",
+            "not removed: the directory is no working folder of a save",
             where=folder,
-            hint="this is a fault of ckptkit; please report it with this text",
+            hint="this is a bug of ckptkit; please report it with this text",
         )
-    problem: OSError | None = None
-    for _ in range(_TRIES):
-        try:
-            shutil.rmtree(path)
-        except FileNotFoundError:
-            if not path.exists():
-                return ()
-        except OSError as error:
-            problem = error
-        else:
-            return ()
-    return (f"the working folder could not be removed: {problem}",) if problem else ()
+    try:
+        remove_tree(path)
+    except OSError as error:
+        return (f"the working folder could not be removed: {error}",)
+    return ()
 
 
-def _sweep_descriptions(marks: Path) -> list[str]:
-    """Removes what ended jobs kept to lie beside the shards of their steps."""
+def _sweep_sidecars(marks: Path) -> list[str]:
+    """Removes the sidecar folders of jobs that have ended."""
     notes = []
     for path in sorted(marks.iterdir()) if marks.is_dir() else ():
-        if _DESCRIPTIONS.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
+        if _SIDECARS.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
             try:
                 shutil.rmtree(path)
             except OSError as error:
@@ -118,10 +110,10 @@ def _sweep_descriptions(marks: Path) -> list[str]:
     return notes
 
 
-def _settle(leftover: Leftover, final: Path) -> str:
+def _restore_or_remove(leftover: Leftover, final: Path) -> str:
     whole = (leftover.path / MANIFEST_NAME).is_file()
     if leftover.kind == OLD and whole and not os.path.lexists(final):
         leftover.path.rename(final)
-        return f"{leftover.step} was put back, since its replacement was interrupted"
+        return f"{leftover.step} was restored, since its replacement was interrupted"
     shutil.rmtree(leftover.path)
-    return f"{leftover.path.name} was removed, which an interrupted save had left"
+    return f"{leftover.path.name}, left by an interrupted save, was removed"

@@ -36,11 +36,10 @@ from ckptkit.core.errors import (
 from ckptkit.storage.local.disk import Disk
 from ckptkit.training import Checkpointer
 from ckptkit.training.save.writer_process import WriterProcess
-from ckptkit.training.tiers.save import TierEnding
+from ckptkit.training.tiers.save import TieredBackend
 from ckptkit.writer.commit import commit
 from ckptkit.writer.drain import Drainer
-from ckptkit.writer.failures import Tally
-from ckptkit.writer.messages import Drain, Proof
+from ckptkit.writer.messages import ByteCounter, Drain, RecordProof
 from ckptkit.writer.persist import Persister
 
 troubles: Any = importlib.import_module("troubles")  # put there by conftest.py
@@ -66,9 +65,9 @@ def names(folder: Path) -> list[str]:
 
 def processes(checkpointer: Checkpointer) -> tuple[WriterProcess, WriterProcess]:
     """Returns what commits on the node, and what drains."""
-    ending = checkpointer._ending
-    assert isinstance(ending, TierEnding)
-    return ending._keeper, ending._drains._process
+    backend = checkpointer._backend
+    assert isinstance(backend, TieredBackend)
+    return backend._keeper, backend._drain_queue._process
 
 
 def stop(process: WriterProcess) -> int:
@@ -238,7 +237,7 @@ def test_a_shared_place_that_is_gone_is_not_made_anew(tmp_path: Path) -> None:
         (tmp_path / "run").rename(tmp_path / "away")
         troubles.train(state)
         truth = troubles.facts(state)
-        troubles.fails(checkpointer.save(2, state), OutputError, "not there any more")
+        troubles.fails(checkpointer.save(2, state), OutputError, "not exist any more")
         assert not (tmp_path / "run").exists()
         (tmp_path / "away").rename(tmp_path / "run")
         troubles.resumes(checkpointer, 2, truth, fresh(2))
@@ -349,7 +348,7 @@ def test_a_state_too_large_for_the_memory_and_the_node_fails_clearly(tmp_path: P
         troubles.resumes(checkpointer, 2, truth, fresh(2))
 
 
-def kept_on_nodes(folder: Path, attempts: tuple[str, str]) -> tuple[list[Any], list[Proof]]:
+def kept_on_nodes(folder: Path, attempts: tuple[str, str]) -> tuple[list[Any], list[RecordProof]]:
     """Makes a step of two ranks, of which each lies on a node of its own, not drained yet."""
     saves = [
         writing.Save(folder / node, world_size=2, attempt=attempt)
@@ -361,20 +360,20 @@ def kept_on_nodes(folder: Path, attempts: tuple[str, str]) -> tuple[list[Any], l
         persister = Persister(NATIVE)
         size_bytes = memory.share().size_bytes
         persister.attach(memory.descriptor, size_bytes)
-        proof = persister.persist(request, Tally()).proof
+        proof = persister.persist(request, ByteCounter()).proof
         assert proof is not None
         proofs.append(proof)
         whole = save.commit([proof], node_ranks=(rank,))
         source = {"step": save.step, "attempt": save.attempt, "world_size": 2}
         document = {**whole.manifest, "source": source}
-        commit(replace(whole, manifest=document), NATIVE, Tally())
+        commit(replace(whole, manifest=document), NATIVE, ByteCounter())
     return saves, proofs
 
 
 def drained(save: Any, rank: int, target: Path, disk: Disk = NATIVE) -> int:
     records = (f".ranks/{rank}.json",)
     request = Drain(save.attempt, str(save.final), str(target), records)
-    return Drainer(disk).drain(request, Tally()).size_bytes
+    return Drainer(disk).drain(request, ByteCounter()).size_bytes
 
 
 @EVERY_PLATFORM
@@ -386,7 +385,7 @@ def test_drained_parts_commit_to_what_was_written(tmp_path: Path, disk: Disk) ->
         held = [path for path in save.final.rglob("*") if path.is_file()]
         size_bytes = sum(path.stat().st_size for path in held if path.name != "ckptkit.json")
         assert drained(save, rank, shared.folder, disk) == size_bytes
-    commit(shared.commit(proofs), NATIVE, Tally())
+    commit(shared.commit(proofs), NATIVE, ByteCounter())
     assert ckptkit.verify(shared.final).ok
     for save in saves:
         for path in save.final.rglob("*.distcp"):
@@ -453,7 +452,7 @@ def test_files_of_any_size_are_drained_as_they_are(tmp_path: Path) -> None:
     record = {"rank": 0, "world_size": 1, "attempt": "x", "units": {}, "files": files}
     (folder / ".ranks/0.json").write_text(json.dumps(record))
     request = Drain("x", str(folder), str(target), (".ranks/0.json",), ("1",))
-    Drainer(NATIVE).drain(request, Tally())
+    Drainer(NATIVE).drain(request, ByteCounter())
     for size in sizes:
         assert (target / str(size)).read_bytes() == (folder / str(size)).read_bytes()
     assert (target / ".ranks/beside/1").read_bytes() == (folder / "1").read_bytes()

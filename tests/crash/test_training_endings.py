@@ -30,9 +30,9 @@ from ckptkit.core.errors import (
     WriterError,
 )
 from ckptkit.training import Checkpointer
-from ckptkit.training.save.commit import Attempt, Committer
+from ckptkit.training.save.attempts import SaveAttempt, StepCommitter
 from ckptkit.training.save.writer_process import WriterProcess
-from ckptkit.writer.messages import Committed
+from ckptkit.writer.messages import StepCommitted
 
 troubles: Any = importlib.import_module("troubles")  # put there by conftest.py
 SECONDS = 30.0
@@ -301,14 +301,14 @@ def test_a_save_that_is_complete_has_not_failed_though_the_others_cannot_be_told
     run: Path, monkeypatch: pytest.MonkeyPatch, log: Any
 ) -> None:
     with Checkpointer(run) as saver:
-        meeting: Any = vars(saver._ending)["_meeting"]
-        agree = meeting.agree
+        barrier: Any = vars(saver._backend)["_barrier"]
+        agree = barrier.agree
 
         def fail(*arguments: Any, **options: Any) -> None:
             agree(*arguments, **options)
             raise PeerError("the store failed")
 
-        monkeypatch.setattr(meeting, "agree", fail)
+        monkeypatch.setattr(barrier, "agree", fail)
         report = saver.save(1, {"model": nn.Linear(2, 2)}).report(SECONDS)
     assert report.total_bytes > 1000
     assert ckptkit.verify(report.path).ok
@@ -324,14 +324,14 @@ class _Process:
 
     def request(self, request: Any) -> Any:
         self.asked.append((type(request).__name__, request.attempt))
-        return Committed(request.attempt, 1, 0.0)
+        return StepCommitted(request.attempt, 1, 0.0)
 
 
 def test_what_failed_saves_left_is_removed_when_nobody_waits_and_not_for_ever() -> None:
     process: Any = _Process()
-    committer = Committer(process, lambda *_: (), timeout_seconds=1)
+    committer = StepCommitter(process, lambda *_: (), timeout_seconds=1)
     attempts = [
-        Attempt(n, f"a-{n}", n, Path(), Path(), {"source": {"metrics": {}}}) for n in range(3)
+        SaveAttempt(n, f"a-{n}", n, Path(), Path(), {"source": {"metrics": {}}}) for n in range(3)
     ]
     failure = {"error": SaveError("no").to_json()}
     assert "error" in committer.commit(attempts[0], [failure])

@@ -38,8 +38,7 @@ from ckptkit.training.resume import resume as resuming
 from ckptkit.training.save import slot as save_slot
 from ckptkit.training.save.shared_memory import MemoryPlaces, SharedBuffer
 from ckptkit.writer import persist as images
-from ckptkit.writer.failures import Tally
-from ckptkit.writer.messages import Image
+from ckptkit.writer.messages import ByteCounter, Image
 
 troubles: Any = importlib.import_module("troubles")  # put there by conftest.py
 MOUNT, UMOUNT = shutil.which("mount") or "mount", shutil.which("umount") or "umount"
@@ -283,7 +282,7 @@ def test_large_files_in_the_page_cache_are_made_durable_on_the_way(
 ) -> None:
     monkeypatch.setattr(images, "STRIDE_BYTES", 4096)
     monkeypatch.setattr(images, "_SYNC_BYTES", 8192)
-    tally, seen = Tally(), []
+    tally, seen = ByteCounter(), []
     monkeypatch.setattr(OpenFile, "sync", lambda _: seen.append(tally.done_bytes))
     image = Image("x", 0, 20_480, ())
     with images.ImageWriter(replace(Disk(), direct_io=False), tally) as writer:
@@ -396,4 +395,4 @@ def test_two_jobs_in_one_directory(run: Path, tmp_path: Path, log: Any) -> None:
         assert saver.resume(state) == 1
         truth = troubles.saved(saver, 2, state)
         troubles.resumes(saver, 2, truth, fresh(3))
-    assert any("an interrupted save had left" in line for line in log.lines(logging.INFO))
+    assert any("left by an interrupted save" in line for line in log.lines(logging.INFO))

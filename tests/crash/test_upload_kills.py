@@ -16,23 +16,23 @@ from ckptkit.core.retries import RetryPolicy
 from ckptkit.storage.local.disk import Disk
 from ckptkit.training.save.writer_process import WriterProcess
 from ckptkit.training.tiers.url_run import UploadProcess
-from ckptkit.writer.failures import Tally
 from ckptkit.writer.messages import (
+    ByteCounter,
     Commit,
     Discard,
     Drain,
-    Finish,
-    Proof,
+    FinishUpload,
+    RecordProof,
     Remote,
     Request,
-    Upload,
+    UploadFiles,
     Written,
 )
 from ckptkit.writer.persist import Persister
-from ckptkit.writer.upload import steps as places
-from ckptkit.writer.upload.process import Uploader
-from ckptkit.writer.upload.steps import Ledger, finish
-from ckptkit.writer.upload.store import Entry, Sender, Store, as_failure
+from ckptkit.writer.upload import step_objects as places
+from ckptkit.writer.upload.run_store import Entry, ObjectSender, Store, as_failure
+from ckptkit.writer.upload.step_objects import UploadedFiles, finish
+from ckptkit.writer.upload.uploader import Uploader
 
 writing: Any = importlib.import_module("writing")  # put there by conftest.py
 NATIVE = Disk()
@@ -49,7 +49,7 @@ class Step:
     """A step of two ranks that is durable on their nodes."""
 
     saves: list[Any]
-    proofs: list[Proof]
+    proofs: list[RecordProof]
 
     @classmethod
     def kept(cls, folder: Path, *, step: int = 500, salt: int = 0) -> Step:
@@ -60,7 +60,7 @@ class Step:
             persister = Persister(NATIVE)
             size_bytes = memory.share().size_bytes
             persister.attach(memory.descriptor, size_bytes)
-            proof = persister.persist(request, Tally()).proof
+            proof = persister.persist(request, ByteCounter()).proof
             assert proof is not None
             saves.append(save)
             proofs.append(proof)
@@ -71,13 +71,15 @@ class Step:
         name, remote = self.saves[0].final.name, Remote(store.location)
         for rank, save in enumerate(self.saves):
             records = (f".ranks/{rank}.json",)
-            request = Upload(save.attempt, remote, name, str(save.folder), records)
-            Uploader(NATIVE).upload(request, store, Tally())
+            request = UploadFiles(save.attempt, remote, name, str(save.folder), records)
+            Uploader(NATIVE).upload(request, store, ByteCounter())
         whole = self.saves[0].commit(self.proofs)
-        made = Finish(
+        made = FinishUpload(
             whole.attempt, remote, name, JOB, whole.proofs, whole.manifest, visible_seconds=0.1
         )
-        finish(made if not further else Finish(**_fields(made) | further), store, Tally())
+        finish(
+            made if not further else FinishUpload(**_fields(made) | further), store, ByteCounter()
+        )
 
     def files(self) -> dict[str, bytes]:
         name = self.saves[0].final.name
@@ -89,7 +91,7 @@ class Step:
         }
 
 
-def _fields(made: Finish) -> dict[str, Any]:
+def _fields(made: FinishUpload) -> dict[str, Any]:
     return {name: getattr(made, name) for name in made.__slots__}
 
 
@@ -187,14 +189,14 @@ def test_a_file_that_is_cut_short_while_it_is_sent_is_no_object(tmp_path: Path) 
 
     store = opened("short")
     with pytest.raises(CkptkitError, match="cut short"):
-        Sender(store, Tally()).send(Short(), 20 << 20, "file")
+        ObjectSender(store, ByteCounter()).send(Short(), 20 << 20, "file")
     assert store.entries() == {}
     (tmp_path / ".ranks").mkdir()
-    ledger = Ledger.of(tmp_path, ".ranks/0.json")
+    ledger = UploadedFiles.of(tmp_path, ".ranks/0.json")
     ledger.add("s3://b/one", Entry(1, "e"))
     with ledger.path.open("a") as file:
         file.write('["s3://b/two", 2')  # as a kill leaves it
-    assert Ledger.of(tmp_path, ".ranks/1.json").entries == {"s3://b/one": Entry(1, "e")}
+    assert UploadedFiles.of(tmp_path, ".ranks/1.json").entries == {"s3://b/one": Entry(1, "e")}
 
 
 def test_requests_to_drain_and_commit_become_uploads_that_clear_up(
@@ -232,8 +234,8 @@ def test_requests_to_drain_and_commit_become_uploads_that_clear_up(
     [
         (PermissionError("no hidden-key here"), OutputError, "refused access"),
         (FileNotFoundError("bucket"), OutputError, "no such bucket"),
-        (TypeError("unexpected option"), OutputError, "nothing can be written"),
-        (OSError("hidden-key was reset"), SaveError, "did not answer well"),
+        (TypeError("unexpected option"), OutputError, "cannot be written"),
+        (OSError("hidden-key was reset"), SaveError, "the store failed"),
     ],
 )
 def test_what_a_client_raises_is_told_without_secrets(

@@ -28,10 +28,9 @@ from ckptkit.core.errors import (
 from ckptkit.core.object_parts import PART_BYTES
 from ckptkit.storage.places import Place
 from ckptkit.training import Checkpointer
-from ckptkit.training.tiers.save import TierEnding
-from ckptkit.writer.failures import Tally
-from ckptkit.writer.messages import Remote
-from ckptkit.writer.upload.store import Sender, Store
+from ckptkit.training.tiers.save import TieredBackend
+from ckptkit.writer.messages import ByteCounter, Remote
+from ckptkit.writer.upload.run_store import ObjectSender, Store
 from tests.object_store import KEY, SECRET, Bucket, Fault, ObjectStore
 
 troubles: Any = importlib.import_module("troubles")  # put there by conftest.py
@@ -59,9 +58,9 @@ def opened(bucket: Bucket, folder: Path, **options: Any) -> Checkpointer:
 
 
 def uploader_of(checkpointer: Checkpointer) -> Any:
-    ending = checkpointer._ending
-    assert isinstance(ending, TierEnding)
-    return ending._drains._process
+    backend = checkpointer._backend
+    assert isinstance(backend, TieredBackend)
+    return backend._drain_queue._process
 
 
 def steps_of(bucket: Bucket) -> dict[str, bool]:
@@ -275,14 +274,14 @@ def test_few_parts_are_in_memory_however_large_a_file_is(bucket: Bucket) -> None
                 held["most"] = max(held["most"], held["read"] - held["sent"])
             return bytes([start // PART_BYTES]) * count
 
-    class Counting(Tally):
+    class Counting(ByteCounter):
         def __setattr__(self, name: str, value: int) -> None:
             super().__setattr__(name, value)
             with lock:
                 held["sent"] = value // PART_BYTES
 
     direct = bucket.store.direct_options
-    sender = Sender(Store(Remote(f"{bucket.url}/large", direct)), Counting())
+    sender = ObjectSender(Store(Remote(f"{bucket.url}/large", direct)), Counting())
     sender.send(Counted(), parts * PART_BYTES, "file")
     assert held["read"] == held["sent"] == parts
     assert held["most"] <= 6

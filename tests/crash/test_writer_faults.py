@@ -35,8 +35,15 @@ from ckptkit.core.errors import (
 )
 from ckptkit.storage.local.disk import Disk, OpenFile
 from ckptkit.writer.commit import commit
-from ckptkit.writer.failures import Tally
-from ckptkit.writer.messages import Commit, Committed, Discard, Persist, Proof, Written
+from ckptkit.writer.messages import (
+    ByteCounter,
+    Commit,
+    Discard,
+    Persist,
+    RecordProof,
+    StepCommitted,
+    Written,
+)
 from ckptkit.writer.persist import STRIDE_BYTES, Persister
 
 writing: Any = importlib.import_module("writing")  # put there by conftest.py
@@ -48,10 +55,10 @@ def persist(memory: Any, request: Persist, disk: Disk = NATIVE) -> Written:
     persister = Persister(disk)
     buffer = memory.share()
     persister.attach(memory.descriptor, buffer.size_bytes)
-    return persister.persist(request, Tally())
+    return persister.persist(request, ByteCounter())
 
 
-def persist_all(save: Any, **further: Any) -> list[Proof]:
+def persist_all(save: Any, **further: Any) -> list[RecordProof]:
     proofs = []
     for rank in range(save.world_size):
         units = writing.usual_units(rank, save.world_size)
@@ -61,8 +68,8 @@ def persist_all(save: Any, **further: Any) -> list[Proof]:
     return proofs
 
 
-def committed(request: Commit) -> Committed:
-    return commit(request, NATIVE, Tally())
+def committed(request: Commit) -> StepCommitted:
+    return commit(request, NATIVE, ByteCounter())
 
 
 def refused(request: Commit, kind: type[CkptkitError]) -> CkptkitError:
@@ -147,8 +154,8 @@ def test_waves_of_one_attempt_end_in_one_record(tmp_path: Path) -> None:
         buffer = memory.share()
         persister.attach(memory.descriptor, buffer.size_bytes)
         wave = replace(whole, images=(image,), inline=(), record=None)
-        assert persister.persist(wave, Tally()).proof is None
-    last = persister.persist(replace(whole, images=()), Tally())
+        assert persister.persist(wave, ByteCounter()).proof is None
+    last = persister.persist(replace(whole, images=()), ByteCounter())
     assert last.proof is not None
     committed(save.commit([last.proof]))
     assert ckptkit.verify(save.final).ok
@@ -160,7 +167,7 @@ def test_a_step_saved_again_is_replaced_and_retired_steps_go(tmp_path: Path) -> 
     for number, disk in enumerate((NATIVE, NATIVE, replace(NATIVE, exchange=False))):
         save = writing.Save(tmp_path, f"a-{number}")
         gone = (str(older.final), str(save.final), str(tmp_path / "checkpoint-7"))
-        answer = commit(save.commit(persist_all(save), remove=gone), disk, Tally())
+        answer = commit(save.commit(persist_all(save), remove=gone), disk, ByteCounter())
         assert answer.removed == ((str(older.final),) if number == 0 else ())
         assert answer.notes == ()
         assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-500"]
@@ -334,7 +341,7 @@ def flip(path: Path) -> None:
 def test_a_rank_that_is_missing_or_of_another_world_is_named(save: Any) -> None:
     proofs = persist_all(save)
     refused(save.commit(proofs[1:]), FormatError)
-    assert "world" in refused(save.commit(proofs[:1]), FormatError).message
+    assert "of 1 ranks" in refused(save.commit(proofs[:1]), FormatError).message
     twice = [proofs[0], replace(proofs[0], rank=1)]
     assert "rank 0" in refused(save.commit(twice), FormatError).message
 
@@ -342,7 +349,7 @@ def test_a_rank_that_is_missing_or_of_another_world_is_named(save: Any) -> None:
 def test_two_ranks_that_write_the_same_place_are_found_out(save: Any) -> None:
     same = writing.rows_of(KEY, 0, 2)
     proofs = [persist(*save.persist(rank, {writing.MODEL: [same]})).proof for rank in range(2)]
-    assert "at the place of another" in refused(save.commit(proofs), FormatError).message
+    assert "some chunks overlap" in refused(save.commit(proofs), FormatError).message
 
 
 def test_a_place_that_nobody_wrote_is_found_out(save: Any) -> None:
@@ -383,13 +390,13 @@ def test_images_outside_of_the_buffer_and_paths_outside_of_the_folder_are_refuse
     save = writing.Save(tmp_path)
     memory, request = save.persist(0, writing.usual_units(0, 1))
     image = request.images[0]
-    blob = image.blobs[0]
+    blob = image.archives[0]
     for wrong in (
         replace(image, start=image.start + 1),
         replace(image, size_bytes=1 << 30),
-        replace(image, blobs=(replace(blob, crc_at=(blob.start,)),)),
-        replace(image, blobs=(image.blobs[1], blob)),
-        replace(image, blobs=(replace(blob, crc_at=(image.size_bytes - 3,)),)),
+        replace(image, archives=(replace(blob, crc_at=(blob.start,)),)),
+        replace(image, archives=(image.archives[1], blob)),
+        replace(image, archives=(replace(blob, crc_at=(image.size_bytes - 3,)),)),
     ):
         with pytest.raises(SaveError, match="image at"):
             persist(memory, replace(request, images=(wrong,)))

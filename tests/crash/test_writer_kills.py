@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import ckptkit
-from ckptkit.writer.failures import LEFT_STATUS
+from ckptkit.writer.process import LEFT_STATUS
 from ckptkit.writer.sweep import leftovers, sweep
 
 # Every call that makes, changes, syncs, renames or removes something counts; the program dies
@@ -64,7 +64,7 @@ def attempt(save: Any, step: int, *, exchanges: bool, remove: tuple[str, ...] = 
             assert isinstance(answer, writing.Written), answer
             proofs.append(answer.proof)
         answer = writer.ask(save.commit(proofs, remove=remove))
-    assert answer is None or isinstance(answer, writing.Committed), answer
+    assert answer is None or isinstance(answer, writing.StepCommitted), answer
     return answer is not None
 
 
@@ -168,7 +168,7 @@ def test_a_writer_leaves_when_its_trainer_is_gone(
     else:
         slow.share(memory)
     slow.channel.send(request)
-    assert isinstance(slow.channel.receive(), writing.Progress)
+    assert isinstance(slow.channel.receive(), writing.WriteProgress)
     slow.connection.close()
     wait_for(lambda: slow.process.poll() is not None, seconds=4.0)
     assert slow.process.returncode == LEFT_STATUS

@@ -24,10 +24,9 @@ from ckptkit.core.errors import SaveError, UnsafePathError, WriterError
 from ckptkit.storage.local.disk import Disk
 from ckptkit.training import Checkpointer
 from ckptkit.training.save import slot as save_slot
-from ckptkit.training.save.writer_process import Patience
+from ckptkit.training.save.writer_process import WriterTimeouts
 from ckptkit.writer.commit import commit
-from ckptkit.writer.failures import Tally
-from ckptkit.writer.messages import Link, Persist, Written
+from ckptkit.writer.messages import ByteCounter, Link, Persist, Written
 from ckptkit.writer.persist import Persister
 from ckptkit.writer.process import writer_command
 
@@ -42,7 +41,7 @@ def persist(memory: Any, request: Persist, disk: Any = NATIVE) -> Written:
     persister = Persister(disk)
     buffer = memory.share()
     persister.attach(memory.descriptor, buffer.size_bytes)
-    return persister.persist(request, Tally())
+    return persister.persist(request, ByteCounter())
 
 
 def keeping(run: Path, disk: Any = NATIVE) -> tuple[Link, Written]:
@@ -51,10 +50,10 @@ def keeping(run: Path, disk: Any = NATIVE) -> tuple[Link, Written]:
     memory, request = save.persist(0, writing.usual_units(0, 1))
     image = next(image for image in memory.images if image.path == FILE)
     link = Link(FILE, str(run / ".ckptkit" / "a" / "kept" / FILE), image.size_bytes)
-    ranges = ((image.blobs[0].start, image.blobs[0].stop), (image.start, image.start + 7))
+    ranges = ((image.archives[0].start, image.archives[0].stop), (image.start, image.start + 7))
     answer = persist(memory, replace(request, keeps=(link,), ranges=ranges), disk)
     assert answer.proof is not None
-    commit(save.commit([answer.proof]), NATIVE, Tally())
+    commit(save.commit([answer.proof]), NATIVE, ByteCounter())
     return link, answer
 
 
@@ -76,7 +75,7 @@ def test_a_linked_file_is_listed_and_proved_like_one_that_was_written(tmp_path: 
     assert answer.proof is not None
     assert answer.linked_bytes == link.size_bytes
     assert answer.size_bytes + link.size_bytes == first.size_bytes
-    committed = commit(save.commit([answer.proof]), NATIVE, Tally())
+    committed = commit(save.commit([answer.proof]), NATIVE, ByteCounter())
     assert (save.final / FILE).samefile(Path(link.kept))
     manifest = json.loads((save.final / "ckptkit.json").read_text())
     assert manifest["files"][FILE]["size_bytes"] == link.size_bytes
@@ -89,7 +88,7 @@ def test_a_linked_file_whose_bytes_changed_is_found_by_verify(tmp_path: Path) ->
     link, _ = keeping(tmp_path)
     save, memory, request = linking(tmp_path, link)
     proof = persist(memory, request).proof
-    commit(save.commit([proof]), NATIVE, Tally())
+    commit(save.commit([proof]), NATIVE, ByteCounter())
     with (tmp_path / "checkpoint-400" / FILE).open("r+b") as file:
         file.seek(link.size_bytes // 2)
         byte = file.read(1)[0]
@@ -125,7 +124,7 @@ def test_a_kept_file_that_is_gone_or_short_is_an_error_and_no_step(tmp_path: Pat
     _, memory, request = linking(tmp_path, link)
     with Path(link.kept).open("r+b") as file:
         file.truncate(10)
-    with pytest.raises(SaveError, match="10 bytes were found where an earlier save wrote"):
+    with pytest.raises(SaveError, match="bytes of an earlier save, found 10"):
         persist(memory, request)
     Path(link.kept).unlink()
     shutil.rmtree(request.folder)
@@ -170,7 +169,7 @@ def test_a_writer_that_is_killed_between_link_and_record_costs_that_save_only(
     model[0].requires_grad_(False)
     run, state = tmp_path / "run", {"model": model}
     with (
-        mock.patch.object(save_slot, "Patience", partial(Patience, command=command)),
+        mock.patch.object(save_slot, "WriterTimeouts", partial(WriterTimeouts, command=command)),
         Checkpointer(run) as saver,
     ):
         reports = [saver.save(step, state).report(60) for step in (1, 2)]

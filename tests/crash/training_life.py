@@ -22,12 +22,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import ckptkit
-from ckptkit.training import Checkpointer, session
-from ckptkit.training import runs as run_folder
+from ckptkit.training import Checkpointer, run_folders, session
 from ckptkit.training.handle import SaveHandle
-from ckptkit.training.save import endings
 from ckptkit.training.save import slot as save_slot
-from ckptkit.training.save.writer_process import Patience
+from ckptkit.training.save.writer_process import WriterTimeouts
+from ckptkit.training.tiers import save as tiered_saves
 from ckptkit.writer.process import writer_command
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -56,13 +55,13 @@ from ckptkit.writer import process as main
 from ckptkit.writer import messages
 disk.Disk.exchange_folders = deadly(disk.Disk.exchange_folders)
 messages.Channel.send = deadly(messages.Channel.send)
-do = main.Desk.do
+do = main.RequestHandler.do
 def noted(self, message, tally):
     global requests, calls
     if type(message).__name__ in {kinds}:
         requests, calls = requests + 1, 0
     return do(self, message, tally)
-main.Desk.do = noted
+main.RequestHandler.do = noted
 main.main()
 """
 KILL_ITSELF = "os.kill(os.getpid(), signal.SIGKILL)"
@@ -116,14 +115,14 @@ def doomed(
     def drain_command(descriptor: int, niceness: int) -> Sequence[str]:
         return writer_command(descriptor, niceness) if drain is None else drain.command(descriptor)
 
-    def patience(doom: Doom | None) -> Callable[..., Patience]:
-        return partial(Patience, command=writer_command if doom is None else doom.command)
+    def timeouts(doom: Doom | None) -> Callable[..., WriterTimeouts]:
+        return partial(WriterTimeouts, command=writer_command if doom is None else doom.command)
 
     with (
-        mock.patch.object(save_slot, "Patience", patience(writer)),
-        mock.patch.object(session, "Patience", patience(committer)),
-        mock.patch.object(endings, "Patience", patience(keeper)),
-        mock.patch.object(run_folder, "writer_command", drain_command),
+        mock.patch.object(save_slot, "WriterTimeouts", timeouts(writer)),
+        mock.patch.object(session, "WriterTimeouts", timeouts(committer)),
+        mock.patch.object(tiered_saves, "WriterTimeouts", timeouts(keeper)),
+        mock.patch.object(run_folders, "writer_command", drain_command),
     ):
         yield
 

@@ -23,7 +23,7 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.training import Checkpointer, session
 from ckptkit.training.handle import SaveHandle
 from ckptkit.training.save import slot as save_slot
-from ckptkit.training.save.writer_process import Patience
+from ckptkit.training.save.writer_process import WriterTimeouts
 from ckptkit.writer.process import writer_command
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -105,10 +105,10 @@ class Trouble:
             usual[usual.index("-c") + 1] = program
             return usual
 
-        patience = partial(Patience, command=command)
+        timeouts = partial(WriterTimeouts, command=command)
         with (
-            mock.patch.object(save_slot, "Patience", patience),
-            mock.patch.object(session, "Patience", patience),
+            mock.patch.object(save_slot, "WriterTimeouts", timeouts),
+            mock.patch.object(session, "WriterTimeouts", timeouts),
         ):
             yield
 

@@ -21,18 +21,18 @@ from ckptkit.plan.layouts.torch import tensor_pickle
 from ckptkit.plan.layouts.zip import ZipParts
 from ckptkit.plan.plan import Copy, Literal, TensorSpec, Trailer
 from ckptkit.writer.messages import (
-    Blob,
+    ArchiveData,
     Buffer,
     Channel,
     Commit,
-    Committed,
     Failed,
     Image,
     Inline,
     Persist,
-    Progress,
-    Proof,
+    RecordProof,
     Request,
+    StepCommitted,
+    WriteProgress,
     Written,
 )
 from ckptkit.writer.process import writer_command
@@ -66,7 +66,7 @@ class Memory:
     def add(self, path: str, parts: Sequence[Part]) -> list[tuple[int, int]]:
         """Lays out a data file; returns start and length of every archive."""
         start = len(self.content)
-        blobs: list[Blob] = []
+        blobs: list[ArchiveData] = []
         extents = []
         for part in parts:
             at = len(self.content)
@@ -76,7 +76,7 @@ class Memory:
         self.content += bytes(-len(self.content) % PAGE)
         return extents
 
-    def _add_archive(self, part: Part, blobs: list[Blob]) -> None:
+    def _add_archive(self, part: Part, blobs: list[ArchiveData]) -> None:
         spec = TensorSpec(Fqn(""), dtype_named(part.dtype), part.sizes)
         archive = ZipParts("archive")
         archive.add_bytes("data.pkl", tensor_pickle(spec))
@@ -97,7 +97,7 @@ class Memory:
             else:
                 assert isinstance(body, Literal)
                 self.content += body.data
-        blobs.append(Blob(*data, tuple(places)))
+        blobs.append(ArchiveData(*data, tuple(places)))
 
     def share(self) -> Buffer:
         """Puts the content into memory that another process may map."""
@@ -169,7 +169,7 @@ class Save:
             record_path=f".ranks/{rank}.json",
         )
 
-    def commit(self, proofs: Sequence[Proof], **further: Any) -> Commit:
+    def commit(self, proofs: Sequence[RecordProof], **further: Any) -> Commit:
         """Returns the request that makes the attempt visible."""
         manifest = Manifest("training", {"step": self.step}, {}, {}, {})
         return Commit(
@@ -196,7 +196,7 @@ class Writer:
         ours.settimeout(60)
         self.connection = ours
         self.channel = Channel(ours)
-        self.heard: list[Progress] = []
+        self.heard: list[WriteProgress] = []
 
     def __enter__(self) -> Self:
         return self
@@ -213,15 +213,15 @@ class Writer:
         self.channel.send(buffer, (memory.descriptor,))
         os.close(memory.descriptor)
 
-    def ask(self, request: Request) -> Written | Committed | Failed | None:
+    def ask(self, request: Request) -> Written | StepCommitted | Failed | None:
         """Has a request done; None when the process is gone."""
         try:
             self.channel.send(request)
-            while isinstance(answer := self.channel.receive(), Progress):
+            while isinstance(answer := self.channel.receive(), WriteProgress):
                 self.heard.append(answer)
         except ConnectionError:
             return None
-        assert answer is None or isinstance(answer, Written | Committed | Failed)
+        assert answer is None or isinstance(answer, Written | StepCommitted | Failed)
         return answer
 
     def written(self, memory: Memory, request: Persist) -> Written:
@@ -254,7 +254,7 @@ def usual_units(rank: int, ranks: int, *, salt: int = 0) -> dict[str, list[Part]
     }
 
 
-def save_whole(save: Save, writer: Writer, *, salt: int = 0, **further: Any) -> Committed:
+def save_whole(save: Save, writer: Writer, *, salt: int = 0, **further: Any) -> StepCommitted:
     """Saves and commits all ranks with one writer process."""
     proofs = []
     for rank in range(save.world_size):
@@ -262,5 +262,5 @@ def save_whole(save: Save, writer: Writer, *, salt: int = 0, **further: Any) -> 
         assert written.proof is not None
         proofs.append(written.proof)
     answer = writer.ask(save.commit(proofs, **further))
-    assert isinstance(answer, Committed), answer
+    assert isinstance(answer, StepCommitted), answer
     return answer

@@ -19,8 +19,8 @@ from typing import Any
 import torch.distributed as dist
 
 from ckptkit.training.agree.peers import Peers, open_peers
-from ckptkit.training.agree.preemption import SaveRequests
-from ckptkit.training.runs import RunFolder
+from ckptkit.training.agree.save_requests import SaveRequestWatcher
+from ckptkit.training.run_folders import RunFolder
 from ckptkit.training.settings import Interval
 
 DRIFT_SECONDS = 0.004
@@ -34,7 +34,7 @@ STOPPED_LIMIT_SECONDS = 1.0
 class Training:
     """A loop that only polls, and whose ranks meet every few steps as collectives make them."""
 
-    def __init__(self, requests: SaveRequests, rank: int) -> None:
+    def __init__(self, requests: SaveRequestWatcher, rank: int) -> None:
         self.requests = requests
         self.step = 0
         self.saved: list[int] = []
@@ -78,7 +78,7 @@ def check_agreement(peers: Peers) -> None:
 def check_a_stopped_rank(run: RunFolder, rank: int) -> None:
     """Stops a rank for a while; the others are held up for a bounded time, and train on."""
     peers = open_peers("run", timeout_seconds=60)
-    requests = SaveRequests(peers, run, signals=(), timeout_seconds=STOPPED_LIMIT_SECONDS)
+    requests = SaveRequestWatcher(peers, run, signals=(), timeout_seconds=STOPPED_LIMIT_SECONDS)
     dist.barrier()
     if rank == STOPPED_RANK:
         wake = f"sleep {STOPPED_SECONDS}; kill -CONT {os.getpid()}"
@@ -116,7 +116,7 @@ def main() -> None:
     check_agreement(peers)
     run = RunFolder(sys.argv[1])
     lock = run.lock() if rank == 0 else None
-    requests = SaveRequests(peers, run, interval=Interval(), signals=("SIGUSR2",))
+    requests = SaveRequestWatcher(peers, run, interval=Interval(), signals=("SIGUSR2",))
     training = Training(requests, rank)
     dist.barrier()
 

@@ -151,7 +151,7 @@ def late(folder: Path) -> None:
         drill.truth = troubles.saved(drill.checkpointer, 1, drill.state)
         assert time.monotonic() - began > 2 * troubles.LATE_SECONDS
     with everywhere(drill, "lost", ranks=(1,)):
-        drill.fails(MissingFileError, r"/\.ranks/1\.json: it was written, and not seen within 5 s")
+        drill.fails(MissingFileError, r"/\.ranks/1\.json: it was written, but not seen within 5 s")
     drill.recovers()
 
 

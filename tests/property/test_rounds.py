@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ckptkit.training.agree.key_values import LocalKeyValueStore
 from ckptkit.training.agree.peers import Peers
-from ckptkit.training.agree.save_steps import Rounds, Wish
-from ckptkit.training.agree.store import LocalBoard
+from ckptkit.training.agree.save_requests import SaveRequest, SaveStepAgreement
 
 NEVER_VOID_SECONDS = 3600.0
 MAX_DRIFT = 3
@@ -28,7 +28,7 @@ EVENTS = st.lists(
 class Rank:
     """A rank whose training and watcher take turns as the test says."""
 
-    rounds: Rounds
+    rounds: SaveStepAgreement
     polled: int = 0
     saved: list[int] = field(default_factory=list)
     stopped: list[int] = field(default_factory=list)
@@ -48,9 +48,11 @@ class Rank:
 
 
 def make_ranks(count: int) -> list[Rank]:
-    board = LocalBoard()
+    board = LocalKeyValueStore()
     return [
-        Rank(Rounds(Peers(rank, count, board, "nonce"), limit_seconds=NEVER_VOID_SECONDS))
+        Rank(
+            SaveStepAgreement(Peers(rank, count, board, "nonce"), limit_seconds=NEVER_VOID_SECONDS)
+        )
         for rank in range(count)
     ]
 
@@ -84,7 +86,7 @@ def test_all_ranks_save_and_stop_at_the_same_steps(
             if rank.polled < behind + MAX_DRIFT and not rank.would_wait():
                 rank.step()
         else:
-            rank.rounds.ask(Wish(f"test {number}", stop=event == "ask to stop"))
+            rank.rounds.ask(SaveRequest(f"test {number}", stop=event == "ask to stop"))
             wishes.append((rank.polled, event == "ask to stop"))
     finish(ranks)
     assert all(rank.saved == ranks[0].saved for rank in ranks)

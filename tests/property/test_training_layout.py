@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ckptkit.core.index import Box
-from ckptkit.training.save.layout import MIN_LIMIT_BYTES, SavePlan, plan_save
+from ckptkit.training.save.file_layout import MIN_LIMIT_BYTES, SavePlan, plan_save
 from ckptkit.training.save.shared_memory import SharedBuffer
 from ckptkit.training.save.staging import Stager
 from ckptkit.training.state.frozen_watch import watched_by
@@ -61,7 +61,7 @@ def collect(
         for image in images:
             assert image.start >= at
             assert image.start % 4096 == 0
-            for blob in image.blobs:
+            for blob in image.archives:
                 assert image.start < blob.start < blob.stop < image.start + image.size_bytes
                 crc = zlib.crc32(buffer.memory[blob.start : blob.stop]).to_bytes(4, "little")
                 for place in blob.crc_at:

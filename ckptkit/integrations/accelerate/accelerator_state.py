@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptkit.core.errors import UsageError
 from ckptkit.formats.discovery import step_of
-from ckptkit.training import names
+from ckptkit.training import step_names
 from ckptkit.training.settings import Options
 from ckptkit.training.sidecar import StepFile
 from ckptkit.training.state import objects as rng
@@ -216,7 +216,7 @@ def files_of(accelerator: Accelerator, rank: int) -> dict[str, bytes]:
     knows where it is in an accumulation of gradients.
     """
     states = {"step": int(accelerator.step), **rng.capture()}
-    files: dict[str, bytes] = {names.random_states_file(rank): StepFile(torch_archive(states))}
+    files: dict[str, bytes] = {step_names.random_states_file(rank): StepFile(torch_archive(states))}
     if rank == 0:  # stock accelerate lets all ranks write one file
         for name, loader in stateful_loaders(accelerator):
             files[name] = torch_archive(loader.state_dict())

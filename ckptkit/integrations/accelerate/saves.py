@@ -35,14 +35,15 @@ from ckptkit.integrations.open_runs import OpenRun
 from ckptkit.integrations.patches import STOCK
 from ckptkit.runs.marks import MARKS_FOLDER
 from ckptkit.storage.manifests import read_local_manifest
-from ckptkit.training import names
-from ckptkit.training.agree.peers import Peers, Votes, open_peers
+from ckptkit.training import step_names
+from ckptkit.training.agree.barrier import SharedAnswers
+from ckptkit.training.agree.peers import Peers, open_peers
 from ckptkit.training.checkpointer import Checkpointer
 from ckptkit.training.export.export import ExportOptions
 from ckptkit.training.handle import SaveHandle, SaveReport
 from ckptkit.training.resume.resume import resume, resume_from
 from ckptkit.training.resume.stored_step import StoredStep
-from ckptkit.training.runs import saved_steps
+from ckptkit.training.run_folders import saved_steps
 from ckptkit.training.settings import Options, Settings, check_options
 from ckptkit.training.state.collect import BoundState, bind
 from ckptkit.training.state.objects import flatten, serialise
@@ -103,7 +104,7 @@ def given_folder(folder: Path) -> Chosen | None:
     """Returns what lies in a folder that the user has named; None if no sharded model does."""
     if not folder.is_dir():
         raise ResumeError("no such directory was found", where=str(folder))
-    if not (folder / names.model_unit(0) / METADATA).is_file():
+    if not (folder / step_names.model_unit(0) / METADATA).is_file():
         return None
     return Chosen(folder, ours=(folder / MANIFEST_NAME).is_file())
 
@@ -119,9 +120,9 @@ def newest_folder(run: Path, models: int, optimizers: int) -> Chosen:
         models: How many models there are.
         optimizers: How many optimizers there are.
     """
-    units = [names.model_unit(i) for i in range(models)]
-    units += [names.optimizer_unit(i) for i in range(optimizers)]
-    needed = [f"{unit}/{METADATA}" for unit in units] + [names.random_states_file(0)]
+    units = [step_names.model_unit(i) for i in range(models)]
+    units += [step_names.optimizer_unit(i) for i in range(optimizers)]
+    needed = [f"{unit}/{METADATA}" for unit in units] + [step_names.random_states_file(0)]
     for step in reversed(saved_steps(run, AUTOMATIC_PREFIX) if run.is_dir() else ()):
         folder = run / step.name
         if step.complete:
@@ -175,7 +176,7 @@ class AcceleratorSaves:
         self._checked: tuple[list[object], str] = ([], "")
         self._told: set[str] = set()
         self._count = 0
-        self._met: tuple[Peers, Votes] | None = None
+        self._met: tuple[Peers, SharedAnswers] | None = None
         self._last: SaveHandle | None = None
         self._marked: set[Path] = set()
         # Stock accelerate finds no number in the name of the folder with the marks, and fails.
@@ -316,10 +317,10 @@ class AcceleratorSaves:
         self._run.end()
         remove_marks(self._marked)
 
-    def _meet(self) -> tuple[Peers, Votes]:
+    def _meet(self) -> tuple[Peers, SharedAnswers]:
         if self._met is None:
             peers = open_peers(_TOPIC, timeout_seconds=_PATIENCE_SECONDS, is_place=False)
-            self._met = peers, Votes(peers.board)
+            self._met = peers, SharedAnswers(peers.store)
         return self._met
 
     def _voted(self, accelerator: Accelerator, target: Target) -> str:
@@ -457,7 +458,7 @@ def _choice(
 def _put_back(accelerator: Accelerator, folder: Path, rank: int, *, loaders: bool) -> None:
     """Puts back what accelerate keeps in files that the engine does not look into."""
     with StoredStep(folder) as stored:
-        for file in (names.random_states_file(rank), names.random_states_file(0)):
+        for file in (step_names.random_states_file(rank), step_names.random_states_file(0)):
             if stored.has_file(file):
                 states.set_count(accelerator, stored.file(file))
                 break

@@ -28,11 +28,11 @@ from ckptkit.core.errors import CkptkitError, NoSpaceError, SaveError
 from ckptkit.core.index import Box, Shape
 from ckptkit.training.agree.peers import Peers
 from ckptkit.training.export.write import boxes_of
-from ckptkit.training.names import TensorPlaces, clean_fqn, parallel_prefixes
 from ckptkit.training.save.shared_memory import SharedBuffer
 from ckptkit.training.state.dtensors import Copies
 from ckptkit.training.state.models import ModelWalk
 from ckptkit.training.state.pieces import Piece, select_owned
+from ckptkit.training.step_names import TensorPlaces, clean_fqn, parallel_prefixes
 
 _TOPIC = "the whole state of a model"
 _ALIGNMENT = 64

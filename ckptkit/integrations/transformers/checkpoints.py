@@ -34,7 +34,7 @@ from ckptkit.integrations.transformers.trainer_state import (
 )
 from ckptkit.training.checkpointer import Checkpointer
 from ckptkit.training.handle import SaveHandle, SaveReport
-from ckptkit.training.runs import RunFolder
+from ckptkit.training.run_folders import RunFolder
 from ckptkit.training.settings import Options, check_options
 from ckptkit.training.state import objects as rng
 from ckptkit.writer.commit import clear

@@ -28,9 +28,9 @@ from ckptkit.formats.dcp.reader import METADATA
 from ckptkit.integrations.scalars import values_of
 from ckptkit.runs.save_order import Retention, steps_to_remove
 from ckptkit.runs.steps import RunStep, abandoned
-from ckptkit.training import names
+from ckptkit.training import step_names
 from ckptkit.training.handle import SaveReport
-from ckptkit.training.runs import saved_steps
+from ckptkit.training.run_folders import saved_steps
 
 logger = logging.getLogger(__name__)
 
@@ -87,11 +87,11 @@ def newest_of_all(run: Path) -> Path:
 
 
 def holds_shards(folder: Path) -> bool:
-    return (folder / names.model_unit(0) / METADATA).is_file()
+    return (folder / step_names.model_unit(0) / METADATA).is_file()
 
 
 def has_optimizer(folder: Path) -> bool:
-    return (folder / names.optimizer_unit(0) / METADATA).is_file()
+    return (folder / step_names.optimizer_unit(0) / METADATA).is_file()
 
 
 def drop_sentinel(folder: Path) -> None:
@@ -131,7 +131,7 @@ def steps_beyond(steps: Sequence[RunStep], limit: int | None, best: int | None) 
 
 def _is_whole_stock(folder: Path) -> bool:
     """Returns whether the Trainer has finished a checkpoint; it writes its own state last."""
-    if not (folder / names.TRAINER_STATE).is_file():
+    if not (folder / step_names.TRAINER_STATE).is_file():
         return False
     if (folder / MANIFEST_NAME).exists() or (folder / _SENTINEL).exists():
         return False
@@ -146,9 +146,9 @@ def state_of(trainer: Any) -> dict[str, object]:
 def state_in(trainer: Any, folder: Path) -> dict[str, object]:
     """Returns what of the Trainer's state a checkpoint holds, which may be the model alone."""
     there = {"model"}
-    if has_optimizer(folder) and (folder / names.trainer_scheduler_file(0)).is_file():
+    if has_optimizer(folder) and (folder / step_names.trainer_scheduler_file(0)).is_file():
         there |= {"optimizer", "scheduler"}
-        there |= {"scaler"} if (folder / names.scaler_file(0)).is_file() else set()
+        there |= {"scaler"} if (folder / step_names.scaler_file(0)).is_file() else set()
     return {key: value for key, value in _all_of(trainer).items() if key in there}
 
 
@@ -159,9 +159,9 @@ def own_state(trainer: Any) -> dict[str, bytes] | None:
     if not trainer.is_world_process_zero():
         return None
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / names.TRAINER_STATE
+        path = Path(folder) / step_names.TRAINER_STATE
         trainer.state.save_to_json(str(path))
-        return {names.TRAINER_STATE: path.read_bytes()}
+        return {step_names.TRAINER_STATE: path.read_bytes()}
 
 
 def metrics_of(trainer: Any) -> dict[str, float]:

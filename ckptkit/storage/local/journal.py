@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import os
-import queue
-import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from ckptkit.core.crc import crc32
+from ckptkit.core.threads import WorkerThread
 from ckptkit.storage.local.disk import LOCAL_DISK, Disk
 
 _LOG = logging.getLogger(__name__)
@@ -67,9 +67,8 @@ class Journal:
         self._at = self._file.status().st_size
         self._write([b"\n" if self._at else _line(first)])
         disk.sync_directory(path.parent)
-        self._waiting: queue.SimpleQueue[Callable[[], Entry | None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="ckptkit-journal", daemon=True)
-        self._thread.start()
+        self._waiting: deque[Callable[[], Entry | None]] = deque()
+        self._worker = WorkerThread("ckptkit-journal")
 
     def add(self, entry: Callable[[], Entry | None]) -> None:
         """Has an entry written, soon.
@@ -77,27 +76,24 @@ class Journal:
         Args:
             entry: Makes it, in another thread, or None for nothing.
         """
-        self._waiting.put(entry)
+        self._waiting.append(entry)
+        self._worker.submit_unwatched(self._write_waiting)
 
     def close(self) -> None:
         """Writes what waits, and closes the file."""
-        if self._thread.is_alive():
-            self._waiting.put(None)
-            self._thread.join()
+        self._worker.close()
         self._file.close()
 
-    def _run(self) -> None:
-        last = False
-        while not last:
-            makers = [self._waiting.get()]
-            while not self._waiting.empty():
-                makers.append(self._waiting.get())
-            last = None in makers
-            try:
-                entries = (make() for make in makers if make is not None)
-                self._write([_line(entry) for entry in entries if entry is not None])
-            except OSError as error:  # such as a full disk, which the output itself reports
-                _LOG.warning("the journal of the output is not written: %s", error.strerror)
+    def _write_waiting(self) -> None:
+        """Writes all that waits, so that many entries take one sync."""
+        waiting = []
+        while self._waiting:
+            waiting.append(self._waiting.popleft())
+        try:
+            entries = (make_entry() for make_entry in waiting)
+            self._write([_line(entry) for entry in entries if entry is not None])
+        except OSError as error:  # such as a full disk, which the output itself reports
+            _LOG.warning("the journal of the output is not written: %s", error.strerror)
 
     def _write(self, lines: list[bytes]) -> None:
         data = b"".join(lines)

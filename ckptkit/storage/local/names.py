@@ -14,6 +14,15 @@ def is_work_folder(name: str) -> bool:
     return name.startswith(".") and WORK_INFIX in name
 
 
+def hidden_name(name: str, mark: str) -> str:
+    """Returns the name of a hidden folder in which the folder `name` is staged or removed.
+
+    >>> hidden_name("checkpoint-5", "0123abcd-1")
+    '.checkpoint-5.ckptkit-0123abcd-1'
+    """
+    return f".{name}{WORK_INFIX}{mark}"
+
+
 def check_relative(path: str, where: str) -> None:
     """Refuses a path that would lead out of the folder it is relative to."""
     pure = PurePath(path)

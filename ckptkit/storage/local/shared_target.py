@@ -15,7 +15,7 @@ from ckptkit.core.errors import ChecksumError, OutputError, OutputExistsError
 from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.core.object_parts import ObjectPart
 from ckptkit.storage.local.disk import LOCAL_DISK, PAGE_BYTES, Disk, is_out_of_space, is_refused
-from ckptkit.storage.local.names import WORK_INFIX
+from ckptkit.storage.local.names import hidden_name
 from ckptkit.storage.local.target import (
     StagedFiles,
     free_bytes,
@@ -413,9 +413,7 @@ class SharedTarget:
     def abandon(self) -> None:
         """Removes what all processes wrote, so that none of them can commit it any more."""
         self._files.close()
-        away = self._work.path.with_name(
-            f".{self._out.name}{WORK_INFIX}{os.urandom(NONCE_BYTES).hex()}"
-        )
+        away = self._work.path.with_name(hidden_name(self._out.name, os.urandom(NONCE_BYTES).hex()))
         with suppress(OSError):  # another process was faster, or it was committed
             # In one step, marks and all: a commit of half of it has to be impossible meanwhile.
             self._work.path.rename(away)

@@ -25,6 +25,7 @@ from ckptkit.storage.local.disk import (
     is_out_of_space,
     is_refused,
 )
+from ckptkit.storage.local.durable import sync_folders
 from ckptkit.storage.local.names import check_relative
 from ckptkit.storage.local.workdir import (
     WorkFolder,
@@ -107,9 +108,7 @@ class StagedFiles:
             for _ in threads.map(self._sync_file, self._sizes):
                 pass
         self._pool.close()
-        folders = [path for path in self.folder.rglob("*") if path.is_dir()]
-        for folder in (*folders, self.folder):
-            self._disk.sync_directory(folder)
+        sync_folders(self.folder, self._disk)
 
     def close(self) -> None:
         self._pool.close()

@@ -24,7 +24,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ckptkit.storage.local.disk import Disk, OpenFile, is_refused
-from ckptkit.storage.local.names import WORK_INFIX, is_work_folder
+from ckptkit.storage.local.durable import OCCUPIED, replace_folder
+from ckptkit.storage.local.names import hidden_name, is_work_folder
 
 NONCE_BYTES = 8
 _ATTEMPTS = 16
@@ -69,7 +70,7 @@ def claim_work_folder(parent: Path, name: str, disk: Disk) -> WorkFolder:
         The folder, locked, with an empty `files` in it.
     """
     for _ in range(_ATTEMPTS):
-        path = parent / f".{name}{WORK_INFIX}{os.urandom(NONCE_BYTES).hex()}"
+        path = parent / hidden_name(name, os.urandom(NONCE_BYTES).hex())
         path.mkdir()
         try:
             work = _lock_work_folder(path, disk)
@@ -96,7 +97,7 @@ def join_work_folder(parent: Path, name: str, nonce: str, disk: Disk) -> WorkFol
     Returns:
         The folder, which is not swept away while one of the processes is alive.
     """
-    path = parent / f".{name}{WORK_INFIX}{nonce}"
+    path = parent / hidden_name(name, nonce)
     for _ in range(_ATTEMPTS):
         path.mkdir(exist_ok=True)
         with suppress(FileNotFoundError):  # swept away meanwhile
@@ -164,7 +165,7 @@ def sweep_work_folders(parent: Path, out: Path, disk: Disk) -> None:
 
 
 def _work_folders(parent: Path, out: Path) -> list[Path]:
-    pattern = re.compile(re.escape(f".{out.name}{WORK_INFIX}") + f"[0-9a-f]{{{2 * NONCE_BYTES}}}")
+    pattern = re.compile(re.escape(hidden_name(out.name, "")) + f"[0-9a-f]{{{2 * NONCE_BYTES}}}")
     return [
         path
         for path in parent.iterdir()
@@ -173,7 +174,7 @@ def _work_folders(parent: Path, out: Path) -> list[Path]:
 
 
 def publish_lock(out: Path) -> Path:
-    return out / f".{out.name}{WORK_INFIX}publish"
+    return out / hidden_name(out.name, "publish")
 
 
 def _sweep_publish_lock(out: Path, disk: Disk) -> None:
@@ -232,7 +233,6 @@ def is_empty(out: Path) -> bool:
 
 
 _PUBLISH_ATTEMPTS = 8
-_OCCUPIED = frozenset({errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR})
 
 
 def can_be_replaced(out: Path, work: WorkFolder) -> bool:
@@ -247,7 +247,7 @@ def can_be_replaced(out: Path, work: WorkFolder) -> bool:
     try:
         out.rename(work.path)
     except OSError as error:
-        return error.errno in _OCCUPIED
+        return error.errno in OCCUPIED
     return False
 
 
@@ -265,7 +265,7 @@ def publish(work: WorkFolder, out: Path, *, overwrite: bool, disk: Disk) -> bool
         if not overwrite or not out.is_dir():
             return False
         with suppress(FileNotFoundError):  # removed meanwhile, so the place is free now
-            return disk.exchange_folders(work.files, out) or _swap(work, out)
+            return _replace(work, out, disk)
     return False
 
 
@@ -273,7 +273,7 @@ def _take_empty_place(files: Path, out: Path) -> bool:
     try:
         files.rename(out)
     except OSError as error:
-        if error.errno not in _OCCUPIED:
+        if error.errno not in OCCUPIED:
             raise
     else:
         return True
@@ -285,15 +285,12 @@ def _take_empty_place(files: Path, out: Path) -> bool:
     return True
 
 
-def _swap(work: WorkFolder, out: Path) -> bool:
-    """Replaces `out` in two steps; after a kill in between, the next run restores it."""
-    out.rename(work.old)
+def _replace(work: WorkFolder, out: Path, disk: Disk) -> bool:
+    """Replaces `out`; after a kill between two renames, `_recover` restores it."""
     try:
-        work.files.rename(out)
+        replace_folder(work.files, out, work.old, disk)
     except OSError as error:
-        with suppress(OSError):
-            work.old.rename(out)
-        if error.errno in _OCCUPIED:
+        if error.errno in OCCUPIED:
             return False
         raise
     return True
@@ -314,7 +311,7 @@ def publish_inside(work: WorkFolder, out: Path, last: str, disk: Disk) -> bool:
             work.last.rename(out / last)
         except OSError as error:
             take_back(work, out)
-            if error.errno in _OCCUPIED:
+            if error.errno in OCCUPIED:
                 return False
             raise
         disk.sync_directory((out / last).parent)

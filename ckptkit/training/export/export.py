@@ -159,7 +159,7 @@ class ExportAttempt:
         if choice == _RANGES:
             choice = target.why_no_ranges() or _RANGES
         key = f"exports/{self._number}"
-        decided = self._peers.board.compare_set(key, b"", choice.encode()).decode()
+        decided = self._peers.store.compare_set(key, b"", choice.encode()).decode()
         if decided == _RANGES and choice != _RANGES:
             raise RefusedError(choice.removeprefix(_ONE_WRITER), where=str(self._request.out))
         return decided
@@ -310,7 +310,7 @@ class ExportAttempt:
             told = told.located(f"rank {self._peers.rank}")
         own = json.dumps(told.to_json()).encode()
         try:
-            first = self._peers.board.compare_set(f"exports/{self._number}/error", b"", own)
+            first = self._peers.store.compare_set(f"exports/{self._number}/error", b"", own)
             self._peers.refuse(self._topic, told, timeout_seconds=self._timeout_seconds)
         except CkptkitError as problem:
             logger.warning("the other ranks could not be told of %s: %s", error, problem)

@@ -61,7 +61,7 @@ from ckptkit.plan.side_files import (
 )
 from ckptkit.plan.ties import tie_candidates, tie_conflicts, ties_to_drop, untied_config
 from ckptkit.storage.local.disk import PAGE_BYTES
-from ckptkit.training.names import innermost
+from ckptkit.training.step_names import innermost
 
 Table = Mapping[Fqn, TensorSpec]
 Part = tuple[Box, torch.Tensor]

@@ -49,13 +49,13 @@ from ckptkit.training.export.plan import (
     Table,
     blocks_of,
 )
-from ckptkit.training.names import TensorPlaces, adapter_names, innermost
 from ckptkit.training.save.staging import is_plain
 from ckptkit.training.sidecar import collect_sidecar
 from ckptkit.training.state.collect import BoundState
 from ckptkit.training.state.dtensors import Copies, has_data
 from ckptkit.training.state.models import ModelWalk
 from ckptkit.training.state.pieces import Piece, select_owned
+from ckptkit.training.step_names import TensorPlaces, adapter_names, innermost
 
 _FLOAT32 = BY_NAME["float32"]
 _TARGETS = {"bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from ckptkit.core.index import Key, KeyPath, TensorIndex
-from ckptkit.training.names import clean_fqn, parallel_prefixes
 from ckptkit.training.resume.objects import ValueLocation, unflatten
 from ckptkit.training.resume.stored_step import StoredStep
 from ckptkit.training.resume.tensors import first_few
@@ -21,6 +20,7 @@ from ckptkit.training.state.dtensors import local_part
 from ckptkit.training.state.fsdp1 import has_flat_parameters
 from ckptkit.training.state.objects import flatten
 from ckptkit.training.state.pieces import Piece
+from ckptkit.training.step_names import clean_fqn, parallel_prefixes
 
 logger = logging.getLogger(__name__)
 

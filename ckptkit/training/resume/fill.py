@@ -16,7 +16,6 @@ from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import ResumeError
 from ckptkit.core.index import Key, TensorEntry, TensorIndex
 from ckptkit.storage.places import Place
-from ckptkit.training.names import parallel_prefixes
 from ckptkit.training.resume.extra_state import copied_changes, extra_keys, extra_state_changes
 from ckptkit.training.resume.materialise import materialise
 from ckptkit.training.resume.optimizer_fit import LOST_HINT, check_optimizer, unwrapped
@@ -49,6 +48,7 @@ from ckptkit.training.state.models import ModelView, ModelWalk
 from ckptkit.training.state.optimizers import STATE
 from ckptkit.training.state.pieces import Piece, ShardLayout
 from ckptkit.training.state.rank_bound import is_scale
+from ckptkit.training.step_names import parallel_prefixes
 
 logger = logging.getLogger(__name__)
 _COMPARED = 1 << 20  # elements at once, so that little memory is needed

@@ -21,7 +21,7 @@ from ckptkit.core.errors import ResumeError
 from ckptkit.core.index import KeyPath
 from ckptkit.core.text import a_kind
 from ckptkit.formats.dcp.reader import BlobRef
-from ckptkit.training import names
+from ckptkit.training import step_names
 from ckptkit.training.resume.extra_state import without_extra
 from ckptkit.training.resume.objects import ValueLocation, unflatten
 from ckptkit.training.resume.stored_step import StoredStep
@@ -211,10 +211,10 @@ def random_changes(stored: StoredStep, bound: BoundState, step: int) -> Iterator
 
 def _random_states(stored: StoredStep, bound: BoundState, rank: int) -> Mapping[str, Any]:
     if bound.layout == "dcp":
-        path: KeyPath = (names.RNG, str(rank))
+        path: KeyPath = (step_names.RNG, str(rank))
         found = stored.value("", path) if stored.has_value("", path) else {}
     else:
-        files = names.random_states_files(rank, bound.world_size)
+        files = step_names.random_states_files(rank, bound.world_size)
         found = next((stored.file(file) for file in files if stored.has_file(file)), {})
     if not found and bound.rank == 0:
         logger.warning("the step holds no states of random number generators: they go on as is")

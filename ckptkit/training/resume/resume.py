@@ -26,13 +26,12 @@ from ckptkit.formats.discovery import step_of
 from ckptkit.runs.marks import STEP_PREFIXES
 from ckptkit.runs.steps import RunStep
 from ckptkit.storage.places import Place
-from ckptkit.training.agree.peers import Peers
-from ckptkit.training.agree.same_place import check_same_place, place_facts
+from ckptkit.training.agree.peers import Peers, check_same_place, place_facts
 from ckptkit.training.resume.fill import FillPlan, LoadedStep, StepLoader
 from ckptkit.training.resume.proofs import cross_check, pack, unpack
 from ckptkit.training.resume.stored_step import StoredStep
 from ckptkit.training.resume.tensors import first_few
-from ckptkit.training.runs import saved_steps
+from ckptkit.training.run_folders import saved_steps
 from ckptkit.training.state.collect import BoundState
 from ckptkit.training.tiers.recover import NearPlace
 from ckptkit.training.tiers.url_run import steps_of_place

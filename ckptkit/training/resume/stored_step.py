@@ -29,8 +29,7 @@ from ckptkit.runs.step_manifests import digest_problems, lost_entries
 from ckptkit.storage.base import Folder
 from ckptkit.storage.manifests import read_manifest
 from ckptkit.storage.places import Place, open_source
-from ckptkit.training import names
-from ckptkit.training.names import TensorPlaces, adapter_names
+from ckptkit.training import step_names
 from ckptkit.training.resume.tensors import first_few
 from ckptkit.training.state.bound import Layout, index_of, shown_name
 from ckptkit.training.state.collect import BoundModel, BoundObject, BoundOptimizer, BoundState
@@ -39,6 +38,7 @@ from ckptkit.training.state.models import ModelWalk
 from ckptkit.training.state.objects_on_disk import read_object, read_torch_file
 from ckptkit.training.state.optimizers import OptimizerWalk
 from ckptkit.training.state.structures import Nodes, parse_structures
+from ckptkit.training.step_names import TensorPlaces, adapter_names
 from ckptkit.training.tiers.recover import NearPlace, with_near_files
 
 logger = logging.getLogger(__name__)
@@ -271,7 +271,9 @@ class StoredStep(Closing):
             return cast(Layout, found) if found in get_args(Layout) else None
         if self.has_file(METADATA):
             return "dcp"
-        if self.has_file(names.TRAINER_STATE) or self.has_file(names.trainer_scheduler_file(0)):
+        if self.has_file(step_names.TRAINER_STATE) or self.has_file(
+            step_names.trainer_scheduler_file(0)
+        ):
             return "trainer"
         return "accelerate"
 
@@ -312,7 +314,7 @@ class StoredStep(Closing):
 
     def _read_structures(self) -> Iterator[tuple[tuple[str, KeyPath], Nodes]]:
         for file in self.manifest.files if self.manifest is not None else ():
-            if file.startswith(names.VALUES_FILES):
+            if file.startswith(step_names.VALUES_FILES):
                 where = posixpath.join(self.source.location, file)
                 for one in parse_structures(self.file(file), where=where):
                     yield (one.unit, one.path), one.nodes

@@ -23,8 +23,8 @@ from typing import NamedTuple
 
 from ckptkit.core.crc import crc32
 from ckptkit.runs.marks import MARKS_FOLDER
-from ckptkit.training.save.commit import Attempt
-from ckptkit.training.save.layout import SavePlan
+from ckptkit.training.save.attempts import SaveAttempt
+from ckptkit.training.save.file_layout import SavePlan
 from ckptkit.training.save.staging import Stager
 from ckptkit.training.state.frozen_watch import FileMark, VersionWatch
 from ckptkit.training.state.pieces import Entry, Piece
@@ -144,7 +144,7 @@ class FrozenFiles:
         self._kept = None
 
     def files_for(
-        self, plan: SavePlan, pieces: Sequence[Piece], stager: Stager, attempt: Attempt
+        self, plan: SavePlan, pieces: Sequence[Piece], stager: Stager, attempt: SaveAttempt
     ) -> SaveFiles:
         """Returns how a save comes by its files.
 
@@ -178,7 +178,12 @@ class FrozenFiles:
                 folder.rmdir()
 
     def _doubts(
-        self, kept: _Kept, plan: SavePlan, pieces: Sequence[Piece], stager: Stager, attempt: Attempt
+        self,
+        kept: _Kept,
+        plan: SavePlan,
+        pieces: Sequence[Piece],
+        stager: Stager,
+        attempt: SaveAttempt,
     ) -> Iterator[_Doubt]:
         """Yields why the files may not hold the weights; what takes longest is seen last."""
         if kept.epoch is not self._epoch:
@@ -214,7 +219,7 @@ class FrozenFiles:
                 at += len(sample)
         return changed
 
-    def _mind(self, doubt: _Doubt, attempt: Attempt) -> None:
+    def _mind(self, doubt: _Doubt, attempt: SaveAttempt) -> None:
         """Says why all is written, and notes which weights changed since the save before."""
         logger.info("step %d: frozen weights are written again: %s", attempt.step, doubt.reason)
         again = self._changed & doubt.changed
@@ -226,7 +231,7 @@ class FrozenFiles:
                 len(again),
             )
 
-    def _linking(self, kept: _Kept, plan: SavePlan, attempt: Attempt) -> SaveFiles:
+    def _linking(self, kept: _Kept, plan: SavePlan, attempt: SaveAttempt) -> SaveFiles:
         kept.lent.add(attempt.name)
         self._recent.append(kept.folder)
 
@@ -238,7 +243,7 @@ class FrozenFiles:
         waves[-1] = WaveFiles(plan.trained[-1], links=tuple(kept.links), heard=heard)
         return SaveFiles(tuple(waves), frozen=False)
 
-    def _written(self, plan: SavePlan, pieces: Sequence[Piece], attempt: Attempt) -> SaveFiles:
+    def _written(self, plan: SavePlan, pieces: Sequence[Piece], attempt: SaveAttempt) -> SaveFiles:
         self._kept, self._forgotten = None, False
         if any(plan.samples) and not self._refused:
             return self._keeping(plan, pieces, attempt)
@@ -248,7 +253,7 @@ class FrozenFiles:
         last = WaveFiles(plan.images[-1], heard=lambda _: self._clear())
         return SaveFiles((*map(WaveFiles, plan.images[:-1]), last), frozen=True)
 
-    def _keeping(self, plan: SavePlan, pieces: Sequence[Piece], attempt: Attempt) -> SaveFiles:
+    def _keeping(self, plan: SavePlan, pieces: Sequence[Piece], attempt: SaveAttempt) -> SaveFiles:
         run = attempt.folder.parent
         folder = run / self._place / f"{attempt.name}-{self._rank}"
         self._folders[folder] = None

@@ -8,9 +8,10 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from itertools import chain
 from typing import Any
 
@@ -20,18 +21,18 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ckptkit.core.errors import CkptkitError, SaveError, UsageError
 from ckptkit.training.agree.peers import Peers
 from ckptkit.training.handle import SaveHandle
+from ckptkit.training.save.file_layout import SavePlan, Signatures, plan_save
 from ckptkit.training.save.frozen import FrozenFiles
-from ckptkit.training.save.layout import SavePlan, plan_save
-from ckptkit.training.save.rank_record import record_of
-from ckptkit.training.save.saver import OURS, Ending, Save, Saver, Wave
+from ckptkit.training.save.saver import OURS, Save, SaveBackend, Saver, Wave
 from ckptkit.training.save.shared_memory import SharedBuffer
-from ckptkit.training.save.signatures import Signatures
 from ckptkit.training.save.staging import Stager, measure_copy_limit
-from ckptkit.training.save.writer_process import Patience, WriterProcess
+from ckptkit.training.save.writer_process import WriterProcess, WriterTimeouts
 from ckptkit.training.settings import Settings
 from ckptkit.training.state.collect import BoundState
 from ckptkit.training.state.forecast import expected_state_bytes
-from ckptkit.training.state.pieces import Holdings, Piece
+from ckptkit.training.state.objects import is_plain, serialise, torch_archive
+from ckptkit.training.state.pieces import Holdings, ObjectValue, Piece
+from ckptkit.training.step_names import RNG
 from ckptkit.writer.messages import Inline
 
 
@@ -99,7 +100,7 @@ class SaveSlot:
         self,
         peers: Peers,
         settings: Settings,
-        ending: Ending,
+        backend: SaveBackend,
         frozen: FrozenFiles,
     ) -> None:
         """Starts a thread; memory and the writer come with `prepare`, or the first save.
@@ -107,17 +108,17 @@ class SaveSlot:
         Args:
             peers: The other ranks.
             settings: What the user has chosen.
-            ending: Ends what is written.
+            backend: Ends what is written.
             frozen: What all slots have in common.
         """
         self._peers = peers
         self._settings = settings
         self._buffer = SharedBuffer()
         self._writer = WriterProcess(
-            Patience(settings.stall_seconds, settings.timeout_seconds), self._buffer
+            WriterTimeouts(settings.stall_seconds, settings.timeout_seconds), self._buffer
         )
         self._stager = Stager(self._buffer)
-        self._saver = Saver(self._writer, ending, rank=peers.rank)
+        self._saver = Saver(self._writer, backend, rank=peers.rank)
         self._frozen = frozen
         self._signatures = Signatures()
         self._plan: SavePlan | None = None
@@ -263,3 +264,89 @@ class SaveSlot:
                 undo.callback(call_before_loading(self._frozen.forget, models))
                 self._unguard = undo.pop_all().close
             self._guarded = models
+
+
+_ARCHIVES = 4096
+
+
+def record_of(
+    plan: SavePlan,
+    objects: Sequence[ObjectValue],
+    *,
+    rank: int,
+    world_size: int,
+    attempt: str,
+    step: int,
+) -> tuple[dict[str, Any], tuple[Inline, ...]]:
+    """Returns the rank's record, but for what its writer adds, and the files of its objects."""
+    units: dict[str, Mapping[str, Any]] = dict(plan.record_units)
+    files: list[Inline] = []
+    by_unit: dict[str, list[ObjectValue]] = {}
+    for value in objects:
+        by_unit.setdefault(value.unit, []).append(value)
+    for unit, values in by_unit.items():
+        record = units.get(unit, {"tensors": [], "chunks": [], "data_files": [], "expected": []})
+        names = record["data_files"]
+        file, rows = objects_file(values, rank, len(names))
+        units[unit] = {**record, "objects": rows, "data_files": [*names, _name_of(file)]}
+        files.append(file)
+    document = {
+        "rank": rank,
+        "world_size": world_size,
+        "attempt": attempt,
+        "step": step,
+        "units": units,
+    }
+    return document, tuple(files)
+
+
+def objects_file(
+    objects: Sequence[ObjectValue], rank: int, file_number: int
+) -> tuple[Inline, list[list[Any]]]:
+    """Puts the objects of one DCP directory into a file, as archives one after another.
+
+    Args:
+        objects: At least one, all of one unit.
+        rank: Names the file.
+        file_number: Of the file, among those that the rank writes into the directory.
+
+    Returns:
+        The file, and `[path, file_number, start, length]` for each object.
+    """
+    data = bytearray()
+    rows: list[list[Any]] = []
+    for value in objects:
+        archive = _archive_of(value)
+        rows.append([list(value.key_path), file_number, len(data), len(archive)])
+        data += archive
+    unit = objects[0].unit
+    name = f"__{rank}_{file_number}.distcp"
+    return Inline(f"{unit}/{name}" if unit else name, bytes(data)), rows
+
+
+def _name_of(file: Inline) -> str:
+    return file.path.rpartition("/")[2]
+
+
+@dataclass(frozen=True, slots=True)
+class _Plain:
+    """A value that its text describes fully, unlike `==`, to which 1 and True are the same."""
+
+    text: str
+    value: object = field(compare=False)
+
+
+def _archive_of(item: ObjectValue) -> bytes:
+    value = item.value
+    if item.archive:
+        return item.archive
+    if is_plain(value):
+        return _archive_of_plain(_Plain(repr(value), value))
+    if item.key_path[0] == RNG:  # our own, and long: known to be readable
+        return torch_archive(value)
+    return serialise(value, ".".join(map(str, item.key_path)))
+
+
+@lru_cache(_ARCHIVES)
+def _archive_of_plain(value: _Plain) -> bytes:
+    return torch_archive(value.value)

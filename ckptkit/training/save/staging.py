@@ -13,7 +13,7 @@ import torch
 
 from ckptkit.core.geometry import slabs
 from ckptkit.core.index import Span
-from ckptkit.training.save.layout import CopyStep, SavePlan
+from ckptkit.training.save.file_layout import CopyStep, SavePlan
 from ckptkit.training.save.shared_memory import SharedBuffer
 from ckptkit.training.state.pieces import Piece
 

@@ -21,10 +21,10 @@ from ckptkit.writer.messages import (
     Answer,
     Buffer,
     Channel,
-    Committed,
     Failed,
-    Progress,
     Request,
+    StepCommitted,
+    WriteProgress,
     Written,
 )
 from ckptkit.writer.process import writer_command
@@ -37,7 +37,7 @@ Command = Callable[[int], Sequence[str]]
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class WriterTimeouts:
     """How long a writer is waited for.
 
     Attributes:
@@ -59,17 +59,17 @@ class WriterProcess:
     """
 
     def __init__(
-        self, patience: Patience, buffer: SharedBuffer | None = None, *, name: str = "writer"
+        self, timeouts: WriterTimeouts, buffer: SharedBuffer | None = None, *, name: str = "writer"
     ) -> None:
         """Starts nothing yet.
 
         Args:
-            patience: How long to wait, and what to start.
+            timeouts: How long to wait, and what to start.
             buffer: The memory that requests refer to; announced to every new process.
             name: What it is called in messages.
         """
         self._name = name
-        self._patience = patience
+        self._timeouts = timeouts
         self._buffer = buffer
         self._announced = _NOTHING  # descriptor and size that the running process knows
         self._process: subprocess.Popen[bytes] | None = None
@@ -87,7 +87,7 @@ class WriterProcess:
         with self._lock:
             self._start()
 
-    def request(self, request: Request) -> Written | Committed:
+    def request(self, request: Request) -> Written | StepCommitted:
         """Has a request done, starting a process where none runs.
 
         Returns:
@@ -140,7 +140,7 @@ class WriterProcess:
     def _launch(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with theirs:
-            command = list(self._patience.command(theirs.fileno()))
+            command = list(self._timeouts.command(theirs.fileno()))
             try:
                 self._process = subprocess.Popen(  # noqa: S603  our own program
                     command,
@@ -152,28 +152,28 @@ class WriterProcess:
             except OSError as error:
                 ours.close()
                 raise WriterError(f"could not be started: {error}", where=self._name) from error
-        ours.settimeout(self._patience.stall_seconds)  # for a message, however large it is
+        ours.settimeout(self._timeouts.stall_seconds)  # for a message, however large it is
         self._socket, self._channel, self._announced = ours, Channel(ours), _NOTHING
 
-    def _answer(self, channel: Channel) -> Written | Committed | Failed:
+    def _answer(self, channel: Channel) -> Written | StepCommitted | Failed:
         heard = grew = time.monotonic()
         done_bytes = -1
         while True:
             message = self._next(channel)
             now = time.monotonic()
-            if isinstance(message, Written | Committed | Failed):
+            if isinstance(message, Written | StepCommitted | Failed):
                 return message
-            if isinstance(message, Progress):
+            if isinstance(message, WriteProgress):
                 heard = now
                 if message.written_bytes != done_bytes:
                     grew, done_bytes = now, message.written_bytes
-            if now - heard > self._patience.stall_seconds:
+            if now - heard > self._timeouts.stall_seconds:
                 raise self._silent()
-            if now - grew > self._patience.idle_seconds:
-                raise self._given_up(f"not a byte more in {self._patience.idle_seconds:g} s")
+            if now - grew > self._timeouts.idle_seconds:
+                raise self._given_up(f"not a byte more in {self._timeouts.idle_seconds:g} s")
 
     def _silent(self) -> WriterError:
-        return self._given_up(f"no sign of life for {self._patience.stall_seconds:g} s")
+        return self._given_up(f"no sign of life for {self._timeouts.stall_seconds:g} s")
 
     def _given_up(self, what: str) -> WriterError:
         self.kill()
@@ -197,7 +197,7 @@ class WriterProcess:
             raise self._silent() from error
         if message is None:
             raise self._died()
-        if not isinstance(message, Progress | Written | Committed | Failed):
+        if not isinstance(message, WriteProgress | Written | StepCommitted | Failed):
             raise WriterError(f"answered with a {type(message).__name__}", where=self._name)
         return message
 

@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader
 
 from ckptkit.core.errors import UsageError
 from ckptkit.core.index import KeyPath
-from ckptkit.training import names
-from ckptkit.training.names import RNG, TensorPlaces, adapter_names
+from ckptkit.training import step_names
+from ckptkit.training.step_names import RNG, TensorPlaces, adapter_names
 
 Layout = Literal["accelerate", "dcp", "trainer"]
 Kind = Literal["model", "optimizer", "scheduler", "scaler", "dataloader", "stateful", "plain"]
@@ -271,7 +271,7 @@ class _Naming:
         if kind == "model":
             self.models.append(BoundModel(key, position, value, self._places(path, value)))
         elif kind == "optimizer":
-            unit = "" if self._plain else names.optimizer_unit(len(self.optimizers))
+            unit = "" if self._plain else step_names.optimizer_unit(len(self.optimizers))
             start = path if self._plain else ("optimizer",)
             self.optimizers.append(BoundOptimizer(key, position, value, unit, start))
         else:
@@ -284,10 +284,12 @@ class _Naming:
         if self._plain:
             return TensorPlaces("", path)
         number = len(self.models)
-        unit, adapter = names.model_unit(number), None
+        unit, adapter = step_names.model_unit(number), None
         if self._layout == "trainer":
             adapter = adapter_names(model)
-        return TensorPlaces(unit, ("model",), adapter, names.base_unit(number) if adapter else "")
+        return TensorPlaces(
+            unit, ("model",), adapter, step_names.base_unit(number) if adapter else ""
+        )
 
     def _file(self, kind: Kind) -> str:
         counted = "custom" if kind in {"stateful", "plain"} else kind
@@ -295,12 +297,16 @@ class _Naming:
         self._counts[counted] = index + 1
         if counted == "scheduler":
             trainer = self._layout == "trainer"
-            return names.trainer_scheduler_file(index) if trainer else names.scheduler_file(index)
+            return (
+                step_names.trainer_scheduler_file(index)
+                if trainer
+                else step_names.scheduler_file(index)
+            )
         if counted == "scaler":
-            return names.scaler_file(index)
+            return step_names.scaler_file(index)
         if counted == "dataloader":
-            return names.dataloader_file(index, self._rank)
-        return names.custom_file(index)
+            return step_names.dataloader_file(index, self._rank)
+        return step_names.custom_file(index)
 
 
 def index_of(position: int | None) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ import torch
 
 from ckptkit.core.errors import CkptkitError, UsageError
 from ckptkit.core.index import KeyPath
-from ckptkit.training import names
+from ckptkit.training import step_names
 from ckptkit.training.resume.optimizer_fit import Unfit, class_of
 from ckptkit.training.sidecar import checked_files
 from ckptkit.training.state import objects as rng
@@ -93,8 +93,8 @@ def _models(models: Iterable[BoundModel], staged: set[int]) -> Iterator[BoundMod
         if not places.unit:  # all in one directory, apart by their key paths
             places = replace(places, path=_path(one))
         else:
-            base = names.base_unit(number) if places.base_unit else ""
-            places = replace(places, unit=names.model_unit(number), base_unit=base)
+            base = step_names.base_unit(number) if places.base_unit else ""
+            places = replace(places, unit=step_names.model_unit(number), base_unit=base)
         yield replace(one, places=places)
 
 
@@ -107,7 +107,7 @@ def _optimizers(
         one = replace(optimizer, stage=optimizer.position is not None and own <= trained)
         number = seen.setdefault(one.saved_as, len(seen))
         if one.unit:
-            yield replace(one, unit=names.optimizer_unit(number))
+            yield replace(one, unit=step_names.optimizer_unit(number))
         else:
             yield replace(one, path=_path(one))
 
@@ -184,7 +184,7 @@ class BoundState:
             check_keys(found.pieces, found.objects)
         if found.structures:
             data = torch_archive(tables_of(found.structures))
-            files.append(SmallFile(names.values_file(self.rank), data))
+            files.append(SmallFile(step_names.values_file(self.rank), data))
         return Holdings(tuple(found.pieces), tuple(found.objects), tuple(files), tuple(dispensable))
 
     def _add_random_states(
@@ -192,14 +192,14 @@ class BoundState:
     ) -> None:
         states = rng.capture()
         if self.layout == "dcp":
-            path = (names.RNG, str(self.rank))
+            path = (step_names.RNG, str(self.rank))
             objects.append(ObjectValue("", path, {"step": step, **states}))
         elif self.layout == "accelerate":
-            file = names.random_states_file(self.rank)
+            file = step_names.random_states_file(self.rank)
             if file not in {given.path for given in self._files}:  # accelerate counts otherwise
                 files.append(SmallFile(file, torch_archive({"step": step, **states})))
         elif self.optimizers:  # a model alone is not trained on, says the Trainer
-            file = names.trainer_random_states_file(self.rank, self.world_size)
+            file = step_names.trainer_random_states_file(self.rank, self.world_size)
             files.append(SmallFile(file, torch_archive(rng.under_trainer_keys(states))))
 
     def pieces(self) -> tuple[Piece, ...]:

@@ -28,10 +28,10 @@ from ckptkit.core.errors import UnsupportedError, UsageError
 from ckptkit.core.index import Shape, Span
 from ckptkit.core.manifest import FLAT_LAYOUT
 from ckptkit.storage.local.disk import LOCAL_DISK
-from ckptkit.training.names import clean_fqn, parallel_prefixes
+from ckptkit.storage.local.durable import replace_file
 from ckptkit.training.state.dtensors import Copies
 from ckptkit.training.state.pieces import Replicas, ShardLayout, span_places, whole_places
-from ckptkit.writer.commit import put_file
+from ckptkit.training.step_names import clean_fqn, parallel_prefixes
 
 
 @dataclass(frozen=True, slots=True)
@@ -471,8 +471,5 @@ def write_flat_layout(model: nn.Module, folder: str | os.PathLike[str]) -> Path 
 
 def _put(path: Path, data: bytes) -> None:
     """Puts a file in the place of an earlier one, if there is one, whole or not at all."""
-    new = path.with_name(f".{path.name}.{os.getpid()}")
-    new.unlink(missing_ok=True)  # of an earlier process of that number, which was killed
-    put_file(new, data)
-    new.replace(path)
-    LOCAL_DISK.sync_directory(path.parent)
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    replace_file(path, data, LOCAL_DISK, draft=draft)

@@ -17,7 +17,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from ckptkit.training.names import TensorPlaces, clean_fqn, parallel_prefixes, wrapper_names
 from ckptkit.training.state.dtensors import Copies, DTensor, Meshes, local_part, memory_layout
 from ckptkit.training.state.frozen_watch import watched_beside, watched_by
 from ckptkit.training.state.fsdp1 import (
@@ -42,6 +41,7 @@ from ckptkit.training.state.pieces import (
 )
 from ckptkit.training.state.rank_bound import lasting_scales, lost_scales, packed_weights
 from ckptkit.training.state.structures import Structure, take_apart
+from ckptkit.training.step_names import TensorPlaces, clean_fqn, parallel_prefixes, wrapper_names
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 
 from ckptkit.core.errors import UnsupportedError, UsageError
 from ckptkit.core.index import KeyPath
-from ckptkit.training.save.layout import check_storable, storable_dtype
+from ckptkit.training.save.file_layout import check_storable, storable_dtype
 from ckptkit.training.state import rank_bound
 from ckptkit.training.state.dtensors import (
     Copies,

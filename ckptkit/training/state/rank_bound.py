@@ -38,11 +38,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ckptkit.core.index import KeyPath
-from ckptkit.training.names import clean_fqn
 from ckptkit.training.resume.optimizer_fit import unwrapped
 from ckptkit.training.state.dtensors import Copies, DTensor, inner_tensors, is_composed
 from ckptkit.training.state.pieces import ObjectValue, Piece, ShardLayout, whole_places
 from ckptkit.training.state.structures import Leaf, Nodes
+from ckptkit.training.step_names import clean_fqn
 
 STATES = "rank_bound"
 LAYOUTS = "rank_layout"

@@ -28,7 +28,7 @@ from torch import nn
 from ckptkit.core.errors import FormatError, UnsupportedError, UsageError
 from ckptkit.core.index import KeyPath
 from ckptkit.core.text import a_kind
-from ckptkit.training.save.layout import check_storable
+from ckptkit.training.save.file_layout import check_storable
 from ckptkit.training.state.dtensors import DTensor
 from ckptkit.training.state.objects import (
     check_nesting,

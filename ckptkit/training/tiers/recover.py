@@ -26,11 +26,11 @@ from ckptkit.storage.local.source import LocalSource
 from ckptkit.storage.manifests import read_local_manifest
 from ckptkit.storage.places import Place
 from ckptkit.training.agree.peers import Peers, name_ranks
-from ckptkit.training.runs import Run
+from ckptkit.training.run_folders import TrainingRun
 from ckptkit.training.save.writer_process import WriterProcess
 from ckptkit.training.tiers.tier import LocalTier, NodeCopy
 from ckptkit.writer.drain import BESIDE
-from ckptkit.writer.messages import Commit, Discard, Drain, Proof
+from ckptkit.writer.messages import Commit, Discard, Drain, RecordProof
 from ckptkit.writer.record import FOLDER, parse_record
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class Recovery:
     """
 
     tier: LocalTier
-    run: Run[Any]
+    run: TrainingRun[Any]
     peers: Peers
     process: WriterProcess
     timeout_seconds: float
@@ -99,8 +99,8 @@ class Recovery:
 
     def _agree(self, topic: str, value: Any, decide: Any) -> Any:
         # Rank 0 commits after it has waited for all, so the others have to wait for both.
-        patience = self.timeout_seconds * (2 if self.peers.rank else 1)
-        return self.peers.agree(topic, value, decide, timeout_seconds=patience)
+        timeout_seconds = self.timeout_seconds * (2 if self.peers.rank else 1)
+        return self.peers.agree(topic, value, decide, timeout_seconds=timeout_seconds)
 
     def _next(
         self, tried: set[str], of_ranks: Sequence[Sequence[Mapping[str, Any]]]
@@ -196,7 +196,7 @@ class Recovery:
         error = next((value["error"] for value in of_ranks if "error" in value), None)
         if error is None:
             proofs = sorted(
-                (Proof(**proof) for value in of_ranks for proof in value["proofs"]),
+                (RecordProof(**proof) for value in of_ranks for proof in value["proofs"]),
                 key=lambda proof: proof.rank,
             )
             beside = target / BESIDE

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError, NoSpaceError, OutputError, SaveError, error_from_json
-from ckptkit.training.agree.peers import Meeting
-from ckptkit.training.save.commit import Attempt
-from ckptkit.training.save.saver import OURS, Save
-from ckptkit.training.save.settling import Settler, outcome_here
-from ckptkit.training.save.writer_process import Patience, WriterProcess
-from ckptkit.training.tiers.tier import LocalTier
-from ckptkit.writer.messages import Commit, Discard, Drain, Proof
+from ckptkit.core.threads import WorkerThread
+from ckptkit.training.agree.barrier import SaveBarrier
+from ckptkit.training.agree.peers import Peers
+from ckptkit.training.save.attempts import SaveAttempt, StepCommitter
+from ckptkit.training.save.saver import OURS, CommitCoordinator, Save, SaveBackend, outcome_here
+from ckptkit.training.save.writer_process import WriterProcess, WriterTimeouts
+from ckptkit.training.session import Session
+from ckptkit.training.settings import Settings
+from ckptkit.training.tiers.recover import Recovery
+from ckptkit.training.tiers.tier import LocalTier, open_tier
+from ckptkit.writer.messages import Commit, Discard, Drain, RecordProof
 
 logger = logging.getLogger(__name__)
 _OF_STORAGE = frozenset({NoSpaceError.code, OutputError.code, SaveError.code})
@@ -26,7 +31,7 @@ _NICENESS = 19  # it may take its time: the step is safe already
 _MOST_UNDRAINED = 1  # with which the next save may begin: a node's disk holds two steps
 
 
-class TierEnding:
+class TieredBackend:
     """Makes what the ranks have written on their nodes a step there, and has it drained.
 
     Where a node's disk fails, and the memory still holds everything, all ranks write to the
@@ -36,9 +41,9 @@ class TierEnding:
     def __init__(
         self,
         tier: LocalTier,
-        meeting: Meeting,
-        settler: Settler,
-        patience: Patience,
+        barrier: SaveBarrier,
+        coordinator: CommitCoordinator,
+        timeouts: WriterTimeouts,
         recover: Callable[[], None],
         *,
         timeout_seconds: float,
@@ -47,21 +52,21 @@ class TierEnding:
 
         Args:
             tier: This node's disk.
-            meeting: Where the ranks agree on what is durable there.
-            settler: Ends what is drained; it has a meeting of its own.
-            patience: How long processes are waited for.
+            barrier: Where the ranks agree on what is durable there.
+            coordinator: Ends what is drained; it has a barrier of its own.
+            timeouts: How long to wait for processes.
             recover: Drains what is durable on the nodes, and not at the shared place.
             timeout_seconds: How long other ranks are.
         """
         self._tier = tier
-        self._meeting = meeting
-        self._settler = settler
+        self._barrier = barrier
+        self._coordinator = coordinator
         self.recover = recover
         self._timeout_seconds = timeout_seconds
-        self._keeper = WriterProcess(patience, name=f"committer of {tier.path}")
-        self._drains = Drains(tier, settler, patience)
+        self._keeper = WriterProcess(timeouts, name=f"committer of {tier.path}")
+        self._drain_queue = DrainQueue(tier, coordinator, timeouts)
 
-    def placed(self, attempt: Attempt) -> Attempt:
+    def placed(self, attempt: SaveAttempt) -> SaveAttempt:
         """Returns an attempt whose files this rank writes to the node's own disk first."""
         return self._tier.placed(attempt)
 
@@ -70,12 +75,12 @@ class TierEnding:
         name = save.attempt.step_name
         if save.after is not None:
             # A step that is saved again must not replace files that are being drained.
-            wait = save.after.wait if self._drains.holds(name) else save.after.wait_freed
+            wait = save.after.wait if self._drain_queue.holds(name) else save.after.wait_freed
             wait()
-        self._drains.expect(name)
+        self._drain_queue.expect(name)
         try:
             if self._keep(save):
-                self._drains.put(save)
+                self._drain_queue.put(save)
             else:
                 self._write_directly(save)
         except CkptkitError as error:
@@ -86,11 +91,11 @@ class TierEnding:
 
     def kill(self) -> None:
         self._keeper.kill()
-        self._drains.kill()
+        self._drain_queue.kill()
 
     def close(self) -> None:
         """Waits for the last drain, and ends threads and processes."""
-        self._drains.close()
+        self._drain_queue.close()
         self._keeper.close()
         self._tier.close()
 
@@ -106,12 +111,12 @@ class TierEnding:
         error = error_from_json(written["error"])
         if not written["again"]:
             raise error
-        if self._meeting.rank == 0:
+        if self._barrier.rank == 0:
             logger.warning("step %d goes to the shared place at once: %s", save.attempt.step, error)
         return False
 
     def _agree(self, save: Save, value: Mapping[str, Any]) -> Mapping[str, Any]:
-        return self._meeting.agree(
+        return self._barrier.agree(
             save.attempt,
             {"proof": None, "again": self._may_write_anew(save), **value},
             _decided,
@@ -130,7 +135,7 @@ class TierEnding:
             attempt=attempt.name,
             folder=str(attempt.folder),
             final=str(self._tier.final(attempt)),
-            proofs=tuple(Proof(**proofs[rank]) for rank in self._tier.ranks),
+            proofs=tuple(RecordProof(**proofs[rank]) for rank in self._tier.ranks),
             manifest=self._tier.signed(attempt.manifest),
             beside=attempt.beside,
             node_ranks=self._tier.ranks,
@@ -143,8 +148,8 @@ class TierEnding:
 
     def _note(self, save: Save) -> None:
         save.local_seconds = time.perf_counter() - save.began
-        self._drains.kept(save.attempt.step_name)
-        self._tier.keep_only(self._drains.names)
+        self._drain_queue.kept(save.attempt.step_name)
+        self._tier.keep_only(self._drain_queue.names)
         save.handle.keep(self._tier.final(save.attempt))
 
     def _write_directly(self, save: Save) -> None:
@@ -155,11 +160,11 @@ class TierEnding:
         save.error = None
         save.rewrite()
         save.durable = time.perf_counter()
-        self._drains.put(save)
+        self._drain_queue.put(save)
 
     def _give_up(self, save: Save, error: CkptkitError) -> None:
         self._discard(save)
-        self._settler.fail(save, error)
+        self._coordinator.fail(save, error)
 
     def _discard(self, save: Save) -> None:
         if not self._tier.leads:
@@ -170,22 +175,22 @@ class TierEnding:
             logger.warning("%s was left behind: %s", save.attempt.folder, error)
 
 
-class Drains:
+class DrainQueue:
     """A thread that brings steps from the node's disk to the shared place, one after another."""
 
-    def __init__(self, tier: LocalTier, settler: Settler, patience: Patience) -> None:
+    def __init__(
+        self, tier: LocalTier, coordinator: CommitCoordinator, timeouts: WriterTimeouts
+    ) -> None:
         """Starts the thread; the process comes with the first step."""
         self._tier = tier
-        self._settler = settler
-        self._process = tier.run.process(patience, f"drain of {tier.path}", niceness=_NICENESS)
+        self._coordinator = coordinator
+        self._process = tier.run.process(timeouts, f"drain of {tier.path}", niceness=_NICENESS)
         self._earlier = ""  # the last step that was drained
         self._waiting: list[Save] = []  # the one under way included
         self._newest = self._coming = ""  # names of steps that lie on the node's disk, or will
         self._is_over = False
         self._lock = threading.Lock()
-        self._work: queue.SimpleQueue[Save | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="ckptkit-drain", daemon=True)
-        self._thread.start()
+        self._worker = WorkerThread("ckptkit-drain")
 
     def names(self) -> set[str]:
         """Returns the names of the steps that have to stay on the node's disk."""
@@ -210,7 +215,7 @@ class Drains:
         """Has a step drained, or just settled where its files are in place already."""
         with self._lock:
             self._waiting.append(save)
-        self._work.put(save)
+        self._worker.submit_unwatched(partial(self._bring, save))
         self._free()
 
     def kill(self) -> None:
@@ -220,22 +225,20 @@ class Drains:
 
     def close(self) -> None:
         """Ends the thread after what it was given, and the process."""
-        self._work.put(None)
-        self._thread.join()
+        self._worker.close()
         self._process.close()
 
-    def _run(self) -> None:
-        while (save := self._work.get()) is not None:
-            self._drain(save)
-            is_there = self._settler.settle(save)
-            if is_there:
-                self._earlier = str(save.attempt.final)
-                self._tier.note_drained(save.attempt.step_name)
-            with self._lock:
-                self._waiting.remove(save)
-            self._free()
-            if is_there:  # else something older may be all that there is
-                self._tier.keep_only(self.names)
+    def _bring(self, save: Save) -> None:
+        self._drain(save)
+        is_there = self._coordinator.settle(save)
+        if is_there:
+            self._earlier = str(save.attempt.final)
+            self._tier.note_drained(save.attempt.step_name)
+        with self._lock:
+            self._waiting.remove(save)
+        self._free()
+        if is_there:  # otherwise an older step may be the only copy
+            self._tier.keep_only(self.names)
 
     def _drain(self, save: Save) -> None:
         attempt = save.attempt
@@ -282,3 +285,40 @@ def _decided(values: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     again = again and all(error["code"] in _OF_STORAGE for _, error in failed)
     rank, error = failed[0]
     return {"error": error_from_json(error).located(f"rank {rank}").to_json(), "again": again}
+
+
+def open_save_backend(session: Session, peers: Peers, settings: Settings) -> SaveBackend:
+    """Makes what ends the saves of a job; all ranks have to call this.
+
+    Where the nodes' own disks come first, what an earlier job left there is drained before
+    anything else.
+    """
+    timeout = settings.timeout_seconds
+    committer = StepCommitter(session.committer, session.retired_by, timeout_seconds=timeout)
+
+    def coordinator(about: str) -> CommitCoordinator:
+        return CommitCoordinator(
+            SaveBarrier(peers, about),
+            committer if peers.rank == 0 else None,
+            timeout_seconds=timeout,
+            listener=session.listen,
+        )
+
+    if settings.local is None:
+        return coordinator("save")
+    with ExitStack() as undo:
+        tier = open_tier(settings.local, session.run, peers, timeout_seconds=timeout)
+        undo.callback(tier.close)
+        recovery = Recovery(tier, session.run, peers, session.committer, timeout)
+
+        def recover() -> None:
+            session.count_from(recovery.run_all())
+
+        recover()
+        if peers.rank == 0:
+            session.run.sweep()
+        timeouts = WriterTimeouts(settings.stall_seconds, settings.timeout_seconds)
+        barrier, drain = SaveBarrier(peers), coordinator("drain")
+        backend = TieredBackend(tier, barrier, drain, timeouts, recover, timeout_seconds=timeout)
+        undo.pop_all()
+    return backend

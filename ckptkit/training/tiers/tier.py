@@ -15,11 +15,12 @@ from typing import Any
 from ckptkit.core.errors import CkptkitError, RefusedError, UsageError, error_from_json
 from ckptkit.core.manifest import NODE_RANKS, NODE_RUN, Manifest
 from ckptkit.runs.marks import MARKS_FOLDER
+from ckptkit.storage.local.durable import remove_folder
 from ckptkit.storage.manifests import read_local_manifest
 from ckptkit.training.agree.peers import Peers
-from ckptkit.training.runs import Run, RunFolder, RunLock
-from ckptkit.training.save.commit import Attempt
-from ckptkit.writer.commit import clear, remove_whole
+from ckptkit.training.run_folders import RunFolder, RunLock, TrainingRun
+from ckptkit.training.save.attempts import SaveAttempt
+from ckptkit.writer.commit import clear
 from ckptkit.writer.failures import as_failure
 from ckptkit.writer.record import FOLDER
 from ckptkit.writer.sweep import sweep
@@ -75,7 +76,7 @@ class LocalTier:
         self,
         path: Path,
         ranks: tuple[int, ...],
-        run: Run[Any],
+        run: TrainingRun[Any],
         owner: RunIdentity,
         *,
         leads: bool,
@@ -98,11 +99,11 @@ class LocalTier:
         self._owner = owner
         self._lock = lock
 
-    def placed(self, attempt: Attempt) -> Attempt:
+    def placed(self, attempt: SaveAttempt) -> SaveAttempt:
         """Returns an attempt whose files this rank writes to the node's own disk first."""
         return replace(attempt, folder=self.path / attempt.folder.name, shared=attempt.folder)
 
-    def final(self, attempt: Attempt) -> Path:
+    def final(self, attempt: SaveAttempt) -> Path:
         """Returns where this node's part of a step lies once it is whole."""
         return self.path / attempt.step_name
 
@@ -141,7 +142,9 @@ class LocalTier:
             self._lock.close()
 
 
-def open_tier(local: Path, run: Run[Any], peers: Peers, *, timeout_seconds: float) -> LocalTier:
+def open_tier(
+    local: Path, run: TrainingRun[Any], peers: Peers, *, timeout_seconds: float
+) -> LocalTier:
     """Opens the nodes' own directories on all ranks, clears them of wrecks, and locks them.
 
     Args:
@@ -174,7 +177,12 @@ class _Opening:
     """The steps of opening a node's directory; what goes wrong on one rank is told to all."""
 
     def __init__(
-        self, local: Path, run: Run[Any], owner: RunIdentity, peers: Peers, timeout_seconds: float
+        self,
+        local: Path,
+        run: TrainingRun[Any],
+        owner: RunIdentity,
+        peers: Peers,
+        timeout_seconds: float,
     ) -> None:
         self.path = local
         self.ranks: tuple[int, ...] = ()
@@ -241,7 +249,7 @@ class _Opening:
                 hint="give every run a directory of its own on the nodes; resume that run to have"
                 " the step drained, or remove what it left",
             )
-        remove_whole(copy.path)
+        remove_folder(copy.path)
         logger.info("%s: %s of the run %s was removed", self.path, copy.path.name, copy.owner.path)
 
     def unmark(self) -> None:

@@ -17,51 +17,51 @@ from ckptkit.runs.marks import STEP_PREFIXES, is_step_folder
 from ckptkit.runs.steps import KnownSteps, RunStep, list_saved_steps
 from ckptkit.storage.local.names import WORK_INFIX
 from ckptkit.storage.places import Place
-from ckptkit.training.runs import Run
-from ckptkit.training.save.writer_process import Patience, WriterProcess
+from ckptkit.training.run_folders import TrainingRun
+from ckptkit.training.save.writer_process import WriterProcess, WriterTimeouts
 from ckptkit.training.tiers.recover import NearPlace
 from ckptkit.writer.messages import (
     Commit,
-    Committed,
     Discard,
     Drain,
-    Finish,
+    FinishUpload,
     Remote,
     Request,
-    Upload,
+    StepCommitted,
+    UploadFiles,
     Written,
 )
-from ckptkit.writer.upload.process import NICENESS, upload_command
-from ckptkit.writer.upload.steps import (
+from ckptkit.writer.upload.run_store import Entry, Store
+from ckptkit.writer.upload.step_objects import (
     newest_step,
     remove_unfinished,
     run_identity,
     take_run,
     unfinished_steps,
 )
-from ckptkit.writer.upload.store import Entry, Store
+from ckptkit.writer.upload.uploader import NICENESS, upload_command
 
 
 class UploadProcess(WriterProcess):
     """Takes the requests of a process that drains or commits, and has them done at a URL."""
 
     def __init__(
-        self, patience: Patience, name: str, remote: Remote, session: tuple[str, str]
+        self, timeouts: WriterTimeouts, name: str, remote: Remote, session: tuple[str, str]
     ) -> None:
         """Starts nothing yet.
 
         Args:
-            patience: How long to wait, and what to start.
+            timeouts: How long to wait, and what to start.
             name: What it is called in messages.
             remote: The run.
             session: The job's nonce, and a local directory for what is being put together.
         """
-        super().__init__(patience, name=name)
+        super().__init__(timeouts, name=name)
         self._remote = remote
         self._job, self._scratch = session
         self._failed: dict[str, str] = {}  # steps by attempt; empty for one that is seen to
 
-    def request(self, request: Request) -> Written | Committed:
+    def request(self, request: Request) -> Written | StepCommitted:
         """Has a request done, starting a process where none runs.
 
         What a failed attempt left at the URL stays until another step is whole, or the run is
@@ -80,7 +80,7 @@ class UploadProcess(WriterProcess):
 
     def _translated(self, request: Request) -> Request:
         if isinstance(request, Drain):
-            return Upload(
+            return UploadFiles(
                 attempt=request.attempt,
                 remote=self._remote,
                 step=_name(request.folder),
@@ -90,7 +90,7 @@ class UploadProcess(WriterProcess):
                 earlier=_name(request.earlier),
             )
         if isinstance(request, Commit):
-            return Finish(
+            return FinishUpload(
                 attempt=request.attempt,
                 remote=self._remote,
                 step=_name(request.final),
@@ -120,7 +120,7 @@ _READ_ONLY = frozenset({"hf", "http", "https", "ftp"})
 _WITHIN_A_PROCESS = frozenset({"memory"})
 
 
-class UrlRun(Run[Place]):
+class UrlRun(TrainingRun[Place]):
     """A run in an object store, and a directory of this node for what is not there yet."""
 
     takes_saves = False
@@ -175,15 +175,15 @@ class UrlRun(Run[Place]):
         return _steps_at(self.store, self.prefix, self._known)
 
     def process(
-        self, patience: Patience, name: str, *, niceness: int | None = None
+        self, timeouts: WriterTimeouts, name: str, *, niceness: int | None = None
     ) -> WriterProcess:
-        """Returns what will upload to the run, not started yet; see `Run`.
+        """Returns what will upload to the run, not started yet; see `TrainingRun`.
 
         It is one and the same for all that this rank has to upload, one thing after the other.
         """
         if self._process is None:
             command = partial(upload_command, niceness=niceness or NICENESS)
-            patient, session = replace(patience, command=command), (self._nonce, str(self.path))
+            patient, session = replace(timeouts, command=command), (self._nonce, str(self.path))
             self._process = UploadProcess(patient, name, self._remote, session)
         return self._process
 

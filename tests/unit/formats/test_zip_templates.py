@@ -14,7 +14,7 @@ from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import InputError
 from ckptkit.formats.pickle import torch_zip
 from ckptkit.formats.pickle.torch_zip import Payload, TensorCache, locate_tensor
-from ckptkit.training.save.tensor_archives import archive_of_tensor
+from ckptkit.training.save.file_layout import archive_of_tensor
 
 Make = Callable[[torch.Tensor], bytes]
 

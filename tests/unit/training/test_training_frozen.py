@@ -16,15 +16,14 @@ from torch import nn
 
 from ckptkit.core.index import Box
 from ckptkit.storage.local.disk import Disk
-from ckptkit.training.save.commit import Attempt
+from ckptkit.training.save.attempts import SaveAttempt
+from ckptkit.training.save.file_layout import SavePlan, plan_save
 from ckptkit.training.save.frozen import FrozenFiles, SaveFiles
-from ckptkit.training.save.layout import SavePlan, plan_save
 from ckptkit.training.save.shared_memory import SharedBuffer
 from ckptkit.training.save.staging import Stager
 from ckptkit.training.state.frozen_watch import watched_by
 from ckptkit.training.state.pieces import Piece
-from ckptkit.writer.failures import Tally
-from ckptkit.writer.messages import Persist, Written
+from ckptkit.writer.messages import ByteCounter, Persist, Written
 from ckptkit.writer.persist import Persister
 
 NATIVE = Disk()
@@ -76,11 +75,11 @@ class Job:
             restless=self.files.restless,
         )
 
-    def begin(self) -> tuple[Attempt, SavePlan, list[Piece], SaveFiles]:
+    def begin(self) -> tuple[SaveAttempt, SavePlan, list[Piece], SaveFiles]:
         self._count += 1
         name = f"0123abcd-{self._count}-1"
         folder = self.run / f".checkpoint-{self._count}.ckptkit-0123abcd-1"
-        attempt = Attempt(self._count, name, self._count, folder, folder, {})
+        attempt = SaveAttempt(self._count, name, self._count, folder, folder, {})
         pieces = self.pieces()
         plan = self.planned(pieces)
         return attempt, plan, pieces, self.files.files_for(plan, pieces, self.stager, attempt)
@@ -101,7 +100,7 @@ class Job:
                     keeps=wave.keeps,
                     ranges=wave.ranges,
                 ),
-                Tally(),
+                ByteCounter(),
             )
             self.answers.append(answer)
             wave.heard(answer)

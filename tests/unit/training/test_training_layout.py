@@ -14,9 +14,8 @@ import torch
 
 from ckptkit.core.errors import SaveError, UnsupportedError, UsageError
 from ckptkit.core.index import Box
-from ckptkit.training.save.layout import plan_save
-from ckptkit.training.save.rank_record import objects_file, record_of
-from ckptkit.training.save.signatures import Signatures, signature_of
+from ckptkit.training.save.file_layout import Signatures, plan_save, signature_of
+from ckptkit.training.save.slot import objects_file, record_of
 from ckptkit.training.state.pieces import ObjectValue, Piece, Replicas, select_owned
 from ckptkit.writer.messages import Fixed
 
@@ -43,7 +42,7 @@ def test_each_unit_has_one_file_at_an_aligned_place() -> None:
     assert [image.path for image in images] == [
         "model_0/__3_0.distcp", "optimizer_0/__3_0.distcp", "__3_0.distcp",
     ]  # fmt: skip
-    assert [len(image.blobs) for image in images] == [2, 1, 1]
+    assert [len(image.archives) for image in images] == [2, 1, 1]
     assert all(image.start % 4096 == 0 for image in images)
     assert plan.buffer_bytes % 4096 == 0
     assert plan.buffer_bytes >= images[-1].start + images[-1].size_bytes

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from ckptkit.core.errors import PeerError
-from ckptkit.training.agree import peers as meeting
-from ckptkit.training.agree.peers import Meeting, Peers
-from ckptkit.training.agree.store import LocalBoard
-from ckptkit.training.save.commit import Attempt
+from ckptkit.training.agree import barrier
+from ckptkit.training.agree.barrier import SaveBarrier
+from ckptkit.training.agree.key_values import LocalKeyValueStore
+from ckptkit.training.agree.peers import Peers
+from ckptkit.training.save.attempts import SaveAttempt
 
 SECONDS = 20.0
 
@@ -21,16 +22,16 @@ SECONDS = 20.0
 class Rank:
     """One rank of several, each a thread."""
 
-    def __init__(self, rank: int, world_size: int, board: LocalBoard) -> None:
-        self.meeting = Meeting(Peers(rank, world_size, board, "nonce"))
+    def __init__(self, rank: int, world_size: int, board: LocalKeyValueStore) -> None:
+        self.barrier = SaveBarrier(Peers(rank, world_size, board, "nonce"))
         self.count = 0
         self.thread = ThreadPoolExecutor(1)
 
     def save(self, step: int) -> Future[Any]:
         self.count += 1
-        attempt = Attempt(self.count, f"nonce-{step}-1", step, Path(), Path(), {})
+        attempt = SaveAttempt(self.count, f"nonce-{step}-1", step, Path(), Path(), {})
         return self.thread.submit(
-            lambda: self.meeting.agree(
+            lambda: self.barrier.agree(
                 attempt, {"step": step}, lambda values: {"all": values}, timeout_seconds=SECONDS
             )
         )
@@ -38,8 +39,8 @@ class Rank:
 
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> list[Rank]:
-    monkeypatch.setattr(meeting, "_LOOK_SECONDS", 0.05)
-    board = LocalBoard()
+    monkeypatch.setattr(barrier, "_LOOK_SECONDS", 0.05)
+    board = LocalKeyValueStore()
     return [Rank(rank, 3, board) for rank in range(3)]
 
 

@@ -11,8 +11,8 @@ import pytest
 
 from ckptkit.core.errors import CkptkitError, PeerError, UsageError
 from ckptkit.training.agree import peers as peers_module
+from ckptkit.training.agree.key_values import MAX_VALUE_BYTES, LocalKeyValueStore
 from ckptkit.training.agree.peers import Peers, meet
-from ckptkit.training.agree.store import MAX_VALUE_BYTES, LocalBoard
 
 WORLD = 3
 
@@ -22,7 +22,7 @@ def no_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers_module, "_GRACE_SECONDS", 0.1)
 
 
-def opened(board: LocalBoard, ranks: list[int], seconds: float) -> list[str | Exception]:
+def opened(board: LocalKeyValueStore, ranks: list[int], seconds: float) -> list[str | Exception]:
     def come(rank: int) -> str | Exception:
         try:
             return meet(board, rank, WORLD, timeout_seconds=seconds)
@@ -34,7 +34,7 @@ def opened(board: LocalBoard, ranks: list[int], seconds: float) -> list[str | Ex
 
 
 def test_all_ranks_get_one_name_for_each_session() -> None:
-    board = LocalBoard()
+    board = LocalKeyValueStore()
     found = [opened(board, [0, 1, 2], 10) for _ in range(3)]
     assert all(len(set(names)) == 1 for names in found)
     assert len({names[0] for names in found}) == 3
@@ -45,7 +45,7 @@ def test_all_ranks_get_one_name_for_each_session() -> None:
 def test_after_some_ranks_came_alone_all_can_still_open_the_run(
     alone: list[int], before: int
 ) -> None:
-    board = LocalBoard()
+    board = LocalKeyValueStore()
     for _ in range(before):
         opened(board, [0, 1, 2], 10)
     for _ in range(2):
@@ -56,12 +56,12 @@ def test_after_some_ranks_came_alone_all_can_still_open_the_run(
 
 
 def test_rank_0_names_those_that_did_not_come() -> None:
-    found = opened(LocalBoard(), [0, 2], 0.1)
+    found = opened(LocalKeyValueStore(), [0, 2], 0.1)
     assert all("rank 1 did not open the run within 0.1 s" in str(error) for error in found)
 
 
 def on_ranks(work: Callable[[Peers], Any]) -> list[Any]:
-    board = LocalBoard()
+    board = LocalKeyValueStore()
     ranks = [Peers(rank, WORLD, board, "nonce") for rank in range(WORLD)]
 
     def run(one: Peers) -> Any:

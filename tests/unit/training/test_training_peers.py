@@ -1,4 +1,4 @@
-"""What ranks tell each other: boards, rounds of agreement, and what happens without an answer."""
+"""How ranks agree: a key-value store, rounds of agreement, and what happens without an answer."""
 
 from __future__ import annotations
 
@@ -13,9 +13,14 @@ import pytest
 from torch._C import _distributed_c10d as distributed_c10d
 
 from ckptkit.core.errors import CkptkitError, NoSpaceError, PeerError
-from ckptkit.training.agree import store as boards
+from ckptkit.training.agree import key_values
+from ckptkit.training.agree.key_values import (
+    MAX_VALUE_BYTES,
+    KeyValueStore,
+    LocalKeyValueStore,
+    TorchKeyValueStore,
+)
 from ckptkit.training.agree.peers import Peers, name_ranks, open_peers, poll_until
-from ckptkit.training.agree.store import MAX_VALUE_BYTES, Board, LocalBoard, StoreBoard
 
 SHORT = 0.3
 
@@ -25,17 +30,17 @@ def tcp_store() -> Any:
 
 
 @pytest.fixture(params=["local", "tcp", "hash"])
-def board(request: pytest.FixtureRequest) -> Iterator[Board]:
+def board(request: pytest.FixtureRequest) -> Iterator[KeyValueStore]:
     if request.param == "local":
-        yield LocalBoard()
+        yield LocalKeyValueStore()
         return
     store = tcp_store() if request.param == "tcp" else distributed_c10d.HashStore()
-    made = StoreBoard(store, "test")
+    made = TorchKeyValueStore(store, "test")
     yield made
     made.close()
 
 
-def test_a_board_tells_what_was_set_and_never_waits(board: Board) -> None:
+def test_a_board_tells_what_was_set_and_never_waits(board: KeyValueStore) -> None:
     began = time.monotonic()
     assert board.get("key") is None
     assert board.get_all(["key", "other"]) is None
@@ -50,7 +55,7 @@ def test_a_board_tells_what_was_set_and_never_waits(board: Board) -> None:
     assert time.monotonic() - began < 2
 
 
-def test_the_first_to_compare_and_set_wins(board: Board) -> None:
+def test_the_first_to_compare_and_set_wins(board: KeyValueStore) -> None:
     assert board.compare_set("key", b"", b"first") == b"first"
     assert board.compare_set("key", b"", b"second") == b"first"
     assert board.compare_set("key", b"first", b"third") == b"third"
@@ -60,7 +65,7 @@ def test_the_first_to_compare_and_set_wins(board: Board) -> None:
 
 
 def test_a_value_of_a_megabyte_travels_and_one_that_would_cut_the_line_is_refused() -> None:
-    board = StoreBoard(tcp_store(), "test")
+    board = TorchKeyValueStore(tcp_store(), "test")
     value = bytes(range(256)) * 4096
     board.set("big", value)
     assert board.get("big") == value
@@ -71,7 +76,7 @@ def test_a_value_of_a_megabyte_travels_and_one_that_would_cut_the_line_is_refuse
 
 def test_a_board_keeps_to_its_prefix_and_shares_the_connection_below_it() -> None:
     store = distributed_c10d.HashStore()
-    board = StoreBoard(store, "a")
+    board = TorchKeyValueStore(store, "a")
     below = board.under("b")
     below.set("key", b"1")
     assert board.get("b/key") == b"1"
@@ -83,7 +88,7 @@ def test_a_board_keeps_to_its_prefix_and_shares_the_connection_below_it() -> Non
 
 def test_a_store_that_is_gone_is_an_error_with_a_hint() -> None:
     store = tcp_store()
-    board = StoreBoard(store.clone(), "test")
+    board = TorchKeyValueStore(store.clone(), "test")
     board.set("key", b"1")
     del store
     with pytest.raises(PeerError, match="the store failed") as caught:
@@ -93,15 +98,15 @@ def test_a_store_that_is_gone_is_an_error_with_a_hint() -> None:
 
 
 def test_a_store_that_hangs_holds_nobody_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(boards, "_OPERATION_SECONDS", 0.1)
-    board = StoreBoard(distributed_c10d.HashStore(), "test")
+    monkeypatch.setattr(key_values, "_OPERATION_SECONDS", 0.1)
+    board = TorchKeyValueStore(distributed_c10d.HashStore(), "test")
     release = threading.Event()
     with pytest.raises(PeerError, match="did not answer"):
-        board._courier.run(release.wait)
+        board._sender.run(release.wait)
     with pytest.raises(PeerError, match="did not answer"):
         board.get("key")
     release.set()
-    monkeypatch.setattr(boards, "_OPERATION_SECONDS", 5.0)
+    monkeypatch.setattr(key_values, "_OPERATION_SECONDS", 5.0)
     assert board.get("key") is None
     board.close()
 
@@ -124,10 +129,10 @@ class Slow:
 def test_without_a_connection_of_its_own_a_board_uses_the_one_given(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(boards, "_CONNECT_SECONDS", 0.2)
+    monkeypatch.setattr(key_values, "_CONNECT_SECONDS", 0.2)
     store: Any = Slow()
     began = time.monotonic()
-    board = StoreBoard(store, "test")
+    board = TorchKeyValueStore(store, "test")
     board.set("key", b"1")
     assert time.monotonic() - began < 5
     assert store.inner.get("test/key") == b"1"
@@ -138,7 +143,7 @@ def test_without_a_connection_of_its_own_a_board_uses_the_one_given(
 
 def on_ranks(world_size: int, work: Callable[[Peers], Any]) -> list[Any]:
     """Runs `work` for all ranks in threads; returns what each returned or raised."""
-    board = LocalBoard()
+    board = LocalKeyValueStore()
     peers = [Peers(rank, world_size, board, "nonce") for rank in range(world_size)]
 
     def run(one: Peers) -> Any:
@@ -238,7 +243,7 @@ def test_a_store_that_torch_cannot_copy_is_used_itself() -> None:
         def has_extended_api(self) -> bool:
             return False
 
-    board = StoreBoard(Old(), "test")  # type: ignore[arg-type]
+    board = TorchKeyValueStore(Old(), "test")  # type: ignore[arg-type]
     assert board.get("key") == b"test/key"
     assert board.get("other") is None
     board.close()
@@ -264,8 +269,8 @@ def test_keys_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
         time.sleep(0.6)
         peers.agree("last", 1, sum, timeout_seconds=0.5)
         peers._sweep()
-        assert isinstance(peers.board, LocalBoard)
-        return len(peers.board._values)
+        assert isinstance(peers.store, LocalKeyValueStore)
+        return len(peers.store._values)
 
     assert max(on_ranks(3, work)) <= 6
 
@@ -284,7 +289,7 @@ def test_of_many_ranks_only_some_are_named() -> None:
 
 
 def test_4096_ranks_are_collected_in_one_answer_and_within_seconds() -> None:
-    board = StoreBoard(tcp_store(), "test")
+    board = TorchKeyValueStore(tcp_store(), "test")
     peers = Peers(0, 4096, board, "nonce")
     for rank in range(1, 4096):
         board.set(f"agree/topic/1/{rank}", b"1")
@@ -297,7 +302,7 @@ def test_4096_ranks_are_collected_in_one_answer_and_within_seconds() -> None:
 def test_the_host_of_the_store_does_not_leave_before_its_answer_was_heard() -> None:
     store = tcp_store()  # as where no launcher hosts it: it ends with the process of rank 0
     heard = threading.Event()
-    boards_of = [StoreBoard(store, "test") for _ in range(2)]
+    boards_of = [TorchKeyValueStore(store, "test") for _ in range(2)]
     host, other = (Peers(rank, 2, board, "nonce") for rank, board in enumerate(boards_of))
     fetch = boards_of[1].get
 
@@ -320,7 +325,7 @@ def test_the_host_of_the_store_does_not_leave_before_its_answer_was_heard() -> N
 
 def test_the_host_of_the_store_does_not_leave_before_its_error_was_heard() -> None:
     store = tcp_store()
-    boards_of = [StoreBoard(store, "test") for _ in range(3)]
+    boards_of = [TorchKeyValueStore(store, "test") for _ in range(3)]
     host, other, refuser = (Peers(rank, 3, board, "nonce") for rank, board in enumerate(boards_of))
     is_closed = threading.Event()
     fetch = boards_of[1].get
@@ -349,7 +354,7 @@ def test_the_host_of_the_store_does_not_leave_before_its_error_was_heard() -> No
 
 def test_the_host_of_the_store_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ckptkit.training.agree.peers._GRACE_SECONDS", SHORT)
-    board = StoreBoard(tcp_store(), "test")
+    board = TorchKeyValueStore(tcp_store(), "test")
     board.set("agree/topic/1/1", b"1")  # of a rank that was killed after it said this
     peers = Peers(0, 2, board, "nonce")
     assert peers.agree("topic", 1, sum, timeout_seconds=10) == 2

@@ -15,12 +15,11 @@ import pytest
 
 from ckptkit.core.errors import PeerError, UsageError
 from ckptkit.runs.marks import ask_for_save
-from ckptkit.training.agree import preemption
+from ckptkit.training.agree import save_requests
+from ckptkit.training.agree.key_values import LocalKeyValueStore
 from ckptkit.training.agree.peers import Peers
-from ckptkit.training.agree.preemption import SaveRequests
-from ckptkit.training.agree.save_steps import Rounds, Wish
-from ckptkit.training.agree.store import LocalBoard
-from ckptkit.training.runs import RunFolder
+from ckptkit.training.agree.save_requests import SaveRequest, SaveRequestWatcher, SaveStepAgreement
+from ckptkit.training.run_folders import RunFolder
 from ckptkit.training.settings import Interval
 
 LIMIT_SECONDS = 60.0
@@ -39,9 +38,9 @@ class Drill:
         self.wishes: list[tuple[int, bool]] = []
         self._seed = seed
         self._ended = threading.Event()
-        board = LocalBoard()
+        board = LocalKeyValueStore()
         self._rounds = [
-            Rounds(Peers(rank, world_size, board, "drill"), limit_seconds=LIMIT_SECONDS)
+            SaveStepAgreement(Peers(rank, world_size, board, "drill"), limit_seconds=LIMIT_SECONDS)
             for rank in range(world_size)
         ]
 
@@ -79,7 +78,7 @@ class Drill:
             if dice.random() < 0.05 and self.polled[rank] < STEPS - 50:
                 stop = dice.random() < 0.2
                 self.wishes.append((self.polled[rank], stop))
-                self._rounds[rank].ask(Wish(f"drill {rank}", stop))
+                self._rounds[rank].ask(SaveRequest(f"drill {rank}", stop))
             self._rounds[rank].advance()
             time.sleep(0.003 * dice.random())
 
@@ -103,10 +102,10 @@ def test_ranks_that_drift_apart_save_the_same_steps_over_hundreds_of_rounds(
 @contextmanager
 def ranks(
     folder: Path, world_size: int = 1, *, interval: Interval | None = None, limit: float = 30.0
-) -> Iterator[list[SaveRequests]]:
-    board = LocalBoard()
+) -> Iterator[list[SaveRequestWatcher]]:
+    board = LocalKeyValueStore()
     made = [
-        SaveRequests(
+        SaveRequestWatcher(
             Peers(rank, world_size, board, "nonce"),
             RunFolder(folder),
             interval=interval or Interval(),
@@ -122,7 +121,7 @@ def ranks(
             requests.close()
 
 
-def next_save(requests: SaveRequests, *, first: int = 1, seconds: float = 10.0) -> int:
+def next_save(requests: SaveRequestWatcher, *, first: int = 1, seconds: float = 10.0) -> int:
     """Polls one step after another until it is time to save."""
     deadline = time.monotonic() + seconds
     step = first
@@ -176,8 +175,8 @@ def test_a_request_left_by_the_command_is_taken_up_and_removed(tmp_path: Path) -
 
 
 def test_a_signal_asks_to_save_and_stop(tmp_path: Path) -> None:
-    peers = Peers(0, 1, LocalBoard(), "nonce")
-    requests = SaveRequests(peers, RunFolder(tmp_path), signals=("SIGUSR2",))
+    peers = Peers(0, 1, LocalKeyValueStore(), "nonce")
+    requests = SaveRequestWatcher(peers, RunFolder(tmp_path), signals=("SIGUSR2",))
     try:
         signal.raise_signal(signal.SIGUSR2)
         next_save(requests)
@@ -190,11 +189,13 @@ def test_a_signal_asks_to_save_and_stop(tmp_path: Path) -> None:
 def test_the_end_of_the_job_asks_to_save_and_stop(
     left: float, margin: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preemption, "slurm_end_time", lambda: time.time() + left)
+    monkeypatch.setattr(save_requests, "slurm_end_time", lambda: time.time() + left)
     if margin < left:  # it would take a minute until half of the time has passed
-        monkeypatch.setattr(preemption, "min", lambda *values: values[0], raising=False)
-    peers = Peers(0, 1, LocalBoard(), "nonce")
-    requests = SaveRequests(peers, RunFolder(tmp_path), signals=(), slurm_margin_seconds=margin)
+        monkeypatch.setattr(save_requests, "min", lambda *values: values[0], raising=False)
+    peers = Peers(0, 1, LocalKeyValueStore(), "nonce")
+    requests = SaveRequestWatcher(
+        peers, RunFolder(tmp_path), signals=(), slurm_margin_seconds=margin
+    )
     try:
         assert not requests.should_save(1)
         next_save(requests, first=2)
@@ -204,8 +205,8 @@ def test_the_end_of_the_job_asks_to_save_and_stop(
 
 
 def test_a_margin_of_0_ignores_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preemption, "slurm_end_time", time.time)
-    assert preemption._job_ends(0.0) is None
+    monkeypatch.setattr(save_requests, "slurm_end_time", time.time)
+    assert save_requests._job_ends(0.0) is None
 
 
 def test_a_rank_that_is_gone_holds_the_others_up_for_a_bounded_time(
@@ -226,7 +227,7 @@ def test_a_rank_that_is_gone_holds_the_others_up_for_a_bounded_time(
     assert "rank 2 did not answer" in caplog.text
 
 
-def poll_for(requests: SaveRequests, seconds: float) -> None:
+def poll_for(requests: SaveRequestWatcher, seconds: float) -> None:
     deadline = time.monotonic() + seconds
     step = 0
     while time.monotonic() < deadline:
@@ -239,8 +240,8 @@ def test_training_goes_on_when_the_store_dies_in_the_middle_of_a_round(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     board = FailingBoard()
-    rounds = Rounds(Peers(1, 2, board, "nonce"), limit_seconds=0.3)
-    rounds.ask(Wish("test"))
+    rounds = SaveStepAgreement(Peers(1, 2, board, "nonce"), limit_seconds=0.3)
+    rounds.ask(SaveRequest("test"))
     rounds.advance()
     board.broken = True
     with pytest.raises(PeerError):
@@ -254,9 +255,12 @@ def test_training_goes_on_when_the_store_dies_in_the_middle_of_a_round(
 
 
 def test_a_rank_that_gave_up_voids_the_round_for_all(caplog: pytest.LogCaptureFixture) -> None:
-    board = LocalBoard()
-    zero, one = (Rounds(Peers(r, 2, board, "nonce"), limit_seconds=s) for r, s in ((0, 60), (1, 0)))
-    one.ask(Wish("test"))
+    board = LocalKeyValueStore()
+    zero, one = (
+        SaveStepAgreement(Peers(r, 2, board, "nonce"), limit_seconds=s)
+        for r, s in ((0, 60), (1, 0))
+    )
+    one.ask(SaveRequest("test"))
     one.advance()
     time.sleep(0.4)
     with caplog.at_level(logging.WARNING):
@@ -271,9 +275,12 @@ def test_a_rank_that_gave_up_voids_the_round_for_all(caplog: pytest.LogCaptureFi
 def test_a_rank_that_learns_too_late_of_a_save_does_not_save_alone(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    board = LocalBoard()
-    zero, one = (Rounds(Peers(r, 2, board, "nonce"), limit_seconds=s) for r, s in ((0, 60), (1, 0)))
-    one.ask(Wish("test"))
+    board = LocalKeyValueStore()
+    zero, one = (
+        SaveStepAgreement(Peers(r, 2, board, "nonce"), limit_seconds=s)
+        for r, s in ((0, 60), (1, 0))
+    )
+    one.ask(SaveRequest("test"))
     one.advance()
     zero.advance()  # decides on step 0
     assert zero.due(3) == (True, False)
@@ -287,9 +294,9 @@ def test_a_rank_that_learns_too_late_of_a_save_does_not_save_alone(
 def test_the_watcher_survives_a_store_that_fails_for_a_while(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(preemption, "_FAILED_SECONDS", 0.05)
+    monkeypatch.setattr(save_requests, "_FAILED_SECONDS", 0.05)
     board = FailingBoard()
-    requests = SaveRequests(Peers(0, 1, board, "nonce"), RunFolder(tmp_path), signals=())
+    requests = SaveRequestWatcher(Peers(0, 1, board, "nonce"), RunFolder(tmp_path), signals=())
     try:
         with caplog.at_level(logging.WARNING):
             board.broken = True
@@ -305,10 +312,12 @@ def test_the_watcher_survives_a_store_that_fails_for_a_while(
 
 
 def test_keys_of_finished_rounds_are_removed() -> None:
-    board = LocalBoard()
-    pair = [Rounds(Peers(rank, 2, board, "nonce"), limit_seconds=60) for rank in range(2)]
+    board = LocalKeyValueStore()
+    pair = [
+        SaveStepAgreement(Peers(rank, 2, board, "nonce"), limit_seconds=60) for rank in range(2)
+    ]
     for step in range(1, 200, 2):
-        pair[1].ask(Wish("test"))
+        pair[1].ask(SaveRequest("test"))
         for _ in range(3):
             for rounds in pair:
                 rounds.advance()
@@ -334,8 +343,10 @@ def test_signals_need_the_main_thread(tmp_path: Path) -> None:
 
     def make() -> None:
         try:
-            SaveRequests(
-                Peers(0, 1, LocalBoard(), "nonce"), RunFolder(tmp_path), signals=("SIGUSR2",)
+            SaveRequestWatcher(
+                Peers(0, 1, LocalKeyValueStore(), "nonce"),
+                RunFolder(tmp_path),
+                signals=("SIGUSR2",),
             )
         except UsageError as error:
             errors.append(error)
@@ -346,7 +357,7 @@ def test_signals_need_the_main_thread(tmp_path: Path) -> None:
     assert [type(error) for error in errors] == [UsageError]
 
 
-class FailingBoard(LocalBoard):
+class FailingBoard(LocalKeyValueStore):
     """A board whose host can be away."""
 
     broken = False

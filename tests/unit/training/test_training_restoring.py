@@ -28,8 +28,8 @@ from ckptkit.core.errors import CkptkitError, ResumeError, UsageError
 from ckptkit.core.manifest import FileRecord, Manifest
 from ckptkit.storage.local.source import LocalSource
 from ckptkit.training import Checkpointer
+from ckptkit.training.agree.key_values import LocalKeyValueStore
 from ckptkit.training.agree.peers import Peers
-from ckptkit.training.agree.store import LocalBoard
 from ckptkit.training.resume import fill as filling
 from ckptkit.training.resume.resume import decline, resume, resume_from
 from ckptkit.training.resume.stored_step import StoredStep
@@ -139,7 +139,7 @@ def finish(folder: Path, world_size: int) -> None:
 
 
 def alone() -> Peers:
-    return Peers(0, 1, LocalBoard(), "nonce")
+    return Peers(0, 1, LocalKeyValueStore(), "nonce")
 
 
 def bound(state: dict[str, Any]) -> BoundState:
@@ -243,7 +243,7 @@ def test_rank_0_compares_loaders_for_all_and_reads_none_whose_checksums_are_know
         if "dataloader" in path:
             record["digest"] = f"crc32:{zlib.crc32((folder / path).read_bytes()):08x}"
     (folder / "ckptkit.json").write_text(json.dumps(document))
-    board, loaders = LocalBoard(), [state_of(), state_of()]
+    board, loaders = LocalKeyValueStore(), [state_of(), state_of()]
     reads.clear()
 
     def on(rank: int) -> None:
@@ -268,7 +268,7 @@ def test_a_bug_on_one_rank_ends_the_resume_on_all_ranks_at_once(
     monkeypatch.setattr(StoredStep, "entries", ())
     monkeypatch.setattr(filling, "matched", lambda bound, *_, **__: bound)
     right: Any = getattr(filling, where)
-    board, threads = LocalBoard(), threading.local()
+    board, threads = LocalKeyValueStore(), threading.local()
 
     def wrong(*values: Any, **named: Any) -> Any:
         if threads.rank == failing:
@@ -293,7 +293,7 @@ def test_a_bug_on_one_rank_ends_the_resume_on_all_ranks_at_once(
 
 def test_a_rank_that_cannot_take_part_ends_the_resume_on_the_others(tmp_path: Path) -> None:
     save(tmp_path / "checkpoint-3", trained(), world_size=2)
-    board = LocalBoard()
+    board = LocalKeyValueStore()
     bad = UsageError("is no state", where="loader")
 
     def on(rank: int) -> None:

@@ -15,8 +15,8 @@ from torch.optim.lr_scheduler import StepLR
 
 from ckptkit.core.errors import CkptkitError, FormatError, ResumeError, UsageError
 from ckptkit.training import Checkpointer
+from ckptkit.training.agree.key_values import LocalKeyValueStore
 from ckptkit.training.agree.peers import Peers
-from ckptkit.training.agree.store import LocalBoard
 from ckptkit.training.resume.fill import StepLoader
 from ckptkit.training.resume.resume import resume
 from ckptkit.training.resume.stored_step import SavedFacts, parse_facts
@@ -32,7 +32,7 @@ def save(run: Path, state: dict[str, Any], layout: str = "accelerate", step: int
 
 def load(run: Path, state: dict[str, Any], **options: Any) -> int | None:
     bound = bind(state, layout="accelerate", rank=0, world_size=1)
-    return resume(bound, run, Peers(0, 1, LocalBoard(), ""), timeout_seconds=5, **options)
+    return resume(bound, run, Peers(0, 1, LocalKeyValueStore(), ""), timeout_seconds=5, **options)
 
 
 def pair(seed: int) -> dict[str, Any]:

@@ -28,10 +28,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ckptkit.core.index import Box
-from ckptkit.training.save.layout import SavePlan, plan_save
-from ckptkit.training.save.rank_record import record_of
+from ckptkit.training.save.file_layout import SavePlan, plan_save
 from ckptkit.training.save.shared_memory import SharedBuffer
-from ckptkit.training.save.slot import call_before_changes
+from ckptkit.training.save.slot import call_before_changes, record_of
 from ckptkit.training.save.staging import (
     Stager,
     _CudaCopies,
@@ -72,7 +71,7 @@ def whole(name: str, local: torch.Tensor, unit: str = UNIT) -> Piece:
 def persist(plan: SavePlan, wave: int, buffer: SharedBuffer, folder: Path) -> None:
     """Does what the writer process does with a wave."""
     for image in plan.images[wave]:
-        for blob in image.blobs:
+        for blob in image.archives:
             crc = zlib.crc32(buffer.memory[blob.start : blob.stop]).to_bytes(4, "little")
             for at in blob.crc_at:
                 buffer.memory[at : at + 4] = crc
@@ -207,7 +206,7 @@ def test_every_archive_is_one_that_torch_and_zip_accept(
         found = stock_load(data)
         assert found.is_contiguous()
         assert same(found, tensor.detach())
-    starts = [blob.start for image in plan.images[0] for blob in image.blobs]
+    starts = [blob.start for image in plan.images[0] for blob in image.archives]
     assert all(start % 64 == 0 for start in starts)
 
 

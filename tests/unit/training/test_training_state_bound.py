@@ -20,7 +20,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.data import DataLoader
 
 from ckptkit.core.errors import UnsupportedError, UsageError
-from ckptkit.training.save.layout import plan_save
+from ckptkit.training.save.file_layout import plan_save
 from ckptkit.training.state import objects as rng
 from ckptkit.training.state.bound import kind_of, leaves
 from ckptkit.training.state.collect import BoundState, Layout, bind

@@ -13,10 +13,10 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.nn.parallel import DistributedDataParallel
 
-from ckptkit.training.names import TensorPlaces, clean_fqn, wrapper_names
 from ckptkit.training.state.dtensors import Copies
 from ckptkit.training.state.models import ModelWalk
 from ckptkit.training.state.objects import flatten
+from ckptkit.training.step_names import TensorPlaces, clean_fqn, wrapper_names
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from ckptkit.core.errors import NoSpaceError, PeerError, SaveError
+from ckptkit.training.agree.key_values import LocalKeyValueStore
 from ckptkit.training.agree.peers import Peers
-from ckptkit.training.agree.store import LocalBoard
 from ckptkit.training.save.shared_memory import SharedBuffer
 
 torch = pytest.importorskip("torch")
@@ -35,7 +35,7 @@ class Net(nn.Module):
 
 def on_both(call: Callable[[Peers], Any]) -> list[Any]:
     """Calls for two ranks that share a board, and returns what each gave or raised."""
-    board = LocalBoard()
+    board = LocalKeyValueStore()
     found: list[Any] = [None, None]
 
     def run(rank: int) -> None:
@@ -119,7 +119,7 @@ def test_a_rank_that_fails_half_way_fails_the_others_at_once(
 
 
 def test_a_rank_that_never_comes_is_an_error_and_no_hang() -> None:
-    peers = Peers(0, 2, LocalBoard(), "session")
+    peers = Peers(0, 2, LocalKeyValueStore(), "session")
     with pytest.raises(PeerError, match=r"rank 1 did not answer within 0\.2 s"):
         whole_state(Net(), peers, timeout_seconds=0.2)
 
@@ -129,7 +129,7 @@ def test_what_a_state_dict_may_have_otherwise_is_left_to_stock() -> None:
         def get_extra_state(self) -> Any:
             return {"own": 1}
 
-    peers = Peers(0, 1, LocalBoard(), "session")
+    peers = Peers(0, 1, LocalKeyValueStore(), "session")
     found = whole_state(Extra(2, 2), peers, timeout_seconds=PATIENCE)
     assert found == "modules keep state beside their tensors"
     compiled = nn.Sequential()

@@ -15,7 +15,7 @@ from ckptkit.core.errors import (
     IncompleteCheckpointError,
     UnsafePathError,
 )
-from ckptkit.writer.merge import Merger, Unit
+from ckptkit.writer.merge import MergedUnit, Merger
 from ckptkit.writer.record import WrittenFile, parse_record, record_bytes
 
 Document = dict[str, Any]
@@ -43,7 +43,7 @@ def record(rank: int, ranks: int = 2) -> Document:
     return {**head, "units": {"": unit}}
 
 
-def merged(*documents: Document) -> Unit:
+def merged(*documents: Document) -> MergedUnit:
     merger = Merger(len(documents))
     for number, document in enumerate(documents):
         files = [WrittenFile(f"__{number}_0.distcp", 200, None)]
@@ -89,15 +89,15 @@ def edited(rank: int, edit: Callable[[Document], object]) -> list[Document]:
     [
         (lambda u: u["tensors"][0].update(dtype="float16"), FormatError, "another rank wrote"),
         (lambda u: u["tensors"][0].update(shape=[4, 4]), FormatError, "another rank wrote"),
-        (lambda u: u["chunks"][0].__setitem__(1, [0, 0]), FormatError, "place of another"),
-        (lambda u: u["chunks"][0].__setitem__(1, [3, 0]), FormatError, "leave"),
+        (lambda u: u["chunks"][0].__setitem__(1, [0, 0]), FormatError, "some chunks overlap"),
+        (lambda u: u["chunks"][0].__setitem__(1, [3, 0]), FormatError, "outside of the shape"),
         (lambda u: u["chunks"][0].__setitem__(1, [3]), FormatError, "dimensions"),
-        (lambda u: u["chunks"][0].__setitem__(5, 201), FormatError, "claimed"),
-        (lambda u: u["chunks"][0].__setitem__(4, -1), FormatError, "claimed"),
+        (lambda u: u["chunks"][0].__setitem__(5, 201), FormatError, "outside of"),
+        (lambda u: u["chunks"][0].__setitem__(4, -1), FormatError, "outside of"),
         (lambda u: u["chunks"].clear(), IncompleteCheckpointError, "6 of 12"),
-        (lambda u: u["objects"].append([["lr", 0], 0, 0, 1]), FormatError, "stored once"),
+        (lambda u: u["objects"].append([["lr", 0], 0, 0, 1]), FormatError, "to both"),
         (lambda u: u["objects"].append([["m", "w"], 0, 0, 1]), FormatError, "two values"),
-        (lambda u: u["objects"].append([["x"], 0, 0, 999]), FormatError, "claimed"),
+        (lambda u: u["objects"].append([["x"], 0, 0, 999]), FormatError, "outside of"),
         (lambda u: u["expected"].append(["gone"]), IncompleteCheckpointError, "no rank wrote"),
         (lambda u: u["tensors"][0].update(aliases=[["step"]]), FormatError, "two values"),
         (lambda u: u.update(data_files=["other.distcp"]), FormatError, "not among"),
@@ -111,7 +111,7 @@ def test_contradictions_are_found(
         merged(*edited(1, edit))
     assert caught.value.where
     assert caught.value.hint
-    of_parts = said in {"another rank wrote", "place of another", "no rank wrote"}
+    of_parts = said in {"another rank wrote", "some chunks overlap", "no rank wrote"}
     assert ("different parts of a model" in caught.value.hint) == of_parts
 
 
@@ -164,5 +164,5 @@ def test_paths_that_lead_out_of_the_folder_are_refused(field: str) -> None:
 def test_a_rank_of_another_world_is_refused() -> None:
     merger = Merger(3)
     data = json.dumps(record(0) | {"files": []}).encode()
-    with pytest.raises(FormatError, match="world of 2"):
+    with pytest.raises(FormatError, match="found one of 2"):
         merger.add(parse_record(data, where="0.json"), where="0.json")

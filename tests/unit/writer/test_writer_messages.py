@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from ckptkit.writer.messages import (
-    Blob,
+    ArchiveData,
     Buffer,
     Channel,
     Fixed,
@@ -23,7 +23,12 @@ from ckptkit.writer.messages import (
 )
 
 IMAGES = tuple(
-    Image(f"u/__0_{number}.distcp", 4096 * number, 70, (Blob(5, 9, (1, 2)), Blob(64, 70, (3,))))
+    Image(
+        f"u/__0_{number}.distcp",
+        4096 * number,
+        70,
+        (ArchiveData(5, 9, (1, 2)), ArchiveData(64, 70, (3,))),
+    )
     for number in range(3)
 )
 

@@ -22,7 +22,7 @@ def test_an_interrupted_replacement_is_undone(tmp_path: Path) -> None:
     notes = sweep(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-5"]
     assert (tmp_path / "checkpoint-5/ckptkit.json").read_text().startswith(".checkpoint-5.ckptkit-")
-    assert "put back" in notes[0]
+    assert "was restored" in notes[0]
     assert "removed" in notes[1]
 
 

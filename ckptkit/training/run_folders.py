@@ -38,10 +38,10 @@ from ckptkit.runs.steps import (
     parse_metrics,
     save_number_of,
 )
-from ckptkit.storage.local.names import WORK_INFIX
+from ckptkit.storage.local.names import hidden_name
 from ckptkit.storage.manifests import read_local_manifest
 from ckptkit.storage.places import Place
-from ckptkit.training.save.writer_process import Patience, WriterProcess
+from ckptkit.training.save.writer_process import WriterProcess, WriterTimeouts
 from ckptkit.writer.process import writer_command
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 PlaceT = TypeVar("PlaceT", Path, Place)
 
 
-class Run(Generic[PlaceT]):
+class TrainingRun(Generic[PlaceT]):
     """What training has to know of a run, wherever it lies.
 
     Attributes:
@@ -90,7 +90,7 @@ class Run(Generic[PlaceT]):
             nonce: Of the session: 8 hexadecimal digits.
             attempt: Of this session at this step.
         """
-        return self.path / f".{Path(final).name}{WORK_INFIX}{nonce}-{attempt}"
+        return self.path / hidden_name(Path(final).name, f"{nonce}-{attempt}")
 
     def steps(self) -> tuple[RunStep, ...]:
         raise NotImplementedError
@@ -134,12 +134,12 @@ class Run(Generic[PlaceT]):
         raise NotImplementedError
 
     def process(
-        self, patience: Patience, name: str, *, niceness: int | None = None
+        self, timeouts: WriterTimeouts, name: str, *, niceness: int | None = None
     ) -> WriterProcess:
         """Returns what will write to the run, not started yet.
 
         Args:
-            patience: How long it is waited for.
+            timeouts: How long to wait for it, and what to start.
             name: What it is called in messages.
             niceness: By how much its priority is lowered, if not as usual.
         """
@@ -171,7 +171,7 @@ __all__ = ["RunFolder", "RunLock", "saved_steps"]
 _URL = re.compile(r"(?:^|/)[A-Za-z][A-Za-z0-9+.-]+:/")  # in a path made absolute as well
 
 
-class RunFolder(Run[Path]):
+class RunFolder(TrainingRun[Path]):
     """A run's directory on a local or shared file system."""
 
     def __init__(self, path: str | os.PathLike[str], *, prefix: str = STEP_PREFIXES[0]) -> None:
@@ -220,12 +220,12 @@ class RunFolder(Run[Path]):
         return lock
 
     def process(
-        self, patience: Patience, name: str, *, niceness: int | None = None
+        self, timeouts: WriterTimeouts, name: str, *, niceness: int | None = None
     ) -> WriterProcess:
-        """Returns what will write to the run, not started yet; see `Run`."""
+        """Returns what will write to the run, not started yet; see `TrainingRun`."""
         if niceness is not None:
-            patience = replace(patience, command=partial(writer_command, niceness=niceness))
-        return WriterProcess(patience, name=name)
+            timeouts = replace(timeouts, command=partial(writer_command, niceness=niceness))
+        return WriterProcess(timeouts, name=name)
 
     def below(self, name: str) -> Path:
         return self.path / name

@@ -1,19 +1,13 @@
-"""Where the objects of a run's steps lie, and in which order they come and go.
+"""The objects of a run's steps, the order in which they are put and removed, and the commit.
 
-RUN/STEP/ckptkit.json         the manifest: a step is whole while it is there, so it is put last
+RUN/STEP/ckptkit.json         the manifest: a step is complete while it exists, so it is put last
                               and removed first
-RUN/STEP/.ranks/uploading     put first: tells that a save of ours is under way, or was broken off
-RUN/STEP/.ranks/R.json        the record of rank R, after its files; removed once the step is whole
-RUN/.ckptkit/in-use/STEP/     marks of those that read a step, see ckptkit.runs.remote
-RUN/.ckptkit/newest           names the step that became whole last, for listings may lag behind
-RUN/.ckptkit/identity         tells the run from all others, also from an earlier one of its URL
+RUN/STEP/.ranks/uploading     put first: shows that a save of ours is under way, or was broken off
+RUN/STEP/.ranks/R.json        the record of rank R, after its files; removed after the commit
+RUN/.ckptkit/in-use/STEP/     marks of readers of a step, see ckptkit.runs.remote
+RUN/.ckptkit/newest           names the step that was committed last, since listings may lag behind
+RUN/.ckptkit/identity         differs between runs, also from an earlier run at the same URL
 RUN/.ckptkit/job              the nonce of the job that opened the run last
-
-What of a step was uploaded already: a list beside its files on the node's own disk.
-
-It only saves work: an entry counts where the store still has the very object.
-
-Making a step of which all nodes have uploaded their files a whole one: the manifest last.
 """
 
 from __future__ import annotations
@@ -34,13 +28,17 @@ from ckptkit.core.errors import CkptkitError, OutputExistsError, RefusedError
 from ckptkit.core.manifest import MANIFEST_NAME, FileRecord, parse_manifest
 from ckptkit.plan.layouts.dcp_metadata import METADATA_NAME, write_metadata
 from ckptkit.runs.marks import MARKS_FOLDER
-from ckptkit.writer.commit import manifest_bytes, without
-from ckptkit.writer.failures import Tally
-from ckptkit.writer.gathering import Gathering, Patience, crc_digest
-from ckptkit.writer.merge import Unit, few_collections
-from ckptkit.writer.messages import Committed, Finish
+from ckptkit.writer.commit import (
+    RecordGatherer,
+    VisibilityTimeout,
+    crc_digest,
+    manifest_bytes,
+    without,
+)
+from ckptkit.writer.merge import MergedUnit, few_collections
+from ckptkit.writer.messages import ByteCounter, FinishUpload, StepCommitted
 from ckptkit.writer.record import FOLDER
-from ckptkit.writer.upload.store import Entry, Sender, Store
+from ckptkit.writer.upload.run_store import Entry, ObjectSender, Store
 
 UPLOADING = f"{FOLDER}/uploading"
 _IDENTITY = f"{MARKS_FOLDER}/identity"
@@ -49,23 +47,23 @@ _NEWEST = f"{MARKS_FOLDER}/newest"
 _IDENTITY_BYTES = 8
 IN_USE = f"{MARKS_FOLDER}/in-use"
 MARK_SECONDS = 3600.0
-"""After which a mark that was not renewed is that of a dead process."""
+"""A mark that was not renewed for so long belongs to a dead process."""
 
 
 def claim_step(store: Store, step: str, attempt: str) -> None:
-    """Makes a step's folder ready for the objects of a save; every rank may call this.
+    """Prepares a step's folder for the objects of a save; every rank may call this.
 
-    A whole step that is replaced stops being one here, and not in the middle of what follows.
+    The manifest of a step that is replaced is removed here, before any of its objects change.
     """
     manifest, mark = f"{step}/{MANIFEST_NAME}", f"{step}/{UPLOADING}"
     is_whole = store.look(manifest) is not None
     if not is_whole and store.entries(step) and store.look(mark) is None:
         raise OutputExistsError(
-            f"something without a {MANIFEST_NAME} was found where the step was to go",
+            f"expected a step or nothing, found something without a {MANIFEST_NAME}",
             where=store.where(step),
-            hint="it may be another tool's checkpoint; move it away, or save to another URL",
+            hint="it may be a checkpoint of another tool; move it away, or save to another URL",
         )
-    # Before the manifest goes: other ranks look for one of the two.
+    # Before the manifest is removed, since other ranks look for one of the two.
     store.put(mark, attempt.encode())
     if is_whole:
         store.remove(manifest)
@@ -76,19 +74,19 @@ def is_in_use(store: Store, step: str) -> bool:
 
 
 def remove_step(store: Store, step: str) -> None:
-    """Removes a step: first the manifest, so that no half of it looks whole."""
+    """Removes a step: first the manifest, so that no part of it looks complete."""
     store.remove(f"{step}/{MANIFEST_NAME}")
     store.remove_all(tuple(store.entries(step)))
     store.remove_all(store.folder_markers(step))
 
 
 def remove_unfinished(store: Store, step: str) -> None:
-    """Removes what a save of ours left of a step that it could not finish, if it did."""
+    """Removes what an unfinished save of ours left of a step, if it left something."""
     if store.look(f"{step}/{UPLOADING}") is None or store.look(f"{step}/{MANIFEST_NAME}"):
         return
     mark = f"{step}/{UPLOADING}"
     store.remove_all([path for path in store.entries(step) if path != mark])
-    store.remove(mark)  # last: without it nobody would know whose the rest is
+    store.remove(mark)  # last: it shows that the rest is ours
 
 
 def unfinished_steps(paths: Collection[str]) -> list[str]:
@@ -101,34 +99,34 @@ def note_newest(store: Store, step: str) -> None:
 
 
 def newest_step(store: Store) -> str:
-    """Returns the step that became whole last, if it still is; else an empty text."""
+    """Returns the step that was committed last, if it is still complete; else an empty text."""
     step = (store.get(_NEWEST) or b"").decode(errors="replace").strip()
     return step if step and store.look(f"{step}/{MANIFEST_NAME}") is not None else ""
 
 
 def run_identity(store: Store) -> str:
-    """Returns what tells a run from all others; a run that has none is given one."""
-    found = store.get(_IDENTITY)
-    if found:
-        return found.decode(errors="replace").strip()
+    """Returns the identity of a run; a run without one gets a new one."""
+    stored = store.get(_IDENTITY)
+    if stored:
+        return stored.decode(errors="replace").strip()
     identity = secrets.token_hex(_IDENTITY_BYTES)
     store.put(_IDENTITY, identity.encode())
     return identity
 
 
 def take_run(store: Store, nonce: str) -> None:
-    """Notes which job writes to a run; an earlier one that still does will find that out."""
+    """Stores which job writes to a run, so that an earlier one is refused from now on."""
     store.put(_JOB, nonce.encode())
 
 
 def check_run(store: Store, nonce: str) -> None:
-    """Sees that no other job has opened a run since."""
-    found = store.get(_JOB)
-    if found is not None and found != nonce.encode():
+    """Refuses to write to a run that another job has opened since."""
+    stored = store.get(_JOB)
+    if stored is not None and stored != nonce.encode():
         raise RefusedError(
-            "another job has opened the run since, and saves to it",
+            "another job has opened the run since and saves to it",
             where=store.location,
-            hint="give every job a URL of its own; this one's steps stay on the nodes' disks",
+            hint="give every job a URL of its own; this job's steps stay on the nodes' disks",
         )
 
 
@@ -137,11 +135,14 @@ _DAMAGED = (OSError, ValueError, LookupError, TypeError)
 
 
 @dataclass(slots=True)
-class Ledger:
-    """The list of one process; it reads those of others, too.
+class UploadedFiles:
+    """What of a step was uploaded before, in files next to the records on the node's own disk.
+
+    It only saves work: an entry counts if the store still has that very object. Each process writes
+    a file of its own and reads those of all others.
 
     Attributes:
-        path: The file.
+        path: The file of this process.
         entries: What was uploaded, by URL.
     """
 
@@ -149,49 +150,49 @@ class Ledger:
     entries: dict[str, Entry] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, folder: Path, record: str) -> Ledger:
-        """Opens the list of a node's copy of a step.
+    def of(cls, folder: Path, record: str) -> UploadedFiles:
+        """Reads the entries of a node's copy of a step.
 
         Args:
             folder: The copy.
-            record: The path, in it, of the first record that the process uploads.
+            record: The relative path of the first record that the process uploads.
         """
-        ledger = cls(folder / f"{record}{_SUFFIX}")
+        uploaded = cls(folder / f"{record}{_SUFFIX}")
         for path in sorted((folder / FOLDER).glob(f"*{_SUFFIX}")):
             with suppress(*_DAMAGED):  # a kill may have cut the last line
                 for line in path.read_text(encoding="utf-8").splitlines():
                     url, size_bytes, identity = json.loads(line)
-                    ledger.entries[str(url)] = Entry(int(size_bytes), str(identity))
-        return ledger
+                    uploaded.entries[str(url)] = Entry(int(size_bytes), str(identity))
+        return uploaded
 
     def add(self, url: str, entry: Entry) -> None:
-        """Notes that an object is there as it should be."""
+        """Adds an object that was uploaded."""
         self.entries[url] = entry
         with suppress(OSError), self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps([url, *entry]) + "\n")
 
 
-def finish(request: Finish, store: Store, tally: Tally) -> Committed:
-    """Finishes a step whose ranks have all given proof, then removes what it retires.
+def finish(request: FinishUpload, store: Store, counter: ByteCounter) -> StepCommitted:
+    """Commits a step of which every rank has proved its record, then removes retired steps.
 
-    Until the manifest is put nothing takes the step for a whole one.
+    Before the manifest is put, no reader takes the step for a complete one.
 
     Args:
         request: What to finish.
         store: The run.
-        tally: Is told of bytes read and written.
+        counter: Counts the bytes read and written.
 
     Returns:
-        What is now there, and what is gone.
+        The size of the step, and what was removed.
     """
     began = time.monotonic()
-    step = _Step(request, store, tally)
+    step = _Step(request, store, counter)
     with few_collections():
         lost = step.write_all()
     size_bytes = step.publish(without(request.manifest, lost))
-    # A step that lacks something takes the place of none that has all.
+    # A step with lost values must not retire a complete one.
     removed, notes = step.clear(() if lost else request.remove, request.given_up)
-    return Committed(
+    return StepCommitted(
         attempt=request.attempt,
         size_bytes=size_bytes,
         seconds=time.monotonic() - began,
@@ -202,7 +203,7 @@ def finish(request: Finish, store: Store, tally: Tally) -> Committed:
 
 
 class _Objects:
-    """A step's objects, listed once; those that the list lacks are asked for one by one."""
+    """A step's objects, listed once; objects that the listing lacks are requested one by one."""
 
     def __init__(self, store: Store, step: str, records: tuple[str, ...]) -> None:
         self.location = store.where(step)
@@ -218,31 +219,33 @@ class _Objects:
 
     def size_bytes(self, path: str) -> int | None:
         name = f"{self._step}/{path}"
-        found = self.listed.get(name) or self._store.look(name)
-        return None if found is None else found.size_bytes
+        entry = self.listed.get(name) or self._store.look(name)
+        return None if entry is None else entry.size_bytes
 
 
 class _Step:
-    """A step on its way to become whole."""
+    """The commit of one step."""
 
-    def __init__(self, request: Finish, store: Store, tally: Tally) -> None:
+    def __init__(self, request: FinishUpload, store: Store, counter: ByteCounter) -> None:
         self._request = request
         self._store = store
-        self._tally = tally
+        self._counter = counter
         self._name = request.step
-        self._sender = Sender(store, tally)
+        self._sender = ObjectSender(store, counter)
         records = tuple(proof.path for proof in request.proofs)
         self._objects = _Objects(store, self._name, records)
-        self._gathering = Gathering(self._objects, tally, Patience(request.visible_seconds))
+        self._gathering = RecordGatherer(
+            self._objects, counter, VisibilityTimeout(request.visible_seconds)
+        )
 
     def write_all(self) -> Mapping[str, str]:
-        """Sees that everything is there, and adds what no rank has; returns what was lost."""
+        """Checks that all files exist, and adds what no rank writes; returns what was lost."""
         request, gathering = self._request, self._gathering
         merged = gathering.merge(request.attempt, request.proofs)
         where = self._store.where(self._name)
         gathering.see(parse_manifest(_text(request.manifest), where=where).files, where)
-        # What describes the run is there before any index: no reader takes such a step for one
-        # that stands for itself.
+        # The sidecar is put before any index: a reader that found only an index would take the step
+        # for a checkpoint of another tool.
         self._put_beside()
         for name, unit in merged.units.items():
             self._put_index(f"{name}/{METADATA_NAME}" if name else METADATA_NAME, unit)
@@ -260,7 +263,7 @@ class _Step:
     def clear(
         self, retired: Sequence[str], given_up: Sequence[str]
     ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Removes retired steps, and what uploads left; returns which steps went, and notes."""
+        """Removes retired steps and leftovers of uploads; returns the removed steps, and notes."""
         notes: list[str] = []
         removed: list[str] = []
         try:
@@ -270,11 +273,11 @@ class _Step:
             for step in given_up:
                 remove_unfinished(self._store, step)
         except CkptkitError as error:
-            notes.append(f"what uploads left could not be removed: {error}")
+            notes.append(f"leftovers of uploads could not be removed: {error}")
         for step in retired:
             try:
                 if is_in_use(self._store, step):
-                    notes.append(f"{step} stays for now: somebody reads it")
+                    notes.append(f"{step} stays for now: it is being read")
                     continue
                 remove_step(self._store, step)
             except CkptkitError as error:
@@ -291,20 +294,20 @@ class _Step:
                 name = path.relative_to(folder or path).as_posix()
                 self._store.put(f"{self._name}/{name}", data)
                 self._gathering.files[name] = FileRecord(len(data), crc_digest(crc32(data)))
-                self._tally.done_bytes += len(data)
+                self._counter.done_bytes += len(data)
 
-    def _put_index(self, path: str, unit: Unit) -> None:
-        """Writes an index to the local disk, since it may be large, and uploads it."""
+    def _put_index(self, path: str, unit: MergedUnit) -> None:
+        """Writes an index, which may be large, to the local disk and uploads it."""
         with tempfile.TemporaryFile(dir=self._request.scratch or None) as file:
             write_metadata(file.write, unit.tensors, unit.objects)
             file.flush()
             size_bytes = file.tell()
-            self._sender.send(_Plain(file.fileno()), size_bytes, f"{self._name}/{path}")
+            self._sender.send(_DescriptorFile(file.fileno()), size_bytes, f"{self._name}/{path}")
         self._gathering.files[path] = FileRecord(size_bytes)
 
 
-class _Plain:
-    """A file that is known by its descriptor alone."""
+class _DescriptorFile:
+    """A file that is read through its descriptor."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor

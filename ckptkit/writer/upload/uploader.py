@@ -1,8 +1,6 @@
-"""The program of the process that uploads: like the writer's, but it may speak to a store.
+"""The process that uploads: takes requests as the writer process does, and uses a store's client.
 
-How a trainer starts the process that uploads.
-
-Bringing the files that some ranks wrote on their node's own disk into a run's step.
+It uploads files that some ranks wrote to their node's own disk, and finishes steps.
 """
 
 from __future__ import annotations
@@ -15,46 +13,47 @@ from pathlib import Path
 
 from ckptkit.core.errors import CkptkitError, SaveError
 from ckptkit.storage.local.disk import Disk
+from ckptkit.storage.local.durable import naming
 from ckptkit.storage.local.names import check_relative
 from ckptkit.writer.drain import Mark, open_written, read_small, recorded_files, shared_mark
-from ckptkit.writer.failures import Tally, as_failure, naming
+from ckptkit.writer.failures import as_failure
 from ckptkit.writer.messages import (
     Answer,
     Buffer,
+    ByteCounter,
     Channel,
     Failed,
-    Finish,
+    FinishUpload,
     Message,
     Remote,
-    Upload,
+    UploadFiles,
     Written,
 )
 from ckptkit.writer.process import run
 from ckptkit.writer.record import WrittenFile
-from ckptkit.writer.upload.steps import Ledger, claim_step, finish
-from ckptkit.writer.upload.store import Entry, Sender, Store
-from ckptkit.writer.upload.store import as_failure as as_failure_of_store
+from ckptkit.writer.upload.run_store import Entry, ObjectSender, Store
+from ckptkit.writer.upload.run_store import as_failure as as_failure_of_store
+from ckptkit.writer.upload.step_objects import UploadedFiles, claim_step, finish
 
 
 class Uploader:
     """Uploads the files of one step after another."""
 
     def __init__(self, disk: Disk) -> None:
-        """Takes what the platform offers."""
         self._disk = disk
-        # Of files with several names, as frozen weights have: what was last uploaded, by path.
+        # The last upload of files with several links, such as frozen weights, by path.
         self._shared: dict[str, tuple[Mark, Entry]] = {}
 
-    def upload(self, request: Upload, store: Store, tally: Tally) -> Written:
+    def upload(self, request: UploadFiles, store: Store, counter: ByteCounter) -> Written:
         """Uploads files, then the records that prove them.
 
         Args:
             request: What to upload.
             store: The run.
-            tally: Is told of every part.
+            counter: Counts the bytes done.
 
         Returns:
-            What was uploaded.
+            The sizes and times.
         """
         began, processor = time.monotonic(), time.process_time()
         folder = Path(request.folder)
@@ -62,7 +61,7 @@ class Uploader:
         listed = recorded_files(folder, records)
         listed += [_as_written(folder, path) for path in request.further]
         claim_step(store, request.step, request.attempt)
-        step = _Step(self._disk, request, store, tally, self._shared)
+        step = _Step(self._disk, request, store, counter, self._shared)
         for file in listed:
             step.bring(file)
         for path, data in records.items():
@@ -78,14 +77,14 @@ class Uploader:
 
 
 class _Step:
-    """One step that is being uploaded."""
+    """The upload of one step."""
 
     def __init__(
         self,
         disk: Disk,
-        request: Upload,
+        request: UploadFiles,
         store: Store,
-        tally: Tally,
+        counter: ByteCounter,
         shared: dict[str, tuple[Mark, Entry]],
     ) -> None:
         self.sent_bytes = self.copied_bytes = 0
@@ -93,18 +92,18 @@ class _Step:
         self._disk = disk
         self._request = request
         self._store = store
-        self._tally = tally
+        self._counter = counter
         self._shared = shared
-        self._sender = Sender(store, tally)
-        self._ledger = Ledger.of(Path(request.folder), request.records[0])
+        self._sender = ObjectSender(store, counter)
+        self._uploaded = UploadedFiles.of(Path(request.folder), request.records[0])
 
     def bring(self, file: WrittenFile) -> None:
-        """Uploads a file; or has it copied where the step before has it; or finds it there."""
+        """Uploads a file, unless it was uploaded before or the store can copy an earlier one."""
         source, target = Path(self._request.folder, file.path), f"{self._request.step}/{file.path}"
         url = self._store.where(target)
-        known = self._ledger.entries.get(url)
+        known = self._uploaded.entries.get(url)
         if known is not None and self._store.look(target) == known:
-            self._tally.done_bytes += file.size_bytes
+            self._counter.done_bytes += file.size_bytes
             return
         mark = shared_mark(source, names=2)
         before = self._shared.pop(file.path, None)
@@ -115,10 +114,10 @@ class _Step:
             entry = self._sent(source, target, file.size_bytes)
         if mark is not None:
             self._shared[file.path] = mark, entry
-        self._ledger.add(url, entry)
+        self._uploaded.add(url, entry)
 
     def _copied(self, earlier: str, target: str, expected: Entry) -> Entry | None:
-        """Has the store copy a file from the step before; None where it is to be uploaded."""
+        """Has the store copy a file of the previous step; None if it has to be uploaded."""
         if not self._request.earlier:
             return None
         try:
@@ -126,15 +125,15 @@ class _Step:
                 return None
             if earlier != target:
                 self._store.copy(earlier, target)
-            found = self._store.look(target)
+            entry = self._store.look(target)
         except CkptkitError as error:
             self.notes.append(f"frozen weights were uploaded again: {error.message}")
             return None
-        if found is None or found.size_bytes != expected.size_bytes:
+        if entry is None or entry.size_bytes != expected.size_bytes:
             return None
-        self.copied_bytes += found.size_bytes
-        self._tally.done_bytes += found.size_bytes
-        return found
+        self.copied_bytes += entry.size_bytes
+        self._counter.done_bytes += entry.size_bytes
+        return entry
 
     def _sent(self, source: Path, target: str, size_bytes: int) -> Entry:
         with naming(source):
@@ -144,15 +143,14 @@ class _Step:
         finally:
             file.close()
         self.sent_bytes += size_bytes
-        found = self._store.look(target)
-        if found is None or found.size_bytes != size_bytes:
+        entry = self._store.look(target)
+        if entry is None or entry.size_bytes != size_bytes:
             raise SaveError(
-                f"{found.size_bytes if found else 0:,} bytes were found where {size_bytes:,} were"
-                " uploaded",
+                f"uploaded {size_bytes:,} bytes, found {entry.size_bytes if entry else 0:,}",
                 where=self._store.where(target),
-                hint="see whether something else writes to the run, or removes from it",
+                hint="check whether another program writes to the run or removes objects from it",
             )
-        return found
+        return entry
 
 
 def _as_written(folder: Path, path: str) -> WrittenFile:
@@ -163,17 +161,13 @@ def _as_written(folder: Path, path: str) -> WrittenFile:
 
 def main() -> None:
     """Serves the socket whose number is the first argument; the second is the niceness."""
-    run(UploadDesk(Disk()))
-    os._exit(0)  # threads of the store's client would be waited for
+    run(UploadRequestHandler(Disk()))
+    os._exit(0)  # a normal exit would join threads of the store's client
 
 
 @dataclass(slots=True)
-class UploadDesk:
-    """Does requests, and answers every failure.
-
-    Attributes:
-        disk: The file operations of the platform.
-    """
+class UploadRequestHandler:
+    """Serves requests to upload and to finish steps."""
 
     disk: Disk
     _uploader: Uploader | None = None
@@ -181,35 +175,31 @@ class UploadDesk:
     _store: Store | None = field(default=None, repr=False)
 
     def attach(self, message: Buffer, channel: Channel) -> None:  # noqa: ARG002
-        """Refuses a buffer, of which this process has no use."""
+        """Closes the descriptor of a buffer, which this process does not use."""
         os.close(channel.take_descriptor())
 
-    def do(self, message: Message, tally: Tally) -> Answer:
-        """Does a request.
-
-        Returns:
-            Its answer, `Failed` where it could not be done.
-        """
+    def do(self, message: Message, counter: ByteCounter) -> Answer:
+        """Serves a request and returns its answer, `Failed` if it failed."""
         attempt = str(getattr(message, "attempt", ""))
         try:
-            return self._done(message, tally)
-        except OSError as error:  # of the local disk: the store's are errors of ours
+            return self._dispatch(message, counter)
+        except OSError as error:  # of the local disk: the store raises errors of ours
             where = str(getattr(message, "folder", ""))
             return Failed(attempt, as_failure(error, where).to_json())
-        except Exception as error:  # noqa: BLE001  whatever it is, the trainer has to know
+        except Exception as error:  # noqa: BLE001  the trainer reports any error
             remote = getattr(message, "remote", None) or Remote("")
             return Failed(attempt, as_failure_of_store(error, remote.url, remote.options).to_json())
 
-    def _done(self, message: Message, tally: Tally) -> Answer:
-        if isinstance(message, Upload):
+    def _dispatch(self, message: Message, counter: ByteCounter) -> Answer:
+        if isinstance(message, UploadFiles):
             if self._uploader is None:
                 self._uploader = Uploader(self.disk)
-            return self._uploader.upload(message, self._store_of(message.remote), tally)
-        if isinstance(message, Finish):
-            return finish(message, self._store_of(message.remote), tally)
+            return self._uploader.upload(message, self._store_of(message.remote), counter)
+        if isinstance(message, FinishUpload):
+            return finish(message, self._store_of(message.remote), counter)
         raise SaveError(
-            f"a {type(message).__name__} was received where an upload was expected",
-            hint="trainer and uploader are of different versions; start the job again",
+            f"expected an upload, received a {type(message).__name__}",
+            hint="trainer and uploader have different versions; restart the job",
         )
 
     def _store_of(self, remote: Remote) -> Store:
@@ -221,21 +211,21 @@ class UploadDesk:
         return self._store
 
 
-NICENESS = 19  # it may take its time: the step is safe already
+NICENESS = 19  # the step is durable already
 _PROGRAM = (
-    "import sys; sys.path.extend({!r}); from ckptkit.writer.upload.process import main; main()"
+    "import sys; sys.path.extend({!r}); from ckptkit.writer.upload.uploader import main; main()"
 )
 
 
 def upload_command(descriptor: int, niceness: int = NICENESS) -> list[str]:
     """Returns the command of a process that serves requests to upload.
 
-    Unlike the writer it needs packages: those of the trainer, found where the trainer finds them.
-    Nothing of what it is to upload, and with which credentials, shows in the command.
+    Unlike the writer it needs packages, which it finds where the trainer finds them. The command
+    has no credentials and no paths of the upload.
 
     Args:
-        descriptor: Number of the socket that it inherits.
-        niceness: By how much its priority is lowered.
+        descriptor: Number of the inherited socket.
+        niceness: Added to its nice value.
     """
     folders = [folder for folder in sys.path if folder]
     return [

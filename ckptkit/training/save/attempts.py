@@ -11,7 +11,7 @@ from typing import Any
 from ckptkit.core.errors import CkptkitError, error_from_json
 from ckptkit.storage.places import Place
 from ckptkit.training.save.writer_process import WriterProcess
-from ckptkit.writer.messages import Commit, Committed, Discard, Proof
+from ckptkit.writer.messages import Commit, Discard, RecordProof, StepCommitted
 
 logger = logging.getLogger(__name__)
 _MOST_FAILED = 8  # attempts whose folders are looked after
@@ -20,7 +20,7 @@ _VISIBLE_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Attempt:
+class SaveAttempt:
     """One try to save one step, the same on every rank.
 
     Attributes:
@@ -50,7 +50,7 @@ class Attempt:
         return Path(self.final).name
 
 
-class Committer:
+class StepCommitter:
     """Commits attempts, and removes what failed ones leave."""
 
     def __init__(
@@ -70,9 +70,11 @@ class Committer:
         self._process = process
         self._retire = retire
         self._visible_seconds = min(_VISIBLE_SECONDS, timeout_seconds / 2)
-        self._failed: dict[str, tuple[Attempt, int]] = {}  # by name; and how often it is cleared
+        self._failed: dict[
+            str, tuple[SaveAttempt, int]
+        ] = {}  # by name; and how often it is cleared
 
-    def commit(self, attempt: Attempt, values: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    def commit(self, attempt: SaveAttempt, values: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Commits an attempt that every rank has answered.
 
         Args:
@@ -86,13 +88,13 @@ class Committer:
         try:
             if errors:
                 raise _of_ranks(errors)
-            proofs = [Proof(**value["proof"]) for value in values]
+            proofs = [RecordProof(**value["proof"]) for value in values]
             return {"committed": self._commit(attempt, proofs)}
         except CkptkitError as error:
             self.give_up(attempt)
             return {"error": error.to_json()}
 
-    def give_up(self, attempt: Attempt) -> None:
+    def give_up(self, attempt: SaveAttempt) -> None:
         """Notes that an attempt has failed."""
         self._failed[attempt.name] = (attempt, _TIMES)
         while len(self._failed) > _MOST_FAILED:
@@ -111,7 +113,7 @@ class Committer:
                 logger.warning("the working folder %s was left behind: %s", attempt.folder, error)
                 return  # where storage hangs, each further one would take its time
 
-    def _commit(self, attempt: Attempt, proofs: Sequence[Proof]) -> dict[str, Any]:
+    def _commit(self, attempt: SaveAttempt, proofs: Sequence[RecordProof]) -> dict[str, Any]:
         metrics = attempt.manifest["source"].get("metrics", {})
         retired = self._retire(attempt.step, metrics) if attempt.retires else ()
         answer = self._process.request(
@@ -126,7 +128,7 @@ class Committer:
                 visible_seconds=self._visible_seconds,
             )
         )
-        assert isinstance(answer, Committed)  # noqa: S101  the answer to `Commit`
+        assert isinstance(answer, StepCommitted)  # noqa: S101  the answer to `Commit`
         for note in answer.notes:
             logger.warning("step %d: %s", attempt.step, note)
         return {

@@ -1,9 +1,4 @@
-"""A run in an object store: requests that are repeated while that may help, and tell no secret.
-
-Sending files part by part: a few parts at a time, so that memory stays bounded.
-
-What a store answers when it refuses, as errors that tell no secret.
-"""
+"""The objects of a run: requests with retries, uploads in parts, and errors without secrets."""
 
 from __future__ import annotations
 
@@ -24,12 +19,11 @@ from ckptkit.storage.remote.errors import describe_error, is_transient, status_o
 from ckptkit.storage.remote.s3 import S3Uploads
 from ckptkit.storage.remote.s3_object import S3Object
 from ckptkit.storage.remote.store import ObjectInfo, RemoteStore
-from ckptkit.writer.failures import Tally
-from ckptkit.writer.messages import Remote
+from ckptkit.writer.messages import ByteCounter, Remote
 
 _DENIED = frozenset({401, 403})
-_REFUSED = "see whether the credentials are right, have not expired, and may read, write and delete"
-_AWAY = "see whether the store can be reached from this node; the step stays on the node's disk"
+_REFUSED = "check that the credentials are valid, and allow to read, write and delete"
+_AWAY = "check that the store can be reached from this node; the step stays on the node's disk"
 
 
 def as_failure(error: BaseException, where: str, options: Mapping[str, Any]) -> CkptkitError:
@@ -37,28 +31,28 @@ def as_failure(error: BaseException, where: str, options: Mapping[str, Any]) -> 
 
     Args:
         error: What was raised.
-        where: The object or prefix concerned.
-        options: Of the storage; none of their values is in the error.
+        where: The object or prefix.
+        options: Of the storage; the error shows none of their values.
     """
     if isinstance(error, CkptkitError):
         return error
-    said = f"{type(error).__name__}: {describe_error(error, options)}"
+    text = f"{type(error).__name__}: {describe_error(error, options)}"
     if _is_denied(error):
-        return OutputError(f"the store refused access: {said}", where=where, hint=_REFUSED)
+        return OutputError(f"the store refused access: {text}", where=where, hint=_REFUSED)
     if isinstance(error, FileNotFoundError):
         return OutputError(
-            f"the store has no such bucket: {said}",
+            f"the store has no such bucket: {text}",
             where=where,
-            hint="make the bucket first, or correct the URL",
+            hint="create the bucket first, or correct the URL",
         )
     if isinstance(error, ImportError | ValueError | TypeError) and not is_transient(error):
         return OutputError(
-            f"nothing can be written there: {said}",
+            f"the store cannot be written to: {text}",
             where=where,
-            hint="install what fsspec needs for such URLs (ckptkit-toolkit[s3] for s3://), and see"
-            " whether the options are those of that library",
+            hint="install what fsspec needs for such URLs (ckptkit-toolkit[s3] for s3://), check"
+            " that the options are those of that library",
         )
-    return SaveError(f"the store did not answer well: {said}", where=where, hint=_AWAY)
+    return SaveError(f"the store failed: {text}", where=where, hint=_AWAY)
 
 
 def _is_denied(error: BaseException) -> bool:
@@ -67,7 +61,7 @@ def _is_denied(error: BaseException) -> bool:
 
 
 UPLOAD_RETRIES = RetryPolicy(attempts=9, longest_wait_seconds=16.0)
-"""Some 40 seconds in all, for each request."""
+"""About 40 seconds in all for each request."""
 _THREADS = 8
 _T = TypeVar("_T")
 
@@ -77,7 +71,7 @@ class Entry(NamedTuple):
 
     Attributes:
         size_bytes: Its length.
-        identity: What changes with its content.
+        identity: Changes with its content.
     """
 
     size_bytes: int
@@ -85,7 +79,7 @@ class Entry(NamedTuple):
 
 
 class Store:
-    """The objects below a URL. All methods raise errors of ours, in which no option shows.
+    """The objects below a URL. All methods raise errors of ours that show no option's value.
 
     Attributes:
         location: The URL, without a slash at its end.
@@ -93,10 +87,10 @@ class Store:
     """
 
     def __init__(self, remote: Remote, retry_policy: RetryPolicy = UPLOAD_RETRIES) -> None:
-        """Connects to nothing yet, but finds what speaks to such a store.
+        """Imports the store's client; connects with the first request.
 
         Args:
-            remote: The URL, and what its storage is told.
+            remote: The URL and the options of its storage.
             retry_policy: How often requests are repeated.
         """
         self.location = remote.url.rstrip("/")
@@ -109,7 +103,7 @@ class Store:
 
     @cached_property
     def s3(self) -> S3Uploads | None:
-        """The requests of S3; None where the store is another one."""
+        """Requests of S3, None for other stores."""
         if not self._store.is_s3:
             return None
         return self._made("", lambda: S3Uploads(self._store, self._root))
@@ -124,45 +118,41 @@ class Store:
         return posixpath.join(self.location, path) if path else self.location
 
     def perform(self, path: str, operation: Callable[[], _T]) -> _T:
-        """Does something with an object, and tells what goes wrong.
+        """Runs an operation on an object, and translates its errors.
 
         Args:
             path: The object, for messages.
-            operation: What to do; it repeats its requests itself.
-
-        Returns:
-            What it returned.
-
+            operation: Repeats its requests itself.
         """
         try:
             return operation()
         except CkptkitError:
             raise
-        except Exception as error:  # noqa: BLE001  whatever it is, no secret may show
+        except Exception as error:  # noqa: BLE001  any error may show secrets
             raise as_failure(error, self.where(path), self._options) from None
 
     def entries(self, folder: str = "") -> dict[str, Entry]:
         """Returns all objects below a folder, by their paths below the root."""
         listing = partial(self._store.listing, self.address(folder))
-        found = self.perform(folder, listing)
-        return {posixpath.join(folder, path): _entry(known) for path, known in found.items()}
+        objects = self.perform(folder, listing)
+        return {posixpath.join(folder, path): _entry(entry) for path, entry in objects.items()}
 
     def has_younger(self, folder: str, seconds: float) -> bool:
-        """Tells whether an object below a folder was written within the last so many seconds."""
-        found = self.perform(folder, partial(self._store.listing, self.address(folder)))
+        """Returns whether an object below a folder was written within the last seconds."""
+        objects = self.perform(folder, partial(self._store.listing, self.address(folder)))
         oldest = time.time() - seconds
-        return any(not one.modified or one.modified > oldest for one in found.values())
+        return any(not entry.modified or entry.modified > oldest for entry in objects.values())
 
     def look(self, path: str) -> Entry | None:
-        """Asks for one object; None where there is none."""
-        found = self.perform(path, partial(self._store.look_up, self.address(path)))
-        return None if found is None else _entry(found)
+        """Requests one object's size and identity; None if it does not exist."""
+        entry = self.perform(path, partial(self._store.look_up, self.address(path)))
+        return None if entry is None else _entry(entry)
 
     def get(self, path: str) -> bytes | None:
         return self.perform(path, partial(self._store.get_small, self.address(path)))
 
     def get_many(self, paths: Collection[str]) -> Iterator[bytes | None]:
-        """Yields small objects in order, some of them asked for ahead."""
+        """Yields small objects in order, with several requests at a time."""
         rest = list(paths)
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="ckptkit-get") as pool:
             while rest:
@@ -170,7 +160,7 @@ class Store:
                 yield from pool.map(self.get, now)
 
     def put(self, path: str, data: bytes) -> None:
-        """Puts a small object; it is there as a whole or not at all."""
+        """Puts a small object, which becomes visible as a whole."""
         s3 = self.s3
         if s3 is not None:
             self.perform(path, partial(s3.put, self.key(path), data, crc32(data)))
@@ -178,7 +168,7 @@ class Store:
             self.perform(path, partial(self._store.put_small, self.address(path), data))
 
     def copy(self, source: str, target: str) -> None:
-        """Has the store copy an object; above 5 GB S3 does so part by part."""
+        """Has the store copy an object; S3 copies one above 5 GB in parts."""
         addresses = self.address(source), self.address(target)
         self._made(target, partial(self.filesystem.cp_file, *addresses))
 
@@ -186,19 +176,19 @@ class Store:
         self.remove_all([path])
 
     def remove_all(self, paths: Collection[str]) -> None:
-        """Removes objects, as far as they are there."""
-        some = list(paths)
-        where = some[0] if len(some) == 1 else ""
-        self.perform(where, partial(self._store.delete, self._root, some))
+        """Removes the objects that exist."""
+        names = list(paths)
+        where = names[0] if len(names) == 1 else ""
+        self.perform(where, partial(self._store.delete, self._root, names))
 
     def folder_markers(self, folder: str) -> list[str]:
         ask = partial(self._store.folder_markers, self.address(folder))
         return [f"{folder}/{name}" for name in self.perform(folder, ask)]
 
     def abort_unfinished(self) -> int:
-        """Removes the parts of uploads that were begun and never ended; returns of how many.
+        """Removes the parts of unfinished uploads, and returns how many uploads there were.
 
-        Nobody else may be uploading there.
+        No other process may be uploading there.
         """
         s3 = self.s3
         if s3 is None:
@@ -213,41 +203,35 @@ class Store:
         return self.perform(path, again)
 
 
-def _entry(found: ObjectInfo) -> Entry:
-    return Entry(found.size_bytes, found.identity)
+def _entry(stored: ObjectInfo) -> Entry:
+    return Entry(stored.size_bytes, stored.identity)
 
 
 _PARTS_AT_ONCE = 4
 
 
-class Readable(Protocol):
+class ReadableFile(Protocol):
     """A local file."""
 
     def read_bytes(self, start: int, count: int) -> bytes:
-        """Returns bytes, fewer at the end of the file."""
+        """Returns `count` bytes, fewer at the end of the file."""
         ...
 
 
-class Sender:
-    """Sends one file after another; at most `_PARTS_AT_ONCE` parts, and one more, are in memory."""
+class ObjectSender:
+    """Uploads files; at most `_PARTS_AT_ONCE` + 1 parts are in memory."""
 
-    def __init__(self, store: Store, tally: Tally) -> None:
-        """Starts threads when they are needed.
-
-        Args:
-            store: Where the files go.
-            tally: Is told of every part.
-        """
+    def __init__(self, store: Store, counter: ByteCounter) -> None:
         self._store = store
-        self._tally = tally
+        self._counter = counter
 
-    def send(self, file: Readable, size_bytes: int, path: str) -> None:
-        """Sends a file, which becomes visible as a whole.
+    def send(self, file: ReadableFile, size_bytes: int, path: str) -> None:
+        """Uploads a file, which becomes visible as a whole.
 
         Args:
             file: The file, open.
-            size_bytes: Its length.
-            path: What the object is called.
+            size_bytes: Its size.
+            path: Of the object.
         """
         s3 = self._store.s3
         if s3 is None:
@@ -255,8 +239,8 @@ class Sender:
         else:
             self._store.perform(path, lambda: self._send_parts(s3, file, size_bytes, path))
 
-    def _send_parts(self, s3: S3Uploads, file: Readable, size_bytes: int, path: str) -> None:
-        before = self._tally.done_bytes
+    def _send_parts(self, s3: S3Uploads, file: ReadableFile, size_bytes: int, path: str) -> None:
+        before = self._counter.done_bytes
         key = self._store.key(path)
         sent = S3Object(s3, key, size_bytes, begun=lambda *_: None, sums_parts=False)
         try:
@@ -264,13 +248,13 @@ class Sender:
                 self._fill(sent, pool, file, size_bytes)
             sent.publish()
         except BaseException:
-            self._tally.done_bytes = before
-            with suppress(Exception):  # what is left is removed when the run is opened next
+            self._counter.done_bytes = before
+            with suppress(Exception):  # the next job that opens the run removes leftovers
                 sent.remove()
             raise
 
     def _fill(
-        self, sent: S3Object, pool: ThreadPoolExecutor, file: Readable, size_bytes: int
+        self, sent: S3Object, pool: ThreadPoolExecutor, file: ReadableFile, size_bytes: int
     ) -> None:
         under_way: deque[Future[None]] = deque()
         try:
@@ -286,30 +270,30 @@ class Sender:
 
     def _write(self, write: Callable[[int, memoryview], None], start: int, data: bytes) -> None:
         write(start, memoryview(data))
-        self._tally.done_bytes += len(data)
+        self._counter.done_bytes += len(data)
 
-    def _stream(self, file: Readable, size_bytes: int, path: str) -> None:
-        """Sends a file in order, to a store of which only fsspec knows the requests."""
-        address, before = self._store.address(path), self._tally.done_bytes
+    def _stream(self, file: ReadableFile, size_bytes: int, path: str) -> None:
+        """Uploads a file in order, through fsspec's file object."""
+        address, before = self._store.address(path), self._counter.done_bytes
         target: Any = self._store.filesystem.open(address, "wb", block_size=PART_BYTES)
         try:
             for _, data in _read(file, size_bytes):
                 target.write(data)
-                self._tally.done_bytes += len(data)
+                self._counter.done_bytes += len(data)
             target.close()
         except BaseException:
-            self._tally.done_bytes = before
-            with suppress(Exception):  # or the garbage collector would finish what was broken off
+            self._counter.done_bytes = before
+            with suppress(Exception):  # or the garbage collector would complete the upload
                 target.closed = True
             with suppress(Exception):
                 target.discard()
-            with suppress(Exception):  # some show it from its first byte on
+            with suppress(Exception):  # some stores show an object from its first byte on
                 self._store.remove(path)
             raise
 
 
-def _read(file: Readable, size_bytes: int) -> Iterator[tuple[int, bytes]]:
-    """Yields the parts of a file, each with its first byte."""
+def _read(file: ReadableFile, size_bytes: int) -> Iterator[tuple[int, bytes]]:
+    """Yields the parts of a file, each with its offset."""
     for part in cut_into_parts(size_bytes) if size_bytes else ():
         data = file.read_bytes(part.start, part.stop - part.start)
         if len(data) != part.stop - part.start:

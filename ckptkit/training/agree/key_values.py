@@ -9,11 +9,10 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ckptkit.core.errors import PeerError
+from ckptkit.core.threads import WorkerThread
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -26,13 +25,15 @@ MAX_VALUE_BYTES = 4 << 20
 
 _OPERATION_SECONDS = 30.0  # a store answers in less than a millisecond, unless its host is stopped
 _CONNECT_SECONDS = 10.0  # the training's own timeout, which else holds here, may be many minutes
+_CLOSE_SECONDS = 1.0
+_THREAD_NAME = "ckptkit-store"
 _KEYS_AT_ONCE = 256  # of 1 MiB each, an answer of 256 MiB
 _LOST = "the host of torch.distributed's store ended or is not reached; look at its log first"
 
 T = TypeVar("T")
 
 
-class Board(Protocol):
+class KeyValueStore(Protocol):
     """Keys and values that all ranks see; no method waits for a key to appear."""
 
     def set(self, key: str, value: bytes) -> None:
@@ -55,7 +56,7 @@ class Board(Protocol):
         """Removes a key, where it is there."""
 
 
-class LocalBoard:
+class LocalKeyValueStore:
     """The board of a single process, which its threads share."""
 
     def __init__(self) -> None:
@@ -92,47 +93,24 @@ class LocalBoard:
             self._values.pop(key, None)
 
 
-class _Courier:
-    """Runs one thing after another in a thread of its own, so that callers can give up on it."""
-
-    def __init__(self) -> None:
-        self._jobs: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="ckptkit-store", daemon=True)
-        self._thread.start()
+class _SenderThread(WorkerThread):
+    """Calls the store in a thread of its own, so that a caller can give up on it."""
 
     def run(self, operation: Callable[[], T], seconds: float | None = None) -> T:
         limit = _OPERATION_SECONDS if seconds is None else seconds
-        if not self._thread.is_alive():
+        if not self.is_alive:
             raise PeerError("the connection to the other ranks was closed")
-        job: Future[T] = Future()
-        self._jobs.put((job, operation))
+        answer = self.submit(operation)
         try:
-            return job.result(limit)
+            return answer.result(limit)
         except TimeoutError as error:
-            job.cancel()
+            answer.cancel()
             raise PeerError(f"the store did not answer within {limit:.0f} s", hint=_LOST) from error
-        except RuntimeError as error:  # torch's DistError and its kinds are RuntimeErrors
+        except RuntimeError as error:  # torch's DistError and its subclasses are RuntimeErrors
             raise PeerError(f"the store failed: {first_line(error)}", hint=_LOST) from error
 
-    def leave(self) -> None:
-        """Has the thread end once it comes back from what it does."""
-        self._jobs.put(None)
 
-    def close(self) -> None:
-        self.leave()
-        self._thread.join(1.0)
-
-    def _run(self) -> None:
-        while (entry := self._jobs.get()) is not None:
-            job, operation = entry
-            if job.set_running_or_notify_cancel():
-                try:
-                    job.set_result(operation())
-                except Exception as error:  # noqa: BLE001  told to whoever asked
-                    job.set_exception(error)
-
-
-class StoreBoard:
+class TorchKeyValueStore:
     """A part of a store of torch.distributed, seen through a connection of its own.
 
     Where the store's connection cannot be copied, because torch is too old or the host takes no
@@ -142,17 +120,17 @@ class StoreBoard:
 
     def __init__(self, store: Store, prefix: str) -> None:
         self._given = store  # it may be the host of all connections, and end with its last user
-        self._courier = _Courier()
+        self._sender = _SenderThread(_THREAD_NAME)
         self._store: Any = store  # torch's stubs lack half of its methods
         self._prefix = prefix
         self._connect()
 
-    def under(self, prefix: str) -> StoreBoard:
+    def under(self, prefix: str) -> TorchKeyValueStore:
         """Returns a board for keys under a further prefix, on the same connection."""
-        board = object.__new__(StoreBoard)
-        board._given, board._store, board._courier = self._given, self._store, self._courier
-        board._prefix = self._key(prefix)
-        return board
+        part = object.__new__(TorchKeyValueStore)
+        part._given, part._store, part._sender = self._given, self._store, self._sender
+        part._prefix = self._key(prefix)
+        return part
 
     def set(self, key: str, value: bytes) -> None:
         """Sets a key."""
@@ -160,7 +138,7 @@ class StoreBoard:
             raise ValueError(
                 f"a value of {len(value):,} bytes was found against {MAX_VALUE_BYTES:,}"
             )
-        self._courier.run(lambda: self._store.set(self._key(key), value))
+        self._sender.run(lambda: self._store.set(self._key(key), value))
 
     def get(self, key: str) -> bytes | None:
         """Returns a key's value, None where there is no such key."""
@@ -168,19 +146,19 @@ class StoreBoard:
         return found[0] if found else None
 
     def get_all(self, keys: Sequence[str]) -> list[bytes] | None:
-        return self._courier.run(lambda: self._get_all([self._key(key) for key in keys]))
+        return self._sender.run(lambda: self._get_all([self._key(key) for key in keys]))
 
     def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
         """Sets a key to `desired` where its value is `expected`, all in one step."""
         name, old, new = self._key(key), expected.decode(), desired.decode()
-        found: bytes = self._courier.run(lambda: self._store.compare_set(name, old, new))
+        found: bytes = self._sender.run(lambda: self._store.compare_set(name, old, new))
         return found
 
     def delete(self, key: str) -> None:
-        self._courier.run(lambda: self._store.delete_key(self._key(key)))
+        self._sender.run(lambda: self._store.delete_key(self._key(key)))
 
     def close(self) -> None:
-        self._courier.close()
+        self._sender.close(_CLOSE_SECONDS)
 
     def _connect(self) -> None:
         """Takes a connection of its own, if it gets one soon."""
@@ -188,12 +166,12 @@ class StoreBoard:
         if clone is None:
             return
         try:
-            self._store = self._courier.run(clone, _CONNECT_SECONDS)
+            self._store = self._sender.run(clone, _CONNECT_SECONDS)
         except PeerError as error:
             if isinstance(error.__cause__, TimeoutError):  # that courier still waits there
                 logger.warning("the connection of the training is used for saves too: %s", error)
-                self._courier.leave()
-                self._courier = _Courier()
+                self._sender.stop()
+                self._sender = _SenderThread(_THREAD_NAME)
 
     def _key(self, key: str) -> str:
         return f"{self._prefix}/{key}"

@@ -13,6 +13,8 @@ The copies that a save consists of, and the parts of them by which frozen weight
 from __future__ import annotations
 
 import math
+import operator
+import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -24,12 +26,12 @@ import torch
 from ckptkit.core.dtypes import DType, dtype_named
 from ckptkit.core.errors import UnsupportedError, UsageError
 from ckptkit.core.geometry import slabs
-from ckptkit.core.index import Box, KeyPath, Shape, Span
-from ckptkit.training.save.signatures import Signature, signature_of
-from ckptkit.training.save.tensor_archives import archive_of_tensor
+from ckptkit.core.index import Box, Fqn, Key, KeyPath, Shape, Span
+from ckptkit.plan.layouts.torch import archive_of_one
+from ckptkit.plan.plan import Copy, Literal, Product, TensorSpec, Trailer
 from ckptkit.training.state.dtensors import has_data
-from ckptkit.training.state.pieces import Entry, Piece
-from ckptkit.writer.messages import Blob, Fixed, Image
+from ckptkit.training.state.pieces import Entry, Piece, select_owned
+from ckptkit.writer.messages import ArchiveData, Fixed, Image
 
 _PARTS = 100  # of a frozen weight, of which a save looks at one
 _PART_BYTES = 4096  # at least, but for weights that are smaller
@@ -230,10 +232,10 @@ class _OpenImage:
     path: str
     start: int
     stop: int
-    blobs: list[Blob]
+    archives: list[ArchiveData]
 
     def closed(self) -> Image:
-        return Image(self.path, self.start, self.stop - self.start, tuple(self.blobs))
+        return Image(self.path, self.start, self.stop - self.start, tuple(self.archives))
 
 
 class _Waves:
@@ -413,7 +415,9 @@ class _Unit:
         data = start + len(archive.head)
         stop = data + archive.data_bytes
         if archive.data_bytes:  # of no bytes the checksum is 0, as the literals have it
-            image.blobs.append(Blob(data, stop, tuple(start + at for at in archive.crc_at)))
+            image.archives.append(
+                ArchiveData(data, stop, tuple(start + at for at in archive.crc_at))
+            )
         image.stop = start + archive.padded_bytes
         self._waves.literals[-1] += [(start, archive.head), (stop, archive.tail)]
         self._waves.data_bytes += archive.data_bytes
@@ -476,3 +480,118 @@ def _known_dtype(dtype: torch.dtype) -> DType:
 
 def _up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
+
+
+Signature = tuple[object, ...]
+
+
+def signature_of(pieces: Sequence[Piece], owned: Sequence[bool]) -> Signature:
+    return tuple(map(_row, pieces, owned))
+
+
+class Signatures:
+    """Remembers the pieces of the last time, most of which come again, without holding them."""
+
+    def __init__(self) -> None:
+        self._pieces: list[weakref.ref[Piece]] = []
+        self._owned: tuple[bool, ...] = ()
+        self._signature: Signature = ()
+
+    def of(self, pieces: Sequence[Piece]) -> tuple[tuple[bool, ...], Signature]:
+        """Returns which of the pieces this rank writes, and their signature.
+
+        Args:
+            pieces: All that lie on this rank; see `ownership.owned`.
+        """
+        known = [piece() for piece in self._pieces]
+        if len(known) == len(pieces) and all(map(operator.is_, pieces, known)):
+            return self._owned, self._signature
+        owners = select_owned(pieces)
+        if len(known) != len(pieces):
+            self._signature = signature_of(pieces, owners)
+        else:
+            before = zip(known, self._owned, self._signature, strict=True)
+            self._signature = tuple(
+                row if piece is old and own == owner else _row(piece, owner)
+                for piece, owner, (old, own, row) in zip(pieces, owners, before, strict=True)
+            )
+        self._pieces, self._owned = [weakref.ref(piece) for piece in pieces], owners
+        return owners, self._signature
+
+
+def _row(piece: Piece, own: bool) -> object:  # noqa: FBT001  one of two columns
+    local = piece.local
+    return (
+        piece.unit,
+        piece.key_path,
+        piece.shape,
+        piece.places,
+        piece.aliases,
+        piece.replicas.spread,
+        piece.frozen,
+        own,
+        local.dtype,
+        local.device,
+        local.shape,
+        local.stride() if local.layout is torch.strided else local.layout,
+    )
+
+
+DATA_ALIGNMENT = 64
+"""Tensor data begins at multiples of this where the archive does."""
+
+_ARCHIVES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class TensorArchive:
+    """What lies around the data of a tensor.
+
+    Attributes:
+        head: The bytes before the data.
+        data_bytes: Length of the data.
+        tail: The bytes after it, with zeros up to where the next archive may begin. The places
+            of the data's checksum hold zeros, which is the checksum of no data.
+        size_bytes: Length of the archive, without these zeros.
+        crc_at: Where the data's CRC-32 belongs, from the archive's first byte.
+    """
+
+    head: bytes
+    data_bytes: int
+    tail: bytes
+    size_bytes: int
+    crc_at: tuple[int, ...]
+
+    @property
+    def padded_bytes(self) -> int:
+        """How many bytes it takes, up to where the next one may begin."""
+        return len(self.head) + self.data_bytes + len(self.tail)
+
+
+@lru_cache(_ARCHIVES)
+def archive_of_tensor(dtype: DType, shape: Shape) -> TensorArchive:
+    """Returns the archive that stock torch opens as a row-major tensor."""
+    spec = TensorSpec(Fqn(""), dtype, shape)
+    parts = archive_of_one(Product(spec, Copy("", Key(""))), 0)
+    before: list[bytes] = []
+    after: list[bytes] = []
+    crc_at: list[int] = []
+    side, at = before, 0
+    for size, body, row_spec in parts.rows:
+        if row_spec is not None:
+            side = after
+        elif isinstance(body, Literal):
+            side.append(body.data)
+        else:
+            assert isinstance(body, Trailer)  # noqa: S101  nothing else has no spec
+            side.append(body.template)
+            crc_at += [at + position for position, _ in body.fields]
+        at += size
+    after.append(bytes(-at % DATA_ALIGNMENT))
+    return TensorArchive(
+        head=b"".join(before),
+        data_bytes=spec.size_bytes,
+        tail=b"".join(after),
+        size_bytes=at,
+        crc_at=tuple(crc_at),
+    )

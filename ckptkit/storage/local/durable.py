@@ -1,0 +1,173 @@
+"""Durable changes of a local file system: files, folders, renames and removals.
+
+A rename is the commit of everything that ckptkit writes to a disk: what is renamed is durable
+before, and the folder that has the new entry is synced after. This module needs the standard
+library only, since the writer process imports it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from ckptkit.storage.local.disk import Disk
+from ckptkit.storage.local.names import hidden_name
+
+OCCUPIED = frozenset({errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR})
+"""What a rename of a directory reports where the new name is taken."""
+
+OLD, TRASH = "old", "trash"
+"""Kinds of hidden directories: the previous content of a name, and one that is to be removed."""
+
+_NONCE_BYTES = 8
+_TRIES = 3
+_NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0)
+_REPLACED_FILE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_CLOEXEC", 0)
+
+
+@contextmanager
+def naming(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Adds the name of a file to errors of calls that know only its descriptor."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = os.fspath(path)
+        raise
+
+
+def put_file(path: Path, data: bytes) -> None:
+    """Creates a durable file; its entry in the folder is not durable yet."""
+    _write(path, data, _NEW_FILE)
+
+
+def replace_file(path: Path, data: bytes, disk: Disk, *, draft: Path) -> None:
+    """Creates or replaces a small file durably: readers see the old content or the new one.
+
+    Args:
+        path: The file; its folder exists.
+        data: The content.
+        disk: The file operations of the platform.
+        draft: Where the content is written first, in the same folder. A draft that a killed
+            process left there is overwritten.
+    """
+    _write(draft, data, _REPLACED_FILE)
+    draft.replace(path)
+    disk.sync_directory(path.parent)
+
+
+def _write(path: Path, data: bytes, flags: int) -> None:
+    with naming(path):
+        descriptor = os.open(path, flags, 0o666)
+        try:
+            left = memoryview(data)
+            while left:
+                left = left[os.write(descriptor, left) :]
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def sync_file(path: Path) -> None:
+    """Makes the content of a file durable that another library has written."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_folders(folder: Path, disk: Disk) -> None:
+    """Makes the entries of a folder and of all folders in it durable, the innermost first."""
+    for path, _, _ in os.walk(folder, topdown=False):
+        disk.sync_directory(Path(path))
+
+
+def make_folders(folder: Path, inside: Iterable[str], disk: Disk) -> list[Path]:
+    """Creates a folder, its parents and folders inside it, as far as they do not exist.
+
+    Args:
+        folder: The outermost folder that the caller fills; its entry is durable afterwards.
+        inside: Paths relative to it; the empty path stands for the folder itself.
+        disk: The file operations of the platform.
+
+    Returns:
+        The folders inside, with those in between, the innermost first. The caller makes their
+        entries durable after it has filled them.
+    """
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in missing:
+        disk.sync_directory(path.parent)
+    needed = {folder}
+    for name in inside:
+        path = folder / name
+        path.mkdir(parents=True, exist_ok=True)
+        while path != folder:
+            needed.add(path)
+            path = path.parent
+    return sorted(needed, reverse=True)
+
+
+def new_hidden_path(path: Path, kind: str) -> Path:
+    """Returns a new hidden name in the folder of a directory; no tool reads it as a checkpoint."""
+    return path.with_name(hidden_name(path.name, f"{kind}-{os.urandom(_NONCE_BYTES).hex()}"))
+
+
+def replace_folder(new: Path, final: Path, old: Path, disk: Disk) -> Path:
+    """Gives a directory the name of another one: in one step where the platform can exchange them.
+
+    Otherwise the previous directory is renamed first. After a kill in between, a sweep has to
+    rename it back from `old`.
+
+    Args:
+        new: The directory, with everything in it durable.
+        final: Its name to be, which another directory has.
+        old: Where the previous directory goes if the two cannot be exchanged.
+        disk: The file operations of the platform.
+
+    Returns:
+        Where the previous directory is now: `new` or `old`.
+    """
+    if disk.exchange_folders(new, final):
+        return new
+    final.rename(old)
+    try:
+        new.rename(final)
+    except OSError:
+        with suppress(OSError):
+            old.rename(final)
+        raise
+    return old
+
+
+def remove_folder(path: Path) -> None:
+    """Renames a directory and removes it, so that no half of it looks like a checkpoint.
+
+    Of a symbolic link only the link is removed: its target may be in use elsewhere.
+    """
+    if path.is_symlink():
+        path.unlink()
+        return
+    trash = new_hidden_path(path, TRASH)
+    path.rename(trash)
+    shutil.rmtree(trash)
+
+
+def remove_tree(path: Path) -> None:
+    """Removes a directory that another process may be filling or removing at the same time."""
+    for left in reversed(range(_TRIES)):
+        try:
+            shutil.rmtree(path)
+        except FileNotFoundError:
+            if not path.exists():
+                return
+        except OSError:
+            if not left:
+                raise
+        else:
+            return

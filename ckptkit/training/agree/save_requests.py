@@ -1,0 +1,431 @@
+"""When to save: one answer on all ranks, from the interval, signals, the scheduler and people."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ckptkit.core.errors import CkptkitError
+from ckptkit.training.agree.peers import Peers, name_ranks
+from ckptkit.training.environment import slurm_end_time
+from ckptkit.training.run_folders import TrainingRun
+from ckptkit.training.settings import Interval, Settings
+from ckptkit.training.signals import SignalWatch
+
+logger = logging.getLogger(__name__)
+
+LONGEST_WAIT_SECONDS = 60.0
+_IDLE_SECONDS = 0.2
+_BUSY_SECONDS = 0.01
+_FAILED_SECONDS = 2.0  # doubled with each further failure, since torch prints each of them
+_MOST_FAILED_SECONDS = 60.0
+_FILE_SECONDS = 1.0  # between two looks at a file system that may be far away
+_QUESTIONS_PER_SECOND = 5_000  # of all ranks together: a tenth of what one store answers
+_FAILED_FILE_SECONDS = 60.0
+_AGAIN_SECONDS = 60.0  # until the job's end is announced again, if ranks did not answer
+_CLOSE_SECONDS = 5.0
+
+
+@dataclass(slots=True)
+class _Clock:
+    """What rank 0 asks for by itself, when the time for it comes."""
+
+    interval_seconds: float | None
+    saved_at: float
+    job_ends: float | None
+    asked_at: float = float("-inf")
+
+    def request(self) -> SaveRequest | None:
+        """Returns what is due now."""
+        now = time.monotonic()
+        if self.job_ends is not None and now >= max(self.job_ends, self.asked_at + _AGAIN_SECONDS):
+            self.asked_at = now
+            return SaveRequest("the job is about to end", stop=True)
+        if self.interval_seconds is not None and now >= self.saved_at + self.interval_seconds:
+            self.saved_at = now  # the save itself will set it again
+            return SaveRequest(f"{self.interval_seconds:g} s have passed since the last save")
+        return None
+
+
+class SaveRequestWatcher:
+    """Gathers requests to save on each rank and agrees on the step, in a thread of its own.
+
+    `should_save` is for the training thread and asks nobody: only while a request is under
+    discussion does it wait, at most `LONGEST_WAIT_SECONDS` and a fifth. How the ranks agree, and
+    what happens when one of them is gone, is told in `ckptkit.training.agree.save_steps`.
+    """
+
+    def __init__(
+        self,
+        peers: Peers,
+        run: TrainingRun[Any],
+        *,
+        interval: Interval = Interval(),  # noqa: B008  a frozen value
+        signals: Sequence[str] = (),
+        slurm_margin_seconds: float = 300.0,
+        timeout_seconds: float = LONGEST_WAIT_SECONDS,
+    ) -> None:
+        """Installs the handlers of signals, and starts the thread.
+
+        Args:
+            peers: The ranks.
+            run: Where `ckptkit save-now` leaves its requests.
+            interval: When to save without a request; times are measured on rank 0.
+            signals: After which all ranks save and stop; see `SignalWatch`.
+            slurm_margin_seconds: How long before Slurm ends the job all ranks save and stop, at
+                most half of the time that is left now; 0 to ignore Slurm.
+            timeout_seconds: How long `should_save` may wait for other ranks, if less than
+                `LONGEST_WAIT_SECONDS`.
+        """
+        self._peers = peers
+        self._run = run
+        self._interval = interval
+        self._stop_requested = False
+        self._agreement = SaveStepAgreement(
+            peers, limit_seconds=min(timeout_seconds, LONGEST_WAIT_SECONDS)
+        )
+        self._clock = _Clock(interval.seconds, time.monotonic(), _job_ends(slurm_margin_seconds))
+        self._asked: deque[SaveRequest] = deque()
+        self._wake = threading.Event()
+        self._closed = False
+        self._looked_at = float("-inf")
+        self._failures = 0
+        self._signals = SignalWatch(signals)
+        self._thread = threading.Thread(target=self._watch, name="ckptkit-requests", daemon=True)
+        self._thread.start()
+        # A thread that comes back from C++ while the interpreter is torn down aborts the process.
+        atexit.register(self.close)
+
+    def should_save(self, step: int) -> bool:
+        """Tells whether to save at this step; the answer is the same on all ranks.
+
+        Call it on every rank at every step, with rising steps. It is True once for a request,
+        and for a step always the same. It also sets `stop_requested`.
+        """
+        due, stop = self._agreement.due(step)
+        if stop:
+            self._stop_requested = True
+            self._clock.job_ends = None
+        if due or self._interval.due_at_step(step):
+            self._clock.saved_at = time.monotonic()
+            return True
+        return False
+
+    def request_save(self, *, stop: bool = False) -> None:
+        """Asks all ranks to save; from any thread, but not from the handler of a signal.
+
+        Args:
+            stop: Whether `stop_requested` is to become true at that save.
+        """
+        self._asked.append(SaveRequest(f"request_save on rank {self._peers.rank}", stop))
+        self._wake.set()
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether training should end; it turns true at the same step on all ranks."""
+        return self._stop_requested
+
+    def close(self) -> None:
+        """Ends the thread and puts earlier handlers back; a second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self.close)
+        self._wake.set()
+        self._thread.join(_CLOSE_SECONDS)
+        self._signals.close()
+
+    def _watch(self) -> None:
+        while not self._closed:
+            pause = self._advance()
+            self._wake.wait(pause)
+            self._wake.clear()
+
+    def _advance(self) -> float:
+        """Does what can be done now; returns after how many seconds to come again."""
+        try:
+            for request in self._gathered():
+                self._agreement.ask(request)
+            self._agreement.advance()
+        except (CkptkitError, OSError) as error:
+            if not self._failures:
+                logger.warning("requests to save do not reach the other ranks: %s", error)
+            pause = min(_FAILED_SECONDS * 2.0 ** min(self._failures, 10), _MOST_FAILED_SECONDS)
+            self._failures += 1
+            return pause
+        if self._failures:
+            logger.warning("requests to save reach the other ranks again")
+        self._failures = 0
+        shared = self._peers.world_size / _QUESTIONS_PER_SECOND
+        return max(_BUSY_SECONDS if self._agreement.is_open else _IDLE_SECONDS, shared)
+
+    def _gathered(self) -> Iterator[SaveRequest]:
+        """Yields what was asked for on this rank since the last time."""
+        while self._asked:
+            yield self._asked.popleft()
+        while (name := self._signals.take()) is not None:
+            yield SaveRequest(f"{name} on rank {self._peers.rank}", stop=True)
+        if self._peers.rank == 0:
+            for source in (self._clock.request, self._take_file):
+                request = source()
+                if request is not None:
+                    yield request
+
+    def _take_file(self) -> SaveRequest | None:
+        now = time.monotonic()
+        if now < self._looked_at + _FILE_SECONDS:
+            return None
+        self._looked_at = now
+        try:
+            owner = self._run.take_request()
+        except OSError as error:
+            self._looked_at = now + _FAILED_FILE_SECONDS
+            logger.warning("a request of `ckptkit save-now` cannot be taken up: %s", error)
+            return None
+        return None if owner is None else SaveRequest(f"ckptkit save-now ({owner})")
+
+
+def _job_ends(margin_seconds: float) -> float | None:
+    """Returns when to stop before Slurm does, as `time.monotonic` tells it."""
+    end = slurm_end_time() if margin_seconds > 0 else None
+    if end is None:
+        return None
+    left = max(end - time.time(), 0.0)
+    return time.monotonic() + left - min(margin_seconds, left / 2)
+
+
+def open_requests(peers: Peers, run: TrainingRun[Any], settings: Settings) -> SaveRequestWatcher:
+    """Begins to gather requests to save; see `SaveRequestWatcher`."""
+    return SaveRequestWatcher(
+        peers,
+        run,
+        interval=settings.interval,
+        signals=settings.signals,
+        slurm_margin_seconds=settings.slurm_margin_seconds,
+        timeout_seconds=settings.timeout_seconds,
+    )
+
+
+_NEVER_POLLED = -1
+_MARGIN_SECONDS = 0.3  # between those who give up one after another, who look now and then
+
+
+@dataclass(frozen=True, slots=True)
+class SaveRequest:
+    """A request for a save.
+
+    Attributes:
+        reason: What asked for it, for the log.
+        stop: Whether training is to end after it.
+    """
+
+    reason: str
+    stop: bool = False
+
+    def joined(self, other: SaveRequest | None) -> SaveRequest:
+        """Returns one request that stands for both; to stop wins."""
+        if other is None:
+            return self
+        told = self.reason in other.reason
+        reason = other.reason if told else f"{other.reason}, {self.reason}"
+        return SaveRequest(reason, self.stop or other.stop)
+
+
+@dataclass(slots=True)
+class _Round:
+    """A round that this rank knows to be open; `limit` is when it voids the round."""
+
+    number: int
+    answered: int
+    own: SaveRequest | None
+    limit: float
+    told: bool = False
+    abandoned: bool = False
+
+
+class SaveStepAgreement:
+    """One rank's part in all rounds; the watcher calls `advance`, the training thread `due`.
+
+    Args:
+        peers: The ranks.
+        limit_seconds: After how long rank 0 voids a round that not all ranks have answered. The
+            others do so after a tenth more, in case it is rank 0 that is gone, and the training
+            thread waits a tenth longer still, in case the store is gone as well.
+    """
+
+    def __init__(self, peers: Peers, *, limit_seconds: float) -> None:
+        self._peers = peers
+        self._limit_seconds = limit_seconds
+        self._margin_seconds = 0.1 * limit_seconds + _MARGIN_SECONDS
+        self._settled = threading.Condition(threading.Lock())
+        self._polled = _NEVER_POLLED
+        self._open: _Round | None = None
+        self._targets: dict[int, bool] = {}  # step -> whether to stop there
+        self._taken: int | None = None
+        # From here on only the watcher's.
+        self._number = 1
+        self._request: SaveRequest | None = None
+        self._litter: list[int] = []
+
+    @property
+    def is_open(self) -> bool:
+        return self._open is not None
+
+    def ask(self, request: SaveRequest) -> None:
+        """Asks for a save, with the next `advance`; for the watcher alone.
+
+        A request is dropped where a save that fulfils it is agreed on and still ahead.
+        """
+        with self._settled:
+            ahead = list(self._targets.values())
+        if not (any(ahead) if request.stop else ahead):
+            self._request = request.joined(self._request)
+
+    def advance(self) -> None:
+        """Takes the round that is open, or to be opened, as far as it gets without waiting."""
+        current = self._open or self._join()
+        if current is None:
+            return
+        if not current.told:
+            answer = {"step": current.answered} | _request_json(current.own)
+            self._peers.store.set(f"{self._key}/{self._peers.rank}", json.dumps(answer).encode())
+            current.told = True
+        outcome = self._peers.store.get(f"{self._key}/outcome") or self._decide(current)
+        if outcome is not None:
+            self._settle(current, json.loads(outcome))
+
+    def due(self, step: int) -> tuple[bool, bool]:
+        """Tells whether to save at a step, and whether to stop then; for the training thread.
+
+        It waits only while a round is open in which this rank has answered an earlier step.
+        """
+        with self._settled:
+            while self._open is not None and self._holds(self._open, step):
+                self._wait(self._open)
+            self._polled = step
+            if self._targets:
+                stops = [self._targets.pop(t) for t in list(self._targets) if t <= step]
+                if stops:
+                    self._taken = step
+                    return True, any(stops)
+            return step == self._taken, False
+
+    @property
+    def _key(self) -> str:
+        return f"round/{self._number}"
+
+    def _join(self) -> _Round | None:
+        """Opens a round if there is a wish, or finds that another rank has opened it."""
+        store, rank = self._peers.store, self._peers.rank
+        if self._request is not None:
+            store.compare_set(self._key, b"", str(rank).encode())
+        elif store.get(self._key) is None:
+            return None
+        timeout_seconds = self._limit_seconds + (self._margin_seconds if rank else 0.0)
+        own, self._request = self._request, None
+        with self._settled:
+            self._open = _Round(self._number, self._polled, own, time.monotonic() + timeout_seconds)
+            return self._open
+
+    def _decide(self, current: _Round) -> bytes | None:
+        """Returns the outcome, if it is this rank's turn to decide on it."""
+        outcome: dict[str, Any] | None = None
+        keys = [f"{self._key}/{rank}" for rank in range(self._peers.world_size)]
+        if self._peers.rank == 0 and (found := self._peers.store.get_all(keys)) is not None:
+            outcome = _target([json.loads(answer) for answer in found])
+        elif time.monotonic() > current.limit:
+            outcome = {"void": self._complaint(keys)}
+        if outcome is None:
+            return None
+        return self._peers.store.compare_set(
+            f"{self._key}/outcome", b"", json.dumps(outcome).encode()
+        )
+
+    def _complaint(self, keys: list[str]) -> str:
+        if self._peers.rank:
+            return "rank 0 did not decide"
+        silent = [rank for rank, key in enumerate(keys) if self._peers.store.get(key) is None]
+        return f"{name_ranks(silent)} did not answer"
+
+    def _settle(self, current: _Round, outcome: dict[str, Any]) -> None:
+        step, stop = outcome.get("step"), outcome.get("stop", False)
+        with self._settled:
+            missed = current.abandoned and step is not None and step <= self._polled
+            if step is not None and (stop or not missed):
+                self._targets[step] = stop
+            self._open = None
+            self._settled.notify_all()
+        self._report(outcome, missed=missed)
+        self._clean(whole=step is not None)
+        self._number += 1
+        if step is not None and self._request is not None and (stop or not self._request.stop):
+            self._request = None  # made while the round was open, and fulfilled by it
+
+    def _report(self, outcome: dict[str, Any], *, missed: bool) -> None:
+        if "void" in outcome:
+            logger.warning(
+                "the request to save was dropped: %s within %.0f s; training goes on",
+                outcome["void"],
+                self._limit_seconds,
+            )
+        elif missed:
+            logger.warning(
+                "rank %d learnt too late that all ranks save at step %d, which it has passed",
+                self._peers.rank,
+                outcome["step"],
+            )
+        elif self._peers.rank == 0:
+            ending = ", then training is told to end" if outcome["stop"] else ""
+            logger.info("saving at step %d: %s%s", outcome["step"], outcome["reason"], ending)
+
+    def _clean(self, *, whole: bool) -> None:
+        """Removes the keys of rounds that all ranks have left; for rank 0.
+
+        Whoever answered this round has left all earlier ones, and a rank may still be on its way
+        to the outcome of this one.
+        """
+        if self._peers.rank:
+            return
+        if whole:
+            for number in self._litter:
+                for name in ("", "/outcome", *(f"/{r}" for r in range(self._peers.world_size))):
+                    self._peers.store.delete(f"round/{number}{name}")
+            self._litter.clear()
+        self._litter.append(self._number)
+
+    @staticmethod
+    def _holds(current: _Round, step: int) -> bool:
+        return step > current.answered and not current.abandoned
+
+    def _wait(self, current: _Round) -> None:
+        """Waits for a change, with the condition held; gives up on the round when time is up."""
+        left = current.limit + self._margin_seconds - time.monotonic()
+        if left > 0:
+            self._settled.wait(left)
+            return
+        current.abandoned = True
+        logger.warning(
+            "rank %d heard nothing of the save that was asked for; training goes on",
+            self._peers.rank,
+        )
+
+
+def _request_json(request: SaveRequest | None) -> dict[str, Any]:
+    return {} if request is None else {"reason": request.reason, "stop": request.stop}
+
+
+def _target(answers: list[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the outcome that follows from all ranks' answers."""
+    reasons = dict.fromkeys(answer["reason"] for answer in answers if "reason" in answer)
+    return {
+        "step": max(answer["step"] for answer in answers) + 1,
+        "stop": any(answer.get("stop", False) for answer in answers),
+        "reason": ", ".join(list(reasons)[:4]),
+    }
