@@ -19,10 +19,7 @@ from ckptkit.options import (
     NameChoice,
     OutputDType,
     check_if_exists,
-    file_limit,
     make_resources,
-    name_prefixes,
-    vocabulary_size,
 )
 from ckptkit.runs.save_order import BestMode, Retention
 from ckptkit.storage.locations import Sources, place_of
@@ -228,7 +225,7 @@ def convert(src: PathLike, out: PathLike, *, to: Layout, **options: Unpack[Optio
     job = ConversionJob(
         sources.first,
         place_of(out, options.get("dst_options")),
-        make_request(to, _located(options, sources)),
+        ConsolidateRequest.from_options(_located(options, sources), to),
         base=sources.optional(options.get("base")),
         also=sources.further(options.get("also", ())),
         resources=make_resources(
@@ -244,39 +241,6 @@ def convert(src: PathLike, out: PathLike, *, to: Layout, **options: Unpack[Optio
         delete_source=options.get("delete_source", False),
     )
     return run_job(job, options.get("listener") or ignore).whole
-
-
-def make_request(to: Layout, options: Options) -> ConsolidateRequest:
-    """Checks options and turns them into a request.
-
-    Returns:
-        The request.
-
-    Raises:
-        UsageError: If one has no valid value.
-    """
-    given = options.get("like")
-    like = None if given is None else place_of(given)
-    return ConsolidateRequest(
-        dtype=options.get("dtype", "keep"),
-        keep_dtype=tuple(options.get("keep_dtype", ())),
-        include=tuple(options.get("include", ())),
-        exclude=tuple(options.get("exclude", ())),
-        select=options.get("select"),
-        max_file_bytes=file_limit(options.get("max_shard_size"), like=like),
-        names=options.get("names", "auto"),
-        allow_code=options.get("allow_code", False),
-        layout=to,
-        like=like,
-        vocab_size=vocabulary_size(options.get("vocab_size")),
-        optimizer=options.get("optimizer", False),
-        model_config=_optional_place(options.get("model_config")),
-        strip_prefix=name_prefixes(options.get("strip_prefix")),
-    )
-
-
-def _optional_place(given: PathLike | None) -> str | None:
-    return None if given is None else place_of(given)
 
 
 def _located(options: Options, sources: Sources) -> Options:

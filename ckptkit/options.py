@@ -1,13 +1,14 @@
-"""What was asked for, checked once, at the border."""
+"""Requests: the options of a conversion, read from what users pass and checked once."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from typing import Any, Literal, get_args
+from functools import partial
+from typing import Any, Literal, Self, get_args
 
 from ckptkit.core.errors import ArgumentError, UsageError
 from ckptkit.core.text import a_kind
@@ -26,12 +27,12 @@ DEFAULT_BUDGET_BYTES = 64_000_000
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _BINARY_UNITS = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _MOST_DIGITS = 12
-_ALIKE = 0.5  # from which two words are taken for one; 'fp16' and 'float16' are so by 0.55
+_ALIKE = 0.5  # similarity that makes a proposal; that of 'fp16' and 'float16' is 0.55
 _SIZE = re.compile(r"\s*(\d{1,15}(?:\.\d{1,6})?)\s*([A-Za-z]*)\s*")
 
 
 def parse_size(text: str | int, *, option: str) -> int:
-    """Turns `5GB` into bytes; units are powers of 1,000, `GiB` and its kin powers of 1,024.
+    """Turns `5GB` into bytes; units are powers of 1,000, `GiB` and the like powers of 1,024.
 
     Returns:
         The size in bytes.
@@ -45,7 +46,7 @@ def parse_size(text: str | int, *, option: str) -> int:
     match = _SIZE.fullmatch(str(text))
     if match is None:
         raise UsageError(
-            f"{text!r} is no size; expected a number and a unit",
+            f"{text!r} is not a size; expected a number and a unit",
             where=option,
             hint=f"pass {option} 5GB",
         )
@@ -53,7 +54,7 @@ def parse_size(text: str | int, *, option: str) -> int:
     factor = (_UNITS | _BINARY_UNITS).get(unit)
     if factor is None:
         raise UsageError(
-            f"{match[2]!r} is no unit; found against B, KB, MB, GB, TB (powers of 1,000)",
+            f"{match[2]!r} is not a unit; expected B, KB, MB, GB or TB (powers of 1,000)",
             where=f"{option} {text}",
             hint=f"pass {option} 5GB",
         )
@@ -65,20 +66,20 @@ def parse_size(text: str | int, *, option: str) -> int:
     return size
 
 
-def file_limit(size: str | int | None, *, like: str | None) -> int:
-    """Reads the size of weight files as the user gives it; None where it is not given.
+def parse_file_limit(size: str | int | None, *, like: str | None) -> int:
+    """Reads `--max-shard-size`, which cannot be combined with `--like`.
 
     Returns:
         The limit, in bytes.
 
     Raises:
-        UsageError: If it is no size, or if a model says already what lies in which file.
+        UsageError: If it is not a size, or if there is a `--like`.
     """
     if size is None:
         return DEFAULT_MAX_FILE_BYTES
     if like is not None:
         raise UsageError(
-            "stands beside --like, which says already what lies in which file",
+            "cannot be combined with --like, which decides which tensor is in which file",
             where=f"--max-shard-size {size}",
             hint="leave one of the two out",
         )
@@ -86,15 +87,15 @@ def file_limit(size: str | int | None, *, like: str | None) -> int:
 
 
 def positive_number(text: str | int | None, *, option: str, example: int) -> int | None:
-    """Reads a number of things as the user gives it; None where it is not given.
+    """Reads a positive whole number; None for None.
 
     Args:
-        text: What was given.
+        text: The number as the user passed it.
         option: Its option, for messages.
-        example: A number that would do.
+        example: A valid number, for the hint.
 
     Raises:
-        UsageError: If it is no positive whole number.
+        UsageError: If it is not a positive whole number.
     """
     if text is None:
         return None
@@ -102,81 +103,90 @@ def positive_number(text: str | int | None, *, option: str, example: int) -> int
     number = int(digits) if digits.isdecimal() and len(digits) < _MOST_DIGITS else 0
     if number < 1:
         raise UsageError(
-            f"{text!r} is no positive whole number",
+            f"{text!r} is not a positive whole number",
             where=option,
             hint=f"pass a number such as {option} {example}",
         )
     return number
 
 
-def vocabulary_size(text: str | int | None) -> int | None:
-    """Reads the number of tokens as the user gives it; None where it is not given.
-
-    Raises:
-        UsageError: If it is no positive whole number.
-    """
-    return positive_number(text, option="--vocab-size", example=151_643)
-
-
-def name_prefixes(given: str | Sequence[str] | None) -> tuple[str, ...]:
-    """Reads what names begin with as the user gives it; each ends with a dot afterwards.
+def parse_prefixes(prefixes: str | Sequence[str] | None) -> tuple[str, ...]:
+    """Reads `--strip-prefix`: one prefix or several, each of which ends with a dot afterwards.
 
     Raises:
         UsageError: If one is empty.
 
-    >>> name_prefixes("net"), name_prefixes(["net.", "module"])
+    >>> parse_prefixes("net"), parse_prefixes(["net.", "module"])
     (('net.',), ('net.', 'module.'))
     """
-    listed = (given,) if isinstance(given, str) else tuple(given or ())
+    listed = (prefixes,) if isinstance(prefixes, str) else tuple(prefixes or ())
     if not all(prefix.strip(".") for prefix in listed):
         raise UsageError(
-            "a prefix has at least one character besides dots",
+            "a prefix needs at least one character besides dots",
             where="--strip-prefix",
-            hint="pass what the names begin with, such as --strip-prefix net.",
+            hint="pass the beginning of the names, such as --strip-prefix net.",
         )
     return tuple(prefix if prefix.endswith(".") else f"{prefix}." for prefix in listed)
 
 
+def _parse_patterns(patterns: Iterable[str] | None) -> tuple[str, ...]:
+    return tuple(patterns or ())
+
+
+def _parsed(parse: Callable[[Any], Any], default: Any) -> Any:
+    """Declares a field whose value `from_options` reads with `parse`."""
+    return field(default=default, metadata={"parse": parse})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConsolidateRequest:
-    """What the output of a consolidation should hold.
+    """What the output of a consolidation holds.
+
+    A field has the name, the meaning and the default of an option in `ckptkit.api.Options`; below
+    are those that differ. `from_options` reads them from what a user passed.
 
     Attributes:
-        dtype: The element type of floating tensors, `keep` for the stored one, or `base` for
-            the one that each has in the files of a base model.
-        keep_dtype: Patterns of names that keep their stored type whatever `dtype` says.
-        include: Patterns of names to take; empty for all.
-        exclude: Patterns of names to leave out, after `include`.
-        select: The state dict to take where a checkpoint holds several.
-        max_file_bytes: Bytes of tensor data after which a new weight file is begun.
-        layout: The kind of output.
-        names: `live` writes what training holds, whatever it is; `auto` writes what
-            `save_pretrained` would write where that can be told, and refuses what no library
-            would load; `hub` refuses where it cannot be told, too.
-        allow_code: Whether `*.py` files and `auto_map` entries are copied.
-        like: A model folder whose file names and distribution of tensors are kept, or None.
-        vocab_size: How many rows embeddings and heads are cut to, or None for all.
-        optimizer: Whether the states of the optimizer are written too.
-        model_config: A folder with the `config.json` of the model that flat parameters of FSDP1
-            are made of, or None.
-        strip_prefix: What is taken from the beginning of names, before anything else looks at
-            them; each ends with a dot.
+        max_file_bytes: Bytes of tensor data after which a new weight file starts.
+        layout: The kind of output; `--to` of `ckptkit convert`.
+        strip_prefix: Prefixes that names lose before any other option sees them; each ends with
+            a dot.
     """
 
     dtype: OutputDType = "keep"
-    keep_dtype: tuple[str, ...] = ()
-    include: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = ()
+    keep_dtype: tuple[str, ...] = _parsed(_parse_patterns, ())
+    include: tuple[str, ...] = _parsed(_parse_patterns, ())
+    exclude: tuple[str, ...] = _parsed(_parse_patterns, ())
     select: str | None = None
     max_file_bytes: int = DEFAULT_MAX_FILE_BYTES
     layout: Layout = "hf"
     names: NameChoice = "auto"
     allow_code: bool = False
     like: str | None = None
-    vocab_size: int | None = None
+    vocab_size: int | None = _parsed(
+        partial(positive_number, option="--vocab-size", example=151_643), None
+    )
     optimizer: bool = False
     model_config: str | None = None
-    strip_prefix: tuple[str, ...] = ()
+    strip_prefix: tuple[str, ...] = _parsed(parse_prefixes, ())
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any], layout: Layout = "hf") -> Self:
+        """Reads the options of a conversion as a user passes them; ignores all others.
+
+        Args:
+            options: By the names in `ckptkit.api.Options`; paths are places already.
+            layout: The kind of output.
+
+        Raises:
+            UsageError: If an option has no valid value, or two cannot be combined.
+        """
+        values = {
+            entry.name: entry.metadata.get("parse", _unchanged)(options[entry.name])
+            for entry in fields(cls)
+            if entry.name in options
+        }
+        limit = parse_file_limit(options.get("max_shard_size"), like=options.get("like"))
+        return cls(**values, layout=layout, max_file_bytes=limit)
 
     def __post_init__(self) -> None:
         if self.strip_prefix and self.optimizer:
@@ -190,7 +200,7 @@ class ConsolidateRequest:
         check_choice("--to", self.layout, get_args(Layout))
         if self.names == "hub" and self.layout != "hf":
             raise UsageError(
-                f"is how a model folder names its tensors, and --to {self.layout} writes none",
+                f"names the tensors of a model folder, and --to {self.layout} writes none",
                 where="--names hub",
                 hint="leave --names out",
             )
@@ -206,9 +216,13 @@ class ConsolidateRequest:
         return replace(self, select=select)
 
     def wants(self, name: str) -> bool:
-        """Tells whether a tensor of that name is to be written."""
-        taken = not self.include or matches(name, self.include)
-        return taken and not matches(name, self.exclude)
+        """Returns whether a tensor of that name is written."""
+        is_included = not self.include or matches(name, self.include)
+        return is_included and not matches(name, self.exclude)
+
+
+def _unchanged(value: Any) -> Any:
+    return value
 
 
 def changed_options(request: ConsolidateRequest) -> Mapping[str, Any]:
@@ -222,7 +236,7 @@ def changed_options(request: ConsolidateRequest) -> Mapping[str, Any]:
 
 
 def matches(name: str, patterns: tuple[str, ...]) -> bool:
-    """Tells whether any shell pattern (`*`, `?`, `[…]`) fits the whole name."""
+    """Returns whether any shell pattern (`*`, `?`, `[…]`) fits the whole name."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
@@ -278,15 +292,11 @@ def check_choice(option: str, value: str, choices: tuple[str, ...]) -> None:
 
 
 def check_if_exists(value: str, *, overwrite: bool) -> None:
-    """Refuses values that are none for an output that is there, and a contradiction.
-
-    Raises:
-        UsageError: If there is one.
-    """
+    """Refuses an unknown value of `--if-exists`, and `verify` together with `--overwrite`."""
     check_choice("--if-exists", value, get_args(IfExists))
     if value == "verify" and overwrite:
         raise UsageError(
-            "stands beside --overwrite, which replaces what is there",
+            "cannot be combined with --overwrite, which replaces the output",
             where="--if-exists verify",
             hint="leave one of the two out",
         )
@@ -294,13 +304,13 @@ def check_if_exists(value: str, *, overwrite: bool) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resources:
-    """What an execution may use of the machine, or of each where there are several.
+    """Limits of an execution on each machine that takes part in it.
 
     Attributes:
-        workers: Threads; None lets ckptkit choose.
-        memory_budget_bytes: What all buffers together may take.
-        memory_limit_bytes: What the whole process may take, or None.
-        bytes_per_second: How much may be read, and how much written; None for no limit.
+        workers: Threads; None for a number that fits the cores.
+        memory_budget_bytes: Most bytes of all buffers together.
+        memory_limit_bytes: Most bytes of the whole process, or None.
+        bytes_per_second: Most bytes read, and most bytes written, per second; None for no limit.
         engine: `local` for this machine, `ray` for the nodes of a Ray cluster.
     """
 
@@ -319,29 +329,41 @@ class Resources:
 
 
 def make_resources(
-    workers: int | None,
-    budget: int | str | None,
-    limit: int | str | None,
+    workers: int | str | None = None,
+    memory_budget: int | str | None = None,
+    memory_limit: int | str | None = None,
     *,
     bandwidth: int | str | None = None,
     engine: Engine = "local",
 ) -> Resources:
-    """Reads sizes as the user gives them.
-
-    Returns:
-        The limits, in bytes.
+    """Reads limits as a user passes them.
 
     Raises:
-        UsageError: If one is no size, if there would be no worker, or if there is no such engine.
+        UsageError: If a size or a number is not valid, or if there is no such engine.
     """
 
     def size_of(text: int | str | None, option: str) -> int | None:
         return None if text is None else parse_size(text, option=option)
 
     return Resources(
-        workers=workers,
-        memory_budget_bytes=size_of(budget, "--memory-budget") or DEFAULT_BUDGET_BYTES,
-        memory_limit_bytes=size_of(limit, "--memory-limit"),
+        workers=_parse_workers(workers),
+        memory_budget_bytes=size_of(memory_budget, "--memory-budget") or DEFAULT_BUDGET_BYTES,
+        memory_limit_bytes=size_of(memory_limit, "--memory-limit"),
         bytes_per_second=size_of(bandwidth, "--bandwidth"),
         engine=engine,
     )
+
+
+def _parse_workers(workers: int | str | None) -> int | None:
+    try:
+        return int(workers) if isinstance(workers, str) else workers
+    except ValueError as error:
+        raise UsageError(
+            f"{workers!r} is not a whole number", where="--workers", hint="leave it out, or pass 4"
+        ) from error
+
+
+def resources_of(options: Mapping[str, Any]) -> Resources:
+    """Reads those of the options that `make_resources` has; ignores all others."""
+    names = ("workers", "memory_budget", "memory_limit", "bandwidth", "engine")
+    return make_resources(**{name: options[name] for name in names if name in options})

@@ -84,6 +84,15 @@ class Manifest:
     tied: Mapping[str, str] = field(default_factory=dict)
     files: Mapping[str, FileRecord] = field(default_factory=dict)
 
+    @property
+    def size_bytes(self) -> int:
+        return sum(file.size_bytes for file in self.files.values())
+
+    @property
+    def unverified(self) -> list[str]:
+        """Names of tensors whose source stored no checksum."""
+        return [name for name, t in self.tensors.items() if t.proof == "unverified"]
+
     def to_json(self) -> bytes:
         """Returns the file's bytes: sorted, indented JSON, the same for the same content.
 

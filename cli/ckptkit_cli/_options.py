@@ -1,458 +1,431 @@
-"""The arguments and options of the commands; values are text, and parsed in one place below us.
+"""The arguments and options that commands share, each declared once.
 
-What URLs need to be told, and the places that the arguments of a command name.
+Those of a single command are declared beside it. Options of the API have the same names in the
+`TypedDict`s of `ckptkit.api` and `ckptkit.adapter_api`; a test compares them.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from typing import Annotated, Any, get_args
+from functools import partial
+from typing import TYPE_CHECKING, Any, get_args
 
-import typer
-
-from ckptkit.options import FACTOR_DTYPES, DTypeChoice, Layout, NameChoice, OutputDType
+from ckptkit.core.errors import UsageError
+from ckptkit.options import (
+    ConsolidateRequest,
+    Engine,
+    IfExists,
+    Layout,
+    NameChoice,
+    OutputDType,
+    check_if_exists,
+    choose_dtype,
+    positive_number,
+    resources_of,
+)
+from ckptkit.runs.save_order import BestMode
 from ckptkit.storage.locations import Sources, parse_options, place_of
+from ckptkit_cli._command import Argument, Option
 
-Source = Annotated[
-    str,
-    typer.Argument(
-        metavar="SRC",
-        help="A path in or above a checkpoint; of a run, the newest complete step is taken.",
-        show_default=False,
+if TYPE_CHECKING:
+    from ckptkit.conversion.prepare import ConversionJob
+    from ckptkit.plan.shares import Share
+
+READ = "What is read"
+WRITTEN = "What is written"
+NAMED = "Names and types"
+LIMITS = "Limits"
+MACHINES = "Many machines"
+STORAGE = "Storage"
+KEPT = "Which steps stay"
+HUB = "The repository"
+OUTPUT = "Output"
+
+SRC = Argument(
+    "src",
+    "SRC",
+    "A checkpoint, or a folder that contains one. Of a run, the newest complete step is taken.",
+)
+OUT = Argument(
+    "out", "OUT", "A directory that does not exist or is empty, or a URL with nothing below it."
+)
+RUN = Argument("run", "RUN", "The directory that contains the checkpoint-N folders, or its URL.")
+REPO_ID = Argument("repo_id", "REPO_ID", "The repository on the Hub, as OWNER/NAME.")
+
+SELECT = Option(
+    "--select",
+    READ,
+    "Model or checkpoint to take where there are several. `ckptkit inspect` lists them.",
+    "NAME",
+)
+ALSO = Option(
+    "--also",
+    READ,
+    "Directory with further files of the checkpoint, such as the disk of another node. Files have"
+    " the same paths as below SRC, and one that exists twice must be the same. Can be repeated.",
+    "DIR",
+    repeated=True,
+)
+BASE = Option(
+    "--base", READ, "Model folder with configuration and tokenizer, if the source has none.", "DIR"
+)
+MODEL_CONFIG = Option(
+    "--model-config",
+    READ,
+    "Folder with the config.json of the model. Checkpoints of FSDP1 with flat parameters"
+    " (LOCAL_STATE_DICT) need it: the installed transformers builds the model from it, without"
+    " weights, and its parameters show how the flat ones are divided.",
+    "DIR",
+)
+ADAPTER = Option("--adapter", READ, "Adapter to take where there are several.", "NAME")
+ADAPTER_CONFIG = Option(
+    "--adapter-config",
+    READ,
+    "The adapter_config.json of the run, if the checkpoint has none or a different one.",
+    "FILE",
+)
+
+DRY_RUN = Option("--dry-run", WRITTEN, "Show the plan and what it needs; write nothing.")
+OVERWRITE = Option("--overwrite", WRITTEN, "Replace OUT if it is not empty.")
+MAX_SHARD_SIZE = Option(
+    "--max-shard-size", WRITTEN, "Start a new weight file at this size.  [default: 5GB]", "SIZE"
+)
+ALLOW_CODE = Option("--allow-code", WRITTEN, "Copy Python files and 'auto_map' too.")
+
+DTYPE = Option(
+    "--dtype",
+    NAMED,
+    "Element type of floating tensors; bf16, fp16 and fp32 are accepted too. 'base' takes those of"
+    " the --base model, tensor by tensor.",
+    choices=get_args(OutputDType),
+    default="keep",
+    parse=partial(choose_dtype, choices=get_args(OutputDType)),
+)
+NAMES = Option(
+    "--names",
+    NAMED,
+    "'auto' writes the names of save_pretrained, asks the installed transformers where they differ"
+    " from those in training, and refuses what would load as another model. 'hub' refuses names"
+    " that cannot be determined, too. 'live' writes the raw state dict.",
+    choices=get_args(NameChoice),
+    default="auto",
+)
+COMPARED_NAMES = Option(
+    "--names",
+    NAMED,
+    "'auto' refuses names and shapes that would not load as the model of config.json. 'live'"
+    " compares nothing.",
+    "auto|live",
+    default="auto",
+)
+STRIP_PREFIX = Option(
+    "--strip-prefix",
+    NAMED,
+    "Remove PREFIX from the beginning of names, such as 'net.' of a module that wraps the model."
+    " All other options see the names without it. Can be repeated.",
+    "PREFIX",
+    repeated=True,
+)
+
+MEMORY_BUDGET = Option(
+    "--memory-budget", LIMITS, "Memory for all buffers together.", "SIZE", default="64MB"
+)
+MEMORY_LIMIT = Option(
+    "--memory-limit", LIMITS, "Memory for the whole process, including the plan.", "SIZE"
+)
+WORKERS = Option(
+    "--workers", LIMITS, "Number of threads; by default, it depends on the cores.", "N"
+)
+
+SRC_OPTION = Option(
+    "--src-option",
+    STORAGE,
+    "Option of fsspec for the storage that is read, such as key=... or"
+    " client_kwargs.endpoint_url=... It applies to all URLs of the kind that the first argument"
+    " has, and is never shown. Can be repeated.",
+    "K=V",
+    repeated=True,
+    parse=partial(parse_options, option="--src-option"),
+)
+DST_OPTION = Option(
+    "--dst-option",
+    STORAGE,
+    "The same for the storage that is written. Can be repeated.",
+    "K=V",
+    repeated=True,
+    parse=partial(parse_options, option="--dst-option"),
+)
+
+JSON = Option("--json", OUTPUT, "Print one JSON document.", keyword="as_json")
+QUIET = Option("--quiet", OUTPUT, "Print nothing but errors.")
+EVENTS = Option("--events", OUTPUT, "Report progress as JSON lines on stderr, and nothing else.")
+
+TO = Option("--to", WRITTEN, "Format of the output.", choices=get_args(Layout), required=True)
+
+CONVERSION = (
+    SRC,
+    OUT,
+    SELECT,
+    Option(
+        "--include",
+        READ,
+        "Take only tensors whose names match. Can be repeated.",
+        "GLOB",
+        repeated=True,
     ),
-]
-Tuned = Annotated[
-    str,
-    typer.Argument(
-        metavar="TUNED",
-        help="The model after training: a path in or above a checkpoint; of a run, the newest"
-        " complete step is taken.",
-        show_default=False,
+    Option(
+        "--exclude",
+        READ,
+        "Leave out tensors whose names match. Can be repeated.",
+        "GLOB",
+        repeated=True,
     ),
-]
-Destination = Annotated[
-    str,
-    typer.Argument(
-        metavar="OUT",
-        help="A directory that does not exist or is empty, or a URL below which nothing lies.",
-        show_default=False,
+    ALSO,
+    BASE,
+    MODEL_CONFIG,
+    Option(
+        "--optimizer",
+        WRITTEN,
+        "Write the states of the optimizer too, under the parameter names of training.",
     ),
-]
-Selection = Annotated[
-    str | None,
-    typer.Option(
-        "--select",
-        metavar="NAME",
-        help="Which model or checkpoint to take where there are several; inspect lists them.",
-        show_default=False,
-    ),
-]
-AsJson = Annotated[
-    bool, typer.Option("--json", help="Print one JSON document.", show_default=False)
-]
-Quiet = Annotated[
-    bool, typer.Option("--quiet", help="Print nothing but errors.", show_default=False)
-]
-TensorPattern = Annotated[
-    str | None,
-    typer.Option(
-        "--tensors",
-        metavar="GLOB",
-        help="List the tensors whose names match, such as '*.mlp.*'.",
-        show_default=False,
-    ),
-]
-DType = Annotated[
-    str,
-    typer.Option(
-        "--dtype",
-        metavar="|".join(get_args(OutputDType)),
-        help="Element type of floating tensors, also as bf16, fp16 or fp32; 'base' takes each one's"
-        " from the base's files.",
-    ),
-]
-KeepDType = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--keep-dtype",
-        metavar="GLOB",
-        help="Names that keep their stored type whatever --dtype says; may be repeated.",
-        show_default=False,
-    ),
-]
-To = Annotated[
-    str,
-    typer.Option(
-        "--to",
-        metavar="|".join(get_args(Layout)),
-        help="What the output looks like.",
-        show_default=False,
-    ),
-]
-Names = Annotated[
-    str,
-    typer.Option(
-        "--names",
-        metavar="|".join(get_args(NameChoice)),
-        help="'auto' writes what save_pretrained would write, asking the installed transformers"
-        " where that differs from what training holds, and refuses what would load as another"
-        " model; 'hub' insists on it; 'live' writes the raw state dict.",
-    ),
-]
-ComparedNames = Annotated[
-    str,
-    typer.Option(
-        "--names",
-        metavar="auto|live",
-        help="'auto' refuses names and shapes that would not load as the model of config.json;"
-        " 'live' compares nothing.",
-    ),
-]
-Base = Annotated[
-    str | None,
-    typer.Option(
-        "--base",
-        metavar="DIR",
-        help="A model folder to take config and tokenizer from where the source has none.",
-        show_default=False,
-    ),
-]
-Like = Annotated[
-    str | None,
-    typer.Option(
+    MAX_SHARD_SIZE,
+    Option(
         "--like",
-        metavar="DIR",
-        help="A model folder, or its index: keep its file names, and in each file its tensors.",
-        show_default=False,
+        WRITTEN,
+        "Model folder, or its index file: write the same files, with the same tensors in each.",
+        "DIR",
     ),
-]
-VocabSize = Annotated[
-    str | None,
-    typer.Option(
+    ALLOW_CODE,
+    DRY_RUN,
+    OVERWRITE,
+    Option(
+        "--if-exists",
+        WRITTEN,
+        "'verify' accepts an OUT that contains this very output, made from the same source with"
+        " the same options, after a check of all its digests.",
+        choices=get_args(IfExists),
+        default="error",
+    ),
+    Option(
+        "--resume",
+        WRITTEN,
+        "Resume an interrupted run: keep its finished files once they are verified. If this run is"
+        " interrupted, what it finished stays.",
+    ),
+    Option(
+        "--delete-source",
+        WRITTEN,
+        "Remove the files that were read, after all of OUT was read back and has the digests of"
+        " its manifest. Refused if they contain data that OUT does not have. --dry-run lists"
+        " them.",
+    ),
+    DTYPE,
+    Option(
+        "--keep-dtype",
+        NAMED,
+        "Keep the stored type of tensors whose names match. Can be repeated.",
+        "GLOB",
+        repeated=True,
+    ),
+    NAMES,
+    STRIP_PREFIX,
+    Option(
         "--vocab-size",
-        metavar="N",
-        help="Rows that embeddings and heads are cut to, where training padded them.",
-        show_default=False,
+        NAMED,
+        "Number of rows to keep of embeddings and heads that training padded.",
+        "N",
     ),
-]
-Also = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--also",
-        metavar="DIR",
-        help="A directory that holds further files of the checkpoint, such as another node's disk,"
-        " with the same paths as below SRC; may be repeated. A file that lies in several must be"
-        " the same in all.",
-        show_default=False,
+    MEMORY_BUDGET,
+    MEMORY_LIMIT,
+    WORKERS,
+    Option(
+        "--bandwidth", LIMITS, "Most bytes to read, and most bytes to write, per second.", "SIZE"
     ),
-]
-MaxShardSize = Annotated[
-    str | None,
-    typer.Option(
-        "--max-shard-size",
-        metavar="SIZE",
-        help="Size at which a new weight file is begun.  [default: 5GB]",
-        show_default=False,
+    Option(
+        "--engine",
+        MACHINES,
+        "'ray' divides the work among the nodes of a Ray cluster, with one process on each. All of"
+        " them need access to SRC and OUT; threads, memory and bandwidth are those of each node.",
+        choices=get_args(Engine),
+        default="local",
     ),
-]
-Include = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--include",
-        metavar="GLOB",
-        help="Take only names that match; may be repeated.",
-        show_default=False,
+    Option(
+        "--slice",
+        MACHINES,
+        "Do part I of N, with I from 0 to N - 1, and leave the others to other processes that see"
+        " the same OUT. The last one to finish commits the output.",
+        "I/N",
     ),
-]
-Exclude = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--exclude",
-        metavar="GLOB",
-        help="Leave out names that match; may be repeated.",
-        show_default=False,
+    SRC_OPTION,
+    DST_OPTION,
+    JSON,
+    QUIET,
+    EVENTS,
+)
+
+
+_NOT_SLICED = {
+    "resume": "--resume: a finished slice is kept anyway, and any other is run again",
+    "delete_source": "--delete-source, which needs one process that knows that all is written",
+}
+
+
+def make_job(layout: Layout, values: Mapping[str, Any]) -> ConversionJob:
+    """Checks the options of a conversion.
+
+    Args:
+        layout: The kind of output.
+        values: The parsed value of each option in `CONVERSION`.
+    """
+    from ckptkit.conversion.prepare import ConversionJob
+
+    values = resolve_places(values)
+    request = ConsolidateRequest.from_options(values, layout)
+    resources = resources_of(values)
+    check_if_exists(values["if_exists"], overwrite=values["overwrite"])
+    names = ("src", "out", "base", "also", "overwrite", "if_exists", "resume", "delete_source")
+    return ConversionJob(
+        **{name: values[name] for name in names},
+        request=request,
+        resources=resources,
+        share=_parse_slice(values),
+    )
+
+
+def _parse_slice(values: Mapping[str, Any]) -> Share | None:
+    """Reads `--slice`; None for all of the work."""
+    text, engine = values["slice"], values["engine"]
+    if text is None:
+        return None
+    other = next((why for option, why in _NOT_SLICED.items() if values[option]), "")
+    if engine != "local":
+        other = f"--engine {engine}, which divides the work by itself"
+    if other:
+        raise UsageError(
+            f"cannot be combined with {other}",
+            where=f"--slice {text}",
+            hint="leave one of the two out",
+        )
+    from ckptkit.plan.shares import parse_slice
+
+    return parse_slice(text)
+
+
+def _parse_count(option: str, example: int) -> Any:
+    return partial(positive_number, option=option, example=example)
+
+
+STATE = Option(
+    "--state", READ, "Directory in which a watch of RUN keeps its state, if not in RUN.", "DIR"
+)
+RETENTION = (
+    Option(
+        "--keep-last",
+        KEPT,
+        "The newest N complete steps stay.",
+        "N",
+        parse=_parse_count("--keep-last", 3),
     ),
-]
-Adapter = Annotated[
-    str | None,
-    typer.Option(
-        "--adapter",
-        metavar="NAME",
-        help="Which adapter to take where there are several.",
-        show_default=False,
+    Option(
+        "--keep-every",
+        KEPT,
+        "Steps divisible by N stay.",
+        "N",
+        parse=_parse_count("--keep-every", 1000),
     ),
-]
-AdapterConfig = Annotated[
-    str | None,
-    typer.Option(
-        "--adapter-config",
-        metavar="FILE",
-        help="The run's adapter_config.json, where the checkpoint has none or another one.",
-        show_default=False,
+    Option(
+        "--keep-best",
+        KEPT,
+        "The step with the best METRIC stays. `ckptkit ls` lists the metrics.",
+        "METRIC",
     ),
-]
-LoraAlpha = Annotated[
-    str | None,
-    typer.Option(
-        "--lora-alpha",
-        metavar="N",
-        help="What no tensor tells: the run's alpha, where no adapter_config.json is at hand.",
-        show_default=False,
-    ),
-]
-UseRslora = Annotated[
-    bool | None,
-    typer.Option(
-        "--use-rslora/--no-use-rslora",
-        help="Likewise: whether the scaling was alpha / sqrt(rank).",
-        show_default=False,
-    ),
-]
-FanInFanOut = Annotated[
-    bool | None,
-    typer.Option(
+)
+BEST_MODE = Option(
+    "--best-mode",
+    KEPT,
+    "Whether the smallest or the largest value is best.",
+    choices=get_args(BestMode),
+    default="min",
+)
+
+PRIVATE = Option(
+    "--private/--public",
+    HUB,
+    "Visibility of a new repository (private by default), and the one that an existing repository"
+    " must have.",
+)
+REVISION = Option(
+    "--revision",
+    HUB,
+    "Branch to commit to; it is created if it does not exist.  [default: main]",
+    "R",
+)
+
+
+def _parse_alpha(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise UsageError(f"{text!r} is not a number", where="--lora-alpha", hint="pass 16")
+    if value <= 0:
+        raise UsageError(
+            f"{text!r} would invert the trained change, or remove it",
+            where="--lora-alpha",
+            hint="pass the alpha of the run, such as 16",
+        )
+    return int(value) if value == int(value) else value
+
+
+def _parse_tokens(text: str) -> list[int]:
+    words = text.replace(",", " ").split()
+    if not words or not all(word.isdecimal() and word.isascii() for word in words):
+        raise UsageError(
+            f"{text!r} is not a list of tokens", where="--token-indices", hint="pass 5,17,1024"
+        )
+    return [int(word) for word in words]
+
+
+_UNKNOWN = "Without an adapter_config.json"
+ADAPTER_HINTS = (
+    Option("--lora-alpha", _UNKNOWN, "The alpha of the run.", "N", parse=_parse_alpha),
+    Option("--use-rslora/--no-use-rslora", _UNKNOWN, "Whether the scaling was alpha / sqrt(rank)."),
+    Option(
         "--fan-in-fan-out/--no-fan-in-fan-out",
-        help="Likewise: whether the weights are stored as [in, out], as those of GPT-2 are.",
-        show_default=False,
+        _UNKNOWN,
+        "Whether weights are stored as [in, out], as in GPT-2.",
     ),
-]
-TokenIndices = Annotated[
-    str | None,
-    typer.Option(
+    Option(
         "--token-indices",
-        metavar="I,J,...",
-        help="Likewise: the tokens whose rows were trained, in order.",
-        show_default=False,
+        _UNKNOWN,
+        "The tokens whose rows were trained, in order.",
+        "I,J,...",
+        parse=_parse_tokens,
     ),
-]
-MergedAdapters = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--adapter",
-        metavar="NAME[=WEIGHT]",
-        help="Which adapter of SRC to merge where there are several, and what to multiply its"
-        " update by; may be repeated, and they are merged in this order.",
-        show_default=False,
-    ),
-]
-FurtherAdapters = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--with",
-        metavar="PATH[=WEIGHT]",
-        help="Another adapter to merge after those of SRC, and what to multiply its update by;"
-        " may be repeated.",
-        show_default=False,
-    ),
-]
-AdapterSource = Annotated[
-    str,
-    typer.Argument(
-        metavar="ADAPTER_OR_SRC",
-        help="A PEFT folder, or a path in or above a checkpoint with an adapter in it.",
-        show_default=False,
-    ),
-]
-MergeBase = Annotated[
-    str | None,
-    typer.Option(
-        "--base",
-        metavar="DIR",
-        help="The model that the adapter was trained on; may be left out where SRC holds its"
-        " weights itself.",
-        show_default=False,
-    ),
-]
-AllowOtherBase = Annotated[
-    bool,
-    typer.Option(
-        "--allow-other-base",
-        help="Merge onto a base that is proven to be another than the one trained on.",
-        show_default=False,
-    ),
-]
-MergeDType = Annotated[
-    str,
-    typer.Option(
-        "--dtype",
-        metavar="|".join(get_args(DTypeChoice)),
-        help="Element type of floating tensors; 'keep' is that of the base.",
-    ),
-]
-MatchPeft = Annotated[
-    bool,
-    typer.Option(
-        "--match-peft",
-        help="Round where PEFT's merge_and_unload rounds, instead of once at the end.",
-        show_default=False,
-    ),
-]
-QloraBase = Annotated[
-    str | None,
-    typer.Option(
-        "--qlora-base",
-        metavar="dequantized|original",
-        help="What an adapter of 4-bit or 8-bit weights is merged onto: what they stand for (the"
-        " default, and what was trained) or the weights before quantization.",
-        show_default=False,
-    ),
-]
-DoubleQuant = Annotated[
-    bool | None,
-    typer.Option(
-        "--double-quant/--no-double-quant",
-        help="Whether the scales of 4-bit weights were quantized too, where neither the checkpoint"
-        " nor a config.json beside it tells; otherwise it is assumed, and said.",
-        show_default=False,
-    ),
-]
-MergeReport = Annotated[
-    bool,
-    typer.Option(
-        "--report",
-        help="Show a table of what is done to each weight, and by how much it changes, which takes"
-        " reading those weights once more.",
-        show_default=False,
-    ),
-]
-AllowUntrained = Annotated[
-    bool,
-    typer.Option(
-        "--allow-untrained",
-        help="Take an adapter that changes nothing all the same, also one without any tensor.",
-        show_default=False,
-    ),
-]
-TrainedFrom = Annotated[
-    str,
-    typer.Option("--base", metavar="DIR", help="The model that was trained.", show_default=False),
-]
-Rank = Annotated[
-    str,
-    typer.Option(
-        "--rank",
-        metavar="R",
-        help="Rank of the factors; a larger one keeps more of the change.",
-        show_default=False,
-    ),
-]
-IncludeMatrix = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--include",
-        metavar="GLOB",
-        help="Make factors of matching matrices only; may be repeated. All but heads if left out.",
-        show_default=False,
-    ),
-]
-ExcludeMatrix = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--exclude",
-        metavar="GLOB",
-        help="Make no factors of matching matrices; they may be missing on one side.",
-        show_default=False,
-    ),
-]
-Full = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--full",
-        metavar="GLOB",
-        help="Save matching tensors that changed as they are, with their modules; may be repeated.",
-        show_default=False,
-    ),
-]
-FactorDType = Annotated[
-    str,
-    typer.Option("--dtype", metavar="|".join(FACTOR_DTYPES), help="Element type of the factors."),
-]
-Report = Annotated[
-    bool,
-    typer.Option("--report", help="Show a table of the layers.", show_default=False),
-]
-AllowCode = Annotated[
-    bool,
-    typer.Option("--allow-code", help="Copy Python files and 'auto_map' too.", show_default=False),
-]
-DryRun = Annotated[
-    bool,
-    typer.Option(
-        "--dry-run", help="Show the plan and what it takes; write nothing.", show_default=False
-    ),
-]
-Overwrite = Annotated[
-    bool,
-    typer.Option("--overwrite", help="Replace an OUT that holds something.", show_default=False),
-]
-MemoryBudget = Annotated[
-    str,
-    typer.Option("--memory-budget", metavar="SIZE", help="What all buffers together may take."),
-]
-MemoryLimit = Annotated[
-    str | None,
-    typer.Option(
-        "--memory-limit",
-        metavar="SIZE",
-        help="What the whole process may take, the plan included.",
-        show_default=False,
-    ),
-]
-Workers = Annotated[
-    str | None,
-    typer.Option(
-        "--workers", metavar="N", help="Threads; chosen by the cores.", show_default=False
-    ),
-]
-
-_SRC, _DST = "--src-option", "--dst-option"
-_SINGLE = ("base", "like", "adapter_config", "model_config")
-
-SrcOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        _SRC,
-        metavar="K=V",
-        help="What fsspec is told of the storage that is read, such as key=..., or"
-        " client_kwargs.endpoint_url=...; may be repeated. It is used for every URL of the kind"
-        " that the first argument is, and shown nowhere.",
-        show_default=False,
-    ),
-]
-DstOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        _DST,
-        metavar="K=V",
-        help="The same of the storage that is written to; may be repeated.",
-        show_default=False,
-    ),
-]
+)
 
 
-def sources_of(first: str, src_option: list[str] | None) -> Sources:
-    """Returns the places that a command reads.
+def adapter_overrides(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the values of `ADAPTER_HINTS` that were passed, as keys of `adapter_config.json`."""
+    keys = {
+        "lora_alpha": "lora_alpha",
+        "use_rslora": "use_rslora",
+        "fan_in_fan_out": "fan_in_fan_out",
+        "token_indices": "trainable_token_indices",
+    }
+    return {key: values[name] for name, key in keys.items() if values[name] is not None}
 
-    Args:
-        first: The one that it is about.
-        src_option: The pairs of `--src-option`.
-    """
-    return Sources(first, parse_options(src_option or (), option=_SRC))
 
-
-def located(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments and options of a command with places for its paths.
-
-    Args:
-        given: By their names; what a command does not have is left out.
-    """
-    sources = sources_of(given["src"], given["src_option"])
-    written = parse_options(given["dst_option"] or (), option=_DST)
-    places = {name: sources.optional(given[name]) for name in _SINGLE if name in given}
+def resolve_places(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the values of a command with its paths as places that know their storage options."""
+    sources = Sources(values["src"], values["src_option"])
+    optional = ("base", "like", "adapter_config", "model_config")
     return {
-        **given,
-        **places,
+        **values,
+        **{name: sources.optional(values[name]) for name in optional if name in values},
         "src": sources.first,
-        "out": place_of(given["out"], written),
-        "also": sources.further(given["also"] or ()),
+        "out": place_of(values["out"], values["dst_option"]),
+        "also": sources.further(values.get("also", ())),
     }

@@ -1,13 +1,4 @@
-"""Where results and messages go, and in what dress.
-
-Plain text for people: safe to print, sized to read, aligned to compare.
-
-What the user reads, and the shell gets, when a command does not succeed.
-
-Signals become an exception, so that `finally` removes what is unfinished.
-
-Standard streams that neither a reader who left nor a strange character can break.
-"""
+"""Results on stdout, messages on stderr, exit statuses, signals, and robust standard streams."""
 
 from __future__ import annotations
 
@@ -37,7 +28,7 @@ _MAX_TEXT = 2000
 
 
 def escaped(text: str) -> str:
-    r"""Makes whatever is not printable visible: control characters, escapes, bidi overrides.
+    r"""Makes characters visible that are not printable: controls, escapes, bidi overrides.
 
     >>> print(escaped("a\x1b[31mb\u202ec"))
     a\x1b[31mb\u202ec
@@ -60,17 +51,12 @@ def cells(text: str) -> int:
     """Returns how many columns of a terminal a printable text takes."""
     if text.isascii():
         return len(text)
-    return sum(_cells_of(character) for character in text)
-
-
-def _cells_of(character: str) -> int:
-    if unicodedata.combining(character):
-        return 0
-    return 2 if unicodedata.east_asian_width(character) in "WF" else 1
+    base = [character for character in text if not unicodedata.combining(character)]
+    return len(base) + sum(unicodedata.east_asian_width(character) in "WF" for character in base)
 
 
 def shortened(text: str, width: int) -> str:
-    """Takes out the middle of a text that is wider than `width` columns.
+    """Removes the middle of a text that is wider than `width` columns.
 
     >>> shortened("model.layers.10.self_attn.q_proj.weight", 21)
     'model.lay...oj.weight'
@@ -97,9 +83,9 @@ def table(
 
     Args:
         rows: Printable cells, as many in each row.
-        width: Columns to fit into; None for as wide as it takes.
+        width: Columns to fit into; None for no limit.
         right: Positions of the columns that are aligned to the right.
-        elastic: The columns whose cells are shortened where the rows are too wide, in this order.
+        elastic: The columns whose cells are shortened if the rows are too wide, in this order.
     """
     widths = [max(map(cells, column)) for column in zip(*rows, strict=True)]
     if width is not None:
@@ -160,27 +146,24 @@ _CODES: dict[Style, str] = {
 class Output:
     """Writes results to stdout and everything else to stderr.
 
-    Whoever builds a line of a result escapes what stems from a checkpoint; messages are escaped
-    here.
+    Callers escape text from checkpoints in the lines of a result; messages are escaped here.
+
+    Attributes:
+        as_json: Whether stdout gets one JSON document and nothing else.
+        quiet: Whether only errors are shown.
+        events: Whether stderr gets one JSON document per line and nothing else.
     """
 
     def __init__(self, *, as_json: bool = False, quiet: bool = False, events: bool = False) -> None:
-        """Chooses what is shown.
-
-        Args:
-            as_json: Whether stdout carries one JSON document and nothing else.
-            quiet: Whether only errors are shown.
-            events: Whether stderr carries one JSON document per line and nothing else.
-        """
         self.as_json = as_json
         self.quiet = quiet
         self.events = events
-        self._colour = _takes_colour(sys.stdout)
-        self._colour_messages = _takes_colour(sys.stderr)
+        self._colour = takes_colour(sys.stdout)
+        self._colour_messages = takes_colour(sys.stderr)
 
     @property
     def width(self) -> int | None:
-        """Columns of the terminal that shows results; None where there is no terminal."""
+        """Columns of the terminal that shows results; None without a terminal."""
         return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
     @property
@@ -188,14 +171,14 @@ class Output:
         return sys.stderr.isatty() and not (self.as_json or self.quiet or self.events)
 
     def styled(self, text: str, style: Style) -> str:
-        return _painted(text, style) if self._colour else text
+        return painted(text, style) if self._colour else text
 
     def lines(self, lines: Iterable[str]) -> None:
         if not (self.as_json or self.quiet):
             _write(sys.stdout, "".join(f"{line}\n" for line in lines))
 
     def document(self, value: Any) -> None:
-        """Prints the one JSON document, in ASCII; nothing where no JSON was asked for."""
+        """Prints the one JSON document, in ASCII, if there is to be one."""
         if self.as_json:
             _write(sys.stdout, json.dumps(value, indent=2, ensure_ascii=True) + "\n")
 
@@ -203,40 +186,35 @@ class Output:
         _write(sys.stdout, json.dumps(value, ensure_ascii=True) + "\n")
 
     def event(self, name: str, /, **facts: Any) -> None:
-        """Tells programs on stderr what happened; nothing where no events were asked for."""
+        """Writes an event for programs to stderr, if there are to be events."""
         if self.events:
             _write(sys.stderr, json.dumps(stamped(name, facts), ensure_ascii=True) + "\n")
 
     def note(self, text: str) -> None:
-        """Passes on to stderr what somebody else has said."""
+        """Writes a line of another process to stderr."""
         _write(sys.stderr, f"{escaped(text)}\n")
 
     def warn(self, text: str) -> None:
-        """Tells on stderr what the user should know."""
+        """Writes a warning to stderr, as text or as an event."""
         self.event("warning", message=text)
         if not (self.quiet or self.events):
-            self._tell("warning", "yellow", text)
+            self._write_message("warning", "yellow", text)
 
     def fail(self, label: str, text: str, hint: str = "") -> None:
-        """Tells people on stderr what went wrong, and what to do next."""
+        """Writes an error to stderr, with what to do next."""
         if self.events:
             return
-        self._tell(label, "red", text)
+        self._write_message(label, "red", text)
         if hint:
             _write(sys.stderr, f"  hint: {escaped(hint)}\n")
 
-    def _tell(self, label: str, style: Style, text: str) -> None:
-        shown = _painted(label, style) if self._colour_messages else label
+    def _write_message(self, label: str, style: Style, text: str) -> None:
+        shown = painted(label, style) if self._colour_messages else label
         _write(sys.stderr, f"{shown}: {wrapped(escaped(text), width=None, first='')[0]}\n")
 
 
 def stamped(name: str, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns an event as programs read it: its name, when it was, in seconds since 1970, and more.
-
-    Args:
-        name: What happened.
-        facts: What else is known.
-    """
+    """Returns the document of an event: its name, its time in seconds since 1970, its facts."""
     return {"event": name, "time": round(time.time(), 3), **facts}
 
 
@@ -245,12 +223,12 @@ def _write(stream: TextIO, text: str) -> None:
     stream.flush()
 
 
-def _takes_colour(stream: TextIO) -> bool:
+def takes_colour(stream: TextIO) -> bool:
     plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
     return stream.isatty() and not plain
 
 
-def _painted(text: str, style: Style) -> str:
+def painted(text: str, style: Style) -> str:
     return f"\x1b[{_CODES[style]}m{text}\x1b[0m"
 
 
@@ -258,7 +236,7 @@ _NAMES = ("SIGINT", "SIGTERM", "SIGHUP")  # Windows has no SIGHUP
 
 
 class Stopped(BaseException):
-    """Raised in the main thread by the first signal; no `except Exception` can hold it up.
+    """Raised in the main thread by the first signal; no `except Exception` catches it.
 
     Attributes:
         signal: The signal that arrived.
@@ -274,9 +252,9 @@ class Stopped(BaseException):
 
 
 def raise_on_signals() -> None:
-    """Makes the first signal raise `Stopped`; later ones do not disturb the clean-up.
+    """Makes the first signal raise `Stopped`, so that `finally` cleans up; later ones do nothing.
 
-    Signals that the parent chose to ignore, as nohup does, stay ignored.
+    Signals that the parent ignores, as nohup does, stay ignored.
     """
     stopping = False
 
@@ -292,8 +270,8 @@ def raise_on_signals() -> None:
             signal.signal(number, stop)
 
 
-class _PatientFile(io.FileIO):
-    """A pipe whose reader may leave, as `| head` does: what nobody reads is dropped."""
+class _LeavablePipe(io.FileIO):
+    """A pipe whose reader may close it, as `| head` does; the rest is dropped."""
 
     def write(self, data: Any, /) -> int:
         try:
@@ -303,13 +281,13 @@ class _PatientFile(io.FileIO):
 
 
 def prepare_streams() -> None:
-    """Readies stdout and stderr; streams that the parent closed swallow what is written."""
-    sys.stdout = _prepared(sys.stdout)
-    sys.stderr = _prepared(sys.stderr)
+    """Makes stdout and stderr robust; streams that the parent closed drop what is written."""
+    sys.stdout = _make_robust(sys.stdout)
+    sys.stderr = _make_robust(sys.stderr)
 
 
 def flush_streams() -> None:
-    """Writes out what is buffered, and gives up quietly where that fails."""
+    """Writes what is buffered; drops it if that fails."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -318,7 +296,7 @@ def flush_streams() -> None:
 
 
 def discard(stream: TextIO) -> None:
-    """Sends what a stream still holds, and will be given, nowhere."""
+    """Drops what a stream has buffered, and all that is written to it later."""
     null = os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(null, stream.fileno())
@@ -328,16 +306,16 @@ def discard(stream: TextIO) -> None:
         os.close(null)
 
 
-def _prepared(stream: TextIO | None) -> TextIO:
+def _make_robust(stream: TextIO | None) -> TextIO:
     if stream is None:
-        return open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123  for all our life
+        return open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123  open until the process ends
     if not isinstance(stream, io.TextIOWrapper):
         return stream
     if stream.isatty():
         stream.reconfigure(errors="backslashreplace")
         return stream
     stream.flush()
-    raw = _PatientFile(stream.fileno(), "w", closefd=False)
+    raw = _LeavablePipe(stream.fileno(), "w", closefd=False)
     return io.TextIOWrapper(
         io.BufferedWriter(raw), encoding=stream.encoding, errors="backslashreplace"
     )
@@ -347,10 +325,10 @@ _BUG_STATUS = 1
 
 
 @contextmanager
-def told(output: Output) -> Iterator[None]:
-    """Turns whatever a command raises into a message and an exit status.
+def exit_on_errors(output: Output) -> Iterator[None]:
+    """Turns what a command raises into a message and an exit status.
 
-    With `--json`, the one document on stdout says what went wrong as well.
+    With `--json`, the one document on stdout has the error too.
     """
     try:
         yield
@@ -376,10 +354,10 @@ def exit_with(status: int) -> NoReturn:
 
 
 def show_usage(words: Sequence[str], failure: Any) -> int:
-    """Tells that a command line was not understood; returns the exit status.
+    """Reports a command line that was not understood; returns the exit status.
 
     Args:
-        words: The command line, of which nothing but `--json` and `--events` is looked for.
+        words: The command line; only `--json` and `--events` are read.
         failure: What typer raised.
     """
     options = words[: words.index("--")] if "--" in words else words
@@ -393,7 +371,7 @@ def show_usage(words: Sequence[str], failure: Any) -> int:
 
 
 def show_stop(output: Output, stop: Stopped) -> int:
-    """Tells that a signal ended the command; returns the exit status."""
+    """Reports that a signal ended the command; returns the exit status."""
     code = "interrupted" if stop.signal.name == "SIGINT" else "terminated"
     message = f"stopped by {stop.signal.name}"
     _show_document(output, stop.exit_status, code, message)
@@ -402,7 +380,7 @@ def show_stop(output: Output, stop: Stopped) -> int:
 
 
 def show_bug(output: Output, error: Exception) -> int:
-    """Shows the traceback of what must not happen; returns the exit status."""
+    """Shows the traceback of a bug; returns the exit status."""
     lines = "".join(traceback.format_exception(error)).splitlines()
     if not output.events:
         sys.stderr.write(without_url_secrets("".join(f"{escaped(line)}\n" for line in lines)))
@@ -411,7 +389,7 @@ def show_bug(output: Output, error: Exception) -> int:
     output.fail(
         "error[internal-error]",
         f"this is a bug of ckptkit {__version__}",
-        "please report it, with the lines above and the command that you ran",
+        "please report it, with the lines above and the command line",
     )
     return _BUG_STATUS
 
@@ -425,7 +403,7 @@ def _show_error(output: Output, error: CkptkitError) -> int:
 
 
 def show_system_error(output: Output, error: OSError) -> int:
-    """Tells of a stdout that takes nothing more; any other system error here is our bug."""
+    """Reports a stdout that cannot be written; any other system error here is a bug."""
     try:
         sys.stdout.flush()
     except OSError as failure:

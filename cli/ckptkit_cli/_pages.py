@@ -1,22 +1,10 @@
-"""What `ckptkit consolidate` says when it is done.
-
-What `ckptkit consolidate --dry-run` shows.
-
-What a command says of a source that goes once the output is proven.
-
-What a command says that has written one slice of an output.
-
-What `ckptkit watch` shows: a line for each event, and one that says how things stand.
-"""
+"""What commands that write a model show: the plan, the result, a slice, and removed files."""
 
 from __future__ import annotations
 
 import json
-import sys
-import threading
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,24 +12,13 @@ from typing import TYPE_CHECKING, Any
 from ckptkit.conversion.write import PlannedOutput
 from ckptkit.core.manifest import BY_STORE, MANIFEST_NAME, Manifest
 from ckptkit.core.text import size_text
-from ckptkit.engine.outcome import BytesWritten, Event, Started
 from ckptkit.engine.prefetch import GAP_BYTES, REQUEST_BYTES
 from ckptkit.engine.windows import planned_reads
-from ckptkit.hub.watch.events import EventName, WatchEvent, WatchMetrics
 from ckptkit.plan.plan import TASK_BYTES, Compute, OutputFile
 from ckptkit.plan.selection import what_loads_as_random
 from ckptkit.plan.side_files import CONFIG
 from ckptkit.storage.places import is_url
-from ckptkit_cli._output import (
-    Output,
-    counted,
-    escaped,
-    first_of,
-    shortened,
-    stamped,
-    table,
-    wrapped,
-)
+from ckptkit_cli._output import Output, counted, escaped, first_of, table, wrapped
 
 if TYPE_CHECKING:
     from ckptkit.conversion.delete_source import SourceRemoval
@@ -51,6 +28,7 @@ if TYPE_CHECKING:
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
 _HEAD = "lm_head.weight"  # for configurations that name no architecture
 _LISTED_TIES = 5
+_LISTED_SLICES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,53 +50,48 @@ class Consolidated:
     kept: bool = False
 
     @property
-    def size_bytes(self) -> int:
-        return sum(file.size_bytes for file in self.manifest.files.values())
-
-    @property
-    def unverified(self) -> list[str]:
-        """Names of tensors whose source stored no checksum."""
-        return [n for n, t in self.manifest.tensors.items() if t.proof == "unverified"]
-
-    @property
     def copied_by_store(self) -> int:
-        """How many tensors have bytes that the store copied, and proved, by itself."""
-        return sum(1 for one in self.manifest.tensors.values() if one.proof == BY_STORE)
+        """How many tensors have bytes that the store copied, and verified, by itself."""
+        return sum(tensor.proof == BY_STORE for tensor in self.manifest.tensors.values())
 
     def to_json(self) -> dict[str, Any]:
         """Returns the summary as plain values; all details are in the manifest."""
-        unverified = self.unverified
+        manifest = self.manifest
         return {
-            "out": self.out,
+            **manifest_json(self.out, manifest, self.seconds),
             "kept": self.kept,
-            "manifest": _below(self.out, MANIFEST_NAME),
-            "kind": self.manifest.kind,
-            "source": dict(self.manifest.source),
-            "options": dict(self.manifest.options),
-            "tensors": len(self.manifest.tensors),
-            "files": [
-                {"path": path, "bytes": file.size_bytes}
-                for path, file in self.manifest.files.items()
-            ],
-            "bytes": self.size_bytes,
-            "seconds": round(self.seconds, 6),
-            "bytes_per_second": round(self.size_bytes / self.seconds),
-            "proven": len(self.manifest.tensors) - len(unverified),
+            "bytes_per_second": round(manifest.size_bytes / self.seconds),
+            "proven": len(manifest.tensors) - len(manifest.unverified),
             "copied_by_store": self.copied_by_store,
-            "unverified": unverified,
-            "tied": dict(self.manifest.tied),
+            "unverified": manifest.unverified,
+            "tied": dict(manifest.tied),
             "notes": list(self.notes),
         }
+
+
+def manifest_json(out: str, manifest: Manifest, seconds: float) -> dict[str, Any]:
+    """Returns what the result of every command that writes an output has in common."""
+    return {
+        "out": out,
+        "manifest": f"{out}/{MANIFEST_NAME}" if is_url(out) else str(Path(out) / MANIFEST_NAME),
+        "kind": manifest.kind,
+        "source": dict(manifest.source),
+        "options": dict(manifest.options),
+        "tensors": len(manifest.tensors),
+        "files": [{"path": path, "bytes": f.size_bytes} for path, f in manifest.files.items()],
+        "bytes": manifest.size_bytes,
+        "seconds": round(seconds, 6),
+    }
 
 
 def consolidation_page(output: Output, done: Consolidated) -> Iterator[str]:
     """Yields the lines for people."""
     manifest = done.manifest
-    speed = size_text(round(done.size_bytes / done.seconds))
+    speed = size_text(round(manifest.size_bytes / done.seconds))
     yield output.styled(escaped(done.out), "bold")
     yield (
         f"  {'kept' if done.kept else 'wrote':<10} {counted(len(manifest.tensors), 'tensor')} in"
-        f" {counted(len(manifest.files), 'file')}, {size_text(done.size_bytes)}, in"
+        f" {counted(len(manifest.files), 'file')}, {size_text(manifest.size_bytes)}, in"
         f" {done.seconds:.2f} s ({speed}/s)"
     )
     yield from _proof(output, done)
@@ -130,7 +103,7 @@ def consolidation_page(output: Output, done: Consolidated) -> Iterator[str]:
 
 
 def _proof(output: Output, done: Consolidated) -> Iterator[str]:
-    unverified = len(done.unverified)
+    unverified = len(done.manifest.unverified)
     proven = len(done.manifest.tensors) - unverified
     if proven:
         text = f"  checked    {counted(proven, 'tensor')} proven by CRC-32"
@@ -149,7 +122,7 @@ def loading_line(done: Consolidated) -> str:
         return f"ckptkit.open({path})"
     if done.manifest.kind == "dcp":
         return _dcp_line(done)
-    tensors = ((name, one.shape, one.dtype) for name, one in done.manifest.tensors.items())
+    tensors = ((name, t.shape, t.dtype) for name, t in done.manifest.tensors.items())
     config = _config_of(done)
     if config is not None and not what_loads_as_random(tensors, config=config):
         return f"transformers.{_model_class(done, config)}.from_pretrained({path})"
@@ -170,10 +143,6 @@ def _dcp_line(done: Consolidated) -> str:
     index = next(name for name in done.manifest.files if Path(name).name == ".metadata")
     folder = str((Path(done.out) / index).parent)
     return f"torch.distributed.checkpoint.load({{'model': model.state_dict()}}, {folder!r})"
-
-
-def _below(out: str, name: str) -> str:
-    return f"{out}/{name}" if is_url(out) else str(Path(out) / name)
 
 
 def _config_of(done: Consolidated) -> dict[str, Any] | None:
@@ -273,7 +242,7 @@ def _facts(prepared: PlannedOutput) -> Iterator[tuple[str, str]]:
             (
                 f"about {reads.requests:,} for {size_text(reads.size_bytes)}, of at most"
                 f" {size_text(REQUEST_BYTES)} each; gaps of up to {size_text(GAP_BYTES)} are read"
-                " with what lies around them"
+                " too"
             ),
         )
     yield (
@@ -336,21 +305,21 @@ def _in_words(dtypes: Mapping[str, int]) -> str:
 
 
 def removal_json(removal: SourceRemoval | None) -> dict[str, Any]:
-    """Returns what `--json` prints of what goes, or went; nothing where the source stays."""
+    """Returns the field of the files that are, or will be, removed; none if the source stays."""
     return {} if removal is None else {"deleted": removal.to_json()}
 
 
 def planned_page(output: Output, removal: SourceRemoval | None) -> Iterator[str]:
-    """Yields the lines of a plan for people: every file that would go."""
+    """Yields the lines of a plan: every file that would be removed."""
     if removal is None:
         return
     yield ""
-    yield output.styled(f"Removed from {escaped(removal.root.location)}, when proven", "bold")
+    yield output.styled(f"Removed from {escaped(removal.root.location)} after verification", "bold")
     for file in removal.files:
         yield f"  {size_text(file.size_bytes):>10}  {escaped(file.path)}"
     if removal.values:
         text = counted(removal.values, "value")
-        yield f"  with {text} that are no tensors, and are in no output"
+        yield f"  with {text} that are not tensors, and are in no output"
 
 
 def removed_page(removal: SourceRemoval | None) -> Iterator[str]:
@@ -362,9 +331,6 @@ def removed_page(removal: SourceRemoval | None) -> Iterator[str]:
         )
 
 
-_LISTED = 8
-
-
 def slice_json(share: Share | None, missing: Sequence[int], out: str) -> dict[str, Any]:
     """Returns the `--json` document of a slice that was not the last."""
     return {"out": out, "slice": str(share), "missing": list(missing)}
@@ -374,155 +340,7 @@ def slice_page(share: Share | None, missing: Sequence[int], out: str) -> Iterato
     """Yields the lines for people."""
     yield f"slice {share} of {escaped(out)} is written"
     if missing:
-        listed = ", ".join(first_of([str(number) for number in missing], _LISTED))
-        yield f"it appears when these are too: {listed}"
+        listed = ", ".join(first_of([str(number) for number in missing], _LISTED_SLICES))
+        yield f"the output appears when these are written too: {listed}"
     else:
-        yield "another slice puts it in place; where that one was killed, run it again"
-
-
-_CLEAR = "\r\x1b[K"
-_REDRAW_SECONDS = 0.1
-_LISTED_STEPS = 20
-_BAD = {"failed": "red", "retrying": "yellow", "warning": "yellow", "passed": "yellow"}
-
-
-class WatchPage:
-    """Listens to a watch, from several threads, and writes what it hears.
-
-    Events go to stdout, as text or as JSON lines. The line that says how things stand is drawn on
-    stderr, where that is a terminal.
-    """
-
-    def __init__(self, output: Output, metrics: WatchMetrics, *, as_json: bool) -> None:
-        """Chooses what is shown.
-
-        Args:
-            output: Knows whether somebody watches, and colours.
-            metrics: What the events add up to.
-            as_json: Whether events are written as JSON.
-        """
-        self._output = output
-        self._metrics = metrics
-        self._as_json = as_json
-        self._lock = threading.RLock()
-        self._shows_status = output.shows_progress and not as_json
-        self._where = ""
-        self._done = self._total = 0
-        self._drawn = 0.0
-
-    def listen(self, event: WatchEvent) -> None:
-        """Takes notice of an event."""
-        self._metrics.listen(event)
-        with self._lock:
-            if event.name == "started":
-                self._where = f"{event.facts['run']} to {event.facts['repo_id']}"
-            if event.name in {"building", "pushing"}:
-                self._done = self._total = 0
-            self._wipe()
-            self._write(event)
-            if event.name == "stopped":
-                self._shows_status = False
-            self._draw()
-
-    def progress(self, event: Event) -> None:
-        """Takes notice of bytes that were written or uploaded."""
-        with self._lock:
-            if isinstance(event, Started):
-                self._done, self._total = 0, event.total_bytes
-            elif isinstance(event, BytesWritten):
-                self._done += event.size_bytes
-            if time.monotonic() - self._drawn >= _REDRAW_SECONDS:
-                self._draw()
-
-    def close(self) -> None:
-        """Takes the line away that says how things stand."""
-        with self._lock:
-            self._wipe()
-            self._shows_status = False
-
-    def _write(self, event: WatchEvent) -> None:
-        if self._as_json:
-            self._output.record(stamped(event.name, event.to_json()))
-            return
-        at = self._output.styled(time.strftime("%H:%M:%SZ", time.gmtime()), "dim")
-        about = "" if event.step is None else f"step {event.step}: "
-        text = escaped(f"{about}{_told(event.name, event.facts)}")
-        style = _BAD.get(event.name)
-        shown = self._output.styled(text, style) if style else text  # type: ignore[arg-type]
-        if event.name == "waiting" and "message" in event.facts:
-            self._output.warn(text)
-            return
-        self._output.lines([f"{at} {shown}"])
-
-    def _draw(self) -> None:
-        if not self._shows_status:
-            return
-        self._drawn = time.monotonic()
-        width = (self._output.width or 80) - 1
-        sys.stderr.write(f"{_CLEAR}{shortened(escaped(self._status()), width)}")
-        sys.stderr.flush()
-
-    def _wipe(self) -> None:
-        if self._shows_status:
-            sys.stderr.write(_CLEAR)
-            sys.stderr.flush()
-
-    def _status(self) -> str:
-        totals = self._metrics.totals
-        doing = totals.phase if totals.step is None else f"{totals.phase} step {totals.step}"
-        if self._total and totals.phase in {"building", "pushing"}:
-            doing += f" {min(self._done / self._total, 1):.0%} of {size_text(self._total)}"
-        waiting = f", {counted(totals.waiting, 'step')} waiting" if totals.waiting else ""
-        failed = sum(totals.failures.values())
-        bad = f", {failed} failed" if failed else ""
-        return f"{self._where}: {totals.pushed} pushed{bad}{waiting}, {doing}"
-
-
-def _told(name: EventName, facts: Mapping[str, Any]) -> str:
-    return _TEXTS[name](facts)
-
-
-def _pushed(facts: Mapping[str, Any]) -> str:
-    if facts["resumed"]:
-        return f"was pushed before, as {facts['tag']} of {facts['repo_id']}: {facts['url']}"
-    size = size_text(facts["uploaded_bytes"])
-    return f"pushed as {facts['tag']}, {size} in {facts['seconds']:.1f} s: {facts['url']}"
-
-
-def _stopped(facts: Mapping[str, Any]) -> str:
-    if "error" in facts:
-        return "stopped by an error"  # which the command tells, as any other does
-    if "signal" in facts:
-        return f"stopped by {facts['signal']}"
-    if "failed" in facts:
-        return f"nothing else is left to be done; {_failed(facts['failed'])}"
-    return "nothing is left to be done"
-
-
-def _failed(steps: Sequence[int]) -> str:
-    listed = ", ".join(first_of([str(step) for step in steps], _LISTED_STEPS))
-    return f"{counted(len(steps), 'step')} could not be pushed: {listed}"
-
-
-def _error(facts: Mapping[str, Any]) -> str:
-    error = facts["error"]
-    where = f"{error['where']}: " if error["where"] else ""
-    hint = f" ({error['hint']})" if error["hint"] else ""
-    return f"{where}{error['message']}{hint}"
-
-
-_TEXTS: dict[EventName, Callable[[Mapping[str, Any]], str]] = {
-    "serving": lambda facts: f"metrics are at {facts['url']}",
-    "started": lambda facts: f"watching {facts['run']} for {facts['repo_id']}",
-    "waiting": lambda facts: f"waiting: {_error(facts) if 'error' in facts else facts['message']}",
-    "seen": lambda _: "is to be pushed",
-    "building": lambda _: "building what is pushed",
-    "pushing": lambda facts: f"pushing to {facts['repo_id']}",
-    "pushed": _pushed,
-    "passed": lambda facts: f"is not pushed: {facts['reason']}",
-    "failed": lambda facts: f"cannot be pushed: {_error(facts)}",
-    "retrying": lambda facts: f"{_error(facts)}; trying again in {facts['seconds']:g} s",
-    "pruned": lambda facts: f"removed from the run: {', '.join(map(str, facts['steps']))}",
-    "warning": lambda facts: f"warning: {facts['message']}",
-    "stopped": _stopped,
-}
+        yield "another slice commits the output; if that one was killed, run it again"

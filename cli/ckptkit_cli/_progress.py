@@ -1,7 +1,4 @@
-"""A bar in bytes, for whoever watches.
-
-An execution's events as lines for programs.
-"""
+"""The progress of an execution: a bar for people, or lines for programs."""
 
 from __future__ import annotations
 
@@ -34,45 +31,37 @@ _NAMES: Mapping[type[Event], str] = {
 class Emit(Protocol):
     """Writes one line; see `Output.event`."""
 
-    def __call__(self, name: str, /, **facts: Any) -> None:
-        """Writes an event of that name."""
-        ...
+    def __call__(self, name: str, /, **facts: Any) -> None: ...
 
 
 class EventLines:
     """Turns events into lines: progress at most once a second, and once more at the end.
 
-    Whoever calls sees to it that no two events come at once.
+    Not thread-safe.
     """
 
     def __init__(self, emit: Emit, clock: Callable[[], float] = time.monotonic) -> None:
-        """Prepares for one execution.
-
-        Args:
-            emit: Writes a line.
-            clock: Tells seconds.
-        """
         self._emit = emit
         self._clock = clock
         self._done_bytes = 0
-        self._told_bytes = 0
+        self._reported_bytes = 0
         self._total_bytes = 0
-        self._told_at = 0.0
+        self._reported_at = 0.0
 
     def listen(self, event: Event) -> None:
-        """Takes notice of an event."""
+        """Writes the line of an event, if it has one."""
         match event:
             case Planned(notes):
                 self._emit("planned", notes=list(notes))
             case Started(total_bytes):
                 self._end_stage()
-                self._total_bytes, self._done_bytes, self._told_bytes = total_bytes, 0, 0
-                self._told_at = self._clock()
+                self._total_bytes, self._done_bytes, self._reported_bytes = total_bytes, 0, 0
+                self._reported_at = self._clock()
                 self._emit("started", total_bytes=total_bytes)
             case BytesWritten(size_bytes):
                 self._done_bytes += size_bytes
-                if self._clock() - self._told_at >= _PAUSE_SECONDS:
-                    self._tell_progress()
+                if self._clock() - self._reported_at >= _PAUSE_SECONDS:
+                    self._report_progress()
             case Waiting(what):
                 self._end_stage()
                 self._emit("waiting", message=what)
@@ -81,32 +70,24 @@ class EventLines:
                 self._emit(_NAMES[type(event)], path=path)
 
     def _end_stage(self) -> None:
-        if self._done_bytes > self._told_bytes:
-            self._tell_progress()
+        if self._done_bytes > self._reported_bytes:
+            self._report_progress()
 
-    def _tell_progress(self) -> None:
-        self._told_at = self._clock()
-        self._told_bytes = self._done_bytes
+    def _report_progress(self) -> None:
+        self._reported_at = self._clock()
+        self._reported_bytes = self._done_bytes
         self._emit("progress", done_bytes=self._done_bytes, total_bytes=self._total_bytes)
 
 
 class Progress:
-    """Listens to an execution and draws a bar on stderr; draws nothing where nobody watches.
-
-    Events come from several threads at once.
+    """Draws a bar on stderr, if that is a terminal; its events come from several threads.
 
     Attributes:
-        notes: What the plan has to say to the user, once it is known.
-        kept: Whether the output was there already.
+        notes: The notes of the plan, once there is one.
+        kept: Whether an existing output was kept.
     """
 
     def __init__(self, output: Output, label: str) -> None:
-        """Prepares a bar.
-
-        Args:
-            output: Knows whether somebody watches.
-            label: What stands before the bar.
-        """
         self.notes: tuple[str, ...] = ()
         self.kept = False
         self._output = output
@@ -126,18 +107,18 @@ class Progress:
         trace: TracebackType | None,
     ) -> None:
         with self._lock:
-            self._shown = False  # a thread that is still at work must not draw the bar again
+            self._shown = False  # a thread that still runs must not draw the bar again
             if self._bar is not None:
                 self._bar.close()
 
     def listen(self, event: Event) -> None:
-        """Takes notice of an event."""
+        """Counts and shows an event."""
         with self._lock:
             self._lines.listen(event)
             if isinstance(event, OutputKept):
                 self.kept = True
             if isinstance(event, WorkKept):
-                self._output.warn(f"what is finished stays in {event.path} for --resume")
+                self._output.warn(f"finished files stay in {event.path} for --resume")
             if isinstance(event, Planned):
                 self.notes += tuple(event.notes)
             if not self._shown:
@@ -150,19 +131,19 @@ class Progress:
                 self._bar.update(event.size_bytes)
 
     def warn(self, notes: Iterable[str]) -> None:
-        """Tells what the user should know, unless an event has told it: that of the plan."""
-        told = self.notes if self._output.events else ()
+        """Warns of each note, unless the event of the plan has it already."""
+        reported = self.notes if self._output.events else ()
         for note in notes:
-            if note not in told:
+            if note not in reported:
                 self._output.warn(note)
 
     def _start(self, total_bytes: int) -> None:
         self._draw(total=total_bytes, desc=self._label, unit="B", unit_scale=True)
 
-    def _draw(self, **given: Any) -> None:
+    def _draw(self, **settings: Any) -> None:
         from tqdm import tqdm
 
-        tqdm.monitor_interval = 0  # its watching thread would outlive the bar
-        if self._bar is not None:  # of a stage before
+        tqdm.monitor_interval = 0  # its thread would outlive the bar
+        if self._bar is not None:  # of an earlier stage
             self._bar.close()
-        self._bar = tqdm(**given, dynamic_ncols=True, leave=False)
+        self._bar = tqdm(**settings, dynamic_ncols=True, leave=False)

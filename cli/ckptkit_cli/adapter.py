@@ -1,29 +1,17 @@
-"""`ckptkit adapter`: the commands for adapters of PEFT.
-
-`ckptkit adapter extract`: from a checkpoint to a folder that PEFT loads.
-
-`ckptkit adapter from-diff`: a full fine-tune as a LoRA adapter.
-
-`ckptkit adapter merge`: adapters and a base become one model.
-
-The run of `ckptkit adapter merge`, and what it shows.
-
-The run of `ckptkit adapter extract`, and what it shows.
-
-The table of an adapter's layers, for people and as JSON.
-"""
+"""`ckptkit adapter`: the commands for adapters of PEFT."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import typer
 
 from ckptkit.adapters.extract import ExtractedAdapter, prepared_extraction, run_extraction
+from ckptkit.adapters.from_diff import make_diff_request, run_adapter_from_diff
 from ckptkit.adapters.merge.report import MergedLayer
 from ckptkit.adapters.merge.run import (
     AdapterChoice,
@@ -36,341 +24,136 @@ from ckptkit.adapters.merge.run import (
 from ckptkit.adapters.sources import AdapterRequest
 from ckptkit.conversion.write import check_destination
 from ckptkit.core.errors import UsageError
-from ckptkit.core.manifest import MANIFEST_NAME
+from ckptkit.core.manifest import Manifest
 from ckptkit.core.text import size_text
 from ckptkit.lora.accounting import Row
 from ckptkit.lora.changes import MergeRequest
-from ckptkit.options import Resources, make_resources, parse_size
+from ckptkit.options import (
+    FACTOR_DTYPES,
+    DTypeChoice,
+    Resources,
+    choose_dtype,
+    parse_file_limit,
+    resources_of,
+)
+from ckptkit.storage.locations import Sources
 from ckptkit_cli import _options as options
-from ckptkit_cli import _options as storage
-from ckptkit_cli._application import PlainCommand, PlainGroup
-from ckptkit_cli._job_options import Events, known_of_adapter
-from ckptkit_cli._options import sources_of
-from ckptkit_cli._output import Output, counted, escaped, table, told
-from ckptkit_cli._pages import Consolidated, consolidation_page, plan_json, plan_page
+from ckptkit_cli._command import Argument, Option, PlainCommand, PlainGroup, command
+from ckptkit_cli._options import NAMED, OUTPUT, READ, WRITTEN, adapter_overrides, resolve_places
+from ckptkit_cli._output import Output, counted, escaped, table
+from ckptkit_cli._pages import (
+    Consolidated,
+    consolidation_page,
+    manifest_json,
+    plan_json,
+    plan_page,
+)
 from ckptkit_cli._progress import Progress
-from ckptkit_cli.consolidate import worker_count
+
+_REPORT = Option("--report", OUTPUT, "Show a table of the layers.")
+_ALLOW_UNTRAINED = Option(
+    "--allow-untrained", READ, "Accept an adapter that changes nothing, or has no tensors."
+)
 
 
-def extract(
-    src: options.Source,
-    out: options.Destination,
-    adapter: options.Adapter = None,
-    adapter_config: options.AdapterConfig = None,
-    lora_alpha: options.LoraAlpha = None,
-    use_rslora: options.UseRslora = None,
-    fan_in_fan_out: options.FanInFanOut = None,
-    token_indices: options.TokenIndices = None,
-    allow_untrained: options.AllowUntrained = False,
-    report: options.Report = False,
-    select: options.Selection = None,
-    also: options.Also = None,
-    dry_run: options.DryRun = False,
-    overwrite: options.Overwrite = False,
-    src_option: storage.SrcOption = None,
-    dst_option: storage.DstOption = None,
-    as_json: options.AsJson = False,
-    quiet: options.Quiet = False,
-    events: Events = False,
-) -> None:
-    """Take a LoRA adapter out of a checkpoint.
+@command(
+    options.SRC,
+    options.OUT,
+    options.SELECT,
+    options.ALSO,
+    options.ADAPTER,
+    options.ADAPTER_CONFIG,
+    _ALLOW_UNTRAINED,
+    *options.ADAPTER_HINTS,
+    options.DRY_RUN,
+    options.OVERWRITE,
+    options.SRC_OPTION,
+    options.DST_OPTION,
+    _REPORT,
+    options.JSON,
+    options.QUIET,
+    options.EVENTS,
+)
+def extract(output: Output, **values: Any) -> None:
+    """Extract a LoRA adapter from a checkpoint.
+
+        ckptkit adapter extract runs/llama adapters/llama
 
     Writes adapter_model.safetensors and adapter_config.json, which PEFT loads. Only the bytes of
-    the adapter are read, and each of its tensors is accounted for. OUT appears when it is complete
-    and durable, or not at all.
+    the adapter are read, and every tensor of it is used. OUT appears when it is complete and
+    durable, or not at all.
     """
-    output = Output(as_json=as_json, quiet=quiet, events=events)
-    given = locals()
-    with told(output):
-        from ckptkit.adapters.sources import AdapterRequest
-
-        places = storage.located(given)
-        request = AdapterRequest(
-            adapter=adapter,
-            config=places["adapter_config"],
-            overrides=known_of_adapter(lora_alpha, use_rslora, fan_in_fan_out, token_indices),
-            select=select,
-            also=places["also"],
-            allow_untrained=allow_untrained,
-        )
-        job = Extraction(places["src"], places["out"], request, overwrite=overwrite, report=report)
-        (job.show_plan if dry_run else job.run)(output)
-
-
-def from_diff(
-    tuned: options.Tuned,
-    out: options.Destination,
-    base: options.TrainedFrom,
-    rank: options.Rank,
-    include: options.IncludeMatrix = None,
-    exclude: options.ExcludeMatrix = None,
-    full: options.Full = None,
-    dtype: options.FactorDType = "float32",
-    select: options.Selection = None,
-    report: options.Report = False,
-    overwrite: options.Overwrite = False,
-    src_option: storage.SrcOption = None,
-    dst_option: storage.DstOption = None,
-    as_json: options.AsJson = False,
-    quiet: options.Quiet = False,
-    events: Events = False,
-) -> None:
-    """Make a LoRA adapter of what full training changed.
-
-    Each linear layer's change is approximated by the nearest product of two factors. What the
-    factors miss is measured layer by layer, and what changed besides is named: norms, biases and
-    embeddings have no factors.
-    """
-    output = Output(as_json=as_json, quiet=quiet, events=events)
-    given = {**locals(), "src": tuned, "also": None}
-    with told(output):
-        from ckptkit.adapters.from_diff import make_diff_request
-        from ckptkit_cli.verify import DiffJob
-
-        request = make_diff_request(
-            rank,
-            dtype,
-            include=include or (),
-            exclude=exclude or (),
-            full=full or (),
-            select=select,
-        )
-        places = storage.located(given)
-        job = DiffJob(
-            *(places["src"], places["out"], places["base"]),
-            request,
-            overwrite=overwrite,
-            report=report,
-        )
-        job.run(output)
-
-
-def merge(
-    src: options.AdapterSource,
-    out: options.Destination,
-    base: options.MergeBase = None,
-    adapter: options.MergedAdapters = None,
-    also_adapters: options.FurtherAdapters = None,
-    adapter_config: options.AdapterConfig = None,
-    lora_alpha: options.LoraAlpha = None,
-    use_rslora: options.UseRslora = None,
-    fan_in_fan_out: options.FanInFanOut = None,
-    token_indices: options.TokenIndices = None,
-    match_peft: options.MatchPeft = False,
-    qlora_base: options.QloraBase = None,
-    double_quant: options.DoubleQuant = None,
-    dtype: options.MergeDType = "keep",
-    allow_untrained: options.AllowUntrained = False,
-    allow_other_base: options.AllowOtherBase = False,
-    names: options.ComparedNames = "auto",
-    report: options.MergeReport = False,
-    select: options.Selection = None,
-    also: options.Also = None,
-    max_shard_size: options.MaxShardSize = "5GB",
-    allow_code: options.AllowCode = False,
-    dry_run: options.DryRun = False,
-    overwrite: options.Overwrite = False,
-    memory_budget: options.MemoryBudget = "64MB",
-    memory_limit: options.MemoryLimit = None,
-    workers: options.Workers = None,
-    src_option: storage.SrcOption = None,
-    dst_option: storage.DstOption = None,
-    as_json: options.AsJson = False,
-    quiet: options.Quiet = False,
-    events: Events = False,
-) -> None:
-    """Merge LoRA adapters into their base model.
-
-    Writes a model folder that loads without PEFT, weight by weight: the model is never in memory.
-    Each tensor of the adapters is used exactly once, and each of the base is written exactly once.
-    OUT appears when it is complete and durable, or not at all.
-    """
-    output = Output(as_json=as_json, quiet=quiet, events=events)
-    given = locals()
-    with told(output):
-        known = known_of_adapter(lora_alpha, use_rslora, fan_in_fan_out, token_indices)
-        job = Merging.of(storage.located(given), known)
-        (job.show_plan if dry_run else job.run)(output)
-
-
-def adapter_group() -> typer.Typer:
-    """Returns the commands that stand behind `ckptkit adapter`."""
-    group = typer.Typer(
-        name="adapter",
-        cls=PlainGroup,
-        no_args_is_help=True,
-        rich_markup_mode=None,
-        help="Take LoRA adapters out of checkpoints, and merge them.",
+    values = resolve_places(values)
+    src, out, overwrite = values["src"], values["out"], values["overwrite"]
+    request = AdapterRequest(
+        adapter=values["adapter"],
+        config=values["adapter_config"],
+        overrides=adapter_overrides(values),
+        select=values["select"],
+        also=values["also"],
+        allow_untrained=values["allow_untrained"],
     )
-    group.callback()(_behind)
-    for command in (extract, merge, from_diff):
-        group.command(cls=PlainCommand)(command)
-    return group
-
-
-def _behind() -> None:
-    """Take LoRA adapters out of checkpoints, and merge them."""
-
-
-_TITLE = "adapter merge"
-_HEADER = ("tensor", "kind", "rank", "scaling", "changes by", "base", "packing/update", "adapter")
-
-
-@dataclass(frozen=True, slots=True)
-class Merging:
-    """What was asked for.
-
-    Attributes:
-        adapters: The adapters, in the order of merging.
-        out: The directory as the user typed it.
-        base: The base as the user typed it, or None.
-        request: What the output should hold.
-        resources: What the execution may use.
-        overwrite: Whether an output that holds something is replaced.
-    """
-
-    adapters: Sequence[AdapterChoice]
-    out: str
-    base: str | None
-    request: MergeRequest
-    resources: Resources
-    overwrite: bool
-
-    @classmethod
-    def of(cls, given: Mapping[str, Any], known: Mapping[str, Any]) -> Merging:
-        """Reads the options, by the names that they have in the command."""
-        request = MergeRequest(
-            dtype=given["dtype"],
-            max_file_bytes=parse_size(given["max_shard_size"], option="--max-shard-size"),
-            match_peft=given["match_peft"],
-            qlora_base=given["qlora_base"],
-            double_quant=given["double_quant"],
-            allow_other_base=given["allow_other_base"],
-            names=given["names"],
-            allow_code=given["allow_code"],
-            report=given["report"],
-        )
-        resources = make_resources(
-            worker_count(given["workers"]), given["memory_budget"], given["memory_limit"]
-        )
-        return cls(
-            adapters=_adapters(given, known, resources),
-            out=given["out"],
-            base=given["base"],
-            request=request,
-            resources=resources,
-            overwrite=given["overwrite"],
-        )
-
-    def run(self, output: Output) -> None:
-        """Writes the model, and tells what was written."""
-        began = time.perf_counter()
-        with Progress(output, _TITLE) as progress:
-            merged = run_merge(
-                self.adapters,
-                self.out,
-                self.request,
-                base=self.base,
-                overwrite=self.overwrite,
-                resources=self.resources,
-                listener=progress.listen,
-            )
-        seconds = time.perf_counter() - began
-        done = Consolidated(self.out, merged.manifest, seconds, merged.notes)
-        progress.warn(merged.notes)
-        output.document({**done.to_json(), "layers": layers_json(merged.layers)})
-        output.lines(self._page(output, done, merged))
-
-    def show_plan(self, output: Output) -> None:
-        """Shows what a run would do, and fails where it would fail before its first byte."""
-        check_apart(self.adapters, self.out, self.base, overwrite=self.overwrite)
-        with prepared_merge(
-            self.adapters, self.out, self.request, base=self.base, resources=self.resources
-        ) as merge:
-            plan = plan_json(merge.prepared, self.out)
-            output.document({**plan, "layers": layers_json(merge.layers)})
-            output.lines(plan_page(output, merge.prepared, self.out))
-            if self.request.report:
-                output.lines(["", *layer_table(output, merge.layers)])
-
-    def _page(self, output: Output, done: Consolidated, merged: MergedModel) -> Iterator[str]:
-        lines = list(consolidation_page(output, done))
-        changed = len({layer.tensor for layer in merged.layers})
-        yield from lines[:-1]
-        yield f"  merged     {counted(changed, 'tensor')} changed"
-        if self.request.report:
-            yield from layer_table(output, merged.layers)
-        yield lines[-1]
-
-
-def _adapters(
-    given: Mapping[str, Any], known: Mapping[str, Any], resources: Resources
-) -> list[AdapterChoice]:
-    first = AdapterRequest(
-        config=given["adapter_config"],
-        overrides=known,
-        select=given["select"],
-        also=given["also"],
-        allow_untrained=given["allow_untrained"],
-        limit_bytes=resources.memory_limit_bytes,
+    if values["dry_run"]:
+        check_destination(src, out, overwrite=overwrite, also=request.also)
+        with prepared_extraction(src, out, request, Resources()) as (plan, adapter):
+            layers = _adapter_layers(adapter.rows, adapter.norms)
+            output.document({**plan_json(plan, out), "layers": layers})
+            output.lines(plan_page(output, plan, out))
+            if values["report"]:
+                output.lines(["", *_adapter_table(output, adapter.rows, adapter.norms)])
+        return
+    began = time.perf_counter()
+    with Progress(output, "adapter extract") as progress:
+        done = run_extraction(src, out, request, overwrite=overwrite, listener=progress.listen)
+    seconds = time.perf_counter() - began
+    progress.warn(done.notes)
+    output.document(
+        {
+            **manifest_json(out, done.manifest, seconds),
+            "adapter": done.name,
+            "config": done.config_path or None,
+            "unverified": done.manifest.unverified,
+            "layers": _adapter_layers(done.rows, done.norms),
+            "notes": list(done.notes),
+        }
     )
-    names = [_weighted(text, "--adapter") for text in given["adapter"] or ()]
-    # A path may have an equals sign itself.
-    sources = sources_of(given["src"], given["src_option"])
-    pairs = [
-        (text, 1.0) if text and Path(text).exists() else _weighted(text, "--with")
-        for text in given["also_adapters"] or ()
-    ]
-    further = [(sources.place(text), weight) for text, weight in pairs]
-    return choices_of(given["src"], first, names, further)
+    output.lines(_extraction_page(output, done, out, seconds))
+    if values["report"]:
+        output.lines(_adapter_table(output, done.rows, done.norms))
+    output.lines(_loading_line(output, out))
 
 
-def _weighted(text: str, option: str) -> tuple[str, float]:
-    """Cuts `NAME=WEIGHT` in two; without a weight it is 1."""
-    name, sign, number = text.rpartition("=")
-    if not name and (sign or not text):
-        raise UsageError(f"{text!r} names no adapter", where=option, hint=f"pass {option} X=0.5")
-    if not sign:
-        return text, 1.0
-    try:
-        return name, float(number)
-    except ValueError as error:
-        raise UsageError(
-            f"{number!r} is no number", where=f"{option} {text}", hint=f"pass {option} {name}=0.5"
-        ) from error
-
-
-def layers_json(layers: Sequence[MergedLayer]) -> list[dict[str, Any]]:
-    return [asdict(layer) for layer in layers]
-
-
-def layer_table(output: Output, layers: Sequence[MergedLayer]) -> list[str]:
-    """Returns the lines of the table of what is done to each tensor."""
-    several = len({layer.adapter for layer in layers}) > 1
-    packed = any(layer.quantization is not None for layer in layers)
-    rows = [_HEADER, *map(_cells, layers)]
-    shown = [(*row[:6], *row[6:7] * packed, *row[7:] * several) for row in rows]
-    return table(shown, width=output.width, right={2, 3, 4} | ({6} if packed else set()))
-
-
-def _cells(layer: MergedLayer) -> tuple[str, ...]:
-    return (
-        escaped(layer.tensor),
-        f"{layer.kind}, DoRA" if layer.is_dora else layer.kind,
-        "" if layer.rank is None else str(layer.rank),
-        "" if layer.scaling is None else f"{layer.scaling:.6g}",
-        "" if layer.change is None else f"{layer.change:.3%}",
-        layer.base,
-        "" if layer.quantization is None else f"{layer.quantization:.3f}",
-        escaped(layer.adapter),
+def _extraction_page(
+    output: Output, done: ExtractedAdapter, out: str, seconds: float
+) -> Iterator[str]:
+    manifest = done.manifest
+    ranks = sorted({row.rank for row in done.rows if row.rank is not None})
+    yield output.styled(escaped(out), "bold")
+    yield (
+        f"  wrote      {counted(len(manifest.tensors), 'tensor')} of adapter"
+        f" {escaped(repr(done.name))}, {size_text(manifest.size_bytes)}, in {seconds:.2f} s"
     )
+    trained = sum(row.kind != "frozen" for row in done.rows)
+    yield f"  layers     {counted(trained, 'module')}, rank {', '.join(map(str, ranks)) or 'none'}"
+    yield f"  config     {escaped(done.config_path) or 'inferred from the tensors'}"
+    unverified = len(manifest.unverified)
+    if unverified < len(manifest.tensors):
+        proven = counted(len(manifest.tensors) - unverified, "tensor")
+        yield output.styled(f"  checked    {proven} proven by CRC-32", "green")
+    if unverified:
+        text = f"  unchecked  {counted(unverified, 'tensor')} whose source stored no checksum"
+        yield output.styled(text, "yellow")
 
 
-_LAYER_HEADER = ("module", "kind", "rank", "scaling", "changes", "norm of the change")
+def _loading_line(output: Output, out: str) -> list[str]:
+    line = escaped(f"peft.PeftModel.from_pretrained(model, {out!r})")
+    return [f"  load it    {output.styled(line, 'cyan')}"]
 
 
-def adapter_layers_json(rows: Sequence[Row], norms: Mapping[str, float]) -> list[dict[str, Any]]:
-    """Returns the rows as plain values."""
+_ADAPTER_HEADER = ("module", "kind", "rank", "scaling", "changes", "norm of the change")
+
+
+def _adapter_layers(rows: Sequence[Row], norms: Mapping[str, float]) -> list[dict[str, Any]]:
     return [
         {
             "module": row.module,
@@ -386,115 +169,380 @@ def adapter_layers_json(rows: Sequence[Row], norms: Mapping[str, float]) -> list
     ]
 
 
-def adapter_layer_table(
-    output: Output, rows: Sequence[Row], norms: Mapping[str, float]
-) -> list[str]:
-    cells = [_LAYER_HEADER, *(_layer_cells(row, norms.get(row.module)) for row in rows)]
-    return table(cells, width=output.width, right={2, 3, 5})
+def _adapter_table(output: Output, rows: Sequence[Row], norms: Mapping[str, float]) -> list[str]:
+    cells = [
+        (
+            escaped(row.module),
+            f"{row.kind}, DoRA" if row.is_dora else row.kind,
+            "" if row.rank is None else str(row.rank),
+            "" if row.scaling is None else f"{row.scaling:.6g}",
+            " x ".join(map(str, row.shape)),
+            f"{norms[row.module]:.4g}" if row.module in norms else "",
+        )
+        for row in rows
+    ]
+    return table([_ADAPTER_HEADER, *cells], width=output.width, right={2, 3, 5})
 
 
-def _layer_cells(row: Row, norm: float | None) -> tuple[str, ...]:
+@command(
+    Argument(
+        "src",
+        "ADAPTER_OR_SRC",
+        "A PEFT folder, a checkpoint with an adapter in it, or a folder that contains one.",
+    ),
+    options.OUT,
+    Option(
+        "--base",
+        READ,
+        "The model that the adapter was trained on. Can be left out if SRC contains its weights.",
+        "DIR",
+    ),
+    Option(
+        "--adapter",
+        READ,
+        "Adapter of SRC to merge, where there are several, and the factor of its update. Can be"
+        " repeated; adapters are merged in this order.",
+        "NAME[=WEIGHT]",
+        repeated=True,
+    ),
+    Option(
+        "--with",
+        READ,
+        "Further adapter to merge after those of SRC, and the factor of its update. Can be"
+        " repeated.",
+        "PATH[=WEIGHT]",
+        repeated=True,
+        keyword="further",
+    ),
+    options.SELECT,
+    options.ALSO,
+    options.ADAPTER_CONFIG,
+    _ALLOW_UNTRAINED,
+    Option(
+        "--allow-other-base",
+        READ,
+        "Accept a base that is proven to differ from the one trained on.",
+    ),
+    *options.ADAPTER_HINTS,
+    options.MAX_SHARD_SIZE,
+    options.ALLOW_CODE,
+    options.DRY_RUN,
+    options.OVERWRITE,
+    Option(
+        "--match-peft", NAMED, "Round where merge_and_unload of PEFT rounds, not once at the end."
+    ),
+    Option(
+        "--qlora-base",
+        NAMED,
+        "Weights that an adapter of a 4-bit or 8-bit base is merged onto: 'dequantized' for those"
+        " that it was trained on (default), 'original' for those before quantization.",
+        choices=("dequantized", "original"),
+    ),
+    Option(
+        "--double-quant/--no-double-quant",
+        NAMED,
+        "Whether the scales of 4-bit weights were quantized too, if neither the checkpoint nor a"
+        " config.json next to it has this; by default it is assumed, with a note.",
+    ),
+    Option(
+        "--dtype",
+        NAMED,
+        "Element type of floating tensors. 'keep' takes that of the base.",
+        choices=get_args(DTypeChoice),
+        default="keep",
+        parse=lambda text: choose_dtype(text, get_args(DTypeChoice)),
+    ),
+    options.COMPARED_NAMES,
+    options.MEMORY_BUDGET,
+    options.MEMORY_LIMIT,
+    options.WORKERS,
+    options.SRC_OPTION,
+    options.DST_OPTION,
+    Option(
+        "--report",
+        OUTPUT,
+        "Show a table of what is done to each weight, and how much it changes; reads these"
+        " weights once more.",
+    ),
+    options.JSON,
+    options.QUIET,
+    options.EVENTS,
+)
+def merge(output: Output, **values: Any) -> None:
+    """Merge LoRA adapters into their base model.
+
+        ckptkit adapter merge adapters/llama models/merged --base Llama-3.2-1B
+
+    Writes a model folder that loads without PEFT, weight by weight: the model is never in memory
+    as a whole. Each tensor of the adapters is used exactly once, and each of the base is written
+    exactly once. OUT appears when it is complete and durable, or not at all.
+    """
+    values = resolve_places(values)
+    out, base, overwrite = values["out"], values["base"], values["overwrite"]
+    names = ("dtype", "match_peft", "qlora_base", "double_quant", "allow_other_base", "names")
+    request = MergeRequest(
+        max_file_bytes=parse_file_limit(values["max_shard_size"], like=None),
+        **{name: values[name] for name in (*names, "allow_code", "report")},
+    )
+    resources = resources_of(values)
+    adapters = _choose_adapters(values, resources)
+    if values["dry_run"]:
+        check_apart(adapters, out, base, overwrite=overwrite)
+        with prepared_merge(adapters, out, request, base=base, resources=resources) as plan:
+            layers = list(map(asdict, plan.layers))
+            output.document({**plan_json(plan.prepared, out), "layers": layers})
+            output.lines(plan_page(output, plan.prepared, out))
+            if request.report:
+                output.lines(["", *_merge_table(output, plan.layers)])
+        return
+    began = time.perf_counter()
+    with Progress(output, "adapter merge") as progress:
+        merged = run_merge(
+            adapters,
+            out,
+            request,
+            base=base,
+            overwrite=overwrite,
+            resources=resources,
+            listener=progress.listen,
+        )
+    done = Consolidated(out, merged.manifest, time.perf_counter() - began, merged.notes)
+    progress.warn(merged.notes)
+    output.document({**done.to_json(), "layers": list(map(asdict, merged.layers))})
+    output.lines(_merge_page(output, done, merged, shows_layers=request.report))
+
+
+def _choose_adapters(values: Mapping[str, Any], resources: Resources) -> list[AdapterChoice]:
+    first = AdapterRequest(
+        config=values["adapter_config"],
+        overrides=adapter_overrides(values),
+        select=values["select"],
+        also=values["also"],
+        allow_untrained=values["allow_untrained"],
+        limit_bytes=resources.memory_limit_bytes,
+    )
+    names = [_split_weight(text, "--adapter") for text in values["adapter"]]
+    # A path may contain an equals sign itself.
+    pairs = [
+        (text, 1.0) if text and Path(text).exists() else _split_weight(text, "--with")
+        for text in values["further"]
+    ]
+    sources = Sources(values["src"], values["src_option"])
+    further = [(sources.place(text), weight) for text, weight in pairs]
+    return choices_of(values["src"], first, names, further)
+
+
+def _split_weight(text: str, option: str) -> tuple[str, float]:
+    """Splits `NAME=WEIGHT`; without a weight it is 1."""
+    name, sign, number = text.rpartition("=")
+    if not name and (sign or not text):
+        raise UsageError(f"{text!r} names no adapter", where=option, hint=f"pass {option} X=0.5")
+    if not sign:
+        return text, 1.0
+    try:
+        return name, float(number)
+    except ValueError as error:
+        raise UsageError(
+            f"{number!r} is not a number",
+            where=f"{option} {text}",
+            hint=f"pass {option} {name}=0.5",
+        ) from error
+
+
+_MERGE_HEADER = (
+    *("tensor", "kind", "rank", "scaling", "changes by", "base", "packing/update", "adapter"),
+)
+
+
+def _merge_page(
+    output: Output, done: Consolidated, merged: MergedModel, *, shows_layers: bool
+) -> Iterator[str]:
+    *lines, loading = consolidation_page(output, done)
+    yield from lines
+    changed = len({layer.tensor for layer in merged.layers})
+    yield f"  merged     {counted(changed, 'tensor')} changed"
+    if shows_layers:
+        yield from _merge_table(output, merged.layers)
+    yield loading
+
+
+def _merge_table(output: Output, layers: Sequence[MergedLayer]) -> list[str]:
+    """Returns a table of what is done to each tensor."""
+    has_several = len({layer.adapter for layer in layers}) > 1
+    is_packed = any(layer.quantization is not None for layer in layers)
+    rows = [
+        (*row[:6], *row[6:7] * is_packed, *row[7:] * has_several)
+        for row in (_MERGE_HEADER, *map(_merge_row, layers))
+    ]
+    return table(rows, width=output.width, right={2, 3, 4} | ({6} if is_packed else set()))
+
+
+def _merge_row(layer: MergedLayer) -> tuple[str, ...]:
     return (
-        escaped(row.module),
-        f"{row.kind}, DoRA" if row.is_dora else row.kind,
-        "" if row.rank is None else str(row.rank),
-        "" if row.scaling is None else f"{row.scaling:.6g}",
-        " x ".join(map(str, row.shape)),
-        "" if norm is None else f"{norm:.4g}",
+        escaped(layer.tensor),
+        f"{layer.kind}, DoRA" if layer.is_dora else layer.kind,
+        "" if layer.rank is None else str(layer.rank),
+        "" if layer.scaling is None else f"{layer.scaling:.6g}",
+        "" if layer.change is None else f"{layer.change:.3%}",
+        layer.base,
+        "" if layer.quantization is None else f"{layer.quantization:.3f}",
+        escaped(layer.adapter),
     )
 
 
-_EXTRACTION_TITLE = "adapter extract"
+@command(
+    Argument(
+        "tuned",
+        "TUNED",
+        "The model after training: a checkpoint, or a folder that contains one. Of a run, the"
+        " newest complete step is taken.",
+    ),
+    options.OUT,
+    Option("--base", READ, "The model before training.", "DIR", required=True),
+    options.SELECT,
+    Option(
+        "--rank",
+        WRITTEN,
+        "Rank of the factors; a larger one keeps more of the change.",
+        "R",
+        required=True,
+    ),
+    Option(
+        "--include",
+        WRITTEN,
+        "Make factors only for matrices whose names match; by default, for all but heads. Can be"
+        " repeated.",
+        "GLOB",
+        repeated=True,
+    ),
+    Option(
+        "--exclude",
+        WRITTEN,
+        "Make no factors for matrices whose names match; they may be missing in one model.",
+        "GLOB",
+        repeated=True,
+    ),
+    Option(
+        "--full",
+        WRITTEN,
+        "Save changed tensors whose names match as they are, with their modules. Can be repeated.",
+        "GLOB",
+        repeated=True,
+    ),
+    Option(
+        "--dtype",
+        WRITTEN,
+        "Element type of the factors.",
+        choices=FACTOR_DTYPES,
+        default="float32",
+        parse=lambda text: choose_dtype(text, FACTOR_DTYPES),
+    ),
+    options.OVERWRITE,
+    options.SRC_OPTION,
+    options.DST_OPTION,
+    _REPORT,
+    options.JSON,
+    options.QUIET,
+    options.EVENTS,
+)
+def from_diff(output: Output, tuned: str, overwrite: bool, report: bool, **values: Any) -> None:
+    """Make a LoRA adapter of the change that full training made.
 
+        ckptkit adapter from-diff runs/llama adapters/llama --base Llama-3.2-1B --rank 64
 
-@dataclass(frozen=True, slots=True)
-class Extraction:
-    """What was asked for.
-
-    Attributes:
-        src: The checkpoint as the user typed it.
-        out: The directory as the user typed it.
-        request: Which adapter is meant.
-        overwrite: Whether an output that holds something is replaced.
-        report: Whether the layers are listed.
+    The change of each linear layer is approximated by the nearest product of two factors. What
+    the factors miss is measured layer by layer. Changes of norms, biases and embeddings, which
+    have no factors, are listed.
     """
-
-    src: str
-    out: str
-    request: AdapterRequest
-    overwrite: bool
-    report: bool
-
-    def run(self, output: Output) -> None:
-        """Writes the adapter, and tells what was written."""
-        began = time.perf_counter()
-        with Progress(output, _EXTRACTION_TITLE) as progress:
-            done = run_extraction(
-                self.src,
-                self.out,
-                self.request,
-                overwrite=self.overwrite,
-                listener=progress.listen,
-            )
-        seconds = time.perf_counter() - began
-        progress.warn(done.notes)
-        output.document(self._json(done, seconds))
-        output.lines(self._page(output, done, seconds))
-
-    def show_plan(self, output: Output) -> None:
-        """Shows what a run would do, and fails where it would fail before its first byte."""
-        check_destination(self.src, self.out, overwrite=self.overwrite, also=self.request.also)
-        with prepared_extraction(self.src, self.out, self.request, Resources()) as (plan, found):
-            layers = adapter_layers_json(found.rows, found.norms)
-            output.document({**plan_json(plan, self.out), "layers": layers})
-            output.lines(plan_page(output, plan, self.out))
-            if self.report:
-                output.lines(["", *adapter_layer_table(output, found.rows, found.norms)])
-
-    def _json(self, done: ExtractedAdapter, seconds: float) -> dict[str, Any]:
-        manifest = done.manifest
-        return {
-            "out": self.out,
-            "manifest": str(Path(self.out) / MANIFEST_NAME),
-            "kind": manifest.kind,
-            "source": dict(manifest.source),
-            "options": dict(manifest.options),
-            "adapter": done.name,
-            "config": done.config_path or None,
-            "tensors": len(manifest.tensors),
-            "files": [{"path": p, "bytes": f.size_bytes} for p, f in manifest.files.items()],
-            "bytes": sum(file.size_bytes for file in manifest.files.values()),
-            "seconds": round(seconds, 6),
-            "unverified": _unverified(done),
-            "layers": adapter_layers_json(done.rows, done.norms),
-            "notes": list(done.notes),
-        }
-
-    def _page(self, output: Output, done: ExtractedAdapter, seconds: float) -> Iterator[str]:
-        manifest = done.manifest
-        size_bytes = sum(file.size_bytes for file in manifest.files.values())
-        ranks = sorted({row.rank for row in done.rows if row.rank is not None})
-        yield output.styled(escaped(self.out), "bold")
-        yield (
-            f"  wrote      {counted(len(manifest.tensors), 'tensor')} of adapter"
-            f" {escaped(repr(done.name))}, {size_text(size_bytes)}, in {seconds:.2f} s"
+    names = ("rank", "dtype", "include", "exclude", "full", "select")
+    request = make_diff_request(**{name: values[name] for name in names})
+    values = resolve_places({**values, "src": tuned})
+    out = values["out"]
+    began = time.perf_counter()
+    with Progress(output, "adapter from-diff") as progress:
+        manifest = run_adapter_from_diff(
+            values["src"],
+            out,
+            request,
+            base=values["base"],
+            overwrite=overwrite,
+            listener=progress.listen,
         )
-        shown = ", ".join(map(str, ranks)) or "none"
-        trained = sum(row.kind != "frozen" for row in done.rows)
-        yield f"  layers     {counted(trained, 'module')}, rank {shown}"
-        yield f"  config     {escaped(done.config_path) or 'inferred from the tensors'}"
-        unverified = len(_unverified(done))
-        if unverified < len(manifest.tensors):
-            proven = counted(len(manifest.tensors) - unverified, "tensor")
-            yield output.styled(f"  checked    {proven} proven by CRC-32", "green")
-        if unverified:
-            text = f"  unchecked  {counted(unverified, 'tensor')} whose source stored no checksum"
-            yield output.styled(text, "yellow")
-        if self.report:
-            yield from adapter_layer_table(output, done.rows, done.norms)
-        line = f"peft.PeftModel.from_pretrained(model, {self.out!r})"
-        yield f"  load it    {output.styled(escaped(line), 'cyan')}"
+    seconds = time.perf_counter() - began
+    progress.warn(progress.notes)
+    difference = manifest.source["difference"]
+    output.document(
+        {
+            **manifest_json(out, manifest, seconds),
+            "source": {k: v for k, v in manifest.source.items() if k != "difference"},
+            "difference": difference,
+            "notes": list(progress.notes),
+        }
+    )
+    output.lines(_difference_page(output, manifest, out, seconds, request.rank))
+    if report:
+        output.lines(_difference_table(output, difference))
+    output.lines(_loading_line(output, out))
 
 
-def _unverified(done: ExtractedAdapter) -> list[str]:
-    return [name for name, one in done.manifest.tensors.items() if one.proof == "unverified"]
+_DIFFERENCE_HEADER = (
+    *("module", "shape", "rank", "norm of the change", "relative error", "energy kept"),
+)
+
+
+def _difference_page(
+    output: Output, manifest: Manifest, out: str, seconds: float, rank: int
+) -> Iterator[str]:
+    difference = manifest.source["difference"]
+    size = size_text(manifest.size_bytes)
+    yield output.styled(escaped(out), "bold")
+    yield f"  wrote      {counted(len(manifest.tensors), 'tensor')}, {size}, in {seconds:.2f} s"
+    yield f"  layers     {counted(len(difference['layers']), 'module')}, rank {rank}"
+    yield (
+        f"  quality    {difference['energy']:.2%} of the energy of their changes is kept, relative"
+        f" error {difference['error']:.3g}"
+    )
+    if difference["lost"]:
+        text = (
+            f"  lost       {counted(len(difference['lost']), 'changed tensor')} without factors;"
+            f" with them the relative error is {difference['error_with_lost']:.3g}"
+        )
+        yield output.styled(text, "yellow")
+
+
+def _difference_table(output: Output, difference: Mapping[str, Any]) -> list[str]:
+    rows: list[tuple[str, ...]] = [_DIFFERENCE_HEADER]
+    for module, layer in difference["layers"].items():
+        shape = " x ".join(map(str, layer["shape"]))
+        numbers = (f"{layer['change']:.4g}", f"{layer['error']:.4g}", f"{layer['energy']:.2%}")
+        rows.append((escaped(module), shape, str(layer["rank"]), *numbers))
+    for name, norm in difference["whole"].items():
+        rows.append((escaped(name), "saved whole", "", f"{norm:.4g}", "0", "100%"))
+    for name, norm in difference["lost"].items():
+        rows.append((escaped(name), "LACKING", "", f"{norm:.4g}", "1", "0%"))
+    return table(rows, width=output.width, right={2, 3, 4, 5})
+
+
+def adapter_group() -> typer.Typer:
+    """Returns the commands of `ckptkit adapter`."""
+    group = typer.Typer(
+        name="adapter",
+        cls=PlainGroup,
+        no_args_is_help=True,
+        rich_markup_mode=None,
+        help=_describe_group.__doc__,
+    )
+    group.callback()(_describe_group)
+    for function in (extract, merge, from_diff):
+        group.command(cls=PlainCommand)(function)
+    return group
+
+
+def _describe_group() -> None:
+    """Extract LoRA adapters from checkpoints, and merge them.
+
+        ckptkit adapter extract runs/llama adapters/llama
+        ckptkit adapter merge adapters/llama models/merged --base Llama-3.2-1B
+
+    `ckptkit inspect` shows whether a checkpoint contains an adapter, and the command to run.
+    """

@@ -1,84 +1,83 @@
-"""`ckptkit inspect`: what lies at a path, from headers alone.
-
-The page that `ckptkit inspect` shows to people.
-
-What to do after an inspection, as a command to copy.
-"""
+"""`ckptkit inspect`: what a path contains, from headers alone, and what to run next."""
 
 from __future__ import annotations
 
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import starmap
 from statistics import median
 
-from ckptkit.conversion.inspect import Inspection, TensorLine, TieLine, TreeLine
+from ckptkit.conversion.inspect import Inspection, TensorLine, TieLine, TreeLine, run_inspection
 from ckptkit.conversion.source.adapters import AdapterFacts, choices
 from ckptkit.core.index import Part, Problem
 from ckptkit.core.text import size_text
 from ckptkit.options import matches
 from ckptkit.plan.selection import lost_adapter
-from ckptkit_cli._job_options import ModelConfig
-from ckptkit_cli._options import (
-    Also,
-    AsJson,
-    Selection,
-    Source,
-    SrcOption,
-    TensorPattern,
-    sources_of,
+from ckptkit.storage.locations import Sources
+from ckptkit_cli._command import Option, command
+from ckptkit_cli._options import ALSO, JSON, MODEL_CONFIG, OUTPUT, SELECT, SRC, SRC_OPTION
+from ckptkit_cli._output import Output, counted, escaped, first_of, table, wrapped
+
+
+@command(
+    SRC,
+    SELECT,
+    ALSO,
+    MODEL_CONFIG,
+    SRC_OPTION,
+    Option(
+        "--tensors",
+        OUTPUT,
+        "List the tensors whose names match, such as '*.mlp.*'.",
+        "GLOB",
+    ),
+    JSON,
 )
-from ckptkit_cli._output import Output, counted, escaped, first_of, table, told, wrapped
-
-
 def inspect(
-    src: Source,
-    as_json: AsJson = False,
-    tensors: TensorPattern = None,
-    select: Selection = None,
-    also: Also = None,
-    model_config: ModelConfig = None,
-    src_option: SrcOption = None,
+    output: Output,
+    src: str,
+    tensors: str | None,
+    select: str | None,
+    also: Sequence[str],
+    model_config: str | None,
+    src_option: Mapping[str, object],
 ) -> None:
-    """Show what lies in a checkpoint.
+    """Show the contents of a checkpoint.
 
-    Tensors, how they are split over ranks, tied weights, what is wrong, and what to run next.
-    Headers alone are read.
+        ckptkit inspect runs/llama
+
+    Tensors, how they are split over ranks, tied weights, problems, and the command to run next.
+    Only headers are read.
     """
-    output = Output(as_json=as_json)
-    with told(output):
-        from ckptkit.conversion.inspect import run_inspection
-
-        sources = sources_of(src, src_option)
-        inspection = run_inspection(
-            sources.first,
-            select=select,
-            also=sources.further(also or ()),
-            model_config=sources.optional(model_config),
-        )
-        if tensors is not None:
-            inspection = matching(inspection, tensors)
-        if as_json:
-            output.document(inspection.to_json())
-            return
-        given = Given(src, select, tuple(also or ()))
-        page = inspection_page(output, inspection, given, pattern=tensors)
-        output.lines(page)
+    sources = Sources(src, src_option)
+    inspection = run_inspection(
+        sources.first,
+        select=select,
+        also=sources.further(also),
+        model_config=sources.optional(model_config),
+    )
+    if tensors is not None:
+        kept = tuple(line for line in inspection.tensors if matches(line.name, (tensors,)))
+        inspection = replace(inspection, tensors=kept)
+    if output.as_json:
+        output.document(inspection.to_json())
+        return
+    typed = InspectArguments(src, select, tuple(also))
+    output.lines(inspection_page(output, inspection, typed, pattern=tensors))
 
 
 @dataclass(frozen=True, slots=True)
 class NextStep:
-    """A command, or none, and a remark on it; both are safe to print."""
+    """A command to run next, or none, and a remark on it; both are safe to print."""
 
     command: str
     remark: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
-    """What a user typed to find a checkpoint.
+class InspectArguments:
+    """The arguments of an inspection.
 
     Attributes:
         source: The path.
@@ -91,45 +90,42 @@ class Given:
     also: tuple[str, ...] = ()
 
 
-def next_step(inspection: Inspection, given: Given) -> NextStep:
-    """Chooses what a user would want to run next.
-
-    Args:
-        inspection: What was found.
-        given: What the user typed to find it.
-    """
-    # What lies in several directories has the paths that it has below those that were named.
-    path = given.source if given.select is not None or given.also else inspection.path
+def next_step(inspection: Inspection, typed: InspectArguments) -> NextStep:
+    """Chooses the command that a user would want to run next."""
+    # Files in several directories have the same paths below each of them.
+    path = typed.source if typed.select is not None or typed.also else inspection.path
     models = list(dict.fromkeys(tree.name for tree in inspection.trees if tree.part == "model"))
     if inspection.problems:
         return NextStep(
-            _command("verify", path, given=given),
-            "reads all data and lists what is damaged; consolidate refuses what is not whole",
+            _command("verify", path, typed=typed),
+            "reads all data and lists what is damaged; consolidate refuses incomplete data",
         )
     if not models:
         lost = lost_adapter(line.name for line in inspection.tensors)
         return NextStep("", lost or "nothing to consolidate: there is no model here")
-    return _of_a_model(inspection, models, path, given)
+    return _of_a_model(inspection, models, path, typed)
 
 
-def _of_a_model(inspection: Inspection, models: list[str], path: str, given: Given) -> NextStep:
+def _of_a_model(
+    inspection: Inspection, models: list[str], path: str, typed: InspectArguments
+) -> NextStep:
     if inspection.adapter is not None:
-        return _of_adapter(inspection.adapter, path, given)
+        return _of_adapter(inspection.adapter, path, typed)
     if len(models) > 1:
-        return _choice(inspection, models, path, given)
+        return _choice(inspection, models, path, typed)
     if inspection.peft is not None:
         peft = inspection.peft
-        return NextStep("", escaped(f"this is {peft.title}, and no model; {peft.advice}"))
+        return NextStep("", escaped(f"this is {peft.title}, not a model; {peft.advice}"))
     if inspection.format == "safetensors" and inspection.model_type:
         return NextStep(
-            _command("verify", path, given=given),
-            "reads it all; these weights load as they are",
+            _command("verify", path, typed=typed),
+            "reads all data; these weights load as they are",
         )
-    return _consolidation(inspection, path, given)
+    return _consolidation(inspection, path, typed)
 
 
-def _of_adapter(adapter: AdapterFacts, path: str, given: Given) -> NextStep:
-    chosen = choices(given.select, given.also)
+def _of_adapter(adapter: AdapterFacts, path: str, typed: InspectArguments) -> NextStep:
+    chosen = choices(typed.select, typed.also)
     merge = escaped(adapter.merge(path, chosen=chosen))
     extract = escaped(adapter.extract(path, chosen=chosen))
     remark = f"; {escaped(adapter.remark)}" if adapter.remark else ""
@@ -140,30 +136,34 @@ def _of_adapter(adapter: AdapterFacts, path: str, given: Given) -> NextStep:
     return NextStep(extract, f"or, for the merged model, `{merge}`{remark}")
 
 
-def _choice(inspection: Inspection, models: list[str], path: str, given: Given) -> NextStep:
+def _choice(
+    inspection: Inspection, models: list[str], path: str, typed: InspectArguments
+) -> NextStep:
     taken = [name for name in models if name not in inspection.refusals]
     if not taken:
         return NextStep("", f"nothing to consolidate: {escaped(inspection.refusals[models[0]])}")
-    command = _command("consolidate", path, "OUT", given=replace(given, select=taken[0]))
+    command = _command("consolidate", path, "OUT", typed=replace(typed, select=taken[0]))
     if len(taken) == 1:
-        return NextStep(command, f"the only model of {len(models)} that is written as one")
+        return NextStep(
+            command, f"the only one of {len(models)} state dicts that can be written as a model"
+        )
     others = ", ".join(map(escaped, taken[1:]))
     return NextStep(command, f"or another of the {len(taken)} models: {others}")
 
 
-def _consolidation(inspection: Inspection, path: str, given: Given) -> NextStep:
-    told = next(iter(inspection.refusals.values()), "")
-    if not told:
-        return NextStep(_command("consolidate", path, "OUT", given=given))
+def _consolidation(inspection: Inspection, path: str, typed: InspectArguments) -> NextStep:
+    refusal = next(iter(inspection.refusals.values()), "")
+    if not refusal:
+        return NextStep(_command("consolidate", path, "OUT", typed=typed))
     return NextStep(
-        _command("consolidate", path, "OUT", "--names", "live", given=given),
-        f"writes the raw state dict, since {escaped(told)}",
+        _command("consolidate", path, "OUT", "--names", "live", typed=typed),
+        f"writes the raw state dict, since {escaped(refusal)}",
     )
 
 
-def _command(name: str, *arguments: str, given: Given) -> str:
-    chosen = choices(given.select, given.also)
-    return escaped(shlex.join(["ckptkit", name, *arguments, *chosen]))
+def _command(name: str, *words: str, typed: InspectArguments) -> str:
+    chosen = choices(typed.select, typed.also)
+    return escaped(shlex.join(["ckptkit", name, *words, *chosen]))
 
 
 _LARGEST = 5
@@ -177,26 +177,20 @@ _TENSOR_RIGHT = (0, 3)
 _PARTS: tuple[Part, ...] = ("model", "optimizer", "other")
 
 
-def matching(inspection: Inspection, pattern: str) -> Inspection:
-    """Returns the report with only the tensors whose names match a pattern."""
-    kept = tuple(line for line in inspection.tensors if matches(line.name, (pattern,)))
-    return replace(inspection, tensors=kept)
-
-
 def inspection_page(
     output: Output,
     inspection: Inspection,
-    given: Given,
+    typed: InspectArguments,
     *,
     pattern: str | None,
 ) -> Iterator[str]:
     """Yields the lines of the page.
 
     Args:
-        output: Knows the width and the colours.
-        inspection: What was found, narrowed to `pattern` if there is one.
-        given: What the user typed to find it.
-        pattern: Which tensors the user asked to see.
+        output: Has the width and the colours.
+        inspection: The checkpoint, with only the tensors that match `pattern`, if there is one.
+        typed: The arguments of the inspection.
+        pattern: The value of `--tensors`, or None.
     """
     page = _Page(output, inspection)
     yield output.styled(escaped(inspection.path), "bold")
@@ -211,48 +205,55 @@ def inspection_page(
     yield from page.notes()
     yield from page.largest()
     yield from page.heading("Next")
-    step = next_step(inspection, given)
+    step = next_step(inspection, typed)
     if step.command:
         yield f"  {output.styled(step.command, 'cyan')}"
     yield from page.prose([step.remark] if step.remark else [])
 
 
 class _Page:
-    """The sections, each with its heading, absent where it has nothing to say."""
+    """The sections of the page, each with its heading; empty sections are left out."""
 
-    def __init__(self, output: Output, found: Inspection) -> None:
+    def __init__(self, output: Output, inspection: Inspection) -> None:
         self._output = output
-        self._found = found
+        self._inspection = inspection
         self._width = output.width
-        self._trees = sorted(found.trees, key=lambda tree: _PARTS.index(tree.part))
+        self._trees = sorted(inspection.trees, key=lambda tree: _PARTS.index(tree.part))
 
     def heading(self, text: str) -> Iterator[str]:
         yield ""
         yield self._output.styled(text, "bold")
 
     def facts(self) -> Iterator[str]:
-        found = self._found
-        size = f"{counted(found.files, 'file')}, {size_text(found.size_bytes)}"
-        model = escaped(found.model_type or "")
-        if found.architectures:
-            names = escaped(", ".join(map(str, found.architectures)))
+        inspection, metrics = self._inspection, self._inspection.metrics
+        size = f"{counted(inspection.files, 'file')}, {size_text(inspection.size_bytes)}"
+        model = escaped(inspection.model_type or "")
+        if inspection.architectures:
+            names = escaped(", ".join(map(str, inspection.architectures)))
             model = f"{model} ({names})" if model else names
-        yield from self._fact("format", escaped(found.format))
-        layout = f", layout {found.layout}" if found.layout else ""
-        yield from self._fact("written by", escaped(f"{_writer(found)}{layout}"))
-        yield from self._fact("step", "" if found.step is None else f"{found.step:,}")
-        yield from self._fact("saved at", escaped(found.saved_at or ""))
-        yield from self._fact("metrics", ", ".join(starmap(_metric, found.metrics.items())))
-        yield from self._fact("ranks", "" if found.world_size is None else f"{found.world_size:,}")
-        yield from self._fact("mesh", escaped(_mesh(found)))
+        yield from self._fact("format", escaped(inspection.format))
+        layout = f", layout {inspection.layout}" if inspection.layout else ""
+        yield from self._fact("written by", escaped(f"{_writer(inspection)}{layout}"))
+        yield from self._fact("step", "" if inspection.step is None else f"{inspection.step:,}")
+        yield from self._fact("saved at", escaped(inspection.saved_at or ""))
+        yield from self._fact(
+            "metrics", ", ".join(f"{escaped(name)} {value:.6g}" for name, value in metrics.items())
+        )
+        yield from self._fact(
+            "ranks", "" if inspection.world_size is None else f"{inspection.world_size:,}"
+        )
+        yield from self._fact(
+            "mesh",
+            escaped(", ".join(f"{axis.name} {axis.size:,}".strip() for axis in inspection.mesh)),
+        )
         yield from self._fact("model", model)
-        if found.peft is not None and not found.peft.is_of_lora:
-            yield from self._fact("adapter", found.peft.title)
+        if inspection.peft is not None and not inspection.peft.is_of_lora:
+            yield from self._fact("adapter", inspection.peft.title)
         yield from self._fact("on disk", size)
         yield from self._fact("also", self._objects())
-        yield from self._fact("ignored", escaped(", ".join(map(str, found.ignored))))
-        if found.problems:
-            text = counted(len(found.problems), "problem")
+        yield from self._fact("ignored", escaped(", ".join(map(str, inspection.ignored))))
+        if inspection.problems:
+            text = counted(len(inspection.problems), "problem")
             yield from self._fact("state", self._output.styled(text, "red"))
 
     def _fact(self, label: str, text: str) -> list[str]:
@@ -264,13 +265,13 @@ class _Page:
         return [first + lines[0][len(indent) :], *lines[1:]]
 
     def _objects(self) -> str:
-        objects = self._found.objects
+        objects = self._inspection.objects
         if not objects:
             return ""
         tops = Counter(name.split(".", 1)[0] for name in objects)
         named = ", ".join(name for name, _ in tops.most_common(_NAMED_OBJECTS))
         more = ", ..." if len(tops) > _NAMED_OBJECTS else ""
-        return f"{counted(len(objects), 'value')} beside the tensors ({escaped(named)}{more})"
+        return f"{counted(len(objects), 'value')} besides the tensors ({escaped(named)}{more})"
 
     def trees(self) -> Iterator[str]:
         rows = [("NAME", "PART", "TENSORS", "SIZE", "DTYPES")]
@@ -282,14 +283,14 @@ class _Page:
         yield from self._table(rows, right=(2, 3))
 
     def splits(self) -> Iterator[str]:
-        found = self._found
+        inspection = self._inspection
         lines = [
             f"{self._title(tree)}: {_ways(tree)}"
             for tree in self._trees
             if set(tree.split) - {"whole"}
         ]
-        if len(found.bytes_per_rank) > 1:
-            lines.append(_ranks(found.bytes_per_rank))
+        if len(inspection.bytes_per_rank) > 1:
+            lines.append(_ranks(inspection.bytes_per_rank))
         if not lines:
             return
         yield from self.heading("Split")
@@ -301,14 +302,14 @@ class _Page:
         return f"{name} ({tree.part})" if shared else name
 
     def ties(self) -> Iterator[str]:
-        ties = self._found.tied
+        ties = self._inspection.tied
         if not ties:
             return
         yield from self.heading("Tied weights")
         yield from self.prose(first_of([_tie(tie) for tie in ties], _LISTED_TIES))
 
     def problems(self) -> Iterator[str]:
-        problems = self._found.problems
+        problems = self._inspection.problems
         if not problems:
             return
         kinds = Counter(problem.code for problem in problems)
@@ -319,12 +320,12 @@ class _Page:
         yield from self.prose(first_of(list(map(_problem, problems)), _PROBLEMS))
 
     def notes(self) -> Iterator[str]:
-        if self._found.notes:
+        if self._inspection.notes:
             yield from self.heading("Notes")
-            yield from self.prose([escaped(note) for note in self._found.notes])
+            yield from self.prose([escaped(note) for note in self._inspection.notes])
 
     def largest(self) -> Iterator[str]:
-        lines = self._found.tensors
+        lines = self._inspection.tensors
         part = next((part for part in _PARTS if any(line.part == part for line in lines)), None)
         if part is None:
             return
@@ -336,13 +337,13 @@ class _Page:
             yield self._output.styled("  --tensors '*' lists all of them", "dim")
 
     def matches(self, pattern: str) -> Iterator[str]:
-        """Lists tensors with their whole names, however wide that is."""
-        if not self._found.tensors:
+        """Lists tensors with their full names, however wide that is."""
+        if not self._inspection.tensors:
             yield from self.heading(f"No tensor matches {escaped(repr(pattern))}")
         for tree in self._trees:
             lines = [
                 line
-                for line in self._found.tensors
+                for line in self._inspection.tensors
                 if (line.tree, line.part) == (tree.name, tree.part)
             ]
             if lines:
@@ -375,18 +376,10 @@ class _Page:
             yield from wrapped(text, width=self._width, rest="    ")
 
 
-def _writer(found: Inspection) -> str:
-    """Returns, for example, `ckptkit 0.1.0`; some writers are told with their version."""
-    is_told = found.version in found.writer
-    return found.writer if is_told else f"{found.writer} {found.version}"
-
-
-def _mesh(found: Inspection) -> str:
-    return ", ".join(f"{axis.name} {axis.size:,}".strip() for axis in found.mesh)
-
-
-def _metric(name: str, value: float) -> str:
-    return f"{escaped(name)} {value:.6g}"
+def _writer(inspection: Inspection) -> str:
+    """Returns, for example, `ckptkit 0.1.0`; the name of some writers includes the version."""
+    writer, version = inspection.writer, inspection.version
+    return writer if version in writer else f"{writer} {version}"
 
 
 def _tree_row(tree: TreeLine) -> tuple[str, str, str, str, str]:

@@ -1,19 +1,24 @@
-"""`ckptkit push`: a folder that loads becomes one commit on the Hub.
-
-`ckptkit pull`: from a repository on the Hub to a folder.
-"""
+"""`ckptkit push` and `ckptkit pull`: a model folder goes to the Hub, or comes from it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from ckptkit.core.text import size_text
-from ckptkit_cli import _job_options as options
-from ckptkit_cli._options import AsJson, ComparedNames, Quiet
-from ckptkit_cli._output import Output, counted, escaped, first_of, told
+from ckptkit_cli._command import Argument, Option, command
+from ckptkit_cli._options import (
+    COMPARED_NAMES,
+    HUB,
+    JSON,
+    NAMED,
+    PRIVATE,
+    QUIET,
+    READ,
+    REPO_ID,
+    REVISION,
+)
+from ckptkit_cli._output import Output, counted, escaped, first_of
 from ckptkit_cli._progress import Progress
 
 if TYPE_CHECKING:
@@ -22,58 +27,93 @@ if TYPE_CHECKING:
 
 
 _LISTED = 20
+_UPLOADED = "What is uploaded"
 
 
-def push(
-    folder: options.Folder,
-    repo_id: options.RepoId,
-    private: options.Private = None,
-    revision: options.Revision = None,
-    tag: options.Tag = None,
-    create_pr: options.CreatePr = False,
-    message: options.Message = None,
-    base_model: options.BaseModel = None,
-    include: options.Include = None,
-    names: ComparedNames = "auto",
-    include_optimizer: options.IncludeOptimizer = False,
-    dry_run: Annotated[
-        bool,
-        typer.Option(
-            "--dry-run",
-            help="Show what would be uploaded, skipped and deleted; change nothing.",
-            show_default=False,
-        ),
-    ] = False,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
-) -> None:
+@command(
+    Argument(
+        "folder",
+        "DIR",
+        "A folder that loads, such as consolidate and adapter extract write.",
+    ),
+    REPO_ID,
+    Option(
+        "--include",
+        _UPLOADED,
+        "Upload matching files too that are not part of a model. Can be repeated.",
+        "GLOB",
+        repeated=True,
+    ),
+    Option(
+        "--include-optimizer",
+        _UPLOADED,
+        "Upload the states of the optimizer and of random number generators too.",
+    ),
+    Option(
+        "--dry-run", _UPLOADED, "Show what would be uploaded, skipped and deleted; change nothing."
+    ),
+    Option("--message", HUB, "Message of the commit. By default, it names the step.", "TEXT"),
+    Option("--tag", HUB, "Tag for the commit, such as step-500.", "T"),
+    Option("--create-pr", HUB, "Open a pull request instead of a commit."),
+    PRIVATE,
+    REVISION,
+    COMPARED_NAMES,
+    Option(
+        "--base-model",
+        NAMED,
+        "The model that was trained, for a folder that names it by a path.",
+        "REPO_ID",
+    ),
+    JSON,
+    QUIET,
+)
+def push(output: Output, folder: str, repo_id: str, dry_run: bool, **options: Any) -> None:
     """Publish a model folder on the Hub, in one commit.
 
-    Every byte is checked against the folder's manifest on the way, and the Hub's hashes are
-    compared with what was read. A file that holds a key or a token stops the push. Run again,
-    a push that was interrupted goes on, and one that was done changes nothing. The token is
-    that of HF_TOKEN or of `hf auth login`.
+        ckptkit push models/llama org/llama --tag step-500
+
+    Every byte is checked against the manifest of the folder, and the Hub's hashes are compared
+    with what was read. A file that contains a key or a token stops the push. To resume an
+    interrupted push, run it again; if it was complete, nothing changes. The token is that of
+    HF_TOKEN or of `hf auth login`.
     """
-    _run(locals())
+    from ckptkit.hub.publish.publish import push as push_folder
+
+    with Progress(output, "push") as progress:
+        pushed = push_folder(folder, repo_id, dry_run=dry_run, **options, listener=progress.listen)
+    for note in pushed.notes:
+        output.warn(note)
+    output.document(pushed.to_json() | {"dry_run": dry_run})
+    output.lines(_push_page(output, pushed, dry_run=dry_run))
 
 
-def _run(given: dict[str, Any]) -> None:
-    output = Output(as_json=given.pop("as_json"), quiet=given.pop("quiet"))
-    folder, repo_id = given.pop("folder"), given.pop("repo_id")
-    given["include"] = given["include"] or ()
-    with told(output):
-        from ckptkit.hub.publish.publish import push as push_folder
+@command(
+    REPO_ID,
+    Argument("folder", "DIR", "A directory that does not exist or is empty."),
+    Option("--revision", READ, "Branch, tag or commit.  [default: main]", "R"),
+    JSON,
+    QUIET,
+)
+def pull(output: Output, repo_id: str, folder: str, revision: str | None) -> None:
+    """Download a model from the Hub, completely or not at all.
 
-        with Progress(output, "push") as progress:
-            pushed = push_folder(folder, repo_id, **given, listener=progress.listen)
-        for note in pushed.notes:
-            output.warn(note)
-        dry_run = given["dry_run"]
-        output.document(pushed.to_json() | {"dry_run": dry_run})
-        output.lines(_page(output, pushed, dry_run=dry_run))
+        ckptkit pull org/llama models/llama
+
+    Every file is compared with the Hub's hash, and what ckptkit pushed with the digests of its
+    manifest too. To resume an interrupted pull, run it again. Other commands accept the folder as
+    SRC: `ckptkit convert --to dcp` makes shards of it that training starts from.
+    """
+    from ckptkit.hub.download import pull as pull_repository
+
+    with Progress(output, "pull") as progress:
+        pulled = pull_repository(repo_id, folder, revision=revision, listener=progress.listen)
+    for note in pulled.notes:
+        output.warn(note)
+    output.document(pulled.to_json())
+    output.lines(_pull_page(output, pulled))
 
 
-def _page(output: Output, pushed: Pushed, *, dry_run: bool) -> Iterator[str]:
+def _push_page(output: Output, pushed: Pushed, *, dry_run: bool) -> Iterator[str]:
     yield output.styled(escaped(pushed.url), "bold")
     if pushed.new_repository:
         makes = "would make" if dry_run else "made"
@@ -102,44 +142,6 @@ def _page(output: Output, pushed: Pushed, *, dry_run: bool) -> Iterator[str]:
 def _listed(lines: tuple[str, ...] | list[str]) -> Iterator[str]:
     for line in first_of([escaped(line) for line in lines], _LISTED):
         yield f"    {line}"
-
-
-def pull(
-    repo_id: options.RepoId,
-    folder: Annotated[
-        str,
-        typer.Argument(
-            metavar="DIR", help="A directory that does not exist, or is empty.", show_default=False
-        ),
-    ],
-    revision: Annotated[
-        str | None,
-        typer.Option(
-            "--revision",
-            metavar="R",
-            help="A branch, tag or commit; main if left out.",
-            show_default=False,
-        ),
-    ] = None,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
-) -> None:
-    """Bring a model from the Hub to a folder, whole or not at all.
-
-    Every file is compared with the Hub's hash, and what ckptkit pushed with the digests of its
-    manifest too. A pull that was interrupted goes on where it stopped. The folder is a SRC for
-    the other commands: `convert --to dcp` makes shards of it that training starts from.
-    """
-    output = Output(as_json=as_json, quiet=quiet)
-    with told(output):
-        from ckptkit.hub.download import pull as pull_repository
-
-        with Progress(output, "pull") as progress:
-            pulled = pull_repository(repo_id, folder, revision=revision, listener=progress.listen)
-        for note in pulled.notes:
-            output.warn(note)
-        output.document(pulled.to_json())
-        output.lines(_pull_page(output, pulled))
 
 
 def _pull_page(output: Output, pulled: Pulled) -> Iterator[str]:

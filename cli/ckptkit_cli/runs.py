@@ -1,11 +1,4 @@
-"""`ckptkit ls`: the steps of a run.
-
-`ckptkit prune`: removes the steps of a run that no rule keeps.
-
-`ckptkit save-now`: asks a running training for a save, without a signal and from any host.
-
-What `ls` and `prune` show of a run.
-"""
+"""`ckptkit ls`, `ckptkit prune` and `ckptkit save-now`: the steps of a run."""
 
 from __future__ import annotations
 
@@ -13,151 +6,139 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, cast, get_args
-
-import typer
+from typing import Any
 
 from ckptkit.core.errors import InputError, OutputError, RefusedError, UsageError
 from ckptkit.core.text import size_text
-from ckptkit.options import check_choice, positive_number
 from ckptkit.runs.listing import RunListing
 from ckptkit.runs.marks import ask_for_save, committed_steps, run_is_live
 from ckptkit.runs.pruning import Pruned, PrunedStep
 from ckptkit.runs.run_paths import run_below
 from ckptkit.runs.save_order import BestMode, Retention
 from ckptkit.runs.steps import RunStep
-from ckptkit.storage.places import PathLike, local_path
-from ckptkit_cli import _job_options as options
-from ckptkit_cli._job_options import Run, WatchState
-from ckptkit_cli._options import AsJson, SrcOption, sources_of
-from ckptkit_cli._output import Output, counted, escaped, exit_unless, table, told, wrapped
+from ckptkit.storage.places import PathLike, local_path, place_of
+from ckptkit_cli._command import Argument, Option, command
+from ckptkit_cli._options import BEST_MODE, JSON, OUTPUT, RETENTION, RUN, SRC_OPTION, STATE
+from ckptkit_cli._output import Output, counted, escaped, exit_unless, table, wrapped
 
 
-def ls(
-    run: Run,
-    state: WatchState = None,
-    src_option: SrcOption = None,
-    as_json: AsJson = False,
-) -> None:
+@command(RUN, STATE, SRC_OPTION, JSON)
+def ls(output: Output, run: str, state: str | None, src_option: Mapping[str, Any]) -> None:
     """List the steps of a run.
 
+        ckptkit ls runs/llama
+
     Of each step: whether it is complete, its size, age and metrics, and where a watch has pushed
-    it. Headers alone are read. Steps of other frameworks are listed as well.
+    it. Only headers are read. Steps of other frameworks are listed too.
     """
-    output = Output(as_json=as_json)
-    with told(output):
-        from ckptkit.runs.listing import list_run
+    from ckptkit.runs.listing import list_run
 
-        listing = list_run(taken_run(output, sources_of(run, src_option).first), state=state)
-        now = time.time()
-        output.document(listing.to_json(now=now))
-        output.lines(listing_page(output, listing, now=now))
+    listing = list_run(_find_run(output, place_of(run, src_option)), state=state)
+    now = time.time()
+    output.document(listing.to_json(now=now))
+    output.lines(listing_page(output, listing, now=now))
 
 
+@command(
+    RUN,
+    *RETENTION,
+    BEST_MODE,
+    Option("--dry-run", OUTPUT, "Show what would be removed; remove nothing."),
+    STATE,
+    SRC_OPTION,
+    JSON,
+)
 def prune(
-    run: options.Run,
-    keep_last: options.KeepLast = None,
-    keep_every: options.KeepEvery = None,
-    keep_best: options.KeepBest = None,
-    best_mode: options.BestModeChoice = "min",
-    dry_run: options.DryRun = False,
-    state: options.WatchState = None,
-    src_option: SrcOption = None,
-    as_json: AsJson = False,
+    output: Output,
+    run: str,
+    keep_last: int | None,
+    keep_every: int | None,
+    keep_best: str | None,
+    best_mode: BestMode,
+    *,
+    dry_run: bool,
+    state: str | None,
+    src_option: Mapping[str, Any],
 ) -> None:
     """Remove the steps of a run that no rule keeps.
 
-    A step stays if any rule keeps it. Whatever the rules say, the newest complete step stays, and
-    so do steps that are not complete, that somebody reads or pushes at this moment, or that the
-    Trainer calls its best. A kill at any moment leaves each step whole or gone.
-    """
-    output = Output(as_json=as_json)
-    with told(output):
-        from ckptkit.runs.pruning import prune_run
+        ckptkit prune runs/llama --keep-last 3 --keep-best eval_loss --dry-run
 
-        check_choice("--best-mode", best_mode, get_args(BestMode))
-        retention = Retention(
-            keep_last=positive_number(keep_last, option="--keep-last", example=3),
-            keep_every=positive_number(keep_every, option="--keep-every", example=1000),
-            keep_best=keep_best,
-            best_mode=cast(BestMode, best_mode),
-        )
-        place = taken_run(output, sources_of(run, src_option).first)
-        pruned = prune_run(place, retention, dry_run=dry_run, state=state)
-        now = time.time()
-        output.document(pruned.to_json(now=now))
-        output.lines(pruned_page(output, pruned, now=now))
-        for one in pruned.failed:
-            output.warn(f"{one.step.path} was not removed: {one.why}")
-        exit_unless(not pruned.failed, OutputError)
+    A step stays if any rule keeps it. The newest complete step always stays, and so do steps that
+    are not complete, that are being read or pushed, or that the Trainer calls its best. If the
+    command is killed, each step is either whole or gone.
+    """
+    from ckptkit.runs.pruning import prune_run
+
+    retention = Retention(keep_last, keep_every, keep_best, best_mode)
+    place = _find_run(output, place_of(run, src_option))
+    pruned = prune_run(place, retention, dry_run=dry_run, state=state)
+    now = time.time()
+    output.document(pruned.to_json(now=now))
+    output.lines(pruned_page(output, pruned, now=now))
+    for failure in pruned.failed:
+        output.warn(f"{failure.step.path} was not removed: {failure.why}")
+    exit_unless(not pruned.failed, OutputError)
 
 
 _POLL_SECONDS = 0.5
 
 
-def save_now(
-    run: Annotated[
-        str,
-        typer.Argument(
-            metavar="RUN", help="The directory that the training saves to.", show_default=False
-        ),
-    ],
-    wait: Annotated[
-        str | None,
-        typer.Option(
-            "--wait",
-            metavar="SECONDS",
-            help="Wait until the step is saved, at most so long, and print its path.",
-            show_default=False,
-        ),
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Ask a running training for a save.
-
-    All its ranks save at one of their next steps, and training goes on. The training must use
-    ckptkit's Checkpointer and ask its should_save at every step. Exits 4 when no job writes to
-    RUN, or when the save does not come in the time of --wait.
-    """
-    output = Output(as_json=as_json)
-    with told(output):
-        seconds = _seconds(wait)
-        path = local_path(run)
-        before = _leave_request(output, run, path)
-        saved = None if seconds is None else _wait(path, before, seconds)
-        output.document({"run": run, "asked": True, "saved": saved})
-        if saved is None:
-            said = f"asked {escaped(run)} for a save; the run takes it at its next step"
-            output.lines([said])
-        else:
-            output.lines([f"saved {output.styled(escaped(saved), 'bold')}"])
-
-
-def _seconds(wait: str | None) -> float | None:
+def _parse_wait(text: str) -> float:
     try:
-        seconds = None if wait is None else float(wait)
+        seconds = float(text)
     except ValueError:
         seconds = 0.0
-    if seconds is not None and not 0 < seconds < float("inf"):
+    if not 0 < seconds < float("inf"):
         raise UsageError(
-            f"{wait!r} is no number of seconds above 0", where="--wait", hint="pass --wait 600"
+            f"{text!r} is not a number of seconds above 0", where="--wait", hint="pass --wait 600"
         )
     return seconds
 
 
-def _leave_request(output: Output, run: str, path: Path) -> dict[int, tuple[Path, int]]:
-    """Leaves the request, and returns the steps that were there before."""
+@command(
+    Argument("run", "RUN", "The directory that the training saves to."),
+    Option(
+        "--wait",
+        OUTPUT,
+        "Wait until the step is saved, for at most SECONDS, and print its path.",
+        "SECONDS",
+        parse=_parse_wait,
+    ),
+    JSON,
+)
+def save_now(output: Output, run: str, wait: float | None) -> None:
+    """Request a save from a running training.
+
+        ckptkit save-now runs/llama --wait 600
+
+    All its ranks save at one of their next steps, and training continues. The training must use
+    ckptkit's Checkpointer and call its should_save at every step. Exits with 4 if no job writes to
+    RUN, or if no step is saved within the time of --wait.
+    """
+    path = local_path(run)
+    before = _request_save(output, run, path)
+    saved = None if wait is None else _wait_for_step(path, before, wait)
+    output.document({"run": run, "asked": True, "saved": saved})
+    if saved is None:
+        output.lines([f"requested a save of {escaped(run)}; the run saves at its next step"])
+    else:
+        output.lines([f"saved {output.styled(escaped(saved), 'bold')}"])
+
+
+def _request_save(output: Output, run: str, path: Path) -> dict[int, tuple[Path, int]]:
+    """Writes the request, and returns the steps that existed before."""
     if not path.is_dir():
         raise InputError(
-            "no directory was found where that of a run was expected",
+            "expected the directory of a run, found none",
             where=run,
-            hint="pass the directory that the Checkpointer was given",
+            hint="pass the directory of the Checkpointer",
         )
     try:
         live = run_is_live(path)
         if live is False:
             raise RefusedError(
-                "no job is writing to the run, so nobody would take the request",
+                "no job is writing to the run, so nothing would answer the request",
                 where=run,
                 hint="start the training first; its Checkpointer locks the directory",
             )
@@ -165,17 +146,17 @@ def _leave_request(output: Output, run: str, path: Path) -> dict[int, tuple[Path
         ask_for_save(path)
     except OSError as error:
         raise OutputError(
-            f"the request cannot be left: {error.strerror or error}", where=run
+            f"the request cannot be written: {error.strerror or error}", where=run
         ) from error
     if live is None:
         output.warn("the file system has no locks, so it is unknown whether a job runs")
     return before
 
 
-def _wait(path: Path, before: dict[int, tuple[Path, int]], seconds: float) -> str:
+def _wait_for_step(path: Path, before: dict[int, tuple[Path, int]], seconds: float) -> str:
     deadline = time.monotonic() + seconds
     while True:
-        new = {s: found for s, found in _committed(path).items() if before.get(s) != found}
+        new = {step: at for step, at in _committed(path).items() if before.get(step) != at}
         if new:
             return str(new[max(new)][0])
         left = deadline - time.monotonic()
@@ -183,7 +164,7 @@ def _wait(path: Path, before: dict[int, tuple[Path, int]], seconds: float) -> st
             raise RefusedError(
                 f"no new step was complete within {seconds:g} s of the request",
                 where=str(path),
-                hint="see the log of the training; the request stands until rank 0 takes it",
+                hint="see the log of the training; the request stays until rank 0 answers it",
             )
         time.sleep(min(_POLL_SECONDS, left))
 
@@ -203,7 +184,7 @@ _RIGHT = (2, 3)
 
 
 def age_text(seconds: float) -> str:
-    """Returns an age in a unit of which there are two at least, so that it reads at a glance.
+    """Returns an age in the largest unit of which it has at least two.
 
     >>> age_text(5), age_text(150), age_text(8000), age_text(200_000)
     ('5 s', '2 min', '2 h', '2 d')
@@ -214,11 +195,11 @@ def age_text(seconds: float) -> str:
     return f"{max(seconds, 0):.0f} s"
 
 
-def taken_run(output: Output, run: PathLike) -> PathLike:
-    """Returns the run that is meant, and tells of one that lies below what was named."""
+def _find_run(output: Output, run: PathLike) -> PathLike:
+    """Returns the run at or below a directory, and warns if it is below."""
     below = run_below(run)
     if os.fspath(below) != os.fspath(run):
-        output.warn(f"no step lies in {os.fspath(run)}; the run {os.fspath(below)} was taken")
+        output.warn(f"{os.fspath(run)} has no steps; using the run {os.fspath(below)}")
     return below
 
 
@@ -226,7 +207,7 @@ def listing_page(output: Output, listing: RunListing, *, now: float) -> Iterator
     """Yields the lines of `ckptkit ls`."""
     yield f"{output.styled(escaped(listing.location), 'bold')}{_liveness(listing.live)}"
     rows: list[tuple[str, ...]] = [("step", "state", "size", "age", "metrics", "pushed to")]
-    rows += [_listed(step, now) for step in listing.steps]
+    rows += [_listing_row(step, now) for step in listing.steps]
     yield from table(rows, width=output.width, right=_RIGHT, elastic=(5, 4, 0))
     for step in listing.steps:
         if not step.complete:
@@ -245,11 +226,11 @@ def pruned_page(output: Output, pruned: Pruned, *, now: float) -> Iterator[str]:
     """Yields the lines of `ckptkit prune`; a dry run shows the same table."""
     yield output.styled(escaped(pruned.location), "bold")
     rows: list[tuple[str, ...]] = [("step", "verdict", "size", "age", "metrics", "why")]
-    rows += [_verdict(one, now, dry_run=pruned.dry_run) for one in pruned.steps]
+    rows += [_verdict_row(step, now, dry_run=pruned.dry_run) for step in pruned.steps]
     yield from table(rows, width=output.width, right=_RIGHT, elastic=(5, 4, 0))
     for name in pruned.cleared:
-        done = "would be cleared up" if pruned.dry_run else "was cleared up"
-        yield escaped(f"  {name}: what an interrupted removal had left {done}")
+        verb = "would be removed" if pruned.dry_run else "was removed"
+        yield escaped(f"  {name}: the rest of an interrupted removal {verb}")
     for note in pruned.notes:
         yield from wrapped(escaped(note), width=output.width)
     count, size = counted(len(pruned.removed), "step"), size_text(pruned.freed_bytes)
@@ -263,15 +244,15 @@ def _liveness(live: bool | None) -> str:
     return ", a job is writing to it" if live else ", no job is writing to it"
 
 
-def _listed(step: RunStep, now: float) -> tuple[str, ...]:
+def _listing_row(step: RunStep, now: float) -> tuple[str, ...]:
     state = "complete" if step.complete else "incomplete"
     return (escaped(step.name), state, *_facts(step, now), escaped(_pushes(step)))
 
 
-def _verdict(one: PrunedStep, now: float, *, dry_run: bool) -> tuple[str, ...]:
-    gone = "would go" if dry_run else "removed"
-    action = {"keep": "stays", "remove": gone, "failed": "not removed"}[one.action]
-    return (escaped(one.step.name), action, *_facts(one.step, now), escaped(one.why))
+def _verdict_row(pruned: PrunedStep, now: float, *, dry_run: bool) -> tuple[str, ...]:
+    removed = "would go" if dry_run else "removed"
+    verdict = {"keep": "stays", "remove": removed, "failed": "not removed"}[pruned.action]
+    return (escaped(pruned.step.name), verdict, *_facts(pruned.step, now), escaped(pruned.why))
 
 
 def _facts(step: RunStep, now: float) -> tuple[str, str, str]:

@@ -1,11 +1,4 @@
-"""`ckptkit watch`: a sidecar that pushes each committed step of a run to the Hub.
-
-The run of `ckptkit watch`: from its options to its exit status.
-
-The options of `ckptkit watch`.
-
-Where a watch waits: for time, for news on standard input, or for its end.
-"""
+"""`ckptkit watch`: a sidecar that pushes each committed step of a run to the Hub."""
 
 from __future__ import annotations
 
@@ -15,305 +8,304 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, cast, get_args
+from typing import Any, get_args
 
 import typer
 
 from ckptkit.adapters.sources import AdapterRequest
 from ckptkit.core.errors import AmbiguousSourceError, CkptkitError, NotACheckpointError, UsageError
+from ckptkit.core.text import size_text
+from ckptkit.engine.outcome import BytesWritten, Event, Started
 from ckptkit.hub.watch.build import BuildSettings, PushChoice, PushKind
-from ckptkit.hub.watch.events import MetricsServer, WatchEvent, WatchMetrics
+from ckptkit.hub.watch.events import EventName, MetricsServer, WatchEvent, WatchMetrics
 from ckptkit.hub.watch.hub_branch import BranchSettings
 from ckptkit.hub.watch.start import WatchRequest, run_watch
 from ckptkit.hub.watch.watch import WATCH_RETRIES, WatchSettings
-from ckptkit.options import (
-    ConsolidateRequest,
-    check_choice,
-    file_limit,
-    make_resources,
-    name_prefixes,
-    positive_number,
-)
+from ckptkit.options import ConsolidateRequest, positive_number, resources_of
 from ckptkit.plan.load_report import PUSH_OF_TRAINING, WATCH
 from ckptkit.runs.run_paths import run_below
-from ckptkit.runs.save_order import BestMode, Retention
-from ckptkit.storage.locations import parse_options
-from ckptkit.storage.places import PathLike, Place, is_url
-from ckptkit_cli import _job_options as hub_options
-from ckptkit_cli import _job_options as parts
-from ckptkit_cli import _job_options as run_options
+from ckptkit.runs.save_order import Retention
+from ckptkit.storage.places import Place, is_url
 from ckptkit_cli import _options as options
-from ckptkit_cli._options import SrcOption
-from ckptkit_cli._output import Output, Stopped, told
-from ckptkit_cli._pages import WatchPage
-from ckptkit_cli.consolidate import worker_count
+from ckptkit_cli._command import Option, command, parse_values
+from ckptkit_cli._options import HUB, KEPT, OUTPUT, WRITTEN
+from ckptkit_cli._output import Output, Stopped, counted, escaped, first_of, shortened, stamped
 
-Repository = Annotated[
-    str,
-    typer.Option(
-        "--push",
-        metavar="REPO_ID",
-        help="The repository, such as org/name; it is made if it is not there.",
-        show_default=False,
-    ),
-]
-Every = Annotated[
-    str | None,
-    typer.Option(
-        "--every", metavar="N", help="Push only steps divisible by N.", show_default=False
-    ),
-]
-Best = Annotated[
-    str | None,
-    typer.Option(
-        "--best",
-        metavar="METRIC",
-        help="Push a step only if its METRIC is better than that of all others.",
-        show_default=False,
-    ),
-]
-LastOnly = Annotated[
-    bool,
-    typer.Option(
-        "--last-only", help="Of several steps that wait, push the newest.", show_default=False
-    ),
-]
-Once = Annotated[
-    bool,
-    typer.Option(
-        "--once",
-        help="Push what is there and end, for cron; the exit status tells.",
-        show_default=False,
-    ),
-]
-UntilEof = Annotated[
-    bool,
-    typer.Option(
-        "--until-eof",
-        help="End once standard input does, and everything is pushed; a line on it has the run"
-        " looked at.",
-        show_default=False,
-    ),
-]
-AtEnd = Annotated[
-    bool,
-    typer.Option("--at-end", help="Push nothing before the end of --until-eof.", hidden=True),
-]
-WaitForLock = Annotated[
-    bool,
-    typer.Option("--wait-for-lock", help="Wait for another watch of RUN to end.", hidden=True),
-]
-WholeStep = Annotated[
-    str | None,
-    typer.Option(
-        "--whole-step",
-        metavar="FOLDER",
-        help="Push the step itself too, optimizer and all, into a folder of that name in the"
-        " repository; {step} stands for its number.",
-        show_default=False,
-    ),
-]
-WeightsOnly = Annotated[
-    bool,
-    typer.Option(
-        "--weights-only",
-        help="Push weights without a config.json too, where neither the step nor --base has one.",
-        show_default=False,
-    ),
-]
-Include = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--include",
-        metavar="GLOB",
-        help="With --whole-step: push matching files of the step too, which are not known as part"
-        " of one; may be repeated.",
-        show_default=False,
-    ),
-]
-State = Annotated[
-    str | None,
-    typer.Option(
-        "--state",
-        metavar="DIR",
-        help="Where to keep journal, lock and what is built; in RUN itself if left out.",
-        show_default=False,
-    ),
-]
-Interval = Annotated[
-    str | None,
-    typer.Option(
-        "--interval",
-        metavar="SECONDS",
-        help="How often to look at RUN.  [default: 5, of a URL 30]",
-        show_default=False,
-    ),
-]
-MetricsPort = Annotated[
-    str | None,
-    typer.Option(
-        "--metrics-port",
-        metavar="P",
-        help="Serve /metrics for Prometheus at this port; 0 takes a free one.",
-        show_default=False,
-    ),
-]
-MetricsHost = Annotated[
-    str,
-    typer.Option(
-        "--metrics-host", metavar="ADDRESS", help="Where to serve them; 0.0.0.0 for all to see."
-    ),
-]
-TagPrefix = Annotated[
-    str, typer.Option("--tag-prefix", metavar="TEXT", help="What tags have before the step.")
-]
-As = Annotated[
-    str,
-    typer.Option(
-        "--as",
-        metavar="|".join(get_args(PushKind)),
-        help="What to make of a step; 'auto' takes the adapter where PEFT trained one.",
-    ),
-]
-JsonLines = Annotated[
-    bool,
-    typer.Option(
-        "--json", help="Print one JSON document per line for each event.", show_default=False
-    ),
-]
-SourceOptionsFrom = Annotated[
-    str | None,
-    typer.Option(
-        "--src-options-from",
-        metavar="VARIABLE",
-        help="The same, as a JSON object in an environment variable; no list of processes has it.",
-        show_default=False,
-    ),
-]
-
-
-def watch(
-    run: run_options.Run,
-    push: Repository,
-    every: Every = None,
-    best: Best = None,
-    best_mode: run_options.BestModeChoice = "min",
-    last_only: LastOnly = False,
-    once: Once = False,
-    until_eof: UntilEof = False,
-    at_end: AtEnd = False,
-    wait_for_lock: WaitForLock = False,
-    private: hub_options.Private = None,
-    revision: hub_options.Revision = None,
-    tag_prefix: TagPrefix = "step-",
-    make: As = "auto",
-    whole_step: WholeStep = None,
-    include: Include = None,
-    adapter: options.Adapter = None,
-    adapter_config: options.AdapterConfig = None,
-    dtype: options.DType = "keep",
-    base: options.Base = None,
-    names: options.Names = "auto",
-    strip_prefix: parts.StripPrefix = None,
-    weights_only: WeightsOnly = False,
-    max_shard_size: options.MaxShardSize = None,
-    keep_last: run_options.KeepLast = None,
-    keep_every: run_options.KeepEvery = None,
-    keep_best: run_options.KeepBest = None,
-    state: State = None,
-    interval: Interval = None,
-    src_option: SrcOption = None,
-    src_options_from: SourceOptionsFrom = None,
-    workers: options.Workers = None,
-    memory_budget: options.MemoryBudget = "64MB",
-    metrics_port: MetricsPort = None,
-    metrics_host: MetricsHost = "127.0.0.1",
-    as_json: JsonLines = False,
-    quiet: options.Quiet = False,
-) -> None:
-    """Push each step of a run to the Hub as it is committed.
-
-    Each step becomes a verified model folder or adapter, and one commit with one tag; a kill
-    neither loses nor repeats it. With --keep-last and others, prune then removes steps of RUN.
-    """
-    given = dict(locals())
-    output = Output(quiet=quiet or as_json)
-    with told(output):
-        watch_run(output, given)
-
-
-_READ_BYTES = 4096
-
-
-class WatchPauses:
-    """Waits until there may be news; told to end by whoever closes standard input."""
-
-    def __init__(self, *, ending: bool, reads_input: bool) -> None:
-        """Begins to read standard input, if it is to be read.
-
-        Args:
-            ending: Whether the watch ends as soon as nothing waits.
-            reads_input: Whether it does once standard input has ended.
-        """
-        self.ending = ending
-        self._news = threading.Event()
-        if reads_input:
-            threading.Thread(target=self._read, name="ckptkit-input", daemon=True).start()
-
-    def wait(self, seconds: float) -> None:
-        """Waits, at most so long: less when there may be news."""
-        self._news.wait(seconds)
-        self._news.clear()
-
-    def _read(self) -> None:
-        # Not through sys.stdin, whose lock a thread must not hold when the interpreter ends.
-        try:
-            descriptor = sys.stdin.fileno()
-            while os.read(descriptor, _READ_BYTES):
-                self._news.set()
-        except (AttributeError, OSError, ValueError):
-            pass  # closed from the beginning: it has ended
-        self.ending = True
-        self._news.set()
-
-
+_PUSHED = "Which steps are pushed"
+_TIMING = "When"
 _LOCAL_SECONDS, _REMOTE_SECONDS = 5.0, 30.0
 _LEAST_SECONDS, _MOST_SECONDS = 0.05, 86_400.0
-_ONCE_TRIES = 2  # whoever starts a watch that ends at once is there, or starts it again
+_ONCE_TRIES = 2  # with --once, cron or a person runs the watch again
 _MOST_PORT = 65_535
 _FOLDER_NAME = re.compile(r"(?!ckptkit)[A-Za-z0-9_{][A-Za-z0-9_{}.-]*")
 
 
-def watch_run(output: Output, given: Mapping[str, Any]) -> None:
-    """Runs the command.
+def _parse_number(text: str, option: str, least: float, most: float, example: int) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if least <= number <= most:
+        return number
+    raise UsageError(
+        f"{text!r} is not a number from {least:g} to {most:,.0f}",
+        where=option,
+        hint=f"pass {option} {example}",
+    )
 
-    Args:
-        output: Takes messages.
-        given: The options, by the names of their parameters.
+
+def _parse_folder(text: str) -> str:
+    if not _FOLDER_NAME.fullmatch(text):
+        raise UsageError(
+            f"{text!r} is not a name of a folder",
+            where="--whole-step",
+            hint="pass --whole-step last-checkpoint, or checkpoint-{step}",
+        )
+    return text
+
+
+def _parse_variable(name: str) -> dict[str, Any]:
+    """Reads the environment variable that `--src-options-from` names."""
+    try:
+        value = json.loads(os.environ.get(name, ""))
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise UsageError(
+            f"the environment variable {name!r} contains no JSON object",
+            where="--src-options-from",
+        )
+    return value
+
+
+_OPTIONS = (
+    options.RUN,
+    Option(
+        "--push",
+        HUB,
+        "The repository, such as org/name; it is created if it does not exist.",
+        "REPO_ID",
+        required=True,
+    ),
+    options.PRIVATE,
+    options.REVISION,
+    Option("--tag-prefix", HUB, "Beginning of tags, before the step.", "TEXT", default="step-"),
+    Option(
+        "--every",
+        _PUSHED,
+        "Push only steps divisible by N.",
+        "N",
+        parse=partial(positive_number, option="--every", example=1000),
+    ),
+    Option(
+        "--best",
+        _PUSHED,
+        "Push a step only if its METRIC is better than that of all others.",
+        "METRIC",
+    ),
+    Option("--last-only", _PUSHED, "Of several steps that wait, push only the newest."),
+    options.ADAPTER,
+    options.ADAPTER_CONFIG,
+    options.BASE,
+    Option(
+        "--as",
+        WRITTEN,
+        "What to make of a step. 'auto' takes the adapter if PEFT trained one.",
+        choices=get_args(PushKind),
+        default="auto",
+        keyword="make",
+    ),
+    Option(
+        "--whole-step",
+        WRITTEN,
+        "Push the step itself too, with the optimizer, into this folder of the repository; {step}"
+        " stands for its number.",
+        "FOLDER",
+        parse=_parse_folder,
+    ),
+    Option(
+        "--include",
+        WRITTEN,
+        "With --whole-step: push matching files of the step too that are not known as part of one."
+        " Can be repeated.",
+        "GLOB",
+        repeated=True,
+    ),
+    Option(
+        "--weights-only",
+        WRITTEN,
+        "Push weights without a config.json, if neither the step nor --base has one.",
+    ),
+    options.MAX_SHARD_SIZE,
+    options.DTYPE,
+    options.NAMES,
+    options.STRIP_PREFIX,
+    Option("--once", _TIMING, "Push the steps that exist, then end; for cron."),
+    Option(
+        "--until-eof",
+        _TIMING,
+        "End once standard input ends and everything is pushed. A line on it starts a look at RUN.",
+    ),
+    Option("--at-end", _TIMING, "Push nothing before the end of --until-eof.", hidden=True),
+    Option("--wait-for-lock", _TIMING, "Wait until another watch of RUN has ended.", hidden=True),
+    Option(
+        "--interval",
+        _TIMING,
+        "Time between two looks at RUN.  [default: 5, for a URL 30]",
+        "SECONDS",
+        parse=partial(
+            _parse_number,
+            option="--interval",
+            least=_LEAST_SECONDS,
+            most=_MOST_SECONDS,
+            example=10,
+        ),
+    ),
+    *options.RETENTION,
+    Option(
+        "--best-mode",
+        KEPT,
+        "Whether the smallest or the largest value is best, for --best too.",
+        choices=options.BEST_MODE.choices,
+        default="min",
+    ),
+    Option(
+        "--state",
+        _TIMING,
+        "Directory for journal, lock and what is built; by default in RUN.",
+        "DIR",
+    ),
+    options.WORKERS,
+    options.MEMORY_BUDGET,
+    options.SRC_OPTION,
+    Option(
+        "--src-options-from",
+        options.STORAGE,
+        "The same, as a JSON object in an environment variable, which no list of processes shows.",
+        "VARIABLE",
+        parse=_parse_variable,
+    ),
+    Option(
+        "--metrics-port",
+        OUTPUT,
+        "Serve /metrics for Prometheus at this port; 0 takes a free one.",
+        "P",
+        parse=partial(
+            _parse_number, option="--metrics-port", least=0, most=_MOST_PORT, example=9100
+        ),
+    ),
+    Option(
+        "--metrics-host",
+        OUTPUT,
+        "Address to serve metrics at; 0.0.0.0 makes them public.",
+        "ADDRESS",
+        default="127.0.0.1",
+    ),
+    Option(
+        "--json", OUTPUT, "Print one JSON document per event, on one line.", keyword="json_lines"
+    ),
+    options.QUIET,
+)
+
+
+@command(*_OPTIONS, parses=False)
+def watch(output: Output, json_lines: bool, **typed: Any) -> None:
+    """Push each step of a run to the Hub as it is committed.
+
+        ckptkit watch runs/llama --push org/llama
+        ckptkit watch runs/llama --push org/llama --best eval_loss --once
+
+    Each step becomes a verified model folder or adapter, and one commit with one tag. A kill
+    neither loses nor repeats a step. With --keep-last and the like, steps of RUN that no rule
+    keeps are removed after the push.
     """
+    output.quiet = output.quiet or json_lines
     metrics = WatchMetrics()
-    page = WatchPage(output, metrics, as_json=given["as_json"])
-    with _last_words(page) as last:
-        request = _at_run(_request(given), page, given)
-        with _served(metrics, given, page):
-            pauses = WatchPauses(ending=given["once"], reads_input=given["until_eof"])
+    page = WatchPage(output, metrics, as_json=json_lines)
+    with _report_end(page) as end:
+        values = parse_values(_OPTIONS, typed)
+        request = _find_run(_make_request(values), page, values)
+        with _serve_metrics(metrics, values, page):
+            pauses = WatchPauses(ending=values["once"], reads_input=values["until_eof"])
             done = run_watch(request, pauses, page.listen, page.progress)
         if done.failures:
-            last["failed"] = list(done.failures)
+            end["failed"] = list(done.failures)
     for error in done.failures.values():
         raise typer.Exit(error.exit_status)
 
 
-def _at_run(request: WatchRequest, page: WatchPage, given: Mapping[str, Any]) -> WatchRequest:
-    """Has a watch of a folder above a run take that run."""
-    if given["wait_for_lock"]:
+def _make_request(values: Mapping[str, Any]) -> WatchRequest:
+    run = Place(values["run"], values["src_option"] | (values["src_options_from"] or {}))
+    state = None if values["state"] is None else Path(values["state"])
+    include = tuple(values["include"])
+    if include and not values["whole_step"]:
+        raise UsageError(
+            "adds files to --whole-step, which was not passed",
+            where="--include",
+            hint="pass --whole-step last-checkpoint as well",
+        )
+    # Training, which starts a watch too, checks metrics and names itself, and may end before its
+    # first step.
+    of_training = values["wait_for_lock"]
+    named = {"--best": values["best"], "--keep-best": values["keep_best"]}
+    default_seconds = _REMOTE_SECONDS if is_url(run) else _LOCAL_SECONDS
+    retries = replace(WATCH_RETRIES, attempts=_ONCE_TRIES) if values["once"] else WATCH_RETRIES
+    settings = WatchSettings(
+        choice=PushChoice(
+            **{name: values[name] for name in ("every", "best", "best_mode", "last_only")}
+        ),
+        making=_make_output(values),
+        poll_seconds=default_seconds if values["interval"] is None else values["interval"],
+        at_end=values["at_end"],
+        retries=retries,
+        metrics={} if of_training else {k: v for k, v in named.items() if v is not None},
+        needs_steps=not of_training,
+    )
+    return WatchRequest(
+        run=run,
+        repo_id=values["push"],
+        state=state,
+        settings=settings,
+        branch=BranchSettings(
+            private=values["private"], revision=values["revision"], include=include
+        ),
+        tag_prefix=values["tag_prefix"],
+        retention=Retention(
+            **{name: values[name] for name in ("keep_last", "keep_every", "keep_best", "best_mode")}
+        ),
+        waits_for_lock=of_training,
+    )
+
+
+def _make_output(values: Mapping[str, Any]) -> BuildSettings:
+    return BuildSettings(
+        kind=values["make"],
+        request=ConsolidateRequest.from_options(
+            {k: values[k] for k in ("dtype", "names", "strip_prefix", "max_shard_size")}
+        ),
+        adapter=AdapterRequest(adapter=values["adapter"], config=values["adapter_config"]),
+        base=values["base"],
+        needs_config=not values["weights_only"],
+        resources=resources_of(values),
+        state_folder=values["whole_step"] or "",
+        advice=PUSH_OF_TRAINING if values["wait_for_lock"] else WATCH,
+    )
+
+
+def _find_run(request: WatchRequest, page: WatchPage, values: Mapping[str, Any]) -> WatchRequest:
+    """Replaces a folder that contains one run by that run, if the watch ends by itself.
+
+    A watch without an end keeps the folder that it was given, which may get steps.
+    """
+    if values["wait_for_lock"]:
         return request
-    # One that goes on for ever keeps to the folder that it was given, which may get steps.
-    ends = given["once"] or given["until_eof"]
+    ends = values["once"] or values["until_eof"]
     try:
         below = run_below(request.run)
     except (AmbiguousSourceError, NotACheckpointError) as error:
@@ -327,15 +319,18 @@ def _at_run(request: WatchRequest, page: WatchPage, given: Mapping[str, Any]) ->
         raise
     if os.fspath(below) == os.fspath(request.run):
         return request
-    text = f"no step lies in {os.fspath(request.run)}; the run {os.fspath(below)}"
-    text += " was taken" if ends else " below it holds steps, and is not watched"
+    text = f"{os.fspath(request.run)} has no steps; "
+    if ends:
+        text += f"using the run {os.fspath(below)}"
+    else:
+        text += f"the run {os.fspath(below)} below it is not watched"
     page.listen(WatchEvent("warning", None, {"message": text}))
     return replace(request, run=below) if ends else request
 
 
 @contextmanager
-def _last_words(page: WatchPage) -> Iterator[dict[str, Any]]:
-    """Has the last event tell how the watch ended, and what else is put into its facts."""
+def _report_end(page: WatchPage) -> Iterator[dict[str, Any]]:
+    """Reports as the last event how the watch ended, with all facts that the block adds."""
     facts: dict[str, Any] = {}
     try:
         yield facts
@@ -354,13 +349,14 @@ def _last_words(page: WatchPage) -> Iterator[dict[str, Any]]:
 
 
 @contextmanager
-def _served(metrics: WatchMetrics, given: Mapping[str, Any], page: WatchPage) -> Iterator[None]:
-    """Serves the metrics, if they are asked for."""
-    if given["metrics_port"] is None:
+def _serve_metrics(
+    metrics: WatchMetrics, values: Mapping[str, Any], page: WatchPage
+) -> Iterator[None]:
+    """Serves the metrics, if a port was passed."""
+    if values["metrics_port"] is None:
         yield
         return
-    port = _number(given["metrics_port"], "--metrics-port", 0, _MOST_PORT)
-    server = MetricsServer(metrics, int(port), given["metrics_host"])
+    server = MetricsServer(metrics, int(values["metrics_port"]), values["metrics_host"])
     try:
         page.listen(WatchEvent("serving", None, {"url": server.url}))
         yield
@@ -368,131 +364,173 @@ def _served(metrics: WatchMetrics, given: Mapping[str, Any], page: WatchPage) ->
         server.close()
 
 
-def _request(given: Mapping[str, Any]) -> WatchRequest:
-    run = _run(given)
-    check_choice("--as", given["make"], get_args(PushKind))
-    check_choice("--best-mode", given["best_mode"], get_args(BestMode))
-    mode = cast(BestMode, given["best_mode"])
-    whole = _folder_name(given["whole_step"])
-    state = None if given["state"] is None else Path(given["state"])
-    retries = replace(WATCH_RETRIES, attempts=_ONCE_TRIES) if given["once"] else WATCH_RETRIES
-    return WatchRequest(
-        run=run,
-        repo_id=given["push"],
-        state=state,
-        settings=WatchSettings(
-            choice=PushChoice(
-                every=positive_number(given["every"], option="--every", example=1000),
-                best=given["best"],
-                best_mode=mode,
-                last_only=given["last_only"],
-            ),
-            making=_making(given, whole),
-            poll_seconds=_interval(given["interval"], run),
-            at_end=given["at_end"],
-            retries=retries,
-            metrics=_metrics(given),
-            # Training, which starts a watch too, may end before its first step.
-            needs_steps=not given["wait_for_lock"],
-        ),
-        branch=BranchSettings(
-            private=given["private"],
-            revision=given["revision"],
-            include=_include(given, whole),
-        ),
-        tag_prefix=given["tag_prefix"],
-        retention=Retention(
-            keep_last=positive_number(given["keep_last"], option="--keep-last", example=3),
-            keep_every=positive_number(given["keep_every"], option="--keep-every", example=1000),
-            keep_best=given["keep_best"],
-            best_mode=mode,
-        ),
-        waits_for_lock=given["wait_for_lock"],
-    )
+_READ_BYTES = 4096
 
 
-def _metrics(given: Mapping[str, Any]) -> Mapping[str, str]:
-    """Returns the metrics that rules need; training, which starts a watch, looks at its own."""
-    named = {"--best": given["best"], "--keep-best": given["keep_best"]}
-    return {} if given["wait_for_lock"] else {k: v for k, v in named.items() if v is not None}
+class WatchPauses:
+    """Waits for time, for news on standard input, or for the end of standard input."""
+
+    def __init__(self, *, ending: bool, reads_input: bool) -> None:
+        """Starts to read standard input, if `reads_input`.
+
+        Args:
+            ending: Whether the watch ends as soon as nothing waits.
+            reads_input: Whether it does so once standard input has ended.
+        """
+        self.ending = ending
+        self._news = threading.Event()
+        if reads_input:
+            threading.Thread(target=self._read, name="ckptkit-input", daemon=True).start()
+
+    def wait(self, seconds: float) -> None:
+        """Waits for news, at most this long."""
+        self._news.wait(seconds)
+        self._news.clear()
+
+    def _read(self) -> None:
+        # Not through sys.stdin, whose lock a thread must not hold when the interpreter ends.
+        try:
+            descriptor = sys.stdin.fileno()
+            while os.read(descriptor, _READ_BYTES):
+                self._news.set()
+        except (AttributeError, OSError, ValueError):
+            pass  # closed from the beginning: it has ended
+        self.ending = True
+        self._news.set()
 
 
-def _making(given: Mapping[str, Any], whole: str) -> BuildSettings:
-    return BuildSettings(
-        kind=cast(PushKind, given["make"]),
-        request=ConsolidateRequest(
-            dtype=given["dtype"],
-            max_file_bytes=file_limit(given["max_shard_size"], like=None),
-            names=given["names"],
-            strip_prefix=name_prefixes(given["strip_prefix"]),
-        ),
-        adapter=AdapterRequest(adapter=given["adapter"], config=given["adapter_config"]),
-        base=given["base"],
-        needs_config=not given["weights_only"],
-        resources=make_resources(worker_count(given["workers"]), given["memory_budget"], None),
-        state_folder=whole,
-        # Training starts its watch itself, without the options of names.
-        advice=PUSH_OF_TRAINING if given["wait_for_lock"] else WATCH,
-    )
+_CLEAR = "\r\x1b[K"
+_REDRAW_SECONDS = 0.1
+_LISTED_STEPS = 20
+_BAD = {"failed": "red", "retrying": "yellow", "warning": "yellow", "passed": "yellow"}
 
 
-def _folder_name(text: str | None) -> str:
-    if text is not None and not _FOLDER_NAME.fullmatch(text):
-        raise UsageError(
-            f"{text!r} is no name of a folder",
-            where="--whole-step",
-            hint="pass --whole-step last-checkpoint, or checkpoint-{step}",
-        )
-    return text or ""
+class WatchPage:
+    """Writes the events of a watch, which come from several threads.
+
+    Events go to stdout, as text or as JSON lines. A status line is drawn on stderr, if that is a
+    terminal.
+    """
+
+    def __init__(self, output: Output, metrics: WatchMetrics, *, as_json: bool) -> None:
+        self._output = output
+        self._metrics = metrics
+        self._as_json = as_json
+        self._lock = threading.RLock()
+        self._shows_status = output.shows_progress and not as_json
+        self._where = ""
+        self._done = self._total = 0
+        self._drawn = 0.0
+
+    def listen(self, event: WatchEvent) -> None:
+        """Counts and writes an event."""
+        self._metrics.listen(event)
+        with self._lock:
+            if event.name == "started":
+                self._where = f"{event.facts['run']} to {event.facts['repo_id']}"
+            if event.name in {"building", "pushing"}:
+                self._done = self._total = 0
+            self._wipe()
+            self._write(event)
+            if event.name == "stopped":
+                self._shows_status = False
+            self._draw()
+
+    def progress(self, event: Event) -> None:
+        """Counts bytes that were written or uploaded."""
+        with self._lock:
+            if isinstance(event, Started):
+                self._done, self._total = 0, event.total_bytes
+            elif isinstance(event, BytesWritten):
+                self._done += event.size_bytes
+            if time.monotonic() - self._drawn >= _REDRAW_SECONDS:
+                self._draw()
+
+    def close(self) -> None:
+        """Removes the status line."""
+        with self._lock:
+            self._wipe()
+            self._shows_status = False
+
+    def _write(self, event: WatchEvent) -> None:
+        if self._as_json:
+            self._output.record(stamped(event.name, event.to_json()))
+            return
+        at = self._output.styled(time.strftime("%H:%M:%SZ", time.gmtime()), "dim")
+        about = "" if event.step is None else f"step {event.step}: "
+        text = escaped(f"{about}{_TEXTS[event.name](event.facts)}")
+        style = _BAD.get(event.name)
+        shown = self._output.styled(text, style) if style else text  # type: ignore[arg-type]
+        if event.name == "waiting" and "message" in event.facts:
+            self._output.warn(text)
+            return
+        self._output.lines([f"{at} {shown}"])
+
+    def _draw(self) -> None:
+        if not self._shows_status:
+            return
+        self._drawn = time.monotonic()
+        width = (self._output.width or 80) - 1
+        sys.stderr.write(f"{_CLEAR}{shortened(escaped(self._status()), width)}")
+        sys.stderr.flush()
+
+    def _wipe(self) -> None:
+        if self._shows_status:
+            sys.stderr.write(_CLEAR)
+            sys.stderr.flush()
+
+    def _status(self) -> str:
+        totals = self._metrics.totals
+        doing = totals.phase if totals.step is None else f"{totals.phase} step {totals.step}"
+        if self._total and totals.phase in {"building", "pushing"}:
+            doing += f" {min(self._done / self._total, 1):.0%} of {size_text(self._total)}"
+        waiting = f", {counted(totals.waiting, 'step')} waiting" if totals.waiting else ""
+        failed = sum(totals.failures.values())
+        bad = f", {failed} failed" if failed else ""
+        return f"{self._where}: {totals.pushed} pushed{bad}{waiting}, {doing}"
 
 
-def _include(given: Mapping[str, Any], whole: str) -> tuple[str, ...]:
-    include = tuple(given["include"] or ())
-    if include and not whole:
-        raise UsageError(
-            "adds files of a step to what --whole-step pushes, and that was not passed",
-            where="--include",
-            hint="pass --whole-step last-checkpoint as well",
-        )
-    return include
+def _pushed(facts: Mapping[str, Any]) -> str:
+    if facts["resumed"]:
+        return f"was pushed before, as {facts['tag']} of {facts['repo_id']}: {facts['url']}"
+    size = size_text(facts["uploaded_bytes"])
+    return f"pushed as {facts['tag']}, {size} in {facts['seconds']:.1f} s: {facts['url']}"
 
 
-def _run(given: Mapping[str, Any]) -> PathLike:
-    """Returns the run, with what its storage has to be told."""
-    options = parse_options(given["src_option"] or (), option="--src-option")
-    name = given["src_options_from"]
-    if name is not None:
-        options |= _from_environment(name)
-    return Place(given["run"], options)
+def _stopped(facts: Mapping[str, Any]) -> str:
+    if "error" in facts:
+        return "stopped by an error"  # the command reports it, as any other does
+    if "signal" in facts:
+        return f"stopped by {facts['signal']}"
+    if "failed" in facts:
+        return f"nothing else to push; {_failed(facts['failed'])}"
+    return "nothing left to push"
 
 
-def _from_environment(name: str) -> dict[str, Any]:
-    try:
-        found = json.loads(os.environ.get(name, ""))
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        raise UsageError(
-            f"the environment variable {name!r} holds no JSON object", where="--src-options-from"
-        )
-    return found
+def _failed(steps: Sequence[int]) -> str:
+    listed = ", ".join(first_of([str(step) for step in steps], _LISTED_STEPS))
+    return f"{counted(len(steps), 'step')} could not be pushed: {listed}"
 
 
-def _interval(text: str | None, run: PathLike) -> float:
-    if text is None:
-        return _REMOTE_SECONDS if is_url(run) else _LOCAL_SECONDS
-    return _number(text, "--interval", _LEAST_SECONDS, _MOST_SECONDS)
+def _error(facts: Mapping[str, Any]) -> str:
+    error = facts["error"]
+    where = f"{error['where']}: " if error["where"] else ""
+    hint = f" ({error['hint']})" if error["hint"] else ""
+    return f"{where}{error['message']}{hint}"
 
 
-def _number(text: str, option: str, least: float, most: float) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if least <= number <= most:
-        return number
-    raise UsageError(
-        f"{text!r} is no number from {least:g} to {most:,.0f}",
-        where=option,
-        hint=f"pass {option} 10" if option == "--interval" else f"pass {option} 9100",
-    )
+_TEXTS: dict[EventName, Callable[[Mapping[str, Any]], str]] = {
+    "serving": lambda facts: f"serving metrics at {facts['url']}",
+    "started": lambda facts: f"watching {facts['run']} for {facts['repo_id']}",
+    "waiting": lambda facts: f"waiting: {_error(facts) if 'error' in facts else facts['message']}",
+    "seen": lambda _: "waits to be pushed",
+    "building": lambda _: "building",
+    "pushing": lambda facts: f"pushing to {facts['repo_id']}",
+    "pushed": _pushed,
+    "passed": lambda facts: f"is not pushed: {facts['reason']}",
+    "failed": lambda facts: f"cannot be pushed: {_error(facts)}",
+    "retrying": lambda facts: f"{_error(facts)}; retrying in {facts['seconds']:g} s",
+    "pruned": lambda facts: f"removed from the run: {', '.join(map(str, facts['steps']))}",
+    "warning": lambda facts: f"warning: {facts['message']}",
+    "stopped": _stopped,
+}

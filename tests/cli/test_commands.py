@@ -139,7 +139,7 @@ def test_wrong_usage_exits_2_and_tells_on_stderr(arguments: Sequence[str | Path]
 def test_an_error_names_code_place_and_hint() -> None:
     result = run("consolidate", LLAMA, "o", "--max-shard-size", "5XB")
     assert result.stderr == (
-        "error[bad-option]: --max-shard-size 5XB: 'XB' is no unit; found against B, KB, MB, GB,"
+        "error[bad-option]: --max-shard-size 5XB: 'XB' is not a unit; expected B, KB, MB, GB or"
         " TB (powers of 1,000)\n  hint: pass --max-shard-size 5GB\n"
     )
 

@@ -70,10 +70,10 @@ def test_the_plan_shows_files_rows_and_types_before_anything_is_written(tmp_path
 def test_options_that_contradict_each_other_are_wrong_usage(tmp_path: Path) -> None:
     result = run("consolidate", "src", tmp_path, "--like", "a", "--max-shard-size", "5GB")
     assert result.returncode == 2
-    assert "says already what lies in which file" in result.stderr
+    assert "which decides which tensor is in which file" in result.stderr
     result = run("consolidate", "src", tmp_path, "--vocab-size", "all")
     assert result.returncode == 2
-    assert "'all' is no positive whole number" in result.stderr
+    assert "'all' is not a positive whole number" in result.stderr
 
 
 def test_an_adapter_made_of_a_difference_says_how_near_it_comes(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def test_a_request_is_left_for_the_job_that_holds_the_lock(tmp_path: Path) -> No
     lock = taken_lock(tmp_path)
     result = save_now(tmp_path)
     assert result.returncode == 0
-    expected = f"asked {tmp_path} for a save; the run takes it at its next step\n"
+    expected = f"requested a save of {tmp_path}; the run saves at its next step\n"
     assert (result.stdout, result.stderr) == (expected, "")
     owner = take_request(tmp_path)
     assert owner is not None
@@ -123,7 +123,7 @@ def test_what_is_no_directory_is_told(name: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     result = save_now(tmp_path / name)
     assert result.returncode == 3
-    assert "no directory was found where that of a run was expected" in result.stderr
+    assert "expected the directory of a run, found none" in result.stderr
     assert "hint: " in result.stderr
 
 

@@ -34,7 +34,7 @@ def test_slices_say_what_is_missing_and_the_last_one_what_was_written(tmp_path: 
     second = run(out, "--slice", "0/3")
     assert second.stdout.splitlines() == [
         f"slice 0/3 of {out} is written",
-        "it appears when these are too: 1",
+        "the output appears when these are written too: 1",
     ]
     assert not out.exists()
     last = run(out, "--slice", "1/3", "--json")

@@ -98,11 +98,11 @@ def test_the_run_below_is_taken_and_of_several_none(
     shutil.copytree(ADAPTER, tmp_path / "runs/a/checkpoint-2")
     assert main(command(tmp_path)) == 0
     assert list(hub.repo(REPO).tags) == ["step-2"]
-    assert f"the run {tmp_path}/runs/a was taken" in capfd.readouterr().out
+    assert f"using the run {tmp_path}/runs/a" in capfd.readouterr().out
     assert main(["ls", str(tmp_path), "--json"]) == 0
     said = capfd.readouterr()
     assert [step["name"] for step in json.loads(said.out)["steps"]] == ["checkpoint-2"]
-    assert "was taken" in said.err
+    assert "using the run" in said.err
     assert main(["prune", str(tmp_path), "--keep-last", "1"]) == 0
     capfd.readouterr()
     assert main(command(tmp_path / "runs/a/checkpoint-2")) == 3
@@ -150,7 +150,7 @@ def test_a_folder_without_a_complete_step_is_no_success_and_says_what_lies_there
     assert main(words) == 3
     printed = capfd.readouterr()
     assert said.format(run) in printed.err
-    assert "nothing is left to be done" not in printed.out
+    assert "nothing left to push" not in printed.out
     assert not hub.has(REPO)
 
 
@@ -177,7 +177,7 @@ def test_of_a_run_whose_steps_were_pushed_and_removed_nothing_is_left(
     assert main(command(tmp_path)) == 0
     shutil.rmtree(tmp_path / "checkpoint-2")
     assert main(command(tmp_path)) == 0
-    assert "nothing is left to be done" in capfd.readouterr().out
+    assert "nothing left to push" in capfd.readouterr().out
     assert len(hub.repo(REPO).commits) == 1
 
 

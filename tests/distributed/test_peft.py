@@ -11,7 +11,7 @@ import pytest
 import ckptkit
 from ckptkit.core.errors import RefusedError
 from ckptkit.plan.peft_names import LORA, METHODS
-from ckptkit_cli.inspect import Given, next_step
+from ckptkit_cli.inspect import InspectArguments, next_step
 
 peft = pytest.importorskip("peft", minversion="0.21")
 from tests.peft_methods import NEEDED_ELSEWHERE  # noqa: E402
@@ -37,7 +37,7 @@ def test_a_sharded_adapter_is_called_what_it_is_and_never_becomes_a_model(
 ) -> None:
     step, out = steps / version / method, tmp_path / "out"
     inspection = ckptkit.inspect(step)
-    proposed = next_step(inspection, Given(str(step)))
+    proposed = next_step(inspection, InspectArguments(str(step)))
     assert inspection.peft is not None
     assert inspection.peft.method == method
     if method == LORA:

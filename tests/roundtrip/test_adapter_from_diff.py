@@ -263,7 +263,7 @@ def test_two_models_that_do_not_fit_are_refused(base: Path, tuned: Path, tmp_pat
     huge = changed(tuned, tmp_path / "huge", **{name: torch.full((40, 32), 1e15)})
     refused(OverflowRefusedError, "does not fit float16", huge, dtype="float16")
     for options in ({"rank": 0}, {"rank": "much"}, {"dtype": "int8"}):
-        refused(UsageError, "is no positive whole number|is not among", tuned, **options)
+        refused(UsageError, "is not a positive whole number|is not among", tuned, **options)
 
 
 def test_a_module_that_peft_cannot_name_alone_is_refused(tmp_path: Path) -> None:

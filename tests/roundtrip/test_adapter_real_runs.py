@@ -32,7 +32,7 @@ from ckptkit.core.errors import IncompleteCheckpointError, RefusedError
 from ckptkit.integrations.model_export import export_into
 from ckptkit.storage.local.shared_target import SharedTarget
 from ckptkit.training import Checkpointer
-from ckptkit_cli.inspect import Given, next_step
+from ckptkit_cli.inspect import InspectArguments, next_step
 
 pytestmark = [
     pytest.mark.xdist_group("adapter_real_runs"),
@@ -193,7 +193,7 @@ def typed(command: str, case: Case, out: Path) -> list[str]:
 
 
 def advice_of_inspect(case: Case) -> set[str]:
-    step = next_step(ckptkit.inspect(case.source), Given(str(case.source)))
+    step = next_step(ckptkit.inspect(case.source), InspectArguments(str(case.source)))
     return {step.command, *re.findall("`(.*?)`", step.remark)}
 
 
@@ -228,7 +228,7 @@ def test_inspect_and_consolidate_name_commands_that_work_as_typed(
     of_peft = ckptkit.inspect(tmp_path / "extract")
     assert of_peft.adapter is not None
     assert of_peft.adapter.is_ready
-    again = next_step(of_peft, Given(str(tmp_path / "extract")))
+    again = next_step(of_peft, InspectArguments(str(tmp_path / "extract")))
     assert "PEFT loads this folder as it is" in again.remark
     words = typed(again.command, case, tmp_path / "again")
     assert ckptkit_cli.main.main([*words, "--quiet", *matching]) == 0

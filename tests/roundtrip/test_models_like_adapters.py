@@ -10,7 +10,7 @@ import pytest
 
 import ckptkit
 from ckptkit.core.errors import RefusedError
-from ckptkit_cli.inspect import Given, next_step
+from ckptkit_cli.inspect import InspectArguments, next_step
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", minversion="5")
@@ -120,7 +120,7 @@ def test_adapters_that_the_configuration_declares_are_parts_of_the_model(tmp_pat
     (source / "config.json").write_text(json.dumps(phi(own)))
     inspection = ckptkit.inspect(source)
     assert inspection.adapter is None
-    step = next_step(inspection, Given(str(source)))
+    step = next_step(inspection, InspectArguments(str(source)))
     assert step.command == f"ckptkit consolidate {source} OUT"
     ckptkit.consolidate(source, tmp_path / "out")
     assert load_file(tmp_path / "out" / "model.safetensors").keys() == held.keys()
@@ -135,7 +135,7 @@ def test_a_model_that_has_an_adapter_in_its_folder_is_written_without_it(tmp_pat
     save_file(own, source / "adapter_model.safetensors")
     (source / "config.json").write_text('{"model_type": "made_up"}')
     (source / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4}')
-    step = next_step(ckptkit.inspect(source), Given(str(source)))
+    step = next_step(ckptkit.inspect(source), InspectArguments(str(source)))
     assert step.command == f"ckptkit consolidate {source} OUT --select model.safetensors"
     ckptkit.consolidate(source, tmp_path / "out", select="model.safetensors")
     assert list(load_file(tmp_path / "out" / "model.safetensors")) == [f"{FACTORS}.weight"]

@@ -12,7 +12,7 @@ import pytest
 import ckptkit
 from ckptkit.core.errors import CkptkitError, RefusedError
 from ckptkit.plan.peft_names import LORA, METHODS
-from ckptkit_cli.inspect import Given, next_step
+from ckptkit_cli.inspect import InspectArguments, next_step
 
 torch = pytest.importorskip("torch")
 peft = pytest.importorskip("peft", minversion="0.21")
@@ -157,7 +157,7 @@ def test_an_adapter_is_refused_by_its_name(
     assert called(method) in caught.value.message or not tells_method(method, form)
 
     inspection = ckptkit.inspect(source)
-    step = next_step(inspection, Given(str(source)))
+    step = next_step(inspection, InspectArguments(str(source)))
     assert not step.command
     assert "consolidate" not in step.remark
     assert inspection.peft is not None

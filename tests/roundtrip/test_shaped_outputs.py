@@ -338,7 +338,7 @@ def test_a_vocabulary_is_neither_stretched_nor_cut_into_its_tokens(
     with pytest.raises(RefusedError, match="no tensor has a name"):
         ckptkit.consolidate(run, tmp_path / "o", vocab_size=40, include=["*.mlp.*"])
     for size in (0, -1, "many", 2.5):
-        with pytest.raises(UsageError, match="is no positive whole number"):
+        with pytest.raises(UsageError, match="is not a positive whole number"):
             ckptkit.consolidate(run, tmp_path / "o", vocab_size=size)  # type: ignore[arg-type]
 
 

@@ -1,7 +1,7 @@
 """One job of a batch, in a process of its own: `python -m ckptkit_cli.batch.child`.
 
-The command line comes as JSON on the first line of stdin, where no other user of the machine sees
-it. The rest of stdin stays open for as long as the batch lives: when it ends, so does the job.
+The command line is JSON on the first line of stdin, which no other user of the machine can read.
+The rest of stdin stays open while the batch runs: when it ends, the job ends too.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _STDIN = 0
 def _first_line() -> bytes:
     line = bytearray()
     while not line.endswith(b"\n"):
-        byte = os.read(_STDIN, 1)  # no buffer may take what the watching thread waits for
+        byte = os.read(_STDIN, 1)  # unbuffered: the thread waits for the rest
         if not byte:
             break
         line += byte

@@ -1,7 +1,4 @@
-"""`ckptkit batch`: many jobs, of which none can harm another.
-
-Running the jobs of a batch: each in a process of its own, so that none can harm another.
-"""
+"""`ckptkit batch`: runs many jobs, each in a process of its own."""
 
 from __future__ import annotations
 
@@ -10,93 +7,93 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import IO, Annotated, Any, cast
+from typing import IO, Any, cast, get_args
 
 import typer
 
 from ckptkit.core.errors import InputError, UsageError
-from ckptkit.options import check_if_exists, positive_number
-from ckptkit_cli._job_options import Events
-from ckptkit_cli._output import Output, counted, exit_with, first_of, told
-from ckptkit_cli.batch.jobs import BatchJob
+from ckptkit.options import IfExists, positive_number
+from ckptkit_cli._command import Argument, Option, command
+from ckptkit_cli._options import EVENTS, LIMITS, WRITTEN
+from ckptkit_cli._output import Output, counted, exit_with, first_of
+from ckptkit_cli.batch.jobs import BatchJob, read_jobs
 
 _STDIN = "-"
 _LISTED = 10
 
 
-def batch(
-    context: typer.Context,
-    jobs: Annotated[
-        str,
-        typer.Argument(
-            metavar="JOBS.jsonl",
-            help="One JSON object a line: the command, and its arguments and options by their"
-            " names; - for stdin.",
-            show_default=False,
-        ),
-    ],
-    at_once: Annotated[
-        str, typer.Option("--jobs", metavar="N", help="How many jobs run at a time.")
-    ] = "1",
-    if_exists: Annotated[
-        str | None,
-        typer.Option(
-            "--if-exists",
-            metavar="error|verify",
-            help="Given to each job that has such an option and does not say itself; with 'verify'"
-            " a batch that was stopped can be run again.",
-            show_default=False,
-        ),
-    ] = None,
-    events: Events = False,
-) -> None:
+@command(
+    Argument(
+        "jobs",
+        "JOBS.jsonl",
+        "One JSON object per line: the command, and its arguments and options by their names; -"
+        " for stdin.",
+    ),
+    Option(
+        "--if-exists",
+        WRITTEN,
+        "Passed to each job whose command has this option, unless its line has it. With 'verify',"
+        " an interrupted batch can be run again.",
+        choices=get_args(IfExists),
+    ),
+    Option(
+        "--jobs",
+        LIMITS,
+        "How many jobs run at the same time.",
+        "N",
+        default="1",
+        parse=partial(positive_number, option="--jobs", example=2),
+        keyword="at_once",
+    ),
+    EVENTS,
+)
+def batch(output: Output, jobs: str, at_once: int, if_exists: str | None) -> None:
     """Run many jobs.
 
-    All lines are checked before the first job runs. Each job runs in a process of its own; one
-    that fails does not stop the others. Results are JSON lines on stdout, as jobs end. Exits with
-    the status of the first line whose job failed.
+        ckptkit batch jobs.jsonl --jobs 4 --if-exists verify
+
+    A line is, for example, {"command": "consolidate", "src": "runs/a", "out": "models/a"}. All
+    lines are checked before the first job runs. Each job runs in a process of its own; if one
+    fails, the others continue. Results are JSON lines on stdout, as jobs end. Exits with the
+    status of the first line whose job failed.
     """
-    output = Output(events=events)
-    with told(output):
-        found = _read(jobs, _commands(context), if_exists)
-        count = positive_number(at_once, option="--jobs", example=2) or 1
-        ended: list[Ended] = []
-        for one in BatchRun(output, at_once=count).run(found):
-            ended.append(one)
-            output.record(one.to_json())
-        failed = sorted((one.job.line, one.status) for one in ended if one.status)
-        if failed:
-            named = "line" if len(failed) == 1 else "lines"
-            lines = ", ".join(first_of([str(line) for line, _ in failed], _LISTED))
-            output.warn(f"{len(failed):,} of {counted(len(ended), 'job')} failed: {named} {lines}")
-        output.event("ended", jobs=len(ended), failed=len(failed))
-        if failed:
-            exit_with(failed[0][1])
+    ended: list[Ended] = []
+    for job in BatchRun(output, at_once=at_once).run(_read_jobs(jobs, if_exists)):
+        ended.append(job)
+        output.record(job.to_json())
+    failed = sorted((job.job.line, job.status) for job in ended if job.status)
+    if failed:
+        noun = "line" if len(failed) == 1 else "lines"
+        lines = ", ".join(first_of([str(line) for line, _ in failed], _LISTED))
+        output.warn(f"{len(failed):,} of {counted(len(ended), 'job')} failed: {noun} {lines}")
+    output.event("ended", jobs=len(ended), failed=len(failed))
+    if failed:
+        exit_with(failed[0][1])
 
 
-def _read(jobs: str, commands: Mapping[str, Any], if_exists: str | None) -> Sequence[Any]:
+def _read_jobs(path: str, if_exists: str | None) -> Sequence[BatchJob]:
     """Reads and checks all lines."""
-    from ckptkit_cli.batch.jobs import read_jobs
+    from ckptkit_cli._application import make_application  # late: it imports this module
 
-    if if_exists is not None:
-        check_if_exists(if_exists, overwrite=False)
+    group: Any = typer.main.get_command(make_application())
     defaults = {} if if_exists is None else {"if-exists": if_exists}
-    found, errors = read_jobs(_lines(jobs), commands, defaults)
+    jobs, errors = read_jobs(_lines(path), dict(_list_commands(group, "")), defaults)
     if errors:
         more = "".join(f"; {error}" for error in errors[1:_LISTED])
         left = len(errors) - _LISTED
         raise UsageError(
             f"{errors[0].message}{more}{f'; and {left:,} more' if left > 0 else ''}",
             where=errors[0].where,
-            hint=errors[0].hint or "nothing was run; mend the lines and run again",
+            hint=errors[0].hint or "no job was run; correct the lines and run again",
         )
-    if not found:
-        raise UsageError("holds no job", where=jobs)
-    return found
+    if not jobs:
+        raise UsageError("contains no job", where=path)
+    return jobs
 
 
 def _lines(jobs: str) -> Sequence[str]:
@@ -108,21 +105,17 @@ def _lines(jobs: str) -> Sequence[str]:
     return text.split("\n")
 
 
-def _commands(context: typer.Context) -> Mapping[str, Any]:
-    return dict(_named(context.find_root().command, ""))
-
-
-def _named(group: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    for name, command in group.commands.items():
-        if hasattr(command, "commands"):
-            yield from _named(command, f"{prefix}{name} ")
+def _list_commands(group: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, entry in group.commands.items():
+        if hasattr(entry, "commands"):
+            yield from _list_commands(entry, f"{prefix}{name} ")
         else:
-            yield f"{prefix}{name}", command
+            yield f"{prefix}{name}", entry
 
 
 _CHILD = "ckptkit_cli.batch.child"
 _SIGNALLED = 128
-_PATIENCE_SECONDS = 30.0
+_STOP_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,9 +124,9 @@ class Ended:
 
     Attributes:
         job: The job.
-        status: What it exited with.
-        seconds: How long it took.
-        document: What it printed: its result, or what went wrong.
+        status: Its exit status.
+        seconds: Its duration.
+        document: The JSON document that it printed: its result, or its error.
     """
 
     job: BatchJob
@@ -154,34 +147,28 @@ class Ended:
 
 
 class BatchRun:
-    """Runs jobs, some at a time, and ends them all when it is left."""
+    """Runs jobs, `at_once` at the same time, and ends them all at the end of the iteration."""
 
     def __init__(self, output: Output, *, at_once: int) -> None:
-        """Prepares.
-
-        Args:
-            output: Where messages of the jobs go.
-            at_once: How many jobs run at a time.
-        """
         self._output = output
         self._at_once = at_once
         self._lock = threading.Lock()
         self._running: set[subprocess.Popen[bytes]] = set()
         self._stopped = False
-        self._ends: dict[int, threading.Event] = {}
+        self._end_events: dict[int, threading.Event] = {}
 
     def run(self, jobs: Sequence[BatchJob]) -> Iterator[Ended]:
-        """Yields each job when it has ended."""
-        self._ends = {job.line: threading.Event() for job in jobs}
-        with ThreadPoolExecutor(self._at_once) as crew:
+        """Yields each job as it ends."""
+        self._end_events = {job.line: threading.Event() for job in jobs}
+        with ThreadPoolExecutor(self._at_once) as executor:
             try:
-                for future in as_completed([crew.submit(self._run, job) for job in jobs]):
+                for future in as_completed([executor.submit(self._run, job) for job in jobs]):
                     ended = future.result()
                     if ended is not None:
                         yield ended
             finally:
                 self._stop()
-                crew.shutdown(cancel_futures=True)
+                executor.shutdown(cancel_futures=True)
 
     def _stop(self) -> None:
         with self._lock:
@@ -191,25 +178,25 @@ class BatchRun:
                 process.terminate()
         for process in running:
             try:
-                process.wait(_PATIENCE_SECONDS)
-            except subprocess.TimeoutExpired:  # it hangs; what it leaves is swept by the next run
+                process.wait(_STOP_SECONDS)
+            except subprocess.TimeoutExpired:  # it hangs; the next run removes its unfinished files
                 process.kill()
 
     def _run(self, job: BatchJob) -> Ended | None:
-        """Runs a job after those that it depends on, which come earlier and are under way."""
+        """Runs a job after those that it depends on, which started earlier."""
         try:
             for line in job.after:
-                self._ends[line].wait()
+                self._end_events[line].wait()
             return self._run_now(job)
         finally:
-            self._ends[job.line].set()
+            self._end_events[job.line].set()
 
     def _run_now(self, job: BatchJob) -> Ended | None:
         began = time.perf_counter()
         with self._lock:
             if self._stopped:
                 return None
-            process = subprocess.Popen(  # noqa: S603  it is this very program
+            process = subprocess.Popen(  # noqa: S603  it is ckptkit itself
                 [sys.executable, "-P", "-m", _CHILD],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -217,7 +204,7 @@ class BatchRun:
             )
             self._running.add(process)
         try:
-            text = self._conversation(process, job)
+            text = self._communicate(process, job)
         finally:
             with self._lock:
                 self._running.discard(process)
@@ -225,31 +212,32 @@ class BatchRun:
         status = status if status >= 0 else _SIGNALLED - status
         return Ended(job, status, time.perf_counter() - began, _document(text, status))
 
-    def _conversation(self, process: subprocess.Popen[bytes], job: BatchJob) -> bytes:
-        given, answer = cast(IO[bytes], process.stdin), cast(IO[bytes], process.stdout)
-        said = cast(IO[bytes], process.stderr)
+    def _communicate(self, process: subprocess.Popen[bytes], job: BatchJob) -> bytes:
+        """Passes the command line, forwards messages, and returns what is printed."""
+        stdin, stdout = cast(IO[bytes], process.stdin), cast(IO[bytes], process.stdout)
+        stderr = cast(IO[bytes], process.stderr)
         events = ["--events"] if self._output.events and job.takes_events else []
         words = [*job.command.split(), "--json", *events, *job.words]
         with process:
-            listener = threading.Thread(target=self._pass_on, args=(said, job))
+            listener = threading.Thread(target=self._forward, args=(stderr, job))
             listener.start()
             try:
-                given.write(json.dumps(words).encode() + b"\n")
-                given.flush()
-            except BrokenPipeError:  # it died already, and its status says so
+                stdin.write(json.dumps(words).encode() + b"\n")
+                stdin.flush()
+            except BrokenPipeError:  # it has died, which its status shows
                 pass
-            text = answer.read()
+            text = stdout.read()
             listener.join()
             process.wait()
         return text
 
-    def _pass_on(self, stream: IO[bytes], job: BatchJob) -> None:
+    def _forward(self, stream: IO[bytes], job: BatchJob) -> None:
         for line in stream:
             text = line.decode(errors="backslashreplace").rstrip()
             with self._lock:
-                self._tell(text, job)
+                self._forward_line(text, job)
 
-    def _tell(self, text: str, job: BatchJob) -> None:
+    def _forward_line(self, text: str, job: BatchJob) -> None:
         if not self._output.events:
             self._output.note(f"line {job.line}: {text}")
             return

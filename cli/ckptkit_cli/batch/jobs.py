@@ -1,11 +1,11 @@
-"""The lines of a batch: read, checked as a whole, and turned into command lines."""
+"""Reads the lines of a batch, checks them together, and makes command lines of them."""
 
 from __future__ import annotations
 
 import difflib
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn, cast
 
@@ -15,7 +15,8 @@ from ckptkit.core.text import a_kind
 from ckptkit.options import Layout
 from ckptkit.storage.locations import Place, Sources, parse_options, place_of
 from ckptkit.storage.place_identity import PlaceRelation, find_overlaps
-from ckptkit_cli.consolidate import job_of
+from ckptkit_cli._command import parse_values
+from ckptkit_cli._options import CONVERSION, make_job
 
 _SHORT = {"extract": "adapter extract", "merge": "adapter merge", "from-diff": "adapter from-diff"}
 _COMMANDS = (
@@ -24,8 +25,8 @@ _COMMANDS = (
     *("push", "pull", "ls", "prune"),
 )
 _OWN_KEYS = ("command", "id")
-_GIVEN = frozenset({"--help", "--json", "--events", "--quiet"})  # a batch decides about them
-_MOST_LINE = 1 << 20
+_NO_KEYS = frozenset({"--help", "--json", "--events", "--quiet"})  # set by the batch
+_MOST_CHARACTERS = 1 << 20
 _WRITTEN = ("out", "folder")  # arguments, the second of which is read by `push`
 _READ_OPTIONS = ("base", "like", "model-config", "adapter-config", "also", "with")
 _NO_PLACES = ("repo-id",)
@@ -36,16 +37,16 @@ class BatchJob:
     """One line of a batch.
 
     Attributes:
-        line: Its number in the file, the first being 1.
-        name: What the user calls it, such as a text or a number; None where it has no name.
+        line: Its number in the file, from 1.
+        name: Its `id`, such as a text or a number, or None.
         command: Such as `adapter merge`.
         words: The options and arguments.
         takes_events: Whether the command has `--events`.
-        out: Where its output goes; None for none.
-        reads: What it reads.
-        removes: Whether it removes some of what it reads.
+        out: Its output, or None.
+        reads: Its sources.
+        removes: Whether it removes files of its sources.
         shares: Whether it writes a slice of an output.
-        after: The lines of the jobs that have to end before it begins.
+        after: The lines of the jobs that must end before it starts.
     """
 
     line: int
@@ -65,15 +66,15 @@ def read_jobs(
 ) -> tuple[list[BatchJob], list[CkptkitError]]:
     """Reads all lines; empty ones are left out.
 
+    A job that reads what another one writes or removes runs after or before it, as the lines are.
+
     Args:
         lines: One JSON object each.
-        commands: What the program knows, by name: commands as click has them.
-        defaults: Options that are given to each job that has them and does not say itself.
-
-    A job that reads what another one writes or removes comes after or before it, as the lines do.
+        commands: The commands of the program, as click has them, by name.
+        defaults: Options for each job whose command has them, unless its line has them.
 
     Returns:
-        The jobs, and what is wrong with the others.
+        The valid jobs, and the errors of the others.
     """
     jobs: list[BatchJob] = []
     errors: list[CkptkitError] = []
@@ -81,34 +82,35 @@ def read_jobs(
         if not line.strip():
             continue
         try:
-            jobs.append(_job(number, line, commands, defaults))
+            jobs.append(_read_job(number, line, commands, defaults))
         except CkptkitError as error:
             errors.append(error.located(f"line {number}"))
     errors += _collisions(jobs)
-    return _in_order(jobs), errors
+    return _add_dependencies(jobs), errors
 
 
-def _job(
+def _read_job(
     number: int, line: str, commands: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> BatchJob:
-    document = _document(line)
-    given = _by_option(document)
-    name = given.get("command", "")
+    document = _parse_line(line)
+    keys = _by_option(document)
+    name = keys.get("command", "")
     if not isinstance(name, str):
         raise UsageError(f"is {a_kind(name)}, where a text was expected", where="command")
     command = _SHORT.get(name, name)
     if command not in _COMMANDS or command not in commands:
-        known = ", ".join(c for c in _COMMANDS if c in commands)
-        raise UsageError(f"{name!r} is not among {known}", where="command")
+        listed = ", ".join(c for c in _COMMANDS if c in commands)
+        raise UsageError(f"{name!r} is not among {listed}", where="command")
     parameters = _Parameters(commands[command])
-    values = parameters.renamed({k: v for k, v in given.items() if k not in _OWN_KEYS})
-    if not values.get("overwrite"):  # which would contradict what is given to all
+    values = parameters.renamed({k: v for k, v in keys.items() if k not in _OWN_KEYS})
+    if not values.get("overwrite"):  # which cannot be combined with --if-exists
         values |= {k: v for k, v in defaults.items() if parameters.knows(k) and k not in values}
     values = parameters.checked(values)
     words = tuple(parameters.words(values))
     out, reads = _places(command, parameters, values)
-    if command in {"consolidate", "convert"}:  # refuses values before the first job runs
-        job_of(cast(Layout, values.get("to", "hf")), parameters.given(values))
+    if command in {"consolidate", "convert"}:  # refuses invalid values before the first job runs
+        typed = parse_values(CONVERSION, parameters.with_defaults(values))
+        make_job(cast(Layout, values.get("to", "hf")), typed)
     return BatchJob(
         line=number,
         name=document.get("id"),
@@ -125,19 +127,22 @@ def _job(
 
 def _by_option(document: Mapping[str, Any]) -> dict[str, Any]:
     """Returns values by the names of options; `max_shard_size` is `max-shard-size`."""
-    given: dict[str, Any] = {}
-    for key, value in document.items():
-        name = key.replace("_", "-")
-        if name in given:
-            raise UsageError("is given twice", where=ascii(name)[1:-1])
-        given[name] = value
-    return given
+    return _unique((key.replace("_", "-"), value) for key, value in document.items())
+
+
+def _unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    unique: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in unique:
+            raise UsageError("is given twice", where=ascii(key)[1:-1])
+        unique[key] = value
+    return unique
 
 
 def _places(
     command: str, parameters: _Parameters, values: Mapping[str, Any]
 ) -> tuple[Place | None, tuple[Place, ...]]:
-    """Returns where a job writes, and what it reads."""
+    """Returns the output of a job, and its sources."""
     source_options = parse_options(values.get("src-option", ()), option="src-option")
     target_options = parse_options(values.get("dst-option", ()), option="dst-option")
     out, reads = None, []
@@ -148,8 +153,8 @@ def _places(
             reads.append(values[name])
     sources = Sources(reads[0], source_options) if reads else None
     for name in _READ_OPTIONS:
-        given = values.get(name, ())
-        paths = [given] if isinstance(given, str) else given
+        paths = values.get(name, ())
+        paths = [paths] if isinstance(paths, str) else paths
         reads += [_without_weight(path) if name == "with" else path for path in paths]
     return out, () if sources is None else (sources.first, *sources.further(reads[1:]))
 
@@ -159,35 +164,26 @@ def _without_weight(path: str) -> str:
     return head if head and weight.replace(".", "").isdecimal() else path
 
 
-def _document(line: str) -> Mapping[str, Any]:
-    if len(line) > _MOST_LINE:
-        raise UsageError(f"has {len(line):,} characters against at most {_MOST_LINE:,}")
+def _parse_line(line: str) -> Mapping[str, Any]:
+    if len(line) > _MOST_CHARACTERS:
+        raise UsageError(f"has {len(line):,} characters against at most {_MOST_CHARACTERS:,}")
     try:
-        document = json.loads(line, object_pairs_hook=_object, parse_constant=_refuse_constant)
+        document = json.loads(line, object_pairs_hook=_unique, parse_constant=_refuse_constant)
     except UsageError:
         raise
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"is no JSON: {error}") from error
+        raise UsageError(f"is not JSON: {error}") from error
     if not isinstance(document, dict):
         raise UsageError(f"is {a_kind(document)}, where an object was expected")
     return document
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in found:
-            raise UsageError("is given twice", where=ascii(key)[1:-1])
-        found[key] = value
-    return found
-
-
 def _refuse_constant(name: str) -> NoReturn:
-    raise UsageError(f"is no JSON: {name} is no value that it has")
+    raise UsageError(f"is not JSON, which has no {name}")
 
 
 class _Parameters:
-    """The arguments and options of a command, by the names that a job gives them."""
+    """The arguments and options of a command, by the keys that a line has for them."""
 
     def __init__(self, command: Any) -> None:
         self._command = command
@@ -197,7 +193,7 @@ class _Parameters:
             for p in command.params
             if p.param_type_name == "option"
             for long in p.opts
-            if long.startswith("--") and long not in _GIVEN | {"--events"}
+            if long.startswith("--") and long not in _NO_KEYS
         }
         self._events = any("--events" in p.opts for p in command.params)
 
@@ -209,7 +205,7 @@ class _Parameters:
         return {shown.get(name, name): value for name, value in values.items()}
 
     def words(self, values: Mapping[str, Any]) -> Iterator[str]:
-        """Yields the command line that gives these values."""
+        """Yields the command line with these values."""
         for name, parameter in self._options.items():
             if name in values:
                 yield from _option_words(name, parameter, values[name])
@@ -218,38 +214,35 @@ class _Parameters:
             yield values[name]
 
     def checked(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the values that are given as texts, lists of texts, and bools."""
-        known = [*self.arguments, *self._options]
+        """Returns the values of a line as texts, lists of texts, and bools."""
+        keys = [*self.arguments, *self._options]
         for name in values:
-            if name not in known:
-                near = difflib.get_close_matches(name, known, 1)
+            if name not in keys:
+                near = difflib.get_close_matches(name, keys, 1)
                 raise UsageError(
-                    "the command knows no such key",
+                    "the command has no such key",
                     where=ascii(name)[1:-1],
-                    hint=f"write {near[0]!r}" if near else f"known are {', '.join(known)}",
+                    hint=f"write {near[0]!r}" if near else f"its keys are {', '.join(keys)}",
                 )
-        given = {name: value for name, value in values.items() if value is not None}
-        needed = [*self.arguments, *(n for n, p in self._options.items() if p.required)]
-        missing = [name for name in needed if name not in given]
+        passed = {name: value for name, value in values.items() if value is not None}
+        required = [*self.arguments, *(n for n, p in self._options.items() if p.required)]
+        missing = [name for name in required if name not in passed]
         if missing:
             raise UsageError("is missing", where=missing[0])
-        return {name: _value(name, value, self._options.get(name)) for name, value in given.items()}
+        return {
+            name: _value(name, value, self._options.get(name)) for name, value in passed.items()
+        }
 
     @property
     def arguments(self) -> list[str]:
         return [self._key(argument) for argument in self._arguments]
 
-    def given(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns all values, and the defaults of others, by the names of the function's own."""
-        found = {p.name: p.default for p in self._command.params}
-        for name, parameter in [*self._named_arguments(), *self._options.items()]:
-            if name in values:
-                found[parameter.name] = values[name]
-        return found
-
-    def _named_arguments(self) -> Iterator[tuple[str, Any]]:
-        for argument in self._arguments:
-            yield self._key(argument), argument
+    def with_defaults(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the values of all parameters, by the names that the function has for them."""
+        named = {self._key(p): p for p in self._arguments} | self._options
+        return {p.name: p.default for p in self._command.params} | {
+            named[name].name: value for name, value in values.items()
+        }
 
     @staticmethod
     def _key(argument: Any) -> str:
@@ -263,16 +256,16 @@ def _option_words(name: str, parameter: Any, value: Any) -> Iterator[str]:
         else:
             yield from parameter.secondary_opts[:1]
         return
-    for one in value if isinstance(value, list) else [value]:
-        yield f"--{name}={one}"
+    for text in value if isinstance(value, list) else [value]:
+        yield f"--{name}={text}"
 
 
 def _value(name: str, value: Any, option: Any) -> Any:
-    """Returns a value as a text, as a list of them, or as a bool.
+    """Returns a value as a text, as a list of texts, or as a bool.
 
     Args:
-        name: Of the argument or option.
-        value: As it was given.
+        name: The key.
+        value: The JSON value.
         option: The option as click has it; None for an argument.
     """
     if option is not None and option.is_flag:
@@ -284,8 +277,8 @@ def _value(name: str, value: Any, option: Any) -> Any:
         if isinstance(value, list):
             raise UsageError("is a list, where one value was expected", where=name)
         return _text(name, value, is_path=is_path)
-    several = value if isinstance(value, list) else [value]
-    return [_text(name, one, is_path=is_path) for one in several]
+    items = value if isinstance(value, list) else [value]
+    return [_text(name, item, is_path=is_path) for item in items]
 
 
 def _text(name: str, value: Any, *, is_path: bool) -> str:
@@ -294,10 +287,10 @@ def _text(name: str, value: Any, *, is_path: bool) -> str:
         expected = "a text" if is_path else "a text or a number"
         raise UsageError(f"is {a_kind(value)}, where {expected} was expected", where=name)
     if isinstance(value, float) and not math.isfinite(value):
-        raise UsageError("is a number that no value can have", where=name)
+        raise UsageError("is not a finite number", where=name)
     text = str(value)
     if "\0" in text or (not text.isascii() and any(map(_is_surrogate, text))):
-        raise UsageError(f"holds a character that no text has: {ascii(text)[:80]}", where=name)
+        raise UsageError(f"contains an invalid character: {ascii(text)[:80]}", where=name)
     if is_path:
         check_path(text, name)
     return text
@@ -308,26 +301,26 @@ def _is_surrogate(character: str) -> bool:
 
 
 def _collisions(jobs: Sequence[BatchJob]) -> Iterator[CkptkitError]:
-    """Yields the jobs that write where another one does, or inside of that."""
+    """Yields an error for each job whose output overlaps that of an earlier one."""
     writing = [job for job in jobs if job.out is not None]
-    for one, other, overlap in find_overlaps([cast(Place, job.out) for job in writing]):
-        first, second = sorted((writing[one], writing[other]), key=lambda job: job.line)
+    for a, b, overlap in find_overlaps([cast(Place, job.out) for job in writing]):
+        first, second = sorted((writing[a], writing[b]), key=lambda job: job.line)
         is_same = overlap is PlaceRelation.SAME
         if is_same and first.shares and second.shares:
             continue
-        is_inner = (overlap is PlaceRelation.INSIDE) == (second is writing[one])
+        is_inner = (overlap is PlaceRelation.INSIDE) == (second is writing[a])
         how = "to the same directory as" if is_same else "inside the output of"
         if not is_same and not is_inner:
             how = "around the output of"
         yield UsageError(
             f"writes {how} line {first.line}",
             where=f"line {second.line}: {cast(Place, second.out).location}",
-            hint="give each job an output of its own",
+            hint="use a separate output for each job",
         )
 
 
-def _in_order(jobs: Sequence[BatchJob]) -> list[BatchJob]:
-    """Returns jobs that know which earlier ones they depend on, by what they read and write."""
+def _add_dependencies(jobs: Sequence[BatchJob]) -> list[BatchJob]:
+    """Returns the jobs with the earlier ones that they depend on, by what they read and write."""
     places: dict[tuple[str, str], Place] = {}
     users: dict[tuple[str, str], list[tuple[BatchJob, bool]]] = {}
     for job in jobs:
@@ -348,9 +341,9 @@ def _in_order(jobs: Sequence[BatchJob]) -> list[BatchJob]:
 
 
 def _conflicts(sides: Sequence[list[tuple[BatchJob, bool]]]) -> Iterator[tuple[int, int]]:
-    """Yields lines of jobs, the earlier one first, of which one changes what the other uses."""
-    used = [one for side in sides for one in side]
-    changing = [one for one in used if one[1]]
+    """Yields the lines of two jobs, the earlier first, if one changes what the other uses."""
+    used = [use for side in sides for use in side]
+    changing = [use for use in used if use[1]]
     for first, _ in changing:
         for second, _ in used:
             slices = first.shares and second.shares and first.out == second.out

@@ -115,7 +115,7 @@ def test_a_state_that_is_not_one_model_is_refused(state: Any, words: str, tmp_pa
     ("options", "words"),
     [
         ({"dtype": "int8"}, "'int8' is not among"),
-        ({"max_shard_size": "5 bananas"}, "'bananas' is no unit"),
+        ({"max_shard_size": "5 bananas"}, "'bananas' is not a unit"),
         ({"shard_size": 5}, "unknown option 'shard_size'"),
     ],
 )
