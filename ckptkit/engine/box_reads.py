@@ -52,7 +52,8 @@ def plan_chunk_reads(wanted: Iterable[tuple[TensorEntry, Box, BoxMemory]]) -> li
     reads = []
     for (key, row), of_chunk in targets.items():
         entry, chunking = tables[key]
-        reads.append(ChunkRead(entry, chunking.chunks, row, tuple(of_chunk)))
+        record = int(chunking.chunks.record[row])
+        reads.append(ChunkRead(entry, chunking.chunks, row, record, tuple(of_chunk)))
     return reads
 
 

@@ -219,8 +219,10 @@ def _compare(record: TrackedRecord) -> None:
             continue  # read twice, and counted already
         if start > at:
             crc, at = _read_on(record, crc, at, start), start
-        fits = start == at
-        crc = crc32_combine(crc, piece, length) if fits else _read_on(record, crc, at, stop)
+        if start < at:
+            crc = _read_on(record, crc, at, stop)
+        else:
+            crc = crc32_combine(crc, piece, length) if at else piece
         at = stop
     crc = _read_on(record, crc, at, record.stop - record.start)
     if crc != record.expected:

@@ -28,7 +28,7 @@ from ckptkit.core.geometry import (
     slabs,
     without_replicas,
 )
-from ckptkit.core.index import Box, ChunkTable, Key, Shape, Span, TensorEntry, TensorIndex
+from ckptkit.core.index import Box, ChunkTable, Key, Record, Shape, Span, TensorEntry, TensorIndex
 from ckptkit.formats.pickle.torch_zip import TensorCache, locate_tensor
 
 
@@ -175,11 +175,11 @@ class Locator:
             Where its bytes are, and what is known of them; of a compressed record just that it
             is one.
         """
-        chunk = chunks[row]
-        record = self._index.records[chunk.record]
+        record = self._index.records[int(chunks.record[row])]
         path = self._index.files[record.file].path
         if record.container == "torch_zip":
-            return self._in_torch_zip(entry, chunks, row)
+            return self._in_torch_zip(entry, tuple(chunks.sizes[row].tolist()), record, path)
+        chunk = chunks[row]
         return Located(
             path=path,
             start=record.start,
@@ -190,16 +190,13 @@ class Locator:
             compressed=chunk.record if record.container == "zstd_torch_zip" else None,
         )
 
-    def _in_torch_zip(self, entry: TensorEntry, chunks: ChunkTable, row: int) -> Located:
-        record = self._index.records[int(chunks.record[row])]
-        path = self._index.files[record.file].path
+    def _in_torch_zip(self, entry: TensorEntry, sizes: Shape, record: Record, path: str) -> Located:
         where = f"{posixpath.join(self._source.location, path)}, tensor {entry.key!r}"
 
         def read(start: int, stop: int) -> bytes:
             return self._source.read(path, record.start + start, record.start + stop)
 
         payload = locate_tensor(read, record.stop - record.start, where=where, cache=self._cache)
-        sizes = tuple(chunks.sizes[row].tolist())
         if payload.dtype != entry.dtype or payload.shape != sizes:
             raise FormatError(
                 f"holds {payload.dtype.name} {list(payload.shape)} against {entry.dtype.name}"

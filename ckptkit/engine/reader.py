@@ -92,17 +92,15 @@ class ChunkRead:
         entry: The tensor.
         chunks: Its chunks, without replicas.
         row: The chunk.
+        record: The number of its record.
         targets: The boxes.
     """
 
     entry: TensorEntry
     chunks: ChunkTable
     row: int
+    record: int
     targets: tuple[BoxTarget, ...]
-
-    @property
-    def record(self) -> int:
-        return int(self.chunks.record[self.row])
 
 
 class Origin:
@@ -189,7 +187,10 @@ class TensorReader:
         if located.strides is not None:
             self._gather(located, read.record, itemsize, read.targets)
             return located
-        for overlap, memory in sorted(read.targets, key=lambda target: target[0].source.offsets):
+        targets = read.targets
+        if len(targets) > 1:
+            targets = tuple(sorted(targets, key=lambda target: target[0].source.offsets))
+        for overlap, memory in targets:
             self._read_box(located, read.record, itemsize, overlap, memory)
         return located
 
@@ -339,7 +340,8 @@ class TensorReader:
             if direct is None and wanted is not None and place is not None:
                 elements = np.frombuffer(run, byte_type(itemsize)).reshape(part.sizes)
                 memory.put(place, elements[slices_of(relative(wanted, part))])
-        self._read_direct(located, record, direct_reads)
+        if direct_reads:
+            self._read_direct(located, record, direct_reads)
 
     def _reads_past_cache(self, located: Located, start: int, stop: int) -> bool:
         return (

@@ -15,6 +15,8 @@ from ckptkit.core.errors import ResumeError
 from ckptkit.core.index import KeyPath, TensorEntry, TensorIndex
 from ckptkit.training.resume.optimizer_fit import unwrapped
 from ckptkit.training.state.dtensors import DTensor
+from ckptkit.training.state.in_use import fsdp2_states
+from ckptkit.training.state.models import members_of
 from ckptkit.training.state.optimizers import STATE, below
 from ckptkit.training.state.pieces import ShardLayout
 
@@ -48,7 +50,7 @@ def _give_memory(module: nn.Module) -> dict[torch.Tensor, nn.Parameter]:
     """Returns the new parameter of each old one."""
     before: dict[torch.Tensor, list[_Named]] = defaultdict(list)
     for owner in module.modules():
-        for name, parameter in owner._parameters.items():  # noqa: SLF001 - named_ ones hide ties
+        for name, parameter in members_of(owner)[0].items():
             if parameter is not None:
                 before[parameter].append((owner, name))
     unsaved = list(_unsaved_buffers(module))
@@ -57,7 +59,7 @@ def _give_memory(module: nn.Module) -> dict[torch.Tensor, nn.Parameter]:
     def real(tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
 
-    # As `to_empty` does; FSDP2 overrides it to take note of the new parameters.
+    # As `to_empty` does: FSDP2 overrides this private method to register the new parameters.
     module._apply(real)  # type: ignore[no-untyped-call]  # noqa: SLF001
     for places in before.values():
         _tie_again(places)
@@ -67,9 +69,9 @@ def _give_memory(module: nn.Module) -> dict[torch.Tensor, nn.Parameter]:
 
 def _tie_again(places: Sequence[_Named]) -> None:
     owner, name = places[0]
-    first = owner._parameters[name]  # noqa: SLF001
+    first = members_of(owner)[0][name]
     for other, alias in places[1:]:
-        other._parameters[alias] = first  # noqa: SLF001
+        members_of(other)[0][alias] = first
 
 
 def _device_of(module: nn.Module) -> torch.device:
@@ -89,9 +91,8 @@ def _device_of(module: nn.Module) -> torch.device:
 
 def _is_offloaded(module: nn.Module) -> bool:
     """Tells whether FSDP2 keeps the parameters on the CPU, which has no public property."""
-    for part in module.modules():
-        state = getattr(part, "_get_fsdp_state", None)
-        group = getattr(state(), "_fsdp_param_group", None) if callable(state) else None
+    for _, state in fsdp2_states(module.modules()):
+        group = getattr(state, "_fsdp_param_group", None)
         if group is not None:
             return bool(getattr(group.fsdp_params[0], "offload_to_cpu", False))
     return False
@@ -99,10 +100,14 @@ def _is_offloaded(module: nn.Module) -> bool:
 
 def _unsaved_buffers(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
     for prefix, owner in module.named_modules():
-        for name, buffer in owner._buffers.items():  # noqa: SLF001
-            unsaved = name in owner._non_persistent_buffers_set  # noqa: SLF001
-            if buffer is not None and buffer.is_meta and unsaved:
+        unsaved = _unsaved_names(owner)
+        for name, buffer in members_of(owner)[1].items():
+            if buffer is not None and buffer.is_meta and name in unsaved:
                 yield f"{prefix}.{name}" if prefix else name, owner, name
+
+
+def _unsaved_names(owner: nn.Module) -> set[str]:
+    return owner._non_persistent_buffers_set  # noqa: SLF001 - torch has no public way
 
 
 def _fill_unsaved(module: nn.Module, unsaved: Sequence[tuple[str, nn.Module, str]]) -> None:
@@ -127,8 +132,8 @@ def _fill_unsaved(module: nn.Module, unsaved: Sequence[tuple[str, nn.Module, str
 
 def _initialiser(root: nn.Module, owner: nn.Module) -> Callable[[], object] | None:
     """Returns what computes a module's buffers and touches nothing that is loaded."""
-    owned = set(owner._buffers) - owner._non_persistent_buffers_set  # noqa: SLF001
-    if owned or any(True for _ in owner.parameters(recurse=False)):
+    saved = members_of(owner)[1].keys() - _unsaved_names(owner)
+    if saved or any(True for _ in owner.parameters(recurse=False)):
         return None
     own: Any = getattr(owner, "reset_parameters", None)
     if callable(own):

@@ -33,6 +33,7 @@ __all__ = [
     "is_composed",
     "local_part",
     "memory_layout",
+    "unwrap_dtensor",
 ]
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -160,7 +161,7 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 def is_composed(tensor: torch.Tensor) -> bool:
     """Tells whether this rank's part is made of several tensors, as a quantised one is."""
-    tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # noqa: SLF001
+    tensor = unwrap_dtensor(tensor)
     if type(tensor) in _PLAIN or isinstance(tensor, AsyncCollectiveTensor):
         return False
     return bool(is_traceable_wrapper_subclass(tensor))
@@ -181,9 +182,16 @@ def inner_tensors(tensor: torch.Tensor) -> Iterator[tuple[tuple[str, ...], torch
             yield (name, *rest), inner
 
 
+def unwrap_dtensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the local tensor of a DTensor, and any other tensor itself."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    local: torch.Tensor = tensor._local_tensor  # noqa: SLF001 - to_local() records an autograd node
+    return local
+
+
 def _own_part(tensor: torch.Tensor) -> torch.Tensor:
-    if isinstance(tensor, DTensor):
-        tensor = tensor._local_tensor  # noqa: SLF001 - to_local() would record an autograd node
+    tensor = unwrap_dtensor(tensor)
     return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
@@ -193,7 +201,7 @@ def has_data(tensor: torch.Tensor) -> bool:
 
 def memory_layout(tensor: torch.Tensor) -> tuple[Any, ...] | None:
     """Returns where and how this rank's elements lie in memory, None if they have no memory."""
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # noqa: SLF001
+    local = unwrap_dtensor(tensor)
     if isinstance(local, FakeTensor):  # which warns when it is asked for its memory
         return None
     try:

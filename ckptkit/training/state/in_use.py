@@ -9,7 +9,7 @@ that it keeps are left as they are by an exception, so they count only where the
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
@@ -29,7 +29,7 @@ def check_unused(modules: Sequence[nn.Module]) -> None:
         modules: All of its modules.
     """
     flat = [m for m in modules if isinstance(m, FullyShardedDataParallel)]
-    states = list(_states(modules))
+    states = list(fsdp2_states(modules))
     if any(_name(m._handle, "_training_state") == "SUMMON_FULL_PARAMS" for m in flat):
         raise UsageError(
             "FSDP's parameters are whole, and what is changed in them is not in the shards yet",
@@ -55,7 +55,7 @@ def check_unused(modules: Sequence[nn.Module]) -> None:
 
 def check_registered(modules: Sequence[nn.Module]) -> None:
     """Refuses parameters that a module was given after FSDP2 began to work, which it never uses."""
-    for _, state in _states(modules):
+    for _, state in fsdp2_states(modules):
         if state._is_root is None:  # its first forward pass takes up what it finds
             continue
         for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
@@ -71,7 +71,8 @@ def check_registered(modules: Sequence[nn.Module]) -> None:
                     )
 
 
-def _states(modules: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, Any]]:
+def fsdp2_states(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, Any]]:
+    """Yields the modules that fully_shard was applied to, each with its FSDP2 state."""
     for module in modules:
         find = getattr(module, "_get_fsdp_state", None)
         if callable(find):

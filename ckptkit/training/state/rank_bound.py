@@ -39,7 +39,13 @@ from torch.optim import Optimizer
 
 from ckptkit.core.index import KeyPath
 from ckptkit.training.resume.optimizer_fit import unwrapped
-from ckptkit.training.state.dtensors import Copies, DTensor, inner_tensors, is_composed
+from ckptkit.training.state.dtensors import (
+    Copies,
+    DTensor,
+    inner_tensors,
+    is_composed,
+    unwrap_dtensor,
+)
 from ckptkit.training.state.pieces import ObjectValue, Piece, ShardLayout, whole_places
 from ckptkit.training.state.structures import Leaf, Nodes
 from ckptkit.training.step_names import clean_fqn
@@ -190,9 +196,8 @@ def part_of(slots: Sequence[ShardLayout]) -> dict[str, Any]:
 
 def kind_of(tensor: torch.Tensor) -> str:
     """Returns what a state tensor is, such as `Tensor`, `DTensor` or `OptimState8bit`."""
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # noqa: SLF001
     if is_composed(tensor):
-        return type(local).__name__
+        return type(unwrap_dtensor(tensor)).__name__
     return "DTensor" if isinstance(tensor, DTensor) else "Tensor"
 
 
