@@ -1,9 +1,8 @@
-"""How many workers fit into the memory that was allowed.
+"""How many workers fit into the allowed memory, and one BLAS thread for each of them.
 
-One thread per matrix product: numpy's BLAS would start as many as there are cores for each.
-
-Workers are threads already. A BLAS with threads of its own lets one worker in at a time, and
-its threads compete with the workers for the cores.
+Workers are threads already. numpy's BLAS would start as many threads as there are cores for each
+matrix product: it admits one worker at a time then, and its threads compete with the workers for
+the cores.
 """
 
 from __future__ import annotations
@@ -19,16 +18,16 @@ from ckptkit.core.errors import NoSpaceError
 from ckptkit.engine.reader import RUN_BYTES
 from ckptkit.plan.plan import TASK_BYTES
 
-# Output block, gather scratch, and what kernels compute in: a cast reads up to 4 MB at a time; a
+# Output block, gather scratch, and the memory of kernels: a cast reads up to 4 MB at a time; a
 # merge reads 2 MB of a 16-bit base and has 1 MB to 3 MB of intermediate results. The factors of
 # a merge come on top, those of the tensors that are being written.
 WORKER_BYTES = TASK_BYTES + RUN_BYTES + (4 << 20)
 STRAIGHT_TASK_BYTES = 2 * TASK_BYTES
-"""What a worker does at a time where nearly all of it is read straight to where it goes."""
+"""The size of a task where nearly all of it is read directly into its buffer."""
 STRAIGHT_WORKER_BYTES = STRAIGHT_TASK_BYTES + RUN_BYTES
 """Output block and gather scratch, where nothing is computed."""
 DISTANT_WORKERS = 8
-"""As many as fit, where they wait for a store and not for a core."""
+"""At most so many where they wait for a store and not for a core."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,12 +104,12 @@ _users: list[int] = []  # the number of threads to return to, once for every use
 
 @contextmanager
 def single_threaded_blas() -> Iterator[None]:
-    """Lets every matrix product of this process run in the thread that asks for it."""
-    found = _threads()
-    if found is None:
+    """Runs every matrix product of this process in the calling thread."""
+    functions = _threads()
+    if functions is None:
         yield
         return
-    get, limit = found
+    get, limit = functions
     with _lock:
         _users.append(_users[-1] if _users else get())
         limit(1)

@@ -5,7 +5,7 @@ to even, float64 through float32 on the way to anything narrower. Every NaN beco
 canonical NaN of the target, so that results do not depend on the processor or on a library.
 
 numpy and ml_dtypes do the rounding (ml_dtypes without the GIL from 0.5.4 on). What they leave
-open is settled by looking at the result while it is in the processor's cache.
+open is corrected in the result while it is in the processor's cache.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BLOCK_ELEMENTS = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """What has to be known of a type to cast to it.
+    """The properties of a type that a cast to it needs.
 
     Attributes:
         nan: Bits of the canonical NaN.
@@ -127,42 +127,42 @@ class Caster:
         Returns:
             What did not fit, or None. The rest of the target is written either way.
         """
-        given, wanted = source.view(self._source), target.view(self._target)
-        if given.size != wanted.size:
-            raise ValueError(f"source has {given.size} elements but target has {wanted.size}")
+        values, wanted = source.view(self._source), target.view(self._target)
+        if values.size != wanted.size:
+            raise ValueError(f"source has {values.size} elements but target has {wanted.size}")
         if self._source == self._target:
             target.view(np.uint8)[:] = source.view(np.uint8)
             return None
-        found = None
+        overflow = None
         # Overflow and NaN are looked for in the result; numpy's warnings would only repeat it.
         with np.errstate(all="ignore"):
-            for start in range(0, given.size, self._at_once):
+            for start in range(0, values.size, self._at_once):
                 stop = start + self._at_once
-                block = self._block(given[start:stop], wanted[start:stop])
-                found = _joined(found, block, start)
-        return found
+                block = self._block(values[start:stop], wanted[start:stop])
+                overflow = _join_overflows(overflow, block, start)
+        return overflow
 
-    def _block(self, given: NDArray[Any], wanted: NDArray[Any]) -> Overflow | None:
-        self._convert(given, wanted)
+    def _block(self, values: NDArray[Any], wanted: NDArray[Any]) -> Overflow | None:
+        self._convert(values, wanted)
         if not self._is_suspect(wanted):
             return None
         overflow = None
         if self._facts.largest is not None:
-            overflow = self._overflow(given, wanted)
+            overflow = self._overflow(values, wanted)
         wanted.view(self._bits)[np.isnan(wanted)] = self._facts.nan
         return overflow
 
-    def _convert(self, given: NDArray[Any], wanted: NDArray[Any]) -> None:
+    def _convert(self, values: NDArray[Any], wanted: NDArray[Any]) -> None:
         """Rounds, and leaves NaN and overflow as they fall."""
         if self._table is not None:
             # Clipping lets numpy write without a copy of its own; no index is out of bounds.
             bits = wanted.view(self._bits)
-            np.take(self._table, given.view(np.uint8), out=bits, mode="clip")
+            np.take(self._table, values.view(np.uint8), out=bits, mode="clip")
         elif self._single.size:
-            self._single[: given.size] = given
-            wanted[:] = self._single[: given.size]
+            self._single[: values.size] = values
+            wanted[:] = self._single[: values.size]
         else:
-            wanted[:] = given
+            wanted[:] = values
 
     def _is_suspect(self, wanted: NDArray[Any]) -> bool:
         """Says whether the block may hold a NaN or, where that matters, an infinity."""
@@ -175,15 +175,15 @@ class Caster:
         )
 
     @staticmethod
-    def _overflow(given: NDArray[Any], wanted: NDArray[Any]) -> Overflow | None:
-        """Finds what was a number, or an infinity, and is that no more."""
+    def _overflow(values: NDArray[Any], wanted: NDArray[Any]) -> Overflow | None:
+        """Finds elements that were a number, or an infinity, and are NaN or an infinity now."""
         lost = np.isnan(wanted)
-        lost |= np.isinf(wanted) & np.isfinite(given)
-        lost &= ~np.isnan(given)
+        lost |= np.isinf(wanted) & np.isfinite(values)
+        lost &= ~np.isnan(values)
         first = int(lost.argmax())
         if not lost[first]:
             return None
-        return Overflow(count=int(np.count_nonzero(lost)), first=first, value=float(given[first]))
+        return Overflow(count=int(np.count_nonzero(lost)), first=first, value=float(values[first]))
 
 
 def _table(source: np.dtype[Any], target: np.dtype[Any]) -> NDArray[Any]:
@@ -194,7 +194,7 @@ def _table(source: np.dtype[Any], target: np.dtype[Any]) -> NDArray[Any]:
     return values.view(np.dtype(f"uint{8 * target.itemsize}"))
 
 
-def _joined(sofar: Overflow | None, block: Overflow | None, start: int) -> Overflow | None:
+def _join_overflows(sofar: Overflow | None, block: Overflow | None, start: int) -> Overflow | None:
     """Adds what a block starting at element `start` lost to what those before it did."""
     if block is None:
         return sofar

@@ -1,8 +1,8 @@
 """Compressed records, decoded once from front to back by all threads of one source together.
 
-A compressed chunk cannot be entered in its middle, but several tasks need parts of it, in about the
-order in which they lie there. So its decoder stays where the last read ended, and blocks that were
-decoded on the way are kept for whoever is a little behind. Who is too far behind has the chunk
+A compressed chunk can only be decoded from its start, but several tasks need parts of it, in about
+the order of its bytes. So its decoder stays where the last read ended, and the blocks decoded last
+are kept for threads that are a little behind. For a thread that is too far behind, the chunk is
 decoded again from its start: that is slow, and the result is the same.
 """
 
@@ -39,8 +39,7 @@ from ckptkit.formats.dcp.zstd import (
 
 BLOCK_BYTES = 256 << 10
 KEPT_BYTES = 40 << 20
-"""A task is 8 MiB, and of the memory that is usually allowed four workers have one each: so far
-they are apart."""
+"""A task is 8 MiB, and the usual memory limit allows four workers: so far apart are their tasks."""
 MOST_DECODERS = 32
 """Each takes its window, 2 MiB as torch writes it, once so much was decoded."""
 _DECODER_BYTES = 3 << 20
@@ -48,7 +47,7 @@ _MOST_TURNED_BYTES = KEPT_BYTES // 2
 
 
 def decoding_bytes(index: TensorIndex) -> int:
-    """Returns how much memory decoding takes beside that of the workers; 0 if nothing is to be."""
+    """Returns how much memory decoding takes, without that of the workers; 0 if nothing is."""
     compressed = index.records.container == CONTAINERS.index("zstd_torch_zip")
     count = int(np.count_nonzero(compressed))
     content = sum(entry.size_bytes for entry in index.tensors.values()) if count else 0
@@ -119,7 +118,7 @@ class DecodedRecords:
         return Expected(entry.stored_dtype, tuple(chunks.sizes[row].tolist()), where)
 
     def content_of(self, stream: _Stream) -> ZstdContent:
-        """Opens a record from its start, and lets go of another if too many are open."""
+        """Opens a record from its start, and closes another if too many are open."""
         record = self._index.records[stream.number]
         path = self._index.files[record.file].path
 
@@ -140,7 +139,7 @@ class DecodedRecords:
                     del self._live[number]
 
     def touch(self, stream: _Stream) -> None:
-        """Takes note that a decoder is in use."""
+        """Marks a decoder as used last."""
         with self._lock:
             if stream.number in self._live:
                 self._live.move_to_end(stream.number)
@@ -154,7 +153,7 @@ class DecodedRecords:
         return self._kept.get(key)
 
     def keep(self, key: tuple[int, int], block: bytes) -> None:
-        """Keeps a block, and forgets those that were decoded longest ago if need be."""
+        """Keeps a block, and drops those that were decoded longest ago beyond `KEPT_BYTES`."""
         with self._lock:
             self.decoded_bytes += len(block)
             before = self._kept.pop(key, b"")
@@ -167,7 +166,7 @@ class DecodedRecords:
 
 @dataclass(slots=True)
 class _Decoder:
-    """A decoder that stands at the begin of block number `block` of the data."""
+    """A decoder whose next block of the data is number `block`."""
 
     content: ZstdContent
     rest: memoryview
@@ -239,7 +238,7 @@ class _Stream:
                 self._close()
 
     def let_go(self) -> bool:
-        """Forgets the decoder, unless somebody is decoding."""
+        """Drops the decoder, unless a thread is decoding."""
         if not self._lock.acquire(blocking=False):
             return False
         try:

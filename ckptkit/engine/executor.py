@@ -257,7 +257,7 @@ class Executor:
     def _write_trailer(self, task: Task, part: Part) -> None:
         view = memoryview(bytearray(part.stop - part.start))
         if not self._checksums.fill(task.file, part, view):
-            raise ValueError("a trailer was asked for before all of its checksums are known")
+            raise ValueError("a trailer was written before all of its checksums are known")
         start = part.segment.start + part.start
         self._target.write(self._plan.files[task.file].path, start, view)
 

@@ -1,14 +1,8 @@
-"""The kernel that changes nothing but the element type.
+"""Kernels, which compute the elements of output tensors block by block, and their operands.
 
-A tensor whose elements were computed before the plan was made.
-
-What kernels compute with: dense tensors whose elements are stored, or made from stored ones.
-
-The kernel that writes an operand as it is, or in another element type.
-
-Products that another kernel, or a copy, makes already: with fewer rows, or cast once more.
-
-Kernels that prepare themselves: once per tensor, by whichever worker needs it first.
+An operand is a dense tensor whose elements are stored, or computed from stored ones. `recast` and
+`first_rows` change products that another kernel, or a copy, makes. `Preparations` holds the
+kernels that are prepared once per tensor, by the worker that needs one first.
 """
 
 from __future__ import annotations
@@ -79,7 +73,7 @@ class CastKernel:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ConstantKernel:
-    """Hands out what is known; what it was made from stands beside it in the plan.
+    """Returns elements that were computed before; the plan names the tensors they come from.
 
     Attributes:
         elements: The tensor, one-dimensional, in its element type.
@@ -103,7 +97,7 @@ _MAGNITUDE, _INFINITE = 0x7FFF, 0x7F80  # bits of bfloat16
 
 
 class Operand(Protocol):
-    """The elements of one dense tensor, wherever they come from.
+    """The elements of one dense tensor, stored or computed.
 
     An operand is a frozen value: it says what has to be read for a range of elements, and turns
     what was read into them. So a kernel merges into a stored weight and into a packed one alike.
@@ -116,7 +110,7 @@ class Operand(Protocol):
 
     @property
     def reads(self) -> tuple[tuple[str, Key], ...]:
-        """The source tensors that any of it may look at, as `(origin, key)`."""
+        """The source tensors that any part of it may read, as `(origin, key)`."""
         ...
 
     def demands(self, span: Span) -> tuple[Demand, ...]:
@@ -179,26 +173,26 @@ class CastOperand:
 
     def values(self, span: Span, inputs: Sequence[NDArray[Any]]) -> NDArray[Any]:
         """The other one's elements, cast."""
-        found = self.operand.values(span, inputs)
-        made = np.empty(found.size, numpy_dtype(self.dtype))
-        overflow = Caster(self.operand.dtype, self.dtype).cast(found, made)
+        values = self.operand.values(span, inputs)
+        target = np.empty(values.size, numpy_dtype(self.dtype))
+        overflow = Caster(self.operand.dtype, self.dtype).cast(values, target)
         if overflow is not None:
             where = f"tensor {self.reads[0][1]!r}"
             raise overflow_error(overflow, self.dtype, where=where, block_start=span.start)
         if self.dtype == BY_NAME["bfloat16"]:
-            self._refuse_infinite(found, made, span)
-        return made
+            self._refuse_infinite(values, target, span)
+        return target
 
-    def _refuse_infinite(self, found: NDArray[Any], made: NDArray[Any], span: Span) -> None:
-        """Refuses what bfloat16 rounds to infinity, which casts of whole models let pass."""
-        infinite = made.view(np.uint16) & _MAGNITUDE == _INFINITE
+    def _refuse_infinite(self, values: NDArray[Any], target: NDArray[Any], span: Span) -> None:
+        """Refuses values that bfloat16 rounds to infinity, which casts of whole models accept."""
+        infinite = target.view(np.uint16) & _MAGNITUDE == _INFINITE
         if not infinite.any():
             return
-        infinite &= np.isfinite(found)
+        infinite &= np.isfinite(values)
         first = int(infinite.argmax())
         if infinite[first]:
             raise OverflowRefusedError(
-                f"value {float(found[first]):g} at element {span.start + first:,} does not fit"
+                f"value {float(values[first]):g} at element {span.start + first:,} does not fit"
                 f" {self.dtype.name}",
                 where=f"tensor {self.reads[0][1]!r}",
                 hint="pass --dtype float32, or take an earlier checkpoint if training diverged",
@@ -246,11 +240,11 @@ def recast(product: Product, dtype: DType) -> Product:
         return product
     if isinstance(body, Copy):
         kernel: Kernel = CastKernel(body.origin, body.key, spec.dtype, dtype)
-        made = Compute(kernel, ((body.origin, body.key),))
+        compute = Compute(kernel, ((body.origin, body.key),))
     else:
         around = partial(RecastKernel, source=spec.dtype, target=dtype)
-        made = Compute(kernel_around(body.kernel, spec, around), body.reads)
-    return Product(replace(spec, dtype=dtype), made)
+        compute = Compute(kernel_around(body.kernel, spec, around), body.reads)
+    return Product(replace(spec, dtype=dtype), compute)
 
 
 def first_rows(product: Product, shape: Shape) -> Product:
@@ -333,7 +327,7 @@ class PrefixKernel:
 
 
 # The two factors that hold all experts of a layer of a middle-sized model, which every expert's
-# tensor asks for again.
+# tensor needs again.
 SHARED_BYTES = 40 << 20
 
 Read = Callable[[Demand], NDArray[Any]]
@@ -387,15 +381,15 @@ class Preparations:
             return slot.kernel
 
     def kept(self, key: Hashable, opened: Callable[[], AbstractContextManager[Kept]]) -> Kept:
-        """Returns what is opened by whoever needs it first, and closed with the preparations."""
+        """Returns an opened resource; the first call opens it, and the end of all closes it."""
         with self._lock:
             if key not in self._kept:
                 self._kept[key] = self._stack.enter_context(opened())
-            found: Kept = self._kept[key]
-            return found
+            resource: Kept = self._kept[key]
+            return resource
 
     def settle(self, out: TensorSpec, elements: int) -> None:
-        """Takes note that so many elements are computed; after the last, the kernel is let go."""
+        """Counts computed elements; after the last, the kernel is dropped."""
         with self._lock:
             slot = self._slots.get(out.name)
             if slot is not None:
@@ -420,18 +414,18 @@ class _Shared:
 
     def get(self, demand: Demand, read: Read) -> NDArray[Any]:
         with self._lock:
-            found = self._parts.pop(demand, None)
-            if found is None:
-                found = read(demand)
-                found.flags.writeable = False
-            self._parts[demand] = found
+            part = self._parts.pop(demand, None)
+            if part is None:
+                part = read(demand)
+                part.flags.writeable = False
+            self._parts[demand] = part
             while sum(part.nbytes for part in self._parts.values()) > SHARED_BYTES:
                 self._parts.popitem(last=False)
-            return found
+            return part
 
 
 class _Reading:
-    """What a kernel is given to read with."""
+    """Reads source tensors for a kernel that is prepared."""
 
     def __init__(self, read: Read, shared: _Shared, kept: Callable[..., Any]) -> None:
         self._read = read
@@ -445,5 +439,5 @@ class _Reading:
         return self._shared.get(demand, self._read)
 
     def kept(self, key: Hashable, opened: Callable[[], AbstractContextManager[Kept]]) -> Kept:
-        found: Kept = self._kept(key, opened)
-        return found
+        resource: Kept = self._kept(key, opened)
+        return resource

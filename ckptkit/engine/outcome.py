@@ -1,8 +1,8 @@
-"""What running a part of a plan leaves to know: plain values that processes hand on and join.
+"""Results of an execution: digests and open checksums, proofs of finished files, and events.
 
-Whether a file that an earlier run finished is what was written then: read, and compared.
-
-What an execution tells whoever listens.
+An `Outcome` is what the process that completes an output needs of each part: plain values that
+processes exchange and join. `is_proven` compares a file of an earlier run with the digests that
+run wrote. Events report progress to a listener.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _no_leaves() -> Leaves:
 class Digests:
     """Leaves of digests, by tensor name and by path of side file.
 
-    `crc32s` are the checksums of tensors that nobody has seen all of, since a store copied parts.
+    `crc32s` are the checksums of tensors of which a store copied parts, which no task reads.
     """
 
     tensors: Leaves = field(default_factory=_no_leaves)
@@ -86,7 +86,7 @@ class Digests:
 
 @dataclass(slots=True)
 class Outcome:
-    """What some of a plan's tasks have found out.
+    """The result of some of a plan's tasks.
 
     Attributes:
         digests: Of what was written.
@@ -94,7 +94,7 @@ class Outcome:
         open_records: By origin, the source records of which other tasks read the rest.
         unverified: By origin, the tensors of which some bytes had no stored checksum.
         sealed: The trailers that are written already: file, segment, and first byte in it.
-        sent: What a store has told of the parts that it took, by file; see `SharedOutput`.
+        sent: What a store has returned for the parts that it took, by file; see `SharedOutput`.
     """
 
     digests: Digests = field(default_factory=Digests)
@@ -183,7 +183,7 @@ ReadInto = Callable[[int, memoryview], int]
 
 
 def can_be_proven(file: OutputFile) -> bool:
-    """Tells whether all bytes of a file follow from the plan and from digests of its tensors."""
+    """Whether all bytes of a file follow from the plan and from digests of its tensors."""
     bodies = [segment.body for segment in file.segments]
     return any(segment.spec is not None for segment in file.segments) and all(
         isinstance(body, (Literal, Copy, Compute, Trailer)) for body in bodies
@@ -235,14 +235,14 @@ class _Proof:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """The plan stands; `notes` are what the user should know before it runs."""
+    """The plan is complete; `notes` are for the user to read before it runs."""
 
     notes: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """Work begins on that many output bytes."""
+    """Work on that many output bytes begins."""
 
     total_bytes: int
 
@@ -270,14 +270,14 @@ class OutputCommitted:
 
 @dataclass(frozen=True, slots=True)
 class OutputKept:
-    """The output was there already, whole and the one asked for; nothing was written."""
+    """The requested output existed already and is complete; nothing was written."""
 
     path: str
 
 
 @dataclass(frozen=True, slots=True)
 class WorkKept:
-    """The run fails; what it has finished stays in that folder, for one that resumes it."""
+    """The run fails; the files that it has finished stay in that folder, to be resumed."""
 
     path: str
 
@@ -287,4 +287,4 @@ Listener = Callable[[Event], None]
 
 
 def ignore(_event: Event) -> None:
-    """Listens to nothing."""
+    """A listener that does nothing."""

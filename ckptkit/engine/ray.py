@@ -1,7 +1,7 @@
-"""Work dealt out to the nodes of a Ray cluster, and done again elsewhere when one is lost.
+"""Runs shares of a plan on the nodes of a Ray cluster, and again elsewhere when one is lost.
 
-Every node gets one process, so that what a process may use is what a node may use. Ray is
-imported when it is asked for.
+Every node gets one process, so the limits of a process are those of the node. Ray is imported only
+when it is needed.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ RunShare = Callable[[Share], Values]
 
 
 class WorkerFactory(Protocol):
-    """What a worker is made from; it is sent to every node."""
+    """Creates workers; it is sent to every node."""
 
     def opened(self, cores: int) -> AbstractContextManager[RunShare]:
-        """Prepares a worker; what it yields runs shares, and gives plain values.
+        """Prepares a worker; the context yields a function that runs shares.
 
         Args:
             cores: How many cores of the node are the worker's.
@@ -68,10 +68,10 @@ def run_on_ray(
     """Runs shares on all nodes of the cluster that `ray.init` finds, or of one on this machine.
 
     Args:
-        station: What workers are made from.
-        deal: Returns what is to be done, for so many nodes.
+        station: Creates the workers.
+        deal: Returns the shares, for a number of nodes.
         limits: What a worker takes of its node.
-        take: Is given what each share came to, once, in any order, in the calling thread.
+        take: Receives the result of each share, once, in any order, in the calling thread.
     """
     ray = import_ray()
     with _connected(ray), ExitStack() as stack:
@@ -132,7 +132,7 @@ def _own_signals() -> Iterator[None]:
 
 
 class RayWorker:
-    """The process of one node. Errors that ckptkit means are answers, as plain values."""
+    """The process of one node. Errors of ckptkit are returned as plain values."""
 
     def __init__(self, station: WorkerFactory, cores: int, folder: str) -> None:
         with suppress(OSError):  # then relative paths are not found, and an error says so
@@ -183,12 +183,12 @@ class _RayCrew:
 
     def nodes(self) -> Sequence[tuple[str, int, str]]:
         """Returns identity, cores and name of every node that can work."""
-        found = [
+        nodes = [
             (node["NodeID"], int(node["Resources"].get("CPU", 0)), node["NodeManagerHostname"])
             for node in self._ray.nodes()
             if node["Alive"]
         ]
-        return [node for node in found if node[1]]
+        return [node for node in nodes if node[1]]
 
     def run(self, shares: Sequence[Share], take: Callable[[Share, Values], None]) -> None:
         self._waiting.extend(shares)
@@ -210,7 +210,7 @@ class _RayCrew:
                 self._ray.kill(hired.actor)
 
     def _still_alone(self, since: float, now: float) -> float:
-        """Returns since when nobody works."""
+        """Returns since when there is no worker."""
         if self._hired or since < 0:
             return now
         if now - since > _PATIENCE_SECONDS:
@@ -240,8 +240,8 @@ class _RayCrew:
         }
         if self._limits.memory_bytes is not None:
             options["memory"] = self._limits.memory_bytes
-        made = self._ray.remote(RayWorker).options(**options)
-        return _Hired(made.remote(self._station, cores, str(Path.cwd())), node, host)
+        actor = self._ray.remote(RayWorker).options(**options)
+        return _Hired(actor.remote(self._station, cores, str(Path.cwd())), node, host)
 
     def _deal(self) -> None:
         # Fewest first: the last shares of all should not wait behind one another.
@@ -260,14 +260,14 @@ class _RayCrew:
         return list(ready)
 
     def _settle(self, call: Any, take: Callable[[Share, Values], None]) -> None:
-        found = self._calls.pop(call, None)
-        if found is None:
+        assignment = self._calls.pop(call, None)
+        if assignment is None:
             return  # it was lost with another call to the same worker
-        hired, share = found
+        hired, share = assignment
         try:
             answer: Values = self._ray.get(call)
         except self._ray.exceptions.RayTaskError:
-            raise  # a bug: what ckptkit means to say is an answer
+            raise  # a bug: errors of ckptkit are returned
         except self._ray.exceptions.RayError as error:
             self._lose(hired, error)
             return
@@ -281,7 +281,7 @@ class _RayCrew:
             take(share, answer)
 
     def _lose(self, hired: _Hired, error: Exception) -> None:
-        """Gives what a worker had before it to others."""
+        """Gives the shares of a lost worker to others."""
         _LOG.warning("a worker on %s was lost: %s", hired.host, type(error).__name__)
         del self._hired[hired.node]
         self._calls = {call: to for call, to in self._calls.items() if to[0] is not hired}
@@ -306,7 +306,7 @@ class _RayCrew:
             f" {_last_line(error)}",
             where="--engine ray",
             hint="all nodes need the same ckptkit; where a machine has too little memory, pass"
-            " --memory-limit to have it reserved; Ray's logs lie in /tmp/ray/session_latest",
+            " --memory-limit to have it reserved; Ray's logs are in /tmp/ray/session_latest",
         )
 
 

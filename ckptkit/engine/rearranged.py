@@ -17,14 +17,14 @@ from ckptkit.core.index import Box, Key, Shape, Span
 from ckptkit.engine.kernels import Operand
 from ckptkit.plan.plan import Demand, Kernel, TensorSpec
 
-# What lies between wanted elements is read with them while it is at most so many times as much:
-# fewer reads cost less than the bytes do.
+# Elements between the wanted ones are read with them while all are at most so many times as many:
+# fewer reads save more than the bytes cost.
 _MOST_READ = 2
 
 
 @dataclass(frozen=True, slots=True)
 class StridedBox:
-    """A box of the output that lies at regular steps in one operand.
+    """A box of the output whose elements have regular steps in one operand.
 
     Attributes:
         box: Where in the output's grid.
@@ -62,13 +62,13 @@ class _Read:
 class RearrangeKernel:
     """A tensor whose elements come from boxes of others, maybe with their axes exchanged.
 
-    A block reads at most twice its own elements. Where neighbours in the output lie far
-    apart, as in a large transposed matrix, it reads them in as many pieces.
+    A block reads at most twice its own elements. Where neighbours in the output are far apart in
+    the operand, as in a large transposed matrix, each is a read of its own.
 
     Attributes:
         grid: The output's shape, with dimensions split where the stretches need that.
         stretches: Boxes of the grid; they cover it and do not overlap.
-        operands: What they lie in, all of the output's element type.
+        operands: The tensors that they refer to, all of the output's element type.
     """
 
     grid: Shape
@@ -83,7 +83,7 @@ class RearrangeKernel:
         return 1
 
     def demands(self, _out: TensorSpec, block: Span) -> tuple[Demand, ...]:
-        """Reads what the block is made of."""
+        """Returns the operands' elements that the block consists of."""
         return tuple(
             demand
             for read in self._reads(block)
@@ -115,8 +115,7 @@ class RearrangeKernel:
                 if shared is not None:
                     inner = _relative(shared, slab)
                     start = flat_offset(_relative(shared, stretch.box).offsets, stretch.steps)
-                    found = (stretch.start + start, inner, stretch.steps)
-                    for first, box in _dense(*found):
+                    for first, box in _dense(stretch.start + start, inner, stretch.steps):
                         stop = first + _extent(box.sizes, stretch.steps)
                         yield _Read(
                             stretch.operand,
@@ -130,12 +129,12 @@ class RearrangeKernel:
 
 @dataclass(frozen=True, slots=True)
 class ComputedOperand:
-    """What a kernel makes of its sources, as an operand of another one.
+    """The output of a kernel, as an operand of another one.
 
     Attributes:
         kernel: The kernel; any element may begin its blocks.
         spec: The tensor that it makes.
-        reads: The source tensors that it looks at.
+        reads: The source tensors that it reads.
     """
 
     kernel: Kernel
@@ -151,9 +150,9 @@ class ComputedOperand:
 
     def values(self, span: Span, inputs: Sequence[NDArray[Any]]) -> NDArray[Any]:
         """What the kernel makes of it."""
-        made = np.empty(span.stop - span.start, numpy_dtype(self.spec.dtype))
-        self.kernel.run(self.spec, span, inputs, made)
-        return made
+        values = np.empty(span.stop - span.start, numpy_dtype(self.spec.dtype))
+        self.kernel.run(self.spec, span, inputs, values)
+        return values
 
 
 def _dense(first: int, box: Box, steps: Shape) -> Iterator[tuple[int, Box]]:
@@ -174,7 +173,7 @@ def _dense(first: int, box: Box, steps: Shape) -> Iterator[tuple[int, Box]]:
 
 
 def _extent(sizes: Shape, steps: Shape) -> int:
-    """Returns how many elements lie from the first to the last of a box, both included."""
+    """Returns the number of elements from the first to the last of a box, both included."""
     return 1 + sum((size - 1) * step for size, step in zip(sizes, steps, strict=True))
 
 

@@ -304,7 +304,7 @@ class Checkpointer:
 
             def find_bound() -> BoundState:
                 call.check_modes()
-                return self._binding.of(state).beside(files)
+                return self._binding.of(state).with_files(files)
 
             attempt = self._session.attempt(step, name)
             handle = self._save(began, attempt, find_bound, metrics)

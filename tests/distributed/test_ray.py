@@ -137,7 +137,7 @@ def test_names_of_another_model_are_refused_after_the_nodes_wrote_and_nothing_is
 
 def test_the_answer_on_names_is_there_before_the_commit(told: Told) -> None:
     one = told["compared"]
-    assert one["answers"]["Committed"] > one["answers"]["Planned"]
+    assert one["answers"]["OutputCommitted"] > one["answers"]["Planned"]
     assert one["verified"]
 
 

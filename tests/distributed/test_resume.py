@@ -95,10 +95,10 @@ def test_damaged_steps_are_passed_over_on_every_rank(
         (5, "'optimizer_0/__1_0.distcp' is missing"),
         (4, shared),
     ):
-        lines = [line for line in output.splitlines() if f"step {step} is passed over" in line]
+        lines = [line for line in output.splitlines() if f"step {step} is skipped" in line]
         assert len(lines) == 2, output
         assert all(reason in line for line in lines), lines
-    assert "step 7 is passed over" not in output
+    assert "step 7 is skipped" not in output
 
 
 def test_what_does_not_fit_is_refused_on_every_rank_and_nothing_is_passed_over(

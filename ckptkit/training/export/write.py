@@ -70,9 +70,9 @@ class TorchCaster(Caster):
         super().__init__(_FLOAT32, target)
         self._rounded = _TARGETS[target.name]
 
-    def _convert(self, given: NDArray[Any], wanted: NDArray[Any]) -> None:
+    def _convert(self, values: NDArray[Any], wanted: NDArray[Any]) -> None:
         rounded = torch.from_numpy(wanted.view(np.int16)).view(self._rounded)
-        rounded.copy_(torch.from_numpy(given))
+        rounded.copy_(torch.from_numpy(values))
 
 
 def caster_of(source: DType, target: DType) -> Caster:
@@ -260,7 +260,7 @@ class ExportView:
     """A rank's view of what is exported.
 
     Attributes:
-        table: The tensors that lie on this rank, whole or in part.
+        table: The tensors that are on this rank, whole or in part.
         pieces: This rank's parts of them, by each of their names.
         owned: The identities of the pieces that this rank writes.
         is_everywhere: Whether all ranks hold the same tensors.
@@ -280,7 +280,7 @@ class ExportView:
                 yield from boxes_of(piece)
 
     def same(self, one: Fqn, other: Fqn) -> bool | None:
-        """Tells whether two tensors are equal as far as this rank sees; None if they are one."""
+        """Returns whether two tensors are equal as far as this rank sees; None if they are one."""
         first, second = self.pieces.get(one, ()), self.pieces.get(other, ())
         if first and len(first) == len(second) and all(map(_is, first, second)):
             return None
@@ -302,7 +302,7 @@ def parts_of_model(bound: BoundState) -> list[nn.Module]:
 
 
 def is_adapter(bound: BoundState) -> bool:
-    """Tells whether the model is a PEFT model, of which only the adapter is exported."""
+    """Returns whether the model is a PEFT model, of which only the adapter is exported."""
     return adapter_names(parts_of_model(bound)[0]) is not None
 
 
@@ -316,7 +316,7 @@ def chosen_adapter(bound: BoundState) -> tuple[str, ...]:
 
 
 def look_at(bound: BoundState) -> ExportView:
-    """Returns what of the model lies on this rank, without any communication."""
+    """Returns what of the model is on this rank, without any communication."""
     modules, world = parts_of_model(bound), Copies(bound.world_size, bound.rank)
     walks = [ModelWalk(module, TensorPlaces("", ()), world=world) for module in modules]
     views = [walk.look(keep=True) for walk in walks]  # all that a save holds

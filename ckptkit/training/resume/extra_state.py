@@ -1,4 +1,4 @@
-"""What modules save beside tensors: values of `get_extra_state`, given back to the modules."""
+"""The values of `get_extra_state`, which modules save besides tensors, and their restoring."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _PLAIN = frozenset((torch.Tensor, nn.Parameter))
 def extra_state_changes(
     stored: StoredStep, model: BoundModel, pieces: list[Piece], *, rank: int
 ) -> Iterator[Callable[[], object]]:
-    """Reads what a model's modules saved beside tensors.
+    """Reads the extra state of a model's modules.
 
     Args:
         stored: The step.
@@ -40,28 +40,28 @@ def extra_state_changes(
         rank: Of this process.
 
     Yields:
-        What gives it to each of them.
+        Functions that restore it.
     """
     index = stored.index(model.unit)
     left = set(_extra_paths(index, model.path))
     missing: list[str] = []
     for name, module in _modules(model.module):
         path = (*model.path, name)
-        found = {other for other in left if other[: len(path)] == path}
-        left -= found
+        stored_paths = {other for other in left if other[: len(path)] == path}
+        left -= stored_paths
         live = module.get_extra_state()
-        if found or stored.structure(model.unit, path) is not None:
+        if stored_paths or stored.structure(model.unit, path) is not None:
             where = f"{model.key}, {name}"
-            made = unflatten(stored, ValueLocation(model.unit, path, where), live, saved=True)
-            pieces += made.pieces
-            state = made.value
+            restored = unflatten(stored, ValueLocation(model.unit, path, where), live, saved=True)
+            pieces += restored.pieces
+            state = restored.value
             yield lambda module=module, state=state: module.set_extra_state(state)  # type: ignore[misc]
         elif list(flatten(live)) != [((), None)]:
             missing.append(name)
     if rank == 0:
-        _tell("was not saved with the step, and stays as it is", model.key, missing)
+        _warn("was not saved with the step, and stays as it is", model.key, missing)
         keys = sorted(".".join(map(str, path)) for path in left)
-        _tell("was saved, and no module of the model takes it", model.key, keys)
+        _warn("was saved, and no module of the model takes it", model.key, keys)
 
 
 def copied_changes(
@@ -76,7 +76,7 @@ def copied_changes(
         pieces: What is filled, by directory.
 
     Yields:
-        What gives the copies, once they are filled, to `load_state_dict`.
+        A function that passes the copies, once they are filled, to `load_state_dict`.
     """
     raw_names = () if has_flat_parameters(model.module) else _copied(model.module)
     if not raw_names:
@@ -88,19 +88,19 @@ def copied_changes(
         for piece in pieces.get(unit, ())
         for path in (piece.key_path, *piece.aliases)
     }
-    found: dict[str, torch.Tensor] = {}
+    copies: dict[str, torch.Tensor] = {}
     for raw in raw_names:
         piece = filled.get(model.places.of(clean_fqn(raw, parallel)))
         if piece is not None and piece.local.shape == piece.shape:
-            found[raw] = piece.local
-    if found:
-        yield partial(model.module.load_state_dict, found, strict=False)
+            copies[raw] = piece.local
+    if copies:
+        yield partial(model.module.load_state_dict, copies, strict=False)
 
 
 def _copied(model: nn.Module) -> list[str]:
-    """Returns the names under which a state dict has memory that it was given for it alone."""
+    """Returns the names under which a state dict has memory of its own."""
     own = {_memory(tensor) for tensor in chain(model.parameters(), model.buffers())}
-    # What is no parameter and no buffer may be a module's own all the same: then it is so twice.
+    # Other tensors may be a module's own too: then a second state dict has the same memory.
     strange = {
         name: value
         for name, value in model.state_dict(keep_vars=True).items()
@@ -121,7 +121,7 @@ def _memory(tensor: torch.Tensor) -> int:
 
 
 def is_extra(path: KeyPath, model: KeyPath) -> bool:
-    """Tells whether a key path of a model is that of an extra state, or of something in it."""
+    """Whether a key path of a model is that of an extra state, or of something in it."""
     if path[: len(model)] != model or len(path) == len(model):
         return False
     return str(path[len(model)]).rpartition(".")[2] == _EXTRA
@@ -163,6 +163,6 @@ def _overrides(module: nn.Module, method: str) -> bool:
     return own is not getattr(nn.Module, method)
 
 
-def _tell(what: str, key: str, names: list[str]) -> None:
+def _warn(what: str, key: str, names: list[str]) -> None:
     if names:
         logger.warning("%s: the extra state %s %s", key, first_few(names), what)

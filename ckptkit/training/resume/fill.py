@@ -1,4 +1,4 @@
-"""One step and the state that is filled from it, on one rank."""
+"""Fills the state of one rank from one step."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class LoadedStep:
 
     Attributes:
         reports: What was read of each DCP directory.
-        changes: What puts all that is not in place yet there.
+        changes: Functions that put the other values in place.
         untied: By the name of a tensor that is left out, because the model holds it as one with
             another: that one's name, and the largest absolute difference on this rank.
     """
@@ -72,11 +72,11 @@ class LoadedStep:
 
 @dataclass(frozen=True, slots=True)
 class FillPlan:
-    """What one rank has found to fit, before it fills any tensor.
+    """What one rank is to fill, all of which fits.
 
     Attributes:
         pieces: The tensors to fill, by DCP directory.
-        changes: What puts everything else in place.
+        changes: Functions that put everything else in place.
     """
 
     pieces: Mapping[str, Sequence[Piece]] = field(default_factory=dict)
@@ -84,7 +84,7 @@ class FillPlan:
 
 
 class StepLoader:
-    """A step's directory, opened when it is first asked for; it has to be closed."""
+    """Loads a step into the state of this rank; its directory is opened on first use."""
 
     def __init__(self, folder: Path | Place, bound: BoundState) -> None:
         self._folder = folder
@@ -113,22 +113,22 @@ class StepLoader:
         return self._bound
 
     def loaders_alike(self) -> dict[str, bool]:
-        """Tells which dataloaders of all ranks were at the same place; see there."""
+        """Returns which dataloaders of all ranks were at the same place; see `restore`."""
         return loaders_alike(self.stored, self.bound)
 
     def unfit_optimizers(self) -> dict[str, str]:
-        """Tells which optimizers could not go on from this step, by name, and why."""
-        found: dict[str, str] = {}
+        """Returns the optimizers that do not fit this step, by name, and why."""
+        problems: dict[str, str] = {}
         for optimizer in self.bound.optimizers:
             try:
                 self._checked_groups(optimizer, [])
                 self._check_state(optimizer)
             except ResumeError as error:
-                found[optimizer.name] = str(error)
-        return found
+                problems[optimizer.name] = str(error)
+        return problems
 
     def _check_state(self, optimizer: BoundOptimizer) -> None:
-        """Sees that an optimizer has, or can make, state like that in the step."""
+        """Checks that an optimizer has, or can create, state like that in the step."""
         allocate(self.stored, optimizer, self._slots, self._world)
         depth = len(optimizer.path)
         pieces = [
@@ -142,24 +142,26 @@ class StepLoader:
     def prepare(
         self, step: int, alike: Mapping[str, bool], anew: Collection[str] = frozenset()
     ) -> FillPlan:
-        """Reads everything but the tensors, and sees that these fit; overwrites none of them.
+        """Reads everything but the tensors, and checks that these fit; overwrites none of them.
 
         Args:
             step: The number of the step.
             alike: What `loaders_alike` returned to rank 0.
-            anew: The names of optimizers whose state is not to be taken up, but cleared.
+            anew: The names of optimizers whose state is cleared, not loaded.
         """
         bound, slots = self.bound, self._slots
         fresh = [o for o in bound.optimizers if o.name in anew]
-        going_on = [o for o in bound.optimizers if o not in fresh]
+        resumed = [o for o in bound.optimizers if o not in fresh]
         further: list[Piece] = []
-        changes = [change for one in going_on for change in self._checked_groups(one, further)]
-        for optimizer in going_on:
+        changes = [
+            change for optimizer in resumed for change in self._checked_groups(optimizer, further)
+        ]
+        for optimizer in resumed:
             changes += value_changes(self.stored, optimizer, slots, self._world)
         for optimizer in fresh:
             changes += self._without_state(optimizer)
         changes += self._further_changes(step, alike, further)
-        for optimizer in going_on:
+        for optimizer in resumed:
             allocate(self.stored, optimizer, slots, self._world)
         pieces: dict[str, list[Piece]] = defaultdict(list)
         for piece in self._stored_pieces(fresh):
@@ -184,15 +186,15 @@ class StepLoader:
 
     def _compare_tied(self, pieces: Mapping[str, Sequence[Piece]]) -> dict[str, tuple[str, float]]:
         """Compares what the model holds as one tensor and the step as several, as far as read."""
-        found: dict[str, tuple[str, float]] = {}
+        differing: dict[str, tuple[str, float]] = {}
         starts = {unit: len(m.path) for m in self.bound.models for unit in m.places.units}
         for unit, depth in starts.items():
             for piece in pieces.get(unit, ()):
                 if piece.aliases and piece.elements:
                     for name, kept, difference in self._differing(unit, piece, depth):
-                        before = found.get(name, (kept, 0.0))[1]
-                        found[name] = kept, max(before, difference)
-        return found
+                        before = differing.get(name, (kept, 0.0))[1]
+                        differing[name] = kept, max(before, difference)
+        return differing
 
     def _differing(self, unit: str, piece: Piece, depth: int) -> Iterator[tuple[str, str, float]]:
         index = self.stored.index(unit)
@@ -208,7 +210,7 @@ class StepLoader:
                 load_pieces(index, self.stored.source, [other])
                 difference = _largest_difference(piece.local, read)
             if difference:
-                name, of_kept = (".".join(map(str, one.key_path[depth:])) for one in (entry, kept))
+                name, of_kept = (".".join(map(str, e.key_path[depth:])) for e in (entry, kept))
                 yield name, of_kept, difference
 
     def _stored_pieces(self, fresh: Sequence[BoundOptimizer] = ()) -> list[Piece]:
@@ -236,10 +238,10 @@ class StepLoader:
         return [piece for piece in pieces if id(piece) not in dropped]
 
     def _uncast_buffers(self, pieces: dict[str, list[Piece]]) -> list[Callable[[], object]]:
-        """Has buffers that FSDP1 casts read in the dtype of the step, and returns what casts them.
+        """Replaces pieces of buffers that FSDP1 casts by ones in the dtype of the step.
 
         Steps hold them as they were before the cast, or as they were after it; so do models,
-        before and after their first forward pass.
+        before and after their first forward pass. Returns functions that cast them.
         """
         changes: list[Callable[[], object]] = []
         for model in self.bound.models:
@@ -257,7 +259,7 @@ class StepLoader:
         return changes
 
     def _without_state(self, bound: BoundOptimizer) -> Iterator[Callable[[], object]]:
-        """Yields what empties an optimizer; hyperparameters are taken up if they are its own."""
+        """Yields functions that clear an optimizer, and set its hyperparameters if these fit."""
         yield bound.optimizer.state.clear
         try:
             yield from self._group_changes(bound, self._groups_of(bound))
@@ -277,7 +279,7 @@ class StepLoader:
         return absent
 
     def _is_built_otherwise(self, bound: BoundOptimizer) -> bool:
-        """Tells whether an optimizer has other flags than were saved, such as `amsgrad`.
+        """Whether an optimizer has other flags than were saved, such as `amsgrad`.
 
         Then tensors in its state that the step lacks are no leftovers of later steps.
         """
@@ -302,7 +304,7 @@ class StepLoader:
     def _checked_groups(
         self, bound: BoundOptimizer, pieces: list[Piece]
     ) -> list[Callable[[], object]]:
-        """Sees that an optimizer can go on, and returns what puts its hyperparameters in place."""
+        """Checks that an optimizer fits, and returns what sets its hyperparameters."""
         where = bound.name
         lost = self.stored.lost.get(where)
         if lost is not None:
@@ -336,7 +338,7 @@ class StepLoader:
 
     @cached_property
     def _views(self) -> list[ModelView]:
-        """What of each model lies on this rank, with memory for it."""
+        """What this rank holds of each model, with memory for it."""
         bound = self.bound
         materialise([m.module for m in bound.models], [o.optimizer for o in bound.optimizers])
         return [ModelWalk(m.module, m.places, world=self._world).look() for m in bound.models]
@@ -346,9 +348,9 @@ class StepLoader:
         return {key: slots for view in self._views for key, slots in view.slots.items()}
 
     def _check_models(self, pieces: Mapping[str, Sequence[Piece]]) -> None:
-        """Refuses tensors that no model asks for, as torch's strict load_state_dict does.
+        """Refuses tensors that no model has, as torch's strict load_state_dict does.
 
-        What a pipeline's stage does not ask for is that of other stages.
+        Tensors that a pipeline's stage does not have are those of other stages.
         """
         for model, view in zip(self.bound.models, self._views, strict=True):
             if view.values.count < self.bound.world_size:
@@ -397,12 +399,12 @@ def _records_of(index: TensorIndex, entry: TensorEntry) -> list[tuple[int, int]]
     return sorted((record.file, record.start) for record in records)
 
 
-def _largest_difference(one: torch.Tensor, other: torch.Tensor) -> float:
+def _largest_difference(tensor: torch.Tensor, other: torch.Tensor) -> float:
     """Returns the largest absolute difference; NaN equals NaN, and is infinitely far from else."""
     largest = 0.0
-    for start in range(0, one.numel(), _COMPARED):
-        left, right = (t.reshape(-1)[start : start + _COMPARED] for t in (one, other))
-        wide = torch.complex128 if one.is_complex() else torch.float64
+    for start in range(0, tensor.numel(), _COMPARED):
+        left, right = (t.reshape(-1)[start : start + _COMPARED] for t in (tensor, other))
+        wide = torch.complex128 if tensor.is_complex() else torch.float64
         apart = (left.to(wide) - right.to(wide)).abs()
         apart[(left == right) | (left.isnan() & right.isnan())] = 0
         largest = max(largest, float(apart.nan_to_num(float("inf"), float("inf")).max()))

@@ -1,4 +1,4 @@
-"""Memory for what is to be loaded: models on the meta device, optimizers that never stepped."""
+"""Allocates memory to load into: models on the meta device, optimizers that never stepped."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _Named = tuple[nn.Module, str]
 
 
 def materialise(modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
-    """Gives memory to what lies on the meta device; everything else stays as it is.
+    """Allocates all tensors on the meta device; everything else is unchanged.
 
     Parameters and persistent buffers are left without content, to be loaded. Buffers that no
     checkpoint holds get theirs from the module that made them.
@@ -75,10 +75,10 @@ def _tie_again(places: Sequence[_Named]) -> None:
 
 
 def _device_of(module: nn.Module) -> torch.device:
-    """Returns where the model lives: with what is there already, or on its mesh."""
-    found = {tensor.device for tensor in _tensors(module) if not tensor.is_meta}
-    if len(found) == 1:
-        return found.pop()
+    """Returns the device of the model: that of its real tensors, or of its mesh."""
+    devices = {tensor.device for tensor in _tensors(module) if not tensor.is_meta}
+    if len(devices) == 1:
+        return devices.pop()
     if _is_offloaded(module):
         return torch.device("cpu")
     for tensor in module.parameters():
@@ -90,7 +90,7 @@ def _device_of(module: nn.Module) -> torch.device:
 
 
 def _is_offloaded(module: nn.Module) -> bool:
-    """Tells whether FSDP2 keeps the parameters on the CPU, which has no public property."""
+    """Whether FSDP2 keeps the parameters on the CPU, which has no public property."""
     for _, state in fsdp2_states(module.modules()):
         group = getattr(state, "_fsdp_param_group", None)
         if group is not None:
@@ -199,15 +199,15 @@ def allocate_state(
 
 
 def _stored_states(index: TensorIndex, path: KeyPath) -> dict[str, dict[str, TensorEntry]]:
-    found: dict[str, dict[str, TensorEntry]] = defaultdict(dict)
+    states: dict[str, dict[str, TensorEntry]] = defaultdict(dict)
     entries = {entry.key_path: entry for entry in index.tensors.values()}
     for rest, key_path in below(entries, path, STATE):
         if len(rest) == 2:  # noqa: PLR2004
-            found[str(rest[0])][str(rest[1])] = entries[key_path]
+            states[str(rest[0])][str(rest[1])] = entries[key_path]
     for rest, _ in below(index.values, path, STATE):
         if len(rest) > 1:
-            found.setdefault(str(rest[0]), {})
-    return dict(found)
+            states.setdefault(str(rest[0]), {})
+    return dict(states)
 
 
 def _needs_step(
@@ -250,7 +250,7 @@ def _allocate(
 
 
 def has_state(parameter: torch.Tensor, slots: Sequence[ShardLayout]) -> bool:
-    """Tells whether an optimizer has state here; FSDP1's ranks without elements have none."""
+    """Whether an optimizer has state here; FSDP1's ranks without elements have none."""
     return isinstance(parameter, DTensor) or any(slot.elements for slot in slots)
 
 
@@ -265,7 +265,7 @@ def _empty(
         if isinstance(local, DTensor) or tuple(local.shape) == slot.held:
             return torch.empty_like(local, dtype=dtype)
         return torch.empty(slot.held, dtype=dtype, device=local.device)
-    # As torch's load_state_dict has it: only counts of steps lie elsewhere than their parameter.
+    # As torch's load_state_dict does: only counts of steps are not on the parameter's device.
     is_count = name == "step" and entry.elements == 1 and not on_device
     device = torch.device("cpu") if is_count else parameter.device
     return torch.empty(entry.shape, dtype=dtype, device=device)

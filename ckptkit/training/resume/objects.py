@@ -1,4 +1,4 @@
-"""Nested values that lie in a DCP directory leaf by leaf, put together again."""
+"""Restores nested values whose leaves are in a DCP directory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ckptkit.training.state.structures import Nodes, adapt, leaf_paths, put_toge
 
 @dataclass(frozen=True, slots=True)
 class ValueLocation:
-    """Where a nested value lies.
+    """Where a nested value is stored.
 
     Attributes:
         unit: The DCP directory.
@@ -35,11 +35,11 @@ class ValueLocation:
 
 
 class UnflattenedValue(NamedTuple):
-    """A value that was put together.
+    """A restored nested value.
 
     Attributes:
         value: The value, but for what sharded tensors hold.
-        pieces: The sharded tensors in it, which are the live value's own, to be filled in place.
+        pieces: The sharded tensors in it, which are those of the live value, to be filled in place.
     """
 
     value: Any
@@ -54,15 +54,15 @@ def unflatten(
     saved: bool,
     leaving: Collection[str] = (),
 ) -> UnflattenedValue:
-    """Puts a value together from the keys of a DCP directory.
+    """Restores a value from the keys of a DCP directory.
 
-    Steps without structures, which older versions and other tools write, do not tell all types,
-    and hold nothing of empty mappings: then both are taken from the live value.
+    Steps without structures, which older versions and other tools write, do not have all types,
+    and have nothing of empty mappings: then both are taken from the live value.
 
     Args:
         stored: The step.
         place: Of the value.
-        live: What is there now in its stead.
+        live: The live value in its place.
         saved: Whether it is known to have been saved, so that it may have no leaves.
         leaving: Names on the first level that belong to something else.
     """
@@ -94,8 +94,8 @@ def _paths(
         return leaf_paths(nodes, place.name)
     index, depth = stored.index(place.unit), len(place.path)
     keys = chain(index.values, (entry.key_path for entry in index.tensors.values()))
-    found = (key[depth:] for key in keys if key[:depth] == place.path)
-    return [path for path in found if not (path and str(path[0]) in leaving)]
+    paths = (key[depth:] for key in keys if key[:depth] == place.path)
+    return [path for path in paths if not (path and str(path[0]) in leaving)]
 
 
 def _read(

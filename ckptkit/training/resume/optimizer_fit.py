@@ -39,7 +39,7 @@ _NEUTRAL = frozenset(
     )
 )
 _FLAGS = (bool, type(None))
-_DECOUPLED = "decoupled_weight_decay"  # what tells AdamW from Adam since torch 2.7
+_DECOUPLED = "decoupled_weight_decay"  # the flag by which AdamW differs from Adam since torch 2.7
 
 
 def unwrapped(optimizer: Optimizer) -> Optimizer:
@@ -84,4 +84,4 @@ def check_optimizer(
             hint=_HINT,
         )
     if made_by:
-        logger.warning("%s: it was saved as %s and goes on as %s", where, made_by, own)
+        logger.warning("%s: it was saved as %s and is resumed as %s", where, made_by, own)

@@ -1,7 +1,7 @@
-"""The values of an optimizer in a step: hyperparameters, states, and what it keeps beside them.
+"""Restores the values of an optimizer: hyperparameters, states, and values of its own.
 
-The tensors of its parameters' states are filled in place before; everything else is read first,
-and put in place with them when every rank has read its own.
+The tensors of its parameters' states are filled in place. Everything else is read first, and put in
+place when every rank has read its own.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def group_changes(
         exact: Whether the step has all values with their types, see `structures`.
 
     Yields:
-        What puts them in place.
+        Functions that put them in place.
     """
     of_names = {name: group for group in groups for name in group[PARAMS]}
     for number, group in enumerate(bound.optimizer.param_groups):
@@ -67,12 +67,12 @@ def group_changes(
         names = frozenset(slot.fqn for slot in own)
         if not own:
             without = sum(not g[PARAMS] for g in bound.optimizer.param_groups[:number])
-            found = dict(enumerate(g for g in groups if not g[PARAMS])).get(without)
-            if found is None:
+            values = dict(enumerate(g for g in groups if not g[PARAMS])).get(without)
+            if values is None:
                 continue
         else:
-            found = _group_of(names, of_names, staged=staged)
-        if found is None:
+            values = _group_of(names, of_names, staged=staged)
+        if values is None:
             raise ResumeError(
                 _no_group(number, names, groups),
                 where=bound.key,
@@ -80,7 +80,7 @@ def group_changes(
             )
         defaults: Mapping[str, Any] = getattr(unwrapped(bound.optimizer), "defaults", {})
         set_group = _set_exactly if exact else _set_group
-        yield partial(set_group, group, found, defaults)
+        yield partial(set_group, group, values, defaults)
 
 
 def _group_of(
@@ -92,27 +92,27 @@ def _group_of(
     """
     if not own <= of_names.keys():
         return None
-    found = list({id(of_names[name]): of_names[name] for name in sorted(own)}.values())
-    saved = frozenset(name for group in found for name in group[PARAMS])
+    distinct = list({id(of_names[name]): of_names[name] for name in sorted(own)}.values())
+    saved = frozenset(name for group in distinct for name in group[PARAMS])
     if saved != own and not staged:
         return None
-    single = all(len(group[PARAMS]) == 1 for group in found)
-    alike = single and all(_are_alike(group, found[0]) for group in found)
-    return found[0] if len(found) == 1 or alike else None
+    single = all(len(group[PARAMS]) == 1 for group in distinct)
+    alike = single and all(_are_alike(group, distinct[0]) for group in distinct)
+    return distinct[0] if len(distinct) == 1 or alike else None
 
 
-def _are_alike(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    return one.keys() == other.keys() and all(
-        _are_equal(value, other[key]) for key, value in one.items() if key != PARAMS
+def _are_alike(group: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return group.keys() == other.keys() and all(
+        _are_equal(value, other[key]) for key, value in group.items() if key != PARAMS
     )
 
 
-def _are_equal(one: Any, other: Any) -> bool:
-    dtype = next((side.dtype for side in (one, other) if isinstance(side, torch.Tensor)), None)
-    if dtype is None or not all(isinstance(side, _NUMBERS) for side in (one, other)):
-        return is_same(one, other)
+def _are_equal(value: Any, other: Any) -> bool:
+    dtype = next((side.dtype for side in (value, other) if isinstance(side, torch.Tensor)), None)
+    if dtype is None or not all(isinstance(side, _NUMBERS) for side in (value, other)):
+        return is_same(value, other)
     # The dtype of a number alone would be the default dtype of the process.
-    return torch.as_tensor(one, dtype=dtype).equal(torch.as_tensor(other, dtype=dtype))
+    return torch.as_tensor(value, dtype=dtype).equal(torch.as_tensor(other, dtype=dtype))
 
 
 def _no_group(number: int, own: frozenset[str], groups: Sequence[Mapping[str, Any]]) -> str:
@@ -165,11 +165,11 @@ def _group_from(
     names = leaves.pop((PARAMS,), None)
     nodes = stored.structure(bound.unit, (*bound.path, GROUPS, key))
     where = f"{bound.key}, group {key}"
-    made = put_together(nodes, leaves, where=where) if leaves or nodes is not None else {}
-    _check_mapping(made, where)
+    group = put_together(nodes, leaves, where=where) if leaves or nodes is not None else {}
+    _check_mapping(group, where)
     if isinstance(key, str):
         names = [key]
-    return {**made} if names is None else {**made, PARAMS: names}
+    return {**group} if names is None else {**group, PARAMS: names}
 
 
 def _check_mapping(value: object, where: str) -> None:
@@ -210,8 +210,8 @@ def _filled(live: Any, value: Any) -> Any:
 def _set_group(
     group: MutableMapping[str, Any], found: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> None:
-    """Does what `_set_exactly` does with a step that does not tell all types."""
-    lacking = adapt({}, group)  # what has left nothing behind, such as empty mappings
+    """Does what `_set_exactly` does with a step that does not have all types."""
+    lacking = adapt({}, group)  # values without a leaf, such as empty mappings
     for name in [name for name in group if name not in {PARAMS, _NAMES, *defaults, *found}]:
         if name not in lacking:
             del group[name]
@@ -235,8 +235,8 @@ class _State:
     Attributes:
         leaves: What was read, by the rest of the key path.
         filled: The places of the tensors that are filled in place.
-        nodes: How all of it is put together; None where the paths tell that.
-        adapts: Whether the live state tells types that the step does not.
+        nodes: Its structure; None where it follows from the paths.
+        adapts: Whether types are taken from the live state.
         where: The parameter, for messages.
     """
 
@@ -323,7 +323,7 @@ class _StoredStates:
 
 
 class _BoundState(_State):
-    """The values beside quantised tensors, which the optimizer has made itself."""
+    """Values next to quantised tensors, which the optimizer has created itself."""
 
     __slots__ = ()
 
@@ -335,7 +335,7 @@ class _BoundState(_State):
 def value_changes(
     stored: StoredStep, bound: BoundOptimizer, slots: Slots, world: Copies
 ) -> Iterator[Apply]:
-    """Reads what an optimizer's state holds beside the tensors that are filled in place.
+    """Reads an optimizer's state, without the tensors that are filled in place.
 
     Args:
         stored: The step.
@@ -344,7 +344,7 @@ def value_changes(
         world: The number of ranks, and this one.
 
     Yields:
-        What puts them in place.
+        Functions that put them in place.
     """
     states = _StoredStates(stored, bound, world)
     for parameter in _parameters(bound.optimizer):
@@ -361,7 +361,7 @@ def unbound_changes(
     groups: Sequence[Mapping[str, Any]],
     pieces: list[Piece],
 ) -> Iterator[Apply]:
-    """Reads what an optimizer keeps beside the states of its parameters, under names of its own.
+    """Reads what an optimizer keeps under names of its own, not under parameters.
 
     Args:
         stored: The step.
@@ -370,7 +370,7 @@ def unbound_changes(
         pieces: Gets the sharded tensors in it, to be filled before.
 
     Yields:
-        What puts it in place.
+        A function that puts it in place.
     """
     index = stored.index(bound.unit)
     state: MutableMapping[Any, Any] = bound.optimizer.state
@@ -380,10 +380,10 @@ def unbound_changes(
     of_parameters |= {name for key in below_groups for name in key if isinstance(name, str)}
     live = {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
     place = ValueLocation(bound.unit, (*bound.path, STATE), bound.name)
-    made = unflatten(stored, place, live, saved=True, leaving=of_parameters)
-    _check_mapping(made.value, bound.name)
-    pieces += made.pieces
-    yield partial(_set_unbound, state, made.value, exact=stored.has_structures)
+    restored = unflatten(stored, place, live, saved=True, leaving=of_parameters)
+    _check_mapping(restored.value, bound.name)
+    pieces += restored.pieces
+    yield partial(_set_unbound, state, restored.value, exact=stored.has_structures)
 
 
 def _set_unbound(state: MutableMapping[Any, Any], found: Mapping[Any, Any], *, exact: bool) -> None:

@@ -1,4 +1,4 @@
-"""Whether an optimizer on this rank can take up the state in a step, and memory for it."""
+"""Checks that an optimizer on this rank fits the state in a step, and allocates it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ckptkit.training.state.pieces import ShardLayout
 from ckptkit.training.state.structures import leaves_by_key
 
 Kinds = Sequence[tuple[Sequence[str | int], str]]
-"""Of the tensors in a parameter's state: where each lies in it, and what it is."""
+"""The tensors in a parameter's state: the place of each in it, and its class."""
 
 
 class _Live(NamedTuple):
@@ -42,7 +42,7 @@ class _Layout(NamedTuple):
 
 
 def check_state(stored: StoredStep, bound: BoundOptimizer, slots: Slots, world: Copies) -> None:
-    """Refuses state that this rank could not go on from.
+    """Refuses state that this rank could not continue from.
 
     Args:
         stored: The step.
@@ -79,14 +79,14 @@ def allocate(stored: StoredStep, bound: BoundOptimizer, slots: Slots, world: Cop
         world: The number of ranks, and this one.
     """
     live, composed = _live(bound, slots), composed_kinds(stored, bound)
-    for name, one in live.items():
+    for name, parameter in live.items():
         nodes = stored.structure(bound.unit, (*bound.path, STATE, name))
         if nodes is not None:
-            _rename(bound.optimizer.state, one.parameter, leaves_by_key(nodes, name))
+            _rename(bound.optimizer.state, parameter.parameter, leaves_by_key(nodes, name))
     layout = _layout(stored, bound, live, world)
     own = {} if layout is None else layout.kinds()
     _make_state(bound, [*composed.values(), *own.values()], _names_with_state(stored, bound))
-    apart = {name for name, one in live.items() if layout is not None and _is_sharded(one)}
+    apart = {n for n, parameter in live.items() if layout is not None and _is_sharded(parameter)}
     index = stored.index(bound.unit)
     identities = {id(live[name].parameter) for name in apart}
     allocate_state(bound.optimizer, slots, index, bound.path, leave=identities)
@@ -131,7 +131,7 @@ def composed_places(stored: StoredStep, bound: BoundOptimizer) -> Iterator[tuple
 
 
 def state_values(index: TensorIndex, path: KeyPath, rank: int) -> dict[str, list[_Value]]:
-    """Returns where state values lie that are no tensors, by parameter.
+    """Returns the keys of state values that are no tensors, by parameter.
 
     Args:
         index: Of the DCP directory.
@@ -163,8 +163,8 @@ def _live(bound: BoundOptimizer, slots: Slots) -> dict[str, _Live]:
     return {slots[id(p)][0].fqn: _Live(p, slots[id(p)]) for p in parameters}
 
 
-def _is_sharded(one: _Live) -> bool:
-    return any(slot.sharded for slot in one.slots)
+def _is_sharded(live: _Live) -> bool:
+    return any(slot.sharded for slot in live.slots)
 
 
 def _layout(
@@ -217,7 +217,7 @@ def _refuse_whole(stored: StoredStep, bound: BoundOptimizer, live: Mapping[str, 
 
 
 def _names_with_state(stored: StoredStep, bound: BoundOptimizer) -> set[str]:
-    """Returns the parameters of which the state lies where that of whole ones does."""
+    """Returns the parameters whose state has the keys of whole parameters."""
     index = stored.index(bound.unit)
     keys = [entry.key_path for entry in index.tensors.values()]
     return {str(rest[0]) for rest, _ in below([*keys, *index.values], bound.path, STATE) if rest}
@@ -233,7 +233,7 @@ def _elsewhere(bound: BoundOptimizer, what: str) -> ResumeError:
 
 
 def _make_state(bound: BoundOptimizer, kinds: Sequence[Kinds], names: Collection[str]) -> None:
-    """Has the optimizer make tensors of its own kinds, or in memory of its own (paged ones)."""
+    """Lets the optimizer create tensors of its own classes, or in its own memory (paged ones)."""
     made = {kind for of_parameter in kinds for _, kind in of_parameter} - {"Tensor"}
     low_bit = kinds and rank_bound.is_low_bit(bound.optimizer)
     paged = (kinds or names) and rank_bound.is_paged(bound.optimizer)

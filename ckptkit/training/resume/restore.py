@@ -1,9 +1,8 @@
-"""Everything that is no tensor of a model: schedulers, objects, random numbers.
+"""Restores everything that is no tensor of a model: schedulers, dataloaders, random numbers.
 
-Values are first read, all of them, and put in place only when every rank has read its own: so a
-damaged file leaves the objects as they were.
-
-Dataloaders: each rank has its own state, and the number of ranks may have changed since.
+All values are read first, and put in place only when every rank has read its own: so a damaged
+file leaves the objects unchanged. Each rank has its own state of a dataloader, and the number of
+ranks may have changed since the save.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 def loaders_alike(stored: StoredStep, bound: BoundState) -> dict[str, bool]:
-    """Tells of each dataloader whether all ranks that saved it were at the same place.
+    """Returns for each dataloader whether all ranks that saved it were at the same place.
 
     Called on one rank, for all: it reads what every rank had saved, or the checksums of it.
 
@@ -67,7 +66,7 @@ def loader_changes(
         alike: What `loaders_alike` returned to rank 0.
 
     Yields:
-        What puts it in place.
+        A function that restores it.
     """
     world = stored.world_size or bound.world_size
     if world == bound.world_size:
@@ -142,7 +141,7 @@ def object_changes(
         pieces: Gets the sharded tensors in them, to be filled before.
 
     Yields:
-        What puts each in place.
+        Functions that restore them.
     """
     for other in bound.others:
         if other.kind == "dataloader":
@@ -169,9 +168,9 @@ def _state_of(stored: StoredStep, bound: BoundObject, pieces: list[Piece]) -> An
     else:
         place = ValueLocation(bound.unit, bound.path, name)
         saved = stored.entry(bound.key, bound.position) is not None
-        made = unflatten(stored, place, bound.state(), saved=saved)
-        pieces += made.pieces
-        state = made.value
+        restored = unflatten(stored, place, bound.state(), saved=saved)
+        pieces += restored.pieces
+        state = restored.value
     if bound.kind == "plain" and isinstance(bound.target, dict) is not isinstance(state, Mapping):
         raise ResumeError(
             f"{a_kind(state)} was saved under this name, and the state has {a_kind(bound.target)}"
@@ -185,11 +184,11 @@ def _state_of(stored: StoredStep, bound: BoundObject, pieces: list[Piece]) -> An
 def random_changes(stored: StoredStep, bound: BoundState, step: int) -> Iterator[Apply]:
     """Reads this rank's random number generators, or seeds them anew.
 
-    With as many ranks as saved the step, each goes on with its own. Otherwise all generators are
+    With as many ranks as saved the step, each restores its own. Otherwise all generators are
     seeded from the save, the step and the rank, so that the same resume gives the same numbers.
 
     Yields:
-        What puts them in place.
+        A function that restores them.
     """
     world = stored.world_size or bound.world_size
     if world == bound.world_size:
@@ -212,13 +211,15 @@ def random_changes(stored: StoredStep, bound: BoundState, step: int) -> Iterator
 def _random_states(stored: StoredStep, bound: BoundState, rank: int) -> Mapping[str, Any]:
     if bound.layout == "dcp":
         path: KeyPath = (step_names.RNG, str(rank))
-        found = stored.value("", path) if stored.has_value("", path) else {}
+        states = stored.value("", path) if stored.has_value("", path) else {}
     else:
         files = step_names.random_states_files(rank, bound.world_size)
-        found = next((stored.file(file) for file in files if stored.has_file(file)), {})
-    if not found and bound.rank == 0:
-        logger.warning("the step holds no states of random number generators: they go on as is")
-    return dict(found)
+        states = next((stored.file(file) for file in files if stored.has_file(file)), {})
+    if not states and bound.rank == 0:
+        logger.warning(
+            "the step holds no states of random number generators: they stay as they are"
+        )
+    return dict(states)
 
 
 def _seed(seed: int) -> None:

@@ -59,36 +59,36 @@ def resume(
 ) -> int | None:
     """Loads the newest complete step of a run in place, on all ranks.
 
-    A step that turns out to be damaged is passed over with a warning, on all ranks.
+    A step that turns out to be damaged is skipped with a warning, on all ranks.
 
     Args:
         bound: The state to fill.
         run: The run's directory, or its URL.
         peers: The other ranks, which have to call this too.
         timeout_seconds: How long to wait for the slowest of them, for each thing to agree on.
-        step: A step to take instead of the newest; then nothing is passed over.
+        step: A step to load instead of the newest; then no step is skipped.
         prefix: What comes before the number in the names of the run's steps.
 
     Returns:
         The step, or None where the run has none that is complete.
     """
     _check_count(step, peers, timeout_seconds)
-    found = peers.agree(
+    steps = peers.agree(
         _FIRST_ROUND,
         {"step": step},
-        lambda asked: _found_by_all(asked, _steps(run, prefix), run),
+        lambda requests: _steps_to_try(requests, _steps(run, prefix), run),
         timeout_seconds=timeout_seconds,
     )
-    for one in found:
+    for entry in steps:
         attempt = _Attempt(bound, peers, timeout_seconds)
-        problem = one["problem"] or attempt.load_from(run, one["folder"], one["step"])
+        problem = entry["problem"] or attempt.load_from(run, entry["folder"], entry["step"])
         if problem is None:
-            return int(one["step"])
+            return int(entry["step"])
         if step is not None:
             raise problem
         if peers.rank == 0:
-            _tell_unusable(one, problem)
-    if any(one["finished"] for one in found):
+            _log_unusable(entry, problem)
+    if any(entry["finished"] for entry in steps):
         raise ResumeError("every step that was found is damaged", where=str(run), hint=_ALL_DAMAGED)
     if peers.rank == 0:
         logger.info("%s: no step to resume from was found", run)
@@ -113,11 +113,11 @@ def decline(peers: Peers, error: Exception, *, timeout_seconds: float) -> None:
     peers.refuse(_FIRST_ROUND, error, timeout_seconds=timeout_seconds)
 
 
-def _tell_unusable(one: Mapping[str, Any], problem: object) -> None:
-    if one["finished"]:
-        logger.warning("step %d is passed over: %s", one["step"], problem)
+def _log_unusable(entry: Mapping[str, Any], problem: object) -> None:
+    if entry["finished"]:
+        logger.warning("step %d is skipped: %s", entry["step"], problem)
     else:
-        logger.info("step %d was not finished: %s", one["step"], problem)
+        logger.info("step %d was not finished: %s", entry["step"], problem)
 
 
 def resume_from(
@@ -137,7 +137,7 @@ def resume_from(
     step: int = peers.agree(
         _FIRST_ROUND,
         {"folder": place_facts(folder)},
-        lambda asked: _step_of_all(asked, folder),
+        lambda requests: _step_of_all(requests, folder),
         timeout_seconds=timeout_seconds,
     )
     problem = _Attempt(bound, peers, timeout_seconds).load(folder, step)
@@ -146,31 +146,31 @@ def resume_from(
     return step
 
 
-def _found_by_all(
-    asked: Sequence[Mapping[str, Any]], saved: Sequence[RunStep], run: Path | Place
+def _steps_to_try(
+    requests: Sequence[Mapping[str, Any]], saved: Sequence[RunStep], run: Path | Place
 ) -> list[dict[str, Any]]:
-    """Lists the steps to try, where all ranks ask for the same."""
-    _check_alike(asked, "folder")
-    for rank, one in enumerate(asked):
-        if one["step"] != asked[0]["step"]:
+    """Lists the steps to try, if all ranks request the same."""
+    _check_alike(requests, "folder")
+    for rank, request in enumerate(requests):
+        if request["step"] != requests[0]["step"]:
             raise UsageError(
-                f"is {one['step']} on rank {rank} and {asked[0]['step']} on rank 0, where the same"
-                " was expected on all ranks",
+                f"is {request['step']} on rank {rank} and {requests[0]['step']} on rank 0, where"
+                " the same was expected on all ranks",
                 where="step",
                 hint="resume from the same step on every rank",
             )
-    return _found(saved, asked[0]["step"], run)
+    return _list_steps(saved, requests[0]["step"], run)
 
 
-def _step_of_all(asked: Sequence[Mapping[str, Any]], folder: Path | Place) -> int:
+def _step_of_all(requests: Sequence[Mapping[str, Any]], folder: Path | Place) -> int:
     """Returns the number of the step in a directory, where all ranks name the same one."""
-    _check_alike(asked, "step")
-    check_same_place([one["folder"] for one in asked], "folder")
+    _check_alike(requests, "step")
+    check_same_place([request["folder"] for request in requests], "folder")
     return _step_in(folder)
 
 
-def _check_alike(asked: Sequence[Mapping[str, Any]], other: str) -> None:
-    odd = next((rank for rank, one in enumerate(asked) if other in one), None)
+def _check_alike(requests: Sequence[Mapping[str, Any]], other: str) -> None:
+    odd = next((rank for rank, request in enumerate(requests) if other in request), None)
     if odd is not None:
         raise UsageError(
             f"was given on some ranks only: rank {0 if other == 'step' else odd} resumes from a"
@@ -190,8 +190,8 @@ def _step_in(folder: Path | Place) -> int:
             where=str(folder),
             hint="name the directory of a step, as other ranks see it too",
         ) from error
-    found = manifest.source.get("step") if manifest is not None else None
-    return found if isinstance(found, int) else step_of(posixpath.basename(folder)) or 0
+    step = manifest.source.get("step") if manifest is not None else None
+    return step if isinstance(step, int) else step_of(posixpath.basename(folder)) or 0
 
 
 def _steps(run: Path | Place, prefix: str) -> tuple[RunStep, ...]:
@@ -204,26 +204,28 @@ def _below(run: Path | Place, name: str) -> Path | Place:
     return run / name if isinstance(run, Path) else run.beside(posixpath.join(run, name))
 
 
-def _found(saved: Sequence[RunStep], step: int | None, run: Path | Place) -> list[dict[str, Any]]:
-    """Lists the steps, newest first, each with what is wrong with it at first sight."""
-    found = [
+def _list_steps(
+    saved: Sequence[RunStep], step: int | None, run: Path | Place
+) -> list[dict[str, Any]]:
+    """Lists the steps, newest first, each with the problem that its listing shows."""
+    steps = [
         {
-            "step": one.step,
-            "folder": one.name,
-            "problem": None if one.complete else one.problem or "it is not complete",
-            "finished": one.has_manifest,
+            "step": entry.step,
+            "folder": entry.name,
+            "problem": None if entry.complete else entry.problem or "it is not complete",
+            "finished": entry.has_manifest,
         }
-        for one in reversed(saved)
-        if step in {None, one.step}
+        for entry in reversed(saved)
+        if step in {None, entry.step}
     ]
-    if step is not None and not any(one["problem"] is None for one in found):
-        reason = f": {found[0]['problem']}" if found else ""
+    if step is not None and not any(entry["problem"] is None for entry in steps):
+        reason = f": {steps[0]['problem']}" if steps else ""
         raise ResumeError(
-            f"step {step} was asked for and is not complete{reason}",
+            f"step {step} was requested and is not complete{reason}",
             where=str(run),
-            hint="`ckptkit inspect` shows what lies in a directory",
+            hint="`ckptkit inspect` shows what is in a directory",
         )
-    return found
+    return steps
 
 
 class _Attempt:
@@ -282,10 +284,10 @@ class _Attempt:
         """Returns what is damaged, None where nothing is; raises what does not fit."""
         if verdict is None:
             return None
-        found = error_from_json(verdict["error"])
+        problem = error_from_json(verdict["error"])
         if verdict["misfit"]:
-            raise found from error
-        return found if isinstance(found, InputError) else InputError(str(found))
+            raise problem from error
+        return problem if isinstance(problem, InputError) else InputError(str(problem))
 
     def _ask_rank_0(self, look: Callable[[], dict[str, bool]]) -> dict[str, bool]:
         """Returns what rank 0 finds; where it fails it does so again when it loads the step."""
@@ -303,13 +305,13 @@ class _Attempt:
         return answer
 
     def _starting_anew(self, opening: StepLoader) -> frozenset[str]:
-        """Agrees on which optimizers do not go on from the step, where the user allows that."""
+        """Agrees on which optimizers start without their state, where the user allows that."""
         if self._bound.unfit_optimizer != "reset":
             return frozenset()
         unfit: dict[str, str] = {}
         try:
             unfit = opening.unfit_optimizers()
-        except Exception as error:  # noqa: BLE001  loading fails likewise, and tells all ranks
+        except Exception as error:  # noqa: BLE001  loading fails likewise, on all ranks
             logger.debug("optimizers were not compared: %s", error)
         reasons: dict[str, str] = self._peers.agree(
             "which optimizers start anew",
@@ -390,20 +392,20 @@ def _verdict(values: Sequence[Mapping[str, Any]], opening: StepLoader) -> dict[s
 
 def _warn_of_ties(of_ranks: Sequence[Mapping[str, Sequence[Any]]]) -> None:
     for name in sorted({name for of_rank in of_ranks for name in of_rank}):
-        found = [of_rank[name] for of_rank in of_ranks if name in of_rank]
+        reports = [of_rank[name] for of_rank in of_ranks if name in of_rank]
         logger.warning(
             "%s was saved apart from %s, and the model holds them as one tensor: the values of %s"
             " are dropped, which differ by up to %.3g",
             name,
-            found[0][0],
+            reports[0][0],
             name,
-            max(difference for _, difference in found),
+            max(difference for _, difference in reports),
         )
 
 
-def _first_problem(found: Sequence[Mapping[str, Any] | None]) -> dict[str, Any] | None:
-    """Returns the problem to tell all ranks: what does not fit comes before what is damaged."""
-    problems = [(rank, problem) for rank, problem in enumerate(found) if problem is not None]
+def _first_problem(of_ranks: Sequence[Mapping[str, Any] | None]) -> dict[str, Any] | None:
+    """Returns the problem to report: a state that does not fit comes before a damaged file."""
+    problems = [(rank, problem) for rank, problem in enumerate(of_ranks) if problem is not None]
     problems.sort(key=lambda entry: not entry[1]["misfit"])
     for rank, problem in problems:
         logger.debug("rank %d: %s", rank, problem["error"]["message"])
@@ -412,7 +414,7 @@ def _first_problem(found: Sequence[Mapping[str, Any] | None]) -> dict[str, Any] 
 
 
 def _prove(stored: StoredStep, packed: Sequence[Mapping[str, Any]]) -> None:
-    """Checks blobs of which no rank has read all."""
+    """Checks records of which no rank has read all."""
     unproven = max(rank["left_out"] for rank in packed)
     for unit in sorted({unit for rank in packed for unit in rank["tables"]}):
         index = stored.index(unit)
@@ -424,4 +426,4 @@ def _prove(stored: StoredStep, packed: Sequence[Mapping[str, Any]]) -> None:
         texts = [rank["tables"][unit] for rank in packed if unit in rank["tables"]]
         unproven += cross_check([unpack(text) for text in texts], name)
     if unproven:
-        logger.info("%d blobs were read in part by all ranks, and not checked", unproven)
+        logger.info("%d records were read in part by all ranks, and not checked", unproven)

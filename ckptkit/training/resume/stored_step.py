@@ -1,6 +1,6 @@
 """One step on disk, opened for resuming: its manifest, its DCP directories, its small files.
 
-Which entry of the mapping lies where in a step, by the names that it was saved under.
+`bind_to_step` finds the entries of the user's mapping in it, by the names they were saved under.
 """
 
 from __future__ import annotations
@@ -77,12 +77,11 @@ class SavedEntry:
 
 
 class SavedFacts(NamedTuple):
-    """What a step says of itself.
+    """What the facts of a run say about a step.
 
     Attributes:
-        entries: Of the mapping that it was saved from, None where the step was saved before they
-            were written down.
-        has_structures: Whether it says how nested values are put together, see `structures`.
+        entries: Of the mapping that it was saved from; None in steps of older versions.
+        has_structures: Whether it has the structures of nested values, see `structures`.
     """
 
     entries: tuple[SavedEntry, ...] | None = None
@@ -90,7 +89,7 @@ class SavedFacts(NamedTuple):
 
 
 def parse_facts(data: bytes, *, where: str) -> SavedFacts:
-    """Returns what the facts of a run tell of its steps.
+    """Parses the facts of a run.
 
     Args:
         data: The file of the facts.
@@ -98,8 +97,8 @@ def parse_facts(data: bytes, *, where: str) -> SavedFacts:
     """
     try:
         document = json.loads(data)
-        found = document.get("entries")
-        entries = None if found is None else tuple(_entry(entry) for entry in found)
+        listed = document.get("entries")
+        entries = None if listed is None else tuple(_entry(entry) for entry in listed)
         return SavedFacts(entries, bool(document.get("structures")))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise FormatError("does not name what the step holds", where=where) from error
@@ -127,7 +126,7 @@ def bind_to_step(bound: BoundState, entries: Sequence[SavedEntry], *, where: str
     """
     saved = {(entry.key, entry.position): entry for entry in entries}
     mine: list[Bound] = [*bound.models, *bound.optimizers, *bound.others]
-    missing = [_name(one) for one in mine if _of(one, saved) is None]
+    missing = [_name(entry) for entry in mine if _of(entry, saved) is None]
     if missing:
         raise ResumeError(
             f"{first_few(missing)} was not saved with this step, which holds"
@@ -135,52 +134,53 @@ def bind_to_step(bound: BoundState, entries: Sequence[SavedEntry], *, where: str
             where=where,
             hint="resume with the names that the state was saved under",
         )
-    _tell_left(entries, mine, rank=bound.rank)
-    places = {_name(one): _fitting(one, entry) for one in mine if (entry := _of(one, saved))}
-    return _moved(bound, places)
+    _log_unused(entries, mine, rank=bound.rank)
+    pairs = [(entry, _of(entry, saved)) for entry in mine]
+    places = {_name(entry): _check_kind(entry, as_saved) for entry, as_saved in pairs if as_saved}
+    return _at_places(bound, places)
 
 
-def _of(one: Bound, saved: Mapping[tuple[str, int | None], SavedEntry]) -> SavedEntry | None:
+def _of(entry: Bound, saved: Mapping[tuple[str, int | None], SavedEntry]) -> SavedEntry | None:
     """Returns what an entry was saved as; a list may have been one of stages, or be one now."""
-    together = saved.get((one.key, None))
+    together = saved.get((entry.key, None))
     if together is not None and together.stages:
         return together
-    return saved.get(one.saved_as) or saved.get((one.key, one.position))
+    return saved.get(entry.saved_as) or saved.get((entry.key, entry.position))
 
 
-def _name(one: Bound) -> str:
-    return shown_name(one.key, one.position)
+def _name(entry: Bound) -> str:
+    return shown_name(entry.key, entry.position)
 
 
 def _listed(names: Iterable[str]) -> str:
     return ", ".join(sorted(map(repr, names))) or "nothing"
 
 
-def _tell_left(entries: Sequence[SavedEntry], mine: Sequence[Bound], *, rank: int) -> None:
+def _log_unused(entries: Sequence[SavedEntry], mine: Sequence[Bound], *, rank: int) -> None:
     saved = {(entry.key, entry.position): entry for entry in entries}
-    wanted = [_of(one, saved) for one in mine]
+    wanted = [_of(entry, saved) for entry in mine]
     left = [entry.name for entry in entries if entry not in wanted]
     if left and rank == 0:
-        is_meant = all(isinstance(one, BoundModel) for one in mine)  # who loads a model alone
+        is_meant = all(isinstance(entry, BoundModel) for entry in mine)  # a model loaded alone
         level = logging.INFO if is_meant else logging.WARNING
         logger.log(level, "the step also holds %s, which the state does not have", _listed(left))
 
 
-def _fitting(one: Bound, saved: SavedEntry) -> SavedEntry:
-    kind = _kind(one)
+def _check_kind(entry: Bound, saved: SavedEntry) -> SavedEntry:
+    kind = _kind(entry)
     if kind != saved.kind and {kind, saved.kind} & _APART:
         raise ResumeError(
             f"a {saved.kind} was saved under this name, and the state has a {kind} there",
-            where=_name(one),
+            where=_name(entry),
             hint="resume with the names that the state was saved under",
         )
     return saved
 
 
-def _kind(one: Bound) -> str:
-    if isinstance(one, BoundObject):
-        return one.kind
-    return "model" if isinstance(one, BoundModel) else "optimizer"
+def _kind(entry: Bound) -> str:
+    if isinstance(entry, BoundObject):
+        return entry.kind
+    return "model" if isinstance(entry, BoundModel) else "optimizer"
 
 
 def _model_at(model: BoundModel, saved: SavedEntry) -> BoundModel:
@@ -191,12 +191,12 @@ def _model_at(model: BoundModel, saved: SavedEntry) -> BoundModel:
     return dataclasses.replace(model, places=places)
 
 
-def _path(one: BoundModel | BoundOptimizer, saved: SavedEntry) -> KeyPath:
-    """Returns what key paths begin with, where one directory holds all: the name that was saved."""
-    return one.path if saved.unit else (saved.key, *index_of(saved.position))
+def _path(entry: BoundModel | BoundOptimizer, saved: SavedEntry) -> KeyPath:
+    """Returns the start of key paths: the saved name where one directory holds all."""
+    return entry.path if saved.unit else (saved.key, *index_of(saved.position))
 
 
-def _moved(bound: BoundState, places: Mapping[str, SavedEntry]) -> BoundState:
+def _at_places(bound: BoundState, places: Mapping[str, SavedEntry]) -> BoundState:
     world = Copies(bound.world_size, bound.rank)
     models = [_model_at(m, places[_name(m)]) for m in bound.models]
     optimizers = [
@@ -232,7 +232,7 @@ class StoredStep(Closing):
 
         Args:
             place: The directory, or its URL.
-            manifest: What it says of itself, where that is known.
+            manifest: Its manifest, where that is known.
         """
         self.manifest = manifest
         self.source: Folder = open_source(place)
@@ -242,7 +242,7 @@ class StoredStep(Closing):
 
     @classmethod
     def opened(cls, place: Path | Place) -> Self:
-        """Opens a step with the manifest that lies in it, if there is one."""
+        """Opens a step with the manifest in it, if there is one."""
         stored = cls(place)
         try:
             if stored.has_file(MANIFEST_NAME):
@@ -257,18 +257,18 @@ class StoredStep(Closing):
     @property
     def world_size(self) -> int | None:
         """How many ranks saved it, None where that is not known."""
-        found = self.manifest.source.get("world_size") if self.manifest else None
-        return found if isinstance(found, int) else None
+        count = self.manifest.source.get("world_size") if self.manifest else None
+        return count if isinstance(count, int) else None
 
     @property
     def layout(self) -> Layout | None:
         """How its directory is laid out; None where that is not known.
 
-        Without a manifest it is told by the names that only one tool gives.
+        Without a manifest it follows from names that only one tool uses.
         """
         if self.manifest is not None:
-            found = self.manifest.source.get("layout")
-            return cast(Layout, found) if found in get_args(Layout) else None
+            layout = self.manifest.source.get("layout")
+            return cast(Layout, layout) if layout in get_args(Layout) else None
         if self.has_file(METADATA):
             return "dcp"
         if self.has_file(step_names.TRAINER_STATE) or self.has_file(
@@ -290,14 +290,14 @@ class StoredStep(Closing):
     @property
     def entries(self) -> tuple[SavedEntry, ...] | None:
         """The entries of the mapping that it was saved from, None where that is not known."""
-        return self._known_facts().entries
+        return self._read_facts().entries
 
     @property
     def has_structures(self) -> bool:
-        """Whether the step says how nested values are put together: older ones do not."""
-        return self._known_facts().has_structures
+        """Whether the step has the structures of nested values: older ones do not."""
+        return self._read_facts().has_structures
 
-    def _known_facts(self) -> SavedFacts:
+    def _read_facts(self) -> SavedFacts:
         if self._facts is None:
             self._facts = SavedFacts()
             if self.has_file(RUN_FACTS):
@@ -307,7 +307,7 @@ class StoredStep(Closing):
         return self._facts
 
     def structure(self, unit: str, path: KeyPath) -> Nodes | None:
-        """Returns how a nested value is put together; None where its leaves tell that."""
+        """Returns the structure of a nested value; None where it follows from its leaves."""
         if self._structures is None:
             self._structures = dict(self._read_structures()) if self.has_structures else {}
         return self._structures.get((unit, path))
@@ -316,12 +316,12 @@ class StoredStep(Closing):
         for file in self.manifest.files if self.manifest is not None else ():
             if file.startswith(step_names.VALUES_FILES):
                 where = posixpath.join(self.source.location, file)
-                for one in parse_structures(self.file(file), where=where):
-                    yield (one.unit, one.path), one.nodes
+                for structure in parse_structures(self.file(file), where=where):
+                    yield (structure.unit, structure.path), structure.nodes
 
     def entry(self, key: str, position: int | None) -> SavedEntry | None:
-        found = (e for e in self.entries or () if (e.key, e.position) == (key, position))
-        return next(found, None)
+        entries = (e for e in self.entries or () if (e.key, e.position) == (key, position))
+        return next(entries, None)
 
     def index(self, unit: str) -> TensorIndex:
         """Returns the index of a DCP directory."""
@@ -336,7 +336,7 @@ class StoredStep(Closing):
         return self.has_file(posixpath.join(unit, METADATA))
 
     def has_value(self, unit: str, path: KeyPath) -> bool:
-        """Tells whether there is a value that is no tensor under a key."""
+        """Whether there is a value that is no tensor under a key."""
         return path in self.index(unit).values
 
     def values(self, unit: str, start: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
@@ -356,7 +356,7 @@ class StoredStep(Closing):
         return read_torch_file(self.source, path)
 
     def has_file(self, path: str) -> bool:
-        """Tells whether the step was saved with a file."""
+        """Whether the step was saved with a file."""
         if self.manifest is not None:
             return path in self.manifest.files
         try:

@@ -1,7 +1,4 @@
-"""The entries of the user's mapping, each with its place in a step.
-
-What the values of the user's mapping are, and which of them are refused.
-"""
+"""The entries of the user's mapping: what each value is, and its place in a step."""
 
 from __future__ import annotations
 
@@ -50,7 +47,7 @@ def leaves(
 ) -> tuple[tuple[str, int | None, object], ...]:
     """Returns what `entries_of` yields: two states with the same objects are the same state.
 
-    Whoever compares them by identity has to hold on to them, since identities are used again.
+    To compare them by identity, keep them alive: identities are reused.
     """
     return tuple(entries_of(state, layout))
 
@@ -84,7 +81,7 @@ def kind_of(key: str, value: object) -> Kind:
 
 
 def taken_from(value: object) -> Literal["model", "optimizer"] | None:
-    """Tells of which kind of object a plain value is the state dict, or a list of such.
+    """Returns the kind of object whose state dict, or list of such, a plain value is.
 
     What `Module.state_dict` returns has a mark of torch's own; other mappings of nothing but
     tensors are taken for the same.
@@ -146,7 +143,7 @@ class BoundModel:
         key: Its key in the mapping.
         position: In the list under that key; None without a list.
         module: The model.
-        places: Where its tensors lie in a step.
+        places: The keys of its tensors in a step.
         stage: Whether it is one of the stages that a pipeline has in the list.
     """
 
@@ -315,7 +312,7 @@ def index_of(position: int | None) -> tuple[int, ...]:
 
 
 def path_in_state(key: str, position: int | None) -> str:
-    """Returns where an entry of the mapping stands in it.
+    """Returns the path of an entry in the mapping.
 
     >>> path_in_state("critic", None), path_in_state("models", 1)
     ("state['critic']", "state['models'][1]")

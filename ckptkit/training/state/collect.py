@@ -1,6 +1,6 @@
-"""From the mapping that the user gives to what this rank holds of it.
+"""Binds the mapping that the user passes, and collects what this rank holds of it.
 
-Parts of one model in a list, as the stages of a pipeline are, in one place of a step.
+The stages of a pipeline, which are several models in a list, share one place in a step.
 """
 
 from __future__ import annotations
@@ -56,15 +56,15 @@ from ckptkit.training.state.structures import VERSION, Leaf, Structure, tables_o
 def merge_stages(entries: BoundEntries, world: Copies) -> BoundEntries:
     """Puts the members of a list that are stages of a pipeline into one DCP directory.
 
-    A rank may have several stages, and another rank another number of them; they are known by
-    lying on a part of the ranks. Their tensors have different names, so that all of them
-    together are the model that a resume without the pipeline has.
+    A rank may have several stages, and another rank another number of them. A stage is a model
+    that is on a part of the ranks only. The tensors of the stages have different names, so that
+    all of them together are the model that a resume without the pipeline has.
 
     Args:
         entries: Each with a place of its own.
         world: The number of ranks, and this one.
     """
-    positions = {one.position for one in entries.models} | {o.position for o in entries.optimizers}
+    positions = {entry.position for entry in (*entries.models, *entries.optimizers)}
     if positions <= {None}:
         return entries
     modules = [model.module for model in entries.models if _is_stage(model, world)]
@@ -87,15 +87,17 @@ def _is_stage(model: BoundModel, world: Copies) -> bool:
 def _models(models: Iterable[BoundModel], staged: set[int]) -> Iterator[BoundModel]:
     seen: dict[tuple[str, int | None], int] = {}
     for model in models:
-        one = replace(model, stage=model.position is not None and id(model.module) in staged)
-        number = seen.setdefault(one.saved_as, len(seen))
-        places = one.places
-        if not places.unit:  # all in one directory, apart by their key paths
-            places = replace(places, path=_path(one))
+        staged_model = replace(
+            model, stage=model.position is not None and id(model.module) in staged
+        )
+        number = seen.setdefault(staged_model.saved_as, len(seen))
+        places = model.places
+        if not places.unit:  # all in one directory, with different key paths
+            places = replace(places, path=_path(staged_model))
         else:
             base = step_names.base_unit(number) if places.base_unit else ""
             places = replace(places, unit=step_names.model_unit(number), base_unit=base)
-        yield replace(one, places=places)
+        yield replace(staged_model, places=places)
 
 
 def _optimizers(
@@ -104,16 +106,16 @@ def _optimizers(
     seen: dict[tuple[str, int | None], int] = {}
     for optimizer in optimizers:
         own = {id(p) for group in optimizer.optimizer.param_groups for p in group["params"]}
-        one = replace(optimizer, stage=optimizer.position is not None and own <= trained)
-        number = seen.setdefault(one.saved_as, len(seen))
-        if one.unit:
-            yield replace(one, unit=step_names.optimizer_unit(number))
+        staged = replace(optimizer, stage=optimizer.position is not None and own <= trained)
+        number = seen.setdefault(staged.saved_as, len(seen))
+        if staged.unit:
+            yield replace(staged, unit=step_names.optimizer_unit(number))
         else:
-            yield replace(one, path=_path(one))
+            yield replace(staged, path=_path(staged))
 
 
-def _path(one: BoundModel | BoundOptimizer) -> KeyPath:
-    key, position = one.saved_as
+def _path(entry: BoundModel | BoundOptimizer) -> KeyPath:
+    key, position = entry.saved_as
     return (key,) if position is None else (key, position)
 
 
@@ -139,7 +141,7 @@ class BoundState:
         models: All models in the mapping.
         optimizers: All optimizers in the mapping.
         others: All other entries of the mapping.
-        unfit_optimizer: What a resume does where an optimizer cannot go on from the step.
+        unfit_optimizer: What a resume does with an optimizer that does not fit the step.
     """
 
     layout: Layout
@@ -153,7 +155,7 @@ class BoundState:
     _files: tuple[SmallFile, ...] = ()
     unfit_optimizer: Unfit = "error"
 
-    def beside(self, files: Mapping[str, bytes] | None) -> BoundState:
+    def with_files(self, files: Mapping[str, bytes] | None) -> BoundState:
         """Returns the same state with further files, by name, that this rank saves with it."""
         if not files:
             return self
@@ -161,7 +163,7 @@ class BoundState:
         return replace(self, _files=checked_files(files, own))
 
     def resuming(self, unfit_optimizer: Unfit) -> BoundState:
-        """Returns the same state, with what to do about an optimizer that cannot go on."""
+        """Returns the same state, with what to do with an optimizer that does not fit the step."""
         return replace(self, unfit_optimizer=unfit_optimizer)
 
     def holdings(self, step: int) -> Holdings:
@@ -169,23 +171,25 @@ class BoundState:
 
         The pieces are the very objects of the call before where nothing moved in memory. Their
         tensors are those of training, and objects may be shared with it: both have to be copied
-        before it goes on. Files are copies already.
+        before training continues. Files are copies already.
 
         Args:
             step: The number of the step that is saved.
         """
         dispensable: list[OptionalEntry] = []
-        found = self.tensors(keep=True, sparing=dispensable)
+        collected = self.tensors(keep=True, sparing=dispensable)
         files = [*self._files]
         for other in self.others:
-            self._take_other(other, found, files)
-        self._add_random_states(step, found.objects, files)
+            self._take_other(other, collected, files)
+        self._add_random_states(step, collected.objects, files)
         if self.layout == "dcp" and any("." in entry["key"] for entry in self._entries()):
-            check_keys(found.pieces, found.objects)
-        if found.structures:
-            data = torch_archive(tables_of(found.structures))
+            check_keys(collected.pieces, collected.objects)
+        if collected.structures:
+            data = torch_archive(tables_of(collected.structures))
             files.append(SmallFile(step_names.values_file(self.rank), data))
-        return Holdings(tuple(found.pieces), tuple(found.objects), tuple(files), tuple(dispensable))
+        return Holdings(
+            tuple(collected.pieces), tuple(collected.objects), tuple(files), tuple(dispensable)
+        )
 
     def _add_random_states(
         self, step: int, objects: list[ObjectValue], files: list[SmallFile]
@@ -209,7 +213,7 @@ class BoundState:
         return tuple(chain(*(view.pieces for view in views), *states))
 
     def facts(self) -> dict[str, Any]:
-        """Returns what a reader of the checkpoint wants to know of the run, as plain values."""
+        """Returns what readers of the checkpoint need to know of the run, as plain values."""
         models = {
             ".".join(map(str, (model.key, *index_of(model.position)))): walk.facts()
             for model, walk in zip(self.models, self._walks, strict=True)
@@ -224,7 +228,7 @@ class BoundState:
         }
 
     def _entries(self) -> list[dict[str, Any]]:
-        """Returns where each entry of the mapping lies, by which a resume finds it again."""
+        """Returns where each entry of the mapping is stored, for a resume."""
         kinds: list[tuple[str, BoundModel | BoundOptimizer | BoundObject]] = [
             *(("model", model) for model in self.models),
             *(("optimizer", optimizer) for optimizer in self.optimizers),
@@ -251,20 +255,20 @@ class BoundState:
         return self.layout == "dcp" or any(isinstance(leaf, DTensor) for _, leaf in flatten(value))
 
     def check_plain(self, other: BoundObject) -> None:
-        """Refuses tensors that would be hidden in a file of Python objects, where others look.
+        """Refuses tensors that would be in a file of Python objects, which no other tool reads.
 
-        Beside a model the state dict of another one, such as an average, is a value as any.
+        With a model in the state, the state dict of another one, such as an average, is any value.
         """
-        found = taken_from(other.target)
-        if found is None or (found == "model" and self.models):
+        origin = taken_from(other.target)
+        if origin is None or (origin == "model" and self.models):
             return
         if self._in_dcp(other.target):
             return
         raise UsageError(
-            f"the state dict of {'an' if found == 'optimizer' else 'a'} {found} was found, which"
+            f"the state dict of {'an' if origin == 'optimizer' else 'a'} {origin} was found, which"
             " would be stored as a Python object that no other tool looks into",
             where=other.key,
-            hint=f"pass the {found} itself, without state_dict()",
+            hint=f"pass the {origin} itself, without state_dict()",
         )
 
     def tensors(
@@ -279,13 +283,13 @@ class BoundState:
                 have that raised.
         """
         views: list[ModelView] = [walk.look(keep=keep) for walk in self._walks]
-        found = CollectedState()
+        collected = CollectedState()
         for view in views:
-            found.add(view)
+            collected.add(view)
         for bound, walk in zip(self.optimizers, self._optimizer_walks, strict=True):
             problem = ""
             try:
-                found.add(walk.look(views, keep=keep))
+                collected.add(walk.look(views, keep=keep))
             except UsageError:  # such as a parameter of no model, which the user can put right
                 raise
             except Exception as error:
@@ -294,7 +298,7 @@ class BoundState:
                 problem = _shown(bound, error)
             if sparing is not None:
                 sparing.append(OptionalEntry(bound.name, bound.unit, bound.path, problem))
-        return found
+        return collected
 
     def trained_by(self, optimizer: BoundOptimizer) -> frozenset[tuple[str, KeyPath]]:
         """Returns the units and key paths of the parameters that an optimizer changes."""
@@ -309,23 +313,23 @@ class BoundState:
         )
 
     def _take_other(
-        self, bound: BoundObject, found: CollectedState, files: list[SmallFile]
+        self, bound: BoundObject, collected: CollectedState, files: list[SmallFile]
     ) -> None:
         """Adds what this rank holds of an entry that is no model and no optimizer."""
         state = bound.state()
         check_nesting(state, bound.where)
         if bound.kind in _PER_RANK and self.layout == "dcp":
             path = (*bound.path, str(self.rank))
-            found.objects.append(make_object(bound.unit, path, state, bound.where))
+            collected.objects.append(make_object(bound.unit, path, state, bound.where))
         elif bound.kind not in _PER_RANK and self._in_dcp(state):
-            self._take_leaves(bound, state, found)
+            self._take_leaves(bound, state, collected)
         elif bound.kind in _PER_RANK or self.rank == 0:
             files.append(SmallFile(bound.file, serialise_or_refuse(state, bound.where)))
 
-    def _take_leaves(self, bound: BoundObject, state: object, found: CollectedState) -> None:
+    def _take_leaves(self, bound: BoundObject, state: object, collected: CollectedState) -> None:
         leaves, nodes = take_apart(state, bound.where)
         if nodes is not None and self.rank == 0:
-            found.structures.append(Structure(bound.unit, bound.path, nodes))
+            collected.structures.append(Structure(bound.unit, bound.path, nodes))
         meshes = Meshes(Copies())
         meshes.learn(leaf.value for leaf in leaves)
         values = Replicas(self.world_size, self.rank, spread=False)
@@ -333,13 +337,13 @@ class BoundState:
             path = (*bound.path, *leaf.path)
             if isinstance(leaf.value, torch.Tensor):
                 slot = placed_slot(leaf, path, meshes, values)
-                found.pieces += slot.pieces(bound.unit, path, local_part(leaf.value))
+                collected.pieces += slot.pieces(bound.unit, path, local_part(leaf.value))
             elif self.rank == 0:
-                found.objects.append(make_object(bound.unit, path, leaf.value, leaf.where))
+                collected.objects.append(make_object(bound.unit, path, leaf.value, leaf.where))
 
 
 def placed_slot(leaf: Leaf, path: KeyPath, meshes: Meshes, values: Replicas) -> ShardLayout:
-    """Returns where the tensor of a leaf lies."""
+    """Returns the layout of the tensor of a leaf."""
     name = ".".join(map(str, path))
     if isinstance(leaf.value, DTensor):
         return meshes.slot(name, leaf.value, values)
@@ -347,7 +351,7 @@ def placed_slot(leaf: Leaf, path: KeyPath, meshes: Meshes, values: Replicas) -> 
 
 
 def check_keys(pieces: Iterable[Piece], objects: Iterable[ObjectValue]) -> None:
-    """Refuses two values of which the names in the mapping make one key."""
+    """Refuses two values whose names in the mapping give one key."""
     taken: dict[tuple[str, str], KeyPath] = {}
     items: Iterable[Piece | ObjectValue] = chain(pieces, objects)
     for item in items:

@@ -1,4 +1,4 @@
-"""Where the local part of a DTensor belongs in the full tensor, and who else holds it."""
+"""Where the local part of a DTensor is in the full tensor, and which other ranks hold it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class Copies(NamedTuple):
-    """How many ranks hold the same as this one, and which of them this one is."""
+    """How many ranks hold the same elements as this one, and which of them this one is."""
 
     number: int = 1
     own: int = 0
@@ -56,9 +56,9 @@ class _Cut(NamedTuple):
 
 
 class Meshes:
-    """The device meshes of one model, and what follows from them, worked out once.
+    """The device meshes of one model, and the layouts that follow from them, computed once.
 
-    A model whose tensors lie on meshes of different sizes (FSDP x TP, where some modules are not
+    A model whose tensors are on meshes of different sizes (FSDP x TP, where some modules are not
     split by TP) holds the tensors of a smaller mesh once per coordinate of the largest one that
     the smaller one lacks. Dimensions that no tensor of the model spans, such as those of pipeline
     stages, do not count, since other parameters live there.
@@ -82,11 +82,11 @@ class Meshes:
 
     @property
     def largest(self) -> DeviceMesh | None:
-        """The mesh that spans the model, None if no tensor lies on any."""
+        """The mesh that spans the model, None if no tensor is on any."""
         return self._largest
 
     def learn(self, tensors: Iterable[object]) -> None:
-        """Takes notice of the meshes of all DTensors among the values."""
+        """Adds the meshes of all DTensors among the values."""
         for tensor in tensors:
             if isinstance(tensor, DTensor):
                 mesh = tensor.device_mesh
@@ -96,7 +96,7 @@ class Meshes:
                     self._replicas.clear()
 
     def extent(self) -> Copies | None:
-        """Returns how many ranks hold parts of the model, None if no tensor lies on a mesh."""
+        """Returns how many ranks hold parts of the model, None if no tensor is on a mesh."""
         if self._largest is None:
             return None
         if self._is_inside(self._largest):
@@ -160,7 +160,7 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_composed(tensor: torch.Tensor) -> bool:
-    """Tells whether this rank's part is made of several tensors, as a quantised one is."""
+    """Whether this rank's part consists of several tensors, as a quantised one does."""
     tensor = unwrap_dtensor(tensor)
     if type(tensor) in _PLAIN or isinstance(tensor, AsyncCollectiveTensor):
         return False
@@ -168,7 +168,7 @@ def is_composed(tensor: torch.Tensor) -> bool:
 
 
 def inner_tensors(tensor: torch.Tensor) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
-    """Yields the plain tensors that this rank's part is made of, each with its name there.
+    """Yields the plain tensors that this rank's part consists of, each with its name in it.
 
     A plain one has no name. They are the very tensors that training works on.
     """
@@ -200,7 +200,7 @@ def has_data(tensor: torch.Tensor) -> bool:
 
 
 def memory_layout(tensor: torch.Tensor) -> tuple[Any, ...] | None:
-    """Returns where and how this rank's elements lie in memory, None if they have no memory."""
+    """Returns address, shape, strides and type of this rank's elements; None without memory."""
     local = unwrap_dtensor(tensor)
     if isinstance(local, FakeTensor):  # which warns when it is asked for its memory
         return None

@@ -16,7 +16,7 @@ _BLOB_BYTES = 2_048  # headers and padding around one stored tensor, rounded up
 
 
 def state_types(optimizer: Optimizer) -> tuple[torch.dtype, ...]:
-    """Tells which tensors of a parameter's shape an optimizer will keep for it.
+    """Returns which tensors of a parameter's shape an optimizer will keep for it.
 
     A twin of torch's own optimizers takes one step on a parameter of four elements, without the
     hooks that the user may have put into all optimizers; the optimizer itself is not touched.
@@ -51,7 +51,7 @@ def expected_state_bytes(bound: BoundState, pieces: Sequence[Piece], owners: Seq
 
     Args:
         bound: The state.
-        pieces: All of it that lies on this rank.
+        pieces: All of it that is on this rank.
         owners: For each piece whether this rank writes it.
 
     Returns:
@@ -76,7 +76,7 @@ def expected_state_bytes(bound: BoundState, pieces: Sequence[Piece], owners: Seq
 def _is_without_state(optimizer: Optimizer) -> bool:
     try:
         return not optimizer.state
-    except Exception:  # noqa: BLE001  what cannot be looked at is not saved, which is said then
+    except Exception:  # noqa: BLE001  the save reports a state that cannot be read
         return False
 
 

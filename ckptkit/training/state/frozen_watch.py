@@ -1,4 +1,4 @@
-"""What tells that tensors and files are still what they were when a save wrote them."""
+"""Detects whether frozen tensors, and the files that hold them, changed since a save."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _MOST_LINKS = 1000  # fewer than any file system allows that has hard links at a
 
 @dataclass(frozen=True, slots=True)
 class VersionWatch:
-    """A frozen weight as it was.
+    """The state of a frozen weight at a save.
 
     Attributes:
         key: Its name, for messages.
-        local: Its elements, kept alive so that no other tensor comes to lie at their address.
-        tensors: Those that it is watched by.
+        local: Its elements, kept alive so that no other tensor gets their address.
+        tensors: Those whose version counters are compared.
         versions: How often each of them was changed in place; None where torch does not count.
     """
 
@@ -34,22 +34,22 @@ class VersionWatch:
 
     @classmethod
     def of(cls, piece: Piece, *, forget: Callable[[], object]) -> VersionWatch:
-        """Returns the watch of a piece as it is now.
+        """Records the versions of a piece as they are now.
 
         Args:
             piece: A frozen one.
-            forget: Is called once one of the tensors is gone, and has to let go of the watch.
+            forget: Called once one of the tensors is gone; has to drop this record.
         """
 
         def gone(_: weakref.ref[torch.Tensor]) -> None:
             forget()
 
-        living = [tensor for known in piece.watched if (tensor := known()) is not None]
+        living = [tensor for ref in piece.watched if (tensor := ref()) is not None]
         refs = tuple(weakref.ref(tensor, gone) for tensor in living)
         return cls(piece.key, piece.local, refs, _versions(piece))
 
     def still_holds(self, piece: Piece) -> bool:
-        """Tells whether a piece has the same elements in the same memory, not changed by torch."""
+        """Whether a piece has the same elements in the same memory, not changed by torch."""
         return (
             self.versions is not None
             and self.versions == _versions(piece)
@@ -60,7 +60,7 @@ class VersionWatch:
 
 @dataclass(frozen=True, slots=True)
 class FileMark:
-    """A file as it was."""
+    """The identity of a file at a save."""
 
     path: Path
     status: tuple[int, ...]
@@ -70,18 +70,18 @@ class FileMark:
         return cls(path, _status(path.stat()))
 
     def still_holds(self) -> bool:
-        """Tells whether the file is there as it was, and may be linked once more."""
+        """Whether the file is unchanged, and may be linked once more."""
         try:
-            found = self.path.stat()
+            status = self.path.stat()
         except OSError:
             return False
-        return _status(found) == self.status and found.st_nlink < _MOST_LINKS
+        return _status(status) == self.status and status.st_nlink < _MOST_LINKS
 
 
 def watched_by(
     parameter: torch.Tensor, *further: torch.Tensor, tied: Sequence[torch.Tensor] = ()
 ) -> Watched:
-    """Returns what a frozen parameter is watched by, nothing for all that training changes.
+    """Returns the tensors that show changes of a frozen parameter; none if it is trained.
 
     Args:
         parameter: The parameter, or any other tensor of a model.
@@ -96,8 +96,8 @@ def watched_by(
     return tuple(map(weakref.ref, (parameter, *others)))
 
 
-def watched_beside(parameter: torch.Tensor | None, tensor: torch.Tensor) -> Watched:
-    """Returns what a tensor is watched by that belongs to a parameter, frozen where that is.
+def watched_by_owner(parameter: torch.Tensor | None, tensor: torch.Tensor) -> Watched:
+    """Returns `watched_by` for a tensor that belongs to a parameter, and is frozen if that is.
 
     Args:
         parameter: None where it is none of the model's.
@@ -106,13 +106,13 @@ def watched_beside(parameter: torch.Tensor | None, tensor: torch.Tensor) -> Watc
     return () if parameter is None else watched_by(parameter, tensor)
 
 
-def _status(found: os.stat_result) -> tuple[int, ...]:
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+def _status(status: os.stat_result) -> tuple[int, ...]:
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _versions(piece: Piece) -> tuple[int, ...] | None:
-    """Returns the version counters, None where there is no telling; the parameter comes first."""
-    tensors = [known() for known in piece.watched]
+    """Returns the version counters, None where they are not known; the parameter comes first."""
+    tensors = [ref() for ref in piece.watched]
     if tensors[0] is None or tensors[0].requires_grad:
         return None
     try:

@@ -1,12 +1,13 @@
-"""What the flat parameters of FSDP1 hold, read from this rank's shard without an all-gather.
+"""Which original parameters the flat parameters of FSDP1 hold, read without an all-gather.
 
 FSDP1 has no public way to its shards that does not communicate, so this is the one place that
 reads its private attributes. They are the same from torch 2.2 to 2.13.
 
-A file beside a checkpoint that tells what FSDP1's flat parameters are made of.
+`write_flat_layout` writes a file into a checkpoint of LOCAL_STATE_DICT that names the original
+parameters, which the checkpoint itself does not.
 """
 
-# ruff: noqa: SLF001 - see below
+# ruff: noqa: SLF001 - the private attributes named above
 
 from __future__ import annotations
 
@@ -41,13 +42,13 @@ class FlatPart:
     Attributes:
         fqn: Its clean name.
         aliases: Further names of the same parameter.
-        in_shard: Where it lies in the flat shard of this rank.
-        on_its_own: Where it lies in the original parameter (`use_orig_params=True`), whose
+        in_shard: Where it is in the flat shard of this rank.
+        on_its_own: Where it is in the original parameter (`use_orig_params=True`), whose
             optimizer state is cut likewise; None without.
         parameter: The original parameter that the optimizer has, None as before.
         span: The elements on this rank, in the order of the flat parameter.
-        assigned: What holds the elements instead of the flat parameter, until FSDP1 takes them up
-            in its next forward pass: `parameter.data` was set, or the module was given another
+        assigned: The parameter that holds the elements instead of the flat one, until FSDP1 writes
+            them back in its next forward pass: `parameter.data` was set, or the module has a new
             parameter. None mostly.
     """
 
@@ -92,7 +93,7 @@ class FlatUnit:
 
 
 def has_flat_parameters(model: nn.Module) -> bool:
-    """Tells whether some module is wrapped by FSDP1."""
+    """Whether some module is wrapped by FSDP1."""
     return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
 
 
@@ -111,7 +112,7 @@ def cast_buffers(
 
     Source: `_common_unshard_post_state_dict_hook` in `torch.distributed.fsdp._state_dict_utils`.
     """
-    found: dict[str, tuple[torch.dtype, torch.dtype]] = {}
+    dtypes: dict[str, tuple[torch.dtype, torch.dtype]] = {}
     for raw, module in model.named_modules(remove_duplicate=False):
         cast = isinstance(module, FullyShardedDataParallel) and module.mixed_precision.buffer_dtype
         if not cast:
@@ -121,8 +122,8 @@ def cast_buffers(
         for name, dtype in originals.items():
             if dtype.is_floating_point and name not in ignored:
                 fqn = clean_fqn(f"{raw}.{name}" if raw else name, parallel)
-                found[fqn] = dtype, cast  # the innermost wrapper comes last
-    return found
+                dtypes[fqn] = dtype, cast  # the innermost wrapper comes last
+    return dtypes
 
 
 def strategy_of(model: nn.Module) -> str:
@@ -145,7 +146,7 @@ def managed_parameters(units: Sequence[FlatUnit]) -> frozenset[int]:
 
 
 def flat_units(model: nn.Module, parallel: Sequence[str] = ()) -> tuple[FlatUnit, ...]:
-    """Returns all flat parameters of a model, as they lie on this rank now.
+    """Returns all flat parameters of a model, as they are on this rank now.
 
     Args:
         model: With FSDP1 somewhere inside.
@@ -183,8 +184,8 @@ def flat_shards(model: nn.Module) -> list[torch.Tensor]:
     wrappers = (m for m in model.modules() if isinstance(m, FullyShardedDataParallel))
     handles = [m._handle for m in wrappers if m._handle is not None]
     shards = [_shard(handle.flat_param) for handle in handles]
-    found = (_assigned(h, index) for h in handles for index in range(len(h.flat_param._fqns)))
-    return [*shards, *(tensor for tensor in found if tensor is not None)]
+    assigned = (_assigned(h, index) for h in handles for index in range(len(h.flat_param._fqns)))
+    return [*shards, *(tensor for tensor in assigned if tensor is not None)]
 
 
 def _shard(flat: Any) -> torch.Tensor:
@@ -206,34 +207,30 @@ def _assigned(handle: Any, index: int) -> torch.Tensor | None:
     if not checked or not flat._shard_param_infos[index].in_shard:
         return None
     owner = flat._param_infos[index]
-    found: torch.Tensor | None = getattr(owner.module, owner.param_name, None)
-    if found is None:
+    held: torch.Tensor | None = getattr(owner.module, owner.param_name, None)
+    if held is None:
         return None
     if _is_between_passes(handle):
         whole = handle._unsharded_flat_param_for_skipped_views
-        return None if _share_memory(found, whole) else found
+        return None if _share_memory(held, whole) else held
     # In a pass the modules have views of the whole flat parameter, which are no parameters.
     in_pass = handle.uses_sharded_strategy and not handle.is_sharded(flat)
-    if in_pass or not isinstance(found, nn.Parameter):
+    if in_pass or not isinstance(held, nn.Parameter):
         return None
-    return None if found is flat._params[index] and _share_memory(found, flat) else found
+    return None if held is flat._params[index] and _share_memory(held, flat) else held
 
 
 def _is_between_passes(handle: Any) -> bool:
-    """Tells whether parameters are left whole after a forward pass, for the backward pass."""
+    """Whether parameters are left whole after a forward pass, for the backward pass."""
     return bool(handle.uses_sharded_strategy and handle._skipped_use_sharded_views)
 
 
-def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+def _share_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    return tensor.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
-def _checked(found: torch.Tensor, handle: Any, index: int, fqn: str) -> nn.Parameter:
-    """Refuses what FSDP1 could not write back.
-
-    Raises:
-        UnsupportedError: If `found`, which `_assigned` returned, is such a tensor.
-    """
+def _check_assigned(tensor: torch.Tensor, handle: Any, index: int, fqn: str) -> nn.Parameter:
+    """Refuses a tensor returned by `_assigned` that FSDP1 could not write back."""
     flat, sharded = handle.flat_param, handle.uses_sharded_strategy
     if _is_between_passes(handle):
         raise UnsupportedError(
@@ -243,16 +240,16 @@ def _checked(found: torch.Tensor, handle: Any, index: int, fqn: str) -> nn.Param
             hint="replace parameters after the backward pass",
         )
     shape = (flat._shard_param_infos[index].numel_in_shard,) if sharded else flat._shapes[index]
-    here = (tuple(found.shape), found.dtype, found.device)
+    here = (tuple(tensor.shape), tensor.dtype, tensor.device)
     expected = (tuple(shape), flat.dtype, flat.device)
-    if here != expected or not isinstance(found, nn.Parameter):
+    if here != expected or not isinstance(tensor, nn.Parameter):
         raise UnsupportedError(
             f"the parameter was replaced by one of {_described(*here)}, where"
             f" {_described(*expected)} was expected",
             where=fqn,
             hint="set `parameter.data` to a tensor like the one that it had",
         )
-    return found
+    return tensor
 
 
 def _described(shape: Shape, dtype: torch.dtype, device: torch.device) -> str:
@@ -260,11 +257,7 @@ def _described(shape: Shape, dtype: torch.dtype, device: torch.device) -> str:
 
 
 def _refuse_dropped(handle: Any, fqn: str) -> None:
-    """Refuses a flat parameter of which `.data` was set: FSDP1 takes it back after the next pass.
-
-    Raises:
-        UnsupportedError: If the flat parameter has other elements than the shard.
-    """
+    """Refuses a flat parameter of which `.data` was set: FSDP1 undoes that after the next pass."""
     flat = handle.flat_param
     shard = getattr(flat, "_local_shard", None)
     is_idle = getattr(handle._training_state, "name", "") == "IDLE"
@@ -384,14 +377,14 @@ def _parts(
         )
         parameter = flat._params[index] if flat._params is not None else None
         own = None if parameter is None else _on_its_own(slot, group.sharing)
-        found = _assigned(handle, index)
-        assigned = None if found is None else _checked(found, handle, index, slot.fqn)
+        tensor = _assigned(handle, index)
+        assigned = None if tensor is None else _check_assigned(tensor, handle, index, slot.fqn)
         aliases, span = tuple(names[index][1:]), Span(start, stop)
         yield FlatPart(slot.fqn, aliases, slot, own, parameter, span, assigned)
 
 
 def _on_its_own(slot: ShardLayout, sharing: int) -> ShardLayout:
-    """Returns where the elements lie in the original parameter.
+    """Returns where the elements are in the original parameter.
 
     That is a range of one dimension, unless each rank has the whole flat parameter.
     """
@@ -430,7 +423,7 @@ _VERSION = 1
 
 @check_names
 def write_flat_layout(model: nn.Module, folder: str | os.PathLike[str]) -> Path | None:
-    """Writes which parameters the flat parameters of FSDP1 are made of.
+    """Writes which parameters the flat parameters of FSDP1 hold.
 
     A checkpoint of LOCAL_STATE_DICT holds flat parameters alone, without names or shapes. Call
     this once with the model as it is wrapped, and with the folder that the files of all ranks are

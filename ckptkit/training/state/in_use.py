@@ -1,10 +1,10 @@
 """Moments at which a model cannot be read: backward passes, forward passes, whole parameters.
 
-FSDP has no public way to tell what it is doing, so this reads its private attributes. The states
-that it keeps are left as they are by an exception, so they count only where the pass still runs.
+FSDP has no public way to ask which pass is running, so this reads its private attributes. An
+exception leaves them unchanged, so they count only where the pass is still running.
 """
 
-# ruff: noqa: SLF001 - see below
+# ruff: noqa: SLF001 - the private attributes named above
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _HINT = "make the call between two steps: after optimizer.step(), and outside of
 
 
 def check_unused(modules: Sequence[nn.Module]) -> None:
-    """Refuses a sharded model that a pass of training is working on.
+    """Refuses a sharded model while a forward or backward pass is using it.
 
     Args:
         modules: All of its modules.
@@ -56,7 +56,7 @@ def check_unused(modules: Sequence[nn.Module]) -> None:
 def check_registered(modules: Sequence[nn.Module]) -> None:
     """Refuses parameters that a module was given after FSDP2 began to work, which it never uses."""
     for _, state in fsdp2_states(modules):
-        if state._is_root is None:  # its first forward pass takes up what it finds
+        if state._is_root is None:  # its first forward pass registers the parameters then
             continue
         for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
             for known in group.fsdp_params if group is not None else ():
@@ -84,7 +84,7 @@ def _name(holder: object, attribute: str) -> str:
 
 
 def _is_called(modules: set[int]) -> bool:
-    """Tells whether any thread is inside a call of one of the modules."""
+    """Whether any thread is inside a call of one of the modules."""
     for frame in sys._current_frames().values():
         at: FrameType | None = frame
         while at is not None:

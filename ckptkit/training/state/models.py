@@ -1,7 +1,4 @@
-"""What this rank holds of a model, whatever it is wrapped in, found without communicating.
-
-Whether tensors are still the ones that were looked at, in the same memory.
-"""
+"""What this rank holds of a model, however it is wrapped, found without communicating."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from ckptkit.training.state.dtensors import Copies, DTensor, Meshes, local_part, memory_layout
-from ckptkit.training.state.frozen_watch import watched_beside, watched_by
+from ckptkit.training.state.frozen_watch import watched_by, watched_by_owner
 from ckptkit.training.state.fsdp1 import (
     FlatUnit,
     cast_buffers,
@@ -46,10 +43,10 @@ from ckptkit.training.step_names import TensorPlaces, clean_fqn, parallel_prefix
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
-    """Some tensors, which are not kept alive, and how their elements lay in memory.
+    """Some tensors, which are not kept alive, and the memory of their elements.
 
     Attributes:
-        tensors: Whoever keeps the stamp is told when one of them is gone.
+        tensors: References that call back when a tensor is gone.
         places: Address, shape, strides and type of this rank's elements.
     """
 
@@ -62,8 +59,8 @@ class Stamp:
 
         Args:
             tensors: Those of training.
-            forget: A method, itself not kept alive, that is called once any of them is gone:
-                what was made of them holds on to their memory, and has to be let go.
+            forget: A method, itself not kept alive, that is called once any of them is gone: it
+                has to drop the pieces of them, which keep their memory alive.
         """
         method = weakref.WeakMethod(forget)
 
@@ -78,10 +75,10 @@ class Stamp:
         )
 
     def still_holds(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Tells whether these are the same tensors in the same memory."""
+        """Whether these are the same tensors in the same memory."""
         return (
             len(tensors) == len(self.tensors)
-            and all(map(operator.is_, tensors, [known() for known in self.tensors]))
+            and all(map(operator.is_, tensors, [ref() for ref in self.tensors]))
             and all(map(operator.eq, map(memory_layout, tensors), self.places))
         )
 
@@ -97,17 +94,17 @@ def detach_local(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class ModelView:
-    """A model as it lies on this rank at one moment.
+    """What this rank holds of a model at one moment.
 
     Attributes:
         pieces: Parameters and persistent buffers.
-        objects: What modules save beside tensors, on the rank that writes it.
+        objects: What modules save besides tensors, on the rank that writes it.
         slots: By the identity of the object that an optimizer has as a parameter: the original
             parameters that it stands for, several for a flat parameter of FSDP1.
         meshes: The device meshes of the model.
         values: Which ranks hold what there is once per model.
         managed: The identities of the parameters that flat ones of FSDP1 stand for.
-        structures: Of the objects, where their leaves do not tell them.
+        structures: Of the objects, where these do not follow from their leaves.
     """
 
     pieces: tuple[Piece, ...]
@@ -124,7 +121,7 @@ class _Wrapping:
     """What stays the same from one walk to the next, as long as the modules do.
 
     Attributes:
-        places: Where the tensors lie in a step.
+        places: The keys of the tensors in a step.
         world: The number of ranks of the job, and this one.
         group: The ranks of the data parallel wrapper, if any.
         equal: The identities of the parameters that it keeps equal.
@@ -172,7 +169,7 @@ class _Structure:
         )
 
     def is_of(self, model: nn.Module) -> bool:
-        """Tells whether the model still consists of these modules under these names."""
+        """Whether the model still consists of these modules under these names."""
         modules, names = _outline(model)
         same = len(modules) == len(self.modules) and all(map(operator.is_, modules, self.modules))
         return same and names == self.names
@@ -188,7 +185,7 @@ class ModelWalk:
 
         Args:
             model: The outermost module.
-            places: Where its tensors lie in a step.
+            places: The keys of its tensors in a step.
             world: The number of ranks of the job, and this one.
             where: The model's path in the user's state, for messages.
         """
@@ -198,7 +195,7 @@ class ModelWalk:
         self._kept: tuple[tuple[object, ...], Stamp, ModelView] | None = None
 
     def look(self, *, keep: bool = False) -> ModelView:
-        """Returns what of the model lies on this rank now.
+        """Returns what this rank holds of the model now.
 
         Args:
             keep: As saves want it: whether to keep the answer, and to return it again as long as
@@ -218,11 +215,11 @@ class ModelWalk:
             now, tensors = self._members(view.managed)
             if now == names and stamp.still_holds(tensors):
                 return view
-        view, known = self._fresh(keep=keep)
+        view, identities = self._fresh(keep=keep)
         self._kept = None
         names, tensors = self._members(view.managed)
         # Hooks may have made values only for this state dict, so that the next one may differ.
-        if keep and known <= {id(tensor) for tensor in tensors}:
+        if keep and identities <= {id(tensor) for tensor in tensors}:
             self._kept = names, Stamp.of(tensors, forget=self._forget), view
         return view
 
@@ -245,7 +242,7 @@ class ModelWalk:
         return look.view(managed_parameters(units)), {id(value) for _, value in entries}
 
     def _members(self, managed: frozenset[int]) -> tuple[tuple[object, ...], list[torch.Tensor]]:
-        """Returns names and which are trained, and all tensors, that the model is made of."""
+        """Returns the names and training flags of all tensors of the model, and the tensors."""
         names: list[object] = []
         trained: list[bool] = []
         tensors: list[torch.Tensor] = []
@@ -313,13 +310,13 @@ class ModelWalk:
     def _with_original_buffers(self, entries: list[tuple[str, object]]) -> list[tuple[str, object]]:
         """Returns the entries with buffers in the dtype that they had before FSDP1 cast them."""
         dtypes = cast_buffers(self._model, self._structure.parallel)
-        made: dict[int, torch.Tensor] = {}
+        originals: dict[int, torch.Tensor] = {}
 
         def original(name: str, value: object) -> object:
             dtype = dtypes[name][0] if name in dtypes else None
             if not isinstance(value, torch.Tensor) or dtype in {None, value.dtype}:
                 return value
-            return made.setdefault(id(value), value.to(dtype))
+            return originals.setdefault(id(value), value.to(dtype))
 
         return [(name, original(name, value)) for name, value in entries]
 
@@ -411,7 +408,7 @@ class _Look:
         further = [local] if isinstance(tensor, DTensor) else []
         watched = watched_by(tensor, *further, tied=tied)
         if id(tensor) in self.scales:
-            watched = watched_beside(self.parameters.get(names[0].rpartition(".")[0]), tensor)
+            watched = watched_by_owner(self.parameters.get(names[0].rpartition(".")[0]), tensor)
         self._add(slot, names, local, watched)
 
     def take_other(self, name: str, value: object) -> None:
@@ -428,7 +425,7 @@ class _Look:
                 self.objects.append(make_object(unit, path, leaf.value, leaf.where))
 
     def take_live(self, name: str, value: object) -> None:
-        """Takes what a resume replaces, of which not all need be fit to be saved."""
+        """Adds values that a resume replaces, which need not all be fit to be saved."""
         unit, start = self.wrapping.places.of(name)
         for path, leaf in flatten(value, start):
             if isinstance(leaf, torch.Tensor):
@@ -481,18 +478,18 @@ def _without_ties(
     entries: Iterable[tuple[str, object]],
 ) -> Iterator[tuple[list[str], torch.Tensor, list[torch.Tensor]]]:
     """Yields each tensor once, with all its names, and further objects that are the same."""
-    found: dict[Hashable, tuple[list[str], torch.Tensor, list[torch.Tensor]]] = {}
+    distinct: dict[Hashable, tuple[list[str], torch.Tensor, list[torch.Tensor]]] = {}
     for name, value in entries:
         if isinstance(value, torch.Tensor):
-            names, first, tied = found.setdefault(_identity(value), ([], value, []))
+            names, first, tied = distinct.setdefault(_identity(value), ([], value, []))
             names.append(name)
             if value is not first:
                 tied.append(value)
-    yield from found.values()
+    yield from distinct.values()
 
 
 def _identity(tensor: torch.Tensor) -> Hashable:
-    """Returns what two tensors have in common only if they are one; the same on all ranks."""
+    """Returns a key that two tensors share only if they are one; the same on all ranks."""
     plain = type(tensor) in {torch.Tensor, nn.Parameter}
     dense = tensor.layout is torch.strided and tensor.device.type != "meta"
     if not plain or not dense or tensor.numel() == 0:

@@ -1,12 +1,10 @@
-"""Values that are no tensors as bytes, of which a resume can make the same values again.
+"""Values that are no tensors: as bytes that a resume restores exactly, and as key paths of DCP.
 
-Every value is parsed back before it is written, as a resume will do it, and compared with the
-original type by type: what would come back as something else is refused at the save, with the
-path of it in the user's state.
+Every value is parsed back before it is written, as a resume does it, and compared with the original
+type by type. A value that would be restored as something else is refused at the save, with its
+path in the user's state.
 
-Nested dictionaries and lists as key paths, by the rules of DCP.
-
-The states of the random number generators, under the keys of accelerate and of the Trainer.
+Also the states of the random number generators, under the keys of accelerate and of the Trainer.
 """
 
 from __future__ import annotations
@@ -37,14 +35,14 @@ _ADVICE = "let its state_dict() return plain values, tensors and arrays, or leav
 
 
 def torch_archive(value: object) -> bytes:
-    """Returns what `torch.save` writes for a value."""
+    """Returns the archive that `torch.save` writes for a value."""
     target = io.BytesIO()
     torch.save(value, target)
     return target.getvalue()
 
 
 def serialise(value: object, where: str) -> bytes:
-    """Returns a user's value as `torch.save` writes it, proven to come back equal.
+    """Returns a user's value as `torch.save` writes it, proven to be restored equal.
 
     Args:
         value: What to save.
@@ -62,7 +60,7 @@ def serialise(value: object, where: str) -> bytes:
 
 
 def make_object(unit: str, path: KeyPath, value: object, where: str) -> ObjectValue:
-    """Returns a value for a DCP directory, proven to come back equal.
+    """Returns a value for a DCP directory, proven to be restored equal.
 
     Args:
         unit: The DCP directory.
@@ -76,7 +74,7 @@ def make_object(unit: str, path: KeyPath, value: object, where: str) -> ObjectVa
 
 
 def serialise_or_refuse(value: object, where: str) -> bytes:
-    """Returns what `serialise` does; all that cannot be kept is the user's to change."""
+    """Does what `serialise` does; every failure is a `UsageError`, for the user to solve."""
     try:
         return serialise(value, where)
     except SaveError as error:
@@ -84,7 +82,7 @@ def serialise_or_refuse(value: object, where: str) -> bytes:
 
 
 def is_plain(value: object) -> bool:
-    """Tells whether a value is a number, a text or None, or a list or tuple of such."""
+    """Whether a value is a number, a text or None, or a list or tuple of such."""
     if type(value) in {list, tuple}:
         return all(type(item) in _PLAIN for item in value)  # type: ignore[attr-defined]
     return type(value) in _PLAIN
@@ -95,7 +93,7 @@ def _items(value: Any) -> Iterable[object]:
 
 
 def is_sound(value: object) -> bool:
-    """Tells whether the parser of pickles takes a scalar: no huge integer, no lone surrogate."""
+    """Whether the parser of pickles accepts a scalar: no huge integer, no lone surrogate."""
     if isinstance(value, int):
         return value.bit_length() <= _MOST_INT_BITS
     if isinstance(value, str) and not value.isascii():
@@ -168,7 +166,7 @@ def _children(value: object) -> Iterator[tuple[str, Any]]:
 
 
 class _Proven(NamedTuple):
-    """A value as bytes, empty where it has none, and why it would not come back equal."""
+    """A value as bytes, empty where it has none, and why it would not be restored equal."""
 
     data: bytes
     problem: str | None
@@ -180,16 +178,16 @@ def _prove(value: object) -> _Proven:
     except Exception as error:  # noqa: BLE001  whatever a user's `__reduce__` raises
         return _Proven(b"", f"{a_kind(value)} cannot be pickled: {error}")
     try:
-        found = object_without_data(data)
+        restored = object_without_data(data)
     except CkptkitError as error:
         return _Proven(data, f"could be saved, but not resumed from: {error.message}")
-    if is_same(value, found, contents=False):
+    if is_same(value, restored, contents=False):
         return _Proven(data, None)
     return _Proven(data, f"could be saved, but not resumed from: {a_kind(value)} would change")
 
 
 def _innermost(value: object, proven: _Proven, where: str) -> tuple[_Proven, str]:
-    """Returns what is wrong with the innermost value that cannot be kept, and its path."""
+    """Returns the problem of the innermost value that cannot be restored, and its path."""
     for step, child in _children(value):
         if type(child) in _SCALARS and is_sound(child):
             continue
@@ -199,37 +197,37 @@ def _innermost(value: object, proven: _Proven, where: str) -> tuple[_Proven, str
     return proven, where
 
 
-def is_same(value: Any, found: Any, *, contents: bool = True) -> bool:
-    """Tells whether two values are equal in all types, keys, items and their order.
+def is_same(value: Any, other: Any, *, contents: bool = True) -> bool:
+    """Whether two values are equal in all types, keys, items and their order.
 
     Args:
         value: One value.
-        found: Another one; neither contains itself.
-        contents: Whether to compare what tensors hold, and not their types and shapes only.
+        other: Another one; neither contains itself.
+        contents: Whether to compare the contents of tensors, not only types and shapes.
     """
     kind = type(value)
-    if kind is not type(found):
+    if kind is not type(other):
         return False
     if kind in _SCALARS and not contents:  # a pickle holds them bit by bit
         return True
     compare = _COMPARISONS.get(kind, _is_same_other)
-    return compare(value, found, contents)
+    return compare(value, other, contents)
 
 
-def _is_same_other(value: Any, found: Any, contents: bool) -> bool:  # noqa: FBT001
+def _is_same_other(value: Any, other: Any, contents: bool) -> bool:  # noqa: FBT001
     if isinstance(value, torch.Tensor):
-        return _is_same_tensor(value, found, contents)
+        return _is_same_tensor(value, other, contents)
     if isinstance(value, Mapping):
-        return _is_same_mapping(value, found, contents)
+        return _is_same_mapping(value, other, contents)
     if isinstance(value, np.generic):
-        return _is_same_array(value, found, contents)
-    return repr(value) == repr(found)  # numbers with their signs, dates with their zones
+        return _is_same_array(value, other, contents)
+    return repr(value) == repr(other)  # numbers with their signs, dates with their zones
 
 
-def _is_same_tensor(value: torch.Tensor, found: torch.Tensor, contents: bool) -> bool:  # noqa: FBT001
-    if (value.dtype, value.shape) != (found.dtype, found.shape):
+def _is_same_tensor(value: torch.Tensor, other: torch.Tensor, contents: bool) -> bool:  # noqa: FBT001
+    if (value.dtype, value.shape) != (other.dtype, other.shape):
         return False
-    return not contents or _bytes_of(value) == _bytes_of(found)
+    return not contents or _bytes_of(value) == _bytes_of(other)
 
 
 def _bytes_of(tensor: torch.Tensor) -> bytes:
@@ -237,30 +235,30 @@ def _bytes_of(tensor: torch.Tensor) -> bytes:
     return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 
 
-def _is_same_sequence(value: Any, found: Any, contents: bool) -> bool:  # noqa: FBT001
-    return len(value) == len(found) and all(
-        is_same(one, other, contents=contents) for one, other in zip(value, found, strict=True)
+def _is_same_sequence(value: Any, other: Any, contents: bool) -> bool:  # noqa: FBT001
+    return len(value) == len(other) and all(
+        is_same(*pair, contents=contents) for pair in zip(value, other, strict=True)
     )
 
 
-def _is_same_list(value: Any, found: Any, contents: bool) -> bool:  # noqa: FBT001
+def _is_same_list(value: Any, other: Any, contents: bool) -> bool:  # noqa: FBT001
     if not contents and _holds_scalars(value):  # they may be many
-        return list(map(type, value)) == list(map(type, found))
-    return _is_same_sequence(value, found, contents)
+        return list(map(type, value)) == list(map(type, other))
+    return _is_same_sequence(value, other, contents)
 
 
-def _is_same_mapping(value: Any, found: Any, contents: bool) -> bool:  # noqa: FBT001
-    if isinstance(value, defaultdict) and value.default_factory is not found.default_factory:
+def _is_same_mapping(value: Any, other: Any, contents: bool) -> bool:  # noqa: FBT001
+    if isinstance(value, defaultdict) and value.default_factory is not other.default_factory:
         return False
-    return _is_same_sequence(list(value.items()), list(found.items()), contents)
+    return _is_same_sequence(list(value.items()), list(other.items()), contents)
 
 
-def _is_same_deque(value: Any, found: Any, contents: bool) -> bool:  # noqa: FBT001
-    return value.maxlen == found.maxlen and _is_same_sequence(value, found, contents)
+def _is_same_deque(value: Any, other: Any, contents: bool) -> bool:  # noqa: FBT001
+    return value.maxlen == other.maxlen and _is_same_sequence(value, other, contents)
 
 
-def _is_same_set(value: Any, found: Any, _: bool) -> bool:  # noqa: FBT001
-    return Counter(map(_spelled, value)) == Counter(map(_spelled, found))
+def _is_same_set(value: Any, other: Any, _: bool) -> bool:  # noqa: FBT001
+    return Counter(map(_spelled, value)) == Counter(map(_spelled, other))
 
 
 def _spelled(item: object) -> str:
@@ -272,18 +270,18 @@ def _spelled(item: object) -> str:
     return f"{type(item).__name__} {item!r}"
 
 
-def _is_same_array(value: Any, found: Any, _: bool) -> bool:  # noqa: FBT001
-    same = value.dtype == found.dtype and value.shape == found.shape
-    return bool(same and value.tobytes() == found.tobytes())
+def _is_same_array(value: Any, other: Any, _: bool) -> bool:  # noqa: FBT001
+    same = value.dtype == other.dtype and value.shape == other.shape
+    return bool(same and value.tobytes() == other.tobytes())
 
 
-def _is_same_namespace(value: Any, found: Any, contents: bool) -> bool:  # noqa: FBT001
-    return _is_same_mapping(vars(value), vars(found), contents)
+def _is_same_namespace(value: Any, other: Any, contents: bool) -> bool:  # noqa: FBT001
+    return _is_same_mapping(vars(value), vars(other), contents)
 
 
-def _is_same_slice(value: Any, found: Any, contents: bool) -> bool:  # noqa: FBT001
-    one, other = ((v.start, v.stop, v.step) for v in (value, found))
-    return _is_same_sequence(one, other, contents)
+def _is_same_slice(value: Any, other: Any, contents: bool) -> bool:  # noqa: FBT001
+    parts = [(v.start, v.stop, v.step) for v in (value, other)]
+    return _is_same_sequence(*parts, contents)
 
 
 _Compare = Callable[[Any, Any, bool], bool]
@@ -294,7 +292,7 @@ _COMPARISONS: Mapping[type, _Compare] = {
     deque: _is_same_deque,
     set: _is_same_set,
     frozenset: _is_same_set,
-    bytearray: lambda value, found, _: bool(value == found),
+    bytearray: lambda value, other, _: bool(value == other),
     np.ndarray: _is_same_array,
     argparse.Namespace: _is_same_namespace,
     slice: _is_same_slice,
@@ -306,7 +304,7 @@ _DEEPEST_PATH = 64  # what a save refuses, and only a live value may be
 def flatten(value: object, path: KeyPath = ()) -> Iterator[tuple[KeyPath, object]]:
     """Yields the leaves of nested values, each with its path.
 
-    Mappings are always entered, lists only where a tensor or a mapping lies somewhere inside,
+    Mappings are always entered, lists only where a tensor or a mapping is somewhere inside,
     tuples never. Empty mappings leave nothing behind, nor does a value inside itself.
 
     Source: `torch.distributed.checkpoint._traverse.traverse_state_dict` of torch 2.4 and later.
@@ -335,7 +333,7 @@ def _flatten(
 
 
 def holds_more(values: list[object], around: frozenset[int] = frozenset()) -> bool:
-    """Tells whether a tensor or a mapping lies somewhere inside a list."""
+    """Whether a tensor or a mapping is somewhere inside a list."""
     inside = around | {id(values)}
     return len(around) < _DEEPEST_PATH and any(
         isinstance(value, Mapping | torch.Tensor)
@@ -350,8 +348,8 @@ def capture() -> dict[str, Any]:
     Those of all CUDA devices are among them if the process uses CUDA. They live in host memory,
     so that nothing waits for a device.
 
-    Numpy's numbers come as a list, which numpy takes as well, so that whoever reads them with
-    `torch.load` needs no exception for arrays.
+    Numpy's numbers are a list, which numpy accepts as well, so that `torch.load` reads them
+    without an exception for arrays.
 
     Source: `accelerate.checkpointing.save_accelerator_state`.
     """

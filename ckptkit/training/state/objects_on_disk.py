@@ -1,7 +1,7 @@
 """Python values out of a checkpoint's pickles, without running the pickles.
 
-The inert parser gives names and arguments; what they stand for is made here, by our own calls,
-for a fixed list of types. Nothing that a checkpoint names is imported.
+The inert parser returns names and arguments. The values are created here, for a fixed list of
+types. Nothing that a checkpoint names is imported.
 """
 
 from __future__ import annotations
@@ -62,15 +62,15 @@ _ALLOWED: Mapping[tuple[str, str], object] = {
 
 
 def read_object(source: Source, blob: BlobRef, *, where: str) -> Any:
-    """Reads a value that lies in a DCP data file under a key of its own.
+    """Reads a value that a DCP data file has under a key of its own.
 
     Args:
-        source: Where the file lies.
+        source: The folder of the file.
         blob: Its bytes, as the index has them.
         where: The key, for messages.
 
     Returns:
-        The value, made of plain types, tensors on the CPU and numpy arrays.
+        The value, of plain types, tensors on the CPU and numpy arrays.
     """
     place = f"{posixpath.join(source.location, blob.path)}, {where}"
     data = _read_checked(source, blob.path, (blob.start, blob.stop), place)
@@ -85,9 +85,9 @@ def read_torch_file(source: Source, path: str) -> Any:
 
 
 def is_readable(data: bytes) -> str:
-    """Tells why an archive that `torch.save` wrote could never be resumed from; empty if it could.
+    """Returns why an archive of `torch.save` could never be resumed from; empty if it could.
 
-    What tensors hold is not looked at, so that this costs little.
+    The contents of tensors are not read, so that this costs little.
     """
     try:
         object_without_data(data)
@@ -98,7 +98,7 @@ def is_readable(data: bytes) -> str:
 
 def object_without_data(data: bytes) -> Any:
     archive, inert = _parsed(data, where="")
-    return _DryThaw(archive).value(inert, 0)
+    return _TypeBuilder(archive).value(inert, 0)
 
 
 def object_from_bytes(data: bytes, *, where: str) -> Any:
@@ -109,10 +109,10 @@ def object_from_bytes(data: bytes, *, where: str) -> Any:
         where: The file, for messages.
 
     Returns:
-        The value, made of plain types, tensors on the CPU and numpy arrays.
+        The value, of plain types, tensors on the CPU and numpy arrays.
     """
     archive, inert = _parsed(data, where=where)
-    return _Thaw(archive).value(inert, 0)
+    return _ValueBuilder(archive).value(inert, 0)
 
 
 def _parsed(data: bytes, *, where: str) -> tuple[Archive, object]:
@@ -131,8 +131,8 @@ def _read_checked(source: Source, path: str, extent: tuple[int, int], where: str
     return source.read(path, *extent)
 
 
-class _Thaw:
-    """Makes values from what one archive's pickle says; shared parts stay shared."""
+class _ValueBuilder:
+    """Creates values from the parsed pickle of one archive; shared parts stay shared."""
 
     def __init__(self, archive: Archive) -> None:
         self._archive = archive
@@ -141,7 +141,7 @@ class _Thaw:
         self._storages: dict[str, torch.Tensor] = {}
 
     def value(self, inert: object, depth: int) -> Any:
-        """Returns what an inert value stands for."""
+        """Returns the value of an inert one."""
         if isinstance(inert, _PLAIN):
             return inert
         if depth > _DEEPEST:
@@ -154,37 +154,37 @@ class _Thaw:
     def _make(self, inert: object, depth: int) -> Any:
         match inert:
             case list():
-                made = self._list(inert, depth)
+                value = self._list(inert, depth)
             case tuple():
-                made = tuple(self.value(item, depth) for item in inert)
+                value = tuple(self.value(item, depth) for item in inert)
             case dict():
-                made = self._dictionary(inert, depth)
+                value = self._dictionary(inert, depth)
             case TensorRef():
-                made = self._tensor(inert)
+                value = self._tensor(inert)
             case DTypeName(name):
-                made = getattr(torch, name)
+                value = getattr(torch, name)
             case InertObject():
-                made = self._object(inert, depth)
+                value = self._object(inert, depth)
             case _:
                 raise self._refused(inert)
-        return made
+        return value
 
     def _list(self, inert: list[Any], depth: int) -> Any:
-        made: Any = deque(maxlen=inert.longest) if isinstance(inert, InertDeque) else []
-        self._made[id(inert)] = made
-        made.extend([self.value(item, depth) for item in inert])
-        return made
+        values: Any = deque(maxlen=inert.longest) if isinstance(inert, InertDeque) else []
+        self._made[id(inert)] = values
+        values.extend([self.value(item, depth) for item in inert])
+        return values
 
     def _dictionary(self, inert: dict[Any, Any], depth: int) -> dict[Any, Any]:
-        made: dict[Any, Any] = {}
+        values: dict[Any, Any] = {}
         if isinstance(inert, InertDefaultDict):
-            made = defaultdict(_factory(inert.factory))
+            values = defaultdict(_factory(inert.factory))
         elif isinstance(inert, InertDict):
-            made = OrderedDict()
-        self._made[id(inert)] = made
+            values = OrderedDict()
+        self._made[id(inert)] = values
         for key, item in inert.items():
-            made[self.value(key, depth)] = self.value(item, depth)
-        return made
+            values[self.value(key, depth)] = self.value(item, depth)
+        return values
 
     def _object(self, inert: InertObject, depth: int) -> Any:
         kind = (inert.cls.module, inert.cls.name)
@@ -217,13 +217,13 @@ class _Thaw:
         if ref.key not in self._storages:
             start, stop, stored = self._archive.extent(ref)
             data = bytearray(self._archive.read(start, stop))
-            if stored not in {None, found := crc32(data)}:
+            if stored not in {None, crc := crc32(data)}:
                 raise ChecksumError(
-                    f"CRC-32 {found:08x} was found against {stored:08x} stored",
+                    f"CRC-32 {crc:08x} was found against {stored:08x} stored",
                     where=self._archive.where,
                 )
-            made = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0)
-            self._storages[ref.key] = made
+            storage = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0)
+            self._storages[ref.key] = storage
         return self._storages[ref.key]
 
     def _refused(self, inert: object) -> ResumeError:
@@ -236,8 +236,8 @@ class _Thaw:
         )
 
 
-class _DryThaw(_Thaw):
-    """Leaves out what tensors hold."""
+class _TypeBuilder(_ValueBuilder):
+    """Creates values with empty tensors."""
 
     def _storage(self, _: StorageRef, /) -> torch.Tensor:
         return torch.empty(0)
@@ -266,10 +266,10 @@ FACTORIES: Mapping[str, Callable[[], Any]] = {  # of a `defaultdict`, by the nam
 def _factory(name: object) -> Callable[[], Any] | None:
     if name is None:
         return None
-    found = FACTORIES.get(name.name) if isinstance(name, Global) else None
-    if found is None:
+    factory = FACTORIES.get(name.name) if isinstance(name, Global) else None
+    if factory is None:
         raise ResumeError(f"a defaultdict of {name} cannot be restored", hint=_HINT)
-    return found
+    return factory
 
 
 def _plain(kind: Callable[..., Any]) -> Maker:
@@ -304,17 +304,17 @@ def _time_zone(args: list[Any], _: Any) -> dt.timezone:
 
 
 def _namespace(args: list[Any], state: Any) -> argparse.Namespace:
-    made = argparse.Namespace(*args)
-    made.__dict__.update(state or {})
-    return made
+    namespace = argparse.Namespace(*args)
+    namespace.__dict__.update(state or {})
+    return namespace
 
 
 def _numpy_dtype(args: list[Any], state: Any) -> np.dtype[Any]:
-    found = np.dtype(str(args[0]))
-    if found.kind not in _NUMPY_KINDS:
-        raise ValueError(found)
+    dtype = np.dtype(str(args[0]))
+    if dtype.kind not in _NUMPY_KINDS:
+        raise ValueError(dtype)
     order: Any = None if state is None else state[1]
-    return found if order is None else found.newbyteorder(order)
+    return dtype if order is None else dtype.newbyteorder(order)
 
 
 def _numpy_array(args: list[Any], state: Any) -> np.ndarray[Any, Any]:

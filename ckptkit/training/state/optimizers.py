@@ -1,9 +1,7 @@
 """What this rank holds of an optimizer's state, by parameter name, without communicating.
 
 torch's `get_optimizer_state_dict` gathers for FSDP1, and steps an optimizer that has no state
-yet; here neither happens, and the keys are the same.
-
-The keys under which a checkpoint holds an optimizer: as nested values, and flattened.
+yet; here neither happens, and the keys are the same. A checkpoint holds them nested or flattened.
 
 Nested, as torch's `get_optimizer_state_dict` returns it:
 
@@ -108,21 +106,21 @@ class OptimizerWalk:
     def states(self, views: Sequence[ModelView]) -> list[Piece]:
         """Returns the tensors in the states of its parameters, which a resume fills in place.
 
-        Nothing else is looked at, as a resume replaces it.
+        Nothing else is collected, as a resume replaces it.
         """
         walk = _Walk(views, self._place, for_save=False)
         if rank_bound.is_paged(self._optimizer):
-            _wait_for_pages(_Now.of(self._optimizer, views).values)
+            _wait_for_pages(_Inputs.of(self._optimizer, views).values)
         return list(walk.take_states(self._optimizer).pieces)
 
     def look(self, views: Sequence[ModelView], *, keep: bool = False) -> CollectedState:
         """Returns the tensors on this rank, and the objects that it has to write.
 
-        Hyperparameters lie under `param_groups` and the number of their group. Where parameters
-        lie on a part of the ranks only, as those of a pipeline's stage do, they lie under
-        `param_groups` and each parameter's name instead, as torch's `get_optimizer_state_dict`
-        has them with `flatten_optimizer_state_dict=True`: so the stages, which all have groups of
-        their own, write different keys.
+        The keys of hyperparameters are `param_groups` and the number of their group. Where
+        parameters are on a part of the ranks only, as those of a pipeline's stage are, the keys
+        are `param_groups` and each parameter's name instead, as torch's
+        `get_optimizer_state_dict` has them with `flatten_optimizer_state_dict=True`: so the
+        stages, which all have groups of their own, write different keys.
 
         Args:
             views: The models in which its parameters are.
@@ -130,7 +128,7 @@ class OptimizerWalk:
                 stay where they are.
         """
         optimizer, walk = self._optimizer, _Walk(views, self._place, for_save=True)
-        now = _Now.of(optimizer, views)
+        now = _Inputs.of(optimizer, views)
         if rank_bound.is_paged(optimizer):
             _wait_for_pages(now.values)
         kept = self._kept
@@ -147,7 +145,7 @@ class OptimizerWalk:
 
 
 class _Place(NamedTuple):
-    """Where the state of an optimizer lies in a step, who writes it, and its name in messages."""
+    """Where an optimizer's state is in a step, the ranks, and its name in messages."""
 
     unit: str
     path: KeyPath
@@ -163,7 +161,7 @@ class _Group(NamedTuple):
 
 
 class _States(NamedTuple):
-    """The states of all parameters on this rank, what says how they lie, and the groups."""
+    """The states of all parameters on this rank, their structures, and the groups."""
 
     pieces: tuple[Piece, ...] = ()
     objects: tuple[ObjectValue, ...] = ()
@@ -173,12 +171,12 @@ class _States(NamedTuple):
 
 @dataclass(slots=True)
 class CollectedState:
-    """What a walk has found.
+    """What a walk over models and optimizers has collected.
 
     Attributes:
         pieces: The tensors on this rank.
         objects: The values that it has to write.
-        structures: How nested values are put together, where their leaves do not tell it.
+        structures: Of nested values, where these do not follow from their leaves.
     """
 
     pieces: list[Piece] = field(default_factory=list)
@@ -186,14 +184,14 @@ class CollectedState:
     structures: list[Structure] = field(default_factory=list)
 
     def add(self, other: CollectedState | ModelView | _States) -> None:
-        """Adds what another walk has found."""
+        """Adds what another walk has collected."""
         self.pieces += other.pieces
         self.objects += other.objects
         self.structures += other.structures
 
 
-class _Now(NamedTuple):
-    """What the pieces of an optimizer follow from.
+class _Inputs(NamedTuple):
+    """What the pieces of an optimizer depend on.
 
     Attributes:
         place: The identities of the looks at the models and of the parameters, and the names of
@@ -205,7 +203,7 @@ class _Now(NamedTuple):
     values: list[Any]
 
     @classmethod
-    def of(cls, optimizer: Optimizer, views: Sequence[ModelView]) -> _Now:
+    def of(cls, optimizer: Optimizer, views: Sequence[ModelView]) -> _Inputs:
         # The parameters of a look that is still the same are still there.
         identities = [[id(p) for p in group["params"]] for group in optimizer.param_groups]
         names: list[str] = []
@@ -247,7 +245,7 @@ class _Kept:
     def forget(self) -> None:
         self.states, self.stamp = _States(), None
 
-    def still_holds(self, now: _Now) -> bool:
+    def still_holds(self, now: _Inputs) -> bool:
         stamp = self.stamp
         return stamp is not None and self.place == now.place and stamp.still_holds(now.values)
 
@@ -263,7 +261,7 @@ class _Walk:
         self._seen: set[str] = set()
 
     def take_states(self, optimizer: Optimizer) -> _States:
-        """Returns the tensors of all parameters' states, and takes what else is in them."""
+        """Returns the tensors of all parameters' states, and adds the other values in them."""
         groups: list[_Group] = []
         held: list[tuple[ParameterState, Meshes]] = []
         for group in optimizer.param_groups:
@@ -274,16 +272,16 @@ class _Walk:
                 names += [slot.fqn for slot in slots]
                 held.append((self._held(slots, optimizer, parameter), self._views[model].meshes))
             groups.append(_Group(names, model))
-        all_held = [one for one, _ in held]
+        all_held = [state for state, _ in held]
         bound = rank_bound.is_rank_bound(optimizer, all_held)
         pieces: list[Piece] = []
         objects: list[ObjectValue] = []
         if bound:
             objects += rank_bound.layouts_of(all_held, self._unit, self._path, self._world)
-        for one, meshes in held:
-            pieces += self._states_of(one, meshes, bound=bound)
-            if not one.sharded:
-                objects += rank_bound.composed_of(one, self._unit, self._path)
+        for state, meshes in held:
+            pieces += self._states_of(state, meshes, bound=bound)
+            if not state.sharded:
+                objects += rank_bound.composed_of(state, self._unit, self._path)
         for piece in pieces:
             storable_dtype(piece)
         found = self.found
@@ -307,21 +305,21 @@ class _Walk:
                 check_storable(leaf.value, leaf.where)
         return ParameterState(slots, leaves, nodes)
 
-    def take_group(self, index: int, group: Mapping[str, Any], known: _Group) -> None:
-        view, path = self._views[known.model], (*self._path, GROUPS)
+    def take_group(self, index: int, group: Mapping[str, Any], names: _Group) -> None:
+        view, path = self._views[names.model], (*self._path, GROUPS)
         where = f"{self._where}.param_groups[{index}]"
         values = {key: value for key, value in group.items() if key != PARAMS}
         if view.values.count < self._world.number:
-            for name in known.names:
+            for name in names.names:
                 self._take_shared((*path, name), values, view, where)
             return
         self._take_shared((*path, index), values, view, where)
         if view.values.own == 0:
             key = (*path, index, PARAMS)
-            self.found.objects.append(ObjectValue(self._unit, key, known.names))
+            self.found.objects.append(ObjectValue(self._unit, key, names.names))
 
     def take_unbound(self, state: Mapping[Any, Any]) -> None:
-        """Takes what an optimizer keeps beside the states of its parameters: that of rank 0."""
+        """Adds what an optimizer keeps besides the states of its parameters: that of rank 0."""
         values = {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
         if values:
             view = replace(self._views[0], values=Replicas(*self._world, spread=False))
@@ -381,7 +379,7 @@ class _Walk:
                     yield from self._pieces_of(leaf.value, slot, meshes, (*start, *leaf.path))
 
     def _rank_bound_pieces(self, held: ParameterState) -> Iterator[Piece]:
-        """Takes the values of a state that is bound to this rank, and returns its tensors."""
+        """Adds the values of a state that is bound to this rank, and returns its tensors."""
         start = (*self._path, rank_bound.STATES, str(self._world.own), held.name)
         if held.nodes is not None:
             self.found.structures.append(Structure(self._unit, start, held.nodes))
@@ -424,7 +422,7 @@ class _Walk:
 
 @contextmanager
 def _of_optimizer() -> Iterator[None]:
-    """Turns what blames the user's own objects into an error that costs the optimizer only."""
+    """Turns a `UsageError` into an error that loses the optimizer only, not the save."""
     try:
         yield
     except UsageError as error:
@@ -443,7 +441,7 @@ def _shared_pieces(
 
 
 def _slot_of_state(tensor: torch.Tensor, slot: ShardLayout, meshes: Meshes) -> ShardLayout:
-    """Returns where a plain state tensor or DTensor belongs, which is known to have a place."""
+    """Returns the layout of a plain state tensor or DTensor that has a place in the full one."""
     if isinstance(tensor, DTensor):
         return meshes.slot(slot.fqn, tensor, slot.values)
     if tensor.dim() and slot.follows(tensor):

@@ -1,11 +1,9 @@
 """What a rank holds of the training state, as plain values: pieces of tensors, objects, files.
 
-A piece says both where its bytes come from in a save and where they go in a resume, so that the
-state is walked by one and the same code for both.
-
-Where a parameter's elements lie on this rank, which its optimizer state follows.
-
-Which rank writes what several ranks hold, decided on each of them without talk.
+A piece says both where its bytes come from in a save and where they go in a resume, so that one
+walk over the state serves both. A `ShardLayout` says which elements of a parameter are on this
+rank, and thereby which elements of its optimizer state. `select_owned` decides which rank writes
+what several ranks hold, on each of them without communication.
 """
 
 from __future__ import annotations
@@ -45,21 +43,21 @@ class Replicas:
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class Piece:
-    """The part of one tensor that lies on this rank.
+    """The part of one tensor that is on this rank.
 
     Attributes:
         unit: The DCP directory that it belongs to, relative to the step's; empty for the step's.
         key_path: The path of dictionary keys and list positions, as DCP's `planner_data` has it.
         shape: Of the full tensor, in elements.
         places: Disjoint boxes of the full tensor; `local` holds the elements of the first in
-            row-major order, then those of the second, and so on. None where nothing of the
-            tensor lies on this rank.
+            row-major order, then those of the second, and so on. Empty where nothing of the
+            tensor is on this rank.
         local: The elements, on any device, with any strides. A single box has its shape; several
-            lie one after another in a contiguous tensor of one dimension.
+            follow one another in a contiguous tensor of one dimension.
         replicas: Which other ranks hold the same elements.
         aliases: Further key paths in the same unit under which the same tensor is known (ties).
-        watched: Of weights that are not trained: the tensors by whose version counters one sees
-            that somebody changed the elements all the same. They are not kept alive.
+        watched: Of weights that are not trained: the tensors whose version counters show whether
+            the elements were changed all the same. They are not kept alive.
     """
 
     unit: str
@@ -112,7 +110,7 @@ class ObjectValue:
 
 @dataclass(frozen=True, slots=True)
 class SmallFile:
-    """A file of its own beside the DCP directories.
+    """A file of its own, next to the DCP directories.
 
     Attributes:
         path: Relative to the step's directory, with `/`.
@@ -175,7 +173,7 @@ class ShardLayout:
         values: Which ranks hold what there is once per parameter, such as `step`.
         start: Where the elements begin in a `held` of one dimension that holds more than this
             parameter; None where the tensor holds nothing else.
-        axes: The dimensions in order of falling strides, where the elements lie in that order
+        axes: The dimensions in order of falling strides, where the elements are in that order
             instead of row-major (a channels-last parameter that was flattened).
         sharded: Whether other ranks may hold other elements of the parameter; the same on all
             ranks, also on one that holds all of them.
@@ -286,14 +284,13 @@ def _unpermuted(place: Box, axes: tuple[int, ...]) -> Box:
 
 
 def select_owned(pieces: Sequence[Piece]) -> tuple[bool, ...]:
-    """Tells for each piece whether this rank writes it.
+    """Returns for each piece whether this rank writes it.
 
     Pieces that may be spread are dealt out by size, the largest first, each to the replica with
-    the fewest bytes so far. All ranks come to the same answer, because only pieces that share
-    one `Replicas` object are dealt out together: whoever makes the pieces gives those, and only
-    those, that lie on the same group of ranks the same object. A piece with an object of its own
-    goes to the first replica. Frozen weights are dealt out apart from the others, because most
-    saves write only the others.
+    the fewest bytes so far. All ranks compute the same answer, because only pieces that share one
+    `Replicas` object are dealt out together: the pieces on one group of ranks, and only those, have
+    the same object. A piece with an object of its own goes to the first replica. Frozen weights
+    are dealt out separately, because most saves write only the others.
 
     Args:
         pieces: What this rank holds, in the same order on all ranks of a group.

@@ -1,4 +1,4 @@
-"""Optimizer state that means something only beside one rank's own part of the parameters.
+"""Optimizer state that is only valid with one rank's own part of the parameters.
 
 Low-bit optimizers quantise in blocks: the scales belong to runs of elements of the local part,
 so that neither they nor the codes have a place in the full tensor. Such state is stored rank by
@@ -6,19 +6,18 @@ rank, in its inner plain tensors:
 
     (…, "rank_bound", "3", "layers.0.weight", "exp_avg", "codes")
 
-and `(…, "rank_layout", "3", "layers.0.weight")` says in JSON what of each parameter the rank held,
-for one optimizer, named by the first of them: stages of a pipeline have several on a rank. It goes
-back only to a rank that holds the same.
+and `(…, "rank_layout", "3", "layers.0.weight")` has in JSON which part of each parameter the rank
+held, for one optimizer, named by the first of them: stages of a pipeline have several on a rank. It
+is restored only on a rank that holds the same parts.
 
-Where each rank has whole parameters, all have the same state, and it lies under `state` like
-any other, a composed tensor as its inner ones: (…, "state", "layers.0.weight", "exp_avg",
-"codes"). Then `(…, "composed", "layers.0.weight")` says in JSON what it was.
+Where each rank has whole parameters, all have the same state, and its keys are under `state` like
+those of any other, a composed tensor as its inner ones: (…, "state", "layers.0.weight", "exp_avg",
+"codes"). Then `(…, "composed", "layers.0.weight")` has in JSON which class it was of.
 
-The scales of packed 4-bit weights, without which nobody can unpack what was saved.
-
-They are attributes of the packed parameter, which writes them into the state dict. Wrapping the
-model in FSDP2, or in FSDP1's flat parameters, makes a plain parameter of it, and the scales are
-lost to the state dict; the module has them still.
+Also the scales of packed 4-bit weights, without which a saved weight cannot be unpacked. They are
+attributes of the packed parameter, which writes them into the state dict. Wrapping the model in
+FSDP2, or in FSDP1's flat parameters, makes a plain parameter of it: the state dict lacks the
+scales then, and the module still has them.
 
 Source: bitsandbytes/nn/modules.py (`Params4bit`, `fix_4bit_weight_quant_state_from_module`) and
 functional.py (`QuantState`) of 0.50.
@@ -63,7 +62,7 @@ class ParameterState:
     Attributes:
         slots: The original parameters that it stands for.
         leaves: The values in its state, each with the path of names to it.
-        nodes: How they are put together, where they do not tell it.
+        nodes: Their structure, where their paths do not show it.
     """
 
     slots: Sequence[ShardLayout]
@@ -80,25 +79,24 @@ class ParameterState:
 
 
 def is_rank_bound(optimizer: Optimizer, held: Iterable[ParameterState]) -> bool:
-    """Tells whether the state of an optimizer's sharded parameters has no place in full tensors.
+    """Whether the state of an optimizer's sharded parameters has no place in full tensors.
 
-    All ranks have to come to the same answer, also one whose parts are too small to be
-    quantised: so low-bit optimizers are known by what they are, and others by any state that
-    has no place.
+    All ranks need the same answer, also one whose parts are too small to be quantised. So low-bit
+    optimizers are recognised by their class, and others by any state that has no place.
     """
     return is_low_bit(optimizer) or any(
         isinstance(leaf.value, torch.Tensor) and not _has_place(leaf.value, slot)
-        for one in held
-        if one.sharded
-        for leaf in one.leaves
-        for slot in one.slots
+        for parameter in held
+        if parameter.sharded
+        for leaf in parameter.leaves
+        for slot in parameter.slots
     )
 
 
 def is_low_bit(optimizer: Optimizer) -> bool:
-    """Tells whether an optimizer quantises its state in blocks: those of bitsandbytes and torchao.
+    """Whether an optimizer quantises its state in blocks: those of bitsandbytes and torchao.
 
-    Their libraries are not imported for that: an object of theirs has attributes of theirs.
+    Their libraries are not imported for that: their objects have attributes of their own.
     """
     optimizer = unwrapped(optimizer)
     packages = {base.__module__.partition(".")[0] for base in type(optimizer).__mro__}
@@ -121,7 +119,7 @@ def _has_place(tensor: torch.Tensor, slot: ShardLayout) -> bool:
 
 
 def is_placed(tensor: torch.Tensor, slot: ShardLayout) -> bool:
-    """Tells whether the place of a plain state tensor in the full one follows from the parameter.
+    """Whether the place of a plain state tensor in the full one follows from the parameter.
 
     That is so if it is cut like the parameter, is a single number, or belongs to a whole one.
     """
@@ -150,7 +148,7 @@ def pieces_of(held: ParameterState, unit: str, path: KeyPath, rank: int) -> Iter
 def layouts_of(
     held: Iterable[ParameterState], unit: str, path: KeyPath, world: Copies
 ) -> Iterator[ObjectValue]:
-    """Yields what tells which parts of sharded parameters this rank has, and their state's kinds.
+    """Yields a record of which parts of sharded parameters this rank has, and of their state.
 
     Args:
         held: All parameters of an optimizer.
@@ -158,7 +156,7 @@ def layouts_of(
         path: What comes before `rank_layout`.
         world: The number of ranks, and this one.
     """
-    parameters = {one.name: _facts(one) for one in held if one.sharded}
+    parameters = {state.name: _facts(state) for state in held if state.sharded}
     if parameters:
         document = {"world_size": world.number, "parameters": parameters}
         key = (*path, LAYOUTS, str(world.own), next(iter(parameters)))
@@ -172,7 +170,7 @@ def _facts(held: ParameterState) -> dict[str, Any]:
 
 
 def composed_of(held: ParameterState, unit: str, path: KeyPath) -> Iterator[ObjectValue]:
-    """Yields what tells the kinds of the composed tensors in a whole parameter's state."""
+    """Yields a record of the classes of the composed tensors in a whole parameter's state."""
     kinds = [
         (leaf.path, kind_of(leaf.value))
         for leaf in held.leaves
@@ -248,12 +246,13 @@ def lost_scales(
 
 
 def lasting_scales(packed: Mapping[str, Any]) -> frozenset[int]:
-    states = [one for state in packed.values() for one in (state, state.state2) if one is not None]
-    return frozenset(id(tensor) for one in states for tensor in (one.absmax, one.code))
+    nested = [(state, state.state2) for state in packed.values()]
+    states = [state for pair in nested for state in pair if state is not None]
+    return frozenset(id(tensor) for state in states for tensor in (state.absmax, state.code))
 
 
 def is_scale(key: str, tensors: Container[str]) -> bool:
-    """Tells whether a tensor belongs to a packed weight among others.
+    """Returns whether a tensor belongs to a packed weight among others.
 
     >>> is_scale("a.weight.absmax", {"a.weight"}), is_scale("a.absmax", {"a.weight"})
     (True, False)

@@ -1,9 +1,9 @@
-"""How nested values are put together, which their leaves in a DCP directory do not tell.
+"""The structure of nested values, where their leaves in a DCP directory do not show it.
 
 DCP stores the leaves of mappings and lists under keys that are texts: the key 1 becomes "1", an
-empty mapping leaves nothing, a `Counter` is a mapping as any. Where the leaves alone do not tell
-the value, a step has its structure as well, in `ckptkit/values_rank_R.bin`: a table of nodes, the
-value itself first, each naming its children by their positions in the table:
+empty mapping has no leaf, a `Counter` becomes a plain mapping. Where the value does not follow
+from the leaves alone, a step has its structure as well, in `ckptkit/values_rank_R.bin`: a table of
+nodes, the value itself first, each naming its children by their positions in the table:
 
     ("dict" | "OrderedDict" | "Counter", ((key, child), ...))
     ("defaultdict", ((key, child), ...), name of the factory)
@@ -11,7 +11,7 @@ value itself first, each naming its children by their positions in the table:
     ("leaf", path)                  # the rest of the leaf's key path
     ("parameter", path, trained)    # a tensor that is an `nn.Parameter`
 
-What stock tools read stays as it is.
+The keys that stock tools read are the same with and without it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from ckptkit.training.state.objects_on_disk import FACTORIES
 
 Nodes = Sequence[tuple[Any, ...]]
 VERSION = 1
-"""Of the tables; a step that was saved before there were any has none."""
+"""Of the tables; steps of older versions have none."""
 
 _MAPPINGS: Mapping[type, str] = {
     dict: "dict",
@@ -62,7 +62,7 @@ _KEYS = frozenset((bool, int, float, type(None)))
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """The structure of a value of which the leaves lie in a DCP directory.
+    """The structure of a value whose leaves are in a DCP directory.
 
     Attributes:
         unit: The DCP directory.
@@ -93,7 +93,7 @@ class Leaf:
 def take_apart(
     value: object, where: str, *, any_tensor: bool = False, taken: Collection[str] = ()
 ) -> tuple[list[Leaf], Nodes | None]:
-    """Returns the leaves of a value, and its structure where they do not tell it.
+    """Returns the leaves of a value, and its structure where it does not follow from them.
 
     Args:
         value: What to take apart.
@@ -104,13 +104,13 @@ def take_apart(
     if any_tensor and _is_simple(value):
         return [Leaf((k,), v, where + step_of(k)) for k, v in value.items()], None  # type: ignore[attr-defined]
     check_nesting(value, where)
-    taking = _Taking(any_tensor=any_tensor)
-    taking.take(value, (), where, frozenset(taken))
-    return taking.leaves, None if taking.is_told else tuple(taking.nodes)
+    table = _TableBuilder(any_tensor=any_tensor)
+    table.add(value, (), where, frozenset(taken))
+    return table.leaves, None if table.is_implied else tuple(table.nodes)
 
 
 def _is_simple(value: object) -> bool:
-    """Tells whether a value is a mapping as most optimizers have them, which hides nothing."""
+    """Whether a value is a mapping as most optimizers have it, whose leaves show all of it."""
     return (
         type(value) is dict
         and bool(value)
@@ -119,17 +119,17 @@ def _is_simple(value: object) -> bool:
     )
 
 
-class _Taking:
-    """Takes one value apart."""
+class _TableBuilder:
+    """Collects the leaves of a value and the table of its nodes."""
 
     def __init__(self, *, any_tensor: bool) -> None:
         self.nodes: list[tuple[Any, ...]] = []
         self.leaves: list[Leaf] = []
-        self.is_told = True  # by the leaves alone
+        self.is_implied = True  # by the leaves alone
         self._any_tensor = any_tensor
         self._keys: set[str] = set()
 
-    def take(self, value: Any, path: KeyPath, where: str, taken: frozenset[str]) -> int:
+    def add(self, value: Any, path: KeyPath, where: str, taken: frozenset[str]) -> int:
         """Adds a value to the table, and returns its position."""
         number = len(self.nodes)
         self.nodes.append(())
@@ -154,12 +154,12 @@ class _Taking:
                 where=where,
                 hint="save dict(…) of it",
             )
-        self.is_told = self.is_told and kind == "dict" and bool(value)
+        self.is_implied = self.is_implied and kind == "dict" and bool(value)
         used, items = set(taken), []
         for key, item in value.items():
             inner = where + step_of(key)
             name = self._name(key, used, inner)
-            items.append((key, self.take(item, (*path, name), inner, frozenset())))
+            items.append((key, self.add(item, (*path, name), inner, frozenset())))
         if not isinstance(value, defaultdict):
             return kind, tuple(items)
         return kind, tuple(items), _name_of_factory(value.default_factory, where)
@@ -174,7 +174,7 @@ class _Taking:
             number += 1
             name = f"{text}~{number}"
         used.add(name)
-        self.is_told = self.is_told and type(key) is str and name == key
+        self.is_implied = self.is_implied and type(key) is str and name == key
         return name
 
     def _list(self, value: list[Any], path: KeyPath, where: str) -> tuple[Any, ...]:
@@ -185,19 +185,19 @@ class _Taking:
                 hint="save list(…) of it",
             )
         children = [
-            self.take(item, (*path, number), f"{where}[{number}]", frozenset())
+            self.add(item, (*path, number), f"{where}[{number}]", frozenset())
             for number, item in enumerate(value)
         ]
         return "list", tuple(children)
 
     def _leaf(self, value: Any, path: KeyPath, where: str) -> tuple[Any, ...]:
         free = self._free(path)
-        self.is_told = self.is_told and free == path
+        self.is_implied = self.is_implied and free == path
         self.leaves.append(Leaf(free, value, where))
         if isinstance(value, torch.Tensor):
             self._check_tensor(value, where)
             if type(value) is nn.Parameter:
-                self.is_told = False
+                self.is_implied = False
                 return "parameter", free, value.requires_grad
         return "leaf", free
 
@@ -215,7 +215,7 @@ class _Taking:
             raise UsageError(
                 f"{a_kind(value)} was found where a plain tensor was expected",
                 where=where,
-                hint="save the plain tensors that it is made of",
+                hint="save the plain tensors that it contains",
             )
         if type(value) in {torch.Tensor, nn.Parameter}:
             try:
@@ -227,8 +227,8 @@ class _Taking:
 def _name_of_factory(factory: Callable[[], Any] | None, where: str) -> str | None:
     if factory is None:
         return None
-    for name, known in FACTORIES.items():
-        if known is factory:
+    for name, candidate in FACTORIES.items():
+        if candidate is factory:
             return name
     raise UsageError(
         "a defaultdict was found of a factory that a resume cannot make",
@@ -245,7 +245,7 @@ def parse_structures(document: Any, *, where: str) -> list[Structure]:
     """Returns the structures that a file holds."""
     try:
         version = document["version"]
-        found = [
+        structures = [
             Structure(str(unit), tuple(path), tuple(map(tuple, nodes)))
             for unit, path, nodes in document["structures"]
         ]
@@ -258,7 +258,7 @@ def parse_structures(document: Any, *, where: str) -> list[Structure]:
             where=where,
             hint="resume with the version of ckptkit that saved the step, or a newer one",
         )
-    return found
+    return structures
 
 
 def leaves_by_key(nodes: Nodes, where: str) -> dict[Any, KeyPath]:
@@ -288,22 +288,21 @@ def put_together(nodes: Nodes | None, leaves: Mapping[KeyPath, Any], where: str)
     """Returns the value that was taken apart.
 
     Args:
-        nodes: Its structure; None where the leaves alone tell it.
+        nodes: Its structure; None where it follows from the leaves alone.
         leaves: Its leaves, by the rest of their key paths.
         where: The step and the value, for messages.
     """
     if nodes is None:
-        return _told_by(leaves)
-    making = _Making(nodes, leaves)
+        return _nest(leaves)
     try:
-        return making.make(0)
+        return _Assembler(nodes, leaves).make(0)
     except (TypeError, ValueError, LookupError, RecursionError) as error:
         message = f"the structure of a value is damaged: {type(error).__name__}: {error}"
         raise FormatError(message, where=where) from error
 
 
-class _Making:
-    """Makes the value of a table, which may be damaged: each node belongs to one other."""
+class _Assembler:
+    """Creates the value of a table, which may be damaged: each node is used once."""
 
     def __init__(self, nodes: Nodes, leaves: Mapping[KeyPath, Any]) -> None:
         self._left: dict[int, tuple[Any, ...]] = dict(enumerate(nodes))
@@ -312,81 +311,81 @@ class _Making:
     def make(self, number: int) -> Any:
         match self._left.pop(number):
             case ("defaultdict", items, factory):
-                made: Any = defaultdict(None if factory is None else FACTORIES[factory])
-                self._fill(made, items)
+                value: Any = defaultdict(None if factory is None else FACTORIES[factory])
+                self._fill(value, items)
             case ("dict" | "OrderedDict" | "Counter" as kind, items):
-                made = _MAKERS[kind]()
-                self._fill(made, items)
+                value = _MAKERS[kind]()
+                self._fill(value, items)
             case ("list", children):
-                made = [self.make(child) for child in children]
+                value = [self.make(child) for child in children]
             case ("parameter", path, trained):
-                made = nn.Parameter(self._leaves[tuple(path)], requires_grad=bool(trained))
+                value = nn.Parameter(self._leaves[tuple(path)], requires_grad=bool(trained))
             case ("leaf", path):
-                made = self._leaves[tuple(path)]
+                value = self._leaves[tuple(path)]
             case node:
                 raise ValueError(f"no node of a structure: {node!r:.100}")
-        return made
+        return value
 
-    def _fill(self, made: dict[Any, Any], items: Iterable[tuple[Any, int]]) -> None:
+    def _fill(self, mapping: dict[Any, Any], items: Iterable[tuple[Any, int]]) -> None:
         for key, child in items:
-            made[key] = self.make(child)
+            mapping[key] = self.make(child)
 
 
-def _told_by(leaves: Mapping[KeyPath, Any]) -> Any:
-    """Returns the mappings and lists that the paths of leaves tell: numbers are positions."""
+def _nest(leaves: Mapping[KeyPath, Any]) -> Any:
+    """Returns the mappings and lists that the paths of leaves imply: numbers are positions."""
     if () in leaves:
         return leaves[()]
     parts: dict[str | int, dict[KeyPath, Any]] = {}
     for path, value in leaves.items():
         parts.setdefault(path[0], {})[path[1:]] = value
-    made = {name: _told_by(inner) for name, inner in parts.items()}
-    if not made or any(isinstance(name, str) for name in made):
-        return made
-    most = max(int(name) for name in made)
-    # Other tools leave nothing of an empty mapping in a list.
-    return [made.get(number) for number in range(most + 1)] if most < _MOST_ITEMS else made
+    values = {name: _nest(inner) for name, inner in parts.items()}
+    if not values or any(isinstance(name, str) for name in values):
+        return values
+    most = max(int(name) for name in values)
+    # Other tools store nothing of an empty mapping in a list.
+    return [values.get(number) for number in range(most + 1)] if most < _MOST_ITEMS else values
 
 
 _MOST_ITEMS = 1 << 24
 
 
 def adapt(value: Any, live: Any) -> Any:
-    """Returns what was saved without its structure, with the types that a live value shows.
+    """Returns a value that was saved without its structure, with the types of a live value.
 
-    Keys get the types of the live keys, mappings their classes; what leaves nothing behind, such
-    as empty mappings, is taken from the live value.
+    Keys get the types of the live keys, mappings their classes. Values without a leaf, such as
+    empty mappings, are taken from the live value.
 
     Args:
-        value: Put together from the leaves alone.
-        live: What is there now in its stead; it does not contain itself.
+        value: Created from the leaves alone.
+        live: The live value in its place; it does not contain itself.
     """
     if isinstance(live, Mapping) and isinstance(value, dict):
         return _adapt_mapping(value, live)
     if isinstance(live, list) and isinstance(value, list):
-        made = [adapt(*pair) for pair in zip(value, live, strict=False)]
+        items = [adapt(*pair) for pair in zip(value, live, strict=False)]
         rest = live[len(value) :]
-        made += value[len(live) :]
+        items += value[len(live) :]
         if all(_leaves_nothing(item) for item in rest):
-            made += copy.deepcopy(rest)
-        return made
+            items += copy.deepcopy(rest)
+        return items
     return copy.deepcopy(live) if value is None and _leaves_nothing(live) else value
 
 
 def _adapt_mapping(value: dict[Any, Any], live: Mapping[Any, Any]) -> dict[Any, Any]:
     own = {str(key): key for key in live}
     kinds = {type(key) for key in live}
-    made: Any = {}
+    adapted: Any = {}
     if isinstance(live, defaultdict):
-        made = defaultdict(live.default_factory)
+        adapted = defaultdict(live.default_factory)
     elif type(live) in _MAPPINGS:
-        made = type(live)()
+        adapted = type(live)()
     for name, item in value.items():
         key = own[name] if name in own else _typed(name, kinds)
-        made[key] = adapt(item, live.get(key))
+        adapted[key] = adapt(item, live.get(key))
     for key, item in live.items():
-        if key not in made and _leaves_nothing(item):
-            made[key] = copy.deepcopy(item)
-    return made  # type: ignore[no-any-return]
+        if key not in adapted and _leaves_nothing(item):
+            adapted[key] = copy.deepcopy(item)
+    return adapted  # type: ignore[no-any-return]
 
 
 def _typed(name: Any, kinds: set[type]) -> Any:

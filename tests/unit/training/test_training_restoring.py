@@ -256,7 +256,7 @@ def test_rank_0_compares_loaders_for_all_and_reads_none_whose_checksums_are_know
     assert sum("dataloader" in path for path in reads) == 4 + 2  # rank 0 proves all small files
 
 
-BUGS = {"load_pieces": True, "random_changes": True, "matched": True, "loaders_alike": False}
+BUGS = {"load_pieces": True, "random_changes": True, "bind_to_step": True, "loaders_alike": False}
 
 
 @pytest.mark.parametrize("failing", [0, 1])
@@ -266,7 +266,7 @@ def test_a_bug_on_one_rank_ends_the_resume_on_all_ranks_at_once(
 ) -> None:
     save(tmp_path / "checkpoint-3", trained(), world_size=2)
     monkeypatch.setattr(StoredStep, "entries", ())
-    monkeypatch.setattr(filling, "matched", lambda bound, *_, **__: bound)
+    monkeypatch.setattr(filling, "bind_to_step", lambda bound, *_, **__: bound)
     right: Any = getattr(filling, where)
     board, threads = LocalKeyValueStore(), threading.local()
 

@@ -169,7 +169,7 @@ def test_adam_is_not_adamw_and_a_class_of_the_same_names_only_warns(
         with pytest.raises(ResumeError, match=r"another optimizer, AdamW, .* against Adam"):
             load(tmp_path, {"model": model, "optimizer": Adam(model.parameters())})
     assert load(tmp_path, {"model": model, "optimizer": Mine(model.parameters())}) == 1
-    assert "it was saved as AdamW and goes on as Mine" in caplog.text
+    assert "it was saved as AdamW and is resumed as Mine" in caplog.text
 
 
 def step_of(state: dict[str, Any]) -> None:
@@ -227,7 +227,7 @@ def test_the_log_names_steps_when_their_turn_comes_only(
     (tmp_path / "checkpoint-3/ckptkit.json").unlink()
     caplog.clear()
     assert load(tmp_path, live) == 4
-    assert "passed over" not in caplog.text
+    assert "is skipped" not in caplog.text
     assert "resumed from step 4: 0 B in" in caplog.text
     (tmp_path / "checkpoint-4/ckptkit.json").write_text("{")
     assert load(tmp_path, live) == 1
