@@ -64,7 +64,7 @@ def merge_stages(entries: BoundEntries, world: Copies) -> BoundEntries:
         entries: Each with a place of its own.
         world: The number of ranks, and this one.
     """
-    positions = {entry.position for entry in (*entries.models, *entries.optimizers)}
+    positions = {m.position for m in entries.models} | {o.position for o in entries.optimizers}
     if positions <= {None}:
         return entries
     modules = [model.module for model in entries.models if _is_stage(model, world)]

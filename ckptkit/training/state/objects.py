@@ -280,8 +280,8 @@ def _is_same_namespace(value: Any, other: Any, contents: bool) -> bool:  # noqa:
 
 
 def _is_same_slice(value: Any, other: Any, contents: bool) -> bool:  # noqa: FBT001
-    parts = [(v.start, v.stop, v.step) for v in (value, other)]
-    return _is_same_sequence(*parts, contents)
+    first, second = ((v.start, v.stop, v.step) for v in (value, other))
+    return _is_same_sequence(first, second, contents)
 
 
 _Compare = Callable[[Any, Any, bool], bool]
