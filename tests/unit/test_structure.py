@@ -17,11 +17,11 @@ ROOT = Path(__file__).resolve().parents[2]
 MOST_MODULES_IN_A_FOLDER = 15
 LIMITS = {
     "modules": 361,
-    "modules with one importer": 59,
+    "modules with one importer": 58,
     "modules in import circles": 0,
     "public class names with several meanings": 19,
     "module names used in two packages": 24,
-    "lines with told, somebody, nobody or whoever": 350,
+    "lines with told, somebody, nobody or whoever": 336,
 }
 _FILES = re.compile(r"\b(?:ckptkit|cli|tests|benchmarks)/[\w/]+\.py\b")
 _WORDS = re.compile(r"\b(told|somebody|nobody|whoever)\b", re.IGNORECASE)
