@@ -80,7 +80,7 @@ def plan(src: Path, nodes: int) -> dict[str, Any]:
     began = time.process_time()
     from ckptkit.conversion.prepare import ConversionJob
     from ckptkit.options import ConsolidateRequest
-    from ckptkit.plan.shares import Share, shares_for, tasks_of
+    from ckptkit.plan.shares import Share, split_plan, tasks_of
 
     request = ConsolidateRequest(names="live")
     with ConversionJob(src, WORK / "out" / "scale", request).plan_output() as output:
@@ -97,7 +97,7 @@ def plan(src: Path, nodes: int) -> dict[str, Any]:
             "segments": sum(len(file.segments) for file in files),
             "tasks": sum(1 for _ in output.plan.tasks()),
             "tasks_of_a_node": share,
-            "shares": len(shares_for(output.plan, nodes)),
+            "shares": len(split_plan(output.plan, nodes)),
             "bytes": output.plan.bytes_written,
             "plan_seconds": planned - began,
             "fingerprint_seconds": compared - planned,

@@ -254,7 +254,7 @@ def merge_adapter(src: PathLike, out: PathLike, **options: Unpack[MergeOptions])
         RefusedError: If the adapter does not fit the base, or if the request cannot be met.
         OutputExistsError: If `out` is not empty.
     """
-    from ckptkit.adapters.merge.run import choices_of, run_merge
+    from ckptkit.adapters.merge.merge_adapters import list_choices, run_merge
     from ckptkit.adapters.sources import AdapterRequest
 
     resources = make_resources(
@@ -270,7 +270,7 @@ def merge_adapter(src: PathLike, out: PathLike, **options: Unpack[MergeOptions])
         limit_bytes=resources.memory_limit_bytes,
     )
     merged = run_merge(
-        choices_of(sources.first, first, options.get("adapters", ()), _further(sources, options)),
+        list_choices(sources.first, first, options.get("adapters", ()), _further(sources, options)),
         place_of(out, options.get("dst_options")),
         _request(options),
         base=sources.optional(options.get("base")),

@@ -38,7 +38,7 @@ import ckptkit
 from ckptkit.conversion.naming_program import NamingProgram
 from ckptkit.core.errors import CannotPlanError, CkptkitError
 from ckptkit.engine.outcome import Event, Planned
-from ckptkit.hub_names.transformers.program import answered
+from ckptkit.hub_names.transformers.program import answer_question
 from tests.small_models import class_named, model_classes, small_model_config, time_limit
 
 WEIGHTS = "model.safetensors"
@@ -80,7 +80,7 @@ def asking_in_process() -> Iterator[None]:
     def ask(_program: NamingProgram, question: bytes) -> Future[bytes]:
         found: Future[bytes] = Future()
         try:
-            reply = answered(json.loads(question))
+            reply = answer_question(json.loads(question))
         except Exception as error:  # noqa: BLE001  what ends the program is an error there
             reply = {"error": CannotPlanError(_said(error)).to_json()}
         found.set_result(json.dumps(reply).encode())

@@ -68,9 +68,9 @@ def asked_here(monkeypatch: pytest.MonkeyPatch) -> None:
             return start(program, question)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            from ckptkit.hub_names.transformers.program import _parameters, answered
+            from ckptkit.hub_names.transformers.program import _parameters, answer_question
 
-            answer = _parameters if program._entry == "parameters" else answered
+            answer = _parameters if program._entry == "parameters" else answer_question
             reply = answer(json.loads(question))
         future: Future[bytes] = Future()
         future.set_result(json.dumps(reply).encode())

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from ckptkit.plan.layouts.dcp_metadata import METADATA_NAME, Place, StoredTensor, metadata_pickle
+from ckptkit.plan.layouts.dcp_metadata import METADATA_NAME, DcpTensor, Place, make_metadata
 
 
 def write_sharded(folder: Path, tensors: Mapping[str, torch.Tensor], ranks: int) -> None:
@@ -25,10 +25,10 @@ def write_sharded(folder: Path, tensors: Mapping[str, torch.Tensor], ranks: int)
     stored = [_stored(key, tensor, files) for key, tensor in tensors.items()]
     for rank, data in enumerate(files):
         (folder / f"__{rank}_0.distcp").write_bytes(data)
-    (folder / METADATA_NAME).write_bytes(metadata_pickle(stored, []))
+    (folder / METADATA_NAME).write_bytes(make_metadata(stored, []))
 
 
-def _stored(key: str, tensor: torch.Tensor, files: list[bytearray]) -> StoredTensor:
+def _stored(key: str, tensor: torch.Tensor, files: list[bytearray]) -> DcpTensor:
     rows = math.ceil(tensor.shape[0] / len(files))
     places: list[Place] = []
     for rank, data in enumerate(files):
@@ -41,4 +41,4 @@ def _stored(key: str, tensor: torch.Tensor, files: list[bytearray]) -> StoredTen
             places.append(place)
             data.extend(saved.getvalue())
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return StoredTensor((key,), dtype, tuple(tensor.shape), tuple(places))
+    return DcpTensor((key,), dtype, tuple(tensor.shape), tuple(places))

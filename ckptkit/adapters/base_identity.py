@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from ckptkit.adapters.base_records import read_digests
-from ckptkit.adapters.merge.base import BaseSource, open_base, weights_as_they_are
+from ckptkit.adapters.merge.base_model import BaseSource, open_base, take_weights
 from ckptkit.adapters.merge.report import SourceAdapter
-from ckptkit.adapters.quantized.bases import QloraBase, QuantizedBase, Weights
+from ckptkit.adapters.quantized.bases import ModelWeights, QloraBase, QuantizedBase
 from ckptkit.conversion.source.adapters import read_record_of_base
 from ckptkit.conversion.source.open import OpenedCheckpoint
 from ckptkit.conversion.source.places import absolute, resolved
@@ -28,17 +28,17 @@ from ckptkit.core.model_configs import parse_json_object
 from ckptkit.engine.casts import Caster
 from ckptkit.engine.reader import RUN_BYTES, Origin, TensorReader
 from ckptkit.lora.config import LoraSettings
-from ckptkit.lora.dialects import plain_name
-from ckptkit.lora.identity import (
-    Expected,
-    Judgement,
-    WeightDigest,
-    expected_of,
-    found_at,
-    judge,
-)
-from ckptkit.lora.layers import table_of
+from ckptkit.lora.dialects import make_plain_name
+from ckptkit.lora.layers import build_table
 from ckptkit.lora.quantized import Quantization
+from ckptkit.lora.recorded_base import (
+    BaseComparison,
+    RecordedBase,
+    WeightDigest,
+    compare_bases,
+    identify_base,
+    parse_recorded_base,
+)
 from ckptkit.plan.side_files import MAX_JSON_BYTES
 from ckptkit.storage.places import is_url
 
@@ -48,14 +48,14 @@ _ANYWAY = (
 )
 
 
-def recorded_base(settings: LoraSettings, checkpoint: OpenedCheckpoint) -> Expected:
+def recorded_base(settings: LoraSettings, checkpoint: OpenedCheckpoint) -> RecordedBase:
     """Returns what an adapter's configuration, or the run that saved it, tells of its base."""
-    expected = expected_of(settings)
+    expected = parse_recorded_base(settings)
     recorded = _run_facts(checkpoint).get("base_model")
     if not isinstance(recorded, Mapping):
         return expected
     name, commit = recorded.get("id"), recorded.get("commit_hash")
-    return Expected(
+    return RecordedBase(
         expected.name or (name if isinstance(name, str) else ""),
         expected.commit or (commit if isinstance(commit, str) else ""),
     )
@@ -72,7 +72,9 @@ def _run_facts(checkpoint: OpenedCheckpoint) -> Mapping[str, Any]:
     return parse_json_object(checkpoint.source.read(path, 0, size), where=path)
 
 
-def check_identity(expected: Expected, base: BaseSource, *, where: str, allowed: bool) -> Judgement:
+def check_identity(
+    expected: RecordedBase, base: BaseSource, *, where: str, allowed: bool
+) -> BaseComparison:
     """Compares what an adapter records of its base with the base that was given.
 
     Args:
@@ -82,10 +84,10 @@ def check_identity(expected: Expected, base: BaseSource, *, where: str, allowed:
         allowed: Whether another base is taken all the same.
     """
     path = base.opened.path
-    found = found_at(absolute(path), base.config)
+    found = identify_base(absolute(path), base.config)
     if not found.repository:
-        found = found_at(resolved(path), base.config)
-    judgement = judge(expected, found)
+        found = identify_base(resolved(path), base.config)
+    judgement = compare_bases(expected, found)
     if judgement.contradictions:
         refuse_other_base(judgement.contradictions, path, where=where, allowed=allowed)
     return judgement
@@ -101,7 +103,9 @@ def refuse_other_base(reasons: Collection[str], path: str, *, where: str, allowe
         )
 
 
-def recorded_weights(stack: ExitStack, expected: Expected, base: BaseSource) -> BaseSource | None:
+def recorded_weights(
+    stack: ExitStack, expected: RecordedBase, base: BaseSource
+) -> BaseSource | None:
     """Opens the folder that an adapter records as its base, where it is still there.
 
     Args:
@@ -121,7 +125,7 @@ def recorded_weights(stack: ExitStack, expected: Expected, base: BaseSource) -> 
 
 
 def differing_weights(
-    trained: Weights, given: Weights, hidden: Collection[str], *, most: int | None = None
+    trained: ModelWeights, given: ModelWeights, hidden: Collection[str], *, most: int | None = None
 ) -> tuple[list[str], int]:
     """Compares the frozen weights of one base with those of another, bit by bit.
 
@@ -256,8 +260,8 @@ class BaseChecks:
             judgement = check_identity(expected, self._given, where=where, allowed=self._allowed)
             recorded = recorded_weights(self._stack, expected, self._given)
             if recorded is None or not self._compare(
-                weights_as_they_are(recorded),
-                weights_as_they_are(self._given),
+                take_weights(recorded),
+                take_weights(self._given),
                 adapter,
                 most=_SAMPLE,
             ):
@@ -268,8 +272,8 @@ class BaseChecks:
 
     def compare(
         self,
-        given: Weights,
-        trained: Weights | None,
+        given: ModelWeights,
+        trained: ModelWeights | None,
         quantized: QuantizedBase,
         choice: QloraBase | None,
     ) -> None:
@@ -325,7 +329,7 @@ class BaseChecks:
     def _check_digests(
         self,
         digests: Mapping[str, WeightDigest],
-        given: Weights,
+        given: ModelWeights,
         adapter: SourceAdapter,
         *,
         tells_all: bool,
@@ -360,14 +364,14 @@ class BaseChecks:
     def _trained_biases(self) -> Iterator[str]:
         """Yields what lies with the frozen weights and was trained all the same."""
         for adapter in self._adapters:
-            for name in table_of(adapter.found.adapter.tensors).whole:
+            for name in build_table(adapter.found.adapter.tensors).whole:
                 if name.endswith(".bias"):
-                    yield plain_name(name)
+                    yield make_plain_name(name)
 
     def _compare(
         self,
-        trained: Weights,
-        given: Weights,
+        trained: ModelWeights,
+        given: ModelWeights,
         adapter: SourceAdapter,
         *,
         hidden: Collection[str] = (),
@@ -385,7 +389,7 @@ class BaseChecks:
         )
         return False
 
-    def _refuse_or_tell(self, text: str, given: Weights, adapter: SourceAdapter) -> None:
+    def _refuse_or_tell(self, text: str, given: ModelWeights, adapter: SourceAdapter) -> None:
         where = adapter.source.where
         refuse_other_base([text], given.location, where=where, allowed=self._allowed)
         self._notes.append(f"another base is merged onto: {text}")

@@ -1,6 +1,6 @@
 """Makes the record of an adapter's base: checksums of a few frozen weights, and how it was packed.
 
-The record itself, and what parses it, is in `ckptkit.lora.identity`.
+The record itself, and what parses it, is in `ckptkit.lora.recorded_base`.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from ckptkit.adapters.quantized.requantize import packings_of
+from ckptkit.adapters.quantized.requantize import find_packings
 from ckptkit.conversion.source.adapters import read_record_of_base
 from ckptkit.conversion.source.places import absolute
 from ckptkit.core.checksums import RangeChecksum
@@ -17,17 +17,17 @@ from ckptkit.core.errors import InputError
 from ckptkit.core.index import Box, Fqn, Shape, Span, TensorEntry
 from ckptkit.engine.locate import Locator
 from ckptkit.engine.reader import RUN_BYTES, Origin, TensorReader
-from ckptkit.lora.identity import BaseRecord, WeightDigest
-from ckptkit.lora.layers import table_of
+from ckptkit.lora.layers import build_table
 from ckptkit.lora.quantized import (
     FOUR_BITS,
     FourBitSettings,
     PackedWeight,
     Packing,
     Quantization,
-    packed_weights,
-    settings_told,
+    find_packed_weights,
+    read_settings,
 )
+from ckptkit.lora.recorded_base import BaseRecord, WeightDigest
 
 if TYPE_CHECKING:
     from ckptkit.adapters.sources import OpenedAdapter
@@ -46,11 +46,11 @@ def record_of(found: OpenedAdapter) -> BaseRecord:
     earlier = BaseRecord() if found.base else read_record_of_base(found.opened)
     layers = [
         layer
-        for layer in table_of(found.adapter.tensors).layers
+        for layer in build_table(found.adapter.tensors).layers
         if not (layer.is_embedding or layer.is_convolution or layer.level)
     ]
     shapes = {f"{layer.module}.weight": layer.shape for layer in layers}
-    packed = packed_weights({str(name): entry for name, entry in found.base.items()}, shapes)
+    packed = find_packed_weights({str(name): entry for name, entry in found.base.items()}, shapes)
     quantization = _quantization(found, packed, shapes)
     frozen = {
         name: found.base[Fqn(name)]
@@ -83,11 +83,11 @@ def _quantization(
     config = found.folders.config(found.folders.choose(allow_code=False)[0])
     told = (config or {}).get("quantization_config")
     settings = told if isinstance(told, Mapping) else {}
-    four_bits = settings_told({"quantization_config": settings}).quant_type or "4 bits"
+    four_bits = read_settings({"quantization_config": settings}).quant_type or "4 bits"
     kinds = [_kind(weight, four_bits) for weight in packed.values()]
     checkpoint = absolute(found.opened.path)
     if kinds:
-        packings = _packings(found, packed, settings_told(config))
+        packings = _packings(found, packed, read_settings(config))
         return Quantization(tuple(sorted(set(kinds))), len(kinds), checkpoint, packings)
     if not settings or settings.get("dequantize") or any(name in found.base for name in shapes):
         return None  # what lies there unpacked was trained on unpacked
@@ -103,7 +103,7 @@ def _packings(
     origin = Origin(_KIND, found.opened.source, found.opened.index)
     entries = {name: weight.packed for name, weight in packed.items() if weight.bits == FOUR_BITS}
     crcs = {name: one.crc32 for name, one in stored_digests(origin, entries).items()}
-    return packings_of(origin, found.base, packed, told, crcs)
+    return find_packings(origin, found.base, packed, told, crcs)
 
 
 def _kind(weight: PackedWeight, told: str) -> str:

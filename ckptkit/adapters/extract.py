@@ -24,7 +24,7 @@ from ckptkit.core.manifest import Manifest
 from ckptkit.engine.executor import Inputs
 from ckptkit.engine.outcome import Listener, ignore
 from ckptkit.engine.reader import Origin
-from ckptkit.lora.accounting import Row
+from ckptkit.lora.accounting import ModuleRow
 from ckptkit.options import Resources
 from ckptkit.plan.layouts.hf import layout_adapter
 from ckptkit.plan.plan import (
@@ -35,7 +35,7 @@ from ckptkit.plan.plan import (
     Plan,
     Product,
     TensorSpec,
-    contiguous,
+    lay_out_file,
 )
 from ckptkit.plan.side_files import CONFIG
 from ckptkit.storage.places import open_target
@@ -60,7 +60,7 @@ class ExtractedAdapter:
     manifest: Manifest
     name: str
     config_path: str
-    rows: tuple[Row, ...]
+    rows: tuple[ModuleRow, ...]
     norms: Mapping[str, float]
     notes: tuple[str, ...]
 
@@ -83,7 +83,7 @@ def run_extraction(
     listener = listener or ignore
     with (
         SingleProcess(open_target(out, overwrite=overwrite), listener) as strategy,
-        prepared_extraction(src, out, request, resources or Resources()) as (planned, found),
+        prepare_extraction(src, out, request, resources or Resources()) as (planned, found),
     ):
         manifest = write_output(planned, strategy, listener)
     return ExtractedAdapter(
@@ -97,7 +97,7 @@ def run_extraction(
 
 
 @contextmanager
-def prepared_extraction(
+def prepare_extraction(
     src: PathLike, out: PathLike, request: AdapterRequest, resources: Resources
 ) -> Iterator[tuple[PlannedOutput, OpenedAdapter]]:
     """Opens an adapter, checks it, and plans its folder; writes nothing.
@@ -146,7 +146,7 @@ def adapter_config_as_written(document: Mapping[str, Any]) -> bytes:
 
 def _config_file(found: OpenedAdapter) -> OutputFile:
     data = adapter_config_as_written(found.adapter.settings.document)
-    return contiguous(ADAPTER_CONFIG, [(len(data), Literal(data), None)])
+    return lay_out_file(ADAPTER_CONFIG, [(len(data), Literal(data), None)])
 
 
 def _side_files(found: OpenedAdapter) -> list[OutputFile]:

@@ -1,16 +1,30 @@
-"""`ckptkit.adapter_from_diff`: the change that full training made, as a LoRA adapter."""
+"""`ckptkit.adapter_from_diff`: the change that full training made, as a LoRA adapter.
+
+What a full fine-tune changed, sorted into what a LoRA can hold and what it cannot.
+
+Source: peft 0.21, `check_target_module_exists` in `tuners/tuners_utils.py` and `_set_trainable` in
+`utils/other.py` for how modules are named; `lora/config.py` for the configuration.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ckptkit.adapters.base_records import read_digests, spread
-from ckptkit.adapters.tuned import Approximation, ChangeReader, Pair, Sides, approximate, open_sides
+from ckptkit.adapters.compare_models import (
+    Approximation,
+    ChangeReader,
+    ComparedModels,
+    ComparedTensor,
+    approximate,
+    open_models,
+)
 from ckptkit.conversion.source.open import PathLike
 from ckptkit.conversion.write import (
     PlannedOutput,
@@ -22,20 +36,30 @@ from ckptkit.conversion.write import (
 )
 from ckptkit.core.dtypes import dtype_named
 from ckptkit.core.errors import RefusedError
-from ckptkit.core.index import Fqn
+from ckptkit.core.index import Fqn, Shape
 from ckptkit.core.manifest import Manifest
 from ckptkit.core.model_configs import to_json
 from ckptkit.engine.executor import Inputs
 from ckptkit.engine.kernels import ConstantKernel
 from ckptkit.engine.outcome import Listener, Started, ignore
 from ckptkit.engine.reader import Origin
-from ckptkit.lora.changes import model_types
+from ckptkit.lora.changes import find_model_types
 from ckptkit.lora.config import PEFT_PREFIX
-from ckptkit.lora.differences import DiffPatterns, adapter_config, kept, module_of, role_of
-from ckptkit.lora.identity import BaseRecord, found_at
+from ckptkit.lora.inference import fits_target, is_conv1d, is_saved
+from ckptkit.lora.recorded_base import BaseRecord, identify_base
 from ckptkit.options import FACTOR_DTYPES, Resources, choose_dtype, matches, positive_number
 from ckptkit.plan.layouts.hf import layout_adapter
-from ckptkit.plan.plan import SOURCE, Compute, Copy, Literal, Plan, Product, TensorSpec, contiguous
+from ckptkit.plan.plan import (
+    SOURCE,
+    Compute,
+    Copy,
+    Literal,
+    Plan,
+    Product,
+    TensorSpec,
+    lay_out_file,
+)
+from ckptkit.plan.vocabulary import is_embedding, is_head
 from ckptkit.storage.places import open_target
 
 _CONFIG = "adapter_config.json"
@@ -103,7 +127,7 @@ def _prepared(
     tuned: PathLike, out: PathLike, request: DiffRequest, base: PathLike, listener: Listener
 ) -> Iterator[PlannedOutput]:
     with ExitStack() as stack:
-        sides = open_sides(stack, tuned, base, request.select, request.patterns.exclude)
+        sides = open_models(stack, tuned, base, request.select, request.patterns.exclude)
         listener(Started(sum(pair.tuned.size_bytes for pair in sides.pairs)))
         changes = _measured(sides, request, listener)
         yield _Output(sides, changes, request, str(Path(base).absolute())).prepared(out)
@@ -119,19 +143,19 @@ class _Changes:
         unchanged: Modules that could be approximated and did not change.
     """
 
-    approximated: dict[str, tuple[Pair, Approximation]] = field(default_factory=dict)
+    approximated: dict[str, tuple[ComparedTensor, Approximation]] = field(default_factory=dict)
     norms: dict[Fqn, float] = field(default_factory=dict)
     unchanged: list[str] = field(default_factory=list)
 
 
-def _measured(sides: Sides, request: DiffRequest, listener: Listener) -> _Changes:
+def _measured(sides: ComparedModels, request: DiffRequest, listener: Listener) -> _Changes:
     """Reads both sides once, and makes factors of what changed."""
     reader = ChangeReader(sides.tuned, sides.base, listener)
-    types, patterns = model_types(sides.config), request.patterns
+    types, patterns = find_model_types(sides.config), request.patterns
     dtype = dtype_named(request.dtype)
     found = _Changes()
     for pair in sides.pairs:
-        role = role_of(pair.name, pair.tuned.shape, types)
+        role = classify_tensor(pair.name, pair.tuned.shape, types)
         if pair.name in sides.parts:
             role = "whole"
         is_kept = matches(pair.name, patterns.full)
@@ -155,7 +179,9 @@ def _measured(sides: Sides, request: DiffRequest, listener: Listener) -> _Change
 class _Output:
     """Plans the files of an adapter, and says what they hold."""
 
-    def __init__(self, sides: Sides, changes: _Changes, request: DiffRequest, base: str) -> None:
+    def __init__(
+        self, sides: ComparedModels, changes: _Changes, request: DiffRequest, base: str
+    ) -> None:
         self._sides = sides
         self._changes = changes
         self._request = request
@@ -165,13 +191,13 @@ class _Output:
         ranks = {module: one.rank for module, (_, one) in changes.approximated.items()}
         full = [n for n in changes.norms.keys() - sides.parts if matches(n, request.patterns.full)]
         names = [pair.name for pair in sides.pairs]
-        self._kept = kept(ranks, full, names, sides.tied)
+        self._kept = plan_content(ranks, full, names, sides.tied)
 
     def prepared(self, out: PathLike) -> PlannedOutput:
         sides, opened = self._sides, self._sides.opened
         document = to_json(self._config())
         weights = layout_adapter([*self._factors(), *self._copies()])
-        config = contiguous(_CONFIG, [(len(document), Literal(document), None)])
+        config = lay_out_file(_CONFIG, [(len(document), Literal(document), None)])
         plan = Plan((weights, config), {}, tuple(self._notes()))
         settings = choose_settings(Resources(), plan, sources=opened, out=out)
         read = sum(pair.tuned.size_bytes + pair.base.size_bytes for pair in sides.pairs)
@@ -215,13 +241,13 @@ class _Output:
 
     def _config(self) -> Mapping[str, Any]:
         sides = self._sides
-        types = model_types(sides.config)
+        types = find_model_types(sides.config)
         is_transposed = any(
-            role_of(pair.name, pair.tuned.shape, types) == "transposed"
+            classify_tensor(pair.name, pair.tuned.shape, types) == "transposed"
             for pair, _ in self._changes.approximated.values()
         )
-        found = found_at(self._base, sides.config)
-        return adapter_config(
+        found = identify_base(self._base, sides.config)
+        return make_adapter_config(
             self._kept,
             {module_of(pair.name) for pair in sides.pairs},
             sides.config,
@@ -296,7 +322,7 @@ class _Output:
             )
 
 
-def _row(pair: Pair, one: Approximation) -> dict[str, Any]:
+def _row(pair: ComparedTensor, one: Approximation) -> dict[str, Any]:
     return {
         "shape": list(pair.tuned.shape),
         "rank": one.rank,
@@ -322,7 +348,7 @@ def _again(origin: Origin) -> Origin:
     return fresh
 
 
-def _nothing_to_write(sides: Sides, changes: _Changes) -> RefusedError:
+def _nothing_to_write(sides: ComparedModels, changes: _Changes) -> RefusedError:
     where = sides.opened[0].path
     if not changes.norms:
         return RefusedError(
@@ -336,3 +362,205 @@ def _nothing_to_write(sides: Sides, changes: _Changes) -> RefusedError:
         where=where,
         hint="choose others with --include, or publish the model itself",
     )
+
+
+_MATRIX = 2
+_WEIGHT, _BIAS = ".weight", ".bias"
+# Modules with a matrix that no product of Linear's is: tables of rows, and routers, which
+# Transformers has as classes of their own.
+_TABLE = re.compile(
+    r"(embed_(?!out$).*|.*embeddings?|.*_embed|wte|wpe|shared|tokens_embed|relative_attention_bias"
+    r"|gate|router)"
+)
+_TASKS = {
+    "ForCausalLM": "CAUSAL_LM",
+    "LMHeadModel": "CAUSAL_LM",
+    "ForSequenceClassification": "SEQ_CLS",
+    "ForTokenClassification": "TOKEN_CLS",
+    "ForQuestionAnswering": "QUESTION_ANS",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class DiffPatterns:
+    """Which tensors the user wants in which form.
+
+    Attributes:
+        include: Names of matrices to approximate; empty for all but heads.
+        exclude: Names to leave out.
+        full: Names that are kept as they are, with the rest of their modules.
+    """
+
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    full: tuple[str, ...] = ()
+
+    def approximates(self, name: str) -> bool:
+        taken = matches(name, self.include) if self.include else not is_head(name)
+        return taken and not matches(name, self.exclude)
+
+
+def module_of(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def classify_tensor(name: str, shape: Shape, model_types: frozenset[str]) -> str:
+    """Tells whether a tensor is the weight of a linear layer, and which way round it is stored."""
+    module = module_of(name)
+    if len(shape) != _MATRIX or not name.endswith(_WEIGHT) or 0 in shape:
+        return "whole"
+    if is_embedding(name) or _TABLE.fullmatch(module.rpartition(".")[2]):
+        return "whole"
+    return "transposed" if is_conv1d(module, model_types) else "linear"
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterContent:
+    """What is written of a fine-tune.
+
+    Attributes:
+        ranks: The rank of each module that is approximated.
+        biased: Approximated modules whose biases are kept.
+        whole: Modules that are kept as they are.
+        is_tied: Whether some of these are tied to each other.
+    """
+
+    ranks: Mapping[str, int]
+    biased: frozenset[str] = frozenset()
+    whole: tuple[str, ...] = ()
+    is_tied: bool = False
+
+    def file_name(self, name: str) -> str | None:
+        """Returns what PEFT's files call a tensor that is kept as it is; None if it is not."""
+        module = module_of(name)
+        if any(module == whole or module.startswith(f"{whole}.") for whole in self.whole):
+            return PEFT_PREFIX + name
+        if module in self.biased and name.endswith(_BIAS):
+            return f"{PEFT_PREFIX}{module}.base_layer{_BIAS}"
+        return None
+
+
+def plan_content(
+    ranks: Mapping[str, int],
+    full: Iterable[str],
+    tensors: Collection[str],
+    tied: Mapping[Fqn, Fqn],
+) -> AdapterContent:
+    """Decides how tensors that are kept as they are lie in an adapter.
+
+    A bias beside an approximated weight is saved as a bias; anything else with its module.
+
+    Args:
+        ranks: The rank of each module that is approximated.
+        full: Names of tensors to keep.
+        tensors: Names of all tensors of the model.
+        tied: From names that hold the same tensor as another one to that one.
+    """
+    wanted = set(full)
+    # An embedding that is replaced leaves the tied head with the old one; it is replaced too.
+    ties = {target for target, source in tied.items() if source in wanted}
+    wanted |= ties
+    biased = {module_of(n) for n in wanted if n.endswith(_BIAS) and module_of(n) in ranks}
+    whole = sorted({module_of(name) for name in wanted} - biased)
+    for module in whole:
+        others = {module_of(name) for name in tensors} - set(whole)
+        meant = next((o for o in sorted(others) if is_saved([module], o)), None)
+        if meant is not None or not module:
+            raise RefusedError(
+                f"module {module!r} cannot be saved whole: PEFT, which goes by the ends of names,"
+                f" would take {meant!r} for it too",
+                where="--full",
+                hint="leave it out of --full, or match both with it",
+            )
+    return AdapterContent(ranks, frozenset(biased), tuple(whole), bool(ties))
+
+
+def make_adapter_config(
+    content: AdapterContent,
+    modules: Collection[str],
+    config: Mapping[str, Any] | None,
+    *,
+    transposed: bool,
+    base: tuple[str, str | None],
+) -> dict[str, Any]:
+    """Returns the content of `adapter_config.json`; every module is scaled by 1.
+
+    Args:
+        content: What is written.
+        modules: Every module of the model that has a tensor.
+        config: The model's configuration, or None.
+        transposed: Whether weights are stored as [in, out].
+        base: Name and commit of the base model.
+    """
+    rank = max(content.ranks.values())
+    capped = {module: r for module, r in content.ranks.items() if r != rank}
+    patterns = {
+        re.escape(name): capped[next(m for m in capped if fits_target(name, m))]
+        for name in _by_rank(capped, content.ranks)
+    }
+    return {
+        "auto_mapping": None,
+        "base_model_name_or_path": base[0],
+        "bias": "lora_only" if content.biased else "none",
+        "fan_in_fan_out": transposed,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "lora_alpha": rank,
+        "lora_dropout": 0.0,
+        "modules_to_save": list(content.whole) or None,
+        "peft_type": "LORA",
+        "r": rank,
+        "rank_pattern": patterns,
+        "alpha_pattern": patterns,
+        "revision": base[1],
+        "target_modules": find_short_names(content.ranks.keys(), modules),
+        "task_type": task_of(config),
+        "use_dora": False,
+        "use_rslora": False,
+        **(
+            {"ensure_weight_tying": True} if content.is_tied else {}
+        ),  # older versions do not know it
+    }
+
+
+def _by_rank(capped: Mapping[str, int], ranks: Mapping[str, int]) -> list[str]:
+    """Returns names that mean the capped modules, each name modules of one rank."""
+    found = []
+    for rank in sorted(set(capped.values())):
+        found += find_short_names({m for m, r in capped.items() if r == rank}, ranks.keys())
+    return found
+
+
+def find_short_names(chosen: Collection[str], modules: Iterable[str]) -> list[str]:
+    """Returns the shortest names by which PEFT finds these modules and no others.
+
+    Numbers are no names: modules without tensors, which nobody knows of here, have them too.
+
+    Args:
+        chosen: The modules.
+        modules: Every module of the model that has a tensor.
+
+    >>> find_short_names({"l.0.q", "l.1.q", "l.0.k"}, {"l.0.q", "l.1.q", "l.0.k", "l.1.k"})
+    ['l.0.k', 'q']
+    """
+    ends: dict[str, set[str]] = {}
+    for module in {*modules, *chosen}:
+        for path in _path(module):
+            ends.setdefault(path.rpartition(".")[2], set()).add(path)
+    found = []
+    for end, meant in ends.items():
+        taken = meant & set(chosen)
+        found += [end] if taken == meant and not end.isdecimal() else sorted(taken)
+    return sorted(found)
+
+
+def _path(module: str) -> list[str]:
+    parts = module.split(".")
+    return [".".join(parts[:stop]) for stop in range(1, len(parts) + 1)]
+
+
+def task_of(config: Mapping[str, Any] | None) -> str | None:
+    """Returns PEFT's name for what a model does, where its class tells."""
+    listed = (config or {}).get("architectures")
+    name = listed[0] if isinstance(listed, Sequence) and listed else ""
+    return next((task for end, task in _TASKS.items() if str(name).endswith(end)), None)

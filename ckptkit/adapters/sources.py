@@ -1,7 +1,11 @@
-"""From a path to one adapter: which tensors, under which settings, on which base."""
+"""From a path to one adapter: which tensors, under which settings, on which base.
+
+The values of an adapter: finite, trained, and how much they change.
+"""
 
 from __future__ import annotations
 
+import math
 import posixpath
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,20 +13,29 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ckptkit.adapters.merge.ties import resized_embeddings
-from ckptkit.adapters.values import AdapterValues, tied_tokens
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptkit.adapters.merge.merged_ties import find_resized_embeddings
 from ckptkit.conversion.source.adapter_records import AdapterRecord, AdapterRecords, read_record
 from ckptkit.conversion.source.adapters import Choice, base_of, choose_adapter, sort_trees
 from ckptkit.conversion.source.open import OpenedCheckpoint, PathLike, open_checkpoint
 from ckptkit.conversion.source.side_folders import SideFolders
+from ckptkit.core.arrays import numpy_dtype
 from ckptkit.core.errors import AdapterError, CkptkitError, RefusedError
-from ckptkit.core.index import Fqn, TensorEntry
-from ckptkit.engine.reader import Origin
-from ckptkit.lora.accounting import Row, account, old_alphas
+from ckptkit.core.index import Fqn, Span, TensorEntry
+from ckptkit.engine.reader import Origin, TensorReader
+from ckptkit.lora.accounting import ModuleRow, account, note_old_alphas
 from ckptkit.lora.config import Adapter, LoraSettings
-from ckptkit.lora.dialects import TOKENS, Sorted, of_adapter, plain_entries, second_name
-from ckptkit.lora.inference import fits_target, infer
-from ckptkit.lora.layers import table_of
+from ckptkit.lora.dialects import (
+    TOKENS,
+    SortedTensors,
+    find_second_name,
+    rename_plainly,
+    select_adapter_tensors,
+)
+from ckptkit.lora.inference import fits_target, infer_config
+from ckptkit.lora.layers import LoraLayer, build_table
 from ckptkit.plan.coverage import error_of, find_problems
 from ckptkit.plan.peft_names import LORA
 from ckptkit.plan.plan import SOURCE
@@ -80,7 +93,7 @@ class OpenedAdapter:
     adapter: Adapter
     base: Mapping[Fqn, TensorEntry]
     config_path: str
-    rows: tuple[Row, ...]
+    rows: tuple[ModuleRow, ...]
     norms: Mapping[str, float]
     notes: tuple[str, ...]
     twice: Mapping[Fqn, Fqn] = field(default_factory=dict)
@@ -129,7 +142,7 @@ class _Opening:
         found = trees.get(choice.tree)
         if found is None:
             return self._empty(choice, record)
-        base = plain_entries(base_of(choice.tree, trees))
+        base = rename_plainly(base_of(choice.tree, trees))
         if record is None:
             inferred = self._inferred(found, choice, base)
             settings = LoraSettings.parse(inferred, where=self._checkpoint.path)
@@ -142,7 +155,7 @@ class _Opening:
         adapter = Adapter(choice.name, settings, SOURCE, tensors)
         adapter = self._without_repetitions(adapter, origin)
         rows = account(adapter, base, is_own_record=record is not None and record.is_own)
-        self._notes += old_alphas(settings, rows)
+        self._notes += note_old_alphas(settings, rows)
         values = AdapterValues(origin, adapter)
         _refuse_differing(values, adapter, found)
         norms = values.check(rows, allow_untrained=self._request.allow_untrained)
@@ -181,7 +194,7 @@ class _Opening:
 
     def _choose(
         self, records: AdapterRecords, given: AdapterRecord | None
-    ) -> tuple[Mapping[str, Sorted], Choice, AdapterRecord | None]:
+    ) -> tuple[Mapping[str, SortedTensors], Choice, AdapterRecord | None]:
         """Finds the adapter and its configuration; a name's `module` may be the model's own."""
         trees = self._sorted(records, given)
         request = self._request
@@ -202,7 +215,9 @@ class _Opening:
             )
         return trees, choice, record
 
-    def _sorted(self, records: AdapterRecords, given: AdapterRecord | None) -> Mapping[str, Sorted]:
+    def _sorted(
+        self, records: AdapterRecords, given: AdapterRecord | None
+    ) -> Mapping[str, SortedTensors]:
         """Sorts the tensors; of other methods than LoRA a configuration tells best."""
         names = (*records.names(), self._request.adapter or "default")
         found = given or next(
@@ -216,10 +231,10 @@ class _Opening:
         return trees
 
     def _inferred(
-        self, found: Sorted, choice: Choice, base: Mapping[Fqn, TensorEntry]
+        self, found: SortedTensors, choice: Choice, base: Mapping[Fqn, TensorEntry]
     ) -> Mapping[str, Any]:
-        table = table_of(of_adapter(found, choice.name, None))
-        inferred = infer(table, base, self._request.overrides, where=self._checkpoint.path)
+        table = build_table(select_adapter_tensors(found, choice.name, None))
+        inferred = infer_config(table, base, self._request.overrides, where=self._checkpoint.path)
         self._notes += inferred.notes
         return inferred.document
 
@@ -235,18 +250,20 @@ class _Opening:
 
     def _tensors(
         self,
-        found: Sorted,
+        found: SortedTensors,
         choice: Choice,
         settings: LoraSettings,
         base: Mapping[Fqn, TensorEntry],
     ) -> dict[Fqn, TensorEntry]:
-        resized = () if found.stripped else tuple(resized_embeddings(settings, base, found.rest))
+        resized = (
+            () if found.stripped else tuple(find_resized_embeddings(settings, base, found.rest))
+        )
         if resized:
             self._notes.append(
                 "the vocabulary has another size than that of the base: the embeddings are"
                 " written with the adapter, as PEFT does"
             )
-        return of_adapter(found, choice.name, settings, embeddings=resized)
+        return select_adapter_tensors(found, choice.name, settings, embeddings=resized)
 
     def _refuse_incomplete(self, tensors: Mapping[Fqn, TensorEntry]) -> None:
         problem = next(find_problems(self._checkpoint.index, tensors.values()), None)
@@ -258,7 +275,7 @@ class _Opening:
         tokens = dict(_tokens_in_order(adapter))
         if len(tokens) < 2:  # noqa: PLR2004  one repeats nothing
             return adapter
-        repeated = tied_tokens(AdapterValues(origin, adapter), tokens)
+        repeated = find_tied_tokens(AdapterValues(origin, adapter), tokens)
         for name, twin in repeated.items():
             self._notes.append(f"{name} repeats {twin}, and is left out as in PEFT's files")
         if "" in adapter.settings.trainable_token_indices and len(repeated) < len(tokens) - 1:
@@ -271,19 +288,19 @@ class _Opening:
         return replace(adapter, tensors=kept)
 
 
-def _twice(adapter: Adapter, found: Sorted) -> dict[Fqn, Fqn]:
-    """Returns names that PEFT gives biases of whole modules besides, see `second_name`."""
+def _twice(adapter: Adapter, found: SortedTensors) -> dict[Fqn, Fqn]:
+    """Returns names that PEFT gives biases of whole modules besides, see `find_second_name`."""
     if adapter.settings.bias != "all":
         return {}
     held = {**adapter.tensors, **found.repeated}
     named = {
-        name: second_name(entry.name, keep_module=not found.cut_module)
+        name: find_second_name(entry.name, keep_module=not found.cut_module)
         for name, entry in held.items()
     }
     return {second: name for name, second in named.items() if second not in {None, name}}
 
 
-def _refuse_differing(values: AdapterValues, adapter: Adapter, found: Sorted) -> None:
+def _refuse_differing(values: AdapterValues, adapter: Adapter, found: SortedTensors) -> None:
     """Refuses a file that has one tensor twice, with different values."""
     for name, entry in found.repeated.items():
         if not values.same(adapter.tensors[name], entry):
@@ -311,3 +328,135 @@ def _tokens_in_order(adapter: Adapter) -> Iterator[tuple[Fqn, TensorEntry]]:
 def _names_module(record: AdapterRecord) -> bool:
     texts = [str(record.document.get(key)) for key in ("target_modules", "modules_to_save")]
     return any(_OWN_MODULE.search(text) is not None for text in texts)
+
+
+_BLOCK_ELEMENTS = 1 << 22
+_SINGLE_BYTES = 4  # of smaller floating types, numpy itself cannot tell what is finite
+
+
+class AdapterValues:
+    """Reads the tensors of an adapter, each once, block by block."""
+
+    def __init__(self, origin: Origin, adapter: Adapter) -> None:
+        self._reader = TensorReader(origin)
+        self._origin = origin
+        self._adapter = adapter
+
+    def check(self, rows: Sequence[ModuleRow], *, allow_untrained: bool) -> Mapping[str, float]:
+        """Refuses numbers that are none, and adapters that change nothing.
+
+        Args:
+            rows: What the adapter holds for each module.
+            allow_untrained: Whether factors that are all zero are taken all the same.
+
+        Returns:
+            By module, the Frobenius norm of what its factors add to the weight.
+        """
+        table = build_table(self._adapter.tensors)
+        by_name = {name: row for row in rows for name in row.names}
+        norms: dict[str, float] = {}
+        is_trained = is_scaled = not table.layers  # of what replaces the base's, nothing tells
+        for layer in table.layers:
+            row = by_name[layer.names[0]]
+            norm, changes = self._norm(layer, row)
+            if math.isfinite(norm):
+                norms[row.module] = norm
+            is_scaled |= row.scaling != 0
+            is_trained |= changes and row.scaling != 0
+        for entry in (*table.tokens.values(), *table.whole.values()):
+            for block in self._blocks(entry):
+                _refuse_wild(block, entry)
+        self._origin.checksums.finish()
+        if not (is_trained or allow_untrained):
+            found = "lora_B" if is_scaled else "scaling"
+            raise RefusedError(
+                f"every {found} of {len(table.layers):,} modules is zero: the adapter was not"
+                " trained, and changes nothing",
+                hint="take a later checkpoint, or pass --allow-untrained",
+            )
+        return norms
+
+    def same(self, one: TensorEntry, other: TensorEntry) -> bool:
+        """Tells whether two tensors have the same bytes."""
+        if (one.dtype, one.shape) != (other.dtype, other.shape):
+            return False
+        return all(
+            np.array_equal(a.view(np.uint8), b.view(np.uint8))
+            for a, b in zip(self._blocks(one), self._blocks(other), strict=True)
+        )
+
+    def _norm(self, layer: LoraLayer, row: ModuleRow) -> tuple[float, bool]:
+        down, up = self._factor(layer.down), self._factor(layer.up)
+        changes = bool(up.any() and down.any())  # an embedding's A starts as zero, others' B
+        for entry in (layer.up_bias, layer.magnitude):
+            if entry is not None:
+                values = self._factor(entry)
+                changes |= entry is layer.up_bias and bool(values.any())
+        if layer.groups > 1:
+            total = _grouped_norm(down, up, layer.groups)
+            return abs(row.scaling or 0.0) * math.sqrt(max(total, 0.0)), changes
+        rank = row.rank or layer.inner
+        experts = layer.inner // rank
+        left = down.reshape(experts, rank, -1)
+        right = up.reshape(up.shape[0], rank, experts)
+        total = sum(_product_norm(left[e], right[:, :, e]) for e in range(experts))
+        return abs(row.scaling or 0.0) * math.sqrt(max(total, 0.0)), changes
+
+    def _factor(self, entry: TensorEntry) -> NDArray[Any]:
+        blocks = []
+        for block in self._blocks(entry):
+            _refuse_wild(block, entry)
+            blocks.append(block.astype(np.float32))
+        return np.concatenate(blocks).reshape(entry.shape) if blocks else np.zeros(entry.shape)
+
+    def _blocks(self, entry: TensorEntry) -> Iterator[NDArray[Any]]:
+        """Yields the elements of a tensor, in memory of their own."""
+        for start in range(0, entry.elements, _BLOCK_ELEMENTS):
+            span = Span(start, min(start + _BLOCK_ELEMENTS, entry.elements))
+            data = bytearray((span.stop - span.start) * entry.dtype.itemsize)
+            self._reader.fill(entry.key, span, memoryview(data))
+            yield np.frombuffer(data, numpy_dtype(entry.dtype))
+
+
+def _product_norm(down: NDArray[Any], up: NDArray[Any]) -> float:
+    with np.errstate(all="ignore"):  # too large to be told, which is no norm then
+        return float(np.vdot((up.T @ up).astype(np.float64), (down @ down.T).astype(np.float64)))
+
+
+def _grouped_norm(down: NDArray[Any], up: NDArray[Any], groups: int) -> float:
+    """Returns the same of a grouped convolution, as the sum over its groups."""
+    left = down.reshape(groups, down.shape[0] // groups, -1)
+    right = up.reshape(groups, up.shape[0] // groups, -1)
+    return sum(_product_norm(left[group], right[group]) for group in range(groups))
+
+
+def _refuse_wild(block: NDArray[Any], entry: TensorEntry) -> None:
+    if entry.dtype.kind != "float":
+        return
+    with np.errstate(all="ignore"):
+        wild = ~np.isfinite(
+            block.astype(np.float32) if entry.dtype.itemsize < _SINGLE_BYTES else block
+        )
+    if wild.any():
+        what = "NaN" if np.isnan(block[wild.argmax()].astype(np.float32)) else "infinity"
+        raise AdapterError(
+            f"{int(wild.sum()):,} of its numbers are not finite, the first one is {what}",
+            where=f"tensor {entry.name!r}",
+            hint="training diverged; take an earlier checkpoint",
+        )
+
+
+def find_tied_tokens(values: AdapterValues, tokens: Mapping[Fqn, TensorEntry]) -> dict[Fqn, Fqn]:
+    """Returns token rows that repeat those of another module, with the name that stands for them.
+
+    Of modules that are tied, PEFT keeps the rows under the first name alone.
+    """
+    kept: list[Fqn] = []
+    repeated: dict[Fqn, Fqn] = {}
+    for name, entry in tokens.items():
+        twin = next((other for other in kept if values.same(tokens[other], entry)), None)
+        if twin is None:
+            kept.append(name)
+        else:
+            repeated[name] = twin
+    return repeated

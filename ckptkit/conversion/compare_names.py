@@ -23,9 +23,13 @@ from ckptkit.core.errors import CkptkitError, InputError
 from ckptkit.core.index import Shape
 from ckptkit.core.text import without_url_secrets
 from ckptkit.engine.outcome import Event, Listener, Planned, Waiting
-from ckptkit.hub_names.needed import naming_need
-from ckptkit.hub_names.outlines import compare_with_base, compare_with_counts, lacking_parts
-from ckptkit.plan.load_report import CONSOLIDATE, Advice, LoadReport, LoadRequest, refusal
+from ckptkit.hub_names.known_models import (
+    compare_packed_parts,
+    compare_with_base,
+    compare_with_counts,
+    determine_need,
+)
+from ckptkit.plan.load_report import CONSOLIDATE, Advice, LoadReport, LoadRequest, make_refusal
 
 _OLDEST = 5  # the first transformers whose loading can be asked
 _PATIENCE_SECONDS = 120  # after all is copied
@@ -174,15 +178,15 @@ def judge(subject: Subject, report: LoadReport) -> tuple[str, ...]:
         return ()
     if subject.has_code:
         return _compared_otherwise(subject, "the model has code of its own beside config.json")
-    raise refusal(report, subject.written, subject.where, subject.advice)
+    raise make_refusal(report, subject.written, subject.where, subject.advice)
 
 
 def _compared_with_base(subject: Subject) -> tuple[str, ...]:
     base = _base_of(subject)
     if base:
-        report = lacking_parts(subject.request, base, _words_for(subject.base))
+        report = compare_packed_parts(subject.request, base, _words_for(subject.base))
         if not report.is_clean:
-            raise refusal(report, subject.written, subject.where, subject.advice)
+            raise make_refusal(report, subject.written, subject.where, subject.advice)
     return ()
 
 
@@ -195,7 +199,7 @@ def _compared_otherwise(subject: Subject, why: str) -> tuple[str, ...]:
     reports = _otherwise(subject)
     for report in reports:
         if not report.is_clean:
-            raise refusal(report, subject.written, subject.where, subject.advice)
+            raise make_refusal(report, subject.written, subject.where, subject.advice)
     if reports:
         return ()
     return (f"names and shapes were not compared with the model of config.json: {why}",)
@@ -215,7 +219,7 @@ def _otherwise(subject: Subject) -> list[LoadReport]:
 
 def _base_of(subject: Subject) -> Mapping[str, Shape | None]:
     """Returns what a base holds by the names that are written; nothing where they may differ."""
-    need = naming_need(subject.config, has_base=True)
+    need = determine_need(subject.config, has_base=True)
     if subject.base is None or (subject.is_live and need.kind == "ask"):
         return {}
     for look in (shapes_there, _names_there):  # an index may be there without its files

@@ -19,11 +19,11 @@ from ckptkit.core.index import Fqn, TensorEntry
 from ckptkit.core.threads import usable_cores
 from ckptkit.engine.outcome import Listener, ignore
 from ckptkit.engine.reader import Origin, TensorReader
-from ckptkit.hub_names.needed import naming_need
+from ckptkit.hub_names.known_models import determine_need
 from ckptkit.options import ConsolidateRequest
 from ckptkit.plan.coverage import error_of, find_problems
 from ckptkit.plan.selection import select_model
-from ckptkit.plan.ties import tie_candidates
+from ckptkit.plan.ties import find_tie_candidates
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ class _Side:
             name: (entry.dtype, entry.shape)
             for name, entry in (other.entries | self.entries).items()
         }
-        ties = tie_candidates(self.config, extents) if absent else {}
+        ties = find_tie_candidates(self.config, extents) if absent else {}
         tied = {
             name: self.entries[source]
             for name, source in ties.items()
@@ -149,7 +149,7 @@ def run_diff(a: PathLike, b: PathLike, *, listener: Listener | None = None) -> D
 
 def _note_on_names(sides: Iterable[_Side]) -> str:
     """Returns what to do where training calls tensors otherwise than `save_pretrained` does."""
-    needs = [naming_need(side.config, has_base=True) for side in sides]
+    needs = [determine_need(side.config, has_base=True) for side in sides]
     if not any(need.kind == "ask" for need in needs):
         return ""
     return (

@@ -43,7 +43,7 @@ from ckptkit.engine.ray import NodeLimits, RunShare, import_ray, run_on_ray
 from ckptkit.engine.reader import Origin
 from ckptkit.options import Resources
 from ckptkit.plan.plan import TASK_BYTES, Plan
-from ckptkit.plan.shares import Share, object_parts, shares_for, tasks_of, tasks_within
+from ckptkit.plan.shares import Share, cut_object_parts, split_plan, tasks_of, tasks_of_parts
 from ckptkit.storage.base import distant
 from ckptkit.storage.local.workdir import NONCE_BYTES
 from ckptkit.storage.places import PathLike, SharedPlace, is_url
@@ -73,7 +73,7 @@ def _refuse_no_ranges(target: SharedOutput) -> None:
 def _cut_by(plan: Plan) -> Cut:
     """Returns the function that cuts files of a plan into the parts that an object store takes."""
     files = {file.path: file for file in plan.files}
-    return lambda path: object_parts(files[path])
+    return lambda path: cut_object_parts(files[path])
 
 
 def run_share(
@@ -107,7 +107,7 @@ def _commit_shares(
         executor.create_files()
         missing = target.adopt(outcome.sent)
         if missing:  # parts that hold checksums of several shares
-            tasks = tasks_within(planned.plan, missing)
+            tasks = tasks_of_parts(planned.plan, missing)
             _make_executor(planned, target, ignore).run_again(tasks, outcome)
         digests = executor.complete(outcome, has_trailers=target.takes_parts)
         refuse_changed_sources(planned)  # all processes found the same files when they began
@@ -382,7 +382,7 @@ class RayCluster(WriteStrategy[Manifest]):
         )
         self._listener(Started(plan.bytes_written))
         limits = NodeLimits(resources.workers, resources.memory_limit_bytes)
-        deal = partial(shares_for, plan, in_parts=self._place.takes_parts)
+        deal = partial(split_plan, plan, in_parts=self._place.takes_parts)
         run_on_ray(station, deal, limits, take)
 
     def commit(self) -> Manifest:

@@ -33,9 +33,9 @@ from ckptkit.engine.locate import Locator
 from ckptkit.formats.discovery import FileGroup, grouped
 from ckptkit.formats.zero.tags import TAG_FILES
 from ckptkit.plan.coverage import find_problems
-from ckptkit.plan.selection import what_loads_as_random
+from ckptkit.plan.packed_weights import explain_random_weights
 from ckptkit.plan.side_files import MAX_JSON_BYTES, is_side_file
-from ckptkit.plan.ties import tie_candidates
+from ckptkit.plan.ties import find_tie_candidates
 from ckptkit.runs.step_manifests import step_folder
 from ckptkit.runs.steps import parse_metrics
 
@@ -251,7 +251,7 @@ def _refusals(
             trees.setdefault(line.tree, []).append((line.name, line.shape, line.dtype))
     if peft is not None and len(trees) == 1:
         return dict.fromkeys(trees, peft.refusal)
-    found = {tree: what_loads_as_random(held, config=config) for tree, held in trees.items()}
+    found = {tree: explain_random_weights(held, config=config) for tree, held in trees.items()}
     return {tree: told for tree, told in found.items() if told}
 
 
@@ -379,8 +379,8 @@ def _ties(checkpoint: OpenedCheckpoint, config: Mapping[str, Any] | None) -> tup
     for tree in dict.fromkeys(entry.tree for entry in index.of_part("model")):
         entries = {entry.name: entry for entry in index.of_part("model") if entry.tree == tree}
         extents = {name: (entry.dtype, entry.shape) for name, entry in entries.items()}
-        declared = tie_candidates(config, extents)
-        pairs = declared or tie_candidates(_ASSUME_TIED, extents)
+        declared = find_tie_candidates(config, extents)
+        pairs = declared or find_tie_candidates(_ASSUME_TIED, extents)
         sources: dict[Fqn, list[Fqn]] = {}
         for target, source in pairs.items():
             sources.setdefault(source, []).append(target)

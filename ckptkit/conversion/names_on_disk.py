@@ -34,11 +34,11 @@ from ckptkit.core.threads import memory_in_use_bytes
 from ckptkit.engine.budget import WORKER_BYTES
 from ckptkit.engine.kernels import ConstantKernel, Operand, StoredOperand
 from ckptkit.engine.rearranged import ComputedOperand, RearrangeKernel, StridedBox
-from ckptkit.hub_names.names import HubNames, HubTensor, NamingRequest, whole_of
-from ckptkit.hub_names.needed import naming_need, why_unsure
+from ckptkit.hub_names.disk_tensors import HubNames, HubTensor, NamingRequest, find_whole
+from ckptkit.hub_names.known_models import determine_need, explain_doubt
 from ckptkit.options import NameChoice, Resources
 from ckptkit.plan.plan import Compute, Copy, Preparable, Product, Reading, TensorSpec
-from ckptkit.plan.ties import tie_candidates, tie_conflicts
+from ckptkit.plan.ties import find_tie_candidates, find_tie_conflicts
 
 _LOG = logging.getLogger(__name__)
 _BLOCK = 1 << 20  # elements that are gathered at once
@@ -83,10 +83,10 @@ class Converted:
     group: Conversion
     spec: TensorSpec
 
-    def prepared(self, _out: TensorSpec, reading: Reading) -> ConstantKernel:
+    def prepare(self, _out: TensorSpec, reading: Reading) -> ConstantKernel:
         """Returns a kernel that has the elements, converting the group if nobody has yet."""
         model = self.group.model
-        converter = reading.kept(("conversions", id(model)), partial(Converter, model))
+        converter = reading.open_once(("conversions", id(model)), partial(Converter, model))
         return ConstantKernel(converter.take(self.group, self.spec, reading))
 
 
@@ -188,7 +188,7 @@ class Converter:
         with path.open("wb") as file:
             for start in range(0, spec.elements, _BLOCK):
                 span = Span(start, min(start + _BLOCK, spec.elements))
-                inputs = [reading.own(demand) for demand in operand.demands(span)]
+                inputs = [reading.read(demand) for demand in operand.demands(span)]
                 file.write(operand.values(span, inputs).view(np.uint8).data)
         return path
 
@@ -317,7 +317,7 @@ def named(
         return Named(products, dropped, disk.notes, left_out=left_out(products, dropped, tensors))
     maker = _Maker(disk.names, disk.request, {p.spec.name: p for p in products})
     made = tuple(maker.products())
-    called = {s: n for n, t in disk.names.tensors.items() if (s := whole_of(t, disk.names.live))}
+    called = {s: n for n, t in disk.names.tensors.items() if (s := find_whole(t, disk.names.live))}
     ties = {called.get(t, t): called.get(s, s) for t, s in dropped.items()}
     unsaved = [name for name in disk.names.unsaved if name in {p.spec.name for p in products}]
     library = disk.names.library
@@ -393,13 +393,13 @@ def _told(
     program: NamingProgram | None = None,
 ) -> DiskNames:
     # Weights of the base that nobody needs may be damaged, or not be there.
-    may_need = choice != "live" and naming_need(config, has_base=True).kind != "none"
+    may_need = choice != "live" and determine_need(config, has_base=True).kind != "none"
     known = names_in(base) if base is not None and may_need else ()
-    need = naming_need(config, has_base=bool(known))
+    need = determine_need(config, has_base=bool(known))
     if choice == "live" or need.kind == "none":
         return DiskNames(None)
     specs = tensors or {}
-    reason = need.reason or why_unsure(config or {}, (dtype for dtype, _ in specs.values()))
+    reason = need.reason or explain_doubt(config or {}, (dtype for dtype, _ in specs.values()))
     if reason or config is None:
         return _left_live(reason, choice, has_config=config is not None)
     request = NamingRequest(_without_code(config), tensors, known)
@@ -411,7 +411,7 @@ def _told(
         )
         return _left_live(reason, choice)
     # Of tied tensors either is written, or the user is told that they differ.
-    tied = {*tie_candidates(config, specs), *tie_conflicts(config, specs)}
+    tied = {*find_tie_candidates(config, specs), *find_tie_conflicts(config, specs)}
     return DiskNames(names, tuple(_differences(names, known, base, tied)), request)
 
 
@@ -485,7 +485,7 @@ class _Maker:
             group = self._group(tensor.computed.sources)
             spec = next(spec for spec in group.outputs if spec.name == tensor.name)
             return Product(spec, Compute(Converted(group, spec), group.reads))
-        whole = whole_of(tensor, self._names.live)
+        whole = find_whole(tensor, self._names.live)
         if whole is not None:
             product = live[whole]
             spec = replace(product.spec, name=tensor.name, shape=tensor.shape)

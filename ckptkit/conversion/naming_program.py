@@ -34,7 +34,7 @@ from types import TracebackType
 from typing import IO, Any, Self
 
 from ckptkit.core.errors import CkptkitError, RefusedError, error_from_json
-from ckptkit.hub_names.names import HubNames, NamingRequest, names_from_json
+from ckptkit.hub_names.disk_tensors import HubNames, NamingRequest, names_from_json
 from ckptkit.plan.load_report import LoadReport, LoadRequest
 from ckptkit.version import __version__
 

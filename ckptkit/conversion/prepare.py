@@ -35,26 +35,29 @@ from ckptkit.engine.reader import Origin
 from ckptkit.options import ConsolidateRequest, IfExists, Resources, changed_options, matches
 from ckptkit.plan.coverage import error_of, find_problems
 from ckptkit.plan.layouts.dcp import layout_dcp
-from ckptkit.plan.layouts.hf import layout_hf_files, layout_hf_weights
+from ckptkit.plan.layouts.hf import distribute, layout_hf_files, layout_hf_weights
 from ckptkit.plan.layouts.torch import layout_torch_full
 from ckptkit.plan.load_report import CONSOLIDATE, Advice
+from ckptkit.plan.packed_weights import hint_at_raw_names, refuse_packed
 from ckptkit.plan.plan import SOURCE, OutputFile, Plan, Product
 from ckptkit.plan.selection import (
     DTypePolicy,
-    distribute,
-    hint_on_raw,
+    add_tied_names,
+    describe_masters,
     make_products,
     model_trees,
-    note_of_masters,
     refuse_casting_quantized,
-    refuse_packed,
     select_model,
-    under_tied_names,
 )
 from ckptkit.plan.shares import Share
-from ckptkit.plan.side_files import SideFile, bytes_by_dtype, config_as_written, dense_config
-from ckptkit.plan.ties import tied_names_absent, untied_config
-from ckptkit.plan.vocabulary import Trim, plan_trim, refuse_cut_tokenizer, tokens_in, trimmed_config
+from ckptkit.plan.side_files import (
+    SideFile,
+    drop_stale_quantization,
+    sum_bytes_by_dtype,
+    update_config,
+)
+from ckptkit.plan.ties import find_absent_tied_names, untie_config
+from ckptkit.plan.vocabulary import Trim, count_tokens, plan_trim, refuse_cut_tokenizer, trim_config
 
 _LISTED = 3
 _KINDS = {"hf": "model", "torch": "torch", "dcp": "dcp"}
@@ -145,7 +148,7 @@ def _refuse_adapters(
         peft = find_peft(checkpoint, folders, request.wants)
         advice = "" if peft is None else peft.advice
     if peft is not None:
-        raise RefusedError(peft.refusal, where=checkpoint.path, hint=hint_on_raw(advice))
+        raise RefusedError(peft.refusal, where=checkpoint.path, hint=hint_at_raw_names(advice))
 
 
 def _advise_on_lora(job: ConversionJob, checkpoint: OpenedCheckpoint, folders: SideFolders) -> str:
@@ -210,7 +213,7 @@ class OutputOptions:
         )
 
     def count_tokens(self, tokenizer: Mapping[str, Any] | None) -> None:
-        self._tokens = 0 if tokenizer is None else tokens_in(tokenizer)
+        self._tokens = 0 if tokenizer is None else count_tokens(tokenizer)
 
     def apply(
         self, products: Sequence[Product], config: Mapping[str, Any] | None
@@ -221,7 +224,7 @@ class OutputOptions:
         return self._cast_to_base(products) if self._request.dtype == "base" else products
 
     def config(self, config: dict[str, Any]) -> dict[str, Any]:
-        return config if self._trim is None else trimmed_config(config, self._trim)
+        return config if self._trim is None else trim_config(config, self._trim)
 
     def layout(
         self,
@@ -240,7 +243,7 @@ class OutputOptions:
         if self._files is None:
             return _LAYOUTS[request.layout](products, request.max_file_bytes)
         names = {product.spec.name for product in products}
-        tied = {*dropped, *tied_names_absent(config, names)}
+        tied = {*dropped, *find_absent_tied_names(config, names)}
         files = distribute(products, self._files, is_wanted=request.wants, tied=tied)
         self.notes += files.notes
         return layout_hf_files(files.groups)
@@ -318,10 +321,10 @@ class _Planner:
         ties = Ties({}, {}) if request.layout == "dcp" else find_ties(config, entries, origin)
         if request.layout == "dcp":
             absent, note = absent_twins(config, {entry.name for entry in entries})
-            entries = under_tied_names(entries, absent)
+            entries = add_tied_names(entries, absent)
             self._notes += filter(None, [note])
         live = make_products(entries, options.before_names, ties.dropped, CastKernel)
-        self._notes += filter(None, [note_of_masters(entries, live)])
+        self._notes += filter(None, [describe_masters(entries, live)])
         names = self._name_on_disk(live, config, ties)
         products = options.apply(names.products, config)
         weights = options.layout(products, config, names.dropped)
@@ -379,7 +382,7 @@ class _Planner:
 
     def _read_config(self, side: Sequence[SideFile]) -> Mapping[str, Any] | None:
         stored = self._folders.config(side)
-        config = dense_config(stored, self._checkpoint.index.of_part("model"))
+        config = drop_stale_quantization(stored, self._checkpoint.index.of_part("model"))
         if config != stored:
             self._notes.append(
                 "config.json has a quantization_config, which is left out: the weights of the"
@@ -415,9 +418,9 @@ class _Planner:
                 " output; pass --base DIR to take it, and the tokenizer, from there"
             )
             return None
-        sizes = bytes_by_dtype((p.spec.dtype, p.spec.size_bytes) for p in products)
-        config = config_as_written(config, sizes, allow_code=self._request.allow_code)
-        untied = dict(untied_config(config)) if ties.broken else config
+        sizes = sum_bytes_by_dtype((p.spec.dtype, p.spec.size_bytes) for p in products)
+        config = update_config(config, sizes, allow_code=self._request.allow_code)
+        untied = dict(untie_config(config)) if ties.broken else config
         consequence = ", and tie_word_embeddings is set to false" if untied != config else ""
         for target, source in ties.broken.items():
             self._notes.append(

@@ -32,7 +32,7 @@ from ckptkit.formats.pickle.zip_directory import Read
 from ckptkit.formats.registry import read_index, recognise
 from ckptkit.formats.torch_files.optimizer import TorchOptimizerReader
 from ckptkit.plan.coverage import find_problems_by_key
-from ckptkit.plan.optimizer import OPTIMIZER
+from ckptkit.plan.optimizer_states import OPTIMIZER
 from ckptkit.plan.plan import SOURCE
 from ckptkit.runs.step_manifests import digest_problems, file_problems, step_folder
 from ckptkit.storage.base import Source

@@ -15,7 +15,7 @@ from typing import Any
 from ckptkit.core.checksums import ChecksumPiece, RangeChecksum, crc32_combine, joined_pieces
 from ckptkit.core.crc import crc32
 from ckptkit.core.errors import ChecksumError, CkptkitError
-from ckptkit.plan.plan import OutputFile, Part, Segment, ServerCopy, Trailer
+from ckptkit.plan.plan import OutputFile, Segment, SegmentRange, ServerCopy, Trailer
 
 READ_BYTES = 1 << 20
 ReadInto = Callable[[int, memoryview], None]  # absolute position in the file
@@ -287,7 +287,7 @@ class DeferredChecksums:
             if self._sums[slot].add(pieces):
                 self._changed.notify_all()
 
-    def fill(self, file: int, part: Part, view: memoryview) -> bool:
+    def fill(self, file: int, part: SegmentRange, view: memoryview) -> bool:
         """Fills a part of a trailer, and waits for the checksums that belong there.
 
         Returns:

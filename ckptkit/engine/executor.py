@@ -30,9 +30,9 @@ from ckptkit.plan.plan import (
     Copy,
     Demand,
     Literal,
-    Part,
     Plan,
     RawCopy,
+    SegmentRange,
     ServerCopy,
     Task,
     TensorSpec,
@@ -254,7 +254,7 @@ class Executor:
                 if is_trailer and (task.file, part.number, part.start) not in sealed:
                     self._write_trailer(task, part)
 
-    def _write_trailer(self, task: Task, part: Part) -> None:
+    def _write_trailer(self, task: Task, part: SegmentRange) -> None:
         view = memoryview(bytearray(part.stop - part.start))
         if not self._checksums.fill(task.file, part, view):
             raise ValueError("a trailer was written before all of its checksums are known")
@@ -265,7 +265,7 @@ class Executor:
         for origin in self._inputs.origins.values():
             origin.checksums.finish()
 
-    def _digest(self, task: Task, part: Part, view: memoryview) -> None:
+    def _digest(self, task: Task, part: SegmentRange, view: memoryview) -> None:
         path = self._plan.files[task.file].path
         self._checksums.note((task.file, part.number), part.start, view)
         if isinstance(part.segment.body, ServerCopy):
@@ -281,7 +281,7 @@ class Executor:
             book[name][leaf] = digest
 
 
-def _parts(task: Task, data: memoryview) -> Iterator[tuple[Part, memoryview]]:
+def _parts(task: Task, data: memoryview) -> Iterator[tuple[SegmentRange, memoryview]]:
     at = 0
     for part in task.parts:
         yield part, data[at : at + part.stop - part.start]
@@ -317,7 +317,7 @@ class _TaskWorker:
         for reader in self.readers.values():
             reader.clear()
 
-    def fill(self, part: Part, view: memoryview) -> None:
+    def fill(self, part: SegmentRange, view: memoryview) -> None:
         """Fills the buffer of one part of a segment."""
         body, spec = part.segment.body, part.segment.spec
         if isinstance(body, Literal):
@@ -365,5 +365,5 @@ class _TaskWorker:
         return np.frombuffer(scratch[:size], numpy_dtype(entry.dtype))
 
 
-def _span_of(part: Part, spec: TensorSpec) -> Span:
+def _span_of(part: SegmentRange, spec: TensorSpec) -> Span:
     return Span(part.start // spec.dtype.itemsize, part.stop // spec.dtype.itemsize)

@@ -34,7 +34,7 @@ from ckptkit.plan.plan import (
     Preparable,
     Product,
     TensorSpec,
-    kernel_around,
+    wrap_kernel,
 )
 
 
@@ -243,7 +243,7 @@ def recast(product: Product, dtype: DType) -> Product:
         compute = Compute(kernel, ((body.origin, body.key),))
     else:
         around = partial(RecastKernel, source=spec.dtype, target=dtype)
-        compute = Compute(kernel_around(body.kernel, spec, around), body.reads)
+        compute = Compute(wrap_kernel(body.kernel, spec, around), body.reads)
     return Product(replace(spec, dtype=dtype), compute)
 
 
@@ -262,7 +262,7 @@ def first_rows(product: Product, shape: Shape) -> Product:
     if isinstance(body, Copy):  # a copy takes elements from the first on
         return Product(cut, body)
     around = partial(PrefixKernel, whole=spec)
-    return Product(cut, Compute(kernel_around(body.kernel, spec, around), body.reads))
+    return Product(cut, Compute(wrap_kernel(body.kernel, spec, around), body.reads))
 
 
 @dataclass(frozen=True, slots=True)

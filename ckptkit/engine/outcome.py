@@ -21,11 +21,11 @@ from ckptkit.plan.plan import (
     Copy,
     Literal,
     OutputFile,
-    Part,
     Segment,
+    SegmentRange,
     Task,
     Trailer,
-    tasks_of_file,
+    cut_into_tasks,
 )
 from ckptkit.storage.shared import SentRows
 
@@ -200,7 +200,7 @@ def is_proven(file: OutputFile, digests: Digests, read_into: ReadInto) -> bool:
     """
     proof = _Proof(file, digests)
     block = memoryview(bytearray(min(TASK_BYTES, file.size_bytes)))
-    for task in tasks_of_file(0, file):
+    for task in cut_into_tasks(0, file):
         view = block[: task.stop - task.start]
         if read_into(task.start, view) != len(view) or not proof.holds(task, view):
             return False
@@ -221,7 +221,7 @@ class _Proof:
                 return False
         return True
 
-    def _is_right(self, part: Part, segment: Segment, view: memoryview) -> bool:
+    def _is_right(self, part: SegmentRange, segment: Segment, view: memoryview) -> bool:
         if isinstance(segment.body, Literal):
             return view == segment.body.data[part.start : part.stop]
         if isinstance(segment.body, Trailer):

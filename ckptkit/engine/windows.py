@@ -19,9 +19,9 @@ from ckptkit.plan.plan import (
     Compute,
     Copy,
     Kernel,
-    Part,
     Plan,
     Preparable,
+    SegmentRange,
     ServerCopy,
     Task,
     TensorSpec,
@@ -138,7 +138,7 @@ def planned_reads(plan: Plan, origins: Mapping[str, Origin]) -> PlannedReads | N
     return PlannedReads(count, size)
 
 
-def _reads_of(part: Part) -> Iterator[_Read]:
+def _reads_of(part: SegmentRange) -> Iterator[_Read]:
     """Yields what a part of a segment reads, as far as that is known before a kernel is ready."""
     body, spec = part.segment.body, part.segment.spec
     if spec is None:
@@ -193,7 +193,9 @@ def read_direct(
     return frozenset(filled)
 
 
-def _runs_of(part: Part, readers: Mapping[str, TensorReader]) -> tuple[str, Sequence[ByteRun]]:
+def _runs_of(
+    part: SegmentRange, readers: Mapping[str, TensorReader]
+) -> tuple[str, Sequence[ByteRun]]:
     body, spec = part.segment.body, part.segment.spec
     if spec is None or part.stop - part.start < LEAST_BYTES:
         return "", ()

@@ -15,7 +15,7 @@ from typing import TypeVar
 from ckptkit.core.errors import CannotPlanError
 from ckptkit.core.geometry import row_major_strides, slabs
 from ckptkit.core.index import Box, Fqn, Shape, Span
-from ckptkit.hub_names.names import HubTensor, Piece
+from ckptkit.hub_names.disk_tensors import DiskBox, HubTensor
 
 Run = tuple[int, int]
 """So many elements, and the step of the live tensor from one to the next."""
@@ -26,7 +26,7 @@ _Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class LiveBox:
     """A box of an arrangement that lies in one live tensor.
 
     Attributes:
@@ -51,7 +51,7 @@ class Arrangement:
     """A tensor made of parts of live ones, which cover it and do not overlap."""
 
     shape: Shape
-    parts: tuple[Part, ...]
+    parts: tuple[LiveBox, ...]
 
     @classmethod
     def of_live(cls, name: Fqn, shape: Shape) -> Arrangement:
@@ -59,7 +59,7 @@ class Arrangement:
         walks = tuple(
             _plain(size, step) for size, step in zip(shape, row_major_strides(shape), strict=True)
         )
-        return cls(shape, (Part((0,) * len(shape), name, 0, walks),))
+        return cls(shape, (LiveBox((0,) * len(shape), name, 0, walks),))
 
     def permuted(self, order: Sequence[int]) -> Arrangement:
         """Returns it with dimension `order[i]` in place `i`."""
@@ -130,9 +130,9 @@ class Arrangement:
         return HubTensor(name, self.shape, grid, tuple(_piece(part, inner) for part in parts))
 
 
-def joined(arrangements: Sequence[Arrangement], dim: int) -> Arrangement:
+def join(arrangements: Sequence[Arrangement], dim: int) -> Arrangement:
     """Returns arrangements one after the other along a dimension."""
-    parts: list[Part] = []
+    parts: list[LiveBox] = []
     at = 0
     for arrangement in arrangements:
         parts += [_moved(part, dim, at) for part in arrangement.parts]
@@ -148,7 +148,7 @@ def _length(walk: Walk) -> int:
     return math.prod(count for count, _ in walk)
 
 
-def _moved(part: Part, dim: int, by: int) -> Part:
+def _moved(part: LiveBox, dim: int, by: int) -> LiveBox:
     return replace(part, offsets=_with(part.offsets, dim, part.offsets[dim] + by))
 
 
@@ -160,7 +160,7 @@ def _without(values: tuple[_Value, ...], dim: int) -> tuple[_Value, ...]:
     return (*values[:dim], *values[dim + 1 :])
 
 
-def _few(parts: Sequence[Part]) -> tuple[Part, ...]:
+def _few(parts: Sequence[LiveBox]) -> tuple[LiveBox, ...]:
     if len(parts) > _MOST_PARTS:
         raise CannotPlanError(
             f"a conversion cuts a tensor into {len(parts):,} pieces; found against at most"
@@ -170,14 +170,14 @@ def _few(parts: Sequence[Part]) -> tuple[Part, ...]:
     return tuple(parts)
 
 
-def _between(part: Part, dim: int, start: int, stop: int) -> Iterator[Part]:
+def _between(part: LiveBox, dim: int, start: int, stop: int) -> Iterator[LiveBox]:
     """Yields what a part holds of a range of indices, as parts."""
     offset, walk = part.offsets[dim], part.walks[dim]
     low, high = max(start - offset, 0), min(stop - offset, _length(walk))
     if low >= high:
         return
     for at, first, kept in _range_of(walk, low, high):
-        yield Part(
+        yield LiveBox(
             _with(part.offsets, dim, offset + at),
             part.source,
             part.start + first,
@@ -251,7 +251,7 @@ def _regrouped(given: Arrangement, group: _Group) -> Arrangement:
     return Arrangement((*given.shape[:at], *group.new, *given.shape[end:]), _few(parts))
 
 
-def _merged(part: Part, shape: Shape, at: int, end: int) -> Iterator[Part]:
+def _merged(part: LiveBox, shape: Shape, at: int, end: int) -> Iterator[LiveBox]:
     """Yields a part with dimensions `[at, end)` made one."""
     outer, sizes = shape[at:end], part.sizes[at:end]
     strides = row_major_strides(outer)
@@ -270,7 +270,7 @@ def _merged(part: Part, shape: Shape, at: int, end: int) -> Iterator[Part]:
     )
 
 
-def _between_each(part: Part, dim: int) -> Iterator[Part]:
+def _between_each(part: LiveBox, dim: int) -> Iterator[LiveBox]:
     low = part.offsets[dim]
     for index in range(low, low + part.sizes[dim]):
         yield from _between(part, dim, index, index + 1)
@@ -287,7 +287,7 @@ def _simplified(walk: Walk) -> Walk:
     return tuple(runs)
 
 
-def _split(part: Part, dim: int, sizes: Shape) -> Iterator[Part]:
+def _split(part: LiveBox, dim: int, sizes: Shape) -> Iterator[LiveBox]:
     """Yields a part with one dimension made several."""
     low = part.offsets[dim]
     for box in slabs(Span(low, low + part.sizes[dim]), sizes):
@@ -332,7 +332,7 @@ def _inexpressible() -> CannotPlanError:
     )
 
 
-def _inner_of(dim: int, parts: Sequence[Part]) -> Shape:
+def _inner_of(dim: int, parts: Sequence[LiveBox]) -> Shape:
     """Returns the counts of the inner runs that a dimension's parts share; none where they do not.
 
     With one run for every part a dimension needs no finer grid.
@@ -347,7 +347,7 @@ def _inner_of(dim: int, parts: Sequence[Part]) -> Shape:
     return counts if fits else ()
 
 
-def _fitted(part: Part, dim: int, counts: Shape) -> Iterator[Part]:
+def _fitted(part: LiveBox, dim: int, counts: Shape) -> Iterator[LiveBox]:
     """Yields a part so that a dimension has one run within each of the grid's dimensions."""
     walk = part.walks[dim]
     if counts or len(walk) <= 1:
@@ -357,13 +357,13 @@ def _fitted(part: Part, dim: int, counts: Shape) -> Iterator[Part]:
         yield from _fitted(kept, dim, counts)
 
 
-def _between_rounds(part: Part, dim: int) -> Iterator[Part]:
+def _between_rounds(part: LiveBox, dim: int) -> Iterator[LiveBox]:
     low, width = part.offsets[dim], _length(part.walks[dim][1:])
     for at in range(low, low + part.sizes[dim], width):
         yield from _between(part, dim, at, at + width)
 
 
-def _piece(part: Part, inner: Sequence[Shape]) -> Piece:
+def _piece(part: LiveBox, inner: Sequence[Shape]) -> DiskBox:
     offsets: list[int] = []
     sizes: list[int] = []
     steps: list[int] = []
@@ -373,4 +373,4 @@ def _piece(part: Part, inner: Sequence[Shape]) -> Piece:
         offsets += [offset // math.prod(counts), *box.offsets[1:]]
         sizes += box.sizes
         steps += [run[0][1] if run else 0 for run in _dealt(walk, box)]
-    return Piece(Box(tuple(offsets), tuple(sizes)), part.source, part.start, tuple(steps))
+    return DiskBox(Box(tuple(offsets), tuple(sizes)), part.source, part.start, tuple(steps))

@@ -1,6 +1,6 @@
-"""Proof that every tensor of an adapter is used once, by what its configuration names.
+"""Proof that an adapter and its configuration agree.
 
-Proof that an adapter has tensors for everything that its configuration names.
+Every tensor is used once, and everything that the configuration names has tensors.
 """
 
 from __future__ import annotations
@@ -10,12 +10,16 @@ from dataclasses import dataclass
 
 from ckptkit.core.errors import AdapterError
 from ckptkit.core.index import Fqn, Shape, TensorEntry
-from ckptkit.lora.config import ALL_LINEAR, Adapter, LoraSettings, all_matching
-from ckptkit.lora.dialects import is_frozen_name, plain_name
-from ckptkit.lora.generations import alpha_of_one_key
-from ckptkit.lora.inference import fits_experts, fits_target, is_saved, is_target, target_parameters
-from ckptkit.lora.layers import AdapterTable, LoraLayer, table_of
-from ckptkit.lora.names import is_vocabulary
+from ckptkit.lora.config import ALL_LINEAR, Adapter, LoraSettings, find_matches, find_old_alpha
+from ckptkit.lora.dialects import is_frozen_name, is_vocabulary, make_plain_name
+from ckptkit.lora.inference import (
+    find_target_parameters,
+    fits_experts,
+    fits_target,
+    is_saved,
+    is_target,
+)
+from ckptkit.lora.layers import AdapterTable, LoraLayer, build_table
 
 # What PEFT adds to `modules_to_save` of classifiers, of which a model has one.
 _HEADS = frozenset({"classifier", "score", "qa_outputs"})
@@ -28,18 +32,18 @@ def refuse_targets_without_tensors(
     *,
     is_own_record: bool,
 ) -> None:
-    """Refuses a configuration that names what the adapter has no tensors for.
+    """Refuses a configuration with targets for which the adapter has no tensors.
 
     Args:
         table: The tensors of the adapter.
         settings: Its configuration.
-        base: The tensors of the base by their plain names; empty where it is elsewhere.
-        is_own_record: Whether the run itself wrote the configuration. PEFT passes over targets
-            that a model lacks, so with the base at hand such ones are then no fault.
+        base: The tensors of the base by their plain names; empty where it is not at hand.
+        is_own_record: Whether the run itself wrote the configuration. PEFT ignores targets that a
+            model lacks, so these are accepted where the base is at hand.
     """
-    known = {_owner(name) for name in base} if is_own_record else set()
-    for option, target in _unused(table, settings):
-        if known and not any(fits_target(target, module) for module in known):
+    modules = {_owner(name) for name in base} if is_own_record else set()
+    for option, target in _list_unused(table, settings):
+        if modules and not any(fits_target(target, module) for module in modules):
             continue
         raise AdapterError(
             f"{option!r} of the configuration names {target!r}, for which the adapter has no"
@@ -54,9 +58,9 @@ def refuse_targets_without_tensors(
 def _refuse_bare_weights(
     table: AdapterTable, settings: LoraSettings, base: Mapping[Fqn, TensorEntry]
 ) -> None:
-    """Refuses a base that has a targeted weight of which the adapter has no factors."""
+    """Refuses a base with a targeted weight for which the adapter has no factors."""
     if settings.target_modules == ALL_LINEAR:
-        return  # which modules are linear, names do not tell
+        return  # names do not show which modules are linear
     adapted = {layer.module for layer in table.layers}
     for name in base:
         module = _owner(name)
@@ -70,11 +74,11 @@ def _refuse_bare_weights(
             )
 
 
-def _unused(table: AdapterTable, settings: LoraSettings) -> Iterator[tuple[str, str]]:
-    """Yields options and what they name in vain."""
+def _list_unused(table: AdapterTable, settings: LoraSettings) -> Iterator[tuple[str, str]]:
+    """Yields options with their targets that have no tensors."""
     adapted = [layer.module for layer in table.layers]
-    whole = [_owner(plain_name(name)) for name in table.whole]
-    for target in _unused_targets(settings, [*adapted, *whole]):  # what is saved is not adapted
+    whole = [_owner(make_plain_name(name)) for name in table.whole]
+    for target in _list_unused_targets(settings, [*adapted, *whole]):  # whole ones are not adapted
         yield "target_modules", target
     for target in settings.target_parameters:
         owner = _owner(target)
@@ -83,24 +87,24 @@ def _unused(table: AdapterTable, settings: LoraSettings) -> Iterator[tuple[str, 
     for target in settings.modules_to_save:
         if target not in _HEADS and not any(is_saved((target,), module) for module in whole):
             yield "modules_to_save", target
-    for target in _unused_tokens(table, settings):
+    for target in _list_unused_tokens(table, settings):
         yield "trainable_token_indices", target or "the input embedding"
 
 
-def _unused_tokens(table: AdapterTable, settings: LoraSettings) -> Iterator[str]:
-    """Yields embeddings without trained rows; PEFT saves those of tied ones for one of them."""
+def _list_unused_tokens(table: AdapterTable, settings: LoraSettings) -> Iterator[str]:
+    """Yields embeddings without trained rows; of tied ones PEFT saves the rows once."""
     named = settings.trainable_token_indices
-    found = {
+    present = {
         rows
         for target, rows in named.items()
         if any(not target or fits_target(target, module) for module in table.tokens)
     }
-    yield from (target for target, rows in named.items() if rows not in found)
+    yield from (target for target, rows in named.items() if rows not in present)
 
 
-def _unused_targets(settings: LoraSettings, adapted: list[str]) -> Iterator[str]:
+def _list_unused_targets(settings: LoraSettings, adapted: list[str]) -> Iterator[str]:
     if settings.exclude_modules or settings.layers_to_transform is not None:
-        return  # PEFT leaves out what these options do, whole targets too, and says nothing
+        return  # with these options PEFT silently leaves out modules, even all of a target
     targets = settings.target_modules
     if isinstance(targets, str):
         if not any(is_target(settings, module) for module in adapted):
@@ -120,19 +124,19 @@ _HINT = "pass the configuration that the run used with --adapter-config"
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """What an adapter holds for one module.
+class ModuleRow:
+    """The tensors of an adapter for one module.
 
     Attributes:
         module: The path in the base model; of a parameter of experts, the parameter's.
         kind: `linear`, `embedding`, `convolution` or `parameter` for factors, `tokens` for
             rows of an embedding, `whole` for a tensor that replaces the base's, `frozen` for
-            one that was trained upon and saved with the adapter.
+            a tensor of the base that is saved with the adapter.
         rank: Of factors, else None.
         scaling: Of factors, else None.
-        is_dora: Whether magnitudes belong to the factors.
-        shape: Of what is changed: [out, in, ...] of factors, else of the tensor itself.
-        names: The tensors, by their names in the adapter's file.
+        is_dora: Whether there are magnitudes.
+        shape: Of the changed weight as [out, in, ...] for factors, else of the tensor itself.
+        names: The names of the tensors in the adapter's file.
     """
 
     module: str
@@ -146,52 +150,52 @@ class Row:
 
 def account(
     adapter: Adapter, base: Mapping[Fqn, TensorEntry], *, is_own_record: bool = False
-) -> tuple[Row, ...]:
-    """Checks an adapter against its configuration and, where it is there, its base.
+) -> tuple[ModuleRow, ...]:
+    """Checks an adapter against its configuration and, if it is at hand, its base.
 
-    Args:
-        adapter: The adapter.
-        base: The tensors of the base by their plain names; empty where it is elsewhere.
-        is_own_record: Whether the run itself wrote the configuration. PEFT passes over targets
-            that a model lacks, so with the base at hand such ones are then no fault.
+    The arguments are those of `refuse_targets_without_tensors`.
 
     Returns:
         A row for every module, each tensor of the adapter in exactly one of them.
     """
-    table = table_of(adapter.tensors)
+    table = build_table(adapter.tensors)
     settings = adapter.settings
     for name, entry in adapter.tensors.items():
         if entry.dtype.kind != "float" and name not in table.whole:
             raise AdapterError(
-                f"elements of {entry.dtype.name} were found where a float type belongs",
+                f"found elements of {entry.dtype.name}, expected a float type",
                 where=f"tensor {name!r}",
                 hint="take another copy of the adapter, or load it with PEFT and save it again",
             )
-    rows = [_layer_row(layer, settings, base) for layer in table.layers]
-    rows += [_token_row(module, entry, settings, adapter) for module, entry in table.tokens.items()]
-    rows += [_whole_row(name, entry, settings) for name, entry in table.whole.items()]
+    rows = [_make_layer_row(layer, settings, base) for layer in table.layers]
+    rows += [
+        _make_token_row(module, entry, settings, adapter) for module, entry in table.tokens.items()
+    ]
+    rows += [_make_whole_row(name, entry, settings) for name, entry in table.whole.items()]
     refuse_targets_without_tensors(table, settings, base, is_own_record=is_own_record)
     return tuple(rows)
 
 
-def _layer_row(layer: LoraLayer, settings: LoraSettings, base: Mapping[Fqn, TensorEntry]) -> Row:
+def _make_layer_row(
+    layer: LoraLayer, settings: LoraSettings, base: Mapping[Fqn, TensorEntry]
+) -> ModuleRow:
     is_tied = settings.ensure_weight_tying and is_vocabulary(layer.module)
     if is_target(settings, layer.owner) or is_tied:
-        row = _module_row(layer, settings)
+        row = _make_module_row(layer, settings)
         _check_base(layer, base)
-    elif parameters := parameters_of(layer, settings, base):
-        row = _parameter_row(layer, parameters, settings)
+    elif parameters := find_parameters(layer, settings, base):
+        row = _make_parameter_row(layer, parameters, settings)
     else:
         raise AdapterError(
-            "the adapter has factors for it, which neither 'target_modules' nor"
-            " 'target_parameters' of its configuration names",
+            "the adapter has factors for it, but neither 'target_modules' nor"
+            " 'target_parameters' of its configuration names it",
             where=f"module {layer.module!r}",
             hint=_HINT,
         )
     return row
 
 
-def _module_row(layer: LoraLayer, settings: LoraSettings) -> Row:
+def _make_module_row(layer: LoraLayer, settings: LoraSettings) -> ModuleRow:
     rank = settings.rank(layer.owner)
     where = f"module {layer.module!r}"
     if layer.inner != rank:
@@ -201,22 +205,19 @@ def _module_row(layer: LoraLayer, settings: LoraSettings) -> Row:
             where=where,
             hint=_hint_of_rank(layer, settings),
         )
-    if settings.use_dora != (layer.magnitude is not None):
-        found, expected = ("no", "has") if settings.use_dora else ("a", "has not")
-        raise AdapterError(
-            f"{found} magnitude of DoRA was found, and the configuration {expected} 'use_dora'",
-            where=where,
-            hint=_HINT,
-        )
-    if settings.lora_bias != (layer.up_bias is not None) and not layer.is_embedding:
-        found, expected = ("no", "has") if settings.lora_bias else ("a", "has not")
-        raise AdapterError(
-            f"{found} bias of factor B was found, and the configuration {expected} 'lora_bias'",
-            where=where,
-            hint=_HINT,
-        )
+    for part, option, is_set, is_present in (
+        ("magnitude of DoRA", "use_dora", settings.use_dora, layer.magnitude is not None),
+        ("bias of factor B", "lora_bias", settings.lora_bias, layer.up_bias is not None),
+    ):
+        if is_set != is_present and not (option == "lora_bias" and layer.is_embedding):
+            article, verb = ("no", "has") if is_set else ("a", "has not")
+            raise AdapterError(
+                f"{article} {part} was found, and the configuration {verb} {option!r}",
+                where=where,
+                hint=_HINT,
+            )
     kind = "embedding" if layer.is_embedding else "linear"
-    return Row(
+    return ModuleRow(
         module=layer.module,
         kind="convolution" if layer.is_convolution else kind,
         rank=rank,
@@ -228,7 +229,7 @@ def _module_row(layer: LoraLayer, settings: LoraSettings) -> Row:
 
 
 def _hint_of_rank(layer: LoraLayer, settings: LoraSettings) -> str:
-    ranks = all_matching(settings.rank_pattern, layer.module)
+    ranks = find_matches(settings.rank_pattern, layer.module)
     if layer.inner not in ranks[1:]:
         return _HINT
     return (
@@ -238,11 +239,11 @@ def _hint_of_rank(layer: LoraLayer, settings: LoraSettings) -> str:
     )
 
 
-def old_alphas(settings: LoraSettings, rows: Sequence[Row]) -> Iterator[str]:
-    """Yields what to tell the user where PEFT reads another alpha today than it did.
+def note_old_alphas(settings: LoraSettings, rows: Sequence[ModuleRow]) -> Iterator[str]:
+    """Yields a note where PEFT reads another alpha today than versions before 0.14 did.
 
-    Only configurations that do not tell their version are doubtful; what is returned for them
-    by `LoraSettings.scaling` is what PEFT of today reads.
+    Only configurations without a version are doubtful; `LoraSettings.scaling` reads them as PEFT
+    does today.
     """
     if settings.peft_version is not None:
         return
@@ -250,49 +251,45 @@ def old_alphas(settings: LoraSettings, rows: Sequence[Row]) -> Iterator[str]:
         (row.module, settings.alpha(row.module), alpha)
         for row in rows
         if row.rank is not None
-        and (alpha := alpha_of_one_key(settings, row.module, row.rank)) is not None
+        and (alpha := find_old_alpha(settings, row.module, row.rank)) is not None
         and alpha != settings.alpha(row.module)
     ]
     if doubtful:
         module, now, then = doubtful[0]
         yield (
             f"the patterns give {module!r} the alpha {now:g}, and gave it {then:g} before PEFT 0.14"
-            f" (so for {len(doubtful):,} of {len(rows):,} modules): the configuration does not tell"
-            " its version, and was read as PEFT reads it today"
+            f" (so for {len(doubtful):,} of {len(rows):,} modules): the configuration has no"
+            " version, and was read as PEFT reads it today"
         )
 
 
-def parameters_of(
+def find_parameters(
     layer: LoraLayer, settings: LoraSettings, base: Mapping[Fqn, TensorEntry]
 ) -> dict[str, int]:
-    """Returns the parameters that factors may be meant for, each with its number of experts.
+    """Returns the parameters to which factors may belong, with their numbers of experts.
 
-    Args:
-        layer: Factors of a module that has targeted parameters.
-        settings: The configuration.
-        base: The tensors of the base by their plain names; empty where it is elsewhere.
-
-    Returns:
-        Paths of parameters in the base; several where neither ranks nor shapes tell.
+    There are several where neither ranks nor shapes decide.
     """
-    held = {
+    shapes = {
         name.rpartition(".")[2]: entry.shape
         for name, entry in base.items()
         if name.rpartition(".")[0] == layer.module
     }
-    found = {}
-    for parameter in target_parameters(settings, layer.module, held):
+    parameters = {}
+    for parameter in find_target_parameters(settings, layer.module, shapes):
         path = f"{layer.module}.{parameter}"
         experts, rest = divmod(layer.inner, settings.rank(path))
-        shape = held.get(parameter)
+        shape = shapes.get(parameter)
         if not rest and (shape is None or fits_experts(layer, experts, shape)):
-            found[path] = experts
-    return found
+            parameters[path] = experts
+    return parameters
 
 
-def _parameter_row(layer: LoraLayer, parameters: Mapping[str, int], settings: LoraSettings) -> Row:
+def _make_parameter_row(
+    layer: LoraLayer, parameters: Mapping[str, int], settings: LoraSettings
+) -> ModuleRow:
     path, experts = next(iter(parameters.items()))
-    return Row(
+    return ModuleRow(
         module=path if len(parameters) == 1 else f"{layer.module} (level {layer.level})",
         kind="parameter",
         rank=layer.inner // experts,
@@ -304,54 +301,58 @@ def _parameter_row(layer: LoraLayer, parameters: Mapping[str, int], settings: Lo
 
 
 def _check_base(layer: LoraLayer, base: Mapping[Fqn, TensorEntry]) -> None:
-    """Refuses factors that do not fit the weight beside them, unless that one is packed."""
+    """Refuses factors that do not fit the weight of the base, unless it is packed."""
     weight = base.get(Fqn(f"{layer.module}.weight"))
     shape = layer.shape
     if weight is None or len(shape) != _MATRIX or len(weight.shape) != _MATRIX:
         return
     if weight.shape[-1] != 1 and shape not in {weight.shape, weight.shape[::-1]}:
         raise AdapterError(
-            f"factors for a weight of shape {list(shape)} were found against"
-            f" {list(weight.shape)} in the base",
+            f"found factors for a weight of shape {list(shape)}, expected {list(weight.shape)} as"
+            " in the base",
             where=f"module {layer.module!r}",
             hint="the adapter was trained on another base",
         )
 
 
-def _token_row(module: str, entry: TensorEntry, settings: LoraSettings, adapter: Adapter) -> Row:
-    rows = rows_of_tokens(settings, module)
+def _make_token_row(
+    module: str, entry: TensorEntry, settings: LoraSettings, adapter: Adapter
+) -> ModuleRow:
+    rows = find_token_rows(settings, module)
     if rows is None or len(rows) != entry.shape[0]:
         named = "none" if rows is None else f"{len(rows):,}"
         raise AdapterError(
-            f"{entry.shape[0]:,} trained rows were found against {named} in"
+            f"found {entry.shape[0]:,} trained rows, expected {named} as in"
             " 'trainable_token_indices' of the configuration",
             where=f"module {module!r}",
             hint=_HINT,
         )
-    names = tuple(name for name, one in adapter.tensors.items() if one is entry)
-    return Row(module, "tokens", None, None, is_dora=False, shape=entry.shape, names=names)
+    names = tuple(name for name, tensor in adapter.tensors.items() if tensor is entry)
+    return ModuleRow(module, "tokens", None, None, is_dora=False, shape=entry.shape, names=names)
 
 
-def rows_of_tokens(settings: LoraSettings, module: str) -> tuple[int, ...] | None:
-    """Returns which rows of an embedding were trained; None if it is not named.
+def find_token_rows(settings: LoraSettings, module: str) -> tuple[int, ...] | None:
+    """Returns the trained rows of an embedding; None if the configuration does not name it.
 
-    A configuration that names no embedding means the input embedding, and so any.
+    One that names no embedding means the input embedding, and so any.
     """
-    found = settings.trainable_token_indices
+    named = settings.trainable_token_indices
     return next(
-        (rows for name, rows in found.items() if not name or fits_target(name, module)), None
+        (rows for name, rows in named.items() if not name or fits_target(name, module)), None
     )
 
 
-def _whole_row(name: Fqn, entry: TensorEntry, settings: LoraSettings) -> Row:
-    module, _, parameter = plain_name(name).rpartition(".")
+def _make_whole_row(name: Fqn, entry: TensorEntry, settings: LoraSettings) -> ModuleRow:
+    module, _, parameter = make_plain_name(name).rpartition(".")
     is_bias = parameter == "bias" and settings.bias != "none"
     if not (is_bias or is_vocabulary(module) or is_saved(settings.modules_to_save, module)):
         raise AdapterError(
-            "it was trained as a whole, and 'modules_to_save' of the configuration does not name"
-            " its module",
+            "it was trained whole, and 'modules_to_save' of the configuration does not name its"
+            " module",
             where=f"tensor {name!r}",
             hint=_HINT,
         )
     kind = "frozen" if is_frozen_name(name) else "whole"
-    return Row(plain_name(name), kind, None, None, is_dora=False, shape=entry.shape, names=(name,))
+    return ModuleRow(
+        make_plain_name(name), kind, None, None, is_dora=False, shape=entry.shape, names=(name,)
+    )

@@ -1,29 +1,26 @@
-"""What an adapter does to the tensors of its base model, one value per change.
+"""The changes of adapters to a base model: one value per change, and how several are combined.
 
-Names of tensors and modules are those of the live model, without PEFT's prefix.
-
-Several adapters, one base: what is asked for, and what the changes of all of them come to.
-
-What an adapter changes in a model's configuration: vocabulary, head, class.
+Names of tensors and modules are those of the live model, without PEFT's prefix. The last part is
+about the configuration: vocabulary, head, class.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 from ckptkit.core.errors import AdapterError, RefusedError
 from ckptkit.core.index import Fqn, Shape, TensorEntry
-from ckptkit.lora.generations import NORM_OF_UNMERGED, version_of
-from ckptkit.lora.names import is_vocabulary
+from ckptkit.lora.config import NORM_OF_UNMERGED, parse_version
+from ckptkit.lora.dialects import is_vocabulary
 from ckptkit.options import DEFAULT_MAX_FILE_BYTES, check_choice, choose_dtype
 
 Form = Literal[
     "linear", "transposed", "embedding", "conv", "parameter", "experts", "experts_transposed"
 ]
-"""How the product of the factors lies in the weight.
+"""How the product of the factors is stored in the weight.
 
 `linear`: B·A, as [out, in]; `parameter`: the same, where the parameter itself was targeted.
 `transposed`: (B·A)ᵀ, as [in, out], for Transformers' Conv1D. `embedding`: (B·A)ᵀ, as [vocabulary,
@@ -33,13 +30,13 @@ expert, as [experts, out, in]; `experts_transposed`: as [experts, in, out].
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
-    """Which of the adapters that are merged a change stems from.
+class AdapterSource:
+    """One of the adapters that are merged.
 
     Attributes:
-        position: Of the adapter, in the order of merging.
-        origin: The name under which the plan knows the source of its tensors.
-        where: What to call the adapter in errors.
+        position: Its position in the order of merging.
+        origin: The name of the source of its tensors in the plan.
+        where: Its name in errors.
     """
 
     position: int
@@ -48,23 +45,23 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
-class LowRank:
-    """A product of two factors is added to a weight.
+class LowRankChange:
+    """Adds a product of two factors to a weight.
 
     Attributes:
         source: The adapter.
         weight: The weight.
-        module: The module, or the parameter where that was targeted; what patterns name.
-        form: How the product lies in the weight.
+        module: The module, or the targeted parameter, which patterns match.
+        form: How the product is stored in the weight.
         down: The factor A: [rank, in], or [experts * rank, in], or [rank, in, *kernel].
         up: The factor B: [out, rank], or [out, rank * experts], or [out, rank, 1, ...].
         magnitude: DoRA's length of each output row, [out] or [1, out, 1, ...]; None for plain
             LoRA.
         rank: Of one product.
-        scaling: What the product is multiplied by; the weight given to the adapter is in it.
+        scaling: The factor of the product, which includes the weight of the adapter.
     """
 
-    source: Source
+    source: AdapterSource
     weight: Fqn
     module: str
     form: Form
@@ -76,18 +73,18 @@ class LowRank:
 
 
 @dataclass(frozen=True, slots=True)
-class Shift:
-    """The bias of an up-projection, times its scaling, is added to a bias.
+class BiasChange:
+    """Adds the scaled bias of an up-projection to a bias.
 
     Attributes:
         source: The adapter.
         weight: The bias of the base model.
         module: The module.
-        bias: What is added, [out].
-        scaling: What it is multiplied by.
+        bias: The added bias, [out].
+        scaling: Its factor.
     """
 
-    source: Source
+    source: AdapterSource
     weight: Fqn
     module: str
     bias: TensorEntry
@@ -95,8 +92,8 @@ class Shift:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
-    """Single rows of a weight are replaced: trained tokens.
+class TokenRowsChange:
+    """Replaces single rows of a weight: trained tokens.
 
     Attributes:
         source: The adapter.
@@ -106,7 +103,7 @@ class Rows:
         indices: Which rows.
     """
 
-    source: Source
+    source: AdapterSource
     weight: Fqn
     module: str
     rows: TensorEntry
@@ -114,41 +111,42 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
-class Replaced:
-    """A tensor is taken from the adapter as it is, whether or not the base has it.
+class Replacement:
+    """Takes a tensor from the adapter unchanged, whether or not the base has it.
 
     Attributes:
         source: The adapter.
         weight: The tensor.
         module: The module.
-        tensor: What stands for it.
-        frozen: Whether it is what other changes of the adapter were trained upon, and not
-            itself trained: the embedding beneath a LoRA of it.
+        tensor: The tensor of the adapter.
+        frozen: Whether it was not trained itself: the base of other changes of the adapter, such as
+            the embedding under a LoRA.
     """
 
-    source: Source
+    source: AdapterSource
     weight: Fqn
     module: str
     tensor: TensorEntry
     frozen: bool
 
 
-Change = LowRank | Shift | Rows | Replaced
+Change = LowRankChange | BiasChange | TokenRowsChange | Replacement
+Changes = Mapping[Fqn, Sequence[Change]]
+"""The changes of each tensor, in order."""
 
 
 def tensors_of(change: Change) -> tuple[TensorEntry, ...]:
     """Returns the adapter's tensors that a change uses."""
-    if isinstance(change, LowRank):
+    if isinstance(change, LowRankChange):
         factors = (change.down, change.up)
         return factors if change.magnitude is None else (*factors, change.magnitude)
-    if isinstance(change, Shift):
+    if isinstance(change, BiasChange):
         return (change.bias,)
-    return (change.rows,) if isinstance(change, Rows) else (change.tensor,)
+    return (change.rows,) if isinstance(change, TokenRowsChange) else (change.tensor,)
 
 
 def is_frozen(change: Change) -> bool:
-    """Tells whether a change only puts in place what others were trained upon."""
-    return isinstance(change, Replaced) and change.frozen
+    return isinstance(change, Replacement) and change.frozen
 
 
 MergeDType = Literal["keep", "float32", "bfloat16", "float16"]
@@ -159,20 +157,20 @@ NormOf = Literal["base", "running"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergeRequest:
-    """What a merged model should hold.
+    """Options of a merge.
 
     Attributes:
         dtype: The element type of floating tensors, or `keep` for that of the base.
         max_file_bytes: Bytes of tensor data after which a new weight file is begun.
         match_peft: Whether to round where PEFT's `merge_and_unload` rounds, instead of once.
-        qlora_base: What an adapter of a packed base is merged onto; None where nobody said.
-        double_quant: Whether the scales of packed weights were quantized too, where nothing
-            beside the weights tells; None where nobody said.
-        allow_other_base: Whether a base that is not the recorded one is taken all the same.
+        qlora_base: The base of an adapter of packed weights; None by default.
+        double_quant: Whether the scales of packed weights were quantized too, for weights without
+            a quantization state; None by default.
+        allow_other_base: Whether to accept a base that is not the recorded one.
         allow_code: Whether `*.py` files and `auto_map` entries are copied.
         names: `auto` refuses what would not load as the model of the configuration; `live`
             compares nothing.
-        report: Whether norms are measured, which reads the changed weights once more.
+        report: Whether norms are measured, which reads the changed weights again.
     """
 
     dtype: MergeDType = "keep"
@@ -201,22 +199,23 @@ class MergeRequest:
         }
 
 
-def combine(
+def combine_changes(
     adapters: Sequence[Sequence[Change]], weights: Sequence[float]
 ) -> dict[Fqn, list[Change]]:
-    """Puts the changes of all adapters together, in order.
+    """Joins the changes of all adapters, in order, by the changed tensor.
 
     Args:
         adapters: The changes of each adapter.
-        weights: What each adapter's low-rank updates were multiplied by.
-
-    Returns:
-        The changes of every tensor that changes.
+        weights: The weights of the adapters.
     """
     combined: dict[Fqn, list[Change]] = {}
     for changes, weight in zip(adapters, weights, strict=True):
         for change in changes:
-            if weight != 1 and isinstance(change, (Rows, Replaced)) and not is_frozen(change):
+            if (
+                weight != 1
+                and isinstance(change, (TokenRowsChange, Replacement))
+                and not is_frozen(change)
+            ):
                 raise RefusedError(
                     f"the adapter replaces {change.weight!r}, which a weight of {weight:g} does"
                     " not apply to",
@@ -224,22 +223,21 @@ def combine(
                     hint="give adapters that train whole modules or tokens the weight 1",
                 )
             combined.setdefault(change.weight, []).append(change)
-    for found in combined.values():
-        _refuse_undefined(found)
-        # What a LoRA was trained upon comes first, whichever adapter brought it.
-        found.sort(key=lambda change: not is_frozen(change))
+    for own in combined.values():
+        _refuse_undefined(own)
+        # The frozen base of a LoRA comes first, whichever adapter has it.
+        own.sort(key=lambda change: not is_frozen(change))
     return combined
 
 
-def _is_bias_of_one_adapter(whole: Replaced, others: Sequence[Change]) -> bool:
-    return all(isinstance(c, Shift) and c.source == whole.source for c in others)
-
-
 def _refuse_undefined(changes: Sequence[Change]) -> None:
-    whole = [c for c in changes if isinstance(c, Replaced) and not c.frozen]
-    rows = [c for c in changes if isinstance(c, Rows)]
-    others = [c for c in changes if isinstance(c, (LowRank, Shift))]
-    if len(whole) == 1 and not rows and _is_bias_of_one_adapter(whole[0], others):
+    whole = [c for c in changes if isinstance(c, Replacement) and not c.frozen]
+    rows = [c for c in changes if isinstance(c, TokenRowsChange)]
+    others = [c for c in changes if isinstance(c, (LowRankChange, BiasChange))]
+    is_own_bias = len(whole) == 1 and all(
+        isinstance(c, BiasChange) and c.source == whole[0].source for c in others
+    )
+    if is_own_bias and not rows:
         return
     if whole and (len(whole) > 1 or rows or others):
         other = next(c for c in changes if c is not whole[0])
@@ -279,33 +277,27 @@ def check_used_once(
     if wrong is not None:
         count = uses[tensors[wrong].key]
         raise AdapterError(
-            f"tensor {wrong!r} of the adapter is used by {count} layers against 1",
+            f"tensor {wrong!r} of the adapter is used by {count} layers, expected 1",
             where=where,
             hint="the adapter was written by an unknown version of PEFT; merge it there",
         )
 
 
-def norms_of(
-    versions: Sequence[str | None], changes: Mapping[Fqn, Sequence[Change]]
-) -> tuple[NormOf, str]:
-    """Chooses of which weight DoRA takes norms where several adapters change one weight.
+def choose_norms(versions: Sequence[str | None], changes: Changes) -> tuple[NormOf, str]:
+    """Chooses the weight whose norms DoRA takes where several adapters change one weight.
 
     Args:
-        versions: Of the PEFT that wrote each adapter; None where its file does not say.
-        changes: Of every tensor.
+        versions: The version of PEFT that wrote each adapter, if its file has one.
+        changes: The changes of all adapters.
 
     Returns:
-        `base` for the unmerged weight, as PEFT does from 0.21 on, `running` for the one that
-        has the earlier adapters in it, as it did before; and what to tell the user, if it matters.
+        `base` for the unmerged weight, as PEFT does from 0.21 on, or `running` for the weight with
+        the earlier adapters merged, as it did before; and a note for the user, if it matters.
     """
-    mattering = [
-        found
-        for updates in changes.values()
-        if len(found := [change for change in updates if isinstance(change, LowRank)]) > 1
-        and any(change.magnitude for change in found[1:])
-    ]
-    involved = {change.source.position for found in mattering for change in found}
-    numbers = [version_of(versions[position]) for position in sorted(involved)]
+    low_rank = [[c for c in own if isinstance(c, LowRankChange)] for own in changes.values()]
+    mattering = [own for own in low_rank if any(change.magnitude for change in own[1:])]
+    involved = {change.source.position for own in mattering for change in own}
+    numbers = [parse_version(versions[position]) for position in sorted(involved)]
     choice: NormOf = "base" if all(number >= NORM_OF_UNMERGED for number in numbers) else "running"
     if not mattering:
         return choice, ""
@@ -313,26 +305,26 @@ def norms_of(
         "base": "of the unmerged weights, as PEFT does from 0.21 on",
         "running": "of the weights with the earlier adapters merged, as PEFT did before 0.21",
     }[choice]
-    told = ", ".join(str(versions[position] or "no version") for position in sorted(involved))
-    return choice, f"norms of DoRA are taken {rule}: the adapters were written by PEFT {told}"
+    written_by = ", ".join(str(versions[number] or "no version") for number in sorted(involved))
+    return choice, f"norms of DoRA are taken {rule}: the adapters were written by PEFT {written_by}"
 
 
 _VOCABULARY = "vocab_size"
 _NESTING = 4
-_HEADS = {  # PEFT's task types that put another head on a model, and what its class is called
+_HEADS = {  # PEFT's task types that give a model another head, and the ends of class names
     "SEQ_CLS": "ForSequenceClassification",
     "TOKEN_CLS": "ForTokenClassification",
     "QUESTION_ANS": "ForQuestionAnswering",
 }
 _CLASSES = re.compile(r"(?:For[A-Z]\w*|LMHeadModel|Model)$")
-_LABELLED = ("score", "classifier")  # what Transformers calls heads with one row per label
+_LABELLED = ("score", "classifier")  # Transformers' names of heads with one row per label
 
 
 def has_vocabulary(name: str) -> bool:
     return is_vocabulary(name.rpartition(".")[0])
 
 
-def model_types(config: Mapping[str, Any] | None) -> frozenset[str]:
+def find_model_types(config: Mapping[str, Any] | None) -> frozenset[str]:
     """Returns the model types of a configuration and of those nested in it.
 
     Nothing where the model's code comes with it: its classes are not those of Transformers.
@@ -351,7 +343,7 @@ def _types(config: Mapping[str, Any], depth: int) -> set[str]:
     return found
 
 
-def with_vocabulary(config: Mapping[str, Any], old: int, new: int) -> dict[str, Any]:
+def resize_vocabulary(config: Mapping[str, Any], old: int, new: int) -> dict[str, Any]:
     return _with_vocabulary(config, old, new, _NESTING)
 
 
@@ -367,7 +359,7 @@ def _with_vocabulary(config: Mapping[str, Any], old: int, new: int, depth: int) 
     return changed
 
 
-def vocabularies(config: Mapping[str, Any]) -> frozenset[int]:
+def find_vocabulary_sizes(config: Mapping[str, Any]) -> frozenset[int]:
     return frozenset(_vocabularies(config, _NESTING))
 
 
@@ -380,40 +372,42 @@ def _vocabularies(config: Mapping[str, Any], depth: int) -> Iterator[int]:
             yield from _vocabularies(inner, depth - 1)
 
 
-def with_head(
+def adapt_head(
     config: Mapping[str, Any], task_type: str | None, brought: Mapping[Fqn, Shape]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Returns a configuration that fits the head which an adapter brings.
+    """Adapts a configuration to the head of an adapter.
 
     Args:
-        config: Of the base, or of the run; it may be that of a model with another head.
-        task_type: PEFT's name for what was trained.
-        brought: The tensors that the adapter replaces or adds, whole.
+        config: Of the base, or of the run; its model may have another head.
+        task_type: PEFT's name for the task.
+        brought: The tensors that the adapter replaces or adds whole.
 
     Returns:
-        The configuration, and what was changed, in words.
+        The configuration, and notes on what was changed.
     """
-    changed, told = dict(config), []
+    changed, notes = dict(config), []
     listed = config.get("architectures")
     old = listed[0] if isinstance(listed, list) and listed else None
     head = _HEADS.get(task_type or "")
     if head and isinstance(old, str) and _CLASSES.search(old) and not old.endswith(head):
         new = _CLASSES.sub(head, old)
         changed["architectures"] = [new]
-        told.append(f"the adapter has a head of its own: 'architectures' is {new} instead of {old}")
-    labels = _labels(brought) if head else None
-    if labels is not None and labels != _number_of_labels(config):
+        notes.append(
+            f"the adapter has a head of its own: 'architectures' is {new} instead of {old}"
+        )
+    labels = _count_labels(brought) if head else None
+    if labels is not None and labels != _get_labels(config):
         changed["id2label"] = {str(number): f"LABEL_{number}" for number in range(labels)}
         changed["label2id"] = {f"LABEL_{number}": number for number in range(labels)}
-        told.append(
+        notes.append(
             f"the head has {labels} labels, whose names are not recorded: 'id2label' is LABEL_0 to"
             f" LABEL_{labels - 1}"
         )
-    return changed, told
+    return changed, notes
 
 
-def _labels(brought: Mapping[Fqn, Shape]) -> int | None:
-    """Returns how many labels a head has, from the last of its weights."""
+def _count_labels(brought: Mapping[Fqn, Shape]) -> int | None:
+    """Returns the number of labels of a head, from the last of its weights."""
     rows = [
         shape[0]
         for name, shape in brought.items()
@@ -422,7 +416,7 @@ def _labels(brought: Mapping[Fqn, Shape]) -> int | None:
     return rows[-1] if rows else None
 
 
-def _number_of_labels(config: Mapping[str, Any]) -> int:
+def _get_labels(config: Mapping[str, Any]) -> int:
     named = config.get("id2label")
     if isinstance(named, Mapping):
         return len(named)
@@ -430,11 +424,10 @@ def _number_of_labels(config: Mapping[str, Any]) -> int:
     return number if isinstance(number, int) else 2
 
 
-def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a configuration of weights that are not packed."""
-    gone: Collection[str] = {"quantization_config", "_pre_quantization_dtype"}
+def drop_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Removes what a configuration says of packed weights."""
     return {
-        key: without_quantization(value) if isinstance(value, Mapping) else value
+        key: drop_quantization(value) if isinstance(value, Mapping) else value
         for key, value in config.items()
-        if key not in gone
+        if key not in {"quantization_config", "_pre_quantization_dtype"}
     }

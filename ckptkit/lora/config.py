@@ -1,13 +1,8 @@
-"""What a PEFT configuration says of a LoRA adapter, checked once.
+"""The configuration of a LoRA adapter, parsed and checked; and the adapter with its tensors.
 
 Source: peft 0.21, `tuners/lora/config.py` for the options and their defaults,
-`tuners/lora/model.py` and `utils/other.py` for how ranks and alphas are looked up.
-
-The values of a PEFT configuration by type: JSON in, what was meant out, or an error.
-
-Source: peft 0.21, `LoraConfig`, and the files that versions from 0.2 on have written.
-
-An adapter as the rest of ckptkit sees it: settings, and tensors under the names of its file.
+`tuners/lora/model.py` and `utils/other.py` for how ranks and alphas are looked up, and the files
+that versions from 0.2 on have written.
 """
 
 from __future__ import annotations
@@ -23,7 +18,7 @@ from ckptkit.core.errors import FormatError, UnsupportedError
 from ckptkit.core.index import Fqn, TensorEntry
 from ckptkit.plan.peft_names import advice_on, refusal_of
 
-# Every option of `LoraConfig` whose values are read here or mean nothing once trained.
+# Every option of `LoraConfig` that is read here or has no meaning after training.
 _KNOWN = frozenset(
     (
         *("alora_invocation_tokens", "alpha_pattern", "arrow_config", "auto_mapping"),
@@ -41,16 +36,14 @@ _KNOWN = frozenset(
 _INPUT_EMBEDDING = ""
 
 
-class _Facts(TypedDict):
-    """What an error is made from."""
-
+class _ErrorTexts(TypedDict):
     message: str
     where: str
     hint: str
 
 
-def known_or_neutral(document: Mapping[str, Any], *, where: str) -> None:
-    """Refuses options of which nothing is known but that they are in use."""
+def _refuse_unknown_options(document: Mapping[str, Any], *, where: str) -> None:
+    """Refuses unknown options that are in use."""
     for key, value in document.items():
         if key not in _KNOWN and value not in (None, False, 0, "", [], {}):
             raise UnsupportedError(
@@ -61,102 +54,94 @@ def known_or_neutral(document: Mapping[str, Any], *, where: str) -> None:
             )
 
 
-def whole(document: Mapping[str, Any], key: str, *, default: int, where: str) -> int:
-    """Returns a positive whole number."""
-    found = document.get(key, default)
-    if isinstance(found, bool) or not isinstance(found, int) or found < 1:
-        raise FormatError(**_wrong(key, found, "a positive whole number", where))
-    return found
+def _parse_positive(document: Mapping[str, Any], key: str, *, default: int, where: str) -> int:
+    value = document.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise FormatError(**_wrong(key, value, "a positive whole number", where))
+    return value
 
 
-def number(document: Mapping[str, Any], key: str, *, default: float, where: str) -> float:
-    """Returns a finite number; whole ones stay whole."""
-    found = document.get(key, default)
-    if not _is_finite(found):
-        raise FormatError(**_wrong(key, found, "a number", where))
-    return found  # type: ignore[no-any-return]  # checked above
+def _parse_number(document: Mapping[str, Any], key: str, *, default: float, where: str) -> float:
+    value = document.get(key, default)
+    if not _is_finite(value):
+        raise FormatError(**_wrong(key, value, "a number", where))
+    return value  # type: ignore[no-any-return]  # checked above
 
 
-def switch(document: Mapping[str, Any], key: str, *, where: str) -> bool:
-    """Returns a flag; null is off."""
-    found = document.get(key)
-    if found is not None and not isinstance(found, bool):
-        raise FormatError(**_wrong(key, found, "true or false", where))
-    return bool(found)
+def _parse_flag(document: Mapping[str, Any], key: str, *, where: str) -> bool:
+    value = document.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise FormatError(**_wrong(key, value, "true or false", where))
+    return bool(value)
 
 
-def optional_text(document: Mapping[str, Any], key: str, *, where: str) -> str | None:
-    """Returns a text, or None where there is none."""
-    found = document.get(key)
-    if found is not None and not isinstance(found, str):
-        raise FormatError(**_wrong(key, found, "a text", where))
-    return found or None
+def _parse_text(document: Mapping[str, Any], key: str, *, where: str) -> str | None:
+    value = document.get(key)
+    if value is not None and not isinstance(value, str):
+        raise FormatError(**_wrong(key, value, "a text", where))
+    return value or None
 
 
-def patterns(document: Mapping[str, Any], key: str, *, where: str) -> str | tuple[str, ...] | None:
-    """Returns a regular expression, or a list of names; None where there is none."""
-    found = document.get(key)
-    if isinstance(found, str):
-        check_pattern(found, f"{key!r}", where)
-        return found
-    return None if found is None else _texts(found, key, where)
+def _parse_patterns(
+    document: Mapping[str, Any], key: str, *, where: str
+) -> str | tuple[str, ...] | None:
+    """Returns a regular expression, a list of names, or None."""
+    value = document.get(key)
+    if isinstance(value, str):
+        _check_pattern(value, f"{key!r}", where)
+        return value
+    return None if value is None else _check_texts(value, key, where)
 
 
-def texts(document: Mapping[str, Any], key: str, *, where: str) -> tuple[str, ...]:
-    """Returns a list of names; nothing where there is none."""
-    found = document.get(key)
-    return () if found is None else _texts(found, key, where)
+def _parse_texts(document: Mapping[str, Any], key: str, *, where: str) -> tuple[str, ...]:
+    value = document.get(key)
+    return () if value is None else _check_texts(value, key, where)
 
 
-def numbers_by_pattern(document: Mapping[str, Any], key: str, *, where: str) -> dict[str, float]:
-    """Returns numbers by regular expression; nothing where there are none."""
-    found = document.get(key) or {}
-    if not isinstance(found, Mapping):
-        raise FormatError(**_wrong(key, found, "an object", where))
-    for pattern, value in found.items():
-        check_pattern(pattern, f"{key!r}", where, is_embedded=True)
-        if not _is_finite(value):
-            raise FormatError(**_wrong(f"{key}[{pattern}]", value, "a number", where))
-    return dict(found)
+def _parse_numbers_by_pattern(
+    document: Mapping[str, Any], key: str, *, where: str
+) -> dict[str, float]:
+    value = document.get(key) or {}
+    if not isinstance(value, Mapping):
+        raise FormatError(**_wrong(key, value, "an object", where))
+    for pattern, number in value.items():
+        _check_pattern(pattern, f"{key!r}", where, is_embedded=True)
+        if not _is_finite(number):
+            raise FormatError(**_wrong(f"{key}[{pattern}]", number, "a number", where))
+    return dict(value)
 
 
-def ranks_by_pattern(document: Mapping[str, Any], key: str, *, where: str) -> dict[str, int]:
-    """Returns positive whole numbers by regular expression; nothing where there are none."""
-    found = numbers_by_pattern(document, key, where=where)
-    for pattern, value in found.items():
+def _parse_ranks_by_pattern(document: Mapping[str, Any], key: str, *, where: str) -> dict[str, int]:
+    numbers = _parse_numbers_by_pattern(document, key, where=where)
+    for pattern, value in numbers.items():
         if not isinstance(value, int) or value < 1:
             name = f"{key}[{pattern}]"
             raise FormatError(**_wrong(name, value, "a positive whole number", where))
-    return {pattern: int(value) for pattern, value in found.items()}
+    return {pattern: int(value) for pattern, value in numbers.items()}
 
 
-def indices(document: Mapping[str, Any], key: str, *, where: str) -> tuple[int, ...] | None:
-    """Returns whole numbers, of which there may be a single one; None where there are none."""
-    found = document.get(key)
-    if found is None or found == []:
+def _parse_indices(document: Mapping[str, Any], key: str, *, where: str) -> tuple[int, ...] | None:
+    value = document.get(key)
+    if value is None or value == []:
         return None
-    return _numbers(found if isinstance(found, list) else [found], key, where)
+    return _check_numbers(value if isinstance(value, list) else [value], key, where)
 
 
-def token_rows(document: Mapping[str, Any], *, where: str) -> dict[str, tuple[int, ...]]:
-    """Returns the rows of embeddings that were trained, by the name of the embedding."""
+def _parse_token_rows(document: Mapping[str, Any], *, where: str) -> dict[str, tuple[int, ...]]:
+    """Returns the trained rows of embeddings, by the name of the embedding."""
     key = "trainable_token_indices"
-    found = document.get(key)
-    if not found:
+    value = document.get(key)
+    if not value:
         return {}
-    if isinstance(found, Mapping):
-        return {str(name): _numbers(rows, key, where) for name, rows in found.items()}
-    return {_INPUT_EMBEDDING: _numbers(found, key, where)}
+    if isinstance(value, Mapping):
+        return {str(name): _check_numbers(rows, key, where) for name, rows in value.items()}
+    return {_INPUT_EMBEDDING: _check_numbers(value, key, where)}
 
 
-def check_pattern(pattern: str, what: str, where: str, *, is_embedded: bool = False) -> None:
+def _check_pattern(pattern: str, what: str, where: str, *, is_embedded: bool = False) -> None:
     """Refuses what is no regular expression.
 
-    Args:
-        pattern: The expression.
-        what: What to call its place in errors.
-        where: What to call its file in errors.
-        is_embedded: Whether PEFT puts others around it, which flags must not stand behind.
+    `is_embedded` says that PEFT embeds it in a larger one, in which flags may not follow.
     """
     try:
         re.compile(pattern)
@@ -172,22 +157,22 @@ def _is_finite(value: Any) -> bool:
     return is_number and abs(value) <= sys.float_info.max  # JSON has whole numbers of any size
 
 
-def _texts(found: Any, key: str, where: str) -> tuple[str, ...]:
-    if not isinstance(found, list) or not all(isinstance(item, str) for item in found):
-        raise FormatError(**_wrong(key, found, "a list of texts", where))
-    return tuple(found)
+def _check_texts(value: Any, key: str, where: str) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise FormatError(**_wrong(key, value, "a list of texts", where))
+    return tuple(value)
 
 
-def _numbers(found: Any, key: str, where: str) -> tuple[int, ...]:
-    is_list = isinstance(found, Sequence) and not isinstance(found, str)
-    if not is_list or not all(type(item) is int and item >= 0 for item in found):
-        raise FormatError(**_wrong(key, found, "whole numbers", where))
-    return tuple(found)
+def _check_numbers(value: Any, key: str, where: str) -> tuple[int, ...]:
+    is_list = isinstance(value, Sequence) and not isinstance(value, str)
+    if not is_list or not all(type(item) is int and item >= 0 for item in value):
+        raise FormatError(**_wrong(key, value, "whole numbers", where))
+    return tuple(value)
 
 
-def _wrong(key: str, found: Any, expected: str, where: str) -> _Facts:
+def _wrong(key: str, value: Any, expected: str, where: str) -> _ErrorTexts:
     return {
-        "message": f"{key!r} is {str(found)[:80]!r} against {expected}",
+        "message": f"{key!r} is {str(value)[:80]!r} against {expected}",
         "where": where,
         "hint": "compare it with the adapter_config.json that PEFT writes",
     }
@@ -199,12 +184,12 @@ ALL_LINEAR = "all-linear"
 """Stands for every linear module but the output; resolved before PEFT saves a configuration."""
 
 PEFT_PREFIX = "base_model.model."
-"""What PEFT puts before the names of a model."""
+"""The prefix of PEFT before the names of a model."""
 
-# Ways of starting that leave the base model as it was; every other one writes into it.
+# Initializations that do not change the base model; every other one writes into it.
 _CLEAN_STARTS = {"gaussian", "eva", "orthogonal"}
-# Options that are modelled in none of their values but the empty ones: each changes what the
-# tensors of an adapter mean, or which tensors there are.
+# Options that are modelled only if they are empty: each changes the meaning of an adapter's
+# tensors, or which tensors there are.
 _NOT_MODELLED = (
     *("alora_invocation_tokens", "arrow_config", "kasa_config", "layer_replication"),
     *("megatron_config", "monteclora_config", "use_bdlora", "use_qalora"),
@@ -218,31 +203,31 @@ class LoraSettings:
     """The configuration of a LoRA adapter, as `adapter_config.json` holds it.
 
     Attributes:
-        r: The rank of modules that no pattern names.
-        lora_alpha: The numerator of the scaling where no pattern names a module.
+        r: The rank of modules that no pattern matches.
+        lora_alpha: The numerator of the scaling of modules that no pattern matches.
         use_rslora: Whether the scaling is alpha / sqrt(rank) instead of alpha / rank.
-        use_dora: Whether the directions are trained apart from the magnitudes.
+        use_dora: Whether directions and magnitudes are trained separately.
         rank_pattern: Ranks by regular expression, in the order of the file.
         alpha_pattern: Alphas by regular expression, in the order of the file.
         target_modules: A regular expression, or ends of module names; None where only
             parameters are targeted.
         target_parameters: Ends of the names of parameters, such as those of fused experts.
-        exclude_modules: What `target_modules` does not mean.
-        layers_to_transform: The only layers that `target_modules` means; None for all.
-        layers_pattern: What the lists of layers are called, for `layers_to_transform`.
-        modules_to_save: Ends of the names of modules that were trained as they are.
-        trainable_token_indices: Rows by the name of the embedding that were trained; the
-            name is empty where the file has a list alone, which means the input embedding.
+        exclude_modules: Exceptions from `target_modules`.
+        layers_to_transform: The only layers to which `target_modules` applies; None for all.
+        layers_pattern: Names of the lists of layers, for `layers_to_transform`.
+        modules_to_save: Ends of the names of modules that were trained whole.
+        trainable_token_indices: Trained rows by the name of the embedding; the name is empty
+            where the file has only a list, which means the input embedding.
         bias: Which biases of the base were trained.
         lora_bias: Whether the up-projections have biases.
         fan_in_fan_out: Whether targeted weights are stored as [in, out].
-        init_lora_weights: How the adapter was started.
+        init_lora_weights: How the adapter was initialized.
         ensure_weight_tying: Whether tied modules share what was trained for one of them.
         base_model_name_or_path: The base that was trained on, or None.
-        revision: The commit of it, or None.
+        revision: Its commit, or None.
         task_type: PEFT's name for what the model does, or None.
         peft_version: The version that wrote the file; None before 0.18.
-        document: The file as it was.
+        document: The parsed file.
     """
 
     r: int
@@ -271,17 +256,12 @@ class LoraSettings:
 
     @classmethod
     def parse(cls, document: Mapping[str, Any], *, where: str = "") -> LoraSettings:
-        """Reads a configuration of any PEFT version.
+        """Parses the content of `adapter_config.json` of any PEFT version.
 
-        Keys that are missing have PEFT's defaults. Keys that are not known are passed over
-        where they hold nothing.
-
-        Args:
-            document: The content of `adapter_config.json`.
-            where: What to call it in errors.
+        Missing keys have PEFT's defaults. Unknown keys are ignored where they are empty.
         """
         _refuse_other_methods(document, where)
-        known_or_neutral(document, where=where)
+        _refuse_unknown_options(document, where=where)
         for option in _NOT_MODELLED:
             if document.get(option):
                 raise UnsupportedError(
@@ -290,67 +270,65 @@ class LoraSettings:
                     hint=_HINT,
                 )
         return cls(
-            r=whole(document, "r", default=8, where=where),
-            lora_alpha=number(document, "lora_alpha", default=8, where=where),
-            use_rslora=switch(document, "use_rslora", where=where),
-            use_dora=switch(document, "use_dora", where=where),
-            rank_pattern=ranks_by_pattern(document, "rank_pattern", where=where),
-            alpha_pattern=numbers_by_pattern(document, "alpha_pattern", where=where),
-            target_modules=patterns(document, "target_modules", where=where),
-            target_parameters=texts(document, "target_parameters", where=where),
-            exclude_modules=patterns(document, "exclude_modules", where=where),
-            layers_to_transform=indices(document, "layers_to_transform", where=where),
-            layers_pattern=_expressions(document, "layers_pattern", where),
-            modules_to_save=_expressions(document, "modules_to_save", where),
-            trainable_token_indices=token_rows(document, where=where),
-            bias=_bias(document, where),
-            lora_bias=switch(document, "lora_bias", where=where),
-            fan_in_fan_out=switch(document, "fan_in_fan_out", where=where),
-            init_lora_weights=_start(document, where),
-            ensure_weight_tying=switch(document, "ensure_weight_tying", where=where),
-            base_model_name_or_path=optional_text(document, "base_model_name_or_path", where=where),
-            revision=optional_text(document, "revision", where=where),
-            task_type=optional_text(document, "task_type", where=where),
-            peft_version=optional_text(document, "peft_version", where=where),
+            r=_parse_positive(document, "r", default=8, where=where),
+            lora_alpha=_parse_number(document, "lora_alpha", default=8, where=where),
+            use_rslora=_parse_flag(document, "use_rslora", where=where),
+            use_dora=_parse_flag(document, "use_dora", where=where),
+            rank_pattern=_parse_ranks_by_pattern(document, "rank_pattern", where=where),
+            alpha_pattern=_parse_numbers_by_pattern(document, "alpha_pattern", where=where),
+            target_modules=_parse_patterns(document, "target_modules", where=where),
+            target_parameters=_parse_texts(document, "target_parameters", where=where),
+            exclude_modules=_parse_patterns(document, "exclude_modules", where=where),
+            layers_to_transform=_parse_indices(document, "layers_to_transform", where=where),
+            layers_pattern=_parse_expressions(document, "layers_pattern", where),
+            modules_to_save=_parse_expressions(document, "modules_to_save", where),
+            trainable_token_indices=_parse_token_rows(document, where=where),
+            bias=_parse_bias(document, where),
+            lora_bias=_parse_flag(document, "lora_bias", where=where),
+            fan_in_fan_out=_parse_flag(document, "fan_in_fan_out", where=where),
+            init_lora_weights=_parse_start(document, where),
+            ensure_weight_tying=_parse_flag(document, "ensure_weight_tying", where=where),
+            base_model_name_or_path=_parse_text(document, "base_model_name_or_path", where=where),
+            revision=_parse_text(document, "revision", where=where),
+            task_type=_parse_text(document, "task_type", where=where),
+            peft_version=_parse_text(document, "peft_version", where=where),
             document=document,
         )
 
     @property
     def changes_base(self) -> bool:
-        """Whether PEFT wrote into the base's weights when the adapter was started (PiSSA, ...)."""
+        """Whether PEFT changed the base's weights when it initialized the adapter (PiSSA, ...)."""
         start = self.init_lora_weights
         return isinstance(start, str) and start.lower() not in _CLEAN_STARTS
 
     def rank(self, module: str) -> int:
-        """Returns the rank of a module.
+        """Returns the rank of a module, or of a targeted parameter, by its path in the base.
 
-        Args:
-            module: Its path in the base model; of a targeted parameter, the parameter's. PEFT's
-                prefix may stand before it.
+        PEFT's prefix may precede the path.
         """
-        return matching(self.rank_pattern, module, self.r)
+        return find_match(self.rank_pattern, module, self.r)
 
     def alpha(self, module: str) -> float:
-        return matching(self.alpha_pattern, module, self.lora_alpha)
+        return find_match(self.alpha_pattern, module, self.lora_alpha)
 
     def scaling(self, module: str) -> float:
         rank = self.rank(module)
         return self.alpha(module) / (math.sqrt(rank) if self.use_rslora else rank)
 
 
-def matching(values: Mapping[str, _Value], module: str, default: _Value) -> _Value:
+def find_match(values: Mapping[str, _Value], module: str, default: _Value) -> _Value:
     """Returns the value of the first pattern that fits a module's path, or its end.
 
     Source: peft 0.21, `get_pattern_key`.
 
-    >>> matching({"self_attn.q_proj": 4, ".*_proj": 16}, "model.layers.0.mlp.up_proj", 8)
+    >>> find_match({"self_attn.q_proj": 4, ".*_proj": 16}, "model.layers.0.mlp.up_proj", 8)
     16
     """
-    return next(iter(all_matching(values, module)), default)
+    return next(iter(find_matches(values, module)), default)
 
 
-def all_matching(values: Mapping[str, _Value], module: str) -> list[_Value]:
-    """Returns the values of all patterns that fit a module, see `matching`, the first first."""
+def find_matches(values: Mapping[str, _Value], module: str) -> list[_Value]:
+    """Returns the values of all patterns that fit a module, in order; see `find_match`."""
     path = module.removeprefix(PEFT_PREFIX)
     return [value for pattern, value in values.items() if re.match(rf"(.*\.)?({pattern})$", path)]
 
@@ -365,30 +343,30 @@ def _refuse_other_methods(document: Mapping[str, Any], where: str) -> None:
         )
 
 
-def _expressions(document: Mapping[str, Any], key: str, where: str) -> tuple[str, ...]:
-    """Returns names that PEFT reads as regular expressions, of which there may be one alone."""
-    given = patterns(document, key, where=where) or ()
-    several = (given,) if isinstance(given, str) else given
-    for pattern in several:
-        check_pattern(pattern, repr(key), where, is_embedded=True)
-    return several
+def _parse_expressions(document: Mapping[str, Any], key: str, where: str) -> tuple[str, ...]:
+    """Returns names that PEFT reads as regular expressions; a single one need not be a list."""
+    value = _parse_patterns(document, key, where=where) or ()
+    patterns = (value,) if isinstance(value, str) else value
+    for pattern in patterns:
+        _check_pattern(pattern, repr(key), where, is_embedded=True)
+    return patterns
 
 
-def _bias(document: Mapping[str, Any], where: str) -> Bias:
-    found = document.get("bias", "none")
+def _parse_bias(document: Mapping[str, Any], where: str) -> Bias:
+    value = document.get("bias", "none")
     for choice in get_args(Bias):
-        if found == choice:
-            kept: Bias = choice
-            return kept
-    raise FormatError(f"'bias' is {found!r} against 'none', 'all' or 'lora_only'", where=where)
+        if value == choice:
+            bias: Bias = choice
+            return bias
+    raise FormatError(f"'bias' is {value!r} against 'none', 'all' or 'lora_only'", where=where)
 
 
-def _start(document: Mapping[str, Any], where: str) -> str | bool:
-    found = document.get("init_lora_weights", True)
-    if found is None or isinstance(found, (str, bool)):
-        return bool(found) if found is None else found
+def _parse_start(document: Mapping[str, Any], where: str) -> str | bool:
+    value = document.get("init_lora_weights", True)
+    if value is None or isinstance(value, (str, bool)):
+        return bool(value) if value is None else value
     raise FormatError(
-        f"'init_lora_weights' is {found!r} against true, false or a name", where=where
+        f"'init_lora_weights' is {value!r} against true, false or a name", where=where
     )
 
 
@@ -397,9 +375,9 @@ class Adapter:
     """One LoRA adapter of a checkpoint.
 
     Attributes:
-        name: What the run called it, "default" unless it chose a name.
+        name: Its name in the run, "default" unless it chose another.
         settings: Its configuration.
-        origin: The name under which a plan knows the source of its tensors.
+        origin: The name of the source of its tensors in a plan.
         tensors: Its tensors by the names that PEFT's files give them, such as
             `base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight`, in natural order.
     """
@@ -408,3 +386,36 @@ class Adapter:
     settings: LoraSettings
     origin: str
     tensors: Mapping[Fqn, TensorEntry]
+
+
+EXPERTS_BY_CLASS = (0, 19)
+"""Since this version the class of a model decides whether experts are stored as [in, out]."""
+NORM_OF_UNMERGED = (0, 21)
+"""Since this version DoRA's norms are those of weights without the adapters merged before."""
+_VERSION = re.compile(r"(\d{1,9})\.(\d{1,9})")
+
+
+def parse_version(text: str | None) -> tuple[int, int]:
+    """Parses major and minor number; without a version, as before PEFT 0.18, both are 0.
+
+    >>> parse_version("0.21.2")
+    (0, 21)
+    """
+    match = _VERSION.match(text or "")
+    return (int(match[1]), int(match[2])) if match else (0, 0)
+
+
+def find_old_alpha(settings: LoraSettings, module: str, rank: int) -> float | None:
+    """Returns the alpha of a module by the rule of PEFT before 0.14; None if it is not that old.
+
+    The first pattern of either option that matches was then the key for both. `rank`, that of the
+    module's factors, disproves the rule where it gives another rank.
+
+    Source: peft 0.13, `LoraModel._create_and_replace`.
+    """
+    path = module.removeprefix(PEFT_PREFIX)
+    patterns = (*settings.rank_pattern, *settings.alpha_pattern)
+    key = next((p for p in patterns if re.match(rf".*\.{p}$", path)), path)
+    if settings.rank_pattern.get(key, settings.r) != rank:
+        return None
+    return settings.alpha_pattern.get(key, settings.lora_alpha)

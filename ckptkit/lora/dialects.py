@@ -1,10 +1,11 @@
-"""Which tensors of a checkpoint are an adapter's, whatever names the save gave them.
+"""The names of adapter tensors: in a live model, in a save of trained tensors, and in PEFT's files.
 
-Three dialects are in use: the names of the live model (`….lora_A.default.weight` beside the
-frozen base), the same of the trained tensors alone, and those of PEFT's files
-(`….lora_A.weight`). Before and between the segments may stand what wrapped the model.
+Three dialects are in use: the names of the live model (`….lora_A.default.weight`, with the frozen
+base), the same of the trained tensors alone, and those of PEFT's files (`….lora_A.weight`), which
+omit the name of the adapter. Segments of wrappers may precede and separate the others.
 
-Source: peft 0.21, `get_peft_model_state_dict`; accelerate 1.15, `save_fsdp_model`.
+Source: peft 0.21, `get_peft_model_state_dict` in `utils/save_and_load.py` and
+`tuners/tuners_utils.py`; accelerate 1.15, `save_fsdp_model`.
 """
 
 from __future__ import annotations
@@ -14,12 +15,11 @@ from dataclasses import dataclass, field
 
 from ckptkit.core.errors import FormatError, UnsupportedError
 from ckptkit.core.index import Fqn, TensorEntry
-from ckptkit.lora.config import PEFT_PREFIX, LoraSettings
-from ckptkit.lora.names import AdapterNames, vocabulary_of
+from ckptkit.lora.config import PEFT_PREFIX, Bias, LoraSettings
 from ckptkit.plan.peft_names import LORA, advice_on, find_adapter, refusal_of
 
 DEFAULT = "default"
-"""PEFT's name for an adapter that nobody named."""
+"""PEFT's default name of an adapter."""
 
 LORA_A, LORA_B = "lora_A", "lora_B"
 EMBEDDING_A, EMBEDDING_B = "lora_embedding_A", "lora_embedding_B"
@@ -31,7 +31,7 @@ BASE_LAYER = "base_layer"
 _MODULES_TO_SAVE = "modules_to_save"
 _ORIGINAL = "original_module"
 _WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"})
-_MODULE = "module"  # what DDP and others call what they wrap, and a name that models use too
+_MODULE = "module"  # the wrapped model in DDP and others, and a name that models use too
 _HOLDERS = {LORA_A, LORA_B, EMBEDDING_A, EMBEDDING_B, MAGNITUDE, TOKENS, _MODULES_TO_SAVE}
 _PARAMETERS = {"weight", "bias"}
 _ADAPTER_AND_BIAS = 3  # the length of `modules_to_save.default.bias`
@@ -40,17 +40,16 @@ _PREFIX = tuple(PEFT_PREFIX.rstrip(".").split("."))
 
 
 @dataclass(frozen=True, slots=True)
-class Sorted:
-    """The tensors of one state dict, told apart.
+class SortedTensors:
+    """The tensors of one state dict, sorted by adapter.
 
     Attributes:
-        live: Tensors by the name of their adapter and by the name in its file, where their
-            names tell the adapter.
+        live: Tensors by adapter and by the name in its file, where their names have the adapter.
         stripped: Tensors by the name in a PEFT file, where the names are those of a file.
-        rest: All others by their names without wrappers, PEFT's prefix and segments kept.
-        cut_module: Whether segments called `module` were taken for those of wrappers.
-        repeated: Tensors that are there once more, by the name in a PEFT file that they share:
-            PEFT writes modules that were trained whole twice where it saves embeddings too.
+        rest: All others by their names without wrappers, with PEFT's prefix and segments.
+        cut_module: Whether segments `module` were removed as those of wrappers.
+        repeated: Second copies of tensors, by the name in a PEFT file that they share: PEFT
+            writes modules that were trained whole twice where it saves embeddings too.
     """
 
     live: Mapping[str, Mapping[Fqn, TensorEntry]] = field(default_factory=dict)
@@ -64,19 +63,17 @@ class Sorted:
         return bool(self.live or self.stripped)
 
 
-def sort_entries(entries: Iterable[TensorEntry], *, keep_module: bool = False) -> Sorted:
-    """Tells the tensors of adapters from those of the base.
+def sort_entries(entries: Iterable[TensorEntry], *, keep_module: bool = False) -> SortedTensors:
+    """Separates the tensors of adapters from those of the base, in one state dict.
 
-    Args:
-        entries: The tensors of one state dict.
-        keep_module: Whether the model itself has modules called `module`.
+    `keep_module` says that the model itself has modules called `module`.
     """
     live: dict[str, dict[Fqn, TensorEntry]] = {}
     stripped: dict[Fqn, TensorEntry] = {}
     rest: dict[Fqn, TensorEntry] = {}
-    cut, held = False, list(entries)
-    for entry in held:
-        parts = _cleaned(entry.name, keep_module=keep_module)
+    cut, listed = False, list(entries)
+    for entry in listed:
+        parts = _clean(entry.name, keep_module=keep_module)
         holder = next((at for at, part in enumerate(parts) if part in _HOLDERS), -1)
         if holder < 0:
             _add(rest, parts, entry)
@@ -85,62 +82,59 @@ def sort_entries(entries: Iterable[TensorEntry], *, keep_module: bool = False) -
         adapter = _adapter_at(parts, holder)
         group = stripped if adapter is None else live.setdefault(adapter, {})
         _add(group, _in_file(parts, holder, live=adapter is not None), entry)
-    _refuse_other_methods([entry.name for entry in held], rest, is_live=bool(live))
+    _refuse_other_methods([entry.name for entry in listed], rest, is_live=bool(live))
     repeated = _repeats_in_file(live, rest) if stripped else {}
-    own = stripped if stripped and not live else _alone(live, rest)
-    if own is not None:  # a file of PEFT's, or a save of what was trained: it is all the adapter's
+    own = stripped if stripped and not live else _find_only_adapter(live, rest)
+    if own is not None:  # a PEFT file, or a save of trained tensors: all are the adapter's
         plain = {_with_prefix(name): entry for name, entry in rest.items()}
         repeated |= {name: own[name] for name in plain if name in own}
         own |= plain
         rest = {}
-    return Sorted(live, stripped, rest, cut, repeated)
+    return SortedTensors(live, stripped, rest, cut, repeated)
 
 
-def of_adapter(
-    found: Sorted,
+def select_adapter_tensors(
+    tensors: SortedTensors,
     adapter: str,
     settings: LoraSettings | None,
     *,
     embeddings: Collection[str] = (),
 ) -> dict[Fqn, TensorEntry]:
-    """Returns the tensors of one adapter out of what `sort_entries` found.
+    """Returns the tensors of one adapter by their names in its file.
 
     Args:
-        found: The tensors of one state dict.
-        adapter: The adapter's name; without meaning where the names are those of a file.
+        tensors: The tensors of one state dict.
+        adapter: The adapter's name; ignored where the names are those of a file.
         settings: Its configuration.
-        embeddings: Names of further modules that lie in its file as they are, because they
-            were given another number of tokens.
+        embeddings: Further modules that its file has whole, because their number of tokens
+            changed.
     """
-    if adapter not in found.live:
-        return dict(found.stripped)
-    own = found.live[adapter]
+    if adapter not in tensors.live:
+        return dict(tensors.stripped)
+    own = tensors.live[adapter]
     names = AdapterNames(
         adapter=adapter,
         bias="none" if settings is None else settings.bias,
-        embeddings=(*_saved_embeddings(found.rest, settings, own), *embeddings),
+        embeddings=(*_find_saved_embeddings(tensors.rest, settings, own), *embeddings),
     )
-    beside = {
-        _beside(name, own, embeddings): entry
-        for name, entry in found.rest.items()
+    of_base = {
+        _rename_in_file(name, own, embeddings): entry
+        for name, entry in tensors.rest.items()
         if names.file_name(name) is not None
     }
-    return {**own, **beside}
+    return {**own, **of_base}
 
 
-def second_name(name: str, *, keep_module: bool) -> Fqn | None:
-    """Returns the name under which PEFT saves a tensor once more with `bias="all"`; mostly None.
+def find_second_name(name: str, *, keep_module: bool) -> Fqn | None:
+    """Returns the name under which PEFT saves a second copy with `bias="all"`; mostly None.
 
-    It takes every name that ends with `bias` then, also in modules that were trained whole, and
-    leaves out the name of the adapter where that is the last segment but one.
-
-    Args:
-        name: As the model or the checkpoint has it.
-        keep_module: See `sort_entries`.
+    PEFT then takes every name that ends with `bias`, also in modules that were trained whole, and
+    omits the name of the adapter where that is the last segment but one. `keep_module` is that of
+    `sort_entries`.
 
     Source: peft 0.21, `_get_learnable_bias_state_dict` and `_remove_adapter_name_from_key`.
     """
-    parts = _cleaned(name, keep_module=keep_module)
+    parts = _clean(name, keep_module=keep_module)
     if _MODULES_TO_SAVE not in parts or parts[-1] != "bias":
         return None
     at = parts.index(_MODULES_TO_SAVE)
@@ -149,22 +143,18 @@ def second_name(name: str, *, keep_module: bool) -> Fqn | None:
     return _with_prefix(Fqn(".".join(parts)))
 
 
-def plain_entries(rest: Mapping[Fqn, TensorEntry]) -> dict[Fqn, TensorEntry]:
-    """Returns tensors of the base by the names that they have without PEFT.
-
-    Args:
-        rest: Tensors as `Sorted.rest` has them.
-    """
+def rename_plainly(rest: Mapping[Fqn, TensorEntry]) -> dict[Fqn, TensorEntry]:
+    """Returns the tensors of `SortedTensors.rest` by their names without PEFT."""
     plain: dict[Fqn, TensorEntry] = {}
     for name, entry in rest.items():
-        _add(plain, plain_name(name).split("."), entry)
+        _add(plain, make_plain_name(name).split("."), entry)
     return plain
 
 
-def plain_name(name: str) -> str:
-    """Returns the name that a tensor or module has in the base model.
+def make_plain_name(name: str) -> str:
+    """Returns the name of a tensor or module in the base model.
 
-    >>> plain_name("base_model.model.model.embed_tokens.token_adapter.base_layer.weight")
+    >>> make_plain_name("base_model.model.model.embed_tokens.token_adapter.base_layer.weight")
     'model.embed_tokens.weight'
     """
     ours = (BASE_LAYER, _ORIGINAL, _OF_TOKENS)
@@ -172,16 +162,16 @@ def plain_name(name: str) -> str:
 
 
 def is_frozen_name(file_name: str) -> bool:
-    """Tells whether an adapter was trained upon a tensor of its file, and did not change it."""
+    """Returns whether a tensor in an adapter's file is a frozen one of the base."""
     parts = file_name.split(".")
-    # Biases beneath a wrapper are trained with `bias="all"`; weights there never are.
+    # Biases of wrapped layers are trained with `bias="all"`; their weights never are.
     return _ORIGINAL in parts or (BASE_LAYER in parts and parts[-1] != "bias")
 
 
-def _alone(
+def _find_only_adapter(
     live: Mapping[str, dict[Fqn, TensorEntry]], rest: Mapping[Fqn, TensorEntry]
 ) -> dict[Fqn, TensorEntry] | None:
-    """Returns the only adapter of a live model whose frozen tensors were not saved; else None."""
+    """Returns the only adapter of a live model that was saved without its base; else None."""
     for name in rest:
         parts = name.split(".")
         if parts[-1] != "bias" and (BASE_LAYER in parts or _ORIGINAL in parts):
@@ -192,20 +182,20 @@ def _alone(
 def _repeats_in_file(
     live: dict[str, dict[Fqn, TensorEntry]], rest: Mapping[Fqn, TensorEntry]
 ) -> dict[Fqn, TensorEntry]:
-    """Takes out of live tensors what a file of PEFT has twice, see `second_name`."""
+    """Removes from live tensors what a PEFT file has twice; see `find_second_name`."""
     plain = {_with_prefix(name) for name in rest}
-    found: dict[Fqn, TensorEntry] = {}
-    for adapter in [one for one, tensors in live.items() if plain.issuperset(tensors)]:
-        found |= live.pop(adapter)
-    return found
+    repeated: dict[Fqn, TensorEntry] = {}
+    for adapter in [name for name, tensors in live.items() if plain.issuperset(tensors)]:
+        repeated |= live.pop(adapter)
+    return repeated
 
 
 def _with_prefix(name: Fqn) -> Fqn:
     return name if name.startswith(PEFT_PREFIX) else Fqn(PEFT_PREFIX + name)
 
 
-def _cleaned(name: str, *, keep_module: bool) -> list[str]:
-    """Returns the segments of a name from PEFT's prefix on, without those of wrappers."""
+def _clean(name: str, *, keep_module: bool) -> list[str]:
+    """Splits a name into segments from PEFT's prefix on, without those of wrappers."""
     wrappers = _WRAPPERS if keep_module else _WRAPPERS | {_MODULE}
     parts = name.split(".")
     kept = [
@@ -221,16 +211,16 @@ def _cleaned(name: str, *, keep_module: bool) -> list[str]:
 
 
 def _adapter_at(parts: list[str], holder: int) -> str | None:
-    """Returns the adapter that a name tells behind a holder; None in the names of a file."""
+    """Returns the adapter whose name follows a holder; None in the names of a file."""
     after = parts[holder + 1 :]
     kind = parts[holder]
     if kind == _MODULES_TO_SAVE and not _HOLDERS.isdisjoint(after[1:]):
         raise UnsupportedError(
             f"tensor {'.'.join(parts)!r} is of an adapter inside of a module that another one"
-            " trained as a whole, which is not modelled, and which PEFT itself does not save",
+            " trained whole, which is not modelled, and which PEFT itself does not save",
             hint="train the adapters apart from one another, or choose other modules_to_save",
         )
-    # What PEFT saved of a whole module as of an embedding has lost the adapter's name.
+    # Whole modules that PEFT saved as embeddings have lost the adapter's name.
     if kind in {LORA_A, LORA_B, _MODULES_TO_SAVE}:
         return after[0] if len(after) > 1 else None
     if len(after) == 1 and kind == MAGNITUDE and after[0] in _PARAMETERS:
@@ -239,7 +229,7 @@ def _adapter_at(parts: list[str], holder: int) -> str | None:
 
 
 def _in_file(parts: list[str], holder: int, *, live: bool) -> list[str]:
-    """Returns the segments under which a PEFT file holds what a name means."""
+    """Returns the segments of the same tensor in a PEFT file."""
     kind = parts[holder]
     after = parts[holder + 2 :] if live else parts[holder + 1 :]
     if kind == _MODULES_TO_SAVE:
@@ -261,58 +251,56 @@ def _add(group: dict[Fqn, TensorEntry], parts: Iterable[str], entry: TensorEntry
     group[name] = entry
 
 
-def _beside(name: Fqn, own: Iterable[Fqn], embeddings: Collection[str]) -> Fqn:
-    """Returns what a file calls a tensor of the base that lies in it.
+def _rename_in_file(name: Fqn, own: Iterable[Fqn], embeddings: Collection[str]) -> Fqn:
+    """Returns the name of a tensor of the base in an adapter's file.
 
-    What another adapter wrapped is called as in a model without that adapter, or PEFT would
-    not find its place.
+    The segments of other adapters' wrappers are removed, since a model without those adapters
+    loads the file.
     """
     module, _, parameter = name.rpartition(".")
     if module not in embeddings or _is_changed(module, own):
         return name
-    return _with_prefix(Fqn(f"{plain_name(module)}.{parameter}"))
+    return _with_prefix(Fqn(f"{make_plain_name(module)}.{parameter}"))
 
 
 def _is_changed(module: str, own: Iterable[Fqn]) -> bool:
-    inside = f"{plain_name(module)}."
-    return any(plain_name(name).startswith(inside) for name in own)
+    inside = f"{make_plain_name(module)}."
+    return any(make_plain_name(name).startswith(inside) for name in own)
 
 
-def _saved_embeddings(
+def _find_saved_embeddings(
     rest: Mapping[Fqn, TensorEntry], settings: LoraSettings | None, own: Iterable[Fqn]
 ) -> list[str]:
     """Returns the frozen weights of targeted embeddings, which PEFT saves with the adapter.
 
-    It does so for both ends of the model where a target has a name of `EMBEDDINGS`. Those that
-    only another adapter of the checkpoint targets are left out.
+    It does so at both ends of the model where a target has a name of `EMBEDDINGS`. Those that only
+    another adapter of the checkpoint targets are left out.
 
     Source: peft 0.21, `get_peft_model_state_dict` with `save_embedding_layers="auto"`.
     """
     if settings is None or settings.trainable_token_indices:
         return []
     modules = [name.rpartition(".")[0] for name in rest]
-    ends = vocabulary_of(plain_name(module) for module in modules)
+    ends = find_vocabulary(make_plain_name(module) for module in modules)
     embeddings = [
         module
         for module in modules
         if module.endswith(f".{BASE_LAYER}")
-        and plain_name(module) in ends
+        and make_plain_name(module) in ends
         and _is_changed(module, own)
     ]
     targets = settings.target_modules or ()
     if isinstance(targets, str):
-        targets = tuple(plain_name(module).rpartition(".")[2] for module in embeddings)
+        targets = tuple(make_plain_name(module).rpartition(".")[2] for module in embeddings)
     return embeddings if set(targets) & EMBEDDINGS else []
 
 
 def _refuse_other_methods(names: Collection[str], rest: Iterable[str], *, is_live: bool) -> None:
     """Refuses tensors of methods that are not modelled, and of LoRA's variants.
 
-    Args:
-        names: Of all tensors.
-        rest: Of those that LoRA is not known to have.
-        is_live: Whether adapters are named in names: then what follows a segment tells LoRA's
-            tensors from modules of the model that are called alike.
+    `names` are those of all tensors, `rest` those that are not of plain LoRA. `is_live` says that
+    names have the adapter: what follows a segment then distinguishes LoRA's tensors from modules
+    of the model with the same names.
     """
     sign = find_adapter(names)
     if sign is not None and sign.method not in {"", LORA}:
@@ -331,3 +319,99 @@ def _refuse_other_methods(names: Collection[str], rest: Iterable[str], *, is_liv
                 " are modelled",
                 hint=advice_on(LORA),
             )
+
+
+# PEFT's names of the containers of adapters' parameters.
+_TUNERS = (
+    *("boft_", "bone_", "c3a_", "delora_", "fourierft_", "hada_", "hra_", "ia3_", "ln_tuning_"),
+    *("lokr_", "lora_", "miss_", "oft_", "randlora_", "road_", "shira_", "vera_", "waveft_"),
+)
+_WHOLE_MODULES = "modules_to_save"
+_TOKENS = "trainable_tokens_delta"
+_MAGNITUDE = "lora_magnitude_vector"
+_BASE = "base_layer"
+
+
+# Transformers' names of the modules at both ends of a language model.
+_INPUTS = frozenset(
+    ("embed_in", "embed_tokens", "embeddings", "shared", "tok_embeddings", "word_embeddings", "wte")
+)
+_OUTPUTS = frozenset(("decoder", "embed_out", "lm_head", "output_layer", "vocab_projector"))
+_SHARED = "shared"  # an input embedding that modules `embed_tokens` repeat
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterNames:
+    """Selects and names the tensors of a PEFT model that belong to one adapter.
+
+    Attributes:
+        adapter: Its name, "default" unless the user chose another.
+        bias: Which biases of the base model were trained with it; `bias` of its configuration.
+        embeddings: The embeddings that its files contain whole: those that it targets, and those
+            whose number of tokens changed.
+    """
+
+    adapter: str = "default"
+    bias: Bias = "none"
+    embeddings: tuple[str, ...] = ()
+
+    def file_name(self, fqn: str) -> str | None:
+        """Returns the name of a tensor in PEFT's files; None if it is not the adapter's.
+
+        `fqn` is its name in the model, without the segments of wrappers.
+
+        Example:
+            >>> names = AdapterNames()
+            >>> names.file_name("base_model.model.q.lora_A.default.weight")
+            'base_model.model.q.lora_A.weight'
+            >>> names.file_name("base_model.model.score.modules_to_save.default.weight")
+            'base_model.model.score.weight'
+            >>> names.file_name("base_model.model.q.base_layer.weight") is None
+            True
+        """
+        parts = fqn.split(".")
+        for at, part in enumerate(parts[1:], start=1):
+            if part == self.adapter and holds_adapters(parts[at - 1]):
+                return ".".join(_without_adapter(parts, at))
+        if self._is_trained_bias(parts) or fqn.rpartition(".")[0] in self.embeddings:
+            return fqn
+        return None
+
+    def _is_trained_bias(self, parts: list[str]) -> bool:
+        if parts[-1] != "bias":
+            return False
+        return self.bias == "all" or (self.bias == "lora_only" and parts[-2:-1] == [_BASE])
+
+
+def holds_adapters(part: str) -> bool:
+    return part.startswith(_TUNERS) or part in {_WHOLE_MODULES, _TOKENS}
+
+
+def is_input_embedding(module: str) -> bool:
+    return module.rpartition(".")[2] in _INPUTS
+
+
+def is_vocabulary(module: str) -> bool:
+    return is_input_embedding(module) or module.rpartition(".")[2] in _OUTPUTS
+
+
+def find_vocabulary(modules: Iterable[str]) -> set[str]:
+    """Returns the modules of the base that are input embeddings or heads by their names.
+
+    Example:
+        >>> sorted(find_vocabulary(["shared", "encoder.embed_tokens", "encoder.norm", "lm_head"]))
+        ['lm_head', 'shared']
+    """
+    ends = {module for module in modules if is_vocabulary(module)}
+    if _SHARED not in {module.rpartition(".")[2] for module in ends}:
+        return ends
+    return {module for module in ends if module.rpartition(".")[2] != "embed_tokens"}
+
+
+def _without_adapter(parts: list[str], at: int) -> list[str]:
+    holder = parts[at - 1]
+    if holder == _WHOLE_MODULES:
+        return [*parts[: at - 1], *parts[at + 1 :]]
+    if holder == _MAGNITUDE:
+        return parts[:at]
+    return [*parts[:at], *parts[at + 1 :]]

@@ -1,15 +1,11 @@
-"""A PEFT configuration made from the tensors of an adapter, as far as they tell.
+"""Which modules a PEFT configuration names; and a configuration inferred from an adapter's tensors.
 
-They do not tell alphas, whether the scaling is rsLoRA's, or which rows of an embedding were
-trained; whoever asks has to know. Options that PEFT got late are only written where they are
-in use: older versions warn of what they do not know.
-
-Which modules a configuration names, by the rules of PEFT.
+Tensors do not show alphas, whether the scaling is rsLoRA's, or which rows of an embedding were
+trained; the user has to give these. Newer options are only written where they are in use, since
+older versions of PEFT warn about options that they do not know.
 
 Source: peft 0.21, `tuners/tuners_utils.py`: `check_target_module_exists` and
 `_inject_parameters`; `utils/other.py`: `_set_trainable`.
-
-Which parameters of a base the factors of an adapter are for, told from shapes.
 """
 
 from __future__ import annotations
@@ -24,25 +20,22 @@ from typing import Any
 from ckptkit.core.errors import CannotPlanError
 from ckptkit.core.index import Fqn, Shape, TensorEntry
 from ckptkit.lora.config import ALL_LINEAR, LoraSettings
-from ckptkit.lora.dialects import BASE_LAYER, plain_name
+from ckptkit.lora.dialects import BASE_LAYER, make_plain_name
 from ckptkit.lora.layers import AdapterTable, LoraLayer
 
-_EXPERTS = "experts"  # what Transformers calls modules whose parameters hold all experts
+_EXPERTS = "experts"  # Transformers' name of modules whose parameters hold all experts
 _MATRIX = 2
 
 
 def is_of_parameter(layer: LoraLayer) -> bool:
-    """Tells from names alone whether factors are for a parameter and not for a module."""
+    """Returns whether, by their names, factors are those of a parameter and not of a module."""
     return layer.level > 0 or layer.module.rpartition(".")[2] == _EXPERTS
 
 
 def fits_experts(layer: LoraLayer, experts: int, shape: Shape) -> bool:
-    """Tells whether factors can be those of a parameter.
+    """Returns whether factors of so many experts fit a parameter.
 
-    Args:
-        layer: The factors.
-        experts: How many experts they are for.
-        shape: Of the parameter: [experts, in, out] or [experts, out, in], or a matrix.
+    Its shape is [experts, in, out] or [experts, out, in], or that of a matrix.
     """
     sizes = (layer.up.shape[0], layer.down.shape[1])
     if len(shape) == _MATRIX:
@@ -50,53 +43,52 @@ def fits_experts(layer: LoraLayer, experts: int, shape: Shape) -> bool:
     return shape in {(experts, *sizes), (experts, *sizes[::-1])}
 
 
-def inferred_parameters(
+def infer_parameters(
     layers: Iterable[LoraLayer], base: Mapping[Fqn, TensorEntry], *, where: str
 ) -> dict[str, int]:
-    """Returns the parameters that are targeted, each with the rank of its factors.
+    """Returns the targeted parameters, each with the rank of its factors.
 
     Args:
-        layers: The factors of an adapter, those of modules among them.
-        base: The tensors of the base by their plain names; empty where it is elsewhere.
+        layers: All factors of an adapter.
+        base: The tensors of the base by their plain names; empty where it is not at hand.
         where: The checkpoint, for errors.
     """
     groups: dict[str, list[LoraLayer]] = defaultdict(list)
     for layer in layers:
         if is_of_parameter(layer):
             groups[layer.module].append(layer)
-    found: dict[str, int] = {}
+    parameters: dict[str, int] = {}
     for module, group in groups.items():
-        fitting = _fitting(module, group, base)
+        fitting = _find_fitting(module, group, base)
         if len(fitting) != len(group):
             raise CannotPlanError(
                 f"module {module!r} has factors for {len(group)} of its parameters, and their"
-                " shapes do not tell for which",
+                " shapes do not show for which",
                 where=where,
                 hint="pass the adapter_config.json of the run with --adapter-config",
             )
-        found |= fitting
-    return found
+        parameters |= fitting
+    return parameters
 
 
-def _fitting(
+def _find_fitting(
     module: str, group: Iterable[LoraLayer], base: Mapping[Fqn, TensorEntry]
 ) -> dict[str, int]:
-    """Returns the parameters of a module that some factors fit, with the rank of those."""
-    found = {}
+    """Returns the parameters of a module that some factors fit, with the rank of the factors."""
+    parameters = {}
     for name, entry in base.items():
         if name.rpartition(".")[0] == module and len(entry.shape) > 1:
             experts = entry.shape[0] if len(entry.shape) > _MATRIX else 1
             for layer in group:
                 if not layer.inner % experts and fits_experts(layer, experts, entry.shape):
-                    found[str(name)] = layer.inner // experts
-    return found
+                    parameters[str(name)] = layer.inner // experts
+    return parameters
 
 
-def shortest_names(meant: Collection[str], present: Collection[str]) -> list[str]:
-    """Returns names that mean the given paths and no others of those that are there.
+def find_shortest_names(meant: Collection[str], present: Collection[str]) -> list[str]:
+    """Returns names that match the paths `meant` and no others of `present`.
 
-    The last segment of a path stands for all that end in it where the base shows that there
-    are no others.
+    The last segment of a path is enough where the base shows that no other path ends in it.
     """
     others = {_last(path) for path in present if path not in meant}
     is_whole = all(path in present for path in meant)
@@ -121,77 +113,79 @@ _GIVE = {
 }
 _DEFAULT_RANK = 8
 _LISTED = 7
-_CONV1D = {"c_attn", "c_fc", "c_proj", "q_attn"}  # modules of GPT-2, which are stored as [in, out]
+# Model types with Transformers' Conv1D, which stores [in, out], and what such modules are called.
+_CONV1D_TYPES = frozenset({"gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp"})
+_CONV1D_NAMES = frozenset({"c_attn", "c_proj", "c_fc", "q_attn"})
 
 
 @dataclass(frozen=True, slots=True)
 class Inferred:
-    """A configuration, and what was taken for granted to make it.
+    """An inferred configuration.
 
     Attributes:
         document: The content of `adapter_config.json`.
-        notes: What it rests on, in words.
+        notes: The assumptions that it is based on.
     """
 
     document: Mapping[str, Any]
     notes: tuple[str, ...]
 
 
-def infer(
+def infer_config(
     table: AdapterTable,
     base: Mapping[Fqn, TensorEntry],
-    given: Mapping[str, Any],
+    overrides: Mapping[str, Any],
     *,
     where: str,
 ) -> Inferred:
-    """Makes a configuration that says what the tensors of an adapter do.
+    """Infers the configuration of an adapter from its tensors.
 
     Args:
         table: The tensors.
-        base: The tensors of the base by their plain names; empty where it is elsewhere.
-        given: What the user knows, by the keys of the configuration.
+        base: The tensors of the base by their plain names; empty where it is not at hand.
+        overrides: Options that the user gave, by the keys of the configuration.
         where: The checkpoint, for errors.
     """
-    _refuse_unknown(table, base, given, where)
-    modules = {one.module: one.inner for one in table.layers if not is_of_parameter(one)}
-    parameters = inferred_parameters(table.layers, base, where=where)
+    _refuse_unknown(table, base, overrides, where)
+    modules = {layer.module: layer.inner for layer in table.layers if not is_of_parameter(layer)}
+    parameters = infer_parameters(table.layers, base, where=where)
     ranks = {**modules, **parameters}
     usual = Counter(ranks.values()).most_common(1)[0][0] if ranks else _DEFAULT_RANK
-    is_stored_as_in_out = given.get(FAN_IN, _fan_in(table, base))
+    is_stored_as_in_out = overrides.get(FAN_IN, _fan_in(table, base))
     document: dict[str, Any] = {
         "peft_type": "LORA",
         "task_type": None,
         "base_model_name_or_path": None,
         "inference_mode": True,
         "r": usual,
-        "lora_alpha": given.get(ALPHA, usual),
+        "lora_alpha": overrides.get(ALPHA, usual),
         "lora_dropout": 0.0,
         "bias": _bias(table),
-        "target_modules": shortest_names(modules, {name.rpartition(".")[0] for name in base}),
-        "modules_to_save": _saved(table) or None,
+        "target_modules": find_shortest_names(modules, {name.rpartition(".")[0] for name in base}),
+        "modules_to_save": _list_saved(table) or None,
         "fan_in_fan_out": bool(is_stored_as_in_out),
     }
     pattern = _rank_pattern(ranks, usual)
     document |= {"rank_pattern": pattern} if pattern else {}
     if parameters:
-        document["target_parameters"] = shortest_names(parameters, set(base))
-    document |= _in_use(table, given)
+        document["target_parameters"] = find_shortest_names(parameters, set(base))
+    document |= _in_use(table, overrides)
     return Inferred(document, _notes(document))
 
 
 def _refuse_unknown(
     table: AdapterTable,
     base: Mapping[Fqn, TensorEntry],
-    given: Mapping[str, Any],
+    overrides: Mapping[str, Any],
     where: str,
 ) -> None:
     needed = [ALPHA, RSLORA] if table.layers else []
     needed += [TOKEN_ROWS] if table.tokens else []
     needed += [FAN_IN] if _fan_in(table, base) is None else []
-    missing = [key for key in needed if key not in given]
+    missing = [key for key in needed if key not in overrides]
     if missing:
         raise CannotPlanError(
-            "no adapter_config.json was found, and the tensors of the adapter do not tell"
+            "no adapter_config.json was found, and the tensors of the adapter do not show"
             f" {', '.join(missing)}",
             where=where,
             hint="pass the adapter_config.json of the run with --adapter-config; the adapter"
@@ -200,7 +194,7 @@ def _refuse_unknown(
 
 
 def _fan_in(table: AdapterTable, base: Mapping[Fqn, TensorEntry]) -> bool | None:
-    """Tells whether weights are stored as [in, out]; None where their shapes do not tell."""
+    """Returns whether weights are stored as [in, out]; None where their shapes do not show it."""
     shapes = [
         (layer.shape, weight.shape)
         for layer in table.layers
@@ -208,16 +202,15 @@ def _fan_in(table: AdapterTable, base: Mapping[Fqn, TensorEntry]) -> bool | None
         and (weight := base.get(Fqn(f"{layer.module}.weight"))) is not None
         and len(weight.shape) == _MATRIX
     ]
-    told = {own == stored for own, stored in shapes if own[0] != own[1] and 1 not in stored}
-    if told:
-        return told == {False}
-    is_unclear = any(layer.module.rpartition(".")[2] in _CONV1D for layer in table.layers)
+    straight = {own == stored for own, stored in shapes if own[0] != own[1] and 1 not in stored}
+    if straight:
+        return straight == {False}
+    is_unclear = any(layer.module.rpartition(".")[2] in _CONV1D_NAMES for layer in table.layers)
     return None if is_unclear else False
 
 
 def _bias(table: AdapterTable) -> str:
-    biases = [name for name in table.whole if name.endswith(".bias")]
-    lone = [name for name in biases if f"{name.removesuffix('bias')}weight" not in table.whole]
+    lone = [name for name in table.whole if _is_lone_bias(name, table)]
     if not lone:
         return "none"
     own = all(name.endswith(f".{BASE_LAYER}.bias") for name in lone)
@@ -225,41 +218,41 @@ def _bias(table: AdapterTable) -> str:
 
 
 def _is_lone_bias(name: str, table: AdapterTable) -> bool:
-    """Tells whether a bias was trained while the weight beside it was not."""
+    """Returns whether a tensor is a bias that was trained without its weight."""
     return name.endswith(".bias") and f"{name.removesuffix('bias')}weight" not in table.whole
 
 
-def _saved(table: AdapterTable) -> list[str]:
-    """Returns the modules that were trained as they are, by their paths."""
-    frozen = f".{BASE_LAYER}."  # of targeted embeddings, which PEFT saves beside the factors
+def _list_saved(table: AdapterTable) -> list[str]:
+    """Returns the paths of modules that were trained whole."""
+    frozen = f".{BASE_LAYER}."  # of targeted embeddings, which PEFT saves with the factors
     whole = [n for n in table.whole if frozen not in n and not _is_lone_bias(n, table)]
-    return sorted({plain_name(name).rpartition(".")[0] for name in whole})
+    return sorted({make_plain_name(name).rpartition(".")[0] for name in whole})
 
 
 def _rank_pattern(ranks: Mapping[str, int], usual: int) -> dict[str, int]:
-    """Returns the ranks that are not the usual one, by the shortest names that tell them."""
+    """Returns the ranks that are not the usual one, by the shortest unambiguous names."""
     by_last: dict[str, set[int]] = {}
     for module, rank in ranks.items():
-        by_last.setdefault(_last_segment(module), set()).add(rank)
+        by_last.setdefault(_last(module), set()).add(rank)
     return {
-        _last_segment(module) if len(by_last[_last_segment(module)]) == 1 else module: rank
+        _last(module) if len(by_last[_last(module)]) == 1 else module: rank
         for module, rank in ranks.items()
         if rank != usual
     }
 
 
-def _in_use(table: AdapterTable, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the newer options that the adapter makes use of."""
-    found: dict[str, Any] = {}
-    if given.get(RSLORA):
-        found[RSLORA] = True
+def _in_use(table: AdapterTable, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the newer options that the adapter uses."""
+    options: dict[str, Any] = {}
+    if overrides.get(RSLORA):
+        options[RSLORA] = True
     if any(layer.magnitude is not None for layer in table.layers):
-        found["use_dora"] = True
+        options["use_dora"] = True
     if any(layer.up_bias is not None for layer in table.layers):
-        found["lora_bias"] = True
+        options["lora_bias"] = True
     if table.tokens:
-        found[TOKEN_ROWS] = given[TOKEN_ROWS]
-    return found
+        options[TOKEN_ROWS] = overrides[TOKEN_ROWS]
+    return options
 
 
 def _notes(document: Mapping[str, Any]) -> tuple[str, ...]:
@@ -269,24 +262,20 @@ def _notes(document: Mapping[str, Any]) -> tuple[str, ...]:
     what = (
         "adapter_config.json was inferred from the tensors and from what was given: rank"
         f" {document['r']}{', DoRA' if 'use_dora' in document else ''}, target_modules {named};"
-        " one alpha is taken for all of them"
+        " one alpha is assumed for all of them"
     )
     if document["bias"] != "none":
         return (what,)
     frozen = (
-        "tensors do not tell whether biases of the base were trained with the adapter: they are"
-        " taken as frozen"
+        "tensors do not show whether biases of the base were trained with the adapter: they are"
+        " assumed to be frozen"
     )
     return (what, frozen)
 
 
-def _last_segment(module: str) -> str:
-    return module.rpartition(".")[2]
-
-
 def is_target(settings: LoraSettings, module: str) -> bool:
-    """Tells whether `target_modules` names a module of the base."""
-    if _fits(settings.exclude_modules or (), module) or _is_set_apart(settings, module):
+    """Returns whether `target_modules` names a module of the base."""
+    if _fits(settings.exclude_modules or (), module) or _is_saved_whole(settings, module):
         return False
     targets = settings.target_modules
     if targets is None:
@@ -298,8 +287,8 @@ def is_target(settings: LoraSettings, module: str) -> bool:
     return _fits(targets, module) and _in_layers(settings, module)
 
 
-def _is_set_apart(settings: LoraSettings, module: str) -> bool:
-    """Tells whether `modules_to_save` names a module, or one that it is a part of."""
+def _is_saved_whole(settings: LoraSettings, module: str) -> bool:
+    """Returns whether `modules_to_save` names a module, or one that contains it."""
     return any(
         re.match(rf"(^|.*\.){name}($|\..*)", module) is not None
         for name in settings.modules_to_save
@@ -307,9 +296,9 @@ def _is_set_apart(settings: LoraSettings, module: str) -> bool:
 
 
 def is_saved(modules_to_save: Iterable[str], module: str) -> bool:
-    """Tells whether a module, or one that it is a part of, was trained as it is.
+    """Returns whether a module, or one that contains it, was trained whole.
 
-    The ends of paths decide, wherever a segment begins: `norm` means `input_layernorm` too.
+    The ends of paths decide, wherever a segment begins: `norm` matches `input_layernorm` too.
     """
     parts = module.split(".")
     paths = [".".join(parts[:stop]) for stop in range(1, len(parts) + 1)]
@@ -317,34 +306,33 @@ def is_saved(modules_to_save: Iterable[str], module: str) -> bool:
 
 
 def fits_target(target: str, module: str) -> bool:
-    """Tells whether one name of a list means a module: it is its path, or the end of it."""
+    """Returns whether a name in a list matches a module: it is its path, or the end of it."""
     return module == target or module.endswith(f".{target}")
 
 
-def target_parameters(settings: LoraSettings, module: str, held: Iterable[str] = ()) -> list[str]:
+def find_target_parameters(
+    settings: LoraSettings, module: str, present: Iterable[str] = ()
+) -> list[str]:
     """Returns the parameters of a module that `target_parameters` names.
 
-    Args:
-        settings: The configuration.
-        module: The path of the module in the base.
-        held: The parameters that it has, where that is known: a name without the module's
-            means every parameter so called.
+    A name without a module matches every parameter with that name. `present` are the module's
+    parameters, where they are known.
     """
-    known = tuple(held)
-    found = []
+    existing = tuple(present)
+    names = []
     for target in sorted(set(settings.target_parameters)):
         owner, _, parameter = target.rpartition(".")
-        if (not owner or fits_target(owner, module)) and (not known or parameter in known):
-            found.append(parameter)
-    return found
+        if (not owner or fits_target(owner, module)) and (not existing or parameter in existing):
+            names.append(parameter)
+    return names
 
 
 def _fits(names: str | tuple[str, ...], module: str) -> bool:
     if isinstance(names, str):
         return re.fullmatch(names, module) is not None
     parts = module.split(".")
-    known = _set_of(names)
-    return any(".".join(parts[start:]) in known for start in range(len(parts)))
+    targets = _set_of(names)
+    return any(".".join(parts[start:]) in targets for start in range(len(parts)))
 
 
 @lru_cache(16)
@@ -353,7 +341,7 @@ def _set_of(names: tuple[str, ...]) -> frozenset[str]:
 
 
 def _in_layers(settings: LoraSettings, module: str) -> bool:
-    """Tells whether a module lies in one of the layers that are to be transformed."""
+    """Returns whether a module is in one of `layers_to_transform`."""
     layers = settings.layers_to_transform
     if layers is None:
         return True
@@ -362,5 +350,9 @@ def _in_layers(settings: LoraSettings, module: str) -> bool:
         match = re.match(r".*?\.[^.]*\.(\d+)\.", module)
         return match is not None and int(match[1]) in layers
     matches = (re.match(rf"(?:^|.*?\.){pattern}\.(\d+)\.", module) for pattern in patterns)
-    found = next((match for match in matches if match is not None), None)
-    return found is not None and int(found[1]) in layers
+    first = next((match for match in matches if match is not None), None)
+    return first is not None and int(first[1]) in layers
+
+
+def is_conv1d(module: str, model_types: frozenset[str]) -> bool:
+    return bool(model_types & _CONV1D_TYPES) and module.rpartition(".")[2] in _CONV1D_NAMES

@@ -1,4 +1,4 @@
-"""The tensors of an adapter, put together to what each of them does to the base."""
+"""The tensors of an adapter, grouped by the weight of the base that they change."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ckptkit.lora.dialects import (
     LORA_B,
     MAGNITUDE,
     TOKENS,
-    plain_name,
+    make_plain_name,
 )
 
 _MATRIX = 2
@@ -35,22 +35,22 @@ _LONGEST = 2  # segments of a key of `_PARTS`
 
 @dataclass(frozen=True, slots=True)
 class LoraLayer:
-    """What low-rank factors do to one weight of the base.
+    """The low-rank factors of one weight of the base.
 
     Attributes:
-        module: The path in the base model of what holds the weight.
-        level: How many further factors stand around the same module, outside of these: more
-            than one parameter of it is targeted.
+        module: The path in the base model of the module with the weight.
+        level: How many `base_layer` segments precede the factors: they wrap the same module
+            several times where several of its parameters are targeted.
         down: The factor next to the input: [rank, in], for convolutions [rank, in, ...], for
             embeddings [rank, rows], for parameters of E experts [E * rank, in].
         up: The factor next to the output: [out, rank], for convolutions of G groups
             [out, rank / G, 1, ...], for parameters of E experts [out, rank * E].
-        is_embedding: Whether the factors are those of an embedding.
+        is_embedding: Whether the weight is that of an embedding.
         up_bias: The bias of `up`, or None.
         magnitude: DoRA's magnitudes, or None.
         names: The names of all of them in the adapter's file.
-        owner: The module by which a configuration means it: its own, but of the output of torch's
-            MultiheadAttention, which PEFT adapts with the module that it lies in.
+        owner: The module that a configuration names: `module`, but for the output of torch's
+            MultiheadAttention, which PEFT adapts with its parent.
     """
 
     module: str
@@ -65,7 +65,7 @@ class LoraLayer:
 
     @property
     def times(self) -> int:
-        """How often PEFT adds the product: twice in the output of MultiheadAttention.
+        """How many times PEFT adds the product: twice in the output of MultiheadAttention.
 
         Source: peft 0.21, `MultiheadAttention.merge`, which its `forward` calls as well.
         """
@@ -73,7 +73,7 @@ class LoraLayer:
 
     @property
     def groups(self) -> int:
-        """How many groups of channels a convolution has; 1 of all others."""
+        """The number of groups of a convolution; 1 of all other layers."""
         return self.inner // self.up.shape[1] if self.is_convolution else 1
 
     @property
@@ -86,7 +86,7 @@ class LoraLayer:
 
     @property
     def shape(self) -> Shape:
-        """What the weight has for [out, in, ...]; an embedding's is [rows, features]."""
+        """The weight's shape as [out, in, ...]; that of an embedding is [rows, features]."""
         if self.is_embedding:
             return (self.down.shape[1], self.up.shape[0])
         return (self.up.shape[0], *self.down.shape[1:])
@@ -97,7 +97,7 @@ class AdapterTable:
     """Every tensor of an adapter, once.
 
     Attributes:
-        layers: What factors do.
+        layers: Low-rank factors.
         tokens: Rows that replace rows of embeddings, by the embedding's path in the base.
         whole: Tensors that replace tensors of the base, by their names in the adapter's file.
     """
@@ -107,29 +107,25 @@ class AdapterTable:
     whole: Mapping[Fqn, TensorEntry]
 
 
-def table_of(tensors: Mapping[Fqn, TensorEntry]) -> AdapterTable:
-    """Puts the tensors of an adapter together.
-
-    Args:
-        tensors: By the names of the adapter's file.
-    """
-    found: dict[str, dict[str, Fqn]] = defaultdict(dict)
+def build_table(tensors: Mapping[Fqn, TensorEntry]) -> AdapterTable:
+    """Groups the tensors of an adapter, given by the names of its file."""
+    factors: dict[str, dict[str, Fqn]] = defaultdict(dict)
     tokens: dict[str, TensorEntry] = {}
     whole: dict[Fqn, TensorEntry] = {}
     for name, entry in tensors.items():
         module, part = _split(name)
         if part:
-            found[module][part] = name
+            factors[module][part] = name
         elif name.rpartition(".")[2] == TOKENS:
-            tokens[plain_name(name.rpartition(".")[0])] = entry
+            tokens[make_plain_name(name.rpartition(".")[0])] = entry
         else:
             whole[name] = entry
-    layers = tuple(_layer(module, parts, tensors) for module, parts in found.items())
+    layers = tuple(_make_layer(module, parts, tensors) for module, parts in factors.items())
     return AdapterTable(layers, tokens, whole)
 
 
 def _split(name: str) -> tuple[str, str]:
-    """Cuts a name into module and part; the part is empty for what is no factor."""
+    """Splits a name into module and part; the part is empty for what is no factor."""
     segments = name.split(".")
     for length in range(1, _LONGEST + 1):
         part = _PARTS.get(".".join(segments[-length:]))
@@ -138,18 +134,20 @@ def _split(name: str) -> tuple[str, str]:
     return name, ""
 
 
-def _layer(module: str, parts: Mapping[str, Fqn], tensors: Mapping[Fqn, TensorEntry]) -> LoraLayer:
+def _make_layer(
+    module: str, parts: Mapping[str, Fqn], tensors: Mapping[Fqn, TensorEntry]
+) -> LoraLayer:
     missing = [factor for factor, part in (("A", "down"), ("B", "up")) if part not in parts]
     if missing:
         there = next(iter(parts.values()))
         raise AdapterError(
             f"{there!r} was found without LoRA's factor {missing[0]} of the same module",
-            where=f"module {plain_name(module)!r}",
+            where=f"module {make_plain_name(module)!r}",
             hint="the save was cut short or lost tensors; take another checkpoint",
         )
     entries = {part: tensors[name] for part, name in parts.items()}
     layer = LoraLayer(
-        module=plain_name(module),
+        module=make_plain_name(module),
         level=module.removeprefix(PEFT_PREFIX).split(".").count(BASE_LAYER),
         down=entries["down"],
         up=entries["up"],
@@ -157,7 +155,7 @@ def _layer(module: str, parts: Mapping[str, Fqn], tensors: Mapping[Fqn, TensorEn
         up_bias=entries.get("up_bias"),
         magnitude=entries.get("magnitude"),
         names=tuple(parts.values()),
-        owner=plain_name(module.removesuffix(_OUTPUT) if module.endswith(_OUTPUT) else module),
+        owner=make_plain_name(module.removesuffix(_OUTPUT) if module.endswith(_OUTPUT) else module),
     )
     _check_shapes(layer)
     return layer

@@ -1,10 +1,14 @@
-"""From an adapter and the shapes of its base to what changes in which tensor; no bytes are read.
+"""The changes that an adapter makes to the tensors of its base, from names and shapes alone.
 
-Everything an adapter has is used exactly once, or refused: a tensor that would be passed over is
-a part of the training that would be lost.
+Everything that an adapter has is used exactly once, or refused: a tensor that would be ignored is a
+part of the training that would be lost. How factors are stored in a weight follows from shapes;
+where shapes leave two ways open (square weights), the model's class decides, which `model_type`
+stands for, and then the configuration.
 
 Source: peft 0.21, `inject_adapter` and `_inject_parameters` in `tuners/tuners_utils.py` for how
-targets are found and nested, `set_additional_trainable_modules` in `utils/other.py`.
+targets are found and nested, `set_additional_trainable_modules` in `utils/other.py`; `Linear`,
+`Embedding`, `_ConvNd` and `ParamWrapper` in `tuners/lora/layer.py`; transformers 5.23 for the
+classes that use `Conv1D` and `is_transposed` experts.
 """
 
 from __future__ import annotations
@@ -15,139 +19,139 @@ from itertools import permutations
 
 from ckptkit.core.errors import CkptkitError, RefusedError
 from ckptkit.core.index import Fqn, Shape, TensorEntry
-from ckptkit.lora.changes import Change, LowRank, Replaced, Rows, Shift, Source
-from ckptkit.lora.config import Adapter
-from ckptkit.lora.dialects import is_frozen_name, plain_name
-from ckptkit.lora.forms import Factors, embedding_form, form_of
-from ckptkit.lora.generations import EXPERTS_BY_CLASS, version_of
-from ckptkit.lora.inference import fits_target, is_saved, target_parameters
-from ckptkit.lora.layers import LoraLayer, table_of
+from ckptkit.lora.changes import (
+    AdapterSource,
+    BiasChange,
+    Change,
+    Form,
+    LowRankChange,
+    Replacement,
+    TokenRowsChange,
+)
+from ckptkit.lora.config import EXPERTS_BY_CLASS, Adapter, parse_version
+from ckptkit.lora.dialects import is_frozen_name, make_plain_name
+from ckptkit.lora.inference import find_target_parameters, fits_target, is_conv1d, is_saved
+from ckptkit.lora.layers import LoraLayer, build_table
 
 Shapes = Mapping[Fqn, Shape]
-_ATTENTION = "in_proj_weight"  # what PEFT targets in torch's MultiheadAttention
+_ATTENTION = "in_proj_weight"  # the target in torch's MultiheadAttention
 _LISTED = 5
 _MOST_NESTED = 4  # real layers have two fused parameters, and biases, which are no targets
-# Where shapes tell no fused experts apart: as every class of Transformers defines them.
+# The first of fused experts in every class of Transformers, where shapes do not distinguish them.
 _DEFINED_FIRST = "gate_up_proj"
 _OTHER_BASE = "the adapter was trained on another base model; pass that one with --base"
 _OTHER_CONFIG = "pass the configuration that the adapter was trained with as --adapter-config"
 
 
 @dataclass(frozen=True, slots=True)
-class Base:
-    """What has to be known of the base model.
-
-    Attributes:
-        shapes: Of its tensors, by live name.
-        model_types: Of its configuration and what is nested in it; empty where the model's code
-            comes with it, or where there is no configuration.
-    """
+class BaseShapes:
+    """The shapes of a base's tensors by live name, and its model types; see `find_model_types`."""
 
     shapes: Shapes
     model_types: frozenset[str] = frozenset()
 
 
-def pair(adapter: Adapter, base: Base, source: Source, *, weight: float = 1.0) -> list[Change]:
-    """Finds what an adapter changes.
+def find_changes(
+    adapter: Adapter, base: BaseShapes, source: AdapterSource, *, weight: float = 1.0
+) -> list[Change]:
+    """Returns what an adapter changes; the changes of one tensor are in the order of merging.
 
-    Args:
-        adapter: The adapter.
-        base: The model that it is merged into.
-        source: Who the changes stem from.
-        weight: What the scaling of low-rank updates is multiplied by.
-
-    Returns:
-        The changes; those of one tensor are in the order in which they apply.
+    `weight` is multiplied with the scaling of low-rank updates.
     """
     return _Pairing(adapter, base, source, weight).run()
 
 
 class _Pairing:
-    def __init__(self, adapter: Adapter, base: Base, source: Source, weight: float) -> None:
+    def __init__(
+        self, adapter: Adapter, base: BaseShapes, source: AdapterSource, weight: float
+    ) -> None:
         self._settings = adapter.settings
-        self._table = table_of(adapter.tensors)
+        self._table = build_table(adapter.tensors)
         self._base = base
         self._source = source
         self._weight = weight
         self._shapes = dict(base.shapes)
 
     def run(self) -> list[Change]:
-        replaced = [self._replaced(name, entry) for name, entry in self._table.whole.items()]
-        # What the adapter has of an embedding stands for the base's, which may have fewer rows.
+        replaced = [self._replace(name, entry) for name, entry in self._table.whole.items()]
+        # The adapter's embedding replaces that of the base, which may have fewer rows.
         self._shapes |= {change.weight: change.tensor.shape for change in replaced}
         by_module: dict[str, list[LoraLayer]] = {}
         for layer in self._table.layers:
             by_module.setdefault(layer.module, []).append(layer)
-        strange = [m for m in self._table.tokens if Fqn(f"{m}.weight") not in self._shapes]
+        unknown = [m for m in self._table.tokens if Fqn(f"{m}.weight") not in self._shapes]
         updates: list[Change] = []
         for module, layers in by_module.items():
-            changes = list(self._changes(module, layers))
+            changes = list(self._update(module, layers))
             updates += changes
             if not changes:
-                strange.append(module)
-        if strange:
-            raise self._unknown_modules(strange)
-        rows = [self._rows(module, entry) for module, entry in self._table.tokens.items()]
+                unknown.append(module)
+        if unknown:
+            raise self._make_unknown_error(unknown)
+        rows = [self._replace_rows(module, entry) for module, entry in self._table.tokens.items()]
         return [*replaced, *updates, *rows]
 
     # --- whole tensors ---
 
-    def _replaced(self, file_name: Fqn, entry: TensorEntry) -> Replaced:
-        name = Fqn(plain_name(file_name))
+    def _replace(self, file_name: Fqn, entry: TensorEntry) -> Replacement:
+        name = Fqn(make_plain_name(file_name))
         module = name.rpartition(".")[0]
         shape = self._base.shapes.get(name)
         is_trained = is_saved(self._settings.modules_to_save, module)
         if shape is None and not is_trained:
-            raise self._refused(
+            raise self._make_error(
                 f"tensor {name!r} is neither in the base model nor in one of 'modules_to_save'",
                 _OTHER_BASE,
             )
-        # Rows may be more or fewer: of a vocabulary, or of a head that was made anew.
+        # A vocabulary, or a head that was initialized anew, may have another number of rows.
         may_differ = is_trained or len(entry.shape) > 1
         if shape is not None and (
             shape[1:] != entry.shape[1:] or not (may_differ or shape == entry.shape)
         ):
-            raise self._refused(
-                f"tensor {name!r} has shape {list(entry.shape)} against {list(shape)} in the base",
+            raise self._make_error(
+                f"tensor {name!r} has shape {list(entry.shape)}, expected {list(shape)} as in the"
+                " base",
                 _OTHER_BASE,
             )
-        return Replaced(self._source, name, module, entry, is_frozen_name(file_name))
+        return Replacement(self._source, name, module, entry, is_frozen_name(file_name))
 
     # --- wrapped modules ---
 
-    def _changes(self, module: str, layers: Sequence[LoraLayer]) -> Iterator[Change]:
-        for layer, weight in self._weights(module, layers):
-            yield self._low_rank(layer, weight)
+    def _update(self, module: str, layers: Sequence[LoraLayer]) -> Iterator[Change]:
+        for layer, weight in self._find_weights(module, layers):
+            yield self._update_weight(layer, weight)
             if layer.up_bias is not None:
-                yield self._shift(module, layer.up_bias)
+                yield self._update_bias(module, layer.up_bias)
 
-    def _weights(self, module: str, layers: Sequence[LoraLayer]) -> list[tuple[LoraLayer, Fqn]]:
-        """Finds the weight that each wrapper of a module wraps; nothing where there is none."""
+    def _find_weights(
+        self, module: str, layers: Sequence[LoraLayer]
+    ) -> list[tuple[LoraLayer, Fqn]]:
+        """Returns the weight that each wrapper of a module wraps, if there is one."""
         if len(layers) == 1:
             for name in ("weight", _ATTENTION):
                 weight = Fqn(f"{module}.{name}")
                 if weight in self._shapes:
                     return [(layers[0], weight)]
-        held = [n.rpartition(".")[2] for n in self._shapes if n.rpartition(".")[0] == module]
-        names = target_parameters(self._settings, module, held) if held else []
+        own = [n.rpartition(".")[2] for n in self._shapes if n.rpartition(".")[0] == module]
+        names = find_target_parameters(self._settings, module, own) if own else []
         targets = [Fqn(f"{module}.{name}") for name in dict.fromkeys(names)]
         if not targets or len(targets) > _MOST_NESTED:
             return []
         if len(targets) != len(layers):
-            raise self._refused(
+            raise self._make_error(
                 f"module {module!r} has LoRAs of {len(layers)} parameters, and the configuration"
                 f" targets {len(targets)}: {', '.join(names)}",
                 _OTHER_CONFIG,
             )
-        return self._assigned(sorted(layers, key=lambda layer: -layer.level), targets)
+        return self._assign(sorted(layers, key=lambda layer: -layer.level), targets)
 
-    def _assigned(
+    def _assign(
         self, innermost_first: Sequence[LoraLayer], targets: Sequence[Fqn]
     ) -> list[tuple[LoraLayer, Fqn]]:
-        """Gives each wrapper the parameter that its factors fit.
+        """Assigns to each wrapper the parameter that its factors fit.
 
-        A wrapper's name does not say which parameter it wraps. PEFT wraps them as the class
-        defines them, the first innermost.
+        A wrapper's name does not contain its parameter. PEFT wraps parameters in the order in which
+        the class defines them, the first innermost.
         """
         fitting = []
         error: CkptkitError | None = None
@@ -156,7 +160,7 @@ class _Pairing:
             pairs = list(zip(innermost_first, order, strict=True))
             try:
                 for layer, weight in pairs:
-                    form_of(self._factors(weight, weight, layer))
+                    determine_form(self._collect_shapes(weight, weight, layer))
             except RefusedError as misfit:
                 error = error or misfit
             else:
@@ -164,41 +168,41 @@ class _Pairing:
         if not fitting and error is not None:
             raise error
         if len(fitting) > 1 and not ordered[0].endswith(_DEFINED_FIRST):
-            raise self._refused(
-                f"which LoRA belongs to which of {', '.join(targets)} is told neither by names nor"
-                " by shapes",
+            raise self._make_error(
+                "neither names nor shapes show which LoRA belongs to which of"
+                f" {', '.join(targets)}",
                 "merge this adapter with PEFT",
             )
         return fitting[0]
 
-    def _factors(self, key: str, weight: Fqn, layer: LoraLayer) -> Factors:
-        return Factors(
+    def _collect_shapes(self, key: str, weight: Fqn, layer: LoraLayer) -> FactorShapes:
+        return FactorShapes(
             weight=self._shapes[weight],
             down=layer.down.shape,
             up=layer.up.shape,
             rank=self._settings.rank(key),
             module=key,
             fan_in_fan_out=self._settings.fan_in_fan_out,
-            is_old=version_of(self._settings.peft_version) < EXPERTS_BY_CLASS,
+            is_old=parse_version(self._settings.peft_version) < EXPERTS_BY_CLASS,
             model_types=self._base.model_types,
             where=self._source.where,
         )
 
-    def _low_rank(self, layer: LoraLayer, weight: Fqn) -> LowRank:
+    def _update_weight(self, layer: LoraLayer, weight: Fqn) -> LowRankChange:
         is_parameter = any(fits_target(name, weight) for name in self._settings.target_parameters)
         key = weight if is_parameter else layer.owner
-        factors = self._factors(key, weight, layer)
-        form = (embedding_form if layer.is_embedding else form_of)(factors)
+        factors = self._collect_shapes(key, weight, layer)
+        form = (check_embedding if layer.is_embedding else determine_form)(factors)
         if is_parameter and form == "linear":
             form = "parameter"
         if (layer.magnitude is not None) != self._settings.use_dora:
-            found, said = ("a", "false") if layer.magnitude is not None else ("no", "true")
-            raise self._refused(
-                f"module {key!r} has {found} lora_magnitude_vector, and the configuration says"
-                f" 'use_dora': {said}",
+            article, value = ("a", "false") if layer.magnitude is not None else ("no", "true")
+            raise self._make_error(
+                f"module {key!r} has {article} lora_magnitude_vector, and the configuration says"
+                f" 'use_dora': {value}",
                 _OTHER_CONFIG,
             )
-        return LowRank(
+        return LowRankChange(
             source=self._source,
             weight=weight,
             module=weight if is_parameter else layer.module,
@@ -210,59 +214,179 @@ class _Pairing:
             scaling=self._settings.scaling(key) * self._weight * layer.times,
         )
 
-    def _shift(self, module: str, bias: TensorEntry) -> Shift:
+    def _update_bias(self, module: str, bias: TensorEntry) -> BiasChange:
         name = Fqn(f"{module}.bias")
         shape = self._shapes.get(name)
         if shape is None:
-            raise self._refused(
-                f"module {module!r} was given a bias by the adapter and has none in the base, so"
-                " no merged form",
-                "keep this adapter beside its base; PEFT does not merge it either",
+            raise self._make_error(
+                f"module {module!r} has a bias in the adapter and none in the base, so it has no"
+                " merged form",
+                "keep this adapter apart from its base; PEFT does not merge it either",
             )
         if shape != bias.shape:
-            raise self._refused(
+            raise self._make_error(
                 f"module {module!r} has lora_B.bias of shape {list(bias.shape)} against"
                 f" {list(shape)} in the base",
                 _OTHER_BASE,
             )
         scaling = self._settings.scaling(module) * self._weight
-        return Shift(self._source, name, module, bias, scaling)
+        return BiasChange(self._source, name, module, bias, scaling)
 
     # --- trained tokens ---
 
-    def _rows(self, module: str, rows: TensorEntry) -> Rows:
+    def _replace_rows(self, module: str, rows: TensorEntry) -> TokenRowsChange:
         weight = Fqn(f"{module}.weight")
         shape = self._shapes[weight]
-        indices = self._indices(module)
+        options = self._settings.trainable_token_indices
+        named = (own for name, own in options.items() if name and fits_target(name, module))
+        indices = next(named, options.get("", ()))
         fits = len(shape) == len(rows.shape) and shape[1:] == rows.shape[1:]
         if not fits or len(indices) != rows.shape[0]:
-            raise self._refused(
+            raise self._make_error(
                 f"module {module!r} has trained rows of shape {list(rows.shape)} against"
                 f" {len(indices)} 'trainable_token_indices' in a weight of shape {list(shape)}",
                 _OTHER_CONFIG,
             )
         if max(indices, default=0) >= shape[0]:
-            raise self._refused(
-                f"module {module!r} was trained in row {max(indices)} against {shape[0]} rows in"
-                " the base",
+            raise self._make_error(
+                f"row {max(indices)} of module {module!r} was trained, and the base has {shape[0]}"
+                " rows",
                 "the vocabulary was made larger before training; pass that model with --base",
             )
-        return Rows(self._source, weight, module, rows, indices)
-
-    def _indices(self, module: str) -> tuple[int, ...]:
-        given = self._settings.trainable_token_indices
-        named = (rows for name, rows in given.items() if name and fits_target(name, module))
-        return next(named, given.get("", ()))
+        return TokenRowsChange(self._source, weight, module, rows, indices)
 
     # --- refusals ---
 
-    def _unknown_modules(self, modules: Sequence[str]) -> RefusedError:
+    def _make_unknown_error(self, modules: Sequence[str]) -> RefusedError:
         more = f" and {len(modules) - _LISTED} more" if len(modules) > _LISTED else ""
-        return self._refused(
+        return self._make_error(
             f"the base has no weight for {len(modules)} modules of the adapter:"
             f" {', '.join(modules[:_LISTED])}{more}",
             _OTHER_BASE,
         )
 
-    def _refused(self, message: str, hint: str) -> RefusedError:
+    def _make_error(self, message: str, hint: str) -> RefusedError:
         return RefusedError(message, where=self._source.where, hint=hint)
+
+
+_MATRIX = 2
+_EXPERTS = 3
+# Model types whose fused experts are stored as [experts, in, out].
+_TRANSPOSED_EXPERTS = frozenset({"gpt_oss", "openai_privacy_filter", "aria", "aria_text"})
+
+
+@dataclass(frozen=True, slots=True)
+class FactorShapes:
+    """The shapes of a weight and its factors, and what else decides how they fit.
+
+    Attributes:
+        weight: Shape of the weight.
+        down: Shape of A.
+        up: Shape of B.
+        rank: The rank of the module by the configuration.
+        module: Its path.
+        fan_in_fan_out: The option of the configuration, which PEFT sets by the last module.
+        is_old: Whether PEFT before 0.19 wrote the adapter, for which every fused weight of experts
+            was [experts, in, out].
+        model_types: See `find_model_types`.
+        where: The adapter's name in errors.
+    """
+
+    weight: Shape
+    down: Shape
+    up: Shape
+    rank: int
+    module: str
+    fan_in_fan_out: bool
+    is_old: bool
+    model_types: frozenset[str]
+    where: str
+
+
+def determine_form(factors: FactorShapes) -> Form:
+    """Determines how the product of factors is stored in the weight."""
+    if len(factors.down) > _MATRIX:
+        return _convolution(factors)
+    if len(factors.down) != _MATRIX or len(factors.up) != _MATRIX:
+        raise _make_misfit(factors)
+    if len(factors.weight) == _EXPERTS:
+        return _experts(factors)
+    return _linear(factors)
+
+
+def check_embedding(factors: FactorShapes) -> Form:
+    """Checks the factors of an embedding: A is [rank, vocabulary], B [dimension, rank]."""
+    _check_rank(factors, factors.rank)
+    if factors.weight != (*factors.down[1:], *factors.up[:1]):
+        raise _make_misfit(factors)
+    return "embedding"
+
+
+def _linear(factors: FactorShapes) -> Form:
+    _check_rank(factors, factors.rank)
+    out_in = (factors.up[0], factors.down[1])
+    straight, crossed = factors.weight == out_in, factors.weight == out_in[::-1]
+    if not (straight or crossed):
+        raise _make_misfit(factors)
+    if straight and crossed:
+        types = factors.model_types
+        crossed = is_conv1d(factors.module, types) if types else factors.fan_in_fan_out
+    return "transposed" if crossed else "linear"
+
+
+def _convolution(factors: FactorShapes) -> Form:
+    apart, rest = divmod(factors.down[0], factors.up[1])
+    if apart > 1 and not rest:
+        raise _make_group_error(factors, apart)
+    _check_rank(factors, factors.rank)
+    out, inside, kernel = factors.up[0], factors.down[1], factors.down[2:]
+    if factors.weight == (out, inside, *kernel) and all(size == 1 for size in factors.up[2:]):
+        return "conv"
+    groups, rest = divmod(inside, factors.weight[1] if len(factors.weight) > 1 else inside + 1)
+    if groups > 1 and not rest and factors.weight[:1] == (out,) and factors.weight[2:] == kernel:
+        raise _make_group_error(factors, groups)
+    raise _make_misfit(factors)
+
+
+def _make_group_error(factors: FactorShapes, groups: int) -> RefusedError:
+    return RefusedError(
+        f"module {factors.module!r} is a convolution of {groups} groups, whose LoRA has no"
+        " merged form: each group of outputs depends on all inputs through it",
+        where=factors.where,
+        hint="keep this adapter apart from its base; PEFT does not merge it either",
+    )
+
+
+def _experts(factors: FactorShapes) -> Form:
+    experts = factors.weight[0]
+    _check_rank(factors, factors.rank * experts)
+    out_in = (factors.up[0], factors.down[1])
+    straight, crossed = factors.weight[1:] == out_in, factors.weight[1:] == out_in[::-1]
+    if not (straight or crossed):
+        raise _make_misfit(factors)
+    if straight and crossed:
+        crossed = factors.is_old or bool(factors.model_types & _TRANSPOSED_EXPERTS)
+    return "experts_transposed" if crossed else "experts"
+
+
+def _check_rank(factors: FactorShapes, expected: int) -> None:
+    ranks = (factors.down[0], factors.up[1] if len(factors.up) > 1 else 0)
+    if ranks == (expected, expected):
+        return
+    if ranks[0] == ranks[1]:
+        raise RefusedError(
+            f"module {factors.module!r} has factors of rank {ranks[0]}, expected {expected} by the"
+            " configuration, which would give them another scaling",
+            where=factors.where,
+            hint="pass the configuration that the adapter was trained with as --adapter-config",
+        )
+    raise _make_misfit(factors)
+
+
+def _make_misfit(factors: FactorShapes) -> RefusedError:
+    return RefusedError(
+        f"module {factors.module!r} has A of shape {list(factors.down)} and B of shape"
+        f" {list(factors.up)}, which do not fit a base weight of shape {list(factors.weight)}",
+        where=factors.where,
+        hint="the adapter was trained on another base model; pass that one with --base",
+    )

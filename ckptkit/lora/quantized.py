@@ -1,22 +1,16 @@
-"""Which weights of a model were packed by bitsandbytes, and what lies beside each.
+"""Weights that bitsandbytes packed: how they are found, how they were packed, and the record of it.
 
 A packed weight has companions in most checkpoints, and none where FSDP made a plain parameter of
-it. With companions their names tell; without, the size of the weight does, since the factors of
-its LoRA or the original model say what shape it has in truth. What is not packed is nobody's
-business here: an embedding or a head is what it is, also in a model of packed weights.
-
-`ckptkit.adapters.quantized` turns what is found here into operands.
-
-Source: bitsandbytes 0.50, `functional.py` (`QuantState.as_dict`), `nn/modules.py`
-(`Linear4bit._save_to_state_dict`, `Linear8bitLt._save_to_state_dict`).
-
-How weights of four bits were packed: what bitsandbytes writes beside each of them.
-
-Source: bitsandbytes 0.50, `functional.py` (`QuantState.as_dict`), `utils.py`
-(`pack_dict_to_tensor`): a JSON object as a tensor of bytes.
+it. Companions are recognised by their names; without them the size of the weight decides, since the
+factors of its LoRA or the original model give its shape. Embeddings and heads that are not packed
+are not affected. `ckptkit.adapters.quantized` makes operands of packed weights.
 
 `Quantization` is the record that the manifest of an extracted adapter keeps of its packed base, so
-that the weights that training computed with can be made again from the plain base.
+that the weights that training computed with can be derived from the plain base.
+
+Source: bitsandbytes 0.50, `functional.py` (`QuantState.as_dict`), `utils.py`
+(`pack_dict_to_tensor`): a JSON object as a tensor of bytes; `nn/modules.py`
+(`Linear4bit._save_to_state_dict`, `Linear8bitLt._save_to_state_dict`).
 """
 
 from __future__ import annotations
@@ -34,7 +28,7 @@ from ckptkit.core.index import Shape, TensorEntry
 FourBitType = Literal["nf4", "fp4"]
 QUANT_TYPES: Mapping[str, FourBitType] = {"nf4": "nf4", "fp4": "fp4"}
 DTYPES = ("bfloat16", "float16", "float32")
-"""What bitsandbytes packs."""
+"""Element types that bitsandbytes packs."""
 BLOCKSIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 MAX_STATE_BYTES = 1 << 16
 _HINT = "the file is damaged; take another copy of it"
@@ -42,13 +36,13 @@ _HINT = "the file is damaged; take another copy of it"
 
 @dataclass(frozen=True, slots=True)
 class FourBitSettings:
-    """How weights were packed, as far as it is known.
+    """How weights were packed; None for what is unknown.
 
     Attributes:
-        quant_type: What the codes stand for, or None.
-        nested: Whether the scales were quantized too ("double quantization"), or None.
-        blocksize: How many elements share a scale, or None.
-        dtype: What the weights were before, or None.
+        quant_type: The meaning of the codes.
+        nested: Whether the scales were quantized too ("double quantization").
+        blocksize: How many elements share a scale.
+        dtype: The element type before packing.
     """
 
     quant_type: FourBitType | None = None
@@ -62,12 +56,12 @@ class FourBitState:
     """How one weight was packed.
 
     Attributes:
-        quant_type: What the codes stand for.
+        quant_type: The meaning of the codes.
         blocksize: How many elements share a scale.
-        dtype: What the weight was before.
-        shape: Its shape.
+        dtype: The element type before packing.
+        shape: The shape of the weight.
         nested_blocksize: How many scales share a scale; 0 where scales were not quantized.
-        nested_offset: What was taken off the scales before.
+        nested_offset: The offset that was subtracted from the scales first.
     """
 
     quant_type: FourBitType
@@ -79,16 +73,18 @@ class FourBitState:
 
     @classmethod
     def parse(cls, data: bytes, *, where: str) -> FourBitState:
-        """Reads the bytes of a `quant_state` tensor."""
-        document = _object(data, where)
+        """Parses the bytes of a `quant_state` tensor."""
+        document = _parse_object(data, where)
         nested = "nested_blocksize" in document
         return cls(
-            quant_type=QUANT_TYPES[_among(document, "quant_type", tuple(QUANT_TYPES), where)],
-            blocksize=_among(document, "blocksize", BLOCKSIZES, where),
-            dtype=_among(document, "dtype", DTYPES, where),
-            shape=_shape(document, where),
-            nested_blocksize=_positive(document, "nested_blocksize", where) if nested else 0,
-            nested_offset=_number(document, "nested_offset", where) if nested else 0.0,
+            quant_type=QUANT_TYPES[
+                _parse_choice(document, "quant_type", tuple(QUANT_TYPES), where)
+            ],
+            blocksize=_parse_choice(document, "blocksize", BLOCKSIZES, where),
+            dtype=_parse_choice(document, "dtype", DTYPES, where),
+            shape=_parse_shape(document, where),
+            nested_blocksize=_parse_positive(document, "nested_blocksize", where) if nested else 0,
+            nested_offset=_parse_number(document, "nested_offset", where) if nested else 0.0,
         )
 
     @property
@@ -96,7 +92,7 @@ class FourBitState:
         return math.prod(self.shape)
 
 
-def _object(data: bytes, where: str) -> Mapping[str, Any]:
+def _parse_object(data: bytes, where: str) -> Mapping[str, Any]:
     try:
         document = json.loads(data)
     except ValueError as error:
@@ -106,32 +102,34 @@ def _object(data: bytes, where: str) -> Mapping[str, Any]:
     return document
 
 
-def _among(document: Mapping[str, Any], key: str, known: tuple[Any, ...], where: str) -> Any:
+def _parse_choice(
+    document: Mapping[str, Any], key: str, choices: tuple[Any, ...], where: str
+) -> Any:
     value = document.get(key)
-    if value not in known:
-        raise FormatError(f"has {value!r} for {key!r} against one of {known}", where=where)
+    if value not in choices:
+        raise FormatError(f"has {value!r} for {key!r}, expected one of {choices}", where=where)
     return value
 
 
-def _positive(document: Mapping[str, Any], key: str, where: str) -> int:
+def _parse_positive(document: Mapping[str, Any], key: str, where: str) -> int:
     value = document.get(key)
     if not isinstance(value, int) or value <= 0:
-        raise FormatError(f"has {value!r} for {key!r}, where a count was expected", where=where)
+        raise FormatError(f"has {value!r} for {key!r}, expected a count", where=where)
     return value
 
 
-def _number(document: Mapping[str, Any], key: str, where: str) -> float:
+def _parse_number(document: Mapping[str, Any], key: str, where: str) -> float:
     value = document.get(key)
     if not isinstance(value, int | float) or not math.isfinite(value):
-        raise FormatError(f"has {value!r} for {key!r}, where a number was expected", where=where)
+        raise FormatError(f"has {value!r} for {key!r}, expected a number", where=where)
     return float(value)
 
 
-def _shape(document: Mapping[str, Any], where: str) -> Shape:
+def _parse_shape(document: Mapping[str, Any], where: str) -> Shape:
     value = document.get("shape")
     whole = isinstance(value, list) and all(isinstance(size, int) and size > 0 for size in value)
     if not whole or not value:
-        raise FormatError(f"has {value!r} for 'shape', where sizes were expected", where=where)
+        raise FormatError(f"has {value!r} for 'shape', expected sizes", where=where)
     return tuple(value)
 
 
@@ -147,7 +145,8 @@ FOUR_BITS: Bits = 4
 EIGHT_BITS: Bits = 8
 _MATRIX = 2
 _BITSANDBYTES = "bitsandbytes"
-# What stands beside or for a weight in GPTQ, AWQ, HQQ, compressed tensors, fp8 and mxfp4.
+# Tensors that are stored with or instead of a weight in GPTQ, AWQ, HQQ, compressed tensors, fp8
+# and mxfp4.
 _FOREIGN = re.compile(
     r".+(?:\.(?:qweight|qzeros|g_idx|W_q|weight_packed|weight_scale|weight_scale_inv|weight_scale_2)"
     r"|_(?:blocks|scale_inv))"
@@ -156,15 +155,15 @@ _FOREIGN = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """A weight of which bitsandbytes wrote packed numbers.
+    """A weight that bitsandbytes packed.
 
     Attributes:
         name: Its name in the model.
         bits: How many bits each of its elements takes.
         packed: The tensor with the packed numbers.
-        companions: What lies beside it, by bitsandbytes' names: `absmax`, `quant_map`,
+        companions: Tensors stored with it, by bitsandbytes' names: `absmax`, `quant_map`,
             `nested_absmax`, `nested_quant_map`, `quant_state.bitsandbytes__nf4`, `SCB`, …
-        shape: The shape of the weight itself, None where only its quantization state tells.
+        shape: The shape of the weight itself, None where only its quantization state has it.
     """
 
     name: str
@@ -175,45 +174,40 @@ class PackedWeight:
 
     @property
     def state(self) -> TensorEntry | None:
-        """What says how four-bit numbers were packed, None where it was not saved."""
-        found = (e for kind, e in self.companions.items() if kind.startswith("quant_state."))
-        return next(found, None)
+        """The quantization state of four-bit numbers, None where it was not saved."""
+        states = (e for kind, e in self.companions.items() if kind.startswith("quant_state."))
+        return next(states, None)
 
     @property
     def is_whole(self) -> bool:
-        """Whether everything lies beside it that unpacking takes."""
+        """Whether the companions are enough for unpacking."""
         if self.bits == EIGHT_BITS:
             return SCALES_OF_ROWS in self.companions
         return self.state is not None and "absmax" in self.companions
 
 
-def packed_weights(
+def find_packed_weights(
     entries: Mapping[str, TensorEntry], shapes: Mapping[str, Shape]
 ) -> dict[str, PackedWeight]:
-    """Finds the packed weights of a plain model.
+    """Returns the packed weights of a plain model by name, in the order of `entries`.
 
-    Args:
-        entries: Its tensors, by their names in the model.
-        shapes: Shapes of weights as the model computes with them, where they are known.
-
-    Returns:
-        The packed weights by name, in the order of `entries`.
+    `shapes` has the shapes of weights as the model computes with them, where they are known.
     """
-    beside: dict[str, dict[str, TensorEntry]] = {}
+    companions: dict[str, dict[str, TensorEntry]] = {}
     for name, entry in entries.items():
         four, eight = _FOUR.fullmatch(name), _EIGHT.fullmatch(name)
         if four is not None:
-            beside.setdefault(four["weight"], {})[four["kind"]] = entry
+            companions.setdefault(four["weight"], {})[four["kind"]] = entry
         elif eight is not None:
-            beside.setdefault(f"{eight['module']}.weight", {})[eight["kind"]] = entry
-    found = (
-        _packed(name, entry, beside.get(name, {}), shapes.get(name))
+            companions.setdefault(f"{eight['module']}.weight", {})[eight["kind"]] = entry
+    weights = (
+        _recognise(name, entry, companions.get(name, {}), shapes.get(name))
         for name, entry in entries.items()
     )
-    return {weight.name: weight for weight in found if weight is not None}
+    return {weight.name: weight for weight in weights if weight is not None}
 
 
-def names_beside(weight: PackedWeight) -> frozenset[str]:
+def list_companions(weight: PackedWeight) -> frozenset[str]:
     """Returns the names of the companions of a packed weight, in the plain model."""
     module = weight.name.rpartition(".")[0]
     four = weight.bits == FOUR_BITS
@@ -221,48 +215,45 @@ def names_beside(weight: PackedWeight) -> frozenset[str]:
 
 
 def is_packed_size(entry: TensorEntry, shape: Shape) -> bool:
-    """Tells whether a tensor has the size of a weight of that shape in four bits.
+    """Returns whether a tensor has the size of a weight of that shape in four bits.
 
-    Bitsandbytes writes a column of the type that was chosen as storage, two elements a byte.
+    Bitsandbytes writes a column of the storage type, two elements a byte.
     """
     column = len(entry.shape) == _MATRIX and entry.shape[1] == 1
     return column and entry.size_bytes == -(-math.prod(shape) // 2) and entry.shape != shape
 
 
-def _packed(
+def _recognise(
     name: str, entry: TensorEntry, companions: Mapping[str, TensorEntry], shape: Shape | None
 ) -> PackedWeight | None:
-    if entry.dtype.name == "int8" and len(entry.shape) == _MATRIX:
-        beside = SCALES_OF_ROWS in companions
-        if beside or entry.shape == shape:
-            return PackedWeight(name, EIGHT_BITS, entry, companions, entry.shape)
-    if set(companions) & {"absmax"} or any(kind.startswith("quant_state.") for kind in companions):
+    is_bytes = entry.dtype.name == "int8" and len(entry.shape) == _MATRIX
+    if is_bytes and (SCALES_OF_ROWS in companions or entry.shape == shape):
+        return PackedWeight(name, EIGHT_BITS, entry, companions, entry.shape)
+    if "absmax" in companions or any(kind.startswith("quant_state.") for kind in companions):
         return PackedWeight(name, FOUR_BITS, entry, companions, shape)
     if shape is not None and is_packed_size(entry, shape):
         return PackedWeight(name, FOUR_BITS, entry, companions, shape)
     return None
 
 
-def settings_told(config: Mapping[str, Any] | None) -> FourBitSettings:
-    """Returns what a model's configuration says of its quantization, None for what it does not.
+def read_settings(config: Mapping[str, Any] | None) -> FourBitSettings:
+    """Returns the settings of the quantization in a model's configuration.
 
     Source: transformers 5.23, `BitsAndBytesConfig`.
     """
-    told = (config or {}).get("quantization_config") or {}
-    quant_type = told.get("bnb_4bit_quant_type")
-    nested = told.get("bnb_4bit_use_double_quant")
-    known: dict[Any, FourBitType] = {"nf4": "nf4", "fp4": "fp4"}
+    options = (config or {}).get("quantization_config") or {}
+    nested = options.get("bnb_4bit_use_double_quant")
     return FourBitSettings(
-        quant_type=known.get(quant_type),
+        quant_type=QUANT_TYPES.get(str(options.get("bnb_4bit_quant_type"))),
         nested=nested if isinstance(nested, bool) else None,
-        dtype=dtype_told(config),
+        dtype=read_dtype(config),
     )
 
 
-def dtype_told(config: Mapping[str, Any] | None) -> str | None:
-    """Returns the type of a model's weights that its configuration states, if it does."""
-    told = (config or {}).get("dtype") or (config or {}).get("torch_dtype")
-    name = str(told).removeprefix("torch.")
+def read_dtype(config: Mapping[str, Any] | None) -> str | None:
+    """Returns the element type of the weights in a model's configuration, if it has one."""
+    value = (config or {}).get("dtype") or (config or {}).get("torch_dtype")
+    name = str(value).removeprefix("torch.")
     return name if name in DTYPES else None
 
 
@@ -270,8 +261,9 @@ def refuse_unmodelled(
     entries: Mapping[str, TensorEntry], config: Mapping[str, Any] | None, *, location: str
 ) -> None:
     """Refuses weights that are packed in a way that is not modelled."""
-    told = (config or {}).get("quantization_config") or {}
-    method = told.get("quant_method", _BITSANDBYTES) if isinstance(told, Mapping) else str(told)
+    options = (config or {}).get("quantization_config") or {}
+    is_parsed = isinstance(options, Mapping)
+    method = options.get("quant_method", _BITSANDBYTES) if is_parsed else str(options)
     foreign = next((name for name in entries if _FOREIGN.fullmatch(name)), None)
     tiny = next((n for n, e in entries.items() if e.dtype.name.startswith("float8")), None)
     what = ""
@@ -292,7 +284,7 @@ class PackedRecord:
     """One weight that was packed, or may have been.
 
     Attributes:
-        size_bytes: What it took packed.
+        size_bytes: Its packed size.
         offset: The mean of its scales, where they were quantized too and that was saved.
         crc32: Checksum of its packed bytes; None where it is not known.
     """
@@ -307,7 +299,7 @@ class Packing:
     """Weights that were packed alike.
 
     Attributes:
-        settings: How, as far as the checkpoint shows; None for eight bits.
+        settings: How they were packed, as far as the checkpoint shows; None for eight bits.
         storage: The element type that packed numbers were stored under.
         weights: The weights, by their names in the plain model.
     """

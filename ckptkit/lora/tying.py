@@ -1,33 +1,39 @@
-"""Tied embeddings under an adapter: what the trained model computes decides whether they stay tied.
+"""Tied embeddings under an adapter: whether they stay tied depends on what was trained.
 
-A LoRA of one of two tied names leaves the other as it was: PEFT wraps modules, and the other
-module still computes with the shared weight. So the merged weights differ, and both must be
-written. Where PEFT changes both alike (trained tokens, `ensure_weight_tying`), they stay one.
+A LoRA of one of two tied names does not change the theirs: PEFT wraps modules, and the other module
+still computes with the shared weight. So the merged weights differ, and both must be written. Where
+PEFT changes both alike (trained tokens, `ensure_weight_tying`), they stay ours.
 
 Source: peft 0.21, `set_additional_trainable_modules` and `_get_module_names_tied_with_embedding`
-in `utils/other.py`, `_add_targets_to_tie` in `tuners/lora/model.py`.
+in `utils/theirs.py`, `_add_targets_to_tie` in `tuners/lora/model.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptkit.core.index import Fqn, TensorEntry
-from ckptkit.lora.changes import Change, LowRank, Replaced, Rows, is_frozen, tensors_of
-from ckptkit.plan.ties import Specs, tie_candidates, tie_conflicts, tied_names_absent
-
-Changes = Mapping[Fqn, Sequence[Change]]
+from ckptkit.lora.changes import (
+    Change,
+    Changes,
+    LowRankChange,
+    Replacement,
+    TokenRowsChange,
+    is_frozen,
+    tensors_of,
+)
+from ckptkit.plan.ties import Specs, find_absent_tied_names, find_tie_candidates, find_tie_conflicts
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
-    """Two names that the configuration declares to be one tensor.
+class TiedPair:
+    """Two names that the configuration ties.
 
     Attributes:
-        target: The name that `save_pretrained` leaves out.
-        source: The name that it keeps.
+        target: The name that `save_pretrained` omits.
+        source: The name that it writes.
         is_present: Whether the base holds the target too.
         may_agree: Whether the base's two tensors agree in element type and shape.
     """
@@ -40,12 +46,9 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Equality:
-    """Two tensors of adapters on whose bytes it depends whether a tie holds.
+    """Two tensors of adapters, with their origins, that must be equal for a tie to hold.
 
-    Attributes:
-        first: Origin and tensor.
-        second: Origin and tensor, of the same element type.
-        is_transposed: Whether the second is to be read with its two axes exchanged.
+    They have the same element type; if `is_transposed`, the second is compared transposed.
     """
 
     first: tuple[str, TensorEntry]
@@ -53,96 +56,86 @@ class Equality:
     is_transposed: bool = False
 
 
-def tied_pairs(config: Mapping[str, Any] | None, specs: Specs) -> list[Pair]:
-    """Finds the names that the configuration ties, whether or not the base holds both."""
-    agreeing, differing = tie_candidates(config, specs), tie_conflicts(config, specs)
-    absent = tied_names_absent(config, specs.keys())
+def find_tied_pairs(config: Mapping[str, Any] | None, specs: Specs) -> list[TiedPair]:
+    """Returns the names that the configuration ties, whether or not the base holds both."""
+    agreeing, differing = find_tie_candidates(config, specs), find_tie_conflicts(config, specs)
+    absent = find_absent_tied_names(config, specs.keys())
     pairs = {**agreeing, **differing, **absent}
     return [
-        Pair(target, source, is_present=target not in absent, may_agree=target not in differing)
+        TiedPair(target, source, is_present=target not in absent, may_agree=target not in differing)
         for target, source in pairs.items()
     ]
 
 
-def shared_changes(
-    changes: Changes, pairs: Sequence[Pair], tying: Collection[int]
+def share_changes(
+    changes: Changes, pairs: Sequence[TiedPair], tying: Collection[int]
 ) -> dict[Fqn, list[Change]]:
-    """Adds the changes that PEFT makes to a tied module along with those of the embedding.
+    """Adds the changes that PEFT makes to a tied module together with those of the embedding.
 
-    Args:
-        changes: Of all adapters, by the tensor changed.
-        pairs: What is tied.
-        tying: Positions of the adapters that were trained with `ensure_weight_tying`.
+    `tying` has the positions of adapters that were trained with `ensure_weight_tying`.
     """
-    shared = {weight: list(found) for weight, found in changes.items()}
+    shared = {weight: list(own) for weight, own in changes.items()}
     for pair in pairs:
         own = {c.source.position for c in changes.get(pair.target, ()) if not is_frozen(c)}
         for change in changes.get(pair.source, ()):
             position = change.source.position
-            follows = isinstance(change, Rows) or position in tying
+            follows = isinstance(change, TokenRowsChange) or position in tying
             if follows and position not in own and not is_frozen(change):
                 shared.setdefault(pair.target, []).append(replace(change, weight=pair.target))
-    for found in shared.values():
-        found.sort(key=lambda change: change.source.position)
+    for listed in shared.values():
+        listed.sort(key=lambda change: change.source.position)
     return shared
 
 
-def equalities(first: Sequence[Change], second: Sequence[Change]) -> list[Equality] | None:
+def find_equalities(first: Sequence[Change], second: Sequence[Change]) -> list[Equality] | None:
     """Returns what has to be equal for two tensors to be changed alike.
 
-    Args:
-        first: The changes of the one.
-        second: The changes of the other.
-
-    Returns:
-        The comparisons, or None where the changes differ whatever the bytes are.
+    None means that their changes differ whatever the bytes are.
     """
-    found: list[Equality] = []
     if len(first) != len(second):
         return None
-    for one, other in zip(first, second, strict=True):
-        needed = _compared(one, other)
-        if needed is None:
+    return _join(_compare(ours, theirs) for ours, theirs in zip(first, second, strict=True))
+
+
+def _join(parts: Iterable[list[Equality] | None]) -> list[Equality] | None:
+    joined: list[Equality] = []
+    for part in parts:
+        if part is None:
             return None
-        found += needed
-    return found
+        joined += part
+    return joined
 
 
-def _compared(one: Change, other: Change) -> list[Equality] | None:
-    if tensors_of(one) == tensors_of(other) and one == replace(other, weight=one.weight):
+def _compare(ours: Change, theirs: Change) -> list[Equality] | None:
+    if tensors_of(ours) == tensors_of(theirs) and ours == replace(theirs, weight=ours.weight):
         return []
-    origins = (one.source.origin, other.source.origin)
-    if isinstance(one, Rows) and isinstance(other, Rows) and one.indices == other.indices:
-        return _same(origins, one.rows, other.rows)
-    if isinstance(one, Replaced) and isinstance(other, Replaced):
-        return _same(origins, one.tensor, other.tensor)
-    if isinstance(one, LowRank) and isinstance(other, LowRank):
-        return _compared_factors(one, other)
+    origins = (ours.source.origin, theirs.source.origin)
+    if (
+        isinstance(ours, TokenRowsChange)
+        and isinstance(theirs, TokenRowsChange)
+        and ours.indices == theirs.indices
+    ):
+        return _same(origins, ours.rows, theirs.rows)
+    if isinstance(ours, Replacement) and isinstance(theirs, Replacement):
+        return _same(origins, ours.tensor, theirs.tensor)
+    if isinstance(ours, LowRankChange) and isinstance(theirs, LowRankChange):
+        return _compare_factors(ours, theirs)
     return None
 
 
-def _compared_factors(one: LowRank, other: LowRank) -> list[Equality] | None:
-    """Compares B·A of one with (B·A)ᵀ of the other, or with its kin.
-
-    The LoRA of an embedding holds the factors that its tied head has, transposed.
-    """
-    if one.magnitude or other.magnitude or one.scaling != other.scaling:
+def _compare_factors(ours: LowRankChange, theirs: LowRankChange) -> list[Equality] | None:
+    """Compares factors; those of an embedding are those of its tied head, transposed."""
+    if ours.magnitude or theirs.magnitude or ours.scaling != theirs.scaling:
         return None
-    origins = (one.source.origin, other.source.origin)
-    forms = {one.form, other.form}
+    origins = (ours.source.origin, theirs.source.origin)
+    forms = {ours.form, theirs.form}
     if len(forms) == 1:
-        pairs = ((one.down, other.down), (one.up, other.up))
+        pairs = ((ours.down, theirs.down), (ours.up, theirs.up))
     elif forms == {"embedding", "linear"}:
-        pairs = ((one.down, other.up), (one.up, other.down))
+        pairs = ((ours.down, theirs.up), (ours.up, theirs.down))
     else:
         return None
-    found: list[Equality] = []
-    for first, second in pairs:
-        needed = _same(origins, first, second, is_transposed=len(forms) > 1)
-        if needed is None:
-            return None
-        found += needed
-    return found
+    return _join(_same(origins, *pair, is_transposed=len(forms) > 1) for pair in pairs)
 
 
 def _same(

@@ -38,7 +38,7 @@ _HINTS = {
 
 
 def find_problems(index: TensorIndex, entries: Iterable[TensorEntry]) -> Iterator[Problem]:
-    """Yields what keeps tensors from being read whole: at most one problem for each tensor."""
+    """Yields why tensors cannot be read whole: at most one problem for each tensor."""
     return (problem for _, problem in find_problems_by_key(index, entries))
 
 
@@ -77,20 +77,20 @@ def _file_problem(index: TensorIndex, entry: TensorEntry, sizes: np.ndarray) -> 
         return None
     row = int(short[0])
     file = index.files[int(files[row])]
-    held = f"{describe(entry.chunks[row].place)} of {entry.key!r}"
+    elements = f"{describe(entry.chunks[row].place)} of {entry.key!r}"
     if file.size_bytes < 0:
         nor = _others_missing(index, sizes, int(files[row]))
-        return Problem(MissingFileError.code, file.path, f"is not there{nor}; it holds {held}")
+        return Problem(MissingFileError.code, file.path, f"is not there{nor}; it holds {elements}")
     return Problem(
         TruncatedFileError.code,
         file.path,
-        f"{held} end at byte {int(records.stop[rows[row]]):,} but the file ends at byte"
+        f"{elements} end at byte {int(records.stop[rows[row]]):,} but the file ends at byte"
         f" {file.size_bytes:,}",
     )
 
 
 def _others_missing(index: TensorIndex, sizes: np.ndarray, but: int) -> str:
-    """Names further files that are missing: of data files they say which rank's they are."""
+    """Names further missing files; the names of data files say which rank wrote them."""
     others = [int(number) for number in np.flatnonzero(sizes < 0) if number != but]
     if not others:
         return ""
@@ -113,7 +113,7 @@ def _coverage_problem(index: TensorIndex, entry: TensorEntry) -> Problem | None:
 def _sentence(index: TensorIndex, entry: TensorEntry, defect: Defect) -> str:
     place = f"{describe(defect.place)} of shape {list(entry.shape)}"
     if defect.copies == 0:
-        return f"{place} lie in no file"
+        return f"{place} are in no file"
     rows = np.flatnonzero(entry.chunks.elements() > 0)
     touched = {
         index.files[int(index.records.file[int(entry.chunks.record[row])])].path
@@ -123,7 +123,7 @@ def _sentence(index: TensorIndex, entry: TensorEntry, defect: Defect) -> str:
 
 
 def describe(place: Box | Span) -> str:
-    """Returns a place in words, such as `rows [0, 8), columns [2, 4)`."""
+    """Describes a range of elements, such as `rows [0, 8), columns [2, 4)`."""
     if isinstance(place, Span):
         return f"elements [{place.start:,}, {place.stop:,})"
     labels = _LABELS if len(place.offsets) <= len(_LABELS) else ()

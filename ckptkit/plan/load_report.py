@@ -1,4 +1,4 @@
-"""What loading an output would miss, or not use: a question, its answer, and the words for it."""
+"""What loading an output would miss, or not use: the request, the report, and its messages."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from ckptkit.plan.vocabulary import is_embedding, is_head
 
 Specs = Mapping[str, tuple[DType, Shape]]
 _LISTED = 3
-_MOST_COMPARED = 2_000  # names among which the nearest is looked for
+_MOST_COMPARED = 2_000  # names among which the nearest is searched
 _SHAPE = re.compile(r"\[(\d+)(?:, \d+)*\]")
 
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """Tensors, and the configuration of the model that they are to be loaded into.
+    """Tensors, and the configuration of the model that would load them.
 
     Attributes:
         config: A parsed `config.json`.
         tensors: Element types and shapes by name, also of tensors that the user left out.
         left_out: Names of `tensors` that are not written; the model is not missing those.
-        is_packed: Whether weights are packed by a quantization method, so that names alone count.
+        is_packed: Whether a quantization method packed weights, so that only names are compared.
     """
 
     config: Mapping[str, Any]
@@ -36,7 +36,6 @@ class LoadRequest:
     is_packed: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """Returns it as plain values, in an order of their own."""
         return {
             "config": self.config,
             "tensors": [[n, d.name, list(s)] for n, (d, s) in sorted(self.tensors.items())],
@@ -46,7 +45,6 @@ class LoadRequest:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
-        """Returns the request that plain values hold."""
         tensors = {n: (dtype_named(d), tuple(s)) for n, d, s in document["tensors"]}
         left_out = frozenset(document["left_out"])
         return cls(document["config"], tensors, left_out, document["is_packed"])
@@ -58,8 +56,8 @@ class Mismatch:
 
     Attributes:
         name: Of the parameter.
-        found: The shape that the tensors have, or what was wrong with converting them.
-        expected: The shape that the model has; empty where conversion failed.
+        found: The shape of the tensors, or why they cannot be converted.
+        expected: The shape in the model; empty where conversion failed.
     """
 
     name: str
@@ -67,7 +65,6 @@ class Mismatch:
     expected: str
 
     def __str__(self) -> str:
-        """Names both shapes."""
         against = f" against {self.expected}" if self.expected else ""
         return f"{self.name!r}: {self.found}{against}"
 
@@ -77,12 +74,12 @@ class LoadReport:
     """What loading would report.
 
     Attributes:
-        model: What was compared with, in words.
+        model: The model that was compared with, for messages.
         given: How many tensors the output has.
-        missing: Parameters that would be made at random.
+        missing: Parameters that would be initialized at random.
         unexpected: Tensors that would not be used.
         mismatched: Parameters of other shapes.
-        prefix: What may be stripped from the names so that they fit; empty if nothing.
+        prefix: The prefix without which the names fit; empty if there is none.
         fitting: Another class of transformers that all names fit; empty if there is none.
     """
 
@@ -99,20 +96,18 @@ class LoadReport:
         return not (self.missing or self.unexpected or self.mismatched)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns it as plain values."""
         return {
             "model": self.model,
             "given": self.given,
             "missing": list(self.missing),
             "unexpected": list(self.unexpected),
-            "mismatched": [[one.name, one.found, one.expected] for one in self.mismatched],
+            "mismatched": [[row.name, row.found, row.expected] for row in self.mismatched],
             "prefix": self.prefix,
             "fitting": self.fitting,
         }
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
-        """Returns the report that plain values hold."""
         mismatched = [_texts(row) for row in document["mismatched"]]
         return cls(
             model=_text(document["model"]),
@@ -135,17 +130,17 @@ def _texts(values: Sequence[object]) -> tuple[str, ...]:
     return tuple(_text(value) for value in values)
 
 
-# --- words ---
+# --- messages ---
 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """The options by which a command does what the user may have meant.
+    """Hints with which a command helps to load the output.
 
     Attributes:
-        anyway: What writes, or publishes, the tensors all the same.
-        strip: What takes `{prefix}` from the names; `{module}` is the same without its last dot.
-        config: Where another configuration is given.
+        anyway: How to write, or publish, the tensors as they are.
+        strip: How to remove `{prefix}` from the names; `{module}` is the same without its last dot.
+        config: How to pass another configuration.
         shapes: Whether the command takes `--vocab-size` and `--exclude`.
     """
 
@@ -193,26 +188,21 @@ EXPORT = Advice(
 )
 
 
-def refusal(
+def make_refusal(
     report: LoadReport, names: Collection[str], where: str, advice: Advice = CONSOLIDATE
 ) -> RefusedError:
-    """Returns the error that refuses an output which would not load as the model it is to be.
+    """Returns the error for an output that would not load as the model of its configuration.
 
-    Args:
-        report: What loading would report.
-        names: Of all tensors that would be written.
-        where: The source, for messages.
-        advice: What the command offers.
+    `names` are those of all tensors that would be written.
     """
-    found = "; ".join(_findings(report))
-    hints = [*_hints(report, names, advice), advice.anyway]
-    joined = "; or ".join(hints)
+    differences = "; ".join(_list_differences(report))
+    hints = "; or ".join([*_list_hints(report, names, advice), advice.anyway])
     return RefusedError(
-        f"the output would not load as {report.model}: {found}", where=where, hint=joined
+        f"the output would not load as {report.model}: {differences}", where=where, hint=hints
     )
 
 
-def _findings(report: LoadReport) -> Iterator[str]:
+def _list_differences(report: LoadReport) -> Iterator[str]:
     if report.prefix:
         count = sum(name.startswith(report.prefix) for name in report.unexpected)
         yield (
@@ -224,8 +214,10 @@ def _findings(report: LoadReport) -> Iterator[str]:
         yield f"{parameters} would be missing and made at random, {_some(report.missing)}"
     if report.unexpected and not report.prefix:
         tensors = _counted(len(report.unexpected), "tensor")
-        nearest = _nearest(report.unexpected[0], report.missing)
-        yield f"{tensors} would not be used, {_some(report.unexpected)}{nearest}"
+        name = report.unexpected[0]
+        nearest = get_close_matches(name, report.missing[:_MOST_COMPARED], n=1)
+        has = f" (nearest to {name!r}, the model has {nearest[0]!r})" if nearest else ""
+        yield f"{tensors} would not be used, {_some(report.unexpected)}{has}"
     if report.mismatched:
         parameters = _counted(len(report.mismatched), "parameter")
         shapes = "another shape" if len(report.mismatched) == 1 else "other shapes"
@@ -234,7 +226,7 @@ def _findings(report: LoadReport) -> Iterator[str]:
         yield f"{parameters} {verb} {shapes} than the model, such as {listed}"
 
 
-def _hints(report: LoadReport, names: Collection[str], advice: Advice) -> Iterator[str]:
+def _list_hints(report: LoadReport, names: Collection[str], advice: Advice) -> Iterator[str]:
     if report.prefix:
         yield advice.strip.format(prefix=report.prefix, module=report.prefix.rstrip("."))
         return
@@ -260,15 +252,12 @@ def _hints(report: LoadReport, names: Collection[str], advice: Advice) -> Iterat
 def _padded_rows(report: LoadReport) -> int:
     """Returns how many rows the model has where only embeddings and heads have more; else 0."""
     rows = set()
-    for one in report.mismatched:
-        found, expected = _SHAPE.fullmatch(one.found), _SHAPE.fullmatch(one.expected)
-        name = one.name
-        if not (found and expected and (is_embedding(name) or is_head(name))):
+    for row in report.mismatched:
+        shape, expected = _SHAPE.fullmatch(row.found), _SHAPE.fullmatch(row.expected)
+        if not (shape and expected and (is_embedding(row.name) or is_head(row.name))):
             return 0
-        if (
-            int(found[1]) <= int(expected[1])
-            or one.found.split(",")[1:] != one.expected.split(",")[1:]
-        ):
+        is_longer = int(shape[1]) > int(expected[1])
+        if not is_longer or row.found.split(",")[1:] != row.expected.split(",")[1:]:
             return 0
         rows.add(int(expected[1]))
     return rows.pop() if len(rows) == 1 and not (report.missing or report.unexpected) else 0
@@ -281,11 +270,6 @@ def _pattern(unexpected: Sequence[str], names: Collection[str]) -> str:
         return ""
     prefix = f"{first.pop()}."
     return f"{prefix}*" if sum(n.startswith(prefix) for n in names) == len(unexpected) else ""
-
-
-def _nearest(name: str, missing: Sequence[str]) -> str:
-    found = get_close_matches(name, missing[:_MOST_COMPARED], n=1)
-    return f" (nearest to {name!r}, the model has {found[0]!r})" if found else ""
 
 
 def _counted(count: int, noun: str) -> str:

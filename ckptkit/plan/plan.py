@@ -1,7 +1,4 @@
-"""The plan: which bytes of which file come from where. Pure values, printable, picklable.
-
-Which tensor goes to which output file.
-"""
+"""The plan: which bytes of which file come from where. Pure values, printable, picklable."""
 
 from __future__ import annotations
 
@@ -19,8 +16,8 @@ from ckptkit.core.manifest import LEAF_BYTES
 from ckptkit.core.object_parts import CopiedRange
 
 TASK_BYTES = LEAF_BYTES
-Kept = TypeVar("Kept")
-SOURCE = "source"  # the origin that a conversion reads; others are named by whoever adds them
+Opened = TypeVar("Opened")
+SOURCE = "source"  # the origin that a conversion reads
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +34,6 @@ class TensorSpec:
 
     @property
     def size_bytes(self) -> int:
-        """How many bytes it takes."""
         return self.elements * self.dtype.itemsize
 
 
@@ -69,60 +65,57 @@ class Kernel(Protocol):
 
 
 class Reading(Protocol):
-    """How a kernel reads parts of source tensors while it prepares itself."""
+    """Reads parts of source tensors for a kernel that is being prepared."""
 
-    def own(self, demand: Demand) -> NDArray[Any]:
-        """Returns the elements, one-dimensional, in an array that is the kernel's own."""
+    def read(self, demand: Demand) -> NDArray[Any]:
+        """Returns the elements, one-dimensional, in an array that only the caller uses."""
         ...
 
-    def shared(self, demand: Demand) -> NDArray[Any]:
-        """Returns the elements read-only, from memory where another tensor asked for them."""
+    def read_shared(self, demand: Demand) -> NDArray[Any]:
+        """Returns the elements read-only, from memory if another tensor needed them before."""
         ...
 
-    def kept(self, key: Hashable, opened: Callable[[], AbstractContextManager[Kept]]) -> Kept:
-        """Returns what is opened once, for all tensors, and closed when all are written.
-
-        Args:
-            key: The same for all that share it.
-            opened: Opens it.
-        """
+    def open_once(
+        self, key: Hashable, opened: Callable[[], AbstractContextManager[Opened]]
+    ) -> Opened:
+        """Opens a resource on the first call with `key`; it is closed when all is written."""
         ...
 
 
 @runtime_checkable
 class Preparable(Protocol):
-    """What becomes a kernel by reading what all blocks of a tensor need, once for all."""
+    """Becomes a kernel by reading once what all blocks of a tensor need."""
 
-    def prepared(self, out: TensorSpec, reading: Reading) -> Kernel:
+    def prepare(self, out: TensorSpec, reading: Reading) -> Kernel:
         """Returns the kernel; several threads may use it at a time."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class PreparedWithin:
-    """A kernel around one that has to prepare itself first.
+class WrappedPreparable:
+    """A kernel around one that has to be prepared first.
 
     Attributes:
-        inner: The inner one.
-        made: What the inner one makes.
-        around: Makes the kernel around a prepared one.
+        inner: The inner kernel.
+        inner_spec: The tensor that the inner kernel computes.
+        wrap: Makes the outer kernel from the prepared inner one.
     """
 
     inner: Preparable
-    made: TensorSpec
-    around: Callable[[Kernel], Kernel]
+    inner_spec: TensorSpec
+    wrap: Callable[[Kernel], Kernel]
 
-    def prepared(self, _out: TensorSpec, reading: Reading) -> Kernel:
-        return self.around(self.inner.prepared(self.made, reading))
+    def prepare(self, _out: TensorSpec, reading: Reading) -> Kernel:
+        return self.wrap(self.inner.prepare(self.inner_spec, reading))
 
 
-def kernel_around(
-    kernel: Kernel | Preparable, made: TensorSpec, around: Callable[[Kernel], Kernel]
+def wrap_kernel(
+    kernel: Kernel | Preparable, spec: TensorSpec, wrap: Callable[[Kernel], Kernel]
 ) -> Kernel | Preparable:
-    """Puts a kernel around another, which makes `made` and may have to prepare itself."""
+    """Wraps a kernel that computes `spec`, after its preparation if it needs one."""
     if isinstance(kernel, Preparable):
-        return PreparedWithin(kernel, made, around)
-    return around(kernel)
+        return WrappedPreparable(kernel, spec, wrap)
+    return wrap(kernel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +135,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class ServerCopy:
-    """The same, of which the store of the output copies ranges by itself, unseen by us.
+    """A copy of which the store of the output copies ranges itself.
 
     Attributes:
         origin: As in `Copy`.
@@ -157,7 +150,7 @@ class ServerCopy:
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """A tensor that a kernel makes; `reads` are the source tensors it looks at."""
+    """A tensor that a kernel computes from the source tensors `reads`."""
 
     kernel: Kernel | Preparable
     reads: tuple[tuple[str, Key], ...]
@@ -165,7 +158,7 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class RawCopy:
-    """A byte range of a side file, from `start` on, taken as it is."""
+    """A byte range of a side file, from `start` on, unchanged."""
 
     origin: str
     path: str
@@ -186,7 +179,7 @@ Body = Literal | Copy | ServerCopy | Compute | RawCopy | Trailer
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """An output tensor and how it comes to be."""
+    """An output tensor and how it is produced."""
 
     spec: TensorSpec
     body: Copy | Compute
@@ -212,8 +205,8 @@ class OutputFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """The piece `[start, stop)` of a segment, in bytes from the segment's first.
+class SegmentRange:
+    """The bytes `[start, stop)` of a segment, counted from its first byte.
 
     `number` is the segment's position in its file.
     """
@@ -226,7 +219,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A byte range of one output file that is filled, digested and written as one.
+    """A byte range of one output file that is filled, digested and written in one step.
 
     No leaf of a tensor's digest is split between two tasks, so tasks are independent.
     """
@@ -234,7 +227,7 @@ class Task:
     file: int
     start: int
     stop: int
-    parts: tuple[Part, ...]
+    parts: tuple[SegmentRange, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,8 +236,8 @@ class Plan:
 
     Attributes:
         files: The output files; all are written in full.
-        dropped: Tied names that are not written, with the name that stands for each.
-        notes: What the user should know before it runs.
+        dropped: Tied names that are not written, with the name that replaces each.
+        notes: Messages for the user, before it runs.
     """
 
     files: tuple[OutputFile, ...]
@@ -256,34 +249,33 @@ class Plan:
         return sum(file.size_bytes for file in self.files)
 
     def specs(self) -> Iterator[tuple[OutputFile, Segment, TensorSpec]]:
-        """Yields every tensor to be written, with its place."""
+        """Yields every tensor to be written, with its file and segment."""
         for file in self.files:
             for segment in file.segments:
                 if segment.spec is not None:
                     yield file, segment, segment.spec
 
     def tasks(self, most_bytes: int | None = None) -> Iterator[Task]:
-        """Cuts the files into byte ranges, lazily and in order.
+        """Cuts the files into byte ranges of at most `most_bytes`, lazily and in order.
 
-        Args:
-            most_bytes: Of each, `TASK_BYTES` or a multiple of it; the first if left out.
-
-        Yields:
-            The tasks.
+        `most_bytes` is a multiple of `TASK_BYTES`; the default is `TASK_BYTES` itself.
         """
         for number, file in enumerate(self.files):
-            yield from tasks_of_file(number, file, most_bytes)
+            yield from cut_into_tasks(number, file, most_bytes)
 
 
-def tasks_of_file(number: int, file: OutputFile, most_bytes: int | None = None) -> Iterator[Task]:
-    """Cuts one file, the plan's `number`th, as `Plan.tasks` cuts all of them."""
+def cut_into_tasks(number: int, file: OutputFile, most_bytes: int | None = None) -> Iterator[Task]:
+    """Cuts one file, number `number` of the plan, as `Plan.tasks` does."""
     most = most_bytes or TASK_BYTES
-    parts: list[Part] = []
+    parts: list[SegmentRange] = []
     start = size = 0
     for part in _parts_of(file):
         length = part.stop - part.start
         is_apart = part.segment.start + part.start != start + size
-        if parts and (is_apart or size + length > most or _fills_a_task(part, most)):
+        left = part.segment.stop - part.segment.start - part.start
+        # Tasks begin where the chunks of a source do, which are as large or a fraction of it.
+        begins_task = part.start % most == 0 and left >= most
+        if parts and (is_apart or size + length > most or begins_task):
             yield Task(number, start, start + size, tuple(parts))
             parts = []
         if not parts:
@@ -294,21 +286,15 @@ def tasks_of_file(number: int, file: OutputFile, most_bytes: int | None = None) 
         yield Task(number, start, start + size, tuple(parts))
 
 
-def _fills_a_task(part: Part, most_bytes: int) -> bool:
-    """Tells whether a task of its own begins with a part: the chunks of a source lie in step."""
-    left = part.segment.stop - part.segment.start - part.start
-    return part.start % most_bytes == 0 and left >= most_bytes
-
-
-def _parts_of(file: OutputFile) -> Iterator[Part]:
+def _parts_of(file: OutputFile) -> Iterator[SegmentRange]:
     for position, segment in enumerate(file.segments):
         for first, last in _written_ranges(segment):
             for low in range(first, last, LEAF_BYTES):
-                yield Part(position, segment, low, min(low + LEAF_BYTES, last))
+                yield SegmentRange(position, segment, low, min(low + LEAF_BYTES, last))
 
 
 def _written_ranges(segment: Segment) -> Iterator[tuple[int, int]]:
-    """Yields what of a segment has to be written, which the store does not copy."""
+    """Yields the ranges of a segment that the store does not copy."""
     at = 0
     if isinstance(segment.body, ServerCopy):
         for copied in segment.body.copied:
@@ -317,8 +303,8 @@ def _written_ranges(segment: Segment) -> Iterator[tuple[int, int]]:
     yield at, segment.stop - segment.start
 
 
-def contiguous(path: str, bodies: Sequence[tuple[int, Body, TensorSpec | None]]) -> OutputFile:
-    """Lays out `(size_bytes, body, spec)` one after the other into a file."""
+def lay_out_file(path: str, bodies: Sequence[tuple[int, Body, TensorSpec | None]]) -> OutputFile:
+    """Lays out segments `(size_bytes, body, spec)` one after the other in a file."""
     segments, at = [], 0
     for size_bytes, body, spec in bodies:
         segments.append(Segment(at, at + size_bytes, body, spec))
@@ -327,7 +313,7 @@ def contiguous(path: str, bodies: Sequence[tuple[int, Body, TensorSpec | None]])
 
 
 def name_order(name: str) -> list[tuple[int, str]]:
-    """Returns what tensors are sorted by: their names, numbers in them by their value."""
+    """Returns the sort key of a tensor's name, in which numbers are sorted by value."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in name.split(".")]
 
 
@@ -335,14 +321,7 @@ def split_by_size(products: Sequence[Product], max_file_bytes: int) -> list[list
     """Fills files in the order of the tensors, each up to `max_file_bytes` of tensor data.
 
     A tensor larger than that gets a file of its own; no tensor is ever split over files.
-    There is always at least one file.
-
-    Args:
-        products: The tensors, in model order.
-        max_file_bytes: The limit, in bytes, without headers.
-
-    Returns:
-        The tensors of each file, in order.
+    There is always at least one file. Headers do not count.
     """
     files: list[list[Product]] = [[]]
     room = max_file_bytes
@@ -356,13 +335,10 @@ def split_by_size(products: Sequence[Product], max_file_bytes: int) -> list[list
     return files
 
 
-def numbered(stem: str, extension: str, count: int) -> list[str]:
+def name_shards(stem: str, extension: str, count: int) -> list[str]:
     """Names the files of a set as Hugging Face does.
 
-    Returns:
-        One name per file.
-
-    >>> numbered("model", "safetensors", 2)
+    >>> name_shards("model", "safetensors", 2)
     ['model-00001-of-00002.safetensors', 'model-00002-of-00002.safetensors']
     """
     if count == 1:

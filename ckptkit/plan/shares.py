@@ -1,4 +1,4 @@
-"""A plan's tasks dealt out: shares that are the same wherever the same plan is made."""
+"""Shares of a plan's tasks, which are the same in every process that makes the same plan."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from dataclasses import dataclass
 
 from ckptkit.core.errors import UsageError
 from ckptkit.core.object_parts import ObjectPart, part_bytes
-from ckptkit.plan.plan import TASK_BYTES, OutputFile, Plan, Task, tasks_of_file
+from ckptkit.plan.plan import TASK_BYTES, OutputFile, Plan, Task, cut_into_tasks
 
-# Long enough that starting on one costs nothing beside it, short enough to be done again
-# elsewhere, and to show progress.
+# Large enough to make the cost of starting a share negligible, small enough to repeat one elsewhere
+# and to show progress.
 SHARE_BYTES = 32 * TASK_BYTES
-_SHARES_EACH = 8  # at least, so that a slow worker leaves some of its own to the others
+_SHARES_EACH = 8  # at least, so that other workers can take some from a slow one
 _SLICE = re.compile(r"(\d{1,6})/(\d{1,6})")
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """One of `count` parts of a plan that have about as many bytes each; the first is 0.
+    """One of `count` parts of a plan that have about as many bytes each.
 
     Attributes:
-        number: Which.
-        count: Of how many.
-        in_parts: Whether it has the parts of objects whole, for a store that takes no less.
+        number: From 0 to `count` - 1.
+        count: The number of shares.
+        in_parts: Whether no part of an object is split between shares, as uploads need.
     """
 
     number: int
@@ -36,10 +36,7 @@ class Share:
 
 
 def parse_slice(text: str) -> Share:
-    """Turns `I/N` into a share.
-
-    Returns:
-        The share.
+    """Parses `I/N` as a share.
 
     >>> str(parse_slice("0/4"))
     '0/4'
@@ -57,9 +54,8 @@ def parse_slice(text: str) -> Share:
 def tasks_of(plan: Plan, share: Share) -> Iterator[Task]:
     """Yields the tasks of a share, lazily and in the plan's order.
 
-    A task, or the group of them that makes a part of an object, is in the share in which it
-    begins, with all files laid end to end: a share reads neighbouring bytes, and only the files
-    that it touches are looked at.
+    With all files laid end to end, a task, or the group of tasks that makes a part of an object, is
+    in the share in which it begins: a share reads neighbouring bytes, and cuts only its own files.
     """
     total = plan.bytes_written
     low = -(-share.number * total // share.count)
@@ -68,31 +64,26 @@ def tasks_of(plan: Plan, share: Share) -> Iterator[Task]:
     for number, file in enumerate(plan.files):
         if at < high and low < at + file.size_bytes:
             least_bytes = part_bytes(file.size_bytes) if share.in_parts else 1
-            for group in _groups(tasks_of_file(number, file), least_bytes):
+            for group in _groups(cut_into_tasks(number, file), least_bytes):
                 if low <= at + group[0].start < high:
                     yield from group
         at += file.size_bytes
 
 
-def object_parts(file: OutputFile) -> tuple[ObjectPart, ...]:
+def cut_object_parts(file: OutputFile) -> tuple[ObjectPart, ...]:
     """Cuts a file into the parts of an object, none of which has the bytes of two shares."""
-    groups = _groups(tasks_of_file(0, file), part_bytes(file.size_bytes))
+    groups = _groups(cut_into_tasks(0, file), part_bytes(file.size_bytes))
     return tuple(
         ObjectPart(number, group[0].start, group[-1].stop) for number, group in enumerate(groups, 1)
     )
 
 
-def tasks_within(plan: Plan, wanted: Mapping[str, Sequence[ObjectPart]]) -> Iterator[Task]:
-    """Yields the tasks of some parts of objects.
-
-    Args:
-        plan: The plan.
-        wanted: The parts, as `object_parts` cuts them, by file and in order.
-    """
+def tasks_of_parts(plan: Plan, wanted: Mapping[str, Sequence[ObjectPart]]) -> Iterator[Task]:
+    """Yields the tasks of some parts of objects; `wanted` has the parts by file and in order."""
     for number, file in enumerate(plan.files):
         parts = iter(wanted.get(file.path, ()))
         part = next(parts, None)
-        for task in tasks_of_file(number, file):
+        for task in cut_into_tasks(number, file):
             while part is not None and part.stop <= task.start:
                 part = next(parts, None)
             if part is None:
@@ -101,8 +92,8 @@ def tasks_within(plan: Plan, wanted: Mapping[str, Sequence[ObjectPart]]) -> Iter
                 yield task
 
 
-def shares_for(plan: Plan, workers: int, *, in_parts: bool = False) -> list[Share]:
-    """Deals a plan out to workers that take one share after the other."""
+def split_plan(plan: Plan, workers: int, *, in_parts: bool = False) -> list[Share]:
+    """Splits a plan into shares for workers that take one share after the other."""
     size_bytes = plan.bytes_written
     most = max(1, -(-size_bytes // TASK_BYTES))
     count = max(-(-size_bytes // SHARE_BYTES), min(most, _SHARES_EACH * workers))

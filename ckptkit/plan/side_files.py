@@ -1,4 +1,4 @@
-"""Which files beside the weights belong to a model folder, and what is changed in them."""
+"""Which further files belong to a model folder, and what is changed in them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ckptkit.core.index import TensorEntry
 from ckptkit.core.model_configs import model_config_to_json, parse_json_object, to_json
 
 CONFIG = "config.json"
-# What `from_pretrained` of models, tokenizers and processors reads, and nothing else: a run's
-# folder also holds optimizer state, random states and `training_args.bin`, which has the token.
+# What `from_pretrained` of models, tokenizers and processors reads, and nothing else: the folder of
+# a run also has optimizer state, random states and `training_args.bin`, which contains the token.
 _MODEL = (CONFIG, "generation_config.json")
-_TOKENIZER = (  # the files without which the others of the group say nothing
+_TOKENIZER = (  # the others of the group are useless without one of these
     "tokenizer.json",
     "tokenizer_config.json",
     "tokenizer.model",
@@ -46,14 +46,14 @@ _AUTO_MAP = "auto_map"
 _QUANTIZATION = "quantization_config"
 # Methods whose files hold packed numbers always. Others also pack weights while they are loaded.
 _PACKING = frozenset({"awq", "fp8", "gptq", "mxfp4"})
-MAX_JSON_BYTES = 16 << 20  # larger ones are copied without a look
+MAX_JSON_BYTES = 16 << 20  # larger ones are copied without being parsed
 TOKENIZER = "tokenizer.json"
 MAX_TOKENIZER_BYTES = 48 << 20  # the largest in use, of 262,144 tokens, has 33 MB
 
 
 @dataclass(frozen=True, slots=True)
 class SideFile:
-    """A file to put beside the weights, and the folder that it comes from."""
+    """A file to write with the weights, and the folder that it comes from."""
 
     name: str
     origin: str
@@ -106,20 +106,16 @@ def _fits(name: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def dense_config(
+def drop_stale_quantization(
     config: Mapping[str, Any] | None, entries: Iterable[TensorEntry]
 ) -> Mapping[str, Any] | None:
-    """Returns a configuration that does not call weights packed which are not.
+    """Removes the quantization from a configuration whose model has no packed weights.
 
-    A model that was trained from a packed one, unpacked, has its configuration from there.
-
-    Args:
-        config: As found at the source or at its base, or None.
-        entries: All tensors of the model. Other integers than packed numbers leave the
-            configuration as it is.
+    A model that was trained unpacked from a packed base has the configuration of that base. Any
+    integers among `entries`, all tensors of the model, leave the configuration unchanged.
     """
-    told = (config or {}).get(_QUANTIZATION)
-    method = told.get("quant_method") if isinstance(told, Mapping) else None
+    quantization = (config or {}).get(_QUANTIZATION)
+    method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
     if config is None or method not in _PACKING:
         return config
     is_packed = any(e.dtype.kind == "int" or e.dtype.itemsize == 1 for e in entries)
@@ -127,14 +123,14 @@ def dense_config(
     return config if is_packed else rest
 
 
-def config_as_written(
+def update_config(
     config: Mapping[str, Any], dtypes: Mapping[DType, int], *, allow_code: bool
 ) -> dict[str, Any]:
-    """Returns a model's configuration with the dtype of the weights beside it.
+    """Returns a model's configuration with the dtype of the written weights.
 
     Args:
-        config: As found at the source.
-        dtypes: Bytes written per element type; the floating one with most of them counts.
+        config: The configuration at the source.
+        dtypes: Bytes written per element type; the floating one with most bytes is named.
         allow_code: Whether `auto_map`, which names python files, stays.
     """
     changed = dict(config)
@@ -145,10 +141,10 @@ def config_as_written(
             changed["torch_dtype"] = main
         if "dtype" in changed or "torch_dtype" not in changed:
             changed["dtype"] = main
-    return changed if allow_code else without_auto_map(changed)
+    return changed if allow_code else drop_auto_map(changed)
 
 
-def content_as_written(
+def rewrite_side_file(
     name: str,
     size_bytes: int,
     read: Callable[[], bytes],
@@ -156,14 +152,10 @@ def content_as_written(
     *,
     allow_code: bool,
 ) -> bytes | None:
-    """Returns the new content of a side file, or None where it is copied as it is.
+    """Returns the new content of a side file, or None where it is copied unchanged.
 
-    Args:
-        name: Of the file.
-        size_bytes: Its size.
-        read: Returns its content; called where it has to be looked at.
-        config: The model's configuration as it is to be written, if there is one.
-        allow_code: Whether `auto_map`, which names python files, stays.
+    `read` is called only where the content has to be parsed; `config` is the model's configuration
+    as it is written; `allow_code` keeps `auto_map`, which names python files.
     """
     if name == CONFIG and config is not None:
         return model_config_to_json(config)
@@ -171,10 +163,10 @@ def content_as_written(
     if allow_code or not is_config:
         return None
     document = parse_json_object(read(), where=name)
-    return to_json(without_auto_map(document)) if has_auto_map(document) else None
+    return to_json(drop_auto_map(document)) if has_auto_map(document) else None
 
 
-def without_auto_map(document: Mapping[str, Any]) -> dict[str, Any]:
+def drop_auto_map(document: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a configuration that names no python file."""
     return {key: value for key, value in document.items() if key != _AUTO_MAP}
 
@@ -183,7 +175,7 @@ def has_auto_map(document: Mapping[str, Any]) -> bool:
     return _AUTO_MAP in document
 
 
-def bytes_by_dtype(sizes: Iterable[tuple[DType, int]]) -> dict[DType, int]:
+def sum_bytes_by_dtype(sizes: Iterable[tuple[DType, int]]) -> dict[DType, int]:
     """Sums sizes in bytes per element type."""
     total: dict[DType, int] = {}
     for dtype, size_bytes in sizes:

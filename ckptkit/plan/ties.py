@@ -8,16 +8,24 @@ Names are those of the live model, as `model.state_dict()` has them.
 
 Source: transformers 5.23, `PreTrainedModel.get_expanded_tied_weights_keys`, `tie_weights` and
 `remove_tied_weights_from_state_dict`; the table in `tied_names` is derived from its classes.
+
+
+Tied weights that a model class gives as patterns or as whole modules.
+
+Source: transformers 5.23, `PreTrainedModel.get_expanded_tied_weights_keys`,
+`remove_tied_weights_from_state_dict`; `ZambaModel.__init__`, `Zamba2Model.get_layers`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 
 from ckptkit.core.dtypes import DType
 from ckptkit.core.index import Fqn, Shape
-from ckptkit.plan.tie_patterns import SHARED_BLOCKS, TiePattern, expanded_ties, shared_blocks
 from ckptkit.plan.tied_names import (
     ALWAYS_TIED,
     BY_NESTED,
@@ -44,7 +52,7 @@ _NESTED_PAIRS = {
 }
 
 
-def tie_candidates(config: Mapping[str, Any] | None, names: Specs) -> Mapping[Fqn, Fqn]:
+def find_tie_candidates(config: Mapping[str, Any] | None, names: Specs) -> Mapping[Fqn, Fqn]:
     """Finds the names that the configuration declares tied, and that could hold one tensor.
 
     Args:
@@ -56,18 +64,18 @@ def tie_candidates(config: Mapping[str, Any] | None, names: Specs) -> Mapping[Fq
         `names`, and agree in element type and shape. Whether they hold the same bytes is for
         the caller to see.
     """
-    return {t: s for t, s in _declared_pairs(config, names).items() if names[t] == names[s]}
+    return {t: s for t, s in _find_declared_pairs(config, names).items() if names[t] == names[s]}
 
 
-def tie_conflicts(config: Mapping[str, Any] | None, names: Specs) -> Mapping[Fqn, Fqn]:
+def find_tie_conflicts(config: Mapping[str, Any] | None, names: Specs) -> Mapping[Fqn, Fqn]:
     """Finds the names that are declared tied but differ in element type or shape.
 
     They cannot hold the same bytes; a caller treats them as a candidate whose bytes differ.
     """
-    return {t: s for t, s in _declared_pairs(config, names).items() if names[t] != names[s]}
+    return {t: s for t, s in _find_declared_pairs(config, names).items() if names[t] != names[s]}
 
 
-def ties_to_drop(
+def choose_ties_to_drop(
     config: Mapping[str, Any] | None, same: Mapping[Fqn, Fqn], broken: Collection[Fqn]
 ) -> Mapping[Fqn, Fqn]:
     """Chooses which tied names an output may leave out.
@@ -76,16 +84,16 @@ def ties_to_drop(
     false, and nothing would restore the others; so then all are written.
 
     Args:
-        config: The configuration before `untied_config`.
+        config: The configuration before `untie_config`.
         same: The candidates whose bytes agree.
         broken: The targets whose bytes, type or shape differ from those of their source.
     """
-    if broken and untied_config(config or {}) != config:
+    if broken and untie_config(config or {}) != config:
         return {}
     return same
 
 
-def tied_names_absent(
+def find_absent_tied_names(
     config: Mapping[str, Any] | None, names: Collection[Fqn]
 ) -> Mapping[Fqn, Fqn]:
     """Finds the names that a live model has and that were left out where it was saved.
@@ -101,13 +109,13 @@ def tied_names_absent(
     absent: dict[Fqn, Fqn] = {}
     for flag_path, rules in _rules(config):
         for target, pattern in rules.items():
-            sources = _matching(pattern, names)
+            sources = _match(pattern, names)
             if Fqn(target) not in names and len(sources) == 1 and _is_tied(config, flag_path):
                 absent[Fqn(target)] = sources[0]
     return absent
 
 
-def patterns_without_targets(
+def find_class_without_targets(
     config: Mapping[str, Any] | None, names: Collection[Fqn]
 ) -> str | None:
     """Finds the class that ties names by patterns of which none are there.
@@ -123,25 +131,25 @@ def patterns_without_targets(
         return None
     patterns = _patterns(config, names)
     is_needed = bool(patterns) or is_shared
-    return name if is_needed and not expanded_ties(patterns, names) else None
+    return name if is_needed and not expand_ties(patterns, names) else None
 
 
-def untied_config(config: Mapping[str, Any]) -> dict[str, Any]:
+def untie_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a copy of the configuration that ties nothing.
 
     A model type that is tied whatever its configuration says is left alone, and so is one
     where the flag also decides whether outputs are scaled: changing it would change what the
     model computes, while `from_pretrained` keeps differing weights apart with a warning.
     """
-    return _untied(config, _NESTING, is_root=True)
+    return _untie(config, _NESTING, is_root=True)
 
 
-def _untied(config: Mapping[str, Any], depth: int, *, is_root: bool) -> dict[str, Any]:
+def _untie(config: Mapping[str, Any], depth: int, *, is_root: bool) -> dict[str, Any]:
     model_type = _text(config, "model_type")
     if model_type in ALWAYS_TIED | FLAG_SCALES_OUTPUTS:
         return dict(config)
     changed = {
-        key: _untied(value, depth - 1, is_root=False)
+        key: _untie(value, depth - 1, is_root=False)
         if isinstance(value, Mapping) and depth > 0
         else value
         for key, value in config.items()
@@ -155,24 +163,26 @@ def _untied(config: Mapping[str, Any], depth: int, *, is_root: bool) -> dict[str
     return changed
 
 
-def _declared_pairs(config: Mapping[str, Any] | None, names: Collection[Fqn]) -> dict[Fqn, Fqn]:
+def _find_declared_pairs(
+    config: Mapping[str, Any] | None, names: Collection[Fqn]
+) -> dict[Fqn, Fqn]:
     """Returns every declared pair of which both names are present."""
     if config is None:
         return {}
     pairs: dict[Fqn, Fqn] = {}
     for flag_path, rules in _rules(config):
         if _is_tied(config, flag_path):
-            pairs |= _present(rules, names)
+            pairs |= _find_present(rules, names)
     # Of names tied in a chain only the first source is kept, as the others are targets too.
-    pairs = {target: _first_source(target, pairs) for target in pairs}
-    return pairs | expanded_ties(_patterns(config, names), names) if _is_tied(config, "") else pairs
+    pairs = {target: _find_first_source(target, pairs) for target in pairs}
+    return pairs | expand_ties(_patterns(config, names), names) if _is_tied(config, "") else pairs
 
 
 def _patterns(config: Mapping[str, Any], names: Collection[Fqn]) -> list[TiePattern]:
     """Returns what the model's class ties by patterns or whole modules."""
     name = _architecture(config)
     if name.startswith("Zamba") and _text(config, "model_type") in SHARED_BLOCKS:
-        return shared_blocks(names, config.get(_DISTINCT_BLOCKS))
+        return find_shared_blocks(names, config.get(_DISTINCT_BLOCKS))
     return [
         TiePattern(prefix, target, source)
         for prefix, target, source, condition, default in PATTERNS.get(name, ())
@@ -193,26 +203,26 @@ def _rules(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, str]]]
             yield path, pairs[name]
 
 
-def _present(rules: Mapping[str, str], names: Collection[Fqn]) -> dict[Fqn, Fqn]:
+def _find_present(rules: Mapping[str, str], names: Collection[Fqn]) -> dict[Fqn, Fqn]:
     """Returns the pairs of which both names are there."""
     found = {}
     for target, pattern in rules.items():
         if target not in names:
             continue
-        sources = _matching(pattern, names)
+        sources = _match(pattern, names)
         if len(sources) == 1:
             found[Fqn(target)] = sources[0]
     return found
 
 
-def _matching(pattern: str, names: Collection[Fqn]) -> list[Fqn]:
+def _match(pattern: str, names: Collection[Fqn]) -> list[Fqn]:
     if not pattern.startswith("*"):
         return [Fqn(pattern)] if pattern in names else []
     rest = pattern[1:]
     return [name for name in names if name.endswith(rest) and "." not in name[: -len(rest)]]
 
 
-def _first_source(target: Fqn, pairs: Mapping[Fqn, Fqn]) -> Fqn:
+def _find_first_source(target: Fqn, pairs: Mapping[Fqn, Fqn]) -> Fqn:
     source = pairs[target]
     for _ in pairs:
         source = pairs.get(source, source)
@@ -261,3 +271,84 @@ def _nested(config: Mapping[str, Any], path: str) -> Mapping[str, Any]:
 def _text(config: Mapping[str, Any], key: str) -> str:
     value = config.get(key)
     return value if isinstance(value, str) else ""
+
+
+SHARED_BLOCKS = frozenset({"zamba", "zamba2"})
+_BLOCK = re.compile(r"(?P<prefix>(?:.*\.)?layers\.)(?P<layer>\d{1,9})\.shared_transf(?:ormer)?\.")
+
+
+@dataclass(frozen=True, slots=True)
+class TiePattern:
+    """Names of a module that are tied to others of the same module.
+
+    Attributes:
+        prefix: What the module's names begin with: empty, or a path that ends in a dot.
+        target: A regular expression that the tied names begin with, after the prefix.
+        source: The same of the names that they are tied to, in the order of both when sorted.
+    """
+
+    prefix: str
+    target: str
+    source: str
+
+
+def expand_ties(patterns: Sequence[TiePattern], names: Collection[Fqn]) -> dict[Fqn, Fqn]:
+    """Finds the names that patterns tie.
+
+    Returns:
+        From each name that `save_pretrained` leaves out to the one that it keeps. Nothing where
+        a pattern does not fit the names, as where some of them were left out.
+    """
+    pairs: dict[Fqn, Fqn] = {}
+    for pattern in patterns:
+        targets = _beginning(pattern.prefix, pattern.target, names)
+        sources = _beginning(pattern.prefix, pattern.source, names)
+        if not targets or not sources or len(targets) % len(sources):
+            return {}
+        for target, source in zip(targets, cycle(sources), strict=False):
+            pairs[target] = pairs.get(source, source)
+    declared = [re.compile(f"{p.prefix}{p.target}") for p in patterns]
+    return dict(_to_kept(pairs, declared))
+
+
+def find_shared_blocks(names: Collection[Fqn], distinct: object) -> list[TiePattern]:
+    """Returns what Zamba's hybrid layers share.
+
+    Args:
+        names: All names of the model; those of shared blocks show which layers are hybrid.
+        distinct: After how many hybrid layers Zamba 2 uses the first block again.
+    """
+    found = {match for name in names if (match := _BLOCK.match(name))}
+    layers = sorted({int(match["layer"]) for match in found})
+    prefixes = {match["prefix"] for match in found}
+    count = distinct if type(distinct) is int and distinct > 0 else 1
+    if len(prefixes) != 1:
+        return []
+    (prefix,) = prefixes
+    return [
+        TiePattern(prefix, rf"{layer}\.shared_transf", rf"{layers[i % count]}\.shared_transf")
+        for i, layer in enumerate(layers)
+        if i >= count
+    ]
+
+
+def _beginning(prefix: str, pattern: str, names: Collection[Fqn]) -> list[Fqn]:
+    fits = re.compile(pattern).match
+    return sorted(n for n in names if n.startswith(prefix) and fits(n[len(prefix) :]))
+
+
+def _to_kept(
+    pairs: Mapping[Fqn, Fqn], declared: Sequence[re.Pattern[str]]
+) -> Iterator[tuple[Fqn, Fqn]]:
+    """Yields the names of each group that are left out: those that a pattern of targets fits.
+
+    It may fit all of them, as it may begin anywhere in a name; then the last one stays.
+    """
+    groups: dict[Fqn, set[Fqn]] = {}
+    for target, source in pairs.items():
+        groups.setdefault(source, {source}).add(target)
+    for group in groups.values():
+        ordered = sorted(group)
+        free = [name for name in ordered if not any(one.search(name) for one in declared)]
+        kept = free[0] if free else ordered[-1]
+        yield from ((name, kept) for name in ordered if name != kept)

@@ -38,13 +38,7 @@ _NESTING = 4  # real configurations nest twice
 
 @dataclass(frozen=True, slots=True)
 class Trim:
-    """Tensors that lose their last rows.
-
-    Attributes:
-        names: The tensors.
-        rows: How many rows each has.
-        size: How many are kept.
-    """
+    """Tensors of `rows` rows, of which the first `size` are kept."""
 
     names: frozenset[Fqn]
     rows: int
@@ -82,7 +76,7 @@ def plan_trim(
     """
     inputs = [spec for spec in specs if is_embedding(spec.name)]
     heads = [spec for spec in specs if is_head(spec.name)]
-    rows = _rows_of(inputs or heads, config, location)
+    rows = _find_rows(inputs or heads, config, location)
     if size > rows:
         raise RefusedError(
             f"{size:,} tokens were asked for and the embeddings have {rows:,} rows",
@@ -103,7 +97,7 @@ def plan_trim(
     return Trim(frozenset(full), rows, size)
 
 
-def tokens_in(tokenizer: Mapping[str, Any]) -> int:
+def count_tokens(tokenizer: Mapping[str, Any]) -> int:
     """Returns how many rows the tokens of a `tokenizer.json` need: the largest number, plus 1.
 
     Args:
@@ -142,7 +136,7 @@ def refuse_cut_tokenizer(trim: Trim, tokens: int, *, location: str) -> None:
         )
 
 
-def trimmed_config(config: Mapping[str, Any], trim: Trim) -> dict[str, Any]:
+def trim_config(config: Mapping[str, Any], trim: Trim) -> dict[str, Any]:
     """Returns a copy of the configuration with the new number of tokens.
 
     It stands wherever the old one stood, at the top or in the configuration of the text model.
@@ -164,16 +158,18 @@ def _axis(shape: Shape, rows: int) -> int:
     return 1 if shape == (1, rows) else -1
 
 
-def _rows_of(found: Sequence[TensorSpec], config: Mapping[str, Any] | None, location: str) -> int:
-    counts = {spec.shape[0]: spec.name for spec in found if spec.shape}
+def _find_rows(
+    tensors: Sequence[TensorSpec], config: Mapping[str, Any] | None, location: str
+) -> int:
+    counts = {spec.shape[0]: spec.name for spec in tensors if spec.shape}
     if len(counts) > 1:
         counts = {n: name for n, name in counts.items() if n in set(_sizes(config or {}, _NESTING))}
     if len(counts) == 1:
         return next(iter(counts))
-    listed = ", ".join(f"{spec.name!r} {list(spec.shape)}" for spec in found)
+    listed = ", ".join(f"{spec.name!r} {list(spec.shape)}" for spec in tensors)
     raise RefusedError(
-        f"embeddings with other numbers of rows were found: {listed}"
-        if found
+        f"embeddings with different numbers of rows were found: {listed}"
+        if tensors
         else "no tensor has a name that embeddings or heads are known by",
         where=location,
         hint="leave --vocab-size out; the rows that no token has do no harm",

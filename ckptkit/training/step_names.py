@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ckptkit.core.index import KeyPath
-from ckptkit.lora.names import AdapterNames, holds_adapters
+from ckptkit.lora.dialects import AdapterNames, holds_adapters
 
 RNG = "rng"
 """Under this key the random number generators lie with the layout `dcp`."""

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import FormatError, IncompleteCheckpointError
-from ckptkit.plan.layouts.dcp_metadata import Place, Sizes, StoredObject, StoredTensor, flat_key
+from ckptkit.plan.layouts.dcp_metadata import DcpObject, DcpTensor, Place, Sizes, flat_key
 from ckptkit.storage.local.names import check_relative
 from ckptkit.writer.record import RankRecord, RecordedOptional
 
@@ -148,8 +148,8 @@ _PARTS_HINT = (
 class MergedUnit:
     """The merged content of one DCP directory."""
 
-    tensors: tuple[StoredTensor, ...]
-    objects: tuple[StoredObject, ...]
+    tensors: tuple[DcpTensor, ...]
+    objects: tuple[DcpObject, ...]
 
 
 class Merged(NamedTuple):
@@ -278,7 +278,7 @@ class _UnitMerger:
     def __init__(self, name: str) -> None:
         self._name = name
         self._tensors: dict[KeyPath, _Tensor] = {}
-        self._objects: dict[str, StoredObject] = {}
+        self._objects: dict[str, DcpObject] = {}
         self._expected: dict[KeyPath, str] = {}
         self._sizes: dict[Sizes, int] = {}
         self._files: dict[str, int] = {}
@@ -312,7 +312,7 @@ class _UnitMerger:
         for path, file, start, length in content["objects"]:
             if not 0 <= start <= start + length <= ends[file]:
                 raise _outside(names[file], start, length, ends[file], where)
-            stored = StoredObject(_key_path(path), names[file], index(start), index(length))
+            stored = DcpObject(_key_path(path), names[file], index(start), index(length))
             self._add_object(stored, where)
         for path in content["expected"]:
             self._expected.setdefault(_key_path(path), where)
@@ -334,7 +334,7 @@ class _UnitMerger:
                 raise self._error(FormatError, key, "two values have this key")
             keys[key] = None
         stored = [
-            StoredTensor(path, tensor.dtype, tuple(tensor.shape), places[first])
+            DcpTensor(path, tensor.dtype, tuple(tensor.shape), places[first])
             for first, tensor in kept.items()
             for path in tensor.paths
         ]
@@ -399,7 +399,7 @@ class _UnitMerger:
             raise FormatError("a data file is not among the files", where=f"{where}: {path}")
         return file_sizes[path]
 
-    def _add_object(self, stored: StoredObject, where: str) -> None:
+    def _add_object(self, stored: DcpObject, where: str) -> None:
         if stored.key in self._objects:
             other = self._objects[stored.key].file
             with self._sparing(stored.path):

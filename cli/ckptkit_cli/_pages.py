@@ -14,8 +14,8 @@ from ckptkit.core.manifest import BY_STORE, MANIFEST_NAME, Manifest
 from ckptkit.core.text import size_text
 from ckptkit.engine.prefetch import GAP_BYTES, REQUEST_BYTES
 from ckptkit.engine.windows import planned_reads
+from ckptkit.plan.packed_weights import explain_random_weights
 from ckptkit.plan.plan import TASK_BYTES, Compute, OutputFile
-from ckptkit.plan.selection import what_loads_as_random
 from ckptkit.plan.side_files import CONFIG
 from ckptkit.storage.places import is_url
 from ckptkit_cli._output import Output, counted, escaped, first_of, table, wrapped
@@ -124,7 +124,7 @@ def loading_line(done: Consolidated) -> str:
         return _dcp_line(done)
     tensors = ((name, t.shape, t.dtype) for name, t in done.manifest.tensors.items())
     config = _config_of(done)
-    if config is not None and not what_loads_as_random(tensors, config=config):
+    if config is not None and not explain_random_weights(tensors, config=config):
         return f"transformers.{_model_class(done, config)}.from_pretrained({path})"
     return _weights_line(done)
 

@@ -10,23 +10,23 @@ from typing import Any, get_args
 
 import typer
 
-from ckptkit.adapters.extract import ExtractedAdapter, prepared_extraction, run_extraction
+from ckptkit.adapters.extract import ExtractedAdapter, prepare_extraction, run_extraction
 from ckptkit.adapters.from_diff import make_diff_request, run_adapter_from_diff
-from ckptkit.adapters.merge.report import MergedLayer
-from ckptkit.adapters.merge.run import (
+from ckptkit.adapters.merge.merge_adapters import (
     AdapterChoice,
     MergedModel,
-    check_apart,
-    choices_of,
-    prepared_merge,
+    check_merge_destination,
+    list_choices,
+    prepare_merge,
     run_merge,
 )
+from ckptkit.adapters.merge.report import MergedLayer
 from ckptkit.adapters.sources import AdapterRequest
 from ckptkit.conversion.write import check_destination
 from ckptkit.core.errors import UsageError
 from ckptkit.core.manifest import Manifest
 from ckptkit.core.text import size_text
-from ckptkit.lora.accounting import Row
+from ckptkit.lora.accounting import ModuleRow
 from ckptkit.lora.changes import MergeRequest
 from ckptkit.options import (
     FACTOR_DTYPES,
@@ -95,7 +95,7 @@ def extract(output: Output, **values: Any) -> None:
     )
     if values["dry_run"]:
         check_destination(src, out, overwrite=overwrite, also=request.also)
-        with prepared_extraction(src, out, request, Resources()) as (plan, adapter):
+        with prepare_extraction(src, out, request, Resources()) as (plan, adapter):
             layers = _adapter_layers(adapter.rows, adapter.norms)
             output.document({**plan_json(plan, out), "layers": layers})
             output.lines(plan_page(output, plan, out))
@@ -153,7 +153,7 @@ def _loading_line(output: Output, out: str) -> list[str]:
 _ADAPTER_HEADER = ("module", "kind", "rank", "scaling", "changes", "norm of the change")
 
 
-def _adapter_layers(rows: Sequence[Row], norms: Mapping[str, float]) -> list[dict[str, Any]]:
+def _adapter_layers(rows: Sequence[ModuleRow], norms: Mapping[str, float]) -> list[dict[str, Any]]:
     return [
         {
             "module": row.module,
@@ -169,7 +169,9 @@ def _adapter_layers(rows: Sequence[Row], norms: Mapping[str, float]) -> list[dic
     ]
 
 
-def _adapter_table(output: Output, rows: Sequence[Row], norms: Mapping[str, float]) -> list[str]:
+def _adapter_table(
+    output: Output, rows: Sequence[ModuleRow], norms: Mapping[str, float]
+) -> list[str]:
     cells = [
         (
             escaped(row.module),
@@ -287,8 +289,8 @@ def merge(output: Output, **values: Any) -> None:
     resources = resources_of(values)
     adapters = _choose_adapters(values, resources)
     if values["dry_run"]:
-        check_apart(adapters, out, base, overwrite=overwrite)
-        with prepared_merge(adapters, out, request, base=base, resources=resources) as plan:
+        check_merge_destination(adapters, out, base, overwrite=overwrite)
+        with prepare_merge(adapters, out, request, base=base, resources=resources) as plan:
             layers = list(map(asdict, plan.layers))
             output.document({**plan_json(plan.prepared, out), "layers": layers})
             output.lines(plan_page(output, plan.prepared, out))
@@ -329,7 +331,7 @@ def _choose_adapters(values: Mapping[str, Any], resources: Resources) -> list[Ad
     ]
     sources = Sources(values["src"], values["src_option"])
     further = [(sources.place(text), weight) for text, weight in pairs]
-    return choices_of(values["src"], first, names, further)
+    return list_choices(values["src"], first, names, further)
 
 
 def _split_weight(text: str, option: str) -> tuple[str, float]:

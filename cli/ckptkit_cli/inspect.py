@@ -13,7 +13,7 @@ from ckptkit.conversion.source.adapters import AdapterFacts, choices
 from ckptkit.core.index import Part, Problem
 from ckptkit.core.text import size_text
 from ckptkit.options import matches
-from ckptkit.plan.selection import lost_adapter
+from ckptkit.plan.selection import explain_lost_adapter
 from ckptkit.storage.locations import Sources
 from ckptkit_cli._command import Option, command
 from ckptkit_cli._options import ALSO, JSON, MODEL_CONFIG, OUTPUT, SELECT, SRC, SRC_OPTION
@@ -101,7 +101,7 @@ def next_step(inspection: Inspection, typed: InspectArguments) -> NextStep:
             "reads all data and lists what is damaged; consolidate refuses incomplete data",
         )
     if not models:
-        lost = lost_adapter(line.name for line in inspection.tensors)
+        lost = explain_lost_adapter(line.name for line in inspection.tensors)
         return NextStep("", lost or "nothing to consolidate: there is no model here")
     return _of_a_model(inspection, models, path, typed)
 

@@ -100,7 +100,7 @@ def test_what_is_missing_is_named_with_the_options_that_give_it(tmp_path: Path) 
     source = saved(tmp_path / "bare", tensors(), None)
     result = run("extract", source, tmp_path / "out")
     assert result.returncode == 4
-    assert "do not tell lora_alpha, use_rslora" in result.stderr
+    assert "do not show lora_alpha, use_rslora" in result.stderr
     assert "--lora-alpha N, --use-rslora or --no-use-rslora" in result.stderr
     assert not (tmp_path / "out").exists()
     result = run("extract", source, tmp_path / "out", "--lora-alpha", "3", "--use-rslora")

@@ -20,7 +20,7 @@ import pytest
 import safetensors.numpy
 
 import ckptkit
-from ckptkit.adapters.merge.run import AdapterChoice, prepared_merge, run_merge
+from ckptkit.adapters.merge.merge_adapters import AdapterChoice, prepare_merge, run_merge
 from ckptkit.conversion import distribute
 from ckptkit.conversion.job import JobResult, run_job
 from ckptkit.conversion.prepare import ConversionJob
@@ -140,7 +140,7 @@ class Merge:
 
     @contextmanager
     def plan_output(self) -> Iterator[PlannedOutput]:
-        with prepared_merge(
+        with prepare_merge(
             self.adapters, self.out, self.request, base=None, resources=ONE
         ) as merge:
             yield merge.prepared

@@ -17,9 +17,8 @@ from typing import Any, Self
 from ckptkit.core.dtypes import dtype_named
 from ckptkit.core.index import Fqn
 from ckptkit.core.manifest import Manifest
-from ckptkit.plan.layouts.torch import tensor_pickle
-from ckptkit.plan.layouts.zip import ZipParts
-from ckptkit.plan.plan import Copy, Literal, TensorSpec, Trailer
+from ckptkit.plan.layouts.torch import build_tensor_archive
+from ckptkit.plan.plan import Copy, Literal, Product, TensorSpec, Trailer
 from ckptkit.writer.messages import (
     ArchiveData,
     Buffer,
@@ -78,12 +77,8 @@ class Memory:
 
     def _add_archive(self, part: Part, blobs: list[ArchiveData]) -> None:
         spec = TensorSpec(Fqn(""), dtype_named(part.dtype), part.sizes)
-        archive = ZipParts("archive")
-        archive.add_bytes("data.pkl", tensor_pickle(spec))
-        archive.add_bytes("byteorder", b"little")
-        archive.add_tensor("data/0", spec, Copy("", b""))  # type: ignore[arg-type]
-        archive.add_bytes("version", b"3\n")
-        archive.finish()
+        product = Product(spec, Copy("", b""))  # type: ignore[arg-type]
+        archive = build_tensor_archive(product, 0)
         places: list[int] = []
         data = (0, 0)
         for size, body, tensor in archive.rows:

@@ -18,8 +18,8 @@ from ckptkit.core.errors import CannotPlanError
 from ckptkit.core.index import Fqn, Key, Shape, Span
 from ckptkit.engine.kernels import StoredOperand
 from ckptkit.engine.rearranged import RearrangeKernel, StridedBox
-from ckptkit.hub_names.arrangements import Arrangement, joined
-from ckptkit.hub_names.names import HubTensor, run_of, whole_of, window_of
+from ckptkit.hub_names.arrangements import Arrangement, join
+from ckptkit.hub_names.disk_tensors import HubTensor, find_run, find_whole, find_window
 from ckptkit.plan.plan import TensorSpec
 
 Array = NDArray[np.int64]
@@ -107,7 +107,7 @@ class Program:
         at = self.draw(st.integers(0, size - 1))
         self.array = np.roll(self.array, -at, dim)
         parts = [self.thought.sliced(dim, at, size), self.thought.sliced(dim, 0, at)]
-        self.thought = joined(parts, dim)
+        self.thought = join(parts, dim)
 
     def select(self) -> None:
         dim = self._dim()
@@ -150,7 +150,7 @@ def test_any_series_of_moves_is_followed_exactly_or_refused(
     assert np.array_equal(realised(tensor, program.live), program.array)
     assert np.array_equal(computed(tensor, program.live, block), program.array)
     shapes = {name: tuple(shape)}
-    window = window_of(tensor, shapes)
+    window = find_window(tensor, shapes)
     if window is not None:
         box = program.live[name][
             tuple(
@@ -161,9 +161,9 @@ def test_any_series_of_moves_is_followed_exactly_or_refused(
         assert all(box.shape[axis] == 1 for axis in rest)
         seen = box.transpose([*rest, *window.axes]).reshape(tensor.shape)
         assert np.array_equal(seen, program.array)
-    if whole_of(tensor, shapes) is not None:
+    if find_whole(tensor, shapes) is not None:
         assert np.array_equal(program.live[name].reshape(-1), program.array.reshape(-1))
-    if run_of(tensor) is not None:
+    if find_run(tensor) is not None:
         flat = program.array.reshape(-1)
         assert np.array_equal(flat, np.arange(flat[0], flat[0] + flat.size))
 

@@ -20,17 +20,17 @@ from torch import nn
 from ckptkit.adapters.merge.fold import NormOf, Rounding
 from ckptkit.adapters.merge.kernel import MergeKernel
 from ckptkit.adapters.merge.low_rank import (
+    BiasUpdate,
     Factor,
-    LowRank,
-    Shift,
+    LowRankUpdate,
     Stride,
-    TokenRows,
+    TokenRowsUpdate,
     Update,
-    embedding,
-    expert,
-    experts,
-    linear,
+    embedding_update,
+    experts_update,
+    linear_update,
     matrix_shape,
+    select_expert,
 )
 from ckptkit.core.dtypes import BY_NAME, DType
 from ckptkit.core.index import Fqn, Key, Span
@@ -107,13 +107,13 @@ class Shelf:
 
     tensors: dict[str, Array] = field(default_factory=dict)
 
-    def kept(self, *_given: object) -> Any:
+    def open_once(self, *_given: object) -> Any:
         raise NotImplementedError
 
-    def own(self, demand: Demand) -> Array:
+    def read(self, demand: Demand) -> Array:
         return self.tensors[demand.key].reshape(-1)[demand.place.start : demand.place.stop].copy()
 
-    shared = own
+    read_shared = read
 
     def factor(self, name: str, tensor: torch.Tensor) -> Factor:
         self.tensors[name] = array_of(tensor)
@@ -127,13 +127,13 @@ class Shelf:
     def merged(self, kernel: MergeKernel, shape: tuple[int, ...], cuts: int = 3) -> Array:
         """Runs a kernel over blocks that begin anywhere."""
         spec = TensorSpec(Fqn("out"), kernel.base.dtype, shape)
-        ready = kernel.prepared(spec, self)
+        ready = kernel.prepare(spec, self)
         out = np.empty(spec.elements, self.tensors["base"].dtype)
         edges = np.random.default_rng(spec.elements).integers(0, out.size, cuts)
         for low, high in zip([0, *sorted(edges)], [*sorted(edges), out.size], strict=True):
             if low < high:
                 block = Span(int(low), int(high))
-                inputs = [self.own(demand) for demand in ready.demands(spec, block)]
+                inputs = [self.read(demand) for demand in ready.demands(spec, block)]
                 ready.run(spec, block, inputs, out[low:high])
         return out.reshape(shape)
 
@@ -172,7 +172,7 @@ def trained(model: nn.Module) -> None:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
 
 
-def update_of(shelf: Shelf, layer: Any, adapter: str, name: str) -> LowRank:
+def update_of(shelf: Shelf, layer: Any, adapter: str, name: str) -> LowRankUpdate:
     if name == "embed":
         down, up = layer.lora_embedding_A[adapter], layer.lora_embedding_B[adapter]
     else:
@@ -184,8 +184,10 @@ def update_of(shelf: Shelf, layer: Any, adapter: str, name: str) -> LowRank:
         magnitude = shelf.factor(f"{adapter}.m", vector.reshape(1, -1))
     scaling = layer.scaling[adapter]
     if name == "embed":
-        return embedding(a, b, scaling, dtype_of(down), magnitude=magnitude)
-    return linear(a, b, scaling, dtype_of(down), magnitude=magnitude, fan_in_fan_out=name == "gpt")
+        return embedding_update(a, b, scaling, dtype_of(down), magnitude=magnitude)
+    return linear_update(
+        a, b, scaling, dtype_of(down), magnitude=magnitude, fan_in_fan_out=name == "gpt"
+    )
 
 
 def both(case: Case, rounding: Rounding) -> Mapping[str, tuple[Array, Array]]:
@@ -285,7 +287,7 @@ class Fused:
 
     shelf: Shelf
     base: Array
-    update: LowRank
+    update: LowRankUpdate
     truth: Array
 
     @classmethod
@@ -298,7 +300,7 @@ class Fused:
         trained(peft)
         layer = peft.base_model.model.experts
         a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
-        update = experts(
+        update = experts_update(
             shelf.factor("a", a),
             shelf.factor("b", b),
             layer.scaling["default"],
@@ -329,7 +331,7 @@ def test_parts_of_fused_experts_that_are_tensors_on_disk_get_their_part_of_the_u
     for number, (rows, columns) in enumerate(
         [((0, 12), None), ((12, 24), (16, 40)), (None, (0, 20))]
     ):
-        part = expert(case.update, number).window(rows, columns)
+        part = select_expert(case.update, number).window(rows, columns)
         cut = np.s_[number, slice(*(rows or (24,))), slice(*(columns or (40,)))]
         found = case.merged(np.ascontiguousarray(case.base[cut]), part)
         assert_equal(found, case.truth[cut])
@@ -354,7 +356,7 @@ def test_trained_tokens_replace_their_rows(dtype: torch.dtype) -> None:
     rows = peft.base_model.model.embed.token_adapter.trainable_tokens_delta["default"]
     with torch.no_grad():
         rows.copy_(torch.randn(rows.shape))
-    update = TokenRows(shelf.factor("rows", rows), tuple(tokens))
+    update = TokenRowsUpdate(shelf.factor("rows", rows), tuple(tokens))
     found = shelf.merged(MergeKernel(shelf.base("base", base), (update,)), base.shape, cuts=6)
     assert found.tobytes() == array_of(peft.merge_and_unload().embed.weight).tobytes()
 
@@ -371,7 +373,7 @@ def test_biases_of_an_adapter_are_added_as_peft_adds_them(
     trained(peft)
     layer = peft.base_model.model.head
     bias = layer.lora_B["default"].bias
-    update = Shift(shelf.factor("bias", bias), layer.scaling["default"], dtype_of(bias))
+    update = BiasUpdate(shelf.factor("bias", bias), layer.scaling["default"], dtype_of(bias))
     kernel = MergeKernel(shelf.base("base", base), (update,), Rounding.PEFT)
     found = shelf.merged(kernel, base.shape, cuts=2)
     assert found.tobytes() == array_of(peft.merge_and_unload().head.bias).tobytes()
@@ -395,7 +397,7 @@ def test_any_shape_comes_close_and_those_of_real_layers_to_the_bit(
     base = torch.randn((inputs, out) if fan_in_fan_out else (out, inputs), generator=generator)
     truth = array_of(base + (delta.T if fan_in_fan_out else delta))
     shelf = Shelf()
-    update = linear(
+    update = linear_update(
         shelf.factor("a", a),
         shelf.factor("b", b),
         scaling,
@@ -421,7 +423,7 @@ def test_before_peft_0_21_norms_were_those_of_the_running_weight() -> None:
         truth = (magnitude / torch.linalg.norm(total, dim=1)).view(-1, 1) * total
         down, up = shelf.factor(f"{name}.a", a), shelf.factor(f"{name}.b", b)
         vector = shelf.factor(f"{name}.m", magnitude)
-        updates.append(linear(down, up, 2.0, BY_NAME["float32"], magnitude=vector))
+        updates.append(linear_update(down, up, 2.0, BY_NAME["float32"], magnitude=vector))
     kernel = MergeKernel(base, tuple(updates), norm_of=NormOf.RUNNING)
     assert_equal(shelf.merged(kernel, (20, 32)), array_of(truth))
     other = shelf.merged(MergeKernel(base, tuple(updates)), (20, 32))

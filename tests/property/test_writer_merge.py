@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ckptkit.core.errors import FormatError, IncompleteCheckpointError
 from ckptkit.formats.dcp.metadata import parse_metadata
-from ckptkit.plan.layouts.dcp_metadata import metadata_pickle
+from ckptkit.plan.layouts.dcp_metadata import make_metadata
 from ckptkit.writer.merge import Merger, is_tiling
 from ckptkit.writer.record import RankRecord, WrittenFile
 
@@ -70,7 +70,7 @@ def test_every_tiling_is_merged_and_parsed_back(
     shape, boxes = cut
     owned = [(data.draw(st.integers(0, ranks - 1)), box) for box in boxes]
     unit = merged(records(shape, owned, ranks))
-    parsed = parse_metadata(metadata_pickle(unit.tensors, unit.objects), where="").tensors["w"]
+    parsed = parse_metadata(make_metadata(unit.tensors, unit.objects), where="").tensors["w"]
     found = zip(parsed.offsets.tolist(), parsed.sizes.tolist(), parsed.file.tolist(), strict=True)
     paths = {(tuple(o), tuple(s)) for o, s, _ in found}
     assert paths == set(boxes)

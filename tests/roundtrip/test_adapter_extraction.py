@@ -41,7 +41,7 @@ from ckptkit.core.errors import (
     CannotPlanError,
     IncompleteCheckpointError,
 )
-from ckptkit.lora.config import LoraSettings, matching
+from ckptkit.lora.config import LoraSettings, find_match
 from ckptkit.lora.inference import is_target
 from ckptkit.storage.local.source import LocalSource
 
@@ -289,7 +289,7 @@ def test_what_tensors_tell_makes_a_configuration_that_loads_the_same(
 ) -> None:
     base, model = trained
     _save_dcp({"model": model.state_dict()}, tmp_path / "pytorch_model_fsdp_0")
-    with pytest.raises(CannotPlanError, match=r"do not tell lora_alpha, use_rslora"):
+    with pytest.raises(CannotPlanError, match=r"do not show lora_alpha, use_rslora"):
         ckptkit.extract_adapter(tmp_path / "pytorch_model_fsdp_0", tmp_path / "out")
     ckptkit.extract_adapter(tmp_path / "pytorch_model_fsdp_0", tmp_path / "out", **case.known)
     _assert_loads_like(model.state_dict(), base, tmp_path / "out")
@@ -637,7 +637,7 @@ def test_ranks_alphas_and_targets_are_looked_up_as_peft_does() -> None:
         for first, second in itertools.permutations(keys, 2):
             patterns = {first: 1, second: 2}
             own = patterns.get(get_pattern_key(patterns, module), 0)
-            assert matching(patterns, module, 0) == own, (module, patterns)
+            assert find_match(patterns, module, 0) == own, (module, patterns)
     options: list[dict[str, Any]] = [
         {"target_modules": r".*\.q_proj"},
         {"target_modules": ["q_proj", "c"], "layers_to_transform": [1]},

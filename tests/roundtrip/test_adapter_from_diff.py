@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import ckptkit
-from ckptkit.adapters import tuned as tuned_sides
+from ckptkit.adapters import compare_models as tuned_sides
 from ckptkit.conversion.names_on_disk import DiskNames
 from ckptkit.core.errors import (
     AdapterError,
@@ -22,7 +22,7 @@ from ckptkit.core.errors import (
     UsageError,
 )
 from ckptkit.core.index import Box, Fqn
-from ckptkit.hub_names.names import HubNames, HubTensor, Piece
+from ckptkit.hub_names.disk_tensors import DiskBox, HubNames, HubTensor
 from ckptkit.lora.config import LoraSettings
 
 torch = pytest.importorskip("torch")
@@ -343,7 +343,7 @@ def test_modules_have_the_names_that_they_have_in_memory(
 
 def _piece(name: str, shape: tuple[int, int], source: str, row: int) -> HubTensor:
     size = shape[0] * shape[1]
-    piece = Piece(Box((0, 0), shape), Fqn(source), row * size, (shape[1], 1))
+    piece = DiskBox(Box((0, 0), shape), Fqn(source), row * size, (shape[1], 1))
     return HubTensor(Fqn(name), shape, shape, (piece,))
 
 

@@ -17,7 +17,12 @@ from ckptkit.conversion.prepare import ConversionJob
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import NoSpaceError, RefusedError
 from ckptkit.core.index import Fqn
-from ckptkit.hub_names.names import Computation, NamingRequest, names_from_json, names_to_json
+from ckptkit.hub_names.disk_tensors import (
+    Computation,
+    NamingRequest,
+    names_from_json,
+    names_to_json,
+)
 from ckptkit.options import ConsolidateRequest, Resources
 
 torch = pytest.importorskip("torch")
@@ -26,7 +31,7 @@ import torch.distributed.checkpoint as dcp  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from transformers import conversion_mapping  # noqa: E402
 
-from ckptkit.hub_names.transformers.answers import answer  # noqa: E402
+from ckptkit.hub_names.transformers.answers import answer_names  # noqa: E402
 from ckptkit.training import Checkpointer  # noqa: E402
 from tests.made_up_conversions import register  # noqa: E402
 
@@ -55,7 +60,7 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Registers the conversions here, and in the programs that are started."""
     # Names are asked for in this process, which saves the time of another one.
     monkeypatch.setattr(naming_program, "_PROGRAM", WITH_MADE_UP)
-    monkeypatch.setattr(naming, "ask_transformers", lambda request, *_: answer(request))
+    monkeypatch.setattr(naming, "ask_transformers", lambda request, *_: answer_names(request))
     conversion_mapping.get_checkpoint_conversion_mapping("mixtral")  # fills the cache
     cached = conversion_mapping._checkpoint_conversion_mapping_cache
     monkeypatch.setattr(
@@ -169,7 +174,7 @@ def test_half_of_a_group_is_refused(source: Path, tmp_path: Path) -> None:
 
 def test_names_survive_the_way_and_adapters_are_refused_there(source: Path) -> None:
     config = json.loads((source / "config.json").read_bytes())
-    names = answer(NamingRequest(config, None))
+    names = answer_names(NamingRequest(config, None))
     assert names_from_json(json.loads(json.dumps(names_to_json(names)))) == names
     attention = Fqn("model.layers.0.self_attn.")
     total = names.tensors[Fqn(f"{attention}kv_total")]

@@ -16,14 +16,14 @@ from ckptkit.conversion.names_on_disk import disk_names
 from ckptkit.core.dtypes import dtype_named
 from ckptkit.core.errors import CannotPlanError, RefusedError
 from ckptkit.core.index import Box, Fqn
-from ckptkit.hub_names.names import (
+from ckptkit.hub_names.disk_tensors import (
     HubNames,
     NamingRequest,
+    find_window,
     names_from_json,
     names_to_json,
-    window_of,
 )
-from ckptkit.hub_names.needed import naming_need
+from ckptkit.hub_names.known_models import determine_need
 from ckptkit.options import NameChoice
 
 torch = pytest.importorskip("torch")
@@ -31,7 +31,7 @@ transformers = pytest.importorskip("transformers", minversion="5")
 import torch.distributed.checkpoint as dcp  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
-from ckptkit.hub_names.transformers.answers import answer  # noqa: E402
+from ckptkit.hub_names.transformers.answers import answer_names  # noqa: E402
 from ckptkit.training import Checkpointer  # noqa: E402
 from ckptkit.training.export.plan import ExportNames  # noqa: E402
 
@@ -218,7 +218,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[NamingRequest]:
 
     def ask(request: NamingRequest, _program: object = None) -> HubNames:
         requests.append(NamingRequest.from_json(request.to_json()))
-        found = answer(requests[-1])
+        found = answer_names(requests[-1])
         return names_from_json(json.loads(json.dumps(names_to_json(found))))
 
     monkeypatch.setattr(naming, "ask_transformers", ask)
@@ -293,7 +293,7 @@ def test_a_configuration_without_a_class_leads_to_the_same_names(
 def test_a_field_that_transformers_refuses_is_named(limit: Any) -> None:
     config = {"model_type": "nemotron_h", "time_step_limit": [0.0, limit]}
     with pytest.raises(CannotPlanError, match=r"refuses config\.json.*time_step_limit"):
-        answer(NamingRequest(config, None))
+        answer_names(NamingRequest(config, None))
 
 
 @pytest.fixture
@@ -663,7 +663,7 @@ def test_windows_tell_a_merge_where_disk_tensors_lie(asked: list[NamingRequest])
     live = model.state_dict()
     assert {name: tuple(value.shape) for name, value in live.items()} == names.live
     gate = names.tensors[Fqn("model.layers.1.block_sparse_moe.experts.2.w3.weight")]
-    window = window_of(gate, names.live)
+    window = find_window(gate, names.live)
     assert window is not None
     assert window.source == "model.layers.1.mlp.experts.gate_up_proj"
     assert (window.box.offsets, window.box.sizes, window.axes) == ((2, 24, 0), (1, 24, 16), (1, 2))
@@ -678,7 +678,7 @@ def test_the_table_agrees_with_transformers() -> None:
         model = case.build()
         found = get_model_conversion_mapping(model, add_legacy=False)
         is_converted = any(not isinstance(entry, PrefixChange) for entry in found)
-        need = naming_need(model.config.to_dict(), has_base=False)
+        need = determine_need(model.config.to_dict(), has_base=False)
         assert need.kind == ("ask" if is_converted else "none"), case.model
 
 
@@ -727,7 +727,7 @@ def test_shards_of_live_tensors_become_parts_of_those_on_disk(model: str, axis: 
     live = dict(built.state_dict())
     tensors = {Fqn(k): (dtype_named(str(v.dtype)), tuple(v.shape)) for k, v in live.items()}
     config = built.config.to_dict() | {"architectures": [model]}
-    names = answer(NamingRequest(config, tensors))
+    names = answer_names(NamingRequest(config, tensors))
     disk = ExportNames(names)
     for name, expected in revert_weight_conversion(built, live).items():
         made, written = torch.zeros_like(expected), torch.zeros_like(expected)

@@ -19,18 +19,23 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
 
 import ckptkit
-from ckptkit.adapters.merge.base import BASE, Alignment, BaseSource, base_tensors
-from ckptkit.adapters.merge.run import AdapterChoice, MergedModel, run_merge
-from ckptkit.adapters.quantized.bases import QuantizedBase, Weights, plan_quantized
+from ckptkit.adapters.merge.base_model import (
+    BASE,
+    Alignment,
+    BaseSource,
+    PlacedTensor,
+    make_base_tensors,
+)
+from ckptkit.adapters.merge.merge_adapters import AdapterChoice, MergedModel, run_merge
+from ckptkit.adapters.quantized.bases import ModelWeights, QuantizedBase, plan_quantized
 from ckptkit.adapters.sources import AdapterRequest
 from ckptkit.conversion.source.open import open_checkpoint
 from ckptkit.core.errors import CkptkitError, FormatError, RefusedError, UnsupportedError
 from ckptkit.core.index import Box, Fqn
 from ckptkit.engine.reader import Origin
-from ckptkit.hub_names.names import HubTensor, Piece
+from ckptkit.hub_names.disk_tensors import DiskBox, HubTensor
 from ckptkit.lora.changes import MergeRequest
-from ckptkit.lora.dialects import plain_entries, sort_entries
-from ckptkit.lora.generations import Placed
+from ckptkit.lora.dialects import rename_plainly, sort_entries
 
 pytestmark = [
     pytest.mark.xdist_group("quantized_bases"),
@@ -451,7 +456,7 @@ def planned(
 ) -> QuantizedBase:
     """Plans the packed weights of a checkpoint."""
     with ExitStack() as stack:
-        sides: list[Weights | None] = []
+        sides: list[ModelWeights | None] = []
         for name, path in (("source", checkpoint), ("base", base)):
             if path is None:
                 sides.append(None)
@@ -459,11 +464,11 @@ def planned(
             found = stack.enter_context(open_checkpoint(path))
             entries = {
                 str(k): v
-                for k, v in plain_entries(sort_entries(found.index.of_part("model")).rest).items()
+                for k, v in rename_plainly(sort_entries(found.index.of_part("model")).rest).items()
             }
             origin = Origin(name, found.source, found.index)
             told = config if name == "source" else None
-            sides.append(Weights(origin, entries, told, str(path)))
+            sides.append(ModelWeights(origin, entries, told, str(path)))
         return plan_quantized(sides[0], sides[1], **{"shapes": {}} | options)
 
 
@@ -596,13 +601,13 @@ def test_a_packed_part_of_a_fused_weight_is_not_written_as_one(tmp_path: Path) -
     name = Fqn("model.layers.0.mlp.experts.0.down_proj.weight")
     save_file({name: torch.zeros(32, 1, dtype=torch.uint8)}, tmp_path / "model.safetensors")
     live = (Fqn("model.layers.0.mlp.experts.down_proj"),)
-    piece = HubTensor(name, (8, 8), (8, 8), (Piece(Box((0, 0), (8, 8)), live[0], 0, (8, 1)),))
+    piece = HubTensor(name, (8, 8), (8, 8), (DiskBox(Box((0, 0), (8, 8)), live[0], 0, (8, 1)),))
     with open_checkpoint(tmp_path) as found:
-        entries = plain_entries(sort_entries(found.index.of_part("model")).rest)
+        entries = rename_plainly(sort_entries(found.index.of_part("model")).rest)
         base = BaseSource(found, Origin(BASE, found.source, found.index), entries, None, False)
-        alignment = Alignment([Placed(name, live, (name,), piece)], {})
+        alignment = Alignment([PlacedTensor(name, live, (name,), piece)], {})
         with pytest.raises(RefusedError, match=f"'{name}' of shape .* is a packed weight, and a"):
-            base_tensors(base, alignment, QuantizedBase())
+            make_base_tensors(base, alignment, QuantizedBase())
 
 
 def test_the_original_may_be_chosen_and_the_report_says_what_it_changes(

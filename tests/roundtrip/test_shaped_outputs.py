@@ -196,7 +196,7 @@ def test_an_untied_head_goes_to_a_file_that_the_model_has(tmp_path: Path) -> Non
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight + 1)
     model.config.tie_word_embeddings = False
     told = notes_of(trained(model, tmp_path / "run"), tmp_path / "out", like=base)
-    assert f"{base} has no tensor 'lm_head.weight': it lies in" in told
+    assert f"{base} has no tensor 'lm_head.weight': it is in" in told
     found = weight_map(tmp_path / "out")
     assert set(found.values()) == set(weight_map(base).values())
     assert {k: v for k, v in found.items() if k != "lm_head.weight"} == weight_map(base)
@@ -352,5 +352,5 @@ def test_tensors_that_disagree_on_the_vocabulary_are_refused(tmp_path: Path) -> 
         ckptkit.consolidate(tmp_path / "w.safetensors", tmp_path / "out", vocab_size=48)
     both = {"encoder.embed_tokens.weight": torch.ones(9, 4), "decoder.wte.weight": torch.ones(8, 4)}
     save_file(both, tmp_path / "two.safetensors")
-    with pytest.raises(RefusedError, match="other numbers of rows were found"):
+    with pytest.raises(RefusedError, match="different numbers of rows were found"):
         ckptkit.consolidate(tmp_path / "two.safetensors", tmp_path / "out", vocab_size=8)

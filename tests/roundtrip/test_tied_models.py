@@ -12,7 +12,7 @@ import pytest
 
 from ckptkit.core.dtypes import DType, dtype_named
 from ckptkit.core.index import Fqn, Shape
-from ckptkit.plan.ties import tie_candidates, untied_config
+from ckptkit.plan.ties import find_tie_candidates, untie_config
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -201,7 +201,7 @@ def test_what_is_left_out_is_restored_by_from_pretrained(case: Case, tmp_path: P
     model = build(case)
     state = live_state(model)
     config = saved_config(model, tmp_path)
-    ties = tie_candidates(config, specs(state))
+    ties = find_tie_candidates(config, specs(state))
     assert len(ties) == case.dropped
     assert all(torch.equal(state[target], state[source]) for target, source in ties.items())
     kept = {name: tensor for name, tensor in state.items() if name not in ties}
@@ -212,7 +212,7 @@ def test_what_is_left_out_is_restored_by_from_pretrained(case: Case, tmp_path: P
 def test_what_is_kept_is_what_save_pretrained_keeps(case: Case, tmp_path: Path) -> None:
     model = build(case)
     names = specs(model.state_dict())
-    ties = tie_candidates(saved_config(model, tmp_path), names)
+    ties = find_tie_candidates(saved_config(model, tmp_path), names)
     model.save_pretrained(tmp_path, save_original_format=case.same_names)
     written = safetensors_torch.load_file(tmp_path / "model.safetensors")
     assert written.keys() == names.keys() - ties.keys()
@@ -230,10 +230,10 @@ def test_weights_that_differ_stay_apart_under_the_untied_config(
     model = build(case)
     state = live_state(model)
     config = change(saved_config(model, tmp_path))
-    ties = tie_candidates(config, specs(state))
+    ties = find_tie_candidates(config, specs(state))
     assert ties
     for target in ties:
         state[target] += 1
-    apart = reloaded(model, tmp_path / "out", state, untied_config(config))
+    apart = reloaded(model, tmp_path / "out", state, untie_config(config))
     assert_equal_states(apart, state)
-    assert not tie_candidates(untied_config(config), specs(state)) or case.config == "T5Config"
+    assert not find_tie_candidates(untie_config(config), specs(state)) or case.config == "T5Config"

@@ -13,7 +13,7 @@ from ckptkit.conversion import naming_program
 from ckptkit.core.dtypes import dtype_named
 from ckptkit.core.index import Fqn
 from ckptkit.core.model_configs import parse_model_config
-from ckptkit.plan.ties import tie_candidates, tie_conflicts
+from ckptkit.plan.ties import find_tie_candidates, find_tie_conflicts
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers", minversion="5")
@@ -65,8 +65,8 @@ def test_names_that_save_pretrained_leaves_out_are_known_without_it(
     specs = {Fqn(n): (dtype_named(str(t.dtype)), tuple(t.shape)) for n, t in state.items()}
     told = parse_model_config(model.config.to_json_string().encode(), where=name)
     told["architectures"] = [name]
-    assert set(tie_candidates(told, specs)) == state.keys() - kept.keys()
-    assert not tie_conflicts(told, specs)
+    assert set(find_tie_candidates(told, specs)) == state.keys() - kept.keys()
+    assert not find_tie_conflicts(told, specs)
     if not fields:
         assert kept.keys() < state.keys()
 
@@ -113,10 +113,10 @@ def test_a_class_with_code_of_its_own_is_tied_by_no_pattern() -> None:
         "model_type": "grounding-dino",
         "auto_map": {"AutoModel": "own.Own"},
     }
-    assert not tie_candidates(config, names)
+    assert not find_tie_candidates(config, names)
 
 
 def test_a_pattern_that_does_not_fit_the_names_ties_nothing() -> None:
     config = {"architectures": ["RTDetrV2ForObjectDetection"], "model_type": "rt_detr_v2"}
     names = {Fqn("bbox_embed.1.weight"): (dtype_named("float32"), (2, 2))}
-    assert not tie_candidates(config, names)
+    assert not find_tie_candidates(config, names)

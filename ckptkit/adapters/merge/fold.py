@@ -17,16 +17,16 @@ from typing import TypeGuard
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptkit.adapters.merge.low_rank import Axis, LowRank, Shift, TokenRows, Update
-from ckptkit.adapters.merge.products import (
+from ckptkit.adapters.merge.factor_products import (
     ColumnSums,
-    Product,
+    FactorProduct,
+    compute_row_norms,
     read_rows,
     read_vector,
     round_to,
-    row_norms,
     workspace,
 )
+from ckptkit.adapters.merge.low_rank import Axis, BiasUpdate, LowRankUpdate, TokenRowsUpdate, Update
 from ckptkit.core.dtypes import BY_NAME, DType
 from ckptkit.core.errors import AdapterError
 from ckptkit.plan.plan import Reading
@@ -61,7 +61,7 @@ class NormOf(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class RowRange:
     """A run of elements of a weight, seen as a matrix.
 
     Attributes:
@@ -80,11 +80,13 @@ class Rows:
 class LoraStep:
     """A low-rank update, without or with the magnitudes of DoRA."""
 
-    def __init__(self, update: LowRank, base: DType, reading: Reading, rounding: Rounding) -> None:
+    def __init__(
+        self, update: LowRankUpdate, base: DType, reading: Reading, rounding: Rounding
+    ) -> None:
         """Reads the factors."""
         peft = rounding is Rounding.PEFT
         held = update.held if peft else _FLOAT32
-        self._product = Product(update, reading, held)
+        self._product = FactorProduct(update, reading, held)
         self._rounded = base if peft and update.rounded else None
         # torch computes in 16 bits where the weight and the adapter have the same such type.
         self.narrow = base if held == base else None
@@ -94,21 +96,21 @@ class LoraStep:
             self.axis = update.magnitude.of
             self.magnitude = read_vector(update.magnitude.vector, reading, held)
 
-    def delta(self, rows: Rows, into: Floats) -> Floats:
+    def delta(self, rows: RowRange, into: Floats) -> Floats:
         """Computes what is added to whole rows, `[rows, columns]`."""
         self._product.rows(rows.start, rows.stop, into)
         if self._rounded is not None:
             round_to(into, self._rounded)
         return into
 
-    def apply(self, rows: Rows, weight: Floats) -> None:
+    def apply(self, rows: RowRange, weight: Floats) -> None:
         """Adds to the elements of a run, in place."""
         shape = rows.stop - rows.start, rows.columns
         into = workspace("delta", shape[0] * shape[1])
         self.delta(rows, into.reshape(shape))
         weight += into[rows.skipped : rows.skipped + weight.size]
 
-    def scale(self, rows: Rows, norms: Floats) -> Floats:
+    def scale(self, rows: RowRange, norms: Floats) -> Floats:
         """Returns DoRA's factors: one for each row, or one for each column."""
         if self.magnitude is None:
             raise ValueError("no magnitudes")
@@ -122,7 +124,7 @@ class LoraStep:
             return self.narrowed(self.magnitude / norms)
         return self.narrowed(self.magnitude[rows.start : rows.stop] / norms)[:, np.newaxis]
 
-    def _bad_norm(self, rows: Rows, number: int, what: str) -> AdapterError:
+    def _bad_norm(self, rows: RowRange, number: int, what: str) -> AdapterError:
         number += rows.start if self.axis == "rows" else 0
         return AdapterError(
             f"DoRA divides by the norm of {self.axis[:-1]} {number:,} of the weight, which is"
@@ -139,7 +141,7 @@ class LoraStep:
 class ShiftStep:
     """An update of a vector."""
 
-    def __init__(self, update: Shift, reading: Reading, rounding: Rounding) -> None:
+    def __init__(self, update: BiasUpdate, reading: Reading, rounding: Rounding) -> None:
         """Reads the vector."""
         held = update.held if rounding is Rounding.PEFT else _FLOAT32
         self._shift = read_vector(update.shift, reading, held)
@@ -147,21 +149,21 @@ class ShiftStep:
         if held != _FLOAT32:
             round_to(self._shift, held)
 
-    def apply(self, rows: Rows, weight: Floats) -> None:
+    def apply(self, rows: RowRange, weight: Floats) -> None:
         weight += self._shift[rows.skipped : rows.skipped + weight.size]
 
 
 class TokenStep:
     """An update that replaces rows."""
 
-    def __init__(self, update: TokenRows, reading: Reading) -> None:
+    def __init__(self, update: TokenRowsUpdate, reading: Reading) -> None:
         """Reads the rows."""
         self._rows = read_rows(update.rows, reading)
         order = np.argsort(np.asarray(update.tokens, np.int64), kind="stable")
         self._order = order
         self._tokens = np.asarray(update.tokens, np.int64)[order]
 
-    def apply(self, rows: Rows, weight: Floats) -> None:
+    def apply(self, rows: RowRange, weight: Floats) -> None:
         """Replaces elements of a run, in place."""
         low, high = np.searchsorted(self._tokens, (rows.start, rows.stop))
         for position in range(low, high):
@@ -174,7 +176,7 @@ class TokenStep:
 Step = LoraStep | ShiftStep | TokenStep
 
 
-def prepared_step(update: Update, base: DType, reading: Reading, rounding: Rounding) -> Step:
+def prepare_step(update: Update, base: DType, reading: Reading, rounding: Rounding) -> Step:
     """Reads what an update needs for all blocks of a tensor.
 
     Args:
@@ -183,9 +185,9 @@ def prepared_step(update: Update, base: DType, reading: Reading, rounding: Round
         reading: Reads the adapter.
         rounding: How often it rounds.
     """
-    if isinstance(update, LowRank):
+    if isinstance(update, LowRankUpdate):
         return LoraStep(update, base, reading, rounding)
-    if isinstance(update, Shift):
+    if isinstance(update, BiasUpdate):
         return ShiftStep(update, reading, rounding)
     return TokenStep(update, reading)
 
@@ -215,7 +217,7 @@ class Steps:
         self.whole_rows = any(map(_is_dora, steps))
         self.may_overflow = self._between.name == "float16"
 
-    def apply(self, rows: Rows, weight: Floats, norms: NormsOf) -> Floats:
+    def apply(self, rows: RowRange, weight: Floats, norms: NormsOf) -> Floats:
         """Merges into a run of elements.
 
         Args:
@@ -248,7 +250,7 @@ class Steps:
 class _Fold:
     """What has been merged into a few whole rows, as far as DoRA has to know it."""
 
-    def __init__(self, rows: Rows, norms: NormsOf, between: DType) -> None:
+    def __init__(self, rows: RowRange, norms: NormsOf, between: DType) -> None:
         self._rows = rows
         self._norms = norms
         self._asked = 0
@@ -319,9 +321,9 @@ def _is_dora(step: Step) -> TypeGuard[LoraStep]:
     return isinstance(step, LoraStep) and step.magnitude is not None
 
 
-def norms_of_rows(_number: int, matrix: Floats) -> Floats:
+def take_row_norms(_number: int, matrix: Floats) -> Floats:
     """Takes norms at once: a row is there as a whole."""
-    return row_norms(matrix)
+    return compute_row_norms(matrix)
 
 
 class NormsOfColumns:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ckptkit.adapters.merge.factor_products import workspace
 from ckptkit.adapters.merge.fold import (
     Floats,
     NormOf,
@@ -16,13 +17,12 @@ from ckptkit.adapters.merge.fold import (
     NormsOfColumns,
     NormsUnknownError,
     Rounding,
-    Rows,
+    RowRange,
     Steps,
-    norms_of_rows,
-    prepared_step,
+    prepare_step,
+    take_row_norms,
 )
-from ckptkit.adapters.merge.low_rank import Factor, LowRank, Shift, Update, matrix_shape
-from ckptkit.adapters.merge.products import workspace
+from ckptkit.adapters.merge.low_rank import BiasUpdate, Factor, LowRankUpdate, Update, matrix_shape
 from ckptkit.core.dtypes import BY_NAME, DType
 from ckptkit.core.errors import AdapterError, OverflowRefusedError, UnsupportedError
 from ckptkit.core.index import Key, Span
@@ -70,7 +70,7 @@ class MergeKernel:
     def compute(self) -> Compute:
         return Compute(self, self.reads)
 
-    def prepared(self, out: TensorSpec, reading: Reading) -> BlockMerge:
+    def prepare(self, out: TensorSpec, reading: Reading) -> BlockMerge:
         """Reads the factors, and takes norms where they need all of the tensor."""
         if self.base.dtype.kind != "float" or self.base.dtype == BY_NAME["float64"]:
             raise UnsupportedError(
@@ -83,10 +83,10 @@ class MergeKernel:
             rows, columns = rows * out.shape[1], columns // out.shape[1]
         with np.errstate(all="ignore"):  # what overflows is found in the result
             prepared = [
-                prepared_step(one, self.base.dtype, reading, self.rounding) for one in self.updates
+                prepare_step(one, self.base.dtype, reading, self.rounding) for one in self.updates
             ]
         steps = Steps(prepared, self.base.dtype, self.rounding, self.norm_of)
-        merge = BlockMerge(self.base, steps, rows, columns, norms_of_rows)
+        merge = BlockMerge(self.base, steps, rows, columns, take_row_norms)
         if any(one.magnitude and one.magnitude.of == "columns" for one in self._low_ranks()):
             return replace(merge, norms=merge.column_norms(reading))
         return merge
@@ -95,17 +95,17 @@ class MergeKernel:
     def _stacked(self) -> bool:
         return any(update.experts > 1 for update in self._low_ranks())
 
-    def _low_ranks(self) -> Iterator[LowRank]:
-        return (update for update in self.updates if isinstance(update, LowRank))
+    def _low_ranks(self) -> Iterator[LowRankUpdate]:
+        return (update for update in self.updates if isinstance(update, LowRankUpdate))
 
     def _factors(self) -> Iterator[Factor]:
         for update in self.updates:
-            if isinstance(update, LowRank):
+            if isinstance(update, LowRankUpdate):
                 yield from (update.left, update.right)
                 if update.magnitude is not None:
                     yield update.magnitude.vector
             else:
-                yield update.shift if isinstance(update, Shift) else update.rows
+                yield update.shift if isinstance(update, BiasUpdate) else update.rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +151,7 @@ class BlockMerge:
                 raise overflow_error(overflow, out.dtype, where=where, block_start=low)
             self._refuse_spoilt(given[wanted], merged, out, low)
 
-    def _merged(self, rows: Rows, given: NDArray[Any], where: str) -> Floats:
+    def _merged(self, rows: RowRange, given: NDArray[Any], where: str) -> Floats:
         weight = workspace("weight", given.size)
         with np.errstate(all="ignore"):
             weight[:] = given
@@ -192,9 +192,9 @@ class BlockMerge:
         rows, part = next(self._cut(Span(0, self.rows * self.columns)))
         return self._look(rows, part, norms, reading)
 
-    def _look(self, rows: Rows, part: Span, norms: NormsOfColumns, reading: Reading) -> bool:
+    def _look(self, rows: RowRange, part: Span, norms: NormsOfColumns, reading: Reading) -> bool:
         """Merges until norms are asked for that are not known yet; says whether none were."""
-        inputs = [reading.own(demand) for demand in self.base.demands(part)]
+        inputs = [reading.read(demand) for demand in self.base.demands(part)]
         weight = workspace("weight", part.stop - part.start)
         weight[:] = self.base.values(part, inputs)
         try:
@@ -210,7 +210,7 @@ class BlockMerge:
         start = block.start // self.columns * self.columns
         return Span(start, -(-block.stop // self.columns) * self.columns)
 
-    def _cut(self, span: Span) -> Iterator[tuple[Rows, Span]]:
+    def _cut(self, span: Span) -> Iterator[tuple[RowRange, Span]]:
         """Cuts a run of elements between rows, each part small enough for a cache."""
         columns = self.columns
         elements = _AT_ONCE_WITH_NORMS if self.steps.whole_rows else _AT_ONCE
@@ -219,7 +219,7 @@ class BlockMerge:
         while row * columns < span.stop:
             stop = min(row + at_once, -(-span.stop // columns))
             low, high = max(row * columns, span.start), min(stop * columns, span.stop)
-            yield Rows(row, stop, columns, low - row * columns), Span(low, high)
+            yield RowRange(row, stop, columns, low - row * columns), Span(low, high)
             row = stop
 
 

@@ -108,7 +108,7 @@ class Magnitude:
 
 
 @dataclass(frozen=True, slots=True)
-class LowRank:
+class LowRankUpdate:
     """An update: `weight + scaling * left @ right`, with DoRA then brought to its magnitudes.
 
     Attributes:
@@ -134,7 +134,7 @@ class LowRank:
 
     def window(
         self, rows: tuple[int, int] | None = None, columns: tuple[int, int] | None = None
-    ) -> LowRank:
+    ) -> LowRankUpdate:
         """Returns the update of `[start, stop)` of the rows and columns alone.
 
         For tensors on disk that are parts of the module's weight.
@@ -156,7 +156,7 @@ class LowRank:
         )
 
     @property
-    def turned(self) -> LowRank:
+    def turned(self) -> LowRankUpdate:
         """The update of the transposed tensor."""
         magnitude = self.magnitude
         if magnitude is not None:
@@ -165,7 +165,7 @@ class LowRank:
         return replace(self, left=self.right.t, right=self.left.t, magnitude=magnitude)
 
 
-def linear(
+def linear_update(
     a: Factor,
     b: Factor,
     scaling: float,
@@ -173,41 +173,41 @@ def linear(
     *,
     magnitude: Factor | None = None,
     fan_in_fan_out: bool = False,
-) -> LowRank:
+) -> LowRankUpdate:
     """Returns the update of a linear layer or an ungrouped convolution.
 
     Args:
         a: `lora_A.weight`, `[r, in]`; for a convolution `[r, in, ...]`, flattened.
         b: `lora_B.weight`, `[out, r]`; for a convolution `[out, r, 1, ...]`, flattened.
-        scaling: See `LowRank`.
-        held: See `LowRank`.
+        scaling: See `LowRankUpdate`.
+        held: See `LowRankUpdate`.
         magnitude: `lora_magnitude_vector`, with DoRA.
         fan_in_fan_out: Whether the weight is stored as `[in, out]`.
     """
     vector = None if magnitude is None else Magnitude(magnitude, "rows")
-    update = LowRank(b, a, scaling, held, magnitude=vector)
+    update = LowRankUpdate(b, a, scaling, held, magnitude=vector)
     return update.turned if fan_in_fan_out else update
 
 
-def embedding(
+def embedding_update(
     a: Factor, b: Factor, scaling: float, held: DType, *, magnitude: Factor | None = None
-) -> LowRank:
+) -> LowRankUpdate:
     """Returns the update of an embedding, stored as `[vocabulary, features]`.
 
     Args:
         a: `lora_embedding_A`, `[r, vocabulary]`.
         b: `lora_embedding_B`, `[features, r]`.
-        scaling: See `LowRank`.
-        held: See `LowRank`.
+        scaling: See `LowRankUpdate`.
+        held: See `LowRankUpdate`.
         magnitude: `lora_magnitude_vector`, with DoRA.
     """
-    update = linear(a, b, scaling, held, magnitude=magnitude, fan_in_fan_out=True)
+    update = linear_update(a, b, scaling, held, magnitude=magnitude, fan_in_fan_out=True)
     return replace(update, rounded=magnitude is None)
 
 
-def experts(
+def experts_update(
     a: Factor, b: Factor, scaling: float, held: DType, *, count: int, transposed: bool
-) -> LowRank:
+) -> LowRankUpdate:
     """Returns the update of a parameter that stacks experts.
 
     With `count` 1 it is that of a parameter without them.
@@ -215,21 +215,21 @@ def experts(
     Args:
         a: `lora_A.weight`, `[count * r, in]`.
         b: `lora_B.weight`, `[out, r * count]`, the experts innermost.
-        scaling: See `LowRank`.
-        held: See `LowRank`.
+        scaling: See `LowRankUpdate`.
+        held: See `LowRankUpdate`.
         count: How many experts there are.
         transposed: Whether the parameter is `[count, in, out]`, not `[count, out, in]`.
     """
-    update = LowRank(b, a, scaling, held, rounded=True, experts=count)
+    update = LowRankUpdate(b, a, scaling, held, rounded=True, experts=count)
     return update.turned if transposed else update
 
 
-def expert(update: LowRank, number: int) -> LowRank:
-    left, right = expert_factors(update, number)
+def select_expert(update: LowRankUpdate, number: int) -> LowRankUpdate:
+    left, right = select_expert_factors(update, number)
     return replace(update, left=left, right=right, experts=1)
 
 
-def expert_factors(update: LowRank, number: int) -> tuple[Factor, Factor]:
+def select_expert_factors(update: LowRankUpdate, number: int) -> tuple[Factor, Factor]:
     """Returns the factors of one expert, from 0, of an update of `update.experts`."""
     turned = update.left.transposed
     a, b = (update.left.t, update.right.t) if turned else (update.right, update.left)
@@ -241,13 +241,13 @@ def expert_factors(update: LowRank, number: int) -> tuple[Factor, Factor]:
 
 
 @dataclass(frozen=True, slots=True)
-class Shift:
+class BiasUpdate:
     """An update of a bias, or of any vector: `vector + scaling * shift`.
 
     Attributes:
         shift: `lora_B.bias`, as many values as the tensor has.
-        scaling: See `LowRank`.
-        held: See `LowRank`.
+        scaling: See `LowRankUpdate`.
+        held: See `LowRankUpdate`.
     """
 
     shift: Factor
@@ -256,7 +256,7 @@ class Shift:
 
 
 @dataclass(frozen=True, slots=True)
-class TokenRows:
+class TokenRowsUpdate:
     """An update that replaces rows: `weight[tokens] = rows`.
 
     Attributes:
@@ -268,4 +268,4 @@ class TokenRows:
     tokens: tuple[int, ...]
 
 
-Update = LowRank | Shift | TokenRows
+Update = LowRankUpdate | BiasUpdate | TokenRowsUpdate

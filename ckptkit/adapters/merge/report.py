@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from ckptkit.adapters.merge.base import BaseSource
-from ckptkit.adapters.merge.tensors import BaseTensor
-from ckptkit.adapters.quantized.bases import QuantizedBase, quantization_norms
+from ckptkit.adapters.merge.base_model import BaseSource
+from ckptkit.adapters.merge.base_tensors import BaseTensor
+from ckptkit.adapters.quantized.bases import QuantizedBase, measure_quantization
 from ckptkit.adapters.sources import OpenedAdapter
 from ckptkit.conversion.source.places import resolved
 from ckptkit.core.arrays import numpy_dtype
@@ -23,8 +23,15 @@ from ckptkit.core.index import Fqn, Span, TensorEntry
 from ckptkit.core.manifest import LEAF_BYTES, MANIFEST_NAME, Manifest
 from ckptkit.engine.kernels import Operand
 from ckptkit.engine.reader import Origin, TensorReader
-from ckptkit.lora.changes import Change, LowRank, MergeRequest, Replaced, Rows, Source
-from ckptkit.lora.identity import found_at
+from ckptkit.lora.changes import (
+    AdapterSource,
+    Change,
+    LowRankChange,
+    MergeRequest,
+    Replacement,
+    TokenRowsChange,
+)
+from ckptkit.lora.recorded_base import identify_base
 from ckptkit.storage.base import is_there
 from ckptkit.storage.manifests import read_manifest
 
@@ -41,7 +48,7 @@ class SourceAdapter:
     """
 
     found: OpenedAdapter
-    source: Source
+    source: AdapterSource
     origin: Origin
     weight: float
 
@@ -51,10 +58,10 @@ class SourceAdapter:
         name = f"adapter{position}"
         opened = found.opened
         origin = Origin(name, opened.source, opened.index)
-        return cls(found, Source(position, name, opened.path), origin, weight)
+        return cls(found, AdapterSource(position, name, opened.path), origin, weight)
 
 
-def source_facts(
+def collect_source_facts(
     adapters: Sequence[SourceAdapter], base: BaseSource, quantization: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Returns what the manifest says of the adapters and the base.
@@ -103,7 +110,7 @@ def _tensor_digest(reader: TensorReader, entry: TensorEntry) -> str:
 
 
 def _base_facts(base: BaseSource) -> dict[str, Any]:
-    found = found_at(resolved(base.opened.path), base.config)
+    found = identify_base(resolved(base.opened.path), base.config)
     manifest = _manifest_of(base)
     told = {
         "path": base.opened.path,
@@ -163,24 +170,24 @@ class MergedLayer:
     quantization: float | None = None
 
 
-def layer_of(change: Change, adapter: str, base: str) -> MergedLayer:
+def describe_change(change: Change, adapter: str, base: str) -> MergedLayer:
     """Returns what a change does, in words and numbers."""
     rank = scaling = None
     is_dora = False
-    if isinstance(change, LowRank):
+    if isinstance(change, LowRankChange):
         kind, rank, scaling = change.form.partition("_")[0], change.rank, change.scaling
         kind = "linear" if kind == "transposed" else kind
         is_dora = change.magnitude is not None
-    elif isinstance(change, Replaced):
+    elif isinstance(change, Replacement):
         kind = "frozen" if change.frozen else "whole"
-    elif isinstance(change, Rows):
+    elif isinstance(change, TokenRowsChange):
         kind = "tokens"
     else:
         kind, scaling = "bias", change.scaling
     return MergedLayer(change.weight, adapter, kind, rank, scaling, is_dora, base)
 
 
-def measured(
+def measure_layers(
     layers: Sequence[MergedLayer],
     norms: Mapping[tuple[str, str], float],
     weights: Mapping[str, float],
@@ -204,7 +211,9 @@ def measured(
     return made
 
 
-def weight_norms(tensors: Iterable[BaseTensor], origins: Mapping[str, Origin]) -> dict[str, float]:
+def measure_weights(
+    tensors: Iterable[BaseTensor], origins: Mapping[str, Origin]
+) -> dict[str, float]:
     """Measures the Frobenius norms of weights, reading each once.
 
     Args:
@@ -243,7 +252,7 @@ def _squares(
     return total
 
 
-def reported(
+def report_layers(
     adapters: Sequence[SourceAdapter],
     tensors: Sequence[BaseTensor],
     changes: Mapping[Fqn, Sequence[Change]],
@@ -272,16 +281,16 @@ def reported(
         for change in found:
             one = adapters[change.source.position]
             label = labels[change.source.position]
-            is_whole = isinstance(change, Replaced) and kind != "none"
-            layers.append(layer_of(change, label, "replaced" if is_whole else kind))
+            is_whole = isinstance(change, Replacement) and kind != "none"
+            layers.append(describe_change(change, label, "replaced" if is_whole else kind))
             norm = one.found.norms.get(change.module)
-            if norm is not None and isinstance(change, LowRank):
+            if norm is not None and isinstance(change, LowRankChange):
                 norms[label, weight] = norm * abs(one.weight)
     if not request.report:
         return layers
     touched = [tensor for tensor in tensors if any(live in changes for live in tensor.live)]
-    lost = quantization_norms(quantized, changes, origins)
-    return measured(layers, norms, weight_norms(touched, origins), lost)
+    lost = measure_quantization(quantized, changes, origins)
+    return measure_layers(layers, norms, measure_weights(touched, origins), lost)
 
 
 def _labels(adapters: Sequence[SourceAdapter]) -> list[str]:

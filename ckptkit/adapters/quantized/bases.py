@@ -25,19 +25,19 @@ from typing import Any, Literal
 
 from ckptkit.adapters.quantized.unpack import (
     FLOAT16,
+    PackedLocation,
     PackedReader,
-    Place,
-    Proof,
-    Unpacked,
-    change_norm,
-    eight_bits_by_companions,
-    eight_bits_by_original,
-    four_bits_by_companions,
-    four_bits_by_original,
+    PackingProof,
+    UnpackedWeight,
+    derive_eight_bits,
+    derive_four_bits,
+    find_settings,
+    measure_change,
     proof_of_four_bits,
     prove_eight_bits,
     prove_same_bytes,
-    settled,
+    unpack_eight_bits,
+    unpack_four_bits,
 )
 from ckptkit.core.dtypes import BY_NAME, DType
 from ckptkit.core.errors import CkptkitError, RefusedError
@@ -49,19 +49,19 @@ from ckptkit.lora.quantized import (
     EIGHT_BITS,
     FourBitState,
     PackedWeight,
-    dtype_told,
-    names_beside,
-    packed_weights,
+    find_packed_weights,
+    list_companions,
+    read_dtype,
+    read_settings,
     refuse_unmodelled,
-    settings_told,
 )
-from ckptkit.plan.selection import looks_packed
+from ckptkit.plan.packed_weights import looks_packed
 
 _RIGHT_BASE = "pass as --base the model, and the revision of it, that training started from"
 
 
 @dataclass(frozen=True, slots=True)
-class Weights:
+class ModelWeights:
     """The weights of a plain model, wherever they lie.
 
     Attributes:
@@ -89,8 +89,8 @@ class PackedBases:
 
     def __init__(
         self,
-        trained: Weights | None,
-        original: Weights | None,
+        trained: ModelWeights | None,
+        original: ModelWeights | None,
         shapes: Mapping[str, Shape],
         *,
         nested: bool | None = None,
@@ -108,16 +108,16 @@ class PackedBases:
         self._origins = {weights.origin.name: weights.origin for weights in sides}
         given = original.entries if original is not None else {}
         held = trained.entries if trained is not None else {}
-        self._in_original = packed_weights(given, shapes)
+        self._in_original = find_packed_weights(given, shapes)
         known = {n: entry.shape for n, entry in given.items() if entry.dtype.kind == "float"}
         known |= self._shapes_in_states() | dict(shapes)
-        self._in_trained = packed_weights(held, known)
-        told = settings_told(trained.config if trained is not None else None)
+        self._in_trained = find_packed_weights(held, known)
+        told = read_settings(trained.config if trained is not None else None)
         self._told = told if nested is None else replace(told, nested=nested)
         self._state: FourBitState | None = None
         self.names = list(dict.fromkeys([*self._in_trained, *self._in_original]))
         found = (*self._in_trained.values(), *self._in_original.values())
-        self.hidden = frozenset(self.names).union(*(names_beside(weight) for weight in found))
+        self.hidden = frozenset(self.names).union(*(list_companions(weight) for weight in found))
         self.assumed_nested = False
         written = original if original is not None else trained
         if written is not None:
@@ -136,7 +136,7 @@ class PackedBases:
             return None
         return StoredOperand(self._original.origin.name, entry.key, entry.dtype)
 
-    def unpacked(self, name: str, reader: PackedReader) -> Unpacked:
+    def unpacked(self, name: str, reader: PackedReader) -> UnpackedWeight:
         """Finds the way to the elements of a weight, and proves it where the original is there."""
         beside = self._in_original.get(name)
         if name not in self._in_trained:
@@ -152,18 +152,20 @@ class PackedBases:
             raise _no_state(weight, place.location, looked_for=self._original)
         return self._by_original(weight, plain, place)
 
-    def _of(self, holder: Weights | None, weight: PackedWeight, reader: PackedReader) -> Unpacked:
+    def _of(
+        self, holder: ModelWeights | None, weight: PackedWeight, reader: PackedReader
+    ) -> UnpackedWeight:
         """Returns a weight by what lies beside it."""
         place = self._place(holder, reader)
         if not weight.is_whole:
             raise _no_state(weight, place.location)
         if weight.state is not None:
-            return four_bits_by_companions(weight, place, place.state(weight.state))
-        return eight_bits_by_companions(weight, place, _dtype_before(holder))
+            return unpack_four_bits(weight, place, place.state(weight.state))
+        return unpack_eight_bits(weight, place, _dtype_before(holder))
 
     def _beside_packed_original(
         self, weight: PackedWeight, beside: PackedWeight, reader: PackedReader
-    ) -> Unpacked:
+    ) -> UnpackedWeight:
         """Returns a weight that the base model holds packed as well, by the state of either."""
         if weight.is_whole:
             unpacked = self._of(self._trained, weight, reader)
@@ -174,9 +176,11 @@ class PackedBases:
         proof = prove_same_bytes(reader, held, there)
         return replace(unpacked, proof=self._checked(weight.name, proof))
 
-    def _by_original(self, weight: PackedWeight, plain: StoredOperand, place: Place) -> Unpacked:
+    def _by_original(
+        self, weight: PackedWeight, plain: StoredOperand, place: PackedLocation
+    ) -> UnpackedWeight:
         if weight.bits == EIGHT_BITS:
-            unpacked = eight_bits_by_original(weight, place, plain)
+            unpacked = derive_eight_bits(weight, place, plain)
             return self._proven(weight, unpacked, plain, place.reader)
         self._check_shape(weight.name, weight.shape or ())
         packed = place.stored(weight.packed)
@@ -184,7 +188,7 @@ class PackedBases:
         proof = self._checked(weight.name, proof_of_four_bits(packed, plain, state, place.reader))
         if state.nested_blocksize:
             state = replace(state, nested_offset=proof.mean)
-        return replace(four_bits_by_original(weight, place, plain, state), proof=proof)
+        return replace(derive_four_bits(weight, place, plain, state), proof=proof)
 
     def _settled(
         self,
@@ -196,15 +200,19 @@ class PackedBases:
         """Returns how weights without a state were packed; the first that comes settles it."""
         shape = weight.shape or ()
         if self._state is None:
-            state, proof = settled(packed, plain, shape, self._told, reader)
+            state, proof = find_settings(packed, plain, shape, self._told, reader)
             self._checked(weight.name, proof)
             self.assumed_nested = self._told.nested is None
             self._state = state
         return replace(self._state, shape=shape)
 
     def _proven(
-        self, weight: PackedWeight, unpacked: Unpacked, plain: StoredOperand, reader: PackedReader
-    ) -> Unpacked:
+        self,
+        weight: PackedWeight,
+        unpacked: UnpackedWeight,
+        plain: StoredOperand,
+        reader: PackedReader,
+    ) -> UnpackedWeight:
         """Compares a weight with its original."""
         self._check_shape(weight.name, unpacked.shape)
         packed = self._place(self._trained, reader).stored(weight.packed)
@@ -224,13 +232,13 @@ class PackedBases:
                 hint=_RIGHT_BASE,
             )
 
-    def _checked(self, name: str, proof: Proof) -> Proof:
+    def _checked(self, name: str, proof: PackingProof) -> PackingProof:
         if not proof.holds:
             where = "" if self._original is None else self._original.location
             raise _wrong_base(name, proof, where)
         return proof
 
-    def _refuse_unknown_columns(self, weights: Weights, known: Mapping[str, Shape]) -> None:
+    def _refuse_unknown_columns(self, weights: ModelWeights, known: Mapping[str, Shape]) -> None:
         """Refuses what looks packed, and of which nothing says so, before it is written as is."""
         for name, entry in weights.entries.items():
             kept = name in self.hidden or (weights is self._trained and known.get(name))
@@ -250,16 +258,16 @@ class PackedBases:
         states = {name: weight.state for name, weight in self._in_original.items()}
         return {name: place.state(state).shape for name, state in states.items() if state}
 
-    def _place(self, weights: Weights | None, reader: PackedReader) -> Place:
+    def _place(self, weights: ModelWeights | None, reader: PackedReader) -> PackedLocation:
         if weights is None:
             raise RuntimeError("a weight was found where there are none")
-        return Place(weights.origin.name, weights.location, reader)
+        return PackedLocation(weights.origin.name, weights.location, reader)
 
 
-def _dtype_before(weights: Weights | None) -> DType:
+def _dtype_before(weights: ModelWeights | None) -> DType:
     """Returns what 8-bit weights were before: what is told, or what most others still are."""
     config = weights.config if weights is not None else None
-    told = dtype_told(config)
+    told = read_dtype(config)
     if told is not None:
         return BY_NAME[told]
     entries = weights.entries.values() if weights is not None else ()
@@ -268,7 +276,7 @@ def _dtype_before(weights: Weights | None) -> DType:
 
 
 def _no_state(
-    weight: PackedWeight, location: str, *, looked_for: Weights | None = None
+    weight: PackedWeight, location: str, *, looked_for: ModelWeights | None = None
 ) -> CkptkitError:
     beside = "" if looked_for is None else f", nor is the weight in {looked_for.location}"
     return RefusedError(
@@ -279,7 +287,7 @@ def _no_state(
     )
 
 
-def _wrong_base(name: str, proof: Proof, location: str) -> CkptkitError:
+def _wrong_base(name: str, proof: PackingProof, location: str) -> CkptkitError:
     share = proof.differing / max(1, proof.elements)
     return RefusedError(
         f"is not the model that was quantized: {proof.differing:,} of {proof.elements:,} packed"
@@ -289,12 +297,6 @@ def _wrong_base(name: str, proof: Proof, location: str) -> CkptkitError:
     )
 
 
-__all__ = [
-    "QuantizedBase",
-    "Weights",
-    "plan_quantized",
-    "quantization_norms",
-]
 QloraBase = Literal["dequantized", "original"]
 _EIGHT = "8 bits"
 
@@ -332,8 +334,8 @@ class QuantizedBase:
 
 
 def plan_quantized(
-    trained: Weights | None,
-    original: Weights | None,
+    trained: ModelWeights | None,
+    original: ModelWeights | None,
     *,
     shapes: Mapping[str, Shape],
     choice: QloraBase | None = None,
@@ -363,7 +365,7 @@ def plan_quantized(
     return _of_bases(bases, choice, workers)
 
 
-def quantization_norms(
+def measure_quantization(
     base: QuantizedBase, names: Iterable[str], origins: Mapping[str, Origin]
 ) -> dict[str, float]:
     """Measures what quantizing changed in weights: the Frobenius norms of dequantized - original.
@@ -377,7 +379,9 @@ def quantization_norms(
     """
     reader = PackedReader(origins)
     return {
-        name: change_norm(reader, base.originals[name], base.dequantized[name], base.shapes[name])
+        name: measure_change(
+            reader, base.originals[name], base.dequantized[name], base.shapes[name]
+        )
         for name in names
         if name in base.originals
     }
@@ -388,7 +392,7 @@ def _of_bases(bases: PackedBases, choice: QloraBase | None, workers: int) -> Qua
     if choice == "original":
         _refuse_without_original(bases.names, originals)
     unpacked = _unpack(bases, workers)
-    facts = facts_of(unpacked)
+    facts = collect_facts(unpacked)
     dtypes = {name: one.dtype for name, one in unpacked.items()}
     dequantized = {name: one.operand for name, one in unpacked.items()}
     return QuantizedBase(
@@ -404,7 +408,7 @@ def _of_bases(bases: PackedBases, choice: QloraBase | None, workers: int) -> Qua
 
 
 def _of_nothing(
-    trained: Weights | None, original: Weights | None, choice: QloraBase | None
+    trained: ModelWeights | None, original: ModelWeights | None, choice: QloraBase | None
 ) -> QuantizedBase:
     """Returns what there is to say where nothing is packed."""
     sides = [weights for weights in (trained, original) if weights is not None]
@@ -441,9 +445,9 @@ def _refuse_without_original(names: Sequence[str], originals: Mapping[str, Store
         )
 
 
-def _unpack(bases: PackedBases, workers: int) -> dict[str, Unpacked]:
+def _unpack(bases: PackedBases, workers: int) -> dict[str, UnpackedWeight]:
     """Finds the way to the elements of each weight; the first settles what nothing tells."""
-    unpacked: dict[str, Unpacked] = {}
+    unpacked: dict[str, UnpackedWeight] = {}
 
     def work(names: Iterator[str]) -> None:
         reader = bases.reader()
@@ -455,7 +459,7 @@ def _unpack(bases: PackedBases, workers: int) -> dict[str, Unpacked]:
     return {name: unpacked[name] for name in bases.names}
 
 
-def facts_of(unpacked: Mapping[str, Unpacked]) -> dict[str, Any]:
+def collect_facts(unpacked: Mapping[str, UnpackedWeight]) -> dict[str, Any]:
     """Returns what the manifest says of packed weights."""
     kinds = sorted({_kind(one) for one in unpacked.values()})
     proofs = [one.proof for one in unpacked.values() if one.proof is not None]
@@ -468,7 +472,7 @@ def facts_of(unpacked: Mapping[str, Unpacked]) -> dict[str, Any]:
     }
 
 
-def _kind(one: Unpacked) -> str:
+def _kind(one: UnpackedWeight) -> str:
     """Names a way of packing, in words."""
     if one.state is None:
         return _EIGHT

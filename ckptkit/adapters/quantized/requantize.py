@@ -19,14 +19,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ckptkit.adapters.quantized.bases import QuantizedBase, Weights, facts_of
+from ckptkit.adapters.quantized.bases import ModelWeights, QuantizedBase, collect_facts
 from ckptkit.adapters.quantized.scales import (
     NESTED_BLOCKSIZE,
     RequantizedEightBit,
     RequantizedFourBit,
-    float32_mean,
+    compute_float32_mean,
 )
-from ckptkit.adapters.quantized.unpack import PackedReader, Unpacked, likely_settings
+from ckptkit.adapters.quantized.unpack import PackedReader, UnpackedWeight, list_likely_settings
 from ckptkit.core.crc import crc32
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import FormatError, InputError, RefusedError
@@ -47,7 +47,7 @@ from ckptkit.lora.quantized import (
 _MATRIX = 2
 
 
-def packings_of(
+def find_packings(
     origin: Origin,
     base: Mapping[Fqn, TensorEntry],
     packed: Mapping[str, PackedWeight],
@@ -125,7 +125,7 @@ def _settings_of(state: FourBitState) -> FourBitSettings:
     )
 
 
-def kinds_of(packings: Sequence[Packing]) -> str:
+def describe_kinds(packings: Sequence[Packing]) -> str:
     """Names the ways of packing, in words."""
     return ", ".join(
         "int8" if one.settings is None else one.settings.quant_type or "4 bits" for one in packings
@@ -150,9 +150,9 @@ class _Weight:
         return int(np.prod(self.shape))
 
 
-def requantized(
+def requantize(
     packings: Sequence[Packing],
-    base: Weights,
+    base: ModelWeights,
     *,
     nested: bool | None,
     where: str,
@@ -175,7 +175,7 @@ def requantized(
 
 
 class _Requantizing:
-    def __init__(self, base: Weights, *, nested: bool | None, workers: int) -> None:
+    def __init__(self, base: ModelWeights, *, nested: bool | None, workers: int) -> None:
         self._base = base
         self._nested = nested
         self._workers = workers
@@ -183,14 +183,14 @@ class _Requantizing:
         self._differing = 0
 
     def run(self, packings: Sequence[Packing]) -> QuantizedBase:
-        unpacked: dict[str, Unpacked] = {}
+        unpacked: dict[str, UnpackedWeight] = {}
         originals: dict[str, StoredOperand] = {}
         for packing in packings:
             weights = list(self._weights(packing))
             originals |= {weight.name: weight.original for weight in weights}
             unpacked |= self._unpacked(packing, weights)
         operands = {name: one.operand for name, one in unpacked.items()}
-        facts = facts_of(unpacked)
+        facts = collect_facts(unpacked)
         return QuantizedBase(
             operands=operands,
             shapes={name: one.shape for name, one in unpacked.items()},
@@ -223,10 +223,10 @@ class _Requantizing:
             hint="pass as --base the model, and the revision of it, that training started from",
         )
 
-    def _unpacked(self, packing: Packing, weights: Sequence[_Weight]) -> dict[str, Unpacked]:
+    def _unpacked(self, packing: Packing, weights: Sequence[_Weight]) -> dict[str, UnpackedWeight]:
         if packing.settings is None:
             return {
-                weight.name: Unpacked(
+                weight.name: UnpackedWeight(
                     RequantizedEightBit(weight.original, weight.shape[-1]),
                     weight.shape,
                     weight.original.dtype,
@@ -235,7 +235,7 @@ class _Requantizing:
                 for weight in weights
             }
         settings = self._settled(packing, packing.settings, weights)
-        found: dict[str, Unpacked] = {}
+        found: dict[str, UnpackedWeight] = {}
 
         def work(some: Iterator[_Weight]) -> None:
             reader = self._reader()
@@ -247,7 +247,7 @@ class _Requantizing:
 
     def _four_bits(
         self, weight: _Weight, settings: FourBitSettings, reader: PackedReader
-    ) -> Unpacked:
+    ) -> UnpackedWeight:
         operand = _operand(weight, settings)
         offset = weight.record.offset
         if settings.nested and offset is None:
@@ -255,7 +255,7 @@ class _Requantizing:
                 operand.maxima(span, [reader.values(weight.original, span)])
                 for span in _pieces(weight.elements)
             ]
-            offset = float(float32_mean(np.concatenate(maxima)))
+            offset = float(compute_float32_mean(np.concatenate(maxima)))
         state = FourBitState(
             operand.quant_type,
             operand.blocksize,
@@ -265,7 +265,7 @@ class _Requantizing:
             offset or 0.0,
         )
         made = replace(operand, nested_offset=offset if settings.nested else None)
-        return Unpacked(made, weight.shape, operand.dtype, state, derived=True)
+        return UnpackedWeight(made, weight.shape, operand.dtype, state, derived=True)
 
     def _settled(
         self, packing: Packing, told: FourBitSettings, weights: Sequence[_Weight]
@@ -298,7 +298,7 @@ class _Requantizing:
         if smallest is not None:
             reader = self._reader()
             storage = BY_NAME[packing.storage]
-            for likely in likely_settings(told, storage, smallest.original.dtype):
+            for likely in list_likely_settings(told, storage, smallest.original.dtype):
                 tried = replace(likely, nested=told.nested)
                 if _agrees(_operand(smallest, tried), smallest, reader):
                     return tried
@@ -306,7 +306,7 @@ class _Requantizing:
         missing = ", ".join(name for name, value in open_ones.items() if value is None)
         raise RefusedError(
             f"the record of the adapter does not tell the {missing} of its packed base"
-            f" ({kinds_of([packing])}), and no checksum of packed bytes agrees with this one",
+            f" ({describe_kinds([packing])}), and no checksum of packed bytes agrees with this one",
             hint=f"merge from the checkpoint itself, which holds packed weights; or {_ORIGINAL}",
         )
 

@@ -35,13 +35,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptkit.adapters.quantized.kernels import (
+from ckptkit.adapters.quantized.dequantize import (
     CODES,
     STEP,
     Floats,
     FourBitType,
-    codes_of_rows,
-    scaled_blocks,
+    encode_rows,
+    scale_blocks,
 )
 from ckptkit.core.arrays import numpy_dtype
 from ckptkit.core.dtypes import BY_NAME, DType
@@ -54,7 +54,9 @@ _BINS = 65_536
 _LANES, _ROWS, _LEVELS = 8, 4, 4  # of a vector of AVX2; vectors added side by side; carries
 
 
-def block_maxima(elements: NDArray[Any], dtype: DType, blocksize: int) -> tuple[Floats, Floats]:
+def find_block_maxima(
+    elements: NDArray[Any], dtype: DType, blocksize: int
+) -> tuple[Floats, Floats]:
     """Returns elements in the type that was quantized, and the largest magnitude of each block.
 
     Args:
@@ -97,7 +99,7 @@ class DerivedScales:
 
     def values(self, blocks: Span, inputs: Sequence[NDArray[Any]]) -> Floats:
         elements = self.original.values(self._span(blocks), inputs)
-        return block_maxima(elements, self.dtype, self.blocksize)[1]
+        return find_block_maxima(elements, self.dtype, self.blocksize)[1]
 
     def _span(self, blocks: Span) -> Span:
         stop = min(blocks.stop * self.blocksize, self.elements)
@@ -126,7 +128,7 @@ class DerivedNestedScales:
     def values(self, blocks: Span, inputs: Sequence[NDArray[Any]]) -> Floats:
         """Quantizes the scales and turns them back."""
         whole = self._whole(blocks)
-        scales = nested_scales(self.scales.values(whole, inputs), self.offset)
+        scales = requantize_scales(self.scales.values(whole, inputs), self.offset)
         first = blocks.start - whole.start
         return scales[first : first + blocks.stop - blocks.start]
 
@@ -137,7 +139,7 @@ class DerivedNestedScales:
         return Span(start, min(stop, count))
 
 
-def nested_scales(maxima: Floats, offset: float) -> Floats:
+def requantize_scales(maxima: Floats, offset: float) -> Floats:
     """Quantizes scales and turns them back, as double quantization leaves them.
 
     Args:
@@ -145,7 +147,7 @@ def nested_scales(maxima: Floats, offset: float) -> Floats:
         offset: Their mean over the whole weight.
     """
     codes, shared = quantize_scales(maxima - np.float32(offset))
-    scales: Floats = dynamic_map()[codes]
+    scales: Floats = make_dynamic_map()[codes]
     scales *= np.repeat(shared, NESTED_BLOCKSIZE)[: scales.size]
     scales += np.float32(offset)
     return scales
@@ -173,7 +175,7 @@ def quantize_scales(centred: Floats) -> tuple[NDArray[np.uint8], Floats]:
 
 
 @cache
-def dynamic_map() -> Floats:
+def make_dynamic_map() -> Floats:
     """Returns the 256 numbers that a byte picks from, in order.
 
     Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", arXiv 2110.02861.
@@ -199,7 +201,7 @@ def _linspace(steps: int) -> Floats:
 @cache
 def _codes_of_bins() -> NDArray[np.uint8]:
     """Returns the code of each of the bins that numbers from -1 to 1 fall into."""
-    table = dynamic_map()
+    table = make_dynamic_map()
     middles = np.float32(0.5) * (table[:-1] + table[1:])
     centres = np.float32(-1) + np.float32(2) * np.arange(_BINS, dtype=np.float32) / np.float32(
         _BINS - 1
@@ -207,7 +209,7 @@ def _codes_of_bins() -> NDArray[np.uint8]:
     return np.searchsorted(middles, centres, side="left").astype(np.uint8)
 
 
-def float32_mean(numbers: Floats) -> np.float32:
+def compute_float32_mean(numbers: Floats) -> np.float32:
     """Returns the mean that torch computes of one thread's worth of contiguous numbers.
 
     Vectors are added in four rows side by side, and each row in steps whose sums are carried to
@@ -282,7 +284,7 @@ class RequantizedFourBit:
         blocks, maxima = self._scaled(around, inputs)
         scales = maxima
         if self.nested_offset is not None:
-            scales = nested_scales(maxima, self.nested_offset)
+            scales = requantize_scales(maxima, self.nested_offset)
         numbers, middles = _grid(self.quant_type)
         made = numbers[np.searchsorted(middles, blocks, side="left")]
         made *= scales[:, np.newaxis]
@@ -317,12 +319,12 @@ class RequantizedFourBit:
 
     def maxima(self, span: Span, inputs: Sequence[NDArray[Any]]) -> Floats:
         """Returns the scales of a range of whole blocks, before they are quantized themselves."""
-        return block_maxima(self.original.values(span, inputs), self.dtype, self.blocksize)[1]
+        return find_block_maxima(self.original.values(span, inputs), self.dtype, self.blocksize)[1]
 
     def _scaled(self, span: Span, inputs: Sequence[NDArray[Any]]) -> tuple[Floats, Floats]:
         elements = self.original.values(span, inputs)
-        blocks, maxima = block_maxima(elements, self.dtype, self.blocksize)
-        return scaled_blocks(blocks, maxima, elements.size), maxima
+        blocks, maxima = find_block_maxima(elements, self.dtype, self.blocksize)
+        return scale_blocks(blocks, maxima, elements.size), maxima
 
     def _blocks(self, span: Span) -> Span:
         """Returns the blocks of a range, and those that share scales of scales with them."""
@@ -361,8 +363,8 @@ class RequantizedEightBit:
         """Packs and unpacks the rows."""
         around = self._rows(span)
         elements = self.original.values(around, inputs)
-        rows, scales = block_maxima(elements, _FLOAT16, self.columns)
-        made = codes_of_rows(rows, scales)
+        rows, scales = find_block_maxima(elements, _FLOAT16, self.columns)
+        made = encode_rows(rows, scales)
         made += np.float32(0)  # whole numbers have no zero below zero
         made *= scales[:, np.newaxis]
         made *= STEP

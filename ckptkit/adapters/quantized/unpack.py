@@ -17,21 +17,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptkit.adapters.quantized.kernels import (
+from ckptkit.adapters.quantized.dequantize import (
     EightBitWeight,
     FourBitWeight,
     NestedScales,
     Scales,
     StoredScales,
-    mismatches,
-    row_mismatches,
+    count_mismatches,
+    count_row_mismatches,
 )
 from ckptkit.adapters.quantized.scales import (
     NESTED_BLOCKSIZE,
     DerivedNestedScales,
     DerivedScales,
-    block_maxima,
-    float32_mean,
+    compute_float32_mean,
+    find_block_maxima,
 )
 from ckptkit.core.arrays import numpy_dtype
 from ckptkit.core.dtypes import BY_NAME, DType
@@ -62,7 +62,7 @@ _TOLERATED_OF_BLOCK = 1 / 8
 
 
 @dataclass(frozen=True, slots=True)
-class Proof:
+class PackingProof:
     """What comparing a packed weight with its original found.
 
     Attributes:
@@ -131,7 +131,7 @@ class FourBitClaim:
 
 def prove_four_bits(
     reader: PackedReader, claim: FourBitClaim, *, at_most: int | None = None
-) -> Proof:
+) -> PackingProof:
     """Asks of every code whether the original would be packed into it.
 
     Args:
@@ -145,36 +145,38 @@ def prove_four_bits(
     for span in _pieces(elements):
         codes = reader.values(claim.packed, Span(span.start // held, -(-span.stop // held)))
         numbers = reader.values(claim.original, span)
-        blocks, scales = block_maxima(numbers, claim.dtype, claim.blocksize)
-        found = mismatches(
+        blocks, scales = find_block_maxima(numbers, claim.dtype, claim.blocksize)
+        found = count_mismatches(
             codes.view(np.uint8), blocks, scales, claim.quant_type, elements=numbers.size
         )
         differing += int(found.sum())
         crowded |= bool(found.max() > _TOLERATED_OF_BLOCK * claim.blocksize)
         maxima.append(scales)
-    return Proof(differing, elements, crowded, float(float32_mean(np.concatenate(maxima))))
+    return PackingProof(
+        differing, elements, crowded, float(compute_float32_mean(np.concatenate(maxima)))
+    )
 
 
 def prove_eight_bits(
     reader: PackedReader, packed: Operand, original: Operand, shape: Shape
-) -> Proof:
+) -> PackingProof:
     """Asks of every code of a matrix whether the original would be packed into it."""
     differing, crowded = 0, False
     columns, elements = shape[1], math.prod(shape)
     step = max(1, _PIECE_ELEMENTS // columns) * columns
     for start in range(0, elements, step):
         span = Span(start, min(start + step, elements))
-        rows, scales = block_maxima(reader.values(original, span), _FLOAT16, columns)
+        rows, scales = find_block_maxima(reader.values(original, span), _FLOAT16, columns)
         codes = reader.values(packed, span).view(np.int8).reshape(rows.shape)
-        found = row_mismatches(codes, rows, scales)
+        found = count_row_mismatches(codes, rows, scales)
         differing += int(found.sum())
         crowded |= bool(found.max() > max(1, _TOLERATED_OF_BLOCK * columns))
-    return Proof(differing, elements, crowded)
+    return PackingProof(differing, elements, crowded)
 
 
 def prove_same_bytes(
     reader: PackedReader, first: tuple[str, TensorEntry], second: tuple[str, TensorEntry]
-) -> Proof:
+) -> PackingProof:
     """Compares the codes of two packed weights, whatever types they are stored under.
 
     Args:
@@ -184,15 +186,15 @@ def prove_same_bytes(
     """
     size = first[1].size_bytes
     if second[1].size_bytes != size:
-        return Proof(2 * size, 2 * size, crowded=True)
+        return PackingProof(2 * size, 2 * size, crowded=True)
     differing = 0
     for span in _pieces(size):
         one, other = (_bytes(reader, origin, entry, span) for origin, entry in (first, second))
         differing += int(np.count_nonzero(one != other))
-    return Proof(differing, 2 * size, crowded=differing > 0)
+    return PackingProof(differing, 2 * size, crowded=differing > 0)
 
 
-def change_norm(
+def measure_change(
     reader: PackedReader, original: Operand, dequantized: Operand, shape: Shape
 ) -> float:
     """Returns the Frobenius norm of what quantizing changed in a weight."""
@@ -222,7 +224,7 @@ _LIKELY_BLOCKSIZES = tuple(sorted(BLOCKSIZES, key=lambda size: (size not in {64,
 
 
 @dataclass(frozen=True, slots=True)
-class Unpacked:
+class UnpackedWeight:
     """One packed weight, and what is known of it.
 
     Attributes:
@@ -239,11 +241,11 @@ class Unpacked:
     dtype: DType
     state: FourBitState | None = None
     derived: bool = False
-    proof: Proof | None = None
+    proof: PackingProof | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class PackedLocation:
     """Where a packed weight lies.
 
     Attributes:
@@ -267,7 +269,7 @@ class Place:
         return FourBitState.parse(self.reader.whole(self.origin, entry).tobytes(), where=where)
 
 
-def eight_bits_by_companions(weight: PackedWeight, place: Place, dtype: DType) -> Unpacked:
+def unpack_eight_bits(weight: PackedWeight, place: PackedLocation, dtype: DType) -> UnpackedWeight:
     """Returns an 8-bit weight that has its scales beside it.
 
     Args:
@@ -280,18 +282,22 @@ def eight_bits_by_companions(weight: PackedWeight, place: Place, dtype: DType) -
     _check_size(scales, rows, place.location)
     stored = StoredScales(place.stored(scales))
     operand = EightBitWeight(place.stored(weight.packed), stored, columns)
-    return Unpacked(operand, weight.packed.shape, dtype)
+    return UnpackedWeight(operand, weight.packed.shape, dtype)
 
 
-def eight_bits_by_original(weight: PackedWeight, place: Place, original: StoredOperand) -> Unpacked:
+def derive_eight_bits(
+    weight: PackedWeight, place: PackedLocation, original: StoredOperand
+) -> UnpackedWeight:
     """Returns an 8-bit weight whose scales are made from its original."""
     columns = weight.packed.shape[1]
     rows = DerivedScales(original, FLOAT16, columns, weight.packed.elements)
     operand = EightBitWeight(place.stored(weight.packed), rows, columns)
-    return Unpacked(operand, weight.packed.shape, original.dtype, derived=True)
+    return UnpackedWeight(operand, weight.packed.shape, original.dtype, derived=True)
 
 
-def four_bits_by_companions(weight: PackedWeight, place: Place, state: FourBitState) -> Unpacked:
+def unpack_four_bits(
+    weight: PackedWeight, place: PackedLocation, state: FourBitState
+) -> UnpackedWeight:
     """Returns a 4-bit weight that has its scales beside it."""
     if weight.packed.size_bytes != -(-state.elements // 2):
         raise FormatError(
@@ -321,9 +327,9 @@ def four_bits_by_companions(weight: PackedWeight, place: Place, state: FourBitSt
     return _four_bits(place.stored(weight.packed), scales, state)
 
 
-def four_bits_by_original(
-    weight: PackedWeight, place: Place, original: StoredOperand, state: FourBitState
-) -> Unpacked:
+def derive_four_bits(
+    weight: PackedWeight, place: PackedLocation, original: StoredOperand, state: FourBitState
+) -> UnpackedWeight:
     """Returns a 4-bit weight whose scales are made from its original."""
     dtype = BY_NAME[state.dtype]
     maxima = DerivedScales(original, dtype, state.blocksize, state.elements)
@@ -335,17 +341,17 @@ def four_bits_by_original(
 
 def proof_of_four_bits(
     packed: StoredOperand, original: StoredOperand, state: FourBitState, reader: PackedReader
-) -> Proof:
+) -> PackingProof:
     return prove_four_bits(reader, _claim(packed, original, state))
 
 
-def settled(
+def find_settings(
     packed: StoredOperand,
     original: StoredOperand,
     shape: Shape,
     told: FourBitSettings,
     reader: PackedReader,
-) -> tuple[FourBitState, Proof]:
+) -> tuple[FourBitState, PackingProof]:
     """Finds out how a weight was packed, by comparing some of it with its original.
 
     What is told is tried first, and believed where bytes cannot tell: whether the scales were
@@ -354,9 +360,9 @@ def settled(
     Returns:
         The settings that fit best, without the mean of scales, and how well they fit.
     """
-    tried: list[tuple[FourBitState, Proof]] = []
+    tried: list[tuple[FourBitState, PackingProof]] = []
     nested = NESTED_BLOCKSIZE if told.nested is not False else 0
-    for likely in likely_settings(told, packed.dtype, original.dtype):
+    for likely in list_likely_settings(told, packed.dtype, original.dtype):
         if likely.quant_type is None or likely.blocksize is None or likely.dtype is None:
             continue
         state = FourBitState(likely.quant_type, likely.blocksize, likely.dtype, shape, nested)
@@ -367,7 +373,7 @@ def settled(
     return min(tried, key=lambda one: (one[1].crowded, one[1].differing))
 
 
-def likely_settings(
+def list_likely_settings(
     told: FourBitSettings, storage: DType, original: DType
 ) -> Iterator[FourBitSettings]:
     """Yields what weights are packed with, the likeliest first.
@@ -393,12 +399,12 @@ def _claim(packed: StoredOperand, original: StoredOperand, state: FourBitState) 
     )
 
 
-def _four_bits(packed: StoredOperand, scales: Scales, state: FourBitState) -> Unpacked:
+def _four_bits(packed: StoredOperand, scales: Scales, state: FourBitState) -> UnpackedWeight:
     dtype = BY_NAME[state.dtype]
     operand = FourBitWeight(
         packed, scales, state.quant_type, state.blocksize, state.elements, dtype
     )
-    return Unpacked(operand, state.shape, dtype, state)
+    return UnpackedWeight(operand, state.shape, dtype, state)
 
 
 def _companion(weight: PackedWeight, kind: str, location: str) -> TensorEntry:

@@ -29,11 +29,12 @@ from ckptkit.core.index import Fqn, TensorEntry, TensorIndex
 from ckptkit.core.manifest import MANIFEST_NAME
 from ckptkit.formats.discovery import is_optimizer_folder, is_unit_folder
 from ckptkit.lora.config import PEFT_PREFIX
-from ckptkit.lora.dialects import BASE_LAYER, DEFAULT, Sorted, sort_entries
-from ckptkit.lora.identity import BaseRecord, parse_base_record
+from ckptkit.lora.dialects import BASE_LAYER, DEFAULT, SortedTensors, sort_entries
 from ckptkit.lora.quantized import Quantization
+from ckptkit.lora.recorded_base import BaseRecord, parse_base_record
+from ckptkit.plan.packed_weights import random_weights_message
 from ckptkit.plan.peft_names import LORA, advice_on, find_adapter, own_adapters, title_of
-from ckptkit.plan.selection import as_random, model_trees
+from ckptkit.plan.selection import model_trees
 from ckptkit.storage.base import is_there
 from ckptkit.storage.manifests import read_manifest
 from ckptkit.storage.places import Place, place_of
@@ -57,7 +58,9 @@ class Choice:
     is_named: bool
 
 
-def sort_trees(checkpoint: OpenedCheckpoint, *, keep_module: bool = False) -> dict[str, Sorted]:
+def sort_trees(
+    checkpoint: OpenedCheckpoint, *, keep_module: bool = False
+) -> dict[str, SortedTensors]:
     """Tells adapters from bases in every model of a checkpoint."""
     index = checkpoint.index
     trees = model_trees(index)
@@ -76,7 +79,7 @@ def sort_trees(checkpoint: OpenedCheckpoint, *, keep_module: bool = False) -> di
     return {tree: _sorted(entries, keep_module=keep_module) for tree, entries in by_tree.items()}
 
 
-def _sorted(entries: Sequence[TensorEntry], *, keep_module: bool) -> Sorted:
+def _sorted(entries: Sequence[TensorEntry], *, keep_module: bool) -> SortedTensors:
     """Sorts tensors; a `module` that PEFT wrote, or that tells two of them apart, is no wrapper."""
     try:
         found = sort_entries(entries, keep_module=keep_module)
@@ -90,7 +93,7 @@ def _sorted(entries: Sequence[TensorEntry], *, keep_module: bool) -> Sorted:
 
 def choose_adapter(
     checkpoint: OpenedCheckpoint,
-    trees: Mapping[str, Sorted],
+    trees: Mapping[str, SortedTensors],
     recorded: Sequence[str],
     wanted: str | None,
     *,
@@ -145,7 +148,7 @@ def _several(found: Sequence[Choice], checkpoint: OpenedCheckpoint) -> Ambiguous
     )
 
 
-def base_of(tree: str, trees: Mapping[str, Sorted]) -> Mapping[Fqn, TensorEntry]:
+def base_of(tree: str, trees: Mapping[str, SortedTensors]) -> Mapping[Fqn, TensorEntry]:
     """Returns what a checkpoint has of the base of a tree's adapter, names as they are."""
     number = tree.rstrip("/").rpartition("_")[2]
     others = [
@@ -156,7 +159,7 @@ def base_of(tree: str, trees: Mapping[str, Sorted]) -> Mapping[Fqn, TensorEntry]
     return others[0] if others else trees[tree].rest
 
 
-def adapters_in(trees: Mapping[str, Sorted], recorded: Sequence[str]) -> list[Choice]:
+def adapters_in(trees: Mapping[str, SortedTensors], recorded: Sequence[str]) -> list[Choice]:
     """Returns all adapters of a checkpoint; arguments as for `choose_adapter`."""
     live = [Choice(name, tree, is_named=True) for tree, one in trees.items() for name in one.live]
     taken = {one.name for one in live}
@@ -348,7 +351,7 @@ class PeftFinding:
     def refusal(self) -> str:
         """Why it is not written as a model."""
         if self.tensor:
-            return as_random(self.tensor, self.title)
+            return random_weights_message(self.tensor, self.title)
         return f"{ADAPTER_CONFIG} says that its weights are {self.title}, and no model"
 
 

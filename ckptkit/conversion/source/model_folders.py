@@ -35,16 +35,16 @@ from ckptkit.formats.torch_files.optimizer import TorchOptimizerReader, read_opt
 from ckptkit.formats.torch_files.reader import read_weight_map
 from ckptkit.options import ConsolidateRequest
 from ckptkit.plan.coverage import error_of, find_problems
-from ckptkit.plan.layouts.hf import INDEX_NAME, SINGLE_NAME
-from ckptkit.plan.layouts.optimizer import layout_optimizer_file, layout_optimizer_folder
-from ckptkit.plan.optimizer import (
+from ckptkit.plan.layouts.dcp import layout_optimizer_folder
+from ckptkit.plan.layouts.hf import INDEX_NAME, SINGLE_NAME, FileMap
+from ckptkit.plan.layouts.torch import layout_optimizer_file
+from ckptkit.plan.optimizer_states import (
     OptimizerStates,
-    only_wanted_members,
-    optimizer_states,
-    with_groups,
+    drop_unwanted_members,
+    restore_groups,
+    select_optimizer_states,
 )
 from ckptkit.plan.plan import OutputFile
-from ckptkit.plan.selection import FileMap
 from ckptkit.plan.vocabulary import is_embedding, is_head
 from ckptkit.storage.base import Source
 from ckptkit.storage.places import open_source
@@ -226,11 +226,13 @@ def optimizer_output(
         return OptimizerOutput()
     tree = model[0].tree if model else ""
     _raise_what_was_passed_over(checkpoint)
-    found, entries = optimizer_states(checkpoint.index, tree, request, location=checkpoint.path)
+    found, entries = select_optimizer_states(
+        checkpoint.index, tree, request, location=checkpoint.path
+    )
     _check_whole(checkpoint, entries)
     states, notes = _with_plain_values(found, checkpoint.source)
-    values = only_wanted_members(states.values, states.unwrapped, request)
-    states = replace(states, values=with_groups(values, request.wants))
+    values = drop_unwanted_members(states.values, states.unwrapped, request)
+    states = replace(states, values=restore_groups(values, request.wants))
     _check_names(states, model, checkpoint.path)
     if request.layout == "dcp":
         files = layout_optimizer_folder(states, request.max_file_bytes)

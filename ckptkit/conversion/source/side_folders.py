@@ -21,7 +21,7 @@ from ckptkit.core.index import Fqn, Span, TensorEntry
 from ckptkit.core.model_configs import parse_json_object, parse_model_config
 from ckptkit.engine.reader import RUN_BYTES, Origin, TensorReader
 from ckptkit.formats.discovery import is_unit_folder, step_of
-from ckptkit.plan.plan import Literal, OutputFile, RawCopy, contiguous
+from ckptkit.plan.plan import Literal, OutputFile, RawCopy, lay_out_file
 from ckptkit.plan.side_files import (
     CONFIG,
     MAX_JSON_BYTES,
@@ -29,16 +29,16 @@ from ckptkit.plan.side_files import (
     TOKENIZER,
     SideFile,
     choose_side_files,
-    content_as_written,
     has_auto_map,
     is_side_file,
+    rewrite_side_file,
 )
 from ckptkit.plan.ties import (
-    patterns_without_targets,
-    tie_candidates,
-    tie_conflicts,
-    tied_names_absent,
-    ties_to_drop,
+    choose_ties_to_drop,
+    find_absent_tied_names,
+    find_class_without_targets,
+    find_tie_candidates,
+    find_tie_conflicts,
 )
 from ckptkit.storage.base import Folder, Source, StoreFolder
 from ckptkit.storage.local.source import LocalSource
@@ -100,10 +100,12 @@ class SideFolders:
         def read() -> bytes:
             return self.read(file)
 
-        data = content_as_written(file.name, file.size_bytes, read, config, allow_code=allow_code)
+        data = rewrite_side_file(file.name, file.size_bytes, read, config, allow_code=allow_code)
         if data is None:
-            return contiguous(file.name, [(file.size_bytes, RawCopy(file.origin, file.path), None)])
-        return contiguous(file.name, [(len(data), Literal(data), None)])
+            return lay_out_file(
+                file.name, [(file.size_bytes, RawCopy(file.origin, file.path), None)]
+            )
+        return lay_out_file(file.name, [(len(data), Literal(data), None)])
 
     def tokenizer(self, files: Sequence[SideFile]) -> dict[str, Any] | None:
         """Returns the tokenizer that is taken along; None where there is none, or no usable one."""
@@ -241,14 +243,14 @@ def find_ties(
     """
     by_name = {entry.name: entry for entry in entries}
     extents = {name: (entry.dtype, entry.shape) for name, entry in by_name.items()}
-    pairs = tie_candidates(config, extents)
+    pairs = find_tie_candidates(config, extents)
     reader = TensorReader(origin)
     same: dict[Fqn, Fqn] = {}
-    broken = dict(tie_conflicts(config, extents))
+    broken = dict(find_tie_conflicts(config, extents))
     for target, source in pairs.items():
         equal = _same_values(reader, by_name[target], by_name[source])
         (same if equal else broken)[target] = source
-    return Ties(ties_to_drop(config, same, broken), broken)
+    return Ties(choose_ties_to_drop(config, same, broken), broken)
 
 
 def absent_twins(
@@ -260,8 +262,8 @@ def absent_twins(
         From each absent name to the one in `names` that holds its bytes, and what the user
         should know; empty if that is all.
     """
-    absent = dict(tied_names_absent(config, names))
-    model_class = patterns_without_targets(config, {*names, *absent})
+    absent = dict(find_absent_tied_names(config, names))
+    model_class = find_class_without_targets(config, {*names, *absent})
     if config is None or model_class is None:
         return absent, ""
     try:

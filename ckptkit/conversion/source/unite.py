@@ -131,11 +131,11 @@ class _Step:
         whole = next((copy for copy in self._copies if copy.ranks is None), None)
         if whole is not None:
             return {path: whole.manifest.to_json()}, []
-        from ckptkit.plan.layouts.dcp_metadata import METADATA_NAME, metadata_pickle
+        from ckptkit.plan.layouts.dcp_metadata import METADATA_NAME, make_metadata
 
         merged = self._merged(self._world_size())
         made = {
-            posixpath.join(name, METADATA_NAME): metadata_pickle(unit.tensors, unit.objects)
+            posixpath.join(name, METADATA_NAME): make_metadata(unit.tensors, unit.objects)
             for name, unit in merged.units.items()
         }
         manifest = self._manifest(merged, made)

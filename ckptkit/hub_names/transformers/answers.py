@@ -2,12 +2,21 @@
 
 Source: transformers 5.23, `PreTrainedModel.save_pretrained`, and
 `convert_and_load_state_dict_in_model` in `core_model_loading.py`.
+
+
+Groups of tensors that conversions of transformers compute with, one group after the other.
+
+The program is told of a model first, and then of groups, a line each; their elements come and
+go in files. It ends when nobody speaks to it any more.
 """
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import IO, Any
 
 import torch
 import transformers
@@ -17,19 +26,20 @@ from transformers.core_model_loading import (
     WeightRenaming,
     dot_natural_key,
     rename_source_key,
+    revert_weight_conversion,
 )
 
 from ckptkit.core.dtypes import DType, dtype_named
-from ckptkit.core.errors import CannotPlanError
+from ckptkit.core.errors import CannotPlanError, CkptkitError
 from ckptkit.core.index import Fqn, Shape
-from ckptkit.hub_names.names import Computation, HubNames, HubTensor, NamingRequest
-from ckptkit.hub_names.transformers.models import build_model
-from ckptkit.hub_names.transformers.tracing import ComputedTensor, TracedTensor, reverted
+from ckptkit.hub_names.disk_tensors import Computation, HubNames, HubTensor, NamingRequest
+from ckptkit.hub_names.transformers.model_classes import build_model
+from ckptkit.hub_names.transformers.tracing import ComputedTensor, TracedTensor, revert_conversions
 
 Specs = Mapping[Fqn, tuple[DType, Shape]]
 
 
-def answer(request: NamingRequest, conversions: Sequence[Any] | None = None) -> HubNames:
+def answer_names(request: NamingRequest, conversions: Sequence[Any] | None = None) -> HubNames:
     """Finds out what the tensors of a model become on disk.
 
     Args:
@@ -37,24 +47,24 @@ def answer(request: NamingRequest, conversions: Sequence[Any] | None = None) -> 
         conversions: Those that loading left at the model, where it is known; None leaves them to
             the names of the base.
     """
-    model = model_of(request, conversions)
+    model = build_asked_model(request, conversions)
     own = _own_tensors(model)
-    live = own if request.tensors is None else _traced(request.tensors)
+    live = own if request.tensors is None else _trace(request.tensors)
     unknown = live.keys() - model.state_dict().keys()
     ignored = set(model._keys_to_ignore_on_save or ())  # noqa: SLF001  as saving does
     saved = {name: tensor for name, tensor in live.items() if name not in ignored}
     is_done = bool(unknown) and _is_of_disk(live, own, model)
-    disk = saved if is_done else reverted(model, saved)
+    disk = saved if is_done else revert_conversions(model, saved)
     return HubNames(
         library=transformers.__version__,
         live={name: tuple(tensor.shape) for name, tensor in live.items()},
-        tensors={Fqn(n): _described(Fqn(n), tensor) for n, tensor in disk.items()},
+        tensors={Fqn(n): _describe(Fqn(n), tensor) for n, tensor in disk.items()},
         unsaved=tuple(name for name in live if name in ignored),
         unknown=() if is_done else tuple(sorted(unknown)),
     )
 
 
-def model_of(request: NamingRequest, conversions: Sequence[Any] | None = None) -> Any:
+def build_asked_model(request: NamingRequest, conversions: Sequence[Any] | None = None) -> Any:
     """Returns a model without weights that reverts the conversions as the one in question does.
 
     Args:
@@ -77,7 +87,7 @@ def torch_dtype(dtype: DType) -> torch.dtype:
     return found
 
 
-def _described(name: Fqn, tensor: TracedTensor | ComputedTensor) -> HubTensor:
+def _describe(name: Fqn, tensor: TracedTensor | ComputedTensor) -> HubTensor:
     if isinstance(tensor, TracedTensor):
         return tensor.arrangement.to_tensor(name)
     dtype = dtype_named(str(tensor.dtype).removeprefix("torch."))
@@ -85,11 +95,11 @@ def _described(name: Fqn, tensor: TracedTensor | ComputedTensor) -> HubTensor:
 
 
 def _is_of_disk(given: Mapping[Fqn, TracedTensor], own: Mapping[Fqn, Any], model: Any) -> bool:
-    disk = reverted(model, own).keys()
+    disk = revert_conversions(model, own).keys()
     return bool(given.keys() & (disk - own.keys())) and not given.keys() & (own.keys() - disk)
 
 
-def _traced(tensors: Specs) -> dict[Fqn, TracedTensor]:
+def _trace(tensors: Specs) -> dict[Fqn, TracedTensor]:
     return {
         name: TracedTensor.of_live(name, shape, torch_dtype(dtype))
         for name, (dtype, shape) in tensors.items()
@@ -121,3 +131,57 @@ def _used_by(model: Any, base: Sequence[Fqn]) -> list[Any] | None:
     for name in sorted(base, key=dot_natural_key):
         rename_source_key(name, renamings, converters, model.base_model_prefix, own)
     return [entry for entry in conversions if entry.was_used()]
+
+
+def serve(requests: IO[bytes], replies: IO[bytes]) -> None:
+    """Converts groups until there is no further one.
+
+    Args:
+        requests: A naming request, and then groups, one JSON value a line.
+        replies: Takes an answer for each group, one JSON value a line.
+    """
+    model = build_asked_model(NamingRequest.from_json(requests.readline()))
+    for line in requests:
+        try:
+            answer = convert_group(model, json.loads(line))
+        except CkptkitError as error:
+            answer = {"error": error.to_json()}
+        replies.write(json.dumps(answer).encode() + b"\n")
+        replies.flush()
+
+
+@torch.no_grad()
+def convert_group(model: Any, group: Mapping[str, Any]) -> dict[str, Any]:
+    """Converts one group.
+
+    Args:
+        model: The model without weights.
+        group: `inputs`, rows of name, element type, shape and file; `outputs`, rows of name and
+            file.
+
+    Returns:
+        `outputs`, rows of name, element type and shape of what now lies in their files.
+    """
+    tensors = {name: _map_file(*row) for name, *row in group["inputs"]}
+    found = revert_weight_conversion(model, tensors)
+    files = dict(group["outputs"])
+    for name, tensor in found.items():
+        if name in files:
+            bare = tensor.contiguous().reshape(-1).view(torch.uint8)
+            Path(files[name]).write_bytes(memoryview(bare.numpy()))
+    return {
+        "outputs": [
+            [name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
+            for name, tensor in found.items()
+        ]
+    }
+
+
+def _map_file(dtype: str, shape: list[int], path: str) -> torch.Tensor:
+    """Returns a tensor whose elements lie in a file; changing them leaves the file as it is."""
+    kind = dtype_named(dtype)
+    size = math.prod(shape) * kind.itemsize
+    if not size:
+        return torch.empty(shape, dtype=torch_dtype(kind))
+    held = torch.from_file(path, shared=False, size=size, dtype=torch.uint8)
+    return held.view(torch_dtype(kind)).reshape(shape)

@@ -30,9 +30,9 @@ from transformers.core_model_loading import (
 from transformers.modeling_utils import LoadStateDictConfig
 
 from ckptkit.hub_names.transformers.answers import torch_dtype
-from ckptkit.hub_names.transformers.models import build_model, named_class
+from ckptkit.hub_names.transformers.model_classes import build_model, named_class
 from ckptkit.plan.load_report import LoadReport, LoadRequest, Mismatch
-from ckptkit.plan.packed_names import dense_name
+from ckptkit.plan.packed_weights import find_dense_name
 
 _META = {"": "meta"}
 _MOST_CLASSES = 12  # that are tried for one that takes all names
@@ -108,9 +108,9 @@ def _load(model: Any, request: LoadRequest) -> _Found:
     conversions = get_model_conversion_mapping(model)
     targets = _targets(model, request.tensors, conversions)
     if request.is_packed:
-        dense = _targets(model, map(dense_name, targets), conversions)
+        dense = _targets(model, map(find_dense_name, targets), conversions)
         own = model.state_dict()
-        targets = {n: t if t in own else dense[dense_name(n)] for n, t in targets.items()}
+        targets = {n: t if t in own else dense[find_dense_name(n)] for n, t in targets.items()}
         found = _by_name(model, targets)
     else:
         found = _by_loading(model, _on_meta(request), conversions, targets)
@@ -243,7 +243,7 @@ def _prefix_to_strip(found: _Found, request: LoadRequest, model_class: Any) -> s
     for prefix in _prefixes(found.unexpected):
         stripped = [name.removeprefix(prefix) for name in counted]
         targets = _targets(model, stripped, conversions)
-        strange = sum(dense_name(t) not in own and t not in own for t in targets.values())
+        strange = sum(find_dense_name(t) not in own and t not in own for t in targets.values())
         if strange < fewest:
             fewest, best = strange, prefix
     return best

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from ckptkit.core.errors import CannotPlanError, CkptkitError
-from ckptkit.hub_names.names import NamingRequest, names_to_json
+from ckptkit.hub_names.disk_tensors import NamingRequest, names_to_json
 from ckptkit.plan.load_report import LoadRequest
 
 
@@ -21,14 +21,14 @@ def main() -> None:
     replies = _replies()
     with os.fdopen(replies, "wb") as stream:
         for line in sys.stdin.buffer:
-            stream.write(json.dumps(answered(json.loads(line))).encode() + b"\n")
+            stream.write(json.dumps(answer_question(json.loads(line))).encode() + b"\n")
             stream.flush()
 
 
 def convert() -> None:
     """Converts groups of tensors for as long as there is someone to ask for it."""
     replies = _replies()
-    from ckptkit.hub_names.transformers.converting import serve
+    from ckptkit.hub_names.transformers.answers import serve
 
     with os.fdopen(replies, "wb") as stream:
         serve(sys.stdin.buffer, stream)
@@ -43,10 +43,10 @@ def parameters() -> None:
 
 
 def _parameters(request: dict[str, Any]) -> dict[str, Any]:
-    from ckptkit.hub_names.transformers.models import listed_parameters
+    from ckptkit.hub_names.transformers.model_classes import list_parameters
 
     try:
-        return {"parameters": listed_parameters(request["config"], request["live"])}
+        return {"parameters": list_parameters(request["config"], request["live"])}
     except CkptkitError as error:
         return {"error": error.to_json()}
 
@@ -62,7 +62,7 @@ def _replies() -> int:
     return replies
 
 
-def answered(question: dict[str, Any]) -> dict[str, Any]:
+def answer_question(question: dict[str, Any]) -> dict[str, Any]:
     """Answers a request for names, or for what loading would report; for the process alone.
 
     Args:
@@ -77,9 +77,9 @@ def answered(question: dict[str, Any]) -> dict[str, Any]:
             from ckptkit.hub_names.transformers.loading import report_loading
 
             return report_loading(LoadRequest.from_json(question["loading"])).to_json()
-        from ckptkit.hub_names.transformers.answers import answer
+        from ckptkit.hub_names.transformers.answers import answer_names
 
-        return names_to_json(answer(NamingRequest.from_document(question)))
+        return names_to_json(answer_names(NamingRequest.from_document(question)))
     except CkptkitError as error:
         return {"error": error.to_json()}
 

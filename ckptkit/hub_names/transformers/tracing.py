@@ -32,7 +32,7 @@ from transformers.core_model_loading import ConversionOps, WeightConverter
 
 from ckptkit.core.errors import CannotPlanError
 from ckptkit.core.index import Fqn, Shape
-from ckptkit.hub_names.arrangements import Arrangement, joined
+from ckptkit.hub_names.arrangements import Arrangement, join
 
 _aten = torch.ops.aten
 
@@ -176,7 +176,7 @@ def _cat(tensors: Sequence[TracedTensor], dim: int = 0) -> TracedTensor:
             hint="give them one element type with --dtype, or pass --names live",
         )
     axis = _axis(dim, tensors[0].dim())
-    return _like(tensors[0], joined([tensor.arrangement for tensor in tensors], axis))
+    return _like(tensors[0], join([tensor.arrangement for tensor in tensors], axis))
 
 
 def _stack(tensors: Sequence[TracedTensor], dim: int = 0) -> TracedTensor:
@@ -223,7 +223,7 @@ class ComputedTensor:
     sources: tuple[Fqn, ...]
 
 
-def reverted(
+def revert_conversions(
     model: Any, tensors: Mapping[Fqn, TracedTensor]
 ) -> dict[str, TracedTensor | ComputedTensor]:
     """Returns what `save_pretrained` would write, by disk name.

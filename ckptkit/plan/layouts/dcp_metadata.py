@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TypeVar
 
-from ckptkit.plan.layouts.opcodes import integer
+from ckptkit.plan.layouts.opcodes import push_int
 
 Sizes = tuple[int, ...]
 Place = tuple[Sizes, Sizes, str, int, int]
@@ -44,7 +44,7 @@ _TO_LIST, _TO_DICT = (b"a", b"e"), (b"s", b"u")  # one item, and those above a m
 
 
 @dataclass(frozen=True, slots=True)
-class StoredTensor:
+class DcpTensor:
     """A tensor, and where its chunks are stored.
 
     Attributes:
@@ -65,7 +65,7 @@ class StoredTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class StoredObject:
+class DcpObject:
     """A python object, and where its archive is stored; `start` and `length` in bytes."""
 
     path: tuple[str | int, ...]
@@ -82,7 +82,7 @@ def flat_key(path: Sequence[str | int]) -> str:
     return ".".join(map(str, path))
 
 
-def metadata_pickle(tensors: Sequence[StoredTensor], objects: Sequence[StoredObject]) -> bytes:
+def make_metadata(tensors: Sequence[DcpTensor], objects: Sequence[DcpObject]) -> bytes:
     """Returns the content of `.metadata`."""
     parts: list[bytes] = []
     write_metadata(parts.append, tensors, objects)
@@ -91,8 +91,8 @@ def metadata_pickle(tensors: Sequence[StoredTensor], objects: Sequence[StoredObj
 
 def write_metadata(
     write: Callable[[bytes], object],
-    tensors: Sequence[StoredTensor],
-    objects: Sequence[StoredObject],
+    tensors: Sequence[DcpTensor],
+    objects: Sequence[DcpObject],
 ) -> None:
     """Writes `.metadata` piece by piece.
 
@@ -120,11 +120,11 @@ class _Writer:
         self._sizes: dict[Sizes, bytes] = {}
         self._constants: dict[_Class, bytes] = {}
 
-    def metadata(self, tensors: Sequence[StoredTensor], objects: Sequence[StoredObject]) -> None:
+    def metadata(self, tensors: Sequence[DcpTensor], objects: Sequence[DcpObject]) -> None:
         """Writes the whole file."""
         self._write(_PROTOCOL_4)
         self._put(self._new((_METADATA, "Metadata")))
-        items: list[StoredTensor | StoredObject] = [*tensors, *objects]
+        items: list[DcpTensor | DcpObject] = [*tensors, *objects]
         self._put(self._text("state_dict_metadata") + self._memoized(b"}"))
         self._fill(items, len(items), self._describe, _TO_DICT)
         self._put(self._text("planner_data") + self._memoized(b"}"))
@@ -136,8 +136,8 @@ class _Writer:
         self._put(self._text("version") + self._text(_VERSION) + b"u" + _BUILD + b".")
         self._flush()
 
-    def _describe(self, item: StoredTensor | StoredObject) -> None:
-        if isinstance(item, StoredObject):
+    def _describe(self, item: DcpTensor | DcpObject) -> None:
+        if isinstance(item, DcpObject):
             self._put(self._text(item.key) + self._global((_METADATA, "BytesStorageMetadata")))
             self._put(self._memoized(_NEW_OBJECT))
             return
@@ -178,9 +178,9 @@ class _Writer:
             )
         )
 
-    def _say_path(self, item: StoredTensor | StoredObject) -> None:
+    def _say_path(self, item: DcpTensor | DcpObject) -> None:
         key = self._text(item.key)
-        parts = [self._text(p) if isinstance(p, str) else integer(p) for p in item.path]
+        parts = [self._text(p) if isinstance(p, str) else push_int(p) for p in item.path]
         self._put(key + self._tuple(parts))
 
     def _say_place(self, entry: _Entry) -> None:
@@ -189,7 +189,7 @@ class _Writer:
         if offsets is None:
             index.append(b"N")
         else:
-            index += (integer(number), self._text("offset"), self._size(offsets))
+            index += (push_int(number), self._text("offset"), self._size(offsets))
         self._put(
             b"".join(
                 (
@@ -199,9 +199,9 @@ class _Writer:
                     self._text("relative_path"),
                     self._text(file),
                     self._text("offset"),
-                    integer(start),
+                    push_int(start),
                     self._text("length"),
-                    integer(length),
+                    push_int(length),
                     b"ub",
                 )
             )
@@ -255,7 +255,7 @@ class _Writer:
         known = self._sizes.get(sizes)
         if known is not None:
             return known
-        argument = self._global(_SIZE) + self._tuple([integer(size) for size in sizes])
+        argument = self._global(_SIZE) + self._tuple([push_int(size) for size in sizes])
         call = self._memoized(argument + b"\x85")
         self._sizes[sizes] = self._next_fetch()
         return self._memoized(call + _REDUCE)
@@ -266,7 +266,7 @@ class _Writer:
         if known is not None:
             return known
         call = self._global(function)
-        call += self._text(argument) if isinstance(argument, str) else integer(argument)
+        call += self._text(argument) if isinstance(argument, str) else push_int(argument)
         call = self._memoized(call + b"\x85")
         self._constants[function] = self._next_fetch()
         return self._memoized(call + _REDUCE)
@@ -303,7 +303,7 @@ class _Writer:
 _Entry = tuple[str, int, Sizes | None, str, int, int]
 
 
-def _entries(tensors: Sequence[StoredTensor], objects: Sequence[StoredObject]) -> Iterator[_Entry]:
+def _entries(tensors: Sequence[DcpTensor], objects: Sequence[DcpObject]) -> Iterator[_Entry]:
     """Yields key, position among the chunks, offsets, file, start and length."""
     for stored in objects:
         yield stored.key, 0, None, stored.file, stored.start, stored.length

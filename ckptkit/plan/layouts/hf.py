@@ -1,20 +1,24 @@
 """The weights of a Hugging Face folder: safetensors files and their index.
 
 Sources: the safetensors format description; huggingface_hub `split_torch_state_dict_into_shards`
-for file names and the index.
+for file names and the index; Transformers fails to load an index without the key `metadata`.
 
-The index of weights that are split over several files.
-
-Source: huggingface_hub `split_torch_state_dict_into_shards`; Transformers fails without the key
-`metadata`.
+Files are filled in the order of the names, or as those of another model are (`FileMap`): an upload
+that replaces that model then has the same files, and only the changed parts of a file are sent.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 
-from ckptkit.core.errors import CannotPlanError
+from ckptkit.core.errors import (
+    CannotPlanError,
+    RefusedError,
+)
+from ckptkit.core.index import Fqn
 from ckptkit.core.object_parts import MIN_PART_BYTES
 from ckptkit.plan.plan import (
     Body,
@@ -22,15 +26,17 @@ from ckptkit.plan.plan import (
     OutputFile,
     Product,
     TensorSpec,
-    contiguous,
+    lay_out_file,
     name_order,
-    numbered,
+    name_shards,
     split_by_size,
 )
 
 
-def index_file(path: str, names: Sequence[str], groups: Sequence[Sequence[Product]]) -> OutputFile:
-    """Returns the index `path`, which says in which file of `names` each tensor lies."""
+def make_index_file(
+    path: str, names: Sequence[str], groups: Sequence[Sequence[Product]]
+) -> OutputFile:
+    """Returns the index `path`, which maps each tensor to one of the files `names`."""
     specs = [product.spec for group in groups for product in group]
     document = {
         "metadata": {
@@ -44,7 +50,7 @@ def index_file(path: str, names: Sequence[str], groups: Sequence[Sequence[Produc
         },
     }
     data = (json.dumps(document, indent=2, sort_keys=True) + "\n").encode()
-    return contiguous(path, [(len(data), Literal(data), None)])
+    return lay_out_file(path, [(len(data), Literal(data), None)])
 
 
 STEM = "model"
@@ -60,31 +66,31 @@ _METADATA = {"format": "pt"}
 def layout_hf_weights(products: Sequence[Product], max_file_bytes: int) -> list[OutputFile]:
     """Lays tensors out as `model.safetensors`, or as several files with an index.
 
-    Files are filled in the order of the names, numbers in them by their value: what lies where
-    depends on the model alone, and not on which rank came first to save which tensor.
+    Files are filled in the order of the names, so that they depend on the model alone, and not on
+    the order in which ranks saved their tensors.
 
     Returns:
         The weight files, and their index where there are several.
     """
     ordered = sorted(products, key=lambda product: name_order(product.spec.name))
     groups = split_by_size(ordered, max_file_bytes)
-    names = numbered(STEM, "safetensors", len(groups))
+    names = name_shards(STEM, "safetensors", len(groups))
     return layout_hf_files(list(zip(names, groups, strict=True)))
 
 
 def layout_hf_files(groups: Sequence[tuple[str, Sequence[Product]]]) -> list[OutputFile]:
-    """Lays tensors out in files of which it is settled what each holds.
+    """Lays tensors out in the given files.
 
     Args:
         groups: `(name of the file, its tensors)`.
 
     Returns:
-        The weight files, and their index unless all lies in `model.safetensors`.
+        The weight files, and their index unless the only file is `model.safetensors`.
     """
     files = [_weights_file(*group) for group in groups]
     names = [name for name, _ in groups]
     if names != [SINGLE_NAME]:
-        files.append(index_file(INDEX_NAME, names, [products for _, products in groups]))
+        files.append(make_index_file(INDEX_NAME, names, [products for _, products in groups]))
     return files
 
 
@@ -98,14 +104,14 @@ def _weights_file(path: str, products: Sequence[Product]) -> OutputFile:
     header = _header(path, [product.spec for product in ordered])
     bodies: list[tuple[int, Body, TensorSpec | None]] = [(len(header), Literal(header), None)]
     bodies += [(product.spec.size_bytes, product.body, product.spec) for product in ordered]
-    return contiguous(path, bodies)
+    return lay_out_file(path, bodies)
 
 
 def _order(product: Product) -> tuple[int, bool, str]:
-    """Puts larger item sizes first, which aligns every tensor without holes, as the format demands.
+    """Puts larger item sizes first, which aligns every tensor without gaps, as the format demands.
 
-    Of one item size, those come first that are too small for a part of an object: together they
-    make one part that is sent, and what a store can copy by itself is not interrupted by them.
+    Of one item size, tensors that are too small for a part of an object come first: they are sent
+    together in one part, and do not interrupt the ranges that a store can copy itself.
     """
     spec = product.spec
     return -spec.dtype.itemsize, spec.size_bytes >= MIN_PART_BYTES, spec.name
@@ -141,3 +147,103 @@ def _header(path: str, specs: Sequence[TensorSpec]) -> bytes:
             hint="write more, smaller files with --max-shard-size",
         )
     return len(text).to_bytes(8, "little") + text
+
+
+_LISTED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class FileMap:
+    """The files of a model, and the tensors in them.
+
+    Attributes:
+        location: The model's folder, for messages.
+        files: The file's name by the name of the tensor.
+    """
+
+    location: str
+    files: Mapping[Fqn, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """The tensors of each file to be written, and messages for the user."""
+
+    groups: tuple[tuple[str, tuple[Product, ...]], ...]
+    notes: tuple[str, ...]
+
+
+def distribute(
+    products: Sequence[Product],
+    file_map: FileMap,
+    *,
+    is_wanted: Callable[[str], bool],
+    tied: Collection[Fqn],
+) -> Distribution:
+    """Puts each tensor into the file that it has in another model.
+
+    A tensor that the other model lacks, such as a head that is no longer tied, goes to the file
+    of the tensor before it in the order of the names, so that no file is new.
+
+    Args:
+        products: What is to be written.
+        file_map: The other model's files.
+        is_wanted: Whether the user left a name in.
+        tied: Names that are not written because another tensor holds their bytes.
+
+    Returns:
+        The files that hold something, by name.
+    """
+    written = {product.spec.name for product in products}
+    lacking = [
+        name
+        for name in file_map.files
+        if name not in written and name not in tied and is_wanted(name)
+    ]
+    if lacking:
+        raise _make_lacking_error(lacking, file_map)
+    groups: dict[str, list[Product]] = {}
+    added: dict[str, str] = {}
+    ordered = sorted(products, key=lambda product: name_order(product.spec.name))
+    mapped = (file_map.files[p.spec.name] for p in ordered if p.spec.name in file_map.files)
+    file = next(mapped, min(file_map.files.values()))
+    for product in ordered:
+        name = product.spec.name
+        file = file_map.files.get(name, file)
+        if name not in file_map.files:
+            added[name] = file
+        groups.setdefault(file, []).append(product)
+    named = tuple((name, tuple(groups[name])) for name in sorted(groups))
+    return Distribution(named, tuple(_notes(added, file_map, groups)))
+
+
+def _make_lacking_error(lacking: Sequence[Fqn], file_map: FileMap) -> RefusedError:
+    more = f" and {len(lacking) - 1:,} more" if len(lacking) > 1 else ""
+    if len(lacking) == len(file_map.files):
+        hint = "name the model that the run was started from; see --names for names on the Hub"
+    else:
+        pattern = re.sub(r"\.\d+\.", ".*.", lacking[0])
+        hint = f"pass --exclude '{pattern}' if the output is to lack it"
+    return RefusedError(
+        f"holds tensor {lacking[0]!r}{more}, which the output would lack",
+        where=f"--like {file_map.location}",
+        hint=hint,
+    )
+
+
+def _notes(added: Mapping[str, str], file_map: FileMap, written: Collection[str]) -> Sequence[str]:
+    notes = []
+    for name, file in list(added.items())[:_LISTED]:
+        notes.append(f"{file_map.location} has no tensor {name!r}: it is in {file!r}")
+    if len(added) > _LISTED:
+        notes.append(
+            f"{len(added) - _LISTED:,} more tensors that {file_map.location} lacks are in the files"
+            " of the tensors before them"
+        )
+    left = sorted(set(file_map.files.values()) - set(written))
+    if left:
+        notes.append(
+            f"files of {file_map.location} that would hold nothing are not written:"
+            f" {', '.join(left)}"
+        )
+    return notes

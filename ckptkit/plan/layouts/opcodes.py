@@ -12,16 +12,16 @@ _PROTOCOL_2 = b"\x80\x02"
 _STOP = b"."
 
 
-def global_name(module: str, name: str) -> bytes:
+def push_global(module: str, name: str) -> bytes:
     return f"c{module}\n{name}\n".encode()
 
 
-def text(value: str) -> bytes:
+def push_text(value: str) -> bytes:
     data = value.encode()
     return b"X" + struct.pack("<I", len(data)) + data
 
 
-def integer(value: int) -> bytes:
+def push_int(value: int) -> bytes:
     """Pushes an int that is not negative, in as few bytes as python's pickler."""
     if value < 1 << 8:
         return b"K%c" % value
@@ -33,18 +33,18 @@ def integer(value: int) -> bytes:
     return b"\x8a%c" % width + value.to_bytes(width, "little", signed=True)
 
 
-def scalar(value: object) -> bytes:
+def push_scalar(value: object) -> bytes:
     """Pushes a number, a text or None."""
     if value is None:
         return b"N"
     if isinstance(value, bool):
         return b"\x88" if value else b"\x89"
     if isinstance(value, int):
-        return integer(value) if value >= 0 else _negative(value)
+        return push_int(value) if value >= 0 else _negative(value)
     if isinstance(value, float):
         return b"G" + struct.pack(">d", value)
     if isinstance(value, str):
-        return text(value)
+        return push_text(value)
     raise TypeError(f"{type(value).__name__} is no plain value")
 
 
@@ -53,25 +53,25 @@ def _negative(value: int) -> bytes:
     return b"\x8a%c" % width + value.to_bytes(width, "little", signed=True)
 
 
-def items(values: Iterable[bytes]) -> bytes:
+def push_list(values: Iterable[bytes]) -> bytes:
     return b"](" + b"".join(values) + b"e"
 
 
-def numbers(values: Sequence[int]) -> bytes:
-    return sequence(map(integer, values))
+def push_ints(values: Sequence[int]) -> bytes:
+    return push_tuple(map(push_int, values))
 
 
-def sequence(items: Iterable[bytes]) -> bytes:
-    return b"(" + b"".join(items) + b"t"
+def push_tuple(values: Iterable[bytes]) -> bytes:
+    return b"(" + b"".join(values) + b"t"
 
 
-def call(function: bytes, arguments: bytes) -> bytes:
+def push_call(function: bytes, arguments: bytes) -> bytes:
     return function + arguments + b"R"
 
 
-def mapping(items: Iterable[tuple[bytes, bytes]]) -> bytes:
-    return b"}(" + b"".join(key + value for key, value in items) + b"u"
+def push_dict(pairs: Iterable[tuple[bytes, bytes]]) -> bytes:
+    return b"}(" + b"".join(key + value for key, value in pairs) + b"u"
 
 
-def pickled(value: bytes) -> bytes:
+def make_pickle(value: bytes) -> bytes:
     return _PROTOCOL_2 + value + _STOP

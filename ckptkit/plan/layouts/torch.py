@@ -1,92 +1,270 @@
-"""`pytorch_model.bin`: a full state dict as `torch.save` writes it.
+"""Files as `torch.save` writes them: `pytorch_model.bin`, `optimizer.bin`, and the archives in DCP.
 
-Source: torch.save of 2.13 for the records; Transformers for the names of sharded files.
+An archive is a zip whose headers are known beforehand and whose checksums are filled in after its
+tensors were written. Its pickle is written opcode by opcode, so that torch is not needed.
 
-The pickles of `torch.save`, written opcode by opcode so that torch is not needed.
-
-Sources: torch/_utils.py `_rebuild_tensor_v2`, `_rebuild_tensor_v3` and torch/serialization.py
-`persistent_id`.
+Sources: the ZIP application note (APPNOTE 6.3.9, sections 4.3 and 4.5) for the structures;
+torch/csrc/jit `PyTorchStreamWriter` for names, order, flags and the padding of records; torch.save
+of 2.13 for the records, torch/_utils.py `_rebuild_tensor_v2`, `_rebuild_tensor_v3` and
+torch/serialization.py `persistent_id` for the pickles; Transformers for the names of sharded files,
+accelerate/utils/fsdp_utils.py (`save_fsdp_optimizer`) for `optimizer.bin`.
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ckptkit.core.crc import crc32
 from ckptkit.core.geometry import row_major_strides
-from ckptkit.plan.layouts.hf import index_file
+from ckptkit.core.index import KeyPath
+from ckptkit.plan.layouts.hf import make_index_file
 from ckptkit.plan.layouts.opcodes import (
-    call,
-    global_name,
-    integer,
-    items,
-    mapping,
-    numbers,
-    pickled,
-    scalar,
-    sequence,
-    text,
+    make_pickle,
+    push_call,
+    push_dict,
+    push_global,
+    push_int,
+    push_ints,
+    push_list,
+    push_scalar,
+    push_text,
+    push_tuple,
 )
-from ckptkit.plan.layouts.zip import ZipParts
-from ckptkit.plan.plan import OutputFile, Product, TensorSpec, contiguous, numbered, split_by_size
+from ckptkit.plan.optimizer_states import OptimizerStates
+from ckptkit.plan.plan import (
+    Body,
+    Compute,
+    Copy,
+    Literal,
+    OutputFile,
+    Product,
+    TensorSpec,
+    Trailer,
+    lay_out_file,
+    name_shards,
+    split_by_size,
+)
+
+ALIGNMENT = 64  # torch pads every record's data to this, counted from the archive's start
+_FLAGS = 0x0808  # sizes and checksum follow the data; names are UTF-8
+_LOCAL, _DESCRIPTOR, _CENTRAL, _END = b"PK\3\4", b"PK\7\x08", b"PK\1\2", b"PK\5\6"
+_END64, _LOCATOR64 = b"PK\6\6", b"PK\6\7"
+_ZIP64_LIMIT = 0xFFFFFFFF
+_ZIP64_COUNT = 0xFFFF
+_VERSION, _VERSION64 = 20, 45
+_DOS_DATE = 0x0021  # 1 January 1980, so that equal content gives equal bytes
+
+Row = tuple[int, Body, TensorSpec | None]
 
 
-def tensor(spec: TensorSpec, storage: str) -> bytes:
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    name: bytes
+    header_start: int
+    size_bytes: int
+    crc32: int | None
+    segment: int
+
+
+class ZipParts:
+    """Collects the rows of one archive, in order.
+
+    Args:
+        prefix: What every record name starts with, without `/`.
+        first_segment: How many segments the file has before this archive.
+    """
+
+    def __init__(self, prefix: str, first_segment: int = 0) -> None:
+        self.rows: list[Row] = []
+        self.size_bytes = 0
+        self._prefix = prefix
+        self._first = first_segment
+        self._entries: list[_Entry] = []
+
+    def add_bytes(self, name: str, data: bytes) -> None:
+        """Adds a record whose content is known."""
+        crc = crc32(data)
+        start = self._open(name)
+        segment = self._put(len(data), Literal(data))
+        self._close(name, start, len(data), crc, segment)
+
+    def add_tensor(self, name: str, spec: TensorSpec, body: Copy | Compute) -> None:
+        """Adds a record with the bytes of a tensor."""
+        start = self._open(name)
+        segment = self._put(spec.size_bytes, body, spec)
+        self._close(name, start, spec.size_bytes, None, segment)
+
+    def finish(self) -> None:
+        """Adds the central directory."""
+        start = self.size_bytes
+        template, fields = b"", []
+        for entry in self._entries:
+            record, at = _central(entry)
+            if entry.crc32 is None:
+                fields.append((len(template) + at, entry.segment))
+            template += record
+        template += _end(len(self._entries), start, len(template))
+        self._put(len(template), Trailer(template, tuple(fields)))
+
+    def _open(self, name: str) -> int:
+        start = self.size_bytes
+        full = f"{self._prefix}/{name}".encode()
+        fixed = start + 30 + len(full)
+        padding = -(fixed + 4) % ALIGNMENT
+        extra = b"FB" + struct.pack("<H", padding) + b"Z" * padding
+        header = _LOCAL + struct.pack(
+            "<5H3I2H", _VERSION, _FLAGS, 0, 0, _DOS_DATE, 0, 0, 0, len(full), len(extra)
+        )
+        self._put(fixed + len(extra) - start, Literal(header + full + extra))
+        return start
+
+    def _close(self, name: str, start: int, size: int, crc: int | None, segment: int) -> None:
+        full = f"{self._prefix}/{name}".encode()
+        self._entries.append(_Entry(full, start, size, crc, segment))
+        sizes = struct.pack("<2Q" if size > _ZIP64_LIMIT else "<2I", size, size)
+        template = _DESCRIPTOR + struct.pack("<I", crc or 0) + sizes
+        fields = () if crc is not None else ((4, segment),)
+        self._put(len(template), Trailer(template, fields) if fields else Literal(template))
+
+    def _put(self, size: int, body: Body, spec: TensorSpec | None = None) -> int:
+        self.rows.append((size, body, spec))
+        self.size_bytes += size
+        return self._first + len(self.rows) - 1
+
+
+def _central(entry: _Entry) -> tuple[bytes, int]:
+    """Returns a directory record, and where its checksum lies in it."""
+    large = [n for n in (entry.size_bytes, entry.size_bytes) if n >= _ZIP64_LIMIT]
+    far = entry.header_start >= _ZIP64_LIMIT
+    wide = large + ([entry.header_start] if far else [])
+    extra = struct.pack(f"<2H{len(wide)}Q", 1, 8 * len(wide), *wide) if wide else b""
+    size = _ZIP64_LIMIT if large else entry.size_bytes
+    version = _VERSION64 if wide else _VERSION
+    record = _CENTRAL + struct.pack(
+        "<6H3I5H2I",
+        version,
+        version,
+        _FLAGS,
+        0,
+        0,
+        _DOS_DATE,
+        entry.crc32 or 0,
+        size,
+        size,
+        len(entry.name),
+        len(extra),
+        0,
+        0,
+        0,
+        0,
+        _ZIP64_LIMIT if far else entry.header_start,
+    )
+    return record + entry.name + extra, 16
+
+
+def _end(count: int, start: int, size: int) -> bytes:
+    wide = count >= _ZIP64_COUNT or start >= _ZIP64_LIMIT or size >= _ZIP64_LIMIT
+    end = b""
+    if wide:
+        end = _END64 + struct.pack(
+            "<Q2H2I4Q", 44, _VERSION64, _VERSION64, 0, 0, count, count, size, start
+        )
+        end += _LOCATOR64 + struct.pack("<IQI", 0, start + size, 1)
+    short = min(count, _ZIP64_COUNT)
+    return (
+        end
+        + _END
+        + struct.pack(
+            "<4H2IH", 0, 0, short, short, min(size, _ZIP64_LIMIT), min(start, _ZIP64_LIMIT), 0
+        )
+    )
+
+
+def push_tensor(spec: TensorSpec, storage: str) -> bytes:
     """Pushes a dense tensor that fills the storage record `data/{storage}`."""
     dtype = spec.dtype
     name = dtype.storage or "UntypedStorage"
     module = "torch" if dtype.storage else "torch.storage"
     length = spec.elements if dtype.storage else spec.size_bytes
-    identity = sequence(
-        [text("storage"), global_name(module, name), text(storage), text("cpu"), integer(length)]
+    identity = push_tuple(
+        [
+            push_text("storage"),
+            push_global(module, name),
+            push_text(storage),
+            push_text("cpu"),
+            push_int(length),
+        ]
     )
     arguments = [
         identity + b"Q",
-        integer(0),
-        numbers(spec.shape),
-        numbers(row_major_strides(spec.shape)),
+        push_int(0),
+        push_ints(spec.shape),
+        push_ints(row_major_strides(spec.shape)),
         b"\x89",
-        call(global_name("collections", "OrderedDict"), b")"),
+        push_call(push_global("collections", "OrderedDict"), b")"),
     ]
     if dtype.storage:
-        return call(global_name("torch._utils", "_rebuild_tensor_v2"), sequence(arguments))
-    arguments.append(global_name("torch", dtype.name))
-    return call(global_name("torch._utils", "_rebuild_tensor_v3"), sequence(arguments))
-
-
-def state_dict_pickle(specs: Sequence[TensorSpec]) -> bytes:
-    items = [(text(spec.name), tensor(spec, str(i))) for i, spec in enumerate(specs)]
-    return pickled(mapping(items))
-
-
-def tensor_pickle(spec: TensorSpec) -> bytes:
-    return pickled(tensor(spec, "0"))
+        return push_call(push_global("torch._utils", "_rebuild_tensor_v2"), push_tuple(arguments))
+    arguments.append(push_global("torch", dtype.name))
+    return push_call(push_global("torch._utils", "_rebuild_tensor_v3"), push_tuple(arguments))
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class TensorRecord:
     """A tensor among plain values, which fills the storage record `data/{storage}`."""
 
     spec: TensorSpec
     storage: str
 
 
-def value_opcodes(value: Any) -> bytes:
+def push_value(value: Any) -> bytes:
     """Pushes a plain value: numbers, texts, None, and tuples, lists and dictionaries of them.
 
     Args:
-        value: `Stored` tensors may be in it.
+        value: `TensorRecord` tensors may be in it.
     """
-    if isinstance(value, Stored):
-        return tensor(value.spec, value.storage)
+    if isinstance(value, TensorRecord):
+        return push_tensor(value.spec, value.storage)
     if isinstance(value, dict):
-        return mapping([(scalar(key), value_opcodes(inner)) for key, inner in value.items()])
+        return push_dict([(push_scalar(key), push_value(inner)) for key, inner in value.items()])
     if isinstance(value, list):
-        return items(map(value_opcodes, value))
+        return push_list(map(push_value, value))
     if isinstance(value, tuple):
-        return sequence(map(value_opcodes, value))
-    return scalar(value)
+        return push_tuple(map(push_value, value))
+    return push_scalar(value)
+
+
+def build_archive(products: Sequence[Product], *, prefix: str) -> ZipParts:
+    """Builds the archive of a state dict."""
+    entries = [
+        (push_text(product.spec.name), push_tensor(product.spec, str(number)))
+        for number, product in enumerate(products)
+    ]
+    return _build(ZipParts(prefix), push_dict(entries), products)
+
+
+def build_tensor_archive(product: Product, first_segment: int) -> ZipParts:
+    """Builds the archive of a single tensor, as a `.distcp` file holds it."""
+    parts = ZipParts("archive", first_segment)
+    return _build(parts, push_tensor(product.spec, "0"), [product])
+
+
+def build_value_archive(value: Any, first_segment: int) -> ZipParts:
+    """Builds the archive of a plain value, as a `.distcp` file holds it."""
+    return _build(ZipParts("archive", first_segment), push_value(value), [])
+
+
+def _build(parts: ZipParts, content: bytes, products: Sequence[Product]) -> ZipParts:
+    parts.add_bytes("data.pkl", make_pickle(content))
+    parts.add_bytes("byteorder", b"little")
+    for number, product in enumerate(products):
+        parts.add_tensor(f"data/{number}", product.spec, product.body)
+    parts.add_bytes("version", b"3\n")
+    parts.finish()
+    return parts
 
 
 INDEX_NAME = "pytorch_model.bin.index.json"
@@ -101,35 +279,41 @@ def layout_torch_full(products: Sequence[Product], max_file_bytes: int) -> list[
         The weight files, and their index where there are several.
     """
     groups = split_by_size(products, max_file_bytes)
-    names = numbered("pytorch_model", "bin", len(groups))
+    names = name_shards("pytorch_model", "bin", len(groups))
     files = [
-        contiguous(name, archive_of(group, prefix=name.rpartition(".")[0]).rows)
+        lay_out_file(name, build_archive(group, prefix=name.rpartition(".")[0]).rows)
         for name, group in zip(names, groups, strict=True)
     ]
     if len(files) > 1:
-        files.append(index_file(INDEX_NAME, names, groups))
+        files.append(make_index_file(INDEX_NAME, names, groups))
     return files
 
 
-def archive_of(products: Sequence[Product], *, prefix: str) -> ZipParts:
-    """Returns the archive of a state dict."""
-    parts = ZipParts(prefix)
-    parts.add_bytes("data.pkl", state_dict_pickle([product.spec for product in products]))
-    _add_all(parts, products)
-    return parts
+OPTIMIZER_FILE = "optimizer.bin"
+_LISTS = ("param_groups",)  # where keys that are numbers are positions
 
 
-def archive_of_one(product: Product, first_segment: int) -> ZipParts:
-    """Returns the archive of a single tensor, as it lies in a `.distcp` file."""
-    parts = ZipParts("archive", first_segment)
-    parts.add_bytes("data.pkl", tensor_pickle(product.spec))
-    _add_all(parts, [product])
-    return parts
+def layout_optimizer_file(states: OptimizerStates) -> OutputFile:
+    """Lays the states of an optimizer out as one file that `torch.load(weights_only=True)` opens.
+
+    It is the FULL state dict of FSDP: `state` by the names of parameters, and `param_groups`.
+    """
+    tree: dict[Any, Any] = {}
+    for number, tensor in enumerate(states.tensors):
+        _put(tree, tensor.path, TensorRecord(tensor.product.spec, str(number)))
+    for path, value in states.values.items():
+        _put(tree, path, value)
+    for key in _LISTS:
+        inside = tree.get(key)
+        if isinstance(inside, dict) and set(inside) == set(range(len(inside))):
+            tree[key] = [inside[position] for position in range(len(inside))]
+    products = [tensor.product for tensor in states.tensors]
+    return lay_out_file(
+        OPTIMIZER_FILE, _build(ZipParts("optimizer"), push_value(tree), products).rows
+    )
 
 
-def _add_all(parts: ZipParts, products: Sequence[Product]) -> None:
-    parts.add_bytes("byteorder", b"little")
-    for number, product in enumerate(products):
-        parts.add_tensor(f"data/{number}", product.spec, product.body)
-    parts.add_bytes("version", b"3\n")
-    parts.finish()
+def _put(tree: dict[Any, Any], path: KeyPath, value: Any) -> None:
+    for step in path[:-1]:
+        tree = tree.setdefault(step, {})
+    tree[path[-1]] = value

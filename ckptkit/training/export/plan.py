@@ -32,10 +32,18 @@ from ckptkit.core.geometry import intersect, row_major_strides
 from ckptkit.core.index import Box, ChunkTable, Fqn, Ints, Key, Shape, TensorEntry
 from ckptkit.core.model_configs import parse_json_object, parse_model_config
 from ckptkit.engine.kernels import CastKernel
-from ckptkit.hub_names.names import HubNames, HubTensor, NamingRequest, Window, whole_of, windows_of
-from ckptkit.hub_names.needed import naming_need, why_unsure
+from ckptkit.hub_names.disk_tensors import (
+    HubNames,
+    HubTensor,
+    NamingRequest,
+    Window,
+    find_whole,
+    find_windows,
+)
+from ckptkit.hub_names.known_models import determine_need, explain_doubt
 from ckptkit.options import ConsolidateRequest
 from ckptkit.plan.layouts.hf import layout_adapter, layout_hf_weights
+from ckptkit.plan.packed_weights import refuse_random_weights
 from ckptkit.plan.plan import (
     SOURCE,
     Copy,
@@ -44,22 +52,23 @@ from ckptkit.plan.plan import (
     Plan,
     Product,
     TensorSpec,
-    contiguous,
+    lay_out_file,
 )
-from ckptkit.plan.selection import (
-    make_products,
-    refuse_casting_quantized,
-    refuse_what_would_load_as_random,
-)
+from ckptkit.plan.selection import make_products, refuse_casting_quantized
 from ckptkit.plan.side_files import (
     CONFIG,
-    bytes_by_dtype,
     choose_side_files,
-    config_as_written,
-    content_as_written,
     is_side_file,
+    rewrite_side_file,
+    sum_bytes_by_dtype,
+    update_config,
 )
-from ckptkit.plan.ties import tie_candidates, tie_conflicts, ties_to_drop, untied_config
+from ckptkit.plan.ties import (
+    choose_ties_to_drop,
+    find_tie_candidates,
+    find_tie_conflicts,
+    untie_config,
+)
 from ckptkit.storage.local.disk import PAGE_BYTES
 from ckptkit.training.step_names import innermost
 
@@ -127,7 +136,7 @@ class ExportNames:
                     yield _moved(shared, place, window), _taken(local, box, shared, window)
 
     def _windows(self, tensor: HubTensor) -> Sequence[tuple[Box, Window]]:
-        return windows_of(tensor, self._live) or ()
+        return find_windows(tensor, self._live) or ()
 
 
 def disk_names(modules: Sequence[nn.Module], table: Table, config: Any) -> ExportNames:
@@ -141,10 +150,10 @@ def disk_names(modules: Sequence[nn.Module], table: Table, config: Any) -> Expor
     model: Any = innermost(modules[0])
     own = next(cls for cls in type(model).__mro__ if not cls.__module__.startswith("torch."))
     is_native = own.__module__.startswith("transformers.")
-    need = naming_need(config, has_base=True)
+    need = determine_need(config, has_base=True)
     if need.kind != "ask" or not is_native:
         return ExportNames(None)
-    why = why_unsure(config, (spec.dtype for spec in table.values()))
+    why = explain_doubt(config, (spec.dtype for spec in table.values()))
     names: HubNames | None = None
     if not why:
         try:
@@ -158,16 +167,16 @@ def disk_names(modules: Sequence[nn.Module], table: Table, config: Any) -> Expor
 
 
 def _asked(model: Any, config: Mapping[str, Any], table: Table) -> HubNames:
-    from ckptkit.hub_names.transformers.answers import answer
+    from ckptkit.hub_names.transformers.answers import answer_names
 
     tensors = {name: (spec.dtype, spec.shape) for name, spec in table.items()}
     plain = {key: value for key, value in config.items() if key != "auto_map"}
-    return answer(NamingRequest(plain, tensors), getattr(model, "_weight_conversions", None))
+    return answer_names(NamingRequest(plain, tensors), getattr(model, "_weight_conversions", None))
 
 
 def _can_be_cut(names: HubNames) -> bool:
     return all(
-        _is_same(tensor, names.live) or windows_of(tensor, names.live) is not None
+        _is_same(tensor, names.live) or find_windows(tensor, names.live) is not None
         for tensor in names.tensors.values()
     )
 
@@ -185,7 +194,7 @@ def _why_not(names: HubNames) -> str:
 
 
 def _is_same(tensor: HubTensor, live: Mapping[Fqn, Shape]) -> bool:
-    source = whole_of(tensor, live)
+    source = find_whole(tensor, live)
     return source is not None and live[source] == tensor.shape
 
 
@@ -276,7 +285,7 @@ class Block:
 
 
 def declared_ties(table: Table, side: Mapping[str, bytes]) -> Mapping[Fqn, Fqn]:
-    return tie_candidates(config_in(side), _extents(table))
+    return find_tie_candidates(config_in(side), _extents(table))
 
 
 def plan_model(
@@ -302,19 +311,19 @@ def plan_model(
         The plan; its tensors are described and not yet bound to what they are copied from.
     """
     config, entries = config_in(side), [_entry(spec) for spec in table.values()]
-    refuse_what_would_load_as_random(entries, location=where, config=config)
+    refuse_random_weights(entries, location=where, config=config)
     refuse_casting_quantized(entries, options, config, location=where)
-    same, broken = dict[Fqn, Fqn](), dict(tie_conflicts(config, _extents(table)))
+    same, broken = dict[Fqn, Fqn](), dict(find_tie_conflicts(config, _extents(table)))
     for target, source in declared_ties(table, side).items():
         (same if is_tied(target, source) else broken)[target] = source
-    dropped = ties_to_drop(config, same, broken)
+    dropped = choose_ties_to_drop(config, same, broken)
     live = {p.spec.name: p.spec for p in make_products(entries, options, dropped, CastKernel)}
     products = [Product(spec, Copy(SOURCE, Key(spec.name))) for spec in names.specs(live)]
     weights = layout_hf_weights(products, options.max_file_bytes)
     if config is not None:
-        written = bytes_by_dtype((p.spec.dtype, p.spec.size_bytes) for p in products)
-        config = config_as_written(config, written, allow_code=options.allow_code)
-        config = untied_config(config) if broken else config
+        written = sum_bytes_by_dtype((p.spec.dtype, p.spec.size_bytes) for p in products)
+        config = update_config(config, written, allow_code=options.allow_code)
+        config = untie_config(config) if broken else config
     notes = tuple(
         f"the configuration ties {target!r} to {source!r}, but they differ: both are written"
         for target, source in broken.items()
@@ -451,9 +460,9 @@ def _side_files(
     for file in files:
         data = side[file.name]
         read = partial(side.__getitem__, file.name)
-        changed = content_as_written(file.name, len(data), read, config, allow_code=False)
+        changed = rewrite_side_file(file.name, len(data), read, config, allow_code=False)
         yield _literal(file.name, data if changed is None else changed)
 
 
 def _literal(path: str, data: bytes) -> OutputFile:
-    return contiguous(path, [(len(data), Literal(data), None)])
+    return lay_out_file(path, [(len(data), Literal(data), None)])

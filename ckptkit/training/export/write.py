@@ -35,7 +35,7 @@ from ckptkit.core.index import Box, Fqn, Span
 from ckptkit.core.manifest import SIDE_FOLDER
 from ckptkit.engine.casts import Caster, overflow_error
 from ckptkit.formats.trees import EXTRA_STATE
-from ckptkit.lora.names import AdapterNames
+from ckptkit.lora.dialects import AdapterNames
 from ckptkit.plan.plan import Literal, Plan, TensorSpec
 from ckptkit.storage.buffers import aligned_buffer
 from ckptkit.storage.local.disk import PAGE_BYTES

@@ -27,7 +27,7 @@ from ckptkit.core.dtypes import DType, dtype_named
 from ckptkit.core.errors import UnsupportedError, UsageError
 from ckptkit.core.geometry import slabs
 from ckptkit.core.index import Box, Fqn, Key, KeyPath, Shape, Span
-from ckptkit.plan.layouts.torch import archive_of_one
+from ckptkit.plan.layouts.torch import build_tensor_archive
 from ckptkit.plan.plan import Copy, Literal, Product, TensorSpec, Trailer
 from ckptkit.training.state.dtensors import has_data
 from ckptkit.training.state.pieces import Entry, Piece, select_owned
@@ -572,7 +572,7 @@ class TensorArchive:
 def archive_of_tensor(dtype: DType, shape: Shape) -> TensorArchive:
     """Returns the archive that stock torch opens as a row-major tensor."""
     spec = TensorSpec(Fqn(""), dtype, shape)
-    parts = archive_of_one(Product(spec, Copy("", Key(""))), 0)
+    parts = build_tensor_archive(Product(spec, Copy("", Key(""))), 0)
     before: list[bytes] = []
     after: list[bytes] = []
     crc_at: list[int] = []

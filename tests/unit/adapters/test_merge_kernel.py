@@ -12,20 +12,20 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from ckptkit.adapters.merge import factor_products as products
 from ckptkit.adapters.merge import kernel as merge_kernel
-from ckptkit.adapters.merge import products
 from ckptkit.adapters.merge.fold import NormOf, Rounding
 from ckptkit.adapters.merge.kernel import MergeKernel
 from ckptkit.adapters.merge.low_rank import (
+    BiasUpdate,
     Factor,
-    Shift,
     Stride,
-    TokenRows,
+    TokenRowsUpdate,
     Update,
-    embedding,
-    expert,
-    experts,
-    linear,
+    embedding_update,
+    experts_update,
+    linear_update,
+    select_expert,
 )
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import AdapterError, OverflowRefusedError, UnsupportedError
@@ -55,7 +55,7 @@ from ckptkit.plan.plan import (
     Plan,
     Reading,
     TensorSpec,
-    contiguous,
+    lay_out_file,
 )
 from ckptkit.storage.memory import MemorySource
 from tests.memory_target import MemoryTarget
@@ -77,14 +77,14 @@ class Tensors:
 
     arrays: dict[str, Array]
 
-    def kept(self, *_given: object) -> Any:
+    def open_once(self, *_given: object) -> Any:
         raise NotImplementedError
 
-    def own(self, demand: Demand) -> Array:
+    def read(self, demand: Demand) -> Array:
         flat = self.arrays[demand.key].reshape(-1)
         return flat[demand.place.start : demand.place.stop].copy()
 
-    shared = own
+    read_shared = read
 
     def factor(self, name: str) -> Factor:
         array = self.arrays[name]
@@ -133,16 +133,16 @@ def tensors(base: Array | None = None) -> Tensors:
 
 def lora(held: Tensors, scaling: float = 0.5, *, dora: bool = False) -> Update:
     magnitude = held.factor("magnitude") if dora else None
-    return linear(held.factor("a"), held.factor("b"), scaling, FLOAT32, magnitude=magnitude)
+    return linear_update(held.factor("a"), held.factor("b"), scaling, FLOAT32, magnitude=magnitude)
 
 
 def merged(held: Tensors, kernel: MergeKernel, dtype: str | None = None) -> Array:
     base = held.arrays[kernel.base.reads[0][1]]
     spec = TensorSpec(Fqn("out"), BY_NAME[dtype or base.dtype.name], base.shape)
-    ready = kernel.prepared(spec, held)
+    ready = kernel.prepare(spec, held)
     out = np.empty(base.size, getattr(ml_dtypes, spec.dtype.name, None) or spec.dtype.name)
     block = Span(0, base.size)
-    ready.run(spec, block, [held.own(demand) for demand in ready.demands(spec, block)], out)
+    ready.run(spec, block, [held.read(demand) for demand in ready.demands(spec, block)], out)
     return out.reshape(base.shape)
 
 
@@ -173,7 +173,9 @@ def test_a_shift_that_holds_no_number_is_refused() -> None:
     held = tensors()
     held.arrays["shift"][0] = np.nan
     with pytest.raises(AdapterError, match="NaN"):
-        merged(held, MergeKernel(held.stored("bias"), (Shift(held.factor("shift"), 1, FLOAT32),)))
+        merged(
+            held, MergeKernel(held.stored("bias"), (BiasUpdate(held.factor("shift"), 1, FLOAT32),))
+        )
 
 
 def test_rows_multiplied_in_pairs_add_up_to_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,13 +222,13 @@ def spoiling(held: Tensors, kind: str) -> tuple[Update, ...]:
     held.arrays["a"][2, 7] = held.arrays["b"][5, 2] = 3e38
     made: dict[str, tuple[Update, ...]] = {
         "linear": (lora(held),),
-        "transposed": (linear(b.t, a.t, 0.5, FLOAT32, fan_in_fan_out=True),),
-        "embedding": (embedding(b.t, a.t, 0.5, FLOAT32),),
+        "transposed": (linear_update(b.t, a.t, 0.5, FLOAT32, fan_in_fan_out=True),),
+        "embedding": (embedding_update(b.t, a.t, 0.5, FLOAT32),),
         "dora": (lora(held, dora=True),),
-        "columns": (embedding(b.t, a.t, 0.5, FLOAT32, magnitude=held.factor("per_column")),),
+        "columns": (embedding_update(b.t, a.t, 0.5, FLOAT32, magnitude=held.factor("per_column")),),
         "both signs": (lora(held), lora(held, -0.5)),
         "then dora": (lora(held), lora(held, dora=True)),
-        "experts": (experts(a, b, 0.5, FLOAT32, count=1, transposed=False),),
+        "experts": (experts_update(a, b, 0.5, FLOAT32, count=1, transposed=False),),
     }
     return made[kind]
 
@@ -253,7 +255,7 @@ def test_finite_numbers_that_merge_to_none_are_refused(
 
 def test_a_bias_that_becomes_infinite_is_refused() -> None:
     held = tensors()
-    kernel = MergeKernel(held.stored("bias"), (Shift(held.factor("shift"), 1e308, FLOAT32),))
+    kernel = MergeKernel(held.stored("bias"), (BiasUpdate(held.factor("shift"), 1e308, FLOAT32),))
     with pytest.raises(OverflowRefusedError, match="does not fit float32, where the base has"):
         merged(held, kernel)
 
@@ -273,7 +275,7 @@ def test_a_finite_sum_that_bfloat16_rounds_to_infinity_is_refused() -> None:
 def test_a_token_too_large_for_its_base_is_refused() -> None:
     held = tensors(normal((ROWS, COLUMNS)).astype(ml_dtypes.bfloat16))
     held.arrays["rows"] = np.full((1, COLUMNS), 3.4e38, np.float32)
-    kernel = MergeKernel(held.stored("weight"), (TokenRows(held.factor("rows"), (5,)),))
+    kernel = MergeKernel(held.stored("weight"), (TokenRowsUpdate(held.factor("rows"), (5,)),))
     with pytest.raises(OverflowRefusedError, match="at element 200 does not fit bfloat16"):
         merged(held, kernel)
 
@@ -324,7 +326,7 @@ def test_a_base_of_another_kind_of_number_is_refused(dtype: str) -> None:
 
 def test_a_window_that_norms_would_need_more_of_is_refused() -> None:
     held = tensors()
-    update = linear(
+    update = linear_update(
         held.factor("a"), held.factor("b"), 1.0, FLOAT32, magnitude=held.factor("magnitude")
     )
     assert update.window(rows=(3, 9)).magnitude is not None
@@ -332,7 +334,9 @@ def test_a_window_that_norms_would_need_more_of_is_refused() -> None:
         update.window(columns=(0, 8))
     with pytest.raises(ValueError, match="norms of columns need all of the matrix"):
         update.turned.window(rows=(0, 8))
-    stacked = experts(held.factor("a"), held.factor("b"), 1.0, FLOAT32, count=2, transposed=False)
+    stacked = experts_update(
+        held.factor("a"), held.factor("b"), 1.0, FLOAT32, count=2, transposed=False
+    )
     with pytest.raises(ValueError, match="several experts"):
         stacked.window(rows=(0, 8))
 
@@ -341,7 +345,7 @@ def test_a_window_that_norms_would_need_more_of_is_refused() -> None:
 
 
 def executed(held: Tensors, products: Sequence[tuple[TensorSpec, Compute]], workers: int) -> bytes:
-    file = contiguous("out", [(spec.size_bytes, body, spec) for spec, body in products])
+    file = lay_out_file("out", [(spec.size_bytes, body, spec) for spec, body in products])
     target = MemoryTarget()
     inputs = Inputs({ADAPTER: held.origin()}, {})
     plan = Plan((file,), {})
@@ -371,9 +375,9 @@ class Counting:
 
     calls: list[str]
 
-    def prepared(self, out: TensorSpec, reading: Reading) -> Kernel:
+    def prepare(self, out: TensorSpec, reading: Reading) -> Kernel:
         self.calls.append(out.name)
-        reading.shared(Demand(ADAPTER, Key("a"), Span(0, 8)))
+        reading.read_shared(Demand(ADAPTER, Key("a"), Span(0, 8)))
         return Zeros()
 
 
@@ -417,7 +421,7 @@ def test_a_preparation_that_fails_is_the_error_of_all_who_wait_for_it() -> None:
     errors: list[BaseException] = []
 
     class Broken:
-        def prepared(self, _out: TensorSpec, _reading: Reading) -> Kernel:
+        def prepare(self, _out: TensorSpec, _reading: Reading) -> Kernel:
             raise AdapterError("no")
 
     def ask(preparations: Preparations) -> None:
@@ -472,11 +476,13 @@ def test_an_experts_tensor_is_merged_from_a_part_of_the_shared_factors() -> None
             **{f"w{number}": normal((rows, columns), 7 + number) for number in range(count)},
         }
     )
-    whole = experts(held.factor("a"), held.factor("b"), 2.0, FLOAT32, count=count, transposed=False)
+    whole = experts_update(
+        held.factor("a"), held.factor("b"), 2.0, FLOAT32, count=count, transposed=False
+    )
     products = [
         (
             TensorSpec(Fqn(f"w{number}"), FLOAT32, (rows, columns)),
-            MergeKernel(held.stored(f"w{number}"), (expert(whole, number),)).compute(),
+            MergeKernel(held.stored(f"w{number}"), (select_expert(whole, number),)).compute(),
         )
         for number in range(count)
     ]

@@ -13,7 +13,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from ckptkit.adapters.quantized.kernels import (
+from ckptkit.adapters.quantized.dequantize import (
     CODES,
     EightBitWeight,
     FourBitType,
@@ -21,17 +21,17 @@ from ckptkit.adapters.quantized.kernels import (
     NestedScales,
     Scales,
     StoredScales,
-    mismatches,
-    row_mismatches,
+    count_mismatches,
+    count_row_mismatches,
 )
 from ckptkit.adapters.quantized.scales import (
     DerivedNestedScales,
     DerivedScales,
     RequantizedEightBit,
     RequantizedFourBit,
-    block_maxima,
-    dynamic_map,
-    float32_mean,
+    compute_float32_mean,
+    find_block_maxima,
+    make_dynamic_map,
     quantize_scales,
 )
 from ckptkit.core.dtypes import BY_NAME
@@ -145,21 +145,23 @@ class Packed:
         maxima = DerivedScales(self.plain, self.logical, self.blocksize, self.elements)
         if not self.nested:
             return self.weight(maxima)
-        scales = block_maxima(self.memory.tensors["original"], self.logical, self.blocksize)[1]
-        return self.weight(DerivedNestedScales(maxima, float(float32_mean(scales))))
+        scales = find_block_maxima(self.memory.tensors["original"], self.logical, self.blocksize)[1]
+        return self.weight(DerivedNestedScales(maxima, float(compute_float32_mean(scales))))
 
     def again(self) -> RequantizedFourBit:
         """The operand that packs the original weight once more."""
-        scales = block_maxima(self.memory.tensors["original"], self.logical, self.blocksize)[1]
-        offset = float(float32_mean(scales)) if self.nested else None
+        scales = find_block_maxima(self.memory.tensors["original"], self.logical, self.blocksize)[1]
+        offset = float(compute_float32_mean(scales)) if self.nested else None
         return RequantizedFourBit(
             *(self.plain, self.quant_type, self.blocksize, self.elements, self.logical, offset)
         )
 
     def mismatches(self, quant_type: FourBitType | None = None) -> int:
         """How many elements of the original would be packed differently."""
-        blocks, scales = block_maxima(self.memory.tensors["original"], self.logical, self.blocksize)
-        counts = mismatches(
+        blocks, scales = find_block_maxima(
+            self.memory.tensors["original"], self.logical, self.blocksize
+        )
+        counts = count_mismatches(
             self.codes, blocks, scales, quant_type or self.quant_type, elements=self.elements
         )
         return int(counts.sum())
@@ -254,7 +256,7 @@ def test_codes_and_tables_are_those_of_bitsandbytes() -> None:
     for name, table in CODES.items():
         truth = bitsandbytes.get_4bit_type(name, device="cpu")
         assert same_bits(table, truth.numpy())
-    assert same_bits(dynamic_map(), bitsandbytes.create_dynamic_map().numpy())
+    assert same_bits(make_dynamic_map(), bitsandbytes.create_dynamic_map().numpy())
 
 
 def test_the_mean_of_scales_has_the_last_bit_of_torchs() -> None:
@@ -263,7 +265,7 @@ def test_the_mean_of_scales_has_the_last_bit_of_torchs() -> None:
         numbers = torch.rand(size, generator=generator) * 0.03 + 0.02
         # More than one thread would add parts of long tensors apart.
         truth = numbers.mean() if size < 30_000 else _mean_of_one_thread(numbers)
-        assert float32_mean(numbers.numpy()) == truth.numpy(), size
+        assert compute_float32_mean(numbers.numpy()) == truth.numpy(), size
 
 
 def _mean_of_one_thread(numbers: torch.Tensor) -> torch.Tensor:
@@ -305,6 +307,6 @@ def test_eight_bits_are_unpacked_as_bitsandbytes_unpacks_them(shape: tuple[int, 
     again = RequantizedEightBit(plain, shape[1])
     assert same_bits(memory.values(again, 0, truth.size), truth)
     assert same_bits(memory.values(again, 3, truth.size - 1), truth[3:-1])
-    rows, maxima = block_maxima(memory.tensors["original"], BY_NAME["float16"], shape[1])
-    assert not row_mismatches(codes.numpy(), rows, maxima).any()
-    assert row_mismatches(codes.numpy()[::-1], rows, maxima).any() == (shape[0] > 1)
+    rows, maxima = find_block_maxima(memory.tensors["original"], BY_NAME["float16"], shape[1])
+    assert not count_row_mismatches(codes.numpy(), rows, maxima).any()
+    assert count_row_mismatches(codes.numpy()[::-1], rows, maxima).any() == (shape[0] > 1)

@@ -9,8 +9,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from ckptkit.adapters import tuned as truncated_svd
-from ckptkit.adapters.tuned import Factors, squared_distance, squared_norm, truncated
+from ckptkit.adapters import compare_models as truncated_svd
+from ckptkit.adapters.compare_models import (
+    LowRankFactors,
+    compute_squared_distance,
+    compute_squared_norm,
+    truncate_svd,
+)
 
 Array = NDArray[Any]
 
@@ -34,13 +39,13 @@ def test_no_product_of_that_rank_is_nearer(
     monkeypatch.setattr(truncated_svd, "EXACT", exact)
     matrix = make(*shape)
     rank = min(5, *shape)
-    found = truncated(matrix, rank)
+    found = truncate_svd(matrix, rank)
     assert found.up.shape == (shape[0], rank)
     assert found.down.shape == (rank, shape[1])
     assert found.up.dtype == found.down.dtype == np.float32
     values = np.linalg.svd(matrix.astype(np.float64), compute_uv=False)
     best, whole = float(np.sum(values[rank:] ** 2)), float(np.sum(values**2))
-    missed = squared_distance(matrix, found)
+    missed = compute_squared_distance(matrix, found)
     assert missed <= best * 1.002 + 1e-12 * whole
     truth = matrix.astype(np.float64) - found.up.astype(np.float64) @ found.down
     assert missed == pytest.approx(float(np.sum(truth**2)), rel=1e-5, abs=1e-12 * whole)
@@ -50,32 +55,34 @@ def test_a_product_of_low_rank_comes_back(monkeypatch: pytest.MonkeyPatch) -> No
     for exact in (512, 16):
         monkeypatch.setattr(truncated_svd, "EXACT", exact)
         matrix = noise(300, 4) @ noise(4, 200)
-        found = truncated(matrix, 4)
-        error = math.sqrt(squared_distance(matrix, found) / squared_norm(matrix))
+        found = truncate_svd(matrix, 4)
+        error = math.sqrt(compute_squared_distance(matrix, found) / compute_squared_norm(matrix))
         assert error < 1e-6
         np.testing.assert_allclose(found.up @ found.down, matrix, atol=1e-4)
 
 
 def test_the_same_matrix_has_the_same_factors_and_each_sign_is_settled() -> None:
     matrix = noise(700, 600)
-    first, second = truncated(matrix, 3), truncated(matrix.copy(), 3)
+    first, second = truncate_svd(matrix, 3), truncate_svd(matrix.copy(), 3)
     assert first.up.tobytes() == second.up.tobytes()
     assert first.down.tobytes() == second.down.tobytes()
-    opposite = truncated(-matrix, 3)
+    opposite = truncate_svd(-matrix, 3)
     np.testing.assert_allclose(opposite.down, first.down, atol=1e-3)
     np.testing.assert_allclose(opposite.up, -first.up, atol=1e-3)
-    turned = truncated(np.ascontiguousarray(matrix.T), 3)
+    turned = truncate_svd(np.ascontiguousarray(matrix.T), 3)
     np.testing.assert_allclose(turned.up @ turned.down, (first.up @ first.down).T, atol=1e-3)
 
 
 def test_a_matrix_without_directions_has_empty_ones() -> None:
-    found = truncated(np.zeros((6, 5), np.float32), 2)
+    found = truncate_svd(np.zeros((6, 5), np.float32), 2)
     assert not (found.up @ found.down).any()
-    assert squared_distance(np.zeros((6, 5), np.float32), found) == 0
+    assert compute_squared_distance(np.zeros((6, 5), np.float32), found) == 0
 
 
 def test_norms_are_summed_in_double_precision() -> None:
-    assert squared_norm(np.full(1 << 21, 1e-30, np.float32)) == pytest.approx((1 << 21) * 1e-60)
+    assert compute_squared_norm(np.full(1 << 21, 1e-30, np.float32)) == pytest.approx(
+        (1 << 21) * 1e-60
+    )
     wide = np.ones((3, 1 << 21), np.float32)
-    factors = Factors(np.ones((3, 1), np.float32), np.zeros((1, 1 << 21), np.float32))
-    assert squared_distance(wide, factors) == 3 * (1 << 21)
+    factors = LowRankFactors(np.ones((3, 1), np.float32), np.zeros((1, 1 << 21), np.float32))
+    assert compute_squared_distance(wide, factors) == 3 * (1 << 21)

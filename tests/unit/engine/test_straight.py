@@ -25,7 +25,7 @@ from ckptkit.core.index import (
 from ckptkit.engine.locate import Locator
 from ckptkit.engine.reader import Origin, TensorReader
 from ckptkit.engine.windows import LEAST_BYTES, read_direct
-from ckptkit.plan.plan import SOURCE, TASK_BYTES, Copy, Plan, Task, TensorSpec, contiguous
+from ckptkit.plan.plan import SOURCE, TASK_BYTES, Copy, Plan, Task, TensorSpec, lay_out_file
 from ckptkit.storage.memory import MemorySource
 
 NAME = Key("weight")
@@ -82,7 +82,7 @@ def _looked_into(origin: Origin) -> Origin:
 
 def _tasks(tensor: np.ndarray, most_bytes: int) -> list[Task]:
     spec = TensorSpec(Fqn("weight"), dtype_named("float32"), tensor.shape)
-    file = contiguous("out", [(tensor.nbytes, Copy(SOURCE, NAME), spec)])
+    file = lay_out_file("out", [(tensor.nbytes, Copy(SOURCE, NAME), spec)])
     return list(Plan((file,), {}).tasks(most_bytes))
 
 
@@ -140,7 +140,7 @@ def test_what_is_not_one_run_is_left_to_others(tensor: np.ndarray) -> None:
 def test_a_large_tensor_begins_a_task_so_that_chunks_and_tasks_lie_in_step() -> None:
     spec = TensorSpec(Fqn("w"), dtype_named("float32"), (TASK_BYTES,))
     small = TensorSpec(Fqn("s"), dtype_named("float32"), (4,))
-    file = contiguous(
+    file = lay_out_file(
         "out",
         [(16, Copy(SOURCE, NAME), small), (4 * TASK_BYTES, Copy(SOURCE, NAME), spec)],
     )

@@ -238,7 +238,7 @@ def test_pieces_of_tensors_that_differ_are_refused(
 
 def test_a_hole_between_pieces_is_refused(halves: Path, tmp_path: Path) -> None:
     write_shards(halves, [{"w": (torch.zeros(1, 3), [7, 0])}], first=3)
-    with pytest.raises(IncompleteCheckpointError, match=r"rows \[4, 7\).* lie in no file"):
+    with pytest.raises(IncompleteCheckpointError, match=r"rows \[4, 7\).* are in no file"):
         consolidated(halves, tmp_path / "out")
 
 

@@ -149,7 +149,7 @@ BAD: dict[str, tuple[Change, type[CkptkitError], str]] = {
     "a block that is somewhere else": (
         lambda d: shard(d, "1/model/first.weight").update(offsets=[6, 0]),
         IncompleteCheckpointError,
-        r"rows \[5, 6\), columns \[0, 5\) of shape \[10, 5\] lie in no file",
+        r"rows \[5, 6\), columns \[0, 5\) of shape \[10, 5\] are in no file",
     ),
     "blocks of several types": (
         lambda d: tensor(d).update(dtype="torch.int32"),

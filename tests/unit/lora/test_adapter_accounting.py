@@ -11,11 +11,11 @@ import pytest
 from ckptkit.core.dtypes import dtype_named
 from ckptkit.core.errors import AdapterError, CannotPlanError, FormatError, UnsupportedError
 from ckptkit.core.index import ChunkTable, Fqn, Key, Shape, TensorEntry
-from ckptkit.lora.accounting import Row, account, old_alphas
+from ckptkit.lora.accounting import ModuleRow, account, note_old_alphas
 from ckptkit.lora.config import Adapter, LoraSettings
-from ckptkit.lora.dialects import DEFAULT, of_adapter, plain_entries, sort_entries
-from ckptkit.lora.inference import infer
-from ckptkit.lora.layers import table_of
+from ckptkit.lora.dialects import DEFAULT, rename_plainly, select_adapter_tensors, sort_entries
+from ckptkit.lora.inference import infer_config
+from ckptkit.lora.layers import build_table
 
 P = "base_model.model."
 Q, V = "layers.0.q_proj", "layers.0.v_proj"
@@ -45,7 +45,7 @@ def rows_of(
     base: Mapping[str, Shape] | None = None,
     *,
     is_own_record: bool = False,
-) -> tuple[Row, ...]:
+) -> tuple[ModuleRow, ...]:
     settings = LoraSettings.parse({"peft_type": "LORA", "r": 2, **options})
     adapter = Adapter("default", settings, "source", named(shapes))
     return account(adapter, named(base or {}), is_own_record=is_own_record)
@@ -66,7 +66,7 @@ def rows_of(
     ],
 )
 def test_a_frozen_base_gets_the_names_that_it_has_without_peft(live: str, plain: str) -> None:
-    assert list(plain_entries(sort_entries([entry(live, (1,))]).rest)) == [plain]
+    assert list(rename_plainly(sort_entries([entry(live, (1,))]).rest)) == [plain]
 
 
 @pytest.mark.parametrize(
@@ -78,13 +78,17 @@ def test_a_frozen_base_gets_the_names_that_it_has_without_peft(live: str, plain:
 )
 def test_whatever_stands_before_the_names_of_peft_is_cut_off(prefix: str) -> None:
     live = entry(f"{prefix}{P}{Q}.lora_A.default.weight", (2, 4))
-    assert list(of_adapter(sort_entries([live]), DEFAULT, None)) == [f"{P}{Q}.lora_A.weight"]
+    assert list(select_adapter_tensors(sort_entries([live]), DEFAULT, None)) == [
+        f"{P}{Q}.lora_A.weight"
+    ]
 
 
 @pytest.mark.parametrize("wrapper", ["_orig_mod", "_checkpoint_wrapped_module", "module"])
 def test_wrappers_are_cut_out_wherever_they_stand(wrapper: str) -> None:
     live = entry(f"{P}{wrapper}.layers.0.{wrapper}.q_proj.lora_B.default.{wrapper}.weight", (4, 2))
-    assert list(of_adapter(sort_entries([live]), DEFAULT, None)) == [f"{P}{Q}.lora_B.weight"]
+    assert list(select_adapter_tensors(sort_entries([live]), DEFAULT, None)) == [
+        f"{P}{Q}.lora_B.weight"
+    ]
 
 
 def test_a_model_may_have_modules_of_that_name_itself() -> None:
@@ -113,7 +117,7 @@ def test_an_adapter_within_what_another_one_trained_as_a_whole_is_refused() -> N
 def test_a_module_of_the_base_may_be_called_as_a_method_names_its_own() -> None:
     frozen = {f"{P}{Q}.base_layer.weight": (6, 4), f"{P}lora_proj.weight": (4, 4)}
     shapes = {f"{P}{Q}.lora_A.default.weight": (2, 4), **frozen}
-    assert list(plain_entries(sort_entries(named(shapes).values()).rest)) == [
+    assert list(rename_plainly(sort_entries(named(shapes).values()).rest)) == [
         f"{Q}.weight",
         "lora_proj.weight",
     ]
@@ -122,12 +126,12 @@ def test_a_module_of_the_base_may_be_called_as_a_method_names_its_own() -> None:
 def test_both_spellings_of_a_magnitude_are_read() -> None:
     for ending in ("default", "default.weight"):
         live = entry(f"{P}{Q}.lora_magnitude_vector.{ending}", (6,))
-        assert list(of_adapter(sort_entries([live]), DEFAULT, None)) == [
+        assert list(select_adapter_tensors(sort_entries([live]), DEFAULT, None)) == [
             f"{P}{Q}.lora_magnitude_vector"
         ]
     for ending in ("", ".weight"):
         stripped = entry(f"{P}{Q}.lora_magnitude_vector{ending}", (6,))
-        assert list(of_adapter(sort_entries([stripped]), DEFAULT, None)) == [
+        assert list(select_adapter_tensors(sort_entries([stripped]), DEFAULT, None)) == [
             f"{P}{Q}.lora_magnitude_vector"
         ]
 
@@ -136,11 +140,13 @@ def test_one_adapter_leaves_the_others_alone() -> None:
     entries = [
         entry(f"{P}{Q}.lora_A.{name}.weight", (rank, 4)) for name, rank in (("a", 2), ("b", 3))
     ]
-    assert of_adapter(sort_entries(entries), "b", None)[Fqn(f"{P}{Q}.lora_A.weight")].shape == (
+    assert select_adapter_tensors(sort_entries(entries), "b", None)[
+        Fqn(f"{P}{Q}.lora_A.weight")
+    ].shape == (
         3,
         4,
     )
-    assert plain_entries(sort_entries(entries).rest) == {}
+    assert rename_plainly(sort_entries(entries).rest) == {}
 
 
 def test_names_that_become_one_are_refused() -> None:
@@ -242,7 +248,7 @@ def test_an_alpha_that_older_versions_read_otherwise_is_told(
 ) -> None:
     settings = LoraSettings.parse({"r": 2, "target_modules": ["q_proj"], **options})
     adapter = Adapter("default", settings, "source", named(factors(Q, rank=rank)))
-    notes = list(old_alphas(settings, account(adapter, {})))
+    notes = list(note_old_alphas(settings, account(adapter, {})))
     assert len(notes) == len(found)
     assert all(text in note for text, note in zip(found, notes, strict=True))
 
@@ -327,7 +333,7 @@ def test_a_configuration_that_names_what_has_no_tensors_is_refused(
         (
             {f"{P}embed_tokens.token_adapter.trainable_tokens_delta": (3, 4)},
             {"target_modules": ["q_proj"], "trainable_token_indices": [1, 2]},
-            "3 trained rows were found against 2",
+            "found 3 trained rows, expected 2",
         ),
     ],
 )
@@ -369,7 +375,7 @@ def test_what_the_model_never_had_is_no_fault_of_the_runs_own_record() -> None:
 
 def test_factors_for_a_weight_of_another_shape_are_refused() -> None:
     options = {"target_modules": ["q_proj"]}
-    with pytest.raises(AdapterError, match=r"\[6, 4\] were found against \[8, 4\]"):
+    with pytest.raises(AdapterError, match=r"of shape \[6, 4\], expected \[8, 4\]"):
         rows_of(factors(Q), options, {f"{Q}.weight": (8, 4)})
     assert rows_of(factors(Q), options, {f"{Q}.weight": (4, 6)})
     assert rows_of(factors(Q), options, {f"{Q}.weight": (6, 1)})  # packed to 4 bits
@@ -396,7 +402,7 @@ def test_factors_of_experts_find_their_parameters_by_shape_and_rank() -> None:
     document = inferred(shapes, base, **KNOWN)
     assert document["target_parameters"] == ["down", "gate_up"]
     assert (document["r"], document["rank_pattern"]) in [(2, {"down": 4}), (4, {"gate_up": 2})]
-    with pytest.raises(CannotPlanError, match="do not tell for which"):
+    with pytest.raises(CannotPlanError, match="do not show for which"):
         inferred(shapes, **KNOWN)
 
 
@@ -408,7 +414,7 @@ KNOWN: Mapping[str, Any] = {"lora_alpha": 4, "use_rslora": False}
 def inferred(
     shapes: Mapping[str, Shape], base: Mapping[str, Shape] | None = None, **given: Any
 ) -> Mapping[str, Any]:
-    return infer(table_of(named(shapes)), named(base or {}), given, where="here").document
+    return infer_config(build_table(named(shapes)), named(base or {}), given, where="here").document
 
 
 def test_one_name_stands_for_all_modules_that_end_in_it_where_the_base_shows_them() -> None:

@@ -8,15 +8,21 @@ import pytest
 
 from ckptkit.core.index import Fqn
 from ckptkit.lora.changes import (
+    adapt_head,
+    drop_quantization,
+    find_model_types,
+    find_vocabulary_sizes,
     has_vocabulary,
-    model_types,
-    vocabularies,
-    with_head,
-    with_vocabulary,
-    without_quantization,
+    resize_vocabulary,
 )
 from ckptkit.lora.config import LoraSettings
-from ckptkit.lora.identity import Expected, Found, expected_of, found_at, judge
+from ckptkit.lora.recorded_base import (
+    GivenBase,
+    RecordedBase,
+    compare_bases,
+    identify_base,
+    parse_recorded_base,
+)
 
 ONE, TWO = "a" * 40, "b" * 40
 CACHE = f"/home/me/.cache/huggingface/hub/models--org--name/snapshots/{ONE}"
@@ -27,36 +33,39 @@ def settings(**config: Any) -> LoraSettings:
 
 
 def test_a_path_of_the_cache_tells_repository_and_commit() -> None:
-    assert found_at(CACHE, None) == Found(CACHE, "org/name", ONE)
-    expected = expected_of(settings(base_model_name_or_path=CACHE))
+    assert identify_base(CACHE, None) == GivenBase(CACHE, "org/name", ONE)
+    expected = parse_recorded_base(settings(base_model_name_or_path=CACHE))
     assert (expected.name, expected.commit) == ("org/name", ONE)
 
 
 def test_a_branch_is_no_commit() -> None:
-    assert expected_of(settings(base_model_name_or_path="org/name", revision="main")).commit == ""
+    assert (
+        parse_recorded_base(settings(base_model_name_or_path="org/name", revision="main")).commit
+        == ""
+    )
 
 
 def test_a_configuration_may_tell_its_commit() -> None:
-    assert found_at("/models/x", {"_commit_hash": TWO}).commit == TWO
-    assert found_at("/models/x", {"_commit_hash": "none"}).commit == ""
+    assert identify_base("/models/x", {"_commit_hash": TWO}).commit == TWO
+    assert identify_base("/models/x", {"_commit_hash": "none"}).commit == ""
 
 
 @pytest.mark.parametrize(
     ("expected", "found", "verdict"),
     [
-        (Expected("org/name", ONE), Found("x", "org/name", TWO), "contradicted"),
-        (Expected("org/name", ONE), Found("x", "org/name", ONE), "proven"),
-        (Expected("org/name"), Found("x", "org/other"), "contradicted"),
-        (Expected("org/name"), Found("x", "org/name"), "noted"),
-        (Expected("/mnt/model"), Found("/data/model"), "noted"),
-        (Expected("/mnt/model"), Found("/mnt/model"), "silent"),
-        (Expected(), Found("/data/model"), "noted"),
+        (RecordedBase("org/name", ONE), GivenBase("x", "org/name", TWO), "contradicted"),
+        (RecordedBase("org/name", ONE), GivenBase("x", "org/name", ONE), "proven"),
+        (RecordedBase("org/name"), GivenBase("x", "org/other"), "contradicted"),
+        (RecordedBase("org/name"), GivenBase("x", "org/name"), "noted"),
+        (RecordedBase("/mnt/model"), GivenBase("/data/model"), "noted"),
+        (RecordedBase("/mnt/model"), GivenBase("/mnt/model"), "silent"),
+        (RecordedBase(), GivenBase("/data/model"), "noted"),
     ],
 )
 def test_commits_and_repositories_prove_and_names_are_noted(
-    expected: Expected, found: Found, verdict: str
+    expected: RecordedBase, found: GivenBase, verdict: str
 ) -> None:
-    judgement = judge(expected, found)
+    judgement = compare_bases(expected, found)
     told = {
         "contradicted": bool(judgement.contradictions),
         "proven": bool(judgement.proofs) and not judgement.contradictions,
@@ -68,7 +77,7 @@ def test_commits_and_repositories_prove_and_names_are_noted(
 
 def test_the_vocabulary_is_changed_wherever_it_was_the_old_one() -> None:
     config = {"vocab_size": 40, "text_config": {"vocab_size": 40}, "audio": {"vocab_size": 7}}
-    assert with_vocabulary(config, 40, 43) == {
+    assert resize_vocabulary(config, 40, 43) == {
         "vocab_size": 43,
         "text_config": {"vocab_size": 43},
         "audio": {"vocab_size": 7},
@@ -83,7 +92,7 @@ def test_tensors_with_a_row_for_each_token_are_known_by_name(name: str) -> None:
 
 def test_every_number_of_tokens_is_found() -> None:
     config = {"vocab_size": 40, "text_config": {"vocab_size": 41}, "audio": {"vocab_size": None}}
-    assert vocabularies(config) == {40, 41}
+    assert find_vocabulary_sizes(config) == {40, 41}
 
 
 @pytest.mark.parametrize(
@@ -98,17 +107,17 @@ def test_every_number_of_tokens_is_found() -> None:
     ],
 )
 def test_a_head_of_its_own_makes_another_class(old: str, task: str, new: str) -> None:
-    config, told = with_head({"architectures": [old]}, task, {})
+    config, told = adapt_head({"architectures": [old]}, task, {})
     assert config["architectures"] == [new]
     assert bool(told) == (old != new)
 
 
 def test_another_number_of_labels_is_written_and_said() -> None:
     config = {"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "a", "1": "b"}}
-    changed, told = with_head(config, "SEQ_CLS", {Fqn("score.weight"): (3, 8)})
+    changed, told = adapt_head(config, "SEQ_CLS", {Fqn("score.weight"): (3, 8)})
     assert changed["id2label"] == {"0": "LABEL_0", "1": "LABEL_1", "2": "LABEL_2"}
     assert len(told) == 1
-    assert with_head(config, "SEQ_CLS", {Fqn("score.weight"): (2, 8)})[0] == config
+    assert adapt_head(config, "SEQ_CLS", {Fqn("score.weight"): (2, 8)})[0] == config
 
 
 def test_quantization_is_gone_at_every_depth() -> None:
@@ -116,11 +125,11 @@ def test_quantization_is_gone_at_every_depth() -> None:
         "quantization_config": {"bits": 4},
         "text_config": {"quantization_config": {}, "n": 1},
     }
-    assert without_quantization(config) == {"text_config": {"n": 1}}
+    assert drop_quantization(config) == {"text_config": {"n": 1}}
 
 
 def test_types_are_those_of_transformers_only() -> None:
     nested = {"model_type": "llava", "text_config": {"model_type": "llama"}}
-    assert model_types(nested) == {"llava", "llama"}
-    assert not model_types(nested | {"auto_map": {"AutoModel": "modeling.Own"}})
-    assert not model_types(None)
+    assert find_model_types(nested) == {"llava", "llama"}
+    assert not find_model_types(nested | {"auto_map": {"AutoModel": "modeling.Own"}})
+    assert not find_model_types(None)

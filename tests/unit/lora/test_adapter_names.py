@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckptkit.lora.names import AdapterNames
+from ckptkit.lora.dialects import AdapterNames
 
 M = "base_model.model.model.layers.0.self_attn.q_proj"
 

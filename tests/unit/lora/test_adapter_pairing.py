@@ -8,26 +8,26 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ckptkit.adapters.merge.base_model import add_prefix, find_prefixes, list_modules
 from ckptkit.core.dtypes import dtype_named
 from ckptkit.core.errors import AdapterError, CkptkitError, RefusedError
 from ckptkit.core.index import ChunkTable, Fqn, Key, Shape, TensorEntry
 from ckptkit.lora.changes import (
+    AdapterSource,
+    BiasChange,
     Change,
-    LowRank,
-    Replaced,
-    Rows,
-    Shift,
-    Source,
+    LowRankChange,
+    Replacement,
+    TokenRowsChange,
     check_used_once,
-    combine,
-    norms_of,
+    choose_norms,
+    combine_changes,
 )
 from ckptkit.lora.config import PEFT_PREFIX, Adapter, LoraSettings
-from ckptkit.lora.generations import modules_of, prefix_between, with_prefix
-from ckptkit.lora.pairing import Base, pair
+from ckptkit.lora.pairing import BaseShapes, find_changes
 
 FLOAT = dtype_named("float32")
-SOURCE = Source(0, "adapter0", "adapter")
+SOURCE = AdapterSource(0, "adapter0", "adapter")
 ROW = np.zeros(1, np.int64)
 
 
@@ -50,7 +50,7 @@ def paired(
     given: Adapter, base: Mapping[str, Shape], *types: str, weight: float = 1.0
 ) -> list[Change]:
     shapes = {Fqn(name): shape for name, shape in base.items()}
-    changes = pair(given, Base(shapes, frozenset(types)), SOURCE, weight=weight)
+    changes = find_changes(given, BaseShapes(shapes, frozenset(types)), SOURCE, weight=weight)
     check_used_once(given.tensors, changes, where="adapter")
     return changes
 
@@ -67,7 +67,7 @@ def test_a_linear_layer_is_scaled_by_its_own_rank_and_alpha() -> None:
         rank_pattern={"q": 3},
         alpha_pattern={"a.q": 12},
     )
-    change: LowRank = only(paired(given, {"a.q.weight": (6, 8)}, weight=0.5))
+    change: LowRankChange = only(paired(given, {"a.q.weight": (6, 8)}, weight=0.5))
     assert (change.form, change.rank, change.scaling) == ("linear", 3, 2.0)
     assert change.weight == "a.q.weight"
 
@@ -100,9 +100,9 @@ def test_an_embedding_is_updated_upon_the_weight_that_lies_with_it() -> None:
         "emb.base_layer.weight": (12, 4),
     }
     changes = paired(adapter(shapes, target_modules=["emb"]), {"emb.weight": (10, 4)})
-    assert isinstance(changes[0], Replaced)
+    assert isinstance(changes[0], Replacement)
     assert changes[0].frozen
-    assert isinstance(changes[1], LowRank)
+    assert isinstance(changes[1], LowRankChange)
     assert changes[1].form == "embedding"
 
 
@@ -110,18 +110,18 @@ def test_a_bias_of_the_factors_shifts_the_bias_of_the_base() -> None:
     shapes = lora("q", 6, 8) | {"q.lora_B.bias": (6,)}
     given = adapter(shapes, target_modules=["q"], lora_bias=True)
     changes = paired(given, {"q.weight": (6, 8), "q.bias": (6,)})
-    assert isinstance(changes[1], Shift)
+    assert isinstance(changes[1], BiasChange)
     assert changes[1].weight == "q.bias"
-    with pytest.raises(RefusedError, match="has none in the base"):
+    with pytest.raises(RefusedError, match="and none in the base"):
         paired(given, {"q.weight": (6, 8)})
 
 
 def test_trained_rows_go_where_the_configuration_says() -> None:
     name = "emb.token_adapter.trainable_tokens_delta"
     given = adapter({name: (2, 4)}, target_modules=[], trainable_token_indices={"emb": [7, 3]})
-    change: Rows = only(paired(given, {"emb.weight": (8, 4)}))
+    change: TokenRowsChange = only(paired(given, {"emb.weight": (8, 4)}))
     assert change.indices == (7, 3)
-    with pytest.raises(RefusedError, match="7 against 7 rows"):
+    with pytest.raises(RefusedError, match=r"row 7 of module .* has 7 rows"):
         paired(given, {"emb.weight": (7, 4)})
     with pytest.raises(RefusedError, match="no weight for"):
         paired(given, {"other.weight": (8, 4)})
@@ -145,7 +145,7 @@ class TestExperts:
 
     def test_nested_factors_go_to_the_parameters_that_they_fit(self) -> None:
         changes = paired(self._given(), self.BASE)
-        found = {c.weight: (c.form, c.rank) for c in changes if isinstance(c, LowRank)}
+        found = {c.weight: (c.form, c.rank) for c in changes if isinstance(c, LowRankChange)}
         assert found == {
             "moe.experts.gate_up_proj": ("experts", 2),
             "moe.experts.down_proj": ("experts", 2),
@@ -204,7 +204,7 @@ def test_whole_modules_may_be_new_but_nothing_else_may() -> None:
     shapes: dict[str, Shape] = {"score.weight": (3, 8)} | lora("q", 6, 8)
     base: dict[str, Shape] = {"q.weight": (6, 8)}
     given = adapter(shapes, target_modules=["q"], modules_to_save=["score"])
-    assert not [c for c in paired(given, base) if isinstance(c, Replaced) and c.frozen]
+    assert not [c for c in paired(given, base) if isinstance(c, Replacement) and c.frozen]
     with pytest.raises(RefusedError, match="neither in the base"):
         paired(adapter(shapes, target_modules=["q"]), base)
 
@@ -225,7 +225,7 @@ def test_what_does_not_fit_the_base_is_refused(base: Mapping[str, Shape], said: 
 
 
 def test_a_rank_that_is_not_the_configured_one_would_scale_wrongly() -> None:
-    with pytest.raises(RefusedError, match="rank 4 against 2"):
+    with pytest.raises(RefusedError, match="rank 4, expected 2"):
         paired(adapter(lora("q", 6, 8, rank=4), target_modules=["q"]), {"q.weight": (6, 8)})
 
 
@@ -242,51 +242,54 @@ class TestNames:
         names = [Fqn("h.0.c_attn.weight"), Fqn("wte.weight")]
         modules = ["lm_head", "transformer.h.0.c_attn"]
         for order in (modules, modules[::-1]):
-            assert prefix_between(order, names) == ("transformer.", "")
+            assert find_prefixes(order, names) == ("transformer.", "")
 
     def test_a_headless_adapter_is_put_under_the_prefix_of_its_base(self) -> None:
         names = [Fqn("model.layers.0.q.weight"), Fqn("lm_head.weight")]
-        assert prefix_between(["layers.0.q"], names) == ("", "model.")
-        moved = with_prefix(adapter(lora("layers.0.q", 6, 8), target_modules=["q"]), "model.")
-        assert modules_of(moved) == ["model.layers.0.q"]
+        assert find_prefixes(["layers.0.q"], names) == ("", "model.")
+        moved = add_prefix(adapter(lora("layers.0.q", 6, 8), target_modules=["q"]), "model.")
+        assert list_modules(moved) == ["model.layers.0.q"]
 
     def test_names_that_agree_or_have_nothing_in_common_get_none(self) -> None:
-        assert prefix_between(["a.q"], [Fqn("a.q.weight")]) == ("", "")
-        assert prefix_between(["a.q"], [Fqn("b.k.weight")]) == ("", "")
+        assert find_prefixes(["a.q"], [Fqn("a.q.weight")]) == ("", "")
+        assert find_prefixes(["a.q"], [Fqn("b.k.weight")]) == ("", "")
 
 
 class TestSeveral:
     def _changes(self, position: int, shapes: Mapping[str, Shape], **config: Any) -> list[Change]:
-        base = Base({Fqn("q.weight"): (6, 8), Fqn("emb.weight"): (12, 4)})
-        source = Source(position, f"adapter{position}", f"adapter{position}")
-        return pair(adapter(shapes, **config), base, source)
+        base = BaseShapes({Fqn("q.weight"): (6, 8), Fqn("emb.weight"): (12, 4)})
+        source = AdapterSource(position, f"adapter{position}", f"adapter{position}")
+        return find_changes(adapter(shapes, **config), base, source)
 
     def test_updates_of_one_weight_follow_in_order(self) -> None:
         both = [self._changes(n, lora("q", 6, 8), target_modules=["q"]) for n in (0, 1)]
-        combined = combine(both, [1, 1])
+        combined = combine_changes(both, [1, 1])
         assert [change.source.position for change in combined[Fqn("q.weight")]] == [0, 1]
 
     def test_one_module_replaced_twice_is_refused(self) -> None:
         both = [self._changes(n, {"q.weight": (6, 8)}, modules_to_save=["q"]) for n in (0, 1)]
         with pytest.raises(RefusedError, match="one of them would be lost"):
-            combine(both, [1, 1])
+            combine_changes(both, [1, 1])
 
     def test_a_bias_is_replaced_and_then_shifted_by_the_same_adapter_alone(self) -> None:
         shapes = lora("q", 6, 8) | {"q.lora_B.bias": (6,), "q.base_layer.bias": (6,)}
-        base = Base({Fqn("q.weight"): (6, 8), Fqn("q.bias"): (6,)})
+        base = BaseShapes({Fqn("q.weight"): (6, 8), Fqn("q.bias"): (6,)})
         given = adapter(shapes, target_modules=["q"], bias="all", lora_bias=True)
-        both = [pair(given, base, Source(n, f"adapter{n}", f"adapter{n}")) for n in (0, 1)]
-        found = combine(both[:1], [1])[Fqn("q.bias")]
-        assert [type(change) for change in found] == [Replaced, Shift]
-        shift: list[Change] = [change for change in both[1] if isinstance(change, Shift)]
+        both = [
+            find_changes(given, base, AdapterSource(n, f"adapter{n}", f"adapter{n}"))
+            for n in (0, 1)
+        ]
+        found = combine_changes(both[:1], [1])[Fqn("q.bias")]
+        assert [type(change) for change in found] == [Replacement, BiasChange]
+        shift: list[Change] = [change for change in both[1] if isinstance(change, BiasChange)]
         for adapters in ([both[0], shift], [shift, both[0]]):
             with pytest.raises(RefusedError, match="one of them would be lost"):
-                combine(adapters, [1, 1])
+                combine_changes(adapters, [1, 1])
 
     def test_a_weight_does_not_apply_to_what_is_replaced(self) -> None:
         changes = self._changes(0, {"q.weight": (6, 8)}, modules_to_save=["q"])
         with pytest.raises(RefusedError, match=r"weight of 0\.5"):
-            combine([changes], [0.5])
+            combine_changes([changes], [0.5])
 
     def test_one_token_trained_twice_is_refused(self) -> None:
         name = "emb.token_adapter.trainable_tokens_delta"
@@ -294,7 +297,7 @@ class TestSeveral:
             self._changes(n, {name: (2, 4)}, trainable_token_indices=[5, 6 + n]) for n in (0, 1)
         ]
         with pytest.raises(RefusedError, match="the row 5"):
-            combine(both, [1, 1])
+            combine_changes(both, [1, 1])
 
     @pytest.mark.parametrize(
         ("versions", "norm"),
@@ -309,7 +312,7 @@ class TestSeveral:
     ) -> None:
         shapes = lora("q", 6, 8) | {"q.lora_magnitude_vector": (6,)}
         both = [self._changes(n, shapes, target_modules=["q"], use_dora=True) for n in (0, 1)]
-        choice, note = norms_of(versions, combine(both, [1, 1]))
+        choice, note = choose_norms(versions, combine_changes(both, [1, 1]))
         assert choice == norm
         assert str(versions[0] or "no version") in note
 
@@ -317,7 +320,7 @@ class TestSeveral:
 def test_a_tensor_that_no_layer_uses_is_an_error() -> None:
     given = adapter(lora("q", 6, 8), target_modules=["q"])
     changes = paired(given, {"q.weight": (6, 8)})
-    with pytest.raises(AdapterError, match="0 layers against 1"):
+    with pytest.raises(AdapterError, match="0 layers, expected 1"):
         check_used_once({**given.tensors, Fqn("more"): entry("more", (1,))}, changes, where="a")
     with pytest.raises(AdapterError, match="2 layers against 1"):
         check_used_once(given.tensors, [*changes, *changes], where="a")

@@ -10,12 +10,12 @@ import pytest
 
 from ckptkit.core.dtypes import dtype_named
 from ckptkit.core.index import ChunkTable, Fqn, Key, Shape, TensorEntry
-from ckptkit.lora.changes import Change, LowRank, Replaced, Rows, Source
-from ckptkit.lora.tying import equalities, shared_changes, tied_pairs
+from ckptkit.lora.changes import AdapterSource, Change, LowRankChange, Replacement, TokenRowsChange
+from ckptkit.lora.tying import find_equalities, find_tied_pairs, share_changes
 
 EMBEDDING, HEAD = Fqn("model.embed_tokens.weight"), Fqn("lm_head.weight")
 CONFIG = {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True}
-SOURCE = Source(0, "adapter0", "adapter")
+SOURCE = AdapterSource(0, "adapter0", "adapter")
 
 
 def entry(name: str, shape: Shape) -> TensorEntry:
@@ -25,52 +25,54 @@ def entry(name: str, shape: Shape) -> TensorEntry:
     return TensorEntry(Key(name), (name,), Fqn(name), "", "model", dtype, shape, chunks)
 
 
-def low_rank(weight: Fqn, form: Any, down: Shape, up: Shape, **more: Any) -> LowRank:
+def low_rank(weight: Fqn, form: Any, down: Shape, up: Shape, **more: Any) -> LowRankChange:
     factors = {"down": entry(f"{weight}.A", down), "up": entry(f"{weight}.B", up)}
     fixed = {"magnitude": None, "rank": 2, "scaling": 2.0}
-    return LowRank(SOURCE, weight, weight, form, **(factors | fixed | more))
+    return LowRankChange(SOURCE, weight, weight, form, **(factors | fixed | more))
 
 
-def rows(weight: Fqn, *indices: int) -> Rows:
-    return Rows(SOURCE, weight, weight, entry(f"{weight}.rows", (len(indices), 4)), indices)
+def rows(weight: Fqn, *indices: int) -> TokenRowsChange:
+    return TokenRowsChange(
+        SOURCE, weight, weight, entry(f"{weight}.rows", (len(indices), 4)), indices
+    )
 
 
-def whole(weight: Fqn, tensor: TensorEntry, *, frozen: bool = False) -> Replaced:
-    return Replaced(SOURCE, weight, weight, tensor, frozen)
+def whole(weight: Fqn, tensor: TensorEntry, *, frozen: bool = False) -> Replacement:
+    return Replacement(SOURCE, weight, weight, tensor, frozen)
 
 
 @pytest.mark.parametrize("is_present", [True, False])
 def test_a_declared_tie_is_found_whether_or_not_both_names_are_there(is_present: bool) -> None:
     names = [EMBEDDING, HEAD] if is_present else [EMBEDDING]
-    (pair,) = tied_pairs(CONFIG, dict.fromkeys(names, (dtype_named("float32"), (8, 4))))
+    (pair,) = find_tied_pairs(CONFIG, dict.fromkeys(names, (dtype_named("float32"), (8, 4))))
     assert (pair.target, pair.source, pair.is_present) == (HEAD, EMBEDDING, is_present)
 
 
 def test_trained_tokens_are_shared_with_the_head() -> None:
-    pairs = tied_pairs(CONFIG, {EMBEDDING: (dtype_named("float32"), (8, 4))})
+    pairs = find_tied_pairs(CONFIG, {EMBEDDING: (dtype_named("float32"), (8, 4))})
     trained = rows(EMBEDDING, 1, 2)
-    shared = shared_changes({EMBEDDING: [trained]}, pairs, ())
+    shared = share_changes({EMBEDDING: [trained]}, pairs, ())
     assert shared[HEAD] == [replace(trained, weight=HEAD)]
-    assert equalities(shared[HEAD], shared[EMBEDDING]) == []
+    assert find_equalities(shared[HEAD], shared[EMBEDDING]) == []
 
 
 def test_tokens_of_the_head_alone_are_not_shared_with_the_embedding() -> None:
-    pairs = tied_pairs(CONFIG, {EMBEDDING: (dtype_named("float32"), (8, 4))})
-    shared = shared_changes({HEAD: [rows(HEAD, 1)]}, pairs, ())
+    pairs = find_tied_pairs(CONFIG, {EMBEDDING: (dtype_named("float32"), (8, 4))})
+    shared = share_changes({HEAD: [rows(HEAD, 1)]}, pairs, ())
     assert EMBEDDING not in shared
-    assert equalities(shared[HEAD], shared.get(EMBEDDING, ())) is None
+    assert find_equalities(shared[HEAD], shared.get(EMBEDDING, ())) is None
 
 
 def test_a_lora_is_shared_only_by_those_who_asked_for_it() -> None:
-    pairs = tied_pairs(CONFIG, {EMBEDDING: (dtype_named("float32"), (8, 4))})
+    pairs = find_tied_pairs(CONFIG, {EMBEDDING: (dtype_named("float32"), (8, 4))})
     update = low_rank(EMBEDDING, "embedding", (2, 8), (4, 2))
-    assert HEAD not in shared_changes({EMBEDDING: [update]}, pairs, ())
-    shared = shared_changes({EMBEDDING: [update]}, pairs, {0})
-    assert equalities(shared[HEAD], shared[EMBEDDING]) == []
+    assert HEAD not in share_changes({EMBEDDING: [update]}, pairs, ())
+    shared = share_changes({EMBEDDING: [update]}, pairs, {0})
+    assert find_equalities(shared[HEAD], shared[EMBEDDING]) == []
 
 
 def test_a_frozen_weight_beneath_is_nothing_trained() -> None:
-    pairs = tied_pairs(CONFIG, {EMBEDDING: (dtype_named("float32"), (8, 4))})
+    pairs = find_tied_pairs(CONFIG, {EMBEDDING: (dtype_named("float32"), (8, 4))})
     below = {
         name: whole(name, entry(f"{name}.base", (9, 4)), frozen=True) for name in (EMBEDDING, HEAD)
     }
@@ -78,9 +80,9 @@ def test_a_frozen_weight_beneath_is_nothing_trained() -> None:
         EMBEDDING: [below[EMBEDDING], rows(EMBEDDING, 1)],
         HEAD: [below[HEAD]],
     }
-    shared = shared_changes(changes, pairs, ())
+    shared = share_changes(changes, pairs, ())
     assert len(shared[HEAD]) == 2
-    needed = equalities(shared[HEAD], shared[EMBEDDING])
+    needed = find_equalities(shared[HEAD], shared[EMBEDDING])
     assert needed is not None
     assert len(needed) == 1
 
@@ -88,7 +90,7 @@ def test_a_frozen_weight_beneath_is_nothing_trained() -> None:
 def test_a_head_with_the_transposed_factors_of_its_embedding_is_compared() -> None:
     embedding = low_rank(EMBEDDING, "embedding", (2, 8), (4, 2))
     head = low_rank(HEAD, "linear", (2, 4), (8, 2))
-    needed = equalities([head], [embedding])
+    needed = find_equalities([head], [embedding])
     assert needed is not None
     assert [one.is_transposed for one in needed] == [True, True]
 
@@ -103,10 +105,10 @@ def test_a_head_with_the_transposed_factors_of_its_embedding_is_compared() -> No
     ],
 )
 def test_changes_that_differ_whatever_their_bytes_are_break_the_tie(other: Any) -> None:
-    assert equalities([other], [low_rank(EMBEDDING, "embedding", (2, 8), (4, 2))]) is None
+    assert find_equalities([other], [low_rank(EMBEDDING, "embedding", (2, 8), (4, 2))]) is None
 
 
 def test_whole_tensors_are_compared_unless_their_shapes_differ() -> None:
     first, second = (whole(name, entry(name, (9, 4))) for name in (HEAD, EMBEDDING))
-    assert len(equalities([first], [second]) or ()) == 1
-    assert equalities([first], [whole(EMBEDDING, entry("e", (8, 4)))]) is None
+    assert len(find_equalities([first], [second]) or ()) == 1
+    assert find_equalities([first], [whole(EMBEDDING, entry("e", (8, 4)))]) is None

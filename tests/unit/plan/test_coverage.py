@@ -97,14 +97,14 @@ def test_a_tensor_that_is_stored_once_has_no_problem(shape: Shape, places: list[
 @pytest.mark.parametrize(
     ("shape", "places", "told"),
     [
-        ((8, 4), [rows(0, 3), rows(5, 8)], "rows [3, 5), columns [0, 4) of shape [8, 4] lie in no"),
+        ((8, 4), [rows(0, 3), rows(5, 8)], "rows [3, 5), columns [0, 4) of shape [8, 4] are in no"),
         ((8, 4), [rows(0, 3)], "rows [3, 8)"),
         ((8, 4), [rows(0, 5), rows(4, 8)], "rows [4, 5), columns [0, 4)"),
-        ((4, 4), [Box((0, 0), (4, 2))], "columns [2, 4) of shape [4, 4] lie in no file"),
+        ((4, 4), [Box((0, 0), (4, 2))], "columns [2, 4) of shape [4, 4] are in no file"),
         ((4, 4), [Span(0, 7), Span(9, 16)], "elements [7, 9)"),
         ((2, 2, 2), [Box((0, 0, 0), (2, 2, 1))], "dimension 2 [1, 2)"),
         ((3,), [], "rows [0, 3)"),
-        ((), [], "elements [0, 1) of shape [] lie in no file"),
+        ((), [], "elements [0, 1) of shape [] are in no file"),
     ],
 )
 def test_a_hole_or_an_overlap_is_named(shape: Shape, places: list[Place], told: str) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from ckptkit.plan.packed_weights import explain_random_weights, looks_packed
 from ckptkit.plan.peft_names import (
     METHODS,
     AdapterSign,
@@ -19,7 +20,6 @@ from ckptkit.plan.peft_names import (
     own_adapters,
     title_of,
 )
-from ckptkit.plan.selection import looks_packed, what_loads_as_random
 
 NAMES = Path(__file__).resolve().parents[3] / "fixtures" / "transformers_names.json.gz"
 P = "base_model.model.model.layers.0.self_attn.q_proj"
@@ -46,7 +46,7 @@ def test_no_tensor_of_any_family_is_taken_for_a_packed_weight(table: dict[str, A
     held += [(name, (8, 1), "float32") for name in table["one_column"]]
     held += [(name, (8, 8), "uint8") for name in table["bytes"]]
     assert [one for one in held if looks_packed(*one)] == []
-    assert not what_loads_as_random(held)
+    assert not explain_random_weights(held)
 
 
 def test_no_class_has_a_word_of_pefts_that_is_not_told_apart() -> None:

@@ -23,8 +23,8 @@ from ckptkit.plan.plan import (
     Plan,
     Product,
     TensorSpec,
-    contiguous,
-    numbered,
+    lay_out_file,
+    name_shards,
     split_by_size,
 )
 
@@ -44,7 +44,7 @@ def names_of(file: OutputFile) -> list[str]:
 
 
 def test_segments_lie_one_after_the_other() -> None:
-    file = contiguous(
+    file = lay_out_file(
         "f", [(3, Literal(b"abc"), None), (0, Literal(b""), None), (2, Literal(b"de"), None)]
     )
     assert [(s.start, s.stop) for s in file.segments] == [(0, 3), (3, 3), (3, 5)]
@@ -96,8 +96,8 @@ def test_nothing_at_all_is_still_one_file() -> None:
 
 
 def test_a_single_file_has_no_number() -> None:
-    assert numbered("model", "safetensors", 1) == ["model.safetensors"]
-    assert numbered("m", "bin", 12)[-1] == "m-00012-of-00012.bin"
+    assert name_shards("model", "safetensors", 1) == ["model.safetensors"]
+    assert name_shards("m", "bin", 12)[-1] == "m-00012-of-00012.bin"
 
 
 def test_a_dtype_that_safetensors_lacks_cannot_be_planned() -> None:

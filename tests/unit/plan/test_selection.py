@@ -30,14 +30,13 @@ from ckptkit.core.index import (
 )
 from ckptkit.engine.kernels import CastKernel
 from ckptkit.options import ConsolidateRequest
+from ckptkit.plan.packed_weights import looks_packed, refuse_random_weights
 from ckptkit.plan.plan import SOURCE, Compute, Copy
 from ckptkit.plan.selection import (
     DTypePolicy,
-    looks_packed,
     make_products,
     model_trees,
     refuse_casting_quantized,
-    refuse_what_would_load_as_random,
     select_model,
 )
 
@@ -113,7 +112,7 @@ def test_patterns_that_leave_nothing_are_refused(options: dict[str, Any]) -> Non
 )
 def test_what_would_load_as_random_is_refused_by_name(name: str) -> None:
     with pytest.raises(RefusedError, match="random weights") as caught:
-        refuse_what_would_load_as_random([entry("up.weight"), entry(name)], location="here")
+        refuse_random_weights([entry("up.weight"), entry(name)], location="here")
     assert repr(name) in caught.value.message
     assert "--names live" in caught.value.hint
 
@@ -142,10 +141,10 @@ def test_a_matrix_of_bytes_is_a_packed_weight_unless_its_scale_lies_beside_it() 
     column = entry("fc1.weight", dtype="uint8", shape=(32, 1))
     for one in (packed, column):
         with pytest.raises(RefusedError, match=r"'fc1\.weight' belongs to a packed 4-bit or 8-bit"):
-            refuse_what_would_load_as_random([one], location="here")
+            refuse_random_weights([one], location="here")
     scale = entry("fc1.weight_scale", dtype="float32", shape=(8, 1))
     mask = entry("mask", dtype="int8", shape=(8, 8))
-    refuse_what_would_load_as_random([packed, scale, mask], location="here")
+    refuse_random_weights([packed, scale, mask], location="here")
 
 
 def test_of_an_adapter_that_is_lost_the_hint_tells_why() -> None:
@@ -157,7 +156,7 @@ def test_of_an_adapter_that_is_lost_the_hint_tells_why() -> None:
 
 @pytest.mark.parametrize("name", ["explora_A.weight", "base_layers.0.weight", "SCB", "colora.bias"])
 def test_names_that_only_resemble_adapters_are_taken(name: str) -> None:
-    refuse_what_would_load_as_random([entry(name)], location="here")
+    refuse_random_weights([entry(name)], location="here")
 
 
 @pytest.mark.parametrize(

@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 from ckptkit.core.errors import UsageError
 from ckptkit.core.object_parts import MIN_PART_BYTES, MOST_PARTS
 from ckptkit.core.threads import Throttle
-from ckptkit.plan.plan import TASK_BYTES, Literal, OutputFile, Plan, RawCopy, contiguous
+from ckptkit.plan.plan import TASK_BYTES, Literal, OutputFile, Plan, RawCopy, lay_out_file
 from ckptkit.plan.shares import (
     SHARE_BYTES,
     Share,
-    object_parts,
+    cut_object_parts,
     parse_slice,
-    shares_for,
+    split_plan,
     tasks_of,
-    tasks_within,
+    tasks_of_parts,
 )
 
 
@@ -29,7 +29,7 @@ def plan_of(sizes: list[int]) -> Plan:
     for number, size in enumerate(sizes):
         name = f"f{number}"
         body = RawCopy("source", name)
-        files.append(contiguous(name, [(0, Literal(b""), None), (size, body, None)]))
+        files.append(lay_out_file(name, [(0, Literal(b""), None), (size, body, None)]))
     return Plan(tuple(files), {})
 
 
@@ -46,7 +46,7 @@ def test_shares_in_parts_have_every_part_whole(sizes: list[int], count: int) -> 
     dealt = [list(tasks_of(plan, Share(n, count, in_parts=True))) for n in range(count)]
     assert [task for tasks in dealt for task in tasks] == list(plan.tasks())
     for number, file in enumerate(plan.files):
-        parts = object_parts(file)
+        parts = cut_object_parts(file)
         assert [part.start for part in parts] == [0, *(part.stop for part in parts)][: len(parts)]
         assert sum(part.stop - part.start for part in parts) == file.size_bytes
         assert all(part.stop - part.start >= MIN_PART_BYTES for part in parts[:-1])
@@ -63,8 +63,8 @@ def test_shares_in_parts_have_every_part_whole(sizes: list[int], count: int) -> 
 @given(st.integers(1, 9 * TASK_BYTES), st.sets(st.integers(0, 12)))
 def test_the_tasks_of_parts_are_found_again(size: int, chosen: set[int]) -> None:
     plan = plan_of([TASK_BYTES, size])
-    parts = [part for part in object_parts(plan.files[1]) if part.number in chosen]
-    tasks = list(tasks_within(plan, {"f1": parts}))
+    parts = [part for part in cut_object_parts(plan.files[1]) if part.number in chosen]
+    tasks = list(tasks_of_parts(plan, {"f1": parts}))
     covered = [(task.file, task.start, task.stop) for task in tasks]
     assert sum(stop - start for _, start, stop in covered) == sum(p.stop - p.start for p in parts)
     assert all(any(p.start <= start < p.stop for p in parts) for _, start, _ in covered)
@@ -73,7 +73,7 @@ def test_the_tasks_of_parts_are_found_again(size: int, chosen: set[int]) -> None
 
 def test_no_object_has_more_parts_than_a_store_takes() -> None:
     file = plan_of([20_000 * TASK_BYTES + 5]).files[0]
-    assert len(object_parts(file)) <= MOST_PARTS
+    assert len(cut_object_parts(file)) <= MOST_PARTS
 
 
 def test_shares_differ_by_a_task_at_most() -> None:
@@ -90,7 +90,7 @@ def test_workers_get_several_shares_each_that_are_neither_tiny_nor_huge(
     tasks: int, workers: int, count: int
 ) -> None:
     assert SHARE_BYTES == 32 * TASK_BYTES
-    shares = shares_for(plan_of([tasks * TASK_BYTES]), workers)
+    shares = split_plan(plan_of([tasks * TASK_BYTES]), workers)
     assert [share.number for share in shares] == list(range(count))
     assert {share.count for share in shares} == {count}
 

@@ -18,11 +18,11 @@ from ckptkit.core.dtypes import dtype_named
 from ckptkit.core.errors import FormatError, NotACheckpointError
 from ckptkit.core.model_configs import parse_json_object, to_json
 from ckptkit.plan.side_files import (
-    bytes_by_dtype,
     choose_side_files,
-    config_as_written,
+    drop_auto_map,
     has_auto_map,
-    without_auto_map,
+    sum_bytes_by_dtype,
+    update_config,
 )
 
 HEAD, EMBEDDING, NORM = "lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"
@@ -118,20 +118,20 @@ def test_any_bytes_are_an_object_or_refused(data: bytes) -> None:
 def test_the_dtype_of_most_bytes_is_written_under_the_key_that_is_there(
     before: dict[str, Any], after: dict[str, Any]
 ) -> None:
-    sizes = bytes_by_dtype([(F32, 10), (BF16, 8), (BF16, 8), (I64, 1_000)])
-    assert config_as_written(before, sizes, allow_code=False) == after
+    sizes = sum_bytes_by_dtype([(F32, 10), (BF16, 8), (BF16, 8), (I64, 1_000)])
+    assert update_config(before, sizes, allow_code=False) == after
 
 
 def test_a_model_of_integers_alone_leaves_the_dtype_as_it_was() -> None:
-    assert config_as_written({"dtype": "x"}, {I64: 5}, allow_code=False) == {"dtype": "x"}
+    assert update_config({"dtype": "x"}, {I64: 5}, allow_code=False) == {"dtype": "x"}
 
 
 def test_auto_map_goes_unless_code_is_allowed() -> None:
     config = {"auto_map": {"AutoModel": "modeling_x.X"}, "a": 1}
     assert has_auto_map(config)
-    assert without_auto_map(config) == {"a": 1}
-    assert "auto_map" not in config_as_written(config, {}, allow_code=False)
-    assert "auto_map" in config_as_written(config, {}, allow_code=True)
+    assert drop_auto_map(config) == {"a": 1}
+    assert "auto_map" not in update_config(config, {}, allow_code=False)
+    assert "auto_map" in update_config(config, {}, allow_code=True)
 
 
 def test_configurations_keep_their_order_and_their_letters() -> None:

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from ckptkit.core.dtypes import DType, dtype_named
 from ckptkit.core.index import Fqn, Shape
 from ckptkit.plan.ties import (
-    tie_candidates,
-    tie_conflicts,
-    tied_names_absent,
-    ties_to_drop,
-    untied_config,
+    choose_ties_to_drop,
+    find_absent_tied_names,
+    find_tie_candidates,
+    find_tie_conflicts,
+    untie_config,
 )
 
 F32, BF16 = dtype_named("float32"), dtype_named("bfloat16")
@@ -35,7 +35,7 @@ def specs(*names: str) -> dict[Fqn, tuple[DType, Shape]]:
 
 
 def pairs(config: dict[str, Any] | None, *names: str) -> dict[str, str]:
-    return {str(t): str(s) for t, s in tie_candidates(config, specs(*names)).items()}
+    return {str(t): str(s) for t, s in find_tie_candidates(config, specs(*names)).items()}
 
 
 def test_a_head_that_is_declared_tied_is_a_candidate() -> None:
@@ -85,7 +85,7 @@ def test_a_vision_model_is_tied_by_the_flag_of_its_text_config() -> None:
     }
     source = "model.language_model.embed_tokens.weight"
     assert pairs(llava, HEAD, source) == {HEAD: source}
-    assert pairs(untied_config(llava), HEAD, source) == {}
+    assert pairs(untie_config(llava), HEAD, source) == {}
 
 
 def test_a_text_config_has_the_default_of_its_own_model_type() -> None:
@@ -96,7 +96,7 @@ def test_a_text_config_has_the_default_of_its_own_model_type() -> None:
     }
     source = "model.language_model.embed_tokens.weight"
     assert pairs(llava, HEAD, source) == {HEAD: source}
-    assert untied_config(llava)["text_config"]["tie_word_embeddings"] is False
+    assert untie_config(llava)["text_config"]["tie_word_embeddings"] is False
 
 
 def test_a_nested_model_is_tied_only_as_the_type_that_the_table_knows() -> None:
@@ -144,20 +144,20 @@ def test_names_that_no_model_would_tie_again_are_kept(prefix: str) -> None:
 @pytest.mark.parametrize("other", [(BF16, (8, 4)), (F32, (9, 4)), (F32, (32,))])
 def test_an_unlike_pair_is_a_conflict_and_no_candidate(other: tuple[DType, Shape]) -> None:
     names = {Fqn(HEAD): other, Fqn(EMBEDDING): (F32, (8, 4))}
-    assert tie_candidates(LLAMA, names) == {}
-    assert tie_conflicts(LLAMA, names) == {HEAD: EMBEDDING}
+    assert find_tie_candidates(LLAMA, names) == {}
+    assert find_tie_conflicts(LLAMA, names) == {HEAD: EMBEDDING}
 
 
 def test_once_the_flag_is_set_false_every_name_has_to_be_written() -> None:
     bart = {"model_type": "bart", "architectures": ["BartForConditionalGeneration"]}
     same = {Fqn("model.encoder.embed_tokens.weight"): Fqn("model.shared.weight")}
-    assert ties_to_drop(bart, same, ()) == same
-    assert ties_to_drop(bart, same, {Fqn(HEAD)}) == {}
+    assert choose_ties_to_drop(bart, same, ()) == same
+    assert choose_ties_to_drop(bart, same, {Fqn(HEAD)}) == {}
 
 
 def test_a_model_type_that_is_always_tied_drops_the_names_that_agree() -> None:
     same = {Fqn("encoder.embed_tokens.weight"): Fqn("shared.weight")}
-    assert ties_to_drop(T5, same, {Fqn(HEAD)}) == same
+    assert choose_ties_to_drop(T5, same, {Fqn(HEAD)}) == same
 
 
 def test_untying_reaches_nested_configs_and_leaves_its_argument_alone() -> None:
@@ -168,7 +168,7 @@ def test_untying_reaches_nested_configs_and_leaves_its_argument_alone() -> None:
         "decoder": {"tie_word_embeddings": True, "tie_embedding": True},
     }
     before = deepcopy(config)
-    assert untied_config(config) == {
+    assert untie_config(config) == {
         "model_type": "gemma3",
         "tie_word_embeddings": False,
         "text_config": {
@@ -185,14 +185,14 @@ def test_untying_reaches_nested_configs_and_leaves_its_argument_alone() -> None:
 @pytest.mark.parametrize("model_type", ["t5", "switch_transformers"])
 def test_a_flag_that_changes_what_the_model_computes_is_left_alone(model_type: str) -> None:
     config = {"model_type": model_type, "tie_word_embeddings": True}
-    assert untied_config(config) == config
+    assert untie_config(config) == config
 
 
 def test_a_very_deep_config_is_no_danger() -> None:
     config: dict[str, Any] = {"tie_word_embeddings": True}
     for _ in range(5_000):
         config = {"text_config": config}
-    assert untied_config(config)["tie_word_embeddings"] is False
+    assert untie_config(config)["tie_word_embeddings"] is False
 
 
 ANY_JSON = st.recursive(
@@ -209,20 +209,20 @@ TYPES = st.sampled_from(["llava", "vibevoice", "t5", "bert", "BertForMaskedLM", 
 @given(st.dictionaries(KEYS, ANY_JSON | TYPES | TYPES.map(lambda value: [value])))
 def test_any_json_for_a_config_gives_an_answer(config: dict[str, Any]) -> None:
     names = specs(*T5_NAMES, EMBEDDING)
-    found = tie_candidates(config, names)
+    found = find_tie_candidates(config, names)
     assert found.keys() | set(found.values()) <= names.keys()
     assert not found.keys() & set(found.values()), "a source that is a target would be dropped too"
-    assert set(untied_config(config)) <= config.keys() | {"tie_word_embeddings"}
+    assert set(untie_config(config)) <= config.keys() | {"tie_word_embeddings"}
 
 
 def test_names_that_training_has_besides_are_found_for_models_with_a_head() -> None:
     embedding = Fqn("model.embed_tokens.weight")
     llama = {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True}
-    assert tied_names_absent(llama, {embedding}) == {"lm_head.weight": embedding}
-    assert tied_names_absent(llama | {"tie_word_embeddings": False}, {embedding}) == {}
-    assert tied_names_absent(llama | {"architectures": ["LlamaModel"]}, {embedding}) == {}
-    assert tied_names_absent(llama, {embedding, Fqn("lm_head.weight")}) == {}
-    assert tied_names_absent(None, {embedding}) == {}
+    assert find_absent_tied_names(llama, {embedding}) == {"lm_head.weight": embedding}
+    assert find_absent_tied_names(llama | {"tie_word_embeddings": False}, {embedding}) == {}
+    assert find_absent_tied_names(llama | {"architectures": ["LlamaModel"]}, {embedding}) == {}
+    assert find_absent_tied_names(llama, {embedding, Fqn("lm_head.weight")}) == {}
+    assert find_absent_tied_names(None, {embedding}) == {}
 
 
 @pytest.mark.parametrize(
@@ -241,4 +241,4 @@ def test_a_flag_of_another_name_decides_alone(fields: dict[str, Any], is_tied: b
         "depth_decoder.model.embed_tokens.weight",
     )
     assert pairs(config, *names) == ({names[0]: names[1]} if is_tied else {})
-    assert pairs(untied_config(config), *names) == {}
+    assert pairs(untie_config(config), *names) == {}

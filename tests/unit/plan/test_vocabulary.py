@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ckptkit.plan.vocabulary import tokens_in
+from ckptkit.plan.vocabulary import count_tokens
 
 
 @pytest.mark.parametrize(
@@ -23,4 +23,4 @@ from ckptkit.plan.vocabulary import tokens_in
 def test_the_largest_number_of_a_token_tells_the_rows(
     tokenizer: dict[str, Any], tokens: int
 ) -> None:
-    assert tokens_in(tokenizer) == tokens
+    assert count_tokens(tokenizer) == tokens

@@ -23,12 +23,12 @@ from torch.distributed.checkpoint.metadata import (
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.formats.dcp.metadata import ALLOWED, parse_metadata
 from ckptkit.formats.dcp.shortcuts import FastMachine
-from ckptkit.plan.layouts.dcp_metadata import StoredObject, StoredTensor, metadata_pickle
+from ckptkit.plan.layouts.dcp_metadata import DcpObject, DcpTensor, make_metadata
 
 BLOB_BYTES = 1 << 30  # so that places in a file need more than four bytes
 
 
-def as_torch(tensors: list[StoredTensor], objects: list[StoredObject]) -> Metadata:
+def as_torch(tensors: list[DcpTensor], objects: list[DcpObject]) -> Metadata:
     described: dict[str, Any] = {}
     stored: dict[MetadataIndex, Any] = {}
     for tensor in tensors:
@@ -44,11 +44,11 @@ def as_torch(tensors: list[StoredTensor], objects: list[StoredObject]) -> Metada
     return Metadata(described, paths_of(tensors, objects), stored, None, "1.0.0")
 
 
-def paths_of(tensors: list[StoredTensor], objects: list[StoredObject]) -> dict[str, Any]:
+def paths_of(tensors: list[DcpTensor], objects: list[DcpObject]) -> dict[str, Any]:
     return {t.key: t.path for t in tensors} | {item.key: item.path for item in objects}
 
 
-def sample(ranks: int, tensors: int = 5) -> tuple[list[StoredTensor], list[StoredObject]]:
+def sample(ranks: int, tensors: int = 5) -> tuple[list[DcpTensor], list[DcpObject]]:
     made = []
     for number in range(tensors):
         start = number * BLOB_BYTES
@@ -58,17 +58,17 @@ def sample(ranks: int, tensors: int = 5) -> tuple[list[StoredTensor], list[Store
             for r in range(ranks)
         ]
         dtype = list(BY_NAME)[number % len(BY_NAME)]
-        made.append(StoredTensor(("model", number, "weight"), dtype, shape, places))
-    made.append(StoredTensor(("step",), "float32", (), [((), (), "object.distcp", 5000, 700)]))
-    made.append(StoredTensor(("none",), "int64", (0, 4), []))
-    objects = [StoredObject(("é" * 200, i), "object.distcp", 900 * i, 900) for i in range(3)]
+        made.append(DcpTensor(("model", number, "weight"), dtype, shape, places))
+    made.append(DcpTensor(("step",), "float32", (), [((), (), "object.distcp", 5000, 700)]))
+    made.append(DcpTensor(("none",), "int64", (0, 4), []))
+    objects = [DcpObject(("é" * 200, i), "object.distcp", 900 * i, 900) for i in range(3)]
     return made, objects
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 1000, 1001, 2500])
 def test_torch_reads_the_metadata_that_it_would_have_made(tmp_path: Path, ranks: int) -> None:
     tensors, objects = sample(ranks)
-    (tmp_path / ".metadata").write_bytes(metadata_pickle(tensors, objects))
+    (tmp_path / ".metadata").write_bytes(make_metadata(tensors, objects))
     found = FileSystemReader(tmp_path).read_metadata()
     expected = as_torch(tensors, objects)
     found.storage_meta = None  # which the reader fills in
@@ -83,7 +83,7 @@ def test_torch_reads_the_metadata_that_it_would_have_made(tmp_path: Path, ranks:
 def test_few_things_are_written_right_too(tensors: int) -> None:
     made, objects = sample(2, tensors)
     for some, others in ((made[:tensors], []), (made[:tensors], objects), ([], objects[:1])):
-        data = metadata_pickle(some, others)
+        data = make_metadata(some, others)
         assert pickle.loads(data) == as_torch(some, others)  # noqa: S301, TID251
 
 
@@ -93,13 +93,13 @@ def opcodes(data: bytes) -> set[str]:
 
 def test_only_opcodes_of_the_real_pickler_are_used() -> None:
     tensors, objects = sample(40)
-    ours = opcodes(metadata_pickle(tensors, objects))
+    ours = opcodes(make_metadata(tensors, objects))
     assert ours <= opcodes(pickle.dumps(as_torch(tensors, objects), 4)) | {"LONG_BINGET"}
 
 
 def test_the_fast_parser_takes_nearly_all_of_it_in_runs() -> None:
     tensors, objects = sample(700)
-    data = metadata_pickle(tensors, objects)
+    data = make_metadata(tensors, objects)
     machine = FastMachine(data, ALLOWED, where="")
     machine.run()
     assert machine.run_skipped[-1] > 0.9 * machine.next_slot()
@@ -115,6 +115,6 @@ def test_the_fast_parser_takes_nearly_all_of_it_in_runs() -> None:
 
 def test_chunks_are_shared_by_ties() -> None:
     (first, *_), _ = sample(3)
-    tied = StoredTensor(("model", "head"), first.dtype, first.shape, first.places)
-    parsed = parse_metadata(metadata_pickle([first, tied], []), where="")
+    tied = DcpTensor(("model", "head"), first.dtype, first.shape, first.places)
+    parsed = parse_metadata(make_metadata([first, tied], []), where="")
     assert parsed.tensors["model.head"].start.tolist() == parsed.tensors[first.key].start.tolist()

@@ -35,13 +35,13 @@ def build_model(config: Mapping[str, Any], live: Collection[str]) -> Any:
     Returns:
         The model of the class that was trained.
     """
-    parsed = _parsed(_config_class(config), config)
+    parsed = _parse(_config_class(config), config)
     parsed._attn_implementation = "eager"  # noqa: SLF001  kernels of others need not be there
     named = named_class(config)
     if named is not None:
-        return _built(named, parsed)
-    models = (_built(cls, parsed) for cls in _classes_for(type(parsed)))
-    return _closest(models, live, str(config.get("model_type")))
+        return _build(named, parsed)
+    models = (_build(cls, parsed) for cls in _classes_for(type(parsed)))
+    return _find_closest(models, live, str(config.get("model_type")))
 
 
 def _config_class(config: Mapping[str, Any]) -> Any:
@@ -57,7 +57,7 @@ def _config_class(config: Mapping[str, Any]) -> Any:
     return own
 
 
-def _parsed(config_class: Any, config: Mapping[str, Any]) -> Any:
+def _parse(config_class: Any, config: Mapping[str, Any]) -> Any:
     try:
         return config_class.from_dict(dict(config))
     except Exception as error:  # each class checks its fields in its own way
@@ -68,7 +68,7 @@ def _parsed(config_class: Any, config: Mapping[str, Any]) -> Any:
         ) from error
 
 
-def _closest(models: Iterator[Any], live: Collection[str], model_type: str) -> Any:
+def _find_closest(models: Iterator[Any], live: Collection[str], model_type: str) -> Any:
     """Returns the first model that has all names, or else the one that has most of them."""
     best, known = None, -1
     for model in models:
@@ -100,12 +100,12 @@ def _classes_for(config_class: type) -> Iterator[Any]:
             yield from found if isinstance(found, tuple) else (found,)
 
 
-def _built(model_class: Any, config: Any) -> Any:
+def _build(model_class: Any, config: Any) -> Any:
     with torch.device("meta"):
         return model_class(config)
 
 
-def listed_parameters(config: Mapping[str, Any], live: list[str]) -> list[dict[str, Any]]:
+def list_parameters(config: Mapping[str, Any], live: list[str]) -> list[dict[str, Any]]:
     """Returns names and shape of every parameter, tied ones once with all their names.
 
     Args:

@@ -12,21 +12,38 @@ from dataclasses import replace
 from typing import Any
 
 from ckptkit.adapters.base_identity import BaseChecks, refuse_rewritten_bases
-from ckptkit.adapters.merge.base import (
+from ckptkit.adapters.merge.base_model import (
     Alignment,
     BaseSource,
+    add_prefix,
     align,
-    base_tensors,
-    folder_of,
-    live_shapes,
-    plain_weights,
+    find_folder,
+    find_live_shapes,
+    list_modules,
+    make_base_tensors,
+    take_plain_weights,
+)
+from ckptkit.adapters.merge.base_tensors import (
+    BaseTensor,
+    MergeRules,
+    make_part_error,
+    make_product,
 )
 from ckptkit.adapters.merge.fold import NormOf, Rounding
-from ckptkit.adapters.merge.report import MergedLayer, SourceAdapter, reported, source_facts
-from ckptkit.adapters.merge.tensors import BaseTensor, MergeRules, merged_product, several_needed
-from ckptkit.adapters.merge.ties import MergedTies, TieJudge, refuse_differing_bases, ties_in_words
-from ckptkit.adapters.quantized.bases import QuantizedBase, Weights, plan_quantized
-from ckptkit.adapters.quantized.requantize import requantized
+from ckptkit.adapters.merge.merged_ties import (
+    MergedTies,
+    TieJudge,
+    describe_ties,
+    refuse_differing_bases,
+)
+from ckptkit.adapters.merge.report import (
+    MergedLayer,
+    SourceAdapter,
+    collect_source_facts,
+    report_layers,
+)
+from ckptkit.adapters.quantized.bases import ModelWeights, QuantizedBase, plan_quantized
+from ckptkit.adapters.quantized.requantize import requantize
 from ckptkit.conversion.compare_names import NOTHING, Comparison, Subject, plan_comparison
 from ckptkit.conversion.naming_program import NamingProgram
 from ckptkit.conversion.source.adapters import read_record_of_base
@@ -39,29 +56,28 @@ from ckptkit.lora.accounting import refuse_targets_without_tensors
 from ckptkit.lora.changes import (
     Change,
     MergeRequest,
-    Replaced,
+    Replacement,
+    adapt_head,
     check_used_once,
-    combine,
+    choose_norms,
+    combine_changes,
+    drop_quantization,
+    find_model_types,
+    find_vocabulary_sizes,
     has_vocabulary,
-    model_types,
-    norms_of,
-    vocabularies,
-    with_head,
-    with_vocabulary,
-    without_quantization,
+    resize_vocabulary,
 )
 from ckptkit.lora.config import Adapter
-from ckptkit.lora.generations import modules_of, with_prefix
-from ckptkit.lora.layers import table_of
-from ckptkit.lora.pairing import Base, pair
+from ckptkit.lora.layers import build_table
+from ckptkit.lora.pairing import BaseShapes, find_changes
 from ckptkit.lora.quantized import Packing
-from ckptkit.lora.tying import Pair, shared_changes, tied_pairs
+from ckptkit.lora.tying import TiedPair, find_tied_pairs, share_changes
 from ckptkit.options import Resources
 from ckptkit.plan.layouts.hf import layout_hf_weights
 from ckptkit.plan.load_report import MERGE
 from ckptkit.plan.plan import Plan, Product
-from ckptkit.plan.side_files import bytes_by_dtype, config_as_written
-from ckptkit.plan.ties import untied_config
+from ckptkit.plan.side_files import sum_bytes_by_dtype, update_config
+from ckptkit.plan.ties import untie_config
 from ckptkit.plan.vocabulary import is_head
 from ckptkit.storage.places import PathLike
 
@@ -69,7 +85,7 @@ Changes = Mapping[Fqn, Sequence[Change]]
 _MATRIX = 2
 
 
-def merged_products(
+def plan_products(
     tensors: Sequence[BaseTensor],
     changes: Changes,
     ties: MergedTies,
@@ -92,12 +108,12 @@ def merged_products(
             continue
         touched = [live for live in tensor.live if live in changes]
         if touched and len(tensor.live) > 1:
-            raise several_needed(tensor.name, changes[touched[0]][0])
+            raise make_part_error(tensor.name, changes[touched[0]][0])
         found = [*_inherited(first, changes, ties, shapes), *changes.get(first, ())]
-        yield merged_product(tensor, found, rules, shapes[first])
+        yield make_product(tensor, found, rules, shapes[first])
 
 
-def added_products(
+def plan_added_products(
     tensors: Sequence[BaseTensor],
     changes: Changes,
     ties: MergedTies,
@@ -107,7 +123,7 @@ def added_products(
 ) -> Iterator[Product]:
     """Yields what the base does not have: tied names that are no longer tied, and new heads.
 
-    Arguments and errors are those of `merged_products`; `called` has the names in the output
+    Arguments and errors are those of `plan_products`; `called` has the names in the output
     where they are others than those of the live model.
     """
     by_live = {tensor.live[0]: tensor for tensor in tensors if tensor.part is None}
@@ -115,38 +131,38 @@ def added_products(
         tensor = replace(by_live[source], name=called.get(target, target), live=(target,))
         frozen = _frozen(changes.get(source, ()))
         updates = [*frozen, *changes.get(target, ())]
-        yield merged_product(tensor, updates, rules, shapes[source])
+        yield make_product(tensor, updates, rules, shapes[source])
     held = {live for tensor in tensors for live in tensor.live}
     for name, found in changes.items():
         change = found[0]
         is_tied = name in ties.written or name in ties.dropped
-        if name not in held and not is_tied and isinstance(change, Replaced):
+        if name not in held and not is_tied and isinstance(change, Replacement):
             output = called.get(name, name)
             tensor = BaseTensor.stored(output, name, change.source.origin, change.tensor)
-            yield merged_product(tensor, (), rules, change.tensor.shape)
+            yield make_product(tensor, (), rules, change.tensor.shape)
 
 
 def _inherited(
     name: Fqn, changes: Changes, ties: MergedTies, shapes: Mapping[Fqn, Shape]
 ) -> list[Change]:
     """Returns what a name that is no longer tied has from the other: another number of rows."""
-    if any(isinstance(change, Replaced) for change in changes.get(name, ())):
+    if any(isinstance(change, Replacement) for change in changes.get(name, ())):
         return []
     others = [
         other
-        for pair in ties.untied.items()
-        for other in (pair[0] if pair[1] == name else pair[1],)
-        if name in pair
+        for tied in ties.untied.items()
+        for other in (tied[0] if tied[1] == name else tied[1],)
+        if name in tied
     ]
     frozen = [change for other in others for change in _frozen(changes.get(other, ()))]
     return [change for change in frozen[:1] if change.tensor.shape != shapes[name]]
 
 
-def _frozen(changes: Sequence[Change]) -> list[Replaced]:
-    return [change for change in changes if isinstance(change, Replaced) and change.frozen]
+def _frozen(changes: Sequence[Change]) -> list[Replacement]:
+    return [change for change in changes if isinstance(change, Replacement) and change.frozen]
 
 
-def written_ties(ties: MergedTies, tensors: Sequence[BaseTensor]) -> dict[Fqn, Fqn]:
+def name_written_ties(ties: MergedTies, tensors: Sequence[BaseTensor]) -> dict[Fqn, Fqn]:
     """Returns the tied names that are left out, as they are called in the output."""
     called = {tensor.live[0]: tensor.name for tensor in tensors if tensor.part is None}
     return {
@@ -155,7 +171,7 @@ def written_ties(ties: MergedTies, tensors: Sequence[BaseTensor]) -> dict[Fqn, F
     }
 
 
-def resized_config(
+def resize_config(
     config: Mapping[str, Any],
     changes: Changes,
     shapes: Mapping[Fqn, Shape],
@@ -178,20 +194,20 @@ def resized_config(
     for name, found in changes.items():
         if name not in shapes or not has_vocabulary(name):
             continue
-        last = [change for change in found if isinstance(change, Replaced)]
+        last = [change for change in found if isinstance(change, Replacement)]
         old = shapes[name]
         new = last[-1].tensor.shape if last else old
         if new == old:
             continue
         _refuse_other_rows(products, old[0], new[0], last[-1])
-        resized = with_vocabulary(config, old[0], new[0])
+        resized = resize_vocabulary(config, old[0], new[0])
         note = f"the vocabulary has {new[0]:,} tokens against {old[0]:,} in the base"
         said = ", and 'vocab_size' is set so" if resized != config else ""
         return resized, [note + said]
-    return _brought_up_to_date(config, products) if is_live else (dict(config), [])
+    return _update_vocabulary(config, products) if is_live else (dict(config), [])
 
 
-def _brought_up_to_date(
+def _update_vocabulary(
     config: Mapping[str, Any], products: Sequence[Product]
 ) -> tuple[dict[str, Any], list[str]]:
     """Returns a configuration with the number of tokens that a run's own weights have.
@@ -204,7 +220,7 @@ def _brought_up_to_date(
         for product in products
         if len(product.spec.shape) == _MATRIX and has_vocabulary(product.spec.name)
     }
-    said = vocabularies(config)
+    said = find_vocabulary_sizes(config)
     if len(rows) != 1 or len(said) != 1 or rows == said:
         return dict(config), []
     (new,), (old,) = rows, said
@@ -212,10 +228,12 @@ def _brought_up_to_date(
         f"the vocabulary has {new:,} tokens against {old:,} in config.json, and 'vocab_size' is"
         " set so"
     )
-    return with_vocabulary(config, old, new), [told]
+    return resize_vocabulary(config, old, new), [told]
 
 
-def _refuse_other_rows(products: Sequence[Product], old: int, new: int, change: Replaced) -> None:
+def _refuse_other_rows(
+    products: Sequence[Product], old: int, new: int, change: Replacement
+) -> None:
     for product in products:
         spec = product.spec
         if has_vocabulary(spec.name) and spec.shape[:1] == (old,):
@@ -260,7 +278,7 @@ class MergePreparation:
         self._checks = BaseChecks(stack, adapters, given, allowed=request.allow_other_base)
         refuse_rewritten_bases(adapters, given)
         first = adapters[0]
-        folder = None if given is None else folder_of(given)
+        folder = None if given is None else find_folder(given)
         self._folders = SideFolders(stack, first.found.opened, folder)
         self._side, self._code = self._folders.choose(allow_code=request.allow_code)
         self._config = self._folders.config(self._side)
@@ -272,30 +290,32 @@ class MergePreparation:
     def run(self, out: PathLike) -> tuple[PlannedOutput, list[MergedLayer]]:
         """Plans the output."""
         self._checks.check_identity()
-        modules = [module for one in self._adapters for module in modules_of(one.found.adapter)]
+        modules = [module for one in self._adapters for module in list_modules(one.found.adapter)]
         modules = list(dict.fromkeys(modules))
         alignment = align(self._base, modules, self._config, folder=self._folders.base)
         quantized = self._quantized(alignment)
         if self._given is not None:
-            given = plain_weights(self._given, alignment)
+            given = take_plain_weights(self._given, alignment)
             self._checks.compare(given, self._trained(), quantized, self._request.qlora_base)
-        tensors = base_tensors(self._base, alignment, quantized)
-        shapes = live_shapes(self._base, alignment, quantized)
+        tensors = make_base_tensors(self._base, alignment, quantized)
+        shapes = find_live_shapes(self._base, alignment, quantized)
         pairs = self._pairs(self._config, tensors)
-        shapes |= {pair.target: shapes[pair.source] for pair in pairs if not pair.is_present}
+        shapes |= {tie.target: shapes[tie.source] for tie in pairs if not tie.is_present}
         changes = self._changes(alignment, shapes, pairs)
         config = self._headed(changes)
         ties = self._ties(config, tensors, changes)
         rules = self._rules(changes)
         products = [
-            *merged_products(tensors, changes, ties, shapes, rules),
-            *added_products(tensors, changes, ties, shapes, rules, alignment.called),
+            *plan_products(tensors, changes, ties, shapes, rules),
+            *plan_added_products(tensors, changes, ties, shapes, rules, alignment.called),
         ]
-        layers = reported(self._adapters, tensors, changes, quantized, self._request, self._origins)
+        layers = report_layers(
+            self._adapters, tensors, changes, quantized, self._request, self._origins
+        )
         config = self._configured(config, products, changes, shapes, ties)
         self._notes += [*alignment.notes, *self._checks.notes(quantized)]
         comparison = self._comparison(products, config)
-        plan = self._plan(products, config, written_ties(ties, tensors))
+        plan = self._plan(products, config, name_written_ties(ties, tensors))
         prepared = self._prepared(out, plan, alignment, quantized)
         return replace(prepared, comparison=comparison), layers
 
@@ -315,10 +335,10 @@ class MergePreparation:
         trained = self._trained()
         shapes: dict[str, Shape] = {}
         for adapter in self._adapters:
-            for layer in table_of(adapter.found.adapter.tensors).layers:
+            for layer in build_table(adapter.found.adapter.tensors).layers:
                 if not (layer.is_embedding or layer.is_convolution or layer.level):
                     shapes[f"{layer.module}.weight"] = layer.shape
-        given = None if self._given is None else plain_weights(self._given, alignment)
+        given = None if self._given is None else take_plain_weights(self._given, alignment)
         record = None if given is None else self._packings()
         choice = self._request.qlora_base
         is_default = record is not None and choice != "original"
@@ -333,7 +353,7 @@ class MergePreparation:
         if record is None or given is None or not is_default or found.operands:
             return found
         where = self._adapters[0].source.where
-        return requantized(record, given, nested=nested, where=where, workers=workers)
+        return requantize(record, given, nested=nested, where=where, workers=workers)
 
     def _packings(self) -> Sequence[Packing] | None:
         """Returns how the base of extracted adapters was packed, as far as all of them agree."""
@@ -348,7 +368,7 @@ class MergePreparation:
             return None
         return found[0] or None
 
-    def _trained(self) -> Weights | None:
+    def _trained(self) -> ModelWeights | None:
         """Returns what the first adapter's checkpoint holds of its base."""
         first = self._adapters[0]
         if not first.found.base:
@@ -356,33 +376,35 @@ class MergePreparation:
         folders = first.found.folders
         config = folders.config(folders.choose(allow_code=False)[0])
         entries = {str(name): entry for name, entry in first.found.base.items()}
-        return Weights(first.origin, entries, config, first.found.opened.path)
+        return ModelWeights(first.origin, entries, config, first.found.opened.path)
 
     # --- what changes ---
 
-    def _pairs(self, config: Mapping[str, Any] | None, tensors: Sequence[BaseTensor]) -> list[Pair]:
+    def _pairs(
+        self, config: Mapping[str, Any] | None, tensors: Sequence[BaseTensor]
+    ) -> list[TiedPair]:
         specs = {t.live[0]: (t.dtype, t.shape) for t in tensors if t.part is None}
-        return tied_pairs(config, specs)
+        return find_tied_pairs(config, specs)
 
     def _changes(
-        self, alignment: Alignment, shapes: Mapping[Fqn, Shape], pairs: Sequence[Pair]
+        self, alignment: Alignment, shapes: Mapping[Fqn, Shape], pairs: Sequence[TiedPair]
     ) -> dict[Fqn, list[Change]]:
-        base = Base(shapes, model_types(self._config))
+        base = BaseShapes(shapes, find_model_types(self._config))
         found = []
         for one in self._adapters:
-            adapter = with_prefix(one.found.adapter, alignment.adapter_prefix)
-            changes = pair(adapter, base, one.source, weight=one.weight)
+            adapter = add_prefix(one.found.adapter, alignment.adapter_prefix)
+            changes = find_changes(adapter, base, one.source, weight=one.weight)
             check_used_once(adapter.tensors, changes, where=one.source.where)
             if self._given is not None and adapter.tensors:  # one without any changes nothing
                 self._refuse_bare_targets(adapter, one, alignment)
             found.append(changes)
-        combined = combine(found, [one.weight for one in self._adapters])
+        combined = combine_changes(found, [one.weight for one in self._adapters])
         tying = {
             one.source.position
             for one in self._adapters
             if one.found.adapter.settings.ensure_weight_tying
         }
-        return shared_changes(combined, pairs, tying)
+        return share_changes(combined, pairs, tying)
 
     def _refuse_bare_targets(
         self, adapter: Adapter, one: SourceAdapter, alignment: Alignment
@@ -395,14 +417,14 @@ class MergePreparation:
         }
         try:
             refuse_targets_without_tensors(
-                table_of(adapter.tensors), adapter.settings, entries, is_own_record=True
+                build_table(adapter.tensors), adapter.settings, entries, is_own_record=True
             )
         except AdapterError as error:
             raise error.located(one.source.where) from error
 
     def _rules(self, changes: Mapping[Fqn, Sequence[Change]]) -> MergeRules:
         versions = [one.found.adapter.settings.peft_version for one in self._adapters]
-        norm_of, note = norms_of(versions, changes)
+        norm_of, note = choose_norms(versions, changes)
         self._notes += filter(None, [note])
         rounding = Rounding.PEFT if self._request.match_peft else Rounding.ONCE
         return MergeRules(self._request.dtype, rounding, NormOf(norm_of))
@@ -417,7 +439,7 @@ class MergePreparation:
         judge = TieJudge(self._origins, by_live)
         refuse_differing_bases(judge, changes)
         ties = judge.judge(config, self._pairs(config, tensors), changes)
-        self._notes += ties_in_words(config, ties)
+        self._notes += describe_ties(config, ties)
         return ties
 
     # --- what is written ---
@@ -431,9 +453,9 @@ class MergePreparation:
                 change.weight: change.tensor.shape
                 for found in changes.values()
                 for change in found
-                if isinstance(change, Replaced) and change.source.position == one.source.position
+                if isinstance(change, Replacement) and change.source.position == one.source.position
             }
-            config, told = with_head(config, one.found.adapter.settings.task_type, brought)
+            config, told = adapt_head(config, one.found.adapter.settings.task_type, brought)
             self._notes += told
         return config
 
@@ -451,16 +473,16 @@ class MergePreparation:
                 " load the output"
             )
             return None
-        resized, notes = resized_config(
+        resized, notes = resize_config(
             config, changes, shapes, products, is_live=self._base.is_live
         )
         self._notes += notes
-        written = bytes_by_dtype((p.spec.dtype, p.spec.size_bytes) for p in products)
+        written = sum_bytes_by_dtype((p.spec.dtype, p.spec.size_bytes) for p in products)
         allow_code = self._request.allow_code
-        made = config_as_written(resized, written, allow_code=allow_code)
+        made = update_config(resized, written, allow_code=allow_code)
         if ties.untied or ties.broken:
-            made = untied_config(made)
-        return without_quantization(made)
+            made = untie_config(made)
+        return drop_quantization(made)
 
     def _comparison(
         self, products: Sequence[Product], config: Mapping[str, Any] | None
@@ -518,6 +540,6 @@ class MergePreparation:
             estimate=estimate_plan(plan, settings, out, bytes_read=read),
             kind="model",
             options=self._request.changed(),
-            facts=source_facts(self._adapters, self._base, quantized.facts),
+            facts=collect_source_facts(self._adapters, self._base, quantized.facts),
             versions=dict(alignment.versions or {}),
         )

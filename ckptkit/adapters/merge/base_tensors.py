@@ -14,8 +14,8 @@ from ckptkit.core.errors import RefusedError
 from ckptkit.core.index import Fqn, Shape, TensorEntry
 from ckptkit.engine.kernels import CastOperand, Operand, OperandKernel, StoredOperand, recast
 from ckptkit.engine.rearranged import ComputedOperand, RearrangeKernel, StridedBox
-from ckptkit.hub_names.names import HubTensor, Window, window_of
-from ckptkit.lora.changes import Change, LowRank, Replaced, Rows, Shift
+from ckptkit.hub_names.disk_tensors import HubTensor, Window, find_window
+from ckptkit.lora.changes import BiasChange, Change, LowRankChange, Replacement, TokenRowsChange
 from ckptkit.plan.plan import Copy, Product, TensorSpec
 
 # PEFT casts adapters to this type when it loads them.
@@ -70,7 +70,7 @@ class MergeRules:
         return dtype if fixed else dtype_named(self.dtype)
 
 
-def rearranged(tensor: HubTensor, sources: Sequence[Operand]) -> Operand:
+def rearrange(tensor: HubTensor, sources: Sequence[Operand]) -> Operand:
     """Returns a tensor that is made of others, as an operand.
 
     Args:
@@ -90,7 +90,7 @@ def rearranged(tensor: HubTensor, sources: Sequence[Operand]) -> Operand:
     return ComputedOperand(kernel, spec, kernel.reads)
 
 
-def merged_product(
+def make_product(
     tensor: BaseTensor, changes: Sequence[Change], rules: MergeRules, live: Shape
 ) -> Product:
     """Says how a tensor of the merged model comes to be.
@@ -101,10 +101,10 @@ def merged_product(
         rules: How it is merged and written.
         live: The shape of that live tensor.
     """
-    updates = [change for change in changes if not isinstance(change, Replaced)]
+    updates = [change for change in changes if not isinstance(change, Replacement)]
     target = rules.target(tensor.dtype)
     for change in changes:
-        if isinstance(change, Replaced):
+        if isinstance(change, Replacement):
             tensor = _replaced(tensor, change, rules)
             live = change.tensor.shape
     spec = TensorSpec(tensor.name, target, tensor.shape)
@@ -120,7 +120,7 @@ def merged_product(
     return Product(spec, OperandKernel(operand).compute())
 
 
-def _replaced(tensor: BaseTensor, change: Replaced, rules: MergeRules) -> BaseTensor:
+def _replaced(tensor: BaseTensor, change: Replacement, rules: MergeRules) -> BaseTensor:
     """Puts the adapter's tensor in the base's place, in the base's type as PEFT loads it."""
     entry = change.tensor
     if (entry.dtype.kind == "float") != (tensor.dtype.kind == "float"):
@@ -131,11 +131,11 @@ def _replaced(tensor: BaseTensor, change: Replaced, rules: MergeRules) -> BaseTe
             hint="pass the base that was trained on with --base",
         )
     if len(tensor.live) > 1:
-        raise several_needed(tensor.name, change)
+        raise make_part_error(tensor.name, change)
     shape = entry.shape
     operand: Operand = StoredOperand(change.source.origin, entry.key, entry.dtype)
     if tensor.part is not None:
-        shape, operand = tensor.shape, rearranged(tensor.part, [operand])
+        shape, operand = tensor.shape, rearrange(tensor.part, [operand])
     is_held = rules.dtype == "keep" or rules.rounding is Rounding.PEFT
     if is_held and entry.dtype != tensor.dtype and entry.dtype.kind == "float":
         operand = CastOperand(operand, tensor.dtype)
@@ -146,32 +146,34 @@ def _update(tensor: BaseTensor, change: Change, live: Shape) -> low_rank.Update:
     origin = change.source.origin
     window = None
     if tensor.part is not None:
-        window = window_of(tensor.part, dict.fromkeys(tensor.live, live))
+        window = find_window(tensor.part, dict.fromkeys(tensor.live, live))
         if window is None or len(tensor.live) > 1:
-            raise several_needed(tensor.name, change)
-    if isinstance(change, LowRank):
+            raise make_part_error(tensor.name, change)
+    if isinstance(change, LowRankChange):
         update = _low_rank(change, live)
         return update if window is None else _cut(update, window, live, tensor, change)
     if window is not None:
-        raise several_needed(tensor.name, change)
-    if isinstance(change, Shift):
-        return low_rank.Shift(Factor.whole(origin, change.bias), change.scaling, _HELD)
-    if isinstance(change, Rows):
-        return low_rank.TokenRows(Factor.whole(origin, change.rows), change.indices)
+        raise make_part_error(tensor.name, change)
+    if isinstance(change, BiasChange):
+        return low_rank.BiasUpdate(Factor.whole(origin, change.bias), change.scaling, _HELD)
+    if isinstance(change, TokenRowsChange):
+        return low_rank.TokenRowsUpdate(Factor.whole(origin, change.rows), change.indices)
     raise AssertionError(f"{change.weight} is replaced after it was changed")
 
 
-def _low_rank(change: LowRank, shape: Shape) -> low_rank.LowRank:
+def _low_rank(change: LowRankChange, shape: Shape) -> low_rank.LowRankUpdate:
     origin = change.source.origin
     down, up = Factor.whole(origin, change.down), Factor.whole(origin, change.up)
     magnitude = None if change.magnitude is None else Factor.whole(origin, change.magnitude)
     if change.form == "embedding":
-        return low_rank.embedding(down, up, change.scaling, _HELD, magnitude=magnitude)
+        return low_rank.embedding_update(down, up, change.scaling, _HELD, magnitude=magnitude)
     if change.form in {"parameter", "experts", "experts_transposed"}:
         count = 1 if change.form == "parameter" else shape[0]
         crossed = change.form == "experts_transposed"
-        return low_rank.experts(down, up, change.scaling, _HELD, count=count, transposed=crossed)
-    return low_rank.linear(
+        return low_rank.experts_update(
+            down, up, change.scaling, _HELD, count=count, transposed=crossed
+        )
+    return low_rank.linear_update(
         down,
         up,
         change.scaling,
@@ -182,17 +184,17 @@ def _low_rank(change: LowRank, shape: Shape) -> low_rank.LowRank:
 
 
 def _cut(
-    update: low_rank.LowRank, window: Window, live: Shape, tensor: BaseTensor, change: Change
-) -> low_rank.LowRank:
+    update: low_rank.LowRankUpdate, window: Window, live: Shape, tensor: BaseTensor, change: Change
+) -> low_rank.LowRankUpdate:
     """Returns the update of a tensor that is a part of a live one."""
     box, axes = window.box, window.axes
     if box.sizes == live and axes == tuple(range(len(live))):
         return update
     if len(live) == _EXPERTS and box.sizes[0] == 1 and len(axes) == _MATRIX:
         if update.experts > 1:
-            update = low_rank.expert(update, box.offsets[0])
+            update = low_rank.select_expert(update, box.offsets[0])
     elif len(live) != _MATRIX:
-        raise several_needed(tensor.name, change)
+        raise make_part_error(tensor.name, change)
     rows, columns = (
         None if size == whole else (offset, offset + size)
         for offset, size, whole in zip(
@@ -202,11 +204,11 @@ def _cut(
     try:
         update = update.window(rows, columns)
     except ValueError as error:
-        raise several_needed(tensor.name, change) from error
+        raise make_part_error(tensor.name, change) from error
     return update.turned if axes[-_MATRIX] > axes[-1] else update
 
 
-def several_needed(name: str, change: Change) -> RefusedError:
+def make_part_error(name: str, change: Change) -> RefusedError:
     """Returns the error for a tensor on disk that cannot be merged apart from others."""
     return RefusedError(
         f"{change.weight!r} is changed, and {name!r} on disk cannot be merged with a part"

@@ -26,7 +26,7 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptkit.adapters.merge.low_rank import Factor, LowRank, expert_factors
+from ckptkit.adapters.merge.low_rank import Factor, LowRankUpdate, select_expert_factors
 from ckptkit.core.arrays import numpy_dtype
 from ckptkit.core.dtypes import BY_NAME, DType
 from ckptkit.core.errors import AdapterError
@@ -41,10 +41,10 @@ _FEW_OUT, _FEW_IN = 4, 12
 _PAIR = 2  # a product with a single row is left to another routine, with another order
 
 
-class Product:
+class FactorProduct:
     """`scaling * left @ right`, for a tensor or for each of the experts that it stacks."""
 
-    def __init__(self, update: LowRank, reading: Reading, held: DType) -> None:
+    def __init__(self, update: LowRankUpdate, reading: Reading, held: DType) -> None:
         """Reads the factors.
 
         Args:
@@ -120,7 +120,7 @@ class Product:
         """Returns the factors of one expert in the layout for which the order was measured."""
         left, right = self._update.left, self._update.right
         if self._update.experts > 1:
-            left, right = expert_factors(self._update, number)
+            left, right = select_expert_factors(self._update, number)
         return (
             number,
             np.asfortranarray(self._left.part(left, self._held)),
@@ -136,7 +136,7 @@ class _StoredRows:
         demand = Demand(factor.origin, factor.key, Span(low * factor.width, high * factor.width))
         # Who takes some of the columns has neighbours who take the others.
         shared = shared or factor.columns.count < factor.width
-        data = reading.shared(demand) if shared else reading.own(demand)
+        data = reading.read_shared(demand) if shared else reading.read(demand)
         self._data = data.reshape(-1, factor.width)
         self._first = low
 
@@ -165,7 +165,7 @@ def read_rows(factor: Factor, reading: Reading, held: DType = _FLOAT32) -> Float
     Args:
         factor: What is read.
         reading: Reads the adapter.
-        held: See `Product`.
+        held: See `FactorProduct`.
     """
     return _StoredRows(factor, reading, shared=False).part(factor, held)
 
@@ -176,7 +176,7 @@ def read_vector(factor: Factor, reading: Reading, held: DType) -> Floats:
     Args:
         factor: What is read.
         reading: Reads the adapter.
-        held: See `Product`.
+        held: See `FactorProduct`.
     """
     return read_rows(factor, reading, held).reshape(-1)
 
@@ -246,7 +246,7 @@ _LANES = 8
 _QUAD = 4
 
 
-def row_norms(matrix: Floats) -> Floats:
+def compute_row_norms(matrix: Floats) -> Floats:
     """Returns the norm of every row of a float32 matrix."""
     rows, columns = matrix.shape
     whole = columns - columns % _LANES

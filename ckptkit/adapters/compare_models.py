@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptkit.adapters.merge.base import BaseSource, open_base
+from ckptkit.adapters.merge.base_model import BaseSource, open_base, place_on_disk
 from ckptkit.conversion.names_on_disk import disk_names
 from ckptkit.conversion.source.open import OpenedCheckpoint, PathLike, open_checkpoint
 from ckptkit.conversion.source.places import is_folder
@@ -35,14 +35,14 @@ from ckptkit.core.index import Fqn, Span, TensorEntry
 from ckptkit.engine.casts import Caster, overflow_error
 from ckptkit.engine.outcome import BytesWritten, Listener
 from ckptkit.engine.reader import Origin, TensorReader
-from ckptkit.hub_names.names import HubNames
-from ckptkit.lora.generations import placed_on_disk
+from ckptkit.hub_names.disk_tensors import HubNames
 from ckptkit.options import ConsolidateRequest, matches
 from ckptkit.plan.coverage import error_of, find_problems
+from ckptkit.plan.packed_weights import PACKED_WEIGHT, looks_packed
 from ckptkit.plan.peft_names import find_adapter, own_adapters, title_of
 from ckptkit.plan.plan import SOURCE, name_order
-from ckptkit.plan.selection import PACKED_WEIGHT, looks_packed, select_model
-from ckptkit.plan.ties import tied_names_absent
+from ckptkit.plan.selection import select_model
+from ckptkit.plan.ties import find_absent_tied_names
 from ckptkit.storage.places import place_of
 
 Matrix = NDArray[np.float32]
@@ -57,7 +57,7 @@ _BLOCK_ELEMENTS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Factors:
+class LowRankFactors:
     """A product `up @ down` of low rank.
 
     Attributes:
@@ -69,7 +69,7 @@ class Factors:
     down: Matrix
 
 
-def truncated(matrix: Matrix, rank: int) -> Factors:
+def truncate_svd(matrix: Matrix, rank: int) -> LowRankFactors:
     """Finds the factors of a rank whose product is nearest to a matrix.
 
     The singular values are shared evenly between the two, as in mergekit. The same matrix has the
@@ -81,13 +81,15 @@ def truncated(matrix: Matrix, rank: int) -> Factors:
     """
     rows, columns = matrix.shape
     if rows < columns:  # the side that is projected is the longer one
-        turned = truncated(matrix.T, rank)
-        return Factors(np.ascontiguousarray(turned.down.T), np.ascontiguousarray(turned.up.T))
+        turned = truncate_svd(matrix.T, rank)
+        return LowRankFactors(
+            np.ascontiguousarray(turned.down.T), np.ascontiguousarray(turned.up.T)
+        )
     wanted = rank + _MORE
     if columns <= EXACT or 2 * wanted >= columns:
         left, values, right = np.linalg.svd(matrix, full_matrices=False)
     else:
-        basis = _range_of(matrix, wanted, rank)
+        basis = _find_range(matrix, wanted, rank)
         inner, values, right = np.linalg.svd(basis.T @ matrix, full_matrices=False)
         left = basis @ inner
     left, values, right = left[:, :rank], values[:rank], right[:rank]
@@ -95,15 +97,15 @@ def truncated(matrix: Matrix, rank: int) -> Factors:
     signs = np.sign(np.take_along_axis(right, np.abs(right).argmax(axis=1)[:, None], axis=1))
     signs[signs == 0] = 1
     root = np.sqrt(values)
-    return Factors(left * signs.T * root, right * signs * root[:, None])
+    return LowRankFactors(left * signs.T * root, right * signs * root[:, None])
 
 
-def _range_of(matrix: Matrix, wanted: int, rank: int) -> Matrix:
+def _find_range(matrix: Matrix, wanted: int, rank: int) -> Matrix:
     """Returns an orthonormal basis, [rows, wanted], of what the matrix maps most strongly to."""
     random = np.random.Generator(np.random.PCG64(_SEED))
     start = random.standard_normal((matrix.shape[1], wanted), np.float32)
     basis = np.linalg.qr(matrix @ start)[0]
-    total, before = squared_norm(matrix), 0.0
+    total, before = compute_squared_norm(matrix), 0.0
     for _ in range(_ROUNDS):
         back, triangle = np.linalg.qr(matrix.T @ basis)
         energy = float(np.sum(np.linalg.svd(triangle, compute_uv=False)[:rank] ** 2, dtype=float))
@@ -114,18 +116,18 @@ def _range_of(matrix: Matrix, wanted: int, rank: int) -> Matrix:
     return basis
 
 
-def squared_norm(matrix: NDArray[Any]) -> float:
+def compute_squared_norm(matrix: NDArray[Any]) -> float:
     return sum(float(np.vdot(wide, wide)) for wide in _wide_blocks(matrix))
 
 
-def squared_distance(matrix: Matrix, factors: Factors) -> float:
+def compute_squared_distance(matrix: Matrix, factors: LowRankFactors) -> float:
     """Returns the sum of the squares of `matrix - up @ down`, block by block."""
     rows = _rows_at_once(matrix)
     total = 0.0
     for start in range(0, matrix.shape[0], rows):
         block = slice(start, start + rows)
         missed = matrix[block] - factors.up[block] @ factors.down
-        total += squared_norm(missed)
+        total += compute_squared_norm(missed)
     return total
 
 
@@ -144,7 +146,7 @@ _AT_ONCE = 1 << 20  # elements of one tensor that are read from each side at a t
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class ComparedTensor:
     """One tensor on both sides, of the same shape."""
 
     name: Fqn
@@ -195,18 +197,18 @@ class ChangeReader:
         self._readers = TensorReader(tuned), TensorReader(base)
         self._listener = listener
 
-    def norm(self, pair: Pair) -> float:
+    def norm(self, pair: ComparedTensor) -> float:
         """Returns the Frobenius norm of what changed; only some of the tensor is in memory."""
-        return math.sqrt(sum(squared_norm(block) for _, block in self._blocks(pair)))
+        return math.sqrt(sum(compute_squared_norm(block) for _, block in self._blocks(pair)))
 
-    def matrix(self, pair: Pair) -> Matrix:
+    def matrix(self, pair: ComparedTensor) -> Matrix:
         """Returns what changed in a matrix, float32."""
         whole = np.empty(pair.tuned.elements, np.float32)
         for span, block in self._blocks(pair):
             whole[span.start : span.stop] = block
         return whole.reshape(pair.tuned.shape)
 
-    def _blocks(self, pair: Pair) -> Iterator[tuple[Span, NDArray[Any]]]:
+    def _blocks(self, pair: ComparedTensor) -> Iterator[tuple[Span, NDArray[Any]]]:
         _refuse_packed(pair)
         kinds = {pair.tuned.dtype.kind, pair.base.dtype.kind}
         # Differences of integers, which are positions and counters, are exact in float64.
@@ -215,7 +217,7 @@ class ChangeReader:
             span = Span(start, min(start + _AT_ONCE, pair.tuned.elements))
             tuned = self._read(0, pair.tuned, span)
             base = self._read(1, pair.base, span)
-            block = _difference(tuned, base, wide)
+            block = _subtract(tuned, base, wide)
             if not np.isfinite(block).all():
                 raise AdapterError(
                     "NaN or infinity was found, which has no difference to anything",
@@ -231,7 +233,7 @@ class ChangeReader:
         return np.frombuffer(buffer, numpy_dtype(entry.dtype))
 
 
-def _difference(tuned: NDArray[Any], base: NDArray[Any], wide: Any) -> NDArray[Any]:
+def _subtract(tuned: NDArray[Any], base: NDArray[Any], wide: Any) -> NDArray[Any]:
     with np.errstate(all="ignore"):  # what is not finite is looked for in the result
         if np.float64 in {tuned.dtype.type, base.dtype.type}:
             return (tuned.astype(np.float64) - base.astype(np.float64)).astype(wide)
@@ -239,7 +241,7 @@ def _difference(tuned: NDArray[Any], base: NDArray[Any], wide: Any) -> NDArray[A
         return difference
 
 
-def _refuse_packed(pair: Pair) -> None:
+def _refuse_packed(pair: ComparedTensor) -> None:
     for side, entry, other in (
         ("tuned", pair.tuned, pair.base),
         ("base", pair.base, pair.tuned),
@@ -272,13 +274,13 @@ def approximate(change: Matrix, rank: int, dtype: DType, *, where: str) -> Appro
     Returns:
         The factors, or None where nothing changed.
     """
-    norm = math.sqrt(squared_norm(change))
+    norm = math.sqrt(compute_squared_norm(change))
     if norm == 0:
         return None
-    exact = truncated(change, min(rank, *change.shape))
+    exact = truncate_svd(change, min(rank, *change.shape))
     up, down = (_cast(factor, dtype, where) for factor in (exact.up, exact.down))
-    written = Factors(up.astype(np.float32), down.astype(np.float32))
-    return Approximation(up, down, norm, math.sqrt(squared_distance(change, written)))
+    written = LowRankFactors(up.astype(np.float32), down.astype(np.float32))
+    return Approximation(up, down, norm, math.sqrt(compute_squared_distance(change, written)))
 
 
 def _cast(factor: Matrix, dtype: DType, where: str) -> NDArray[Any]:
@@ -294,7 +296,7 @@ _Tensors = dict[Fqn, TensorEntry]
 
 
 @dataclass(frozen=True, slots=True)
-class Sides:
+class ComparedModels:
     """Two checkpoints of one model.
 
     Attributes:
@@ -314,20 +316,20 @@ class Sides:
     tuned: Origin
     base: Origin
     config: Mapping[str, Any] | None
-    pairs: Sequence[Pair]
+    pairs: Sequence[ComparedTensor]
     tied: Mapping[Fqn, Fqn]
     left_out: Sequence[Fqn]
     parts: frozenset[Fqn]
     notes: tuple[str, ...]
 
 
-def open_sides(
+def open_models(
     stack: ExitStack,
     tuned: PathLike,
     base: PathLike,
     select: str | None,
     exclude: tuple[str, ...],
-) -> Sides:
+) -> ComparedModels:
     """Opens both checkpoints and pairs their tensors.
 
     Args:
@@ -343,23 +345,23 @@ def open_sides(
         _refuse_quantized(list(side.entries.values()), side.config, side.opened.path)
     config = after.config or before.config
     names = disk_names(config, None, base=place_of(base) if is_folder(base) else None)
-    after, parts = _live_names(after, names.names)
-    before, parts_before = _live_names(before, names.names)
-    last, tied = _untied_names(after, config)
-    first, _ = _untied_names(before, before.config or config)
-    pairs, left_out = _paired(
-        _with_tied_names(last, config, first),
-        _with_tied_names(first, before.config or config, last),
+    after, parts = _rename_to_live(after, names.names)
+    before, parts_before = _rename_to_live(before, names.names)
+    last, tied = _drop_tied_names(after, config)
+    first, _ = _drop_tied_names(before, before.config or config)
+    pairs, left_out = _pair_tensors(
+        _add_tied_names(last, config, first),
+        _add_tied_names(first, before.config or config, last),
         exclude,
         (after.opened.path, before.opened.path),
     )
-    return Sides(
+    return ComparedModels(
         opened=(after.opened, before.opened),
         tuned=after.origin,
         base=before.origin,
         config=config,
         pairs=pairs,
-        tied={**tied_names_absent(config, last.keys()), **tied},
+        tied={**find_absent_tied_names(config, last.keys()), **tied},
         left_out=left_out,
         parts=parts | parts_before,
         notes=names.notes,
@@ -410,7 +412,7 @@ def _refuse_quantized(
         )
 
 
-def _live_names(side: BaseSource, hub: HubNames | None) -> tuple[BaseSource, frozenset[Fqn]]:
+def _rename_to_live(side: BaseSource, hub: HubNames | None) -> tuple[BaseSource, frozenset[Fqn]]:
     """Gives a side's tensors the names that they have in memory, which adapters go by.
 
     Returns:
@@ -419,7 +421,7 @@ def _live_names(side: BaseSource, hub: HubNames | None) -> tuple[BaseSource, fro
     names = side.entries.keys()
     if hub is None or sum(n in hub.tensors for n in names) < sum(n in hub.live for n in names):
         return side, frozenset()
-    placed = placed_on_disk(names, hub)
+    placed = place_on_disk(names, hub)
     parts = frozenset(one.name for one in placed if one.part is not None)
     called = {
         one.name if one.part is not None else one.live[0]: side.entries[one.name] for one in placed
@@ -428,7 +430,7 @@ def _live_names(side: BaseSource, hub: HubNames | None) -> tuple[BaseSource, fro
     return replace(side, entries=named), parts
 
 
-def _untied_names(
+def _drop_tied_names(
     side: BaseSource, config: Mapping[str, Any] | None
 ) -> tuple[_Tensors, Mapping[Fqn, Fqn]]:
     """Returns the tensors without names that hold another one's bytes, and those names."""
@@ -438,22 +440,22 @@ def _untied_names(
     return {name: one for name, one in side.entries.items() if name not in dropped}, dropped
 
 
-def _with_tied_names(
+def _add_tied_names(
     tensors: _Tensors, config: Mapping[str, Any] | None, other: Mapping[Fqn, TensorEntry]
 ) -> _Tensors:
     """Adds tied names that only the other side has apart."""
-    absent = tied_names_absent(config, tensors.keys())
+    absent = find_absent_tied_names(config, tensors.keys())
     return tensors | {t: tensors[s] for t, s in absent.items() if t in other}
 
 
-def _paired(
+def _pair_tensors(
     tuned: _Tensors, base: _Tensors, exclude: tuple[str, ...], places: tuple[str, str]
-) -> tuple[list[Pair], list[Fqn]]:
+) -> tuple[list[ComparedTensor], list[Fqn]]:
     pairs, left_out = [], []
     for name in sorted(tuned.keys() | base.keys(), key=name_order):
-        misfit = _misfit(tuned.get(name), base.get(name), places)
+        misfit = _describe_misfit(tuned.get(name), base.get(name), places)
         if not misfit:
-            pairs.append(Pair(name, tuned[name], base[name]))
+            pairs.append(ComparedTensor(name, tuned[name], base[name]))
         elif matches(name, exclude):
             left_out.append(name)
         else:
@@ -467,7 +469,9 @@ def _paired(
     return pairs, left_out
 
 
-def _misfit(tuned: TensorEntry | None, base: TensorEntry | None, places: tuple[str, str]) -> str:
+def _describe_misfit(
+    tuned: TensorEntry | None, base: TensorEntry | None, places: tuple[str, str]
+) -> str:
     if tuned is None or base is None:
         has, lacks = places if base is None else places[::-1]
         return f"is in {has} and not in {lacks}"

@@ -8,7 +8,7 @@ and the reordering of rotary positions; nothing else can be described so, and so
 taken for it. Of a tensor that a conversion computes it is known what it is computed from.
 
 A disk tensor that is one box of one live tensor, maybe with its axes exchanged, is what a merge
-of adapters needs to know; see `window_of`. `ckptkit.conversion.names_on_disk` finds the names of
+of adapters needs to know; see `find_window`. `ckptkit.conversion.names_on_disk` finds the names of
 a model.
 
 What is said between a command and the program that asks transformers, as JSON values.
@@ -28,7 +28,7 @@ from ckptkit.core.index import Box, Fqn, Shape
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class DiskBox:
     """A box of a disk tensor whose elements lie at regular steps in one live tensor.
 
     Attributes:
@@ -73,7 +73,7 @@ class HubTensor:
     name: Fqn
     shape: Shape
     grid: Shape
-    pieces: tuple[Piece, ...]
+    pieces: tuple[DiskBox, ...]
     computed: Computation | None = None
 
     @property
@@ -122,7 +122,7 @@ class HubNames:
     unknown: tuple[Fqn, ...] = ()
 
 
-def run_of(tensor: HubTensor) -> Piece | None:
+def find_run(tensor: HubTensor) -> DiskBox | None:
     """Returns the one piece of a disk tensor whose elements follow each other in a live one."""
     if len(tensor.pieces) != 1:
         return None
@@ -132,7 +132,7 @@ def run_of(tensor: HubTensor) -> Piece | None:
     return piece if all(size == 1 or step == want for size, step, want in sized) else None
 
 
-def whole_of(tensor: HubTensor, live: Mapping[Fqn, Shape]) -> Fqn | None:
+def find_whole(tensor: HubTensor, live: Mapping[Fqn, Shape]) -> Fqn | None:
     """Returns the live tensor that a disk tensor is, element for element, if there is one.
 
     Args:
@@ -140,12 +140,12 @@ def whole_of(tensor: HubTensor, live: Mapping[Fqn, Shape]) -> Fqn | None:
         live: Shapes of the live tensors.
     """
     size = math.prod(tensor.shape)
-    piece = run_of(tensor) if size else next(iter(tensor.pieces), None)
+    piece = find_run(tensor) if size else next(iter(tensor.pieces), None)
     is_whole = piece is not None and math.prod(live[piece.source]) == size
     return piece.source if piece is not None and is_whole else None
 
 
-def window_of(tensor: HubTensor, live: Mapping[Fqn, Shape]) -> Window | None:
+def find_window(tensor: HubTensor, live: Mapping[Fqn, Shape]) -> Window | None:
     """Returns a disk tensor as a box of one live tensor.
 
     Args:
@@ -156,11 +156,11 @@ def window_of(tensor: HubTensor, live: Mapping[Fqn, Shape]) -> Window | None:
         The box and the order of its axes, or None where it is made of several live tensors, or
         where its elements stand in another order within an axis.
     """
-    found = windows_of(tensor, live)
+    found = find_windows(tensor, live)
     return found[0][1] if found is not None and len(found) == 1 else None
 
 
-def windows_of(
+def find_windows(
     tensor: HubTensor, live: Mapping[Fqn, Shape]
 ) -> tuple[tuple[Box, Window], ...] | None:
     """Returns a disk tensor as boxes of live tensors.
@@ -180,7 +180,7 @@ def windows_of(
     return windows if len(windows) == len(found) else None
 
 
-def _window(piece: Piece, shape: Shape) -> Window | None:
+def _window(piece: DiskBox, shape: Shape) -> Window | None:
     axes = _axes(piece.box.sizes, piece.steps, shape)
     if axes is None:
         return None
@@ -289,7 +289,7 @@ def _tensor_to_json(tensor: HubTensor, number: Mapping[Fqn, int]) -> list[Any]:
     return [*row, grid, [_piece_to_json(piece, number) for piece in tensor.pieces], None]
 
 
-def _piece_to_json(piece: Piece, number: Mapping[Fqn, int]) -> list[Any]:
+def _piece_to_json(piece: DiskBox, number: Mapping[Fqn, int]) -> list[Any]:
     box = piece.box
     return [number[piece.source], piece.start, piece.steps, box.offsets, box.sizes]
 
@@ -315,10 +315,10 @@ class _Reader:
 
     def _piece(
         self, source: int, start: int, steps: list[int], offsets: list[int], sizes: list[int]
-    ) -> Piece:
+    ) -> DiskBox:
         box = Box(self._shape(offsets), self._shape(sizes))
         box = self._boxes.setdefault(box, box)
-        return Piece(box, self._live[source], start, self._shape(steps))
+        return DiskBox(box, self._live[source], start, self._shape(steps))
 
     def _shape(self, numbers: list[int]) -> Shape:
         shape = tuple(numbers)

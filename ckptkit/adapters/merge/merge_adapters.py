@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
-from ckptkit.adapters.merge.base import open_base
-from ckptkit.adapters.merge.prepare import MergePreparation
+from ckptkit.adapters.merge.base_model import open_base
+from ckptkit.adapters.merge.plan_merge import MergePreparation
 from ckptkit.adapters.merge.report import MergedLayer, SourceAdapter
 from ckptkit.adapters.sources import AdapterRequest, OpenedAdapter, open_adapter
 from ckptkit.conversion.source.open import PathLike
@@ -89,17 +89,17 @@ def run_merge(
     Returns:
         What was written.
     """
-    check_apart(adapters, out, base, overwrite=overwrite)
+    check_merge_destination(adapters, out, base, overwrite=overwrite)
     resources, listener = resources or Resources(), listener or ignore
     with (
         SingleProcess(open_target(out, overwrite=overwrite), listener) as strategy,
-        prepared_merge(adapters, out, request, base=base, resources=resources) as merge,
+        prepare_merge(adapters, out, request, base=base, resources=resources) as merge,
     ):
         manifest = write_output(merge.prepared, strategy, listener)
         return MergedModel(manifest, merge.layers, merge.prepared.plan.notes)
 
 
-def choices_of(
+def list_choices(
     src: PathLike,
     first: AdapterRequest,
     names: Sequence[str | tuple[str, float]],
@@ -126,7 +126,7 @@ def choices_of(
     ]
 
 
-def check_apart(
+def check_merge_destination(
     adapters: Sequence[AdapterChoice], out: PathLike, base: PathLike | None, *, overwrite: bool
 ) -> None:
     """Refuses an output that could not be written without harm to what a merge reads."""
@@ -136,7 +136,7 @@ def check_apart(
 
 
 @contextmanager
-def prepared_merge(
+def prepare_merge(
     adapters: Sequence[AdapterChoice],
     out: PathLike,
     request: MergeRequest,
@@ -152,7 +152,7 @@ def prepared_merge(
     _check_weights(adapters)
     with ExitStack() as stack:
         opened = [
-            SourceAdapter.of(_opened(stack, choice, adapters[0]), number, choice.weight)
+            SourceAdapter.of(_open(stack, choice, adapters[0]), number, choice.weight)
             for number, choice in enumerate(adapters)
         ]
         _refuse_repeated(opened)
@@ -164,7 +164,7 @@ def prepared_merge(
         yield PlannedMerge(prepared, layers)
 
 
-def _opened(stack: ExitStack, choice: AdapterChoice, first: AdapterChoice) -> OpenedAdapter:
+def _open(stack: ExitStack, choice: AdapterChoice, first: AdapterChoice) -> OpenedAdapter:
     """Opens an adapter; options choose among several in the first one's checkpoint alone."""
     try:
         return open_adapter(stack, choice.path, choice.request)

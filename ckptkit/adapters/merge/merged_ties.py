@@ -13,20 +13,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptkit.adapters.merge.tensors import BaseTensor
+from ckptkit.adapters.merge.base_tensors import BaseTensor
 from ckptkit.conversion.source.read import same_bytes
 from ckptkit.core.errors import InputError, RefusedError
 from ckptkit.core.index import Fqn, Span, TensorEntry
 from ckptkit.core.model_configs import parse_model_config
 from ckptkit.engine.kernels import StoredOperand
 from ckptkit.engine.reader import RUN_BYTES, Origin, TensorReader
-from ckptkit.lora.changes import Change, Replaced
+from ckptkit.lora.changes import Change, Replacement
 from ckptkit.lora.config import LoraSettings
-from ckptkit.lora.dialects import plain_name
-from ckptkit.lora.names import is_input_embedding, vocabulary_of
-from ckptkit.lora.tying import Equality, Pair, equalities
+from ckptkit.lora.dialects import find_vocabulary, is_input_embedding, make_plain_name
+from ckptkit.lora.tying import Equality, TiedPair, find_equalities
 from ckptkit.plan.side_files import CONFIG, MAX_JSON_BYTES
-from ckptkit.plan.ties import ties_to_drop, untied_config
+from ckptkit.plan.ties import choose_ties_to_drop, untie_config
 from ckptkit.storage.local.source import LocalSource
 from ckptkit.storage.places import is_url
 
@@ -63,7 +62,7 @@ class TieJudge:
         self._indexes = {name: origin.index for name, origin in origins.items()}
 
     def judge(
-        self, config: Mapping[str, Any] | None, pairs: Sequence[Pair], changes: Changes
+        self, config: Mapping[str, Any] | None, pairs: Sequence[TiedPair], changes: Changes
     ) -> MergedTies:
         """Tells which ties hold after the merge.
 
@@ -86,9 +85,9 @@ class TieJudge:
             else:
                 untied[pair.target] = pair.source
         absent = {pair.target: pair.source for pair in pairs if not pair.is_present}
-        dropped = ties_to_drop(config, same, [*untied, *broken])
+        dropped = choose_ties_to_drop(config, same, [*untied, *broken])
         written = {t: s for t, s in absent.items() if t in untied}
-        if untied_config(config or {}) != config and (untied or broken):
+        if untie_config(config or {}) != config and (untied or broken):
             written = absent
         return MergedTies(
             {t: s for t, s in dropped.items() if t not in absent or t in changes},
@@ -112,7 +111,7 @@ class TieJudge:
                 return False
         return True
 
-    def _base_agrees(self, pair: Pair) -> bool:
+    def _base_agrees(self, pair: TiedPair) -> bool:
         if not pair.is_present:
             return True
         if not pair.may_agree:
@@ -127,7 +126,7 @@ class TieJudge:
         return operand.origin, self._indexes[operand.origin].tensors[operand.key]
 
     def _changed_alike(self, ours: Sequence[Change], theirs: Sequence[Change]) -> bool:
-        needed = equalities(ours, theirs)
+        needed = find_equalities(ours, theirs)
         return needed is not None and all(map(self._is_equal, needed))
 
     def _is_equal(self, equality: Equality) -> bool:
@@ -144,13 +143,13 @@ class TieJudge:
 
 
 def _is_replaced(changes: Sequence[Change]) -> bool:
-    return bool(changes) and isinstance(changes[0], Replaced)
+    return bool(changes) and isinstance(changes[0], Replacement)
 
 
 def refuse_differing_bases(judge: TieJudge, changes: Changes) -> None:
     """Refuses adapters that bring different tensors to put beneath their updates of one."""
     for name, found in changes.items():
-        frozen = [change for change in found if isinstance(change, Replaced) and change.frozen]
+        frozen = [change for change in found if isinstance(change, Replacement) and change.frozen]
         for other in frozen[1:]:
             first, second = frozen[0].tensor, other.tensor
             same = (first.dtype, first.shape) == (second.dtype, second.shape)
@@ -163,9 +162,9 @@ def refuse_differing_bases(judge: TieJudge, changes: Changes) -> None:
                 )
 
 
-def ties_in_words(config: Mapping[str, Any] | None, ties: MergedTies) -> Iterator[str]:
+def describe_ties(config: Mapping[str, Any] | None, ties: MergedTies) -> Iterator[str]:
     """Says which names are written although the configuration ties them."""
-    changed = untied_config(config or {}) != config
+    changed = untie_config(config or {}) != config
     consequence = (
         "both are written, and tie_word_embeddings is set to false"
         if changed
@@ -187,7 +186,7 @@ def ties_in_words(config: Mapping[str, Any] | None, ties: MergedTies) -> Iterato
 _MATRIX = 2
 
 
-def resized_embeddings(
+def find_resized_embeddings(
     settings: LoraSettings,
     base: Mapping[Fqn, TensorEntry],
     rest: Mapping[Fqn, TensorEntry],
@@ -209,13 +208,13 @@ def resized_embeddings(
         for name, entry in base.items()
         if name.endswith(".weight") and len(entry.shape) == _MATRIX
     }
-    ends = vocabulary_of(weights)
+    ends = find_vocabulary(weights)
     sizes = {weights[module][0] for module in ends if is_input_embedding(module)}
     if tokens is None or not sizes or tokens in sizes:
         return
     for name in rest:
         module = name.rpartition(".")[0]
-        own = plain_name(module)
+        own = make_plain_name(module)
         if own in ends and weights[own][0] in sizes:
             yield module
 

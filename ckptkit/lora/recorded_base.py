@@ -1,8 +1,8 @@
-"""Whether a base model is the one that an adapter was trained on: what is recorded, what is found.
+"""Whether a base model is the one that an adapter was trained on, by what is recorded of it.
 
-Names of models say little, since folders are renamed and copied; commits prove. So a commit that
-differs is a contradiction, and so are two repositories of the Hub; what cannot be told either way
-is a note, unless the weights themselves can be compared.
+Names of models prove little, since folders are renamed and copied; commits do. So another commit is
+a contradiction, and so is another repository of the Hub; what is neither proven nor disproven is a
+note, unless the weights themselves can be compared.
 
 Source: huggingface_hub's cache (`models--org--name/snapshots/COMMIT`); transformers, which keeps
 `_commit_hash` and `_name_or_path` in configurations of older versions.
@@ -35,12 +35,12 @@ _QUANTIZATION = "base_quantization"
 
 
 @dataclass(frozen=True, slots=True)
-class Expected:
+class RecordedBase:
     """The base that an adapter was trained on, as far as it is recorded.
 
     Attributes:
-        name: Repository or path; empty where nothing says.
-        commit: Of the repository, in full; empty where nothing says.
+        name: Repository or path; empty where it is not recorded.
+        commit: The full commit of the repository; empty where it is not recorded.
     """
 
     name: str = ""
@@ -48,13 +48,13 @@ class Expected:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """The base that was given, as far as it can be told who it is.
+class GivenBase:
+    """The base that was given, as far as it can be identified.
 
     Attributes:
-        path: Where it lies, resolved.
-        repository: `org/name` where its path tells, else empty.
-        commit: In full, where its path or its configuration tells, else empty.
+        path: Its resolved path.
+        repository: `org/name` where its path contains it, else empty.
+        commit: The full commit, where its path or its configuration contains it, else empty.
     """
 
     path: str
@@ -63,13 +63,13 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True)
-class Judgement:
-    """What comparing the two tells.
+class BaseComparison:
+    """The result of comparing a given base with the recorded one.
 
     Attributes:
-        contradictions: What proves that it is another base.
-        proofs: What proves that it is the same.
-        notes: What the user should know where nothing proves either.
+        contradictions: Proofs that it is another base.
+        proofs: Proofs that it is the same.
+        notes: Messages for the user where nothing proves either.
     """
 
     contradictions: tuple[str, ...] = ()
@@ -77,69 +77,60 @@ class Judgement:
     notes: tuple[str, ...] = ()
 
 
-def expected_of(settings: LoraSettings) -> Expected:
-    """Returns what an adapter's configuration says of its base."""
+def parse_recorded_base(settings: LoraSettings) -> RecordedBase:
+    """Returns the base that an adapter's configuration records."""
     name = settings.base_model_name_or_path or ""
     cached = _CACHED.search(name)
     commit = settings.revision or ""
     if cached is not None:  # a run that was given a path of the Hub's cache
         name, commit = f"{cached[1]}/{cached[2]}", cached[3]
-    return Expected(name, commit if _COMMIT.fullmatch(commit) else "")
+    return RecordedBase(name, commit if _COMMIT.fullmatch(commit) else "")
 
 
-def found_at(path: str, config: Mapping[str, Any] | None) -> Found:
-    """Returns what a base's path and configuration say of it.
+def identify_base(path: str, config: Mapping[str, Any] | None) -> GivenBase:
+    """Identifies a base by its path and its configuration.
 
-    Args:
-        path: Where it lies, links resolved no further than the cache's snapshot.
-        config: Its `config.json`, if there is one.
+    Links in `path` are resolved no further than the snapshot of the Hub's cache.
     """
     cached = _CACHED.search(path) or _URL.match(path)
     repository, commit = (f"{cached[1]}/{cached[2]}", cached[3] or "") if cached else ("", "")
-    told = (config or {}).get(_COMMIT_KEY)
-    if not commit and isinstance(told, str):
-        commit = told
-    return Found(path, repository, commit if _COMMIT.fullmatch(commit) else "")
+    recorded = (config or {}).get(_COMMIT_KEY)
+    if not commit and isinstance(recorded, str):
+        commit = recorded
+    return GivenBase(path, repository, commit if _COMMIT.fullmatch(commit) else "")
 
 
-def judge(expected: Expected, found: Found) -> Judgement:
+def compare_bases(expected: RecordedBase, base: GivenBase) -> BaseComparison:
     """Compares the base that was trained on with the one that is given."""
     contradictions: list[str] = []
     proofs: list[str] = []
-    if expected.commit and found.commit:
-        same = expected.commit == found.commit
-        text = f"commit {found.commit} was found against {expected.commit}"
+    if expected.commit and base.commit:
+        same = expected.commit == base.commit
+        text = f"found commit {base.commit}, expected {expected.commit}"
         (proofs if same else contradictions).append(text)
-    if found.repository and _is_repository(expected.name) and found.repository != expected.name:
-        contradictions.append(f"repository {found.repository} was found against {expected.name}")
+    is_repository = _REPOSITORY.fullmatch(expected.name) is not None
+    if base.repository and is_repository and base.repository != expected.name:
+        contradictions.append(f"found repository {base.repository}, expected {expected.name}")
     if contradictions or proofs:
-        return Judgement(tuple(contradictions), tuple(proofs))
-    return Judgement(notes=_unproven(expected, found))
+        return BaseComparison(tuple(contradictions), tuple(proofs))
+    note = _describe_doubt(expected, base)
+    return BaseComparison(notes=(note,) if note else ())
 
 
-def _unproven(expected: Expected, found: Found) -> tuple[str, ...]:
+def _describe_doubt(expected: RecordedBase, base: GivenBase) -> str:
     if not expected.name:
-        return (f"which base was trained on is not recorded; {found.path} is taken as it is",)
-    if found.repository == expected.name:
+        return f"the base that was trained on is not recorded; {base.path} is used unchecked"
+    if base.repository == expected.name:
         return (
-            (
-                f"the adapter records no commit of {expected.name}, so that nothing proves that"
-                f" {found.path} has the same weights"
-            ),
+            f"the adapter records no commit of {expected.name}, so that nothing proves that"
+            f" {base.path} has the same weights"
         )
-    wanted = expected.name.rstrip("/")
-    if wanted == found.path.rstrip("/"):
-        return ()
+    if expected.name.rstrip("/") == base.path.rstrip("/"):
+        return ""
     return (
-        (
-            f"the adapter was trained on {expected.name}, and nothing proves that {found.path} has"
-            " the same weights"
-        ),
+        f"the adapter was trained on {expected.name}, and nothing proves that {base.path} has the"
+        " same weights"
     )
-
-
-def _is_repository(name: str) -> bool:
-    return _REPOSITORY.fullmatch(name) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,10 +150,10 @@ class WeightDigest:
 
 @dataclass(frozen=True, slots=True)
 class BaseRecord:
-    """What is recorded of a base.
+    """The record of a base.
 
     Attributes:
-        digests: Of a few of its weights, by their names in the plain model.
+        digests: Digests of a few weights, by their names in the plain model.
         quantization: How it was packed; None where it was not.
     """
 

@@ -1,18 +1,26 @@
-"""What a model's tensors have to be, as far as that is known without transformers."""
+"""What a model's tensors have to be, as far as that is known without transformers.
+
+Whether a model's tensors are called otherwise on disk, told without transformers.
+
+The table knows model types. What it does not know is left as it is: Transformers loads tensors
+under their live names too.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
+from ckptkit.core.dtypes import DType
 from ckptkit.core.index import Fqn, Shape
 from ckptkit.hub_names.needed_table import CONVERTED, PREFIXED, UNCONVERTED
 from ckptkit.hub_names.outlines_table import BASE_PREFIXES, COUNTED, ROOTS
 from ckptkit.plan.load_report import LoadReport, LoadRequest, Mismatch
-from ckptkit.plan.packed_names import dense_name
-from ckptkit.plan.ties import tie_candidates, tied_names_absent
+from ckptkit.plan.packed_weights import find_dense_name
+from ckptkit.plan.ties import find_absent_tied_names, find_tie_candidates
 from ckptkit.plan.vocabulary import is_embedding
 
 # Buffers that older files hold, and that models make themselves.
@@ -40,13 +48,13 @@ def compare_with_base(request: LoadRequest, base: Shapes, model: str) -> LoadRep
     given, left_out = _as_in_base(request, base)
     wanted = base
     parts = _lacking_parts(given, left_out, base)
-    if request.is_packed or any(dense_name(name) != name for name in base):
-        given = {dense_name(name): None for name in given}
-        wanted = {dense_name(name): None for name in base}
-        left_out = {dense_name(name) for name in left_out}
+    if request.is_packed or any(find_dense_name(name) != name for name in base):
+        given = {find_dense_name(name): None for name in given}
+        wanted = {find_dense_name(name): None for name in base}
+        left_out = {find_dense_name(name) for name in left_out}
     tied = {
         *_tied(request.config, {**wanted, **given}),
-        *tied_names_absent(request.config, set(map(Fqn, given))),
+        *find_absent_tied_names(request.config, set(map(Fqn, given))),
     }
     missing = [n for n in wanted if n not in given and n not in tied and not _MADE.search(n)]
     unexpected = [
@@ -73,7 +81,7 @@ def compare_with_base(request: LoadRequest, base: Shapes, model: str) -> LoadRep
     )
 
 
-def lacking_parts(request: LoadRequest, base: Shapes, model: str) -> LoadReport:
+def compare_packed_parts(request: LoadRequest, base: Shapes, model: str) -> LoadReport:
     """Compares what belongs to packed weights alone; see `compare_with_base`."""
     given, left_out = _as_in_base(request, base)
     missing = tuple(sorted(_lacking_parts(given, left_out, base)))
@@ -85,9 +93,9 @@ def _lacking_parts(given: Shapes, left_out: Collection[str], base: Shapes) -> se
 
     A weight that is packed in the base alone, as training leaves it, lacks nothing.
     """
-    packed = {dense_name(name) for name in given if dense_name(name) != name}
+    packed = {find_dense_name(name) for name in given if find_dense_name(name) != name}
     apart = {*given, *left_out}
-    return {name for name in base if dense_name(name) in packed and name not in apart}
+    return {name for name in base if find_dense_name(name) in packed and name not in apart}
 
 
 def _as_in_base(request: LoadRequest, base: Shapes) -> tuple[Shapes, set[str]]:
@@ -111,7 +119,7 @@ def _without(name: str, prefix: str) -> str:
 
 def _tied(config: Mapping[str, Any], shapes: Shapes) -> set[str]:
     specs: dict[Fqn, Any] = {Fqn(name): (None, ()) for name in shapes}
-    return {*map(str, tie_candidates(config, specs))}
+    return {*map(str, find_tie_candidates(config, specs))}
 
 
 def _prefix(unexpected: list[str], wanted: Shapes) -> str:
@@ -197,3 +205,57 @@ def _sizes(config: Mapping[str, Any], request: LoadRequest) -> Iterator[Mismatch
 
 def _number(config: Mapping[str, Any], keys: tuple[str, ...]) -> int | None:
     return next((config[key] for key in keys if type(config.get(key)) is int), None)
+
+
+_NESTING = 4  # real configurations nest twice
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Whether names on disk have to be asked for.
+
+    Attributes:
+        kind: `ask` where they may differ, `none` where they do not, `unknown` where the table
+            cannot tell.
+        reason: Why it cannot, as a clause; empty otherwise.
+    """
+
+    kind: Literal["ask", "none", "unknown"]
+    reason: str = ""
+
+
+def determine_need(config: Mapping[str, Any] | None, *, has_base: bool) -> Need:
+    """Tells whether a model's names on disk have to be asked for.
+
+    Args:
+        config: A parsed `config.json`, or None.
+        has_base: Whether the disk names of the model that training began from are known; only
+            they can tell that a prefix is to be added or dropped.
+    """
+    if config is None:
+        return Need("unknown", "there is no config.json")
+    types = set(_model_types(config, _NESTING))
+    if types & CONVERTED or (has_base and types & PREFIXED):
+        return Need("ask")
+    root = config.get("model_type")
+    if root in UNCONVERTED or root in PREFIXED:
+        return Need("none")
+    if root is None:
+        return Need("unknown", "config.json names no model type")
+    return Need("unknown", f"the model type {root!r} of config.json is not known")
+
+
+def explain_doubt(config: Mapping[str, Any], dtypes: Iterable[DType]) -> str:
+    """Says why conversions would have to know of a quantization; empty where they need not."""
+    kinds = {dtype.kind for dtype in dtypes if dtype.itemsize == 1}
+    is_packed = "float" in kinds or ("int" in kinds and bool(config.get("quantization_config")))
+    return "the weights are packed in 8 bits or fewer" if is_packed else ""
+
+
+def _model_types(config: Mapping[str, Any], depth: int) -> Iterator[str]:
+    found = config.get("model_type")
+    if isinstance(found, str):
+        yield found
+    for value in config.values() if depth else ():
+        if isinstance(value, Mapping):
+            yield from _model_types(value, depth - 1)

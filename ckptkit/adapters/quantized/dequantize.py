@@ -71,16 +71,16 @@ def _fp4() -> Floats:
 CODES: dict[FourBitType, Floats] = {"nf4": np.array(_NF4, np.float32), "fp4": _fp4()}
 
 
-def pairs(table: Floats) -> Floats:
+def make_pairs(table: Floats) -> Floats:
     """Returns what each byte stands for, given what each code does; of shape [256, 2].
 
-    >>> pairs(CODES["nf4"])[0x70].tolist()
+    >>> make_pairs(CODES["nf4"])[0x70].tolist()
     [0.0, -1.0]
     """
     return np.stack([np.repeat(table, 16), np.tile(table, 16)], axis=1)
 
 
-_PAIRS = {name: pairs(table) for name, table in CODES.items()}
+_PAIRS = {name: make_pairs(table) for name, table in CODES.items()}
 
 
 class Scales(Protocol):
@@ -268,7 +268,9 @@ class EightBitWeight:
         return Span(span.start // self.columns, -(-span.stop // self.columns))
 
 
-def row_mismatches(codes: NDArray[np.int8], rows: Floats, scales: Floats) -> NDArray[np.int64]:
+def count_row_mismatches(
+    codes: NDArray[np.int8], rows: Floats, scales: Floats
+) -> NDArray[np.int64]:
     """Counts the elements of each row that would be packed differently.
 
     Args:
@@ -276,11 +278,11 @@ def row_mismatches(codes: NDArray[np.int8], rows: Floats, scales: Floats) -> NDA
         rows: The weight as float16 holds it, in float32, of shape [rows, columns].
         scales: The largest magnitude of each row.
     """
-    counts: NDArray[np.int64] = np.count_nonzero(codes_of_rows(rows, scales) != codes, axis=1)
+    counts: NDArray[np.int64] = np.count_nonzero(encode_rows(rows, scales) != codes, axis=1)
     return counts
 
 
-def codes_of_rows(rows: Floats, scales: Floats) -> Floats:
+def encode_rows(rows: Floats, scales: Floats) -> Floats:
     """Returns the codes that rows are packed into, as float32.
 
     Args:
@@ -297,7 +299,7 @@ def codes_of_rows(rows: Floats, scales: Floats) -> Floats:
 _SMALLEST = np.float32(1e-38)  # bitsandbytes divides by no less
 
 
-def mismatches(
+def count_mismatches(
     codes: NDArray[np.uint8],
     blocks: Floats,
     scales: Floats,
@@ -318,7 +320,7 @@ def mismatches(
         The counts, of shape [blocks].
     """
     lower, upper = _intervals(quant_type)
-    scaled = scaled_blocks(blocks, scales, elements).reshape(-1)[:elements]
+    scaled = scale_blocks(blocks, scales, elements).reshape(-1)[:elements]
     held = codes[: -(-elements // 2)]
     wrong = np.zeros(blocks.shape, np.bool_)
     flat = wrong.reshape(-1)[:elements]
@@ -328,7 +330,7 @@ def mismatches(
     return counts
 
 
-def scaled_blocks(blocks: Floats, scales: Floats, elements: int) -> Floats:
+def scale_blocks(blocks: Floats, scales: Floats, elements: int) -> Floats:
     """Returns elements between -1 and 1, rounded as the quantizer rounds them.
 
     Args:
@@ -348,11 +350,11 @@ def scaled_blocks(blocks: Floats, scales: Floats, elements: int) -> Floats:
 def _intervals(quant_type: FourBitType) -> tuple[Floats, Floats]:
     """Returns what elements of each byte's codes are larger than, and what they are no more than.
 
-    Both are of shape [256, 2], as `four_bit.pairs` makes them.
+    Both are of shape [256, 2], as `make_pairs` makes them.
     """
     table = CODES[quant_type]
     numbers = np.unique(table)
     middles = (numbers[:-1] + numbers[1:]) / np.float32(2)
     edges = np.concatenate([[-np.inf], middles, [np.inf]]).astype(np.float32)
     at = np.searchsorted(numbers, table)
-    return pairs(edges[at]), pairs(edges[at + 1])
+    return make_pairs(edges[at]), make_pairs(edges[at + 1])

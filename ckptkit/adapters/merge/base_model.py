@@ -1,15 +1,23 @@
-"""The base model of a merge: where its weights lie, and what each written tensor is made of."""
+"""The base model of a merge: where its weights lie, and what each written tensor is made of.
+
+Which PEFT wrote an adapter, where that decides what its numbers mean.
+
+How the names of a base's tensors on disk correspond to those that an adapter means.
+
+Source: transformers 5.23, `_load_pretrained_model`: the weights of a headless model load into one
+with a head, whose names have a prefix, and the other way round.
+"""
 
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckptkit.adapters.merge.tensors import BaseTensor, rearranged
-from ckptkit.adapters.quantized.bases import QuantizedBase, Weights
+from ckptkit.adapters.merge.base_tensors import BaseTensor, rearrange
+from ckptkit.adapters.quantized.bases import ModelWeights, QuantizedBase
 from ckptkit.conversion.names_on_disk import DiskNames, disk_names
 from ckptkit.conversion.source.model_folders import pretrained_index
 from ckptkit.conversion.source.open import OpenedCheckpoint, PathLike, open_checkpoint
@@ -19,22 +27,16 @@ from ckptkit.core.errors import AmbiguousSourceError, NotACheckpointError, Refus
 from ckptkit.core.index import Fqn, Shape, TensorEntry
 from ckptkit.engine.kernels import Operand, StoredOperand
 from ckptkit.engine.reader import Origin
-from ckptkit.lora.config import PEFT_PREFIX
-from ckptkit.lora.dialects import plain_entries, sort_entries
-from ckptkit.lora.generations import (
-    Placed,
-    lacking,
-    names_on_disk,
-    placed_as_live,
-    placed_as_stored,
-    placed_on_disk,
-    prefix_between,
-)
+from ckptkit.hub_names.disk_tensors import HubNames, HubTensor, find_whole
+from ckptkit.lora.config import PEFT_PREFIX, Adapter
+from ckptkit.lora.dialects import make_plain_name, rename_plainly, sort_entries
+from ckptkit.lora.layers import build_table
 from ckptkit.options import ConsolidateRequest
 from ckptkit.plan.coverage import error_of, find_problems
-from ckptkit.plan.selection import looks_packed, select_model
+from ckptkit.plan.packed_weights import looks_packed
+from ckptkit.plan.selection import select_model
 from ckptkit.plan.side_files import CONFIG
-from ckptkit.plan.ties import tied_names_absent, untied_config
+from ckptkit.plan.ties import find_absent_tied_names, untie_config
 from ckptkit.storage.overlay import OverlaySource
 from ckptkit.storage.places import open_source, place_of
 
@@ -76,7 +78,7 @@ class Alignment:
         versions: The libraries that told names.
     """
 
-    placed: Sequence[Placed]
+    placed: Sequence[PlacedTensor]
     shapes: Mapping[Fqn, Shape]
     adapter_prefix: str = ""
     called: Mapping[Fqn, Fqn] = field(default_factory=dict)
@@ -94,7 +96,7 @@ def open_base(stack: ExitStack, path: PathLike, limit_bytes: int | None) -> Base
             " or a URL such as hf://org/name",
         )
     try:
-        found = _pretrained(stack, path)
+        found = _open_pretrained(stack, path)
         if found is None:
             found = stack.enter_context(open_checkpoint(path, limit_bytes=limit_bytes))
         request = ConsolidateRequest().selecting(found.select)
@@ -109,7 +111,7 @@ def open_base(stack: ExitStack, path: PathLike, limit_bytes: int | None) -> Base
     problem = next(find_problems(found.index, entries), None)
     if problem is not None:
         raise error_of(problem, found.path)
-    plain = _plain(entries, found.path)
+    plain = _name_plainly(entries, found.path)
     folders = SideFolders(stack, found, None)
     side, _ = folders.choose(allow_code=False)
     return BaseSource(
@@ -122,7 +124,7 @@ def open_base(stack: ExitStack, path: PathLike, limit_bytes: int | None) -> Base
     )
 
 
-def _plain(entries: Sequence[TensorEntry], location: str) -> dict[Fqn, TensorEntry]:
+def _name_plainly(entries: Sequence[TensorEntry], location: str) -> dict[Fqn, TensorEntry]:
     """Returns the tensors of a base by their own names, also where PEFT has wrapped the model."""
     found = sort_entries(entries)
     if found.holds_adapter:
@@ -134,10 +136,10 @@ def _plain(entries: Sequence[TensorEntry], location: str) -> dict[Fqn, TensorEnt
         )
     if not any(name.startswith(PEFT_PREFIX) for name in found.rest):
         return {entry.name: entry for entry in entries}
-    return plain_entries(found.rest)
+    return rename_plainly(found.rest)
 
 
-def _pretrained(stack: ExitStack, path: PathLike) -> OpenedCheckpoint | None:
+def _open_pretrained(stack: ExitStack, path: PathLike) -> OpenedCheckpoint | None:
     """Opens what `from_pretrained` would load, whatever other weights lie beside it."""
     if not is_folder(path):
         return None
@@ -170,45 +172,45 @@ def align(
     names = base.entries.keys()
     if base.is_live:
         specs = {name: (entry.dtype, entry.shape) for name, entry in base.entries.items()}
-        return _live(names, disk_names(config, specs, base=folder))
-    for before_base, before_adapter in dict.fromkeys([("", ""), prefix_between(modules, names)]):
+        return _align_live(names, disk_names(config, specs, base=folder))
+    for before_base, before_adapter in dict.fromkeys([("", ""), find_prefixes(modules, names)]):
         renamed = [Fqn(before_base + name) for name in names]
-        known = [*renamed, *tied_names_absent(config, renamed)]
-        if not lacking([before_adapter + module for module in modules], known):
-            return Alignment(placed_as_stored(names, before_base), {}, before_adapter)
+        known = [*renamed, *find_absent_tied_names(config, renamed)]
+        if not find_missing_modules([before_adapter + module for module in modules], known):
+            return Alignment(place_as_stored(names, before_base), {}, before_adapter)
     # Untied, a model has names for all that a merge may have to write.
-    untied = None if config is None else untied_config(config)
-    return _asked(names, disk_names(untied, None, base=folder))
+    untied = None if config is None else untie_config(config)
+    return _align_given(names, disk_names(untied, None, base=folder))
 
 
-def _asked(names: Collection[Fqn], found: DiskNames) -> Alignment:
+def _align_given(names: Collection[Fqn], found: DiskNames) -> Alignment:
     """Aligns a given base, which may have either kind of names, by what transformers told."""
     hub = found.names
     if hub is None:
-        return Alignment(placed_as_stored(names), {}, notes=found.notes)
+        return Alignment(place_as_stored(names), {}, notes=found.notes)
     if sum(name in hub.tensors for name in names) < sum(name in hub.live for name in names):
-        return _live(names, found)
+        return _align_live(names, found)
     return Alignment(
-        placed_on_disk(names, hub),
+        place_on_disk(names, hub),
         hub.live,
-        called=names_on_disk(hub),  # what transformers would write besides is not written here
+        called=map_to_disk_names(hub),  # what transformers would write besides is not written here
         versions={"transformers": hub.library},
     )
 
 
-def _live(names: Collection[Fqn], found: DiskNames) -> Alignment:
+def _align_live(names: Collection[Fqn], found: DiskNames) -> Alignment:
     if found.names is None:
-        return Alignment(placed_as_stored(names), {}, notes=found.notes)
+        return Alignment(place_as_stored(names), {}, notes=found.notes)
     return Alignment(
-        placed_as_live(names, found.names),
+        place_as_live(names, found.names),
         {},
-        called=names_on_disk(found.names),
+        called=map_to_disk_names(found.names),
         notes=found.notes,
         versions={"transformers": found.names.library},
     )
 
 
-def folder_of(base: BaseSource) -> str:
+def find_folder(base: BaseSource) -> str:
     """Returns the folder with a base's configuration, or else the one that it lies in itself."""
     place = place_of(base.opened.location)
     if base.home:
@@ -216,12 +218,12 @@ def folder_of(base: BaseSource) -> str:
     return place if is_folder(place) else place.beside(posixpath.dirname(place))
 
 
-def weights_as_they_are(base: BaseSource) -> Weights:
+def take_weights(base: BaseSource) -> ModelWeights:
     entries = {str(name): entry for name, entry in base.entries.items()}
-    return Weights(base.origin, entries, base.config, base.opened.path)
+    return ModelWeights(base.origin, entries, base.config, base.opened.path)
 
 
-def plain_weights(base: BaseSource, alignment: Alignment) -> Weights:
+def take_plain_weights(base: BaseSource, alignment: Alignment) -> ModelWeights:
     """Returns the base's tensors by live name, as far as they are those of the live model."""
     entries: dict[str, TensorEntry] = {}
     for placed in alignment.placed:
@@ -229,10 +231,10 @@ def plain_weights(base: BaseSource, alignment: Alignment) -> Weights:
             entries |= {name: base.entries[name] for name in placed.stored}
         elif placed.part is None:
             entries[placed.live[0]] = base.entries[placed.stored[0]]
-    return Weights(base.origin, entries, base.config, base.opened.path)
+    return ModelWeights(base.origin, entries, base.config, base.opened.path)
 
 
-def base_tensors(
+def make_base_tensors(
     base: BaseSource, alignment: Alignment, quantized: QuantizedBase
 ) -> list[BaseTensor]:
     """Returns the tensors of the base as they are written, packed ones unpacked."""
@@ -249,7 +251,7 @@ def base_tensors(
         if placed.part is not None:
             _refuse_packed_part(entry, base.opened.path)
         if placed.part is not None and not placed.is_stored_so:
-            operand, shape = rearranged(placed.part, operands), placed.part.shape
+            operand, shape = rearrange(placed.part, operands), placed.part.shape
         else:
             operand, shape = operands[0], quantized.shapes.get(first, entry.shape)
         dtype = quantized.dtypes.get(first, operand.dtype)
@@ -276,7 +278,7 @@ def _operand(base: BaseSource, stored: Fqn, live: Fqn, quantized: QuantizedBase)
     return StoredOperand(base.origin.name, entry.key, entry.dtype)
 
 
-def live_shapes(
+def find_live_shapes(
     base: BaseSource, alignment: Alignment, quantized: QuantizedBase
 ) -> dict[Fqn, Shape]:
     """Returns the shapes of the live model's tensors."""
@@ -290,3 +292,138 @@ def live_shapes(
         for name, shape in shapes.items()
         if name not in quantized.hidden or name in quantized.operands
     }
+
+
+_COMPANION = ".weight."  # bitsandbytes puts a weight's scales under the weight's own name
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedTensor:
+    """A tensor to be written, and what it is made of.
+
+    Attributes:
+        name: Its name in the output.
+        live: The tensors of the live model that it holds, or parts of.
+        stored: The base's tensors that it is read from.
+        part: How it is made of the live tensors; None where it is one of them as it is.
+        is_stored_so: Whether the base stores it as it is written, not as training holds it.
+    """
+
+    name: Fqn
+    live: tuple[Fqn, ...]
+    stored: tuple[Fqn, ...]
+    part: HubTensor | None = None
+    is_stored_so: bool = True
+
+
+def list_modules(adapter: Adapter) -> list[str]:
+    """Returns the modules of the base that an adapter changes, those aside that it brings."""
+    table = build_table(adapter.tensors)
+    saved = adapter.settings.modules_to_save
+    whole = (make_plain_name(name).rpartition(".")[0] for name in table.whole)
+    kept = (module for module in whole if not any(name in module for name in saved))
+    return list(dict.fromkeys([*(layer.module for layer in table.layers), *table.tokens, *kept]))
+
+
+def find_missing_modules(modules: Iterable[str], names: Collection[Fqn]) -> list[str]:
+    """Returns the modules of which no tensor is there."""
+    owners = {name.rpartition(".")[0] for name in names}
+    return [module for module in modules if module not in owners]
+
+
+def find_prefixes(modules: Collection[str], names: Collection[Fqn]) -> tuple[str, str]:
+    """Finds the prefix that makes an adapter's modules and a base's names agree.
+
+    Returns:
+        What to put before the base's names, and before the adapter's; both empty where they
+        agree, or where no prefix helps.
+    """
+    owners = {name.rpartition(".")[0] for name in names}
+    missing = [module for module in modules if module not in owners]
+    if not missing:
+        return "", ""
+    best = ("", "")
+    fewest = len(missing)
+    for module in missing:  # of a head, which a headless base lacks, no prefix is known
+        for before in dict.fromkeys(_prefixes(module, owners)):
+            renamed = {before[0] + owner for owner in owners}
+            lost = sum(before[1] + each not in renamed for each in modules)
+            if lost < fewest:
+                best, fewest = before, lost
+        if any(best):
+            break
+    return best
+
+
+def _prefixes(module: str, owners: Collection[str]) -> Iterator[tuple[str, str]]:
+    for owner in owners:
+        if module.endswith(f".{owner}"):
+            yield module[: -len(owner)], ""
+        if owner.endswith(f".{module}"):
+            yield "", owner[: -len(module)]
+
+
+def add_prefix(adapter: Adapter, prefix: str) -> Adapter:
+    """Returns an adapter whose modules have a prefix."""
+    if not prefix:
+        return adapter
+    tensors = {
+        Fqn(f"{PEFT_PREFIX}{prefix}{name.removeprefix(PEFT_PREFIX)}"): entry
+        for name, entry in adapter.tensors.items()
+    }
+    return Adapter(adapter.name, adapter.settings, adapter.origin, tensors)
+
+
+def place_as_stored(names: Iterable[Fqn], prefix: str = "") -> list[PlacedTensor]:
+    return [PlacedTensor(Fqn(prefix + n), (Fqn(prefix + n),), (n,)) for n in names]
+
+
+def place_on_disk(names: Collection[Fqn], hub: HubNames) -> list[PlacedTensor]:
+    """Finds the live tensors that the tensors of a model folder are, or are parts of."""
+    placed: dict[Fqn, PlacedTensor] = {}
+    for name in names:
+        tensor = hub.tensors.get(name)
+        if tensor is not None:
+            whole = _as_it_is(tensor, hub)
+            live = tensor.sources if whole is None else (whole,)
+            placed[name] = PlacedTensor(name, live, (name,), tensor if whole is None else None)
+    for name in names:
+        if name not in placed:
+            placed[name] = PlacedTensor(name, (_beside(name, placed),), (name,))
+    return list(placed.values())
+
+
+def map_to_disk_names(hub: HubNames) -> dict[Fqn, Fqn]:
+    found = ((_as_it_is(tensor, hub), name) for name, tensor in hub.tensors.items())
+    return {live: name for live, name in found if live is not None}
+
+
+def place_as_live(names: Collection[Fqn], hub: HubNames) -> list[PlacedTensor]:
+    """Makes the tensors of a model folder of those that training holds."""
+    placed: list[PlacedTensor] = []
+    used: set[Fqn] = set()
+    for tensor in hub.tensors.values():
+        if not all(source in names for source in tensor.sources):
+            continue
+        whole = _as_it_is(tensor, hub)
+        used.update(tensor.sources)
+        part = tensor if whole is None else None
+        live = tensor.sources
+        placed.append(PlacedTensor(tensor.name, live, live, part, is_stored_so=False))
+    return [*placed, *place_as_stored(name for name in names if name not in used)]
+
+
+def _as_it_is(tensor: HubTensor, hub: HubNames) -> Fqn | None:
+    whole = find_whole(tensor, hub.live)
+    return whole if whole is not None and hub.live[whole] == tensor.shape else None
+
+
+def _beside(name: Fqn, placed: Mapping[Fqn, PlacedTensor]) -> Fqn:
+    """Returns the live name of what stands beside a weight, such as its scales."""
+    module, _, rest = name.partition(_COMPANION)
+    weight = placed.get(Fqn(f"{module}.weight"))
+    if rest and weight is not None:
+        return Fqn(f"{weight.live[0]}.{rest}")
+    module, _, last = name.rpartition(".")
+    weight = placed.get(Fqn(f"{module}.weight"))
+    return name if weight is None else Fqn(f"{weight.live[0].rpartition('.')[0]}.{last}")
