@@ -29,8 +29,8 @@ from ckptkit.plan.plan import (
     Compute,
     Copy,
     Demand,
-    Kept,
     Kernel,
+    Opened,
     Preparable,
     Product,
     TensorSpec,
@@ -377,15 +377,17 @@ class Preparations:
             slot = self._slots.setdefault(out.name, _Slot(out.elements))
         with slot.lock:
             if slot.kernel is None:
-                slot.kernel = kernel.prepared(out, _Reading(read, self._shared, self.kept))
+                slot.kernel = kernel.prepare(out, _Reading(read, self._shared, self.open_once))
             return slot.kernel
 
-    def kept(self, key: Hashable, opened: Callable[[], AbstractContextManager[Kept]]) -> Kept:
+    def open_once(
+        self, key: Hashable, opened: Callable[[], AbstractContextManager[Opened]]
+    ) -> Opened:
         """Returns an opened resource; the first call opens it, and the end of all closes it."""
         with self._lock:
             if key not in self._kept:
                 self._kept[key] = self._stack.enter_context(opened())
-            resource: Kept = self._kept[key]
+            resource: Opened = self._kept[key]
             return resource
 
     def settle(self, out: TensorSpec, elements: int) -> None:
@@ -427,17 +429,19 @@ class _Shared:
 class _Reading:
     """Reads source tensors for a kernel that is prepared."""
 
-    def __init__(self, read: Read, shared: _Shared, kept: Callable[..., Any]) -> None:
+    def __init__(self, read: Read, shared: _Shared, open_once: Callable[..., Any]) -> None:
         self._read = read
         self._shared = shared
-        self._kept = kept
+        self._open_once = open_once
 
-    def own(self, demand: Demand) -> NDArray[Any]:
+    def read(self, demand: Demand) -> NDArray[Any]:
         return self._read(demand)
 
-    def shared(self, demand: Demand) -> NDArray[Any]:
+    def read_shared(self, demand: Demand) -> NDArray[Any]:
         return self._shared.get(demand, self._read)
 
-    def kept(self, key: Hashable, opened: Callable[[], AbstractContextManager[Kept]]) -> Kept:
-        resource: Kept = self._kept(key, opened)
+    def open_once(
+        self, key: Hashable, opened: Callable[[], AbstractContextManager[Opened]]
+    ) -> Opened:
+        resource: Opened = self._open_once(key, opened)
         return resource
