@@ -40,7 +40,11 @@ from ckptkit.core.errors import (
 from ckptkit.core.index import FileRef, Key, TensorEntry, TensorIndex
 from ckptkit.core.manifest import MANIFEST_NAME, Manifest
 from ckptkit.engine.outcome import Listener, OutputKept, Planned
-from ckptkit.formats.discovery import Unit, is_unit_folder, step_of
+from ckptkit.formats.discovery import (
+    CheckpointUnit,
+    is_unit_folder,
+    parse_step,
+)
 from ckptkit.options import changed_options
 from ckptkit.plan.plan import SOURCE, Compute, Copy, Plan
 from ckptkit.runs.marks import claim
@@ -249,7 +253,7 @@ def refuse_linked(src: PathLike) -> None:
 
 
 def _is_of_step(name: str) -> bool:
-    return step_of(name) is not None or is_unit_folder(name)
+    return parse_step(name) is not None or is_unit_folder(name)
 
 
 def _request_of(job: ConversionJob) -> dict[str, Any]:
@@ -337,7 +341,7 @@ def _is_removed(place: PathLike, src: str, made_of: str) -> bool:
     left = _model_at(place)
     if left is None:
         return True
-    removed, found = step_of(made_of), step_of(resolved(left))
+    removed, found = parse_step(made_of), parse_step(resolved(left))
     is_older = removed is not None and found is not None and found < removed
     return is_older and made_of != src and _model_at(place_of(place).beside(made_of)) is None
 
@@ -450,7 +454,7 @@ def _refuse_unknown(files: list[FileRef], index: TensorIndex, root: Place) -> No
         )
 
 
-def _first(folder: Folder, units: list[Unit]) -> Iterator[str]:
+def _first(folder: Folder, units: list[CheckpointUnit]) -> Iterator[str]:
     """Yields the manifest of a step that ckptkit saved, and the files that stand for a unit."""
     for unit in units:
         manifest = posixpath.join(step_folder(unit.candidate.folder), MANIFEST_NAME)
@@ -474,7 +478,7 @@ def _refuse_step_in_use(root: Place, files: tuple[FileRef, ...]) -> None:
     """Refuses a step of a run that is being pushed, or is marked at a store as being read."""
     for folder in sorted({posixpath.join(root.location, file.path) for file in files}):
         parts = folder.split("/")
-        named = [at for at, part in enumerate(parts[:-1]) if step_of(part) is not None]
+        named = [at for at, part in enumerate(parts[:-1]) if parse_step(part) is not None]
         if named:
             _refuse_used(root.beside("/".join(parts[: named[-1]])), parts[named[-1]])
             return
@@ -482,7 +486,7 @@ def _refuse_step_in_use(root: Place, files: tuple[FileRef, ...]) -> None:
 
 def _refuse_used(run: Place, name: str) -> None:
     pushes = recorded_pushes(run, None)
-    if any(push.state == "pushing" and push.step == step_of(name) for push in pushes):
+    if any(push.state == "pushing" and push.step == parse_step(name) for push in pushes):
         raise RefusedError(
             "its push has begun and is not done", where=run.location, hint="wait until it is"
         )

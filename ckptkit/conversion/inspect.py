@@ -30,8 +30,8 @@ from ckptkit.core.geometry import distinct
 from ckptkit.core.index import Fqn, Part, Problem, Shape, TensorEntry, TensorIndex
 from ckptkit.core.manifest import MANIFEST_NAME, RUN_FACTS, SIDE_FOLDER
 from ckptkit.engine.locate import Locator
-from ckptkit.formats.discovery import FileGroup, grouped
-from ckptkit.formats.zero.tags import TAG_FILES
+from ckptkit.formats.discovery import FileGroup, group_files
+from ckptkit.formats.zero.reader import TAG_FILES
 from ckptkit.plan.coverage import find_problems
 from ckptkit.plan.packed_weights import explain_random_weights
 from ckptkit.plan.side_files import MAX_JSON_BYTES, is_side_file
@@ -48,7 +48,7 @@ def ignored_files(checkpoint: OpenedCheckpoint) -> tuple[FileGroup, ...]:
     inside = [path for path in checkpoint.paths if _is_inside(path, base)]
     read = {file.path for file in checkpoint.index.files}
     left = [path for path in inside if path not in read and not _describes(path, base)]
-    return grouped(left, base=base, known=read)
+    return group_files(left, base=base, recognised=read)
 
 
 def _is_inside(path: str, folder: str) -> bool:

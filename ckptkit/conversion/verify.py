@@ -26,11 +26,12 @@ from ckptkit.core.manifest import Manifest
 from ckptkit.core.threads import usable_cores
 from ckptkit.engine.outcome import Listener, ignore
 from ckptkit.engine.reader import Origin
-from ckptkit.formats.dcp.reader import BlobRef, content_of
-from ckptkit.formats.pickle.torch_zip import data_start, open_archive
-from ckptkit.formats.pickle.zip_directory import Read
+from ckptkit.formats.dcp.reader import BlobRef, open_blob
+from ckptkit.formats.parsing import Read
+from ckptkit.formats.pickle.torch_zip import open_archive
+from ckptkit.formats.pickle.zip_directory import data_start
 from ckptkit.formats.registry import read_index, recognise
-from ckptkit.formats.torch_files.optimizer import TorchOptimizerReader
+from ckptkit.formats.torch_files import TorchOptimizerReader
 from ckptkit.plan.coverage import find_problems_by_key
 from ckptkit.plan.optimizer_states import OPTIMIZER
 from ckptkit.plan.plan import SOURCE
@@ -78,7 +79,7 @@ def check_objects(source: Source, index: TensorIndex) -> CheckedObjects:
 
 def _is_proven(source: Source, blob: BlobRef, where: str) -> bool:
     """Tells whether checksums are stored for an object, having compared them."""
-    read, size = content_of(source, blob, where=where)
+    read, size = open_blob(source, blob, where=where)
     archive = open_archive(read, size, where=where)
     sums = []
     for entry in archive.entries.values():

@@ -20,6 +20,7 @@ _SIGNED = re.compile(
 _USER = re.compile(r"(\w[\w+.-]*://)[^\s/@:'\"]*:[^\s/@'\"]+@")
 _UNITS = ("KB", "MB", "GB", "TB", "PB")
 _KILO = 1000
+_QUOTED_CHARACTERS = 200
 _ROUNDS_UP = 999.5  # from here on three digits would read 1,000
 
 
@@ -50,6 +51,12 @@ def a_kind(value: object) -> str:
         return "None"
     name = type(value).__name__
     return f"{'an' if name[0] in 'aeiouAEIO' else 'a'} {name}"
+
+
+def quote(text: str) -> str:
+    """Returns a text out of a file as messages show it: quoted, and cut off where it is long."""
+    is_short = len(text) <= _QUOTED_CHARACTERS
+    return repr(text if is_short else f"{text[:_QUOTED_CHARACTERS]}…")
 
 
 def without_url_secrets(text: str) -> str:

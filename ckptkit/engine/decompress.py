@@ -27,14 +27,14 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.index import CONTAINERS, ChunkTable, TensorEntry, TensorIndex
 from ckptkit.engine.locate import ByteSource, Located
-from ckptkit.formats.dcp.zstd import (
+from ckptkit.formats.dcp.compression import (
     HEAD_BYTES,
     TAIL_BYTES,
-    Ahead,
-    Expected,
+    ArchiveFront,
+    ExpectedTensor,
     ZstdContent,
-    look_ahead,
-    prove,
+    check_front,
+    parse_front,
 )
 
 BLOCK_BYTES = 256 << 10
@@ -112,10 +112,10 @@ class DecodedRecords:
                 return
             open_ones[0].settle()
 
-    def _expected(self, entry: TensorEntry, chunks: ChunkTable, row: int) -> Expected:
+    def _expected(self, entry: TensorEntry, chunks: ChunkTable, row: int) -> ExpectedTensor:
         path = self._index.files[self._index.records[int(chunks.record[row])].file].path
         where = f"{posixpath.join(self._source.location, path)}, tensor {entry.key!r}"
-        return Expected(entry.stored_dtype, tuple(chunks.sizes[row].tolist()), where)
+        return ExpectedTensor(entry.stored_dtype, tuple(chunks.sizes[row].tolist()), where)
 
     def content_of(self, stream: _Stream) -> ZstdContent:
         """Opens a record from its start, and closes another if too many are open."""
@@ -187,7 +187,7 @@ class _Stream:
         self,
         pool: DecodedRecords,
         number: int,
-        expected: Expected,
+        expected: ExpectedTensor,
         unproven: Callable[[], None],
     ) -> None:
         self.number = number
@@ -196,11 +196,11 @@ class _Stream:
         self._pool = pool
         self._unproven = unproven
         self._lock = threading.Lock()
-        self._ahead: Ahead | None = None
+        self._ahead: ArchiveFront | None = None
         self._decoder: _Decoder | None = None
         self._failure: InputError | None = None
 
-    def ahead(self) -> Ahead:
+    def ahead(self) -> ArchiveFront:
         with self._lock:
             return self._looked_ahead()
 
@@ -251,7 +251,7 @@ class _Stream:
         self._decoder = None
         self._pool.no_longer_live(self)
 
-    def _looked_ahead(self) -> Ahead:
+    def _looked_ahead(self) -> ArchiveFront:
         if self._ahead is None:
             self._open()
         assert self._ahead is not None  # noqa: S101  narrows the type
@@ -261,7 +261,7 @@ class _Stream:
         content = self._pool.content_of(self)
         head = content.read(HEAD_BYTES)
         if self._ahead is None:
-            self._ahead = look_ahead(head, self.expected)
+            self._ahead = parse_front(head, self.expected)
         rest = memoryview(head)[self._ahead.start :]
         self._decoder = _Decoder(content, rest)
         return self._decoder
@@ -286,7 +286,7 @@ class _Stream:
             self._prove(decoder, ahead)
         return block
 
-    def _prove(self, decoder: _Decoder, ahead: Ahead) -> None:
+    def _prove(self, decoder: _Decoder, ahead: ArchiveFront) -> None:
         """Reads what follows the data, to the end of the record, and compares the checksum."""
         if not self.is_settled:
             tail = decoder.take(TAIL_BYTES + 1)
@@ -296,7 +296,7 @@ class _Stream:
                     " tensor has",
                     where=self.expected.where,
                 )
-            payload = prove(ahead, tail, self.expected)
+            payload = check_front(ahead, tail, self.expected)
             if payload.crc32 is None:
                 self._unproven()
             elif payload.crc32 != decoder.crc:

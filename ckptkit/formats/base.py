@@ -1,4 +1,4 @@
-"""What a reader of one on-disk format offers."""
+"""The interface of a reader of one on-disk format."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Candidate:
 
     Attributes:
         format: The reader's name.
-        folder: Where it lies, relative to the source's root; empty for the root itself.
-        files: The files that make it up, relative to the source's root, sorted.
-        reason: Why it was taken for one, such as "'.metadata' beside 4 '.distcp' files".
+        folder: Its folder, relative to the source's root; empty for the root itself.
+        files: Its files, relative to the source's root, sorted.
+        reason: Why it was recognised, such as "'.metadata' beside 4 '.distcp' files".
     """
 
     format: str

@@ -1,73 +1,72 @@
-"""Which of the checkpoints under a path is meant: of steps the newest, of models the chosen.
+"""The choice among the candidates under a path: the newest step, and models without companions.
 
-Which of the candidates in one place are the model, and which only accompany it.
-
-Steps of a run that are files and not folders: `epoch=0-step=500.ckpt`, `iter_2000.pth`.
+A step of a run is a folder, or a file such as `epoch=0-step=500.ckpt` and `iter_2000.pth`. Files
+that belong to no checkpoint are grouped, so that they can be listed.
 
 Source: lightning/pytorch/callbacks/model_checkpoint.py (`format_checkpoint_name`,
 `CHECKPOINT_NAME_LAST`), mmengine/hooks/checkpoint_hook.py, fairseq/checkpoint_utils.py.
-
-Files that belong to no checkpoint, in groups that are few enough to be shown.
 """
 
 from __future__ import annotations
 
 import posixpath
 import re
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from ckptkit.core.errors import AmbiguousSourceError, CannotPlanError, NotACheckpointError
 from ckptkit.formats.base import Candidate
 from ckptkit.formats.ranks.reader import ForeignReader, RankFilesReader
 from ckptkit.formats.safetensors.hf_shards import SHARDED_FOLDER, HfShardsReader
-from ckptkit.formats.torch_files.optimizer import (
+from ckptkit.formats.torch_files import (
     TorchOptimizerReader,
+    drop_lone_optimizers,
     is_optimizer_candidate,
-    number_of,
-    with_their_models,
+    model_number,
 )
 
 _MODEL_FILE = re.compile(r"(pytorch_)?model|consolidated|adapter_model")
-# Formats that yield to a model beside them: what is only refused, and what a model was made from.
-_LESSER = {ForeignReader.name, "zero", "universal"}
-_SHARDS = HfShardsReader.name  # told of where they are compared with the model beside them
-_BESIDE = {ForeignReader.name, TorchOptimizerReader.name}  # what is no checkpoint by itself
+# Ignored next to a model: formats that are only refused, and those from which a model was made.
+_SECONDARY = {ForeignReader.name, "zero", "universal"}
+_SHARDS = HfShardsReader.name  # noted where they are compared with the model next to them
+_NO_CHECKPOINTS = {ForeignReader.name, TorchOptimizerReader.name}  # by themselves
 _OF_RANKS = RankFilesReader.name
-_COPY_OF_RANKS = "huggingface"  # where verl puts the same weights again, gathered
+_COPY_OF_RANKS = "huggingface"  # verl's folder for the same weights, gathered
 
 
 def is_certain(candidate: Candidate) -> bool:
-    """Tells whether names alone leave no doubt that a candidate is a checkpoint that we read.
+    """Returns whether names alone identify a candidate as a checkpoint that ckptkit reads.
 
-    Files that are only refused, and `.pt` files of any name, may be part of what others read.
+    Files that are only refused, and `.pt` files of any name, may be part of other formats.
     """
-    return candidate.format not in _BESIDE and (candidate.format != "torch" or _is_model(candidate))
+    return candidate.format not in _NO_CHECKPOINTS and (
+        candidate.format != "torch" or _is_model(candidate)
+    )
 
 
-def yields(candidate: Candidate) -> bool:
-    return candidate.format in _LESSER
+def _is_secondary(candidate: Candidate) -> bool:
+    return candidate.format in _SECONDARY
 
 
-def is_chosen_first(candidate: Candidate) -> bool:
-    """Tells whether a candidate is certain to be a checkpoint, and yields to no other."""
-    return is_certain(candidate) and not yields(candidate)
+def _is_primary(candidate: Candidate) -> bool:
+    return is_certain(candidate) and not _is_secondary(candidate)
 
 
-def main_file(candidate: Candidate) -> str:
+def _main_file(candidate: Candidate) -> str:
     """Returns the name of a candidate's index, or of its first file."""
     names = [posixpath.basename(path) for path in candidate.files]
     return next((name for name in names if name.endswith(".index.json")), names[0])
 
 
-def worth_reading(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Drops what accompanies a model, or is the same model in a lesser format.
+def drop_companions(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Drops the companions of a readable model.
 
-    Beside a readable model these are loose `.pt` files, formats that are not read, and the
-    `.bin` form of a model in safetensors.
+    These are single `.pt` files, formats that are not read, and the same model in another form,
+    such as the `.bin` files of a model in safetensors.
     """
     safe = {c.folder for c in candidates if c.format == "safetensors" and _is_model(c)}
-    left = [c for c in candidates if is_left_of(c, safe)]
+    leftover = [c for c in candidates if is_leftover(c, safe)]
     has_model = bool(safe) or any(
         c.format in {"dcp", _SHARDS} or (c.format == "torch" and _is_model(c)) for c in candidates
     )
@@ -76,7 +75,7 @@ def worth_reading(candidates: Sequence[Candidate]) -> list[Candidate]:
     def is_kept(candidate: Candidate) -> bool:
         if _is_copy(candidate, of_ranks):
             return False
-        if yields(candidate) or candidate in left:
+        if _is_secondary(candidate) or candidate in leftover:
             return not has_model
         if candidate.format != "torch":
             return True
@@ -91,12 +90,12 @@ def _is_copy(candidate: Candidate, of_ranks: Collection[str]) -> bool:
     return name == _COPY_OF_RANKS and above in of_ranks
 
 
-def is_left_of(candidate: Candidate, models: Collection[str]) -> bool:
-    """Tells whether a candidate is the shards that one of the models was consolidated from.
+def is_leftover(candidate: Candidate, models: Collection[str]) -> bool:
+    """Returns whether a candidate is the shards from which a model was consolidated.
 
     Args:
-        candidate: What was recognised.
-        models: Folders that hold models in safetensors.
+        candidate: The candidate.
+        models: Folders with models in safetensors.
     """
     if candidate.format != _SHARDS:
         return False
@@ -104,19 +103,20 @@ def is_left_of(candidate: Candidate, models: Collection[str]) -> bool:
     return candidate.folder in models or (name == SHARDED_FOLDER and above in models)
 
 
-def note_of_ignored(candidates: Sequence[Candidate], kept: Sequence[Candidate]) -> tuple[str, ...]:
-    """Names the files of what is left alone beside a model; nothing where all is kept."""
-    dropped = [c for c in candidates if c not in kept and c.format != _SHARDS]
-    names = [c.files[0] for c in dropped]
+def _describe_ignored(
+    candidates: Sequence[Candidate], kept: Sequence[Candidate]
+) -> tuple[str, ...]:
+    """Returns a note with the files of candidates that are not kept; empty if there are none."""
+    names = [c.files[0] for c in candidates if c not in kept and c.format != _SHARDS]
     return (f"left alone beside the model: {', '.join(names)}",) if names else ()
 
 
 def _is_model(candidate: Candidate) -> bool:
-    return _MODEL_FILE.match(main_file(candidate)) is not None
+    return _MODEL_FILE.match(_main_file(candidate)) is not None
 
 
 _WORD = r"checkpoint|ckpt|step|global_?step|iter(?:ation)?|epoch"
-_NAMED = re.compile(
+_STEP_FILE = re.compile(
     rf"(?P<kind>(?:\w+?[-_])?(?:{_WORD}))[-_=]?0*(?P<number>\d{{1,15}})", re.IGNORECASE
 )
 _LIGHTNING = re.compile(
@@ -128,25 +128,25 @@ _LAST = re.compile(r"(checkpoint_)?(last|latest)(-v\d+)?", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class StepName:
-    """What the name of a file tells: a number, and what is counted."""
+    """The step in a file's name: a number, and the word for what is counted."""
 
     kind: str
     number: int
 
 
-def step_name(path: str) -> StepName | None:
-    """Returns what the name of a file tells of its step, or None.
+def parse_step_file(path: str) -> StepName | None:
+    """Returns the step in the name of a file, or None.
 
-    >>> step_name("epoch=3-step=500.ckpt"), step_name("iter_2000.pth"), step_name("model.pt")
-    (StepName(kind='step', number=500), StepName(kind='iter', number=2000), None)
+    >>> [parse_step_file(name) for name in ("epoch=3-step=500.ckpt", "iter_2000.pth", "model.pt")]
+    [StepName(kind='step', number=500), StepName(kind='iter', number=2000), None]
     """
     stem = _stem(path)
-    match = _NAMED.fullmatch(stem) or _LIGHTNING.fullmatch(stem)
+    match = _STEP_FILE.fullmatch(stem) or _LIGHTNING.fullmatch(stem)
     return None if match is None else StepName(match["kind"].lower(), int(match["number"]))
 
 
 def is_called_last(path: str) -> bool:
-    """Tells whether a file or folder is called the last of a run, whatever its step.
+    """Returns whether a file or folder is named as the last of a run, without its step.
 
     >>> is_called_last("run/last.ckpt"), is_called_last("run/epoch=0-step=2.ckpt")
     (True, False)
@@ -159,27 +159,22 @@ def _stem(path: str) -> str:
 
 
 def files_by_step(candidates: Sequence[Candidate]) -> dict[str, tuple[Candidate, int]]:
-    """Returns the single files among candidates that are one run's steps, with their numbers.
+    """Returns the single files that are steps of one run, by path, with their numbers.
 
-    Returns:
-        By path; nothing where the names count different things, such as two models.
+    The result is empty if the names count different things, such as two models.
     """
-    found = {}
+    steps = {}
     kinds = set()
     for candidate in candidates:
-        name = step_name(candidate.files[0]) if is_single_file(candidate) else None
+        name = parse_step_file(candidate.files[0]) if is_single_file(candidate) else None
         if name is not None:
-            found[candidate.files[0]] = candidate, name.number
+            steps[candidate.files[0]] = candidate, name.number
             kinds.add((candidate.folder, name.kind))
-    return found if len(kinds) == 1 else {}
+    return steps if len(kinds) == 1 else {}
 
 
 def is_single_file(candidate: Candidate) -> bool:
     return candidate.format == "torch" and len(candidate.files) == 1
-
-
-def place_of_step(candidate: Candidate) -> str:
-    return candidate.files[0] if is_single_file(candidate) else candidate.folder
 
 
 _STEP = re.compile(
@@ -189,20 +184,20 @@ _STEP = re.compile(
 )
 _UNIT_FOLDER = re.compile(
     r"(pytorch_model_fsdp|optimizer|model|base_model)_\d+|model|actor|critic|state\.ckpt|optim(izer)?"
-    r"|pytorch_model(_\d+)?"  # the tags under which accelerate lets DeepSpeed save
+    r"|pytorch_model(_\d+)?"  # accelerate's tags for DeepSpeed
 )
 _OPTIMIZER_FOLDER = re.compile(r"optim(izer)?s?(_\d+)?")
-_HERE = "."  # how the run in the root itself is named and selected
+_HERE = "."  # the name of the run in the root itself, also for --select
 
 
 @dataclass(frozen=True, slots=True)
-class Unit:
-    """One state dict, or several, written together.
+class CheckpointUnit:
+    """One or several state dicts that were written together.
 
     Attributes:
-        label: What `--select` calls it: its folder under the step, or its main file.
-        candidate: What the reader recognised.
-        is_optimizer: Whether the folder's name says that it is the optimizer of a model.
+        label: Its name for `--select`: its folder under the step, or its main file.
+        candidate: The candidate that the reader recognised.
+        is_optimizer: Whether the folder is named as that of a model's optimizer.
     """
 
     label: str
@@ -211,29 +206,30 @@ class Unit:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """What a path stands for.
+class ResolvedSource:
+    """The checkpoint that a path stands for.
 
     Attributes:
         folder: The step's folder relative to the source's root; empty for the root.
-        units: What lies in it.
-        select: What is left to select inside the units: a state dict, or None.
+        units: The units in it.
+        select: The rest of the selection, for a state dict inside the units, or None.
         notes: What was passed over, and why.
     """
 
     folder: str
-    units: tuple[Unit, ...]
+    units: tuple[CheckpointUnit, ...]
     select: str | None = None
     notes: tuple[str, ...] = ()
 
 
-Complete = Callable[[Candidate], str]
-"""Tells what a candidate lacks, in words; empty when it is complete."""
-LeftBehind = Callable[[Sequence[str]], Collection[str]]
-StepTold = Callable[[Candidate], int | None]
-"""Returns the step that what a candidate holds tells, or None."""
-Nothing = Callable[[str], NotACheckpointError]
-"""Makes the error for a folder, relative to the root, in which nothing was recognised."""
+DescribeMissing = Callable[[Candidate], str]
+"""Says what a candidate lacks; empty if it is complete."""
+FindRolledBack = Callable[[Sequence[str]], Collection[str]]
+"""Returns those of some folders of steps from which training was rolled back."""
+ReadStep = Callable[[Candidate], int | None]
+"""Returns the step in a candidate's contents, or None."""
+MakeNotFoundError = Callable[[str], NotACheckpointError]
+"""Returns the error for a folder, relative to the root, in which nothing was recognised."""
 
 
 def is_unit_folder(name: str) -> bool:
@@ -244,10 +240,10 @@ def is_optimizer_folder(name: str) -> bool:
     return _OPTIMIZER_FOLDER.fullmatch(name) is not None
 
 
-def step_of(folder: str) -> int | None:
-    """Returns the step that a folder's name tells, or the folder above a known part of a step.
+def parse_step(folder: str) -> int | None:
+    """Returns the step in a folder's name; for the folder of a unit, in that above it.
 
-    >>> step_of("runs/a/checkpoint-500"), step_of("checkpoint-500/pytorch_model_fsdp_0")
+    >>> parse_step("runs/a/checkpoint-500"), parse_step("checkpoint-500/pytorch_model_fsdp_0")
     (500, 500)
     """
     for part in reversed(folder.replace("\\", "/").rstrip("/").split("/")):
@@ -264,172 +260,168 @@ def resolve(
     *,
     location: str,
     select: str | None,
-    lacks: Complete,
-    nothing: Nothing,
-    told: StepTold = lambda _candidate: None,
-    left_behind: LeftBehind = lambda _folders: (),
+    describe_missing: DescribeMissing,
+    not_found: MakeNotFoundError,
+    read_step: ReadStep = lambda _candidate: None,
+    find_rolled_back: FindRolledBack = lambda _folders: (),
     links: Sequence[str] = (),
-) -> Found:
-    """Decides which candidates are meant.
+) -> ResolvedSource:
+    """Decides which candidates a path stands for.
 
-    Folders, or files, named by a step are one run, of which the newest complete step is taken;
-    what is called the last of it counts by the step that it holds. Everything else that lies
-    side by side is returned together, to be told apart by `--select`.
+    Folders, or files, that are named after steps are one run, of which the newest complete step is
+    chosen; one that is named as the last counts by the step in its contents. All other candidates
+    in one folder are returned together; `--select` chooses one of them.
 
     Args:
-        candidates: What the readers recognised.
+        candidates: The candidates that the readers recognised.
         location: The path as the user typed it.
-        select: What the user selected, or None.
-        lacks: Tells whether a candidate is complete.
-        nothing: Makes the error for a folder in which there is nothing.
-        told: Returns the step that a candidate itself tells.
-        left_behind: Returns those of some folders of steps that training went back from.
+        select: The user's selection, or None.
+        describe_missing: Says what a candidate lacks.
+        not_found: Returns the error for a folder without a candidate.
+        read_step: Returns the step in a candidate's contents.
+        find_rolled_back: Returns those of some folders of steps that training went back from.
         links: Folders that are links, which were not searched.
 
     Returns:
         The candidates, and what was passed over.
     """
-    resolution = _Resolution(location, lacks, nothing, told, left_behind)
-    found = resolution.choose(with_their_models(candidates), "", select)
-    chosen = step_of(found.folder) if found.folder else None
-    newer = [link for link in links if chosen is not None and (step_of(link) or 0) > chosen]
+    resolver = _Resolver(location, describe_missing, not_found, read_step, find_rolled_back)
+    resolved = resolver.choose(drop_lone_optimizers(candidates), "", select)
+    chosen = parse_step(resolved.folder) if resolved.folder else None
+    newer = [link for link in links if chosen is not None and (parse_step(link) or 0) > chosen]
     if newer and select is None:
         raise AmbiguousSourceError(
-            f"{newer[-1]!r} is newer than {found.folder!r}, but a link, which is not followed",
+            f"{newer[-1]!r} is newer than {resolved.folder!r}, but a link, which is not followed",
             where=location,
             hint=f"give its own path: {posixpath.join(location, newer[-1])}",
         )
-    return found
+    return resolved
 
 
-class _Resolution:
-    """Walks down from the root, deciding folder by folder."""
+@dataclass(slots=True)
+class _Resolver:
+    """Descends from the root and decides folder by folder; its fields are those of `resolve`."""
 
-    def __init__(
-        self,
-        location: str,
-        lacks: Complete,
-        nothing: Nothing,
-        told: StepTold,
-        left_behind: LeftBehind,
-    ) -> None:
-        self._location = location
-        self._lacks = lacks
-        self._nothing = nothing
-        self._told = told
-        self._left_behind = left_behind
-        self._numbers: dict[str, int] = {}  # of steps that are files, or called the last
+    location: str
+    describe_missing: DescribeMissing
+    not_found: MakeNotFoundError
+    read_step: ReadStep
+    find_rolled_back: FindRolledBack
+    # The numbers of steps that are files, or named as the last.
+    numbers: dict[str, int] = field(default_factory=dict)
 
-    def choose(self, candidates: Sequence[Candidate], base: str, select: str | None) -> Found:
-        """Decides among candidates that all lie in the folder `base`, or are that file."""
+    def choose(
+        self, candidates: Sequence[Candidate], base: str, select: str | None
+    ) -> ResolvedSource:
+        """Decides among candidates that are all in the folder `base`, or are that file."""
         if [candidate.files for candidate in candidates] == [(base,)]:
             folder = posixpath.dirname(base)
-            return Found(folder, _units(candidates, folder), select)
-        steps, beside = self._by_step(candidates, base)
-        kept = worth_reading(beside)
-        units = _units(kept, base)
-        given = steps
-        if any(is_chosen_first(one) for one in kept):
-            steps = {f: c for f, c in steps.items() if any(not yields(x) for x in c)}
+            return ResolvedSource(folder, _units(candidates, folder), select)
+        all_steps, others = self._split_steps(candidates, base)
+        kept = drop_companions(others)
+        units, steps = _units(kept, base), all_steps
+        if any(map(_is_primary, kept)):
+            steps = {f: c for f, c in steps.items() if not all(map(_is_secondary, c))}
         runs = {_relative(posixpath.dirname(folder), base) for folder in steps}
         if select is not None:
-            chosen = self._selected(given, _units(beside, base), base, select)
+            chosen = self._select(all_steps, _units(others, base), base, select)
             if chosen is not None:
                 return chosen
         if len(runs) + bool(units) > 1:
-            here = [one for one in steps if posixpath.dirname(one) == base]
-            newest = max(here, key=self._number, default="")
+            here = [step for step in steps if posixpath.dirname(step) == base]
+            newest = max(here, key=self._sort_key, default="")
             labels = [*(unit.label for unit in units), *sorted(runs)]
             raise self._ambiguous(labels, select, _relative(newest, base))
         if steps:
-            return self._newest(steps, select)
+            return self._choose_newest(steps, select)
         if not units:
-            raise self._nothing(base)
-        passed = [one for folder in given.keys() - steps.keys() for one in given[folder]]
-        return Found(base, units, select, note_of_ignored([*beside, *passed], kept))
+            raise self.not_found(base)
+        passed = [c for folder in all_steps.keys() - steps.keys() for c in all_steps[folder]]
+        return ResolvedSource(base, units, select, _describe_ignored([*others, *passed], kept))
 
-    def _selected(
-        self, steps: _Steps, units: Sequence[Unit], base: str, select: str
-    ) -> Found | None:
-        """Follows a selection that names a step, a run or a unit; None when it names neither."""
+    def _select(
+        self, steps: _Steps, units: Sequence[CheckpointUnit], base: str, select: str
+    ) -> ResolvedSource | None:
+        """Follows a selection that names a step, a run or a unit; None if it names none."""
         for folder, inside in steps.items():
             rest = _rest(select, _relative(folder, base))
             if rest is not None:
                 return self.choose(inside, folder, rest or None)
         run = {f: c for f, c in steps.items() if _relative(posixpath.dirname(f), base) == select}
         if run:
-            return self._newest(run, None)
+            return self._choose_newest(run, None)
         for unit in units:
             rest = _rest(select, unit.label)
             if rest is not None:
-                return Found(base, (unit, *_optimizers_of(unit, units)), rest or None)
+                return ResolvedSource(base, (unit, *_optimizers_of(unit, units)), rest or None)
         return None
 
-    def _by_step(
+    def _split_steps(
         self, candidates: Sequence[Candidate], base: str
     ) -> tuple[_Steps, list[Candidate]]:
-        """Sorts candidates into steps, folders and files, and what lies beside them."""
-        steps, beside = _by_step(candidates, base)
-        files = files_by_step(beside)
-        numbers = {path: number for path, (_, number) in files.items()}
-        made: _Steps = {path: [candidate] for path, (candidate, _) in files.items()}
-        rest = [one for one in beside if [one] not in made.values()]
-        for one in list(rest):
-            place = place_of_step(one)
-            number = self._told(one) if (steps or made) and is_called_last(place) else None
+        """Splits candidates into steps, which are folders and files, and others."""
+        folders, others = _split_step_folders(candidates, base)
+        step_files = files_by_step(others)
+        numbers = {path: number for path, (_, number) in step_files.items()}
+        files: _Steps = {path: [candidate] for path, (candidate, _) in step_files.items()}
+        rest = [candidate for candidate in others if [candidate] not in files.values()]
+        for candidate in list(rest):
+            path = candidate.files[0] if is_single_file(candidate) else candidate.folder
+            has_steps = bool(folders or files)
+            number = self.read_step(candidate) if has_steps and is_called_last(path) else None
             if number is not None:
-                numbers[place], made[place] = number, [one]
-                rest.remove(one)
-        if any(is_chosen_first(one) for one in rest):
-            return steps, beside
-        self._numbers |= numbers
-        return steps | made, rest
+                numbers[path], files[path] = number, [candidate]
+                rest.remove(candidate)
+        if any(map(_is_primary, rest)):
+            return folders, others
+        self.numbers |= numbers
+        return folders | files, rest
 
-    def _number(self, step: str) -> tuple[int, bool, str]:
-        """Returns what steps are sorted by; of two with one number the last has no other name."""
-        number = self._numbers.get(step, step_of(step) or 0)
+    def _sort_key(self, step: str) -> tuple[int, bool, str]:
+        """Returns the sort key of a step; one that is named as the last precedes its equal."""
+        number = self.numbers.get(step, parse_step(step) or 0)
         return number, not is_called_last(step), step
 
-    def _newest(self, steps: _Steps, select: str | None) -> Found:
-        left = self._left(steps, select)
-        ordered = sorted(steps, key=lambda step: (step not in left, self._number(step)))[::-1]
+    def _choose_newest(self, steps: _Steps, select: str | None) -> ResolvedSource:
+        rolled_back = self._rolled_back(steps, select)
+        ordered = sorted(steps, key=lambda s: (s not in rolled_back, self._sort_key(s)))[::-1]
         passed: list[str] = []
         for folder in ordered:
-            found, missing = self._inside(steps[folder], folder, select)
-            # What is wrong with the only step, its reader tells better.
-            if found is not None and (not missing or len(ordered) == 1):
-                back = sorted(left - {folder}, key=self._number)
+            resolved, missing = self._resolve_step(steps[folder], folder, select)
+            # The reader's own error is more precise, so that of an only step is left to it.
+            if resolved is not None and (not missing or len(ordered) == 1):
+                back = sorted(rolled_back - {folder}, key=self._sort_key)
                 others = len(ordered) - len(passed) - 1 - len(back)
                 gone = [f"{', '.join(back)} left alone: training went back from it"] if back else []
                 older = f"{others} older step{'' if others == 1 else 's'} left alone"
-                taken = [f"{folder} was taken"] if folder in self._numbers else []
+                taken = [f"{folder} was taken"] if folder in self.numbers else []
                 notes = [*taken, *passed, *gone, *([older] if others > 0 else [])]
-                return replace(found, notes=(*notes, *found.notes))
+                return replace(resolved, notes=(*notes, *resolved.notes))
             passed.append(f"{folder} was passed over: {missing}")
         raise NotACheckpointError(
             f"none of {len(ordered)} steps is complete; {passed[0]}",
-            where=self._location,
-            hint=f"see `ckptkit inspect {posixpath.join(self._location, ordered[0])}`",
+            where=self.location,
+            hint=f"see `ckptkit inspect {posixpath.join(self.location, ordered[0])}`",
         )
 
-    def _left(self, steps: _Steps, select: str | None) -> frozenset[str]:
-        """Returns the complete steps that training went back from."""
-        if not self._left_behind(list(steps)):
+    def _rolled_back(self, steps: _Steps, select: str | None) -> frozenset[str]:
+        """Returns the complete steps from which training was rolled back."""
+        if not self.find_rolled_back(list(steps)):
             return frozenset()
-        inside = {folder: self._inside(steps[folder], folder, select) for folder in steps}
-        whole = [folder for folder, (found, lacks) in inside.items() if found and not lacks]
-        return frozenset(self._left_behind(whole))
+        inside = {folder: self._resolve_step(steps[folder], folder, select) for folder in steps}
+        complete = [f for f, (resolved, missing) in inside.items() if resolved and not missing]
+        return frozenset(self.find_rolled_back(complete))
 
-    def _inside(
+    def _resolve_step(
         self, candidates: Sequence[Candidate], folder: str, select: str | None
-    ) -> tuple[Found | None, str]:
-        """Returns what a step holds, and what it lacks."""
+    ) -> tuple[ResolvedSource | None, str]:
+        """Returns the contents of a step, and what it lacks."""
         try:
-            found = self.choose(candidates, folder, select)
+            resolved = self.choose(candidates, folder, select)
         except NotACheckpointError as error:
             return None, error.message
-        lacking = (self._lacks(unit.candidate) for unit in found.units)
-        return found, next(filter(None, lacking), "")
+        missing = (self.describe_missing(unit.candidate) for unit in resolved.units)
+        return resolved, next(filter(None, missing), "")
 
     def _ambiguous(
         self, labels: Sequence[str], select: str | None, step: str
@@ -440,26 +432,28 @@ class _Resolution:
         hint = f"choose one with --select {labels[0]}{newest}, or give its path"
         if select is None:
             text = f"holds several checkpoints: {names}"
-            return AmbiguousSourceError(text, where=self._location, hint=hint)
+            return AmbiguousSourceError(text, where=self.location, hint=hint)
         text = f"holds no {select!r}; found {names}"
-        return CannotPlanError(text, where=self._location, hint=hint)
+        return CannotPlanError(text, where=self.location, hint=hint)
 
 
 _Steps = dict[str, list[Candidate]]
 
 
-def _by_step(candidates: Sequence[Candidate], base: str) -> tuple[_Steps, list[Candidate]]:
-    """Sorts candidates into the steps below a folder, and what lies beside them."""
+def _split_step_folders(
+    candidates: Sequence[Candidate], base: str
+) -> tuple[_Steps, list[Candidate]]:
+    """Splits candidates into those of folders of steps below a folder, and others."""
     steps: _Steps = {}
-    beside: list[Candidate] = []
+    others: list[Candidate] = []
     for candidate in candidates:
         parts = [part for part in _relative(candidate.folder, base).split("/") if part != _HERE]
         at = next((i for i, part in enumerate(parts) if _STEP.fullmatch(part)), None)
         if at is None:
-            beside.append(candidate)
+            others.append(candidate)
         else:
             steps.setdefault(posixpath.join(base, *parts[: at + 1]), []).append(candidate)
-    return steps, beside
+    return steps, others
 
 
 def _relative(folder: str, base: str) -> str:
@@ -467,38 +461,38 @@ def _relative(folder: str, base: str) -> str:
 
 
 def _rest(select: str, label: str) -> str | None:
-    """Returns what a selection names inside `label`; None when it is about something else."""
+    """Returns the part of a selection after `label`; None if it does not begin with it."""
     if select == label:
         return ""
     return select[len(label) + 1 :] if select.startswith(f"{label}/") else None
 
 
-def _units(candidates: Sequence[Candidate], base: str) -> tuple[Unit, ...]:
+def _units(candidates: Sequence[Candidate], base: str) -> tuple[CheckpointUnit, ...]:
     folders = [
         candidate.folder for candidate in candidates if not is_optimizer_candidate(candidate)
     ]
     units = []
     for candidate in candidates:
         relative = _relative(candidate.folder, base)
-        is_beside = is_optimizer_candidate(candidate)
+        is_optimizer = is_optimizer_candidate(candidate)
         label = "" if relative == _HERE else relative
-        if not label or is_beside or folders.count(candidate.folder) > 1:
-            label = posixpath.join(label, main_file(candidate))
-        last = posixpath.basename(candidate.folder)
-        units.append(Unit(label, candidate, is_beside or is_optimizer_folder(last)))
+        if not label or is_optimizer or folders.count(candidate.folder) > 1:
+            label = posixpath.join(label, _main_file(candidate))
+        is_optimizer = is_optimizer or is_optimizer_folder(posixpath.basename(candidate.folder))
+        units.append(CheckpointUnit(label, candidate, is_optimizer))
     return tuple(units)
 
 
-def _optimizers_of(model: Unit, units: Sequence[Unit]) -> list[Unit]:
-    """Returns the optimizer's file that has the number of a model in the same folder, if any."""
-    number = number_of(main_file(model.candidate))
+def _optimizers_of(model: CheckpointUnit, units: Sequence[CheckpointUnit]) -> list[CheckpointUnit]:
+    """Returns the optimizer's file in the folder of a model and with its number, if any."""
+    number = model_number(_main_file(model.candidate))
     return [
         unit
         for unit in units
         if is_optimizer_candidate(unit.candidate)
         and unit is not model
         and unit.candidate.folder == model.candidate.folder
-        and number_of(unit.candidate.files[0]) == number
+        and model_number(unit.candidate.files[0]) == number
     ]
 
 
@@ -508,12 +502,12 @@ _MOST_GROUPS = 24
 
 @dataclass(frozen=True, slots=True, order=True)
 class FileGroup:
-    """Files with alike names in one folder, or all that lie below a folder.
+    """Files of one folder whose names differ in numbers, or all files below a folder.
 
     Attributes:
         name: The path, with `*` for numbers that differ; that of a folder ends with `/`. Empty
             for the rest, where there are too many groups.
-        files: How many there are.
+        files: The number of files.
     """
 
     name: str
@@ -525,41 +519,41 @@ class FileGroup:
         return self.name if self.files == 1 else f"{self.name} ({self.files:,})"
 
 
-def grouped(
-    paths: Sequence[str], *, base: str = "", known: Collection[str] = ()
+def group_files(
+    paths: Sequence[str], *, base: str = "", recognised: Collection[str] = ()
 ) -> tuple[FileGroup, ...]:
-    """Groups files.
+    """Groups files for a list of them.
 
     Args:
-        paths: Those to be shown, all of them below `base`.
+        paths: The files, all of them below `base`.
         base: A folder; names are relative to it.
-        known: Paths of files that are accounted for. What lies beside one of them is shown file
-            by file; a folder in which there is none is shown as one.
+        recognised: Files of checkpoints. The files in the folder of one are listed one by one; a
+            folder without any is listed as one.
 
     Returns:
-        The groups, sorted by name; the last one stands for the rest where there are too many.
+        The groups, sorted by name; the last one stands for the rest if there are too many.
     """
-    opened = {base, *_above(base), *(folder for path in known for folder in _above(path))}
-    groups: dict[str, list[str]] = {}
+    opened = {base, *_above(base), *(folder for path in recognised for folder in _above(path))}
+    groups: dict[str, list[str]] = defaultdict(list)
     for path in paths:
-        name = _shown(path, opened)[len(base) :].lstrip("/")
-        groups.setdefault(_NUMBER.sub("*", name), []).append(name)
-    named = sorted(
+        name = _listed_path(path, opened)[len(base) :].lstrip("/")
+        groups[_NUMBER.sub("*", name)].append(name)
+    sorted_groups = sorted(
         FileGroup(names[0] if len(set(names)) == 1 else pattern, len(names))
         for pattern, names in groups.items()
     )
-    rest = sum(group.files for group in named[_MOST_GROUPS:])
-    return (*named[:_MOST_GROUPS], *([FileGroup("", rest)] if rest else []))
+    rest = sum(group.files for group in sorted_groups[_MOST_GROUPS:])
+    return (*sorted_groups[:_MOST_GROUPS], *([FileGroup("", rest)] if rest else []))
 
 
 def _above(path: str) -> Iterator[str]:
-    """Yields the folders that a file lies in, the innermost first; the root is empty."""
+    """Yields the folders that contain a file, the innermost first; the root is empty."""
     while path:
         path = posixpath.dirname(path)
         yield path
 
 
-def _shown(path: str, opened: Collection[str]) -> str:
-    """Returns a file's path, or that of the outermost folder around it that is not opened."""
+def _listed_path(path: str, opened: Collection[str]) -> str:
+    """Returns a file's path, or the outermost folder that contains it and is not opened."""
     closed = [folder for folder in _above(path) if folder not in opened]
     return f"{closed[-1]}/" if closed else path

@@ -1,22 +1,13 @@
-"""The names of the parameters whose states an optimizer keeps, where they are not plain to see.
+"""Names of the parameters in an optimizer's states, where they can be proven.
 
-Torch can flatten the states into keys such as `state.layer.weight.exp_avg`.
-
-`Optimizer.state_dict` numbers parameters in the order in which it was given them. Who they are is
-told by `param_names`, which optimizers have that were given names (torch 2.6 and later), or else
-by the order of the model's state dict: where all parameters are in one group, where there are as
-many as the model has, and where every state has the shape of its parameter.
+`Optimizer.state_dict` numbers parameters in the order in which they were passed to the optimizer.
+Since torch 2.6 the groups have `param_names`, if the optimizer was given names. Otherwise the order
+of the model's state dict gives the names, if all parameters are in one group and every state has
+the shape of its parameter, in only one possible way. Torch can also flatten states into keys such
+as `state.layer.weight.exp_avg`.
 
 Source: torch/optim/optimizer.py (`state_dict`), torch/nn/modules/module.py (`state_dict`),
-torch/distributed/checkpoint/state_dict.py (`_flatten_optim_state_dict`).
-
-Names for the states of an optimizer that numbers its parameters, where that can be proven.
-
-`optimizer.state_dict()` numbers parameters in the order in which it was given them. They have
-their names beside them since torch 2.6 if it was given names. Else an optimizer of one group, made
-of `model.parameters()`, has them in the order of the model's state dict.
-
-Source: torch/optim/optimizer.py (`state_dict`), torch 2.1 to 2.13.
+torch/distributed/checkpoint/state_dict.py (`_flatten_optim_state_dict`), torch 2.1 to 2.13.
 """
 
 from __future__ import annotations
@@ -28,27 +19,28 @@ from typing import Any
 
 from ckptkit.core.errors import FormatError
 from ckptkit.core.index import Fqn, KeyPath, Shape, TensorEntry, TensorIndex
-from ckptkit.formats.ranks.tensors import Spread
-from ckptkit.formats.trees import classify
+from ckptkit.formats.parsing import is_count
+from ckptkit.formats.ranks.rank_tensors import AssembledTensor
+from ckptkit.formats.trees import classify, join_path
 
 _STATE, _GROUPS, _MEMBERS, _NAMES = "state", "param_groups", "params", "param_names"
-# Buffers of torch.nn, which stand among the parameters of a state dict.
+# Buffers of torch.nn, which a state dict has among its parameters.
 _BUFFERS = (".running_mean", ".running_var", ".num_batches_tracked")
 _MAX_OPTIMIZERS = 64  # each takes a walk over all tensors
 NUMBERED = "numbers its parameters; they are named in the order of the model, whose shapes agree"
 
 
-def with_named_states(index: TensorIndex, *, in_order: bool) -> TensorIndex:
-    """Gives the states of optimizers that number parameters the parameters' names.
+def name_states(index: TensorIndex, *, in_order: bool) -> TensorIndex:
+    """Replaces numbers of parameters in the states of optimizers by the parameters' names.
 
     Args:
-        index: Everything that lies at a path.
-        in_order: Whether its models list their tensors in the order in which they have them.
+        index: All state dicts of a checkpoint.
+        in_order: Whether the tensors of models are in the order of the models' state dicts.
 
     Returns:
-        The index, in which optimizers whose parameters are not known for certain are as before.
+        The index; optimizers whose parameters cannot be identified are unchanged.
     """
-    index = _unflattened(index)
+    index = _unflatten(index)
     numbered: dict[KeyPath, list[TensorEntry]] = defaultdict(list)
     for entry in index.of_part("optimizer"):
         container = _container(entry.key_path)
@@ -58,21 +50,21 @@ def with_named_states(index: TensorIndex, *, in_order: bool) -> TensorIndex:
         return index
     models = _models(index) if in_order else []
     for container, states in numbered.items():
-        index = _named(index, container, states, models)
+        index = _name_states_of(index, container, states, models)
     return index
 
 
-def _unflattened(index: TensorIndex) -> TensorIndex:
-    """Gives flattened states the paths that they had before; their names stay what they are."""
+def _unflatten(index: TensorIndex) -> TensorIndex:
+    """Restores the paths of flattened states; their names are not changed."""
     flat = {
         entry.key: replace(entry, key_path=(*entry.key_path[:-1], *whole))
         for entry in index.of_part("optimizer")
-        if (whole := _whole_path(entry.key_path[-1])) is not None
+        if (whole := _parse_flat_key(entry.key_path[-1])) is not None
     }
     return replace(index, tensors={**index.tensors, **flat}) if flat else index
 
 
-def _whole_path(key: str | int) -> KeyPath | None:
+def _parse_flat_key(key: str | int) -> KeyPath | None:
     if not isinstance(key, str) or not key.startswith(f"{_STATE}."):
         return None
     name, _, kind = key.removeprefix(f"{_STATE}.").rpartition(".")
@@ -80,7 +72,7 @@ def _whole_path(key: str | int) -> KeyPath | None:
 
 
 def _container(path: KeyPath) -> KeyPath | None:
-    """Returns the keys above `state` where parameters are numbered below it, or None."""
+    """Returns the keys above `state` if parameters are numbered below it, else None."""
     for depth in range(len(path) - 2):
         if path[depth] == _STATE and isinstance(path[depth + 1], int):
             return path[:depth]
@@ -88,7 +80,7 @@ def _container(path: KeyPath) -> KeyPath | None:
 
 
 def _models(index: TensorIndex) -> list[list[TensorEntry]]:
-    """Returns the parameters of each model, in order; tied ones once, as optimizers have them."""
+    """Returns the parameters of each model in order, tied ones once, as optimizers have them."""
     order = {key: place for place, key in enumerate(index.tensors)}
     first = {min(keys, key=order.__getitem__) for keys in index.aliases}
     later = {key for keys in index.aliases for key in keys} - first
@@ -99,35 +91,34 @@ def _models(index: TensorIndex) -> list[list[TensorEntry]]:
     return list(models.values())
 
 
-def _named(
+def _name_states_of(
     index: TensorIndex,
     container: KeyPath,
     states: Sequence[TensorEntry],
     models: Sequence[Sequence[TensorEntry]],
 ) -> TensorIndex:
-    groups = members_of(index.values, container)
+    groups = _find_groups(index.values, container)
     notes = index.run.notes
-    names = told_names(groups)
+    names = _read_names(groups)
     if not names:
         fitting = [names for model in models if (names := _names_by_order(groups, states, model))]
         if len(fitting) != 1:
             return index
         names = fitting[0]
-        notes = (*notes, f"{'.'.join(map(str, container)) or 'the optimizer'} {NUMBERED}")
-    tensors = {key: _renamed(entry, container, names) for key, entry in index.tensors.items()}
+        notes = (*notes, f"{join_path(container) or 'the optimizer'} {NUMBERED}")
     return replace(
         index,
-        tensors=tensors,
-        values=renamed_values(index.values, container, names),
+        tensors={key: _rename(entry, container, names) for key, entry in index.tensors.items()},
+        values=rename_values(index.values, container, names),
         run=replace(index.run, notes=notes),
     )
 
 
-def members_of(values: Mapping[KeyPath, Any], container: KeyPath) -> dict[int, dict[str, Any]]:
-    """Returns what is kept of each group's members: their numbers, and maybe their names.
+def _find_groups(values: Mapping[KeyPath, Any], container: KeyPath) -> dict[int, dict[str, Any]]:
+    """Returns the members of each group: their numbers, and possibly their names.
 
     Args:
-        values: What is no tensor, by path.
+        values: The values that are not tensors, by path.
         container: The keys above `param_groups`.
     """
     start = (*container, _GROUPS)
@@ -141,8 +132,8 @@ def members_of(values: Mapping[KeyPath, Any], container: KeyPath) -> dict[int, d
     return groups
 
 
-def told_names(groups: Mapping[int, Mapping[str, Any]]) -> dict[int, Fqn]:
-    """Returns the names that the groups tell; nothing where one does not."""
+def _read_names(groups: Mapping[int, Mapping[str, Any]]) -> dict[int, Fqn]:
+    """Returns the names in the groups; empty if one has none."""
     numbers: list[int] = []
     names: list[str] = []
     for group in groups.values():
@@ -150,20 +141,20 @@ def told_names(groups: Mapping[int, Mapping[str, Any]]) -> dict[int, Fqn]:
         names += _list_of(str, group.get(_NAMES))
     if not names or len(numbers) != len(names) or len(set(numbers)) != len(numbers):
         return {}
-    return dict(zip(numbers, plain_names(names), strict=False))
+    return dict(zip(numbers, _without_wrappers(names), strict=False))
 
 
-def plain_names(names: Sequence[str]) -> list[Fqn]:
-    """Returns the names of parameters without what wraps them; none where they cannot be told."""
+def _without_wrappers(names: Sequence[str]) -> list[Fqn]:
+    """Returns names without wrapper segments; empty if they are then not distinct."""
     try:
-        return [place.name for place in classify([("model", name) for name in names], where="")]
+        return [m.name for m in classify([("model", name) for name in names], where="")]
     except FormatError:
         return []
 
 
 def _list_of(kind: type, value: object) -> list[Any]:
-    whole = isinstance(value, (list, tuple)) and all(type(item) is kind for item in value)
-    return list(value) if whole and isinstance(value, (list, tuple)) else []
+    is_list = isinstance(value, (list, tuple)) and all(type(item) is kind for item in value)
+    return list(value) if is_list and isinstance(value, (list, tuple)) else []
 
 
 def _names_by_order(
@@ -171,31 +162,31 @@ def _names_by_order(
     states: Sequence[TensorEntry],
     model: Sequence[TensorEntry],
 ) -> dict[int, Fqn]:
-    """Returns the names of the parameters of a model, if the states can be of no others."""
+    """Returns the names of a model's parameters, if the states fit all of them in order."""
     members = [_list_of(int, group.get(_MEMBERS)) for group in groups.values()]
     if members != [list(range(len(model)))]:
         return {}
     shapes: dict[int, set[Shape]] = defaultdict(set)
     for entry in states:
         number = entry.key_path[-2]
-        if not isinstance(number, int) or not 0 <= number < len(model):
+        if not is_count(number, len(model) - 1):
             return {}
-        if entry.shape:  # what is counted, such as `step`, has none
+        if entry.shape:  # counters such as `step` have none
             shapes[number].add(entry.shape)
-    if any(found != {model[number].shape} for number, found in shapes.items()):
+    if any(of_states != {model[number].shape} for number, of_states in shapes.items()):
         return {}
     return {number: entry.name for number, entry in enumerate(model)} if shapes else {}
 
 
-def _renamed(entry: TensorEntry, container: KeyPath, names: Mapping[int, Fqn]) -> TensorEntry:
-    path = renamed_path(entry.key_path, container, names)
+def _rename(entry: TensorEntry, container: KeyPath, names: Mapping[int, Fqn]) -> TensorEntry:
+    path = rename_path(entry.key_path, container, names)
     if entry.part != "optimizer" or path == entry.key_path:
         return entry
-    return replace(entry, key_path=path, name=Fqn(".".join(map(str, path[len(container) :]))))
+    return replace(entry, key_path=path, name=Fqn(join_path(path[len(container) :])))
 
 
-def renamed_path(path: KeyPath, container: KeyPath, names: Mapping[int, Fqn]) -> KeyPath:
-    """Returns a path with the name of the parameter in place of its number."""
+def rename_path(path: KeyPath, container: KeyPath, names: Mapping[int, Fqn]) -> KeyPath:
+    """Returns a path with the number of a parameter replaced by its name."""
     at = len(container) + 1
     if path[:at] != (*container, _STATE) or len(path) == at:
         return path
@@ -204,23 +195,23 @@ def renamed_path(path: KeyPath, container: KeyPath, names: Mapping[int, Fqn]) ->
     return path if name is None else (*path[:at], name, *path[at + 1 :])
 
 
-def renamed_values(
+def rename_values(
     values: Mapping[KeyPath, Any], container: KeyPath, names: Mapping[int, Fqn]
 ) -> dict[KeyPath, Any]:
-    """Returns values with the names of parameters in place of their numbers, also in groups."""
+    """Returns values with the numbers of parameters replaced by their names, in groups too."""
     if not names:
         return dict(values)
     start = (*container, _GROUPS)
-    made: dict[KeyPath, Any] = {}
+    renamed: dict[KeyPath, Any] = {}
     for path, value in values.items():
         is_group = path[: len(start)] == start and len(path) == len(start) + 2
         if is_group and path[-1] == _NAMES:
             continue
         if is_group and path[-1] == _MEMBERS:
-            made[path] = [names.get(number, number) for number in _list_of(int, value)]
+            renamed[path] = [names.get(number, number) for number in _list_of(int, value)]
         else:
-            made[renamed_path(path, container, names)] = value
-    return made
+            renamed[rename_path(path, container, names)] = value
+    return renamed
 
 
 OPTIMIZER: KeyPath = ("optimizer",)
@@ -228,88 +219,89 @@ _NUMBERED_STATE: KeyPath = (*OPTIMIZER, "state")
 _STATE_PATH = len(_NUMBERED_STATE) + 1
 
 
-def names_of_states(
-    spread: Mapping[KeyPath, Spread], values: Mapping[KeyPath, Any]
+def find_state_names(
+    tensors: Mapping[KeyPath, AssembledTensor], values: Mapping[KeyPath, Any]
 ) -> tuple[dict[int, Fqn], bool]:
-    """Returns the names of numbered parameters, where there is no doubt about them.
+    """Returns the names of numbered parameters, if they can be proven.
 
     Args:
-        spread: The tensors of model and optimizer.
-        values: What is no tensor among them.
+        tensors: The tensors of model and optimizer.
+        values: Their values that are not tensors.
 
     Returns:
-        The names by number, none where there is doubt, and whether the order tells them.
+        The names by number, empty if there is doubt, and whether they follow from the order.
     """
     numbers = [
-        path[2] for path in spread if path[:2] == _NUMBERED_STATE and len(path) >= _STATE_PATH
+        path[2] for path in tensors if path[:2] == _NUMBERED_STATE and len(path) >= _STATE_PATH
     ]
     if not numbers or not all(isinstance(number, int) for number in numbers):
         return {}, False
-    groups = members_of(values, OPTIMIZER)
-    names = told_names(groups)
+    groups = _find_groups(values, OPTIMIZER)
+    names = _read_names(groups)
     if names:
         return names, False
-    counted = _counted(spread, [group.get("params") for group in groups.values()])
-    return counted, bool(counted)
+    names = _match_shapes(tensors, [group.get("params") for group in groups.values()])
+    return names, bool(names)
 
 
-def _counted(spread: Mapping[KeyPath, Spread], groups: Sequence[object]) -> dict[int, Fqn]:
-    """Returns the names of the model's parameters in order, if one choice of them fits alone.
+def _match_shapes(
+    tensors: Mapping[KeyPath, AssembledTensor], groups: Sequence[object]
+) -> dict[int, Fqn]:
+    """Returns the names of the model's parameters in order, if only one choice of them fits.
 
-    An optimizer may lack some, which are frozen. The first and the last choice whose shapes fit
-    are the same only if there is no other one.
+    An optimizer may lack frozen parameters. The first and the last choice of parameters with
+    fitting shapes are equal only if there is no other one.
     """
     members = groups[0] if len(groups) == 1 else None
     if not isinstance(members, list) or members != list(range(len(members))):
         return {}
-    wanted = _state_shapes(spread, len(members))
-    parameters = _parameters(spread)
-    shapes = [spread[path].shape for path in parameters]
-    first = None if wanted is None else _chosen(wanted, shapes)
-    last = None if wanted is None else _chosen(wanted[::-1], shapes[::-1])
+    expected = _state_shapes(tensors, len(members))
+    parameters = _parameters(tensors)
+    shapes = [tensors[path].shape for path in parameters]
+    first = None if expected is None else _choose_first(expected, shapes)
+    last = None if expected is None else _choose_first(expected[::-1], shapes[::-1])
     if first is None or last is None or first != [len(shapes) - 1 - at for at in reversed(last)]:
         return {}
-    names = plain_names([".".join(map(str, parameters[at][1:])) for at in first])
-    return dict(enumerate(names))
+    return dict(enumerate(_without_wrappers([join_path(parameters[at][1:]) for at in first])))
 
 
-def _state_shapes(spread: Mapping[KeyPath, Spread], count: int) -> list[Shape | None] | None:
-    """Returns the shape of each numbered parameter by its states; None if they contradict."""
-    found: list[Shape | None] = [None] * count
-    for path, one in spread.items():
-        if path[:2] != _NUMBERED_STATE or len(path) <= _STATE_PATH or not one.shape:
+def _state_shapes(
+    tensors: Mapping[KeyPath, AssembledTensor], count: int
+) -> list[Shape | None] | None:
+    """Returns the shape of each numbered parameter by its states; None if states disagree."""
+    shapes: list[Shape | None] = [None] * count
+    for path, tensor in tensors.items():
+        if path[:2] != _NUMBERED_STATE or len(path) <= _STATE_PATH or not tensor.shape:
             continue
         number = path[2]
-        if not isinstance(number, int) or not 0 <= number < count:
+        if not is_count(number, count - 1) or shapes[number] not in {None, tensor.shape}:
             return None
-        if found[number] not in {None, one.shape}:
-            return None
-        found[number] = one.shape
-    return found
+        shapes[number] = tensor.shape
+    return shapes
 
 
-def _chosen(wanted: Sequence[Shape | None], shapes: Sequence[Shape]) -> list[int] | None:
-    """Returns the first positions, in order, of the shapes that are wanted; None fits any."""
-    found, at = [], 0
-    for shape in wanted:
+def _choose_first(expected: Sequence[Shape | None], shapes: Sequence[Shape]) -> list[int] | None:
+    """Returns the first positions, in order, of the expected shapes; None stands for any shape."""
+    positions, at = [], 0
+    for shape in expected:
         while at < len(shapes) and shape not in {None, shapes[at]}:
             at += 1
         if at == len(shapes):
             return None
-        found.append(at)
+        positions.append(at)
         at += 1
-    return found
+    return positions
 
 
-def _parameters(spread: Mapping[KeyPath, Spread]) -> list[KeyPath]:
-    """Returns the paths of what is sharded of the model, tied parameters once."""
+def _parameters(tensors: Mapping[KeyPath, AssembledTensor]) -> list[KeyPath]:
+    """Returns the paths of the model's distributed tensors, tied parameters once."""
     seen: set[tuple[object, ...]] = set()
-    found = []
-    for path, one in spread.items():
-        if path[:1] != ("model",) or one.is_plain:
+    paths = []
+    for path, tensor in tensors.items():
+        if path[:1] != ("model",) or tensor.is_plain:
             continue
-        places = tuple((s.chunk.record, s.chunk.byte_offset) for s in one.stored)
-        if places not in seen or not places:
-            found.append(path)
-        seen.add(places)
-    return found
+        chunks = tuple((s.chunk.record, s.chunk.byte_offset) for s in tensor.stored)
+        if chunks not in seen or not chunks:
+            paths.append(path)
+        seen.add(chunks)
+    return paths

@@ -1,9 +1,8 @@
 """The readers, and the one place where a format is recognised.
 
-Readers that other distributions bring along, as entry points of the group `ckptkit.readers`.
-
-They are asked only where none of our readers is sure, since finding them takes as long as a small
-checkpoint does. One that does not work is told of by the name of its distribution, and left out.
+Other distributions can add readers by entry points of the group `ckptkit.readers`. They are asked
+only if none of ckptkit's own readers is certain, since loading them takes as long as reading a
+small checkpoint. One that fails is reported with the name of its distribution, and left out.
 """
 
 from __future__ import annotations
@@ -21,17 +20,15 @@ from ckptkit.core.errors import CkptkitError, InputError, NotACheckpointError
 from ckptkit.core.index import TensorIndex
 from ckptkit.formats.base import Candidate, CheckpointReader
 from ckptkit.formats.dcp.reader import METADATA, DcpReader
-from ckptkit.formats.discovery import grouped, is_certain
+from ckptkit.formats.discovery import group_files, is_certain
 from ckptkit.formats.others.torch_checkpointing import TorchCheckpointingReader
 from ckptkit.formats.others.torchsnapshot import SNAPSHOT_METADATA, TorchsnapshotReader
-from ckptkit.formats.ranks.contents import METADATA_PICKLE
+from ckptkit.formats.ranks.rank_files import METADATA_PICKLE
 from ckptkit.formats.ranks.reader import ForeignReader, RankFilesReader
 from ckptkit.formats.safetensors.hf_shards import HfShardsReader
 from ckptkit.formats.safetensors.reader import SafetensorsReader
-from ckptkit.formats.torch_files.optimizer import TorchOptimizerReader
-from ckptkit.formats.torch_files.reader import TorchFileReader
-from ckptkit.formats.zero.reader import ZeroReader
-from ckptkit.formats.zero.universal import UniversalReader
+from ckptkit.formats.torch_files import TorchFileReader, TorchOptimizerReader
+from ckptkit.formats.zero.reader import UniversalReader, ZeroReader
 from ckptkit.storage.base import Source
 
 if TYPE_CHECKING:
@@ -39,180 +36,21 @@ if TYPE_CHECKING:
 
 
 GROUP = "ckptkit.readers"
+SEARCH_DEPTH = 4  # runs/a/checkpoint-500/pytorch_model_fsdp_0 is found from `runs`
 _NAME = re.compile(r"[a-z][a-z0-9_.-]{0,63}")
-_MOST_CHARACTERS = 300  # of what a reader says about its own failure
-
-
-class PlugInReader:
-    """A reader of somebody else's, whose failures become errors that say whose they are.
-
-    Attributes:
-        name: Its format.
-        origin: The distribution that brought it, with its version.
-        failure: What `find` failed with when it was last asked, in words; empty where it did not.
-    """
-
-    def __init__(self, reader: CheckpointReader, origin: str) -> None:
-        self._reader = reader
-        self.name = reader.name
-        self.origin = origin
-        self.failure = ""
-
-    def find(self, paths: Sequence[str]) -> list[Candidate]:
-        """Asks the reader; one that fails has found nothing, and the failure is kept."""
-        self.failure = ""
-        try:
-            found = self._reader.find(tuple(paths))
-            return [self._checked(candidate, set(paths)) for candidate in found]
-        except Exception as error:  # noqa: BLE001  other formats are read all the same
-            self.failure = f"looking for checkpoints, it failed: {_told(error)}"
-            return []
-
-    def read_index(self, source: Source, candidate: Candidate) -> TensorIndex:
-        """Asks the reader.
-
-        Raises:
-            CkptkitError: If it refuses the checkpoint.
-            InputError: If it fails.
-        """
-        try:
-            index = self._reader.read_index(source, candidate)
-        except CkptkitError:
-            raise
-        except Exception as error:
-            raise self._error(f"failed: {_told(error)}", source) from error
-        problem = _what_is_wrong_with(index)
-        if problem:
-            raise self._error(f"returned {problem}", source)
-        return index
-
-    def _checked(self, candidate: object, paths: set[str]) -> Candidate:
-        if not isinstance(candidate, Candidate):
-            raise TypeError(f"{_told(candidate)} is no Candidate")
-        if not candidate.files or not paths.issuperset(candidate.files):
-            raise ValueError("a candidate has files that are not among those to choose from")
-        return replace(candidate, format=self.name)
-
-    def _error(self, message: str, source: Source) -> InputError:
-        return InputError(
-            f"reader {self.name!r} of {self.origin} {message}",
-            where=source.location,
-            hint=f"tell those who maintain {self.origin}, or uninstall it",
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class PlugIns:
-    """What is installed.
-
-    Attributes:
-        readers: Those that can be asked.
-        unusable: What is wrong with the others, in words.
-    """
-
-    readers: tuple[PlugInReader, ...]
-    unusable: tuple[str, ...]
-
-    def complaints(self) -> tuple[str, ...]:
-        """Says what is wrong with any of them, so far."""
-        failed = (
-            f"reader {reader.name!r} of {reader.origin} was left out: {reader.failure}"
-            for reader in self.readers
-            if reader.failure
-        )
-        return (*self.unusable, *failed)
-
-
-@cache
-def installed(taken: frozenset[str]) -> PlugIns:
-    """Loads the readers that are installed, once in a process.
-
-    Args:
-        taken: Names that are ours, and cannot be theirs.
-    """
-    from importlib.metadata import entry_points  # costs more than reading a small checkpoint
-
-    return load(tuple(entry_points(group=GROUP)), taken)
-
-
-def load(entries: Sequence[EntryPoint], taken: frozenset[str]) -> PlugIns:
-    """Loads readers; those that cannot be used are told of.
-
-    Args:
-        entries: What distributions declare.
-        taken: Names that are ours, and cannot be theirs.
-    """
-    readers: dict[str, PlugInReader] = {}
-    unusable = []
-    for entry, origin in sorted(_with_origins(entries), key=lambda pair: pair[1]):
-        try:
-            reader = PlugInReader(_loaded(entry), origin)
-            _check_name(reader.name, taken, readers)
-        except Exception as error:  # noqa: BLE001  loading runs whatever stands in a module
-            unusable.append(f"reader {entry.name!r} of {origin} was left out: {_told(error)}")
-        else:
-            readers[reader.name] = reader
-    return PlugIns(tuple(readers.values()), tuple(unusable))
-
-
-def _with_origins(entries: Sequence[EntryPoint]) -> Iterator[tuple[EntryPoint, str]]:
-    for entry in entries:
-        home = entry.dist
-        yield entry, f"{home.name} {home.version}" if home else "an unknown distribution"
-
-
-def _loaded(entry: EntryPoint) -> CheckpointReader:
-    found: Any = entry.load()
-    reader: Any = found() if isinstance(found, type) else found
-    for method in ("find", "read_index"):
-        if not callable(getattr(reader, method, None)):
-            raise TypeError(f"{entry.value!r} has no method {method!r}")
-    return reader  # type: ignore[no-any-return]
-
-
-def _check_name(name: object, taken: frozenset[str], others: dict[str, PlugInReader]) -> None:
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise ValueError(f"its name {name!r} is not one of lower-case letters, digits and '_.-'")
-    if name in taken:
-        raise ValueError(f"{name!r} is the name of a format that ckptkit reads itself")
-    if name in others:
-        raise ValueError(f"{name!r} is the name of a reader of {others[name].origin}, too")
-
-
-def _what_is_wrong_with(index: object) -> str:
-    """Says why nothing can be read by an index; what it says of tensors is proven later."""
-    if not isinstance(index, TensorIndex):
-        return f"{_told(index)}, where a TensorIndex was expected"
-    records = index.records
-    if np.any((records.file < 0) | (records.file >= len(index.files))):
-        return "a record in a file that the index does not have"
-    if np.any((records.start < 0) | (records.stop < records.start)):
-        return "a record that ends before it begins"
-    for key, entry in index.tensors.items():
-        used = entry.chunks.record
-        if entry.key != key or np.any((used < 0) | (used >= len(records))):
-            return f"a tensor {str(key)!r} with another key, or with a record that is not there"
-    return ""
-
-
-def _told(value: object) -> str:
-    """Says what something is, on one line, whatever its own text may be."""
-    text = type(value).__name__
-    if isinstance(value, BaseException):
-        text = f"{text}: {value}".removesuffix(": ")
-    line = " ".join(text.split()).rstrip(".")
-    return line if len(line) <= _MOST_CHARACTERS else f"{line[:_MOST_CHARACTERS]}..."
-
+_MOST_CHARACTERS = 300  # of the message of a reader's own failure
+# Measured: 900 MB for 350 MB of `.metadata`, the file itself included.
+_PARSING_FACTORS = {METADATA: 3, SNAPSHOT_METADATA: 12, METADATA_PICKLE: 12}
 
 READERS: tuple[CheckpointReader, ...] = (
     TorchsnapshotReader(),  # first: its files may have any name
     TorchCheckpointingReader(),
-    RankFilesReader(),  # before those that would take a rank's file for a model
-    ForeignReader(),  # what it takes is kept from the others, who would misread it
-    UniversalReader(),  # before ZeRO, whose files of weights lie in it
+    RankFilesReader(),  # before readers that would take a rank's file for a model
+    ForeignReader(),  # its files are kept from the others, which would misread them
+    UniversalReader(),  # before ZeRO, whose files of weights it contains
     ZeroReader(),
     DcpReader(),
-    HfShardsReader(),  # before safetensors, of which each is one
+    HfShardsReader(),  # before safetensors: each shard is such a file
     SafetensorsReader(),
     TorchOptimizerReader(),
     TorchFileReader(),
@@ -228,10 +66,168 @@ EXPECTED: Mapping[str, str] = {
     "safetensors": "'*.safetensors'",
     "torch": "'*.pt', '*.pth', '*.bin' or '*.ckpt'",
 }
-"""What the files of each format are called, where a checkpoint can be made of them alone."""
-# Measured: 900 MB for 350 MB of `.metadata`, the file itself included.
-_PARSING_FACTORS = {METADATA: 3, SNAPSHOT_METADATA: 12, METADATA_PICKLE: 12}
-SEARCH_DEPTH = 4  # runs/a/checkpoint-500/pytorch_model_fsdp_0 is found from `runs`
+"""The names of the files of each format that is a checkpoint by itself."""
+
+
+class PlugInReader:
+    """A reader of another distribution, whose failures become errors that name the distribution.
+
+    Attributes:
+        name: Its format.
+        origin: Its distribution, with the version.
+        failure: The failure of the last call of `find`; empty if it did not fail.
+    """
+
+    def __init__(self, reader: CheckpointReader, origin: str) -> None:
+        self._reader = reader
+        self.name = reader.name
+        self.origin = origin
+        self.failure = ""
+
+    def find(self, paths: Sequence[str]) -> list[Candidate]:
+        """Calls the reader; if it fails, the failure is kept and nothing is returned."""
+        self.failure = ""
+        try:
+            candidates = self._reader.find(tuple(paths))
+            return [self._check(candidate, set(paths)) for candidate in candidates]
+        except Exception as error:  # noqa: BLE001  other formats are read all the same
+            self.failure = f"looking for checkpoints, it failed: {_describe(error)}"
+            return []
+
+    def read_index(self, source: Source, candidate: Candidate) -> TensorIndex:
+        """Calls the reader.
+
+        Raises:
+            CkptkitError: If it refuses the checkpoint.
+            InputError: If it fails.
+        """
+        try:
+            index = self._reader.read_index(source, candidate)
+        except CkptkitError:
+            raise
+        except Exception as error:
+            raise self._error(f"failed: {_describe(error)}", source) from error
+        defect = _find_defect(index)
+        if defect:
+            raise self._error(f"returned {defect}", source)
+        return index
+
+    def _check(self, candidate: object, paths: set[str]) -> Candidate:
+        if not isinstance(candidate, Candidate):
+            raise TypeError(f"{_describe(candidate)} is no Candidate")
+        if not candidate.files or not paths.issuperset(candidate.files):
+            raise ValueError("a candidate has files that are not among those to choose from")
+        return replace(candidate, format=self.name)
+
+    def _error(self, message: str, source: Source) -> InputError:
+        return InputError(
+            f"reader {self.name!r} of {self.origin} {message}",
+            where=source.location,
+            hint=f"report it to the maintainers of {self.origin}, or uninstall it",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PlugIns:
+    """The installed readers of other distributions.
+
+    Attributes:
+        readers: The readers that were loaded.
+        unusable: The problems of all others.
+    """
+
+    readers: tuple[PlugInReader, ...]
+    unusable: tuple[str, ...]
+
+    def list_problems(self) -> tuple[str, ...]:
+        """Returns the problems of all readers so far."""
+        failed = (
+            f"reader {reader.name!r} of {reader.origin} was left out: {reader.failure}"
+            for reader in self.readers
+            if reader.failure
+        )
+        return (*self.unusable, *failed)
+
+
+@cache
+def load_installed(taken: frozenset[str]) -> PlugIns:
+    """Loads the installed readers, once per process.
+
+    Args:
+        taken: The names of ckptkit's own readers.
+    """
+    from importlib.metadata import entry_points  # costs more than reading a small checkpoint
+
+    return load_readers(tuple(entry_points(group=GROUP)), taken)
+
+
+def load_readers(entries: Sequence[EntryPoint], taken: frozenset[str]) -> PlugIns:
+    """Loads readers; problems of those that cannot be used are kept.
+
+    Args:
+        entries: The entry points of distributions.
+        taken: The names of ckptkit's own readers.
+    """
+    readers: dict[str, PlugInReader] = {}
+    unusable = []
+    for entry, origin in sorted(_with_origins(entries), key=lambda pair: pair[1]):
+        try:
+            reader = PlugInReader(_load_reader(entry), origin)
+            _check_name(reader.name, taken, readers)
+        except Exception as error:  # noqa: BLE001  loading runs any code of a module
+            unusable.append(f"reader {entry.name!r} of {origin} was left out: {_describe(error)}")
+        else:
+            readers[reader.name] = reader
+    return PlugIns(tuple(readers.values()), tuple(unusable))
+
+
+def _with_origins(entries: Sequence[EntryPoint]) -> Iterator[tuple[EntryPoint, str]]:
+    for entry in entries:
+        home = entry.dist
+        yield entry, f"{home.name} {home.version}" if home else "an unknown distribution"
+
+
+def _load_reader(entry: EntryPoint) -> CheckpointReader:
+    loaded: Any = entry.load()
+    reader: Any = loaded() if isinstance(loaded, type) else loaded
+    for method in ("find", "read_index"):
+        if not callable(getattr(reader, method, None)):
+            raise TypeError(f"{entry.value!r} has no method {method!r}")
+    return reader  # type: ignore[no-any-return]
+
+
+def _check_name(name: object, taken: frozenset[str], others: dict[str, PlugInReader]) -> None:
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise ValueError(f"its name {name!r} is not one of lower-case letters, digits and '_.-'")
+    if name in taken:
+        raise ValueError(f"{name!r} is the name of a format that ckptkit reads itself")
+    if name in others:
+        raise ValueError(f"{name!r} is the name of a reader of {others[name].origin}, too")
+
+
+def _find_defect(index: object) -> str:
+    """Returns why an index cannot be used; the plan checks its tensors later."""
+    if not isinstance(index, TensorIndex):
+        return f"{_describe(index)}, where a TensorIndex was expected"
+    records = index.records
+    if np.any((records.file < 0) | (records.file >= len(index.files))):
+        return "a record in a file that the index does not have"
+    if np.any((records.start < 0) | (records.stop < records.start)):
+        return "a record that ends before it begins"
+    for key, entry in index.tensors.items():
+        used = entry.chunks.record
+        if entry.key != key or np.any((used < 0) | (used >= len(records))):
+            return f"a tensor {str(key)!r} with another key, or with a record that is not there"
+    return ""
+
+
+def _describe(value: object) -> str:
+    """Describes a value or an exception on one line."""
+    text = type(value).__name__
+    if isinstance(value, BaseException):
+        text = f"{text}: {value}".removesuffix(": ")
+    line = " ".join(text.split()).rstrip(".")
+    return line if len(line) <= _MOST_CHARACTERS else f"{line[:_MOST_CHARACTERS]}..."
 
 
 def find_candidates(source: Source) -> list[Candidate]:
@@ -242,36 +238,36 @@ def find_candidates(source: Source) -> list[Candidate]:
 def recognise(paths: Sequence[str]) -> list[Candidate]:
     """Recognises every checkpoint among the paths of files; a file belongs to one of them.
 
-    Where none of our readers is certain of what it found, those of others are asked first.
+    If none of ckptkit's own readers is certain, those of other distributions are asked first.
     """
-    found = _recognised(READERS, paths)
-    if not paths or any(is_certain(candidate) for candidate in found):
-        return found
+    candidates = _recognise_by(READERS, paths)
+    if not paths or any(is_certain(candidate) for candidate in candidates):
+        return candidates
     others = _plug_ins().readers
-    return _recognised((*others, *READERS), paths) if others else found
+    return _recognise_by((*others, *READERS), paths) if others else candidates
 
 
-def complaints() -> tuple[str, ...]:
-    """Says which readers of others could not be used, and why; nothing where none was asked."""
-    return _plug_ins().complaints() if installed.cache_info().currsize else ()
+def list_plug_in_problems() -> tuple[str, ...]:
+    """Returns why readers of other distributions were not used; empty if none was loaded."""
+    return _plug_ins().list_problems() if load_installed.cache_info().currsize else ()
 
 
-def nothing_found(paths: Sequence[str], location: str, base: str) -> NotACheckpointError:
-    """Makes the error for a place where no checkpoint was recognised.
+def make_not_found_error(paths: Sequence[str], location: str, base: str) -> NotACheckpointError:
+    """Returns the error for a place where no checkpoint was recognised.
 
     Args:
-        paths: All files that were looked at.
+        paths: All files that were listed.
         location: The path as the user typed it.
-        base: The folder below it that was looked into; empty for itself.
+        base: The folder below it that was searched; empty for itself.
     """
     inside = [path for path in paths if not base or path.startswith(f"{base}/")]
-    there = ", ".join(map(str, grouped(inside, base=base)))
-    found = (
-        f"no checkpoint of a known format lies here, but {there}" if there else "no file is here"
+    there = ", ".join(map(str, group_files(inside, base=base)))
+    message = (
+        f"no checkpoint of a known format is here, but {there}" if there else "no file is here"
     )
     expected = "; ".join(f"{name}: {what}" for name, what in EXPECTED.items())
     return NotACheckpointError(
-        "; ".join([found, *complaints()]),
+        "; ".join([message, *list_plug_in_problems()]),
         where=posixpath.join(location, base) if base else location,
         hint=f"give a directory with one of these, or one up to {SEARCH_DEPTH - 1} above it:"
         f" {expected}",
@@ -279,20 +275,20 @@ def nothing_found(paths: Sequence[str], location: str, base: str) -> NotACheckpo
 
 
 def _plug_ins() -> PlugIns:
-    return installed(frozenset(reader.name for reader in READERS))
+    return load_installed(frozenset(reader.name for reader in READERS))
 
 
-def _recognised(readers: Sequence[CheckpointReader], paths: Sequence[str]) -> list[Candidate]:
-    found: list[Candidate] = []
+def _recognise_by(readers: Sequence[CheckpointReader], paths: Sequence[str]) -> list[Candidate]:
+    candidates: list[Candidate] = []
     left = list(paths)
     for reader in readers:
-        found += reader.find(left)
-        taken = {path for candidate in found for path in candidate.files}
+        candidates += reader.find(left)
+        taken = {path for candidate in candidates for path in candidate.files}
         left = [path for path in left if path not in taken]
-    return found
+    return candidates
 
 
-def parsing_bytes(source: Source, candidate: Candidate) -> int:
+def estimate_parsing_bytes(source: Source, candidate: Candidate) -> int:
     """Estimates the memory that parsing a candidate takes at its peak, in bytes."""
     indexes = [(path, _PARSING_FACTORS.get(posixpath.basename(path))) for path in candidate.files]
     return sum(factor * source.stat(path).size_bytes for path, factor in indexes if factor)
@@ -307,10 +303,28 @@ def read_index(source: Source, candidate: Candidate) -> TensorIndex:
     Raises:
         InputError: If its headers are damaged, hostile or not modelled.
     """
-    known = (reader for reader in READERS if reader.name == candidate.format)
-    reader = next(known, None) or _plug_in(candidate.format)
+    own = (reader for reader in READERS if reader.name == candidate.format)
+    reader: CheckpointReader | None = next(own, None)
+    if reader is None:
+        reader = next(r for r in _plug_ins().readers if r.name == candidate.format)
     return reader.read_index(source, candidate)
 
 
-def _plug_in(name: str) -> CheckpointReader:
-    return next(reader for reader in _plug_ins().readers if reader.name == name)
+def describe_missing(source: Source, candidate: Candidate) -> str:
+    """Says why a candidate cannot be read as a whole; empty if it can."""
+    try:
+        return describe_missing_files(read_index(source, candidate))
+    except InputError as error:
+        return str(error.message)
+
+
+def describe_missing_files(index: TensorIndex) -> str:
+    """Names a file that is absent, or ends before its last record; empty if there is none."""
+    absent = next((file for file in index.files if file.size_bytes < 0), None)
+    if absent is not None:
+        return f"{absent.path!r} is missing"
+    sizes = np.array([file.size_bytes for file in index.files], np.int64)
+    short = np.flatnonzero(index.records.stop > sizes[index.records.file])
+    if not len(short):
+        return ""
+    return f"{index.files[int(index.records.file[short[0]])].path!r} is cut short"

@@ -1,17 +1,14 @@
-"""Which state dict a tensor belongs to, told from the path of keys that led to it.
+"""How training frameworks nest their state: state dicts, the classes beside them, and their marks.
 
-Which framework wrote a checkpoint whose format is torch's own, told from what lies in it.
+Which state dict a tensor belongs to follows from the path of keys to it. Frameworks add classes of
+their own to the file, which are kept as names and arguments and never imported or called. Keys that
+only one framework writes identify it.
 
 Source: lightning/pytorch/trainer/connectors/checkpoint_connector.py (`dump_checkpoint`),
-lightning/fabric/strategies/model_parallel.py (`_save_checkpoint`), lightning 2.6;
-torchtitan/components/checkpoint.py (`CheckpointManager`), torchtitan 0.2.
-
-What training frameworks put beside the weights of a file, and what stands for it.
-
-Nothing here is imported or called: classes are names, and what they were made from is kept.
-
-Source: lightning/fabric/utilities/data.py (`AttributeDict`), omegaconf 2.1 to 2.4, torch/optim,
-functools.
+lightning/fabric/strategies/model_parallel.py (`_save_checkpoint`),
+lightning/fabric/utilities/data.py (`AttributeDict`), lightning 2.6;
+torchtitan/components/checkpoint.py (`CheckpointManager`), torchtitan 0.2; omegaconf 2.1 to 2.4,
+torch/optim, functools.
 """
 
 from __future__ import annotations
@@ -22,21 +19,24 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
-from typing import Any
 
+from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import FormatError, InputError, UnsafePickleError, UnsupportedError
-from ckptkit.core.index import Fqn, KeyPath, Part, Problem
-from ckptkit.formats.pickle.pickles import Builder, Global, InertObject, ordered_dict
+from ckptkit.core.index import ChunkTable, Fqn, Key, KeyPath, Part, Problem, Shape, TensorEntry
+from ckptkit.formats.parsing import is_count
+from ckptkit.formats.pickle.machine import Global
+from ckptkit.formats.pickle.pickles import Builder, ordered_dict
 from ckptkit.formats.pickle.torch_archives import ArchiveTable
 from ckptkit.formats.pickle.torch_values import (
     ALLOWED,
     TensorRef,
+    inert_value,
     rebuild_tensor_v2,
     rebuild_tensor_v3,
 )
 from ckptkit.storage.base import Source
 
-# Dictionary keys under which training code keeps an optimizer, a model, and what is neither.
+# Dictionary keys of an optimizer, of a model, and of what is neither.
 _OPTIMIZER = re.compile(r"(\w+_)?optim(izer)?s?(_?\w+)?")
 _STATE_DICT = r"(\w+_)?state_dict(_ema)?"
 _MODEL = re.compile(
@@ -56,40 +56,64 @@ _WRAPPERS = frozenset(
 )
 _DDP_PREFIX = "module."
 _MAX_DDP = 4  # DataParallel in DistributedDataParallel in AveragedModel, and one more
-_EMA_COUNT = "n_averaged"  # torch.optim.swa_utils.AveragedModel keeps it beside `module.`
+_EMA_COUNT = "n_averaged"  # a key of torch.optim.swa_utils.AveragedModel, next to `module.`
 _PARAMETER_ENDINGS = (".weight", ".bias", "_proj", ".running_mean")
-_GROUPS, _STATE = "param_groups", "state"  # what `Optimizer.state_dict` returns
+_GROUPS, _STATE = "param_groups", "state"  # keys of `Optimizer.state_dict`
 EXTRA_STATE = "_extra_state"
 
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """Where a tensor belongs: the state dict's name, its kind, and the tensor's own name."""
+    """The state dict of a tensor: its name and kind, and the tensor's name in it."""
 
     tree: str
     part: Part
     name: Fqn
 
+    def entry(
+        self,
+        path: KeyPath,
+        dtype: DType,
+        shape: Shape,
+        chunks: ChunkTable,
+        key: str | None = None,
+    ) -> TensorEntry:
+        """Returns the entry of the tensor; its key is the dotted path unless `key` is given."""
+        return TensorEntry(
+            key=Key(join_path(path) if key is None else key),
+            key_path=path,
+            name=self.name,
+            tree=self.tree,
+            part=self.part,
+            dtype=dtype,
+            shape=shape,
+            chunks=chunks,
+        )
+
 
 def classify(
     paths: Sequence[KeyPath], *, where: str, values: Iterable[KeyPath] = ()
 ) -> list[Membership]:
-    """Sorts tensors into models, optimizers and the rest.
+    """Assigns tensors to models, optimizers and other state dicts.
 
-    A dictionary key that names an optimizer or a model says what is below it, and so do the
-    `param_groups` that every optimizer has, whatever it is called. Any other
-    container is a model when its tensors are named like parameters, or when nothing else could
-    be one. Wrapper segments are cut out of model names.
+    A dictionary key that names an optimizer or a model classifies everything below it, and so do
+    the `param_groups` that every optimizer has, under any key. Any other container is a model if
+    its tensors are named like parameters, or if no other container could be one. Wrapper segments
+    are removed from names of models.
 
     Args:
         paths: One path per tensor; the last element is the tensor's name in its container.
         where: The checkpoint, for messages.
-        values: The paths of what is no tensor.
+        values: The paths of all values that are not tensors.
 
     Returns:
         One membership per path, in order.
     """
-    optimizers = {place for path in (*paths, *values) if (place := _above_groups(path)) is not None}
+    optimizers = {
+        container
+        for path in (*paths, *values)
+        if (container := _container_of_groups(path)) is not None
+    }
     split = [_split(path, optimizers) for path in paths]
     names = defaultdict(list)
     for container, name, part in split:
@@ -98,19 +122,21 @@ def classify(
     likely = {c for c, held in names.items() if any(n.endswith(_PARAMETER_ENDINGS) for n in held)}
     certain = {c for c, _, part in split if part == "model"}
     models = certain | likely or set(names)
-    found = [
+    memberships = [
         Membership(
-            ".".join(map(str, container)),
+            join_path(container),
             part or ("model" if container in models else "other"),
             Fqn(name),
         )
         for container, name, part in split
     ]
-    return _checked(_without_wrappers(found), paths, where)
+    memberships = _without_wrappers(memberships)
+    _check_distinct(memberships, paths, where)
+    return memberships
 
 
-def _above_groups(path: KeyPath) -> KeyPath | None:
-    """Returns the container in which a path leads through an optimizer's groups, or None."""
+def _container_of_groups(path: KeyPath) -> KeyPath | None:
+    """Returns the container whose `param_groups` a path leads through, or None."""
     for depth, step in enumerate(path):
         if isinstance(step, str) and (step == _GROUPS or step.startswith(f"{_GROUPS}.")):
             return path[:depth]
@@ -118,78 +144,76 @@ def _above_groups(path: KeyPath) -> KeyPath | None:
 
 
 def _split(path: KeyPath, optimizers: AbstractSet[KeyPath]) -> tuple[KeyPath, str, Part | None]:
-    """Cuts a path into container and name; the part is None where the keys do not tell."""
+    """Splits a path into container and name; the part is None if the keys do not determine it."""
     if () in optimizers and str(path[0]).partition(".")[0] in {_GROUPS, _STATE}:
-        return (), _joined(path), "optimizer"
+        return (), join_path(path), "optimizer"
     for depth, step in enumerate(path[:-1]):
         if path[: depth + 1] in optimizers:
-            return path[: depth + 1], _joined(path[depth + 1 :]), "optimizer"
-        part = _told_by(str(step))
+            return path[: depth + 1], join_path(path[depth + 1 :]), "optimizer"
+        part = _part_of_key(str(step))
         if part is not None:
             cut = depth + 1
             while part != "other" and cut < len(path) - 1 and _is_inner(path[cut], part):
                 cut += 1
-            return path[:cut], _joined(path[cut:]), part
+            return path[:cut], join_path(path[cut:]), part
     return path[:-1], str(path[-1]), None
 
 
-def _told_by(step: str) -> Part | None:
-    """Returns what a dictionary key says of what is below it, or None."""
-    if _OPTIMIZER.fullmatch(step):
+def _part_of_key(key: str) -> Part | None:
+    if _OPTIMIZER.fullmatch(key):
         return "optimizer"
-    if _NEITHER.fullmatch(step):
+    if _NEITHER.fullmatch(key):
         return "other"
-    return "model" if _MODEL.fullmatch(step) else None
+    return "model" if _MODEL.fullmatch(key) else None
 
 
 def _is_inner(step: str | int, part: Part) -> bool:
-    """Tells whether a step leads further into a container: a list of them, or its state dict."""
+    """Returns whether a step leads into an item of a list of containers, or a state dict in one."""
     return isinstance(step, int) or (
         part == "model" and _STATE_DICT_ONLY.fullmatch(step) is not None
     )
 
 
-def _joined(path: KeyPath) -> str:
+def join_path(path: KeyPath) -> str:
     return ".".join(map(str, path))
 
 
-def _without_wrappers(found: Iterable[Membership]) -> list[Membership]:
+def _without_wrappers(memberships: Iterable[Membership]) -> list[Membership]:
     cleaned = []
-    for one in found:
-        segments = one.name.split(".")
-        if one.part == "model":
+    for member in memberships:
+        segments = member.name.split(".")
+        if member.part == "model":
             segments = [segment for segment in segments if segment not in _WRAPPERS]
-        name = ".".join(segments)
-        is_state = EXTRA_STATE in segments
-        cleaned.append(Membership(one.tree, "other" if is_state else one.part, Fqn(name)))
+        part: Part = "other" if EXTRA_STATE in segments else member.part
+        cleaned.append(Membership(member.tree, part, Fqn(".".join(segments))))
     return _without_counts(_without_ddp(cleaned), cleaned)
 
 
-def _without_ddp(found: list[Membership]) -> list[Membership]:
-    """Cuts `module.` off, as often as all names of a model begin with it."""
+def _without_ddp(memberships: list[Membership]) -> list[Membership]:
+    """Removes the prefix `module.` as often as all names of a model begin with it."""
     for _ in range(_MAX_DDP):
-        plain = {m.tree for m in found if m.part == "model" and not _is_wrapped(m.name)}
-        if not any(m.part == "model" and m.tree not in plain for m in found):
+        plain = {m.tree for m in memberships if m.part == "model" and not _is_wrapped(m.name)}
+        if not any(m.part == "model" and m.tree not in plain for m in memberships):
             break
-        found = [
+        memberships = [
             m
             if m.part != "model" or m.tree in plain
             else Membership(m.tree, m.part, Fqn(m.name.removeprefix(_DDP_PREFIX)))
-            for m in found
+            for m in memberships
         ]
-    return found
+    return memberships
 
 
-def _without_counts(found: list[Membership], before: list[Membership]) -> list[Membership]:
-    """Takes AveragedModel's count of updates, which is no weight, out of models that it wrapped."""
+def _without_counts(memberships: list[Membership], before: list[Membership]) -> list[Membership]:
+    """Removes AveragedModel's count of updates, which is no weight, from models that it wrapped."""
     averaged = {
         m.tree
-        for m, old in zip(found, before, strict=True)
+        for m, old in zip(memberships, before, strict=True)
         if m.name != old.name and m.part == "model"
     }
     return [
         replace(m, part="other") if m.name == _EMA_COUNT and m.tree in averaged else m
-        for m in found
+        for m in memberships
     ]
 
 
@@ -197,17 +221,16 @@ def _is_wrapped(name: str) -> bool:
     return name == _EMA_COUNT or (name.startswith(_DDP_PREFIX) and name != _DDP_PREFIX)
 
 
-def _checked(found: list[Membership], paths: Sequence[KeyPath], where: str) -> list[Membership]:
+def _check_distinct(memberships: list[Membership], paths: Sequence[KeyPath], where: str) -> None:
     seen: dict[tuple[str, str], KeyPath] = {}
-    for one, path in zip(found, paths, strict=True):
-        before = seen.setdefault((one.tree, one.name), path)
-        if before is not path and one.part == "model":
+    for member, path in zip(memberships, paths, strict=True):
+        before = seen.setdefault((member.tree, member.name), path)
+        if before is not path and member.part == "model":
             raise FormatError(
-                f"{_joined(before)!r} and {_joined(path)!r} are both named {one.name!r}",
+                f"{join_path(before)!r} and {join_path(path)!r} are both named {member.name!r}",
                 where=where,
-                hint="names must stay distinct when wrapper segments are cut out",
+                hint="names must stay distinct when wrapper segments are removed",
             )
-    return found
 
 
 _OPTIMIZERS = {
@@ -252,17 +275,8 @@ _OTHER_TENSORS = {
 }
 
 
-def _object(module: str, name: str) -> Builder:
-    cls = Global(module, name)
-
-    def build(*args: object) -> InertObject:
-        return InertObject(cls, args)
-
-    return build
-
-
-def _with_attributes(*args: object) -> TensorRef:
-    # How torch writes a tensor that was given attributes; they do not change its values.
+def rebuild_with_attributes(*args: object) -> TensorRef:
+    """Returns the tensor for `_rebuild_from_type_v2`, torch's form of a tensor with attributes."""
     match args:
         case (Global("torch._utils", name), Global() as cls, tuple(inner), _) if (
             name in _REBUILDERS and (cls.module, cls.name) in _TENSOR_CLASSES
@@ -276,7 +290,7 @@ def _with_attributes(*args: object) -> TensorRef:
     raise FormatError("tensor with attributes is rebuilt from something that does not describe one")
 
 
-def _refused(kind: str) -> Builder:
+def _refuse(kind: str) -> Builder:
     def build(*_args: object) -> TensorRef:
         raise UnsupportedError(
             f"tensor is {kind}, which is not modelled",
@@ -288,13 +302,13 @@ def _refused(kind: str) -> Builder:
 
 TRAINING_VALUES: Mapping[tuple[str, str], object] = {
     **ALLOWED,
-    **{("torch._utils", name): _refused(kind) for name, kind in _OTHER_TENSORS.items()},
+    **{("torch._utils", name): _refuse(kind) for name, kind in _OTHER_TENSORS.items()},
     **{name: Global(*name) for name in _TENSOR_CLASSES},
-    ("torch._tensor", "_rebuild_from_type_v2"): _with_attributes,
-    **{name: _object(*name) for name in _OMEGACONF},
+    ("torch._tensor", "_rebuild_from_type_v2"): rebuild_with_attributes,
+    **{name: inert_value(*name) for name in _OMEGACONF},
     **{(module, "AttributeDict"): ordered_dict for module in _ATTRIBUTES},
     ("typing", "Any"): Global("typing", "Any"),
-    ("functools", "partial"): _object("functools", "partial"),
+    ("functools", "partial"): inert_value("functools", "partial"),
     **{
         (f"torch.optim.{module}", name): Global(f"torch.optim.{module}", name)
         for module, name in _OPTIMIZERS.items()
@@ -304,7 +318,7 @@ TRAINING_VALUES: Mapping[tuple[str, str], object] = {
         for name in _SCHEDULERS
     },
 }
-"""`ALLOWED`, and the classes that the dictionaries of training frameworks hold besides."""
+"""`ALLOWED`, and the classes that training frameworks add to their dictionaries."""
 
 LIGHTNING_META = "meta.pt"
 _LIGHTNING_VERSION = "pytorch-lightning_version"
@@ -315,14 +329,14 @@ _MAX_STEP = 10**15
 
 @dataclass(frozen=True, slots=True)
 class Framework:
-    """What a checkpoint tells of the framework that wrote it.
+    """The framework that wrote a checkpoint.
 
     Attributes:
-        name: Its name; empty where nothing tells.
-        version: Its version; empty where nothing tells.
+        name: Its name; empty where unknown.
+        version: Its version; empty where unknown.
         step: The training step, or None.
-        notes: What could not be read, and is not needed.
-        problems: What is damaged, and not needed.
+        notes: Files that could not be read and are not needed.
+        problems: Files that are damaged and not needed.
     """
 
     name: str = ""
@@ -332,25 +346,21 @@ class Framework:
     problems: tuple[Problem, ...] = ()
 
 
-def framework_of_values(root: object) -> Framework:
-    """Tells who wrote a dictionary, from the keys that a training loop gave it."""
+def detect_framework(root: object) -> Framework:
+    """Returns the framework whose training loop wrote a dictionary, by its keys."""
     if not isinstance(root, dict):
         return Framework()
     version = root.get(_LIGHTNING_VERSION)
+    steps = (root.get(key) for key in _STEP_KEYS)
     return Framework(
         name="Lightning Trainer" if version is not None else "",
         version=version if isinstance(version, str) else "",
-        step=_step_in(root),
+        step=next((step for step in steps if is_count(step, _MAX_STEP)), None),
     )
 
 
-def _step_in(root: Mapping[Any, Any]) -> int | None:
-    found = (root.get(key) for key in _STEP_KEYS)
-    return next((n for n in found if type(n) is int and 0 <= n <= _MAX_STEP), None)
-
-
-def framework_of_meta(source: Source, path: str) -> Framework:
-    """Tells what Lightning's `meta.pt`, beside shards, says; the weights do not need it."""
+def read_lightning_meta(source: Source, path: str) -> Framework:
+    """Returns the contents of Lightning's `meta.pt`, which the weights do not need."""
     try:
         file = ArchiveTable().open(source, path, TRAINING_VALUES)
     except (UnsafePickleError, UnsupportedError) as error:
@@ -358,10 +368,10 @@ def framework_of_meta(source: Source, path: str) -> Framework:
         return Framework("Lightning", notes=(note,))
     except InputError as error:
         return Framework("Lightning", problems=(Problem(error.code, path, error.message),))
-    found = framework_of_values(file.root)
-    return Framework(found.name or "Lightning Fabric", found.version, found.step)
+    framework = detect_framework(file.root)
+    return replace(framework, name=framework.name or "Lightning Fabric")
 
 
-def framework_of_keys(paths: Iterable[KeyPath]) -> Framework:
-    heads = {path[0] for path in paths if path}
-    return Framework("torchtitan") if heads >= _TITAN else Framework()
+def detect_framework_by_paths(paths: Iterable[KeyPath]) -> Framework:
+    top_keys = {path[0] for path in paths if path}
+    return Framework("torchtitan") if top_keys >= _TITAN else Framework()

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from ckptkit.core.errors import CkptkitError, ResumeError, UsageError
 from ckptkit.core.manifest import MANIFEST_NAME
-from ckptkit.formats.discovery import step_of
+from ckptkit.formats.discovery import parse_step
 from ckptkit.integrations.open_runs import OpenRun
 from ckptkit.runs.marks import STEP_PREFIXES, is_step_folder
 from ckptkit.storage.local.durable import remove_folder
@@ -100,7 +100,7 @@ class StrategySaves:
             self._unwanted = [entry for entry in self._unwanted if entry[1] != path]
         number = prefix = None
         if is_step_folder(path.name):
-            number = step_of(path.name)
+            number = parse_step(path.name)
             prefix = next(one for one in STEP_PREFIXES if path.name.startswith(one))
         checkpointer = self._run.of(path.parent, self._options, prefix=prefix)
         if number is not None:

@@ -11,9 +11,8 @@ from ckptkit.core.arguments import ambiguous_truth
 from ckptkit.core.errors import MissingFileError, NotACheckpointError
 from ckptkit.core.manifest import NODE_RANKS, TRAINING, Manifest
 from ckptkit.formats.base import Candidate
-from ckptkit.formats.discovery import step_of
-from ckptkit.formats.files import what_is_missing
-from ckptkit.formats.registry import recognise
+from ckptkit.formats.discovery import parse_step
+from ckptkit.formats.registry import describe_missing, recognise
 from ckptkit.runs.local import RunStore, StoredFile
 from ckptkit.runs.marks import is_step_folder
 from ckptkit.runs.run_paths import marker, open_run, recorded_pushes, runs_nearby
@@ -112,7 +111,7 @@ class _Listing:
             raise self._nothing()
         steps = self._ordered([self._step(name) for name in names])
         steps.sort(key=lambda step: (step.step, step.name))
-        links = [n for n in self._source.linked_folders() if step_of(n) is not None]
+        links = [n for n in self._source.linked_folders() if parse_step(n) is not None]
         return RunListing(
             location=self._store.location,
             live=self._store.is_live(),
@@ -133,7 +132,7 @@ class _Listing:
         files = tuple(self._files[name])
         candidates = self._candidates.get(name, [])
         manifest = self._manifests.manifest(name)
-        number = step_of(name) or 0
+        number = parse_step(name) or 0
         if manifest is None:
             problem = self._problem(name, candidates)
             path = posixpath.join(self._store.location, name)
@@ -195,7 +194,7 @@ class _Listing:
         return f"{name}/{file}" in self._paths
 
     def _lacks(self, candidate: Candidate) -> str:
-        return self._manifests.lacks(candidate) or what_is_missing(self._source, candidate)
+        return self._manifests.lacks(candidate) or describe_missing(self._source, candidate)
 
     def _metrics_of_trainer(self, name: str, step: int) -> dict[str, float | None]:
         """Returns what the Trainer's evaluations at this step gave, if it saved the step."""
@@ -224,17 +223,17 @@ class _Listing:
     def _nothing(self) -> NotACheckpointError:
         location = self._store.location
         found = "no step of a run lies here"
-        if step_of(posixpath.basename(location.rstrip("/"))) is not None:
+        if parse_step(posixpath.basename(location.rstrip("/"))) is not None:
             hint = "that is a step itself; give the directory above it"
             return NotACheckpointError(found, where=location, hint=hint)
-        links = [name for name in self._source.linked_folders() if step_of(name) is not None]
+        links = [name for name in self._source.linked_folders() if parse_step(name) is not None]
         found += f"; {', '.join(links[:_NAMED])}: links, which are not followed" if links else ""
         nearby = runs_nearby(self._run)
         hint = "give the directory that holds the checkpoint-N folders"
         if nearby:
             hint += f": {' or '.join(nearby)}"
         else:
-            apart = sorted(name for name in self._candidates if step_of(name) is None)
+            apart = sorted(name for name in self._candidates if parse_step(name) is None)
             if apart:
                 names = ", ".join(name or "." for name in apart[:_NAMED])
                 found += f"; checkpoints whose names have no step: {names}"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ckptkit.core.errors import AmbiguousSourceError, NotACheckpointError
 from ckptkit.formats.base import Candidate
-from ckptkit.formats.discovery import is_unit_folder, step_of
+from ckptkit.formats.discovery import is_unit_folder, parse_step
 from ckptkit.formats.registry import find_candidates, recognise
 from ckptkit.runs.local import LocalRun, RunStore
 from ckptkit.runs.marks import StepMark, hold, is_step_folder
@@ -39,7 +39,7 @@ def open_run(run: PathLike) -> RunStore:
 
 
 def is_step_name(name: str) -> bool:
-    return step_of(name) is not None
+    return parse_step(name) is not None
 
 
 def recorded_pushes(run: PathLike, state: PathLike | None) -> tuple[StepPush, ...]:
@@ -61,9 +61,9 @@ def run_below(run: PathLike) -> PathLike:
     """
     with open_source(run) as source:
         folders = {step_folder(one.folder) for one in recognise(listed_files(source))}
-    steps = {folder for folder in folders if step_of(folder) is not None}
+    steps = {folder for folder in folders if parse_step(folder) is not None}
     location = os.fspath(run).rstrip("/")
-    if not steps and folders and step_of(posixpath.basename(location)) is not None:
+    if not steps and folders and parse_step(posixpath.basename(location)) is not None:
         raise NotACheckpointError(
             "is a step, where a run was expected",
             where=location,
@@ -190,9 +190,9 @@ def read_at_store(steps: Sequence[PathLike]) -> Iterator[None]:
     with ExitStack() as stack:
         for place in dict.fromkeys(place_of(step) for step in steps if is_url(step)):
             run, _, name = place.rpartition("/")
-            while is_unit_folder(name) and step_of(name) is None and "/" in run:
+            while is_unit_folder(name) and parse_step(name) is None and "/" in run:
                 run, _, name = run.rpartition("/")
-            if step_of(name) is not None:
+            if parse_step(name) is not None:
                 stack.enter_context(_held_at_store(place.beside(f"{run}/{name}")))
         yield
 

@@ -127,7 +127,7 @@ def test_the_run_below_is_taken_and_of_several_none(
         ("checkpoint-2", "logs", "checkpoint-N folders: {}"),
         ("checkpoint-2", "checkpoint-2/logs", "checkpoint-N folders: {}"),
         ("best/model", "", "below it are best"),
-        ("checkpoint-2/model_0", "", "no checkpoint of a known format lies here"),
+        ("checkpoint-2/model_0", "", "no checkpoint of a known format is here"),
     ],
 )
 def test_a_folder_without_a_complete_step_is_no_success_and_says_what_lies_there(

@@ -19,9 +19,10 @@ from hypothesis import strategies as st
 
 from ckptkit.core.errors import InputError
 from ckptkit.core.index import Key, TensorIndex
-from ckptkit.formats.pickle.torch_zip import locate_object, locate_tensor, read_directory
+from ckptkit.formats.pickle.torch_zip import locate_object, locate_tensor
+from ckptkit.formats.pickle.zip_directory import read_directory
 from ckptkit.formats.safetensors.reader import SafetensorsReader
-from ckptkit.formats.torch_files.reader import TorchFileReader
+from ckptkit.formats.torch_files import TorchFileReader
 from ckptkit.storage.memory import MemorySource
 
 SHAPES = st.lists(st.integers(0, 4), max_size=4).map(tuple)

@@ -28,7 +28,7 @@ from ckptkit.core.errors import (
     NotACheckpointError,
     UnsupportedError,
 )
-from ckptkit.formats.ranks import tensors as rank_tensors
+from ckptkit.formats.ranks import rank_tensors
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 CASES = (
@@ -370,9 +370,9 @@ def test_a_folder_without_a_configuration_is_named(tmp_path: Path) -> None:
     [
         (lambda d: d["flat_parameters"][0].update(size=10), FormatError, "outside its vector"),
         (lambda d: d["flat_parameters"][0].update(size=9999), FormatError, "do not add up"),
-        (lambda d: d["flat_parameters"][0]["starts"].reverse(), FormatError, "lies over another"),
-        (lambda d: d["flat_parameters"].pop(), FormatError, "does not tell"),
-        (lambda d: d["flat_parameters"][1].update(path="down"), FormatError, "does not tell"),
+        (lambda d: d["flat_parameters"][0]["starts"].reverse(), FormatError, "overlaps another"),
+        (lambda d: d["flat_parameters"].pop(), FormatError, "does not describe"),
+        (lambda d: d["flat_parameters"][1].update(path="down"), FormatError, "does not describe"),
         (lambda d: d["flat_parameters"][0].update(names=[1]), FormatError, "does not describe"),
         (lambda d: d["flat_parameters"][0]["axes"].append([1, 0]), UnsupportedError, "row by row"),
         (lambda d: d.update(layout_version=2), UnsupportedError, "layout version 2"),

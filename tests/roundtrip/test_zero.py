@@ -294,7 +294,7 @@ WRONG: dict[str, tuple[int, str, Change, type[CkptkitError], str]] = {
     ),
     "slice outside": (
         *(2, OPTIM, _slice("b.weight", {"numel": 4, "start": 99})),
-        *(FormatError, "lies outside the 9 elements"),
+        *(FormatError, "is outside the 9 elements"),
     ),
     "strange slice": (
         *(2, OPTIM, _slice("z", {"numel": 1, "start": 0})),

@@ -25,14 +25,14 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.index import Fqn, KeyPath, Shape, TensorEntry, TensorIndex
 from ckptkit.formats.base import Candidate
-from ckptkit.formats.dcp.reader import BlobRef, content_of
+from ckptkit.formats.dcp.reader import BlobRef, open_blob
+from ckptkit.formats.file_sets import read_weight_map
 from ckptkit.formats.optimizer_names import NUMBERED
 from ckptkit.formats.pickle.torch_values import parse_values
 from ckptkit.formats.pickle.torch_zip import open_archive
 from ckptkit.formats.registry import read_index, recognise
 from ckptkit.formats.safetensors.hf_shards import UNPROVEN, HfShardsReader
-from ckptkit.formats.torch_files.optimizer import TorchOptimizerReader, read_optimizer_file
-from ckptkit.formats.torch_files.reader import read_weight_map
+from ckptkit.formats.torch_files import TorchOptimizerReader, read_optimizer_file
 from ckptkit.options import ConsolidateRequest
 from ckptkit.plan.coverage import error_of, find_problems
 from ckptkit.plan.layouts.dcp import layout_optimizer_folder
@@ -301,7 +301,7 @@ def _value_at(blob: BlobRef, source: Source, path: KeyPath) -> object:
             f"has {size:,} bytes, more than the {_MAX_BLOB_BYTES:,} that a setting may have",
             where=where,
         )
-    archive = open_archive(*content_of(source, blob, where=where), where=where)
+    archive = open_archive(*open_blob(source, blob, where=where), where=where)
     try:
         return parse_values(archive.pickle(), where=where)
     except (UnsafePickleError, UnsupportedError):  # sound, but of more than plain values

@@ -42,15 +42,34 @@ from ckptkit.core.model_configs import parse_model_config
 from ckptkit.core.threads import memory_in_use_bytes
 from ckptkit.formats.base import Candidate
 from ckptkit.formats.dcp.reader import METADATA
-from ckptkit.formats.discovery import Found, Unit, is_single_file, resolve, step_name, step_of
-from ckptkit.formats.files import missing_files
-from ckptkit.formats.optimizer_names import with_named_states
-from ckptkit.formats.ranks.contents import with_numbered_ranks
-from ckptkit.formats.ranks.flat import SLICES, flat_parameters, is_flat, unflattened
-from ckptkit.formats.ranks.flat_models import ModelParameter, vectors_of
-from ckptkit.formats.registry import complaints, nothing_found, parsing_bytes, read_index, recognise
-from ckptkit.formats.torch_files.reader import TorchFileReader
-from ckptkit.formats.zero.tags import without_older_tags
+from ckptkit.formats.discovery import (
+    CheckpointUnit,
+    ResolvedSource,
+    is_single_file,
+    parse_step,
+    parse_step_file,
+    resolve,
+)
+from ckptkit.formats.optimizer_names import name_states
+from ckptkit.formats.ranks.flat import (
+    SLICES,
+    ModelParameter,
+    compute_vectors,
+    flat_parameters,
+    is_flat,
+    unflatten,
+)
+from ckptkit.formats.ranks.rank_files import add_numbered_ranks
+from ckptkit.formats.registry import (
+    describe_missing_files,
+    estimate_parsing_bytes,
+    list_plug_in_problems,
+    make_not_found_error,
+    read_index,
+    recognise,
+)
+from ckptkit.formats.torch_files import TorchFileReader
+from ckptkit.formats.zero.reader import drop_older_tags
 from ckptkit.plan.coverage import error_of
 from ckptkit.plan.side_files import CONFIG, MAX_JSON_BYTES
 from ckptkit.runs.run_paths import hold_candidates
@@ -86,7 +105,7 @@ class OpenedCheckpoint:
     location: str
     source: OverlaySource
     folder: str
-    units: tuple[Unit, ...]
+    units: tuple[CheckpointUnit, ...]
     index: TensorIndex
     select: str | None
     notes: tuple[str, ...]
@@ -156,8 +175,8 @@ def _with_model_config(index: TensorIndex, folder: PathLike) -> TensorIndex:
     )
     missing = [p for p in parameters if alone.isdisjoint(p.names)]
     lengths = {str(entry.name): entry.elements for entry in flat}
-    vectors = vectors_of(missing, lengths, index.run.world_size or 1, slices)
-    return unflattened(index, flat, vectors, f"--model-config {folder}")
+    vectors = compute_vectors(missing, lengths, index.run.world_size or 1, slices)
+    return unflatten(index, flat, vectors, f"--model-config {folder}")
 
 
 def _read_config(folder: PathLike) -> dict[str, object]:
@@ -230,22 +249,22 @@ class _Search:
         candidates = self._candidates()
         left_alone: tuple[str, ...] = ()
         if select is None:
-            candidates, left_alone = without_older_tags(self._source, candidates)
+            candidates, left_alone = drop_older_tags(self._source, candidates)
         found = resolve(
             self._steps.apart(candidates),
             location=self._location,
             select=select,
-            lacks=self._lacks,
+            describe_missing=self._lacks,
             links=self._source.linked_folders() if self._only is None else (),
-            nothing=partial(nothing_found, self._looked_at(), self._location),
-            told=self._step_inside,
-            left_behind=self._left_behind,
+            not_found=partial(make_not_found_error, self._looked_at(), self._location),
+            read_step=self._step_inside,
+            find_rolled_back=self._left_behind,
         )
         shards = LeftShards(self._source, self._location, candidates, self._index)
         found = shards.settle(found, select)
         self._check_parts(found)
         index = _merge(found.units, [self._index(unit.candidate) for unit in found.units])
-        index = with_named_states(index, in_order=index.format == TorchFileReader.name)
+        index = name_states(index, in_order=index.format == TorchFileReader.name)
         step = _step_named(found, absolute(self._location))
         writer = ", ".join(filter(None, [*self._frameworks(found), index.run.writer]))
         known = index.run.step if index.run.step is not None else step
@@ -259,7 +278,7 @@ class _Search:
             units=found.units,
             index=replace(index, run=self._steps.facts(saved, run), problems=problems),
             select=found.select,
-            notes=(*left_alone, *found.notes, *complaints()),
+            notes=(*left_alone, *found.notes, *list_plug_in_problems()),
             manifest=self._steps.manifest(saved),
             paths=self._looked_at(),
         )
@@ -270,7 +289,7 @@ class _Search:
         series: dict[str, list[RunStep]] = {}
         for folder in folders:
             place = posixpath.dirname(folder), series_of(posixpath.basename(folder))
-            step = step_of(folder)
+            step = parse_step(folder)
             if step is not None and len(folders) > 1:
                 series.setdefault("/".join(place), []).append(self._run_step(folder, step))
         for steps in series.values():
@@ -295,7 +314,7 @@ class _Search:
             self._source.lay_over(united.made, without=united.without)
             self._paths = listed_files(self._source)
             candidates = recognise(self._paths)
-        candidates = with_numbered_ranks(self._source, candidates, self._paths)
+        candidates = add_numbered_ranks(self._source, candidates, self._paths)
         if self._only is not None:
             candidates = [c for c in candidates if self._only in c.files]
         self._steps = StepManifests(self._source, candidates, united.problems)
@@ -304,14 +323,14 @@ class _Search:
     def _looked_at(self) -> Sequence[str]:
         return self._paths if self._only is None else (self._only,)
 
-    def _check_parts(self, found: Found) -> None:
+    def _check_parts(self, found: ResolvedSource) -> None:
         """Refuses a step in parts that do not make a whole."""
         for unit in found.units:
             problem = self._steps.problem(step_folder(unit.candidate.folder))
             if problem is not None and METADATA not in _names(unit.candidate):
                 raise error_of(problem, self._location)
 
-    def _frameworks(self, found: Found) -> Iterator[str]:
+    def _frameworks(self, found: ResolvedSource) -> Iterator[str]:
         """Yields the frameworks whose marks lie beside the weights, outermost first."""
         folders = {found.folder, *(unit.candidate.folder for unit in found.units)}
         folders |= {posixpath.dirname(folder) for folder in folders}
@@ -334,7 +353,7 @@ class _Search:
         return self._indexes[key]
 
     def _check_memory(self, candidate: Candidate) -> None:
-        needed = memory_in_use_bytes() + parsing_bytes(self._source, candidate)
+        needed = memory_in_use_bytes() + estimate_parsing_bytes(self._source, candidate)
         if self._limit_bytes is not None and needed > self._limit_bytes:
             raise NoSpaceError(
                 f"parsing the index takes about {needed:,} bytes against {self._limit_bytes:,}",
@@ -353,18 +372,18 @@ class _Search:
         if unfinished:
             return unfinished
         try:
-            return missing_files(self._index(candidate))
+            return describe_missing_files(self._index(candidate))
         except InputError as error:
             return str(error.message)
 
 
-def _step_named(found: Found, location: str) -> int | None:
+def _step_named(found: ResolvedSource, location: str) -> int | None:
     """Returns the step that the name of the chosen file or folder tells."""
     candidate = found.units[0].candidate
-    name = step_name(candidate.files[0]) if is_single_file(candidate) else None
+    name = parse_step_file(candidate.files[0]) if is_single_file(candidate) else None
     if name is not None and "epoch" not in name.kind:
         return name.number
-    return step_of(found.folder or location)
+    return parse_step(found.folder or location)
 
 
 def _check_places(folders: Sequence[Folder]) -> None:
@@ -389,7 +408,7 @@ def _names(candidate: Candidate) -> set[str]:
     return {posixpath.basename(path) for path in candidate.files}
 
 
-def _merge(units: Sequence[Unit], indexes: Sequence[TensorIndex]) -> TensorIndex:
+def _merge(units: Sequence[CheckpointUnit], indexes: Sequence[TensorIndex]) -> TensorIndex:
     """Joins the indexes of units; trees are named by unit as soon as several hold models."""
     if len(indexes) == 1:
         return indexes[0]
@@ -435,7 +454,7 @@ def _merge(units: Sequence[Unit], indexes: Sequence[TensorIndex]) -> TensorIndex
     )
 
 
-def _merged_format(units: Sequence[Unit], indexes: Sequence[TensorIndex]) -> str:
+def _merged_format(units: Sequence[CheckpointUnit], indexes: Sequence[TensorIndex]) -> str:
     """Names the formats of the models, or of whatever is there besides them."""
     pairs = list(zip(units, indexes, strict=True))
     models = [index.format for unit, index in pairs if not unit.is_optimizer]

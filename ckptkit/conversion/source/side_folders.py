@@ -20,7 +20,7 @@ from ckptkit.core.errors import FormatError, InputError, RefusedError
 from ckptkit.core.index import Fqn, Span, TensorEntry
 from ckptkit.core.model_configs import parse_json_object, parse_model_config
 from ckptkit.engine.reader import RUN_BYTES, Origin, TensorReader
-from ckptkit.formats.discovery import is_unit_folder, step_of
+from ckptkit.formats.discovery import is_unit_folder, parse_step
 from ckptkit.plan.plan import Literal, OutputFile, RawCopy, lay_out_file
 from ckptkit.plan.side_files import (
     CONFIG,
@@ -199,7 +199,7 @@ def _above(step: str) -> Iterator[str]:
     path = absolute(step)
     for _ in range(_CLIMB):
         name = posixpath.basename(path)
-        if not (is_unit_folder(name) or step_of(name) is not None):
+        if not (is_unit_folder(name) or parse_step(name) is not None):
             return
         above = posixpath.dirname(path) if is_url(path) else str(Path(path).parent)
         if above.endswith("/") or (above.startswith(_HUB) and above.count("/") < _REPOSITORY):

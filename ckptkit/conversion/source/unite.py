@@ -35,7 +35,11 @@ from ckptkit.core.manifest import (
     source_of_all,
 )
 from ckptkit.formats.base import Candidate
-from ckptkit.formats.discovery import Found, Unit, is_left_of
+from ckptkit.formats.discovery import (
+    CheckpointUnit,
+    ResolvedSource,
+    is_leftover,
+)
 from ckptkit.storage.base import Folder, Source
 from ckptkit.storage.manifests import read_manifest
 from ckptkit.storage.overlay import OverlaySource
@@ -219,7 +223,7 @@ class LeftShards:
     candidates: Sequence[Candidate]
     read: Read
 
-    def settle(self, found: Found, select: str | None) -> Found:
+    def settle(self, found: ResolvedSource, select: str | None) -> ResolvedSource:
         """Returns what was found, with a note of the shards that are left alone.
 
         Args:
@@ -231,11 +235,11 @@ class LeftShards:
             for unit in found.units
             if unit.candidate.format == "safetensors" and not _is_named(unit, select)
             for shards in self.candidates
-            if is_left_of(shards, {unit.candidate.folder})
+            if is_leftover(shards, {unit.candidate.folder})
         ]
         return replace(found, notes=(*found.notes, *notes))
 
-    def _compared(self, unit: Unit, shards: Candidate, step: str) -> str:
+    def _compared(self, unit: CheckpointUnit, shards: Candidate, step: str) -> str:
         name = _label(shards, step)
         try:
             reason = next(self._differences(unit.candidate, shards), "")
@@ -282,5 +286,5 @@ def _label(shards: Candidate, step: str) -> str:
     return name if relative == "." else relative
 
 
-def _is_named(unit: Unit, select: str | None) -> bool:
+def _is_named(unit: CheckpointUnit, select: str | None) -> bool:
     return select is not None and (select == unit.label or select.endswith(f"/{unit.label}"))

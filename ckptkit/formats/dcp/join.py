@@ -1,7 +1,4 @@
-"""Proves that chunks and stored items of `.metadata` belong together one to one.
-
-The tables of `.metadata` as numpy columns: one row for each chunk, and for each stored item.
-"""
+"""The tables of `.metadata` as numpy columns, joined: each chunk has exactly one stored item."""
 
 from __future__ import annotations
 
@@ -16,17 +13,18 @@ from numpy.typing import NDArray
 
 from ckptkit.core.errors import FormatError, UnsafePathError, UnsupportedError
 from ckptkit.core.geometry import distinct
+from ckptkit.core.text import quote
 from ckptkit.formats.dcp.shortcuts import (
     CHUNK,
     INDEX,
     INFO,
     ChunkRun,
     EntryRun,
-    Values,
-    flat,
+    RunValues,
+    flatten,
     is_size,
 )
-from ckptkit.formats.pickle.pickles import Global, InertObject, shown
+from ckptkit.formats.pickle.machine import Global, InertObject
 
 Ints = NDArray[np.int64]
 _MAX_TRANSFORMS = 16
@@ -38,37 +36,37 @@ _HINT = "the file is damaged; take another copy of it"
 
 
 @dataclass(frozen=True, slots=True)
-class Where:
-    """The place that errors are about."""
+class Location:
+    """The file, or a tensor in it, that errors are about."""
 
     text: str
 
-    def tensor(self, key: str) -> Where:
-        return Where(f"{self.text}, key {shown(key)}" if self.text else f"key {shown(key)}")
+    def tensor(self, key: str) -> Location:
+        return Location(f"{self.text}, key {quote(key)}" if self.text else f"key {quote(key)}")
 
     def error(self, message: str) -> FormatError:
         return FormatError(message, where=self.text, hint=_HINT)
 
 
 class _Lookup(dict[int, int]):
-    """Translates positions of texts, each only once."""
+    """Caches the translation of positions of texts to numbers."""
 
     def __init__(self, translate: Callable[[int], int]) -> None:
         super().__init__()
         self.translate = translate
 
     def __missing__(self, position: int) -> int:
-        self[position] = found = self.translate(position)
-        return found
+        self[position] = number = self.translate(position)
+        return number
 
     def column(self, positions: Ints) -> bytes:
         return array("i", map(self.__getitem__, positions.tolist())).tobytes()
 
 
 class TensorRows:
-    """The chunks of all tensors, in order; `offset` and `size` are positions in `Values.sizes`."""
+    """The chunks of all tensors; `offset` and `size` are positions in `RunValues.sizes`."""
 
-    def __init__(self, values: Values, where: Where) -> None:
+    def __init__(self, values: RunValues, where: Location) -> None:
         self.values = values
         self.where = where
         self.offset = array("i")
@@ -86,7 +84,7 @@ class TensorRows:
         where = self.where.tensor(key)
         # A list that two tensors shared would be walked once for each of them.
         if not isinstance(chunks, list) or id(chunks) in self._seen:
-            raise where.error("chunks are not a list of its own")
+            raise where.error("chunks are not a list that only this tensor has")
         self._seen.add(id(chunks))
         before = len(self.offset)
         for chunk in chunks:
@@ -101,20 +99,20 @@ class TensorRows:
         self.itemsizes.append(itemsize)
         self.counts.append(len(self.offset) - before)
 
-    def _add_chunk(self, chunk: object, where: Where) -> None:
-        fields = _fields(chunk, CHUNK, where)
+    def _add_chunk(self, chunk: object, where: Location) -> None:
+        fields = fields_of(chunk, CHUNK, where)
         for column, name in ((self.offset, "offsets"), (self.size, "sizes")):
             column.append(_position(self.values, fields.get(name), where))
 
 
-class Entries:
-    """The items of `storage_data`.
+class StorageRows:
+    """The stored items, from `storage_data`.
 
-    Columns: `key` numbers of keys, `offset` positions in `Values.sizes` or -1, `file` positions
+    Columns: `key` numbers of keys, `offset` positions in `RunValues.sizes` or -1, `file` positions
     in `paths`, `start` and `length` in bytes.
     """
 
-    def __init__(self, values: Values, numbers: dict[str, int], where: Where) -> None:
+    def __init__(self, values: RunValues, numbers: dict[str, int], where: Location) -> None:
         self.values = values
         self.numbers = numbers
         self.where = where
@@ -124,7 +122,7 @@ class Entries:
         self._transforms: dict[int, dict[tuple[str, ...], None]] = {}
 
     def read(self, table: dict[Any, Any]) -> None:
-        """Reads all items."""
+        """Adds all items."""
         texts = self.values.texts
         keys = _Lookup(lambda position: self._number(texts[position]))
         paths = _Lookup(lambda position: self._file(texts[position]))
@@ -146,13 +144,13 @@ class Entries:
         return tuple(self._transforms.get(self.numbers[key], ()))
 
     def _add(self, index: object, info: object) -> None:
-        named = _fields(index, INDEX, self.where)
-        number = self._number(named.get("fqn"))
-        where = self.where.tensor(named["fqn"])
-        if type(named.get("index")) not in {int, type(None)}:
+        index_fields = fields_of(index, INDEX, self.where)
+        number = self._number(index_fields.get("fqn"))
+        where = self.where.tensor(index_fields["fqn"])
+        if type(index_fields.get("index")) not in {int, type(None)}:
             raise where.error("index hint is not an integer")
-        offset = named.get("offset")
-        fields = _fields(info, INFO, where)
+        offset = index_fields.get("offset")
+        fields = fields_of(info, INFO, where)
         for column, name in ((self.start, "offset"), (self.length, "length")):
             value = fields.get(name)
             if type(value) is not int or not -MAX_OFFSET <= value <= MAX_OFFSET:
@@ -164,7 +162,7 @@ class Entries:
         if fields.get("transform_descriptors"):
             self._add_transforms(number, fields["transform_descriptors"], where)
 
-    def _add_transforms(self, number: int, names: object, where: Where) -> None:
+    def _add_transforms(self, number: int, names: object, where: Location) -> None:
         if not isinstance(names, list | tuple) or len(names) > _MAX_TRANSFORMS:
             raise where.error("transform descriptors are not a short list")
         if not all(isinstance(name, str) for name in names):
@@ -185,21 +183,24 @@ class Entries:
         if path not in self.paths:
             if not path or "\0" in path or _ABSOLUTE.match(path) or _CLIMBS.search(path):
                 raise UnsafePathError(
-                    f"data file {shown(path)} is not inside the folder of the checkpoint",
+                    f"data file {quote(path)} is not inside the folder of the checkpoint",
                     where=self.where.text,
-                    hint="a checkpoint library writes plain file names; do not trust this file",
+                    hint="checkpoint libraries write plain file names; do not trust this file",
                 )
             self.paths[path] = len(self.paths)
         return self.paths[path]
 
 
-def _fields(value: object, cls: Global, where: Where) -> dict[str, Any]:
-    if not isinstance(value, InertObject) or value.cls != cls or not isinstance(value.state, dict):
-        raise where.error(f"there is something else in the place of a {cls.name}")
+def fields_of(value: object, cls: Global, where: Location) -> dict[str, Any]:
+    """Returns the fields of an inert instance of a dataclass."""
+    if not isinstance(value, InertObject) or value.cls != cls:
+        raise where.error(f"expected a {cls.name}, found something else")
+    if not isinstance(value.state, dict):
+        raise where.error(f"a {cls.name} has no fields")
     return value.state
 
 
-def _position(values: Values, value: object, where: Where) -> int:
+def _position(values: RunValues, value: object, where: Location) -> int:
     if not is_size(value):
         raise where.error("offset or size of a chunk is not a short tuple of integers below 2**63")
     values.sizes.append(cast("tuple[int, ...]", value))
@@ -207,10 +208,10 @@ def _position(values: Values, value: object, where: Where) -> int:
 
 
 Columns = tuple[Ints, Ints, NDArray[np.int32], Ints, Ints]  # as in DcpTensor, `offsets` to `length`
-Place = tuple[int, int, int]  # file, start, length
+StoredRange = tuple[int, int, int]  # file, start, length
 _Mask = NDArray[np.bool_]
 LEAST_ARCHIVE_BYTES = 1_024
-"""No archive of `torch.save` is as short as this, and no padding between two as long."""
+"""All archives of `torch.save` are longer than this, and all padding between two is shorter."""
 
 _BLOCK_CELLS = 1 << 20
 _NO_RANK = -1
@@ -219,11 +220,11 @@ _NO_RANK = -1
 class Join:
     """Finds the stored bytes of every chunk.
 
-    The tables are given as numbers of keys and positions of values; work is done in blocks of
-    tensors with equally many dimensions, so that temporary arrays stay small.
+    Blocks of tensors with equally many dimensions are processed, so that temporary arrays stay
+    small.
     """
 
-    def __init__(self, rows: TensorRows, entries: Entries, keys: list[str]) -> None:
+    def __init__(self, rows: TensorRows, entries: StorageRows, keys: list[str]) -> None:
         self.keys = keys
         self.where = rows.where
         self.numbers = np.array(rows.numbers, np.int64)
@@ -233,7 +234,7 @@ class Join:
         self.stops = np.cumsum(self.counts)
         self.chunk_offset = np.frombuffer(rows.offset, np.int32)
         self.chunk_size = np.frombuffer(rows.size, np.int32)
-        self.values, self.first, self.ranks = flat([*rows.values.sizes, ()])
+        self.values, self.first, self.ranks = flatten([*rows.values.sizes, ()])
         self.key = np.frombuffer(entries.key, np.int32)
         self.offset = np.frombuffer(entries.offset, np.int32)
         self.file = np.frombuffer(entries.file, np.int32)
@@ -244,11 +245,11 @@ class Join:
         self.rank_of_key[self.numbers] = [len(shape) for shape in rows.shapes]
         self.by_key = np.argsort(self.key, kind="stable")
         self.bounds = np.searchsorted(self.key[self.by_key], np.arange(len(keys) + 1))
-        self.tied_files: dict[int, int] = {}  # where tensors share bytes: the end of the last one
+        self.tied_files: dict[int, int] = {}  # files with shared bytes: the end of the last chunk
         self.is_bare = True  # no stored item is longer than its elements
 
-    def result(self) -> tuple[dict[str, Columns], dict[str, Place]]:
-        """Returns the columns of each tensor, and the place of each python object."""
+    def run(self) -> tuple[dict[str, Columns], dict[str, StoredRange]]:
+        """Returns the columns of each tensor, and the stored bytes of each Python object."""
         self._check_entries()
         objects = self._objects()
         used = []
@@ -264,17 +265,21 @@ class Join:
             self._check_images(objects, chunks)
         else:
             self._check_archives(objects, chunks, is_bare=is_bare)
-        places = {self.keys[self.key[row]]: self._place(row) for row in objects.tolist()}
-        return tensors, places
-
-    def _place(self, row: int) -> Place:
-        return int(self.file[row]), int(self.start[row]), int(self.length[row])
+        ranges = {
+            self.keys[self.key[row]]: (
+                int(self.file[row]),
+                int(self.start[row]),
+                int(self.length[row]),
+            )
+            for row in objects.tolist()
+        }
+        return tensors, ranges
 
     def _fail(self, number: int | np.integer[Any], message: str) -> FormatError:
         return self.where.tensor(self.keys[number]).error(message)
 
     def _check_entries(self) -> None:
-        """Checks what can be said of each stored item alone."""
+        """Checks each stored item by itself."""
         ranks = np.where(self.offset == NO_OFFSET, _NO_RANK, self.ranks[self.offset])
         for bad, message in (
             (
@@ -290,7 +295,7 @@ class Join:
                 raise self._fail(self.key[np.argmax(bad)], message)
 
     def _objects(self) -> Ints:
-        """Returns the rows of python objects, one for each."""
+        """Returns the rows of Python objects, one for each."""
         rows = np.flatnonzero(self.rank_of_key[self.key] == _NO_RANK)
         times = np.bincount(self.key[rows], minlength=len(self.keys))
         bad = (times != 1) & (self.rank_of_key == _NO_RANK)
@@ -344,7 +349,7 @@ class Join:
         }, entry
 
     def _check_empty(self, block: list[int], owner: Ints, stops: Ints) -> None:
-        """Compares shapes without elements with their chunks; no stored bytes vouch for them."""
+        """Compares tensors without elements, of which no bytes are stored, with their chunks."""
         for at, tensor in enumerate(block):
             if 0 in self.shapes[tensor] and self.counts[tensor]:
                 reach = tuple(stops[owner == at].max(axis=0).tolist())
@@ -357,8 +362,8 @@ class Join:
         """Looks up tuples by position, as rows of a matrix."""
         message = f"a chunk does not have the {rank} dimensions that the tensor has"
         self._refuse(self.ranks[positions] != rank, number, message)
-        found: Ints = self.values[self.first[positions][:, None] + np.arange(rank)]
-        return found
+        boxes: Ints = self.values[self.first[positions][:, None] + np.arange(rank)]
+        return boxes
 
     def _refuse(self, bad: _Mask, number: Ints, message: str) -> None:
         if bad.any():
@@ -373,8 +378,8 @@ class Join:
     def _match(self, number: Ints, offsets: Ints, full: _Mask, entries: Ints) -> Ints:
         """Returns the stored item of each chunk that has elements.
 
-        Chunks without elements may have none, share one, or have several: what several ranks hold
-        of a tensor without elements all begins at the same place.
+        Chunks without elements may have none, share one, or have several: the parts of a tensor
+        without elements that several ranks hold all have the same offsets.
         """
         rank = offsets.shape[1]
         stored_for = self.key[entries].astype(np.int64)
@@ -401,10 +406,10 @@ class Join:
         return entry_of_group[chunk_group[full]]
 
     def _check_overlaps(self, objects: Ints, rows: Ints) -> None:
-        """Refuses what shares bytes, but for tied tensors that are stored once, as one.
+        """Refuses items that share bytes, except for tied tensors, whose bytes are identical.
 
-        That one of two equal tensors points at the other's bytes by mistake shows in its own
-        bytes, to which nothing points then.
+        If one of two equal tensors refers to the other's bytes by mistake, its own bytes are a hole
+        to which nothing refers.
         """
         rows = rows[self.length[rows] > 0]
         order = rows[np.lexsort((self.length[rows], self.start[rows], self.file[rows]))]
@@ -428,7 +433,7 @@ class Join:
             self.tied_files[number] = int(stop[inside][-1])
 
     def _check_archives(self, objects: Ints, chunks: Ints, *, is_bare: bool) -> None:
-        """Checks files of archives, compressed or not; compressed images torch writes wrongly."""
+        """Checks files of archives, compressed or not; torch writes compressed images wrongly."""
         try:
             self._check_overlaps(objects, np.concatenate([objects, chunks]))
         except FormatError as error:
@@ -442,10 +447,10 @@ class Join:
             raise
 
     def _check_images(self, objects: Ints, chunks: Ints) -> None:
-        """Checks files in which objects come first and all chunks lie in one image after them.
+        """Checks files in which all chunks are in one image after the objects.
 
-        Of each chunk such files are said to begin where the image does, and to have the length of
-        the chunk; the image itself tells more.
+        According to `.metadata` each chunk begins where the image does and has its own length; the
+        true positions are in the header of the image.
         """
         self._check_overlaps(objects, objects)
         image = np.full(int(self.file.max()) + 1, -1, np.int64)
@@ -454,7 +459,7 @@ class Join:
         self._refuse(
             bad,
             self.key[chunks].astype(np.int64),
-            "it is said to be in another image of the same file",
+            "it is listed in another image of the same file",
         )
         start = image[self.file[objects]]
         bad = (start >= 0) & (self.start[objects] + self.length[objects] > start)
@@ -473,19 +478,19 @@ class Join:
 
 
 def _rows(test: Callable[..., Any], mask: _Mask) -> _Mask:
-    found: _Mask = test(mask, axis=1)
-    return found
+    rows: _Mask = test(mask, axis=1)
+    return rows
 
 
 def _ranges(starts: Ints, counts: Ints) -> Ints:
     """Returns start, start + 1, … of all ranges in one column."""
     before = np.cumsum(counts) - counts
-    found: Ints = np.arange(int(counts.sum())) + np.repeat(starts - before, counts)
-    return found
+    rows: Ints = np.arange(int(counts.sum())) + np.repeat(starts - before, counts)
+    return rows
 
 
 def _groups(keys: Ints, places: Ints) -> tuple[Ints, Ints]:
-    """Numbers equal rows equally; returns the number of each, and one row of each number."""
+    """Numbers distinct rows; returns the number of each row, and one row of each number."""
     order = np.lexsort((*places.T[::-1], keys))
     changes = np.zeros(len(order), np.bool_)
     changes[:1] = True

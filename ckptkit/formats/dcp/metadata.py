@@ -1,4 +1,4 @@
-"""Parses `.metadata`, the index that torch.distributed.checkpoint writes beside its data files.
+"""Parses `.metadata`, the index of the data files of torch.distributed.checkpoint.
 
 Source: torch/distributed/checkpoint/{metadata,filesystem,default_planner}.py, torch 2.1 to 2.14;
 torch/distributed/_shard/sharded_tensor/metadata.py for `TensorProperties` up to torch 2.2.
@@ -6,7 +6,6 @@ torch/distributed/_shard/sharded_tensor/metadata.py for `TensorProperties` up to
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,37 +14,51 @@ import numpy as np
 
 from ckptkit.core.dtypes import BY_NAME, DType, dtype_named
 from ckptkit.core.errors import FormatError, UnsafePickleError, UnsupportedError
-from ckptkit.formats.dcp.join import Columns, Entries, Ints, Join, TensorRows, Where
+from ckptkit.core.text import quote
+from ckptkit.formats.dcp.join import (
+    Columns,
+    Ints,
+    Join,
+    Location,
+    StorageRows,
+    TensorRows,
+    fields_of,
+)
 from ckptkit.formats.dcp.shortcuts import (
     CHUNK,
     INDEX,
     INFO,
-    MAX_DIMENSIONS,
     SIZE,
     FastMachine,
+    RunValues,
     ShortcutError,
-    Values,
 )
-from ckptkit.formats.pickle.pickles import Global, InertObject, inert_class, parse_pickle, shown
+from ckptkit.formats.parsing import MAX_DIMENSIONS, is_count, overflows
+from ckptkit.formats.pickle.machine import Global, InertObject
+from ckptkit.formats.pickle.pickles import inert_class, parse_pickle
 
 _CHECKPOINT = "torch.distributed.checkpoint.metadata"
 _SHARDED = "torch.distributed._shard.sharded_tensor.metadata"
 _STRIDED = Global("torch", "strided")
-_MAX_BYTES = 2**63 - 1
+_METADATA = Global(_CHECKPOINT, "Metadata")
+_TENSOR_STORAGE = Global(_CHECKPOINT, "TensorStorageMetadata")
 _FIELDS = {"state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"}
-# dtype, layout, requires_grad, memory_format, pin_memory; since torch 2.15 also stride. The
-# stride is that of the tensor in memory; how a chunk is stored is said where it is stored.
+# dtype, layout, requires_grad, memory_format, pin_memory; since torch 2.15 also stride, which is
+# that of the tensor in memory. The archive of a chunk has the strides of its stored bytes.
 _PROPERTIES = range(5, 7)
-_OTHER_DTYPES = (  # that torch has and `core.dtypes` has not, to be refused as dtypes
+_OTHER_DTYPES = (  # of torch and not in `core.dtypes`; refused by name
     *("complex32", "qint8", "quint8", "qint32", "quint4x2", "quint2x4", "float4_e2m1fn_x2"),
     *("bits8", "bits16", "bits1x8", "bits2x4", "bits4x2"),
     *(f"{sign}int{bits}" for sign in ("u", "") for bits in range(1, 8)),
 )
 
 
+Transforms = tuple[tuple[str, ...], ...]
+
+
 @dataclass(frozen=True, slots=True)
 class DcpTensor:
-    """A tensor and where its chunks are; row i of every column is one chunk.
+    """A tensor and its chunks; row i of every column is one chunk.
 
     Chunks without elements are left out. No two chunks begin at the same element.
 
@@ -58,8 +71,8 @@ class DcpTensor:
         file: int32 positions in `DcpMetadata.paths`.
         start: int64, first byte of the stored chunk in its file.
         length: int64, bytes of the stored chunk, its container included.
-        transforms: The different lists of names of what chunks were stored through, such as a
-            compression; empty in the ordinary case.
+        transforms: The distinct lists of transforms that chunks were stored through, such as a
+            compression; usually empty.
     """
 
     key: str
@@ -70,23 +83,23 @@ class DcpTensor:
     file: np.ndarray[Any, np.dtype[np.int32]]
     start: Ints
     length: Ints
-    transforms: tuple[tuple[str, ...], ...] = ()
+    transforms: Transforms = ()
 
 
 @dataclass(frozen=True, slots=True)
 class DcpBlob:
-    """A pickled python object; `start` and `length` are in bytes, `file` as in `DcpTensor`."""
+    """A pickled Python object; `start` and `length` are in bytes, `file` as in `DcpTensor`."""
 
     key: str
     file: int
     start: int
     length: int
-    transforms: tuple[tuple[str, ...], ...] = ()
+    transforms: Transforms = ()
 
 
 @dataclass(frozen=True, slots=True)
 class DcpMetadata:
-    """What a `.metadata` file says.
+    """The contents of a `.metadata` file.
 
     Attributes:
         tensors: By flat key, in the order of the file.
@@ -94,13 +107,13 @@ class DcpMetadata:
         paths: Data files as written, relative to the folder of `.metadata`; none is absolute
             or leads upwards.
         planner_data: For each flat key its path in the nested state that was saved: strings for
-            dictionary keys, integers for positions in lists. None where nothing was flattened.
+            dictionary keys, integers for positions in lists. None if nothing was flattened.
         version: The format's version, which torch writes since 2.9.
-        writer: The range of torch versions that write such a file, as far as it tells.
-        tied_files: The data files in which tensors share bytes, by position in `paths`, and
-            where the last bytes end that anything points to.
+        writer: The range of torch versions that write such a file, as far as it is known.
+        tied_files: For each data file in which tensors share bytes, by position in `paths`, the end
+            of the last stored item.
         has_images: Whether the data files end with a safetensors image of all their tensors, to
-            whose start each chunk points, and not with one archive for each chunk.
+            whose start each chunk refers, instead of one archive for each chunk.
     """
 
     tensors: Mapping[str, DcpTensor]
@@ -114,27 +127,24 @@ class DcpMetadata:
 
 
 def parse_metadata(data: bytes, *, where: str, shortcuts: bool = True) -> DcpMetadata:
-    """Parses a `.metadata` file, and proves that its three tables agree.
+    """Parses a `.metadata` file, and checks that its three tables agree.
 
-    Every chunk that has elements has exactly one place in a file, lies inside its tensor, and
-    shares no byte with another, unless both are the same. Whether chunks cover their tensor is
-    not checked.
+    Every chunk with elements has exactly one stored item, is inside its tensor, and shares no byte
+    with another chunk, unless their bytes are identical. Whether chunks cover their tensor is not
+    checked.
 
     Args:
         data: The whole file.
         where: The file, for messages.
-        shortcuts: False to do without the fast path, for tests; the result is the same.
-
-    Returns:
-        Columns in place of the objects of the file.
+        shortcuts: False to disable the fast path, for tests; the result is the same.
     """
-    root, values = _unpickled(data, where) if shortcuts else (None, None)
+    root, values = _parse_fast(data, where) if shortcuts else (None, None)
     if values is None:
-        root, values = parse_pickle(data, ALLOWED, where=where), Values()
+        root, values = parse_pickle(data, ALLOWED, where=where), RunValues()
     return _Reader(root, values, where).metadata()
 
 
-def _unpickled(data: bytes, where: str) -> tuple[object, Values | None]:
+def _parse_fast(data: bytes, where: str) -> tuple[object, RunValues | None]:
     machine = FastMachine(data, ALLOWED, where=where)
     try:
         return machine.run(), machine.values
@@ -143,39 +153,40 @@ def _unpickled(data: bytes, where: str) -> tuple[object, Values | None]:
 
 
 class _Reader:
-    """Walks the inert objects of one file, once."""
+    """Reads the inert objects of one file, once."""
 
-    def __init__(self, root: object, values: Values, where: str) -> None:
-        self.where = Where(where)
-        self.fields = fields_of(root, "Metadata", self.where)
+    def __init__(self, root: object, values: RunValues, where: str) -> None:
+        self.where = Location(where)
+        self.fields = fields_of(root, _METADATA, self.where)
         self.values = values
         self.states = self._table("state_dict_metadata")
         self.numbers = {key: number for number, key in enumerate(self.states)}
-        self.owners: set[str] = set()  # modules that TensorProperties came from
+        self.owners: set[str] = set()  # the modules of TensorProperties
 
     def metadata(self) -> DcpMetadata:
         rows = TensorRows(self.values, self.where)
-        described = {
-            key: self._described(key, state, rows)
+        kinds = {
+            key: self._add_tensor(key, state, rows)
             for key, state in self.states.items()
             if not _is_blob(state)
         }
-        entries = Entries(self.values, self.numbers, self.where)
-        entries.read(self._table("storage_data"))
+        storage = StorageRows(self.values, self.numbers, self.where)
+        storage.read(self._table("storage_data"))
         self.states.clear()
         self.fields["storage_data"] = None
         planner_data = self._planner_data()
-        join = Join(rows, entries, list(self.numbers))
-        columns, blobs = join.result()
+        join = Join(rows, storage, list(self.numbers))
+        columns, blobs = join.run()
         return DcpMetadata(
             tensors={
-                key: _tensor(key, kind, columns[key], entries) for key, kind in described.items()
+                key: _tensor(key, kind, columns[key], storage.transforms_of(key))
+                for key, kind in kinds.items()
             },
             blobs={
-                key: DcpBlob(key, *place, entries.transforms_of(key))
-                for key, place in blobs.items()
+                key: DcpBlob(key, *stored, storage.transforms_of(key))
+                for key, stored in blobs.items()
             },
-            paths=tuple(entries.paths),
+            paths=tuple(storage.paths),
             planner_data=planner_data,
             version=self._version(),
             writer=self._writer(),
@@ -191,11 +202,12 @@ class _Reader:
             raise self.where.error(f"a key of {name!r} is not a string")
         return table
 
-    def _described(
+    def _add_tensor(
         self, key: str, state: object, rows: TensorRows
     ) -> tuple[DType, tuple[int, ...]]:
+        """Adds the chunks of a tensor to the rows, and returns its dtype and shape."""
         where = self.where.tensor(key)
-        fields = fields_of(state, "TensorStorageMetadata", where)
+        fields = fields_of(state, _TENSOR_STORAGE, where)
         shape = fields.get("size")
         dtype = self._dtype(fields.get("properties"), where)
         if not isinstance(shape, tuple) or not all(type(size) is int for size in shape):
@@ -204,12 +216,12 @@ class _Reader:
             raise where.error(f"tensor has {len(shape):,} dimensions, more than {MAX_DIMENSIONS}")
         if min(shape, default=0) < 0:
             raise where.error(f"a size in shape {list(shape)} is negative")
-        if math.prod(max(size, 1) for size in shape) * dtype.itemsize > _MAX_BYTES:
+        if overflows(shape, dtype):
             raise where.error(f"size in bytes of {dtype.name} of shape {list(shape)} overflows")
         rows.add(key, self.numbers[key], shape, dtype.itemsize, fields.get("chunks"))
         return dtype, shape
 
-    def _dtype(self, properties: object, where: Where) -> DType:
+    def _dtype(self, properties: object, where: Location) -> DType:
         if not isinstance(properties, InertObject) or properties.cls.name != "TensorProperties":
             raise where.error("properties are not TensorProperties")
         self.owners.add(properties.cls.module)
@@ -218,9 +230,9 @@ class _Reader:
             raise where.error("state of TensorProperties is not a tuple of 5 or 6")
         dtype, layout = state[:2]
         if layout != _STRIDED:
-            found = shown(str(layout)) if isinstance(layout, Global) else "not one of torch's"
+            name = quote(str(layout)) if isinstance(layout, Global) else "not one of torch's"
             raise UnsupportedError(
-                f"layout is {found}; only 'torch.strided' is modelled", where=where.text
+                f"layout is {name}; only 'torch.strided' is modelled", where=where.text
             )
         if isinstance(dtype, Global):
             return dtype_named(dtype.name, where=where.text)
@@ -237,8 +249,8 @@ class _Reader:
             raise self.where.error("'planner_data' is not a dictionary")
         for key, path in table.items():
             if type(key) is not str or key not in self.numbers:
-                raise self.where.error(f"'planner_data' names {_named(key)}, the index does not")
-            if not _leads_to(path, key):
+                raise self.where.error(f"'planner_data' names {_describe(key)}, the index does not")
+            if not _spells(path, key):
                 raise self.where.tensor(key).error(
                     "its path in 'planner_data' does not spell its key"
                 )
@@ -248,11 +260,11 @@ class _Reader:
         return table
 
     def _refuse_misspelling(self) -> None:
-        """Without 'planner_data' names keep their containers, so a damaged one must be seen."""
+        """Refuses a misspelt 'planner_data': without it, names would keep their containers."""
         unknown = self.fields.keys() - _FIELDS
         if unknown and "planner_data" not in self.fields:
             raise self.where.error(
-                f"metadata has no 'planner_data' but a field {_named(min(unknown, key=str))}"
+                f"metadata has no 'planner_data' but a field {_describe(min(unknown, key=str))}"
             )
 
     def _version(self) -> str | None:
@@ -270,37 +282,27 @@ class _Reader:
 
 
 def _tensor(
-    key: str, kind: tuple[DType, tuple[int, ...]], columns: Columns, entries: Entries
+    key: str, kind: tuple[DType, tuple[int, ...]], columns: Columns, transforms: Transforms
 ) -> DcpTensor:
     offsets, sizes, file, start, length = columns
-    transforms = entries.transforms_of(key)
     return DcpTensor(key, *kind, offsets, sizes, file, start, length, transforms)
-
-
-def fields_of(value: object, name: str, where: Where) -> dict[str, Any]:
-    """Returns the fields of an inert instance of the dataclass `name`."""
-    if not isinstance(value, InertObject) or value.cls.name != name:
-        raise where.error(f"there is something else in the place of a {name}")
-    if not isinstance(value.state, dict):
-        raise where.error(f"a {name} has no fields")
-    return value.state
 
 
 def _is_blob(state: object) -> bool:
     return isinstance(state, InertObject) and state.cls.name == "BytesStorageMetadata"
 
 
-def _named(key: object) -> str:
-    return shown(key) if isinstance(key, str) else f"a {type(key).__name__}"
+def _describe(key: object) -> str:
+    return quote(key) if isinstance(key, str) else f"a {type(key).__name__}"
 
 
-def _leads_to(path: object, key: str) -> bool:
-    """Says whether a path, joined with dots, is the key; does no more work than the key is long."""
+def _spells(path: object, key: str) -> bool:
+    """Returns whether a path, joined with dots, is the key, in time linear in the key's length."""
     if not isinstance(path, tuple) or not 0 < len(path) <= len(key) + 1:
         return False
     at = 0
     for part in path:
-        if type(part) not in {str, int} or (type(part) is int and not 0 <= part <= _MAX_BYTES):
+        if type(part) is not str and not is_count(part):
             return False
         text = str(part)
         if not key.startswith(text, at) or key[at + len(text) : at + len(text) + 1] not in {
@@ -350,12 +352,13 @@ def _save_plan(*_: object) -> None:
 
 
 def _allowed() -> dict[tuple[str, str], object]:
-    classes = ("Metadata", "StorageMeta", "TensorStorageMetadata", "BytesStorageMetadata")
-    named = [Global(_CHECKPOINT, name) for name in (*classes, "TensorProperties")]
-    named += [Global(_SHARDED, "TensorProperties"), CHUNK, INDEX, INFO]
+    names = ("StorageMeta", "BytesStorageMetadata", "TensorProperties")
+    classes = [Global(_CHECKPOINT, name) for name in names]
+    classes += [_METADATA, _TENSOR_STORAGE, Global(_SHARDED, "TensorProperties")]
+    classes += [CHUNK, INDEX, INFO]
     paths = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
     return {
-        **{(cls.module, cls.name): inert_class(cls.module, cls.name) for cls in named},
+        **{(cls.module, cls.name): inert_class(cls.module, cls.name) for cls in classes},
         **{("torch", name): dtype for name, dtype in BY_NAME.items()},
         **{("torch", name): Global("torch", name) for name in _OTHER_DTYPES},
         (SIZE.module, SIZE.name): _size,

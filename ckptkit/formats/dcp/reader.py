@@ -1,14 +1,11 @@
-"""The reader of torch.distributed.checkpoint: `.metadata` beside `.distcp` files.
+"""The reader of torch.distributed.checkpoint: `.metadata` and `.distcp` files.
 
-Source: torch/distributed/checkpoint/{metadata,filesystem,default_planner}.py, 2.1 to 2.14.
+With `SerializationFormat.SAFETENSORS` a data file holds Python objects first, then one safetensors
+image of all its tensors. `.metadata` has every tensor begin where the image does, so that torch
+itself cannot read one back; the header of the image has the positions.
 
-Data files of DCP that end with a safetensors image: `SerializationFormat.SAFETENSORS`.
-
-Python objects come first, then one image with all tensors of the file. `.metadata` has every
-tensor begin where the image does, so that torch itself cannot read one back; where a tensor lies,
-the header of the image tells.
-
-Source: torch/distributed/checkpoint/filesystem.py (`_write_files_from_queue`), torch 2.8 to 2.13.
+Source: torch/distributed/checkpoint/{metadata,filesystem,default_planner}.py, torch 2.1 to 2.14;
+filesystem.py (`_write_files_from_queue`) for images, torch 2.8 to 2.13.
 """
 
 from __future__ import annotations
@@ -27,82 +24,84 @@ from ckptkit.core.index import (
     FileRange,
     FileRef,
     Ints,
-    Key,
     KeyPath,
     Problem,
     RecordTable,
     RunFacts,
     Shape,
-    TensorEntry,
     TensorIndex,
 )
 from ckptkit.formats.base import Candidate
+from ckptkit.formats.dcp.compression import decompress, is_zstd
 from ckptkit.formats.dcp.join import LEAST_ARCHIVE_BYTES
 from ckptkit.formats.dcp.metadata import DcpMetadata, DcpTensor, parse_metadata
-from ckptkit.formats.dcp.zstd import decoded, is_zstd
-from ckptkit.formats.pickle.zip_directory import Read
-from ckptkit.formats.safetensors.reader import StoredTensor, read_header, saved_offsets
+from ckptkit.formats.parsing import Read, group_by_folder, read_from, stat_or_missing
+from ckptkit.formats.safetensors.reader import HeaderTensor, read_header, read_shard_offsets
 from ckptkit.formats.trees import (
     LIGHTNING_META,
-    Framework,
     classify,
-    framework_of_keys,
-    framework_of_meta,
+    detect_framework_by_paths,
+    read_lightning_meta,
 )
 from ckptkit.storage.base import Source, prefetch
 
-_Held = Mapping[str, tuple[StoredTensor, Shape]]
+_Image = Mapping[str, tuple[HeaderTensor, Shape]]  # by name the tensor and its offsets
 
 
 @dataclass(slots=True)
 class Images:
-    """Looks chunks up in the images of the files that hold them.
+    """Looks chunks up in the safetensors images of data files.
 
     Attributes:
-        source: Where the files lie.
-        files: All data files; those that are missing have a negative size.
-        problems: Chunks that are in no image, as far as was looked.
+        source: The source of the files.
+        files: All data files; missing ones have a negative size.
+        problems: Chunks that were looked up and are in no image.
     """
 
     source: Source
     files: Sequence[FileRef]
     problems: list[Problem] = field(default_factory=list)
-    _images: dict[int, _Held] = field(default_factory=dict)
+    _images: dict[int, _Image] = field(default_factory=dict)
 
     def records(self, tensors: Sequence[DcpTensor]) -> RecordTable:
-        """Returns where the chunks of tensors lie, in their order.
+        """Returns the records of the chunks of tensors, in order.
 
-        Of a file that is missing, the records are where `.metadata` has them.
+        The records of a file that is missing have the positions in `.metadata`.
         """
-        self._foresee(tensors)
-        rows = [self._place(tensor, row) for tensor in tensors for row in range(len(tensor.file))]
-        places = np.array(rows, np.int64).reshape(len(rows), 3)
-        return RecordTable(places[:, 0], places[:, 1], places[:, 2])
+        self._prefetch(tensors)
+        rows = [self._locate(tensor, row) for tensor in tensors for row in range(len(tensor.file))]
+        records = np.array(rows, np.int64).reshape(len(rows), 3)
+        return RecordTable(records[:, 0], records[:, 1], records[:, 2])
 
-    def _foresee(self, tensors: Sequence[DcpTensor]) -> None:
-        """Has the headers of all images read at once, where each costs a round trip."""
+    def _prefetch(self, tensors: Sequence[DcpTensor]) -> None:
+        """Announces the reads of all headers, each of which may cost a round trip."""
         starts = {
             file: start
             for tensor in tensors
             for file, start in zip(tensor.file.tolist(), tensor.start.tolist(), strict=True)
             if start < self.files[file].size_bytes
         }
-        wanted = [FileRange(self.files[n].path, at, at + 1) for n, at in starts.items()]
-        prefetch(self.source, wanted)
+        prefetch(
+            self.source, [FileRange(self.files[n].path, at, at + 1) for n, at in starts.items()]
+        )
 
-    def _place(self, tensor: DcpTensor, row: int) -> tuple[int, int, int]:
+    def _locate(self, tensor: DcpTensor, row: int) -> tuple[int, int, int]:
         file, start = int(tensor.file[row]), int(tensor.start[row])
         stop = start + int(tensor.length[row])
         if self.files[file].size_bytes < 0:
             return file, start, stop
         if file not in self._images:
-            self._images[file] = self._opened(self.files[file], start)
-        found = self._images[file].get(tensor.key)
+            self._images[file] = self._read_image(self.files[file], start)
+        stored, stored_offsets = self._images[file].get(tensor.key, (None, ()))
         offsets, sizes = tuple(tensor.offsets[row].tolist()), tuple(tensor.sizes[row].tolist())
-        if found is None or found[1] != offsets:
-            self._note_lost(tensor, self.files[file], offsets, found)
+        if stored is None or stored_offsets != offsets:
+            # Torch keeps one shard of each name in an image: of two on one rank, the last.
+            other = f", in its place is that from {list(stored_offsets)} on" if stored else ""
+            message = (
+                f"the piece from {list(offsets)} on is not in {self.files[file].path!r}{other}"
+            )
+            self.problems.append(Problem(IncompleteCheckpointError.code, tensor.key, message))
             return file, start, start
-        stored = found[0]
         if (stored.dtype, stored.shape) != (tensor.dtype, sizes):
             raise FormatError(
                 f"holds {stored.dtype.name} {list(stored.shape)} against {tensor.dtype.name}"
@@ -112,51 +111,31 @@ class Images:
             )
         return file, stored.start, stored.stop
 
-    def _opened(self, file: FileRef, start: int) -> _Held:
+    def _read_image(self, file: FileRef, start: int) -> _Image:
         header = read_header(self.source, file, start)
-        offsets = saved_offsets(header, where=self._where(file))
+        offsets = read_shard_offsets(header, where=self._where(file))
         return {stored.name: (stored, offsets[stored.name]) for stored in header.tensors}
-
-    def _note_lost(
-        self,
-        tensor: DcpTensor,
-        file: FileRef,
-        offsets: Shape,
-        found: tuple[StoredTensor, Shape] | None,
-    ) -> None:
-        """Takes note of a chunk that its file lacks.
-
-        Torch keeps one piece of each name in an image: of two that a rank holds, the last.
-        """
-        instead = f", in its place is that from {list(found[1])} on" if found else ""
-        self.problems.append(
-            Problem(
-                IncompleteCheckpointError.code,
-                tensor.key,
-                f"the piece from {list(offsets)} on is not in {file.path!r}{instead}",
-            )
-        )
 
     def _where(self, file: FileRef) -> str:
         return posixpath.join(self.source.location, file.path)
 
 
 METADATA = ".metadata"
-_DATA = re.compile(r"__(\d{1,7})_(?:frozen_)?\d+\.distcp")  # the latter are ours
+_DATA = re.compile(r"__(\d{1,7})_(?:frozen_)?\d+\.distcp")  # 'frozen' files are ckptkit's
 _TORCH_ZIP = CONTAINERS.index("torch_zip")
-_MOST_DECODED_BYTES = 64 << 20  # of one object that is compressed
 _ZSTD = CONTAINERS.index("zstd_torch_zip")
+_MOST_DECOMPRESSED_BYTES = 64 << 20  # of one compressed object
 
 
 @dataclass(frozen=True, slots=True)
 class BlobRef:
-    """A python object of the checkpoint, left where it is until somebody needs it.
+    """A pickled Python object of the checkpoint, which is read only when it is needed.
 
     Attributes:
         path: Its file.
         start: First byte of its archive.
         stop: First byte after it.
-        is_compressed: Whether the archive has to be decoded as a zstd stream first.
+        is_compressed: Whether the archive is a zstd stream.
     """
 
     path: str
@@ -165,16 +144,13 @@ class BlobRef:
     is_compressed: bool = False
 
 
-def content_of(source: Source, blob: BlobRef, *, where: str) -> tuple[Read, int]:
-    """Returns how to read the archive of an object, and the archive's length."""
-
-    def read(start: int, stop: int) -> bytes:
-        return source.read(blob.path, blob.start + start, blob.start + stop)
-
+def open_blob(source: Source, blob: BlobRef, *, where: str) -> tuple[Read, int]:
+    """Returns a function that reads the archive of an object, and the archive's length."""
+    read = read_from(source, blob.path, blob.start)
     size = blob.stop - blob.start
     if not blob.is_compressed:
         return read, size
-    content = decoded(read, size, most_bytes=_MOST_DECODED_BYTES, where=where)
+    content = decompress(read, size, most_bytes=_MOST_DECOMPRESSED_BYTES, where=where)
     return lambda start, stop: content[start:stop], len(content)
 
 
@@ -184,30 +160,29 @@ class DcpReader:
     name = "dcp"
 
     def find(self, paths: Sequence[str]) -> list[Candidate]:
-        """Recognises folders that hold `.metadata` or `.distcp` files."""
-        folders: dict[str, list[str]] = {}
-        for path in paths:
-            base = posixpath.basename(path)
-            if base in {METADATA, LIGHTNING_META} or base.endswith(".distcp"):
-                folders.setdefault(posixpath.dirname(path), []).append(path)
+        """Recognises folders with `.metadata` or `.distcp` files."""
+        own = [
+            path
+            for path in paths
+            if path.endswith(".distcp") or posixpath.basename(path) in {METADATA, LIGHTNING_META}
+        ]
         return [
             self._candidate(folder, files)
-            for folder, files in sorted(folders.items())
+            for folder, files in group_by_folder(own).items()
             if any(posixpath.basename(path) != LIGHTNING_META for path in files)
         ]
 
     def _candidate(self, folder: str, files: list[str]) -> Candidate:
-        data = sum(1 for path in files if path.endswith(".distcp"))
-        there = posixpath.join(folder, METADATA) in files
-        found = "'.metadata'" if there else "no '.metadata'"
-        reason = f"{found} beside {data} '.distcp' file{'' if data == 1 else 's'}"
-        return Candidate(self.name, folder, tuple(sorted(files)), reason)
+        count = sum(1 for path in files if path.endswith(".distcp"))
+        there = "'.metadata'" if posixpath.join(folder, METADATA) in files else "no '.metadata'"
+        reason = f"{there} beside {count} '.distcp' file{'' if count == 1 else 's'}"
+        return Candidate(self.name, folder, tuple(files), reason)
 
     def read_index(self, source: Source, candidate: Candidate) -> TensorIndex:
-        """Parses `.metadata`; data files are only looked up.
+        """Parses `.metadata`; of data files only sizes and headers of images are read.
 
         Returns:
-            The index; files that are missing or short are left for the plan to refuse.
+            The index. Files that are missing or too short are left for the plan to refuse.
         """
         path = posixpath.join(candidate.folder, METADATA)
         where = posixpath.join(source.location, path)
@@ -225,7 +200,7 @@ class DcpReader:
 
 
 class _Assembly:
-    """Turns parsed metadata into an index."""
+    """Makes the index of parsed metadata."""
 
     def __init__(
         self, source: Source, folder: str, stat: FileRef, metadata: DcpMetadata, where: str
@@ -234,29 +209,22 @@ class _Assembly:
         self.metadata = metadata
         self.where = where
         self.paths = [posixpath.join(folder, path) for path in metadata.paths]
-        self.files = [*(_stat_or_missing(source, path) for path in self.paths), stat]
+        self.files = [*(stat_or_missing(source, path) for path in self.paths), stat]
         self.ranks = np.array([_rank_of(path) for path in metadata.paths], np.int64)
 
     def index(self) -> TensorIndex:
         self._check_tied_files()
         tensors = list(self.metadata.tensors.values())
-        places = classify(
+        memberships = classify(
             [self._key_path(t.key) for t in tensors],
             where=self.where,
             values=map(self._key_path, self.metadata.blobs),
         )
         entries, first = {}, 0
-        for tensor, place in zip(tensors, places, strict=True):
-            entries[Key(tensor.key)] = TensorEntry(
-                key=Key(tensor.key),
-                key_path=self._key_path(tensor.key),
-                name=place.name,
-                tree=place.tree,
-                part=place.part,
-                dtype=tensor.dtype,
-                shape=tensor.shape,
-                chunks=self._chunks(tensor, first),
-            )
+        for tensor, membership in zip(tensors, memberships, strict=True):
+            path, chunks = self._key_path(tensor.key), self._chunks(tensor, first)
+            entry = membership.entry(path, tensor.dtype, tensor.shape, chunks, key=tensor.key)
+            entries[entry.key] = entry
             first += len(tensor.file)
         images = Images(self.source, self.files)
         records = images.records(tensors) if self.metadata.has_images else self._records(tensors)
@@ -279,7 +247,7 @@ class _Assembly:
         )
 
     def _check_tied_files(self) -> None:
-        """Refuses a file whose last bytes belong to nothing, while others belong to two."""
+        """Refuses a file whose last bytes belong to no tensor, while others belong to two."""
         for number, end in self.metadata.tied_files.items():
             file = self.files[number]
             if file.size_bytes - end >= LEAST_ARCHIVE_BYTES:
@@ -290,8 +258,8 @@ class _Assembly:
                 )
 
     def _key_path(self, key: str) -> KeyPath:
-        planned = self.metadata.planner_data
-        return tuple(planned[key]) if planned else (key,)
+        paths = self.metadata.planner_data
+        return tuple(paths[key]) if paths else (key,)
 
     def _chunks(self, tensor: DcpTensor, first: int) -> ChunkTable:
         return ChunkTable(
@@ -306,7 +274,7 @@ class _Assembly:
         start = np.concatenate([empty, *(t.start for t in tensors)])
         length = np.concatenate([empty, *(t.length for t in tensors)])
         file = np.concatenate([empty, *(t.file for t in tensors)])
-        container: Ints | int = _TORCH_ZIP  # in no memory, where all are the same
+        container: Ints | int = _TORCH_ZIP  # a single number takes no memory
         if any(tensor.transforms for tensor in tensors):
             kinds = [_ZSTD if tensor.transforms else _TORCH_ZIP for tensor in tensors]
             container = np.repeat(kinds, [len(tensor.file) for tensor in tensors])
@@ -327,37 +295,32 @@ class _Assembly:
 
     def _run(self) -> RunFacts:
         ranks = self.ranks[self.ranks >= 0]
-        clothes = ", SerializationFormat.SAFETENSORS" if self.metadata.has_images else ""
+        encoding = ", SerializationFormat.SAFETENSORS" if self.metadata.has_images else ""
         if any(any(map(is_zstd, t.transforms)) for t in self.metadata.tensors.values()):
-            clothes += ", compressed with zstd"
+            encoding += ", compressed with zstd"
         return RunFacts(
             world_size=int(ranks.max()) + 1 if len(ranks) else None,
-            writer=f"torch.distributed.checkpoint of {self.metadata.writer}{clothes}",
+            writer=f"torch.distributed.checkpoint of {self.metadata.writer}{encoding}",
         )
 
 
 def _with_framework(index: TensorIndex, source: Source, candidate: Candidate) -> TensorIndex:
-    """Adds what is known of the framework that let torch save."""
+    """Adds what is known of the framework that called torch."""
     meta = posixpath.join(candidate.folder, LIGHTNING_META)
-    paths = [*(entry.key_path for entry in index.tensors.values()), *index.values]
-    has_meta = meta in candidate.files
-    found: Framework = framework_of_meta(source, meta) if has_meta else framework_of_keys(paths)
+    if meta in candidate.files:
+        framework = read_lightning_meta(source, meta)
+        index = replace(index, files=(*index.files, stat_or_missing(source, meta)))
+    else:
+        paths = [*(entry.key_path for entry in index.tensors.values()), *index.values]
+        framework = detect_framework_by_paths(paths)
     run = replace(
         index.run,
-        step=found.step,
-        writer=", ".join(filter(None, [index.run.writer, found.name])),
-        version=found.version,
-        notes=(*index.run.notes, *found.notes),
+        step=framework.step,
+        writer=", ".join(filter(None, [index.run.writer, framework.name])),
+        version=framework.version,
+        notes=(*index.run.notes, *framework.notes),
     )
-    files = (*index.files, _stat_or_missing(source, meta)) if has_meta else index.files
-    return replace(index, files=files, run=run, problems=(*index.problems, *found.problems))
-
-
-def _stat_or_missing(source: Source, path: str) -> FileRef:
-    try:
-        return source.stat(path)
-    except MissingFileError:
-        return FileRef(path, -1, "")
+    return replace(index, run=run, problems=(*index.problems, *framework.problems))
 
 
 def _rank_of(path: str) -> int:

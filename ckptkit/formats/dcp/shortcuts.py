@@ -1,17 +1,14 @@
-"""A pickle machine that takes whole runs of DCP's small objects in one step.
+"""A pickle machine that parses whole runs of DCP's small objects in one step.
 
 The `.metadata` of a large job holds millions of `ChunkStorageMetadata` and pairs of
-`MetadataIndex` and `_StorageInfo`, which the pickler writes as one fixed sequence of opcodes
-each. Once their classes and field names are in the memo, a regular expression finds such
-sequences, and their values go to numpy columns. Anything that does not match is left to the
-ordinary machine, so the outcome is the same, apart from a `ChunkRun` or an `EntryRun` standing
-where many objects would.
+`MetadataIndex` and `_StorageInfo`. Once their classes and field names are in the memo, the pickler
+writes each as a fixed sequence of opcodes with a few holes. A regular expression matches runs of
+such sequences, and the values in the holes become numpy columns. All other opcodes are executed by
+the ordinary machine, so the result is the same, except that a `ChunkRun` or an `EntryRun` replaces
+many objects.
 
-The opcodes that torch's pickles have for one chunk, and for one entry of `storage_data`.
-
-Both are fixed sequences once the classes and the names of fields are in the memo, apart from a
-few holes. Each pattern has one group for every hole whose value is wanted, and a last group for
-whatever follows the last match, so that the matches which `findall` returns are contiguous.
+Each pattern has one group for every hole whose value is needed, and a last group for all bytes
+after the last match, so that the matches that `findall` returns are contiguous.
 
 Source: `save_reduce`, `save_tuple` and `_batch_setitems` in CPython's Lib/pickle.py, protocols 4
 and 5; fields in torch/distributed/checkpoint/{metadata,filesystem}.py.
@@ -30,7 +27,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptkit.formats.pickle.pickles import OPCODES, ByIdentity, Global, Machine, with_handlers
+from ckptkit.formats.parsing import MAX_DIMENSIONS
+from ckptkit.formats.pickle.machine import ByIdentity, Global, Machine
+from ckptkit.formats.pickle.pickles import OPCODES, with_handlers
 
 CHUNK_PARTS = ("ChunkStorageMetadata", "Size", "offsets", "sizes")
 ENTRY_PARTS = (
@@ -62,36 +61,21 @@ _ENTRY = b"".join(
 )
 
 
-def chunk_pattern(known: Mapping[str, bytes]) -> re.Pattern[bytes] | None:
-    """Compiles the pattern of a chunk; its groups are offsets, sizes and the rest.
+def compile_pattern(cls: Global, gets: Mapping[str, bytes]) -> re.Pattern[bytes] | None:
+    """Compiles the pattern of `CHUNK` or of `INDEX`, the key of an entry.
 
     Args:
-        known: The GET opcodes of `CHUNK_PARTS`.
+        cls: The class with which a sequence begins.
+        gets: The GET opcodes of the classes and field names that are in the memo.
 
     Returns:
-        The pattern, or None as long as one of the opcodes is missing.
+        The pattern; None while one of the opcodes is missing. Its groups are offsets, sizes and the
+        rest for a chunk; fqn, offset, path, start, length and the rest for an entry.
     """
-    return _compiled(_CHUNK, CHUNK_PARTS, known)
-
-
-def entry_pattern(known: Mapping[str, bytes]) -> re.Pattern[bytes] | None:
-    """Compiles the pattern of an entry: groups fqn, offset, path, start, length and the rest.
-
-    Args:
-        known: The GET opcodes of `ENTRY_PARTS`.
-
-    Returns:
-        The pattern, or None as long as one of the opcodes is missing.
-    """
-    return _compiled(_ENTRY, ENTRY_PARTS, known)
-
-
-def _compiled(
-    template: bytes, parts: tuple[str, ...], known: Mapping[str, bytes]
-) -> re.Pattern[bytes] | None:
-    if not all(part in known for part in parts):
+    template, parts = (_CHUNK, CHUNK_PARTS) if cls == CHUNK else (_ENTRY, ENTRY_PARTS)
+    if not all(part in gets for part in parts):
         return None
-    opcodes = {part.encode(): re.escape(known[part]) for part in parts}
+    opcodes = {part.encode(): re.escape(gets[part]) for part in parts}
     return re.compile(template % opcodes, re.DOTALL)
 
 
@@ -101,7 +85,6 @@ CHUNK = Global(_MODULE, "ChunkStorageMetadata")
 INDEX = Global(_MODULE, "MetadataIndex")
 INFO = Global("torch.distributed.checkpoint.filesystem", "_StorageInfo")
 SIZE = Global("torch", "Size")
-MAX_DIMENSIONS = 64  # what torch can hold
 _CLASSES = {cls.name: cls for cls in (CHUNK, INDEX, INFO, SIZE)}
 _PARTS = frozenset(_CLASSES.get(part, part) for part in (*CHUNK_PARTS, *ENTRY_PARTS))
 _WINDOW_BYTES = 1 << 15  # pickles are cut into frames of 64 KiB, so runs are never longer
@@ -112,16 +95,16 @@ _INT64 = range(-(2**63), 2**63)
 
 
 class ShortcutError(Exception):
-    """The pickle uses something inside a run that only the ordinary machine can give."""
+    """The pickle fetches a value inside a run that only the ordinary machine has."""
 
 
 class _MismatchError(Exception):
-    """What looked like a run is not one."""
+    """A match of the pattern is not a run."""
 
 
 @dataclass(frozen=True, slots=True)
-class Values:
-    """What the columns of runs refer to, by position."""
+class RunValues:
+    """The values that the columns of runs refer to by position."""
 
     sizes: list[tuple[int, ...]] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
@@ -129,7 +112,7 @@ class Values:
 
 @dataclass(eq=False, frozen=True, slots=True)
 class ChunkRun(ByIdentity):
-    """Stands for chunks in a list; columns hold positions in `Values.sizes`."""
+    """Replaces chunks in a list; columns hold positions in `RunValues.sizes`."""
 
     offsets: Ints
     sizes: Ints
@@ -137,9 +120,9 @@ class ChunkRun(ByIdentity):
 
 @dataclass(eq=False, frozen=True, slots=True)
 class EntryRun(ByIdentity):
-    """Stands for entries of `storage_data`, as key and as value.
+    """Replaces entries of `storage_data`, as key and as value.
 
-    Columns hold positions in `Values`, except `start` and `length`, which are in bytes.
+    Columns hold positions in `RunValues`, except `start` and `length`, which are in bytes.
     """
 
     fqn: Ints
@@ -157,15 +140,15 @@ class _Hole(dict[bytes, int]):
 
     def __init__(self, values: list[Any], decode: Callable[[bytes], tuple[Any, int]]) -> None:
         super().__init__()
-        self.found = values
+        self.decoded = values
         self.decode = decode
 
     def __missing__(self, raw: bytes) -> int:
         if raw[0] in b"hj" and len(raw) in {2, 5}:
             return -1 - int.from_bytes(raw[1:], "little")
         value, slots = self.decode(raw)
-        self[raw] = packed = 8 * len(self.found) + slots
-        self.found.append(value)
+        self[raw] = packed = 8 * len(self.decoded) + slots
+        self.decoded.append(value)
         return packed
 
     def column(self, raw: tuple[bytes, ...]) -> Ints:
@@ -173,7 +156,7 @@ class _Hole(dict[bytes, int]):
 
 
 class _Integers(dict[bytes, int]):
-    """Decodes integers, remembering those that come again."""
+    """Decodes integers, and caches them."""
 
     def __missing__(self, raw: bytes) -> int:
         if len(self) >= _CACHED_INTEGERS:
@@ -195,7 +178,7 @@ class _Slots:
         self.outside: dict[int, int] = {}  # slots outside runs, and positions of their values
 
     def record(self, slots: Ints, packed: Ints) -> None:
-        """Notes where literals were memoized; `slots` holds -1 where there was none."""
+        """Adds the slots of memoized literals; `slots` is -1 where there is none."""
         kept = slots.ravel() >= 0
         self.slots.frombytes(slots.ravel()[kept].tobytes())
         self.positions.frombytes((packed.ravel()[kept] >> 3).astype(np.int32).tobytes())
@@ -214,18 +197,18 @@ class _Slots:
     def _find(self, wanted: Ints, machine: FastMachine) -> Ints:
         slots = np.frombuffer(self.slots, np.int64)
         at = np.searchsorted(slots, wanted)
-        found = np.full(len(wanted), -1, np.int64)
+        positions = np.full(len(wanted), -1, np.int64)
         near = np.flatnonzero(at < len(slots))
         near = near[slots[at[near]] == wanted[near]]
-        found[near] = np.frombuffer(self.positions, np.int32)[at[near]]
-        for row in np.flatnonzero(found < 0).tolist():
-            found[row] = self._find_outside(int(wanted[row]), machine)
-        return found
+        positions[near] = np.frombuffer(self.positions, np.int32)[at[near]]
+        for row in np.flatnonzero(positions < 0).tolist():
+            positions[row] = self._find_outside(int(wanted[row]), machine)
+        return positions
 
     def _find_outside(self, slot: int, machine: FastMachine) -> int:
         position = self.outside.get(slot)
         if position is None:
-            if slot >= machine.next_slot():  # in this run, and not one of the values recorded
+            if slot >= machine.next_slot():  # in this run, and not a recorded value
                 raise _MismatchError
             value = machine.fetch(slot)
             if not (is_size(value) if self.values is machine.values.sizes else type(value) is str):
@@ -236,13 +219,13 @@ class _Slots:
 
 
 class FastMachine(Machine):
-    """Runs the pickle of a `.metadata` file; `values` is what the runs refer to.
+    """Interprets the pickle of a `.metadata` file; the runs in its result refer to `values`.
 
-    `run` raises `ShortcutError` where the pickle has to be run by a `Machine` instead.
+    `run` raises `ShortcutError` if a `Machine` has to interpret the pickle instead.
     """
 
     __slots__ = (
-        *("declined", "integers", "known", "patterns", "run_skipped", "run_starts", "run_stops"),
+        *("declined", "gets", "integers", "patterns", "run_skipped", "run_starts", "run_stops"),
         *("size_hole", "size_slots", "text_hole", "text_slots", "values"),
     )
 
@@ -250,14 +233,14 @@ class FastMachine(Machine):
         self, data: bytes, allowed: Mapping[tuple[str, str], object], *, where: str
     ) -> None:
         super().__init__(data, allowed, _TABLE, where=where)
-        self.values = Values()
-        self.known: dict[str, bytes] = {}
+        self.values = RunValues()
+        self.gets: dict[str, bytes] = {}  # the GET opcodes of the fixed parts of patterns
         self.patterns: dict[Global, re.Pattern[bytes] | None] = {CHUNK: None, INDEX: None}
-        # Runs take slots that have no place in `memo`: [start, stop), and how many so far.
+        # Runs use slots that `memo` does not have: [start, stop), and how many so far.
         self.run_starts = array("q")
         self.run_stops = array("q")
         self.run_skipped = array("q")
-        self.declined = 0  # where the last run ends that was too short
+        self.declined = 0  # end of the last run that was too short
         self.integers = _Integers()
         self.size_hole = _Hole(self.values.sizes, self._decode_size)
         self.text_hole = _Hole(self.values.texts, _decode_text)
@@ -265,16 +248,16 @@ class FastMachine(Machine):
         self.text_slots = _Slots(self.values.texts)
 
     def memoize(self) -> None:
-        """Stores the topmost value, and notes where the fixed parts of templates are."""
+        """Stores the topmost value, and the GET opcode of a fixed part of a pattern."""
         if self.filled == len(self.memo) and len(self.stack) > self.fence:
-            self.memo.append(self.stack[-1])  # what the ordinary machine does, in one call
+            self.memo.append(self.stack[-1])  # as the ordinary machine does, in one call
             self.filled += 1
         else:
             super().memoize()
         value = self.stack[-1]
         if type(value) in {str, Global} and value in _PARTS:
             name = value.name if isinstance(value, Global) else value
-            self.known.setdefault(name, _get_opcode(self.next_slot() - 1))
+            self.gets.setdefault(name, _get_opcode(self.next_slot() - 1))
 
     def store(self, slot: int) -> None:
         """Stores the topmost value; numbered slots rule out any further run."""
@@ -287,7 +270,7 @@ class FastMachine(Machine):
         return self.filled + (self.run_skipped[-1] if self.run_skipped else 0)
 
     def fetch(self, slot: int) -> object:
-        """Returns the value in a slot, be it inside a run."""
+        """Returns the value in a slot, inside a run or not."""
         if not self.run_starts or slot < self.run_starts[0]:
             return super().fetch(slot)
         run = bisect_right(self.run_starts, slot) - 1
@@ -300,7 +283,7 @@ class FastMachine(Machine):
         raise ShortcutError
 
     def skip(self, cls: Global) -> bool:
-        """Replaces the run that begins at the current opcode, if one does."""
+        """Parses the run that begins at the current opcode; returns False if none does."""
         pattern = self.patterns.get(cls) or self._prepare(cls)
         if (
             pattern is None
@@ -329,22 +312,20 @@ class FastMachine(Machine):
     def _prepare(self, cls: Global) -> re.Pattern[bytes] | None:
         if cls not in self.patterns:
             return None
-        self.patterns[cls] = (chunk_pattern if cls == CHUNK else entry_pattern)(self.known)
+        self.patterns[cls] = compile_pattern(cls, self.gets)
         return self.patterns[cls]
 
     def _fits(self, container: type) -> bool:
         return self.fence > 0 and type(self.stack[self.fence - 1]) is container
 
-    def _advance(self, widths: Ints) -> Ints:
-        """Reserves memo slots for a run, and returns the first one of each row."""
+    def _reserve(self, widths: Ints) -> None:
+        """Reserves the memo slots of a run; `widths` is the number of slots of each row."""
         start = self.next_slot()
         total = int(widths.sum())
         skipped = (self.run_skipped[-1] if self.run_skipped else 0) + total
         self.run_starts.append(start)
         self.run_stops.append(start + total)
         self.run_skipped.append(skipped)
-        first: Ints = start + np.cumsum(widths) - widths
-        return first
 
     def _chunks(self, raw_offsets: tuple[bytes, ...], raw_sizes: tuple[bytes, ...]) -> list[Any]:
         offsets = self.size_hole.column(raw_offsets)
@@ -364,7 +345,7 @@ class FastMachine(Machine):
             self.size_slots.positions_of(offsets, first, self),
             self.size_slots.positions_of(sizes, after_offsets, self),
         )
-        self._advance(widths)
+        self._reserve(widths)
         return [run]
 
     def _entries(self, columns: tuple[tuple[bytes, ...], ...]) -> list[Any]:
@@ -386,11 +367,11 @@ class FastMachine(Machine):
             start=self.integers.column(columns[3]),
             length=self.integers.column(columns[4]),
         )
-        self._advance(widths)
+        self._reserve(widths)
         return [run, run]
 
     def _decode_size(self, raw: bytes) -> tuple[tuple[int, ...], int]:
-        body = raw[len(self.known["Size"]) : -4]
+        body = raw[len(self.gets["Size"]) : -4]
         if body == b")":
             return (), 2
         marked = body[0] in b"("
@@ -405,7 +386,7 @@ class FastMachine(Machine):
 
 
 def is_size(value: object) -> bool:
-    """Says whether a value is a tuple of a tensor's rank that fits a column of int64."""
+    """Returns whether a value is a tuple of at most 64 integers that fit int64."""
     return (
         isinstance(value, tuple)
         and len(value) <= MAX_DIMENSIONS
@@ -413,7 +394,7 @@ def is_size(value: object) -> bool:
     )
 
 
-def flat(sizes: list[tuple[int, ...]]) -> tuple[Ints, Ints, Ints]:
+def flatten(sizes: list[tuple[int, ...]]) -> tuple[Ints, Ints, Ints]:
     """Returns all numbers in one column, and for each tuple its first row and its length."""
     lengths = np.fromiter(map(len, sizes), np.int64, len(sizes))
     stops = np.cumsum(lengths)

@@ -1,20 +1,30 @@
 """The reader of what torch_checkpointing and torch's experimental checkpointer write.
 
-Each rank writes a file for each item of the state (`model_0.pt`), or one for all
-(`checkpoint_0.pt`); a `metadata.pkl` may tell how the tensors are spread. DTensors in torch's files
-tell that themselves. Safetensors files hold local tensors, which only `metadata.pkl` places.
+Each rank writes a file for each item of the state (`model_0.pt`), or one for all of them
+(`checkpoint_0.pt`). A `metadata.pkl` of dictionaries, lists, texts and numbers may describe how the
+tensors are distributed. Torch's own files contain that with their DTensors. Safetensors files hold
+local tensors, whose positions only `metadata.pkl` has.
 
-Local tensors in a safetensors file of each rank, placed by what `metadata.pkl` says of them.
+Source: torch_checkpointing/distributed_metadata.py, dtensor_metadata.py, checkpoint_layout.py,
+0.1.1.
 """
 
 from __future__ import annotations
 
+import math
 import posixpath
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from ckptkit.core.errors import FormatError, MissingFileError, UnsupportedError
+from ckptkit.core.errors import (
+    FormatError,
+    LimitError,
+    MissingFileError,
+    UnsafePathError,
+    UnsupportedError,
+)
 from ckptkit.core.geometry import flat_offset, row_major_strides
 from ckptkit.core.index import (
     Chunk,
@@ -25,51 +35,263 @@ from ckptkit.core.index import (
     Record,
     RecordTable,
     RunFacts,
+    Shape,
     TensorEntry,
     TensorIndex,
 )
+from ckptkit.core.text import quote
 from ckptkit.formats.base import Candidate
-from ckptkit.formats.others.spread_metadata import (
-    Spreading,
-    SpreadItem,
-    SpreadMetadata,
-    read_spread_metadata,
+from ckptkit.formats.file_sets import (
+    COPY_BACK,
+    MIXED_SAVES,
+    refuse_missing_ranks,
+    refuse_mixed_sizes,
+    refuse_stale_ranks,
 )
-from ckptkit.formats.pickle.pickles import shown
-from ckptkit.formats.ranks.contents import (
+from ckptkit.formats.parsing import (
+    MAX_DIMENSIONS,
+    is_count,
+    parse_json,
+    read_limited,
+    stat_or_missing,
+    stays_inside,
+)
+from ckptkit.formats.pickle.pickles import parse_pickle
+from ckptkit.formats.ranks.dtensor import (
+    MAX_RANKS,
+    LocalPart,
+    Mesh,
+    Placement,
+    coordinate_of,
+    find_local_parts,
+    make_split,
+)
+from ckptkit.formats.ranks.rank_files import (
     FORMAT,
     METADATA_PICKLE,
-    Family,
     Kind,
     RankContents,
     RankFile,
-    RankReading,
-    absent_ranks,
+    RankFileLoader,
+    RankFileSet,
     check_counters,
-    described,
-    numbered,
+    find_with_metadata,
+    parse_numbered_name,
 )
-from ckptkit.formats.ranks.dtensor import LocalPart, local_part
 from ckptkit.formats.ranks.reader import RankAssembly
-from ckptkit.formats.safetensors.reader import StoredTensor, read_header
-from ckptkit.formats.trees import classify
+from ckptkit.formats.safetensors.reader import HeaderTensor, read_header
+from ckptkit.formats.trees import classify, join_path
 from ckptkit.storage.base import Source
+
+MAX_METADATA_BYTES = 2**28
+_VERSION = "2.0"
+_DTENSOR = "DTensorShardingMetadata"
+_LAYOUTS = {"TorchSerialization": False, "SafetensorsSerialization": True}
+_MAX_SIZE = 2**62 - 1
+_ALL_ITEMS = "checkpoint"  # the item under which the experimental checkpointer writes all state
+_EXPERIMENTAL = "torch.distributed.checkpoint's experimental checkpointer"
 
 
 @dataclass(frozen=True, slots=True)
-class _Local:
+class Sharding:
+    """The distribution of a tensor over a mesh of ranks.
+
+    Attributes:
+        shape: Of the whole tensor.
+        ranks: The ranks of the mesh, row-major.
+        mesh: Sizes of its dimensions.
+        placements: One for each dimension of the mesh.
+    """
+
+    shape: Shape
+    ranks: tuple[int, ...]
+    mesh: Shape
+    placements: tuple[Placement, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ItemFile:
+    """The file of a rank: its path relative to the checkpoint, and whether it is safetensors."""
+
+    path: str
+    is_safetensors: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedItem:
+    """An item of the state, such as the model.
+
+    Attributes:
+        files: By rank.
+        tensors: By path of keys.
+    """
+
+    files: Mapping[int, ItemFile]
+    tensors: Mapping[KeyPath, Sharding]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardingMetadata:
+    """The number of ranks, and the items whose tensors are described."""
+
+    world_size: int
+    items: Mapping[str, ShardedItem]
+
+
+def read_sharding_metadata(source: Source, path: str) -> ShardingMetadata:
+    """Parses a `metadata.pkl`."""
+    where = posixpath.join(source.location, path)
+    data = read_limited(source, path, MAX_METADATA_BYTES, "metadata")
+    root = parse_pickle(data, {}, where=where)
+    try:
+        return _MetadataParser(len(data)).parse(root)
+    except (FormatError, LimitError, UnsupportedError, UnsafePathError) as error:
+        raise error.located(where) from None
+
+
+class _MetadataParser:
+    """Checks the value of the pickle; its parts may be shared, so all visits are counted."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self._left = size_bytes
+        self._meshes: dict[int, tuple[Shape, tuple[int, ...]]] = {}
+        self._ranks: dict[int, tuple[int, ...]] = {}
+
+    def parse(self, root: object) -> ShardingMetadata:
+        content = _dictionary(root, "metadata")
+        version = content.get("version", "1.0")
+        if version != _VERSION:
+            raise UnsupportedError(
+                f"metadata is of version {quote(str(version))}; read is {_VERSION}",
+                hint="save the checkpoint again with torch_checkpointing 0.1",
+            )
+        world_size = content.get("world_size")
+        if not is_count(world_size, MAX_RANKS) or not world_size:
+            raise FormatError("metadata does not contain the number of ranks")
+        items = _dictionary(content.get("metadata"), "items")
+        return ShardingMetadata(
+            world_size,
+            {str(name): self._item(str(name), item, world_size) for name, item in items.items()},
+        )
+
+    def _item(self, name: str, value: object, world_size: int) -> ShardedItem:
+        content = _dictionary(value, f"item {quote(name)}")
+        layouts = _dictionary(content.get("rank_to_layout_info"), f"layout of {quote(name)}")
+        tensors = _dictionary(content.get("nested_path_to_metadata"), f"item {quote(name)}")
+        visits = sum(len(path) if isinstance(path, str) else 1 for path in tensors)
+        self._left -= len(layouts) + visits
+        if self._left < 0:
+            raise LimitError("unfolds into more values than it has bytes")
+        if len(layouts) != world_size or not all(rank in layouts for rank in range(world_size)):
+            raise FormatError(f"item {quote(name)} does not name the files of {world_size} ranks")
+        return ShardedItem(
+            {rank: _item_file(name, rank, layouts[rank]) for rank in range(world_size)},
+            {
+                _parse_path(path): self._sharding(str(path), ways, world_size)
+                for path, ways in tensors.items()
+            },
+        )
+
+    def _sharding(self, path: str, ways: object, world_size: int) -> Sharding:
+        """Returns the sharding of a tensor, which has to be one for all the ranks of its mesh."""
+        if not isinstance(ways, list) or len(ways) != 1:
+            raise UnsupportedError(f"tensor {quote(path)} is spread by ranks in several ways")
+        packed = _dictionary(_dictionary(ways[0], path).get("sharding_metadata"), path)
+        if packed.get("type") != _DTENSOR:
+            raise UnsupportedError(
+                f"tensor {quote(path)} is spread as {quote(str(packed.get('type')))}, where"
+                " DTensors are read"
+            )
+        data = _dictionary(packed.get("data"), path)
+        shape = _counts(data.get("global_shape"))
+        sizes, ranks = self._mesh(_dictionary(data.get("mesh_spec"), path), world_size)
+        placements = data.get("placements")
+        if not isinstance(placements, list) or len(placements) != len(sizes):
+            raise FormatError(f"tensor {quote(path)} has not one placement for each dimension")
+        parsed = tuple(_parse_placement(placement, len(shape)) for placement in placements)
+        return Sharding(shape, ranks, sizes, parsed)
+
+    def _mesh(self, mesh: Mapping[Any, Any], world_size: int) -> tuple[Shape, tuple[int, ...]]:
+        parsed = self._meshes.get(id(mesh))
+        if parsed is None:
+            sizes = _counts(mesh.get("mesh_shape"))
+            ranks = self._ranks_of(mesh.get("mesh_data"), world_size)
+            if len(ranks) != math.prod(sizes):
+                raise FormatError(f"a mesh has other ranks than the run of {world_size}")
+            parsed = self._meshes[id(mesh)] = sizes, ranks
+        return parsed
+
+    def _ranks_of(self, value: object, world_size: int) -> tuple[int, ...]:
+        """Returns the ranks of a mesh, checked once for all meshes that share them."""
+        ranks = self._ranks.get(id(value))
+        if ranks is None:
+            ranks = _counts(value, MAX_RANKS)
+            if not ranks or len(set(ranks)) != len(ranks) or max(ranks) >= world_size:
+                raise FormatError(f"a mesh has other ranks than the run of {world_size}")
+            self._ranks[id(value)] = ranks
+        return ranks
+
+
+def _item_file(item: str, rank: int, layout: object) -> ItemFile:
+    if layout is None:
+        return ItemFile(f"{item}_{rank}.pt", is_safetensors=False)
+    content = _dictionary(layout, "layout")
+    path = content.get("file_path")
+    kind = _dictionary(content.get("serialization_format"), "serialization").get("type")
+    if not isinstance(path, str) or not stays_inside(path):
+        raise UnsafePathError(f"layout names {quote(str(path))}, which may be outside the folder")
+    if kind not in _LAYOUTS:
+        raise UnsupportedError(f"tensors of {quote(item)} are stored by {quote(str(kind))}")
+    return ItemFile(path, _LAYOUTS[str(kind)])
+
+
+def _parse_path(path: object) -> KeyPath:
+    keys = parse_json(path.encode(), where="metadata") if isinstance(path, str) else None
+    if not isinstance(keys, list) or not all(type(key) in {str, int} for key in keys):
+        raise FormatError("metadata names a tensor by something that is no path")
+    return tuple(keys)
+
+
+def _parse_placement(value: object, dimensions: int) -> Placement:
+    content = _dictionary(value, "placement")
+    kind = content.get("type")
+    if kind == "Replicate":
+        return Placement()
+    if kind not in {"Shard", "StridedShard"}:
+        raise UnsupportedError(f"tensor is placed as {quote(str(kind))}")
+    factor = content.get("split_factor") if kind == "StridedShard" else 1
+    return make_split(content.get("dim"), factor, dimensions)
+
+
+def _dictionary(value: object, what: str) -> Mapping[Any, Any]:
+    if not isinstance(value, dict):
+        raise FormatError(f"{what} is not a dictionary")
+    return value
+
+
+def _counts(value: object, most: int = MAX_DIMENSIONS) -> Shape:
+    is_short = isinstance(value, (list, tuple)) and len(value) <= most
+    if not isinstance(value, (list, tuple)) or not is_short:
+        raise FormatError("a shape, or a list of ranks, is not one of natural numbers")
+    if not all(is_count(number, _MAX_SIZE) for number in value):
+        raise FormatError("a shape, or a list of ranks, is not one of natural numbers")
+    return tuple(value)
+
+
+@dataclass(frozen=True, slots=True)
+class _LocalTensor:
     """A tensor of one file, and the position of that file."""
 
     file: int
-    stored: StoredTensor
+    stored: HeaderTensor
 
 
 class LocalImages:
-    """Collects the tensors of such files.
+    """Assembles the tensors of safetensors files, each of which holds the local ones of a rank.
 
     Attributes:
         where: The checkpoint, for messages.
-        files: Those that were opened.
+        files: The opened files.
         records: One for each local tensor.
         entries: The whole tensors, by key.
     """
@@ -81,107 +303,86 @@ class LocalImages:
         self.records: list[Record] = []
         self.entries: dict[Key, TensorEntry] = {}
 
-    def add(self, item: str, spread: SpreadItem, by_rank: Mapping[int, str]) -> None:
+    def add(self, item: str, sharded: ShardedItem, by_rank: Mapping[int, str]) -> None:
         """Adds the tensors of an item of the state."""
-        held = {rank: self._opened(rank, path) for rank, path in sorted(by_rank.items())}
-        names = {".".join(map(str, path)): path for path in spread.tensors}
-        for rank, tensors in held.items():
-            odd = next((name for name in tensors if name not in names), None)
-            if odd is not None:
+        tensors = {rank: self._open(rank, path) for rank, path in sorted(by_rank.items())}
+        names = {join_path(path): path for path in sharded.tensors}
+        for rank, of_rank in tensors.items():
+            extra = next((name for name in of_rank if name not in names), None)
+            if extra is not None:
                 raise FormatError(
-                    f"{posixpath.basename(by_rank[rank])!r} holds {shown(odd)}, of which the"
-                    " metadata tells nothing",
+                    f"{posixpath.basename(by_rank[rank])!r} holds {quote(extra)}, which the"
+                    " metadata does not describe",
                     where=self.where,
                 )
         paths: list[KeyPath] = [(item, *path) for path in names.values()]
-        places = classify(paths, where=self.where)
-        for (name, path), place in zip(names.items(), places, strict=True):
-            spreading = spread.tensors[path]
-            chunks = list(self._chunks(name, spreading, held))
-            entry = TensorEntry(
-                key=Key(f"{item}.{name}"),
-                key_path=(item, *path),
-                name=place.name,
-                tree=place.tree,
-                part=place.part,
-                dtype=held[spreading.ranks[0]][name].stored.dtype,
-                shape=spreading.shape,
-                chunks=ChunkTable.of(chunks, len(spreading.shape)),
-            )
+        memberships = classify(paths, where=self.where)
+        for (name, path), membership in zip(names.items(), memberships, strict=True):
+            sharding = sharded.tensors[path]
+            chunks = ChunkTable.of(list(self._chunks(name, sharding, tensors)), len(sharding.shape))
+            dtype = tensors[sharding.ranks[0]][name].stored.dtype
+            entry = membership.entry((item, *path), dtype, sharding.shape, chunks)
             self.entries[entry.key] = entry
 
-    def _opened(self, rank: int, path: str) -> Mapping[str, _Local]:
-        try:
-            file = self._source.stat(path)
-        except MissingFileError:
+    def _open(self, rank: int, path: str) -> Mapping[str, _LocalTensor]:
+        file = stat_or_missing(self._source, path)
+        if file.size_bytes < 0:
             raise MissingFileError(
                 f"{posixpath.basename(path)!r}, the file of rank {rank}, is not there",
                 where=self.where,
-                hint="copy the file back, name where other nodes keep theirs with --also, or take"
-                " an earlier checkpoint",
-            ) from None
+                hint=COPY_BACK,
+            )
         self.files.append(file)
         header = read_header(self._source, file)
-        return {t.name: _Local(len(self.files) - 1, t) for t in header.tensors}
+        return {t.name: _LocalTensor(len(self.files) - 1, t) for t in header.tensors}
 
     def _chunks(
-        self, name: str, spreading: Spreading, held: Mapping[int, Mapping[str, _Local]]
+        self, name: str, sharding: Sharding, tensors: Mapping[int, Mapping[str, _LocalTensor]]
     ) -> Iterator[Chunk]:
-        """Yields the blocks that ranks have of a tensor."""
-        absent = next((rank for rank in spreading.ranks if name not in held.get(rank, {})), None)
+        """Yields the blocks of a tensor that ranks have."""
+        absent = next((rank for rank in sharding.ranks if name not in tensors.get(rank, {})), None)
         if absent is not None:
-            raise FormatError(f"rank {absent} has no part of {shown(name)}", where=self.where)
-        local = {rank: held[rank][name] for rank in spreading.ranks}
-        if len({one.stored.dtype for one in local.values()}) > 1:
-            raise FormatError(f"ranks have {shown(name)} in several types", where=self.where)
-        for rank, part in self._parts(name, spreading, local).items():
-            one = local[rank]
-            strides = row_major_strides(part.shape)
+            raise FormatError(f"rank {absent} has no part of {quote(name)}", where=self.where)
+        local = [tensors[rank][name] for rank in sharding.ranks]
+        if len({tensor.stored.dtype for tensor in local}) > 1:
+            raise FormatError(f"ranks have {quote(name)} in several types", where=self.where)
+        parts = self._find_parts(name, sharding, local)
+        for rank, tensor, part in zip(sharding.ranks, local, parts, strict=True):
             if 0 in part.shape:
                 continue
-            self.records.append(Record(one.file, one.stored.start, one.stored.stop))
-            for piece in part.pieces:
+            strides = row_major_strides(part.shape)
+            self.records.append(Record(tensor.file, tensor.stored.start, tensor.stored.stop))
+            for block in part.blocks:
                 yield Chunk(
-                    piece.box,
+                    block.box,
                     len(self.records) - 1,
-                    byte_offset=flat_offset(piece.local, strides) * one.stored.dtype.itemsize,
-                    strides=None if piece.box.sizes == part.shape else strides,
+                    byte_offset=flat_offset(block.local, strides) * tensor.stored.dtype.itemsize,
+                    strides=None if block.box.sizes == part.shape else strides,
                     rank=rank,
                 )
 
-    def _parts(
-        self, name: str, spreading: Spreading, local: Mapping[int, _Local]
-    ) -> Mapping[int, LocalPart]:
-        """Returns what each rank has; splits were made in the order that fits the sizes."""
-        meshes = spreading.seen_from_ranks()
-        for inner_first in (True, False):
-            found = {
-                rank: local_part(
-                    spreading.shape, mesh, spreading.placements, inner_first=inner_first
+    def _find_parts(
+        self, name: str, sharding: Sharding, local: Sequence[_LocalTensor]
+    ) -> Sequence[LocalPart]:
+        highest = max(sharding.ranks)
+        parts = find_local_parts(
+            [
+                (
+                    tensor.stored.shape,
+                    sharding.shape,
+                    Mesh(sharding.mesh, (), coordinate_of(at, sharding.mesh), highest),
+                    sharding.placements,
                 )
-                for rank, mesh in meshes.items()
-            }
-            fitting = {
-                rank: part
-                for rank, part in found.items()
-                if part is not None and _fits(local[rank].stored, part)
-            }
-            if len(fitting) == len(found):
-                return fitting
-        raise FormatError(
-            f"{shown(name)} of shape {list(spreading.shape)} has parts of other shapes than its"
-            " placements give: sizes do not add up",
-            where=self.where,
+                for at, tensor in enumerate(local)
+            ]
         )
-
-
-def _fits(stored: StoredTensor, part: LocalPart) -> bool:
-    # Of a part without elements, releases of torch differ in which dimension they call empty.
-    return stored.shape == part.shape or (0 in stored.shape and 0 in part.shape)
-
-
-_WHOLE = "checkpoint"  # the item under which the experimental checkpointer writes all state
-_EXPERIMENTAL = "torch.distributed.checkpoint's experimental checkpointer"
+        if parts is None:
+            raise FormatError(
+                f"{quote(name)} of shape {list(sharding.shape)} has parts of other shapes than its"
+                " placements give: sizes do not add up",
+                where=self.where,
+            )
+        return parts
 
 
 class TorchCheckpointingReader:
@@ -190,48 +391,43 @@ class TorchCheckpointingReader:
     name = FORMAT
 
     def find(self, paths: Sequence[str]) -> list[Candidate]:
-        """Recognises folders with a `metadata.pkl`; others are found by what files hold."""
-        return described(paths)
+        """Recognises folders with a `metadata.pkl`; others are recognised by their contents."""
+        return find_with_metadata(paths)
 
     def read_index(self, source: Source, candidate: Candidate) -> TensorIndex:
-        """Returns the index of the pickles and headers of all ranks' files."""
         where = posixpath.join(source.location, candidate.folder)
         path = posixpath.join(candidate.folder, METADATA_PICKLE)
-        is_described = path in candidate.files
-        metadata = read_spread_metadata(source, path) if is_described else SpreadMetadata(0, {})
-        files = _Files.of(candidate, metadata)
+        has_metadata = path in candidate.files
+        metadata = read_sharding_metadata(source, path) if has_metadata else ShardingMetadata(0, {})
+        files = _ItemFiles.of(candidate, metadata)
         index = _torch_index(source, candidate.folder, files, where)
         world_size = metadata.world_size or index.run.world_size or 1
-        if metadata.world_size and index.run.world_size not in {None, world_size}:
-            raise FormatError(
-                f"the files are of runs with {index.run.world_size} and {world_size} ranks",
-                where=where,
-                hint="a save went into the folder of another one; take away the files of one",
-            )
-        files.check(world_size, where)
+        if metadata.world_size and index.run.world_size is not None:
+            refuse_mixed_sizes({index.run.world_size, world_size}, where)
+        for by_rank in (*files.archives.values(), *files.images.values()):
+            refuse_stale_ranks(by_rank.items(), world_size, where)
         images = LocalImages(source, where)
         for item, by_rank in files.images.items():
             if item not in metadata.items:
                 raise UnsupportedError(
-                    f"no {METADATA_PICKLE!r} tells how the tensors of {shown(item)} are spread, and"
-                    f" {posixpath.basename(min(by_rank.values()))!r} does not either",
+                    f"no {METADATA_PICKLE!r} describes how the tensors of {quote(item)} are spread,"
+                    f" and {posixpath.basename(min(by_rank.values()))!r} does not either",
                     where=where,
-                    hint="torch_checkpointing tells it of items that are given a resharder",
+                    hint="torch_checkpointing describes items that are given a resharder",
                 )
             images.add(item, metadata.items[item], by_rank)
-        extra = [source.stat(path)] if is_described else []
-        joined = _joined(index, images)
-        writer = joined.run.writer  # anybody may number the files of ranks
-        if is_described:
+        joined = _join(index, images)
+        writer = joined.run.writer  # any program may number the files of ranks
+        if has_metadata:
             writer = "torch_checkpointing"
-        elif _WHOLE in files.archives:
+            joined = replace(joined, files=(*joined.files, source.stat(path)))
+        elif _ALL_ITEMS in files.archives:
             writer = _EXPERIMENTAL
-        run = replace(joined.run, world_size=world_size, writer=writer)
-        return replace(joined, files=(*joined.files, *extra), run=run)
+        return replace(joined, run=replace(joined.run, world_size=world_size, writer=writer))
 
 
 @dataclass(frozen=True, slots=True)
-class _Files:
+class _ItemFiles:
     """The files of a checkpoint, by item and rank.
 
     Attributes:
@@ -243,91 +439,72 @@ class _Files:
     images: Mapping[str, Mapping[int, str]]
 
     @classmethod
-    def of(cls, candidate: Candidate, metadata: SpreadMetadata) -> _Files:
-        """Sorts files: as the metadata tells where it does, else by their names."""
+    def of(cls, candidate: Candidate, metadata: ShardingMetadata) -> _ItemFiles:
+        """Sorts files: by the metadata where it names them, else by their names."""
         archives: dict[str, dict[int, str]] = defaultdict(dict)
         images: dict[str, dict[int, str]] = defaultdict(dict)
-        told = set()
-        for item, spread in metadata.items.items():
-            for rank, file in spread.files.items():
+        listed = set()
+        for item, sharded in metadata.items.items():
+            for rank, file in sharded.files.items():
                 path = posixpath.join(candidate.folder, file.path)
                 (images if file.is_safetensors else archives)[item][rank] = path
-                told.add(path)
-        for named in filter(None, map(numbered, candidate.files)):
-            if named.path not in told:
-                kind = images if named.is_safetensors else archives
-                kind[named.item].setdefault(named.rank, named.path)
+                listed.add(path)
+        for parsed in filter(None, map(parse_numbered_name, candidate.files)):
+            if parsed.path not in listed:
+                kind = images if parsed.is_safetensors else archives
+                kind[parsed.item].setdefault(parsed.rank, parsed.path)
         return cls(archives, images)
 
-    def check(self, world_size: int, where: str) -> None:
-        """Refuses files of ranks that the run did not have."""
-        for by_rank in (*self.archives.values(), *self.images.values()):
-            stale = [path for rank, path in by_rank.items() if rank >= world_size]
-            if stale:
-                raise FormatError(
-                    f"{posixpath.basename(stale[0])!r} is of a rank that a run with {world_size}"
-                    " ranks does not have",
-                    where=where,
-                    hint="an earlier save of a larger run left it; take it away",
-                )
 
-
-_Spread = dict[str, set[int]]  # items of which ranks have parts, and which ranks
-
-
-def _torch_index(source: Source, folder: str, files: _Files, where: str) -> TensorIndex:
-    """Makes the index of the files that `torch.save` wrote."""
-    reading = RankReading(source)
-    contents, spread = _contents(reading, files)
+def _torch_index(source: Source, folder: str, files: _ItemFiles, where: str) -> TensorIndex:
+    """Returns the index of the files that `torch.save` wrote."""
+    loader = RankFileLoader(source)
+    contents, distributed = _load_contents(loader, files)
     if not contents:
         return TensorIndex(FORMAT, (), RecordTable.of([]), {}, run=RunFacts())
-    if _WHOLE in spread and len(spread) > 1:
-        one, other = (min(files.archives[item].values()) for item in [*spread][:2])
+    if _ALL_ITEMS in distributed and len(distributed) > 1:
+        first, second = (min(files.archives[item].values()) for item in [*distributed][:2])
         raise FormatError(
-            f"{posixpath.basename(one)!r} and {posixpath.basename(other)!r} are of two checkpoints",
+            f"{posixpath.basename(first)!r} and {posixpath.basename(second)!r} are of two"
+            " checkpoints",
             where=where,
-            hint="two saves went into one folder; take away the files of one",
+            hint=MIXED_SAVES,
         )
     check_counters(contents)
-    first = {path: v for one in contents if one.file.rank == 0 for path, v in one.values.items()}
-    contents[0] = replace(contents[0], values=first)
-    owner = next(iter(spread), next(iter(files.archives)))
+    values = {p: v for held in contents if held.file.rank == 0 for p, v in held.values.items()}
+    contents[0] = replace(contents[0], values=values)
+    owner = next(iter(distributed), next(iter(files.archives)))
     owned = (RankFile(path, "model", rank) for rank, path in files.archives[owner].items())
-    family = Family(folder, "", owner, tuple(owned))
-    held: dict[Kind, list[RankContents]] = {"model": contents, "optimizer": [], "extra": []}
-    index = replace(RankAssembly(reading, family, held, where).index(), format=FORMAT)
-    _check_ranks(spread, index.run.world_size or 1, where)
+    file_set = RankFileSet(folder, "", owner, tuple(owned))
+    by_kind: dict[Kind, list[RankContents]] = {"model": contents, "optimizer": [], "extra": []}
+    index = replace(RankAssembly(loader, file_set, by_kind, where).index(), format=FORMAT)
+    for item, ranks in distributed.items():
+        what = f"files of {quote(item)}"
+        refuse_missing_ranks(ranks, index.run.world_size or 1, what, where)
     return index
 
 
-def _contents(reading: RankReading, files: _Files) -> tuple[list[RankContents], _Spread]:
-    """Opens all files: those of the model first, and of each item in the order of ranks."""
+def _load_contents(
+    loader: RankFileLoader, files: _ItemFiles
+) -> tuple[list[RankContents], dict[str, set[int]]]:
+    """Opens all files: those of the model first, and of each item in the order of ranks.
+
+    Returns:
+        The contents, and for each item with distributed tensors the ranks that have parts.
+    """
     contents: list[RankContents] = []
-    spread: _Spread = {}
+    distributed: dict[str, set[int]] = {}
     for item in sorted(files.archives, key=lambda item: (item != "model", item)):
-        under = () if item == _WHOLE else (item,)
+        prefix = () if item == _ALL_ITEMS else (item,)
         for rank, path in sorted(files.archives[item].items()):
-            contents.append(reading.read(RankFile(path, "model", rank), under))
-            if contents[-1].is_spread:
-                spread.setdefault(item, set()).add(rank)
-    return contents, spread
+            contents.append(loader.load(RankFile(path, "model", rank), prefix))
+            if contents[-1].is_distributed:
+                distributed.setdefault(item, set()).add(rank)
+    return contents, distributed
 
 
-def _check_ranks(spread: _Spread, world_size: int, where: str) -> None:
-    """Refuses items of which the parts of a rank are missing."""
-    for item, ranks in spread.items():
-        missing = absent_ranks(ranks, world_size)
-        if missing:
-            raise MissingFileError(
-                f"the files of {shown(item)} of rank {missing} of {world_size} are not there",
-                where=where,
-                hint="copy the files back, name where other nodes keep theirs with --also, or take"
-                " an earlier checkpoint",
-            )
-
-
-def _joined(index: TensorIndex, images: LocalImages) -> TensorIndex:
-    """Adds what lies in safetensors files to the index of the others."""
+def _join(index: TensorIndex, images: LocalImages) -> TensorIndex:
+    """Adds the tensors of safetensors files to the index of the others."""
     if not images.files:
         return index
     records = [
@@ -342,7 +519,7 @@ def _joined(index: TensorIndex, images: LocalImages) -> TensorIndex:
     if both is not None:
         raise FormatError(
             f"{posixpath.basename(images.files[0].path)!r} and"
-            f" {posixpath.basename(index.files[0].path)!r} hold {shown(both)} both",
+            f" {posixpath.basename(index.files[0].path)!r} hold {quote(both)} both",
             where=images.where,
             hint="two saves went into one folder; take away the files of one",
         )

@@ -1,13 +1,11 @@
 """The manifest of a torchsnapshot snapshot, checked field by field.
 
 It is JSON since 0.1.0 (YAML before): for every rank the containers, tensors and objects of its
-application state, by paths such as `0/model/layers.0.weight`, in which slashes are escaped.
+application state, by paths such as `0/model/layers.0.weight`, in which slashes are escaped. Plain
+values are texts.
 
-Source: torchsnapshot/manifest.py, flatten.py and io_preparers, 0.1.0 and nightly 2024.7.26.
-
-Plain values as the manifest of a torchsnapshot snapshot writes them down, as texts.
-
-Source: torchsnapshot/manifest.py (`PrimitiveEntry`), 0.1.0 and nightly 2024.7.26.
+Source: torchsnapshot/manifest.py (`PrimitiveEntry` for plain values), flatten.py and io_preparers,
+0.1.0 and nightly 2024.7.26.
 """
 
 from __future__ import annotations
@@ -25,44 +23,49 @@ from ckptkit.core.dtypes import DType, dtype_named
 from ckptkit.core.errors import (
     FormatError,
     IncompleteCheckpointError,
-    LimitError,
     UnsafePathError,
     UnsupportedError,
 )
 from ckptkit.core.index import Box, KeyPath, Shape
-from ckptkit.formats.pickle.pickles import shown
-from ckptkit.formats.torch_files.reader import loads_strictly
+from ckptkit.core.text import quote
+from ckptkit.formats.parsing import (
+    MAX_DIMENSIONS,
+    is_count,
+    parse_json,
+    read_limited,
+    stays_inside,
+)
 from ckptkit.storage.base import Source
 
 PRIMITIVES = frozenset({"int", "str", "bool", "bytes", "float"})
-_INTEGER = re.compile(r"-?[0-9]{1,4000}")  # python makes no longer ones from a text
+_INTEGER = re.compile(r"-?[0-9]{1,4000}")  # Python refuses to parse longer ones
 _BOOLS = {"True": True, "False": False}
 _DOUBLE = struct.Struct("<d")
 
 
-def plain_value(kind: str, text: object) -> object:
-    """Returns the value that a text of a kind among `PRIMITIVES` stands for.
+def parse_plain(kind: str, text: object) -> object:
+    """Parses the text of a value whose kind is one of `PRIMITIVES`.
 
-    >>> plain_value("float", "exSuR+F6hD8="), plain_value("bool", "False")
+    >>> parse_plain("float", "exSuR+F6hD8="), parse_plain("bool", "False")
     (0.01, False)
     """
     if not isinstance(text, str):
-        raise FormatError(f"value of the kind {shown(kind)} is not a text")
+        raise FormatError(f"value of the kind {quote(kind)} is not a text")
     if kind == "str":
         return text
     if kind == "bool" and text in _BOOLS:
         return _BOOLS[text]
     if kind == "int" and _INTEGER.fullmatch(text):
         return int(text)
-    found = _decoded(text) if kind in {"bytes", "float"} else None
-    if found is not None and kind == "float":
-        found = _DOUBLE.unpack(found)[0] if len(found) == _DOUBLE.size else None
-    if found is None:
-        raise FormatError(f"text {shown(text)} is no value of the kind {shown(kind)}")
-    return found
+    data = _decode_base64(text) if kind in {"bytes", "float"} else None
+    if data is not None and kind == "bytes":
+        return data
+    if data is not None and len(data) == _DOUBLE.size:
+        return _DOUBLE.unpack(data)[0]
+    raise FormatError(f"text {quote(text)} is no value of the kind {quote(kind)}")
 
 
-def _decoded(text: str) -> bytes | None:
+def _decode_base64(text: str) -> bytes | None:
     try:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):
@@ -70,9 +73,8 @@ def _decoded(text: str) -> bytes | None:
 
 
 MAX_MANIFEST_BYTES = 2**28
-_MAX_NUMBER = 2**62 - 1  # so that sums of two fit where they are kept
+_MAX_NUMBER = 2**62 - 1  # the sum of two fits int64
 _MAX_DEPTH = 32
-_MAX_DIMENSIONS = 64
 _NUMBER = re.compile(r"-?\d{1,18}")
 _VERSION = re.compile(r"0\.1\.\d+.*")
 _RAW, _ARCHIVE = "buffer_protocol", "torch_save"
@@ -81,18 +83,18 @@ Share = Literal["own", "replicated", "sharded"]
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class SavedBlock:
     """A stored block of a tensor.
 
     Attributes:
-        place: Where it belongs, in elements.
+        box: Its position in the tensor, in elements.
         location: Its file, relative to the snapshot's folder.
         dtype: Element type.
-        byte_range: Of the file, where it holds more than this block; None for all of it.
-        is_archive: Whether `torch.save` wrote it; else the values lie there as they are.
+        byte_range: Of the file, if it holds more than this block; None for all of it.
+        is_archive: Whether `torch.save` wrote it; else the file holds the plain values.
     """
 
-    place: Box
+    box: Box
     location: str
     dtype: DType
     byte_range: tuple[int, int] | None
@@ -101,17 +103,17 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class SavedTensor:
-    """What a rank says of a tensor.
+    """A tensor as a rank lists it.
 
     Attributes:
-        share: Whether the tensor is that rank's own, the same on all, or spread over ranks.
-        shape: Its shape; None where only the pieces of all ranks together tell.
-        pieces: What that rank lists of it.
+        share: Whether the tensor is that rank's own, the same on all, or sharded over ranks.
+        shape: Its shape; None if only the blocks of all ranks together determine it.
+        blocks: The blocks that the rank lists.
     """
 
     share: Share
     shape: Shape | None
-    pieces: tuple[Piece, ...]
+    blocks: tuple[SavedBlock, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,12 +125,12 @@ class SavedObject:
 
 @dataclass(frozen=True, slots=True)
 class RankManifest:
-    """What one rank lists, by path without the rank.
+    """The entries of one rank, by path without the rank.
 
     Attributes:
         tensors: Its tensors.
         values: Other values: plain ones, and `SavedObject`.
-        key_paths: The path of keys of each of these, its integers told from texts.
+        key_paths: The path of keys of each entry, with integers distinguished from texts.
     """
 
     tensors: dict[str, SavedTensor] = field(default_factory=dict)
@@ -142,66 +144,60 @@ class SnapshotManifest:
 
     Attributes:
         version: Of torchsnapshot.
-        ranks: What each rank lists.
+        ranks: The entries of each rank.
     """
 
     version: str
     ranks: tuple[RankManifest, ...]
 
-    def all_pieces(self) -> Iterator[tuple[str, Piece]]:
+    def all_blocks(self) -> Iterator[tuple[str, SavedBlock]]:
         """Yields every block that any rank lists, with its tensor's path."""
         for rank in self.ranks:
             for path, tensor in rank.tensors.items():
-                yield from ((path, piece) for piece in tensor.pieces)
+                yield from ((path, block) for block in tensor.blocks)
 
 
 def read_manifest(source: Source, path: str) -> SnapshotManifest:
-    """Returns what the file at a path says."""
     where = posixpath.join(source.location, path)
-    size = source.stat(path).size_bytes
-    if size > MAX_MANIFEST_BYTES:
-        raise LimitError(
-            f"manifest has {size:,} bytes, at most {MAX_MANIFEST_BYTES:,} are read", where=where
-        )
-    data = source.read(path, 0, size)
+    data = read_limited(source, path, MAX_MANIFEST_BYTES, "manifest")
     if data.lstrip()[:8].startswith(b"version:"):
         raise UnsupportedError(
             "manifest is YAML, as torchsnapshot wrote it before 0.1.0, where JSON was expected",
             where=where,
-            hint="rewrite it as JSON, which YAML readers take as well:"
+            hint="rewrite it as JSON, which YAML readers accept too:"
             " `json.dump(yaml.safe_load(open(path)), ...)`",
         )
-    content = loads_strictly(data, where=where)
+    content = parse_json(data, where=where)
     if not isinstance(content, dict) or content.keys() != {"version", "world_size", "manifest"}:
         raise FormatError("has other fields than version, world_size and manifest", where=where)
-    return _Parser(where).manifest(content)
+    return _ManifestParser(where).parse(content)
 
 
-class _Parser:
-    """Checks a manifest that was parsed as JSON."""
+class _ManifestParser:
+    """Checks the JSON of a manifest."""
 
     def __init__(self, where: str) -> None:
         self._where = where
         self._lists: frozenset[str] = frozenset()
         self._numbers: Mapping[str, frozenset[int]] = {}
-        self._makers: Mapping[str, Callable[[Any], SavedTensor]] = {
+        self._parsers: Mapping[str, Callable[[Any], SavedTensor]] = {
             "Tensor": self._tensor,
             "ChunkedTensor": self._chunked,
             "ShardedTensor": self._sharded,
-            "DTensor": self._sharded,  # its blocks say all: what is replicated is one block
+            "DTensor": self._sharded,  # a replicated one has one block
         }
 
-    def manifest(self, content: Mapping[str, Any]) -> SnapshotManifest:
+    def parse(self, content: Mapping[str, Any]) -> SnapshotManifest:
         version, world, entries = (content[k] for k in ("version", "world_size", "manifest"))
         if not isinstance(version, str) or not _VERSION.fullmatch(version):
             raise UnsupportedError(
-                f"manifest is of version {shown(str(version))}; read is 0.1", where=self._where
+                f"manifest is of version {quote(str(version))}; read is 0.1", where=self._where
             )
         if not isinstance(entries, dict) or not all(isinstance(e, dict) for e in entries.values()):
             raise FormatError("'manifest' is not a map of entries", where=self._where)
         if type(world) is not int or not 0 < world <= max(len(entries), 1):
             raise IncompleteCheckpointError(
-                f"'world_size' is {shown(str(world))}, with {len(entries):,} entries of all ranks",
+                f"'world_size' is {quote(str(world))}, with {len(entries):,} entries of all ranks",
                 where=self._where,
             )
         ranks = tuple(RankManifest() for _ in range(world))
@@ -217,76 +213,76 @@ class _Parser:
         return SnapshotManifest(version, ranks)
 
     def _add(self, ranks: tuple[RankManifest, ...], path: str, entry: Mapping[str, Any]) -> None:
-        """Sorts one entry in under its rank."""
+        """Adds one entry to those of its rank."""
         first, _, logical = path.partition("/")
         rank = int(first) if re.fullmatch(r"\d{1,9}", first) else -1
         if not logical or not 0 <= rank < len(ranks):
             raise FormatError(
-                f"path {shown(path)} is of no rank of a run of {len(ranks)}", where=self._where
+                f"path {quote(path)} is of no rank of a run of {len(ranks)}", where=self._where
             )
-        found, kind = ranks[rank], entry.get("type")
-        found.key_paths[logical] = self._key_path(path)
+        manifest, kind = ranks[rank], entry.get("type")
+        manifest.key_paths[logical] = self._key_path(path)
         if isinstance(kind, str) and kind in _CONTAINERS:
             return
         try:
-            made = self._made(entry, kind)
+            value = self._parse_entry(entry, kind)
         except (FormatError, UnsupportedError, UnsafePathError) as error:
-            raise error.located(f"{self._where}: {shown(path)}") from None
-        if isinstance(made, SavedTensor):
-            found.tensors[logical] = made
+            raise error.located(f"{self._where}: {quote(path)}") from None
+        if isinstance(value, SavedTensor):
+            manifest.tensors[logical] = value
         else:
-            found.values[logical] = made
+            manifest.values[logical] = value
 
-    def _made(self, entry: Mapping[str, Any], kind: object) -> object:
-        """Returns what an entry says: of a tensor, of an object, or a plain value."""
+    def _parse_entry(self, entry: Mapping[str, Any], kind: object) -> object:
+        """Returns a `SavedTensor`, a `SavedObject`, or a plain value."""
         if kind == "object":
             return SavedObject(_location(entry.get("location")))
         if isinstance(kind, str) and kind in PRIMITIVES:
-            return plain_value(kind, entry.get("serialized_value"))
-        maker = self._makers.get(kind) if isinstance(kind, str) else None
-        if maker is None:
-            raise UnsupportedError(f"entry is of the kind {shown(str(kind))}, not modelled")
-        return maker(entry)
+            return parse_plain(kind, entry.get("serialized_value"))
+        parse = self._parsers.get(kind) if isinstance(kind, str) else None
+        if parse is None:
+            raise UnsupportedError(f"entry is of the kind {quote(str(kind))}, not modelled")
+        return parse(entry)
 
     def _key_path(self, path: str) -> KeyPath:
-        """Returns the keys that a path is made of: integers where the container has such keys."""
+        """Returns the keys of a path: integers where the container has such keys."""
         tokens = path.split("/")
         if len(tokens) > _MAX_DEPTH:
             raise FormatError(
                 f"containers are nested more than {_MAX_DEPTH} deep", where=self._where
             )
-        found: list[str | int] = []
+        keys: list[str | int] = []
         for depth, token in enumerate(tokens[1:], 1):
             above = "/".join(tokens[:depth])
             number = int(token) if _NUMBER.fullmatch(token) else None
             if number is not None and self._has_number(above, number):
-                found.append(number)
+                keys.append(number)
             else:
-                found.append(_decoded_manifest(token))
-        return tuple(found)
+                keys.append(token.replace("%2F", "/").replace("%25", "%"))
+        return tuple(keys)
 
     def _has_number(self, container: str, number: int) -> bool:
         return container in self._lists or number in self._numbers.get(container, ())
 
     def _tensor(self, entry: Mapping[str, Any]) -> SavedTensor:
         shape = _counts(entry.get("shape"))
-        piece = _piece(entry, (0,) * len(shape), shape)
-        return SavedTensor(_share(entry), shape, (piece,))
+        block = _parse_block(entry, (0,) * len(shape), shape)
+        return SavedTensor(_share(entry), shape, (block,))
 
     def _chunked(self, entry: Mapping[str, Any]) -> SavedTensor:
         shape = _counts(entry.get("shape"))
-        pieces = tuple(_pieces(entry.get("chunks")))
+        blocks = tuple(_parse_blocks(entry.get("chunks")))
         dtype = _dtype(entry.get("dtype"))
-        for piece in pieces:
-            place = piece.place
-            if piece.dtype != dtype or len(place.sizes) != len(shape):
+        for block in blocks:
+            box = block.box
+            if block.dtype != dtype or len(box.sizes) != len(shape):
                 raise FormatError(f"a chunk is not of the {dtype.name} {list(shape)} of the tensor")
-            if any(o + s > n for o, s, n in zip(place.offsets, place.sizes, shape, strict=True)):
-                raise FormatError(f"a chunk lies outside the {list(shape)} of the tensor")
-        return SavedTensor(_share(entry), shape, pieces)
+            if any(o + s > n for o, s, n in zip(box.offsets, box.sizes, shape, strict=True)):
+                raise FormatError(f"a chunk is outside the {list(shape)} of the tensor")
+        return SavedTensor(_share(entry), shape, blocks)
 
     def _sharded(self, entry: Mapping[str, Any]) -> SavedTensor:
-        return SavedTensor("sharded", None, tuple(_pieces(entry.get("shards"))))
+        return SavedTensor("sharded", None, tuple(_parse_blocks(entry.get("shards"))))
 
 
 def _numbers(entry: Mapping[str, Any]) -> frozenset[int]:
@@ -294,18 +290,14 @@ def _numbers(entry: Mapping[str, Any]) -> frozenset[int]:
     return frozenset(k for k in keys if type(k) is int) if isinstance(keys, list) else frozenset()
 
 
-def _decoded_manifest(token: str) -> str:
-    return token.replace("%2F", "/").replace("%25", "%")
-
-
 def _share(entry: Mapping[str, Any]) -> Share:
     replicated = entry.get("replicated")
     if not isinstance(replicated, bool):
-        raise FormatError("does not tell whether it is replicated")
+        raise FormatError("does not state whether it is replicated")
     return "replicated" if replicated else "own"
 
 
-def _pieces(shards: object) -> Iterator[Piece]:
+def _parse_blocks(shards: object) -> Iterator[SavedBlock]:
     if not isinstance(shards, list):
         raise FormatError("has no list of blocks")
     for shard in shards:
@@ -316,15 +308,15 @@ def _pieces(shards: object) -> Iterator[Piece]:
         offsets = _counts(shard.get("offsets"))
         if sizes != shape or len(offsets) != len(sizes):
             raise FormatError(f"has a block of {list(sizes)} that is stored as {list(shape)}")
-        yield _piece(inner, offsets, sizes)
+        yield _parse_block(inner, offsets, sizes)
 
 
-def _piece(entry: Mapping[str, Any], offsets: Shape, sizes: Shape) -> Piece:
+def _parse_block(entry: Mapping[str, Any], offsets: Shape, sizes: Shape) -> SavedBlock:
     serializer, extent = entry.get("serializer"), entry.get("byte_range")
     if serializer not in {_RAW, _ARCHIVE}:
         raise UnsupportedError(
-            f"is stored by {shown(str(serializer))}, not modelled",
-            hint="tensors are read that are not quantized",
+            f"is stored by {quote(str(serializer))}, not modelled",
+            hint="save the tensor without quantization",
         )
     byte_range = None
     if extent is not None:
@@ -332,7 +324,7 @@ def _piece(entry: Mapping[str, Any], offsets: Shape, sizes: Shape) -> Piece:
         if len(bounds) != 2 or bounds[0] > bounds[1] or serializer == _ARCHIVE:  # noqa: PLR2004
             raise FormatError(f"has the byte range {list(bounds)}")
         byte_range = bounds[0], bounds[1]
-    return Piece(
+    return SavedBlock(
         Box(offsets, sizes),
         _location(entry.get("location")),
         _dtype(entry.get("dtype")),
@@ -348,18 +340,16 @@ def _dtype(name: object) -> DType:
 
 
 def _counts(value: object) -> Shape:
-    if not isinstance(value, list) or not all(
-        type(item) is int and 0 <= item <= _MAX_NUMBER for item in value
-    ):
-        raise FormatError("has a shape, place or range that is no list of natural numbers")
-    if len(value) > _MAX_DIMENSIONS:
-        raise FormatError(f"has {len(value):,} dimensions, more than {_MAX_DIMENSIONS}")
+    if not isinstance(value, list) or not all(is_count(item, _MAX_NUMBER) for item in value):
+        raise FormatError("has a shape, offsets or a range that is no list of natural numbers")
+    if len(value) > MAX_DIMENSIONS:
+        raise FormatError(f"has {len(value):,} dimensions, more than {MAX_DIMENSIONS}")
     return tuple(value)
 
 
 def _location(value: object) -> str:
     if not isinstance(value, str):
         raise FormatError("names no file")
-    if {"", ".", ".."} & set(value.split("/")) or "\0" in value:
-        raise UnsafePathError(f"names the file {shown(value)}, which may lie outside the snapshot")
+    if not stays_inside(value):
+        raise UnsafePathError(f"names the file {quote(value)}, which may be outside the snapshot")
     return value

@@ -1,4 +1,4 @@
-"""The stack machine behind `ckptkit.formats.pickle.pickles`: opcodes in, inert values out.
+"""The stack machine of the pickle parser: it turns opcodes into inert values and runs nothing.
 
 Source: CPython's Lib/pickletools.py, which specifies every opcode, protocols 0 to 5.
 """
@@ -17,21 +17,17 @@ from ckptkit.core.errors import (
     TruncatedFileError,
     UnsafePickleError,
 )
+from ckptkit.core.text import quote
 
 MAX_INT_BYTES = 1024  # python prints integers of up to 4,300 digits only
 MAX_KEY_ITEMS = 64
 MAX_KEY_BITS = 64  # longer integers can be made to collide as well
 # Hashes of numbers are not salted, so tuples can be made to collide: k keys cost up to k² steps.
 MAX_TUPLE_KEYS = 10_000
-SHOWN_CHARACTERS = 200
 HIGHEST_PROTOCOL = 5
 _SCALARS = frozenset({str, bytes, bool, float, type(None)})
 _INTEGER = re.compile(rb"[+-]?\d{1,2000}")
 _UNSET = object()
-
-
-def shown(text: str) -> str:
-    return repr(text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}…")
 
 
 class ByIdentity:
@@ -42,7 +38,7 @@ class ByIdentity:
 
 @dataclass(frozen=True, slots=True)
 class Global:
-    """A class or function that a pickle names; nothing is imported for it."""
+    """A class or function that a pickle names; it is not imported."""
 
     module: str
     name: str
@@ -53,12 +49,12 @@ class Global:
 
 @dataclass(eq=False, slots=True)
 class InertObject(ByIdentity):
-    """What stands for an instance of a class.
+    """An instance of a class, represented by its parts.
 
     Attributes:
         cls: The class.
-        args: What it was made from.
-        state: What BUILD gave it; None before that.
+        args: The arguments of its constructor.
+        state: The state that BUILD set; None before that.
     """
 
     cls: Global
@@ -67,7 +63,7 @@ class InertObject(ByIdentity):
 
 
 class InertDict(dict[Any, Any]):
-    """What stands for an instance of a dict class; `attributes` is what BUILD gave it."""
+    """An instance of a dict class; `attributes` is the state that BUILD set."""
 
     __slots__ = ("attributes",)
 
@@ -77,7 +73,7 @@ class InertDict(dict[Any, Any]):
 
 
 class Machine:
-    """Runs one pickle. Time and memory stay within a multiple of its length.
+    """Interprets one pickle. Time and memory stay within a multiple of its length.
 
     `table` has one handler for each of the 256 opcodes. Arguments are those of
     `ckptkit.formats.pickle.pickles.parse_pickle`.
@@ -119,7 +115,7 @@ class Machine:
         self.at = 0  # of the current opcode
         self.stack: list[Any] = []
         self.marks: list[int] = []  # heights of the stack
-        self.fence = 0  # the topmost of them: values below may not be popped
+        self.fence = 0  # the topmost mark: values below it may not be popped
         self.memo: list[Any] = []
         self.filled = 0  # MEMOIZE stores at the number of slots in use
         self.globals: dict[tuple[str, str], Global] = {}
@@ -139,10 +135,10 @@ class Machine:
         return value
 
     def run_first(self) -> tuple[object, int]:
-        """Executes the pickle, after which something else may follow.
+        """Executes a pickle that other bytes may follow.
 
         Returns:
-            Its value, and where it ends.
+            Its value, and the position after its last byte.
         """
         data, table, end = self.data, self.table, len(self.data)
         while self.running:
@@ -160,13 +156,13 @@ class Machine:
         return f"{self.where}: byte {self.at:,}" if self.where else f"byte {self.at:,}"
 
     def malformed(self, message: str) -> FormatError:
-        """Makes the error for bytes that are not a pickle as python writes them."""
+        """Returns the error for bytes that are not a pickle as Python writes it."""
         return FormatError(
             message, where=self.place(), hint="the file is damaged; take another copy of it"
         )
 
     def unsafe(self, message: str) -> UnsafePickleError:
-        """Makes the error for a pickle that wants something done that is never done."""
+        """Returns the error for a pickle that requests something that ckptkit never does."""
         return UnsafePickleError(
             message,
             where=self.place(),
@@ -175,7 +171,7 @@ class Machine:
         )
 
     def cut_short(self) -> TruncatedFileError:
-        """Makes the error for a pickle that ends too early."""
+        """Returns the error for a pickle that ends too early."""
         return TruncatedFileError(
             f"pickle ends at byte {len(self.data):,}, in the middle of a value",
             where=self.place(),
@@ -196,7 +192,7 @@ class Machine:
         return int.from_bytes(self.take(width), "little")
 
     def line(self) -> bytes:
-        """Returns the bytes up to the next newline, and steps over it."""
+        """Returns the bytes up to the next newline, and skips it."""
         stop = self.data.find(b"\n", self.pos)
         if stop < 0:
             raise self.cut_short()
@@ -204,7 +200,7 @@ class Machine:
         return self.data[start:stop]
 
     def text(self, data: bytes, encoding: str = "utf-8") -> str:
-        """Decodes a string; lone surrogates, which nothing could print, are refused."""
+        """Decodes a string; lone surrogates, which cannot be printed, are refused."""
         try:
             value = data.decode(encoding)
             if encoding == "raw-unicode-escape":
@@ -223,19 +219,19 @@ class Machine:
         self.stack.append(value)
 
     def pop(self) -> object:
-        """Takes the topmost value off the stack."""
+        """Removes the topmost value from the stack and returns it."""
         if len(self.stack) <= self.fence:
             raise self.malformed("pickle takes a value from an empty stack")
         return self.stack.pop()
 
     def top(self) -> object:
-        """Returns the topmost value, which stays."""
+        """Returns the topmost value and leaves it on the stack."""
         if len(self.stack) <= self.fence:
             raise self.malformed("pickle takes a value from an empty stack")
         return self.stack[-1]
 
     def pop_mark(self) -> list[Any]:
-        """Takes everything above the topmost mark off the stack, and the mark."""
+        """Removes the topmost mark and all values above it, and returns the values."""
         if not self.marks:
             raise self.malformed("pickle goes back to a mark that it did not set")
         height = self.marks.pop()
@@ -270,37 +266,37 @@ class Machine:
         return value
 
     def name(self, module: object, name: object) -> object:
-        """Returns what stands for a global."""
+        """Returns the value that represents a global."""
         if not isinstance(module, str) or not isinstance(name, str):
             raise self.malformed("name of a global is not a string")
-        found = self.allowed.get((module, name), _UNSET)
-        if found is _UNSET:
+        value = self.allowed.get((module, name), _UNSET)
+        if value is _UNSET:
             raise self.unsafe(
-                f"pickle names {shown(f'{module}.{name}')}, which is not on the list of what a"
+                f"pickle names {quote(f'{module}.{name}')}, which is not on the list of what a"
                 " checkpoint may name"
             )
-        if not callable(found):
-            return found
+        if not callable(value):
+            return value
         return self.globals.setdefault((module, name), Global(module, name))
 
     def call(self, function: object, args: object) -> object:
-        """Returns what stands for the result of calling a global."""
+        """Returns the value that represents the result of calling a global."""
         if not isinstance(function, Global) or not isinstance(args, tuple):
             raise self.unsafe("pickle calls something that is not one of the globals it may name")
         builder = self.allowed.get((function.module, function.name))
         if not callable(builder):
-            raise self.unsafe(f"pickle calls {shown(str(function))}, which is not a function")
+            raise self.unsafe(f"pickle calls {quote(str(function))}, which is not a function")
         try:
             return builder(*args)
         except CkptkitError as error:
             raise error.located(self.place()) from error
         except (TypeError, ValueError, OverflowError) as error:
             raise self.unsafe(
-                f"pickle calls {shown(str(function))} with arguments that it does not take"
+                f"pickle calls {quote(str(function))} with arguments that it does not take"
             ) from error
 
     def refer(self, identity: object) -> object:
-        """Returns what stands for a persistent id."""
+        """Returns the value that represents a persistent id."""
         if self.persistent is None:
             raise self.unsafe("pickle refers to something outside itself")
         try:
@@ -309,7 +305,7 @@ class Machine:
             raise error.located(self.place()) from error
 
     def build(self, target: object, state: object) -> None:
-        """Gives an inert object its state."""
+        """Sets the state of an inert object."""
         if isinstance(target, InertObject) and target.state is None:
             target.state = state
         elif isinstance(target, InertDict) and isinstance(state, dict):

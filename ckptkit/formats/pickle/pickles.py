@@ -1,9 +1,8 @@
-"""Reads pickles without running them: opcodes are interpreted here, and nothing is imported.
+"""Parses pickles without running them: nothing is imported, and no class or function is called.
 
-A global that is not on the caller's list is refused at once. One that is on it is only a name:
-what the pickle does with it is done by the caller's own function, on inert values.
-
-One handler for every opcode that a checkpoint may use, and refusals by name for the others.
+A global that is not in the caller's list is refused at once. A global in the list is only a name:
+where the pickle calls it, a function of the caller is called with inert arguments. Each opcode that
+a checkpoint may use has a handler here; all others are refused by name.
 
 Source: CPython's Lib/pickletools.py, which specifies every opcode, protocols 0 to 5.
 """
@@ -11,19 +10,19 @@ Source: CPython's Lib/pickletools.py, which specifies every opcode, protocols 0 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
-from ckptkit.core.errors import UnsafePickleError
+from ckptkit.core.errors import FormatError, LimitError, UnsafePickleError
+from ckptkit.core.index import KeyPath
+from ckptkit.core.text import quote
 from ckptkit.formats.pickle.machine import (
     HIGHEST_PROTOCOL,
     MAX_INT_BYTES,
-    ByIdentity,
     Global,
     Handler,
     InertDict,
     InertObject,
     Machine,
-    shown,
 )
 
 _FLOAT = struct.Struct(">d")
@@ -51,7 +50,7 @@ def _protocol(machine: Machine) -> None:
 
 
 def _frame(machine: Machine) -> None:
-    # Frames only help to read ahead; that one does not run past the end is all there is to check.
+    # Frames only help to read ahead; the only check is that a frame does not exceed the data.
     if machine.number(8) > len(machine.data) - machine.pos:
         raise machine.cut_short()
 
@@ -337,23 +336,10 @@ OPCODES = with_handlers(
     },
 )
 
-__all__ = [
-    "OPCODES",
-    "Builder",
-    "ByIdentity",
-    "Global",
-    "InertDict",
-    "InertObject",
-    "Machine",
-    "inert_class",
-    "ordered_dict",
-    "parse_first_pickle",
-    "parse_pickle",
-    "shown",
-    "with_handlers",
-]
-
 Builder = Callable[..., object]
+MAX_DEPTH = 32
+MAX_KEY_CHARACTERS = 64  # per byte of the pickle, for all keys of a file together
+_SCALARS = frozenset({str, bytes, bool, int, float, type(None)})
 
 
 def parse_pickle(
@@ -365,22 +351,21 @@ def parse_pickle(
 ) -> object:
     """Parses a pickle of protocol 0 to 5 into plain and inert values.
 
-    The result is made of None, bool, int, float, str, bytes, tuple, list and dict, of `Global`,
-    and of what `allowed` and `persistent` give. Lists and dictionaries may contain themselves,
-    and shared parts may make the result exponentially larger to walk than `data` is long, so
-    walk it with a budget and without recursion, and do not compare, hash or print it whole.
-    Integers have at most 1,024 bytes. Dictionary keys are scalars or short tuples of them.
+    The result consists of None, bool, int, float, str, bytes, tuple, list, dict, `Global`, and the
+    values of `allowed` and `persistent`. Lists and dictionaries may contain themselves, and shared
+    parts may make the result exponentially larger than `data`, so walk it with a limit and without
+    recursion (`walk_values`), and never compare, hash or print all of it. Integers have at most
+    1,024 bytes. Dictionary keys are scalars or short tuples of scalars.
 
     Args:
         data: The whole pickle; bytes after its end are refused.
-        allowed: What each global that the pickle may name, by module and name, stands for. A
-            callable stays inert when named (a `Global` takes its place) and is called with
-            the pickle's arguments where the pickle calls or instantiates the global. It has to
-            check them: anything in the list above may come, in any number. It should do work
-            and take memory in proportion to their number, not to the size of what they hold.
-            Anything else takes the global's place as a value.
+        allowed: Maps the module and name of each global that the pickle may name to a value. A
+            callable is called where the pickle calls or instantiates the global, with the pickle's
+            arguments, which it has to check: any number of any of the values above. Its time and
+            memory must depend on the number of arguments, not on their size. A callable that is
+            only named is represented by a `Global`. Any other value replaces the global.
         where: The file, for messages.
-        persistent: Maps a persistent id to a value; None where none may occur.
+        persistent: Maps a persistent id to a value; None where the pickle may contain none.
 
     Returns:
         The value. Parsing takes time and memory within a multiple of the length of `data`.
@@ -395,9 +380,9 @@ def parse_first_pickle(
     where: str,
     persistent: Callable[[object], object] | None = None,
 ) -> tuple[object, int]:
-    """Parses the pickle at the start of `data`, after which anything may follow.
+    """Parses the pickle at the start of `data`, which other bytes may follow.
 
-    Takes and raises the same as `parse_pickle`.
+    Arguments and errors are those of `parse_pickle`.
 
     Returns:
         The value, and the position of the first byte after the pickle.
@@ -406,29 +391,67 @@ def parse_first_pickle(
 
 
 def inert_class(module: str, name: str) -> Builder:
-    """Makes a builder for a class without constructor arguments, such as a dataclass.
+    """Returns a builder for a class without constructor arguments, such as a dataclass.
 
-    Pickles give such objects their fields afterwards, as state.
-
-    Returns:
-        A function that makes an `InertObject`.
+    Pickles set the fields of such objects afterwards, as state.
     """
     cls = Global(module, name)
 
     def build(*args: object) -> InertObject:
         if args:
-            raise UnsafePickleError(f"{shown(name)} is made from {len(args)} arguments, not none")
+            raise UnsafePickleError(f"{quote(name)} is made from {len(args)} arguments, not none")
         return InertObject(cls, ())
 
     return build
 
 
 def ordered_dict(*args: object) -> InertDict:
-    """Stands for `collections.OrderedDict()`, whose items and attributes come afterwards.
-
-    Returns:
-        An empty dictionary that can take them.
-    """
+    """Represents `collections.OrderedDict()`, whose items and attributes are set afterwards."""
     if args:
         raise UnsafePickleError(f"'OrderedDict' is made from {len(args)} arguments, not none")
     return InertDict()
+
+
+def walk_values(root: object, *, limit: int, where: str) -> Iterator[tuple[KeyPath, object]]:
+    """Yields the values in nested containers, each with the path of keys to it.
+
+    Args:
+        root: Nested dictionaries, lists and tuples, which may be shared.
+        limit: The largest number of values that is accepted.
+        where: The file, for messages.
+    """
+    visited = 0
+    waiting: list[tuple[KeyPath, object]] = [((), root)]
+    while waiting:
+        path, value = waiting.pop()
+        visited += 1
+        if visited > limit:
+            raise LimitError(f"pickle unfolds into more than {limit:,} values", where=where)
+        items = _items(value)
+        if not items:
+            yield path, value
+            continue
+        if len(path) == MAX_DEPTH:
+            raise FormatError(f"containers are nested more than {MAX_DEPTH} deep", where=where)
+        if visited + len(waiting) + len(items) > limit:
+            raise LimitError(f"pickle unfolds into more than {limit:,} values", where=where)
+        waiting += [((*path, key), item) for key, item in reversed(items)]
+
+
+def _items(value: object) -> list[tuple[str | int, object]]:
+    """Returns the items of a container by key; an empty list for any other value."""
+    if isinstance(value, dict):
+        return [(_path_step(key), item) for key, item in value.items()]
+    # Sequences of plain numbers can be long (the order of a data set), and are kept whole.
+    if isinstance(value, (list, tuple)) and not all(type(item) in _SCALARS for item in value):
+        return list(enumerate(value))
+    return []
+
+
+def _path_step(key: object) -> str | int:
+    """Returns a dictionary key as a part of a path; a rare one is represented by its type."""
+    if isinstance(key, (str, int)) and not isinstance(key, bool):
+        return key
+    if key is None or isinstance(key, (bool, float)):
+        return repr(key)
+    return f"<{type(key).__name__}>"

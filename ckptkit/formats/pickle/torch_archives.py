@@ -1,211 +1,41 @@
-"""The files that `torch.save` wrote and that an index is made of: opened, parsed, their records.
+"""Files of `torch.save`: opening them, the tables of their storages, and checks of their contents.
 
-What a pickle holds may be anything until it is looked at: a `Document` looks, and says where it
-found something else.
+Torch writes a zip archive, and before 1.6 (or when asked to) the legacy layout. In that, five
+pickles follow one another: a magic number, the version of the layout, facts about the machine, the
+object, and the keys of the storages; then, key by key, a count of elements (int64) and the
+elements. It has no checksums.
+
+Source: torch/serialization.py (`_legacy_save`, `_legacy_load`), torch/csrc/serialization.cpp
+(`THPStorage_writeFileRaw`), torch 0.4 to 2.14.
 """
 
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from ckptkit.core.errors import CkptkitError, FormatError, UnsafePickleError, UnsupportedError
-from ckptkit.core.index import FileRef, Record, Shape
-from ckptkit.formats.pickle.pickles import InertObject, parse_pickle, shown
-from ckptkit.formats.pickle.torch_values import (
-    ALLOWED,
-    MAX_DIMENSIONS,
-    StorageRef,
-    TensorRef,
-    storage_ref,
+from ckptkit.core.errors import (
+    CkptkitError,
+    FormatError,
+    LimitError,
+    TruncatedFileError,
+    UnsafePickleError,
+    UnsupportedError,
 )
-from ckptkit.formats.pickle.torch_zip import open_archive
-from ckptkit.formats.pickle.zip_directory import Read
-from ckptkit.formats.torch_files.legacy import HEAD_BYTES, LegacyArchive, is_legacy, open_legacy
+from ckptkit.core.index import Box, Chunk, FileRef, Record, Shape
+from ckptkit.core.text import quote
+from ckptkit.formats.parsing import MAX_DIMENSIONS, Read, is_count, read_from
+from ckptkit.formats.pickle.machine import InertObject
+from ckptkit.formats.pickle.pickles import parse_first_pickle, parse_pickle
+from ckptkit.formats.pickle.torch_values import ALLOWED, StorageRef, TensorRef, storage_ref
+from ckptkit.formats.pickle.torch_zip import MAX_PICKLE_BYTES, open_archive
 from ckptkit.storage.base import Source
 
-_MAX_COUNT = 2**63 - 1
-_LOOKED_AT_BYTES = 1 << 20  # of a file in which the pickle's end is not known
-# What every pickle of a `torch.nn.Module` has among its state.
+_INSPECTED_BYTES = 1 << 20  # of a file in which the end of the pickle is not known
+# The state of every pickled `torch.nn.Module` has these keys.
 _MODULE_MARKS = (b"_parameters", b"_buffers", b"_modules", b"training")
-
-
-@dataclass(frozen=True, slots=True)
-class Document:
-    """A dictionary out of a pickle, whose values may be anything until they are looked at.
-
-    Attributes:
-        values: The dictionary.
-        where: The file, and what of it, for messages.
-    """
-
-    values: Mapping[Any, Any]
-    where: str
-
-    def inner(self, key: str | int) -> Document:
-        """Returns the dictionary under a key; an empty one where there is none."""
-        return _document(self.values.get(key), f"{self.where}, {key!r}")
-
-    def inner_list(self, key: str) -> list[Document]:
-        """Returns the dictionaries in the list under a key; none where there is no list."""
-        where = f"{self.where}, {key!r}"
-        return [_document(item, where) for item in self.sequence(key)]
-
-    def sequence(self, key: str) -> Sequence[Any]:
-        """Returns the list under a key; an empty one where there is none."""
-        found = self.values.get(key)
-        if found is None:
-            return ()
-        if not isinstance(found, (list, tuple)):
-            raise self.error(f"{key!r} is not a list")
-        return found
-
-    def vectors(self, key: str) -> list[TensorRef]:
-        """Returns the one-dimensional tensors in the list under a key."""
-        found = self.sequence(key)
-        for item in found:
-            if not (isinstance(item, TensorRef) and len(item.shape) == 1 and item.row_major):
-                raise self.error(f"{key!r} holds something that is not a flat tensor")
-        return list(found)
-
-    def count(self, key: str) -> int | None:
-        """Returns the natural number under a key, or None where there is none."""
-        found = self.values.get(key)
-        if found is not None and not _is_count(found):
-            raise self.error(f"{key!r} is not a natural number")
-        return found
-
-    def text(self, key: str) -> str:
-        found = self.values.get(key)
-        return found if isinstance(found, str) else ""
-
-    def shapes(self) -> dict[str, Shape]:
-        """Returns the dictionary as one of shapes by name."""
-        for name, shape in self.values.items():
-            whole = isinstance(shape, tuple) and len(shape) <= MAX_DIMENSIONS
-            if not (isinstance(name, str) and whole and all(map(_is_count, shape))):
-                raise self.error("holds something that is not the shape of a parameter")
-        return dict(self.values)
-
-    def tensor(self, name: str) -> TensorRef:
-        """Returns the tensor of a name."""
-        found = self.values.get(name)
-        if not isinstance(found, TensorRef):
-            raise self.error(f"holds no tensor {shown(name)}")
-        return found
-
-    def error(self, message: str) -> FormatError:
-        return FormatError(message, where=self.where)
-
-
-def _document(value: object, where: str) -> Document:
-    if value is None:
-        return Document({}, where)
-    if isinstance(value, dict):
-        return Document(value, where)
-    if isinstance(value, InertObject) and isinstance(value.state, dict):
-        return Document(value.state, where)
-    raise FormatError("is not a dictionary", where=where)
-
-
-def _is_count(value: object) -> bool:
-    return type(value) is int and 0 <= value <= _MAX_COUNT
-
-
-class Extents(Protocol):
-    """Tells where the storages of a file lie."""
-
-    @property
-    def where(self) -> str:
-        """The file, for messages."""
-        ...
-
-    def extent(self, storage: StorageRef) -> tuple[int, int, int | None]:
-        """Returns the start and the end of a storage, and the checksum stored for it."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class TorchArchive:
-    """An opened file.
-
-    Attributes:
-        path: Its path, relative to the source.
-        number: Its position among the files of the index.
-        root: What its pickle holds; tensors in it are `TensorRef`s.
-        pickle_bytes: How long the pickle is.
-        archive: Where its storages lie.
-    """
-
-    path: str
-    number: int
-    root: object
-    pickle_bytes: int
-    archive: Extents
-
-    @property
-    def is_legacy(self) -> bool:
-        """Whether it has the layout from before torch 1.6, in which nothing has a checksum."""
-        return isinstance(self.archive, LegacyArchive)
-
-    @property
-    def where(self) -> str:
-        return self.archive.where
-
-    def document(self) -> Document:
-        """Returns the dictionary that the file holds."""
-        if not isinstance(self.root, dict):
-            raise FormatError("holds no dictionary", where=self.where)
-        return Document(self.root, self.where)
-
-
-@dataclass(slots=True)
-class ArchiveTable:
-    """The files that were opened, and the records of the storages in them that are used."""
-
-    files: list[FileRef] = field(default_factory=list)
-    records: list[Record] = field(default_factory=list)
-    _places: dict[tuple[int, str], int] = field(default_factory=dict)
-
-    def open(
-        self, source: Source, path: str, allowed: Mapping[tuple[str, str], object] = ALLOWED
-    ) -> TorchArchive:
-        """Opens a file and parses its pickle.
-
-        Args:
-            source: Where it lies.
-            path: The file.
-            allowed: What the pickle may name, and what stands for it.
-        """
-        file = source.stat(path)
-        where = posixpath.join(source.location, path)
-
-        def read(start: int, stop: int) -> bytes:
-            return source.read(path, start, stop)
-
-        root, pickle_bytes, archive = _opened(read, file.size_bytes, allowed, where)
-        self.files.append(file)
-        return TorchArchive(path, len(self.files) - 1, root, pickle_bytes, archive)
-
-    def record(self, file: TorchArchive, tensor: TensorRef) -> int:
-        """Returns the position of the record of a tensor's storage, adding it when new."""
-        storage = tensor.storage
-        place = file.number, storage.key
-        known = self._places.get(place)
-        if known is None:
-            start, stop, crc32 = file.archive.extent(storage)
-            known = self._places[place] = len(self.records)
-            self.records.append(Record(file.number, start, stop, crc32=crc32))
-        record = self.records[known]
-        if record.stop - record.start != storage.size_bytes:
-            raise FormatError(
-                f"storage {shown(storage.key)} has two different lengths", where=file.where
-            )
-        return known
-
-
 # What the pickles of quantized tensors name: storages of torch's own, and classes of torchao.
 _QUANTIZED = {
     **dict.fromkeys(
@@ -223,10 +53,185 @@ _QUANTIZED = {
 }
 
 
-def _opened(
+@dataclass(frozen=True, slots=True)
+class PickledDict:
+    """A dictionary of a pickle, whose values are checked when they are read.
+
+    Attributes:
+        values: The dictionary.
+        where: The file and the keys that lead to the dictionary, for messages.
+    """
+
+    values: Mapping[Any, Any]
+    where: str
+
+    def inner(self, key: str | int) -> PickledDict:
+        """Returns the dictionary under a key; an empty one if the key is absent."""
+        return _to_dict(self.values.get(key), f"{self.where}, {key!r}")
+
+    def inner_list(self, key: str) -> list[PickledDict]:
+        """Returns the dictionaries in the list under a key; none if the key is absent."""
+        where = f"{self.where}, {key!r}"
+        return [_to_dict(item, where) for item in self.sequence(key)]
+
+    def sequence(self, key: str) -> Sequence[Any]:
+        """Returns the list under a key; an empty one if the key is absent."""
+        value = self.values.get(key)
+        if value is None:
+            return ()
+        if not isinstance(value, (list, tuple)):
+            raise self.error(f"{key!r} is not a list")
+        return value
+
+    def vectors(self, key: str) -> list[TensorRef]:
+        """Returns the one-dimensional tensors in the list under a key."""
+        items = self.sequence(key)
+        for item in items:
+            if not (isinstance(item, TensorRef) and len(item.shape) == 1 and item.row_major):
+                raise self.error(f"{key!r} holds something that is not a flat tensor")
+        return list(items)
+
+    def count(self, key: str) -> int | None:
+        """Returns the natural number under a key; None if the key is absent."""
+        value = self.values.get(key)
+        if value is not None and not is_count(value):
+            raise self.error(f"{key!r} is not a natural number")
+        return value
+
+    def text(self, key: str) -> str:
+        value = self.values.get(key)
+        return value if isinstance(value, str) else ""
+
+    def shapes(self) -> dict[str, Shape]:
+        """Returns the dictionary as shapes by name."""
+        for name, shape in self.values.items():
+            is_short = isinstance(shape, tuple) and len(shape) <= MAX_DIMENSIONS
+            if not (isinstance(name, str) and is_short and all(map(is_count, shape))):
+                raise self.error("holds something that is not the shape of a parameter")
+        return dict(self.values)
+
+    def tensor(self, name: str) -> TensorRef:
+        value = self.values.get(name)
+        if not isinstance(value, TensorRef):
+            raise self.error(f"holds no tensor {quote(name)}")
+        return value
+
+    def error(self, message: str) -> FormatError:
+        return FormatError(message, where=self.where)
+
+
+def _to_dict(value: object, where: str) -> PickledDict:
+    if value is None:
+        return PickledDict({}, where)
+    if isinstance(value, dict):
+        return PickledDict(value, where)
+    if isinstance(value, InertObject) and isinstance(value.state, dict):
+        return PickledDict(value.state, where)
+    raise FormatError("is not a dictionary", where=where)
+
+
+class StorageExtents(Protocol):
+    """The positions of the storages in a file."""
+
+    @property
+    def where(self) -> str:
+        """The file, for messages."""
+        ...
+
+    def extent(self, storage: StorageRef) -> tuple[int, int, int | None]:
+        """Returns the first byte of a storage, the byte after its last, and its stored checksum."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TorchArchive:
+    """An opened file.
+
+    Attributes:
+        path: Its path, relative to the source.
+        number: Its position among the files of the index.
+        root: The value of its pickle, in which tensors are `TensorRef`s.
+        pickle_bytes: The length of the pickle.
+        archive: The positions of its storages.
+    """
+
+    path: str
+    number: int
+    root: object
+    pickle_bytes: int
+    archive: StorageExtents
+
+    @property
+    def is_legacy(self) -> bool:
+        return isinstance(self.archive, LegacyArchive)
+
+    @property
+    def where(self) -> str:
+        return self.archive.where
+
+    def dictionary(self) -> PickledDict:
+        """Returns the value of the pickle, which has to be a dictionary."""
+        if not isinstance(self.root, dict):
+            raise FormatError("holds no dictionary", where=self.where)
+        return PickledDict(self.root, self.where)
+
+
+@dataclass(slots=True)
+class ArchiveTable:
+    """The opened files of an index, and the records of the storages that its tensors use."""
+
+    files: list[FileRef] = field(default_factory=list)
+    records: list[Record] = field(default_factory=list)
+    _numbers: dict[tuple[int, str], int] = field(default_factory=dict)
+
+    def open(
+        self, source: Source, path: str, allowed: Mapping[tuple[str, str], object] = ALLOWED
+    ) -> TorchArchive:
+        """Opens a file and parses its pickle.
+
+        Args:
+            source: The source of the file.
+            path: The file.
+            allowed: The globals that the pickle may name, as in `parse_pickle`.
+        """
+        file = source.stat(path)
+        where = posixpath.join(source.location, path)
+        root, pickle_bytes, archive = _open(
+            read_from(source, path), file.size_bytes, allowed, where
+        )
+        self.files.append(file)
+        return TorchArchive(path, len(self.files) - 1, root, pickle_bytes, archive)
+
+    def record(self, file: TorchArchive, tensor: TensorRef) -> int:
+        """Returns the position of the record of a tensor's storage, which is added if new."""
+        storage = tensor.storage
+        number = self._numbers.get((file.number, storage.key))
+        if number is None:
+            start, stop, crc32 = file.archive.extent(storage)
+            number = self._numbers[file.number, storage.key] = len(self.records)
+            self.records.append(Record(file.number, start, stop, crc32=crc32))
+        record = self.records[number]
+        if record.stop - record.start != storage.size_bytes:
+            raise FormatError(
+                f"storage {quote(storage.key)} has two different lengths", where=file.where
+            )
+        return number
+
+    def chunk(self, file: TorchArchive, tensor: TensorRef, rank: int | None = None) -> Chunk:
+        """Returns a whole tensor as a chunk."""
+        return Chunk(
+            Box((0,) * len(tensor.shape), tensor.shape),
+            self.record(file, tensor),
+            byte_offset=tensor.storage_offset * tensor.dtype.itemsize,
+            strides=None if tensor.row_major else tensor.strides,
+            rank=rank,
+        )
+
+
+def _open(
     read: Read, size_bytes: int, allowed: Mapping[tuple[str, str], object], where: str
-) -> tuple[object, int, Extents]:
-    """Returns what a file holds, how long its pickle is, and where its storages lie."""
+) -> tuple[object, int, StorageExtents]:
+    """Returns the value of a file's pickle, the pickle's length, and the storages' positions."""
     head = read(0, min(HEAD_BYTES, size_bytes))
     try:
         legacy = is_legacy(head)
@@ -236,22 +241,22 @@ def _opened(
         try:
             return open_legacy(read, size_bytes, allowed, where=where)
         except UnsafePickleError as error:
-            raise _explained(error, read(0, min(_LOOKED_AT_BYTES, size_bytes))) from error
+            raise _explain(error, read(0, min(_INSPECTED_BYTES, size_bytes))) from error
     archive = open_archive(read, size_bytes, where=where)
     pickle = archive.pickle()
     try:
         root = parse_pickle(pickle, allowed, where=where, persistent=storage_ref)
     except UnsafePickleError as error:
-        raise _explained(error, pickle) from error
+        raise _explain(error, pickle) from error
     return root, len(pickle), archive
 
 
-def _explained(error: UnsafePickleError, pickle: bytes) -> UnsafePickleError | UnsupportedError:
-    """Says what to do about quantized tensors, and about a module that was saved as a whole."""
-    kind = next((kind for mark, kind in _QUANTIZED.items() if mark in error.message), "")
-    if kind:
+def _explain(error: UnsafePickleError, pickle: bytes) -> UnsafePickleError | UnsupportedError:
+    """Returns an error with advice for quantized tensors and for a module saved as a whole."""
+    library = next((library for mark, library in _QUANTIZED.items() if mark in error.message), "")
+    if library:
         return UnsupportedError(
-            f"file holds tensors that {kind} quantized, packed numbers with scales:"
+            f"file holds tensors that {library} quantized, packed numbers with scales:"
             f" {error.message.partition(', which')[0]}",
             where=error.where,
             hint="load the file with torch, and save `{name: tensor.dequantize() if"
@@ -265,3 +270,199 @@ def _explained(error: UnsafePickleError, pickle: bytes) -> UnsafePickleError | U
         hint="if you trust the file, load it where that code is, with `torch.load(path,"
         " weights_only=False)`, and save the module's `state_dict()` instead",
     )
+
+
+HEAD_BYTES = 512  # enough to distinguish the layouts
+_PICKLE = b"\x80"  # the first byte of every binary pickle
+_MAGIC_NUMBER = 0x1950A86A20F9469CFC6C
+_MAGIC = b"\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19."  # the same, pickled
+_MAGIC_WITHIN = 32
+_TAR, _TAR_AT = b"ustar", 257
+_VERSION = 1001
+_COUNT_BYTES = 8
+_FIRST_WINDOW = 1 << 16
+_GROWTH = 4
+_SAVE_AGAIN = "save it again: `torch.save(torch.load(path, weights_only=True), path)`"
+
+
+def is_legacy(head: bytes) -> bool:
+    """Returns whether a file has the legacy layout, by its first `HEAD_BYTES`."""
+    if head[_TAR_AT:].startswith(_TAR):
+        raise UnsupportedError(
+            "file is the tar archive that torch wrote before 0.1.10, which is not modelled",
+            hint="load it with `torch.load(path, weights_only=False)` if you trust it, and save it"
+            " again",
+        )
+    if not head.startswith(_PICKLE):
+        return False
+    if len(head) >= _MAGIC_WITHIN and _MAGIC not in head[:_MAGIC_WITHIN]:
+        raise UnsupportedError(
+            "file is a plain pickle, not what `torch.save` writes",
+            hint="load it with the program that wrote it, and save its tensors with `torch.save`",
+        )
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class LegacyArchive:
+    """An opened file of the legacy layout.
+
+    Attributes:
+        read: Returns the bytes `[start, stop)` of the file.
+        storages: The storages that the pickle refers to, by key.
+        starts: The first byte of the elements of each storage.
+        where: The file, for messages.
+    """
+
+    read: Read
+    storages: Mapping[str, StorageRef]
+    starts: Mapping[str, int]
+    where: str
+
+    def extent(self, storage: StorageRef) -> tuple[int, int, None]:
+        """Returns a storage's first byte and the byte after its last; there is no checksum."""
+        first = self.storages[storage.key]
+        start = self.starts[storage.key]
+        count = int.from_bytes(self.read(start - _COUNT_BYTES, start), "little", signed=True)
+        if count != first.elements:
+            raise FormatError(
+                f"storage {quote(storage.key)} has {count:,} elements, its tensors need"
+                f" {first.elements:,}",
+                where=self.where,
+            )
+        return start, start + first.size_bytes, None
+
+
+def open_legacy(
+    read: Read, size_bytes: int, allowed: Mapping[tuple[str, str], object], *, where: str
+) -> tuple[object, int, LegacyArchive]:
+    """Opens a file of the legacy layout and parses its pickles.
+
+    Args:
+        read: Returns the bytes `[start, stop)` of the file.
+        size_bytes: The file's length.
+        allowed: The globals that the pickle may name, as in `parse_pickle`.
+        where: The file, for messages.
+
+    Returns:
+        The object in the file, the length of its pickle, and the positions of its storages.
+    """
+    pickles = _PickleSequence(read, size_bytes, where)
+    if pickles.next({}, None) != _MAGIC_NUMBER:
+        raise FormatError("does not begin with torch's magic number", where=where)
+    _check_facts(pickles.next({}, None), pickles.next({}, None), where)
+    storages = _StorageCollector()
+    start = pickles.at
+    root = pickles.next(allowed, storages)
+    pickle_bytes = pickles.at - start
+    keys = pickles.next({}, None)
+    starts = _locate_storages(keys, storages.by_key, pickles.at, size_bytes, where)
+    return root, pickle_bytes, LegacyArchive(read, storages.by_key, starts, where)
+
+
+class _StorageCollector:
+    """Resolves persistent ids, and collects the storages that they name."""
+
+    def __init__(self) -> None:
+        self.by_key: dict[str, StorageRef] = {}
+
+    def __call__(self, identity: object) -> StorageRef:
+        match identity:
+            case ("storage", _, _, _, _, None):
+                storage = storage_ref(identity[:-1])
+            case ("storage", _, _, _, _, _):
+                raise UnsupportedError(
+                    "storage is a view of another, as torch wrote them before 0.4; this is not"
+                    " modelled",
+                    hint=_SAVE_AGAIN,
+                )
+            case _:
+                raise FormatError("persistent id is not that of a storage")
+        first = self.by_key.setdefault(storage.key, storage)
+        if first.size_bytes != storage.size_bytes:
+            raise FormatError(f"storage {quote(storage.key)} has two different lengths")
+        return storage
+
+
+class _PickleSequence:
+    """Reads pickles that follow one another, whose lengths are stored nowhere.
+
+    Attributes:
+        at: The first byte of the next one.
+    """
+
+    def __init__(self, read: Read, size_bytes: int, where: str) -> None:
+        self.at = 0
+        self._read = read
+        self._size_bytes = size_bytes
+        self._where = where
+
+    def next(
+        self, allowed: Mapping[tuple[str, str], object], storages: _StorageCollector | None
+    ) -> object:
+        """Parses the next pickle, in windows that grow until it ends inside one."""
+        window = _FIRST_WINDOW
+        persistent: Callable[[object], object] | None = storages
+        where = f"{self._where}: pickle at byte {self.at:,}"
+        while True:
+            stop = min(self.at + window, self._size_bytes)
+            if storages is not None:
+                storages.by_key.clear()  # of a window that was too short
+            data = self._read(self.at, stop)
+            try:
+                value, length = parse_first_pickle(
+                    data, allowed, where=where, persistent=persistent
+                )
+            except TruncatedFileError:
+                if stop == self._size_bytes:
+                    raise
+            else:
+                self.at += length
+                return value
+            if window >= MAX_PICKLE_BYTES:
+                raise LimitError(
+                    f"pickle has more than {MAX_PICKLE_BYTES:,} bytes, as no real one has",
+                    where=self._where,
+                )
+            window *= _GROWTH
+
+
+def _check_facts(version: object, machine: object, where: str) -> None:
+    if version != _VERSION:
+        actual = f"version {version}" if type(version) is int else "no number for a version"
+        raise UnsupportedError(
+            f"layout has {actual}, only {_VERSION:,} is modelled",
+            where=where,
+            hint=_SAVE_AGAIN,
+        )
+    is_little = machine.get("little_endian") if isinstance(machine, dict) else None
+    if is_little is False:
+        raise UnsupportedError(
+            "numbers are stored big-endian, only little-endian is modelled", where=where
+        )
+    if is_little is not True:
+        raise FormatError("does not state the byte order of its numbers", where=where)
+
+
+def _locate_storages(
+    keys: object, storages: Mapping[str, StorageRef], at: int, size_bytes: int, where: str
+) -> dict[str, int]:
+    """Returns the first element's byte of each storage; they have to fill the rest of the file."""
+    if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
+        raise FormatError("list of storages is not one of keys", where=where)
+    if len(set(keys)) != len(keys) or set(keys) != set(storages):
+        raise FormatError(
+            f"{len(keys):,} storages are listed, the pickle refers to {len(storages):,} others",
+            where=where,
+        )
+    starts = {}
+    for key in keys:
+        starts[key] = at + _COUNT_BYTES
+        at = starts[key] + storages[key].size_bytes
+    if at > size_bytes:
+        raise TruncatedFileError(
+            f"storages end at byte {at:,}, the file ends at byte {size_bytes:,}", where=where
+        )
+    if at < size_bytes:
+        raise FormatError(f"{size_bytes - at:,} bytes follow the last storage", where=where)
+    return starts

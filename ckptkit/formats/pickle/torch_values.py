@@ -1,35 +1,27 @@
-"""What a `torch.save` pickle says of tensors: storages, and views on them, as plain values.
+"""Storages and tensors in a `torch.save` pickle, as plain values.
 
-Source: torch/_utils.py (`_rebuild_tensor_v2` and its kin), torch/serialization.py
+Source: torch/_utils.py (`_rebuild_tensor_v2` and similar functions), torch/serialization.py
 (`persistent_id` in `_save`), torch/_tensor.py (`_reduce_ex_internal`), torch 1.6 to 2.14.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any
 
 from ckptkit.core.dtypes import BY_NAME, BY_STORAGE, DType, dtype_named
 from ckptkit.core.errors import FormatError, UnsupportedError
 from ckptkit.core.geometry import is_row_major
 from ckptkit.core.index import Shape
-from ckptkit.formats.pickle.pickles import (
-    Builder,
-    Global,
-    InertDict,
-    InertObject,
-    ordered_dict,
-    parse_pickle,
-    shown,
-)
+from ckptkit.core.text import quote
+from ckptkit.formats.parsing import MAX_BYTES, MAX_DIMENSIONS, is_count, overflows
+from ckptkit.formats.pickle.machine import Global, InertDict, InertObject
+from ckptkit.formats.pickle.pickles import Builder, ordered_dict, parse_pickle
 
 Extent = tuple[Any, Any]  # sizes and strides, unchecked
-MAX_DIMENSIONS = 64  # what torch can hold
-_MAX_BYTES = 2**63 - 1
 _BYTE = BY_NAME["uint8"]
-# dtypes that torch has and the table has not; naming them must give a sentence about the dtype.
+# dtypes of torch that `core.dtypes` does not have; the refusal has to name the dtype.
 _OTHER_DTYPES = (
     "complex32",
     "bits8",
@@ -50,7 +42,7 @@ class DTypeName:
 
 @dataclass(frozen=True, slots=True)
 class StorageClass:
-    """The class of a storage; an untyped one has no dtype of its own."""
+    """The class of a storage; `dtype` is None for an untyped storage."""
 
     name: str
     dtype: DType | None
@@ -61,9 +53,9 @@ class StorageRef:
     """A storage that a pickle refers to.
 
     Attributes:
-        key: Its record is called `data/<key>`.
-        dtype: Type of its elements, or None for an untyped storage.
-        elements: How many it has; bytes for an untyped one.
+        key: Its record is `data/<key>`.
+        dtype: Element type, or None for an untyped storage.
+        elements: Number of elements; of bytes for an untyped storage.
     """
 
     key: str
@@ -87,15 +79,15 @@ class TensorRef:
 
     @property
     def row_major(self) -> bool:
-        """Whether its elements lie one after another in row-major order."""
+        """Whether its elements are stored contiguously in row-major order."""
         return is_row_major(self.shape, self.strides)
 
 
 def storage_ref(identity: object) -> StorageRef:
-    """Returns what a persistent id says, `('storage', class, key, location, elements)`."""
+    """Returns the storage of a persistent id, `('storage', class, key, location, elements)`."""
     match identity:
         case ("storage", StorageClass(dtype=dtype), str(key), str(), int(elements)) if (
-            _is_count(elements) and key
+            is_count(elements) and key
         ):
             return StorageRef(key, dtype, elements)
     raise FormatError("persistent id is not that of a storage in memory")
@@ -132,7 +124,7 @@ def rebuild_tensor_v3(*args: object) -> TensorRef:
 
 
 def rebuild_parameter(*args: object) -> TensorRef:
-    """Returns the tensor for `_rebuild_parameter(tensor, grad, hooks)` and its kin with a state."""
+    """Returns the tensor for `_rebuild_parameter(tensor, grad, hooks[, state])`."""
     match args:
         case (TensorRef() as tensor, _, _) | (TensorRef() as tensor, _, _, _):
             return tensor
@@ -153,21 +145,16 @@ def _refuse_lazy(metadata: object) -> None:
         )
 
 
-def _is_count(value: object) -> TypeGuard[int]:
-    return type(value) is int and 0 <= value <= _MAX_BYTES
-
-
 def _view(storage: StorageRef, dtype: DType, offset: object, extent: Extent) -> TensorRef:
-    """Checks that a view lies inside its storage."""
-    if not _is_count(offset) or not all(isinstance(part, tuple) for part in extent):
-        raise FormatError("tensor has sizes, strides or an offset that are no natural numbers")
+    """Returns a view after a check that it is inside its storage."""
+    if not is_count(offset) or not all(isinstance(part, tuple) for part in extent):
+        raise FormatError("tensor has sizes, strides or an offset that are not natural numbers")
     shape, strides = extent
-    if not all(map(_is_count, (*shape, *strides))) or len(shape) != len(strides):
-        raise FormatError("tensor has sizes, strides or an offset that are no natural numbers")
+    if not all(map(is_count, (*shape, *strides))) or len(shape) != len(strides):
+        raise FormatError("tensor has sizes, strides or an offset that are not natural numbers")
     if len(shape) > MAX_DIMENSIONS:
         raise FormatError(f"tensor has {len(shape):,} dimensions, more than {MAX_DIMENSIONS}")
-    largest = max(math.prod(size or 1 for size in shape), *strides, 0)
-    if largest * dtype.itemsize > _MAX_BYTES:
+    if overflows(shape, dtype) or max(strides, default=0) * dtype.itemsize > MAX_BYTES:
         raise FormatError(f"size of a tensor of shape {list(shape)} overflows")
     if 0 in shape:
         return TensorRef(storage, dtype, shape, strides, 0)
@@ -175,7 +162,7 @@ def _view(storage: StorageRef, dtype: DType, offset: object, extent: Extent) -> 
     if last * dtype.itemsize > storage.size_bytes:
         raise FormatError(
             f"tensor of shape {list(shape)} and strides {list(strides)} reaches byte "
-            f"{last * dtype.itemsize:,} of storage {shown(storage.key)}, which has "
+            f"{last * dtype.itemsize:,} of storage {quote(storage.key)}, which has "
             f"{storage.size_bytes:,}"
         )
     return TensorRef(storage, dtype, shape, strides, offset)
@@ -191,7 +178,7 @@ def _size(*args: object) -> tuple[object, ...]:
 
 
 def _encoded(*args: object) -> bytes:
-    # How python writes bytes below protocol 3, which torch.save uses.
+    # Python's form of bytes below protocol 3; torch.save uses protocol 2.
     match args:
         case (str(text), "latin1"):
             return text.encode("latin1")
@@ -199,14 +186,14 @@ def _encoded(*args: object) -> bytes:
 
 
 def _no_bytes(*args: object) -> bytes:
-    # How python writes b"" below protocol 3.
+    # Python's form of b"" below protocol 3.
     if args:
         raise FormatError("'bytes' is made from something")
     return b""
 
 
 class InertDefaultDict(InertDict):
-    """What stands for a `defaultdict`; `factory` is the name of what makes its new values."""
+    """A `defaultdict`; `factory` is the global that makes its new values."""
 
     __slots__ = ("factory",)
 
@@ -222,7 +209,7 @@ def _default_dict(*args: object) -> InertDefaultDict:
 
 
 class InertDeque(list[Any]):
-    """What stands for a `deque`, whose items come afterwards; `longest` is its limit, or None."""
+    """A `deque`, whose items are set afterwards; `longest` is its limit, or None."""
 
     __slots__ = ("longest",)
 
@@ -236,13 +223,13 @@ def _deque(*args: object) -> InertDeque:
         case () | ([] | (),):
             return InertDeque(None)
         case ([] | (), longest):
-            if longest is None or _is_count(longest):
+            if longest is None or is_count(longest):
                 return InertDeque(longest)
     raise FormatError("'deque' is made from something that is not its limit")
 
 
 def inert_value(module: str, name: str) -> Builder:
-    """Makes a builder that keeps a class's name and arguments, whatever they are."""
+    """Returns a builder that keeps a class's name and any arguments."""
     cls = Global(module, name)
 
     def build(*args: object) -> InertObject:
@@ -251,8 +238,8 @@ def inert_value(module: str, name: str) -> Builder:
     return build
 
 
-# Classes and functions without side effects that training states are commonly made of. Below
-# protocol 3, which torch.save uses, `int` is called `long`, and `str` `unicode`.
+# Classes and functions without side effects that are common in training states. Below protocol 3
+# (torch.save uses 2) `int` is called `long`, and `str` `unicode`.
 _KEPT = (
     *(("__builtin__", n) for n in ("set", "frozenset", "bytearray", "complex", "slice")),
     *(("__builtin__", n) for n in ("xrange", "list", "dict", "tuple", "int", "float", "str")),
@@ -299,5 +286,5 @@ ALLOWED: Mapping[tuple[str, str], object] = {
 
 
 def parse_values(pickle: bytes, *, where: str) -> object:
-    """Returns what a `data.pkl` holds; tensors in it are `TensorRef`s, storages `StorageRef`s."""
+    """Parses a `data.pkl`; tensors in the result are `TensorRef`s, storages `StorageRef`s."""
     return parse_pickle(pickle, ALLOWED, where=where, persistent=storage_ref)

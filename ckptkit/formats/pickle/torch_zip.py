@@ -1,17 +1,15 @@
-"""The archive that `torch.save` writes: which tensor it holds, and where its bytes lie.
+"""The zip archive that `torch.save` writes: its tensors, and the positions of their bytes.
 
-A DCP file is a row of such archives, one per chunk; a `.pt` file is one. Nothing here reads a
-storage's bytes: positions come from the archive's directory, from two or three local headers
-and from the pickle, and the caller checks the CRC while it copies.
+A DCP file is a sequence of such archives, one per chunk; a `.pt` file is one archive. Nothing here
+reads a storage's bytes: positions come from the archive's directory, from two or three local
+headers and from the pickle, and the caller checks the CRC while it copies.
+
+Archives of chunks of one dtype and shape differ only in the data, their checksums, and a
+serialization id. So the directory of the first one is parsed and kept as a template; of further
+archives every other byte is compared with it. The bytes that are not compared are bytes that the
+parser accepts in any form.
 
 Source: torch/serialization.py (`_save`, `_load`), caffe2/serialize/inline_container.cc.
-
-Recognising archives that differ from an earlier one in their tensor's values alone.
-
-Chunks of one dtype and shape lie in archives that are equal from end to end, but for the data,
-their checksums, and the random-looking name that torch gives the contents. So the directory is
-parsed once, and of the others every byte is compared. What is left out of the comparison is what
-the parser takes as it comes.
 """
 
 from __future__ import annotations
@@ -23,27 +21,27 @@ from ckptkit.core.crc import crc32
 from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import ChecksumError, FormatError, LimitError, UnsupportedError
 from ckptkit.core.index import Shape
-from ckptkit.formats.pickle.pickles import shown
+from ckptkit.core.text import quote
+from ckptkit.formats.parsing import Read
 from ckptkit.formats.pickle.torch_values import StorageRef, TensorRef, parse_values
 from ckptkit.formats.pickle.zip_directory import (
-    Read,
     ZipEntry,
     data_start,
     read_directory,
-    torchscript,
+    torchscript_error,
 )
 
 WINDOW_BYTES = 1_024
-"""In archives of one tensor everything but the storage lies within the first 800 and the last
-900 bytes, whatever the tensor's size; where names are longer, more is read."""
+"""In archives of one tensor everything but the storage is in the first 800 and the last 900 bytes,
+for tensors of any size; where names are longer, more is read."""
 
 _DESCRIPTOR_SIGNATURE = b"PK\7\x08"
 _CRC_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Ends:
-    """What an archive begins and ends with; of a small one, both are the whole.
+class ArchiveEnds:
+    """The first and the last bytes of an archive; for a small archive, both are all of it.
 
     Attributes:
         size_bytes: The archive's length.
@@ -56,8 +54,8 @@ class Ends:
     tail: bytes
 
     @classmethod
-    def of(cls, read: Read, size_bytes: int) -> Ends:
-        """Reads them, in one or two reads.
+    def of(cls, read: Read, size_bytes: int) -> ArchiveEnds:
+        """Reads both, in one or two reads.
 
         Args:
             read: Returns the bytes `[start, stop)` of the archive.
@@ -74,8 +72,8 @@ class Ends:
         """Position of the tail's first byte."""
         return self.size_bytes - len(self.tail)
 
-    def before(self, read: Read) -> Read:
-        """Returns a way to read that serves what it can from the ends."""
+    def cache(self, read: Read) -> Read:
+        """Returns `read` with reads inside the head or the tail answered from memory."""
         head, tail, tail_start = self.head, self.tail, self.tail_start
 
         def cached(start: int, stop: int) -> bytes:
@@ -88,17 +86,17 @@ class Ends:
         return cached
 
 
-class Template:
-    """Everything around the data of an archive, and which of it another one may have otherwise."""
+class ArchiveTemplate:
+    """The bytes around the data of an archive, and which of them may differ in another archive."""
 
     __slots__ = ("_crc_at", "_fixed", "_head", "_mask", "_stop")
 
-    def __init__(self, ends: Ends, start: int, storage: ZipEntry, free: list[range]) -> None:
-        """Keeps what lies around the data.
+    def __init__(self, ends: ArchiveEnds, start: int, storage: ZipEntry, free: list[range]) -> None:
+        """Keeps the bytes around the data.
 
         Args:
-            ends: Of the archive.
-            start: Where the data begin; they and what comes before lie in the head.
+            ends: The ends of the archive.
+            start: First byte of the data; all bytes before it are in the head.
             storage: The record of the data.
             free: Positions in the tail that may differ.
         """
@@ -112,8 +110,8 @@ class Template:
         self._mask = int.from_bytes(mask, "little")
         self._fixed = self._mask & int.from_bytes(self._tail(ends), "little")
 
-    def crc32_in(self, ends: Ends) -> int | None:
-        """Returns the stored checksum of an archive of the same length, None for another kind."""
+    def crc32_in(self, ends: ArchiveEnds) -> int | None:
+        """Returns the checksum in an archive of the same length; None if it does not match."""
         tail = self._tail(ends)
         if int.from_bytes(tail, "little") & self._mask != self._fixed:
             return None
@@ -121,20 +119,20 @@ class Template:
             return None
         return int.from_bytes(tail[self._crc_at : self._crc_at + _CRC_BYTES], "little")
 
-    def _tail(self, ends: Ends) -> bytes:
+    def _tail(self, ends: ArchiveEnds) -> bytes:
         return ends.tail[self._stop - ends.tail_start :]
 
 
-def template_of(
-    ends: Ends, read: Read, storage: ZipEntry, identity: ZipEntry | None, *, where: str
-) -> Template | None:
-    """Returns the template of an archive that was parsed, or None where it does not lend itself.
+def make_template(
+    ends: ArchiveEnds, read: Read, storage: ZipEntry, identity: ZipEntry | None, *, where: str
+) -> ArchiveTemplate | None:
+    """Returns the template of a parsed archive; None where its data or tail exceed the ends.
 
     Args:
-        ends: Of the archive.
+        ends: The ends of the archive.
         read: Returns the bytes `[start, stop)` of the archive.
         storage: The record of its only storage.
-        identity: The record that names the contents, where there is one; nobody reads it.
+        identity: The record of the serialization id, which torch does not read; None if absent.
         where: The file, for messages.
     """
     start = data_start(read, storage, where=where)
@@ -146,29 +144,16 @@ def template_of(
         first = data_start(read, identity, where=where)
         free.append(range(first, first + identity.size_bytes))
         free += _crc_fields(ends, first + identity.size_bytes, identity)
-    return Template(ends, start, storage, free)
+    return ArchiveTemplate(ends, start, storage, free)
 
 
-def _crc_fields(ends: Ends, stop: int, entry: ZipEntry) -> Iterator[range]:
-    """Yields where the checksum of a record lies: in the directory, and behind its data."""
+def _crc_fields(ends: ArchiveEnds, stop: int, entry: ZipEntry) -> Iterator[range]:
+    """Yields the positions of a record's checksum: in the directory, and after its data."""
     yield range(entry.crc_at, entry.crc_at + _CRC_BYTES)
     at = stop - ends.tail_start
     if entry.has_descriptor and ends.tail[at : at + _CRC_BYTES] == _DESCRIPTOR_SIGNATURE:
         yield range(stop + _CRC_BYTES, stop + 2 * _CRC_BYTES)
 
-
-__all__ = [
-    "WINDOW_BYTES",
-    "Archive",
-    "Payload",
-    "TensorCache",
-    "ZipEntry",
-    "data_start",
-    "locate_object",
-    "locate_tensor",
-    "open_archive",
-    "read_directory",
-]
 
 _PICKLE = "data.pkl"
 _BYTE_ORDER = "byteorder"
@@ -176,13 +161,13 @@ _IDENTITY = ".data/serialization_id"
 _LITTLE = b"little"
 _MAX_BYTE_ORDER = 16
 MAX_PICKLE_BYTES = 2**30
-MAX_TENSOR_PICKLE_BYTES = 2**16  # of one tensor; real ones have some 200 bytes
+MAX_TENSOR_PICKLE_BYTES = 2**16  # of one tensor; real pickles have about 200 bytes
 _TEMPLATES_OF_A_SIZE = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """Where the bytes of an archive's only tensor lie.
+    """The position of the bytes of an archive's only tensor, and how to view them.
 
     Attributes:
         start: First byte of its storage, from the archive's start.
@@ -192,7 +177,7 @@ class Payload:
         shape: Sizes, in elements.
         strides: Steps between neighbours of each dimension, in elements of the storage.
         storage_offset: The tensor's first element, in elements from the storage's start.
-        row_major: Whether the elements lie one after another in row-major order.
+        row_major: Whether the elements are stored contiguously in row-major order.
     """
 
     start: int
@@ -204,10 +189,10 @@ class Payload:
     storage_offset: int
     row_major: bool
 
-    def with_crc32(self, stored: int) -> Payload:
-        """Returns the same place with another checksum; that of data is 0 if there is none."""
+    def replace_crc32(self, stored: int) -> Payload:
+        """Returns a copy with another checksum; 0 means that the data has none."""
         crc32 = None if stored == 0 and self.stop > self.start else stored
-        return Payload(  # which takes a fifth of the time of `dataclasses.replace`
+        return Payload(  # takes a fifth of the time of `dataclasses.replace`
             self.start,
             self.stop,
             crc32,
@@ -220,7 +205,7 @@ class Payload:
 
 
 class TensorCache:
-    """Remembers what archives say, since those of chunks of one shape are equal but for the data.
+    """Caches parsed archives and pickles, which chunks of one dtype and shape have in common.
 
     It holds at most `limit` pickles and as many archives, and may be shared by threads.
     """
@@ -230,18 +215,18 @@ class TensorCache:
     def __init__(self, limit: int = 256) -> None:
         self._limit = limit
         self._tensors: dict[bytes, tuple[TensorRef, bool]] = {}
-        self._archives: dict[int, tuple[tuple[Template, Payload], ...]] = {}
+        self._archives: dict[int, tuple[tuple[ArchiveTemplate, Payload], ...]] = {}
 
-    def payload(self, ends: Ends) -> Payload | None:
-        """Returns where the data lie, if the archive is like one before; see `zip_templates`."""
-        for template, known in self._archives.get(ends.size_bytes, ()):
+    def payload(self, ends: ArchiveEnds) -> Payload | None:
+        """Returns the position of the data if the archive matches a template; else None."""
+        for template, payload in self._archives.get(ends.size_bytes, ()):
             crc32 = template.crc32_in(ends)
             if crc32 is not None:
-                return known.with_crc32(crc32)
+                return payload.replace_crc32(crc32)
         return None
 
-    def keep(self, ends: Ends, template: Template, payload: Payload) -> None:
-        """Keeps what was found out about an archive."""
+    def keep(self, ends: ArchiveEnds, template: ArchiveTemplate, payload: Payload) -> None:
+        """Adds the template of an archive."""
         if len(self._archives) >= self._limit:
             self._archives.clear()
         others = self._archives.get(ends.size_bytes, ())
@@ -250,27 +235,27 @@ class TensorCache:
 
     def tensor(self, pickle: bytes, *, where: str) -> tuple[TensorRef, bool]:
         """Returns the tensor that a pickle describes, and whether it is row-major."""
-        found = self._tensors.get(pickle)
-        if found is None:
+        cached = self._tensors.get(pickle)
+        if cached is None:
             value = parse_values(pickle, where=where)
             if not isinstance(value, TensorRef):
                 raise FormatError("archive does not hold one tensor", where=where)
-            found = value, value.row_major
+            cached = value, value.row_major
             if len(self._tensors) >= self._limit:
                 self._tensors.clear()
             if len(pickle) <= WINDOW_BYTES:
-                self._tensors[pickle] = found
-        return found
+                self._tensors[pickle] = cached
+        return cached
 
 
 @dataclass(frozen=True, slots=True)
-class Archive:
+class ZipArchive:
     """An opened archive: its directory is read and checked, its pickle is not.
 
     Attributes:
         read: Returns the bytes `[start, stop)` of the archive.
         entries: Its records by full name.
-        prefix: What every record name starts with, `/` included.
+        prefix: The common start of all record names, `/` included.
         where: The file, for messages.
     """
 
@@ -290,10 +275,10 @@ class Archive:
             )
         start = data_start(self.read, entry, where=self.where)
         data = self.read(start, start + entry.size_bytes)
-        found = crc32(data)
-        if entry.crc32 not in {None, found}:
+        computed = crc32(data)
+        if entry.crc32 not in {None, computed}:
             raise ChecksumError(
-                f"{entry.name!r} has CRC-32 {found:#010x}, {entry.crc32:#010x} was stored",
+                f"{entry.name!r} has CRC-32 {computed:#010x}, {entry.crc32:#010x} was stored",
                 where=self.where,
                 hint="the file was damaged after it was written; take another copy",
             )
@@ -310,7 +295,7 @@ class Archive:
         entry = self.entries.get(f"{self.prefix}data/{storage.key}")
         if entry is None:
             raise FormatError(
-                f"record of storage {shown(storage.key)} is missing", where=self.where
+                f"record of storage {quote(storage.key)} is missing", where=self.where
             )
         if entry.size_bytes != storage.size_bytes:
             raise FormatError(
@@ -321,8 +306,8 @@ class Archive:
         return entry
 
 
-def open_archive(read: Read, size_bytes: int, *, where: str) -> Archive:
-    """Returns an archive that takes up exactly the bytes `[0, size_bytes)`, opened.
+def open_archive(read: Read, size_bytes: int, *, where: str) -> ZipArchive:
+    """Opens an archive that is exactly the bytes `[0, size_bytes)`.
 
     Args:
         read: Returns the bytes `[start, stop)` of the archive.
@@ -332,11 +317,10 @@ def open_archive(read: Read, size_bytes: int, *, where: str) -> Archive:
     entries = read_directory(read, size_bytes, where=where)
     prefix = next(iter(entries), "").partition("/")[0] + "/"
     if prefix + "constants.pkl" in entries:
-        program = torchscript(where)
-        raise program
+        raise torchscript_error(where)
     if prefix + _PICKLE not in entries:
         raise FormatError("zip archive has no 'data.pkl', so torch did not write it", where=where)
-    archive = Archive(read, entries, prefix, where)
+    archive = ZipArchive(read, entries, prefix, where)
     _check_byte_order(archive)
     return archive
 
@@ -344,25 +328,25 @@ def open_archive(read: Read, size_bytes: int, *, where: str) -> Archive:
 def locate_tensor(
     read: Read, size_bytes: int, *, where: str, cache: TensorCache | None = None
 ) -> Payload:
-    """Returns where the bytes of the only tensor in an archive lie.
+    """Returns the position of the bytes of the only tensor in an archive.
 
-    Reads the whole of a small archive at once, and of others the first and the last
-    `WINDOW_BYTES`; more only where those do not hold what is needed.
+    A small archive is read at once, of others the first and the last `WINDOW_BYTES`; more is read
+    only where names are longer.
 
     Args:
         read: Returns the bytes `[start, stop)` of the archive.
         size_bytes: The archive's length.
         where: The file or tensor, for messages.
-        cache: Makes archives with equal pickles cheaper; pass the same one for all of them.
+        cache: Shared by all archives that are located, so that equal ones are parsed once.
     """
-    ends = Ends.of(read, size_bytes)
+    ends = ArchiveEnds.of(read, size_bytes)
     if cache is None:
-        return _parsed(ends, read, TensorCache(), where=where)
-    return cache.payload(ends) or _parsed(ends, read, cache, where=where)
+        return _parse(ends, read, TensorCache(), where=where)
+    return cache.payload(ends) or _parse(ends, read, cache, where=where)
 
 
-def _parsed(ends: Ends, read: Read, cache: TensorCache, *, where: str) -> Payload:
-    archive = open_archive(ends.before(read), ends.size_bytes, where=where)
+def _parse(ends: ArchiveEnds, read: Read, cache: TensorCache, *, where: str) -> Payload:
+    archive = open_archive(ends.cache(read), ends.size_bytes, where=where)
     pickle = archive.pickle(max_bytes=MAX_TENSOR_PICKLE_BYTES)
     tensor, row_major = cache.tensor(pickle, where=where)
     start, stop, crc32 = archive.extent(tensor.storage)
@@ -376,18 +360,16 @@ def _parsed(ends: Ends, read: Read, cache: TensorCache, *, where: str) -> Payloa
         tensor.storage_offset,
         row_major,
     )
-    record, identity = (
-        archive.record(tensor.storage),
-        archive.entries.get(archive.prefix + _IDENTITY),
-    )
-    template = template_of(ends, archive.read, record, identity, where=where)
+    record = archive.record(tensor.storage)
+    identity = archive.entries.get(archive.prefix + _IDENTITY)
+    template = make_template(ends, archive.read, record, identity, where=where)
     if template is not None:
         cache.keep(ends, template, payload)
     return payload
 
 
 def locate_object(read: Read, size_bytes: int, *, where: str) -> object:
-    """Returns the Python object in an archive, inert: nothing it names is imported or called.
+    """Returns the inert Python object in an archive; nothing that it names is imported or called.
 
     Args:
         read: Returns the bytes `[start, stop)` of the archive.
@@ -397,22 +379,22 @@ def locate_object(read: Read, size_bytes: int, *, where: str) -> object:
     Returns:
         Plain values; a tensor among them is a `TensorRef`.
     """
-    ends = Ends.of(read, size_bytes)
-    archive = open_archive(ends.before(read), size_bytes, where=where)
+    ends = ArchiveEnds.of(read, size_bytes)
+    archive = open_archive(ends.cache(read), size_bytes, where=where)
     return parse_values(archive.pickle(), where=where)
 
 
-def _check_byte_order(archive: Archive) -> None:
-    # Older writers left the record out; they ran on little-endian machines only in practice.
+def _check_byte_order(archive: ZipArchive) -> None:
+    # Older writers left the record out; in practice they ran on little-endian machines only.
     entry = archive.entries.get(archive.prefix + _BYTE_ORDER)
     if entry is None:
         return
     start = data_start(archive.read, entry, where=archive.where)
-    found = archive.read(start, start + min(entry.size_bytes, _MAX_BYTE_ORDER))
-    if found == b"big":
+    order = archive.read(start, start + min(entry.size_bytes, _MAX_BYTE_ORDER))
+    if order == b"big":
         raise UnsupportedError(
             "numbers are stored big-endian, only little-endian is modelled",
             where=archive.where,
         )
-    if found != _LITTLE:
-        raise FormatError(f"byte order is {found!r}, not b'little'", where=archive.where)
+    if order != _LITTLE:
+        raise FormatError(f"byte order is {order!r}, not b'little'", where=archive.where)

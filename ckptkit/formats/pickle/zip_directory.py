@@ -1,8 +1,8 @@
 """The directory of an uncompressed zip archive, as `torch.save` writes it.
 
-Only what `torch.save` can produce is taken: stored (never compressed) records that follow one
-another without gaps from the archive's first byte to its directory, and an end record without
-a comment. Everything else is refused, so that a record's bytes can be found in one way only.
+Only archives that `torch.save` can produce are accepted: stored (never compressed) records without
+gaps from the archive's first byte to its directory, and an end record without a comment. All others
+are refused, so that a record's bytes can be found in one way only.
 
 Source: APPNOTE.TXT 6.3.10, sections 4.3 and 4.5.3, https://pkware.cachefly.net/webdocs/APPNOTE/
 """
@@ -10,13 +10,13 @@ Source: APPNOTE.TXT 6.3.10, sections 4.3 and 4.5.3, https://pkware.cachefly.net/
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
 from ckptkit.core.errors import FormatError, LimitError, TruncatedFileError, UnsupportedError
+from ckptkit.formats.parsing import Read
 
-Read = Callable[[int, int], bytes]
 _Row = tuple[str, int, int, int, int, int]  # name, header start, size, CRC, flags, place of the CRC
 
 # A record's entry takes 46 bytes, its name and, above 4 GiB, 28 more; torch's names are short.
@@ -43,16 +43,16 @@ _DESCRIPTOR_SIZES = (16, 24)  # with signature; 24 where the sizes are zip64
 
 @dataclass(frozen=True, slots=True)
 class ZipEntry:
-    """What the directory says of one record.
+    """A record as the directory describes it.
 
     Attributes:
         name: The full name, such as `archive/data/0`.
         header_start: First byte of the local header, from the archive's start.
         size_bytes: Length of the record's data.
-        crc32: Checksum of the data, or None where the writer had checksums switched off.
+        crc32: Checksum of the data, or None where the writer did not compute checksums.
         limit: First byte after the record, its descriptor included.
         flags: General purpose bits, which the local header has to repeat.
-        crc_at: Where the directory has the checksum, from the archive's start.
+        crc_at: Position of the checksum in the directory, from the archive's start.
     """
 
     name: str
@@ -71,7 +71,7 @@ class ZipEntry:
 
 @dataclass(frozen=True, slots=True)
 class _End:
-    """Where the directory lies and how many entries it has."""
+    """The extent of the directory and the number of its entries."""
 
     count: int
     start: int
@@ -79,7 +79,7 @@ class _End:
 
 
 def read_directory(read: Read, size_bytes: int, *, where: str) -> Mapping[str, ZipEntry]:
-    """Reads the directory of an archive that takes up exactly the bytes `[0, size_bytes)`.
+    """Reads the directory of an archive that is exactly the bytes `[0, size_bytes)`.
 
     Args:
         read: Returns the bytes `[start, stop)` of the archive.
@@ -87,7 +87,7 @@ def read_directory(read: Read, size_bytes: int, *, where: str) -> Mapping[str, Z
         where: The file, for messages.
 
     Returns:
-        The records by full name, in the order in which they lie in the archive.
+        The records by full name, in their order in the archive.
     """
     end = _read_end(read, size_bytes, where)
     rows = _read_rows(read(end.start, end.stop), end, where)
@@ -105,8 +105,8 @@ def read_directory(read: Read, size_bytes: int, *, where: str) -> Mapping[str, Z
         expected = start + _LOCAL.size + len(name) + size
         if name in entries:
             raise FormatError(f"two records are called {name!r}", where=where)
-        known = None if crc32 == 0 < size else crc32
-        entries[name] = ZipEntry(name, start, size, known, limit, flags, crc_at)
+        stored_crc32 = None if crc32 == 0 < size else crc32
+        entries[name] = ZipEntry(name, start, size, stored_crc32, limit, flags, crc_at)
     if expected > end.start:
         raise FormatError(
             f"records reach byte {expected:,} but the directory starts at {end.start:,}",
@@ -120,7 +120,7 @@ def data_start(read: Read, entry: ZipEntry, *, where: str) -> int:
 
     Args:
         read: Returns the bytes `[start, stop)` of the archive.
-        entry: What the directory says of the record.
+        entry: The record.
         where: The file, for messages.
 
     Returns:
@@ -170,12 +170,10 @@ def _read_end(read: Read, size_bytes: int, where: str) -> _End:
     tail = read(max(0, size_bytes - both), size_bytes)
     signature, disk, first, here, count, length, start, comment = _END.unpack(tail[-_END.size :])
     if signature != _END_SIGNATURE or comment:
-        raise _no_end(read, size_bytes, where)
+        raise _missing_end(read, size_bytes, where)
     fields = (count, length, start)
     if (disk, first, here) != (0, 0, count):
-        raise FormatError(
-            "end record tells of several disks, which torch never writes", where=where
-        )
+        raise FormatError("end record names several disks, which torch never writes", where=where)
     if len(tail) == both and tail.startswith(_LOCATOR_SIGNATURE):
         stop -= _LOCATOR.size + _END64.size
         count, length, start = _read_end64(read, stop, tail, where)
@@ -187,7 +185,7 @@ def _read_end(read: Read, size_bytes: int, where: str) -> _End:
     return _End(count, start, stop)
 
 
-def _no_end(read: Read, size_bytes: int, where: str) -> FormatError:
+def _missing_end(read: Read, size_bytes: int, where: str) -> FormatError:
     if read(0, 4) == LOCAL_SIGNATURE:
         return TruncatedFileError(
             f"zip archive has no end record in the last bytes of its {size_bytes:,}",
@@ -198,7 +196,7 @@ def _no_end(read: Read, size_bytes: int, where: str) -> FormatError:
 
 
 def _read_end64(read: Read, start: int, tail: bytes, where: str) -> tuple[int, int, int]:
-    """Reads the zip64 end record, which has to lie right before its locator."""
+    """Reads the zip64 end record, which has to be right before its locator."""
     _, disk, located, disks = _LOCATOR.unpack_from(tail)
     if start < 0 or (disk, located, disks) != (0, start, 1):
         raise FormatError(
@@ -253,7 +251,7 @@ def _read_rows(data: bytes, end: _End, where: str) -> list[_Row]:
             extra = data[extra_start:position]
             size, packed, start = _from_extra(extra, (size, packed, start), f"{where}: {name!r}")
         if method or size != packed or flags & ~_KNOWN_FLAGS:
-            raise _packed(name, f"method {method}, flags {flags:#06x}", where)
+            raise _not_stored(name, f"method {method}, flags {flags:#06x}", where)
         rows.append((name, start, size, crc32, flags, crc_at))
     if position != len(data):
         raise FormatError(
@@ -263,16 +261,16 @@ def _read_rows(data: bytes, end: _End, where: str) -> list[_Row]:
     return rows
 
 
-def _packed(name: str, how: str, where: str) -> UnsupportedError:
-    if name.split("/")[1:2] == ["code"]:  # what `torch.jit.save` alone writes, and compresses
-        return torchscript(where)
+def _not_stored(name: str, how: str, where: str) -> UnsupportedError:
+    if name.split("/")[1:2] == ["code"]:  # only `torch.jit.save` writes this folder, compressed
+        return torchscript_error(where)
     return UnsupportedError(
         f"record {name!r} is compressed or encrypted, which torch never does ({how})", where=where
     )
 
 
-def torchscript(where: str) -> UnsupportedError:
-    """Makes the error for the archive of a program."""
+def torchscript_error(where: str) -> UnsupportedError:
+    """Returns the error for an archive of `torch.jit.save`."""
     return UnsupportedError(
         "archive holds a TorchScript program, not values",
         where=where,

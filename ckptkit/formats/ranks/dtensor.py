@@ -1,19 +1,16 @@
-"""Where the local tensor of a DTensor lies in the whole, from mesh and placements.
-
-`Shard` follows the rule of `torch.chunk`: equal parts, the last ones shorter or empty.
-`_StridedShard(dim, split_factor)` takes the same part of each of `split_factor` parts, which in
-general are several places. FSDP2 over tensor parallelism writes it for what it does after the
-splits to its right; of uneven sizes only that order tells the true places.
-
-Source: torch/distributed/tensor/placement_types.py (`_split_tensor` of both), _utils.py
-(`compute_local_shape_and_global_offset`), torch 2.13; _dtensor_spec.py for the order.
-
-The mesh of a DTensor: which ranks it is spread over, and where among them a rank is.
+"""The position of a DTensor's local tensor in the whole tensor, from mesh and placements.
 
 Up to torch 2.8 a mesh has its ranks in the tensor `mesh`. Since 2.9 it has a layout (sizes and
-steps of its dimensions) over the list of all ranks, from which parts of a mesh are cut out.
+steps of its dimensions) over the list of all ranks.
 
-Source: torch/distributed/device_mesh.py and torch/distributed/_mesh_layout.py, 2.1 to 2.13.
+`Shard` follows `torch.chunk`: equal parts, the last ones shorter or empty. `_StridedShard(dim,
+split_factor)` takes the same part of each of `split_factor` parts, so that a rank has several
+blocks. FSDP2 over tensor parallelism uses it for a split that it makes after the splits to its
+right; for uneven sizes only that order gives the true positions.
+
+Source: torch/distributed/device_mesh.py and torch/distributed/_mesh_layout.py, 2.1 to 2.13;
+torch/distributed/tensor/placement_types.py (`_split_tensor` of both), _utils.py
+(`compute_local_shape_and_global_offset`), _dtensor_spec.py for the order, torch 2.13.
 """
 
 from __future__ import annotations
@@ -29,11 +26,12 @@ import numpy as np
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import FormatError, LimitError, UnsupportedError
 from ckptkit.core.index import Box, Shape
-from ckptkit.formats.pickle.pickles import InertObject
-from ckptkit.formats.pickle.torch_values import MAX_DIMENSIONS, TensorRef
-from ckptkit.formats.ranks.sharded_values import class_of, fields_of, is_count
+from ckptkit.formats.parsing import MAX_DIMENSIONS, is_count
+from ckptkit.formats.pickle.machine import InertObject
+from ckptkit.formats.pickle.torch_values import TensorRef
+from ckptkit.formats.ranks.sharded_values import class_of, fields_of
 
-ReadNumbers = Callable[[TensorRef], Sequence[int]]
+ReadIntegers = Callable[[TensorRef], Sequence[int]]
 """Returns the elements of a small tensor of integers."""
 MAX_RANKS = 1 << 20
 _INTEGERS = {BY_NAME["int32"]: "<i4", BY_NAME["int64"]: "<i8"}
@@ -41,13 +39,13 @@ _INTEGERS = {BY_NAME["int32"]: "<i4", BY_NAME["int64"]: "<i8"}
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """A mesh as the rank sees it that pickled a tensor.
+    """A mesh as it was on the rank that pickled a tensor.
 
     Attributes:
         sizes: Of its dimensions, in ranks.
-        names: Of its dimensions; empty where it has none.
-        coordinate: Where the rank is.
-        highest_rank: The highest rank that the mesh, or the one it was cut out of, has.
+        names: Of its dimensions; empty if they have none.
+        coordinate: The coordinate of the rank.
+        highest_rank: The highest rank in the mesh, or in the mesh of which it is a slice.
     """
 
     sizes: Shape
@@ -56,7 +54,7 @@ class Mesh:
     highest_rank: int
 
 
-def read_numbers(tensor: TensorRef, read: Callable[[], bytes]) -> list[int]:
+def read_integers(tensor: TensorRef, read: Callable[[], bytes]) -> list[int]:
     """Returns the elements of a tensor of integers.
 
     Args:
@@ -74,43 +72,45 @@ def read_numbers(tensor: TensorRef, read: Callable[[], bytes]) -> list[int]:
     return numbers
 
 
-def mesh_of(value: InertObject, rank: int, read: ReadNumbers) -> Mesh:
-    """Returns what an inert `DeviceMesh` says, as seen from a rank.
+def parse_mesh(value: InertObject, rank: int, read: ReadIntegers) -> Mesh:
+    """Parses an inert `DeviceMesh`.
 
     Args:
-        value: As the pickle has it.
+        value: The mesh as it was pickled.
         rank: The rank that wrote the pickle.
         read: Returns the elements of the tensors in it.
     """
-    held = fields_of(value, "mesh of devices")
-    sizes, coordinate, highest = _placed(held, rank, read)
-    _check_coordinate(held, rank, coordinate)
-    names = held.get("_mesh_dim_names", held.get("mesh_dim_names"))
-    known = tuple(map(str, names)) if isinstance(names, (tuple, list)) else ()
-    return Mesh(sizes, known if len(known) == len(sizes) else (), coordinate, highest)
+    fields = fields_of(value, "mesh of devices")
+    sizes, coordinate, highest = _locate_rank(fields, rank, read)
+    _check_coordinate(fields, rank, coordinate)
+    names = fields.get("_mesh_dim_names", fields.get("mesh_dim_names"))
+    has_names = isinstance(names, (tuple, list)) and len(names) == len(sizes)
+    return Mesh(sizes, tuple(map(str, names)) if has_names else (), coordinate, highest)
 
 
-def _placed(held: Mapping[Any, Any], rank: int, read: ReadNumbers) -> tuple[Shape, Shape, int]:
-    """Returns the sizes of a mesh, where a rank is in it, and its highest rank."""
-    layout = held.get("_layout")
+def _locate_rank(
+    fields: Mapping[Any, Any], rank: int, read: ReadIntegers
+) -> tuple[Shape, Shape, int]:
+    """Returns the sizes of a mesh, the coordinate of a rank in it, and its highest rank."""
+    layout = fields.get("_layout")
     if isinstance(layout, InertObject):
         axes = _axes(layout)
-        ranks = _ranks_of_layout(held, read)
+        ranks = _ranks_of_layout(fields, read)
         at = _position(ranks, rank)
         reach = 1 + sum((n - 1) * step for axis in axes for n, step in axis)
         if reach > len(ranks):
             raise FormatError(f"mesh of devices reaches beyond its {len(ranks):,} ranks")
         sizes = tuple(math.prod(n for n, _ in axis) for axis in axes)
         return sizes, tuple(_along(axis, at) for axis in axes), max(ranks)
-    mesh = held.get("mesh")
+    mesh = fields.get("mesh")
     if not isinstance(mesh, TensorRef):
-        raise FormatError("mesh of devices does not tell its ranks")
+        raise FormatError("mesh of devices does not contain its ranks")
     ranks = read(mesh)
     return mesh.shape, coordinate_of(_position(ranks, rank), mesh.shape), max(ranks)
 
 
 def coordinate_of(position: int, sizes: Shape) -> Shape:
-    """Returns where in a mesh the rank is that is at a position of all, row-major."""
+    """Returns the coordinate in a mesh of the rank at a row-major position."""
     coordinate = []
     for size in reversed(sizes):
         position, here = divmod(position, size)
@@ -118,13 +118,13 @@ def coordinate_of(position: int, sizes: Shape) -> Shape:
     return tuple(reversed(coordinate))
 
 
-def _ranks_of_layout(held: Mapping[Any, Any], read: ReadNumbers) -> Sequence[int]:
-    ranks = held.get("_flatten_rank_map")
+def _ranks_of_layout(fields: Mapping[Any, Any], read: ReadIntegers) -> Sequence[int]:
+    ranks = fields.get("_flatten_rank_map")
     if isinstance(ranks, tuple) and ranks and all(map(is_count, ranks)):
         return ranks
-    tensor = held.get("_rank_map")
+    tensor = fields.get("_rank_map")
     if not isinstance(tensor, TensorRef):
-        raise FormatError("mesh of devices does not tell its ranks")
+        raise FormatError("mesh of devices does not contain its ranks")
     return read(tensor)
 
 
@@ -139,23 +139,22 @@ def _position(ranks: Sequence[int], rank: int) -> int:
     return ranks.index(rank)
 
 
-_Axis = list[tuple[int, int]]  # sizes and steps; several where dimensions were made one
+_Axis = list[tuple[int, int]]  # sizes and steps; several if dimensions were flattened into one
 
 
 def _axes(layout: InertObject) -> list[_Axis]:
-    """Returns the dimensions of a layout; torch 2.9 has all in one, later releases one by one."""
-    held = fields_of(layout, "layout of a mesh")
-    parts = held.get("axes")
+    """Returns the dimensions of a layout; torch 2.9 stores all in one."""
+    parts = fields_of(layout, "layout of a mesh").get("axes")
     if isinstance(parts, tuple):
         return [[pair for axis in _pairs(part) for pair in axis] for part in parts]
     return _pairs(layout)
 
 
 def _pairs(layout: object) -> list[_Axis]:
-    held = fields_of(layout, "layout of a mesh")
+    fields = fields_of(layout, "layout of a mesh")
     sizes, steps = (
         value if isinstance(value, tuple) else (value,)
-        for value in (held.get("shape"), held.get("stride"))
+        for value in (fields.get("shape"), fields.get("stride"))
     )
     if len(sizes) != len(steps) or len(sizes) > MAX_DIMENSIONS:
         raise FormatError("layout of a mesh has sizes and steps that do not belong together")
@@ -169,46 +168,42 @@ def _axis(size: object, step: object) -> _Axis:
             whole = len(sizes) == len(steps)
         case _:
             pairs, whole = [(size, step)], True
-    if not whole or not all(_is_small(number) for pair in pairs for number in pair):
+    if not whole or not all(is_count(number, MAX_RANKS) for pair in pairs for number in pair):
         raise FormatError("layout of a mesh has sizes and steps that do not belong together")
     return pairs
 
 
-def _is_small(value: object) -> bool:
-    return type(value) is int and 0 <= value <= MAX_RANKS
-
-
 def _along(axis: _Axis, at: int) -> int:
-    """Returns the coordinate in one dimension of the rank at a position among all."""
-    found = 0
+    """Returns the coordinate in one dimension of the rank at a position among all ranks."""
+    coordinate = 0
     for size, step in axis:
-        found = found * size + (at // step % size if step and size else 0)
-    return found
+        coordinate = coordinate * size + (at // step % size if step and size else 0)
+    return coordinate
 
 
-def _check_coordinate(held: Mapping[Any, Any], rank: int, coordinate: Shape) -> None:
-    """Compares with where the rank believed itself to be when it wrote the file."""
-    told, own = held.get("_coordinate_on_dim"), held.get("_rank")
-    same_place = not isinstance(told, (tuple, list)) or tuple(told) == coordinate
-    if not same_place or (own is not None and own != rank):
+def _check_coordinate(fields: Mapping[Any, Any], rank: int, coordinate: Shape) -> None:
+    """Compares the rank and its coordinate with those stored in the mesh."""
+    stored, stored_rank = fields.get("_coordinate_on_dim"), fields.get("_rank")
+    agrees = not isinstance(stored, (tuple, list)) or tuple(stored) == coordinate
+    if not agrees or (stored_rank is not None and stored_rank != rank):
         raise FormatError(
             f"file is named after rank {rank}, and was written by another",
             hint="give the files of all ranks the names that they were saved under",
         )
 
 
-_MAX_RUNS = 1 << 12  # pieces of one dimension on one rank; real ones have at most a few
-_MAX_BOXES = 1 << 14
-Runs = list[tuple[int, int]]  # half-open ranges of indexes, in the order of the local tensor
+_MAX_RANGES = 1 << 12  # of one dimension on one rank; real tensors have at most a few
+_MAX_BLOCKS = 1 << 14
+IndexRanges = list[tuple[int, int]]  # half-open, in the order of the local tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """How a tensor lies along one dimension of a mesh.
+    """How a tensor is distributed along one dimension of a mesh.
 
     Attributes:
-        dim: The dimension that is split, or None where all ranks have the same.
-        factor: For a strided split in how many parts the dimension was cut before; 1 otherwise.
+        dim: The dimension that is split, or None for replicas.
+        factor: For a strided split the number of parts that were split before; 1 otherwise.
     """
 
     dim: int | None = None
@@ -216,8 +211,8 @@ class Placement:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """A block of a local tensor: where it lies in the whole, and its first element's place here."""
+class LocalBlock:
+    """A block of a local tensor: its box in the whole tensor, and its offsets in the local one."""
 
     box: Box
     local: Shape
@@ -225,25 +220,20 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class LocalPart:
-    """What a rank has of a tensor: the shape of it, and the blocks that it is made of."""
+    """A rank's part of a tensor: the shape of the local tensor, and its blocks."""
 
     shape: Shape
-    pieces: tuple[Piece, ...]
+    blocks: tuple[LocalBlock, ...]
 
 
-def placements_of(value: object, dimensions: int) -> tuple[Placement, ...]:
-    """Returns what the `placements` of an inert specification say.
-
-    Args:
-        value: A tuple or list of inert placements.
-        dimensions: Of the tensor.
-    """
+def parse_placements(value: object, dimensions: int) -> tuple[Placement, ...]:
+    """Parses the inert `placements` of a tensor with that number of dimensions."""
     if not isinstance(value, (tuple, list)):
         raise FormatError("DTensor has no placements")
-    return tuple(_placement(one, dimensions) for one in value)
+    return tuple(_parse_placement(item, dimensions) for item in value)
 
 
-def _placement(value: object, dimensions: int) -> Placement:
+def _parse_placement(value: object, dimensions: int) -> Placement:
     name = class_of(value)
     if name == "Replicate":
         return Placement()
@@ -252,130 +242,159 @@ def _placement(value: object, dimensions: int) -> Placement:
             f"DTensor is placed as {name.lstrip('_')}, which is not a part of its values",
             hint="save it again after `redistribute` to shards or replicas",
         )
-    held = fields_of(value, "placement")
-    dim, factor = held.get("dim"), held.get("split_factor", 1)
-    strided = name == "_StridedShard"
+    fields = fields_of(value, "placement")
+    factor = fields.get("split_factor", 1) if name == "_StridedShard" else 1
+    return make_split(fields.get("dim"), factor, dimensions)
+
+
+def make_split(dim: object, factor: object, dimensions: int) -> Placement:
+    """Returns the placement of a tensor that is split, after a check of its values."""
     if type(dim) is not int or not -dimensions <= dim < dimensions:
-        raise FormatError(f"DTensor of {dimensions} dimensions is split along {dim!r}")
-    if strided and not (is_count(factor) and factor):
+        raise FormatError(f"tensor of {dimensions} dimensions is split along {dim!r}")
+    if not is_count(factor, MAX_RANKS) or not factor:
         raise FormatError("strided split has no split factor")
-    return Placement(dim % dimensions, factor if strided else 1)
+    return Placement(dim % dimensions, factor)
 
 
 def local_part(
     shape: Shape, mesh: Mesh, placements: Sequence[Placement], *, inner_first: bool
 ) -> LocalPart | None:
-    """Returns where the local tensor of a rank lies in the whole.
+    """Returns the part of a tensor that a rank has.
 
     Args:
         shape: Of the whole tensor.
-        mesh: With the coordinate of the rank.
+        mesh: The mesh, with the coordinate of the rank.
         placements: One for each dimension of the mesh.
-        inner_first: Whether strided splits come after those to their right, as FSDP2 makes
-            them; or in the order of the mesh, as `distribute_tensor` makes them.
+        inner_first: Whether strided splits were made after those to their right, as FSDP2 does;
+            otherwise in the order of the mesh, as `distribute_tensor` does.
 
     Returns:
-        The part, possibly empty; None where the splits cannot have been made in that order.
+        The part, possibly empty; None if the splits cannot have been made in that order.
     """
     if len(placements) != len(mesh.sizes):
         raise FormatError(
             f"DTensor has {len(placements)} placements on a mesh of {len(mesh.sizes)} dimensions"
         )
-    runs = []
+    ranges = []
     for dim, size in enumerate(shape):
-        steps = [
+        splits = [
             _Split(n, at, placement.factor)
             for n, at, placement in zip(mesh.sizes, mesh.coordinate, placements, strict=True)
             if placement.dim == dim
         ]
-        ordered = _inner_first(steps) if inner_first else steps
+        ordered = _inner_first(splits) if inner_first else splits
         if ordered is None:
             return None
-        runs.append(_runs(size, ordered))
-    if math.prod(map(len, runs)) > _MAX_BOXES:
+        ranges.append(_local_ranges(size, ordered))
+    if math.prod(map(len, ranges)) > _MAX_BLOCKS:
         raise LimitError("DTensor is cut into more pieces than any real one")
-    here = tuple(sum(stop - start for start, stop in one) for one in runs)
-    parts = itertools.product(*map(_with_places, runs))
-    return LocalPart(here, tuple(_piece(combined) for combined in parts))
+    local_shape = tuple(sum(stop - start for start, stop in along) for along in ranges)
+    blocks = []
+    for combined in itertools.product(*map(_with_offsets, ranges)):
+        offsets = tuple(start for start, _, _ in combined)
+        sizes = tuple(stop - start for start, stop, _ in combined)
+        blocks.append(LocalBlock(Box(offsets, sizes), tuple(at for _, _, at in combined)))
+    return LocalPart(local_shape, tuple(blocks))
+
+
+LocalTensor = tuple[Shape, Shape, Mesh, Sequence[Placement]]
+"""The shapes of a rank's local tensor and of the whole tensor, with mesh and placements."""
+
+
+def find_local_parts(tensors: Sequence[LocalTensor]) -> list[LocalPart] | None:
+    """Returns the parts of all ranks, splits made in the order that gives the sizes they have.
+
+    Args:
+        tensors: The local tensors of one tensor.
+    """
+    for inner_first in (True, False):
+        parts = []
+        for local_shape, shape, mesh, placements in tensors:
+            part = local_part(shape, mesh, placements, inner_first=inner_first)
+            if part is None or not fits(local_shape, part):
+                break
+            parts.append(part)
+        else:
+            return parts
+    return None
+
+
+def fits(local_shape: Shape, part: LocalPart) -> bool:
+    # Releases of torch differ in which dimension of a part without elements is empty.
+    return local_shape == part.shape or (0 in local_shape and 0 in part.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class _Split:
-    """One split: into how many parts, which is ours, and into how many it was cut before."""
+    """A split into `parts`, of which the rank has `index`, of each of `factor` earlier parts."""
 
     parts: int
     index: int
     factor: int
 
 
-def _inner_first(steps: Sequence[_Split]) -> list[_Split] | None:
-    """Puts strided splits after those to their right, whose parts their factor counts."""
+def _inner_first(splits: Sequence[_Split]) -> list[_Split] | None:
+    """Moves strided splits behind those to their right, whose parts their factor counts."""
     order: list[_Split] = []
-    for step in reversed(steps):
+    for split in reversed(splits):
         at, before = 0, 1
-        while before < step.factor and at < len(order):
+        while before < split.factor and at < len(order):
             before, at = before * order[at].parts, at + 1
-        if before != step.factor:
+        if before != split.factor:
             return None
-        order.insert(at, _Split(step.parts, step.index, 1))
+        order.insert(at, _Split(split.parts, split.index, 1))
     return order
 
 
-def _runs(size: int, steps: Sequence[_Split]) -> Runs:
-    """Returns which indexes of a dimension a rank has, in the order in which it has them."""
-    runs: Runs = [(0, size)] if size else []
-    for step in steps:
-        count = sum(stop - start for start, stop in runs)
-        if step.factor > _MAX_RUNS:
-            raise LimitError(f"strided split has a split factor of {step.factor:,}")
-        found: Runs = []
-        for part in range(step.factor):
-            outer = _part(count, step.factor, part)
-            inner = _part(outer[1] - outer[0], step.parts, step.index)
-            found += _taken(runs, outer[0] + inner[0], outer[0] + inner[1])
-        runs = _joined(found)
-        if len(runs) > _MAX_RUNS:
+def _local_ranges(size: int, splits: Sequence[_Split]) -> IndexRanges:
+    """Returns the indexes of a dimension that a rank has, in the order of its local tensor."""
+    ranges: IndexRanges = [(0, size)] if size else []
+    for split in splits:
+        count = sum(stop - start for start, stop in ranges)
+        if split.factor > _MAX_RANGES:
+            raise LimitError(f"strided split has a split factor of {split.factor:,}")
+        taken: IndexRanges = []
+        for number in range(split.factor):
+            outer = _chunk_bounds(count, split.factor, number)
+            inner = _chunk_bounds(outer[1] - outer[0], split.parts, split.index)
+            taken += _slice_ranges(ranges, outer[0] + inner[0], outer[0] + inner[1])
+        ranges = _merge_adjacent(taken)
+        if len(ranges) > _MAX_RANGES:
             raise LimitError("DTensor is cut into more pieces than any real one")
-    return runs
+    return ranges
 
 
-def _part(count: int, parts: int, index: int) -> tuple[int, int]:
+def _chunk_bounds(count: int, parts: int, index: int) -> tuple[int, int]:
     """Returns one of the parts that `torch.chunk` makes; those beyond the last are empty."""
     each = -(-count // parts) if parts else 0
     return min(index * each, count), min((index + 1) * each, count)
 
 
-def _taken(runs: Runs, low: int, high: int) -> Runs:
-    """Returns the ranges behind the positions `[low, high)` of a list of indexes."""
-    found, at = [], 0
-    for start, stop in runs:
+def _slice_ranges(ranges: IndexRanges, low: int, high: int) -> IndexRanges:
+    """Returns the positions `[low, high)` of the indexes in some ranges, as ranges."""
+    taken, at = [], 0
+    for start, stop in ranges:
         first, last = max(low - at, 0), min(high - at, stop - start)
         if first < last:
-            found.append((start + first, start + last))
+            taken.append((start + first, start + last))
         at += stop - start
-    return found
+    return taken
 
 
-def _joined(runs: Runs) -> Runs:
-    joined: Runs = []
-    for start, stop in runs:
-        if joined and joined[-1][1] == start:
-            joined[-1] = (joined[-1][0], stop)
+def _merge_adjacent(ranges: IndexRanges) -> IndexRanges:
+    merged: IndexRanges = []
+    for start, stop in ranges:
+        if merged and merged[-1][1] == start:
+            merged[-1] = (merged[-1][0], stop)
         else:
-            joined.append((start, stop))
-    return joined
+            merged.append((start, stop))
+    return merged
 
 
-def _with_places(runs: Runs) -> list[tuple[int, int, int]]:
-    """Adds to each range where it begins in the local tensor."""
-    found, at = [], 0
-    for start, stop in runs:
-        found.append((start, stop, at))
+def _with_offsets(ranges: IndexRanges) -> list[tuple[int, int, int]]:
+    """Adds to each range its offset in the local tensor."""
+    rows, at = [], 0
+    for start, stop in ranges:
+        rows.append((start, stop, at))
         at += stop - start
-    return found
-
-
-def _piece(combined: Sequence[tuple[int, int, int]]) -> Piece:
-    offsets = tuple(start for start, _, _ in combined)
-    sizes = tuple(stop - start for start, stop, _ in combined)
-    return Piece(Box(offsets, sizes), tuple(at for _, _, at in combined))
+    return rows

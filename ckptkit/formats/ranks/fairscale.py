@@ -1,7 +1,7 @@
-"""FairScale's FSDP: flat shards, and the `local_metadata_dict` that tells what they are made of.
+"""FairScale's FSDP: flat shards, and the `local_metadata_dict` with the parameters in them.
 
-Each rank has an equal part of each flat parameter, of which the metadata of the last ranks counts
-padding at its end. The metadata lies beside the state in one file (fairseq's `shard_metadata`, a
+Each rank has an equal part of each flat parameter; the metadata has the number of padded elements
+at the end of the part. The metadata is in the file of the state (fairseq's `shard_metadata`, a
 tuple, or any other key), or in a file of its own.
 
 Source: fairscale/nn/data_parallel/fully_sharded_data_parallel.py (`local_metadata_dict`,
@@ -23,12 +23,13 @@ from ckptkit.core.errors import (
     UnsupportedError,
 )
 from ckptkit.core.index import KeyPath, Shape, TensorIndex
-from ckptkit.formats.pickle.pickles import shown
-from ckptkit.formats.pickle.torch_archives import Document
+from ckptkit.core.text import quote
+from ckptkit.formats.parsing import is_count
+from ckptkit.formats.pickle.torch_archives import PickledDict
 from ckptkit.formats.pickle.torch_values import TensorRef
-from ckptkit.formats.ranks.contents import RankContents, Tensor
-from ckptkit.formats.ranks.flat import FlatMember, FlatVector, unflattened
-from ckptkit.formats.ranks.sharded_values import ShardedTensorRef, ShardRef, is_count
+from ckptkit.formats.ranks.flat import FlatMember, FlatVector, unflatten
+from ckptkit.formats.ranks.rank_files import RankContents, RankTensor
+from ckptkit.formats.ranks.sharded_values import ShardedTensorRef, ShardRef
 
 _UNITS, _BUFFERS = "param_metadata", "buffer_names"
 _MODEL: KeyPath = ("model",)
@@ -36,32 +37,27 @@ _MODEL: KeyPath = ("model",)
 
 @dataclass(frozen=True, slots=True)
 class FairscaleShards:
-    """What the ranks hold, with flat shards marked as what they are.
+    """The contents of the ranks' files, with flat shards as ShardedTensors.
 
     Attributes:
-        contents: Of the ranks.
-        vectors: What the flat parameters are made of.
+        contents: The contents, by rank.
+        vectors: The original parameters in each flat parameter.
     """
 
     contents: list[RankContents]
     vectors: tuple[FlatVector, ...]
 
-    def unflattened(self, index: TensorIndex, where: str) -> TensorIndex:
-        """Puts the original parameters in the place of flat ones.
-
-        Args:
-            index: Made from the contents.
-            where: The checkpoint, for messages.
-        """
+    def unflatten(self, index: TensorIndex, where: str) -> TensorIndex:
+        """Replaces the flat parameters in the index of the contents by the original ones."""
         names = {vector.name for vector in self.vectors}
         flat = [entry for entry in index.of_part("model") if entry.name in names]
         run = replace(index.run, writer=f"FairScale FSDP, {index.run.writer}")
-        return unflattened(replace(index, run=run), flat, self.vectors, where)
+        return unflatten(replace(index, run=run), flat, self.vectors, where)
 
 
 @dataclass(frozen=True, slots=True)
-class _Flat:
-    """A flat parameter as the metadata of one rank has it."""
+class _FlatShard:
+    """A flat parameter in the metadata of one rank."""
 
     name: str
     members: tuple[tuple[str, Shape], ...]
@@ -74,96 +70,101 @@ class _Flat:
 
 
 def fairscale_shards(
-    contents: Sequence[RankContents], beside: Sequence[RankContents], where: str
+    contents: Sequence[RankContents], metadata: Sequence[RankContents], where: str
 ) -> FairscaleShards | None:
-    """Finds the flat shards of FairScale among what the ranks hold.
+    """Finds the flat shards of FairScale in the files of ranks.
 
     Args:
         contents: The files with tensors, by rank.
-        beside: Files with metadata alone, by rank.
+        metadata: Files with metadata only, by rank.
         where: The checkpoint, for messages.
 
     Returns:
-        The shards, or None where no file has FairScale's metadata.
+        The shards, or None if no file has FairScale's metadata.
     """
-    documents = {one.file.rank: found for one in beside if (found := _metadata(one))}
-    documents |= {one.file.rank: found for one in contents if (found := _metadata(one))}
-    if not documents:
+    by_rank = {
+        held.file.rank: document
+        for held in (*metadata, *contents)
+        if (document := _find_metadata(held)) is not None
+    }
+    if not by_rank:
         return None
-    missing = [one.file.rank for one in contents if one.file.rank not in documents]
+    missing = [held.file.rank for held in contents if held.file.rank not in by_rank]
     if missing:
         raise MissingFileError(f"the metadata of rank {missing[0]} is not there", where=where)
-    flats = [_flats(documents[one.file.rank]) for one in contents]
-    for one, own in zip(contents, flats, strict=True):
-        if [(f.name, f.members) for f in own] != [(f.name, f.members) for f in flats[0]]:
+    shards = [_parse_metadata(by_rank[held.file.rank]) for held in contents]
+    for held, own in zip(contents, shards, strict=True):
+        if [(s.name, s.members) for s in own] != [(s.name, s.members) for s in shards[0]]:
             raise FormatError(
                 f"has other metadata than rank {contents[0].file.rank}",
-                where=one.archive.where,
-                hint="files of two saves lie together; take away those of one",
+                where=held.archive.where,
+                hint="files of two saves are in one folder; take away those of one",
             )
-    container = _container(contents[0], flats[0])
-    marked = _marked(contents, flats, container)
-    vectors = tuple(_vector(flat, contents[0], container) for flat in flats[0])
+    container = _find_container(contents[0], shards[0])
+    marked = _mark_shards(contents, shards, container)
+    vectors = tuple(_vector(shard, contents[0], container) for shard in shards[0])
     return FairscaleShards(marked, vectors)
 
 
-def _metadata(one: RankContents) -> Document | None:
-    """Finds the metadata in a file: the file itself, or what lies at its top."""
-    root = one.archive.root
+def _find_metadata(contents: RankContents) -> PickledDict | None:
+    """Returns the metadata in a file: the whole of it, or one of its top values."""
+    root = contents.archive.root
     inside = root.values() if isinstance(root, dict) else root if isinstance(root, tuple) else ()
     for value in (root, *inside):
         if isinstance(value, dict) and _UNITS in value and _BUFFERS in value:
-            return Document(value, f"{one.archive.where}, metadata of FairScale")
+            return PickledDict(value, f"{contents.archive.where}, metadata of FairScale")
     return None
 
 
-def _flats(document: Document) -> list[_Flat]:
-    found = []
+def _parse_metadata(document: PickledDict) -> list[_FlatShard]:
+    shards = []
     for unit in document.inner_list(_UNITS):
         if unit.values.get("no_broadcast_optim_state"):
             raise UnsupportedError(
                 "ranks have experts of their own, which is not modelled", where=unit.where
             )
         path = unit.text("fsdp_path")
-        shared = tuple(_pair(unit, path, pair) for pair in unit.sequence("shared_param_info"))
+        shared = tuple(_parse_pair(unit, path, pair) for pair in unit.sequence("shared_param_info"))
         parameters = unit.inner("params")
         for name in parameters.values:
             if not isinstance(name, str):
                 raise parameters.error("names a parameter by something that is not a text")
-            found.append(_flat(parameters.inner(name), path, name, shared))
-    if len({flat.name for flat in found}) < len(found):
+            shards.append(_parse_shard(parameters.inner(name), path, name, shared))
+    if len({shard.name for shard in shards}) < len(shards):
         raise document.error("names a flat parameter twice")
-    return found
+    return shards
 
 
-def _pair(unit: Document, path: str, pair: object) -> tuple[str, str]:
+def _parse_pair(unit: PickledDict, path: str, pair: object) -> tuple[str, str]:
     match pair:
         case (str(source), str(target)) | [str(source), str(target)]:
             return _below(path, source), _below(path, target)
-    raise unit.error("'shared_param_info' is not made of pairs of names")
+    raise unit.error("'shared_param_info' does not consist of pairs of names")
 
 
-def _flat(held: Document, path: str, name: str, shared: tuple[tuple[str, str], ...]) -> _Flat:
-    names, shapes, numels = (held.sequence(key) for key in ("names", "shapes", "numels"))
-    padding = held.count("padding") or 0
+def _parse_shard(
+    fields: PickledDict, path: str, name: str, shared: tuple[tuple[str, str], ...]
+) -> _FlatShard:
+    names, shapes, numels = (fields.sequence(key) for key in ("names", "shapes", "numels"))
+    padding = fields.count("padding") or 0
     members = []
     for member, shape, numel in zip(names, shapes, numels, strict=False):
         whole = isinstance(shape, (tuple, list)) and all(map(is_count, shape))
         if not isinstance(member, str) or not whole or math.prod(shape) != numel:
-            raise held.error("does not describe the parameters in it")
+            raise fields.error("does not describe the parameters in it")
         members.append((_below(path, member), tuple(shape)))
     if not len(names) == len(shapes) == len(numels):
-        raise held.error("does not describe the parameters in it")
-    return _Flat(_below(path, name), tuple(members), padding, shared)
+        raise fields.error("does not describe the parameters in it")
+    return _FlatShard(_below(path, name), tuple(members), padding, shared)
 
 
 def _below(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def _container(first: RankContents, flats: Sequence[_Flat]) -> KeyPath:
-    """Finds the state dict that has the flat parameters: the keys that lead to it."""
-    names = {flat.name for flat in flats}
+def _find_container(first: RankContents, shards: Sequence[_FlatShard]) -> KeyPath:
+    """Returns the path of the state dict with the flat parameters."""
+    names = {shard.name for shard in shards}
     held: dict[KeyPath, set[str]] = defaultdict(set)
     for path in first.tensors:
         held[path[:-1]].add(str(path[-1]))
@@ -172,61 +173,61 @@ def _container(first: RankContents, flats: Sequence[_Flat]) -> KeyPath:
             return container
     fullest = max(held.values(), key=lambda inside: len(names & inside), default=set())
     missing = min(names - fullest)
-    raise FormatError(f"has no flat parameter {shown(missing)}", where=first.archive.where)
+    raise FormatError(f"has no flat parameter {quote(missing)}", where=first.archive.where)
 
 
-def _marked(
-    contents: Sequence[RankContents], flats: Sequence[Sequence[_Flat]], container: KeyPath
+def _mark_shards(
+    contents: Sequence[RankContents], shards: Sequence[Sequence[_FlatShard]], container: KeyPath
 ) -> list[RankContents]:
-    """Says of each flat shard where it begins, and leaves its padding out."""
+    """Replaces flat shards by ShardedTensors, without their padding."""
     starts: dict[str, int] = defaultdict(int)
-    shards: list[dict[str, ShardRef]] = []
-    for one, found in zip(contents, flats, strict=True):
-        shards.append({})
-        for flat in found:
-            local = _local(one, (*container, flat.name), flat.padding)
-            shards[-1][flat.name] = ShardRef(local, (starts[flat.name],))
-            starts[flat.name] += local.shape[0]
-    for flat in flats[0]:
-        if starts[flat.name] != flat.elements:
+    refs: list[dict[str, ShardRef]] = []
+    for held, own in zip(contents, shards, strict=True):
+        refs.append({})
+        for shard in own:
+            local = _local_tensor(held, (*container, shard.name), shard.padding)
+            refs[-1][shard.name] = ShardRef(local, (starts[shard.name],))
+            starts[shard.name] += local.shape[0]
+    for shard in shards[0]:
+        if starts[shard.name] != shard.elements:
             raise IncompleteCheckpointError(
-                f"{shown(flat.name)} has {flat.elements:,} elements, of which the ranks hold"
-                f" {starts[flat.name]:,}: sizes do not add up",
+                f"{quote(shard.name)} has {shard.elements:,} elements, of which the ranks hold"
+                f" {starts[shard.name]:,}: sizes do not add up",
                 where=contents[0].archive.where,
                 hint="give the directory that holds the files of every rank, and of no other run",
             )
     return [
         replace(
-            one,
-            tensors=dict(_tensors(one, held, starts, container, len(contents))),
-            values={p: v for p, v in one.values.items() if not {_UNITS, _BUFFERS} & {*p}},
+            held,
+            tensors=dict(_tensors(held, own, starts, container, len(contents))),
+            values={p: v for p, v in held.values.items() if not {_UNITS, _BUFFERS} & {*p}},
         )
-        for one, held in zip(contents, shards, strict=True)
+        for held, own in zip(contents, refs, strict=True)
     ]
 
 
-def _local(one: RankContents, path: KeyPath, padding: int) -> TensorRef:
-    tensor = one.tensors.get(path)
-    name = shown(str(path[-1]))
+def _local_tensor(contents: RankContents, path: KeyPath, padding: int) -> TensorRef:
+    tensor = contents.tensors.get(path)
+    name = quote(str(path[-1]))
     if not isinstance(tensor, TensorRef) or len(tensor.shape) != 1 or not tensor.row_major:
-        raise FormatError(f"has no flat parameter {name}", where=one.archive.where)
+        raise FormatError(f"has no flat parameter {name}", where=contents.archive.where)
     if padding > tensor.shape[0]:
         raise FormatError(
             f"{name} has {tensor.shape[0]:,} elements here, {padding:,} of them padding",
-            where=one.archive.where,
+            where=contents.archive.where,
         )
     return replace(tensor, shape=(tensor.shape[0] - padding,))
 
 
 def _tensors(
-    one: RankContents,
+    contents: RankContents,
     shards: Mapping[str, ShardRef],
     lengths: Mapping[str, int],
     container: KeyPath,
     world_size: int,
-) -> Iterator[tuple[KeyPath, Tensor]]:
+) -> Iterator[tuple[KeyPath, RankTensor]]:
     views = {shard.tensor.storage.key for shard in shards.values()}
-    for path, tensor in one.tensors.items():
+    for path, tensor in contents.tensors.items():
         if path[:-1] != container:
             yield path, tensor
             continue
@@ -238,28 +239,28 @@ def _tensors(
             dtype = shard.tensor.dtype
             yield (
                 (*_MODEL, name),
-                ShardedTensorRef(held, shape, dtype, one.file.rank, world_size),
+                ShardedTensorRef(held, shape, dtype, contents.file.rank, world_size),
             )
         elif not _is_view(tensor, views):  # a view is a tied parameter, under its other name
             yield (*_MODEL, name), tensor
 
 
-def _is_view(tensor: Tensor, storages: set[str]) -> bool:
+def _is_view(tensor: RankTensor, storages: set[str]) -> bool:
     return isinstance(tensor, TensorRef) and tensor.storage.key in storages
 
 
-def _vector(flat: _Flat, first: RankContents, container: KeyPath) -> FlatVector:
+def _vector(shard: _FlatShard, first: RankContents, container: KeyPath) -> FlatVector:
     at, members = 0, []
-    for name, shape in flat.members:
-        others = [target for source, target in flat.shared if source == name]
-        if flat.name == name:  # not flattened: other names stand in the state dict themselves
-            others += _tied(flat.name, first, container)
+    for name, shape in shard.members:
+        others = [target for source, target in shard.shared if source == name]
+        if shard.name == name:  # not flattened: its other names are keys of the state dict
+            others += _tied_names(shard.name, first, container)
         members.append(FlatMember((name, *dict.fromkeys(others)), shape, at))
         at += math.prod(shape)
-    return FlatVector(flat.name, at, tuple(members))
+    return FlatVector(shard.name, at, tuple(members))
 
 
-def _tied(name: str, first: RankContents, container: KeyPath) -> list[str]:
+def _tied_names(name: str, first: RankContents, container: KeyPath) -> list[str]:
     own: Any = first.tensors[(*container, name)]
     return [
         str(path[-1])

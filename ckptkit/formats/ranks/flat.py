@@ -1,12 +1,15 @@
-"""FSDP1's flat parameters: many parameters in one vector, whose names are stored nowhere in it.
+"""FSDP1's flat parameters: vectors of many parameters, whose names are not stored in them.
 
-They come from a file that ckptkit's training side writes beside a checkpoint, or are worked out
-from the model's own parameters. Either has to account for every element of every vector.
+The names come from a file that ckptkit's training side writes next to a checkpoint, or are computed
+from the model's own parameters. Both have to account for every element of every vector.
+
+FSDP1 takes the parameters of a module in the order of its modules, without those of wrapped modules
+inside, and concatenates them. With `use_orig_params=True` each begins at a multiple of 16 bytes of
+the element type of the computation, and the vector is padded to a multiple of the number of ranks.
+The flat parameters' own names show which modules were wrapped.
 
 Source: torch/distributed/fsdp/_flat_param.py (`_init_flat_param_and_metadata`, `_get_shard`),
 _state_dict_utils.py (`_local_post_state_dict_hook`), torch 2.1 to 2.13.
-
-The file that ckptkit's training side writes to tell what flat parameters are made of.
 """
 
 from __future__ import annotations
@@ -20,16 +23,14 @@ from typing import Any
 
 from ckptkit.core.crc import crc32
 from ckptkit.core.errors import (
+    CannotPlanError,
     ChecksumError,
     FormatError,
-    LimitError,
-    MissingFileError,
     UnsupportedError,
 )
 from ckptkit.core.index import (
     Chunk,
     ChunkTable,
-    FileRef,
     Fqn,
     Key,
     KeyPath,
@@ -40,27 +41,33 @@ from ckptkit.core.index import (
     TensorIndex,
 )
 from ckptkit.core.manifest import FLAT_LAYOUT, RUN_FACTS
-from ckptkit.formats.pickle.pickles import shown
-from ckptkit.formats.pickle.torch_values import MAX_DIMENSIONS
+from ckptkit.core.text import quote
+from ckptkit.formats.parsing import MAX_DIMENSIONS, is_count, read_limited, stat_or_missing
 from ckptkit.storage.base import Source
 
 FLAT = "_flat_param"
 SLICES: KeyPath = ("flat_parameters",)
-"""Under which an index may have, by name, where parameters begin and end in their flat ones."""
-NEEDED = (
-    "holds flat parameters of FSDP1 (LOCAL_STATE_DICT), and nothing here tells which parameters"
-    " they are made of"
-)
-ADVICE = (
-    "name the folder of the model's config.json with --model-config DIR, or call"
+"""The path in an index of the ranges of parameters, by name, in their flat parameters."""
+LAYOUT_VERSION = 1
+_MAX_LAYOUT_BYTES = 256 << 20
+_MAX_ELEMENTS = 2**62
+_UNNAMED = (
+    "holds flat parameters of FSDP1 (LOCAL_STATE_DICT), and nothing here shows which parameters"
+    " they consist of; name the folder of the model's config.json with --model-config DIR, or call"
     " `ckptkit.training.write_flat_layout(model, folder)` once in the training script, with the"
     " folder of the checkpoint, and keep the file that it writes there"
+)
+_OTHER_MODEL = "it is of another model, or of one that was wrapped in another way"
+_ALIGNMENTS = (1, 2, 4, 8, 16)  # elements: none, or 16 bytes of elements of 8 to 1
+_CONFIG_HINT = (
+    "give the config.json that the trained model has, from the folder it was loaded from; if its"
+    " modules were changed, call `ckptkit.training.write_flat_layout` in the training script"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class FlatMember:
-    """An original parameter: its names, the first to store it under, its shape and its start."""
+    """An original parameter: its names, the one that it is stored under first, shape and start."""
 
     names: tuple[str, ...]
     shape: Shape
@@ -93,31 +100,18 @@ def flat_parameters(index: TensorIndex) -> list[TensorEntry]:
     return [entry for entry in index.tensors.values() if is_flat(entry)]
 
 
-def has_flat(index: TensorIndex) -> bool:
-    return any(map(is_flat, index.tensors.values()))
-
-
-def with_problems(index: TensorIndex) -> TensorIndex:
-    """Notes at each flat parameter that its names are missing."""
-    problems = [
-        Problem(UnsupportedError.code, str(entry.key), f"{NEEDED}; {ADVICE}")
-        for entry in flat_parameters(index)
-    ]
-    return replace(index, problems=(*index.problems, *problems)) if problems else index
-
-
-def unflattened(
+def unflatten(
     index: TensorIndex, entries: Sequence[TensorEntry], vectors: Sequence[FlatVector], where: str
 ) -> TensorIndex:
-    """Puts the original parameters in the place of flat ones.
+    """Replaces flat parameters by the original parameters in them.
 
     Args:
-        index: With flat parameters.
+        index: An index with flat parameters.
         entries: The flat ones among its tensors.
-        vectors: What they are made of.
-        where: What told it, for messages.
+        vectors: The original parameters in each.
+        where: The origin of `vectors`, for messages.
     """
-    known = {vector.name: vector for vector in vectors}
+    remaining = {vector.name: vector for vector in vectors}
     tensors: dict[Key, TensorEntry] = {}
     aliases: list[frozenset[Key]] = []
     flat = {entry.key for entry in entries}
@@ -125,72 +119,68 @@ def unflattened(
         if key not in flat:
             _add(tensors, entry, where)
             continue
-        vector = known.pop(entry.name, None)
-        _check_length(entry, vector, where)
-        _check_slices(index, vector, where)
-        for member in vector.members if vector is not None else ():
-            made = list(_entries(entry, member))
-            aliases += [frozenset(one.key for one in made)] if len(made) > 1 else []
-            for one in made:
-                _add(tensors, one, where)
-    if known:
+        vector = _check_vector(index, entry, remaining.pop(entry.name, None), where)
+        for member in vector.members:
+            originals = list(_entries(entry, member))
+            if len(originals) > 1:
+                aliases.append(frozenset(original.key for original in originals))
+            for original in originals:
+                _add(tensors, original, where)
+    if remaining:
         raise FormatError(
-            f"describes the flat parameter {shown(next(iter(known)))}, which the checkpoint has"
-            " not",
+            f"describes the flat parameter {quote(next(iter(remaining)))}, which the checkpoint"
+            " does not have",
             where=where,
-            hint="it is of another model, or of one that was wrapped in another way",
+            hint=_OTHER_MODEL,
         )
-    kept = tuple(problem for problem in index.problems if problem.where not in flat)
-    values = {path: value for path, value in index.values.items() if path[:1] != SLICES}
     return replace(
         index,
         tensors=tensors,
         aliases=(*index.aliases, *aliases),
-        problems=kept,
-        values=values,
+        problems=tuple(problem for problem in index.problems if problem.where not in flat),
+        values={path: value for path, value in index.values.items() if path[:1] != SLICES},
     )
 
 
 def _add(tensors: dict[Key, TensorEntry], entry: TensorEntry, where: str) -> None:
     if tensors.setdefault(entry.key, entry) is not entry:
-        raise FormatError(f"names {shown(str(entry.key))} twice", where=where)
+        raise FormatError(f"names {quote(str(entry.key))} twice", where=where)
 
 
-def _check_length(entry: TensorEntry, vector: FlatVector | None, where: str) -> None:
+def _check_vector(
+    index: TensorIndex, entry: TensorEntry, vector: FlatVector | None, where: str
+) -> FlatVector:
+    """Compares a vector with the checkpoint: its length, and the ranges of slices if there are."""
     if vector is None:
         raise FormatError(
-            f"does not tell what {shown(entry.name)} is made of",
+            f"does not describe the parameters in {quote(entry.name)}",
             where=where,
-            hint="it is of another model, or of one that was wrapped in another way",
+            hint=_OTHER_MODEL,
         )
     if entry.shape != (vector.elements,):
         raise FormatError(
-            f"says that {shown(entry.name)} has {vector.elements:,} elements, and the checkpoint"
+            f"says that {quote(entry.name)} has {vector.elements:,} elements, and the checkpoint"
             f" has {math.prod(entry.shape):,}: sizes do not add up",
             where=where,
-            hint="it is of another model, or of one that was wrapped in another way",
+            hint=_OTHER_MODEL,
         )
-
-
-def _check_slices(index: TensorIndex, vector: FlatVector | None, where: str) -> None:
-    """Compares with where the checkpoint itself says that parameters lie, if it does."""
-    for member in () if vector is None else vector.members:
-        told = index.values.get((*SLICES, member.names[0]), (member.start, member.stop))
-        if told != (member.start, member.stop):
+    for member in vector.members:
+        stored = index.values.get((*SLICES, member.names[0]), (member.start, member.stop))
+        if stored != (member.start, member.stop):
             raise FormatError(
-                f"puts {shown(member.names[0])} at [{member.start:,}, {member.stop:,}), and the"
-                f" checkpoint at [{told[0]:,}, {told[1]:,}) of its flat parameter",
+                f"puts {quote(member.names[0])} at [{member.start:,}, {member.stop:,}), and the"
+                f" checkpoint at [{stored[0]:,}, {stored[1]:,}) of its flat parameter",
                 where=where,
-                hint="it is of another model, or of one that was wrapped in another way",
+                hint=_OTHER_MODEL,
             )
+    return vector
 
 
 def _entries(flat: TensorEntry, member: FlatMember) -> Iterator[TensorEntry]:
     """Yields an original parameter, once under each of its names."""
-    container = flat.key_path[:-1]
     chunks = ChunkTable.of(list(_chunks(flat, member)), len(member.shape))
     for name in member.names:
-        path = (*container, name)
+        path = (*flat.key_path[:-1], name)
         yield replace(
             flat,
             key=Key(".".join(map(str, path))),
@@ -202,11 +192,11 @@ def _entries(flat: TensorEntry, member: FlatMember) -> Iterator[TensorEntry]:
 
 
 def _chunks(flat: TensorEntry, member: FlatMember) -> Iterator[Chunk]:
-    """Cuts the elements of a parameter out of the chunks of its vector."""
+    """Yields the parts of a vector's chunks with elements of a parameter."""
     table = flat.chunks
-    first = table.offsets[:, 0].tolist()
-    length = table.sizes[:, 0].tolist()
-    for row, (start, count) in enumerate(zip(first, length, strict=True)):
+    starts = table.offsets[:, 0].tolist()
+    counts = table.sizes[:, 0].tolist()
+    for row, (start, count) in enumerate(zip(starts, counts, strict=True)):
         low, high = max(start, member.start), min(start + count, member.stop)
         if low < high:
             chunk = table[row]
@@ -218,44 +208,33 @@ def _chunks(flat: TensorEntry, member: FlatMember) -> Iterator[Chunk]:
             )
 
 
-LAYOUT_VERSION = 1
-_MAX_ELEMENTS = 2**62
-_MAX_BYTES = 256 << 20
-
-
-def with_layout_beside(index: TensorIndex, source: Source, folder: str) -> TensorIndex:
-    """Puts original parameters in the place of flat ones, if a file beside them tells how.
+def apply_layout_file(index: TensorIndex, source: Source, folder: str) -> TensorIndex:
+    """Replaces flat parameters by the original ones, if a file describes them; else notes it.
 
     Args:
-        index: With flat parameters.
-        source: Where the checkpoint lies.
-        folder: Of the files of the ranks.
+        index: An index with flat parameters.
+        source: The source of the checkpoint.
+        folder: The folder of the ranks' files; the file is in it or in the step's folder above.
     """
-    for file in _beside(source, folder):
-        where = posixpath.join(source.location, file.path)
-        if file.size_bytes > _MAX_BYTES:
-            raise LimitError(f"has {file.size_bytes:,} bytes", where=where)
-        vectors = parse_layout(source.read(file.path, 0, file.size_bytes), where)
-        if vectors:
-            return replace(
-                unflattened(index, flat_parameters(index), vectors, where),
-                files=(*index.files, file),
-            )
-    return with_problems(index)
-
-
-def _beside(source: Source, folder: str) -> Iterator[FileRef]:
-    """Yields the files that are there, in the folder itself or in the one of the step above."""
     for home in dict.fromkeys((folder, posixpath.dirname(folder))):
         for name in (FLAT_LAYOUT, RUN_FACTS):
-            try:
-                yield source.stat(posixpath.join(home, name))
-            except MissingFileError:
+            file = stat_or_missing(source, posixpath.join(home, name))
+            if file.size_bytes < 0:
                 continue
+            where = posixpath.join(source.location, file.path)
+            data = read_limited(source, file.path, _MAX_LAYOUT_BYTES, "layout of flat parameters")
+            vectors = parse_layout(data, where)
+            if vectors:
+                index = unflatten(index, flat_parameters(index), vectors, where)
+                return replace(index, files=(*index.files, file))
+    problems = (
+        Problem(UnsupportedError.code, str(entry.key), _UNNAMED) for entry in flat_parameters(index)
+    )
+    return replace(index, problems=(*index.problems, *problems))
 
 
 def parse_layout(data: bytes, where: str) -> list[FlatVector]:
-    """Returns what a file says that ckptkit's training side wrote; none where it tells nothing."""
+    """Parses a file that ckptkit's training side wrote; empty if it has no flat parameters."""
     try:
         document = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -264,25 +243,24 @@ def parse_layout(data: bytes, where: str) -> list[FlatVector]:
     version = document.get("layout_version", LAYOUT_VERSION) if isinstance(document, dict) else 0
     if version != LAYOUT_VERSION:
         raise UnsupportedError(
-            f"has the layout version {version!r}, and this ckptkit knows {LAYOUT_VERSION}",
+            f"has the layout version {version!r}, expected {LAYOUT_VERSION}",
             where=where,
             hint="use a newer ckptkit",
         )
     if not isinstance(units, list):
         return []
-    told = document.get("crc32")
-    found = crc32(json.dumps(units, sort_keys=True).encode())
-    if told is not None and told != found:
-        raise ChecksumError(f"has CRC-32 {found:#010x}, {told!r} was stored", where=where)
+    stored, computed = document.get("crc32"), crc32(json.dumps(units, sort_keys=True).encode())
+    if stored is not None and stored != computed:
+        raise ChecksumError(f"has CRC-32 {computed:#010x}, {stored!r} was stored", where=where)
     try:
-        return [_vector(unit, where) for unit in units]
+        return [_parse_vector(unit, where) for unit in units]
     except FormatError:
         raise
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise FormatError("does not describe flat parameters", where=where) from error
 
 
-def _vector(unit: Mapping[str, Any], where: str) -> FlatVector:
+def _parse_vector(unit: Mapping[str, Any], where: str) -> FlatVector:
     aliases = unit.get("aliases", {})
     rows = zip(unit["names"], unit["shapes"], unit["starts"], strict=True)
     members = tuple(
@@ -296,7 +274,7 @@ def _vector(unit: Mapping[str, Any], where: str) -> FlatVector:
     for member in members:
         if member.start < at or member.stop > vector.elements:
             raise FormatError(
-                f"parameter {shown(member.names[0])} lies over another, or outside its vector",
+                f"parameter {quote(member.names[0])} overlaps another, or is outside its vector",
                 where=where,
             )
         at = member.stop
@@ -310,7 +288,7 @@ def _text(value: object, *, empty: bool = False) -> str:
 
 
 def _count(value: object) -> int:
-    if type(value) is int and 0 <= value <= _MAX_ELEMENTS:
+    if is_count(value, _MAX_ELEMENTS):
         return value
     raise TypeError
 
@@ -320,3 +298,120 @@ def _shape(value: Sequence[object]) -> Shape:
     if len(shape) > MAX_DIMENSIONS or math.prod(size or 1 for size in shape) > _MAX_ELEMENTS:
         raise ValueError
     return shape
+
+
+@dataclass(frozen=True, slots=True)
+class ModelParameter:
+    """A parameter of a model: its names, the first one first, and its shape."""
+
+    names: tuple[str, ...]
+    shape: Shape
+
+
+@dataclass(frozen=True, slots=True)
+class _WrappedModule:
+    path: str
+    elements: int
+    parameters: tuple[ModelParameter, ...]
+
+
+def compute_vectors(
+    parameters: Sequence[ModelParameter],
+    flat: Mapping[str, int],
+    world_size: int,
+    slices: Mapping[str, tuple[int, int]],
+) -> list[FlatVector]:
+    """Computes the positions of a model's parameters in its flat parameters.
+
+    Args:
+        parameters: The parameters in the order of the model's modules, without those that the
+            checkpoint has by themselves.
+        flat: The length in elements of each flat parameter, by name.
+        world_size: The number of ranks of the run.
+        slices: The ranges of parameters in their flat ones, as far as the checkpoint has them.
+    """
+    members = _assign(parameters, list(flat))
+    modules = [
+        _WrappedModule(_module_of(name), elements, tuple(inside))
+        for (name, elements), inside in zip(flat.items(), members, strict=True)
+    ]
+    layouts: dict[tuple[FlatVector, ...], None] = {}
+    for alignment in _ALIGNMENTS:
+        vectors = tuple(_lay_out(module, alignment) for module in modules)
+        if all(_fits(vector, alignment, world_size, slices) for vector in vectors):
+            layouts[vectors] = None
+    if not layouts:
+        raise _misfit(modules)
+    if len(layouts) > 1:
+        raise CannotPlanError(
+            f"parameters can be laid out in {len(layouts)} ways in flat ones of these lengths, and"
+            " nothing shows in which they were",
+            where="--model-config",
+            hint=_CONFIG_HINT,
+        )
+    return list(next(iter(layouts)))
+
+
+def _module_of(name: str) -> str:
+    return name.removesuffix(FLAT).removesuffix(".")
+
+
+def _assign(
+    parameters: Sequence[ModelParameter], flat: Sequence[str]
+) -> list[list[ModelParameter]]:
+    """Assigns each parameter to the innermost wrapped module that contains it."""
+    paths = [_module_of(name) for name in flat]
+    members: list[list[ModelParameter]] = [[] for _ in flat]
+    for parameter in parameters:
+        name = parameter.names[0]
+        homes = [path for path in paths if not path or name.startswith(f"{path}.")]
+        if not homes:
+            raise CannotPlanError(
+                f"parameter {quote(name)} of the model is in none of {len(flat)} flat parameters,"
+                " and not on its own in the checkpoint",
+                where="--model-config",
+                hint=_CONFIG_HINT,
+            )
+        members[paths.index(max(homes, key=len))].append(parameter)
+    return members
+
+
+def _lay_out(module: _WrappedModule, alignment: int) -> FlatVector:
+    at, members = 0, []
+    for parameter in module.parameters:
+        start = -(-at // alignment) * alignment
+        members.append(FlatMember(parameter.names, parameter.shape, start))
+        at = start + math.prod(parameter.shape)
+    return FlatVector(flat_name(module.path), module.elements, tuple(members))
+
+
+def _fits(
+    vector: FlatVector,
+    alignment: int,
+    world_size: int,
+    slices: Mapping[str, tuple[int, int]],
+) -> bool:
+    """Returns whether a vector has the length, and its members the ranges, of the checkpoint."""
+    for member in vector.members:
+        if slices.get(member.names[0], (member.start, member.stop)) != (member.start, member.stop):
+            return False
+    end = vector.members[-1].stop if vector.members else 0
+    if end == vector.elements:
+        return True
+    # Only aligned vectors are padded at the end, to a multiple of the ranks that share them.
+    ranks = (n for n in range(2, world_size + 1) if world_size % n == 0)
+    return alignment > 1 and any(-(-end // n) * n == vector.elements for n in ranks)
+
+
+def _misfit(modules: Sequence[_WrappedModule]) -> CannotPlanError:
+    def total(module: _WrappedModule) -> int:
+        return sum(math.prod(parameter.shape) for parameter in module.parameters)
+
+    worst = max(modules, key=lambda module: abs(module.elements - total(module)))
+    return CannotPlanError(
+        f"{quote(flat_name(worst.path))} has {worst.elements:,} elements, and the"
+        f" {len(worst.parameters)} parameters of the model that would be in it have"
+        f" {total(worst):,}: sizes do not add up",
+        where="--model-config",
+        hint=_CONFIG_HINT,
+    )

@@ -1,16 +1,12 @@
-"""The reader of what each rank saved for itself: DTensors, ShardedTensors and plain tensors.
+"""The reader of files that each rank saved: DTensors, ShardedTensors and plain tensors.
 
-So save verl, accelerate with `use_dcp=False` or LOCAL_STATE_DICT, and everyone who calls
-`torch.save(model.state_dict())` on every rank. No DTensor is built, so that any release of torch,
-and none, will do.
+verl, accelerate with `use_dcp=False` or LOCAL_STATE_DICT, and every program that calls
+`torch.save(model.state_dict())` on all ranks write such files. No DTensor is built, so files of any
+release of torch can be read without torch. Optimizer states and extra states are read together with
+the weights of the same ranks; without the weights such files are refused by name.
 
-Files of ranks that are recognised so that they can be refused by name: those without a model.
-
-Optimizer states and extra states are read together with the weights that the same ranks wrote.
-
-`fsdp_config.json`, which verl writes beside the files of ranks.
-
-Source: verl/utils/checkpoint/fsdp_checkpoint_manager.py (`FSDPConfig`).
+Source: verl/utils/checkpoint/fsdp_checkpoint_manager.py (`FSDPConfig`) for `fsdp_config.json`,
+which verl writes next to the files of ranks.
 """
 
 from __future__ import annotations
@@ -19,11 +15,11 @@ import json
 import posixpath
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ckptkit.core.errors import FormatError, MissingFileError, UnsupportedError
+from ckptkit.core.errors import FormatError, UnsupportedError
 from ckptkit.core.index import (
     Chunk,
     ChunkTable,
@@ -37,274 +33,59 @@ from ckptkit.core.index import (
     TensorIndex,
 )
 from ckptkit.formats.base import Candidate
+from ckptkit.formats.file_sets import MIXED_SAVES, refuse_mixed_sizes
 from ckptkit.formats.optimizer_names import (
     NUMBERED,
     OPTIMIZER,
-    names_of_states,
-    renamed_path,
-    renamed_values,
+    find_state_names,
+    rename_path,
+    rename_values,
 )
-from ckptkit.formats.ranks.contents import (
+from ckptkit.formats.parsing import group_by_folder, list_first, stat_or_missing
+from ckptkit.formats.ranks.fairscale import fairscale_shards
+from ckptkit.formats.ranks.flat import SLICES, apply_layout_file, flat_parameters
+from ckptkit.formats.ranks.rank_files import (
     ACCELERATE,
     FAIRSEQ,
+    TWO_SAVES,
     VERL,
-    Family,
     Kind,
     RankContents,
-    RankReading,
-    by_path,
+    RankFileLoader,
+    RankFileSet,
+    RankParts,
     check_counters,
     check_names,
     check_ranks,
-    families,
-    told_sizes,
-    without_slices,
+    find_world_sizes,
+    group_parts,
+    group_rank_files,
+    split_off_slices,
 )
-from ckptkit.formats.ranks.fairscale import fairscale_shards
-from ckptkit.formats.ranks.flat import SLICES, has_flat, with_layout_beside
-from ckptkit.formats.ranks.tensors import (
-    NOTE,
-    Held,
-    Placing,
-    Spread,
-    differing_ranks,
+from ckptkit.formats.ranks.rank_tensors import (
+    UNASSIGNED_STATES,
+    AssembledTensor,
+    TensorAssembler,
+    drop_cut_states,
+    find_differing_ranks,
+    find_unproven_ranks,
     is_of_optimizer,
-    unproven_ranks,
-    without_cut_states,
 )
-from ckptkit.formats.trees import Membership, classify
+from ckptkit.formats.trees import classify, join_path
 from ckptkit.storage.base import Source
 
-_NAME = "fsdp_config.json"
-_MAX_BYTES = 1 << 16
-
-
-def with_verl_config(index: TensorIndex, source: Source, folder: str) -> TensorIndex:
-    """Compares what was found with what verl says of the run, and adds what it tells besides.
-
-    Args:
-        index: Of the files of ranks.
-        source: Where they lie.
-        folder: Of the files.
-    """
-    path = posixpath.join(folder, _NAME)
-    where = posixpath.join(source.location, path)
-    try:
-        file = source.stat(path)
-    except MissingFileError:  # verl before 0.4 wrote none
-        return index
-    try:
-        told = json.loads(source.read(path, 0, min(file.size_bytes, _MAX_BYTES)))
-    except (ValueError, RecursionError) as error:
-        raise FormatError("is not JSON", where=where) from error
-    size = told.get("world_size") if isinstance(told, dict) else None
-    if size is not None and size != index.run.world_size:
-        raise FormatError(
-            f"tells of a run with {size!r} ranks, and the files are of {index.run.world_size}",
-            where=where,
-            hint="a save went into the folder of another one; take away the files of one",
-        )
-    version = told.get("FSDP_version") if isinstance(told, dict) else None
-    known = f", FSDP{version}" if type(version) is int else ""
-    run = replace(index.run, writer=f"verl{known}, one file a rank")
-    return replace(index, files=(*index.files, file), run=run)
-
-
-_UNDER: dict[Kind, KeyPath] = {
+_VERL_CONFIG = "fsdp_config.json"
+_MAX_CONFIG_BYTES = 1 << 16
+_PREFIXES: dict[Kind, KeyPath] = {
     "model": ("model",),
     "optimizer": ("optimizer",),
     "extra": (),
     "metadata": (),
 }
-# What each rank computes from its own data; frameworks save that of rank 0.
+# Every rank computes these from its own data; frameworks save those of rank 0.
 _STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
 _EXTRA: KeyPath = ("extra_state",)
-_NAMED = 3
-
-
-class RankFilesReader:
-    """Reads one `torch.save` file a rank."""
-
-    name = "rank-files"
-
-    def find(self, paths: Sequence[str]) -> list[Candidate]:
-        """Groups files whose names end with a rank."""
-        return [
-            Candidate(
-                self.name,
-                family.folder,
-                tuple(sorted(file.path for file in family.files)),
-                f"{len(family.of('model'))} files named after ranks",
-            )
-            for family in families(paths)
-        ]
-
-    def read_index(self, source: Source, candidate: Candidate) -> TensorIndex:
-        """Returns the index of the pickles and directories of all ranks' files."""
-        where = posixpath.join(source.location, candidate.folder)
-        (family,) = families(candidate.files)
-        check_names(family, where)
-        reading = RankReading(source)
-        read = {kind: _read(reading, family, kind) for kind in _UNDER}
-        for contents in read.values():
-            check_counters(contents)
-        shards = fairscale_shards(read["model"], read["metadata"], where)
-        if shards is not None:
-            read["model"] = shards.contents
-            index = RankAssembly(reading, family, read, where).index()
-            return shards.unflattened(index, where)
-        index = RankAssembly(reading, family, read, where).index()
-        if family.writer == VERL:
-            index = with_verl_config(index, source, family.folder)
-        return with_layout_beside(index, source, family.folder) if has_flat(index) else index
-
-
-def _read(reading: RankReading, family: Family, kind: Kind) -> list[RankContents]:
-    under = _UNDER[kind] if family.writer in {VERL, ACCELERATE} or kind != "model" else ()
-    return [reading.read(file, under) for file in family.of(kind)]
-
-
-class RankAssembly:
-    """Makes the index.
-
-    Attributes:
-        entries: Every tensor, by key.
-        problems: What is wrong with single tensors.
-        notes: What the user should know.
-    """
-
-    def __init__(
-        self,
-        reading: RankReading,
-        family: Family,
-        read: dict[Kind, list[RankContents]],
-        where: str,
-    ) -> None:
-        self._reading = reading
-        self._family = family
-        self._read = read
-        self._where = where
-        self._placing = Placing(reading.source, reading.table)
-        self.entries: dict[Key, TensorEntry] = {}
-        self.problems: list[Problem] = []
-        self.notes: list[str] = []
-        self._slices: dict[KeyPath, tuple[int, int]] = {}
-        self._names: dict[int, Fqn] = {}  # of the parameters that the optimizer numbers
-
-    def index(self) -> TensorIndex:
-        """Returns the index."""
-        weights, self._slices = without_slices(self._read["model"])
-        contents = [*weights, *self._read["optimizer"]]
-        spread = self._spread(by_path(contents))
-        world_size = self._world_size(contents)
-        check_ranks(self._family, world_size, self._where)
-        self._add(spread)
-        return TensorIndex(
-            format=RankFilesReader.name,
-            files=tuple(self._reading.table.files),
-            records=RecordTable.of(self._reading.table.records),
-            tensors=self.entries,
-            values=renamed_values(self._values(), OPTIMIZER, self._names),
-            aliases=_aliases(self.entries),
-            run=self._facts(world_size),
-            problems=tuple(self.problems),
-        )
-
-    def _spread(self, held: Mapping[KeyPath, Held]) -> dict[KeyPath, Spread]:
-        """Places all tensors but the states of an optimizer that nobody could name."""
-        kept, left = without_cut_states(held, lambda path: self._differs(path, held[path]))
-        if left:
-            self.notes.append(f"{left} {NOTE}")
-        return {path: self._placing.place(path, one) for path, one in kept.items()}
-
-    def _differs(self, path: KeyPath, held: Held) -> bool:
-        spread = self._placing.place(path, held)
-        return spread.is_plain and unproven_ranks(spread, self._checksums(spread)) is not None
-
-    def _checksums(self, spread: Spread) -> list[int | None]:
-        records = self._reading.table.records
-        return [records[stored.chunk.record].crc32 for stored in spread.stored]
-
-    def _world_size(self, contents: Sequence[RankContents]) -> int:
-        """Returns how many ranks the run had, which all that tells it must agree on."""
-        told = {size: one.archive.where for size, one in told_sizes(contents).items()}
-        for file in self._family.files:
-            if file.world_size is not None:
-                told.setdefault(file.world_size, file.path)
-        if len(told) > 1:
-            named = " and ".join(map(str, sorted(told)))
-            raise FormatError(
-                f"the files are of runs with {named} ranks",
-                where=self._where,
-                hint="a save went into the folder of another one; take away the files of one",
-            )
-        reached = [mesh.highest_rank + 1 for _, mesh in self._placing.meshes.values()]
-        least = max(reached, default=0) or 1 + max(file.rank for file in self._family.files)
-        return next(iter(told), least)
-
-    def _add(self, spread: dict[KeyPath, Spread]) -> None:
-        """Adds every tensor, with what is wrong with it."""
-        drifted: list[str] = []
-        self._names, in_order = names_of_states(spread, self._values())
-        if in_order:
-            self.notes.append(f"the optimizer {NUMBERED}")
-        named = {renamed_path(path, OPTIMIZER, self._names): one for path, one in spread.items()}
-        # Beside parts that are marked as such, plain tensors are what all ranks have alike.
-        is_marked = not all(one.is_plain for one in spread.values())
-        places = classify(list(named), where=self._where)
-        for (path, one), place in zip(named.items(), places, strict=True):
-            entry = _entry(path, one, place)
-            self.entries[entry.key] = entry
-            ranks = differing_ranks(one, self._checksums(one))
-            if ranks is None:
-                unproven = None if is_marked else unproven_ranks(one, self._checksums(one))
-                self.problems += [_unproven(entry, unproven)] if unproven else []
-                continue
-            if is_of_optimizer(path) and not one.shape:
-                raise self._of_different_steps(path, ranks)
-            if one.is_plain and str(path[-1]).rpartition(".")[2] in _STATISTICS:
-                drifted.append(entry.name)
-            else:
-                self.problems.append(_differing(entry, one, ranks))
-        if drifted:
-            more = f" and {len(drifted) - _NAMED} more" if len(drifted) > _NAMED else ""
-            listed = ", ".join(drifted[:_NAMED]) + more
-            self.notes.append(f"statistics differ between ranks, rank 0's are taken: {listed}")
-
-    def _of_different_steps(self, path: KeyPath, ranks: tuple[int, int]) -> FormatError:
-        return FormatError(
-            f"{'.'.join(map(str, path))!r} differs between ranks {ranks[0]} and {ranks[1]}, so that"
-            " they are of different steps",
-            where=self._where,
-            hint="files of two saves lie together; take an earlier checkpoint",
-        )
-
-    def _values(self) -> dict[KeyPath, Any]:
-        """Returns what is no tensor, as rank 0 has it."""
-        values: dict[KeyPath, Any] = {}
-        for kind, contents in self._read.items():
-            under = _EXTRA if kind == "extra" else ()
-            for one in contents[:1]:
-                values |= {(*under, *path): value for path, value in one.values.items()}
-        for path, (start, stop) in self._slices.items():
-            values[*SLICES, str(path[-1])] = (start, stop)
-        return values
-
-    def _facts(self, world_size: int) -> RunFacts:
-        """Returns what is known of the run."""
-        meshes = [mesh for _, mesh in self._placing.meshes.values()]
-        largest = max(meshes, key=lambda mesh: len(mesh.sizes), default=None)
-        names = () if largest is None else largest.names or ("",) * len(largest.sizes)
-        step = self._values().get(("step",), self._values().get(("global_step",)))
-        return RunFacts(
-            world_size=world_size,
-            step=step if type(step) is int else None,
-            writer=_WRITERS[self._family.writer],
-            mesh=() if largest is None else tuple(zip(names, largest.sizes, strict=True)),
-            notes=tuple(self.notes),
-        )
-
-
+_LISTED_NAMES = 3
 _WRITERS = {
     VERL: "verl, one file a rank",
     ACCELERATE: "accelerate, one file a rank",
@@ -313,27 +94,208 @@ _WRITERS = {
 }
 
 
-def _entry(path: KeyPath, spread: Spread, place: Membership) -> TensorEntry:
-    chunks = [stored.chunk for stored in spread.stored]
-    return TensorEntry(
-        key=Key(".".join(map(str, path))),
-        key_path=path,
-        name=place.name,
-        tree=place.tree,
-        part=place.part,
-        dtype=spread.dtype,
-        shape=spread.shape,
-        # Every rank has the whole of a plain tensor; that of the first is enough.
-        chunks=ChunkTable.of(chunks[:1] if spread.is_plain else chunks, len(spread.shape)),
-    )
+class RankFilesReader:
+    """Reads one `torch.save` file per rank."""
+
+    name = "rank-files"
+
+    def find(self, paths: Sequence[str]) -> list[Candidate]:
+        """Groups files whose names end with a rank."""
+        return [
+            Candidate(
+                self.name,
+                files.folder,
+                tuple(sorted(file.path for file in files.files)),
+                f"{len(files.of('model'))} files named after ranks",
+            )
+            for files in group_rank_files(paths)
+        ]
+
+    def read_index(self, source: Source, candidate: Candidate) -> TensorIndex:
+        where = posixpath.join(source.location, candidate.folder)
+        (files,) = group_rank_files(candidate.files)
+        check_names(files, where)
+        loader = RankFileLoader(source)
+        contents = {kind: _load(loader, files, kind) for kind in _PREFIXES}
+        for of_kind in contents.values():
+            check_counters(of_kind)
+        shards = fairscale_shards(contents["model"], contents["metadata"], where)
+        if shards is not None:
+            contents["model"] = shards.contents
+            return shards.unflatten(RankAssembly(loader, files, contents, where).index(), where)
+        index = RankAssembly(loader, files, contents, where).index()
+        if files.writer == VERL:
+            index = _check_verl_config(index, source, files.folder)
+        if flat_parameters(index):
+            index = apply_layout_file(index, source, files.folder)
+        return index
 
 
-def _differing(entry: TensorEntry, spread: Spread, ranks: tuple[int, int]) -> Problem:
-    kept = "as a plain tensor" if spread.is_plain else "of the same elements"
+def _load(loader: RankFileLoader, files: RankFileSet, kind: Kind) -> list[RankContents]:
+    prefix = _PREFIXES[kind] if files.writer in {VERL, ACCELERATE} or kind != "model" else ()
+    return [loader.load(file, prefix) for file in files.of(kind)]
+
+
+def _check_verl_config(index: TensorIndex, source: Source, folder: str) -> TensorIndex:
+    """Compares an index with verl's configuration, and adds the version of FSDP."""
+    path = posixpath.join(folder, _VERL_CONFIG)
+    where = posixpath.join(source.location, path)
+    file = stat_or_missing(source, path)
+    if file.size_bytes < 0:  # verl before 0.4 wrote none
+        return index
+    try:
+        config = json.loads(source.read(path, 0, min(file.size_bytes, _MAX_CONFIG_BYTES)))
+    except (ValueError, RecursionError) as error:
+        raise FormatError("is not JSON", where=where) from error
+    config = config if isinstance(config, dict) else {}
+    size = config.get("world_size")
+    if size is not None and size != index.run.world_size:
+        raise FormatError(
+            f"is of a run with {size!r} ranks, and the files are of {index.run.world_size}",
+            where=where,
+            hint=MIXED_SAVES,
+        )
+    version = config.get("FSDP_version")
+    fsdp = f", FSDP{version}" if type(version) is int else ""
+    run = replace(index.run, writer=f"verl{fsdp}, one file a rank")
+    return replace(index, files=(*index.files, file), run=run)
+
+
+class RankAssembly:
+    """Makes the index of the contents of ranks' files.
+
+    Attributes:
+        entries: Every tensor, by key.
+        problems: Problems of single tensors.
+        notes: Notes for the user.
+    """
+
+    def __init__(
+        self,
+        loader: RankFileLoader,
+        files: RankFileSet,
+        contents: dict[Kind, list[RankContents]],
+        where: str,
+    ) -> None:
+        self._records = loader.table
+        self._files = files
+        self._contents = contents
+        self._where = where
+        self._assembler = TensorAssembler(loader.source, loader.table)
+        self.entries: dict[Key, TensorEntry] = {}
+        self.problems: list[Problem] = []
+        self.notes: list[str] = []
+        self._slices: dict[KeyPath, tuple[int, int]] = {}
+        self._names: dict[int, Fqn] = {}  # of the parameters that the optimizer numbers
+
+    def index(self) -> TensorIndex:
+        weights, self._slices = split_off_slices(self._contents["model"])
+        contents = [*weights, *self._contents["optimizer"]]
+        tensors = self._assemble(group_parts(contents))
+        world_size = self._world_size(contents)
+        check_ranks(self._files, world_size, self._where)
+        self._add(tensors)
+        return TensorIndex(
+            format=RankFilesReader.name,
+            files=tuple(self._records.files),
+            records=RecordTable.of(self._records.records),
+            tensors=self.entries,
+            values=rename_values(self._values(), OPTIMIZER, self._names),
+            aliases=_aliases(self.entries),
+            run=self._facts(world_size),
+            problems=tuple(self.problems),
+        )
+
+    def _assemble(self, parts: Mapping[KeyPath, RankParts]) -> dict[KeyPath, AssembledTensor]:
+        """Assembles all tensors except states of an optimizer that cannot be named."""
+        kept, dropped = drop_cut_states(parts, lambda path: self._differ(path, parts[path]))
+        if dropped:
+            self.notes.append(f"{dropped} {UNASSIGNED_STATES}")
+        return {path: self._assembler.assemble(path, held) for path, held in kept.items()}
+
+    def _differ(self, path: KeyPath, parts: RankParts) -> bool:
+        tensor = self._assembler.assemble(path, parts)
+        return tensor.is_plain and find_unproven_ranks(tensor, self._checksums(tensor)) is not None
+
+    def _checksums(self, tensor: AssembledTensor) -> list[int | None]:
+        return [self._records.records[stored.chunk.record].crc32 for stored in tensor.stored]
+
+    def _world_size(self, contents: Sequence[RankContents]) -> int:
+        """Returns the number of ranks of the run; all sources of it have to agree."""
+        sizes = find_world_sizes(contents)
+        sizes |= {file.world_size for file in self._files.files if file.world_size is not None}
+        refuse_mixed_sizes(sizes, self._where)
+        reached = [mesh.highest_rank + 1 for _, mesh in self._assembler.meshes.values()]
+        least = max(reached, default=0) or 1 + max(file.rank for file in self._files.files)
+        return next(iter(sizes), least)
+
+    def _add(self, tensors: dict[KeyPath, AssembledTensor]) -> None:
+        """Adds every tensor, and its problems."""
+        drifted: list[str] = []
+        self._names, in_order = find_state_names(tensors, self._values())
+        if in_order:
+            self.notes.append(f"the optimizer {NUMBERED}")
+        named = {rename_path(path, OPTIMIZER, self._names): t for path, t in tensors.items()}
+        # Next to tensors that are marked as distributed, plain tensors are equal on all ranks.
+        is_marked = not all(tensor.is_plain for tensor in tensors.values())
+        memberships = classify(list(named), where=self._where)
+        for (path, tensor), membership in zip(named.items(), memberships, strict=True):
+            chunks = [stored.chunk for stored in tensor.stored]
+            # Every rank has the whole of a plain tensor; that of the first is enough.
+            table = ChunkTable.of(chunks[:1] if tensor.is_plain else chunks, len(tensor.shape))
+            entry = membership.entry(path, tensor.dtype, tensor.shape, table)
+            self.entries[entry.key] = entry
+            checksums = self._checksums(tensor)
+            ranks = find_differing_ranks(tensor, checksums)
+            if ranks is None:
+                unproven = None if is_marked else find_unproven_ranks(tensor, checksums)
+                self.problems += [_unproven(entry, unproven)] if unproven else []
+            elif is_of_optimizer(path) and not tensor.shape:
+                raise FormatError(
+                    f"{join_path(path)!r} differs between ranks {ranks[0]} and {ranks[1]}, so that"
+                    " they are of different steps",
+                    where=self._where,
+                    hint=TWO_SAVES,
+                )
+            elif tensor.is_plain and str(path[-1]).rpartition(".")[2] in _STATISTICS:
+                drifted.append(entry.name)
+            else:
+                self.problems.append(_differing(entry, tensor, ranks))
+        if drifted:
+            names = list_first(drifted, len(drifted), _LISTED_NAMES)
+            self.notes.append(f"statistics differ between ranks, rank 0's are taken: {names}")
+
+    def _values(self) -> dict[KeyPath, Any]:
+        """Returns all values that are not tensors, from rank 0."""
+        values: dict[KeyPath, Any] = {}
+        for kind, contents in self._contents.items():
+            prefix = _EXTRA if kind == "extra" else ()
+            for held in contents[:1]:
+                values |= {(*prefix, *path): value for path, value in held.values.items()}
+        for path, (start, stop) in self._slices.items():
+            values[*SLICES, str(path[-1])] = (start, stop)
+        return values
+
+    def _facts(self, world_size: int) -> RunFacts:
+        meshes = [mesh for _, mesh in self._assembler.meshes.values()]
+        largest = max(meshes, key=lambda mesh: len(mesh.sizes), default=None)
+        names = () if largest is None else largest.names or ("",) * len(largest.sizes)
+        step = self._values().get(("step",), self._values().get(("global_step",)))
+        return RunFacts(
+            world_size=world_size,
+            step=step if type(step) is int else None,
+            writer=_WRITERS[self._files.writer],
+            mesh=() if largest is None else tuple(zip(names, largest.sizes, strict=True)),
+            notes=tuple(self.notes),
+        )
+
+
+def _differing(entry: TensorEntry, tensor: AssembledTensor, ranks: tuple[int, int]) -> Problem:
+    what = "as a plain tensor" if tensor.is_plain else "of the same elements"
     return Problem(
         FormatError.code,
         entry.key,
-        f"ranks {ranks[0]} and {ranks[1]} hold different values {kept}, so that they are no"
+        f"ranks {ranks[0]} and {ranks[1]} hold different values {what}, so that they are no"
         " replicas; slices that are not marked as such are not modelled",
     )
 
@@ -349,16 +311,12 @@ def _unproven(entry: TensorEntry, ranks: tuple[int, int]) -> Problem:
 
 
 def _aliases(entries: dict[Key, TensorEntry]) -> tuple[frozenset[Key], ...]:
-    """Groups the names under which the very same chunks are found."""
+    """Groups the keys of tensors with identical chunks."""
     groups: dict[tuple[Chunk, ...], set[Key]] = defaultdict(set)
     for key, entry in entries.items():
         if entry.elements and len(entry.chunks):
-            groups[tuple(_hashable(entry.chunks))].add(key)
+            groups[tuple(entry.chunks[:])].add(key)
     return tuple(frozenset(keys) for keys in groups.values() if len(keys) > 1)
-
-
-def _hashable(chunks: ChunkTable) -> Iterator[Chunk]:
-    yield from (chunks[row] for row in range(len(chunks)))
 
 
 _WITHOUT_WEIGHTS = re.compile(
@@ -367,24 +325,21 @@ _WITHOUT_WEIGHTS = re.compile(
 
 
 class ForeignReader:
-    """Recognises what ranks wrote beside their weights, where the weights are not there."""
+    """Recognises and refuses files that ranks wrote next to their weights, without the weights."""
 
     name = "foreign"
 
     def find(self, paths: Sequence[str]) -> list[Candidate]:
         """Groups such files by folder."""
-        folders: dict[str, list[str]] = {}
-        for path in paths:
-            if _WITHOUT_WEIGHTS.fullmatch(posixpath.basename(path)):
-                folders.setdefault(posixpath.dirname(path), []).append(path)
+        own = [path for path in paths if _WITHOUT_WEIGHTS.fullmatch(posixpath.basename(path))]
         reason = "optimizer states and extra states of ranks, without their weights"
         return [
-            Candidate(self.name, folder, tuple(sorted(files)), reason)
-            for folder, files in sorted(folders.items())
+            Candidate(self.name, folder, tuple(files), reason)
+            for folder, files in group_by_folder(own).items()
         ]
 
     def read_index(self, source: Source, candidate: Candidate) -> TensorIndex:
-        """Refuses."""
+        """Raises an error that names the missing files."""
         raise UnsupportedError(
             f"holds {candidate.reason}",
             where=posixpath.join(source.location, candidate.folder),

@@ -1,35 +1,38 @@
-"""The reader of safetensors shards that torch.distributed.checkpoint writes, one set for each rank.
+"""The reader of safetensors shards that torch.distributed.checkpoint writes, one set per rank.
 
-`shard-RRRRR-model-IIIII-of-NNNNN.safetensors` holds the pieces that rank R has of the tensors of
-model file I. The files say neither how many ranks there were nor how large a tensor is as a whole:
-shapes are what the pieces reach to. So numbers have to be complete, and where a `config.json` or
-an index lies beside, shapes and names are compared with it.
+`shard-RRRRR-model-IIIII-of-NNNNN.safetensors` holds the shards that rank R has of the tensors in
+model file I. The files contain neither the number of ranks nor the shapes of whole tensors: a shape
+is the extent of all shards together. So the numbers have to be complete, and shapes and names are
+compared with a `config.json` or an index where the folder has one.
+
+If there is neither, missing last shards show in the shapes. Sharding splits the rows of all
+matrices and leaves their columns. In a model the rows of one matrix are the columns of another:
+where that is true of no matrix, but would be of several if there were more shards, the last ones
+are missing.
 
 Source: torch/distributed/checkpoint/{hf_storage,_hf_utils}.py (`HuggingFaceStorageWriter`), torch
-2.8 to 2.13; transformers 5.23, distributed/checkpoint.py.
-
-Whether the last shards are missing, told from the shapes that the others make.
-
-Sharding cuts the rows of all matrices alike and leaves their columns. In a model the rows of one
-matrix are the columns of another: where that holds for no matrix, but would for several if there
-were more shards, the last ones are missing.
-
-Source: torch.chunk, by which DTensors are split: all pieces have `ceil(rows / shards)` rows but the
-last ones, which have fewer or none.
+2.8 to 2.13; transformers 5.23, distributed/checkpoint.py and configuration_utils.py
+(`PreTrainedConfig.attribute_map` of the models). DTensors are split by `torch.chunk`: all shards
+have `ceil(rows / shards)` rows but the last ones, which have fewer or none.
 """
 
 from __future__ import annotations
 
-import math
 import posixpath
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from ckptkit.core.errors import FormatError, IncompleteCheckpointError, MissingFileError
+from ckptkit.core.errors import (
+    FormatError,
+    IncompleteCheckpointError,
+    InputError,
+    MissingFileError,
+)
 from ckptkit.core.index import (
     ChunkTable,
     FileRef,
@@ -41,37 +44,131 @@ from ckptkit.core.index import (
     TensorEntry,
     TensorIndex,
 )
+from ckptkit.core.model_configs import parse_model_config
 from ckptkit.formats.base import Candidate
-from ckptkit.formats.safetensors.config_extents import ConfigExtents, config_beside
-from ckptkit.formats.safetensors.reader import StoredTensor, read_header, saved_offsets
-from ckptkit.formats.torch_files.reader import INDEX_ENDING, read_weight_map
+from ckptkit.formats.file_sets import INDEX_ENDING, read_weight_map
+from ckptkit.formats.parsing import group_by_folder, list_first, overflows, read_limited
+from ckptkit.formats.safetensors.reader import HeaderTensor, read_header, read_shard_offsets
 from ckptkit.formats.trees import classify
-from ckptkit.storage.base import Source
+from ckptkit.storage.base import Source, is_there
 
+SHARDED_FOLDER = "sharded"
+"""The folder in which torch leaves the shards of a model that it has consolidated."""
+UNPROVEN = (
+    "the shards contain neither their number nor full shapes: shapes are the extent of all shards,"
+    " and a shard missing at the end would not show; put the model's config.json beside them, or"
+    " name it with --base, to have them compared"
+)
+_SHARD = re.compile(r"shard-(\d{5,})-model-(\d{5,})-of-(\d{5,})\.safetensors")
+_INDEX = f"model.safetensors{INDEX_ENDING}"
+_ENDING = ".safetensors"
+_INCOMPLETE = IncompleteCheckpointError.code
+_LISTED_NAMES = 3
+_MOST_RANKS = 10_000_000
 _MATRIX = 2
 _LEAST_EVIDENCE = 2  # different numbers of columns that more shards would explain
 _MOST_SHARDS = 1024
 
+CONFIG_NAME = "config.json"
+_MAX_CONFIG_BYTES = 4 << 20
+# Of all tensors only embeddings have the same names and shapes in nearly every architecture: a row
+# for each token, a column for each hidden unit. What shortens all tensors shortens them, too.
+_EMBEDDING = re.compile(
+    r"(^|\.)(embed_tokens|word_embeddings|shared|wte|tok_embeddings|embed_in)\.weight$"
+)
+_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block|layer)\.(\d{1,9})\.")
+_TEXT = "text_config"
+_TOKENS = ("vocab_size",)
+_HIDDEN = ("hidden_size", "n_embd", "d_model")
+_OTHER_WIDTHS = ("embedding_size", "word_embed_proj_dim", "embedding_dim", "hidden_size_per_layer")
+_LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 
-def shards_by_shapes(matrices: Iterable[tuple[Shape, int]]) -> int | None:
+
+@dataclass(frozen=True, slots=True)
+class ConfigExtents:
+    """Sizes in a model's configuration; 0 where it does not have them.
+
+    Attributes:
+        path: The configuration, relative to the source's root; empty where there is none.
+        tokens: Rows of the embeddings, at least: they may be padded.
+        hidden: Columns of the embeddings.
+        layers: Number of layers, at least.
+    """
+
+    path: str = ""
+    tokens: int = 0
+    hidden: int = 0
+    layers: int = 0
+
+    def least(self, name: str) -> Shape | None:
+        """Returns the smallest shape that a tensor can have; None where it is unknown."""
+        if not self.tokens or _EMBEDDING.search(name) is None:
+            return None
+        return self.tokens, self.hidden
+
+    def count_lacking_layers(self, names: Iterable[str]) -> int:
+        """Returns how many layers follow the last one that occurs in a name."""
+        numbers = [int(match[1]) for match in map(_LAYER.search, names) if match]
+        return max(0, self.layers - 1 - max(numbers)) if numbers else 0
+
+    def proves(self, shapes: Mapping[str, Shape]) -> bool:
+        """Returns whether a tensor of known size is there, and all layers are."""
+        is_sized = any(
+            len(shape) == _MATRIX and self.least(name) is not None for name, shape in shapes.items()
+        )
+        return is_sized and not self.count_lacking_layers(shapes)
+
+
+def read_config_extents(source: Source, folders: Sequence[str]) -> ConfigExtents:
+    """Returns the sizes in the first configuration in some folders; none if it is damaged."""
+    for folder in folders:
+        path = posixpath.join(folder, CONFIG_NAME)
+        if is_there(source, path):
+            return _extents(path, _parse_config(source, path))
+    return ConfigExtents()
+
+
+def _parse_config(source: Source, path: str) -> Mapping[str, Any]:
+    try:
+        data = read_limited(source, path, _MAX_CONFIG_BYTES, "configuration")
+        return parse_model_config(data, where=path)
+    except InputError:
+        return {}  # reported where more of the configuration is needed
+
+
+def _extents(path: str, config: Mapping[str, Any]) -> ConfigExtents:
+    text = config.get(_TEXT)
+    if isinstance(text, dict) and not _first_size(config, _TOKENS):
+        config = text
+    has_other_width = any(name in config for name in _OTHER_WIDTHS)
+    hidden = 0 if has_other_width else _first_size(config, _HIDDEN)
+    return ConfigExtents(path, _first_size(config, _TOKENS), hidden, _first_size(config, _LAYERS))
+
+
+def _first_size(config: Mapping[str, Any], names: Sequence[str]) -> int:
+    values = (config.get(name) for name in names)
+    return next((value for value in values if type(value) is int and value > 0), 0)
+
+
+def estimate_shards(matrices: Iterable[tuple[Shape, int]]) -> int | None:
     """Returns how many shards there must have been, if that is more than there are.
 
     Args:
-        matrices: For each tensor its shape, as far as its pieces reach, and how many pieces
-            follow one another along its rows.
+        matrices: For each tensor its shape, as far as its shards extend, and the number of shards
+            along its rows.
 
     >>> whole = [((8, 6), 2), ((6, 8), 2), ((20, 6), 2)]
     >>> half = [((4, 6), 1), ((3, 8), 1), ((10, 6), 1)]
-    >>> shards_by_shapes(whole), shards_by_shapes(half)
+    >>> estimate_shards(whole), estimate_shards(half)
     (None, 2)
     """
-    known = [(shape, pieces) for shape, pieces in matrices if len(shape) == _MATRIX]
-    if not known:
+    counted = [(shape, shards) for shape, shards in matrices if len(shape) == _MATRIX]
+    if not counted:
         return None
-    ((there, _),) = Counter(pieces for _, pieces in known).most_common(1)
-    alike = [shape for shape, pieces in known if pieces == there]
-    rows = {shape[0] for shape in alike}
-    columns = {shape[1] for shape in alike}
+    ((there, _),) = Counter(shards for _, shards in counted).most_common(1)
+    shapes = [shape for shape, shards in counted if shards == there]
+    rows = {shape[0] for shape in shapes}
+    columns = {shape[1] for shape in shapes}
     if rows & columns:
         return None
     for shards in range(there + 1, min(8 * there + 8, _MOST_SHARDS)):
@@ -81,35 +178,18 @@ def shards_by_shapes(matrices: Iterable[tuple[Shape, int]]) -> int | None:
     return None
 
 
-SHARDED_FOLDER = "sharded"
-"""Where torch leaves the shards of a model that it has consolidated."""
-
-_SHARD = re.compile(r"shard-(\d{5,})-model-(\d{5,})-of-(\d{5,})\.safetensors")
-_INDEX = f"model.safetensors{INDEX_ENDING}"
-_ENDING = ".safetensors"
-_INCOMPLETE = IncompleteCheckpointError.code
-_MAX_BYTES = 2**63 - 1
-_NAMED = 3
-_MOST_RANKS = 10_000_000
-UNPROVEN = (
-    "the shards tell neither their number nor full shapes: shapes are what they reach to, and a"
-    " shard missing at the end would not show; put the model's config.json beside them, or name"
-    " it with --base, to have them compared"
-)
-
-
 @dataclass(frozen=True, slots=True)
-class _Piece:
-    """A piece of a tensor: what the header of file number `file` says, and where it begins."""
+class _Shard:
+    """A shard of a tensor: its entry in the header of file number `file`, and its offsets."""
 
     file: int
     rank: int
     model_file: int
-    stored: StoredTensor
+    stored: HeaderTensor
     offsets: Shape
 
     @property
-    def reach(self) -> Shape:
+    def end(self) -> Shape:
         return tuple(o + n for o, n in zip(self.offsets, self.stored.shape, strict=True))
 
     @property
@@ -119,7 +199,7 @@ class _Piece:
 
 @dataclass(frozen=True, slots=True)
 class _Numbers:
-    """What the name of a shard says; counted from 1."""
+    """The numbers in the name of a file, counted from 1."""
 
     rank: int
     model_file: int
@@ -143,20 +223,17 @@ class HfShardsReader:
 
     def find(self, paths: Sequence[str]) -> list[Candidate]:
         """Groups shards by folder; an index of files that are not there belongs to them."""
-        folders: dict[str, list[str]] = {}
-        for path in filter(is_shard, paths):
-            folders.setdefault(posixpath.dirname(path), []).append(path)
         others = {posixpath.dirname(p) for p in paths if p.endswith(_ENDING) and not is_shard(p)}
         indexes = {posixpath.dirname(p): p for p in paths if posixpath.basename(p) == _INDEX}
         return [
             self._candidate(folder, files, None if folder in others else indexes.get(folder))
-            for folder, files in sorted(folders.items())
+            for folder, files in group_by_folder(filter(is_shard, paths)).items()
         ]
 
     def _candidate(self, folder: str, shards: Sequence[str], index: str | None) -> Candidate:
         ranks = len({_Numbers.of(path).rank for path in shards})
         reason = f"{len(shards)} 'shard-…-model-….safetensors' of {ranks} rank"
-        files = [*sorted(shards), *filter(None, [index])]
+        files = [*shards, *filter(None, [index])]
         return Candidate(self.name, folder, tuple(files), f"{reason}{'' if ranks == 1 else 's'}")
 
     def read_index(self, source: Source, candidate: Candidate) -> TensorIndex:
@@ -164,40 +241,40 @@ class HfShardsReader:
 
 
 class _Assembly:
-    """Puts the pieces of all shards together."""
+    """Makes the index of all shards."""
 
     def __init__(self, source: Source, candidate: Candidate) -> None:
         self.source = source
         self.folder = candidate.folder
         self.where = posixpath.join(source.location, candidate.folder)
-        self.shards = [path for path in candidate.files if is_shard(path)]
-        self.numbers = [_Numbers.of(path) for path in self.shards]
+        self.paths = [path for path in candidate.files if is_shard(path)]
+        self.numbers = [_Numbers.of(path) for path in self.paths]
         self.others = [path for path in candidate.files if not is_shard(path)]
-        self.mapped = [n for path in self.others for n in read_weight_map(source, path)]
+        self.indexed = [n for path in self.others for n in read_weight_map(source, path)]
 
     def index(self) -> TensorIndex:
         _check_model_files(self.numbers, self.where)
-        files = [self.source.stat(path) for path in self.shards]
-        pieces = self._pieces(files)
-        absent = [name for name in self.mapped if name not in pieces]
+        files = [self.source.stat(path) for path in self.paths]
+        shards = self._read_shards(files)
+        absent = [name for name in self.indexed if name not in shards]
         self._check_ranks(absent)
-        shapes = {name: _shape(held, self.where) for name, held in pieces.items()}
-        extents = config_beside(self.source, self._config_folders())
-        self._check_layers(extents, pieces)
-        entries = self._entries(pieces, shapes)
+        shapes = {name: _whole_shape(held, self.where) for name, held in shards.items()}
+        extents = read_config_extents(self.source, self._config_folders())
+        self._check_layers(extents, shards)
+        entries = self._entries(shards, shapes)
         problems = [
-            *self._stored_twice(pieces),
-            *(_short(entry, extents) for entry in entries.values()),
-            *([] if extents.proves(shapes) else self._cut_off(pieces, shapes)),
+            *self._find_stored_twice(shards),
+            *(_compare_extents(entry, extents) for entry in entries.values()),
+            *([] if extents.proves(shapes) else self._find_cut_off(shards, shapes)),
         ]
-        rows = [piece for held in pieces.values() for piece in held if not piece.is_empty]
+        rows = [shard for held in shards.values() for shard in held if not shard.is_empty]
         return TensorIndex(
             format=HfShardsReader.name,
             files=(*files, *map(self.source.stat, self.others)),
             records=RecordTable(
-                np.array([piece.file for piece in rows], np.int64),
-                np.array([piece.stored.start for piece in rows], np.int64),
-                np.array([piece.stored.stop for piece in rows], np.int64),
+                np.array([shard.file for shard in rows], np.int64),
+                np.array([shard.stored.start for shard in rows], np.int64),
+                np.array([shard.stored.stop for shard in rows], np.int64),
             ),
             tensors=entries,
             run=RunFacts(
@@ -214,47 +291,47 @@ class _Assembly:
             folders.append(posixpath.dirname(self.folder))
         return folders
 
-    def _pieces(self, files: Sequence[FileRef]) -> dict[str, list[_Piece]]:
-        found: dict[str, list[_Piece]] = {}
+    def _read_shards(self, files: Sequence[FileRef]) -> dict[str, list[_Shard]]:
+        shards: dict[str, list[_Shard]] = defaultdict(list)
         for number, (file, numbers) in enumerate(zip(files, self.numbers, strict=True)):
             header = read_header(self.source, file)
             where = posixpath.join(self.source.location, file.path)
-            offsets = saved_offsets(header, where=where)
+            offsets = read_shard_offsets(header, where=where)
             for stored in header.tensors:
-                at = offsets[stored.name]
-                piece = _Piece(number, numbers.rank, numbers.model_file, stored, at)
-                found.setdefault(stored.name, []).append(piece)
-        for name, pieces in found.items():
-            self._check_alike(name, pieces)
-        return found
+                shards[stored.name].append(
+                    _Shard(number, numbers.rank, numbers.model_file, stored, offsets[stored.name])
+                )
+        for name, held in shards.items():
+            self._check_same_tensor(name, held)
+        return dict(shards)
 
-    def _check_alike(self, name: str, pieces: Sequence[_Piece]) -> None:
-        """Refuses pieces that cannot be of one tensor, as those of two saves."""
-        first = pieces[0]
-        for other in pieces[1:]:
-            for what, one, two in (
+    def _check_same_tensor(self, name: str, shards: Sequence[_Shard]) -> None:
+        """Refuses shards that cannot be of one tensor, as those of two saves."""
+        first = shards[0]
+        for other in shards[1:]:
+            for what, expected, actual in (
                 ("dtype", first.stored.dtype.name, other.stored.dtype.name),
                 ("dimensions", len(first.offsets), len(other.offsets)),
                 ("model file", first.model_file, other.model_file),
             ):
-                if one != two:
+                if expected != actual:
                     raise FormatError(
-                        f"tensor {name!r} has {what} {one} in {self.shards[first.file]!r} against"
-                        f" {two} in {self.shards[other.file]!r}",
+                        f"tensor {name!r} has {what} {expected} in {self.paths[first.file]!r}"
+                        f" against {actual} in {self.paths[other.file]!r}",
                         where=self.where,
                         hint="the shards are of different saves: take the older ones away",
                     )
 
     def _check_ranks(self, absent: Sequence[str]) -> None:
-        """Refuses a set with gaps, unless an index beside it tells that no tensor is lacking.
+        """Refuses a set with gaps, unless an index shows that no tensor is missing.
 
-        A rank that holds nothing of a model file writes none, as in a pipeline. That nothing is
-        lacking inside of a tensor, its coverage proves later.
+        A rank without a shard of a model file writes no file, as in a pipeline. The check of
+        coverage, later, proves that no part of a tensor is missing.
         """
         there = {(number.rank, number.model_file) for number in self.numbers}
         last = max(number.rank for number in self.numbers)
         count = self.numbers[0].model_files
-        if len(there) == last * count or (self.mapped and not absent):
+        if len(there) == last * count or (self.indexed and not absent):
             return
         missing = next(
             (rank, file)
@@ -263,15 +340,15 @@ class _Assembly:
             if (rank, file) not in there
         )
         raise MissingFileError(
-            f"{len(there):,} of {last * count:,} shards are there; {_name(*missing, count)!r} is"
-            " missing",
+            f"{len(there):,} of {last * count:,} shards are there; {_file_name(*missing, count)!r}"
+            " is missing",
             where=self.where,
             hint="copy the missing files as well; if the rank held no part of that file and so"
             f" wrote none, put the model's {_INDEX!r} beside the shards, which names all tensors",
         )
 
     def _check_layers(self, extents: ConfigExtents, names: Collection[str]) -> None:
-        lacking = extents.layers_lacking(names)
+        lacking = extents.count_lacking_layers(names)
         if lacking:
             raise IncompleteCheckpointError(
                 f"the last {lacking:,} of {extents.layers:,} layers by {extents.path!r} are in no"
@@ -280,67 +357,58 @@ class _Assembly:
                 hint="give the directory that holds the shards of every rank",
             )
 
-    def _stored_twice(self, pieces: Mapping[str, Sequence[_Piece]]) -> Iterator[Problem]:
-        """Yields tensors of which a part is there twice, which would be taken for a replica."""
-        for name, held in pieces.items():
-            seen: dict[tuple[Shape, Shape], _Piece] = {}
-            for piece in held:
-                place = (piece.offsets, piece.stored.shape)
-                other = seen.setdefault(place, piece)
-                if other is not piece and not piece.is_empty:
-                    both = f"{self.shards[other.file]!r} and {self.shards[piece.file]!r}"
-                    message = f"{list(piece.stored.shape)} elements from {list(piece.offsets)} on"
+    def _find_stored_twice(self, shards: Mapping[str, Sequence[_Shard]]) -> Iterator[Problem]:
+        """Yields tensors with two shards of one part, which would be taken for replicas."""
+        for name, held in shards.items():
+            seen: dict[tuple[Shape, Shape], _Shard] = {}
+            for shard in held:
+                other = seen.setdefault((shard.offsets, shard.stored.shape), shard)
+                if other is not shard and not shard.is_empty:
+                    both = f"{self.paths[other.file]!r} and {self.paths[shard.file]!r}"
+                    message = f"{list(shard.stored.shape)} elements from {list(shard.offsets)} on"
                     yield Problem(_INCOMPLETE, name, f"{message} are stored in both {both}")
                     break
 
-    def _cut_off(
-        self, pieces: Mapping[str, Sequence[_Piece]], shapes: Mapping[str, Shape]
+    def _find_cut_off(
+        self, shards: Mapping[str, Sequence[_Shard]], shapes: Mapping[str, Shape]
     ) -> Iterator[Problem]:
-        """Yields all matrices where shapes tell that the last shards are missing."""
+        """Yields all matrices if shapes show that the last shards are missing."""
         matrices = {name: shape for name, shape in shapes.items() if len(shape) > 1}
-        counts = {name: len({p.offsets[:1] for p in pieces[name]}) for name in matrices}
-        shards = shards_by_shapes((shape, counts[name]) for name, shape in matrices.items())
-        if shards is not None:
+        counts = {name: len({shard.offsets[:1] for shard in shards[name]}) for name in matrices}
+        expected = estimate_shards((shape, counts[name]) for name, shape in matrices.items())
+        if expected is not None:
             ranks = max(number.rank for number in self.numbers)
             for name, shape in matrices.items():
                 yield Problem(
                     _INCOMPLETE,
                     name,
                     f"the shards of {ranks} ranks reach to {list(shape)}, but no matrix has as"
-                    f" many rows as another has columns, as they would with {shards} shards of"
+                    f" many rows as another has columns, as they would with {expected} shards of"
                     " each: those after the last one are missing",
                 )
 
     def _entries(
-        self, pieces: Mapping[str, Sequence[_Piece]], shapes: Mapping[str, Shape]
+        self, shards: Mapping[str, Sequence[_Shard]], shapes: Mapping[str, Shape]
     ) -> dict[Key, TensorEntry]:
-        places = classify([(name,) for name in pieces], where=self.where)
+        memberships = classify([(name,) for name in shards], where=self.where)
         entries, first = {}, 0
-        for (name, held), place in zip(pieces.items(), places, strict=True):
-            kept = [piece for piece in held if not piece.is_empty]
-            entries[Key(name)] = TensorEntry(
-                key=Key(name),
-                key_path=(name,),
-                name=place.name,
-                tree=place.tree,
-                part=place.part,
-                dtype=held[0].stored.dtype,
-                shape=shapes[name],
-                chunks=_chunks(kept, len(shapes[name]), first),
-            )
-            first += len(kept)
+        for (name, held), membership in zip(shards.items(), memberships, strict=True):
+            filled = [shard for shard in held if not shard.is_empty]
+            chunks = _chunks(filled, len(shapes[name]), first)
+            dtype = held[0].stored.dtype
+            entries[Key(name)] = membership.entry((name,), dtype, shapes[name], chunks)
+            first += len(filled)
         return entries
 
     def _notes(self, absent: Sequence[str], *, proven: bool) -> Iterator[str]:
         if absent:
-            more = f" and {len(absent) - _NAMED:,} more" if len(absent) > _NAMED else ""
-            listed = ", ".join(map(repr, absent[:_NAMED]))
-            yield f"{_INDEX!r} names tensors that no shard has: {listed}{more}"
+            names = list_first(map(repr, absent), len(absent), _LISTED_NAMES)
+            yield f"{_INDEX!r} names tensors that no shard has: {names}"
         if not proven:
             yield UNPROVEN
 
 
-def _name(rank: int, model_file: int, model_files: int) -> str:
+def _file_name(rank: int, model_file: int, model_files: int) -> str:
     return f"shard-{rank:05d}-model-{model_file:05d}-of-{model_files:05d}{_ENDING}"
 
 
@@ -365,29 +433,29 @@ def _check_model_files(numbers: Sequence[_Numbers], where: str) -> None:
         )
 
 
-def _shape(pieces: Sequence[_Piece], where: str) -> Shape:
-    shape = tuple(max(sizes) for sizes in zip(*(piece.reach for piece in pieces), strict=True))
-    stored = pieces[0].stored
-    if math.prod(max(size, 1) for size in shape) * stored.dtype.itemsize > _MAX_BYTES:
+def _whole_shape(shards: Sequence[_Shard], where: str) -> Shape:
+    shape = tuple(max(ends) for ends in zip(*(shard.end for shard in shards), strict=True))
+    stored = shards[0].stored
+    if overflows(shape, stored.dtype):
         raise FormatError(
             f"size of tensor {stored.name!r} of shape {list(shape)} overflows", where=where
         )
     return shape
 
 
-def _chunks(pieces: Sequence[_Piece], dimensions: int, first: int) -> ChunkTable:
-    rows = len(pieces)
+def _chunks(shards: Sequence[_Shard], dimensions: int, first: int) -> ChunkTable:
+    rows = len(shards)
     return ChunkTable(
-        np.array([piece.offsets for piece in pieces], np.int64).reshape(rows, dimensions),
-        np.array([piece.stored.shape for piece in pieces], np.int64).reshape(rows, dimensions),
+        np.array([shard.offsets for shard in shards], np.int64).reshape(rows, dimensions),
+        np.array([shard.stored.shape for shard in shards], np.int64).reshape(rows, dimensions),
         np.arange(first, first + rows),
         byte_offset=0,
-        rank=np.array([piece.rank - 1 for piece in pieces], np.int64),
+        rank=np.array([shard.rank - 1 for shard in shards], np.int64),
     )
 
 
-def _short(entry: TensorEntry, extents: ConfigExtents) -> Problem | None:
-    """Says where a configuration has a tensor larger than all shards together."""
+def _compare_extents(entry: TensorEntry, extents: ConfigExtents) -> Problem | None:
+    """Reports a tensor that is larger in the configuration than all its shards together."""
     least = extents.least(entry.name)
     if least is None or len(least) != len(entry.shape):
         return None

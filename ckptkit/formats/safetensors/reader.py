@@ -1,14 +1,12 @@
 """The reader of safetensors files, single or in numbered sets with an index.
 
-Source: https://github.com/huggingface/safetensors, README "Format", and `Metadata::validate`
-in safetensors/src/tensor.rs.
+Torch writes shards of tensors as safetensors, too. The metadata of such a header has the texts
+`DCP_SHARDING_INFO`, JSON with the offsets of each shard in its tensor, and `DCP_VERSION`. It does
+not have the shapes of the whole tensors.
 
-What torch writes into the header of a safetensors file that holds pieces of tensors.
-
-The texts of a header are `DCP_SHARDING_INFO`, JSON with the place of each piece in its tensor, and
-`DCP_VERSION`. How large the whole tensor is, nothing says.
-
-Source: torch/distributed/checkpoint/{filesystem,_hf_utils}.py, torch 2.8 to 2.13.
+Source: https://github.com/huggingface/safetensors, README "Format", and `Metadata::validate` in
+safetensors/src/tensor.rs; torch/distributed/checkpoint/{filesystem,_hf_utils}.py, torch 2.8 to
+2.13.
 """
 
 from __future__ import annotations
@@ -41,113 +39,35 @@ from ckptkit.core.index import (
     TensorIndex,
 )
 from ckptkit.formats.base import Candidate
-from ckptkit.formats.torch_files.reader import (
+from ckptkit.formats.file_sets import (
     INDEX_ENDING,
     check_weight_map,
-    file_sets,
-    loads_strictly,
-    members,
+    find_data_files,
+    group_model_files,
 )
-from ckptkit.formats.trees import Membership, classify
+from ckptkit.formats.parsing import (
+    MAX_BYTES,
+    MAX_DIMENSIONS,
+    is_count,
+    overflows,
+    parse_json,
+)
+from ckptkit.formats.trees import classify
 from ckptkit.storage.base import Source
 
+MAX_HEADER_BYTES = 100_000_000  # the limit of the reference reader
 _INFO = "DCP_SHARDING_INFO"
 _VERSION = "DCP_VERSION"
 _KNOWN_VERSIONS = {"1.0"}
 _OFFSETS = "saved_offsets"
-_MOST = 2**63 - 1
-
-
-def saved_offsets(header: Header, *, where: str) -> Mapping[str, Shape]:
-    """Returns where each tensor of a file begins in the tensor that it is a piece of.
-
-    Args:
-        header: The header of the file.
-        where: The file, for messages.
-
-    Returns:
-        For each name one number for each dimension, in elements.
-    """
-    text = header.metadata.get(_INFO)
-    if text is None:
-        raise UnsupportedError(
-            f"header has no {_INFO!r}, so that nothing says which part of its tensor each piece is",
-            where=where,
-            hint="save again with torch 2.8 or later: what wrote this kept no places",
-        )
-    version = header.metadata.get(_VERSION)
-    if version not in _KNOWN_VERSIONS:
-        raise UnsupportedError(
-            f"{_VERSION!r} is {version!r} against {', '.join(sorted(_KNOWN_VERSIONS))}, which are"
-            " the layouts that are read",
-            where=where,
-            hint="it was written by a newer torch: look for a newer ckptkit",
-        )
-    return _checked(loads_strictly(text.encode(), where=f"{where}: {_INFO}"), header, where)
-
-
-def check_whole(header: Header, *, where: str) -> None:
-    """Refuses a file that holds pieces, where it is about to be taken for whole tensors.
-
-    Files that torch wrote whole say that each tensor begins at its begin. What cannot be
-    understood is let pass: it tells of no piece.
-    """
-    if _INFO not in header.metadata:
-        return
-    try:
-        found = saved_offsets(header, where=where)
-    except InputError:
-        return
-    for name, offsets in found.items():
-        if any(offsets):
-            raise UnsupportedError(
-                f"holds of tensor {name!r} the piece from {list(offsets)} on, and no whole tensor",
-                where=where,
-                hint="it is the shard of one rank under another name: give the directory that"
-                " holds the shards of all ranks, named as torch named them",
-            )
-
-
-def _checked(found: object, header: Header, where: str) -> Mapping[str, Shape]:
-    if not isinstance(found, dict):
-        raise FormatError(f"{_INFO!r} is not a JSON object", where=where)
-    names = {tensor.name for tensor in header.tensors}
-    if names != found.keys():
-        name = min(names ^ found.keys())
-        held = "the header has, it has not" if name in names else "it has, the header has not"
-        raise FormatError(f"{_INFO!r} and the header disagree on {name!r}: {held}", where=where)
-    return {
-        tensor.name: _offsets(found[tensor.name], tensor.shape, f"{where}: tensor {tensor.name!r}")
-        for tensor in header.tensors
-    }
-
-
-def _offsets(fields: object, shape: Shape, where: str) -> Shape:
-    offsets = fields.get(_OFFSETS) if isinstance(fields, dict) else None
-    if not isinstance(offsets, list) or len(offsets) != len(shape):
-        raise FormatError(
-            f"{_OFFSETS!r} is not a list of {len(shape)} numbers, as its shape {list(shape)} is",
-            where=where,
-        )
-    for offset, size in zip(offsets, shape, strict=True):
-        if type(offset) is not int or not 0 <= offset <= _MOST - size:
-            raise FormatError(
-                f"{_OFFSETS!r} are {offsets} against natural numbers below 2**63", where=where
-            )
-    return tuple(offsets)
-
-
-MAX_HEADER_BYTES = 100_000_000  # what the reference reader takes
-MAX_DIMENSIONS = 64
 _LENGTH = struct.Struct("<Q")
 _METADATA = "__metadata__"
 _FIELDS = {"dtype", "shape", "data_offsets"}
-_MAX_BYTES = 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """A tensor of one file.
+class HeaderTensor:
+    """A tensor of one file, as its header describes it.
 
     Attributes:
         name: Its name in the header.
@@ -166,23 +86,23 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """A checked header: tensors in the order of their bytes, and free text by name."""
+    """A checked header: tensors in the order of their bytes, and texts by name."""
 
-    tensors: tuple[StoredTensor, ...]
+    tensors: tuple[HeaderTensor, ...]
     metadata: dict[str, str]
 
 
 def parse_header(raw: bytes, size_bytes: int, *, where: str) -> Header:
-    """Returns a header after the complete checks that the reference reader does.
+    """Parses a header, with all checks of the reference reader.
 
     Args:
-        raw: The JSON, without the eight bytes of its length.
+        raw: The JSON, without the eight bytes before it that hold its length.
         size_bytes: The whole file's length.
         where: The file, for messages.
     """
     if not raw.startswith(b"{"):
         raise FormatError(f"header starts with {raw[:1]!r}, not with b'{{'", where=where)
-    content = loads_strictly(raw, where=where)
+    content = parse_json(raw, where=where)
     if not isinstance(content, dict):
         raise FormatError("header is not a JSON object", where=where)
     metadata = content.pop(_METADATA, None)
@@ -191,7 +111,7 @@ def parse_header(raw: bytes, size_bytes: int, *, where: str) -> Header:
         raise FormatError(f"{_METADATA!r} is not a map of strings", where=where)
     data_start = _LENGTH.size + len(raw)
     tensors = [
-        _stored_tensor(name, fields, data_start, f"{where}: tensor {name!r}")
+        _parse_tensor(name, fields, data_start, f"{where}: tensor {name!r}")
         for name, fields in content.items()
     ]
     tensors.sort(key=lambda tensor: (tensor.start, tensor.stop))
@@ -200,15 +120,15 @@ def parse_header(raw: bytes, size_bytes: int, *, where: str) -> Header:
 
 
 def read_header(source: Source, file: FileRef, start: int = 0) -> Header:
-    """Returns the checked header of one file, or of what lies in a file from `start` to its end.
+    """Returns the checked header of a file, or of an image from byte `start` to the file's end.
 
     Args:
-        source: Where the file lies.
+        source: The source of the file.
         file: The file.
-        start: First byte of the length of the header.
+        start: First byte of the image, which is that of its header's length.
 
     Returns:
-        The header, with the positions of tensors from the start of the file.
+        The header; the positions of tensors are counted from the start of the file.
     """
     where = posixpath.join(source.location, file.path)
     size_bytes = file.size_bytes - start
@@ -233,14 +153,89 @@ def read_header(source: Source, file: FileRef, start: int = 0) -> Header:
             hint="the copy was cut short; compare its size with the source's",
         )
     raw = source.read(file.path, start + _LENGTH.size, stop)
-    return _shifted(parse_header(raw, size_bytes, where=where), start)
-
-
-def _shifted(header: Header, start: int) -> Header:
+    header = parse_header(raw, size_bytes, where=where)
     if not start:
         return header
     tensors = (replace(t, start=t.start + start, stop=t.stop + start) for t in header.tensors)
     return replace(header, tensors=tuple(tensors))
+
+
+def read_shard_offsets(header: Header, *, where: str) -> Mapping[str, Shape]:
+    """Returns the offsets of each shard of a file in its whole tensor.
+
+    Args:
+        header: The header of the file.
+        where: The file, for messages.
+
+    Returns:
+        For each name one number per dimension, in elements.
+    """
+    text = header.metadata.get(_INFO)
+    if text is None:
+        raise UnsupportedError(
+            f"header has no {_INFO!r}, which has the offsets of each shard in its tensor",
+            where=where,
+            hint="save again with torch 2.8 or later, which writes them",
+        )
+    version = header.metadata.get(_VERSION)
+    if version not in _KNOWN_VERSIONS:
+        raise UnsupportedError(
+            f"{_VERSION!r} is {version!r}, expected one of {', '.join(sorted(_KNOWN_VERSIONS))}",
+            where=where,
+            hint="a newer torch wrote it: look for a newer ckptkit",
+        )
+    return _check_offsets(parse_json(text.encode(), where=f"{where}: {_INFO}"), header, where)
+
+
+def check_whole(header: Header, *, where: str) -> None:
+    """Refuses a file of shards that would be read as whole tensors.
+
+    In files of whole tensors torch writes offsets of 0. Metadata that cannot be parsed is ignored,
+    since it names no shard.
+    """
+    if _INFO not in header.metadata:
+        return
+    try:
+        shards = read_shard_offsets(header, where=where)
+    except InputError:
+        return
+    for name, offsets in shards.items():
+        if any(offsets):
+            raise UnsupportedError(
+                f"holds the shard of tensor {name!r} from {list(offsets)} on, not the whole tensor",
+                where=where,
+                hint="it is the shard of one rank under another name: give the directory that"
+                " holds the shards of all ranks, named as torch named them",
+            )
+
+
+def _check_offsets(info: object, header: Header, where: str) -> Mapping[str, Shape]:
+    if not isinstance(info, dict):
+        raise FormatError(f"{_INFO!r} is not a JSON object", where=where)
+    names = {tensor.name for tensor in header.tensors}
+    if names != info.keys():
+        name = min(names ^ info.keys())
+        holder = "only the header has it" if name in names else f"only {_INFO!r} has it"
+        raise FormatError(f"{_INFO!r} and the header disagree on {name!r}: {holder}", where=where)
+    return {
+        tensor.name: _offsets(info[tensor.name], tensor.shape, f"{where}: tensor {tensor.name!r}")
+        for tensor in header.tensors
+    }
+
+
+def _offsets(fields: object, shape: Shape, where: str) -> Shape:
+    offsets = fields.get(_OFFSETS) if isinstance(fields, dict) else None
+    if not isinstance(offsets, list) or len(offsets) != len(shape):
+        raise FormatError(
+            f"{_OFFSETS!r} is not a list of {len(shape)} numbers, as its shape {list(shape)} is",
+            where=where,
+        )
+    for offset, size in zip(offsets, shape, strict=True):
+        if not is_count(offset, MAX_BYTES - size):
+            raise FormatError(
+                f"{_OFFSETS!r} are {offsets}, expected natural numbers below 2**63", where=where
+            )
+    return tuple(offsets)
 
 
 class SafetensorsReader:
@@ -249,17 +244,19 @@ class SafetensorsReader:
     name = "safetensors"
 
     def find(self, paths: Sequence[str]) -> list[Candidate]:
-        return [found.candidate(self.name) for found in file_sets(paths, (".safetensors",))]
+        return [files.candidate(self.name) for files in group_model_files(paths, (".safetensors",))]
 
     def read_index(self, source: Source, candidate: Candidate) -> TensorIndex:
-        """Returns the index of all headers of a candidate."""
         where = posixpath.join(source.location, candidate.folder)
-        paths, weight_map = members(source, candidate)
+        paths, weight_map = find_data_files(source, candidate)
         files = [source.stat(path) for path in paths]
-        headers = [_whole_header(source, file) for file in files]
-        homes = _homes(files, headers, where)
+        headers = []
+        for file in files:
+            headers.append(read_header(source, file))
+            check_whole(headers[-1], where=posixpath.join(source.location, file.path))
+        files_by_name = _files_by_name(files, headers, where)
         if weight_map is not None:
-            check_weight_map(weight_map, homes, where=where)
+            check_weight_map(weight_map, files_by_name, where=where)
         indices = [path for path in candidate.files if path.endswith(INDEX_ENDING)]
         rows = [(i, t) for i, header in enumerate(headers) for t in header.tensors]
         columns = np.array([(i, t.start, t.stop) for i, t in rows], np.int64).reshape(-1, 3)
@@ -273,13 +270,7 @@ class SafetensorsReader:
         )
 
 
-def _whole_header(source: Source, file: FileRef) -> Header:
-    header = read_header(source, file)
-    check_whole(header, where=posixpath.join(source.location, file.path))
-    return header
-
-
-def _stored_tensor(name: str, fields: object, data_start: int, where: str) -> StoredTensor:
+def _parse_tensor(name: str, fields: object, data_start: int, where: str) -> HeaderTensor:
     if not isinstance(fields, dict) or fields.keys() != _FIELDS:
         raise FormatError(
             "entry has other fields than 'dtype', 'shape', 'data_offsets'", where=where
@@ -290,13 +281,10 @@ def _stored_tensor(name: str, fields: object, data_start: int, where: str) -> St
             f"dtype {fields['dtype']!r} is not modelled; known are {', '.join(BY_SAFETENSORS)}",
             where=where,
         )
-    shape, extent = (
-        _counts(fields["shape"], where),
-        _counts(fields["data_offsets"], where),
-    )
+    shape, extent = _counts(fields["shape"], where), _counts(fields["data_offsets"], where)
     if len(shape) > MAX_DIMENSIONS:
         raise FormatError(f"{len(shape):,} dimensions are more than {MAX_DIMENSIONS}", where=where)
-    if math.prod(size or 1 for size in shape) * dtype.itemsize > _MAX_BYTES:
+    if overflows(shape, dtype):
         raise FormatError(f"size of shape {list(shape)} overflows", where=where)
     needed = math.prod(shape) * dtype.itemsize
     if len(extent) != 2 or extent[1] - extent[0] != needed:  # noqa: PLR2004, start and stop
@@ -305,21 +293,19 @@ def _stored_tensor(name: str, fields: object, data_start: int, where: str) -> St
             f"{list(extent)}",
             where=where,
         )
-    return StoredTensor(name, dtype, shape, data_start + extent[0], data_start + extent[1])
+    return HeaderTensor(name, dtype, shape, data_start + extent[0], data_start + extent[1])
 
 
 def _counts(value: object, where: str) -> tuple[int, ...]:
-    if not isinstance(value, list) or not all(
-        type(item) is int and 0 <= item <= _MAX_BYTES for item in value
-    ):
+    if not isinstance(value, list) or not all(map(is_count, value)):
         raise FormatError("shape or range is not a list of natural numbers", where=where)
     return tuple(value)
 
 
 def _check_extents(
-    tensors: list[StoredTensor], data_start: int, size_bytes: int, where: str
+    tensors: list[HeaderTensor], data_start: int, size_bytes: int, where: str
 ) -> None:
-    """Proves that the tensors cover the file from `data_start` on without holes or overlaps."""
+    """Checks that the tensors cover the file from `data_start` on without gaps or overlaps."""
     expected = data_start
     for tensor in tensors:
         if tensor.start != expected:
@@ -343,45 +329,33 @@ def _check_extents(
         )
 
 
-def _homes(files: list[FileRef], headers: list[Header], where: str) -> dict[str, str]:
-    """Maps every tensor to its file."""
-    homes: dict[str, str] = {}
+def _files_by_name(files: list[FileRef], headers: list[Header], where: str) -> dict[str, str]:
+    files_by_name: dict[str, str] = {}
     for file, header in zip(files, headers, strict=True):
         for tensor in header.tensors:
-            before = homes.setdefault(tensor.name, file.path)
+            before = files_by_name.setdefault(tensor.name, file.path)
             if before != file.path:
                 raise FormatError(
                     f"tensor {tensor.name!r} is in {posixpath.basename(before)!r} and in "
                     f"{posixpath.basename(file.path)!r}",
                     where=where,
                 )
-    return homes
+    return files_by_name
 
 
-def _entries(tensors: list[StoredTensor], where: str) -> dict[Key, TensorEntry]:
-    places = classify([(tensor.name,) for tensor in tensors], where=where)
-    return {
-        Key(tensor.name): _entry(tensor, place, record)
-        for record, (tensor, place) in enumerate(zip(tensors, places, strict=True))
-    }
-
-
-def _entry(tensor: StoredTensor, place: Membership, record: int) -> TensorEntry:
-    sizes = np.array([tensor.shape], np.int64).reshape(1, len(tensor.shape))
-    return TensorEntry(
-        key=Key(tensor.name),
-        key_path=(tensor.name,),
-        name=place.name,
-        tree=place.tree,
-        part=place.part,
-        dtype=tensor.dtype,
-        shape=tensor.shape,
-        chunks=ChunkTable(np.zeros_like(sizes), sizes, np.array([record]), byte_offset=0),
-    )
+def _entries(tensors: list[HeaderTensor], where: str) -> dict[Key, TensorEntry]:
+    memberships = classify([(tensor.name,) for tensor in tensors], where=where)
+    entries = {}
+    for record, (tensor, membership) in enumerate(zip(tensors, memberships, strict=True)):
+        sizes = np.array([tensor.shape], np.int64).reshape(1, len(tensor.shape))
+        chunks = ChunkTable(np.zeros_like(sizes), sizes, np.array([record]), byte_offset=0)
+        entry = membership.entry((tensor.name,), tensor.dtype, tensor.shape, chunks)
+        entries[entry.key] = entry
+    return entries
 
 
 def _values(headers: list[Header]) -> dict[KeyPath, str]:
-    """Collects the free text; where files of a set differ, the first one counts."""
+    """Returns the texts of all headers; where files of a set differ, that of the first file."""
     return {
         (_METADATA, name): text
         for header in reversed(headers)

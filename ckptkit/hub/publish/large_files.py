@@ -26,7 +26,7 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.manifest import LEAF_BYTES, Manifest
 from ckptkit.engine.outcome import BytesWritten, Listener
-from ckptkit.formats.safetensors.reader import StoredTensor, read_header
+from ckptkit.formats.safetensors.reader import HeaderTensor, read_header
 from ckptkit.hub.client import Hub, forgo_xet, uses_xet
 from ckptkit.hub.publish.searching import SecretSearch, refuse_secrets
 from ckptkit.storage.base import Folder, Source
@@ -91,7 +91,7 @@ def large_file(
 
 
 def _tensors(
-    source: Source, path: str, tensors: tuple[StoredTensor, ...], manifest: Manifest
+    source: Source, path: str, tensors: tuple[HeaderTensor, ...], manifest: Manifest
 ) -> Iterator[DigestRange]:
     expected = {name: t for name, t in manifest.tensors.items() if t.file == path}
     where = posixpath.join(source.location, path)

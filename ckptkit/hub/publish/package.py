@@ -16,7 +16,7 @@ from ckptkit.core.dtypes import DType, dtype_named
 from ckptkit.core.errors import FormatError, VerificationError
 from ckptkit.core.index import FileRef, Shape
 from ckptkit.core.manifest import MANIFEST_NAME, FileRecord, Manifest, parse_manifest
-from ckptkit.formats.torch_files.reader import INDEX_ENDING
+from ckptkit.formats.file_sets import INDEX_ENDING
 from ckptkit.hub.publish.card import ModelFacts, base_model_of, write_card
 from ckptkit.hub.publish.folder_files import (
     ADAPTER_CONFIG,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ckptkit.core.errors import IncompleteCheckpointError, InputError, NotACheckpointError
 from ckptkit.core.manifest import MANIFEST_NAME
-from ckptkit.formats.discovery import step_of
+from ckptkit.formats.discovery import parse_step
 from ckptkit.runs.listing import RunListing, list_run
 from ckptkit.runs.run_paths import open_run
 from ckptkit.runs.steps import RunStep
@@ -51,7 +51,9 @@ class WatchedRun:
             self._unsettled, self._taken, self._absence = {}, set(), error
             return ()
         self._absence = _absence(listing)
-        steps = [step for step in listing.steps if step.complete and step_of(step.name) is not None]
+        steps = [
+            step for step in listing.steps if step.complete and parse_step(step.name) is not None
+        ]
         before, self._unsettled = self._unsettled, {}
         self._taken = set()
         seen: dict[int, RunStep] = {}
@@ -115,7 +117,7 @@ class WatchedRun:
 
 def _absence(listing: RunListing) -> InputError | None:
     """Says what lies in a run without a complete step."""
-    steps = [step for step in listing.steps if step_of(step.name) is not None]
+    steps = [step for step in listing.steps if parse_step(step.name) is not None]
     if not steps or any(step.complete for step in steps):
         return None
     found = "; ".join(f"{step.name}: {step.problem}" for step in steps[-_LISTED:])

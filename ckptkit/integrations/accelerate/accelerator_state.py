@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.core.errors import UsageError
-from ckptkit.formats.discovery import step_of
+from ckptkit.formats.discovery import parse_step
 from ckptkit.training import step_names
 from ckptkit.training.settings import Options
 from ckptkit.training.sidecar import StepFile
@@ -138,7 +138,7 @@ def _target_at(folder: Path, count: int) -> Target:
     match = _STEP_FOLDER.fullmatch(folder.name)
     if match:
         return Target(folder.parent, int(match[2]), match[1])
-    found = step_of(folder.name)
+    found = parse_step(folder.name)
     return Target(folder.parent, count if found is None else found, _USUAL_PREFIX, folder.name)
 
 

@@ -22,7 +22,7 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.index import TensorIndex
 from ckptkit.core.text import size_text
-from ckptkit.formats.discovery import step_of
+from ckptkit.formats.discovery import parse_step
 from ckptkit.runs.marks import STEP_PREFIXES
 from ckptkit.runs.steps import RunStep
 from ckptkit.storage.places import Place
@@ -191,7 +191,7 @@ def _step_in(folder: Path | Place) -> int:
             hint="name the directory of a step, as other ranks see it too",
         ) from error
     step = manifest.source.get("step") if manifest is not None else None
-    return step if isinstance(step, int) else step_of(posixpath.basename(folder)) or 0
+    return step if isinstance(step, int) else parse_step(posixpath.basename(folder)) or 0
 
 
 def _steps(run: Path | Place, prefix: str) -> tuple[RunStep, ...]:

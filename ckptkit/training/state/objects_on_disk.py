@@ -28,8 +28,14 @@ from ckptkit.core.errors import (
     ResumeError,
     UnsafePickleError,
 )
+from ckptkit.core.text import quote
 from ckptkit.formats.dcp.reader import BlobRef
-from ckptkit.formats.pickle.pickles import Global, InertDict, InertObject, parse_pickle, shown
+from ckptkit.formats.pickle.machine import (
+    Global,
+    InertDict,
+    InertObject,
+)
+from ckptkit.formats.pickle.pickles import parse_pickle
 from ckptkit.formats.pickle.torch_values import (
     ALLOWED,
     DTypeName,
@@ -40,7 +46,7 @@ from ckptkit.formats.pickle.torch_values import (
     inert_value,
     storage_ref,
 )
-from ckptkit.formats.pickle.torch_zip import Archive, open_archive
+from ckptkit.formats.pickle.torch_zip import ZipArchive, open_archive
 from ckptkit.storage.base import Source
 
 _MOST_BYTES = 2**31  # of one object, such as the state of a dataloader
@@ -115,7 +121,7 @@ def object_from_bytes(data: bytes, *, where: str) -> Any:
     return _ValueBuilder(archive).value(inert, 0)
 
 
-def _parsed(data: bytes, *, where: str) -> tuple[Archive, object]:
+def _parsed(data: bytes, *, where: str) -> tuple[ZipArchive, object]:
     archive = open_archive(lambda start, stop: data[start:stop], len(data), where=where)
     try:
         return archive, parse_pickle(
@@ -134,7 +140,7 @@ def _read_checked(source: Source, path: str, extent: tuple[int, int], where: str
 class _ValueBuilder:
     """Creates values from the parsed pickle of one archive; shared parts stay shared."""
 
-    def __init__(self, archive: Archive) -> None:
+    def __init__(self, archive: ZipArchive) -> None:
         self._archive = archive
         self._made: dict[int, Any] = {}
         self._kept: list[object] = []  # so that no id is used twice
@@ -201,7 +207,7 @@ class _ValueBuilder:
             raise
         except (TypeError, ValueError, OverflowError, ArithmeticError, LookupError) as error:
             raise FormatError(
-                f"{shown(str(inert.cls))} is made from what does not make one",
+                f"{quote(str(inert.cls))} is made from what does not make one",
                 where=self._archive.where,
             ) from error
 
@@ -230,7 +236,7 @@ class _ValueBuilder:
         name = inert.cls if isinstance(inert, InertObject) else inert
         text = str(name) if isinstance(name, Global) else type(name).__name__
         return ResumeError(
-            f"a value of class {shown(text)} was found where plain values were expected",
+            f"a value of class {quote(text)} was found where plain values were expected",
             where=self._archive.where,
             hint=_HINT,
         )

@@ -52,7 +52,7 @@ from ckptkit.core.index import Key, Span
 from ckptkit.core.threads import memory_in_use_bytes
 from ckptkit.engine import decompress as streams
 from ckptkit.engine.reader import Origin, TensorReader
-from ckptkit.formats.dcp.zstd import ZstdContent, decoded
+from ckptkit.formats.dcp.compression import ZstdContent, decompress
 from ckptkit.options import ConsolidateRequest
 from ckptkit.plan.plan import TASK_BYTES
 from ckptkit.plan.shares import Share
@@ -286,7 +286,7 @@ def test_a_stream_of_something_else_is_refused(
 
 def test_what_is_no_stream_is_refused(small: Made) -> None:
     small.streams[0] = archive_of(small.pieces[0].clone())
-    small.refused(FormatError, "no zstd stream begins there")
+    small.refused(FormatError, "no zstd stream begins here")
 
 
 def test_a_window_that_takes_much_memory_is_refused(small: Made) -> None:
@@ -296,7 +296,7 @@ def test_a_window_that_takes_much_memory_is_refused(small: Made) -> None:
     with compressor.stream_writer(out, closefd=False) as writer:
         writer.write(archive_of(small.pieces[0].clone()))
     small.streams[0] = out.getvalue()
-    small.refused(LimitError, "asks for a window of 134,217,728 bytes")
+    small.refused(LimitError, "needs a window of 134,217,728 bytes")
 
 
 def test_a_bomb_is_decoded_no_further_than_its_place() -> None:
@@ -304,7 +304,7 @@ def test_a_bomb_is_decoded_no_further_than_its_place() -> None:
     assert len(bomb) < 64 << 10
     read: Callable[[int, int], bytes] = lambda start, stop: bomb[start:stop]  # noqa: E731
     with pytest.raises(LimitError, match="become more than 1,000,000"):
-        decoded(read, len(bomb), most_bytes=1_000_000, where="bomb")
+        decompress(read, len(bomb), most_bytes=1_000_000, where="bomb")
     content = ZstdContent(read, len(bomb), where="bomb")
     assert content.read(10) == b"\0" * 10
 

@@ -294,7 +294,7 @@ def chunk_listed_twice(metadata: Metadata) -> None:
         (in_index("size", (1,) * 10**6), "1,000,000 dimensions"),
         (in_index("size", None), "not a tuple of integers"),
         (in_index("chunks", None), "not a list"),
-        (in_index("chunks", [None]), "in the place of a ChunkStorageMetadata"),
+        (in_index("chunks", [None]), "expected a ChunkStorageMetadata"),
         (in_index("properties", None), "properties are not"),
         (in_entry("offset", -1), "negative start"),
         (in_entry("length", -1), "negative start"),
@@ -337,7 +337,7 @@ def test_a_chunk_that_is_stored_twice_is_refused() -> None:
 def test_a_chunk_list_shared_by_two_tensors_is_refused() -> None:
     metadata = sample()
     entry(metadata, "model.layers.1.weight").chunks = entry(metadata, FIRST).chunks
-    with pytest.raises(FormatError, match="not a list of its own"):
+    with pytest.raises(FormatError, match="not a list that only this tensor has"):
         parse(metadata)
 
 

@@ -115,9 +115,9 @@ def test_a_reference_to_a_later_slot_is_refused() -> None:
     data = pickle.dumps(shared_sample(), 4)
     machine = machine_after(data)
     # A chunk whose sizes are fetched from the memo is made to fetch what a later one stores there.
-    pattern = re.compile(re.escape(machine.known["sizes"]) + rb"j(.{4})ub", re.DOTALL)
+    pattern = re.compile(re.escape(machine.gets["sizes"]) + rb"j(.{4})ub", re.DOTALL)
     at = list(pattern.finditer(data))[50].start(1)
-    rows = data[:at].count(machine.known["ChunkStorageMetadata"] + b")")
+    rows = data[:at].count(machine.gets["ChunkStorageMetadata"] + b")")
     for row in (rows + 8, -1):  # of the same run, and of the last one
         later = struct.pack("<I", machine.size_slots.slots[row])
         changed = data[:at] + later + data[at + 4 :]

@@ -16,7 +16,11 @@ from ckptkit.core.errors import (
     UnsupportedError,
 )
 from ckptkit.formats.base import Candidate
-from ckptkit.formats.discovery import Found, resolve, step_of
+from ckptkit.formats.discovery import (
+    ResolvedSource,
+    parse_step,
+    resolve,
+)
 from ckptkit.formats.registry import recognise
 
 
@@ -29,21 +33,23 @@ def no_place(folder: str) -> NotACheckpointError:
     return NotACheckpointError("nothing", where=f"here/{folder}".rstrip("/"), hint="give another")
 
 
-def among(candidates: list[Candidate]) -> Found:
-    return resolve(candidates, location="here", select=None, lacks=lambda _: "", nothing=no_place)
+def among(candidates: list[Candidate]) -> ResolvedSource:
+    return resolve(
+        candidates, location="here", select=None, describe_missing=lambda _: "", not_found=no_place
+    )
 
 
-def found(*folders: str, select: str | None = None, broken: tuple[str, ...] = ()) -> Found:
+def found(*folders: str, select: str | None = None, broken: tuple[str, ...] = ()) -> ResolvedSource:
     return resolve(
         [dcp(folder) for folder in folders],
         location="here",
         select=select,
-        lacks=lambda candidate: "a file" if candidate.folder in broken else "",
-        nothing=no_place,
+        describe_missing=lambda candidate: "a file" if candidate.folder in broken else "",
+        not_found=no_place,
     )
 
 
-def labels(found: Found) -> list[str]:
+def labels(found: ResolvedSource) -> list[str]:
     return [unit.label for unit in found.units]
 
 
@@ -67,7 +73,7 @@ def labels(found: Found) -> list[str]:
     ],
 )
 def test_a_folders_name_tells_its_step(folder: str, step: int | None) -> None:
-    assert step_of(folder) == step
+    assert parse_step(folder) == step
 
 
 def test_steps_are_compared_as_numbers() -> None:
@@ -136,7 +142,11 @@ def test_a_file_of_any_name_beside_deepspeeds_steps_is_not_taken_for_the_model()
     paths = ["weights.pt", "global_step2/mp_rank_00_model_states.pt"]
     with pytest.raises(AmbiguousSourceError, match=r"'weights.pt', '.' with step 'global_step2'"):
         resolve(
-            recognise(paths), location="here", select=None, lacks=lambda _: "", nothing=no_place
+            recognise(paths),
+            location="here",
+            select=None,
+            describe_missing=lambda _: "",
+            not_found=no_place,
         )
 
 
@@ -145,8 +155,8 @@ def test_the_bin_form_of_a_model_is_left_out_beside_its_safetensors_form() -> No
         recognise(["model.safetensors", "pytorch_model.bin"]),
         location="here",
         select=None,
-        lacks=lambda _: "",
-        nothing=no_place,
+        describe_missing=lambda _: "",
+        not_found=no_place,
     )
     assert [unit.candidate.format for unit in chosen.units] == ["safetensors"]
 
@@ -180,7 +190,7 @@ def test_whatever_lies_there_one_step_is_found_or_the_refusal_says_how_to_choose
     assert told == ("here", True)
 
 
-def _told(chosen: Found, folders: list[str]) -> tuple[str, bool]:
+def _told(chosen: ResolvedSource, folders: list[str]) -> tuple[str, bool]:
     """Checks what was found, and answers as a good refusal would."""
     taken = {unit.candidate.folder for unit in chosen.units}
     assert set() < taken <= set(folders)
@@ -198,7 +208,9 @@ def test_the_run_in_the_root_itself_is_selected_by_a_dot() -> None:
     candidates = [dcp("checkpoint-1"), dcp("best")]
     with pytest.raises(AmbiguousSourceError, match=r"'best', '\.'"):
         among(candidates)
-    chosen = resolve(candidates, location="here", select=".", lacks=lambda _: "", nothing=no_place)
+    chosen = resolve(
+        candidates, location="here", select=".", describe_missing=lambda _: "", not_found=no_place
+    )
     assert chosen.folder == "checkpoint-1"
 
 
@@ -225,8 +237,8 @@ def test_files_that_nobody_asked_for_do_not_make_a_step_incomplete(name: str) ->
         candidates,
         location="here",
         select=None,
-        lacks=lambda candidate: "its class" if candidate is stray else "",
-        nothing=no_place,
+        describe_missing=lambda candidate: "its class" if candidate is stray else "",
+        not_found=no_place,
     )
     assert chosen.folder == "checkpoint-2"
     assert f"left alone beside the model: checkpoint-2/{name}" in chosen.notes
@@ -245,8 +257,8 @@ def test_a_newer_step_that_is_a_link_is_not_passed_over_silently() -> None:
             [dcp("checkpoint-5")],
             location="here",
             select=None,
-            lacks=lambda _: "",
-            nothing=no_place,
+            describe_missing=lambda _: "",
+            not_found=no_place,
             links=["checkpoint-4", "checkpoint-9"],
         )
     assert caught.value.hint == "give its own path: here/checkpoint-9"

@@ -12,14 +12,14 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedShard
 
 from ckptkit.core.errors import FormatError, LimitError, UnsupportedError
-from ckptkit.formats.pickle.pickles import Global, InertObject
+from ckptkit.formats.pickle.machine import Global, InertObject
 from ckptkit.formats.ranks.dtensor import (
     LocalPart,
     Mesh,
     Placement,
     local_part,
-    mesh_of,
-    placements_of,
+    parse_mesh,
+    parse_placements,
 )
 
 PLACES = "torch.distributed.tensor.placement_types"
@@ -44,7 +44,7 @@ def part(
 def filled(whole: torch.Tensor, found: LocalPart) -> torch.Tensor:
     """Builds a local tensor out of the whole one, piece by piece."""
     local = torch.full(found.shape, -1)
-    for piece in found.pieces:
+    for piece in found.blocks:
         there = tuple(
             slice(at, at + n) for at, n in zip(piece.box.offsets, piece.box.sizes, strict=True)
         )
@@ -109,7 +109,7 @@ def test_a_strided_split_alone_cannot_have_come_after_others() -> None:
     assert part((8,), (4,), (0,), [Placement(0, 2)], inner_first=True) is None
     found = part((8,), (4,), (1,), [Placement(0, 2)])
     assert found is not None
-    assert [(p.box.offsets, p.box.sizes, p.local) for p in found.pieces] == [
+    assert [(p.box.offsets, p.box.sizes, p.local) for p in found.blocks] == [
         ((1,), (1,), (0,)),
         ((5,), (1,), (1,)),
     ]
@@ -118,19 +118,19 @@ def test_a_strided_split_alone_cannot_have_come_after_others() -> None:
 def test_a_scalar_is_one_piece() -> None:
     found = part((), (4,), (3,), [Placement()])
     assert found is not None
-    assert [(p.box.offsets, p.box.sizes) for p in found.pieces] == [((), ())]
+    assert [(p.box.offsets, p.box.sizes) for p in found.blocks] == [((), ())]
 
 
 def test_placements_that_are_no_part_of_the_values_are_refused_by_name() -> None:
     for name in ("Partial", "_Partial", "_MaskPartial"):
         with pytest.raises(UnsupportedError, match=name.lstrip("_")):
-            placements_of((inert(name, {}),), 2)
+            parse_placements((inert(name, {}),), 2)
     for state in ({"dim": 2}, {"dim": -3}, {"dim": "0"}, {}):
         with pytest.raises(FormatError, match="split along"):
-            placements_of((inert("Shard", state),), 2)
+            parse_placements((inert("Shard", state),), 2)
     with pytest.raises(FormatError, match="split factor"):
-        placements_of((inert("_StridedShard", {"dim": 0, "split_factor": 0}),), 2)
-    assert placements_of((inert("Shard", {"dim": -1}),), 2) == (Placement(1),)
+        parse_placements((inert("_StridedShard", {"dim": 0, "split_factor": 0}),), 2)
+    assert parse_placements((inert("Shard", {"dim": -1}),), 2) == (Placement(1),)
 
 
 def test_splits_that_would_exhaust_memory_are_refused() -> None:
@@ -161,13 +161,13 @@ def test_a_part_of_a_mesh_tells_where_a_rank_is() -> None:
     whole = mesh(
         _layout=layout((2, 4), (4, 1)), _flatten_rank_map=ranks, _mesh_dim_names=("a", "b")
     )
-    found = mesh_of(whole, 6, no_tensors)
+    found = parse_mesh(whole, 6, no_tensors)
     assert (found.sizes, found.coordinate, found.names) == ((2, 4), (1, 2), ("a", "b"))
     outer = mesh(_layout=layout((2,), (4,)), _flatten_rank_map=ranks)
-    assert mesh_of(outer, 6, no_tensors).coordinate == (1,)
+    assert parse_mesh(outer, 6, no_tensors).coordinate == (1,)
     joined = mesh(_layout=layout(((2, 2), 2), ((4, 1), 2)), _flatten_rank_map=ranks)
-    assert mesh_of(joined, 5, no_tensors).sizes == (4, 2)
-    assert mesh_of(joined, 5, no_tensors).coordinate == (3, 0)
+    assert parse_mesh(joined, 5, no_tensors).sizes == (4, 2)
+    assert parse_mesh(joined, 5, no_tensors).coordinate == (3, 0)
 
 
 @pytest.mark.parametrize(
@@ -180,10 +180,10 @@ def test_a_part_of_a_mesh_tells_where_a_rank_is() -> None:
         ({"_flatten_rank_map": (3, 1)}, "beyond"),
         ({"_layout": layout((2, 2), (2,))}, "do not belong together"),
         ({"_layout": layout((2, -2), (2, 1))}, "do not belong together"),
-        ({}, "does not tell its ranks"),
+        ({}, "does not contain its ranks"),
     ],
 )
 def test_a_mesh_that_contradicts_itself_is_refused(state: dict[str, object], text: str) -> None:
     whole = {"_layout": layout((2, 2), (2, 1)), **state}
     with pytest.raises(FormatError, match=text):
-        mesh_of(mesh(**whole), 3, no_tensors)
+        parse_mesh(mesh(**whole), 3, no_tensors)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ckptkit.core.errors import CannotPlanError
-from ckptkit.formats.ranks.flat_models import ModelParameter, vectors_of
+from ckptkit.formats.ranks.flat import ModelParameter, compute_vectors
 
 MODEL = [
     ModelParameter(("embed.weight", "head.weight"), (5, 3)),
@@ -16,7 +16,7 @@ MODEL = [
 
 
 def starts(flat: dict[str, int], **options: object) -> dict[str, list[tuple[str, int]]]:
-    found = vectors_of(MODEL, flat, 2, options.get("slices", {}))  # type: ignore[arg-type]
+    found = compute_vectors(MODEL, flat, 2, options.get("slices", {}))  # type: ignore[arg-type]
     return {v.name: [(m.names[0], m.start) for m in v.members] for v in found}
 
 
@@ -51,6 +51,6 @@ def test_two_ways_of_lying_are_refused_unless_the_checkpoint_tells_which() -> No
     parameters = [ModelParameter(("a",), (6,)), ModelParameter(("b",), (3,))]
     flat = {"_flat_param": 12}  # 6 + 3 in twos is 9, in fours 11: padded to 12 over three or four
     with pytest.raises(CannotPlanError, match="2 ways"):
-        vectors_of(parameters, flat, 12, {})
-    (found,) = vectors_of(parameters, flat, 12, {"b": (8, 11)})
+        compute_vectors(parameters, flat, 12, {})
+    (found,) = compute_vectors(parameters, flat, 12, {"b": (8, 11)})
     assert [m.start for m in found.members] == [0, 8]

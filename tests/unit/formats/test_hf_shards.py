@@ -181,7 +181,7 @@ def test_a_shard_under_another_name_is_not_taken_for_a_model(
         if rank == 1:  # every tensor begins where its piece does
             assert not ckptkit.inspect(tmp_path / "moved").problems
             continue
-        with pytest.raises(UnsupportedError, match=r"of tensor 'w' the piece from \[2, 0\] on"):
+        with pytest.raises(UnsupportedError, match=r"the shard of tensor 'w' from \[2, 0\] on"):
             ckptkit.inspect(tmp_path / "moved")
 
 

@@ -14,10 +14,12 @@ from typing import Any
 import pytest
 
 from ckptkit.core.errors import FormatError, LimitError, TruncatedFileError, UnsafePickleError
-from ckptkit.formats.pickle.pickles import (
+from ckptkit.formats.pickle.machine import (
     Global,
     InertDict,
     InertObject,
+)
+from ckptkit.formats.pickle.pickles import (
     inert_class,
     ordered_dict,
     parse_pickle,

@@ -13,7 +13,12 @@ from safetensors.numpy import load_file
 
 import ckptkit
 from ckptkit.core.errors import InputError, MissingFileError, NotACheckpointError
-from ckptkit.formats.registry import EXPECTED, READERS, installed, recognise
+from ckptkit.formats.registry import (
+    EXPECTED,
+    READERS,
+    load_installed,
+    recognise,
+)
 
 ROOT = Path(__file__).resolve().parents[3]
 EXAMPLE = (ROOT / "examples" / "reader_plugin" / "npy_rows.py").read_text(encoding="utf-8")
@@ -23,9 +28,9 @@ Installing = Callable[..., None]
 
 @pytest.fixture(autouse=True)
 def nothing_loaded() -> Iterator[None]:
-    installed.cache_clear()
+    load_installed.cache_clear()
     yield
-    installed.cache_clear()
+    load_installed.cache_clear()
 
 
 @pytest.fixture
@@ -78,7 +83,7 @@ def test_the_example_reads_what_ckptkit_alone_does_not(
 ) -> None:
     with pytest.raises(NotACheckpointError):
         ckptkit.inspect(rows)
-    installed.cache_clear()
+    load_installed.cache_clear()
     install("npy-rows", EXAMPLE, "NpyRowsReader")
     ckptkit.consolidate(rows, tmp_path / "out")
     found = load_file(tmp_path / "out" / "model.safetensors")
@@ -105,7 +110,7 @@ def test_readers_of_others_are_not_looked_for_where_ours_are_certain(install: In
     install("theirs", "raise SystemError('loaded')")
     for case in ("fsdp2_plain", "zero3_bf16", "hf_sharded", "torch_bin_tied"):
         assert not ckptkit.inspect(ROOT / "fixtures" / case / "checkpoint").notes
-    assert installed.cache_info().currsize == 0
+    assert load_installed.cache_info().currsize == 0
 
 
 def test_readers_of_others_come_before_files_of_any_name(install: Installing) -> None:

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 import ckptkit
-from ckptkit.formats.discovery import FileGroup, grouped
+from ckptkit.formats.discovery import FileGroup, group_files
 
 FIXTURES = Path(__file__).resolve().parents[3] / "fixtures"
 SAVED = "peft_checkpointer/checkpoint/checkpoint-2"
 
 
 def shown(*paths: str, base: str = "", known: tuple[str, ...] = ()) -> list[str]:
-    return [str(group) for group in grouped(paths, base=base, known=known)]
+    return [str(group) for group in group_files(paths, base=base, recognised=known)]
 
 
 def test_names_that_differ_in_numbers_are_one_group() -> None:
@@ -39,7 +39,7 @@ def test_names_are_relative_to_the_folder() -> None:
 def test_too_many_groups_are_counted() -> None:
     names = [chr(ord("a") + i) * 3 for i in range(26)]
     assert shown(*names)[-2:] == ["xxx", "2 more"]
-    assert grouped(names)[-1] == FileGroup("", 2)
+    assert group_files(names)[-1] == FileGroup("", 2)
 
 
 def test_inspect_tells_what_it_ignored_in_the_folder_of_the_step_alone() -> None:

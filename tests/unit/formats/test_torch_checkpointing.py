@@ -23,7 +23,7 @@ from ckptkit.core.errors import (
     UnsafePickleError,
     UnsupportedError,
 )
-from ckptkit.formats.others import spread_metadata
+from ckptkit.formats.others import torch_checkpointing
 from ckptkit.formats.pickle.pickles import parse_pickle
 from ckptkit.storage.local.source import LocalSource
 
@@ -70,12 +70,12 @@ BAD: dict[str, tuple[Change, type[CkptkitError], str]] = {
     "another number of ranks": (
         lambda d: d.update(world_size=3),
         FormatError,
-        "item 'model' does not tell the files of 3 ranks",
+        "item 'model' does not name the files of 3 ranks",
     ),
     "a number of ranks that is none": (
         lambda d: d.update(world_size=-1),
         FormatError,
-        "does not tell the number of ranks",
+        "does not contain the number of ranks",
     ),
     "a way of spreading that is not known": (
         lambda d: packed(d).update(type="default_tensor_v1"),
@@ -126,7 +126,7 @@ BAD: dict[str, tuple[Change, type[CkptkitError], str]] = {
     "a file elsewhere": (
         lambda d: layouts(d)[0].update(file_path="../other.safetensors"),
         UnsafePathError,
-        "layout names '../other.safetensors', which may lie elsewhere",
+        "layout names '../other.safetensors', which may be outside the folder",
     ),
     "a file that is not there": (
         lambda d: layouts(d)[1].update(file_path="model_of_1.safetensors"),
@@ -141,7 +141,7 @@ BAD: dict[str, tuple[Change, type[CkptkitError], str]] = {
     "a tensor less": (
         lambda d: d["metadata"]["model"]["nested_path_to_metadata"].pop('["up.weight"]'),
         FormatError,
-        "'model_0.safetensors' holds 'up.weight', of which the metadata tells nothing",
+        "'model_0.safetensors' holds 'up.weight', which the metadata does not describe",
     ),
     "a tensor more": (
         lambda d: d["metadata"]["model"]["nested_path_to_metadata"].update(
@@ -229,14 +229,14 @@ def test_ranks_that_many_meshes_share_are_kept_once(tmp_path: Path) -> None:
     document = {"version": "2.0", "world_size": count, "metadata": {"model": item}}
     (tmp_path / "metadata.pkl").write_bytes(pickle.dumps(document))
     with LocalSource(tmp_path) as source:
-        found = spread_metadata.read_spread_metadata(source, "metadata.pkl")
+        found = torch_checkpointing.read_sharding_metadata(source, "metadata.pkl")
     assert len({id(spread.ranks) for spread in found.items["model"].tensors.values()}) == 1
 
 
 def test_metadata_beyond_all_size_is_not_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(spread_metadata, "MAX_METADATA_BYTES", 100)
+    monkeypatch.setattr(torch_checkpointing, "MAX_METADATA_BYTES", 100)
     folder = copied("torch_checkpointing_safetensors", tmp_path)
     with pytest.raises(LimitError, match="at most 100 are read"):
         ckptkit.consolidate(folder, tmp_path / "out")
@@ -297,7 +297,7 @@ def test_safetensors_of_ranks_without_metadata_are_refused_and_not_taken_for_mod
     folder = copied("torch_checkpointing_safetensors", tmp_path)
     (folder / "metadata.pkl").unlink()
     for source in (folder, folder / "model_0.safetensors"):
-        with pytest.raises(UnsupportedError, match=r"no 'metadata\.pkl' tells how the tensors"):
+        with pytest.raises(UnsupportedError, match=r"no 'metadata\.pkl' describes how the tensors"):
             ckptkit.consolidate(source, tmp_path / "out")
 
 

@@ -25,7 +25,8 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.index import Box, TensorEntry, TensorIndex
 from ckptkit.formats.base import Candidate
-from ckptkit.formats.torch_files.reader import TorchFileReader, walk
+from ckptkit.formats.pickle.pickles import walk_values
+from ckptkit.formats.torch_files import TorchFileReader
 from ckptkit.storage.memory import MemorySource
 
 
@@ -274,7 +275,7 @@ def test_two_tensors_of_one_dotted_name_are_refused() -> None:
 
 def test_a_walk_is_in_order_and_names_rare_keys() -> None:
     root = {"b": [1, {True: 2, None: 3, 1.5: 4}], "a": (), 7: {(1, 2): "x"}}
-    assert list(walk(root, limit=100, where="x")) == [
+    assert list(walk_values(root, limit=100, where="x")) == [
         (("b", 0), 1),
         (("b", 1, "True"), 2),
         (("b", 1, "None"), 3),
@@ -309,7 +310,7 @@ def test_truncated_and_flipped_files_are_refused_or_read_the_same() -> None:
 
 def test_reading_needs_no_torch() -> None:
     code = (
-        "import sys; import ckptkit.formats.torch_files.reader, ckptkit.formats.safetensors.reader;"
+        "import sys; import ckptkit.formats.torch_files, ckptkit.formats.safetensors.reader;"
         "print('torch' in sys.modules, 'safetensors' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -22,9 +22,9 @@ from ckptkit.core.errors import (
     UnsupportedError,
 )
 from ckptkit.core.index import TensorIndex
+from ckptkit.formats.pickle import torch_archives as torch_legacy
 from ckptkit.formats.pickle.torch_archives import ArchiveTable
-from ckptkit.formats.torch_files import legacy as torch_legacy
-from ckptkit.formats.torch_files.reader import TorchFileReader
+from ckptkit.formats.torch_files import TorchFileReader
 from ckptkit.storage.memory import MemorySource
 
 MAGIC = 0x1950A86A20F9469CFC6C
@@ -101,7 +101,7 @@ def test_only_headers_and_counts_are_read() -> None:
     table = ArchiveTable()
     file = table.open(Counting({"m.pt": data}), "m.pt")
     for name in ("a", "b"):
-        table.record(file, file.document().tensor(name))
+        table.record(file, file.dictionary().tensor(name))
     assert sum(reads) < 500_000
 
 
@@ -146,7 +146,7 @@ def test_hostile_pickles_are_refused_in_every_place() -> None:
         ((MAGIC, 1002), UnsupportedError, "layout has version 1002, only 1,001"),
         ((MAGIC, [1001]), UnsupportedError, "layout has no number for a version, only 1,001"),
         ((MAGIC, 1001, {**FACTS, "little_endian": False}), UnsupportedError, "big-endian"),
-        ((MAGIC, 1001, []), FormatError, "does not tell the byte order"),
+        ((MAGIC, 1001, []), FormatError, "does not state the byte order"),
         ((MAGIC, 1001, FACTS, {}, "keys"), FormatError, "is not one of keys"),
         ((MAGIC, 1001, FACTS, {}, ["1"]), FormatError, "1 storages are listed"),
         ((MAGIC, 1001, FACTS, {}), TruncatedFileError, "in the middle of a value"),

@@ -101,7 +101,7 @@ BAD: dict[str, tuple[Change, type[CkptkitError], str]] = {
     "a file outside the snapshot": (
         lambda d: tensor(d).update(location="../../etc/passwd"),
         UnsafePathError,
-        "names the file '../../etc/passwd', which may lie outside the snapshot",
+        "names the file '../../etc/passwd', which may be outside the snapshot",
     ),
     "an absolute path": (
         lambda d: tensor(d).update(location="/etc/passwd"),

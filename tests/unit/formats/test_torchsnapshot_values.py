@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ckptkit.core.errors import FormatError
-from ckptkit.formats.others.torchsnapshot_manifest import plain_value
+from ckptkit.formats.others.torchsnapshot_manifest import parse_plain
 
 
 @pytest.mark.parametrize(
@@ -18,7 +18,7 @@ from ckptkit.formats.others.torchsnapshot_manifest import plain_value
 def test_a_text_of_the_manifest_is_the_value_that_it_stands_for(
     kind: str, text: str, value: object
 ) -> None:
-    found = plain_value(kind, text)
+    found = parse_plain(kind, text)
     assert found == value
     assert type(found) is type(value)
 
@@ -32,4 +32,4 @@ def test_a_text_of_the_manifest_is_the_value_that_it_stands_for(
 )
 def test_a_text_that_stands_for_no_value_is_refused(kind: str, text: object) -> None:
     with pytest.raises(FormatError):
-        plain_value(kind, text)
+        parse_plain(kind, text)

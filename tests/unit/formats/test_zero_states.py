@@ -109,7 +109,7 @@ def test_what_one_rank_alone_keeps_is_refused(tmp_path: Path) -> None:
 
     source = changed("zero1_adam", tmp_path, {f"*{STATES}": states(lost)})
     with pytest.raises(
-        FormatError, match=r"does not keep of 'embed\.weight' what other ranks keep"
+        FormatError, match=r"does not keep the states of 'embed\.weight' that other"
     ):
         ckptkit.inspect(source)
 
@@ -166,13 +166,13 @@ WRONG: dict[str, tuple[str, str, Change, type[CkptkitError], str]] = {
     "flat sizes": (THREE, "zero/weight/exp_avg.pt", _shorter, FormatError, "do not add up"),
     "a step": (
         *(ONE, "zero/optimizer_state.pt", lambda d: d | {"optimizer_state_dict": {}}),
-        *(FormatError, "weights of another stage"),
+        *(FormatError, "are of different stages"),
     ),
     "no tensor": (ONE, "zero/bias/exp_avg.pt", lambda _: {"param": 1}, FormatError, "no tensor"),
     "no value": (ONE, "zero/bias/step.pt", lambda _: [1], FormatError, "neither a tensor nor"),
     "columns": (
         *(ONE, "zero/weight/fp32.pt", lambda d: d | {"param": d["param"].t().contiguous().t()}),
-        *(UnsupportedError, "do not lie one after another"),
+        *(UnsupportedError, "are not stored contiguously"),
     ),
     "a rank of another step": (
         *(THREE, "zero_pp_rank_1_mp_rank_00_model_states.pt", lambda d: d | {"global_steps": 9}),

@@ -18,8 +18,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp
 
 import ckptkit
 from ckptkit.core.errors import FormatError, UsageError
-from ckptkit.formats.ranks.flat import parse_layout
-from ckptkit.formats.ranks.flat_models import ModelParameter, vectors_of
+from ckptkit.formats.ranks.flat import ModelParameter, compute_vectors, parse_layout
 from ckptkit.training import write_flat_layout
 
 FIXTURES = Path(__file__).resolve().parents[3] / "fixtures"
@@ -77,7 +76,7 @@ def test_a_local_state_of_an_older_torch_lies_as_the_rules_say(
             "shapes": [list(member.shape) for member in vector.members],
             "starts": [member.start for member in vector.members],
         }
-        for vector in vectors_of(parameters, {"_flat_param": 26, "up._flat_param": 44}, 2, {})
+        for vector in compute_vectors(parameters, {"_flat_param": 26, "up._flat_param": 44}, 2, {})
     ]
     source = shutil.copytree(case / "checkpoint" / "local", tmp_path / "local")
     (source / "ckptkit").mkdir()

@@ -12,9 +12,9 @@ import torch
 
 from ckptkit.core.errors import UnsafePickleError, UnsupportedError
 from ckptkit.core.index import TensorIndex
-from ckptkit.formats.pickle.pickles import InertObject
-from ckptkit.formats.torch_files.reader import TorchFileReader
-from ckptkit.formats.trees import framework_of_keys, framework_of_values
+from ckptkit.formats.pickle.machine import InertObject
+from ckptkit.formats.torch_files import TorchFileReader
+from ckptkit.formats.trees import detect_framework, detect_framework_by_paths
 from ckptkit.storage.memory import MemorySource
 
 
@@ -81,11 +81,11 @@ def test_a_partial_of_anything_else_is_refused() -> None:
 def test_a_file_tells_who_wrote_it_and_at_which_step(
     root: Any, name: str, version: str, step: int | None
 ) -> None:
-    found = framework_of_values(root)
+    found = detect_framework(root)
     assert (found.name, found.version, found.step) == (name, version, step)
 
 
 def test_torchtitan_is_known_by_the_keys_of_its_step_folders() -> None:
     keys = [("train_state", "step"), ("lr_scheduler",), ("optimizer", "x"), ("a.weight",)]
-    assert framework_of_keys(keys).name == "torchtitan"
-    assert framework_of_keys(keys[1:]).name == ""
+    assert detect_framework_by_paths(keys).name == "torchtitan"
+    assert detect_framework_by_paths(keys[1:]).name == ""

@@ -1,17 +1,15 @@
-"""zstd streams of torch.distributed.checkpoint's compression, decoded from front to back.
+"""Compressed chunks of torch.distributed.checkpoint: zstd streams of `torch.save` archives.
 
-A stream tells neither how long its content is nor its checksum: torch compresses while it writes.
-How much is decoded is up to the caller; memory is bounded by the window, which is looked at first.
+A stream contains neither the length nor a checksum of its content, because torch compresses while
+it writes. It is decompressed from front to back, as far as the caller asks; memory is bounded by
+the window, whose size is checked first.
 
-Source: torch/distributed/checkpoint/_extension.py (`ZStandard`), torch 2.7 to 2.13; RFC 8878.
+In such an archive the local headers and the pickle in front of the data give the data's position.
+The directory at the end proves that position and has the checksum; until then nothing is proven.
 
-An archive of `torch.save` that can be read from front to back only, because it is compressed.
-
-Where the data begin is told by the local headers and the pickle before them; that this was true,
-and which checksum the data have, by the directory at the end. Until then nothing is proven.
-
-Source: torch/serialization.py (`_save`), caffe2/serialize/inline_container.cc: `data.pkl` is the
-first record; sizes come in a descriptor after each.
+Source: torch/distributed/checkpoint/_extension.py (`ZStandard`), torch 2.7 to 2.13; RFC 8878;
+torch/serialization.py (`_save`), caffe2/serialize/inline_container.cc: `data.pkl` is the first
+record; sizes are in a descriptor after each record.
 """
 
 from __future__ import annotations
@@ -25,16 +23,17 @@ from typing import IO, TYPE_CHECKING, cast
 from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import FormatError, LimitError
 from ckptkit.core.index import Shape
+from ckptkit.formats.parsing import Read
 from ckptkit.formats.pickle.torch_values import TensorRef
 from ckptkit.formats.pickle.torch_zip import Payload, TensorCache, locate_tensor
-from ckptkit.formats.pickle.zip_directory import LOCAL_SIGNATURE, Read
+from ckptkit.formats.pickle.zip_directory import LOCAL_SIGNATURE
 
 if TYPE_CHECKING:
     from zstandard import ZstdDecompressionReader
 
 
 MAX_WINDOW_BYTES = 8 << 20
-"""What the library's strongest ordinary levels take; torch's level takes 2 MiB."""
+"""The window of the library's strongest ordinary levels; that of torch's level is 2 MiB."""
 
 _NAME = "stream.zstd"
 _MAJOR_VERSION = "1"
@@ -43,7 +42,7 @@ _MOST_HEADER_BYTES = 18
 
 
 def is_zstd(transforms: Sequence[str]) -> bool:
-    """Tells whether transform descriptors of a stored item are those of one zstd stream.
+    """Returns whether the transform descriptors of a stored item are those of one zstd stream.
 
     >>> is_zstd(["stream.zstd/1"]), is_zstd(["stream.zstd/2"]), is_zstd(["mine.crypt/1"])
     (True, False, False)
@@ -55,14 +54,14 @@ def is_zstd(transforms: Sequence[str]) -> bool:
 
 
 class ZstdContent:
-    """The content of one stream, or of several that follow one another; not for two threads."""
+    """The content of one stream or of several consecutive ones; not thread-safe."""
 
     def __init__(self, read: Read, size_bytes: int, *, where: str) -> None:
-        """Looks at the header of the first stream.
+        """Checks the header of the first stream.
 
         Args:
             read: Returns the compressed bytes `[start, stop)`.
-            size_bytes: How many there are.
+            size_bytes: The number of compressed bytes.
             where: File and tensor, for messages.
         """
         import zstandard
@@ -72,25 +71,25 @@ class ZstdContent:
         try:
             window = zstandard.get_frame_parameters(head).window_size
         except zstandard.ZstdError as error:
-            raise FormatError(f"no zstd stream begins there: {error}", where=where) from error
+            raise FormatError(f"no zstd stream begins here: {error}", where=where) from error
         if window > MAX_WINDOW_BYTES:
             raise LimitError(
-                f"zstd stream asks for a window of {window:,} bytes, at most"
-                f" {MAX_WINDOW_BYTES:,} are taken",
+                f"zstd stream needs a window of {window:,} bytes, at most"
+                f" {MAX_WINDOW_BYTES:,} are allowed",
                 where=where,
-                hint="save again with torch's own ZStandard extension, which takes 2 MiB",
+                hint="save again with torch's own ZStandard extension, which needs 2 MiB",
             )
         decompressor = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES)
-        source = cast("IO[bytes]", _Compressed(read, size_bytes))  # as much of one as is needed
+        source = cast("IO[bytes]", _CompressedFile(read, size_bytes))  # has only `read`
         self._reader: ZstdDecompressionReader = decompressor.stream_reader(
             source, read_size=_READ_BYTES, read_across_frames=True
         )
 
     def read_into(self, target: memoryview) -> int:
-        """Fills `target` with what comes next, as far as there is something.
+        """Fills `target` with the next bytes of the content.
 
         Returns:
-            How many bytes were there; fewer than asked for at the end alone.
+            The number of bytes; less than the length of `target` only at the end.
         """
         import zstandard
 
@@ -111,35 +110,35 @@ class ZstdContent:
         return at
 
     def read(self, count: int) -> bytes:
-        """Returns the next `count` bytes, fewer at the end; raises what `read_into` raises."""
+        """Returns the next `count` bytes, fewer at the end."""
         buffer = bytearray(count)
         return bytes(buffer[: self.read_into(memoryview(buffer))])
 
 
-def decoded(read: Read, size_bytes: int, *, most_bytes: int, where: str) -> bytes:
-    """Returns the whole content of something small.
+def decompress(read: Read, size_bytes: int, *, most_bytes: int, where: str) -> bytes:
+    """Returns the whole content of a small object.
 
     Args:
         read: Returns the compressed bytes `[start, stop)`.
-        size_bytes: How many there are.
-        most_bytes: How many decoded ones are taken.
+        size_bytes: The number of compressed bytes.
+        most_bytes: The largest accepted number of decompressed bytes.
         where: File and object, for messages.
     """
     content = ZstdContent(read, size_bytes, where=where)
-    pieces: list[bytes] = []
-    found = 0
-    while piece := content.read(_READ_BYTES):
-        pieces.append(piece)
-        found += len(piece)
-        if found > most_bytes:
+    blocks: list[bytes] = []
+    total = 0
+    while block := content.read(_READ_BYTES):
+        blocks.append(block)
+        total += len(block)
+        if total > most_bytes:
             raise LimitError(
                 f"{size_bytes:,} compressed bytes become more than {most_bytes:,}", where=where
             )
-    return b"".join(pieces)
+    return b"".join(blocks)
 
 
-class _Compressed:
-    """Compressed bytes as the library wants to read them."""
+class _CompressedFile:
+    """The compressed bytes as the file object that the library reads."""
 
     def __init__(self, read: Read, size_bytes: int) -> None:
         self._read = read
@@ -153,9 +152,9 @@ class _Compressed:
 
 
 HEAD_BYTES = 1 << 17
-"""In an archive of one tensor all that comes before its data fits in here by far."""
+"""More than the bytes in front of the data in an archive of one tensor."""
 TAIL_BYTES = 1 << 16
-"""And all that comes after them."""
+"""More than the bytes after the data."""
 
 _LOCAL = struct.Struct("<4s2xHH4xIIIHH")
 _DESCRIPTOR = struct.Struct("<4sIII")
@@ -166,7 +165,7 @@ _MOST_RECORDS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Expected:
+class ExpectedTensor:
     """The tensor that an archive should hold.
 
     Attributes:
@@ -181,12 +180,12 @@ class Expected:
 
 
 @dataclass(frozen=True, slots=True)
-class Ahead:
-    """What the front of an archive tells.
+class ArchiveFront:
+    """The front of an archive, and the position of the data according to it.
 
     Attributes:
         start: First byte of the data, from the archive's start.
-        stop: First byte after them.
+        stop: First byte after the data.
         strides: In elements; None for row-major.
         head: The bytes up to `start`.
     """
@@ -197,12 +196,12 @@ class Ahead:
     head: bytes
 
 
-def look_ahead(head: bytes, expected: Expected) -> Ahead:
-    """Finds the data of the only tensor of an archive from the bytes before it.
+def parse_front(head: bytes, expected: ExpectedTensor) -> ArchiveFront:
+    """Finds the data of the only tensor of an archive by the bytes in front of it.
 
     Args:
         head: The first `HEAD_BYTES` of the archive, or all of a shorter one.
-        expected: What it should hold.
+        expected: The tensor that it should hold.
     """
     where = expected.where
     records = _records(head)
@@ -210,22 +209,22 @@ def look_ahead(head: bytes, expected: Expected) -> Ahead:
     prefix, _, last = name.partition("/")
     if last != _PICKLE:
         raise FormatError(
-            f"what is compressed begins with {name or head[:4]!r}, not with 'data.pkl', so torch"
+            f"compressed archive begins with {name or head[:4]!r}, not with 'data.pkl', so torch"
             " did not write it",
             where=where,
         )
     tensor, row_major = TensorCache().tensor(head[start:stop], where=where)
     _check_tensor(tensor, expected)
-    wanted = f"{prefix}/data/{tensor.storage.key}"
+    record = f"{prefix}/data/{tensor.storage.key}"
     for name, start, _ in records:
-        if name == wanted:
-            size = tensor.storage.size_bytes
+        if name == record:
+            stop = start + tensor.storage.size_bytes
             strides = None if row_major else tensor.strides
-            return Ahead(start, start + size, strides, head[:start])
-    raise FormatError(f"record {wanted!r} is not among the first of the archive", where=where)
+            return ArchiveFront(start, stop, strides, head[:start])
+    raise FormatError(f"record {record!r} is not among the first of the archive", where=where)
 
 
-def _check_tensor(tensor: TensorRef, expected: Expected) -> None:
+def _check_tensor(tensor: TensorRef, expected: ExpectedTensor) -> None:
     if (tensor.dtype, tensor.shape) != (expected.dtype, expected.sizes):
         raise FormatError(
             f"holds {tensor.dtype.name} {list(tensor.shape)} against {expected.dtype.name}"
@@ -243,40 +242,40 @@ def _check_tensor(tensor: TensorRef, expected: Expected) -> None:
         )
 
 
-def prove(ahead: Ahead, tail: bytes, expected: Expected) -> Payload:
-    """Compares what the front told with the directory at the end.
+def check_front(front: ArchiveFront, tail: bytes, expected: ExpectedTensor) -> Payload:
+    """Compares the front of an archive with the directory at its end.
 
     Args:
-        ahead: What the front told.
+        front: The front.
         tail: All bytes from the end of the data on.
-        expected: What the archive should hold.
+        expected: The tensor that the archive should hold.
 
     Returns:
-        Where the data lie, with their checksum.
+        The position of the data, with their checksum.
     """
 
     def read(start: int, stop: int) -> bytes:
-        if stop <= len(ahead.head):
-            return ahead.head[start:stop]
-        if start >= ahead.stop:
-            return tail[start - ahead.stop : stop - ahead.stop]
-        # Of the data themselves only their last or first bytes are asked for, among others.
-        middle = bytes(min(stop, ahead.stop) - max(start, ahead.start))
-        before = ahead.head[start:] if start < ahead.start else b""
-        return before + middle + tail[: max(0, stop - ahead.stop)]
+        if stop <= len(front.head):
+            return front.head[start:stop]
+        if start >= front.stop:
+            return tail[start - front.stop : stop - front.stop]
+        # Zeros stand for the data: such a read spans them, and uses only bytes around them.
+        middle = bytes(min(stop, front.stop) - max(start, front.start))
+        before = front.head[start:] if start < front.start else b""
+        return before + middle + tail[: max(0, stop - front.stop)]
 
-    payload = locate_tensor(read, ahead.stop + len(tail), where=expected.where)
-    if (payload.start, payload.stop) != (ahead.start, ahead.stop):
+    payload = locate_tensor(read, front.stop + len(tail), where=expected.where)
+    if (payload.start, payload.stop) != (front.start, front.stop):
         raise FormatError(
             f"directory has the data at bytes [{payload.start:,}, {payload.stop:,}), the headers"
-            f" before them at [{ahead.start:,}, {ahead.stop:,})",
+            f" before them at [{front.start:,}, {front.stop:,})",
             where=expected.where,
         )
     return payload
 
 
 def _records(head: bytes) -> Iterator[tuple[str, int, int]]:
-    """Yields name, start and stop of the first records; the stop of the last may be unknown."""
+    """Yields name, start and stop of the first records; that of the last may be unknown."""
     at = 0
     for _ in range(_MOST_RECORDS):
         if at + _LOCAL.size > len(head) or not head.startswith(LOCAL_SIGNATURE, at):
@@ -287,7 +286,7 @@ def _records(head: bytes) -> Iterator[tuple[str, int, int]]:
         name = head[name_start : name_start + name_bytes].decode("utf-8", "replace")
         after = start + size
         if flags & _DESCRIPTOR_FLAG:
-            size = _described_bytes(head, start)
+            size = _size_in_descriptor(head, start)
             after = start + size + _DESCRIPTOR.size
         yield name, start, start + size
         if size < 0:
@@ -295,8 +294,8 @@ def _records(head: bytes) -> Iterator[tuple[str, int, int]]:
         at = after
 
 
-def _described_bytes(head: bytes, start: int) -> int:
-    """Returns the size of a record that its descriptor gives; -1 where that is further away."""
+def _size_in_descriptor(head: bytes, start: int) -> int:
+    """Returns the size in a record's descriptor; -1 if the descriptor is not in `head`."""
     at = head.find(_DESCRIPTOR_SIGNATURE, start)
     while at >= 0 and at + _DESCRIPTOR.size <= len(head):
         if _DESCRIPTOR.unpack_from(head, at)[3] == at - start:

@@ -1,9 +1,9 @@
-"""Where the elements of each parameter lie among the flat tensors of the ranks.
+"""The slices of flat vectors, one vector per rank and group, that hold each parameter.
 
-Stages 1 and 2 cut every group of parameters, one after another in one vector, into equal parts,
-one for each rank; each rank records which slice of which parameter it has. Stage 3 cuts every
-parameter for itself, into parts that are padded to one length, and keeps those of a rank one
-after another in a few vectors.
+Stages 1 and 2 concatenate the parameters of a group and cut the vector into equal parts, one for
+each rank; each rank stores which slices of which parameters it has. Stage 3 cuts every parameter by
+itself, into parts that are padded to one length, and concatenates the parts of a rank in a few
+vectors.
 
 Source: deepspeed/utils/zero_to_fp32.py, deepspeed/runtime/zero/stage_1_and_2.py
 (`_create_param_mapping`), deepspeed/runtime/zero/stage3.py (`_rigid_state_dict`), 0.19.
@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from ckptkit.core.dtypes import BY_NAME, DType
 from ckptkit.core.errors import FormatError, IncompleteCheckpointError, UnsupportedError
 from ckptkit.core.index import Chunk, ChunkTable, Shape, Span
-from ckptkit.formats.pickle.pickles import shown
-from ckptkit.formats.pickle.torch_archives import ArchiveTable, Document
+from ckptkit.core.text import quote
+from ckptkit.formats.pickle.torch_archives import ArchiveTable, PickledDict
 from ckptkit.formats.pickle.torch_values import TensorRef
-from ckptkit.formats.zero.files import ZeroFile
+from ckptkit.formats.zero.tag_files import ZeroFile
 
 _SLICES = "param_slice_mappings"
 _FLAT_SLICES = "single_partition_of_fp32_groups"
@@ -29,16 +29,16 @@ _FLAT = "fp32_flat_groups"
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """Elements of a parameter that lie one after another in a file.
+class VectorSlice:
+    """Elements of a parameter that are contiguous in a file.
 
     Attributes:
         file: The file.
-        tensor: The flat tensor that has them.
-        group: Its position among the vectors of the file, 0 where a file has no list of them.
-        first: The first of them, counted in that tensor.
-        start: The first of them, counted row-major in the parameter.
-        count: How many.
+        tensor: The flat tensor with the elements.
+        group: Its position among the vectors of the file, 0 if the file has no list of them.
+        first: The first element, counted in that tensor.
+        start: The first element, counted row-major in the parameter.
+        count: The number of elements.
     """
 
     file: ZeroFile
@@ -50,87 +50,87 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Parameter:
-    """A parameter, or its master copy, that is spread over ranks.
+class FlatParameter:
+    """A parameter, or its master copy, in slices of flat tensors.
 
     Attributes:
         shape: Its full shape.
-        dtype: Element type of the runs.
-        runs: Where its elements lie, each exactly once.
+        dtype: Element type of the slices.
+        slices: Slices that contain each element exactly once.
     """
 
     shape: Shape
     dtype: DType
-    runs: tuple[Run, ...]
+    slices: tuple[VectorSlice, ...]
 
 
-def chunks_of(table: ArchiveTable, parameter: Parameter) -> ChunkTable:
-    """Returns the chunks that a parameter's runs are."""
+def chunks_of(table: ArchiveTable, parameter: FlatParameter) -> ChunkTable:
+    """Returns the slices of a parameter as chunks."""
     itemsize = parameter.dtype.itemsize
     chunks = [
         Chunk(
-            Span(run.start, run.start + run.count),
-            table.record(run.file.archive, run.tensor),
-            byte_offset=(run.tensor.storage_offset + run.first) * itemsize,
-            rank=run.file.name.rank,
+            Span(part.start, part.start + part.count),
+            table.record(part.file.archive, part.tensor),
+            byte_offset=(part.tensor.storage_offset + part.first) * itemsize,
+            rank=part.file.info.rank,
         )
-        for run in parameter.runs
+        for part in parameter.slices
     ]
     return ChunkTable.of(chunks, len(parameter.shape))
 
 
-def partition_counts(optimizer: Document) -> set[int]:
-    """Returns over how many ranks a file of optimizer states says that parameters are spread."""
-    found = optimizer.values.get("partition_count")
-    counts = found if isinstance(found, (list, tuple)) else [found]
+def read_partition_counts(optimizer: PickledDict) -> set[int]:
+    """Returns the numbers of ranks in a file of optimizer states; each group may have its own."""
+    value = optimizer.values.get("partition_count")
+    counts = value if isinstance(value, (list, tuple)) else [value]
     if not counts or not all(type(count) is int and count > 0 for count in counts):
         raise optimizer.error("'partition_count' is not a number of ranks")
     return set(counts)
 
 
-def sliced_parameters(
-    groups: Sequence[Mapping[str, Shape]], ranks: Sequence[tuple[ZeroFile, Document]]
-) -> dict[str, Parameter]:
-    """Finds the master copies of parameters as stages 1 and 2 spread them.
+def find_sliced(
+    groups: Sequence[Mapping[str, Shape]], ranks: Sequence[tuple[ZeroFile, PickledDict]]
+) -> dict[str, FlatParameter]:
+    """Finds the master copies of parameters in the vectors of stages 1 and 2.
 
     Args:
         groups: The shapes of parameters, group by group.
         ranks: The files of optimizer states in the order of their ranks, with their states.
     """
-    found: dict[str, list[Run]] = {name: [] for group in groups for name in group}
+    slices: dict[str, list[VectorSlice]] = {name: [] for group in groups for name in group}
     for file, state in ranks:
-        flat = state.vectors(_FLAT_SLICES)
+        vectors = state.vectors(_FLAT_SLICES)
         if state.values.get(_SLICES) is None:
             raise UnsupportedError(
-                f"has no {_SLICES!r}: it does not tell which slices of parameters it has",
+                f"has no {_SLICES!r}, the slices of parameters in its vectors",
                 where=state.where,
                 hint="DeepSpeed has written them since 0.8; convert the checkpoint with the"
                 " 'zero_to_fp32.py' beside it",
             )
-        slices = state.inner_list(_SLICES)
-        if not len(flat) == len(slices) == len(groups):
+        mappings = state.inner_list(_SLICES)
+        if not len(vectors) == len(mappings) == len(groups):
             raise state.error(
-                f"has {len(flat)} vectors and slices for {len(slices)} groups of parameters,"
+                f"has {len(vectors)} vectors and slices for {len(mappings)} groups of parameters,"
                 f" where the weights have {len(groups)}"
             )
-        for group, (vector, mapping) in enumerate(zip(flat, slices, strict=True)):
-            for name, run in _slices_of(vector, mapping):
+        for group, (vector, mapping) in enumerate(zip(vectors, mappings, strict=True)):
+            for name, first, count in _parse_slices(vector, mapping):
                 if name not in groups[group]:
                     raise mapping.error(
-                        f"has a slice of {shown(name)}, of which no shape is known in that group"
+                        f"has a slice of {quote(name)}, of which no shape is known in that group"
                     )
-                before = found[name][-1] if found[name] else None
+                before = slices[name][-1] if slices[name] else None
                 start = before.start + before.count if before else 0
-                found[name].append(Run(file, vector, group, run[0], start, run[1]))
+                slices[name].append(VectorSlice(file, vector, group, first, start, count))
     where = ranks[0][1].where
     return {
-        name: _whole(name, shape, found[name], where)
+        name: _join_slices(name, shape, slices[name], where)
         for group in groups
         for name, shape in group.items()
     }
 
 
-def _slices_of(vector: TensorRef, mapping: Document) -> Iterator[tuple[str, tuple[int, int]]]:
+def _parse_slices(vector: TensorRef, mapping: PickledDict) -> Iterator[tuple[str, int, int]]:
     """Yields for each slice the parameter, its first element in the vector, and its length."""
     for name in mapping.values:
         if not isinstance(name, str):
@@ -138,23 +138,23 @@ def _slices_of(vector: TensorRef, mapping: Document) -> Iterator[tuple[str, tupl
         address = mapping.inner(name)
         first, count = address.count("start"), address.count("numel")
         if first is None or count is None or first + count > vector.shape[0]:
-            raise address.error(f"lies outside the {vector.shape[0]:,} elements of its vector")
-        yield name, (first, count)
+            raise address.error(f"is outside the {vector.shape[0]:,} elements of its vector")
+        yield name, first, count
 
 
-def partitioned_parameters(
-    groups: Sequence[Mapping[str, Shape]], ranks: Sequence[tuple[ZeroFile, Document]]
-) -> dict[str, Parameter]:
-    """Finds the master copies of parameters as stage 3 spreads them.
+def find_partitioned(
+    groups: Sequence[Mapping[str, Shape]], ranks: Sequence[tuple[ZeroFile, PickledDict]]
+) -> dict[str, FlatParameter]:
+    """Finds the master copies of parameters in the vectors of stage 3.
 
     Args:
         groups: The shapes of parameters, group by group.
         ranks: The files of optimizer states in the order of their ranks, with their states.
     """
     shapes = {name: shape for group in groups for name, shape in group.items()}
-    found: dict[str, list[Run]] = {name: [] for name in shapes}
+    slices: dict[str, list[VectorSlice]] = {name: [] for name in shapes}
     for rank, (file, state) in enumerate(ranks):
-        cursor = _Cursor(state)
+        cursor = _VectorCursor(state)
         for name, shape in shapes.items():
             elements = math.prod(shape)
             part = -(-elements // len(ranks))
@@ -163,35 +163,35 @@ def partitioned_parameters(
             count = max(0, min(part, elements - start))
             if count:
                 vector = cursor.vectors[group]
-                found[name].append(Run(file, vector, group, first, start, count))
-        cursor.finish()
+                slices[name].append(VectorSlice(file, vector, group, first, start, count))
+        cursor.check_end()
     where = ranks[0][1].where
-    return {name: _whole(name, shape, found[name], where) for name, shape in shapes.items()}
+    return {name: _join_slices(name, shape, slices[name], where) for name, shape in shapes.items()}
 
 
-class _Cursor:
-    """Goes through the vectors of one rank, which hold its part of one parameter after another.
+class _VectorCursor:
+    """Takes the parts of one parameter after another from the vectors of a rank.
 
     Attributes:
         vectors: All of them.
     """
 
-    def __init__(self, state: Document) -> None:
+    def __init__(self, state: PickledDict) -> None:
         self._state = state
         self.vectors = state.vectors(_FLAT)
         self._number = 0
         self._at = 0
 
     def take(self, name: str, count: int) -> tuple[int, int]:
-        """Returns the position of the vector that has the next elements, and theirs in it."""
+        """Returns the number of the vector with the next elements, and the first of them in it."""
         while count and self._left() == 0 and self._number < len(self.vectors):
             self._number, self._at = self._number + 1, 0
         if self._number == len(self.vectors):
-            raise self._state.error(f"ends before its part of {shown(name)}")
+            raise self._state.error(f"ends before its part of {quote(name)}")
         if count > self._left():
             raise self._state.error(
                 f"{_FLAT!r} has {self._left():,} elements where the part of"
-                f" {shown(name)} has {count:,}: sizes do not add up"
+                f" {quote(name)} has {count:,}: sizes do not add up"
             )
         first, self._at = self._at, self._at + count
         return self._number, first
@@ -200,7 +200,7 @@ class _Cursor:
         at_end = self._number == len(self.vectors)
         return 0 if at_end else self.vectors[self._number].shape[0] - self._at
 
-    def finish(self) -> None:
+    def check_end(self) -> None:
         """Refuses elements that belong to no parameter."""
         left = sum(vector.shape[0] for vector in self.vectors[self._number :]) - self._at
         if left:
@@ -209,43 +209,45 @@ class _Cursor:
             )
 
 
-def partitioned_frozen(models: Sequence[ZeroFile]) -> dict[str, Parameter]:
+def find_frozen(models: Sequence[ZeroFile]) -> dict[str, FlatParameter]:
     """Finds the frozen parameters of stage 3, of which each rank has a part.
 
     Args:
         models: The files of weights in the order of their ranks.
     """
     shapes = models[0].content.inner("frozen_param_shapes").shapes()
-    found: dict[str, Parameter] = {}
+    frozen: dict[str, FlatParameter] = {}
     for name, shape in shapes.items():
         elements = math.prod(shape)
         part = -(-elements // len(models))
-        runs = []
+        slices = []
         for rank, file in enumerate(models):
             tensor = file.content.inner("frozen_param_fragments").tensor(name)
             held = math.prod(tensor.shape)
             if held != part or not tensor.row_major:
                 raise file.content.error(
-                    f"has {held:,} elements of the frozen {shown(name)}, where its part has"
+                    f"has {held:,} elements of the frozen {quote(name)}, where its part has"
                     f" {part:,}: sizes do not add up"
                 )
             count = max(0, min(part, elements - rank * part))
-            runs.append(Run(file, tensor, 0, 0, rank * part, count))
-        found[name] = _whole(name, shape, runs, models[0].content.where)
-    return found
+            slices.append(VectorSlice(file, tensor, 0, 0, rank * part, count))
+        frozen[name] = _join_slices(name, shape, slices, models[0].content.where)
+    return frozen
 
 
-def _whole(name: str, shape: Shape, runs: Sequence[Run], where: str) -> Parameter:
-    """Proves that runs, which follow one another, make up a parameter of one element type."""
+def _join_slices(
+    name: str, shape: Shape, slices: Sequence[VectorSlice], where: str
+) -> FlatParameter:
+    """Checks that consecutive slices are all elements of a parameter, of one element type."""
     elements = math.prod(shape)
-    held = sum(run.count for run in runs)
+    held = sum(part.count for part in slices)
     if held != elements:
         raise IncompleteCheckpointError(
-            f"{shown(name)} has {elements:,} elements, of which the ranks hold {held:,}",
+            f"{quote(name)} has {elements:,} elements, of which the ranks hold {held:,}",
             where=where,
         )
-    types = {run.tensor.dtype for run in runs} or {BY_NAME["float32"]}
-    if len(types) != 1:
-        named = " and ".join(sorted(dtype.name for dtype in types))
-        raise FormatError(f"{shown(name)} is stored by the ranks as {named}", where=where)
-    return Parameter(shape, types.pop(), tuple(runs))
+    dtypes = {part.tensor.dtype for part in slices} or {BY_NAME["float32"]}
+    if len(dtypes) != 1:
+        names = " and ".join(sorted(dtype.name for dtype in dtypes))
+        raise FormatError(f"{quote(name)} is stored by the ranks as {names}", where=where)
+    return FlatParameter(shape, dtypes.pop(), tuple(slices))

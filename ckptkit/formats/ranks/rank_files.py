@@ -1,0 +1,459 @@
+"""Files that each rank wrote for itself: their names, and checks that all are of one save.
+
+`model_0.pt` may as well be the model of epoch 0, so names alone do not identify the numbered files
+of torch_checkpointing and of torch's experimental writer. They are recognised by the `metadata.pkl`
+that torch_checkpointing writes, or by their contents: a pickle with torch's distributed tensors is
+a rank's.
+
+Source: verl/utils/checkpoint/fsdp_checkpoint_manager.py; accelerate/utils/fsdp_utils.py
+(`save_fsdp_model`, `save_fsdp_optimizer`), 1.15; torch_checkpointing/checkpoint_layout.py
+(`default_torch_layout_info`), 0.1.1;
+torch/distributed/checkpoint/_experimental/checkpoint_writer.py, torch 2.13. Other programs put the
+rank at the end of any name.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from ckptkit.core.errors import FormatError, InputError, LimitError
+from ckptkit.core.index import KeyPath
+from ckptkit.core.text import quote
+from ckptkit.formats.base import Candidate
+from ckptkit.formats.file_sets import (
+    refuse_missing_ranks,
+    refuse_mixed_sizes,
+    refuse_stale_ranks,
+)
+from ckptkit.formats.parsing import group_by_folder, read_from
+from ckptkit.formats.pickle.pickles import MAX_KEY_CHARACTERS, walk_values
+from ckptkit.formats.pickle.torch_archives import ArchiveTable, TorchArchive
+from ckptkit.formats.pickle.torch_values import TensorRef
+from ckptkit.formats.pickle.torch_zip import open_archive
+from ckptkit.formats.ranks.flat import FLAT
+from ckptkit.formats.ranks.sharded_values import SHARDED_ALLOWED, DTensorRef, ShardedTensorRef
+from ckptkit.storage.base import Source
+
+Kind = Literal["model", "optimizer", "extra", "metadata"]
+_VERL = re.compile(
+    r"(?P<kind>model|optim|extra_state)_world_size_(?P<size>\d{1,7})_rank_(?P<rank>\d{1,7})\.pt"
+)
+_ACCELERATE = re.compile(
+    r"(?P<kind>pytorch_model_fsdp|optimizer)(?:_(?P<number>\d{1,7}))?_rank(?P<rank>\d{1,7})\.bin"
+)
+# fairseq and metaseq; the parts of a model-parallel run are not those of one model.
+_FAIRSEQ = re.compile(r"(?P<stem>(?!.*model_part-[1-9]).*)-shard(?P<rank>\d{1,7})\.pt")
+_OTHER = re.compile(r"(?P<stem>.*?)[-_.]?rank[-_.]?(?P<rank>\d{1,7})\.(?:pt|pth|bin|ckpt)")
+_OPTIMIZER = re.compile(r".*optim.*", re.IGNORECASE)
+_METADATA = re.compile(r".*meta.*", re.IGNORECASE)  # a file that users of FairScale save
+# Files of ranks that hold no state of a model.
+_NEITHER = re.compile(
+    r".*(rng|random|extra|sched|scaler|sampler|loader|dl_state|train_state|args|grad|log).*",
+    re.IGNORECASE,
+)
+# `lora_rank8.pt` names the rank of matrices; those of processes begin with 0.
+_LOW_RANK = re.compile(r".*(lora|dora|adapter).*", re.IGNORECASE)
+_VERL_KINDS: Mapping[str, Kind] = {"model": "model", "optim": "optimizer", "extra_state": "extra"}
+VERL, ACCELERATE, FAIRSEQ = "verl", "accelerate", "fairseq"
+
+
+@dataclass(frozen=True, slots=True)
+class RankFile:
+    """A file of a rank, as its name describes it.
+
+    Attributes:
+        path: The file.
+        kind: The kind of its contents.
+        rank: The rank that wrote it.
+        world_size: The number of ranks, where the name contains it.
+    """
+
+    path: str
+    kind: Kind
+    rank: int
+    world_size: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RankFileSet:
+    """Files that were written together.
+
+    Attributes:
+        folder: Their folder.
+        writer: The program that uses such names; empty for any other program.
+        stem: The common part of their names: a model's number, or the text before the rank.
+        files: By kind and rank.
+    """
+
+    folder: str
+    writer: str
+    stem: str
+    files: tuple[RankFile, ...]
+
+    def of(self, kind: Kind) -> list[RankFile]:
+        return [file for file in self.files if file.kind == kind]
+
+
+_SetName = tuple[str, str, str]  # folder, writer and stem
+
+
+def group_rank_files(paths: Sequence[str]) -> list[RankFileSet]:
+    """Groups files of ranks that were written together.
+
+    Args:
+        paths: All files that may be among them.
+
+    Returns:
+        The sets with files of a model. A set of other files joins the only model in its folder.
+    """
+    sets: dict[_SetName, list[RankFile]] = defaultdict(list)
+    for path in paths:
+        parsed = _parse_name(path)
+        if parsed is not None:
+            sets[parsed[0]].append(parsed[1])
+    models = {name for name, files in sets.items() if _is_of_a_model(name[2], files)}
+    groups = {name: list(sets[name]) for name in sorted(models)}
+    for name, files in sorted(sets.items()):
+        homes = [model for model in models if model[:2] == name[:2]]
+        if name not in models and len(homes) == 1 and not name[1]:
+            groups[homes[0]] += files
+    return [
+        RankFileSet(*name, tuple(sorted(files, key=_sort_key))) for name, files in groups.items()
+    ]
+
+
+def _is_of_a_model(stem: str, files: Sequence[RankFile]) -> bool:
+    ranks = {file.rank for file in files if file.kind == "model"}
+    return bool(ranks) and (0 in ranks or not _LOW_RANK.fullmatch(stem))
+
+
+def _sort_key(file: RankFile) -> tuple[str, int, int, str]:
+    return file.kind, file.world_size or 0, file.rank, file.path
+
+
+def _parse_name(path: str) -> tuple[_SetName, RankFile] | None:
+    folder, name = posixpath.split(path)
+    kind: Kind
+    if match := _VERL.fullmatch(name):
+        kind = _VERL_KINDS[match["kind"]]
+        return (folder, VERL, ""), RankFile(path, kind, int(match["rank"]), int(match["size"]))
+    if match := _ACCELERATE.fullmatch(name):
+        kind = "optimizer" if match["kind"] == "optimizer" else "model"
+        file = RankFile(path, kind, int(match["rank"]))
+        return (folder, ACCELERATE, match["number"] or "0"), file
+    if match := _FAIRSEQ.fullmatch(name):
+        return (folder, FAIRSEQ, match["stem"]), RankFile(path, "model", int(match["rank"]))
+    match = _OTHER.fullmatch(name)
+    if match is None or _NEITHER.fullmatch(match["stem"]):
+        return None
+    kind = "metadata" if _METADATA.fullmatch(match["stem"]) else "model"
+    if _OPTIMIZER.fullmatch(match["stem"]):
+        kind = "optimizer"
+    return (folder, "", match["stem"]), RankFile(path, kind, int(match["rank"]))
+
+
+_CONTENTS: Mapping[Kind, str] = {
+    "model": "weights",
+    "optimizer": "optimizer states",
+    "extra": "extra states",
+    "metadata": "metadata",
+}
+# Counters of a run's progress, which are equal on all ranks of one save.
+_COUNTERS = frozenset({"last_epoch", "_step_count", "step", "global_step", "iteration", "epoch"})
+RankTensor = TensorRef | DTensorRef | ShardedTensorRef
+
+
+@dataclass(frozen=True, slots=True)
+class RankContents:
+    """The contents of one file.
+
+    Attributes:
+        file: The file's name, parsed.
+        archive: The opened file.
+        tensors: By path.
+        values: All other values, by path.
+    """
+
+    file: RankFile
+    archive: TorchArchive
+    tensors: Mapping[KeyPath, RankTensor]
+    values: Mapping[KeyPath, Any]
+
+    @property
+    def is_distributed(self) -> bool:
+        return any(not isinstance(tensor, TensorRef) for tensor in self.tensors.values())
+
+
+RankParts = Sequence[tuple[RankContents, RankTensor]]
+"""The parts of one tensor that ranks have, in the order of ranks."""
+
+
+@dataclass(slots=True)
+class RankFileLoader:
+    """Opens the files of a set.
+
+    Attributes:
+        source: The source of the files.
+        table: The opened files, and the records in them.
+    """
+
+    source: Source
+    table: ArchiveTable = field(default_factory=ArchiveTable)
+
+    def load(self, file: RankFile, under: KeyPath) -> RankContents:
+        """Opens a file and flattens the value of its pickle.
+
+        Args:
+            file: The file.
+            under: Keys that are put in front of the paths of all its values.
+        """
+        archive = self.table.open(self.source, file.path, SHARDED_ALLOWED)
+        tensors: dict[KeyPath, RankTensor] = {}
+        values: dict[KeyPath, Any] = {}
+        limit = archive.pickle_bytes
+        characters = MAX_KEY_CHARACTERS * limit
+        for steps, value in walk_values(archive.root, limit=limit, where=archive.where):
+            path = (*under, *steps) or ("tensor",)
+            if isinstance(value, RankTensor):
+                tensors[path] = value
+            else:
+                values[path] = value
+            characters -= sum(len(str(step)) for step in path)
+            if characters < 0:
+                raise LimitError("names are far longer than the pickle", where=archive.where)
+        return RankContents(file, archive, tensors, values)
+
+
+def split_off_slices(
+    contents: Sequence[RankContents],
+) -> tuple[list[RankContents], dict[KeyPath, tuple[int, int]]]:
+    """Removes the slices of flat parameters that FSDP1 stores under original names.
+
+    With `use_orig_params=True` a LOCAL_STATE_DICT has for each parameter the rank's part of it, as
+    a view on the flat parameter's memory, empty on most ranks.
+
+    Args:
+        contents: The contents of the ranks' files.
+
+    Returns:
+        The contents without slices, and for each slice the range of elements in its flat parameter.
+    """
+    ranges: dict[KeyPath, tuple[int, int]] = {}
+    for held in contents:
+        for path, low, high in _find_slices(held):
+            first, last = ranges.get(path, (low, high))
+            ranges[path] = min(low, first), max(high, last)
+    if not ranges:
+        return list(contents), ranges
+    rest = [
+        replace(held, tensors={p: tensor for p, tensor in held.tensors.items() if p not in ranges})
+        for held in contents
+    ]
+    return rest, ranges
+
+
+def _find_slices(contents: RankContents) -> Iterator[tuple[KeyPath, int, int]]:
+    """Yields the views on memory of flat parameters, and their range of elements."""
+    firsts: dict[str, int] = {}  # by storage the element of the flat parameter with which it begins
+    for path, tensor in contents.tensors.items():
+        if isinstance(tensor, ShardedTensorRef) and str(path[-1]).rpartition(".")[2] == FLAT:
+            for shard in tensor.shards:
+                skipped = shard.tensor.storage_offset
+                firsts[shard.tensor.storage.key] = sum(shard.offsets) - skipped
+    for path, tensor in contents.tensors.items():
+        if isinstance(tensor, TensorRef) and len(tensor.shape) == 1:
+            first = firsts.get(tensor.storage.key)
+            if first is not None and tensor.shape[0]:
+                start = first + tensor.storage_offset
+                yield path, start, start + tensor.shape[0]
+
+
+def check_names(files: RankFileSet, where: str) -> None:
+    """Refuses files of runs of different sizes, and two files of one rank."""
+    sizes = {file.world_size for file in files.files if file.world_size is not None}
+    refuse_mixed_sizes(sizes, where)
+    seen: dict[tuple[Kind, int], str] = {}
+    for file in files.files:
+        other = seen.setdefault((file.kind, file.rank), file.path)
+        if other != file.path:
+            raise FormatError(
+                f"{posixpath.basename(other)!r} and {posixpath.basename(file.path)!r} are both of"
+                f" rank {file.rank}",
+                where=where,
+                hint="take away the one that does not belong here",
+            )
+
+
+def check_ranks(files: RankFileSet, world_size: int, where: str) -> None:
+    """Refuses a set that lacks files of a rank, or has files of ranks that the run did not have."""
+    for kind, what in _CONTENTS.items():
+        ranks = {file.rank for file in files.of(kind)}
+        if ranks:
+            refuse_missing_ranks(ranks, world_size, what, where)
+        refuse_stale_ranks(((file.rank, file.path) for file in files.of(kind)), world_size, where)
+
+
+def find_world_sizes(contents: Sequence[RankContents]) -> set[int]:
+    """Returns the world sizes that ShardedTensors contain."""
+    sizes: set[int] = set()
+    for held in contents:
+        for tensor in held.tensors.values():
+            if isinstance(tensor, ShardedTensorRef):
+                if tensor.rank != held.file.rank:
+                    raise FormatError(
+                        f"file is named after rank {held.file.rank}, and was written by rank"
+                        f" {tensor.rank}",
+                        where=held.archive.where,
+                        hint="give the files of all ranks the names that they were saved under",
+                    )
+                sizes.add(tensor.world_size)
+    return sizes
+
+
+def check_counters(contents: Sequence[RankContents]) -> None:
+    """Refuses ranks of different steps, where their files have counters."""
+    first: dict[KeyPath, tuple[RankContents, Any]] = {}
+    for held in contents:
+        for path, value in held.values.items():
+            if not path or path[-1] not in _COUNTERS or type(value) not in {int, float}:
+                continue
+            other, expected = first.setdefault(path, (held, value))
+            if value != expected:
+                raise FormatError(
+                    f"{posixpath.basename(held.file.path)!r} is of another step than"
+                    f" {posixpath.basename(other.file.path)!r}: {quote(str(path[-1]))} is {value}"
+                    f" against {expected}",
+                    where=held.archive.where,
+                    hint=TWO_SAVES,
+                )
+
+
+TWO_SAVES = "files of two saves are in one folder; take an earlier checkpoint"
+
+
+def group_parts(contents: Sequence[RankContents]) -> dict[KeyPath, RankParts]:
+    """Returns the parts of each tensor, by path."""
+    parts: dict[KeyPath, list[tuple[RankContents, RankTensor]]] = defaultdict(list)
+    for held in contents:
+        for path, tensor in held.tensors.items():
+            parts[path].append((held, tensor))
+    return dict(parts)
+
+
+FORMAT = "torch-checkpointing"
+METADATA_PICKLE = "metadata.pkl"
+_NUMBERED = re.compile(r"(?P<item>[A-Za-z0-9_-]+?)[_-]?(?P<rank>\d{1,7})\.(?P<kind>pt|safetensors)")
+_SHARDED_FORMATS = {"dcp", "zero"}
+_MARKS = (b"torch.distributed", b"ShardedTensor")
+_SINGLE_FILE_FORMATS = {"torch", "torch optimizer", "safetensors"}
+_MOST_INSPECTED = 32  # items of the state whose files are opened
+_FILES_OF_AN_ITEM = 3  # one of them may be damaged
+
+
+@dataclass(frozen=True, slots=True)
+class NumberedFile:
+    """A numbered file, as its name describes it.
+
+    Attributes:
+        path: The file.
+        item: The item of the state that it holds.
+        rank: The rank that wrote it.
+        is_safetensors: Whether it is a safetensors file, and not torch's.
+    """
+
+    path: str
+    item: str
+    rank: int
+    is_safetensors: bool
+
+
+def parse_numbered_name(path: str) -> NumberedFile | None:
+    match = _NUMBERED.fullmatch(posixpath.basename(path))
+    if match is None:
+        return None
+    return NumberedFile(path, match["item"], int(match["rank"]), match["kind"] == "safetensors")
+
+
+def find_with_metadata(paths: Sequence[str]) -> list[Candidate]:
+    """Recognises folders with a `metadata.pkl` and numbered files; reads nothing."""
+    homes = {posixpath.dirname(p) for p in paths if posixpath.basename(p) == METADATA_PICKLE}
+    inside = [
+        path
+        for path in (paths if homes else ())
+        if posixpath.dirname(path) in homes
+        and (parse_numbered_name(path) or posixpath.basename(path) == METADATA_PICKLE)
+    ]
+    reason = f"{METADATA_PICKLE!r} beside files numbered by rank"
+    return [
+        Candidate(FORMAT, folder, tuple(files), reason)
+        for folder, files in group_by_folder(inside).items()
+        if len(files) > 1
+    ]
+
+
+def add_numbered_ranks(
+    source: Source, candidates: Sequence[Candidate], paths: Sequence[str]
+) -> list[Candidate]:
+    """Groups numbered files that ranks wrote, which only their contents show.
+
+    Args:
+        source: The source of the files.
+        candidates: The candidates that were recognised by names.
+        paths: All files.
+
+    Returns:
+        The candidates, with those of single files of ranks replaced by one for all.
+    """
+    taken = {
+        path
+        for c in candidates
+        if c.format not in _SINGLE_FILE_FORMATS or len(c.files) > 1
+        for path in c.files
+    }
+    # Next to a model of these formats, numbered files are something else that its run saved.
+    others = {c.folder for c in candidates if c.format in _SHARDED_FORMATS}
+    folders: dict[str, list[NumberedFile]] = defaultdict(list)
+    for path in paths:
+        file, folder = parse_numbered_name(path), posixpath.dirname(path)
+        if file is not None and path not in taken and folder not in others:
+            folders[folder].append(file)
+    of_ranks = list(_find_of_ranks(source, folders))
+    replaced = {path for candidate in of_ranks for path in candidate.files}
+    return [c for c in candidates if replaced.isdisjoint(c.files)] + of_ranks
+
+
+def _find_of_ranks(source: Source, folders: dict[str, list[NumberedFile]]) -> Iterator[Candidate]:
+    inspected = 0
+    for folder, files in sorted(folders.items()):
+        items: dict[str, list[NumberedFile]] = defaultdict(list)
+        for file in sorted(files, key=lambda file: file.rank):
+            items[file.item].append(file)
+        inspected += len(items)
+        if inspected > _MOST_INSPECTED:
+            return
+        distributed = sorted(
+            item
+            for item, held in items.items()
+            if any(_is_of_a_rank(source, file) for file in held[:_FILES_OF_AN_ITEM])
+        )
+        if distributed:
+            names = " and ".join(map(repr, distributed))
+            reason = f"files numbered by rank, of which {names} hold distributed tensors"
+            yield Candidate(FORMAT, folder, tuple(sorted(f.path for f in files)), reason)
+
+
+def _is_of_a_rank(source: Source, file: NumberedFile) -> bool:
+    """Returns whether the pickle of a file names torch's distributed tensors."""
+    if file.is_safetensors:
+        return False  # such files do not contain it
+    try:
+        size = source.stat(file.path).size_bytes
+        pickle = open_archive(read_from(source, file.path), size, where=file.path).pickle()
+    except InputError:
+        return False  # the file's reader reports the error
+    return any(mark in pickle for mark in _MARKS)

@@ -1,1 +1,0 @@
-"""Single files that `torch.save` wrote."""

@@ -1,0 +1,263 @@
+"""The states of the optimizer, which ZeRO keeps for the flat vectors of parameters.
+
+The optimizer that DeepSpeed wraps knows only the vectors: its element-wise states of a vector
+belong to the parameters in it, at the same positions; a single number belongs to each of them.
+
+Source: deepspeed/runtime/zero/stage_1_and_2.py (`state_dict`, `_get_base_optimizer_state`),
+deepspeed/runtime/zero/stage3.py (`_rigid_state_dict`), deepspeed/runtime/bf16_optimizer.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ckptkit.core.errors import FormatError, LimitError
+from ckptkit.core.index import ChunkTable, Fqn, KeyPath, Shape, TensorEntry
+from ckptkit.core.text import quote
+from ckptkit.formats.pickle.torch_archives import ArchiveTable, PickledDict, TorchArchive
+from ckptkit.formats.pickle.torch_values import TensorRef
+from ckptkit.formats.trees import Membership, join_path
+from ckptkit.formats.zero.flat_vectors import FlatParameter, VectorSlice, chunks_of
+from ckptkit.formats.zero.tag_files import ZeroFile
+
+OPTIMIZER = "optimizer"
+_STATE = "state"
+_STEP = "step"
+_GROUPS = "param_groups"
+_WHOLE = "base_optimizer_state"  # stages 1 and 2
+_PARTITIONED = "optimizer_state_dict"  # stage 3
+_MAX_KINDS = 64  # of states of one vector; each occurs again for every parameter in it
+_PLAIN = (bool, int, float, str, type(None))
+
+
+@dataclass(frozen=True, slots=True)
+class RankStates:
+    """The optimizer's states in one rank's file.
+
+    Attributes:
+        file: The file.
+        vectors: The states of each vector, by its position.
+        groups: The parameter groups; empty if the file has none.
+    """
+
+    file: ZeroFile
+    vectors: Mapping[int, PickledDict]
+    groups: Sequence[PickledDict]
+
+
+def find_rank_states(file: ZeroFile, state: PickledDict) -> RankStates:
+    """Finds the optimizer's states in the file of a rank."""
+    base = state.values.get(_WHOLE)
+    if isinstance(base, (list, tuple)):  # with `elastic_checkpoint`
+        states = RankStates(file, dict(enumerate(state.inner_list(_WHOLE))), ())
+    else:
+        inner = state.inner(_WHOLE if _WHOLE in state.values else _PARTITIONED)
+        held = inner.inner(_STATE)
+        vectors = {number: held.inner(number) for number in held.values if type(number) is int}
+        states = RankStates(file, vectors, inner.inner_list(_GROUPS))
+    for vector in states.vectors.values():
+        if len(vector.values) > _MAX_KINDS:
+            raise LimitError(
+                f"keeps {len(vector.values):,} kinds of states of one vector, more than"
+                f" {_MAX_KINDS}",
+                where=vector.where,
+            )
+    return states
+
+
+@dataclass(frozen=True, slots=True)
+class ZeroStates:
+    """The whole state of the optimizer: entries of an index, and values that are not tensors."""
+
+    entries: tuple[TensorEntry, ...]
+    values: Mapping[KeyPath, Any]
+    notes: tuple[str, ...]
+
+
+def collect_states(
+    table: ArchiveTable,
+    ranks: Sequence[RankStates],
+    parameters: Mapping[str, FlatParameter],
+    names: Mapping[str, Fqn],
+    groups: Sequence[Sequence[str]],
+) -> ZeroStates:
+    """Collects the states of every trained parameter under its name.
+
+    Args:
+        table: The files.
+        ranks: The states of the ranks.
+        parameters: The master copies of trained parameters, by name.
+        names: The names of parameters in the index, by name in the files.
+        groups: The names of parameters, vector by vector.
+    """
+    _check_steps(ranks)
+    collector = _StateCollector(table, {rank.file.info.path: rank for rank in ranks})
+    for name, parameter in parameters.items():
+        collector.add(names[name], parameter)
+    values = dict(collector.values)
+    if ranks:
+        values |= group_values(ranks[0], [[names[n] for n in group] for group in groups])
+    return ZeroStates(tuple(collector.entries), values, tuple(collector.notes()))
+
+
+def _check_steps(ranks: Sequence[RankStates]) -> None:
+    """Refuses ranks whose vectors have different numbers of steps: two saves are mixed."""
+    seen: dict[int, tuple[object, str]] = {}
+    for rank in ranks:
+        for number, vector in rank.vectors.items():
+            step = step_fingerprint(rank.file.archive, vector.values.get(_STEP))
+            if step is None:
+                continue
+            before = seen.setdefault(number, (step, vector.where))
+            if before[0] != step:
+                raise FormatError(
+                    f"was stepped another number of times than {before[1]}: the files are of two"
+                    " saves",
+                    where=vector.where,
+                    hint="a save was cut short, or went into the folder of another one; take an"
+                    " earlier checkpoint",
+                )
+
+
+def step_fingerprint(file: TorchArchive, value: object) -> object:
+    """Returns a value that is equal for equal steps, or None if the step is unknown.
+
+    A step may be a tensor of one number, which its checksum identifies as well as its bytes.
+    """
+    if isinstance(value, TensorRef):
+        if value.shape != () or value.storage.elements != 1:
+            return None
+        crc32 = file.archive.extent(value.storage)[2]
+        return None if crc32 is None else (value.dtype.name, crc32)
+    return value if isinstance(value, (int, float)) else None
+
+
+class _StateCollector:
+    """Makes entries and values of one parameter after another.
+
+    Attributes:
+        entries: The tensors.
+        values: The numbers, by path.
+    """
+
+    def __init__(self, table: ArchiveTable, ranks: Mapping[str, RankStates]) -> None:
+        self.entries: list[TensorEntry] = []
+        self.values: dict[KeyPath, Any] = {}
+        self._table = table
+        self._ranks = ranks
+        self._left_out: dict[str, str] = {}  # kinds of states, each with an example
+
+    def add(self, name: Fqn, parameter: FlatParameter) -> None:
+        """Adds the states of a parameter."""
+        states = []
+        for part in parameter.slices:
+            rank = self._ranks[part.file.info.path]
+            empty = PickledDict({}, rank.file.content.where)
+            states.append(rank.vectors.get(part.group) or empty)
+        kinds = [set(state.values) for state in states]
+        if any(of_state != kinds[0] for of_state in kinds):
+            odd = next(s for s, of_state in zip(states, kinds, strict=True) if of_state != kinds[0])
+            raise odd.error(f"does not keep the states of {quote(name)} that other ranks keep")
+        for kind in states[0].values if states else ():
+            self._add(name, str(kind), parameter, [state.values[kind] for state in states])
+
+    def notes(self) -> Iterator[str]:
+        """Yields a note for each kind of state that cannot be assigned to parameters."""
+        for kind, name in self._left_out.items():
+            yield (
+                f"the optimizer keeps {kind!r} of each rank's own part of {name!r} and others,"
+                " which means nothing for the whole: it is left out"
+            )
+
+    def _add(
+        self, name: Fqn, kind: str, parameter: FlatParameter, values: Sequence[object]
+    ) -> None:
+        path = (OPTIMIZER, _STATE, name, kind)
+        first = values[0]
+        if isinstance(first, TensorRef) and first.shape == ():
+            file = parameter.slices[0].file
+            chunk = self._table.chunk(file.archive, first, rank=file.info.rank)
+            self.entries.append(state_entry(path, first, (), ChunkTable.of([chunk], 0)))
+        elif all(map(_is_elementwise, values, parameter.slices)):
+            self.entries.append(self._elementwise_entry(path, parameter, values))
+        elif isinstance(first, _PLAIN):
+            self.values[path] = first
+        else:
+            self._left_out.setdefault(kind, name)
+
+    def _elementwise_entry(
+        self, path: KeyPath, parameter: FlatParameter, values: Sequence[object]
+    ) -> TensorEntry:
+        tensors = [tensor for tensor in values if isinstance(tensor, TensorRef)]
+        dtypes = {tensor.dtype for tensor in tensors}
+        if len(dtypes) != 1:
+            where = parameter.slices[0].file.content.where
+            raise FormatError(f"{quote(str(path[-1]))} has several element types", where=where)
+        slices = tuple(
+            replace(part, tensor=tensor)
+            for part, tensor in zip(parameter.slices, tensors, strict=True)
+        )
+        state = replace(parameter, dtype=dtypes.pop(), slices=slices)
+        return state_entry(path, tensors[0], parameter.shape, chunks_of(self._table, state))
+
+
+def state_entry(path: KeyPath, like: TensorRef, shape: Shape, chunks: ChunkTable) -> TensorEntry:
+    """Returns the entry of a tensor in an optimizer's state.
+
+    Args:
+        path: `optimizer`, `state`, the parameter's name, and the kind of state.
+        like: A tensor of its element type.
+        shape: Its whole shape.
+        chunks: Its chunks.
+    """
+    membership = Membership(OPTIMIZER, "optimizer", Fqn(join_path(path[1:])))
+    return membership.entry(path, like.dtype, shape, chunks)
+
+
+def _is_elementwise(tensor: object, part: VectorSlice) -> bool:
+    """Returns whether a state has a value for each element of a slice's vector."""
+    return (
+        isinstance(tensor, TensorRef)
+        # The codes of a quantized state mean nothing without their scales.
+        and tensor.dtype.kind == "float"
+        and len(tensor.shape) == 1
+        and tensor.row_major
+        and tensor.shape[0] >= max(part.tensor.shape[0], part.first + part.count)
+    )
+
+
+def group_values(rank: RankStates, groups: Sequence[Sequence[Fqn]]) -> dict[KeyPath, Any]:
+    """Returns the settings of groups, with vectors replaced by the names of their parameters."""
+    _check_sharing(rank)
+    values: dict[KeyPath, Any] = {}
+    seen: set[int] = set()
+    for number, group in enumerate(rank.groups):
+        for key, value in group.values.items():
+            if key == "params" or not isinstance(key, str):
+                continue
+            values[OPTIMIZER, _GROUPS, number, key] = value
+        members: list[Fqn] = []
+        for vector in group.sequence("params"):
+            if type(vector) is not int or not 0 <= vector < len(groups):
+                continue
+            if vector in seen:
+                raise group.error(f"has vector {vector}, which is in two groups")
+            seen.add(vector)
+            members += groups[vector]
+        values[OPTIMIZER, _GROUPS, number, "params"] = members
+    return values
+
+
+def _check_sharing(rank: RankStates) -> None:
+    """Refuses groups that share values over and over; every real setting takes bytes of its own."""
+    limit = rank.file.archive.pickle_bytes
+    count = 0
+    for group in rank.groups:
+        count += len(group.values) + len(group.sequence("params"))
+        if count > limit:
+            raise LimitError(
+                f"groups of the optimizer unfold into more than {limit:,} values",
+                where=rank.file.archive.where,
+            )
