@@ -317,7 +317,7 @@ def test_the_rank_of_an_adapter_is_not_that_of_a_process(tmp_path: Path) -> None
 
 def test_a_name_may_tell_of_any_number_of_ranks(tmp_path: Path) -> None:
     torch.save({"a.weight": torch.ones(3)}, tmp_path / "model_world_size_9999999_rank_1.pt")
-    text = r"rank 0, 2, 3, 4, 5, 6, 7 and 9999991 more of 9999999 are not there"
+    text = r"rank 0, 2, 3, 4, 5, 6, 7 and 9,999,991 more of 9999999 are not there"
     with allocating(10_000_000), pytest.raises(MissingFileError, match=text):
         ckptkit.inspect(tmp_path)
 
